@@ -1,0 +1,277 @@
+"""The words of the dump: what stands in run.json and in each line of a rank's journal.
+
+The problem: capture (inside vLLM) and analysis (anywhere) share nothing but files, so every name, unit and
+default of those files must be said once. The idea: plain frozen dataclasses, one per kind of journal line,
+each with ``to_event`` and ``from_event``; the JSON keys are the field names. docs/dump-format.md says the same in prose.
+Not here: how bytes reach the disk (writer.py), how they are found again (reader.py), what a dtype's bits mean (dtypes.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA = 1
+ROOT_TAP = "<root>"
+"""Tap of the model itself, whose module path is the empty string."""
+RUN_JSON = "run.json"
+JOURNAL = "journal.jsonl"
+PREFILL, DECODE = "prefill", "decode"
+
+TOKENS, LOGITS = "tokens", "logits"
+"""Names of the two row spaces that every step of a language model has. Others: ``vision/<k>``, see RowSpace."""
+
+
+def rank_dir(rank: int) -> str:
+    return f"rank{rank:04d}"
+
+
+def segment_name(index: int) -> str:
+    return f"seg-{index:05d}.safetensors"
+
+
+def hash_tokens(ids: Iterable[int]) -> str:
+    """128-bit BLAKE2b of the token ids as little-endian int32: the identity of a prompt, as 32 hex digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(b"".join(int(i).to_bytes(4, "little", signed=True) for i in ids))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Statistics over all elements of one tensor, float64.
+
+    ``min``, ``max``, ``mean`` and ``l2`` (Euclidean norm) are over the finite elements only and None where there is
+    none; ``nan`` and ``inf`` count the others; ``count`` is the number of elements in all.
+    """
+
+    count: int
+    min: float | None
+    max: float | None
+    mean: float | None
+    l2: float | None
+    nan: int
+    inf: int
+
+    @property
+    def std(self) -> float | None:
+        """Population standard deviation, from l2 and mean (relative accuracy about 1e-8 of l2/sqrt(n))."""
+        n = self.count - self.nan - self.inf
+        if n <= 0 or self.mean is None or self.l2 is None:
+            return None
+        return float(max(self.l2 * self.l2 / n - self.mean * self.mean, 0.0) ** 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How this rank's tensor is a part of the whole.
+
+    kind:
+      ``replicated``  every rank of the group holds the whole
+      ``shard``       the whole is cut along ``dim`` (counted from the end, e.g. -1)
+      ``partial``     the whole is the sum over the ranks (a row-parallel product before its all-reduce)
+      ``unknown``     capture could not tell; analysis compares replicas or guesses from shapes, and says so
+    group: ``tp`` or ``ep``: the ranks in question; ``index`` of ``size`` is this rank's place in it.
+    parts: for ``shard``: the blocks along ``dim`` in this rank's tensor, in order, as [local size, replicas]. A QKV
+      projection has three, q, k and v; ``replicas`` > 1 says that so many neighbouring ranks hold the same block (KV heads
+      fewer than ranks). The whole is, block by block, the concatenation over every replicas-th rank.
+    valid: for ``shard``: how much of the whole is real along ``dim`` (a vocabulary without its padding), or None.
+    """
+
+    kind: str
+    group: str = "tp"
+    index: int = 0
+    size: int = 1
+    dim: int | None = None
+    parts: tuple[tuple[int, int], ...] = ()
+    valid: int | None = None
+
+    def to_event(self) -> dict[str, Any]:
+        event: dict[str, Any] = {"kind": self.kind}
+        if self.size > 1 or self.kind != "replicated":
+            event |= {"group": self.group, "index": self.index, "size": self.size}
+        if self.kind == "shard":
+            event |= {"dim": self.dim, "parts": [list(p) for p in self.parts]}
+            if self.valid is not None:
+                event["valid"] = self.valid
+        return event
+
+    @classmethod
+    def from_event(cls, e: Mapping[str, Any] | None) -> Layout:
+        if not e:
+            return REPLICATED
+        return cls(
+            kind=str(e["kind"]),
+            group=str(e.get("group", "tp")),
+            index=int(e.get("index", 0)),
+            size=int(e.get("size", 1)),
+            dim=None if e.get("dim") is None else int(e["dim"]),
+            parts=tuple((int(n), int(r)) for n, r in e.get("parts", ())),
+            valid=None if e.get("valid") is None else int(e["valid"]),
+        )
+
+
+REPLICATED = Layout("replicated")
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One multi-modal item of a request: content ``hash``, first placeholder position ``pos``, ``n`` placeholders."""
+
+    hash: str
+    pos: int
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``{"event": "request"}``. ``req`` is the rank's own small number for it, used by segments.
+
+    ``id`` is the external id (the client's, or the front end's counter), ``internal_id`` the engine's;
+    ``prompt`` is hash_tokens(prompt ids); ``ordinal`` counts earlier requests of this run with the same prompt.
+    """
+
+    req: int
+    id: str
+    internal_id: str
+    prompt: str
+    prompt_len: int
+    ordinal: int = 0
+    images: tuple[Image, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """``n`` consecutive stored rows of one request at positions ``pos`` .. ``pos + n - 1``.
+
+    ``row`` is the first one's row in the tensor as the model saw it. In a vision space ``image`` is the item's
+    index in its request and ``pos`` counts rows within that image.
+    """
+
+    req: int
+    pos: int
+    n: int
+    row: int
+    phase: str = PREFILL
+    image: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpace:
+    """``{"event": "rows"}``: which row is what, for all tensors of ``step`` whose ``rows`` is ``space``.
+
+    The stored rows are the segments one after the other. ``ids`` holds one token id per stored row (tokens and logits
+    spaces; empty elsewhere). ``src_rows`` is the number of rows the model computed, padding included.
+    ``vision/<k>`` spaces hold k rows per placeholder token as a fraction string: ``vision/4`` patches, ``vision/1``
+    merged patches, ``vision/image`` one row per image.
+    """
+
+    step: int
+    space: str
+    src_rows: int
+    segments: tuple[Segment, ...]
+    ids: tuple[int, ...] = ()
+
+    @property
+    def n(self) -> int:
+        return sum(s.n for s in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """``{"event": "step"}``: one execute_model with real requests. ``batch`` tells the whole batch's size, also
+    of requests that are not stored: ``{"requests", "tokens", "padded"}``."""
+
+    step: int
+    batch: Mapping[str, int] = field(default_factory=dict)
+    time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """``{"event": "module"}``: one tap of the model, in the order of the module tree. ``attrs`` holds plain numbers,
+    strings and booleans that describe the operator (eps, tp_size, head counts)."""
+
+    tap: str
+    cls: str
+    index: int
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Where the bytes lie: segment ``seg`` of the same rank, ``off`` bytes after the start of its data, ``nbytes`` long."""
+
+    seg: int
+    off: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """``{"event": "tensor"}`` or, with ``step`` None, ``{"event": "param"}``: one captured tensor.
+
+    rank: global rank whose journal holds the line (not in the line itself).
+    seq: place in the order of execution within the step: inputs count when they go in, outputs when they come out.
+    dtype: torch's name without prefix: bfloat16, float8_e4m3fn, int64, bool ...; shape: of the stored rows.
+    rows: name of the row space along ``row_dim``, or None for a tensor without rows.
+    hash: xxh3-128 of the stored bytes, 32 hex digits, or None (a fingerprint only).
+    sample: parameters: hash of a fixed sample of elements, see capture/params.py.
+    mutated: the module changed this input in place (the payload is the value before).
+    payload: None in a ``stats`` dump or for a fingerprint.
+    """
+
+    rank: int
+    step: int | None
+    tap: str
+    cls: str
+    role: str
+    call: int
+    seq: int
+    dtype: str
+    shape: tuple[int, ...]
+    rows: str | None
+    row_dim: int
+    stats: Stats | None
+    hash: str | None
+    layout: Layout
+    payload: Payload | None
+    sample: str | None = None
+    mutated: bool = False
+
+    @property
+    def name(self) -> str:
+        """How people and csv columns call it: ``tap/role`` and, where it is not 0, ``#call``."""
+        return f"{self.tap}/{self.role}" + (f"#{self.call}" if self.call else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """``{"event": "skip"}``: what was not captured, and why. ``reason`` is a short stable phrase, counted by analysis."""
+
+    tap: str
+    reason: str
+    step: int | None = None
+    role: str | None = None
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """``{"event": "stop"}``: capture ended before the run did: budget spent, disk full, an error in the probe."""
+
+    reason: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """``{"event": "end"}``: the journal's last line when the dump was closed in order."""
+
+    reason: str
+    steps: int
+    tensors: int
+    bytes: int
+    skipped: Mapping[str, int] = field(default_factory=dict)
