@@ -1,0 +1,88 @@
+"""A byte-level BPE tokenizer with a chat template, made on the spot, and an image processor's config beside it.
+
+The problem: `vllm serve` wants a tokenizer that can chat, and nothing may be downloaded. The idea: 256 bytes, a few
+special tokens, and merges learned from a paragraph kept here, so that any text can be encoded and any token decoded.
+The order of the ids is fixed: specials first (0 bos, 1 end, 2-3 chat, 4-7 vision), then bytes, then merges.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SPECIALS = [
+    "<|bos|>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+# The loop over content parts serves plain strings and OpenAI's lists of text and image parts alike.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TEXT = """The quick brown fox jumps over the lazy dog while the model reads the prompt and the tokens go by.
+A number on one machine should be the number on another machine; where it is not, the first operator that parted
+from the reference is the one to look at. Attention, normalisation, rotation, projection, experts and the head:
+each of them takes a tensor and gives a tensor, and each of them can be compared, row by row, with what it was."""
+
+
+def write_tokenizer(path: Path, *, vocab_size: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json into ``path``. ``vocab_size`` counts specials and bytes too."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # More text than the paragraph is not needed: what the merges do not fill is filled with numbered words below.
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIALS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+        min_frequency=1,
+    )
+    tokenizer.train_from_iterator(_TEXT.splitlines(), trainer)
+    missing = vocab_size - tokenizer.get_vocab_size()
+    if missing > 0:
+        tokenizer.add_tokens([f" word{i}" for i in range(missing)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIALS[0],
+        "eos_token": SPECIALS[1],
+        "pad_token": SPECIALS[1],
+        "additional_special_tokens": SPECIALS[2:],
+        "model_max_length": 4096,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+def write_image_processor(path: Path, vision: dict[str, Any]) -> None:
+    """Write the processor configs of a Qwen2.5-VL; ``vision`` is its vision_config. Images up to 224 x 224 pixels."""
+    image: dict[str, Any] = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+        "min_pixels": 28 * 28,
+        "max_pixels": 224 * 224,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(image, indent=2))
+    video = image | {"video_processor_type": "Qwen2VLVideoProcessor"}
+    video.pop("image_processor_type")
+    (path / "video_preprocessor_config.json").write_text(json.dumps(video, indent=2))

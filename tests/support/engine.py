@@ -1,0 +1,161 @@
+"""Runs real vLLM engines for the tests and brings back what they said and where their dump lies.
+
+The problem: importing vLLM takes ten seconds and fills a process with state, and a crash inside an engine must not end
+the test session. The idea: an ``EngineHost`` is a child process (engine_worker.py) that builds one engine after another
+in its own process, single-process and eager, and talks JSON lines; the second engine of a host takes a few seconds.
+What must be set before vLLM is imported (the V2 runner, CPU binding for TP) belongs to the host's environment.
+Not here: what an engine does with the requests (engine_worker.py); HTTP servers (server.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 420
+
+
+class EngineError(RuntimeError):
+    """The engine failed; the message ends with the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. ``image``: (width, height, seed) of a made-up picture, standing where the prompt has image tokens."""
+
+    ids: Sequence[int]
+    max_tokens: int = 8
+    id: str | None = None
+    image: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one engine left: ``dump`` (None where nothing was written), sampled ids per request, counters.
+
+    metrics: preemptions, prefix_hits (tokens), drafted and accepted (speculative tokens), steps, widest (most requests
+    in one step), build_s and serve_s (seconds).
+    """
+
+    dump: Path | None
+    tokens: list[list[int]]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class EngineHost:
+    """A child process that builds engines one after another. ``extra_env`` is set before vLLM is imported.
+
+    probe: False for a bare engine, VLLM_ACCPROBE unset.
+    """
+
+    def __init__(self, log: Path, extra_env: Mapping[str, str] | None = None, *, probe: bool = True) -> None:
+        self.log = log
+        self.extra_env = {"VLLM_ACCPROBE": "1"} if probe else {}
+        self.extra_env |= extra_env or {}
+        self._process: subprocess.Popen[str] | None = None
+
+    def capture(
+        self,
+        model: str | Path,
+        asks: Sequence[Ask | Sequence[int]],
+        *,
+        out: Path,
+        fault: Mapping[str, Any] | None = None,
+        how: str = "together",
+        env: Mapping[str, str] | None = None,
+        **engine: Any,
+    ) -> Run:
+        """Build an engine for ``model`` with the probe writing to ``out``, send ``asks``, shut it down.
+
+        how: ``together`` (all at once), ``serial`` (each when the one before has finished), ``staggered`` (a new one
+        every second step). env: VLLM_ACCPROBE_* of this engine. engine: arguments of vllm.LLM, over small defaults.
+        Raises EngineError.
+        """
+        job = {
+            "model": str(model),
+            "out": str(out),
+            "fault": json.dumps(dict(fault)) if fault else None,
+            "how": how,
+            "asks": [asdict(a if isinstance(a, Ask) else Ask(a)) for a in asks],
+            "env": dict(env or {}),
+            "engine": engine,
+        }
+        answer = self._call(job)
+        if "error" in answer:
+            raise EngineError(f"{answer['error']}\n{self._tail()}")
+        written = out if (out / "run.json").exists() else None
+        return Run(written, answer["tokens"], answer["metrics"])
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.stdin:
+            process.stdin.close()  # the worker leaves its loop at end of file
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _call(self, job: dict[str, Any]) -> dict[str, Any]:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        end = time.monotonic() + TIMEOUT_S
+        while not select.select([process.stdout], [], [], 1.0)[0]:
+            if time.monotonic() > end:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise EngineError(f"no answer in {TIMEOUT_S} s\n{self._tail()}")
+        line = process.stdout.readline()
+        if not line:
+            raise EngineError(f"the engine's process ended with code {process.wait()}\n{self._tail()}")
+        return json.loads(line)
+
+    def _start(self) -> None:
+        faults, support = ROOT / "tests" / "faults", ROOT / "tests" / "support"
+        old = os.environ.get("PYTHONPATH")
+        env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")}
+        env |= {
+            "PYTHONPATH": os.pathsep.join([str(faults), *([old] if old else [])]),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(support / "engine_worker.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=env | self.extra_env,
+                start_new_session=True,  # so that a stuck engine can be killed with all of its ranks
+            )
+
+    def _tail(self, lines: int = 25) -> str:
+        text = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join([f"--- end of {self.log} ---", *text[-lines:]])
+
+
+TP2_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+V2_ENV = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "ACCPROBE_TEST_V2": "1"}

@@ -1,0 +1,145 @@
+"""The child process of engine.py: builds vLLM engines one after another and answers with what they sampled.
+
+A job is a line of JSON on standard input, an answer a line on standard output; everything that vLLM prints goes to
+standard error, which the parent sends to a log file. Requests go in through the engine's own add_request and step, so
+that the moment at which each one joins the batch is chosen here.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+DEFAULTS: dict[str, Any] = {
+    "enforce_eager": True,
+    "distributed_executor_backend": "uni",
+    "kv_cache_memory_bytes": 8 << 20,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,
+    "dtype": "bfloat16",
+    "seed": 0,
+}
+
+
+def serve(job: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM
+
+    for name in [n for n in os.environ if n.startswith("VLLM_ACCPROBE_") or n == "ACCPROBE_FAULT"]:
+        del os.environ[name]
+    os.environ |= {"VLLM_ACCPROBE_DIR": job["out"]} | job["env"]
+    if job["fault"]:
+        os.environ["ACCPROBE_FAULT"] = job["fault"]
+    started = time.monotonic()
+    llm = LLM(model=job["model"], **(DEFAULTS | job["engine"]))
+    built = time.monotonic()
+    engine: Any = llm.llm_engine
+    try:
+        tokens, steps, widest = _drive(engine, job["asks"], job["how"])
+        metrics = {m.name: getattr(m, "value", 0) for m in llm.get_metrics() if hasattr(m, "value")}
+    finally:
+        _end(llm)
+    return {
+        "tokens": tokens,
+        "metrics": {
+            "preemptions": metrics.get("vllm:num_preemptions", 0),
+            "prefix_hits": metrics.get("vllm:prefix_cache_hits", 0),
+            "drafted": metrics.get("vllm:spec_decode_num_draft_tokens", 0),
+            "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
+            "steps": steps,
+            "widest": widest,
+            "build_s": built - started,
+            "serve_s": time.monotonic() - built,
+        },
+    }
+
+
+def _drive(engine: Any, asks: list[dict[str, Any]], how: str) -> tuple[list[list[int]], int, int]:
+    names = [ask["id"] or f"ask-{i}" for i, ask in enumerate(asks)]
+    waiting = list(zip(names, asks, strict=True))
+    done: dict[str, list[int]] = {}
+    steps = widest = 0
+    while waiting or engine.has_unfinished_requests():
+        running = engine.get_num_unfinished_requests()
+        if how == "together":
+            join = len(waiting)
+        elif how == "serial":
+            join = int(not running)
+        else:
+            join = int(steps % 2 == 0 or not running)
+        for name, ask in waiting[:join]:
+            engine.add_request(name, _prompt(ask), _sampling(ask))
+        del waiting[:join]
+        widest = max(widest, engine.get_num_unfinished_requests())
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = list(output.outputs[0].token_ids)
+        steps += 1
+    return [done[name] for name in names], steps, widest
+
+
+def _prompt(ask: dict[str, Any]) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt_token_ids": ask["ids"]}
+    if ask["image"]:
+        import numpy as np
+        from PIL import Image
+
+        width, height, seed = ask["image"]
+        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        prompt["multi_modal_data"] = {"image": Image.fromarray(pixels)}
+    return prompt
+
+
+def _sampling(ask: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=ask["max_tokens"], ignore_eos=True, detokenize=False)
+
+
+def _end(llm: Any) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    # They stay registered for the next engine, and registering again walks over all modules and stumbles over those of
+    # llvmlite, which vLLM itself has imported by now (0.32: "'_lib_fn_wrapper' object has no attribute 'get'").
+    current_platform.register_triton_kernel_overrides = lambda: None  # type: ignore[method-assign]
+
+
+def _prepare_v2_runner() -> None:
+    """Lets the V2 model runner, which wants Triton, run on a CPU through Triton's interpreter."""
+    from types import SimpleNamespace
+
+    import triton.backends as backends
+
+    driver = SimpleNamespace(is_active=lambda: True)
+    backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM's prints must not stand between the answers
+    if os.environ.get("ACCPROBE_TEST_V2"):
+        _prepare_v2_runner()
+    for line in sys.stdin:
+        try:
+            answer = serve(json.loads(line))
+        except Exception as e:
+            traceback.print_exc()
+            answer = {"error": f"{type(e).__name__}: {e}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
