@@ -1,0 +1,136 @@
+"""The metrics' definition, in plain numpy and float64.
+
+The problem: a fast kernel can be wrong in ways that look plausible. The idea: every number is defined once, here, as
+directly as its formula allows; the kernel is tested against this, and where numba is missing this is what runs.
+g is the golden, m is mine, d = m - g, all float64. Positions where g or m is not finite are left out of every
+sum and maximum and counted instead; they mismatch unless both hold the same (NaN equals NaN, +inf equals +inf).
+Not here: what a number means (judge/), how bits become numbers (dump/dtypes.py), formulas as text (catalog.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+ROW_FIELDS = ("n", "gg", "mm", "gm", "dd", "abs_d", "max_d", "max_rel", "nonfinite", "mismatch", "peak")
+"""Columns of a row table, float64. n: finite positions; gg, mm, gm, dd: sums of g*g, m*m, g*m, d*d; abs_d: sum of |d|;
+max_d: max |d|; max_rel: max |d|/|g| over g != 0, or -1 where there is none; nonfinite, mismatch: counts; peak: max of
+|d| / max(|g|, rms(g)), rms over the row's finite positions; 0 where d is 0, inf where all of g is 0 and d is not."""
+N, GG, MM, GM, DD, ABS_D, MAX_D, MAX_REL, NONFINITE, MISMATCH, PEAK = range(len(ROW_FIELDS))
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Of one tensor. None where a metric is not defined: no finite position, or a zero norm.
+
+    max_abs_index: flat index of the first largest |d|; max_abs_golden, max_abs_mine: the values there.
+    """
+
+    cosine: float | None
+    max_abs_err: float | None
+    mean_abs_err: float | None
+    rmse: float | None
+    rel_l2: float | None
+    max_rel_err: float | None
+    nonfinite: int
+    nonfinite_mismatch: int
+    max_abs_index: int | None = None
+    max_abs_golden: float | None = None
+    max_abs_mine: float | None = None
+
+
+def row_table(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:
+    """Sums and maxima of each row of two numeric arrays of one shape [rows, width]: float64 [rows, 11], ROW_FIELDS."""
+    if golden.shape != mine.shape or golden.ndim != 2:
+        raise ValueError(f"row_table needs two arrays of one shape [rows, width], not {golden.shape} and {mine.shape}")
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
+        g, m = golden.astype(np.float64), mine.astype(np.float64)
+    finite = np.isfinite(g) & np.isfinite(m)
+    same = (g == m) | (np.isnan(g) & np.isnan(m))
+    zg, zm = np.where(finite, g, 0.0), np.where(finite, m, 0.0)
+    # Nearly the largest float64 may overflow in a sum; inf is then the right answer and no warning helps.
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        d = np.abs(zm - zg)
+        out = np.zeros((g.shape[0], len(ROW_FIELDS)))
+        out[:, N] = finite.sum(axis=1)
+        out[:, GG], out[:, MM], out[:, GM] = (zg * zg).sum(axis=1), (zm * zm).sum(axis=1), (zg * zm).sum(axis=1)
+        out[:, DD], out[:, ABS_D] = (d * d).sum(axis=1), d.sum(axis=1)
+        out[:, NONFINITE] = (~finite).sum(axis=1)
+        out[:, MISMATCH] = (~finite & ~same).sum(axis=1)
+        if g.shape[1]:
+            out[:, MAX_D] = d.max(axis=1)
+            nonzero = zg != 0
+            out[:, MAX_REL] = np.where(nonzero, d / np.where(nonzero, np.abs(zg), 1.0), -1.0).max(axis=1)
+            rms = np.sqrt(out[:, GG] / np.maximum(out[:, N], 1))[:, None]
+            scale = np.maximum(np.abs(zg), rms)
+            out[:, PEAK] = np.where(d == 0, 0.0, d / scale).max(axis=1)
+        else:
+            out[:, MAX_REL] = -1.0
+    return out
+
+
+def tensor_metrics(table: np.ndarray) -> Metrics:
+    """The metrics of a whole tensor from its row table; without the place of the largest error (see `locate`)."""
+    n = float(table[:, N].sum())
+    gg, mm, gm, dd = (float(table[:, i].sum()) for i in (GG, MM, GM, DD))
+    worst_rel = float(table[:, MAX_REL].max()) if len(table) else -1.0
+    counts = int(table[:, NONFINITE].sum()), int(table[:, MISMATCH].sum())
+    if not n:
+        return Metrics(None, None, None, None, None, None, *counts)
+    return Metrics(
+        cosine=gm / (np.sqrt(gg) * np.sqrt(mm)) if gg > 0 and mm > 0 else None,
+        max_abs_err=float(table[:, MAX_D].max()),
+        mean_abs_err=float(table[:, ABS_D].sum()) / n,
+        rmse=float(np.sqrt(dd / n)),
+        rel_l2=float(np.sqrt(dd) / np.sqrt(gg)) if gg > 0 else None,
+        max_rel_err=worst_rel if worst_rel >= 0 else None,
+        nonfinite=counts[0],
+        nonfinite_mismatch=counts[1],
+    )
+
+
+def locate(golden_row: np.ndarray, mine_row: np.ndarray) -> tuple[int, float, float]:
+    """(index, golden value, mine value) of the first largest |d| among the finite positions of two 1-d arrays."""
+    g, m = golden_row.astype(np.float64), mine_row.astype(np.float64)
+    finite = np.isfinite(g) & np.isfinite(m)
+    d = np.where(finite, np.abs(np.where(finite, m, 0.0) - np.where(finite, g, 0.0)), -1.0)
+    at = int(d.argmax())
+    return at, float(g[at]), float(m[at])
+
+
+def tensor(golden: np.ndarray, mine: np.ndarray) -> Metrics:
+    """The metrics of two numeric arrays of any one shape; an integer or boolean array is taken as float64."""
+    if golden.shape != mine.shape:
+        raise ValueError(f"shapes differ: {golden.shape} and {mine.shape}")
+    g, m = golden.reshape(1, -1), mine.reshape(1, -1)
+    found = tensor_metrics(row_table(g, m))
+    if found.max_abs_err is None:
+        return found
+    at, vg, vm = locate(g[0], m[0])
+    return Metrics(*(getattr(found, f) for f in list(Metrics.__dataclass_fields__)[:8]), at, vg, vm)
+
+
+def row_rel_l2(table: np.ndarray, floor: float = 0.0) -> np.ndarray:
+    """Per row sqrt(dd) / max(sqrt(gg), floor), float64 [rows]: 0 where dd is 0, inf where only the divisor is 0.
+
+    A row with a non-finite mismatch is infinitely wrong: NaN never passes.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rel = np.sqrt(table[:, DD]) / np.maximum(np.sqrt(table[:, GG]), floor)
+    rel[table[:, DD] == 0] = 0.0
+    rel[(table[:, MISMATCH] > 0) | np.isnan(rel)] = np.inf
+    return rel
+
+
+def row_norm_ratio(table: np.ndarray, floor: float = 0.0) -> np.ndarray:
+    """Per row norm(mine) / norm(golden), float64 [rows].
+
+    Where the golden norm is below the floor: 1 + (norm(mine) - norm(golden)) / floor. 1 where both norms are 0, inf
+    where only the golden's is.
+    """
+    g, m = np.sqrt(table[:, GG]), np.sqrt(table[:, MM])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = 1.0 + (m - g) / np.maximum(g, floor)
+    ratio[g == m] = 1.0
+    return ratio
