@@ -1,0 +1,36 @@
+"""Page-aligned staging memory for the writer.
+
+The problem: writes past the page cache need page-aligned addresses, and fresh memory costs more than the copy into it.
+The idea: a few anonymous maps, made once, touched once and used in turn. Not here: who waits for whom (writer.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import numpy as np
+
+
+class Block:
+    """``size`` bytes: ``array`` (uint8) and ``view`` show the same memory at ``address``."""
+
+    __slots__ = ("_map", "address", "array", "size", "view")
+
+    def __init__(self, size: int):
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        self._map = mmap.mmap(-1, size, **private)
+        self.size = size
+        self.array = np.frombuffer(self._map, dtype=np.uint8)
+        self.array[::4096] = 0  # the first touch of a page costs microseconds: not while a request waits
+        self.view = memoryview(self._map)
+        self.address = self.array.ctypes.data
+
+    def fill(self, at: int, source: int, nbytes: int) -> None:
+        """Copies ``nbytes`` bytes from the address ``source`` to ``at``; the GIL is free meanwhile."""
+        ctypes.memmove(self.address + at, source, nbytes)
+
+    def zero(self, start: int, nbytes: int) -> None:
+        """Gaps are zeros: nothing that lay here before reaches the disk."""
+        if nbytes > 0:
+            ctypes.memset(self.address + start, 0, nbytes)

@@ -1,0 +1,203 @@
+"""What the writer's thread does with one batch: statistics, payload, journal lines, in this order.
+
+The problem: a journal line promises that its payload is on disk, whatever fails and whenever. The idea: bytes and lines
+arrive together in batches, one block of bytes each with the lines that wait for it, and are handled one batch after the
+other by plain sequential code; after the first error nothing more is written but the line that names it and the end.
+Not here: threads, waiting and budgets (writer.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Optional, Union
+
+from .blocks import Block
+from .dtypes import DTYPES
+from .lines import JournalFile, encode
+from .segment import HEADER_BYTES, Entry, SegmentFile
+from .stats import Moments, StatsCell, moments
+
+Event = dict[str, Any]
+
+
+def xxh3_128() -> Any:
+    import xxhash  # here, so that a journal without payloads does without it
+
+    return xxhash.xxh3_128()
+
+
+class Pending:
+    """A payload on its way: its event, and the statistics and hash that grow piece by piece."""
+
+    __slots__ = ("cell", "digest", "dtype", "event", "sums")
+
+    def __init__(self, event: Event, cell: StatsCell | None):
+        self.event = event
+        if cell is None and "stats" not in event:
+            cell = StatsCell()
+        self.cell = cell
+        self.dtype = str(event.get("dtype"))
+        self.sums = Moments() if cell is not None and self.dtype in DTYPES else None
+        self.digest: Any = None
+
+    def take(self, piece: Any) -> None:
+        """``piece``: contiguous uint8, whole elements, the next ones of the payload."""
+        if self.sums is not None:
+            self.sums += moments(piece, self.dtype)
+        if not isinstance(self.event.get("hash"), str):
+            if self.digest is None:
+                self.digest = xxh3_128()
+            self.digest.update(piece)
+
+    def finished(self) -> Event:
+        digest = self.event.get("hash")
+        if not isinstance(digest, str):
+            digest = (self.digest or xxh3_128()).hexdigest()
+        self.event["hash"] = digest
+        if self.cell is not None:
+            self.cell.hash = digest
+            self.cell.value = None if self.sums is None else self.sums.stats()
+            self.event["stats"] = self.cell.value
+        return self.event
+
+
+Line = Union[Pending, Event, Callable[[], Optional[Event]]]  # noqa: UP007 (evaluated, also by Python 3.10)
+
+
+class OpenSegment:
+    """What the producer knows of a segment: where it ends and how much of the header is left. ``file`` is opened by
+    the thread."""
+
+    __slots__ = ("end", "entries", "file", "index", "room")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.end = 0
+        self.room = HEADER_BYTES - 256
+        self.entries: list[Entry] = []
+        self.file: SegmentFile | None = None
+
+
+class Batch:
+    """``used`` bytes of ``block`` that follow each other in ``segment``, the pieces of payloads in them as (payload,
+    start, stop), and the lines to be written when they are on disk. ``last``: the segment ends here."""
+
+    __slots__ = ("block", "born", "last", "lines", "pieces", "segment", "used")
+
+    def __init__(self) -> None:
+        self.block: Block | None = None
+        self.segment: OpenSegment | None = None
+        self.used = 0
+        self.born = time.monotonic()
+        self.last = False
+        self.lines: list[Line] = []
+        self.pieces: list[tuple[Pending, int, int]] = []
+
+
+class Drain:
+    """The files of one rank. Nothing here raises; the first error is ``failed``, and is told to ``on_error`` once."""
+
+    def __init__(self, directory: Path, journal: JournalFile, on_error: Callable[[str], None]):
+        self.failed: str | None = None
+        self.bytes_written = journal.size
+        self._dir = directory
+        self._journal = journal
+        self._on_error = on_error
+        self._segment: OpenSegment | None = None
+        self._payload_bytes = self._steps = self._tensors = self._lost = 0
+
+    @property
+    def journal_bytes(self) -> int:
+        return self._journal.size
+
+    def payload(self, batch: Batch) -> None:
+        """First half of a batch; its block is free afterwards."""
+        if self.failed or batch.block is None or batch.segment is None or not batch.used:
+            return
+        segment = batch.segment
+        try:
+            for pending, start, stop in batch.pieces:
+                pending.take(batch.block.array[start:stop])
+            self._segment = segment
+            if segment.file is None:
+                segment.file = SegmentFile(self._dir, segment.index)
+            segment.file.write(batch.block.view[: batch.used])
+            self._payload_bytes += sum(stop - start for _, start, stop in batch.pieces)
+            self.bytes_written = self._payload_bytes + self._journal.size
+        except Exception as e:
+            self._fail(e, f"segment {segment.index}")
+
+    def lines(self, batch: Batch) -> None:
+        """Second half: the lines, and the end of the segment where it is due."""
+        if not self.failed:
+            try:
+                events = [event for line in batch.lines if (event := self._event(line)) is not None]
+                self._journal.append(b"".join(map(encode, events)))
+                self.bytes_written = self._payload_bytes + self._journal.size
+                kinds = [event.get("event") for event in events]
+                self._steps += kinds.count("step")
+                self._tensors += kinds.count("tensor") + kinds.count("param")
+            except Exception as e:
+                self._lost += sum(isinstance(line, Pending) for line in batch.lines)
+                self._fail(e, "the journal")
+        else:
+            self._lost += sum(isinstance(line, Pending) for line in batch.lines)
+        if batch.last and batch.segment is not None:
+            self._finish_segment(batch.segment)
+
+    def end(self, reason: str, summary: Mapping[str, Any]) -> None:
+        """Finishes the open segment, writes the ``end`` line and closes everything."""
+        if self._segment is not None:
+            self._finish_segment(self._segment)
+        try:
+            skipped = {str(k): v for k, v in dict(summary.get("skipped") or {}).items()}
+            if self._lost:
+                skipped["not written when capture stopped"] = self._lost
+            event: Event = {"event": "end", "reason": reason, "steps": self._steps, "tensors": self._tensors}
+            event |= {k: v for k, v in summary.items() if v is not None}
+            event |= {"bytes": self.bytes_written, "skipped": skipped}
+            self._journal.release_reserve()
+            self._journal.append(encode(event))
+            self._journal.close()
+        except Exception as e:
+            self._fail(e, "the journal")
+
+    def _event(self, line: Line) -> Event | None:
+        if isinstance(line, Pending):
+            return line.finished()
+        if not callable(line):
+            return line
+        try:
+            return line()
+        except Exception as e:  # the line is lost, but not silently and not the capture with it
+            return {"event": "error", "where": "journal line", "message": f"{type(e).__name__}: {e}"}
+
+    def _finish_segment(self, segment: OpenSegment) -> None:
+        if self._segment is segment:
+            self._segment = None
+        if segment.file is None:
+            return
+        segment.file.entries = segment.entries
+        try:
+            segment.file.finish()
+        except Exception as e:
+            self._fail(e, f"segment {segment.index}, left as .part")
+        segment.file = None
+
+    def _fail(self, error: Exception, where: str) -> None:
+        if self.failed:
+            return
+        if isinstance(error, OSError):
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            self.failed = f"{'disk full' if full else 'write error'} at {where}: {error.strerror or error}"
+        else:
+            self.failed = f"error in the writer at {where}: {type(error).__name__}: {error}"
+        try:
+            self._journal.release_reserve()
+            self._journal.append(encode({"event": "stop", "reason": self.failed}))
+        except Exception:
+            pass  # the disk is gone altogether: the missing ``end`` line tells the reader
+        self._on_error(self.failed)

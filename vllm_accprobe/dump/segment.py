@@ -1,0 +1,211 @@
+"""One segment file: payloads streamed to disk, a safetensors file in the end.
+
+The problem: safetensors wants its header, which lists every tensor, before the data, and a capture knows the list
+only when it is over. The idea: the header's length is fixed and its room reserved at creation (so the start of the
+data is known from the first 8 bytes even while the file is called ``.part``); data go behind it in large aligned
+writes, past the page cache where the file system can; at the end the header is filled in, padded with spaces, and the
+file is renamed. The gaps that alignment leaves are listed as tensors named ``__pad...``, since the format allows
+none. Not here: what is written when (writer.py), which payloads a killed run left behind (repair.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows can read dumps, and write them without O_DIRECT
+    fcntl = None  # type: ignore[assignment]
+
+from .dtypes import DTYPES
+from .schema import segment_name
+
+ALIGN = 64
+PAGE = 4096
+HEADER_BYTES = 1 << 20
+"""Length word, header and padding of a segment: data start here, on a page."""
+MAX_HEADER = 100_000_000
+"""The longest header that the safetensors library accepts."""
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a segment's header; ``off`` counts from the start of the data."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    off: int
+    nbytes: int
+
+
+def part_name(index: int) -> str:
+    return segment_name(index) + ".part"
+
+
+def entry_key(event: Mapping[str, Any]) -> str:
+    """A tensor's name in the header, from its journal event: ``step|tap|role|call``, or ``param|tap|role|call``."""
+    step = event.get("step")
+    return f"{'param' if step is None else step}|{event.get('tap', '')}|{event.get('role', '')}|{event.get('call', 0)}"
+
+
+def entry_room(key: str, ndim: int) -> int:
+    """Upper bound of the header bytes of one tensor and of the pad before it (the name may need escapes)."""
+    plain = key.isascii() and key.isprintable() and '"' not in key and "\\" not in key
+    return (len(key) if plain else 6 * len(key)) + 8 + 20 * ndim + 200
+
+
+def build_header(entries: Iterable[Entry], data_bytes: int, room: int) -> bytes:
+    """The header, exactly ``room`` bytes, for ``entries`` within ``data_bytes`` of data.
+
+    Entries of the same bytes are listed once. A dtype that is not known, or a shape that does not fit the bytes, is
+    listed as plain bytes. Raises ValueError when entries overlap, reach past the data, or do not fit into ``room``.
+    """
+    listed: dict[str, Any] = {}
+    end, seen = 0, set()
+    for e in sorted(entries, key=lambda e: (e.off, e.off + e.nbytes)):
+        if (e.off, e.nbytes) in seen:
+            continue
+        seen.add((e.off, e.nbytes))
+        if e.off < end or e.nbytes < 0:
+            raise ValueError(f"tensors overlap at byte {e.off} ({e.key})")
+        if e.off > end:
+            listed[_unique(f"__pad{len(listed)}", listed)] = _listing("U8", (e.off - end,), end, e.off)
+        end = e.off + e.nbytes
+        dtype, shape = _file_dtype(e)
+        listed[_unique(e.key, listed)] = _listing(dtype, shape, e.off, end)
+    if end > data_bytes:
+        raise ValueError(f"the last tensor ends at byte {end} of {data_bytes}")
+    if end < data_bytes:
+        listed[_unique("__pad_end", listed)] = _listing("U8", (data_bytes - end,), end, data_bytes)
+    text = _dump(listed)
+    if len(text) > room:  # cannot happen while entry_room holds; short names cost less than any estimate
+        text = _dump({f"t{i}": v for i, v in enumerate(listed.values())})
+    if len(text) > room:
+        raise ValueError(f"a header of {len(text)} bytes does not fit into the {room} reserved")
+    return text + b" " * (room - len(text))
+
+
+def _dump(listed: dict[str, Any]) -> bytes:
+    return json.dumps({"__metadata__": {"format": "accprobe"}, **listed}, separators=(",", ":")).encode()
+
+
+def _listing(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def _unique(key: str, taken: Mapping[str, Any]) -> str:
+    if key not in taken and key != "__metadata__":
+        return key
+    n = 2
+    while f"{key}~{n}" in taken:
+        n += 1
+    return f"{key}~{n}"
+
+
+def _file_dtype(e: Entry) -> tuple[str, tuple[int, ...]]:
+    info = DTYPES.get(e.dtype)
+    if info is not None:
+        size = info.itemsize
+        for d in e.shape:
+            size *= d
+        if size == e.nbytes:
+            return info.safetensors, e.shape + info.tail
+    return "U8", (e.nbytes,)
+
+
+class SegmentFile:
+    """A segment being written. Every method raises OSError as the system gives it."""
+
+    def __init__(self, directory: Path, index: int, *, direct: bool = True):
+        self.index = index
+        self.path = directory / segment_name(index)
+        self.part = directory / part_name(index)
+        self.entries: list[Entry] = []
+        self.written = 0
+        self._fd = os.open(self.part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0), 0o600)
+        try:
+            write_all(self._fd, (HEADER_BYTES - 8).to_bytes(8, "little"), 0)
+            if hasattr(os, "posix_fallocate"):
+                # The header is written last; its room is taken first, so that a disk that fills up meanwhile cannot
+                # make the data before it unreadable for other tools.
+                try:
+                    os.posix_fallocate(self._fd, 0, HEADER_BYTES)
+                except OSError as e:
+                    if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                        raise
+            if direct:
+                self._set_direct(True)
+        except OSError:
+            os.close(self._fd)
+            raise
+
+    def write(self, block: memoryview) -> None:
+        """Appends ``block``. To go past the page cache its address must be page-aligned and its length, except for the
+        last one, a multiple of PAGE. After an error the file is cut back to what was whole before, to free the disk."""
+        try:
+            self._write(block)
+        except OSError:
+            try:
+                os.ftruncate(self._fd, HEADER_BYTES + self.written)
+            except OSError:
+                pass
+            raise
+        self.written += len(block)
+
+    def _write(self, block: memoryview) -> None:
+        offset = HEADER_BYTES + self.written
+        try:
+            write_all(self._fd, block, offset)
+        except OSError as e:
+            # EINVAL: this file system takes O_DIRECT at open but not like this, or a short write left an odd rest.
+            if e.errno != errno.EINVAL or not self._set_direct(False):
+                raise
+            write_all(self._fd, block, offset)
+
+    def _set_direct(self, on: bool) -> bool:
+        if not (_O_DIRECT and fcntl):
+            return False
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, (flags | _O_DIRECT) if on else (flags & ~_O_DIRECT))
+        except OSError:  # tmpfs before Linux 6.6 and some network file systems have none
+            return False
+        return True
+
+    def finish(self) -> None:
+        """Fills in the header with those entries whose bytes are written, syncs and takes off ``.part``."""
+        try:
+            self._set_direct(False)
+            entries = [e for e in self.entries if e.off + e.nbytes <= self.written]
+            end = max((e.off + e.nbytes for e in entries), default=0)
+            write_all(self._fd, build_header(entries, end, HEADER_BYTES - 8), 8)
+            os.ftruncate(self._fd, HEADER_BYTES + end)
+            getattr(os, "fdatasync", os.fsync)(self._fd)
+        finally:
+            self.abandon()
+        os.rename(self.part, self.path)
+
+    def abandon(self) -> None:
+        """Closes the file and leaves it as ``.part``; the journal still finds the tensors in it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """pwrite until everything is written. Raises OSError."""
+    view = memoryview(data)
+    while len(view):
+        n = os.pwrite(fd, view, offset)
+        if n == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        view, offset = view[n:], offset + n

@@ -1,0 +1,232 @@
+"""Compiled kernels for stats.py; importing this module needs numba.
+
+The problem: one pass over the bytes at several GB/s with float64 accumulators, for floats that numpy does not know,
+with NaN and Inf left out. The idea: walk blocks that stay in the first-level cache. The bits of a float, with the
+magnitude of negative ones inverted, are integers in the order of the floats, so minimum and maximum are integer
+reductions, which LLVM vectorises where it would not for floats; they also tell whether the block holds a NaN or Inf
+at all. A clean block is summed by a loop without branches; a dirty one (rare) element by element. Not here: names,
+dtypes' tables, merging.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+_BLOCK = 2048
+# The sums may be reordered (that is what vectorising is); nothing may assume that NaN does not happen.
+_FAST = {"reassoc", "contract", "nsz"}
+
+
+def _compile(function: Callable[..., Any]) -> Any:
+    try:
+        return njit(nogil=True, cache=True, fastmath=_FAST)(function)
+    except RuntimeError:  # no place to cache in: a read-only installation without a home
+        return njit(nogil=True, fastmath=_FAST)(function)
+
+
+@_compile
+def histogram(data: np.ndarray) -> np.ndarray:
+    """How often each byte occurs: int64[256]. Four tables, so that equal neighbours do not wait for each other."""
+    table = np.zeros((4, 256), np.int64)
+    n4 = data.size - data.size % 4
+    for i in range(0, n4, 4):
+        table[0, data[i]] += 1
+        table[1, data[i + 1]] += 1
+        table[2, data[i + 2]] += 1
+        table[3, data[i + 3]] += 1
+    for i in range(n4, data.size):
+        table[0, data[i]] += 1
+    return table[0] + table[1] + table[2] + table[3]
+
+
+@_compile
+def _sum_clean(x: np.ndarray) -> tuple[float, float]:
+    s = 0.0
+    q = 0.0
+    for i in range(x.size):
+        v = np.float64(x[i])
+        s += v
+        q += v * v
+    return s, q
+
+
+@_compile
+def _float16(bits: np.ndarray, brain: bool) -> tuple[int, int, int, float, float, int, int]:
+    infinity = 0x7F80 if brain else 0x7C00
+    scratch = np.empty(_BLOCK, np.uint32)
+    wide = scratch.view(np.float32)
+    low, high = 0x7FFF, -0x8000
+    n, total, squares, nan, inf = 0, 0.0, 0.0, 0, 0
+    for start in range(0, bits.size, _BLOCK):
+        block = bits[start : start + _BLOCK]
+        lo, hi = np.int16(0x7FFF), np.int16(-0x8000)
+        for i in range(block.size):
+            b = block[i]
+            key = np.int16(b ^ np.int16(np.int16(b >> 15) & np.int16(0x7FFF)))
+            lo = key if key < lo else lo
+            hi = key if key > hi else hi
+        if brain:
+            for i in range(block.size):
+                scratch[i] = np.uint32(np.uint32(np.uint16(block[i])) << np.uint32(16))
+        else:
+            # Exponent and fraction in the place of float32's, then the exponent's bias is made up for by a factor of
+            # 2**112, which also gives the subnormal numbers their value. Exact.
+            for i in range(block.size):
+                u = np.uint32(np.uint16(block[i])) scratch[i] = np.uint32(((u & np.uint32(0x7FFF)) << np.uint32(13)) |
+                ((u & np.uint32(0x8000)) << np.uint32(16)))
+            for i in range(block.size):
+                wide[i] = wide[i] * np.float32(2.0**112)
+        if hi < infinity and lo > -infinity - 1:
+            s, q = _sum_clean(wide[: block.size])
+            total += s
+            squares += q
+            n += block.size
+            low, high = min(low, int(lo)), max(high, int(hi))
+        else:
+            for i in range(block.size):
+                b = block[i]
+                magnitude = int(b) & 0x7FFF
+                if magnitude > infinity:
+                    nan += 1
+                elif magnitude == infinity:
+                    inf += 1
+                else:
+                    key64 = int(np.int16(b ^ np.int16(np.int16(b >> 15) & np.int16(0x7FFF))))
+                    low, high = min(low, key64), max(high, key64)
+                    v = np.float64(wide[i])
+                    n += 1
+                    total += v
+                    squares += v * v
+    return n, low, high, total, squares, nan, inf
+
+
+@_compile
+def _float32(bits: np.ndarray, floats: np.ndarray) -> tuple[int, int, int, float, float, int, int]:
+    infinity = 0x7F800000
+    low, high = 0x7FFFFFFF, -0x80000000
+    n, total, squares, nan, inf = 0, 0.0, 0.0, 0, 0
+    for start in range(0, bits.size, _BLOCK):
+        block = bits[start : start + _BLOCK]
+        lo, hi = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
+        for i in range(block.size):
+            b = block[i]
+            key = np.int32(b ^ np.int32(np.int32(b >> 31) & np.int32(0x7FFFFFFF)))
+            lo = key if key < lo else lo
+            hi = key if key > hi else hi
+        if hi < infinity and lo > -infinity - 1:
+            s, q = _sum_clean(floats[start : start + _BLOCK])
+            total += s
+            squares += q
+            n += block.size
+            low, high = min(low, int(lo)), max(high, int(hi))
+        else:
+            for i in range(block.size):
+                b64 = int(block[i])
+                magnitude = b64 & 0x7FFFFFFF
+                if magnitude > infinity:
+                    nan += 1
+                elif magnitude == infinity:
+                    inf += 1
+                else:
+                    key64 = b64 if b64 >= 0 else -magnitude - 1
+                    low, high = min(low, key64), max(high, key64)
+                    v = np.float64(floats[start + i])
+                    n += 1
+                    total += v
+                    squares += v * v
+    return n, low, high, total, squares, nan, inf
+
+
+@_compile
+def _float64(bits: np.ndarray, floats: np.ndarray) -> tuple[int, int, int, float, float, int, int]:
+    infinity = np.int64(0x7FF0000000000000)
+    mask = np.int64(0x7FFFFFFFFFFFFFFF)
+    low, high = np.int64(0x7FFFFFFFFFFFFFFF), np.int64(-0x8000000000000000)
+    n, total, squares, nan, inf = 0, 0.0, 0.0, 0, 0
+    for start in range(0, bits.size, _BLOCK):
+        block = bits[start : start + _BLOCK]
+        lo, hi = mask, -mask - np.int64(1)
+        for i in range(block.size):
+            b = block[i]
+            key = b ^ ((b >> np.int64(63)) & mask)
+            lo = key if key < lo else lo
+            hi = key if key > hi else hi
+        if hi < infinity and lo > -infinity - np.int64(1):
+            s, q = _sum_clean(floats[start : start + _BLOCK])
+            total += s
+            squares += q
+            n += block.size
+            low, high = min(low, lo), max(high, hi)
+        else:
+            for i in range(block.size):
+                b = block[i]
+                magnitude = b & mask
+                if magnitude > infinity:
+                    nan += 1
+                elif magnitude == infinity:
+                    inf += 1
+                else:
+                    key = b ^ ((b >> np.int64(63)) & mask)
+                    low, high = min(low, key), max(high, key)
+                    v = floats[start + i]
+                    n += 1
+                    total += v
+                    squares += v * v
+    return n, low, high, total, squares, nan, inf
+
+
+@_compile
+def _integers(x: np.ndarray) -> tuple[float, float, float, float]:
+    lo, hi = x[0], x[0]
+    for i in range(x.size):
+        v = x[i]
+        lo = v if v < lo else lo
+        hi = v if v > hi else hi
+    total, squares = 0.0, 0.0
+    for start in range(0, x.size, _BLOCK):
+        s, q = _sum_clean(x[start : start + _BLOCK])
+        total += s
+        squares += q
+    return np.float64(lo), np.float64(hi), total, squares
+
+
+def moments(data: np.ndarray, dtype: str) -> tuple[int, float, float, float, float, int, int]:
+    """(finite, min, max, sum, sum of squares, NaN, Inf) of contiguous uint8 ``data``, at least one element; not for
+    8-bit or complex dtypes."""
+    if dtype == "bfloat16" or dtype == "float16":
+        n, low, high, total, squares, nan, inf = _float16(data.view(np.int16), dtype == "bfloat16")
+        decode = _bfloat16_value if dtype == "bfloat16" else _float16_value
+    elif dtype == "float32":
+        n, low, high, total, squares, nan, inf = _float32(data.view(np.int32), data.view(np.float32))
+        decode = _float32_value
+    elif dtype == "float64":
+        n, low, high, total, squares, nan, inf = _float64(data.view(np.int64), data.view(np.float64))
+        decode = _float64_value
+    else:
+        x = data.view(np.dtype(dtype))
+        lo, hi, total, squares = _integers(x)
+        return x.size, lo, hi, total, squares, 0, 0
+    if not n:
+        return 0, float("inf"), float("-inf"), 0.0, 0.0, nan, inf
+    return n, decode(low), decode(high), total, squares, nan, inf
+
+
+def _bfloat16_value(key: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", ((key ^ ((key >> 15) & 0x7FFF)) & 0xFFFF) << 16))[0])
+
+
+def _float16_value(key: int) -> float:
+    return float(struct.unpack("<e", struct.pack("<h", key ^ ((key >> 15) & 0x7FFF)))[0])
+
+
+def _float32_value(key: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<i", key ^ ((key >> 31) & 0x7FFFFFFF)))[0])
+
+
+def _float64_value(key: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)))[0])

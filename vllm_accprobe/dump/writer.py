@@ -1,0 +1,361 @@
+"""Writes one rank's part of a dump while the model runs.
+
+The problem: gigabytes per second leave a forward pass that must not wait, and a process that may be killed at any
+moment must leave nothing behind that looks whole and is not. The idea: the model's thread only copies bytes into the
+current block; one thread of ours does the rest, batch by batch (drain.py). Blocks are few: when all are under way,
+the model's thread waits for the disk. What is not full is written when it is a fraction of a second old, so that a
+process killed between two requests loses nothing. Whatever goes wrong ends the capture, never the model. Not here:
+what is captured (the capture room), how a segment looks (segment.py), how a line is spelt (lines.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .blocks import Block
+from .drain import Batch, Drain, Event, Line, OpenSegment, Pending
+from .lines import JournalFile, encode, plain
+from .schema import JOURNAL, RUN_JSON, SCHEMA, Payload, rank_dir
+from .segment import ALIGN, PAGE, Entry, entry_key, entry_room
+from .stats import StatsCell
+
+__all__ = ["RankWriter", "StatsCell", "write_run_json"]
+
+_PAYLOAD_AGE = 0.2
+_LINE_AGE = 0.02
+_LINE_GUESS = 512
+"""Bytes of a journal line that is not encoded yet, for the budget."""
+_CLOSE_TIMEOUT = 30.0
+
+
+class RankWriter:
+    """The dump of one global rank.
+
+    root: the dump; created, 0700, where missing. start: what the journal's first line says besides ``schema`` and
+    ``rank``. budget_bytes: limit of payload and journal bytes. block_bytes (a multiple of 4096) times ``blocks`` is
+    the memory used, from the first payload on. segment_bytes: size at which a new segment is begun. on_stop: told
+    once, from either thread, why nothing more is written; what it raises is ignored.
+
+    No method raises because of the disk: see ``stopped``. One producer thread at a time.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        rank: int,
+        start: Mapping[str, Any],
+        *,
+        budget_bytes: int,
+        block_bytes: int = 8 << 20,
+        blocks: int = 3,
+        segment_bytes: int = 1 << 30,
+        on_stop: Callable[[str], None] | None = None,
+    ):
+        if block_bytes <= 0 or block_bytes % PAGE or blocks < 2:
+            raise ValueError(f"block_bytes must be a multiple of {PAGE} and blocks at least 2")
+        self.stopped: str | None = None
+        self._budget = budget_bytes
+        self._block_bytes = block_bytes
+        self._segment_bytes = segment_bytes
+        self._on_stop = on_stop
+        self._unmade_blocks = blocks
+        self._free: list[Block] = []
+        self._producer = threading.RLock()
+        self._producing = 0  # the thread that is inside put
+        self._cond = threading.Condition()
+        self._queue: deque[Batch] = deque()
+        self._current: Batch | None = None
+        self._segment: OpenSegment | None = None
+        self._payload_bytes = 0  # accepted, not only written
+        self._waiting_lines = 0
+        self._sealed = self._drained = 0
+        self._closing: tuple[str, Mapping[str, Any]] | None = None
+        self._drain: Drain | None = None
+        self._thread: threading.Thread | None = None
+        directory = Path(root) / rank_dir(rank)
+        try:
+            for d in (Path(root), directory):
+                if not d.is_dir():
+                    d.mkdir(mode=0o700, parents=True, exist_ok=True)
+            journal = JournalFile(directory)
+            journal.append(encode({"event": "start", "schema": SCHEMA, "rank": rank, **start}))
+        except FileExistsError:
+            self._stop(f"{directory / JOURNAL} exists: a dump is never written over, choose a new directory")
+        except OSError as e:
+            self._stop(f"cannot create the dump in {directory}: {e.strerror or e}")
+        else:
+            self._drain = Drain(directory, journal, self._stop)
+            self._thread = threading.Thread(target=self._run, args=(self._drain,), name=f"accprobe-{rank}", daemon=True)
+            self._thread.start()
+
+    @property
+    def bytes_written(self) -> int:
+        """Payload and journal bytes that are on disk."""
+        return 0 if self._drain is None else self._drain.bytes_written
+
+    # ---- the model's thread
+
+    def put(self, parts: Sequence[tuple[int, int]], event: Event, stats: StatsCell | None = None) -> Payload | None:
+        """Copies the memory regions ``parts``, (address, bytes) each, one after the other, and queues ``event``, which
+        belongs to the writer from now on.
+
+        The writer adds ``payload``. From the copy it computes, later, ``stats`` (unless the event has the key and no
+        cell is given) and ``hash``, xxh3-128 (unless the event has it), and puts both into the cell too. Returns where
+        the payload will lie, or None when nothing is written any more. May wait for the disk.
+        """
+        nbytes = sum(n for _, n in parts)
+        with self._producer:
+            with self._cond:
+                if self.stopped or self._closing:
+                    return None
+                if self._affordable(nbytes):
+                    self._producing = threading.get_ident()
+                    try:
+                        return self._copy(parts, nbytes, event, stats)
+                    except BaseException:  # a signal's exception in the middle of a copy
+                        self._append({"event": "stop", "reason": "interrupted while a tensor was copied"})
+                        self._stop("interrupted while a tensor was copied")
+                        raise
+                    finally:
+                        self._producing = 0
+            self._spent(event)
+        return None
+
+    def line(self, event: Event | Callable[[], Event | None]) -> None:
+        """Queues a line without a payload. A callable is called by the writing thread, in order, and gives the dict or
+        None. With no payload waiting before it, the line is on disk some hundredths of a second later."""
+        with self._cond:
+            if self.stopped or self._closing:
+                return
+            if self._affordable(0):
+                self._append(event)
+                return
+        self._spent(event)
+
+    def flush(self, timeout: float = _CLOSE_TIMEOUT) -> bool:
+        """Waits until everything queued so far is on disk; False when it is not, or capture has stopped."""
+        with self._cond:
+            self._seal()
+            target = self._sealed
+            self._cond.wait_for(lambda: self._drained >= target or self.stopped is not None, timeout)
+            return self._drained >= target and self.stopped is None
+
+    def close(self, reason: str, summary: Mapping[str, Any]) -> None:
+        """Writes what is waiting, finishes the segment and writes the ``end`` line: ``reason`` and ``summary`` (steps,
+        tensors, skipped; the first two are counted from the journal where missing). Waits up to 30 s. A second call
+        only waits. Called by a signal handler that interrupted ``put`` it cannot wait, and returns at once."""
+        with self._cond:
+            if self._closing is None:
+                self._closing = (reason, summary)
+            self._cond.notify_all()
+        if self._thread is None or threading.get_ident() in (self._thread.ident, self._producing):
+            return
+        self._thread.join(_CLOSE_TIMEOUT)
+        if self._thread.is_alive():
+            self._stop(f"the disk did not take the rest within {_CLOSE_TIMEOUT:.0f} s")
+
+    def _affordable(self, nbytes: int) -> bool:
+        journal = 0 if self._drain is None else self._drain.journal_bytes
+        return self._payload_bytes + nbytes + journal + _LINE_GUESS * (self._waiting_lines + 2) <= self._budget
+
+    def _spent(self, event: Event | Callable[[], Event | None]) -> None:
+        gb = self._budget / 1e9
+        reason = f"budget of {f'{gb:.1f} GB' if gb >= 0.1 else f'{self._budget} bytes'} spent"
+        with self._cond:
+            if not self.stopped:
+                self._append(plain({"event": "stop", "reason": reason, "step": _step(event)}))
+        self._stop(reason)
+
+    # ---- under the lock
+
+    def _copy(self, parts: Sequence[tuple[int, int]], nbytes: int, event: Event, cell: StatsCell | None) -> Payload |
+    None:
+        key, shape = entry_key(event), tuple(event.get("shape") or ())
+        segment = self._segment_for(nbytes, entry_room(key, len(shape)))
+        self._advance(segment, -segment.end % ALIGN)
+        payload = Payload(segment.index, segment.end, nbytes)
+        pending = Pending(event, cell)
+        for address, left in parts:
+            while left > 0:
+                batch = self._with_room(segment)
+                if batch is None or batch.block is None:
+                    return None
+                n = min(left, self._block_bytes - batch.used)
+                batch.block.fill(batch.used, address, n)
+                self._piece(batch, pending, n)
+                segment.end += n
+                address, left = address + n, left - n
+        event["payload"] = {"seg": payload.seg, "off": payload.off, "nbytes": nbytes}
+        segment.entries.append(Entry(key, pending.dtype, shape, payload.off, nbytes))
+        self._payload_bytes += nbytes
+        self._append(pending)
+        if self._current is not None and self._current.used == self._block_bytes:
+            self._seal()
+        return payload
+
+    def _segment_for(self, nbytes: int, room: int) -> OpenSegment:
+        segment = self._segment
+        if segment is None:
+            segment = OpenSegment(0)
+        elif segment.room < room or (segment.end and segment.end + nbytes > self._segment_bytes):
+            batch = self._current = self._current or Batch()
+            batch.segment, batch.last = segment, True
+            self._seal()
+            segment = OpenSegment(segment.index + 1)
+        segment.room -= room
+        self._segment = segment
+        return segment
+
+    def _with_room(self, segment: OpenSegment) -> Batch | None:
+        """The current batch with a block that takes at least one byte more; waits for one. None: writing has stopped."""
+        if self._current is not None and self._current.used == self._block_bytes:
+            self._seal()
+        while self._current is None or self._current.block is None:
+            if self.stopped:
+                return None
+            if self._free or self._unmade_blocks:
+                batch = self._batch()
+                batch.segment = segment
+                if self._free:
+                    batch.block = self._free.pop()
+                else:
+                    self._unmade_blocks -= 1
+                    batch.block = Block(self._block_bytes)
+                batch.born = time.monotonic()
+            else:
+                self._cond.wait()
+        return self._current
+
+    def _advance(self, segment: OpenSegment, gap: int) -> None:
+        batch = self._current
+        if gap and batch is not None and batch.block is not None:
+            batch.block.zero(batch.used, gap)
+            batch.used += gap
+            segment.end += gap
+
+    @staticmethod
+    def _piece(batch: Batch, pending: Pending, n: int) -> None:
+        start, stop = batch.used, batch.used + n
+        if batch.pieces and batch.pieces[-1][0] is pending:
+            start = batch.pieces.pop()[1]  # parts of one payload: one piece, so that no element is cut
+        batch.pieces.append((pending, start, stop))
+        batch.used = stop
+
+    def _append(self, line: Line) -> None:
+        self._batch().lines.append(line)
+        self._waiting_lines += 1
+
+    def _batch(self) -> Batch:
+        if self._current is None:
+            self._current = Batch()
+            self._cond.notify_all()  # the thread sleeps without a timeout while there is nothing
+        return self._current
+
+    def _seal(self) -> None:
+        """Hands the current batch to the thread. Its bytes are rounded up to whole pages, so that the next block is
+        written at a page again."""
+        batch, self._current = self._current, None
+        if batch is None:
+            return
+        if batch.segment is not None:
+            gap = -batch.used % PAGE
+            if gap and batch.block is not None:
+                batch.block.zero(batch.used, gap)
+                batch.used += gap
+                batch.segment.end += gap
+        self._queue.append(batch)
+        self._sealed += 1
+        self._cond.notify_all()
+
+    # ---- either thread
+
+    def _stop(self, reason: str) -> None:
+        with self._cond:
+            if self.stopped:
+                return
+            self.stopped = reason
+            self._cond.notify_all()
+        if self._on_stop is not None:
+            try:
+                self._on_stop(reason)
+            except Exception:
+                pass  # it is told, not asked
+
+    # ---- the writing thread
+
+    def _run(self, drain: Drain) -> None:
+        try:
+            while (batch := self._next()) is not None:
+                drain.payload(batch)
+                with self._cond:
+                    if batch.block is not None:
+                        self._free.append(batch.block)
+                    self._cond.notify_all()
+                drain.lines(batch)
+                with self._cond:
+                    self._waiting_lines -= len(batch.lines)
+                    self._drained += 1
+                    self._cond.notify_all()
+            reason, summary = self._closing or ("", {})
+            drain.end(reason, summary)
+        except BaseException as e:  # a defect of ours: end the capture, wake whoever waits for a block
+            self._stop(f"error in the writer: {type(e).__name__}: {e}")
+
+    def _next(self) -> Batch | None:
+        with self._cond:
+            while True:
+                if self._queue:
+                    return self._queue.popleft()
+                batch = self._current
+                if batch is None:
+                    if self._closing:
+                        return None
+                    self._cond.wait()
+                    continue
+                age = time.monotonic() - batch.born
+                limit = _PAYLOAD_AGE if batch.used else _LINE_AGE
+                if age >= limit or self._closing or self.stopped:
+                    self._seal()
+                else:
+                    self._cond.wait(limit - age)
+
+
+def _step(event: Event | Callable[[], Event | None]) -> Any:
+    return event.get("step") if isinstance(event, dict) else None
+
+
+def write_run_json(root: Path, run: Mapping[str, Any]) -> bool:
+    """Creates ``root/run.json`` in one piece, 0600, with ``schema`` added; True if this call made it, False if it was
+    there (of several ranks the first wins). Raises OSError where it cannot be written."""
+    root = Path(root)
+    if not root.is_dir():
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    text = json.dumps(plain({"schema": SCHEMA, **run}), indent=1) + "\n"
+    temporary = root / f".{RUN_JSON}.{secrets.token_hex(4)}"
+    fd = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+    try:
+        with os.fdopen(fd, "w") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(fd)
+        try:
+            os.link(temporary, root / RUN_JSON)  # unlike rename, this fails where somebody was faster
+        except FileExistsError:
+            return False
+        except OSError:  # no hard links on this file system
+            fd = os.open(root / RUN_JSON, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with os.fdopen(fd, "w") as f:
+                f.write(text)
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
