@@ -12,7 +12,7 @@ import errno
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any
 
 from .blocks import Block
 from .dtypes import DTYPES
@@ -64,7 +64,7 @@ class Pending:
         return self.event
 
 
-Line = Union[Pending, Event, Callable[[], Optional[Event]]]  # noqa: UP007 (evaluated, also by Python 3.10)
+Line = Pending | Event | Callable[[], Event | None]
 
 
 class OpenSegment:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit  # type: ignore[import-untyped]
 
 _BLOCK = 2048
 # The sums may be reordered (that is what vectorising is); nothing may assume that NaN does not happen.
@@ -77,8 +77,9 @@ def _float16(bits: np.ndarray, brain: bool) -> tuple[int, int, int, float, float
             # Exponent and fraction in the place of float32's, then the exponent's bias is made up for by a factor of
             # 2**112, which also gives the subnormal numbers their value. Exact.
             for i in range(block.size):
-                u = np.uint32(np.uint16(block[i])) scratch[i] = np.uint32(((u & np.uint32(0x7FFF)) << np.uint32(13)) |
-                ((u & np.uint32(0x8000)) << np.uint32(16)))
+                u = np.uint32(np.uint16(block[i]))
+                magnitude, sign = u & np.uint32(0x7FFF), u & np.uint32(0x8000)
+                scratch[i] = np.uint32((magnitude << np.uint32(13)) | (sign << np.uint32(16)))
             for i in range(block.size):
                 wide[i] = wide[i] * np.float32(2.0**112)
         if hi < infinity and lo > -infinity - 1:
@@ -90,10 +91,10 @@ def _float16(bits: np.ndarray, brain: bool) -> tuple[int, int, int, float, float
         else:
             for i in range(block.size):
                 b = block[i]
-                magnitude = int(b) & 0x7FFF
-                if magnitude > infinity:
+                size = int(b) & 0x7FFF
+                if size > infinity:
                     nan += 1
-                elif magnitude == infinity:
+                elif size == infinity:
                     inf += 1
                 else:
                     key64 = int(np.int16(b ^ np.int16(np.int16(b >> 15) & np.int16(0x7FFF))))
@@ -143,7 +144,7 @@ def _float32(bits: np.ndarray, floats: np.ndarray) -> tuple[int, int, int, float
 
 
 @_compile
-def _float64(bits: np.ndarray, floats: np.ndarray) -> tuple[int, int, int, float, float, int, int]:
+def _float64(bits: np.ndarray, floats: np.ndarray) -> Any:
     infinity = np.int64(0x7FF0000000000000)
     mask = np.int64(0x7FFFFFFFFFFFFFFF)
     low, high = np.int64(0x7FFFFFFFFFFFFFFF), np.int64(-0x8000000000000000)

@@ -176,8 +176,9 @@ class RankWriter:
 
     # ---- under the lock
 
-    def _copy(self, parts: Sequence[tuple[int, int]], nbytes: int, event: Event, cell: StatsCell | None) -> Payload |
-    None:
+    def _copy(
+        self, parts: Sequence[tuple[int, int]], nbytes: int, event: Event, cell: StatsCell | None
+    ) -> Payload | None:
         key, shape = entry_key(event), tuple(event.get("shape") or ())
         segment = self._segment_for(nbytes, entry_room(key, len(shape)))
         self._advance(segment, -segment.end % ALIGN)
@@ -215,7 +216,7 @@ class RankWriter:
         return segment
 
     def _with_room(self, segment: OpenSegment) -> Batch | None:
-        """The current batch with a block that takes at least one byte more; waits for one. None: writing has stopped."""
+        """The current batch, with a block that takes at least one byte more; waits for it. None: stopped."""
         if self._current is not None and self._current.used == self._block_bytes:
             self._seal()
         while self._current is None or self._current.block is None:
