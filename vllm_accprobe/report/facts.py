@@ -1,0 +1,168 @@
+"""What a comparison says, in sentences and picks that do not depend on where they are shown.
+
+The problem: terminal, page and csv must never tell three stories. The idea: the verdict's sentence, the counts and
+the choice of the worst pairs are made once, here, as plain values. Not here: judging (judge/), layout (terminal.py,
+html/). Every string returned is already ``safe``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_accprobe.report.text import against, count, num, place, ratio, safe
+
+if TYPE_CHECKING:
+    from vllm_accprobe.compare.result import Comparison, Pair
+
+
+METRICS = {
+    "worst_row_rel_l2": "row relative L2",
+    "rel_l2": "relative L2",
+    "max_abs_err": "largest absolute error",
+    "nonfinite_mismatch": "NaN or Inf on one side only, elements",
+}
+"""Metrics of compare.json in words."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Pairs by status. ``identical`` are the passed ones whose bytes agree; ``other`` have another status."""
+
+    total: int
+    passed: int
+    failed: int
+    skipped: int
+    identical: int
+
+    @property
+    def other(self) -> int:
+        return self.total - self.passed - self.failed - self.skipped
+
+
+def counts(comparison: Comparison) -> Counts:
+    by: dict[str, int] = {}
+    identical = 0
+    for pair in comparison.pairs:
+        by[pair.status] = by.get(pair.status, 0) + 1
+        identical += pair.status == "pass" and bool(pair.identical)
+    return Counts(len(comparison.pairs), by.get("pass", 0), by.get("fail", 0), by.get("skip", 0), identical)
+
+
+def value_of(pair: Pair) -> float | None:
+    """The number a pair is judged by: its worst row's relative L2 error or, without rows, the whole tensor's."""
+    return pair.rel_l2 if pair.worst_row_rel_l2 is None else pair.worst_row_rel_l2
+
+
+def severity(pair: Pair) -> float:
+    """How bad a pair is: value over limit, 1 and more is beyond it. Non-finite mismatches are infinite, skips -1."""
+    if pair.status == "skip":
+        return -1.0
+    if pair.nonfinite_mismatch:
+        return math.inf
+    r = ratio(value_of(pair), pair.limit)
+    if r is not None:
+        # A pair that failed on something else than its rows (replicas that differ) is still a failure.
+        return max(r, 1.0) if pair.status == "fail" else r
+    return math.inf if pair.status == "fail" else 0.0
+
+
+def worst(comparison: Comparison, n: int = 10) -> list[Pair]:
+    """The ``n`` worst failed pairs, worst first; equals in data-flow order."""
+    failed = (p for p in comparison.pairs if p.status == "fail")
+    return heapq.nsmallest(n, failed, key=lambda p: (-severity(p), p.order, p.step if p.step is not None else -1))
+
+
+def origin_title(origin: Mapping[str, Any]) -> str:
+    """``model.layers.3.mlp.down_proj (RowParallelLinear)``."""
+    title = safe(origin.get("module", "?"))
+    return f"{title} ({safe(origin['class'], 80)})" if origin.get("class") else title
+
+
+def origin_detail(origin: Mapping[str, Any]) -> str:
+    """Where and how much: ``output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)``."""
+    parts = [safe(origin["role"], 80)] if origin.get("role") else []
+    where = place(origin.get("request"), origin.get("position"), origin.get("phase"))
+    if where:
+        parts.append(where)
+    created = origin.get("created")
+    if created is None:
+        parts.append("the values differ")
+    else:
+        parts.append(f"row relative L2 {against(created, origin.get('floor'))}")
+    return ", ".join(parts)
+
+
+def divergence(comparison: Comparison) -> str | None:
+    """The first divergence as one line without its heading, or None."""
+    d = comparison.first_divergence
+    if not d:
+        return None
+    name = safe(d.get("module", "?")) + (f"/{safe(d['role'], 80)}" if d.get("role") else "")
+    parts = [name]
+    parts += [f"{key} {safe(d[key], 20)}" for key in ("rank", "step") if d.get(key) is not None]
+    where = place(d.get("request"), d.get("position"), d.get("phase"))
+    if where:
+        parts.append(where)
+    value = d.get("value")
+    if value is None:
+        parts.append(safe(d.get("metric") or "values differ"))
+    else:
+        metric = str(d.get("metric") or "error")
+        parts.append(f"{METRICS.get(metric) or safe(metric)} {against(value, d.get('limit'))}")
+    return ", ".join(parts)
+
+
+def headline(comparison: Comparison) -> str:
+    """The verdict in one sentence: on failure with the culprit, on a pass with what it rests on."""
+    c = counts(comparison)
+    if comparison.verdict != "pass":
+        return f"FAIL: {_failure(comparison, c)}"
+    rows = int(comparison.coverage.get("rows_compared") or 0)
+    standard = safe((comparison.standard or {}).get("name") or "", 60)
+    text = f"PASS: {count(c.passed, 'pair')} and {count(rows, 'row')} agree"
+    text += f" within the standard '{standard}'" if standard else " within the standard"
+    extra = []
+    if c.identical:
+        extra.append(f"{c.identical:,} bit-identical")
+    if c.skipped:
+        extra.append(f"{c.skipped:,} skipped")
+    return text + (f" ({', '.join(extra)})" if extra else "")
+
+
+def _failure(comparison: Comparison, c: Counts) -> str:
+    if comparison.origins:
+        origin = comparison.origins[0]
+        return f"{origin_title(origin)} creates the error: {origin_detail(origin)}"
+    if first := divergence(comparison):
+        return f"no single operator stands out as the origin; the error is first seen at {first}"
+    if c.failed:
+        return f"{count(c.failed, 'pair')} of {c.total:,} differ beyond the standard"
+    if flipped := comparison.tokens.get("flipped"):
+        return f"{count(len(flipped), 'sampled token')} flipped without a near tie, and no captured tensor explains it"
+    return "the comparison failed; see the notes"
+
+
+def coverage_rows(comparison: Comparison) -> list[tuple[str, str]]:
+    """What was compared and what was not, as (label, value) pairs; skip reasons follow in ``skip_rows``."""
+    cov, c = comparison.coverage, counts(comparison)
+    rows = [
+        ("pairs", f"{num(int(cov.get('pairs', c.total)))} ({c.passed:,} pass, {c.failed:,} fail, {c.skipped:,} skip)"),
+        ("bit-identical pairs", f"{c.identical:,}"),
+        ("rows compared", num(int(cov.get("rows_compared") or 0))),
+        ("rows only in golden", num(int(cov.get("rows_only_golden") or 0))),
+        ("rows only in mine", num(int(cov.get("rows_only_mine") or 0))),
+        ("taps only in golden", num(len(cov.get("taps_only_golden") or ()))),
+        ("taps only in mine", num(len(cov.get("taps_only_mine") or ()))),
+        ("tokens compared", num(int(comparison.tokens.get("compared") or 0))),
+    ]
+    return rows
+
+
+def skip_rows(comparison: Comparison) -> list[tuple[str, int]]:
+    """(reason, count), the largest first."""
+    skipped = comparison.coverage.get("skipped") or {}
+    return [(safe(k), int(v)) for k, v in sorted(skipped.items(), key=lambda kv: (-int(kv[1]), str(kv[0])))]

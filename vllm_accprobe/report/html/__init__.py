@@ -1,0 +1,129 @@
+"""compare.html: one self-contained page that answers "what is wrong, where, how much" on its first screen.
+
+The problem: the page is opened offline, from a mail or a ticket, and shows names that a stranger's dump has chosen.
+The idea: a template with few holes; everything static is escaped HTML made in sections.py, everything for the script is
+JSON in a data block, and a content security policy lets run only the scripts whose hashes it names and no request
+leave the page. Charts are drawn by plotly.js, taken as a file from the installed ``plotly`` package and put into it.
+Not here: what is said (facts.py), the pairs' compact form (columns.py), the error over depth (depth.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_accprobe.report import facts
+from vllm_accprobe.report.depth import Point, depth
+from vllm_accprobe.report.html import sections
+from vllm_accprobe.report.html.columns import columns_json, script_json
+from vllm_accprobe.report.text import safe
+
+if TYPE_CHECKING:
+    from vllm_accprobe.compare.result import Comparison, Pair
+
+MAX_PAIRS = 300_000
+"""More pairs than this make a page that opens slowly; the worst ones are kept, the page says what is left out."""
+
+MAX_POINTS = 20_000
+"""Taps in the depth chart, for the same reason; the first ones in data-flow order are kept, and the page says so."""
+
+
+def write_html(comparison: Comparison, path: str | Path, *, max_pairs: int = MAX_PAIRS) -> None:
+    """Write the page to ``path``; the file appears whole or not at all. Raises OSError as the file system gives it."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    part.write_text(page(comparison, max_pairs=max_pairs), encoding="utf-8", errors="backslashreplace", newline="\n")
+    os.replace(part, path)
+
+
+def page(comparison: Comparison, *, max_pairs: int = MAX_PAIRS) -> str:
+    """The page's whole text."""
+    pairs = _shown_pairs(comparison.pairs, max_pairs)
+    points = depth(comparison)
+    plotly = plotly_js()
+    scripts = {"table_js": _asset("table.js"), "chart_js": _asset("chart.js"), "plotly_js": plotly or ""}
+    holes = {
+        "csp": escape(_policy(list(scripts.values()))),
+        "title": escape(sections.title(comparison)),
+        "state": "pass-page" if comparison.verdict == "pass" else "fail-page",
+        "css": _asset("page.css"),
+        "verdict": sections.verdict(comparison),
+        "notes": sections.notes(comparison),
+        "figures": sections.figures(comparison),
+        "chart_note": sections.chart_note(comparison, len(points), MAX_POINTS, have_plotly=plotly is not None),
+        "origins": sections.origins(comparison),
+        "tokens": sections.tokens(comparison),
+        "pairs_note": sections.pairs_note(len(comparison.pairs), len(pairs)),
+        "coverage": sections.coverage(comparison),
+        "plan": sections.plan(comparison),
+        "runs": sections.runs(comparison),
+        "pairs_json": columns_json(pairs),
+        "depth_json": script_json(_depth_json(comparison, points[:MAX_POINTS])),
+        **scripts,
+    }
+    return _fill(_asset("page.html"), holes)
+
+
+def plotly_js() -> str | None:
+    """The text of plotly.min.js from the installed ``plotly`` package, found without importing it; None if missing."""
+    from importlib.util import find_spec
+
+    try:
+        spec = find_spec("plotly")
+    except (ImportError, ValueError):
+        return None
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        try:
+            text = (Path(place) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        # Either would end or open something in the page's own markup; no known release holds them.
+        if "</script" not in text.lower() and "<!--" not in text:
+            return text
+    return None
+
+
+def _shown_pairs(pairs: list[Pair], limit: int) -> list[Pair]:
+    if len(pairs) <= limit:
+        return pairs
+    order = sorted(range(len(pairs)), key=lambda i: -facts.severity(pairs[i]))[:limit]
+    return [pairs[i] for i in sorted(order)]
+
+
+def _depth_json(comparison: Comparison, points: list[Point]) -> dict[str, object]:
+    culprit = comparison.origins[0].get("module") if comparison.origins else None
+    # Names are made safe as in columns.py, with the same length, so that a click finds the tap's pairs by its name.
+    shown = [
+        asdict(p) | {"tap": safe(p.tap, 400), "cls": safe(p.cls, 400), "layer": p.layer and safe(p.layer, 400)}
+        for p in points
+    ]
+    return {"culprit": next((i for i, p in enumerate(points) if p.tap == culprit), None), "points": shown}
+
+
+def _policy(scripts: list[str]) -> str:
+    hashes = " ".join(
+        "'sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii") + "'"
+        for text in scripts
+        if text
+    )
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _asset(name: str) -> str:
+    from importlib.resources import files
+
+    return files("vllm_accprobe.report.html").joinpath(name).read_text(encoding="utf-8")
+
+
+def _fill(template: str, holes: dict[str, str]) -> str:
+    """Each ``{{name}}`` once, in a single pass: what is filled in is never looked at again."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda m: holes[m[1]], template)

@@ -1,0 +1,90 @@
+"""Pairs as compact JSON columns, for the page's script.
+
+The problem: 200,000 pairs with 37 fields each must fit into one HTML file that opens in seconds. The idea: columns
+instead of rows; a column of one value is that value, text is a dictionary and indices, numbers have six digits
+(compare.csv has all of them). The forms, per column: ``{"c": value}``, ``{"d": [text...], "i": [index...]}`` or
+``{"v": [number...]}``, where a number that JSON lacks is ``"NaN"``, ``"Inf"`` or ``"-Inf"`` and a missing one null.
+Not here: what the script does with them (table.js).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm_accprobe.compare.result import COLUMNS, Pair
+from vllm_accprobe.report.text import safe
+
+_FINE = frozenset({"cosine", "worst_row_norm_ratio"})
+"""Columns whose interesting part is their distance from 1."""
+
+_NUMBERS = frozenset(
+    {
+        "step", "rank", "cosine", "max_abs_err", "mean_abs_err", "rmse", "rel_l2", "max_rel_err", "worst_row_rel_l2",
+        "worst_row_norm_ratio", "nonfinite", "nonfinite_mismatch", "call", "order", "rows", "prefill_rel_l2",
+        "decode_rel_l2", "max_abs_golden", "max_abs_mine", "limit",
+    }
+)  # fmt: skip
+
+
+def columns_json(pairs: Sequence[Pair]) -> str:
+    """``{"n": int, "cols": {field: column}}`` as JSON text that is safe inside a script element."""
+    cols = ",".join(f"{json.dumps(name)}:{_column(name, [getattr(p, name) for p in pairs])}" for name in COLUMNS)
+    return f'{{"n":{len(pairs)},"cols":{{{cols}}}}}'
+
+
+def script_json(value: Any) -> str:
+    """Any JSON value as text that cannot end a script element or start a comment in it."""
+    return inert(json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")))
+
+
+def inert(text: str) -> str:
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _column(name: str, values: list[Any]) -> str:
+    if name in _NUMBERS:
+        digits = ".10g" if name in _FINE else ".6g"
+        cells = [_number(v, digits) for v in values]
+        if len(set(cells)) <= 1:
+            return f'{{"c":{cells[0] if cells else "null"}}}'
+        return f'{{"v":[{",".join(cells)}]}}'
+    index: dict[Any, int] = {}
+    # Keyed by value and type: True, 1 and "1" are three texts.
+    where = [index.setdefault((type(v), _key(v)), len(index)) for v in values]
+    texts = [_text(key) for _, key in index]
+    if len(texts) <= 1:
+        return f'{{"c":{script_json(texts[0] if texts else None)}}}'
+    return f'{{"d":{script_json(texts)},"i":[{",".join(map(str, where))}]}}'
+
+
+def _key(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _number(value: Any, digits: str) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, (bool, int)):
+        return str(int(value))
+    value = float(value)
+    if math.isnan(value):
+        return '"NaN"'
+    if math.isinf(value):
+        return '"Inf"' if value > 0 else '"-Inf"'
+    return format(value, digits)
+
+
+def _text(value: Any) -> Any:
+    """What the page shows: None and booleans as they are, tuples as ``8 × 64``."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, tuple):
+        return _tuple(value)
+    return safe(value, 400)
+
+
+def _tuple(value: Iterable[Any]) -> str:
+    return " × ".join(safe(v, 40) for v in value) or "scalar"

@@ -1,0 +1,273 @@
+"""The page's static parts as escaped HTML: all that can be read without a script.
+
+The problem: names come from dumps of strangers. The idea: ``_e`` is the only way from a value to markup, and every
+function here returns finished markup. Not here: layout (page.html, page.css), pairs and chart (table.js, chart.js).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from vllm_accprobe.report import facts
+from vllm_accprobe.report.text import MISSING, count, num, safe, times
+
+if TYPE_CHECKING:
+    from vllm_accprobe.compare.result import Comparison
+
+MAX_LIST = 200
+"""Lines of one list on the page; compare.json has them all."""
+
+EVIDENCE = {
+    "replay": ("replay", "Replaying the operator on mine's own inputs does not give mine's output."),
+    "jump": ("jump", "Its output is further off than its inputs explain."),
+    "values": ("values", "Its values differ though nothing before them does."),
+}
+
+
+def _e(value: object, limit: int = 400) -> str:
+    return escape(safe(value, limit))
+
+
+def title(comparison: Comparison) -> str:
+    if comparison.verdict == "pass":
+        return "PASS · accprobe"
+    culprit = safe(comparison.origins[0].get("module", ""), 80) if comparison.origins else "differences"
+    return f"FAIL {culprit} · accprobe"
+
+
+def verdict(comparison: Comparison) -> str:
+    """The top of the page: badge, sentence, and the culprit's numbers."""
+    passed = comparison.verdict == "pass"
+    badge = f'<span class="badge">{"PASS" if passed else "FAIL"}</span>'
+    if passed or not comparison.origins:
+        sentence = facts.headline(comparison).split(": ", 1)[1]
+        sentence = sentence[:1].upper() + sentence[1:]
+        return f'<h1 class="said">{badge}<span>{escape(sentence)}.</span></h1>' + _divergence(comparison)
+    origin = comparison.origins[0]
+    kind = f' <span class="cls">{_e(origin["class"], 80)}</span>' if origin.get("class") else ""
+    head = (
+        f'<h1>{badge}<span><code class="culprit">{_breakable(origin.get("module", "?"))}</code>{kind} '
+        f'<span class="does">creates the error</span></span></h1>'
+    )
+    cells = [
+        _fact("Tensor", origin.get("role")),
+        _fact("Request", origin.get("request")),
+        _fact("Position", origin.get("position"), origin.get("phase")),
+    ]
+    created, floor = origin.get("created"), origin.get("floor")
+    if created is None:
+        cells.append(_fact("Error", "values differ", None, "big"))
+    else:
+        over = times(created, floor)
+        limit = None if floor is None else f"limit {num(floor)}"
+        cells.append(_fact("Row relative L2", num(created), limit, "big"))
+        if over:
+            cells.append(_fact("Over the limit", over.replace("x", "×"), None, "big"))
+    if origin.get("propagated") is not None:
+        cells.append(_fact("From its inputs", num(origin["propagated"])))
+    name, why = EVIDENCE.get(str(origin.get("evidence")), (safe(origin.get("evidence") or MISSING), ""))
+    facts_list = f'<dl class="facts">{"".join(cells)}</dl>'
+    return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {_e(why)}{_first(comparison, origin)}</p>'
+
+
+def _divergence(comparison: Comparison) -> str:
+    first = facts.divergence(comparison)
+    return f'<p class="why">First divergence: {escape(first)}.</p>' if first else ""
+
+
+def _first(comparison: Comparison, origin: Mapping[str, Any]) -> str:
+    """The first divergence beside the culprit, in short where both are the same place."""
+    first = comparison.first_divergence
+    keys = ("module", "role", "request", "position")
+    if not first or any(first.get(k) != origin.get(k) for k in keys):
+        return f"</p>{d[:-4]}" if (d := _divergence(comparison)) else ""
+    where = " ".join(f"{k} {_e(first[k], 20)}" for k in ("rank", "step") if first.get(k) is not None)
+    return f" The first divergence is here too{f' ({where})' if where else ''}."
+
+
+def _fact(label: str, value: object, small: object = None, kind: str = "") -> str:
+    if value is None:
+        return ""
+    extra = f' <small>{_e(small, 80)}</small>' if small is not None else ""
+    return f'<div class="{kind}"><dt>{escape(label)}</dt><dd>{_e(value, 120)}{extra}</dd></div>'
+
+
+def _breakable(name: object) -> str:
+    """A module path that may wrap after its dots."""
+    return _e(name).replace(".", ".<wbr>")
+
+
+def notes(comparison: Comparison) -> str:
+    if not comparison.notes:
+        return ""
+    items = "".join(f"<li>{_e(n, 1000)}</li>" for n in comparison.notes[:MAX_LIST])
+    more = _more(len(comparison.notes), MAX_LIST, "notes")
+    return f'<section class="notes" aria-label="Notes"><h2>Read this first</h2><ul>{items}</ul>{more}</section>'
+
+
+def figures(comparison: Comparison) -> str:
+    """The strip of numbers under the verdict."""
+    c, cov = facts.counts(comparison), comparison.coverage
+    flipped = len(comparison.tokens.get("flipped") or ())
+    only = [int(cov.get(f"rows_only_{side}") or 0) for side in ("golden", "mine")]
+    items = [
+        ("pairs failed", c.failed, f"of {c.total:,}", "bad" if c.failed else ""),
+        ("bit-identical", c.identical, f"of {c.passed:,} passed", ""),
+        ("skipped", c.skipped, "pairs", ""),
+        ("rows compared", int(cov.get("rows_compared") or 0), "", ""),
+        ("rows on one side only", sum(only), f"golden {only[0]:,}, mine {only[1]:,}", ""),
+        ("tokens flipped", flipped, f"of {int(comparison.tokens.get('compared') or 0):,}", "bad" if flipped else ""),
+    ]
+    return "".join(
+        f'<div class="{kind}"><dt>{label}</dt><dd>{value:,} <small>{small}</small></dd></div>'
+        for label, value, small, kind in items
+    )
+
+
+def chart_note(comparison: Comparison, points: int, limit: int, *, have_plotly: bool) -> str:
+    if not have_plotly:
+        return (
+            '<p class="missing" id="no-plotly">The chart is left out: plotly.js was not found where this page was '
+            "written. <code>pip install plotly</code> there and compare again. The numbers are in the table below.</p>"
+        )
+    if not points:
+        return '<p class="missing">No output tensor with an error to draw was compared.</p>'
+    if points > limit:
+        return f'<p class="hint">The first {limit:,} of {points:,} taps in data-flow order; compare.csv has all.</p>'
+    return ""
+
+
+def origins(comparison: Comparison) -> str:
+    if not comparison.origins:
+        return ""
+    head = ("#", "Module", "Tensor", "Where", "Created", "Passed on", "Limit", "Evidence")
+    rows = [
+        (
+            str(i + 1),
+            f"<code>{_breakable(o.get('module', '?'))}</code> <small>{_e(o.get('class') or '', 80)}</small>",
+            f"<code>{_e(o.get('role') or '', 80)}</code>",
+            _where(o),
+            _e(num(o.get("created"))),
+            _e(num(o.get("propagated"))),
+            _e(num(o.get("floor"))),
+            _e(o.get("evidence") or MISSING, 40),
+        )
+        for i, o in enumerate(comparison.origins[:MAX_LIST])
+    ]
+    body = _table(head, rows, numeric={4, 5, 6})
+    more = _more(len(comparison.origins), MAX_LIST, "origins")
+    lead = "Independent origins in data-flow order; the first is the culprit." if len(rows) > 1 else "One origin."
+    return (
+        '<section aria-labelledby="h-origins"><h2 id="h-origins">Origins</h2>'
+        f'<p class="hint">{lead}</p>{body}{more}</section>'
+    )
+
+
+def _where(o: Mapping[str, Any]) -> str:
+    parts = []
+    if o.get("request") is not None:
+        parts.append(f"request <q>{_e(o['request'], 80)}</q>")
+    if o.get("position") is not None:
+        parts.append(f"position {_e(o['position'], 40)}")
+    if o.get("phase") is not None:
+        parts.append(_e(o["phase"], 20))
+    return ", ".join(parts) or MISSING
+
+
+def tokens(comparison: Comparison) -> str:
+    flipped: Sequence[Mapping[str, Any]] = comparison.tokens.get("flipped") or ()
+    if not flipped:
+        return ""
+    head = ("Request", "Token", "Golden", "Margin", "Mine", "Margin")
+    rows = [
+        (
+            _e(t.get("request"), 80),
+            _e(t.get("ordinal"), 20),
+            _e(t.get("golden"), 20),
+            _e(num(t.get("golden_margin"))),
+            _e(t.get("mine"), 20),
+            _e(num(t.get("mine_margin"))),
+        )
+        for t in flipped[:MAX_LIST]
+    ]
+    body = _table(head, rows, numeric={1, 2, 3, 4, 5})
+    return (
+        '<section aria-labelledby="h-tokens"><h2 id="h-tokens">Flipped tokens</h2>'
+        '<p class="hint">The margin is the first logit minus the second: a small one is a near tie.</p>'
+        f"{body}{_more(len(flipped), MAX_LIST, 'tokens.flipped')}</section>"
+    )
+
+
+def pairs_note(total: int, shown: int) -> str:
+    if shown == total:
+        return ""
+    return f'<p class="hint">The worst {shown:,} of {total:,} pairs are on this page; compare.csv has all of them.</p>'
+
+
+def coverage(comparison: Comparison) -> str:
+    rows = [(escape(label), escape(value)) for label, value in facts.coverage_rows(comparison)]
+    rows += [(f"skipped: {escape(reason)}", f"{n:,}") for reason, n in facts.skip_rows(comparison)[:MAX_LIST]]
+    out = _table(("What", "How many"), rows, numeric={1})
+    for side in ("golden", "mine"):
+        taps: Sequence[str] = comparison.coverage.get(f"taps_only_{side}") or ()
+        if taps:
+            items = "".join(f"<li><code>{_e(t)}</code></li>" for t in taps[:MAX_LIST])
+            out += (
+                f"<details><summary>{escape(count(len(taps), 'tap'))} only in {side}</summary><ul>{items}</ul>"
+                f"{_more(len(taps), MAX_LIST, f'coverage.taps_only_{side}')}</details>"
+            )
+    return out
+
+
+def plan(comparison: Comparison) -> str:
+    lines = [_e(line, 1000) for line in comparison.plan[:MAX_LIST]]
+    paired = "".join(f"<li>{line}</li>" for line in lines) or "<li>not given</li>"
+    more = _more(len(comparison.plan), MAX_LIST, "").replace(": compare.json, ", ": accprobe compare --plan")
+    standard = _table(("Standard", "Value"), [(_e(k), _e(v, 300)) for k, v in _flat(comparison.standard or {})])
+    return f'<ul class="plain">{paired}</ul>{more}{standard}'
+
+
+def runs(comparison: Comparison) -> str:
+    """What each side was; what differs comes first and is marked."""
+    golden, mine = dict(_flat(comparison.golden_run or {})), dict(_flat(comparison.mine_run or {}))
+    keys = list(dict.fromkeys([*golden, *mine]))
+    differ = [k for k in keys if golden.get(k) != mine.get(k)]
+    same = [k for k in keys if k not in set(differ)]
+    head = ("", "Golden", "Mine")
+
+    def rows(chosen: Iterable[str]) -> list[tuple[str, ...]]:
+        return [(_e(k, 120), *(_e(side.get(k, MISSING), 300) for side in (golden, mine))) for k in chosen]
+
+    paths = [("dump", _e(comparison.golden_path), _e(comparison.mine_path))]
+    out = _table(head, paths + rows(differ[:MAX_LIST]))
+    if same:
+        out += (
+            f"<details><summary>{escape(count(len(same), 'entry', 'entries'))} the same on both sides</summary>"
+            f"{_table(head, rows(same[:MAX_LIST]))}</details>"
+        )
+    return out
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "", depth: int = 3) -> list[tuple[str, Any]]:
+    out: list[tuple[str, Any]] = []
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(item, Mapping) and depth > 1:
+            out += _flat(item, f"{name}.", depth - 1)
+        else:
+            out.append((name, item))
+    return out[:2000]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: frozenset[int] | set[int] = frozenset()) -> str:
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(f'<{tag}{" class=num" if i in numeric else ""}>{c}</{tag}>' for i, c in enumerate(row))
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{cells("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _more(total: int, shown: int, where: str) -> str:
+    return f'<p class="hint">… {total - shown:,} more: compare.json, {where}</p>' if total > shown else ""

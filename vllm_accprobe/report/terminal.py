@@ -1,0 +1,179 @@
+"""The comparison as lines of text: verdict and culprit first, then what supports them.
+
+The problem: the reader wants to know what is wrong, where and how much, in the first line, also in a pipe or a CI log.
+The idea: each section is a pure function from a Comparison to lines; ``lines`` puts them in order, ``render`` only
+colours and prints. What is left out is counted, and the line says where to see it. Not here: sentences and picks that
+the page shows too (facts.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_accprobe.report import facts
+from vllm_accprobe.report.text import MISSING, count, num, place, safe, times
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vllm_accprobe.compare.result import Comparison, Pair
+
+QUIET, NORMAL, FULL = 0, 1, 2
+"""Verbosity: verdict and notes only; the usual report; nothing left out (plan, all origins and taps)."""
+
+
+def lines(comparison: Comparison, verbosity: int = NORMAL) -> list[str]:
+    """The whole report, sections separated by an empty line."""
+    return [line for _, line in _styled(comparison, verbosity)]
+
+
+def render(comparison: Comparison, console: Console, verbosity: int = NORMAL) -> None:
+    """Print ``lines`` to a rich ``console``; long lines are left to the terminal, so that a pipe gets them whole."""
+    from rich.text import Text
+
+    for style, line in _styled(comparison, verbosity):
+        console.print(Text(line, style=style), soft_wrap=True, highlight=False)
+
+
+def _styled(comparison: Comparison, verbosity: int) -> list[tuple[str, str]]:
+    sections: list[tuple[str, list[str]]] = [
+        ("yellow", notes(comparison)),
+        ("bold green" if comparison.verdict == "pass" else "bold red", [facts.headline(comparison)]),
+    ]
+    if verbosity > QUIET:
+        full = verbosity >= FULL
+        builders: list[Callable[[Comparison, bool], list[str]]] = [
+            other_origins,
+            first_divergence,
+            worst_pairs,
+            flipped_tokens,
+            coverage,
+        ]
+        sections += [("", build(comparison, full)) for build in builders]
+        if full:
+            sections.append(("", plan(comparison)))
+    out: list[tuple[str, str]] = []
+    for style, section in sections:
+        if not section:
+            continue
+        if out:
+            out.append(("", ""))
+        out += [(style, line) for line in section]
+    return out
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What must be known before the verdict is believed: different weights, prompts, ranks that stopped early."""
+    return [f"note: {safe(note, 1000)}" for note in comparison.notes]
+
+
+def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
+    """The culprit's evidence, and further independent origins in data-flow order."""
+    if not comparison.origins:
+        return []
+    culprit, *others = comparison.origins
+    out = [_evidence(culprit)]
+    if others:
+        shown = others if full else others[:5]
+        out.append(f"{count(len(others), 'other independent origin')}, in data-flow order:")
+        out += [f"  {facts.origin_title(o)}: {facts.origin_detail(o)}" for o in shown]
+        if len(shown) < len(others):
+            out.append(f"  … {len(others) - len(shown):,} more: compare.json, origins")
+    return out
+
+
+def _evidence(origin: Any) -> str:
+    said = {
+        "replay": "replaying the operator on mine's own inputs does not give mine's output",
+        "jump": "its output is further off than its inputs explain",
+        "values": "its values differ though nothing before them does",
+    }
+    why = said.get(str(origin.get("evidence")), safe(origin.get("evidence") or "not given"))
+    passed = origin.get("propagated")
+    return f"evidence: {why}" + ("" if passed is None else f" (error passed on from its inputs: {num(passed)})")
+
+
+def first_divergence(comparison: Comparison, full: bool = False) -> list[str]:
+    line = facts.divergence(comparison)
+    return [f"first divergence: {line}"] if line else []
+
+
+def worst_pairs(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:
+    """A table of the ``n`` worst failed pairs."""
+    failed = facts.counts(comparison).failed
+    if not failed:
+        return []
+    shown = facts.worst(comparison, n)
+    head = ("x limit", "error", "limit", "cosine", "step", "pair")
+    body = [_pair_cells(p) for p in shown]
+    title = "failed pairs, worst first:" if failed <= n else f"the {n} worst of {failed:,} failed pairs:"
+    out = [title, *_aligned([head, *body])]
+    if failed > n:
+        out.append(f"  … {failed - n:,} more: compare.html, or compare.csv where status is fail")
+    return out
+
+
+def _pair_cells(pair: Pair) -> tuple[str, ...]:
+    name = safe(pair.golden or pair.mine)
+    if pair.mine and pair.golden and pair.mine != pair.golden:
+        name += f" ↔ {safe(pair.mine)}"
+    where = place(pair.worst_request, pair.worst_position)
+    note = ""
+    if pair.nonfinite_mismatch:
+        note = f"{count(int(pair.nonfinite_mismatch), 'NaN/Inf mismatch', 'NaN/Inf mismatches')}"
+    elif pair.message:
+        note = safe(pair.message)
+    value = facts.value_of(pair)
+    step = MISSING if pair.step is None else str(pair.step)
+    last = "; ".join(x for x in (name, where, note) if x)
+    over = times(value, pair.limit) or ("∞" if facts.severity(pair) == math.inf else MISSING)
+    return over, num(value), num(pair.limit), num(pair.cosine, 6), step, last
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Columns aligned right but for the last, two blanks apart, indented by two."""
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]) - 1)]
+    return [
+        "  " + "  ".join([*(c.rjust(w) for c, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in table
+    ]
+
+
+def flipped_tokens(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:
+    """Sampled tokens that differ, with how close the choice was on each side (logit of the first minus the second)."""
+    flipped = comparison.tokens.get("flipped") or []
+    if not flipped:
+        return []
+    compared = int(comparison.tokens.get("compared") or 0)
+    shown = flipped if full else flipped[:n]
+    out = [f"{len(flipped):,} of {count(compared, 'sampled token')} flipped (margin: first logit minus second):"]
+    for t in shown:
+        out.append(
+            f"  request '{safe(t.get('request'), 80)}', generated token {safe(t.get('ordinal'), 20)}: "
+            f"golden {safe(t.get('golden'), 20)} (margin {num(t.get('golden_margin'))}), "
+            f"mine {safe(t.get('mine'), 20)} (margin {num(t.get('mine_margin'))})"
+        )
+    if len(shown) < len(flipped):
+        out.append(f"  … {len(flipped) - len(shown):,} more: compare.json, tokens.flipped")
+    return out
+
+
+def coverage(comparison: Comparison, full: bool = False, n: int = 3) -> list[str]:
+    """What was compared, what only one side has, and what was skipped and why."""
+    out = ["coverage:"]
+    out += [f"  {label}: {value}" for label, value in facts.coverage_rows(comparison)]
+    cov = comparison.coverage
+    for side in ("golden", "mine"):
+        taps = cov.get(f"taps_only_{side}") or []
+        shown = taps if full else taps[:n]
+        out += [f"  only in {side}: {safe(tap)}" for tap in shown]
+        if len(shown) < len(taps):
+            out.append(f"  … {len(taps) - len(shown):,} more only in {side}: compare.json, coverage.taps_only_{side}")
+    out += [f"  skipped, {reason}: {number:,}" for reason, number in facts.skip_rows(comparison)]
+    return out
+
+
+def plan(comparison: Comparison) -> list[str]:
+    """How names, tokens and ranks were paired."""
+    return ["plan:", *(f"  {safe(line, 1000)}" for line in comparison.plan)] if comparison.plan else []

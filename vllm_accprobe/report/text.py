@@ -1,0 +1,89 @@
+"""Strings, numbers and places as all reports spell them.
+
+The problem: names come from dumps, and a dump may come from a stranger: a tap may hold terminal escapes, newlines or
+right-to-left marks that make a report lie. The idea: every name goes through ``safe`` on its way to a reader, and
+every number through one formatter, so that terminal and page say the same. Not here: escaping for HTML (html/), and
+what is said about a comparison (facts.py).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+MISSING = "–"
+"""What stands where a number does not exist (a cosine of zero vectors, the limit of a skipped pair)."""
+
+
+def safe(value: object, limit: int = 200) -> str:
+    """``value`` as one line of printable characters: others as escapes; beyond ``limit`` characters the middle is left
+    out."""
+    text = str(value)
+    if len(text) > limit:
+        half = (limit - 1) // 2
+        text = text[: limit - 1 - half] + "…" + text[len(text) - half :]
+    if text.isprintable():
+        return text
+    return "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode("ascii") for ch in text)
+
+
+def num(value: Any, digits: int = 3) -> str:
+    """A float with ``digits`` significant digits; ``None`` as a dash, NaN and infinities by name."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return safe(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Inf" if value > 0 else "-Inf"
+    return f"{value:.{digits}g}"
+
+
+def count(n: int, one: str, many: str | None = None) -> str:
+    """``1 pair``, ``1,200 pairs``."""
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
+
+
+def ratio(value: float | None, limit: float | None) -> float | None:
+    """How many times ``limit`` fits into ``value``; infinite over a limit of 0, None where either is missing or NaN."""
+    if value is None or limit is None or math.isnan(value) or math.isnan(limit):
+        return None
+    if limit <= 0:
+        return math.inf if value > 0 else None
+    return value / limit
+
+
+def times(value: float | None, limit: float | None) -> str:
+    """``13x``, ``1.04x``; empty where ``ratio`` is None or infinite."""
+    r = ratio(value, limit)
+    if r is None or math.isinf(r):
+        return ""
+    if r < 10:
+        return f"{r:.3g}x"
+    return f"{r:,.0f}x" if r < 1e6 else f"{r:.0e}x"
+
+
+def against(value: float | None, limit: float | None) -> str:
+    """``0.21, limit 0.016 (13x)``: a value with the limit it is held to."""
+    text = num(value)
+    if limit is not None:
+        text += f", limit {num(limit)}"
+        if t := times(value, limit):
+            text += f" ({t})"
+    return text
+
+
+def place(request: object = None, position: object = None, phase: object = None) -> str:
+    """``request 'a', position 17 (decode)``, without what is None."""
+    parts = []
+    if request is not None:
+        parts.append(f"request '{safe(request, 80)}'")
+    if position is not None:
+        parts.append(f"position {safe(position, 40)}")
+    text = ", ".join(parts)
+    if phase is not None:
+        text += f" ({safe(phase, 20)})" if text else safe(phase, 20)
+    return text
