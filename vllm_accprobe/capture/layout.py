@@ -1,0 +1,240 @@
+"""How each tensor is a part of a whole, read from the layers' own attributes.
+
+The problem: with tensor parallelism a tap sees a slice, and which slice is not in the tensor. The idea: vLLM's parallel
+layers carry their partition as plain attributes (also in subclasses of other vendors), so linear and vocabulary layers
+are described directly, and what lies between them (activations, rotary embedding, attention, per-head norms) inherits
+from the parallel linear layer beside it whose size it has. What cannot be told is ``unknown``: analysis then
+compares the ranks' copies instead of trusting a guess.
+Not here: undoing a layout (align/shards.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_accprobe.dump.schema import REPLICATED, Layout
+
+Parts = tuple[tuple[int, int], ...]
+
+
+class Layouts:
+    """The layouts of one model on one rank. Answers are cached per (tap, role): a tap's features never change size."""
+
+    def __init__(self, modules: Mapping[str, Any], tp_rank: int, tp_size: int, hidden_size: int | None = None):
+        self._modules = modules
+        self._rank = tp_rank
+        self._size = tp_size
+        self._hidden = hidden_size
+        self._cache: dict[tuple[str, str], Layout] = {}
+        self._known: dict[str, dict[int, Parts]] = {}
+
+    def of(self, tap: str, role: str, shape: tuple[int, ...]) -> Layout:
+        """The layout of a tensor of ``shape`` in ``role`` at module path ``tap``."""
+        if self._size == 1:
+            return REPLICATED
+        key = (tap, role)
+        layout = self._cache.get(key)
+        if layout is None:
+            layout = self._cache[key] = self._find(tap, role, shape)
+        return layout
+
+    def of_param(self, tap: str, name: str, shape: tuple[int, ...]) -> Layout:
+        """The layout of parameter ``name`` of module ``tap``."""
+        module = self._modules.get(tap)
+        if self._size == 1 or module is None or not shape:
+            return REPLICATED
+        if _own_tp_size(module) == 1:
+            return REPLICATED
+        expert = _expert_parts(module, name)
+        if expert is not None:
+            return self._shard(*expert) if _matches(shape, *expert) else self._unknown()
+        out = _output_parts(module)
+        if out is not None:
+            total = sum(n for n, _ in out)
+            if name == "bias" or len(shape) == 1:
+                return self._shard(-1, out) if shape[-1] == total else REPLICATED
+            if shape[-2] == total:
+                return self._shard(-2, out, _vocab(module))
+            if shape[-1] == total:  # some kernels keep the weight transposed
+                return self._shard(-1, out, _vocab(module))
+            return self._unknown()
+        parts = _input_parts(module)
+        if parts is not None:
+            if len(shape) == 1:
+                return REPLICATED
+            if shape[-1] == parts[0][0]:
+                return self._shard(-1, parts)
+            if shape[-2] == parts[0][0]:
+                return self._shard(-2, parts)
+            return self._unknown()
+        return REPLICATED
+
+    def _find(self, tap: str, role: str, shape: tuple[int, ...]) -> Layout:
+        module = self._modules.get(tap)
+        if module is None or not shape:
+            return self._unknown()
+        incoming = role.startswith(("input", "inplace"))
+        linear = _is_linear(module)
+        if linear:
+            if _own_tp_size(module) == 1:
+                return REPLICATED
+            out, parts = _output_parts(module), _input_parts(module)
+            if parts is not None:
+                if incoming:
+                    return self._shard(-1, parts) if shape[-1] == parts[0][0] else REPLICATED
+                return REPLICATED if getattr(module, "reduce_results", True) else Layout("partial", "tp", self._rank, self._size)
+            if out is not None and not incoming and not getattr(module, "gather_output", False):
+                return self._shard(-1, out) if shape[-1] == sum(n for n, _ in out) else self._unknown()
+            return REPLICATED
+        if _is_vocab(module):
+            if not incoming and shape[-1] == module.num_embeddings_per_partition:  # used as lm_head
+                return self._shard(-1, _output_parts(module) or (), _vocab(module))
+            return REPLICATED
+        if not incoming and _reduces_later(module):
+            return Layout("partial", "tp", self._rank, self._size)
+        return self._beside(tap, module, role, shape)
+
+    def _beside(self, tap: str, module: Any, role: str, shape: tuple[int, ...]) -> Layout:
+        """The layout of a tensor between parallel linear layers: that of the neighbour whose size it has."""
+        parent = tap.rpartition(".")[0]
+        known = self._neighbours(parent)
+        if not known and "." in parent:  # Attention modules sit one level deeper in some models
+            known = self._neighbours(parent.rpartition(".")[0])
+        qkv = self._qkv(parent) or self._qkv(tap)
+        if qkv is not None:
+            q, k, v = (int(n) for n in _qkv_sizes(qkv))
+            replicas = int(getattr(qkv, "num_kv_head_replicas", 1))
+            word = role.rpartition(".")[2]
+            if shape[-1] == q + k + v:
+                return self._shard(-1, ((q, 1), (k, replicas), (v, replicas)))
+            if word.startswith(("q", "query")) or (role == "output.0" and shape[-1] == q):
+                return self._heads(shape, q, 1, qkv)
+            if word.startswith(("k", "v")) or (role == "output.1" and shape[-1] in (k, v)):
+                return self._heads(shape, k if word.startswith("k") or role == "output.1" else v, replicas, qkv)
+        # A block as a whole takes and gives hidden states; its inner leaves work on slices. With equal sizes this
+        # decides: parents and norms are taken as replicated, leaves as slices.
+        whole = self._hidden is not None and shape[-1] == self._hidden
+        if whole and (_has_children(module) or "norm" in type(module).__name__.lower()):
+            return REPLICATED
+        if shape[-1] in known:
+            return self._shard(-1, known[shape[-1]])
+        if len(shape) >= 3 and shape[-1] * shape[-2] in known:
+            parts = known[shape[-1] * shape[-2]]
+            if len(parts) == 1:
+                return self._shard(-2, ((shape[-2], parts[0][1]),))
+        if qkv is not None and len(shape) >= 3:
+            heads, kv = int(getattr(qkv, "num_heads", 0)), int(getattr(qkv, "num_kv_heads", 0))
+            if shape[-2] == heads:
+                return self._shard(-2, ((heads, 1),))
+            if shape[-2] == kv:
+                return self._shard(-2, ((kv, int(getattr(qkv, "num_kv_head_replicas", 1))),))
+        return REPLICATED if whole or not known else self._unknown()
+
+    def _heads(self, shape: tuple[int, ...], size: int, replicas: int, qkv: Any) -> Layout:
+        if shape[-1] == size:
+            return self._shard(-1, ((size, replicas),))
+        head = int(getattr(qkv, "head_size", 0) or 1)
+        if len(shape) >= 2 and shape[-1] == head and shape[-2] == size // head:
+            return self._shard(-2, ((shape[-2], replicas),))
+        return self._unknown()
+
+    def _neighbours(self, parent: str) -> dict[int, Parts]:
+        """Local feature size → parts, of the parallel linear layers that are direct children of ``parent``."""
+        known = self._known.get(parent)
+        if known is None:
+            known = {}
+            children = getattr(self._modules.get(parent), "_modules", {}) or {}
+            for child in children.values():
+                if child is None or not _is_linear(child) or _own_tp_size(child) == 1:
+                    continue
+                parts = _input_parts(child)
+                if parts is not None:
+                    known.setdefault(parts[0][0], parts)
+                    continue
+                out = _output_parts(child)
+                if out is not None and not getattr(child, "gather_output", False):
+                    known.setdefault(sum(n for n, _ in out), out)
+            self._known[parent] = known
+        return known
+
+    def _qkv(self, parent: str) -> Any:
+        children = getattr(self._modules.get(parent), "_modules", {}) or {}
+        return next((c for c in children.values() if c is not None and hasattr(c, "num_kv_head_replicas")), None)
+
+    def _shard(self, dim: int, parts: Parts, valid: int | None = None) -> Layout:
+        return Layout("shard", "tp", self._rank, self._size, dim, parts, valid)
+
+    def _unknown(self) -> Layout:
+        return Layout("unknown", "tp", self._rank, self._size)
+
+
+def _own_tp_size(module: Any) -> int:
+    return int(getattr(module, "tp_size", 0) or 0)
+
+
+def _is_linear(module: Any) -> bool:
+    return hasattr(module, "output_partition_sizes") or hasattr(module, "input_size_per_partition")
+
+
+def _is_vocab(module: Any) -> bool:
+    return hasattr(module, "num_embeddings_per_partition")
+
+
+def _vocab(module: Any) -> int | None:
+    return int(module.org_vocab_size) if _is_vocab(module) and hasattr(module, "org_vocab_size") else None
+
+
+def _has_children(module: Any) -> bool:
+    return bool(getattr(module, "_modules", None))
+
+
+def _qkv_sizes(module: Any) -> tuple[int, int, int]:
+    head = int(module.head_size)
+    v_head = int(getattr(module, "v_head_size", head))
+    return int(module.num_heads) * head, int(module.num_kv_heads) * head, int(module.num_kv_heads) * v_head
+
+
+def _output_parts(module: Any) -> Parts | None:
+    """The blocks of a column-parallel output on this rank, or None if the output is not cut."""
+    if hasattr(module, "num_kv_head_replicas"):
+        q, k, v = _qkv_sizes(module)
+        replicas = int(module.num_kv_head_replicas)
+        return ((q, 1), (k, replicas), (v, replicas))
+    if _is_vocab(module):
+        return ((int(module.num_embeddings_per_partition), 1),)
+    if hasattr(module, "input_is_parallel"):
+        return None
+    sizes = getattr(module, "output_partition_sizes", None)
+    return tuple((int(n), 1) for n in sizes) if sizes else None
+
+
+def _input_parts(module: Any) -> Parts | None:
+    """The one block of a row-parallel input on this rank, or None."""
+    if not hasattr(module, "input_is_parallel"):
+        return None
+    return ((int(module.input_size_per_partition), 1),)
+
+
+def _expert_parts(module: Any, name: str) -> tuple[int, Parts] | None:
+    """Fused experts: w13 holds gate and up of each expert one after the other, w2 is cut along its input."""
+    if not (hasattr(module, "local_num_experts") or hasattr(module, "intermediate_size_per_partition")):
+        return None
+    size = getattr(module, "intermediate_size_per_partition", None)
+    if size is None:
+        return None
+    size = int(size)
+    if name.startswith("w13_weight"):
+        return -2, ((size, 1), (size, 1))
+    if name.startswith("w2_weight"):
+        return -1, ((size, 1),)
+    return None
+
+
+def _matches(shape: tuple[int, ...], dim: int, parts: Parts) -> bool:
+    return len(shape) >= -dim and shape[dim] == sum(n for n, _ in parts)
+
+
+def _reduces_later(module: Any) -> bool:
+    """Fused experts of vLLM before 0.28 leave the all-reduce to the model."""
+    return hasattr(module, "global_num_experts") and getattr(module, "reduce_results", True) is False

@@ -1,0 +1,246 @@
+"""Which row of a tensor is which token of which request.
+
+The problem: a serving engine mixes requests in one batch, cuts prompts into chunks, reuses cached prefixes, verifies
+drafts and pads; a tensor row has no name. The idea: at each step the runner itself knows the order of the requests and
+how many tokens each computes, from which every row's (request, position) follows. This module turns that into Spaces:
+for the tokens, for the rows that reach the logits, and for vision patches: which rows of the tensor are kept, and
+what they are called. Selection (requests, token ordinals) happens here, once per step, never per tensor.
+Not here: where the runner keeps its batch (runner.py), nor what is done with the rows (sink.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_accprobe.config import ProbeConfig, in_ranges
+from vllm_accprobe.dump.schema import DECODE, LOGITS, PREFILL, TOKENS, Image, Request, Segment, hash_tokens
+
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+_FRONT = re.compile(r"^(cmpl|chatcmpl|embd|resp|score|rerank|classify|pool)-(?=.)")
+
+
+def external_ids(internal: str) -> tuple[str, ...]:
+    """What a client may call the request that the engine calls ``internal``; the shortest, best one last.
+
+    vLLM makes ``cmpl-<X-Request-Id>-<prompt index>-<8 random hex>`` of a completion, ``chatcmpl-<X-Request-Id>-<8 hex>`` of a chat.
+    """
+    names = [internal]
+    without = _SUFFIX.sub("", internal)
+    if without != internal:
+        names.append(without)
+    front = _FRONT.match(without)
+    if front:
+        without = without[front.end() :]
+        names.append(without)
+        if front[1] != "chatcmpl" and without.endswith("-0"):
+            names.append(without[:-2])
+    return tuple(names)
+
+
+class Requests:
+    """The requests that a rank has seen, by the engine's id: their numbers in the journal, prompts and images."""
+
+    def __init__(self, config: ProbeConfig):
+        self._config = config
+        self._by_id: dict[str, Request] = {}
+        self._wanted: dict[str, bool] = {}
+        self._prompts: dict[str, int] = {}
+        self._next = 0
+        self.unsent: list[Request] = []
+
+    def add(self, internal: str, prompt_ids: Sequence[int] | None, prompt_len: int, images: tuple[Image, ...] = ()) -> Request:
+        """Registers a request the first time it is scheduled; a resumed one keeps its number."""
+        known = self._by_id.get(internal)
+        if known is not None:
+            return known
+        names = external_ids(internal)
+        prompt = hash_tokens(prompt_ids) if prompt_ids is not None else ""
+        ordinal = self._prompts.get(prompt, 0)
+        self._prompts[prompt] = ordinal + 1
+        request = Request(self._next, names[-1], internal, prompt, prompt_len, ordinal, images)
+        self._next += 1
+        self._by_id[internal] = request
+        wanted = self._config.wants_request(*names)
+        self._wanted[internal] = wanted
+        if wanted:  # the others leave no trace on the disk, not even a hash of their prompt
+            self.unsent.append(request)
+        return request
+
+    def get(self, internal: str) -> Request | None:
+        return self._by_id.get(internal)
+
+    def wanted(self, internal: str) -> bool:
+        return self._wanted.get(internal, False)
+
+    def forget(self, internal: str) -> None:
+        """Frees what a finished request holds; its number is never used again."""
+        self._by_id.pop(internal, None)
+        self._wanted.pop(internal, None)
+
+    def any_wanted(self) -> bool:
+        return any(self._wanted.values())
+
+
+@dataclass
+class Space:
+    """The rows of one kind in one step. ``ranges`` are the kept [start, stop) of the tensor's row dimension.
+
+    src: rows the model computed for real; padded: rows its tensors may have; whole: every one of them is kept.
+    """
+
+    name: str
+    src: int
+    padded: int
+    ranges: list[tuple[int, int]]
+    segments: list[Segment]
+    n: int = 0
+    whole: bool = False
+    announced: bool = False
+    ids: Any = None
+    positions: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.n = sum(stop - start for start, stop in self.ranges)
+        self.whole = self.n == self.src
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """One request's part of a step, in row order: ``n`` tokens from position ``start``; ``drafts`` of them are guesses.
+
+    known: tokens known before this step (prompt and outputs): a chunk that ends earlier yields no token.
+    """
+
+    internal: str
+    start: int
+    n: int
+    drafts: int = 0
+    known: int | None = None
+
+
+def kept(config: ProbeConfig, start: int, n: int, prompt_len: int) -> list[tuple[int, int, str]]:
+    """The parts [offset, stop, phase] of rows at positions start .. start+n-1 whose token ordinal is selected.
+
+    The ordinal is 0 for positions of the prompt and ``position - prompt_len + 1`` after it.
+    """
+    parts: list[tuple[int, int, str]] = []
+    inside = min(max(prompt_len - start, 0), n)
+    if inside and in_ranges(config.tokens, 0):
+        parts.append((0, inside, PREFILL))
+    if not config.tokens:
+        if inside < n:
+            parts.append((inside, n, DECODE))
+        return parts
+    offset = inside
+    while offset < n:
+        if in_ranges(config.tokens, start + offset - prompt_len + 1):
+            stop = offset + 1
+            while stop < n and in_ranges(config.tokens, start + stop - prompt_len + 1):
+                stop += 1
+            parts.append((offset, stop, DECODE))
+            offset = stop
+        else:
+            offset += 1
+    return parts
+
+
+def wanted_at_all(config: ProbeConfig, requests: Requests, scheduled: Sequence[tuple[str, int, int]]) -> bool:
+    """Whether any row of (internal id, start, n) triples is selected: decides if a step is armed."""
+    for internal, start, n in scheduled:
+        request = requests.get(internal)
+        if request is not None and requests.wanted(internal) and kept(config, start, n, request.prompt_len):
+            return True
+    return False
+
+
+def token_space(config: ProbeConfig, requests: Requests, batch: Sequence[Scheduled], padded: int) -> Space:
+    """The rows of every tensor that has one row per scheduled token."""
+    ranges: list[tuple[int, int]] = []
+    segments: list[Segment] = []
+    row = 0
+    for part in batch:
+        request = requests.get(part.internal)
+        if request is not None and requests.wanted(part.internal):
+            for first, stop, phase in kept(config, part.start, part.n, request.prompt_len):
+                _extend(ranges, row + first, row + stop)
+                segments.append(Segment(request.req, part.start + first, stop - first, row + first, phase))
+        row += part.n
+    return Space(TOKENS, row, max(padded, row), ranges, segments)
+
+
+def logits_space(config: ProbeConfig, requests: Requests, batch: Sequence[Scheduled]) -> Space:
+    """The rows that reach the logits: the last token of each request, and with drafts the last ``drafts + 1``.
+
+    A chunk that does not complete its prompt is sampled by the engine and thrown away; its row is not kept.
+    """
+    ranges: list[tuple[int, int]] = []
+    segments: list[Segment] = []
+    row = 0
+    for part in batch:
+        rows = part.drafts + 1
+        request = requests.get(part.internal)
+        end = part.start + part.n
+        complete = part.known is None or end >= part.known
+        if request is not None and requests.wanted(part.internal) and complete:
+            begin = end - rows
+            for first, stop, phase in kept(config, begin, rows, request.prompt_len):
+                _extend(ranges, row + first, row + stop)
+                segments.append(Segment(request.req, begin + first, stop - first, row + first, phase))
+        row += rows
+    return Space(LOGITS, row, row, ranges, segments)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One multi-modal item that the encoder computes in this step."""
+
+    internal: str
+    index: int
+    modality: str
+    placeholders: int
+
+
+def vision_space(config: ProbeConfig, requests: Requests, items: Sequence[Item], rows: int) -> Space | None:
+    """The rows of a vision tensor with ``rows`` rows over ``items``, or None if they cannot be told apart.
+
+    A tower computes k rows for each placeholder token (patches before merging, one after), or one row per image.
+    Rows within an image are counted from 0 in the tower's own order, which depends on the image's grid only.
+    """
+    total = sum(item.placeholders for item in items)
+    if not items or not total:
+        return None
+    if rows % total == 0:
+        name, counts = f"vision/{rows // total}", [item.placeholders * (rows // total) for item in items]
+    elif rows == len(items):
+        name, counts = "vision/image", [1] * len(items)
+    elif rows == total + len(items):  # one class token per image in front
+        name, counts = "vision/class", [item.placeholders + 1 for item in items]
+    elif rows and total % rows == 0:
+        k = total // rows
+        if any(item.placeholders % k for item in items):
+            return None
+        name, counts = f"vision/1:{k}", [item.placeholders // k for item in items]
+    else:
+        return None
+    ranges: list[tuple[int, int]] = []
+    segments: list[Segment] = []
+    row = 0
+    chosen = in_ranges(config.tokens, 0)
+    for item, count in zip(items, counts, strict=True):
+        request = requests.get(item.internal)
+        if chosen and request is not None and requests.wanted(item.internal):
+            _extend(ranges, row, row + count)
+            segments.append(Segment(request.req, 0, count, row, PREFILL, item.index))
+        row += count
+    return Space(name, row, row, ranges, segments)
+
+
+def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
+    if ranges and ranges[-1][1] == start:
+        ranges[-1] = (ranges[-1][0], stop)
+    else:
+        ranges.append((start, stop))

@@ -1,0 +1,498 @@
+"""Attach to vLLM's model runner: which execute_model is a step, which steps are armed, where the batch stands.
+
+The problem: V1 and V2 runners, vendors' copies of them and ten releases differ in everything but a few names, and
+engines run dummy, profile and warm-up batches through the same code. The idea: wrap the runner INSTANCE after the
+worker has made it, so that the class does not matter; read the scheduler's output, which all share, to decide if a step is
+wanted; and read the order of the rows from the runner only when a tap fires. Whatever is missing is said, not guessed.
+This is the only room that knows vLLM's runner. Not here: taps (hooks.py), row arithmetic (rows.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from multiprocessing import util as mp_util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_accprobe import __version__
+from vllm_accprobe.capture.hooks import Taps
+from vllm_accprobe.capture.layout import Layouts
+from vllm_accprobe.capture.params import record_parameters
+from vllm_accprobe.capture.rows import (
+    Item,
+    Requests,
+    Scheduled,
+    Space,
+    logits_space,
+    token_space,
+    vision_space,
+    wanted_at_all,
+)
+from vllm_accprobe.capture.sampling import Sampling
+from vllm_accprobe.capture.session import HEAD, VISION, Session, StepState
+from vllm_accprobe.capture.sink import Sink
+from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir, in_ranges
+from vllm_accprobe.dump.schema import Image, Step, rank_dir
+from vllm_accprobe.dump.writer import write_run_json
+from vllm_accprobe.plugin import say
+
+_QUIET = ("compile_or_warm_up_model", "determine_available_memory", "initialize_from_config", "execute_dummy_batch")
+"""Worker methods under which nothing is a step: they run invented batches."""
+_WARMUP_IDS = ("_warmup_", "_v2_mixed_warmup")
+
+
+def attach(wrapper: Any) -> RunnerProbe | None:
+    """Called in each worker after init_device. Returns the probe, or None if this rank is not captured. Never raises
+    for anything but a wrong setting: the server then starts without the probe, and says so."""
+    try:
+        config = ProbeConfig.from_env()
+        worker = getattr(wrapper, "worker", wrapper)
+        runner = getattr(worker, "model_runner", None)
+        if runner is None:
+            say(f"{type(worker).__name__} has no model_runner after init_device: NOTHING will be captured on this rank")
+            return None
+        parallel = _parallel(getattr(wrapper, "vllm_config", None) or runner.vllm_config)
+        if not in_ranges(config.ranks, parallel["rank"]):
+            return None
+        probe = RunnerProbe(config, worker, runner, parallel)
+        wrapper.__dict__["_accprobe"] = probe
+        return probe
+    except ConfigError as error:
+        say(str(error))
+        return None
+    except Exception as error:
+        say(f"could not attach ({type(error).__name__}: {error}): NOTHING will be captured on this rank; run `accprobe doctor`")
+        return None
+
+
+class RunnerProbe:
+    """The probe of one worker: owns the Session, wraps the runner, turns batches into steps."""
+
+    def __init__(self, config: ProbeConfig, worker: Any, runner: Any, parallel: dict[str, Any]):
+        self.config = config
+        self.runner = runner
+        self.worker = worker
+        self.parallel = parallel
+        self.requests = Requests(config)
+        self.session: Session | None = None
+        self.taps: Taps | None = None
+        self.sampling: Sampling | None = None
+        self.root = Path(config.dir or default_dir())
+        self._quiet = 0
+        self._step = -1
+        self._seen_steps = 0
+        self._armed_steps = 0
+        self._batch: list[Scheduled] | None = None
+        self._scheduled: Any = None
+        self._v2_batch: Any = None
+        self._items: list[Item] = []
+        self._drafts: dict[str, int] = {}
+        self._last: Callable[..., Any] | None = None
+        self._closed = False
+        for name in _QUIET:
+            self._wrap(worker, name, self._quietly)
+        self._wrap(runner, "execute_model", self._execute_model)
+        self._wrap(runner, "sample_tokens", self._sample_tokens)
+        self._wrap(runner, "prepare_inputs", self._prepare_inputs)
+        self._wrap(runner, "load_model", self._load_model)
+        # vLLM ends processes in several ways: its own shutdown (plugin.py), the interpreter's, and multiprocessing's.
+        atexit.register(self.close, "process exit")
+        mp_util.Finalize(None, self.close, args=("process exit",), exitpriority=100)
+
+    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        wrapped.__name__ = name
+        wrapped.__accprobe__ = original  # type: ignore[attr-defined]
+        setattr(owner, name, wrapped)
+
+    def _quietly(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._quiet += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._quiet -= 1
+
+    # --- the model ---------------------------------------------------------------------------------------------
+
+    def _load_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        try:
+            self._attach_model()
+        except Exception as error:
+            self._give_up("attaching to the model", error)
+        return result
+
+    def _attach_model(self) -> None:
+        runner = self.runner
+        model = runner.get_model() if hasattr(runner, "get_model") else runner.model
+        if self.session is not None:  # weights were loaded anew: the modules are the same
+            return
+        device = torch.device(getattr(runner, "device", "cpu"))
+        vllm_config = runner.vllm_config
+        self.root, sink = self._open(device, self._run_info(model, device))
+        modules = {path: module for path, module in model.named_modules(remove_duplicate=False)}
+        layouts = Layouts(modules, self.parallel["tp"][0], self.parallel["tp"][1], _hidden_size(vllm_config))
+        self.session = session = Session(self.config, sink, layouts, say, self._find_space)
+        self.taps = Taps(session)
+        self.taps.attach(model, _language_prefix(model))
+        self.sampling = Sampling(session, runner, model, self._rows_of_requests)
+        record_parameters(session, model, say)
+        if _compiles(vllm_config):
+            note = "left as configured by VLLM_ACCPROBE_GRAPHS=1" if self.config.graphs else "although eager was asked for"
+            say(f"the engine compiles or captures graphs ({note}): modules inside them are not seen, and are counted as skipped")
+
+    def _open(self, device: torch.device, run: dict[str, Any]) -> tuple[Path, Sink]:
+        """The rank's place in the dump. A second engine of the same process gets a directory beside the first one's."""
+        rank = self.parallel["rank"]
+        root = Path(os.path.abspath(self.root))
+        for number in range(1, 1000):
+            place = root if number == 1 else root.with_name(f"{root.name}.{number}")
+            if (place / rank_dir(rank)).exists():
+                continue
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_run_json(place, run)
+            if number > 1:
+                say(f"{root} already holds rank {rank}; this engine's dump goes to {place}")
+            start = {
+                "schema": 1, "rank": rank, **{k: v for k, v in self.parallel.items() if k != "rank"},
+                "pid": os.getpid(), "host": socket.gethostname(), "device": str(device), "time": time.time(),
+            }  # fmt: skip
+            return place, Sink(self.config, place, rank, start, self._stopped, device)
+        raise OSError(f"{root} and 998 directories beside it already hold rank {rank}")
+
+    def _stopped(self, reason: str) -> None:
+        if self.session is not None:
+            self.session.stop(reason)
+        else:
+            say(f"capture stopped: {reason}; serving goes on")
+
+    def _run_info(self, model: Any, device: torch.device) -> dict[str, Any]:
+        config = self.runner.vllm_config
+        versions = {"accprobe": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+        import vllm
+
+        versions["vllm"] = str(getattr(vllm, "__version__", "unknown"))
+        model_config = config.model_config
+        return {
+            "tool": "accprobe",
+            "versions": versions,
+            "platform": {"system": platform.platform(), "machine": platform.machine(), "vllm": _platform_name()},
+            "device": {"type": device.type, "name": _device_name(device)},
+            "model": {
+                "path": str(getattr(model_config, "model", "")),
+                "class": type(model).__name__,
+                "dtype": str(getattr(model_config, "dtype", "")).replace("torch.", ""),
+                "quantization": getattr(model_config, "quantization", None),
+                "max_model_len": getattr(model_config, "max_model_len", None),
+            },
+            "parallel": {k: v for k, v in self.parallel.items() if k != "rank"},
+            "engine": {
+                "runner": f"{type(self.runner).__module__}.{type(self.runner).__qualname__}",
+                "eager": not _compiles(config),
+                "block_size": getattr(config.cache_config, "block_size", None),
+                "max_num_batched_tokens": getattr(config.scheduler_config, "max_num_batched_tokens", None),
+                "prefix_caching": getattr(config.cache_config, "enable_prefix_caching", None),
+                "speculative": getattr(getattr(config, "speculative_config", None), "method", None),
+            },
+            "seed": getattr(model_config, "seed", None),
+            "probe": self.config.to_json(),
+            "start_time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def _execute_model(self, original: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self.session
+        if session is None or session.dead is not None or self._quiet or kwargs.get("dummy_run"):
+            return original(scheduler_output, *args, **kwargs)
+        session.end()
+        try:
+            self._begin(session, scheduler_output)
+        except Exception as error:
+            self._give_up("reading the scheduler's output", error)
+        result = original(scheduler_output, *args, **kwargs)
+        try:
+            state = session.state
+            if state is not None and not state.spaces:
+                self._announce_rows(session, state)
+            if getattr(self.runner, "sample_tokens", None) is None:
+                session.end()
+        except Exception as error:
+            self._give_up("ending a step", error)
+        return result
+
+    def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if self.session is not None:
+                self.session.end()
+
+    def _prepare_inputs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """V2: the batch, which is otherwise a local of execute_model. (V1's method of this name is private.)"""
+        batch = original(*args, **kwargs)
+        self._v2_batch = batch
+        return batch
+
+    def _begin(self, session: Session, out: Any) -> None:
+        counts: dict[str, int] = out.num_scheduled_tokens
+        total = int(out.total_num_scheduled_tokens)
+        self._batch = None
+        self._scheduled = out
+        self._v2_batch = None
+        self._items = []
+        for new in out.scheduled_new_reqs:
+            self._register(new)
+        if total and not any(name.startswith(_WARMUP_IDS) for name in counts):
+            self._step += 1
+            self._seen_steps += 1
+            starts = _starts(out)
+            triples = [(name, starts.get(name, 0), n) for name, n in counts.items()]
+            wanted = in_ranges(self.config.steps, self._step) and wanted_at_all(self.config, self.requests, triples)
+            if wanted:
+                self._armed_steps += 1
+                prefill = any(
+                    start < request.prompt_len
+                    for name, start, _ in triples
+                    if (request := self.requests.get(name)) is not None
+                )
+                batch = {"requests": len(counts), "tokens": total}
+                session.begin(Step(self._step, batch, time.time()), self.requests.unsent, prefill)
+        # Only now: a request that finished in the last step may not be needed any more, but its number stays used.
+        for name in out.finished_req_ids:
+            if name not in counts:
+                self.requests.forget(name)
+
+    def _register(self, new: Any) -> None:
+        ids = new.prompt_token_ids
+        length = len(ids) if ids is not None else int(getattr(getattr(new, "prompt_embeds", None), "shape", (0,))[0])
+        self.requests.add(new.req_id, ids, length, _images(new))
+
+    def _rows_of_requests(self) -> list[Scheduled]:
+        """The batch in row order. Valid from the moment the runner has prepared its inputs, that is when a tap fires."""
+        if self._batch is None:
+            out, v2 = self._scheduled, self._v2_batch
+            drafts = {name: len(ids) for name, ids in (getattr(out, "scheduled_spec_decode_tokens", None) or {}).items()}
+            if v2 is not None:
+                names = list(v2.req_ids)
+                starts = [int(n) for n in v2.num_computed_tokens_np[: len(names)]]
+                known = {n: int(k) for n, k in zip(names, v2.prefill_len_np, strict=False)}
+                counts = [int(n) for n in v2.num_scheduled_tokens[: len(names)]]
+            else:
+                names = list(self.runner.input_batch.req_ids)
+                before = _starts(out)
+                starts = [before.get(name, 0) for name in names]
+                states = self.runner.requests
+                known = {name: int(states[name].num_tokens) for name in names if name in states}
+                counts = [int(out.num_scheduled_tokens[name]) for name in names]
+            if sum(counts) != int(out.total_num_scheduled_tokens):
+                raise RuntimeError(
+                    f"rows do not add up: the runner has {sum(counts)} rows for {names}, the scheduler {out.total_num_scheduled_tokens}"
+                )
+            self._batch = [
+                Scheduled(name, start, n, drafts.get(name, 0), known.get(name))
+                for name, start, n in zip(names, starts, counts, strict=True)
+            ]
+        return self._batch
+
+    def _find_space(self, state: StepState, part: str, rows: int) -> Space | None:
+        batch = self._rows_of_requests()
+        if part == VISION:
+            return vision_space(self.config, self.requests, self._vision_items(), rows)
+        if part == HEAD:
+            space = logits_space(self.config, self.requests, batch)
+            return space
+        padded = int(getattr(self._v2_batch, "num_tokens_after_padding", 0) or 0)
+        space = token_space(self.config, self.requests, batch, max(padded, rows if rows > 1 else 0))
+        ids, positions = self._token_buffers(space.src)
+        space.ids, space.positions = ids, positions
+        return space
+
+    def _token_buffers(self, n: int) -> tuple[Any, Any]:
+        """The runner's own buffers of token ids and (unless host arithmetic is exact) positions of the ``n`` rows."""
+        source = self._v2_batch if self._v2_batch is not None else self.runner
+        ids = _buffer(getattr(source, "input_ids", None))
+        positions = _buffer(getattr(source, "positions", None))
+        good = isinstance(positions, torch.Tensor) and positions.dim() == 1
+        return (ids[:n] if ids is not None else None), (positions[:n] if good else None)
+
+    def _vision_items(self) -> list[Item]:
+        """The encoder's inputs of this step in the order in which the runner batches them."""
+        if not self._items:
+            scheduled = getattr(self._scheduled, "scheduled_encoder_inputs", None) or {}
+            for name, indices in scheduled.items():
+                features = self._features(name)
+                for index in indices:
+                    feature = features[index]
+                    if getattr(feature, "data", True) is not None:
+                        self._items.append(Item(name, index, str(getattr(feature, "modality", "image")), _placeholders(feature)))
+            self._items.sort(key=lambda item: item.modality)
+        return self._items
+
+    def _features(self, name: str) -> Any:
+        states = getattr(self.runner, "requests", None)
+        if isinstance(states, dict) and name in states:
+            return states[name].mm_features
+        cache = getattr(self.runner, "encoder_cache", None)  # V2 keeps them here
+        features = getattr(cache, "mm_features", None)
+        if isinstance(features, dict) and name in features:
+            return features[name]
+        return next(new.mm_features for new in self._scheduled.scheduled_new_reqs if new.req_id == name)
+
+    def _announce_rows(self, session: Session, state: StepState) -> None:
+        """No tap fired (a captured graph, or a filter): the step's rows are written all the same."""
+        space = self._find_space(state, "language", 0)
+        if space is not None and space.n:
+            session.sink.rows(state.number, space)
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def _give_up(self, where: str, error: BaseException) -> None:
+        if self.session is not None:
+            self.session.fail(where, error)
+        else:
+            say(f"{where} failed ({type(error).__name__}: {error}): NOTHING will be captured on this rank; serving goes on")
+
+    def close(self, reason: str) -> None:
+        """Closes the rank's dump once; later calls do nothing. Never raises."""
+        if self._closed:
+            return
+        self._closed = True
+        session = self.session
+        if session is None:
+            return
+        try:
+            session.end()
+            session.dead = session.dead or reason
+            sink = session.sink
+            if self.taps is not None:
+                if self._armed_steps:
+                    for tap, why in self.taps.never_fired():
+                        sink.skip(tap, why)
+                self.taps.remove()
+            steps, tensors = sink.steps, sink.tensors
+            sink.close(reason)
+            done = sink.stopped or "closed"
+            gigabytes = sink.writer.bytes_written / 1e9
+            say(f"rank {self.parallel['rank']}: {steps} steps, {tensors} tensors, {gigabytes:.3f} GB in {self.root} ({done})")
+            if self._seen_steps and not session.fired:
+                say(
+                    f"NOTHING was captured in {self._seen_steps} steps ({self._armed_steps} selected): check VLLM_ACCPROBE_* filters, "
+                    "or run `accprobe doctor`"
+                )
+        except Exception as error:
+            say(f"closing the dump failed: {type(error).__name__}: {error}")
+
+
+# --- reading what vLLM's releases call things ------------------------------------------------------------------------
+
+
+def _starts(out: Any) -> dict[str, int]:
+    """Tokens computed before this step, by request."""
+    cached = out.scheduled_cached_reqs
+    starts = {new.req_id: int(new.num_computed_tokens) for new in out.scheduled_new_reqs}
+    starts.update(zip(cached.req_ids, (int(n) for n in cached.num_computed_tokens), strict=True))
+    return starts
+
+
+def _images(new: Any) -> tuple[Image, ...]:
+    images = []
+    for feature in getattr(new, "mm_features", None) or ():
+        position = feature.mm_position
+        name = getattr(feature, "mm_hash", None) or getattr(feature, "identifier", "") or ""
+        images.append(Image(str(name), int(position.offset), int(position.length)))
+    return tuple(images)
+
+
+def _placeholders(feature: Any) -> int:
+    position = feature.mm_position
+    count = getattr(position, "get_num_embeds", None)
+    return int(count() if callable(count) else position.length)
+
+
+def _buffer(value: Any) -> torch.Tensor | None:
+    """A tensor, or the device side of vLLM's host-device buffer pair."""
+    if isinstance(value, torch.Tensor):
+        return value
+    device_side = getattr(value, "gpu", None)
+    return device_side if isinstance(device_side, torch.Tensor) else None
+
+
+def _hidden_size(vllm_config: Any) -> int | None:
+    try:
+        return int(vllm_config.model_config.get_hidden_size())
+    except Exception:  # pooling and encoder models have no single answer
+        return None
+
+
+def _language_prefix(model: torch.nn.Module) -> str:
+    """Path of the language model inside a multi-modal one, "" where the model is one."""
+    language = None
+    if hasattr(model, "get_language_model"):
+        try:
+            language = model.get_language_model()
+        except Exception:
+            language = None
+    if language is None or language is model:
+        language = getattr(model, "language_model", None)
+    for path, module in model.named_modules():
+        if module is language:
+            return path
+    return ""
+
+
+def _compiles(vllm_config: Any) -> bool:
+    if getattr(vllm_config.model_config, "enforce_eager", False):
+        return False
+    mode = getattr(vllm_config.compilation_config, "mode", None)
+    if mode is None:
+        mode = getattr(vllm_config.compilation_config, "level", 0)
+    graphs = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
+    return bool(int(mode or 0)) or bool(graphs is not None and getattr(graphs, "value", 0))
+
+
+def _parallel(vllm_config: Any) -> dict[str, Any]:
+    """Global rank and [rank, size] in each group, as far as the process groups exist."""
+    from vllm import distributed
+
+    config = vllm_config.parallel_config
+    groups: dict[str, list[int]] = {}
+    for name in ("tp", "pp", "dp", "ep"):
+        try:
+            group = getattr(distributed, f"get_{name}_group")()
+            groups[name] = [int(group.rank_in_group), int(group.world_size)]
+        except Exception:  # not initialised, or not known to this release
+            groups[name] = [0, 1]
+    world = int(config.world_size)
+    replica = int(getattr(config, "data_parallel_rank", 0) or 0)
+    replicas = int(getattr(config, "data_parallel_size", 1) or 1)
+    return {"rank": int(config.rank) + replica * world, "world_size": world * replicas, **groups}
+
+
+def _platform_name() -> str:
+    from vllm.platforms import current_platform
+
+    return type(current_platform).__name__
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return platform.processor() or platform.machine()
+    try:
+        return str(torch.get_device_module(device).get_device_name(device))
+    except Exception:
+        return device.type

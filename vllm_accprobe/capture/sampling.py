@@ -1,0 +1,114 @@
+"""What was sampled: token ids, the best logits and so the margin, per row of the logits.
+
+The problem: a flipped token is an error only if its margin was wide, and the sampler is no part of the model. The
+idea: the model's ``compute_logits`` is where rows become logits rows; its result gives the best ids and values on the device
+at once (before penalties and grammars change it in place). The runner's sampling method then gives the tokens. They are
+ordinary records of a tap called ``sampler``. Not here: what a flip means (judge).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_accprobe.capture.hooks import chooses
+from vllm_accprobe.capture.rows import Scheduled
+from vllm_accprobe.capture.session import HEAD, Session
+from vllm_accprobe.dump.schema import Module
+
+SAMPLER = "sampler"
+BEST = 5
+"""How many of the best logits are kept per row."""
+
+
+class Sampling:
+    """Wraps ``model.compute_logits`` and the runner's ``_sample`` (V1) or ``sample`` (V2)."""
+
+    def __init__(self, session: Session, runner: Any, model: Any, batch: Callable[[], list[Scheduled]]):
+        self._session = session
+        self._batch = batch
+        self._cls = type(getattr(runner, "sampler", None)).__name__
+        self._calls = 0
+        if not chooses(session.config, SAMPLER, self._cls):
+            return
+        session.sink.module(Module(SAMPLER, self._cls, 1 << 20))
+        self._wrap(model, "compute_logits", self._compute_logits)
+        method = "_sample" if hasattr(runner, "_sample") else "sample"
+        if hasattr(runner, method):
+            self._wrap(runner, method, self._sample)
+        else:
+            session.sink.skip(SAMPLER, "this runner has neither _sample nor sample")
+
+    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            self._session.sink.skip(SAMPLER, f"no {name} to wrap")
+            return
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        owner.__dict__[name] = wrapped
+
+    def _compute_logits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        state = self._session.state
+        if state is None:
+            return original(*args, **kwargs)
+        before, state.inside = state.inside, HEAD
+        try:
+            logits = original(*args, **kwargs)
+        finally:
+            state.inside = before
+        try:
+            first = state.calls.get("sampler:logits", 0) == 0
+            state.calls["sampler:logits"] = 1
+            # A second call in a step computes prompt log-probabilities: its rows are others.
+            if first and isinstance(logits, torch.Tensor) and logits.dim() == 2 and self._session.config.capture_outputs:
+                best = torch.topk(logits, min(BEST, logits.shape[-1]), dim=-1)
+                self._record("output.top_logits", best.values.float())
+                self._record("output.top_ids", best.indices.int())
+        except Exception as error:
+            self._session.fail("the logits", error)
+        return logits
+
+    def _sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        try:
+            state = self._session.state
+            if state is not None and self._session.config.capture_outputs:
+                self._tokens(output)
+        except Exception as error:
+            self._session.fail(SAMPLER, error)
+        return output
+
+    def _tokens(self, output: Any) -> None:
+        """One token per logits row: the one sampled after it, -1 where a draft was rejected before it."""
+        count = None
+        if isinstance(output, tuple):  # V2: (SamplerOutput, num_sampled, num_rejected)
+            output, count = output[0], output[1]
+        sampled = getattr(output, "sampled_token_ids", None)
+        if not isinstance(sampled, torch.Tensor):
+            return
+        sampled = sampled.reshape(sampled.shape[0], -1) if sampled.dim() != 2 else sampled
+        if isinstance(count, torch.Tensor) and sampled.shape[1] > 1:
+            place = torch.arange(sampled.shape[1], device=sampled.device)
+            sampled = torch.where(place[None, :] < count[: sampled.shape[0], None], sampled, -1)
+        batch = self._batch()
+        width = sampled.shape[1]
+        if all(part.drafts == 0 for part in batch):
+            tokens = sampled[: len(batch), 0]
+        else:
+            flat = [row * width + place for row, part in enumerate(batch) for place in range(part.drafts + 1) if place < width]
+            if len(flat) != sum(part.drafts + 1 for part in batch):
+                self._session.sink.skip(SAMPLER, "fewer sampled columns than drafts", "output.token")
+                return
+            tokens = sampled.reshape(-1)[torch.tensor(flat, device=sampled.device)]
+        self._record("output.token", tokens.to(torch.int64))
+
+    def _record(self, role: str, tensor: torch.Tensor) -> None:
+        state = self._session.state
+        if state is not None:
+            self._session.fired.add(SAMPLER)
+            self._session.record(state, SAMPLER, self._cls, role, 0, tensor.contiguous(), HEAD)

@@ -1,0 +1,199 @@
+"""One rank's capture while it runs: the step in progress, and the promise that the probe never hurts the model.
+
+The problem: taps fire deep inside a model and must know, at the cost of one attribute, whether to do anything; and
+whatever goes wrong in them must end the capture, not the serving. The idea: a Session holds the current StepState or
+None. Taps ask it; a failure anywhere calls ``fail``, which writes it down, says it once, and sets the state to None
+for good. Not here: vLLM (runner.py), plain torch models (probe.py), which both drive a Session.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_accprobe.capture.layout import Layouts
+from vllm_accprobe.capture.rows import Space
+from vllm_accprobe.capture.sink import Sink, Ticket
+from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.schema import LOGITS, ROOT_TAP, TOKENS, Request, Step
+
+LANGUAGE, VISION, HEAD = "language", "vision", "head"
+"""The three parts of a model as far as rows are concerned: token rows, patch rows, rows that reach the logits."""
+
+
+class StepState:
+    """What taps need during one armed step. Created once per step; its spaces are filled when first needed."""
+
+    __slots__ = ("calls", "inside", "number", "prefill", "seq", "spaces", "stack")
+
+    def __init__(self, number: int, prefill: bool):
+        self.number = number
+        self.prefill = prefill
+        self.seq = 0
+        self.calls: dict[str, int] = {}
+        self.stack: list[str] = []
+        self.inside: str | None = None
+        self.spaces: dict[str, Space] = {}
+
+
+class Session:
+    """Ties configuration, sink and layouts of one rank together.
+
+    find_spaces(state, part, rows): asked for the Space of a tensor with ``rows`` rows in a part of the model when
+    the state has none yet; may return None. See Driver classes in runner.py and probe.py.
+    """
+
+    def __init__(
+        self,
+        config: ProbeConfig,
+        sink: Sink,
+        layouts: Layouts,
+        say: Callable[[str], None],
+        find_space: Callable[[StepState, str, int], Space | None],
+    ):
+        self.config = config
+        self.sink = sink
+        self.layouts = layouts
+        self.say = say
+        self.state: StepState | None = None
+        self.dead: str | None = None
+        self.fired: set[str] = set()
+        self._find_space = find_space
+
+    def begin(self, step: Step, requests: list[Request], prefill: bool) -> StepState | None:
+        """Opens an armed step; None when the capture has ended."""
+        if self.dead is not None:
+            return None
+        for request in requests:
+            self.sink.request(request)
+        requests.clear()
+        self.sink.step(step)
+        self.state = StepState(step.step, prefill)
+        return self.state
+
+    def end(self) -> None:
+        self.state = None
+
+    def stop(self, reason: str) -> None:
+        """Ends the capture in good order (budget, full disk); called from any thread."""
+        if self.dead is None:
+            self.dead = reason
+            self.say(f"capture stopped: {reason}; serving goes on")
+        self.state = None
+
+    def fail(self, where: str, error: BaseException) -> None:
+        """Ends the capture because the probe itself failed. Never raises."""
+        state = self.state
+        self.state = None
+        try:
+            text = f"{type(error).__name__}: {error}"
+            last = traceback.extract_tb(error.__traceback__)[-1:] if error.__traceback__ else []
+            place = f" ({last[0].filename.rpartition('/')[2]}:{last[0].lineno})" if last else ""
+            first = self.dead is None
+            self.dead = self.dead or f"the tap at {where} failed: {text}"
+            if first:
+                self.sink.error(where, text + place, state.number if state else None)
+                self.sink.line({"event": "stop", "reason": self.dead, "step": state.number if state else None})
+                self.say(f"the probe failed at {where}: {text}{place}; capture is off, serving goes on")
+        except Exception as again:
+            sys.stderr.write(f"accprobe: the probe failed at {where} and could not say so: {again!r}\n")
+
+    # --- used by taps, per tensor ------------------------------------------------------------------------------
+
+    def record(
+        self, state: StepState, tap: str, cls: str, role: str, call: int, tensor: torch.Tensor, part: str, ticket: Ticket | None = None
+    ) -> None:
+        """Takes one tensor; ``ticket`` gets its hash."""
+        found = self._event(state, tap, cls, role, call, tensor, part)
+        if found is not None:
+            event, space, dim = found
+            self.sink.tensor(event, tensor, space, dim, ticket)
+
+    def record_if_changed(
+        self,
+        state: StepState,
+        tap: str,
+        cls: str,
+        role: str,
+        call: int,
+        tensor: torch.Tensor,
+        part: str,
+        ticket: Ticket,
+        changed: Callable[[bool], None],
+    ) -> None:
+        """Takes ``tensor`` again, in role ``inplace.*``, if it is no longer what ``ticket`` saw."""
+        found = self._event(state, tap, cls, role, call, tensor, part)
+        if found is not None:
+            event, space, dim = found
+            event["mutated"] = True
+            self.sink.after(event, tensor, space, dim, ticket, changed)
+
+    def _event(
+        self, state: StepState, tap: str, cls: str, role: str, call: int, tensor: torch.Tensor, part: str
+    ) -> tuple[dict[str, Any], Space | None, int] | None:
+        """The journal line of a tensor and where its rows are, or None if nothing of it is wanted."""
+        shape = tensor.shape
+        space: Space | None = None
+        dim = 0
+        if shape:
+            space, dim = self._space(state, part, shape)
+        if space is not None:
+            if not space.n:
+                return None
+            if not space.announced:
+                space.announced = True
+                self.sink.rows(state.number, space)
+        elif not self._whole_step(state):
+            # Not all rows of this step are wanted, and nobody can say which of this tensor's are: leave it.
+            self.sink.skip(tap, "its rows cannot be told apart, and not all requests are selected", role)
+            return None
+        seq = state.seq
+        state.seq = seq + 1
+        event: dict[str, Any] = {
+            "event": "tensor", "step": state.number, "tap": tap, "class": cls, "role": role, "call": call, "seq": seq,
+            "rows": None if space is None else space.name, "row_dim": dim,
+        }  # fmt: skip
+        layout = self.layouts.of("" if tap == ROOT_TAP else tap, role, tuple(shape))
+        if layout.size > 1 or layout.kind != "replicated":
+            event["layout"] = layout.to_event()
+        return event, space, dim
+
+    def _space(self, state: StepState, part: str, shape: torch.Size) -> tuple[Space | None, int]:
+        """The space of a tensor and its row dimension. Spaces are made once per step and kind."""
+        if part == VISION:
+            for dim in range(min(2, len(shape))):
+                rows = shape[dim]
+                if rows <= 1 and len(shape) > 1 and dim == 0:
+                    continue
+                key = f"{VISION}:{rows}"
+                if key not in state.spaces:
+                    found = self._find_space(state, part, rows)
+                    if found is None:
+                        continue
+                    # several row counts can be the same kind of row; the journal knows each kind once
+                    same = next((s for s in state.spaces.values() if s.name == found.name and s.src == found.src), None)
+                    state.spaces[key] = same or found
+                return state.spaces[key], dim
+            return None, 0
+        name = LOGITS if part == HEAD else TOKENS
+        space = state.spaces.get(name)
+        if space is None:
+            space = self._find_space(state, part, shape[0])
+            if space is None:
+                return None, 0
+            state.spaces[name] = space
+        src, padded = space.src, space.padded
+        for dim, size in enumerate(shape):
+            if size == src or size == padded:
+                return space, dim
+        return None, 0
+
+    def _whole_step(self, state: StepState) -> bool:
+        space = state.spaces.get(TOKENS) or self._find_space(state, LANGUAGE, 0)
+        if space is not None:
+            state.spaces.setdefault(TOKENS, space)
+        return space is None or space.whole

@@ -1,0 +1,329 @@
+"""From a tensor at a tap to lines and bytes of the dump.
+
+The problem: hundreds of tensors per step, most of them seen twice (an output is the next module's input), some strided,
+some with rows that nobody asked for, some on a device, while the model waits. The idea: one hash per tensor decides
+whether its bytes are new in this step; only new bytes are copied, straight into the writer's block; everything else
+is a journal line that points at them. Tensors of a device take the detour over Staging and arrive here on its thread.
+Not here: blocks and files (dump/writer.py), which rows are which (rows.py), what is tapped (hooks.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from vllm_accprobe.capture.rows import Space
+from vllm_accprobe.capture.staging import Staging
+from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.schema import Module, Payload, Request, Segment, Step
+from vllm_accprobe.dump.stats import StatsCell, moments
+from vllm_accprobe.dump.writer import RankWriter
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    getattr(torch, name): name
+    for name in (
+        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz int8 int16 int32 int64 "
+        "uint8 uint16 uint32 uint64 bool complex64 complex128"
+    ).split()
+    if hasattr(torch, name)
+}
+
+
+def _event(kind: str, value: Any) -> dict[str, Any]:
+    event: dict[str, Any] = {"event": kind}
+    for f in dataclasses.fields(value):
+        item = getattr(value, f.name)
+        if item is not None and item != ():
+            event[f.name] = item
+    return event
+
+
+def _segment(segment: Segment) -> dict[str, Any]:
+    event: dict[str, Any] = {"req": segment.req, "pos": segment.pos, "n": segment.n, "row": segment.row, "phase": segment.phase}
+    if segment.image is not None:
+        event["image"] = segment.image
+    return event
+
+
+class Sink:
+    """Everything that one rank leaves behind. Methods are called from the model's thread; none of them raises for a
+    full disk or a spent budget: ``stopped`` then says why, and nothing more is taken.
+
+    Args:
+        start: the journal's first line, without its ``event`` key.
+        staged: tensors go through Staging (a device), or, for tests, as if they did.
+        on_stop: called once, from any thread, with the reason when the sink gives up.
+    """
+
+    def __init__(
+        self,
+        config: ProbeConfig,
+        root: Path,
+        rank: int,
+        start: dict[str, Any],
+        on_stop: Callable[[str], None],
+        device: torch.device | None = None,
+        staged: bool = False,
+    ):
+        self._keep = config.task == "tensor"
+        self._on_stop = on_stop
+        self.writer = RankWriter(root, rank, {"event": "start", **start}, budget_bytes=config.budget_bytes, on_stop=on_stop)
+        self._seen: dict[str, tuple[Payload | None, StatsCell]] = {}
+        self._scratch = torch.empty(1 << 20, dtype=torch.uint8)
+        self.skipped: Counter[tuple[str, str | None, str]] = Counter()
+        self.tensors = 0
+        self.steps = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        device = device or torch.device("cpu")
+        self._staging = Staging(device, self._staging_failed) if staged or device.type != "cpu" else None
+
+    @property
+    def stopped(self) -> str | None:
+        return self.writer.stopped
+
+    # --- lines -------------------------------------------------------------------------------------------------
+
+    def line(self, event: dict[str, Any]) -> None:
+        """A journal line in its place among the tensors."""
+        if self._staging is None:
+            self.writer.line(event)
+        else:
+            self._staging.stage((), lambda _: self.writer.line(event))
+
+    def step(self, step: Step) -> None:
+        self.steps += 1
+        self._then(self._seen.clear)
+        self.line(_event("step", step) | {"batch": dict(step.batch)})
+
+    def request(self, request: Request) -> None:
+        event = _event("request", request)
+        if request.images:
+            event["images"] = [dataclasses.asdict(image) for image in request.images]
+        self.line(event)
+
+    def module(self, module: Module) -> None:
+        self.line({"event": "module", "tap": module.tap, "class": module.cls, "index": module.index, "attrs": dict(module.attrs)})
+
+    def rows(self, step: int, space: Space) -> None:
+        """The row map of ``space``; token ids (and true positions) come from its tensors as they are at this moment."""
+        event = {"event": "rows", "step": step, "space": space.name, "src_rows": space.src}
+        segments = list(space.segments)
+        ranges = list(space.ranges)
+
+        def finish(arrived: Sequence[torch.Tensor]) -> None:
+            named = dict(zip(names, arrived, strict=True))
+            found = segments
+            if "positions" in named:
+                # Asynchronous speculation corrects positions on the device after the scheduler has guessed them.
+                true = named["positions"].tolist()
+                found = [dataclasses.replace(s, pos=int(true[s.row])) for s in segments]
+            event["segments"] = [_segment(s) for s in found]
+            if "ids" in named:
+                ids = named["ids"].tolist()
+                event["ids"] = [i for start, stop in ranges for i in ids[start:stop]]
+            self.writer.line(event)
+
+        names = [name for name, tensor in (("ids", space.ids), ("positions", space.positions)) if tensor is not None]
+        tensors = [getattr(space, name) for name in names]
+        if self._staging is None:
+            finish(tensors)
+        else:
+            self._staging.stage(tensors, finish)
+
+    def skip(self, tap: str, reason: str, role: str | None = None, count: int = 1) -> None:
+        """Counted here and written once, at close: a skip that repeats every step is one line."""
+        self.skipped[tap, role, reason] += count
+
+    def error(self, where: str, message: str, step: int | None) -> None:
+        self.line({"event": "error", "where": where, "message": message[:2000], "step": step})
+
+    # --- tensors -----------------------------------------------------------------------------------------------
+
+    def tensor(
+        self, event: dict[str, Any], tensor: torch.Tensor, space: Space | None, row_dim: int, ticket: Ticket | None = None
+    ) -> None:
+        """Stores ``tensor`` (its selected rows where it has some) and queues its line ``event``; ``ticket`` gets the hash."""
+
+        def store(parts: list[tuple[int, int]]) -> None:
+            digest = self._store(event, parts)
+            if ticket is not None:
+                ticket.digest = digest
+
+        self._take(event, tensor, space, row_dim, store)
+
+    def after(
+        self, event: dict[str, Any], tensor: torch.Tensor, space: Space | None, row_dim: int, ticket: Ticket, changed: Callable[[bool], None]
+    ) -> None:
+        """Stores ``tensor`` under ``event`` only if its bytes are no longer those of ``ticket``; tells ``changed`` which."""
+
+        def store(parts: list[tuple[int, int]]) -> None:
+            different = ticket.digest is not None and _digest(parts) != ticket.digest
+            changed(different)
+            if different:
+                self._store(event, parts)
+
+        self._take(event, tensor, space, row_dim, store)
+
+    def _take(
+        self,
+        event: dict[str, Any],
+        tensor: torch.Tensor,
+        space: Space | None,
+        row_dim: int,
+        store: Callable[[list[tuple[int, int]]], None],
+    ) -> None:
+        """Calls ``store`` with the memory of the wanted rows: now for a host tensor, else when it has arrived."""
+        name = DTYPE_NAMES.get(tensor.dtype)
+        if name is None or tensor.layout is not torch.strided or tensor.is_quantized:
+            self.skip(event["tap"], "not a plain tensor", event["role"])
+            return
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        event["dtype"] = name
+        ranges: Sequence[tuple[int, int]] | None = None
+        if space is not None and not (space.whole and tensor.shape[row_dim] == space.src):
+            ranges = space.ranges
+        if ranges is not None and row_dim != 0:
+            tensor = torch.cat([tensor.narrow(row_dim, a, b - a) for a, b in ranges], row_dim)
+            ranges = None
+        if self._staging is not None:
+            if ranges is not None:
+                tensor = torch.cat([tensor[a:b] for a, b in ranges]) if len(ranges) != 1 else tensor[slice(*ranges[0])]
+            event["shape"] = list(tensor.shape)
+            self._staging.stage((tensor,), lambda hosts: store(_memory(hosts[0])))
+            return
+        if tensor.is_contiguous():
+            if ranges is None:
+                event["shape"] = list(tensor.shape)
+                store(_memory(tensor))
+                return
+            row = tensor.element_size()
+            for size in tensor.shape[1:]:
+                row *= size
+            event["shape"] = [sum(b - a for a, b in ranges), *tensor.shape[1:]]
+            address = tensor.data_ptr()
+            store([(address + a * row, (b - a) * row) for a, b in ranges])
+            return
+        pieces = [tensor] if ranges is None else [tensor[a:b] for a, b in ranges]
+        shape = list(tensor.shape) if ranges is None else [sum(b - a for a, b in ranges), *tensor.shape[1:]]
+        numel = 1
+        for size in shape:
+            numel *= size
+        nbytes = numel * tensor.element_size()
+        if nbytes > self._scratch.numel():
+            self._scratch = torch.empty(nbytes + nbytes // 4, dtype=torch.uint8)
+        dense = self._scratch[:nbytes].view(tensor.dtype).view(shape)
+        if len(pieces) == 1:
+            dense.copy_(pieces[0])
+        else:
+            torch.cat(pieces, out=dense)
+        event["shape"] = shape
+        store([(self._scratch.data_ptr(), nbytes)])
+
+    def _store(self, event: dict[str, Any], parts: list[tuple[int, int]]) -> str:
+        digest = _digest(parts)
+        event["hash"] = digest
+        self.tensors += 1
+        key = digest + event["dtype"]
+        seen = self._seen.get(key)
+        if seen is not None:
+            payload, cell = seen
+            event["stats"] = cell
+            if payload is not None:
+                event["seg"], event["off"], event["nbytes"] = payload.seg, payload.off, payload.nbytes
+            self.writer.line(event)
+            return digest
+        cell = StatsCell()
+        event["stats"] = cell
+        payload = None
+        if self._keep or event["event"] == "param":
+            payload = self.writer.put(parts, event, cell)
+        else:
+            cell.value = _stats(parts, event["dtype"])
+            self.writer.line(event)
+        self._seen[key] = (payload, cell)
+        return digest
+
+    # --- parameters --------------------------------------------------------------------------------------------
+
+    def param(self, event: dict[str, Any], tensor: torch.Tensor | None, stats: StatsCell | None = None) -> None:
+        """A parameter's line: with its payload where ``tensor`` is given, else a fingerprint with ``stats``."""
+        if tensor is not None:
+            self.tensor(event, tensor, None, 0)
+        else:
+            self.line(event | {"stats": stats})
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def close(self, reason: str) -> None:
+        """Writes what is still queued, the counted skips and the ``end`` line. Safe to call twice and from atexit."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._staging is not None:
+            self._staging.close()
+        totals: Counter[str] = Counter()
+        for (tap, role, why), count in self.skipped.items():
+            event = {"event": "skip", "tap": tap, "reason": why, "count": count}
+            if role is not None:
+                event["role"] = role
+            self.writer.line(event)
+            totals[why] += count
+        self.writer.close(reason, {"steps": self.steps, "tensors": self.tensors, "skipped": dict(totals)})
+
+    def _then(self, action: Callable[[], None]) -> None:
+        if self._staging is None:
+            action()
+        else:
+            self._staging.stage((), lambda _: action())
+
+    def _staging_failed(self, error: BaseException) -> None:
+        self.writer.line({"event": "error", "where": "staging", "message": f"{type(error).__name__}: {error}"[:2000]})
+        self._on_stop(f"the copy from the device failed: {error}")
+
+
+class Ticket:
+    """Gets the hash of a stored tensor: at once for host tensors, on the staging thread for a device's."""
+
+    __slots__ = ("digest",)
+
+    def __init__(self) -> None:
+        self.digest: str | None = None
+
+
+def _memory(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor.numel() * tensor.element_size())]
+
+
+def _digest(parts: Sequence[tuple[int, int]]) -> str:
+    """xxh3-128 over the parts one after the other, 32 hex digits."""
+    if len(parts) == 1 and parts[0][1]:
+        address, nbytes = parts[0]
+        return str(xxhash.xxh3_128_hexdigest((ctypes.c_char * nbytes).from_address(address)))
+    hasher = xxhash.xxh3_128()
+    for address, nbytes in parts:
+        if nbytes:
+            hasher.update((ctypes.c_char * nbytes).from_address(address))
+    return str(hasher.hexdigest())
+
+
+def _stats(parts: Sequence[tuple[int, int]], dtype: str) -> Any:
+    total = None
+    for address, nbytes in parts:
+        data = np.frombuffer((ctypes.c_char * nbytes).from_address(address), np.uint8)
+        piece = moments(data, dtype)
+        total = piece if total is None else total + piece
+    if total is None:
+        total = moments(np.empty(0, np.uint8), dtype)
+    return total.stats()

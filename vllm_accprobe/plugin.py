@@ -1,0 +1,160 @@
+"""What vLLM calls: two entry points, and nothing else of the house is imported while the probe is off.
+
+The problem: vLLM loads plugins in every process, at two moments. The platform group comes early, half-way through
+``import vllm.config``, when nothing can be patched yet but environment names can still be announced before vLLM
+complains about unknown ones. The general group comes later, in the front end while the engine's arguments are built,
+in the engine core and in every worker. The idea: ``platform`` only announces names and never claims the platform;
+``register`` does the work: checks the configuration, fixes the dump's directory for all processes, makes the engine
+eager, and patches the one method after which a worker's model runner exists.
+Not here: what happens to that runner (capture/runner.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+_OFF = ("", "0", "false", "no", "off")
+_patched: set[str] = set()
+
+
+def platform() -> None:
+    """Entry point of group ``vllm.platform_plugins``: announces our environment names, claims no platform."""
+    if os.environ.get("VLLM_ACCPROBE", "").strip().lower() in _OFF:
+        return
+    _announce()
+
+
+def register() -> None:
+    """Entry point of group ``vllm.general_plugins``. Returns at once while VLLM_ACCPROBE is unset.
+
+    Raises:
+        SystemExit: a setting is wrong or the dump directory cannot be used; the line on stderr says which.
+    """
+    if os.environ.get("VLLM_ACCPROBE", "").strip().lower() in _OFF:
+        return
+    from vllm_accprobe.config import ConfigError, ProbeConfig
+
+    _announce()
+    try:
+        config = ProbeConfig.from_env()
+        _claim_directory(config)
+    except ConfigError as error:
+        # vLLM would print a traceback for any other exception; a start that is refused on purpose is one line.
+        sys.stderr.write(f"accprobe: {error}\n")
+        sys.stderr.flush()
+        raise SystemExit(2) from None
+    if not config.graphs:
+        _patch_engine_args()
+    _patch_workers()
+
+
+def say(message: str) -> None:
+    """One line in the server's log, in its own format where vLLM's logger is configured."""
+    import logging
+
+    logger = logging.getLogger("vllm.accprobe")
+    if logger.hasHandlers() and logger.isEnabledFor(logging.WARNING):
+        logger.warning("accprobe: %s", message)
+    else:
+        sys.stderr.write(f"accprobe: {message}\n")
+
+
+def _announce() -> None:
+    from vllm_accprobe.config import ENV, PREFIX, environment_names
+
+    envs = sys.modules.get("vllm.envs")
+    table = getattr(envs, "environment_variables", None)
+    if not isinstance(table, dict):
+        return
+    # vLLM hashes the values of all known names into its compile cache. Only those that change what a compiled graph
+    # contains may do so: a new dump directory must not recompile the model.
+    hashed = (ENV, PREFIX + "GRAPHS", PREFIX + "MODULES")
+    for name in environment_names():
+        if name in hashed:
+            table.setdefault(name, lambda name=name: os.environ.get(name))
+        else:
+            table.setdefault(name, lambda: None)
+
+
+def _claim_directory(config: Any) -> None:
+    """In the first process: settles the dump's absolute path for all processes, and checks that it can be written."""
+    from vllm_accprobe.config import PREFIX, RUN_ID, ConfigError, default_dir
+
+    if os.environ.get(RUN_ID):
+        return
+    named = bool(config.dir)
+    path = os.path.abspath(config.dir or default_dir())
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        if os.path.exists(os.path.join(path, "run.json")):
+            raise ConfigError(
+                f"{PREFIX}DIR={path} already holds a dump; name another directory, or remove it, so that two runs do not mix"
+            )
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"{PREFIX}DIR={path} cannot be written; name a directory that this user may write")
+    except OSError as error:
+        what = f"{PREFIX}DIR={path}" if named else f"the default dump directory {path}"
+        raise ConfigError(f"{what}: {error.strerror or error}; name a directory that can be written") from None
+    os.environ[PREFIX + "DIR"] = path
+    os.environ[RUN_ID] = f"{os.getpid():x}-{os.urandom(6).hex()}"
+    say(f"on; the dump goes to {path}")
+
+
+def _patch_engine_args() -> None:
+    """Makes the engine eager: compiled and captured graphs run no Python, and a tap is Python."""
+    if "args" in _patched:
+        return
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+
+        original = EngineArgs.create_engine_config
+    except (ImportError, AttributeError) as error:
+        say(f"this vLLM has no EngineArgs.create_engine_config ({error}); start it with --enforce-eager yourself")
+        return
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(self, "enforce_eager", True):
+            self.enforce_eager = True
+            say("the engine is made eager so that every module is seen (VLLM_ACCPROBE_GRAPHS=1 leaves it as configured)")
+        return original(self, *args, **kwargs)
+
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    _patched.add("args")
+
+
+def _patch_workers() -> None:
+    if "workers" in _patched:
+        return
+    wrapper_class = None
+    for module in ("vllm.v1.worker.worker_base", "vllm.worker.worker_base"):
+        try:
+            imported = __import__(module, fromlist=["WorkerWrapperBase"])
+            wrapper_class = imported.WorkerWrapperBase
+            break
+        except (ImportError, AttributeError):
+            continue
+    if wrapper_class is None or not hasattr(wrapper_class, "init_device"):
+        say("this vLLM has no WorkerWrapperBase.init_device: NOTHING will be captured; run `accprobe doctor`")
+        return
+    init_device = wrapper_class.init_device
+    shutdown = getattr(wrapper_class, "shutdown", None)
+
+    def probed_init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = init_device(self, *args, **kwargs)
+        from vllm_accprobe.capture.runner import attach
+
+        attach(self)
+        return result
+
+    def probed_shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
+        probe = self.__dict__.get("_accprobe")
+        if probe is not None:
+            probe.close("shutdown")
+        return shutdown(self, *args, **kwargs)  # type: ignore[misc]
+
+    wrapper_class.init_device = probed_init_device
+    if shutdown is not None:
+        wrapper_class.shutdown = probed_shutdown
+    _patched.add("workers")
