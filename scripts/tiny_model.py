@@ -189,9 +189,9 @@ _MLA = {
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
     "q_lora_rank": None,
-    "kv_lora_rank": 64,
+    "kv_lora_rank": 512,  # with the rotary part 576, the one head size of vLLM's MLA kernels
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 32,
     "first_k_dense_replace": 1,
     "moe_layer_freq": 1,

@@ -37,6 +37,11 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     os.environ |= {"VLLM_ACCPROBE_DIR": job["out"]} | job["env"]
     if job["fault"]:
         os.environ["ACCPROBE_FAULT"] = job["fault"]
+    if os.environ.get("VLLM_ACCPROBE"):
+        # vLLM loads plugins once per process; here every engine is a run of its own.
+        from vllm_accprobe.plugin import register
+
+        register()
     started = time.monotonic()
     llm = LLM(model=job["model"], **(DEFAULTS | job["engine"]))
     built = time.monotonic()

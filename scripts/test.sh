@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Installs what the tests need and runs every check: ruff, mypy, import contracts, pytest. Arguments go to pytest.
+set -uo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh" || exit 2
+cd "$ROOT" || exit 2
+
+failed=()
+check() {  # name, command...
+  local name="$1" begin=$SECONDS
+  shift
+  echo "== $name"
+  "$@" || failed+=("$name")
+  echo "== $name: $((SECONDS - begin)) s"
+}
+
+check ruff "$PYTHON" -m ruff check .
+check mypy "$PYTHON" -m mypy
+check imports "$VENV/bin/lint-imports" --no-logo
+check pytest "$PYTHON" -m pytest --durations=15 "$@"
+
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "FAILED after $SECONDS s: ${failed[*]}"
+  exit 1
+fi
+echo "all passed in $SECONDS s"
