@@ -1,0 +1,1 @@
+"""What belongs to what: requests, rows, names and ranks of two dumps, each as a plan that can be printed."""

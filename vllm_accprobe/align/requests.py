@@ -1,0 +1,91 @@
+"""Which request of the golden is which request of mine.
+
+The problem: engines number requests in the order they arrive, clients name them as they like, and the same prompt may
+be sent twice. The idea: a request is its prompt (by hash) and, to tell twins apart, its external id, its images and its
+ordinal; a pair is made by the strictest rule that fits. Requests with one id and different prompts are not compared
+but reported, because this is the commonest mistake in preparing two runs.
+Not here: which rows a request has (tokens.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_accprobe.dump.schema import Request
+
+Numbered = dict[tuple[int, int], Request]
+Identity = tuple[str, str, str, int]
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """pairs: (golden, mine, rule); ``label`` names a pair in reports. different: one id, two prompts."""
+
+    pairs: list[tuple[Request, Request, str]]
+    only_golden: list[Request]
+    only_mine: list[Request]
+    different: list[tuple[Request, Request]]
+    images_differ: list[tuple[Request, Request]] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        rules: dict[str, int] = defaultdict(int)
+        for _, _, rule in self.pairs:
+            rules[rule] += 1
+        lines = [f"requests: {n} paired by {rule}" for rule, n in rules.items()]
+        for side, left in (("golden", self.only_golden), ("mine", self.only_mine)):
+            if left:
+                names = ", ".join(repr(r.id) for r in left[:5]) + (", ..." if len(left) > 5 else "")
+                lines.append(f"requests: {len(left)} only in {side}: {names}")
+        lines += [f"requests: {g.id!r} has different prompt tokens, not compared" for g, _ in self.different]
+        return lines
+
+
+def identity(request: Request) -> Identity:
+    """What makes lines of different ranks the same request."""
+    return (request.internal_id, request.id, request.prompt, request.ordinal)
+
+
+def distinct(requests: Numbered) -> list[Request]:
+    """Each request once, in order of first appearance, whatever the number of ranks that saw it."""
+    seen: dict[Identity, Request] = {}
+    for key in sorted(requests, key=lambda k: (k[1], k[0])):
+        seen.setdefault(identity(requests[key]), requests[key])
+    return list(seen.values())
+
+
+def pair_requests(golden: list[Request], mine: list[Request]) -> RequestPlan:
+    """Pairs by id and prompt, then by prompt, images and ordinal, then prompt and ordinal, then prompt and order."""
+    pairs: list[tuple[Request, Request, str]] = []
+    left = [list(golden), list(mine)]
+
+    def match(rule: str, key: Callable[[Request], Hashable]) -> None:
+        waiting: dict[Any, list[Request]] = defaultdict(list)
+        for g in left[0]:
+            waiting[key(g)].append(g)
+        rest: list[Request] = []
+        for m in left[1]:
+            found = waiting.get(key(m))
+            if found:
+                pairs.append((found.pop(0), m, rule))
+            else:
+                rest.append(m)
+        taken = {id(g) for g, _, _ in pairs}
+        left[0], left[1] = [g for g in left[0] if id(g) not in taken], rest
+
+    match("id and prompt", lambda r: (r.id, r.prompt, r.prompt_len))
+    match("prompt, images and ordinal", lambda r: (r.prompt, r.prompt_len, _images(r), r.ordinal))
+    match("prompt and ordinal", lambda r: (r.prompt, r.prompt_len, r.ordinal))
+    match("prompt and order", lambda r: (r.prompt, r.prompt_len))
+    by_id = {r.id: r for r in left[0]}
+    different = [(by_id[m.id], m) for m in left[1] if m.id in by_id]
+    images = [(g, m) for g, m, _ in pairs if _images(g) != _images(m)]
+    order = {id(r): i for i, r in enumerate(golden)}
+    pairs.sort(key=lambda p: order[id(p[0])])
+    return RequestPlan(pairs, left[0], left[1], different, images)
+
+
+def _images(request: Request) -> tuple[str, ...]:
+    return tuple(i.hash for i in request.images)

@@ -1,0 +1,339 @@
+"""Which row of one dump is which row of the other.
+
+The problem: a row is a token in some step of some batch; batches, chunks, steps, speculation, preemption and prefix
+caches differ between two runs of one prompt. The idea: a row's name is (request, position), or (image, row) in a
+vision tower, packed into one int64; everything else drops out. A row counts if its token is the one the request finally
+took at that position (a rejected draft is not) and no later step computed the same row again. From the first
+sampled token that differs between the runs, a request's rows have different inputs and are not comparable.
+Not here: how requests pair (requests.py), names (names.py), ranks (shards.py), reading tensors (compare/).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.requests import RequestPlan, identity
+from vllm_accprobe.dump.schema import DECODE, Request, RowSpace
+
+SUPERSEDED = "superseded rows (rejected drafts, recomputed rows)"
+AFTER_FLIP = "rows after a flipped token"
+_POSITION_BITS = 32
+_POSITION = (1 << _POSITION_BITS) - 1
+Cell = int
+Space = tuple[Cell, int, str]
+"""(cell, step, name of the row space)."""
+Sampled = Callable[[int, int], "np.ndarray | None"]
+"""(rank, step) → the sampled token of each logits row (-1 where none was accepted), or None if not recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One row space: ``keys`` int64 [n]; ``keep`` bool [n]: comparable; ``decode`` bool [n]."""
+
+    keys: np.ndarray
+    keep: np.ndarray
+    decode: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """The first sampled token that differs: generated token ``ordinal`` (from 1), made by the logits row ``key``."""
+
+    pair: int
+    ordinal: int
+    position: int
+    key: int
+    golden: int
+    mine: int
+
+
+@dataclass(frozen=True)
+class Side:
+    """One dump's rows. ``cells``: rank → cell; the ranks of a cell computed the same rows."""
+
+    rows: dict[Space, Rows]
+    cells: dict[int, Cell]
+    superseded: int
+
+
+@dataclass(frozen=True)
+class TokenPlan:
+    """names: subject → (request label, image index or None); a key's subject is ``key >> 32``, the rest its position."""
+
+    golden: Side
+    mine: Side
+    names: dict[int, tuple[str, int | None]]
+    flips: list[Flip]
+    tokens_compared: int
+    skipped: dict[str, int]
+    images: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    """vision subject → the text places it fills: (text subject, first position, placeholders)."""
+
+    def name(self, key: int) -> tuple[str, int]:
+        """(request label, position) of a key."""
+        return self.names[key >> _POSITION_BITS][0], key & _POSITION
+
+    def lines(self) -> list[str]:
+        lines = [f"tokens: {self.tokens_compared} sampled tokens compared, {len(self.flips)} requests flip"]
+        return lines + [f"rows: {n} {what} left out" for what, n in self.skipped.items() if n]
+
+
+def subject(keys: np.ndarray) -> np.ndarray:
+    return keys >> _POSITION_BITS
+
+
+def position(keys: np.ndarray) -> np.ndarray:
+    return keys & _POSITION
+
+
+def make_key(subject_id: int, pos: int) -> int:
+    return (subject_id << _POSITION_BITS) | pos
+
+
+def align_rows(golden: Any, mine: Any, plan: RequestPlan, sampled: tuple[Sampled, Sampled]) -> TokenPlan:
+    """Names every row of two dumps (their ``requests`` and ``rows``), and finds which of them may be compared."""
+    subjects, names, images = _Subjects.of(plan)
+    raw = [_side(dump, subjects[i], sampled[i]) for i, dump in enumerate((golden, mine))]
+    flips, compared = _flips(plan, raw[0].accepted, raw[1].accepted)
+    skipped = {SUPERSEDED: 0, AFTER_FLIP: 0}
+    sides = []
+    limits = {f.pair: f.position for f in flips}
+    for r in raw:
+        side = _finish(r, limits, skipped)
+        sides.append(side)
+    return TokenPlan(sides[0], sides[1], names, flips, compared, skipped, images)
+
+
+@dataclass
+class _Subjects:
+    """Numbers for what rows belong to: shared by both dumps for paired requests and equal images."""
+
+    text: dict[Any, int]
+    vision: dict[tuple[Any, int], int]
+
+    @staticmethod
+    def of(plan: RequestPlan) -> tuple[list[_Subjects], dict[int, tuple[str, int | None]], dict[int, list[Any]]]:
+        names: dict[int, tuple[str, int | None]] = {}
+        sides = [_Subjects({}, {}), _Subjects({}, {})]
+        for i, (g, m, _) in enumerate(plan.pairs):  # pair i is subject i: flips rely on it
+            sides[0].text[identity(g)] = sides[1].text[identity(m)] = i
+            names[i] = (m.id, None)
+        for side, left in zip(sides, (plan.only_golden, plan.only_mine), strict=True):
+            for r in left:
+                names[len(names)] = (r.id, None)
+                side.text[identity(r)] = len(names) - 1
+        hashes = [{im.hash for r in rs for im in r.images if im.hash} for rs in _all(plan)]
+        shared: dict[Any, int] = {}
+        fills: dict[int, list[Any]] = defaultdict(list)
+        for side, requests in zip(sides, _all(plan), strict=True):
+            for r in requests:
+                text = side.text[identity(r)]
+                for k, im in enumerate(r.images):
+                    what: Any = im.hash if im.hash in hashes[0] & hashes[1] else (text, k)
+                    if what not in shared:
+                        shared[what] = len(names)
+                        names[len(names)] = (r.id, k)
+                    side.vision[(identity(r), k)] = shared[what]
+                    fills[shared[what]].append((text, im.pos, im.n))
+        return sides, names, dict(fills)
+
+
+def _all(plan: RequestPlan) -> tuple[list[Request], list[Request]]:
+    golden = [g for g, _, _ in plan.pairs] + plan.only_golden
+    mine = [m for _, m, _ in plan.pairs] + plan.only_mine
+    return golden, mine
+
+
+@dataclass
+class _Raw:
+    spaces: dict[Space, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]  # keys, ids, decode, run starts
+    cells: dict[int, Cell]
+    accepted: dict[int, tuple[np.ndarray, np.ndarray]]  # text subject → sorted positions, tokens
+
+
+def _side(dump: Any, subjects: _Subjects, sampled: Sampled) -> _Raw:
+    cells, leaders = find_cells(dump)
+    spaces: dict[Space, Any] = {}
+    for (rank, step, name), space in sorted(dump.rows.items(), key=lambda item: (item[0][1], item[0][0], item[0][2])):
+        where = (cells[rank], step, name)
+        if where not in spaces:
+            spaces[where] = _number(dump, rank, space, subjects)
+    return _Raw(spaces, cells, _accepted(dump, spaces, leaders, subjects, sampled))
+
+
+def find_cells(dump: Any) -> tuple[dict[int, Cell], dict[Cell, list[int]]]:
+    """Ranks that computed the same rows (tensor and pipeline parallel) share a cell; data-parallel ones do not."""
+    maps: dict[int, dict[tuple[int, str], Any]] = {rank: {} for rank in dump.ranks}
+    for (rank, step, name), space in dump.rows.items():
+        maps[rank][(step, name)] = _canonical(dump, rank, space)
+    cells: dict[int, Cell] = {}
+    members: dict[Cell, list[int]] = {}
+    for rank in sorted(maps):
+        for cell, ranks in members.items():
+            first = maps[ranks[0]]
+            common = first.keys() & maps[rank].keys()
+            if all(first[c] == maps[rank][c] for c in common) and (common or not first or not maps[rank]):
+                cells[rank] = cell
+                ranks.append(rank)
+                break
+        else:
+            cells[rank] = len(members)
+            members[cells[rank]] = [rank]
+    return cells, members
+
+
+def _canonical(dump: Any, rank: int, space: RowSpace) -> Any:
+    who = [identity(dump.requests[(rank, s.req)]) if (rank, s.req) in dump.requests else s.req for s in space.segments]
+    return tuple((w, s.pos, s.n, s.image) for w, s in zip(who, space.segments, strict=True))
+
+
+def _number(dump: Any, rank: int, space: RowSpace, subjects: _Subjects) -> tuple[np.ndarray, ...]:
+    """Keys, ids, decode flags, and for each row the index of the first row of its run of consecutive positions."""
+    keys, decode, starts = [], [], []
+    at, previous = 0, (-1, -1)
+    for s in space.segments:
+        request = dump.requests.get((rank, s.req))
+        if request is None:
+            who = -1
+        elif space.space.startswith("vision"):
+            who = subjects.vision.get((identity(request), s.image or 0), -1)
+        else:
+            who = subjects.text.get(identity(request), -1)
+        if who < 0 or s.pos < 0 or s.pos + s.n > _POSITION:
+            keys.append(np.full(s.n, -1, np.int64))  # a row of nobody: never compared
+        else:
+            keys.append((who << _POSITION_BITS) + np.arange(s.pos, s.pos + s.n, dtype=np.int64))
+        first = starts[-1][-1] if starts and previous == (s.req, s.pos) and s.n and len(starts[-1]) else at
+        starts.append(np.full(s.n, first, np.int64))
+        decode.append(np.full(s.n, s.phase == DECODE))
+        at, previous = at + s.n, (s.req, s.pos + s.n)
+    if not keys:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), np.zeros(0, np.int64)
+    ids = np.array(space.ids, np.int64) if len(space.ids) == at else np.zeros(0, np.int64)
+    return np.concatenate(keys), ids, np.concatenate(decode), np.concatenate(starts)
+
+
+def _accepted(
+    dump: Any, spaces: dict[Space, Any], members: dict[Cell, list[int]], subjects: _Subjects, sampled: Sampled
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """What each request took at each position: what was sampled where that is recorded, else the last id seen there."""
+    text = subjects.text
+    prompt_len = {text[identity(r)]: r.prompt_len for r in dump.requests.values() if identity(r) in text}
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    for (_, _, name), (keys, ids, _, _) in spaces.items():
+        if len(ids) and not name.startswith("vision"):
+            seen.append((keys[keys >= 0], ids[keys >= 0]))
+    for (cell, step, name), (keys, _, _, _) in spaces.items():
+        if name != "logits":
+            continue
+        for rank in members[cell]:
+            tokens = sampled(rank, step)
+            if tokens is None or len(tokens) != len(keys):
+                continue
+            lengths = np.array([prompt_len.get(int(k), 0) for k in subject(keys)], np.int64)
+            real = (tokens >= 0) & (keys >= 0) & (position(keys) + 1 >= lengths)
+            seen.append((keys[real] + 1, tokens[real].astype(np.int64)))
+            break
+    if not seen:
+        return {}
+    keys = np.concatenate([k for k, _ in seen])
+    tokens = np.concatenate([t for _, t in seen])
+    keys, tokens = _last_of_each(keys, tokens)
+    accepted = {}
+    edges = np.flatnonzero(np.diff(subject(keys), prepend=-1))
+    for start, stop in zip(edges, [*edges[1:], len(keys)], strict=True):
+        accepted[int(subject(keys[start : start + 1])[0])] = (position(keys[start:stop]), tokens[start:stop])
+    return accepted
+
+
+def _last_of_each(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    order = np.argsort(keys, kind="stable")
+    keys, values = keys[order], values[order]
+    last = np.append(keys[1:] != keys[:-1], True) if len(keys) else np.zeros(0, bool)
+    return keys[last], values[last]
+
+
+def _flips(plan: RequestPlan, golden: dict[int, Any], mine: dict[int, Any]) -> tuple[list[Flip], int]:
+    flips, compared = [], 0
+    for pair, (g, _, _) in enumerate(plan.pairs):
+        if pair not in golden or pair not in mine:
+            continue
+        positions, gi, mi = np.intersect1d(golden[pair][0], mine[pair][0], assume_unique=True, return_indices=True)
+        gt, mt = golden[pair][1][gi], mine[pair][1][mi]
+        made = positions >= g.prompt_len
+        differ = np.flatnonzero(made & (gt != mt))
+        if not len(differ):
+            compared += int(made.sum())
+            continue
+        at = int(differ[0])
+        p = int(positions[at])
+        compared += int(made[: at + 1].sum())
+        flips.append(Flip(pair, p - g.prompt_len + 1, p, make_key(pair, p - 1), int(gt[at]), int(mt[at])))
+    return flips, compared
+
+
+def _finish(raw: _Raw, limits: dict[int, int], skipped: dict[str, int]) -> Side:
+    """Decides which rows are kept: right token, last computation, before the flip."""
+    valid = {w: _valid(keys, ids, starts, raw.accepted) for w, (keys, ids, _, starts) in raw.spaces.items()}
+    by_name: dict[str, list[Space]] = defaultdict(list)
+    for where in sorted(raw.spaces, key=lambda w: (w[1], w[0])):
+        by_name[where[2]].append(where)
+    superseded = 0
+    first = np.full(max(limits, default=-1) + 1, _POSITION, np.int64)  # pair → first position that is not comparable
+    for pair, at in limits.items():
+        first[pair] = at
+    rows: dict[Space, Rows] = {}
+    for name, places in by_name.items():
+        keep = dict(zip(places, _last(places, raw, valid), strict=True))
+        for where in places:
+            keys, _, decode, _ = raw.spaces[where]
+            dropped = int((~keep[where] & (keys >= 0)).sum())
+            late = np.zeros(len(keys), bool)
+            if limits and not name.startswith("vision"):
+                who = subject(keys)
+                flipped = (who >= 0) & (who < len(first))
+                late[flipped] = position(keys[flipped]) >= first[who[flipped]]
+            if name != "logits":  # the same rows once more
+                superseded += dropped
+                skipped[AFTER_FLIP] += int((late & keep[where]).sum())
+            rows[where] = Rows(keys, keep[where] & ~late, decode)
+    skipped[SUPERSEDED] += superseded
+    return Side(rows, raw.cells, superseded)
+
+
+def _valid(keys: np.ndarray, ids: np.ndarray, starts: np.ndarray, accepted: dict[int, Any]) -> np.ndarray:
+    """A row holds the accepted token, and so does every row before it in its run: a draft after a rejected draft was
+    computed in a context that never came to be, even if its own token did."""
+    valid = keys >= 0
+    if not len(ids):
+        return valid
+    right = valid.copy()
+    for who in np.unique(subject(keys[valid])):
+        if int(who) in accepted:
+            mask = valid & (subject(keys) == who)
+            at, tokens = accepted[int(who)]
+            where = np.searchsorted(at, position(keys[mask]))
+            known = (where < len(at)) & (at[np.minimum(where, len(at) - 1)] == position(keys[mask]))
+            right[mask] = ~known | (tokens[np.minimum(where, len(at) - 1)] == ids[mask])
+    wrong_before = np.cumsum(~right)
+    base = wrong_before[starts] - ~right[starts]
+    return valid & (wrong_before - base == 0)
+
+
+def _last(places: Iterable[Space], raw: _Raw, valid: dict[Space, np.ndarray]) -> list[np.ndarray]:
+    """Of several valid rows with one key only the last is kept."""
+    places = list(places)
+    if not places:
+        return []
+    keys = np.concatenate([raw.spaces[w][0] for w in places])
+    ok = np.concatenate([valid[w] for w in places])
+    index = np.flatnonzero(ok)
+    _, last = _last_of_each(keys[index], index)
+    keep = np.zeros(len(keys), bool)
+    keep[last] = True
+    return np.split(keep, np.cumsum([len(raw.spaces[w][0]) for w in places])[:-1])
