@@ -1,0 +1,229 @@
+"""From a journal line to the dataclass of schema.py, trusting nothing.
+
+The problem: a journal may come from a killed run, a newer release or a stranger, and analysis wants plain objects whose
+numbers it may use as sizes. The idea: one function per kind of event that checks types and ranges and raises ValueError
+with a short reason; the reader counts these. Strings that repeat on every line are kept once. Not here: files
+(reader.py), whether a payload really lies where the line says (reader.py), writing (lines.py).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .dtypes import DTYPES
+from .schema import (
+    DECODE,
+    PREFILL,
+    REPLICATED,
+    End,
+    Image,
+    Layout,
+    Module,
+    Payload,
+    Record,
+    Request,
+    RowSpace,
+    Skip,
+    Stats,
+    Step,
+    Stop,
+)
+from .schema import Segment as RowSegment
+
+MAX_ROWS = 1 << 26
+"""Stored rows of one row space, and elements along any dimension of a vision item: more is no step of a model."""
+_MAX_DIMS = 32
+_MAX_INT = 1 << 53
+
+Event = Mapping[str, Any]
+
+
+def integer(e: Event, key: str, default: int | None = None, top: int = _MAX_INT) -> int:
+    value = e.get(key, default)
+    if type(value) is not int or not 0 <= value <= top:
+        raise ValueError(f"{key} is {short(value)}, not a number from 0 to {top}")
+    return value
+
+
+def string(e: Event, key: str, default: str | None = None) -> str:
+    value = e.get(key, default)
+    if not isinstance(value, str):
+        raise ValueError(f"{key} is {short(value)}, not a string")
+    return sys.intern(value)
+
+
+def optional_string(e: Event, key: str) -> str | None:
+    return None if e.get(key) is None else string(e, key)
+
+
+def optional_integer(e: Event, key: str) -> int | None:
+    return None if e.get(key) is None else integer(e, key)
+
+
+def record(rank: int, e: Event) -> Record:
+    """A ``tensor`` or ``param`` event. The payload's size is checked against dtype and shape, not against a file."""
+    dtype = string(e, "dtype")
+    info = DTYPES.get(dtype)
+    if info is None:
+        raise ValueError(f"dtype {dtype[:40]} is not known to this release")
+    raw_shape = e.get("shape")
+    if not isinstance(raw_shape, list) or len(raw_shape) > _MAX_DIMS:
+        raise ValueError(f"shape is {short(raw_shape)}")
+    if not all(type(d) is int and 0 <= d <= _MAX_INT for d in raw_shape):
+        raise ValueError(f"shape is {short(raw_shape)}")
+    shape = tuple(raw_shape)
+    where = e.get("payload")
+    payload = None
+    if where is not None:
+        if not isinstance(where, dict):
+            raise ValueError(f"payload is {short(where)}")
+        payload = Payload(integer(where, "seg"), integer(where, "off"), integer(where, "nbytes"))
+        if math.prod(shape) * info.itemsize != payload.nbytes:
+            raise ValueError(f"{payload.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")
+    row_dim = e.get("row_dim", 0)
+    if type(row_dim) is not int or not 0 <= row_dim <= max(len(shape) - 1, 0):
+        raise ValueError(f"row_dim is {short(row_dim)} for shape {list(shape)}")
+    return Record(
+        rank=rank,
+        step=None if e["event"] == "param" else integer(e, "step"),
+        tap=string(e, "tap"),
+        cls=string(e, "cls", ""),
+        role=string(e, "role"),
+        call=integer(e, "call", 0),
+        seq=integer(e, "seq", 0),
+        dtype=dtype,
+        shape=shape,
+        rows=optional_string(e, "rows"),
+        row_dim=row_dim,
+        stats=_stats(e.get("stats")),
+        hash=optional_string(e, "hash"),
+        layout=_layout(e.get("layout")),
+        payload=payload,
+        sample=optional_string(e, "sample"),
+        mutated=bool(e.get("mutated", False)),
+    )
+
+
+def _stats(e: Any) -> Stats | None:
+    if e is None:
+        return None
+    if not isinstance(e, dict):
+        raise ValueError(f"stats is {short(e)}")
+    floats = [e.get(k) for k in ("min", "max", "mean", "l2")]
+    # Infinity and NaN, which JSON cannot say, are as good as missing.
+    low, high, mean, l2 = (float(v) if type(v) in (int, float) and math.isfinite(v) else None for v in floats)
+    return Stats(integer(e, "count"), low, high, mean, l2, integer(e, "nan", 0), integer(e, "inf", 0))
+
+
+def _layout(e: Any) -> Layout:
+    if not e or e == {"kind": "replicated"}:
+        return REPLICATED
+    if not isinstance(e, dict):
+        raise ValueError(f"layout is {short(e)}")
+    string(e, "kind")
+    index, size = integer(e, "index", 0), integer(e, "size", 1)
+    parts = e.get("parts") or []
+    whole = type(e.get("dim") or 0) is int and isinstance(parts, list)
+    if not whole or not all(_is_pair(p) for p in parts) or not 0 <= index < max(size, 1):
+        raise ValueError(f"layout is {short(e)}")
+    optional_integer(e, "valid")
+    return Layout.from_event(e)
+
+
+def _is_pair(p: Any) -> bool:
+    return isinstance(p, list) and len(p) == 2 and all(type(v) is int and 0 <= v <= _MAX_INT for v in p)
+
+
+def request(e: Event) -> Request:
+    images = tuple(
+        Image(string(i, "hash", ""), integer(i, "pos", 0), integer(i, "n", 0, MAX_ROWS)) for i in _dicts(e, "images")
+    )
+    return Request(
+        req=integer(e, "req"),
+        id=string(e, "id"),
+        internal_id=string(e, "internal_id", ""),
+        prompt=string(e, "prompt", ""),
+        prompt_len=integer(e, "prompt_len", 0),
+        ordinal=integer(e, "ordinal", 0),
+        images=images,
+    )
+
+
+def row_space(e: Event) -> RowSpace:
+    segments = []
+    total = 0
+    for s in _dicts(e, "segments"):
+        phase = string(s, "phase", PREFILL)
+        if phase not in (PREFILL, DECODE):
+            raise ValueError(f"phase is {short(phase)}")
+        n = integer(s, "n", None, MAX_ROWS)
+        image = optional_integer(s, "image")
+        segments.append(RowSegment(integer(s, "req"), integer(s, "pos"), n, integer(s, "row", 0), phase, image))
+        total += n
+    if total > MAX_ROWS:
+        raise ValueError(f"{total} rows in one step")
+    ids = e.get("ids") or []
+    if not isinstance(ids, list) or not all(type(i) is int and abs(i) <= _MAX_INT for i in ids):
+        raise ValueError("ids is not a list of token ids")
+    if ids and len(ids) != total:
+        raise ValueError(f"{len(ids)} token ids for {total} rows")
+    return RowSpace(integer(e, "step"), string(e, "space"), integer(e, "src_rows", total), tuple(segments), tuple(ids))
+
+
+def step(e: Event) -> Step:
+    batch = e.get("batch") or {}
+    if not isinstance(batch, dict):
+        raise ValueError(f"batch is {short(batch)}")
+    time = e.get("time", 0.0)
+    return Step(integer(e, "step"), batch, float(time) if type(time) in (int, float) else 0.0)
+
+
+def module(e: Event) -> Module:
+    attrs = e.get("attrs") or {}
+    if not isinstance(attrs, dict):
+        raise ValueError(f"attrs is {short(attrs)}")
+    return Module(string(e, "tap"), string(e, "cls", ""), integer(e, "index", 0), attrs)
+
+
+def skip(e: Event) -> Skip:
+    tap, role, count = string(e, "tap", ""), optional_string(e, "role"), integer(e, "count", 1)
+    return Skip(tap, string(e, "reason"), optional_integer(e, "step"), role, count)
+
+
+def stop(e: Event) -> Stop:
+    return Stop(string(e, "reason"), optional_integer(e, "step"))
+
+
+def end(e: Event) -> End:
+    skipped = e.get("skipped") or {}
+    if not isinstance(skipped, dict) or not all(type(v) is int for v in skipped.values()):
+        raise ValueError(f"skipped is {short(skipped)}")
+    steps, tensors, nbytes = integer(e, "steps", 0), integer(e, "tensors", 0), integer(e, "bytes", 0)
+    return End(string(e, "reason", ""), steps, tensors, nbytes, skipped)
+
+
+PLAIN: dict[str, Callable[[Event], Any]] = {
+    "request": request,
+    "rows": row_space,
+    "step": step,
+    "module": module,
+    "skip": skip,
+    "stop": stop,
+    "end": end,
+}
+"""The kinds besides ``start``, ``tensor``, ``param`` and ``error``, and what reads them. All raise ValueError."""
+
+
+def _dicts(e: Event, key: str) -> list[dict[str, Any]]:
+    value = e.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+        raise ValueError(f"{key} is {short(value)}")
+    return value
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,161 @@
+"""Reads one rank's journal into a Dump.
+
+The problem: lines may be torn, damaged, from a newer release, or promise what the files do not hold. The idea: every line
+stands for itself; what is not understood is counted and named in ``problems``; afterwards each record is checked against
+the segment files and the row maps, and loses what does not hold. Not here: one line's fields (events.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import events
+from .files import DumpError, find_segment, journal_lines
+from .schema import JOURNAL, SCHEMA, Record, rank_dir
+
+if TYPE_CHECKING:
+    from .reader import Dump
+
+
+def check_schema(e: dict[str, Any], where: Path) -> None:
+    schema = e.get("schema")
+    if type(schema) is not int or schema < 1:
+        raise DumpError(f"{where}: schema is {events.short(schema)}, not a number: not a dump of accprobe")
+    if schema > SCHEMA:
+        raise DumpError(f"{where}: schema {schema} is newer than this accprobe, which reads {SCHEMA}: upgrade it")
+
+
+class RankReader:
+    """Reads one rank's journal into a dump."""
+
+    def __init__(self, dump: Dump, rank: int):
+        self.dump, self.rank = dump, rank
+        self.directory = dump.path / rank_dir(rank)
+        self.records: list[Record] = []
+        self.bad: list[str] = []
+        self.unknown: Counter[str] = Counter()
+        self.torn = 0
+
+    def read(self) -> None:
+        try:
+            for number, line, length in journal_lines(self.directory / JOURNAL):
+                if number:
+                    self._line(number, line, length)
+                else:
+                    self.torn = length
+        except OSError as error:  # a disk that fails in the middle
+            self.bad.append(f"the journal cannot be read further: {error.strerror or error}")
+        self._check_payloads()
+        self._check_rows()
+        self.dump.records += self.records
+        self._report()
+
+    def _line(self, number: int, line: bytes | None, length: int) -> None:
+        try:
+            if line is None:
+                raise ValueError(f"{length} bytes long")
+            e = json.loads(line)
+            if not isinstance(e, dict) or not isinstance(e.get("event"), str):
+                raise ValueError("not an event")
+            if e["event"] == "start":
+                check_schema(e, self.directory / JOURNAL)
+                self.dump.starts.setdefault(self.rank, e)
+            else:
+                self._event(e)
+        except RecursionError:
+            self.bad.append(f"line {number}: nested too deep")
+        except (ValueError, OverflowError) as error:  # JSON's errors, too
+            self.bad.append(f"line {number}: {error}")
+
+    def _event(self, e: dict[str, Any]) -> None:
+        kind, dump, rank = e["event"], self.dump, self.rank
+        if kind in ("tensor", "param"):
+            self.records.append(events.record(rank, e))
+            return
+        if kind == "error":
+            dump.errors.append({**e, "rank": rank})
+            return
+        parse = events.PLAIN.get(kind)
+        if parse is None:
+            self.unknown[kind[:40]] += 1
+            return
+        value = parse(e)
+        if kind == "request":
+            dump.requests[rank, value.req] = value
+        elif kind == "rows":
+            dump.rows[rank, value.step, value.space] = value
+        elif kind == "step":
+            dump.steps[rank, value.step] = value
+        elif kind == "module":
+            dump.modules.setdefault(rank, []).append(value)
+        elif kind == "skip":
+            dump.skips.append(value)
+        elif kind == "stop":
+            dump.stops.setdefault(rank, value)
+        elif kind == "end":
+            dump.ends[rank] = value
+
+    def _check_payloads(self) -> None:
+        """Only a payload that its file really holds stays with its record."""
+        lost: Counter[str] = Counter()
+        failed: dict[int, str] = {}
+        for i, r in enumerate(self.records):
+            if r.payload is None or r.payload.nbytes == 0:
+                continue
+            seg = r.payload.seg
+            data = self.dump.data.get((self.rank, seg))
+            if data is None and seg not in failed:
+                try:
+                    data = self.dump.data[self.rank, seg] = find_segment(self.directory, seg)
+                except DumpError as error:
+                    failed[seg] = str(error)
+            if data is None:
+                lost[failed[seg]] += 1
+            elif r.payload.off + r.payload.nbytes > data.size:
+                lost[f"{data.path.name} ends before them"] += 1
+            else:
+                continue
+            self.records[i] = replace(r, payload=None)
+        for reason, n in lost.items():
+            self.dump.problems.append(f"rank {self.rank}: {_tensors(n)} lost the payload: {reason}")
+
+    def _check_rows(self) -> None:
+        """A row map that does not fit its tensor would lead analysis astray: the tensor then has no rows."""
+        odd = 0
+        for i, r in enumerate(self.records):
+            if r.rows is None or r.step is None:
+                continue
+            space = self.dump.rows.get((self.rank, r.step, r.rows))
+            if space is None or not r.shape or space.n != r.shape[r.row_dim]:
+                self.records[i] = replace(r, rows=None)
+                odd += 1
+        if odd:
+            self.dump.problems.append(f"rank {self.rank}: {_tensors(odd)} without a row map that fits: rows not known")
+
+    def _report(self) -> None:
+        say, rank = self.dump.problems.append, f"rank {self.rank}"
+        if self.rank not in self.dump.starts:
+            say(f"{rank}: the journal has no first line: not all of it may be here")
+        if self.bad:
+            n = len(self.bad)
+            say(f"{rank}: {n} line{'s' * (n > 1)} could not be understood and {'are' if n > 1 else 'is'} ignored "
+                f"(first: {self.bad[0][:200]})")  # fmt: skip
+        if self.unknown:
+            kinds = ", ".join(f"{k} ({n})" for k, n in self.unknown.most_common(5))
+            say(f"{rank}: {sum(self.unknown.values())} events of unknown kind ignored: {kinds}")
+        if self.torn:
+            say(f"{rank}: the journal's last line is torn ({self.torn} bytes ignored)")
+        if self.rank in self.dump.stops:
+            say(f"{rank}: capture stopped early: {self.dump.stops[self.rank].reason}")
+        if self.rank not in self.dump.ends:
+            readable = sum(r.payload is not None for r in self.records)
+            say(f"{rank} was not closed (killed, or still running): {_tensors(readable)} readable, "
+                f"{len(self.records)} known")  # fmt: skip
+
+
+def _tensors(n: int) -> str:
+    return f"{n} tensor{'s' if n != 1 else ''}"

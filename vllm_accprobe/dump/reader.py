@@ -1,0 +1,193 @@
+"""Opens a dump and reads tensors out of it.
+
+The problem: the files may come from a run that was killed, is still running, or was made up by somebody to do harm. The
+idea: the journals are read line by line, what cannot be understood is counted and named, and a tensor is offered for
+reading only when the file that its line names is there and long enough, so that no size is ever taken on trust. Reading
+itself is one positioned read into an array that the caller may reuse, from any number of threads. Not here: what a line
+must look like (events.py), what bits mean (dtypes.py), mending (repair.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .dtypes import DTYPES
+from .files import DumpError, SegmentData, open_regular
+from .journal import RankReader, check_schema
+from .schema import RUN_JSON, End, Module, Record, Request, RowSpace, Skip, Step, Stop, rank_dir, segment_name
+
+__all__ = ["Dump", "DumpError", "open_dump"]
+
+_MAX_RUN_JSON = 16 << 20
+_MAX_OPEN = 200
+_RANK = re.compile(r"rank(\d{4,9})", re.ASCII)
+
+
+class Dump:
+    """A dump of one or many ranks; made by ``open_dump``.
+
+    run: run.json; starts: the first line of each rank's journal; records: all ranks, journal order within a rank;
+    requests by (rank, req), steps by (rank, step), rows by (rank, step, space); modules, stops and ends by rank;
+    problems: sentences on what is missing, damaged or ignored; data: where each (rank, segment) lies.
+    """
+
+    def __init__(self, path: Path, run: dict[str, Any]):
+        self.path = path
+        self.run = run
+        self.ranks: tuple[int, ...] = ()
+        self.records: list[Record] = []
+        self.requests: dict[tuple[int, int], Request] = {}
+        self.steps: dict[tuple[int, int], Step] = {}
+        self.rows: dict[tuple[int, int, str], RowSpace] = {}
+        self.modules: dict[int, list[Module]] = {}
+        self.skips: list[Skip] = []
+        self.stops: dict[int, Stop] = {}
+        self.ends: dict[int, End] = {}
+        self.errors: list[dict[str, Any]] = []
+        self.problems: list[str] = []
+        self.starts: dict[int, dict[str, Any]] = {}
+        self.data: dict[tuple[int, int], SegmentData] = {}
+        self._fds: dict[tuple[int, int], int] = {}
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _close_all, self._fds)
+
+    def read(self, record: Record, out: np.ndarray | None = None) -> np.ndarray:
+        """The stored bits of ``record``, C order, shape ``record.shape``, dtype ``DTYPES[record.dtype].storage``.
+
+        ``out``: a contiguous array of at least as many bytes, whose memory is then used. Raises DumpError when the
+        record has no payload or the file has changed, ValueError when ``out`` is too small.
+        """
+        return self._read(record, 0, record.shape, out)
+
+    def read_rows(self, record: Record, rows: slice) -> np.ndarray:
+        """Like ``read``, only rows ``rows.start`` to ``rows.stop`` (step 1) along dimension 0. Raises ValueError for a
+        tensor whose rows do not lie along dimension 0."""
+        if record.row_dim != 0 or not record.shape:
+            raise ValueError(f"{record.name}: rows do not lie along dimension 0")
+        start, stop, step = rows.indices(record.shape[0])
+        if step != 1:
+            raise ValueError("rows must be a range without a step")
+        shape = (max(stop - start, 0), *record.shape[1:])
+        nbytes = record.payload.nbytes if record.payload else 0
+        return self._read(record, start * (nbytes // max(record.shape[0], 1)), shape, None)
+
+    def _read(self, record: Record, skip: int, shape: tuple[int, ...], out: np.ndarray | None) -> np.ndarray:
+        if record.payload is None:
+            raise DumpError(f"{record.name} of rank {record.rank}: only its statistics are in {self.path}")
+        storage = DTYPES[record.dtype].storage
+        if out is None:
+            result = np.empty(shape, storage)
+        else:
+            flat = out.reshape(-1).view(np.uint8)
+            nbytes = int(np.prod(shape, dtype=np.int64)) * storage.itemsize
+            if flat.size < nbytes:
+                raise ValueError(f"out has {flat.size} bytes, {record.name} needs {nbytes}")
+            result = flat[:nbytes].view(storage).reshape(shape)
+        if result.size:
+            self._fill(record, skip, result.reshape(-1).view(np.uint8).data)
+        return result
+
+    def _fill(self, record: Record, skip: int, target: memoryview) -> None:
+        assert record.payload is not None
+        key = (record.rank, record.payload.seg)
+        data = self.data.get(key)
+        if data is None:
+            raise DumpError(f"{record.name} is not a record of {self.path}")
+        offset, done = data.start + record.payload.off + skip, 0
+        try:
+            fd, shared = self._open(key, data)
+            try:
+                while done < len(target):
+                    n = os.preadv(fd, [target[done:]], offset + done)
+                    if n == 0:
+                        raise DumpError(f"{data.path} has become shorter since the dump was opened")
+                    done += n
+            finally:
+                if not shared:
+                    os.close(fd)
+        except OSError as e:
+            raise DumpError(f"cannot read {data.path}: {e.strerror or e}") from None
+
+    def _open(self, key: tuple[int, int], data: SegmentData) -> tuple[int, bool]:
+        with self._lock:
+            fd = self._fds.get(key)
+            if fd is not None:
+                return fd, True
+            try:
+                fd = open_regular(data.path)
+            except OSError:  # a running capture may have taken off ".part" since
+                fd = open_regular(data.path.with_name(segment_name(key[1])))
+            if len(self._fds) < _MAX_OPEN:
+                self._fds[key] = fd
+                return fd, True
+            return fd, False
+
+    def close(self) -> None:
+        """Closes the files; the records stay. Reading opens them again."""
+        with self._lock:
+            _close_all(self._fds)
+
+
+def _close_all(fds: dict[tuple[int, int], int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
+
+
+def open_dump(path: str | Path) -> Dump:
+    """Opens the dump at ``path`` and reads all journals, no payload. Raises DumpError, one clear line."""
+    path = Path(path)
+    if not path.is_dir():
+        what = "is not a directory" if path.exists() else "does not exist"
+        raise DumpError(f"{path} {what}: expected the directory that VLLM_ACCPROBE_DIR named")
+    run, missing_run = _read_run(path)
+    dump = Dump(path, run)
+    ranks: list[int] = []
+    odd: list[int] = []
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                match = _RANK.fullmatch(entry.name)
+                if match and entry.name == rank_dir(int(match[1])):
+                    (ranks if entry.is_dir(follow_symlinks=False) else odd).append(int(match[1]))
+    except OSError as e:
+        raise DumpError(f"cannot list {path}: {e.strerror or e}") from None
+    if missing_run and not ranks:
+        raise DumpError(f"{path} is not a dump: it has neither {RUN_JSON} nor a rank directory")
+    if missing_run:
+        dump.problems.append(f"{RUN_JSON} is missing: versions and settings of the run are not known")
+    for r in sorted(odd):
+        dump.problems.append(f"{rank_dir(r)} is not a directory of the dump itself (a link?): not read")
+    dump.ranks = tuple(sorted(ranks))
+    for rank in dump.ranks:
+        RankReader(dump, rank).read()
+    if not ranks:
+        dump.problems.append("no rank has written anything")
+    return dump
+
+
+def _read_run(path: Path) -> tuple[dict[str, Any], bool]:
+    file = path / RUN_JSON
+    try:
+        fd = open_regular(file)
+    except FileNotFoundError:
+        return {}, True
+    except OSError as e:
+        raise DumpError(f"cannot read {file}: {e.strerror or e}") from None
+    with os.fdopen(fd, "rb") as f:
+        text = f.read(_MAX_RUN_JSON + 1)
+    try:
+        run = json.loads(text) if len(text) <= _MAX_RUN_JSON else None
+    except (ValueError, RecursionError):
+        run = None
+    if not isinstance(run, dict):
+        raise DumpError(f"{file} is damaged: not the JSON object it should be; restore it, or delete it to go without")
+    check_schema(run, file)
+    return run, False
