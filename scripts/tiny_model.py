@@ -261,7 +261,7 @@ MODELS: dict[str, TinyModel] = {
         _dense(bias=True),
     ),
 }
-"""``qwen2``: dense, GQA. ``qwen2-moe``, ``mixtral``: experts. ``deepseek-v2``: MLA with one dense and two expert layers.
+"""``qwen2``: dense, GQA. ``qwen2-moe``, ``mixtral``: experts. ``deepseek-v2``: MLA, one dense and two expert layers.
 ``qwen2.5-vl``: vision tower and M-RoPE. ``bench-h1024``: 8 layers of hidden size 1024, for the benchmarks."""
 
 

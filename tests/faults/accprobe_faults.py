@@ -38,7 +38,7 @@ class Fault:
       ``eps``      a norm's eps becomes ``factor``
       ``rope``     a rotary embedding turns by positions that are ``factor`` times too large (rounded down)
       ``attn``     an attention's softmax scale times ``factor``
-      ``expert``   output of a MoE block times ``factor`` for the rows routed to ``expert`` (kernel fault, weights intact)
+      ``expert``   output of a MoE block times ``factor`` for the rows routed to ``expert`` (weights are intact)
       ``weight``   parameter ``param`` (default weight) times ``factor``, only rows ``features`` if given
       ``head``     logits of the tokens ``features`` plus ``factor`` (the lm_head's product; its weights are intact)
       ``sampler``  each sampled token is the next one in the vocabulary (V1 runner; ``module`` is ignored)

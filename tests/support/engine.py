@@ -31,7 +31,7 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. ``image``: (width, height, seed) of a made-up picture, standing where the prompt has image tokens."""
+    """One request. ``image``: (width, height, seed) of a made-up picture, for the image token in the prompt."""
 
     ids: Sequence[int]
     max_tokens: int = 8

@@ -1,0 +1,156 @@
+"""Honest differences must not be called errors: the same prompts, served in another way, pass.
+
+Each pair is two captures of real engines. Besides the verdict, each test shows that what it is about did happen
+(requests were chunked, preempted, speculated ...) and that every row was found in both dumps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from e2e.conftest import FIVE, VISION, Engines
+from support.engine import Ask, Run
+from support.prompts import prompt, repetitive
+
+pytestmark = pytest.mark.engine
+
+LONG = [Ask(a.ids, 40) for a in FIVE]
+GUESSABLE = [Ask(repetitive(60, 9, i), 24) for i in range(3)]
+SHARED_START = [Ask([*prompt(64, 9), *prompt(10, i)], 8) for i in range(3)]
+
+
+def explain(result: Any) -> str:
+    """What a failing test should show."""
+    lines = [f"verdict {result.verdict}", f"first {result.first_divergence}", f"coverage {result.coverage}"]
+    lines += [f"origin {o}" for o in result.origins[:5]]
+    failed = [p for p in result.pairs if p.status == "fail"]
+    lines += [f"{p.golden} {p.phase} rel_l2 {p.worst_row_rel_l2} limit {p.limit} {p.message}" for p in failed[:10]]
+    return "\n".join([*lines, *result.notes])
+
+
+def assert_clean(result: Any, *, rows_missing: bool = False) -> None:
+    assert result.verdict == "pass", explain(result)
+    coverage = result.coverage
+    assert coverage["taps_only_golden"] == [], explain(result)
+    assert coverage["taps_only_mine"] == [], explain(result)
+    assert coverage["rows_compared"] > 0
+    if not rows_missing:
+        assert (coverage["rows_only_golden"], coverage["rows_only_mine"]) == (0, 0), explain(result)
+
+
+def positions(run: Run, tap: str) -> dict[str, set[int]]:
+    """prompt hash → positions whose row is stored for the first input-less output of ``tap``, read from the dump."""
+    from vllm_accprobe.dump.reader import open_dump
+
+    dump = open_dump(run.dump)
+    found: dict[str, set[int]] = {}
+    for record in dump.records:
+        if record.tap != tap or not record.role.startswith("output") or record.rows is None:
+            continue
+        for segment in dump.rows[record.rank, record.step, record.rows].segments:
+            request = dump.requests[record.rank, segment.req]
+            found.setdefault(request.prompt, set()).update(range(segment.pos, segment.pos + segment.n))
+    return found
+
+
+def everything(asks: list[Ask]) -> dict[str, set[int]]:
+    """What a complete capture holds: the prompt's rows, and one for each generated token but the last."""
+    from vllm_accprobe.dump.schema import hash_tokens
+
+    return {hash_tokens(a.ids): set(range(len(a.ids) + a.max_tokens - 1)) for a in asks}
+
+
+def test_chunked_and_batched_against_one_at_a_time(engines: Engines, compared: Any) -> None:
+    golden = engines.serial()
+    mine = engines.run("chunk16", how="together", max_num_batched_tokens=16)
+    assert golden.metrics["widest"] == 1
+    assert mine.metrics["widest"] == 5
+    assert mine.metrics["steps"] > 221 / 16  # 221 prompt tokens, at most 16 a step
+    assert mine.tokens == golden.tokens
+    for run in (golden, mine):
+        assert positions(run, "model.layers.1.mlp.down_proj") == everything(FIVE)
+    result = compared(golden, mine)
+    assert_clean(result)
+    assert result.tokens["compared"] == 5 * 8
+    assert result.tokens["flipped"] == []
+
+
+def test_requests_that_join_while_others_decode(engines: Engines, compared: Any) -> None:
+    mine = engines.run("staggered", how="staggered", max_num_batched_tokens=32)
+    assert_clean(compared(engines.serial(), mine))
+
+
+def test_prefix_cache_hits(engines: Engines, compared: Any) -> None:
+    golden = engines.run("shared-start", asks=SHARED_START, how="serial")
+    mine = engines.run("prefix", asks=SHARED_START, how="serial", enable_prefix_caching=True)
+    assert mine.metrics["prefix_hits"] == 128  # two blocks of 32, for the second and for the third request
+    result = compared(golden, mine)
+    assert_clean(result, rows_missing=True)
+    assert result.coverage["rows_only_golden"] > 0  # what came from the cache was not computed
+    assert result.coverage["rows_only_mine"] == 0
+
+
+def test_ngram_speculation(engines: Engines, compared: Any) -> None:
+    golden = engines.run("guessable", asks=GUESSABLE)
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    mine = engines.run("ngram", asks=GUESSABLE, speculative_config=config)
+    assert mine.metrics["accepted"] > 0
+    assert mine.metrics["drafted"] > mine.metrics["accepted"]  # some guesses were wrong: their rows must not count
+    assert_clean(compared(golden, mine), rows_missing=True)
+
+
+def test_forced_preemption(engines: Engines, compared: Any) -> None:
+    golden = engines.run("long", asks=LONG, how="serial")
+    mine = engines.run("preempted", asks=LONG, num_gpu_blocks_override=9, block_size=32, max_model_len=256)
+    assert mine.metrics["preemptions"] > 0
+    assert positions(mine, "model.layers.1.mlp.down_proj") == everything(LONG)
+    assert_clean(compared(golden, mine))
+
+
+def test_another_block_size(engines: Engines, compared: Any) -> None:
+    assert_clean(compared(engines.serial(), engines.run("block64", block_size=64)))
+
+
+def test_two_ranks_against_one(engines: Engines, compared: Any) -> None:
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    mine = engines.run("tp2", host="tp2", **two)
+    result = compared(engines.serial(), mine)
+    assert result.verdict == "pass", explain(result)
+    assert result.coverage["rows_compared"] > 0
+    # And with the sides changed: shards are merged on either.
+    back = compared(mine, engines.serial())
+    assert back.verdict == "pass", explain(back)
+
+
+def test_v1_against_v2_runner(engines: Engines, compared: Any) -> None:
+    mine = engines.run("v2", host="v2")
+    assert_clean(compared(engines.serial(), mine))
+
+
+def test_float32_golden_against_bfloat16(engines: Engines, compared: Any) -> None:
+    golden = engines.run("float32", how="serial", dtype="float32")
+    result = compared(golden, engines.serial())
+    assert result.verdict == "pass", explain(result)
+    assert {p.dtype_golden for p in result.pairs if p.status == "pass" and p.role.startswith("output")} >= {"float32"}
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2-moe", "deepseek-v2"])
+def test_other_architectures_chunked(engines: Engines, compared: Any, model: str) -> None:
+    mine = engines.run(f"{model}-chunk", model, how="together", max_num_batched_tokens=24)
+    result = compared(engines.serial(model), mine)
+    assert_clean(result)
+    taps = {p.tap for p in result.pairs}
+    wanted = {"llama": "self_attn.attn", "qwen2-moe": "mlp.experts", "deepseek-v2": "self_attn.mla_attn"}[model]
+    assert any(wanted in tap for tap in taps), sorted(taps)
+
+
+def test_vision_language(engines: Engines, compared: Any) -> None:
+    golden = engines.serial("qwen2.5-vl", VISION)
+    mine = engines.run("vl-together", "qwen2.5-vl", VISION)
+    result = compared(golden, mine)
+    assert_clean(result)
+    patches = [p for p in result.pairs if p.tap == "visual.blocks.1" and p.role.startswith("output")]
+    assert sum(p.rows or 0 for p in patches) == 64 + 60  # 8 x 8 and 6 x 10 patches
+    merged = [p for p in result.pairs if p.tap == "visual.merger" and p.role.startswith("output")]
+    assert sum(p.rows or 0 for p in merged) == 16 + 15
