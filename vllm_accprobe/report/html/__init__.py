@@ -92,7 +92,7 @@ def plotly_js() -> str | None:
 def _shown_pairs(pairs: list[Pair], limit: int) -> list[Pair]:
     if len(pairs) <= limit:
         return pairs
-    order = sorted(range(len(pairs)), key=lambda i: -facts.severity(pairs[i]))[:limit]
+    order = sorted(range(len(pairs)), key=lambda i: (pairs[i].status != "fail", -facts.severity(pairs[i])))[:limit]
     return [pairs[i] for i in sorted(order)]
 
 

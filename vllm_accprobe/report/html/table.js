@@ -57,7 +57,7 @@
     { id: "cosine", label: "Cosine", w: 86, num: true, prio: "p2", text: (i) => number(col.cosine.at(i), 6), key: (i) => { const x = asNumber(col.cosine.at(i)); return x === -Infinity ? Infinity : x; } },
     { id: "max_abs_err", label: "Max abs", w: 82, num: true, prio: "p3", text: (i) => number(col.max_abs_err.at(i), 3), key: (i) => asNumber(col.max_abs_err.at(i)), down: true },
     { id: "where", label: "Worst at", w: 96, prio: "p3", text: (i) => where(i) || "–", key: (i) => asNumber(col.worst_position.at(i)) },
-    { id: "message", label: "Message", w: 170, prio: "p2", unless: col.message.d && !col.message.d.some(Boolean), text: (i) => col.message.at(i) || "", text_key: "message" },
+    { id: "message", label: "Message", w: 170, prio: "p3", unless: col.message.d && !col.message.d.some(Boolean), text: (i) => col.message.at(i) || "", text_key: "message" },
   ].filter((c) => !c.unless);
   function nameTip(i) {
     const g = col.golden.at(i), m = col.mine.at(i);

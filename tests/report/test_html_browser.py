@@ -1,0 +1,164 @@
+"""The page in a real Chromium: it draws, filters, sorts, and hostile names stay text."""
+
+import os
+import shutil
+
+import pytest
+from report_examples import comparison, hostile, pair, realistic
+
+from vllm_accprobe.report.html import write_html
+
+pytestmark = pytest.mark.browser
+
+
+def _missing(what):
+    if os.environ.get("CI") or os.environ.get("ACCPROBE_REQUIRE_BROWSER"):
+        pytest.fail(f"{what}: install Chromium and playwright, or unset CI and ACCPROBE_REQUIRE_BROWSER")
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        _missing("playwright is not installed")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        _missing("no Chromium was found on PATH")
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser, tmp_path):
+    """visit(comparison) → a page that has drawn itself; the test fails on any console error or network request."""
+    troubles = []
+    opened = []
+
+    def open_(result, **viewport):
+        write_html(result, tmp_path / "compare.html")
+        page = browser.new_page(viewport={"width": 1440, "height": 900} | viewport)
+        opened.append(page)
+        page.on("console", lambda m: troubles.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda e: troubles.append(str(e)))
+        page.on("request", lambda r: troubles.append(r.url) if not r.url.startswith(("file:", "data:")) else None)
+        page.goto((tmp_path / "compare.html").as_uri())
+        return page
+
+    yield open_
+    for page in opened:
+        page.close()
+    assert troubles == []
+
+
+def shown(page):
+    return page.inner_text("#shown")
+
+
+def column(page, n):
+    return page.eval_on_selector_all("#body tr.row", f"rows => rows.map(r => r.children[{n}].textContent)")
+
+
+def test_first_screen_filter_and_sort(visit):
+    result = realistic()
+    failed = sum(p.status == "fail" for p in result.pairs)
+    page = visit(result)
+    page.wait_for_selector("#chart[data-ready] .scatterlayer .trace")
+    assert page.inner_text("h1 .culprit") == "model.layers.3.mlp.down_proj"
+    assert page.locator("#chart").bounding_box()["y"] < 500
+    legend = page.locator("#chart .legendtext").all_text_contents()
+    assert legend == ["prefill", "decode", "limit"]
+
+    assert shown(page) == f"{failed} pairs of {len(result.pairs):,}"
+    page.click("#status button[value=all]")
+    assert shown(page) == f"{len(result.pairs):,} pairs"
+    assert page.locator("#body tr.row").count() < 60
+
+    page.fill("#find", "layers.3.mlp.down_proj output decode")
+    page.get_by_text("10 pairs of 2,763", exact=True).wait_for()
+    assert set(column(page, 1)) == {"model.layers.3.mlp.down_proj"}
+    assert set(column(page, 2)) == {"output.0"}
+
+    page.click("#head th[data-id=value] button")
+    assert page.get_attribute("#head th[data-id=value]", "aria-sort") == "descending"
+    index = page.evaluate("[...document.querySelectorAll('#head th')].findIndex(t => t.dataset.id === 'value')")
+    errors = [float(x) for x in column(page, index)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] == 0.21
+    page.click("#head th[data-id=value] button")
+    errors = [float(x) for x in column(page, index)]
+    assert errors == sorted(errors)
+
+
+def test_click_on_a_point_shows_its_pairs(visit):
+    page = visit(realistic())
+    page.wait_for_selector("#chart[data-ready]")
+    # The culprit's decode point: trace 1; markers are drawn in the order of the points that have a value.
+    box = page.locator("#chart .scatterlayer .trace").nth(1).locator(".point").nth(55).bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_selector("#chart .hovertext")
+    tap = page.inner_text("#chart-readout").split(" (")[0]
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_selector("#tap-chip:not([hidden])")
+    assert tap in page.inner_text("#tap-chip")
+    assert set(column(page, 1)) == {tap}
+    assert shown(page).startswith("24 pairs")
+    page.click("#tap-chip")
+    assert shown(page) == "2,763 pairs"
+
+
+def test_keyboard_alone(visit):
+    page = visit(realistic())
+    page.wait_for_selector("#chart[data-ready]")
+    page.focus("#chart")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    assert "model.layers.3.mlp" in page.inner_text("#tap-chip")
+    page.focus("#grid")
+    for key in ("End", "Home", "ArrowDown", "Enter"):
+        page.keyboard.press(key)
+    active = page.get_attribute("#grid", "aria-activedescendant")
+    assert active == "r1"
+    assert page.is_visible("#detail")
+    assert "worst row rel l2" in page.inner_text("#detail")
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#detail")
+
+
+def test_last_of_many_rows_can_be_reached(visit):
+    page = visit(comparison(pairs=[pair(tap=f"t{i}", order=i) for i in range(10_000)]))
+    page.focus("#grid")
+    page.keyboard.press("End")
+    page.wait_for_selector("#r9999")
+    assert page.locator("#body tr.row").count() < 60
+    assert page.inner_text("#r9999 td:nth-child(2)") == "t9999"
+    assert page.get_attribute("#grid", "aria-rowcount") == "10001"
+
+
+def test_hostile_names_are_text(visit):
+    page = visit(hostile())
+    page.wait_for_selector("#chart[data-ready]")
+    page.focus("#chart")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector("#chart .hovertext")
+    page.click("#body tr.row")
+    assert page.evaluate("window.pwned") is None
+    assert page.locator("img").count() == 0
+    assert "</script><img" in page.inner_text("#body tr.row td:nth-child(2)")
+    assert "</script><img" in page.inner_text("h1")
+    assert "</script><img" in page.inner_text("#detail")
+    assert page.locator("#chart a").count() == 0
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (1024, 768), (390, 844)])
+def test_nothing_sticks_out(visit, width, height):
+    page = visit(realistic(), width=width, height=height)
+    page.wait_for_selector("#chart[data-ready]")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    if width > 400:  # a telephone scrolls the table inside its box
+        assert page.evaluate("document.getElementById('grid').offsetWidth") <= width
+    tap = page.locator("#head th[data-id=order]").bounding_box()
+    assert tap["width"] > 200

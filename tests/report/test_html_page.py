@@ -1,0 +1,101 @@
+"""The page as text: whole, self-contained, inert. What a browser makes of it is test_html_browser.py's."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+
+from report_examples import EVIL, comparison, hostile, pair, realistic
+
+import vllm_accprobe.report.html as html
+from vllm_accprobe.report.html.columns import columns_json
+
+
+def data(text, name):
+    return json.loads(re.search(rf'id="{name}">(.*?)</script>', text, re.S)[1])
+
+
+def values(column, n):
+    if "c" in column:
+        return [column["c"]] * n
+    return column["v"] if "v" in column else [column["d"][i] for i in column["i"]]
+
+
+def test_columns_hold_every_field_of_every_pair():
+    pairs = [
+        pair(rel_l2=0.123456789, step=None, message="x"),
+        pair(rel_l2=math.nan, step=3, identical=True),
+        pair(rel_l2=math.inf, step=4, shape=(), tap="</script>"),
+    ]
+    got = json.loads(columns_json(pairs))
+    assert got["n"] == 3
+    cols = got["cols"]
+    assert values(cols["rel_l2"], 3) == [0.123457, "NaN", "Inf"]
+    assert values(cols["step"], 3) == [None, 3, 4]
+    assert values(cols["shape"], 3) == ["4 × 64", "4 × 64", "scalar"]
+    assert values(cols["identical"], 3) == [False, True, False]
+    assert values(cols["tap"], 3) == ["model.norm", "model.norm", "</script>"]
+    assert cols["rule"] == {"c": "exact"}
+
+
+def test_no_name_can_end_a_script_or_become_markup():
+    text = html.page(hostile())
+    own = text.replace(html.plotly_js() or "\0", "")
+    assert "<img" not in own
+    assert "onerror" in own
+    assert own.lower().count("</script") == 5
+    assert "\x1b" not in own
+    assert "\u202e" not in own
+    seen = EVIL.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")
+    assert data(text, "pairs-json")["cols"]["message"]["c"] == seen
+
+
+def test_policy_lets_only_our_scripts_run_and_nothing_load():
+    text = html.page(realistic(layers=1, steps=1))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1].replace("&#x27;", "'")
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-inline'; img-src data:" in policy
+    assert "script-src 'unsafe" not in policy
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.S)
+    assert len(scripts) == 3
+    for script in scripts:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+    assert not re.search(r'<(?:link|img|iframe)\b|\bsrc="', text.replace(html.plotly_js() or "\0", ""))
+
+
+def test_without_plotly_the_page_says_so(monkeypatch):
+    monkeypatch.setattr(html, "plotly_js", lambda: None)
+    text = html.page(realistic(layers=1, steps=1))
+    assert "pip install plotly" in text
+    assert data(text, "pairs-json")["n"] > 0
+
+
+def test_too_many_pairs_keep_the_worst_and_say_so(tmp_path):
+    pairs = [pair(tap=f"t{i}", order=i, status="fail" if i == 7 else "pass", worst_row_rel_l2=0.1) for i in range(10)]
+    html.write_html(comparison(pairs=pairs, verdict="fail"), tmp_path / "x.html", max_pairs=3)
+    text = (tmp_path / "x.html").read_text(encoding="utf-8")
+    assert "The worst 3 of 10 pairs are on this page; compare.csv has all of them." in text
+    assert "t7" in values(data(text, "pairs-json")["cols"]["tap"], 3)
+
+
+def test_static_part_answers_without_a_script():
+    text = html.page(realistic())
+    body = re.sub(r"<script.*?</script>|<style>.*?</style>", "", text, flags=re.S)
+    plain = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", body))
+    for said in (
+        "FAILmodel.layers.3.mlp.down_proj RowParallelLinear creates the error",
+        "limit 0.016",
+        "13×",
+        "golden is float32 and mine bfloat16",
+        "rows after the first flipped token",
+        "names: 114 taps paired exactly",
+        "model.layers.0.mlp.act_fn.extra",
+    ):
+        assert said in plain
+
+
+def test_pass_and_empty_comparisons_make_a_page():
+    assert "2,760 pairs and 28,980 rows agree" in html.page(realistic(fail=False))
+    assert "No output tensor with an error to draw was compared" in html.page(comparison())

@@ -1,0 +1,158 @@
+"""The lines a person reads, compared whole."""
+
+import io
+
+import pytest
+from report_examples import DIVERGENCE, EVIL, ORIGIN, comparison, hostile, pair, realistic
+
+from vllm_accprobe.report import facts, terminal
+
+SENTENCE = (
+    "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error: output.0, request 'a', "
+    "position 17 (decode), row relative L2 0.21, limit 0.016 (13x)"
+)
+
+
+def test_failure_names_the_culprit_in_one_sentence():
+    assert facts.headline(comparison(verdict="fail", origins=[ORIGIN])) == SENTENCE
+
+
+def test_whole_report_of_a_failure():
+    pairs = [
+        pair(tap="a", status="pass", identical=True, order=0),
+        pair(tap="b", status="fail", worst_row_rel_l2=0.032, order=1, worst_request="a", worst_position=17, step=4),
+        pair(tap="c", status="fail", worst_row_rel_l2=0.21, cosine=0.977951, order=2, mine="c2/output.0"),
+        pair(tap="d", status="fail", nonfinite_mismatch=2, worst_row_rel_l2=0.001, order=3, step=None, limit=None),
+        pair(tap="e", status="skip", message="no rows in common", limit=None, worst_row_rel_l2=None, order=4),
+    ]
+    result = comparison(
+        pairs=pairs,
+        verdict="fail",
+        origins=[ORIGIN, ORIGIN | {"module": "lm_head", "class": "", "created": None, "request": None}],
+        first_divergence=DIVERGENCE,
+        notes=["the weights differ: 1 of 57 parameters"],
+        plan=["names: 5 exact"],
+        coverage={
+            "pairs": 4,
+            "rows_compared": 1200,
+            "rows_only_golden": 16,
+            "rows_only_mine": 0,
+            "taps_only_golden": [],
+            "taps_only_mine": ["x", "y", "z", "w"],
+            "skipped": {"b": 2, "a": 2, "no rows in common": 7},
+        },
+        tokens={
+            "compared": 36,
+            "flipped": [
+                {"request": "a", "ordinal": 5, "golden": 311, "mine": 42, "golden_margin": 0.41, "mine_margin": None}
+            ],
+        },
+    )
+    assert terminal.lines(result) == [
+        "note: the weights differ: 1 of 57 parameters",
+        "",
+        SENTENCE,
+        "",
+        "evidence: its output is further off than its inputs explain (error passed on from its inputs: 0.0021)",
+        "1 other independent origin, in data-flow order:",
+        "  lm_head: output.0, position 17 (decode), the values differ",
+        "",
+        "first divergence: model.layers.3.mlp.down_proj/output.0, rank 0, step 4, request 'a', position 17 (decode), "
+        "row relative L2 0.21, limit 0.016 (13x)",
+        "",
+        "failed pairs, worst first:",
+        "  x limit  error  limit    cosine  step  pair",
+        "        ∞  0.001      –         1     –  d/output.0; 2 NaN/Inf mismatches",
+        "      13x   0.21  0.016  0.977951     0  c/output.0 ↔ c2/output.0",
+        "       2x  0.032  0.016         1     4  b/output.0; request 'a', position 17",
+        "",
+        "1 of 36 sampled tokens flipped (margin: first logit minus second):",
+        "  request 'a', generated token 5: golden 311 (margin 0.41), mine 42 (margin –)",
+        "",
+        "coverage:",
+        "  pairs: 4 (1 pass, 3 fail, 1 skip)",
+        "  bit-identical pairs: 1",
+        "  rows compared: 1,200",
+        "  rows only in golden: 16",
+        "  rows only in mine: 0",
+        "  taps only in golden: 0",
+        "  taps only in mine: 4",
+        "  tokens compared: 36",
+        "  only in mine: x",
+        "  only in mine: y",
+        "  only in mine: z",
+        "  … 1 more only in mine: compare.json, coverage.taps_only_mine",
+        "  skipped, no rows in common: 7",
+        "  skipped, a: 2",
+        "  skipped, b: 2",
+    ]
+    assert terminal.lines(result, terminal.QUIET) == [
+        "note: the weights differ: 1 of 57 parameters",
+        "",
+        SENTENCE,
+    ]
+    full = terminal.lines(result, terminal.FULL)
+    assert full[-3:] == ["", "plan:", "  names: 5 exact"]
+    assert "  only in mine: w" in full
+
+
+def test_pass_says_what_it_rests_on():
+    result = comparison(
+        pairs=[pair(identical=True), pair(), pair(status="skip")],
+        coverage={"pairs": 2, "rows_compared": 12345},
+    )
+    assert facts.headline(result) == (
+        "PASS: 2 pairs and 12,345 rows agree within the standard 'accprobe' (1 bit-identical, 1 skipped)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"first_divergence": DIVERGENCE | {"rank": None, "request": None}},
+            "FAIL: no single operator stands out as the origin; the error is first seen at "
+            "model.layers.3.mlp.down_proj/output.0, step 4, position 17 (decode), "
+            "row relative L2 0.21, limit 0.016 (13x)",
+        ),
+        (
+            {"pairs": [pair(status="fail"), pair()]},
+            "FAIL: 1 pair of 2 differ beyond the standard",
+        ),
+        (
+            {"tokens": {"compared": 9, "flipped": [{}, {}]}},
+            "FAIL: 2 sampled tokens flipped without a near tie, and no captured tensor explains it",
+        ),
+        ({}, "FAIL: the comparison failed; see the notes"),
+    ],
+)
+def test_failure_without_an_origin(changes, expected):
+    assert facts.headline(comparison(verdict="fail", **changes)) == expected
+
+
+def test_only_ten_worst_pairs_and_how_to_see_the_rest():
+    result = realistic()
+    section = terminal.worst_pairs(result)
+    failed = sum(p.status == "fail" for p in result.pairs)
+    assert section[0] == f"the 10 worst of {failed:,} failed pairs:"
+    assert len(section) == 13
+    assert section[-1] == f"  … {failed - 10:,} more: compare.html, or compare.csv where status is fail"
+    severities = [facts.severity(p) for p in facts.worst(result, 10)]
+    assert severities == sorted(severities, reverse=True)
+    assert severities[0] == max(map(facts.severity, result.pairs))
+
+
+def test_names_cannot_steer_the_terminal():
+    text = "\n".join(terminal.lines(hostile(), terminal.FULL))
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert r"\x1b[31m\u202e" in text
+
+
+def test_render_prints_the_lines_and_no_markup():
+    from rich.console import Console
+
+    out = io.StringIO()
+    result = comparison(verdict="fail", origins=[ORIGIN | {"module": "[bold]x[/bold]" + "y" * 150}], notes=[EVIL])
+    terminal.render(result, Console(file=out, width=40))
+    assert out.getvalue().splitlines() == terminal.lines(result)
