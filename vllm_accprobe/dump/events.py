@@ -75,12 +75,9 @@ def record(rank: int, e: Event) -> Record:
     if not all(type(d) is int and 0 <= d <= _MAX_INT for d in raw_shape):
         raise ValueError(f"shape is {short(raw_shape)}")
     shape = tuple(raw_shape)
-    where = e.get("payload")
     payload = None
-    if where is not None:
-        if not isinstance(where, dict):
-            raise ValueError(f"payload is {short(where)}")
-        payload = Payload(integer(where, "seg"), integer(where, "off"), integer(where, "nbytes"))
+    if e.get("seg") is not None:
+        payload = Payload(integer(e, "seg"), integer(e, "off"), integer(e, "nbytes"))
         if math.prod(shape) * info.itemsize != payload.nbytes:
             raise ValueError(f"{payload.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")
     row_dim = e.get("row_dim", 0)
@@ -90,7 +87,7 @@ def record(rank: int, e: Event) -> Record:
         rank=rank,
         step=None if e["event"] == "param" else integer(e, "step"),
         tap=string(e, "tap"),
-        cls=string(e, "cls", ""),
+        cls=string(e, "class", ""),
         role=string(e, "role"),
         call=integer(e, "call", 0),
         seq=integer(e, "seq", 0),
@@ -114,7 +111,7 @@ def _stats(e: Any) -> Stats | None:
         raise ValueError(f"stats is {short(e)}")
     floats = [e.get(k) for k in ("min", "max", "mean", "l2")]
     # Infinity and NaN, which JSON cannot say, are as good as missing.
-    low, high, mean, l2 = (float(v) if type(v) in (int, float) and math.isfinite(v) else None for v in floats)
+    low, high, mean, l2 = (v if isinstance(v, (int, float)) and math.isfinite(v) else None for v in floats)
     return Stats(integer(e, "count"), low, high, mean, l2, integer(e, "nan", 0), integer(e, "inf", 0))
 
 
@@ -185,7 +182,7 @@ def module(e: Event) -> Module:
     attrs = e.get("attrs") or {}
     if not isinstance(attrs, dict):
         raise ValueError(f"attrs is {short(attrs)}")
-    return Module(string(e, "tap"), string(e, "cls", ""), integer(e, "index", 0), attrs)
+    return Module(string(e, "tap"), string(e, "class", ""), integer(e, "index", 0), attrs)
 
 
 def skip(e: Event) -> Skip:

@@ -60,7 +60,7 @@ def segment_data(path: Path) -> SegmentData:
 
 
 def find_segment(directory: Path, index: int) -> SegmentData:
-    """The data of segment ``index`` of a rank's directory, under its finished name or as ``.part``. Raises DumpError."""
+    """The data of segment ``index`` in a rank's directory, finished or still ``.part``. Raises DumpError."""
     finished = directory / segment_name(index)
     part = directory / part_name(index)
     return segment_data(part if not finished.exists() and part.exists() else finished)

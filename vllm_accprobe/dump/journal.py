@@ -1,8 +1,8 @@
 """Reads one rank's journal into a Dump.
 
-The problem: lines may be torn, damaged, from a newer release, or promise what the files do not hold. The idea: every line
-stands for itself; what is not understood is counted and named in ``problems``; afterwards each record is checked against
-the segment files and the row maps, and loses what does not hold. Not here: one line's fields (events.py).
+The problem: lines may be torn, damaged, from a newer release, or promise what the files do not hold. The idea: every
+line stands for itself; what is not understood is counted and named in ``problems``; afterwards each record is checked
+against the segment files and the row maps, and loses what does not hold. Not here: one line's fields (events.py).
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 The problem: capture (inside vLLM) and analysis (anywhere) share nothing but files, so every name, unit and
 default of those files must be said once. The idea: plain frozen dataclasses, one per kind of journal line,
-each with ``to_event`` and ``from_event``; the JSON keys are the field names. docs/dump-format.md says the same in prose.
-Not here: how bytes reach the disk (writer.py), how they are found again (reader.py), what a dtype's bits mean (dtypes.py).
+and the JSON keys are the field names, except that ``cls`` is spelt ``class`` and that the three fields of a payload
+stand in the tensor's line itself. docs/dump-format.md says the same in prose. Not here: how bytes reach the disk (writer.py),
+how a line becomes one of these (events.py), what a dtype's bits mean (dtypes.py).
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class Layout:
       ``unknown``     capture could not tell; analysis compares replicas or guesses from shapes, and says so
     group: ``tp`` or ``ep``: the ranks in question; ``index`` of ``size`` is this rank's place in it.
     parts: for ``shard``: the blocks along ``dim`` in this rank's tensor, in order, as [local size, replicas]. A QKV
-      projection has three, q, k and v; ``replicas`` > 1 says that so many neighbouring ranks hold the same block (KV heads
-      fewer than ranks). The whole is, block by block, the concatenation over every replicas-th rank.
+      projection has three, q, k and v; ``replicas`` > 1 says that so many neighbouring ranks hold the same block (KV
+      heads fewer than ranks). The whole is, block by block, the concatenation over every replicas-th rank.
     valid: for ``shard``: how much of the whole is real along ``dim`` (a vocabulary without its padding), or None.
     """
 
@@ -202,7 +203,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Where the bytes lie: segment ``seg`` of the same rank, ``off`` bytes after the start of its data, ``nbytes`` long."""
+    """Where the bytes lie: segment ``seg`` of the same rank, ``off`` bytes after the start of its data."""
 
     seg: int
     off: int
@@ -249,7 +250,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """``{"event": "skip"}``: what was not captured, and why. ``reason`` is a short stable phrase, counted by analysis."""
+    """``{"event": "skip"}``: what was not captured, and why. ``reason``: a short stable phrase, counted by analysis."""
 
     tap: str
     reason: str

@@ -10,6 +10,7 @@ the metrics of two tensors (the metrics room).
 from __future__ import annotations
 
 import math
+from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
@@ -82,11 +83,14 @@ def moments(data: np.ndarray, dtype: str) -> Moments:
     if info.kind == "complex":
         dtype = "float32" if dtype == "complex64" else "float64"
     kernels = _kernels()
-    if kernels is None:
-        return _numpy_moments(data, dtype)
-    if info.itemsize == 1:
-        return _from_histogram(kernels.histogram(data), dtype)
-    return Moments(*kernels.moments(data, dtype))
+    if kernels is not None:
+        try:
+            if info.itemsize == 1:
+                return _from_histogram(kernels.histogram(data), dtype)
+            return Moments(*kernels.moments(data, dtype))
+        except Exception:  # a compiler that fails on this machine must not end a capture
+            pass
+    return _numpy_moments(data, dtype)
 
 
 def tensor_stats(array: np.ndarray, dtype: str) -> Stats:
@@ -104,10 +108,11 @@ def warm_up(dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32", "int32"
     return True
 
 
+@cache
 def _kernels() -> ModuleType | None:
     try:
         from . import stats_kernels
-    except ImportError:  # numba missing, or too old for this numpy (it says so with an ImportError)
+    except Exception:  # no numba, or one that does not go with this numpy or this machine
         return None
     return stats_kernels
 

@@ -15,16 +15,15 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .blocks import Block
-from .drain import Batch, Drain, Event, Line, OpenSegment, Pending
+from .drain import Batch, Drain, Event
 from .lines import JournalFile, encode, plain
 from .schema import JOURNAL, RUN_JSON, SCHEMA, Payload, rank_dir
-from .segment import ALIGN, PAGE, Entry, entry_key, entry_room
+from .segment import PAGE
+from .staging import Staging
 from .stats import StatsCell
 
 __all__ = ["RankWriter", "StatsCell", "write_run_json"]
@@ -63,20 +62,12 @@ class RankWriter:
             raise ValueError(f"block_bytes must be a multiple of {PAGE} and blocks at least 2")
         self.stopped: str | None = None
         self._budget = budget_bytes
-        self._block_bytes = block_bytes
-        self._segment_bytes = segment_bytes
         self._on_stop = on_stop
-        self._unmade_blocks = blocks
-        self._free: list[Block] = []
         self._producer = threading.RLock()
         self._producing = 0  # the thread that is inside put
         self._cond = threading.Condition()
-        self._queue: deque[Batch] = deque()
-        self._current: Batch | None = None
-        self._segment: OpenSegment | None = None
-        self._payload_bytes = 0  # accepted, not only written
-        self._waiting_lines = 0
-        self._sealed = self._drained = 0
+        self._staging = Staging(self._cond, block_bytes, blocks, segment_bytes)
+        self._drained = 0
         self._closing: tuple[str, Mapping[str, Any]] | None = None
         self._drain: Drain | None = None
         self._thread: threading.Thread | None = None
@@ -107,9 +98,10 @@ class RankWriter:
         """Copies the memory regions ``parts``, (address, bytes) each, one after the other, and queues ``event``, which
         belongs to the writer from now on.
 
-        The writer adds ``payload``. From the copy it computes, later, ``stats`` (unless the event has the key and no
-        cell is given) and ``hash``, xxh3-128 (unless the event has it), and puts both into the cell too. Returns where
-        the payload will lie, or None when nothing is written any more. May wait for the disk.
+        The writer adds where the payload lies (``seg``, ``off``, ``nbytes``). From the copy it computes, later,
+        ``stats`` (unless the event has the key and no cell is given) and ``hash``, xxh3-128 (unless the event has it),
+        and puts both into the cell too. Returns where the payload will lie, or None when nothing is written any more.
+        May wait for the disk.
         """
         nbytes = sum(n for _, n in parts)
         with self._producer:
@@ -119,9 +111,9 @@ class RankWriter:
                 if self._affordable(nbytes):
                     self._producing = threading.get_ident()
                     try:
-                        return self._copy(parts, nbytes, event, stats)
+                        return self._staging.copy(parts, nbytes, event, stats)
                     except BaseException:  # a signal's exception in the middle of a copy
-                        self._append({"event": "stop", "reason": "interrupted while a tensor was copied"})
+                        self._staging.append({"event": "stop", "reason": "interrupted while a tensor was copied"})
                         self._stop("interrupted while a tensor was copied")
                         raise
                     finally:
@@ -136,15 +128,15 @@ class RankWriter:
             if self.stopped or self._closing:
                 return
             if self._affordable(0):
-                self._append(event)
+                self._staging.append(event)
                 return
         self._spent(event)
 
     def flush(self, timeout: float = _CLOSE_TIMEOUT) -> bool:
         """Waits until everything queued so far is on disk; False when it is not, or capture has stopped."""
         with self._cond:
-            self._seal()
-            target = self._sealed
+            self._staging.seal()
+            target = self._staging.sealed
             self._cond.wait_for(lambda: self._drained >= target or self.stopped is not None, timeout)
             return self._drained >= target and self.stopped is None
 
@@ -164,117 +156,16 @@ class RankWriter:
 
     def _affordable(self, nbytes: int) -> bool:
         journal = 0 if self._drain is None else self._drain.journal_bytes
-        return self._payload_bytes + nbytes + journal + _LINE_GUESS * (self._waiting_lines + 2) <= self._budget
+        lines = _LINE_GUESS * (self._staging.waiting_lines + 2)
+        return self._staging.payload_bytes + nbytes + journal + lines <= self._budget
 
     def _spent(self, event: Event | Callable[[], Event | None]) -> None:
         gb = self._budget / 1e9
         reason = f"budget of {f'{gb:.1f} GB' if gb >= 0.1 else f'{self._budget} bytes'} spent"
         with self._cond:
             if not self.stopped:
-                self._append(plain({"event": "stop", "reason": reason, "step": _step(event)}))
+                self._staging.append(plain({"event": "stop", "reason": reason, "step": _step(event)}))
         self._stop(reason)
-
-    # ---- under the lock
-
-    def _copy(
-        self, parts: Sequence[tuple[int, int]], nbytes: int, event: Event, cell: StatsCell | None
-    ) -> Payload | None:
-        key, shape = entry_key(event), tuple(event.get("shape") or ())
-        segment = self._segment_for(nbytes, entry_room(key, len(shape)))
-        self._advance(segment, -segment.end % ALIGN)
-        payload = Payload(segment.index, segment.end, nbytes)
-        pending = Pending(event, cell)
-        for address, left in parts:
-            while left > 0:
-                batch = self._with_room(segment)
-                if batch is None or batch.block is None:
-                    return None
-                n = min(left, self._block_bytes - batch.used)
-                batch.block.fill(batch.used, address, n)
-                self._piece(batch, pending, n)
-                segment.end += n
-                address, left = address + n, left - n
-        event["payload"] = {"seg": payload.seg, "off": payload.off, "nbytes": nbytes}
-        segment.entries.append(Entry(key, pending.dtype, shape, payload.off, nbytes))
-        self._payload_bytes += nbytes
-        self._append(pending)
-        if self._current is not None and self._current.used == self._block_bytes:
-            self._seal()
-        return payload
-
-    def _segment_for(self, nbytes: int, room: int) -> OpenSegment:
-        segment = self._segment
-        if segment is None:
-            segment = OpenSegment(0)
-        elif segment.room < room or (segment.end and segment.end + nbytes > self._segment_bytes):
-            batch = self._current = self._current or Batch()
-            batch.segment, batch.last = segment, True
-            self._seal()
-            segment = OpenSegment(segment.index + 1)
-        segment.room -= room
-        self._segment = segment
-        return segment
-
-    def _with_room(self, segment: OpenSegment) -> Batch | None:
-        """The current batch, with a block that takes at least one byte more; waits for it. None: stopped."""
-        if self._current is not None and self._current.used == self._block_bytes:
-            self._seal()
-        while self._current is None or self._current.block is None:
-            if self.stopped:
-                return None
-            if self._free or self._unmade_blocks:
-                batch = self._batch()
-                batch.segment = segment
-                if self._free:
-                    batch.block = self._free.pop()
-                else:
-                    self._unmade_blocks -= 1
-                    batch.block = Block(self._block_bytes)
-                batch.born = time.monotonic()
-            else:
-                self._cond.wait()
-        return self._current
-
-    def _advance(self, segment: OpenSegment, gap: int) -> None:
-        batch = self._current
-        if gap and batch is not None and batch.block is not None:
-            batch.block.zero(batch.used, gap)
-            batch.used += gap
-            segment.end += gap
-
-    @staticmethod
-    def _piece(batch: Batch, pending: Pending, n: int) -> None:
-        start, stop = batch.used, batch.used + n
-        if batch.pieces and batch.pieces[-1][0] is pending:
-            start = batch.pieces.pop()[1]  # parts of one payload: one piece, so that no element is cut
-        batch.pieces.append((pending, start, stop))
-        batch.used = stop
-
-    def _append(self, line: Line) -> None:
-        self._batch().lines.append(line)
-        self._waiting_lines += 1
-
-    def _batch(self) -> Batch:
-        if self._current is None:
-            self._current = Batch()
-            self._cond.notify_all()  # the thread sleeps without a timeout while there is nothing
-        return self._current
-
-    def _seal(self) -> None:
-        """Hands the current batch to the thread. Its bytes are rounded up to whole pages, so that the next block is
-        written at a page again."""
-        batch, self._current = self._current, None
-        if batch is None:
-            return
-        if batch.segment is not None:
-            gap = -batch.used % PAGE
-            if gap and batch.block is not None:
-                batch.block.zero(batch.used, gap)
-                batch.used += gap
-                batch.segment.end += gap
-        self._queue.append(batch)
-        self._sealed += 1
-        self._cond.notify_all()
 
     # ---- either thread
 
@@ -283,6 +174,7 @@ class RankWriter:
             if self.stopped:
                 return
             self.stopped = reason
+            self._staging.closed = True
             self._cond.notify_all()
         if self._on_stop is not None:
             try:
@@ -298,11 +190,11 @@ class RankWriter:
                 drain.payload(batch)
                 with self._cond:
                     if batch.block is not None:
-                        self._free.append(batch.block)
+                        self._staging.free.append(batch.block)
                     self._cond.notify_all()
                 drain.lines(batch)
                 with self._cond:
-                    self._waiting_lines -= len(batch.lines)
+                    self._staging.waiting_lines -= len(batch.lines)
                     self._drained += 1
                     self._cond.notify_all()
             reason, summary = self._closing or ("", {})
@@ -313,9 +205,9 @@ class RankWriter:
     def _next(self) -> Batch | None:
         with self._cond:
             while True:
-                if self._queue:
-                    return self._queue.popleft()
-                batch = self._current
+                if self._staging.queue:
+                    return self._staging.queue.popleft()
+                batch = self._staging.current
                 if batch is None:
                     if self._closing:
                         return None
@@ -324,7 +216,7 @@ class RankWriter:
                 age = time.monotonic() - batch.born
                 limit = _PAYLOAD_AGE if batch.used else _LINE_AGE
                 if age >= limit or self._closing or self.stopped:
-                    self._seal()
+                    self._staging.seal()
                 else:
                     self._cond.wait(limit - age)
 

@@ -1,0 +1,121 @@
+"""Finishes the dump of a run that was killed.
+
+The problem: a killed run leaves its last segment without a header, as ``.part``, which other tools cannot read, and a
+journal that may end in the middle of a line. The idea: everything needed stands in the journal: the header is made from
+its lines, the torn end is cut off, and an ``end`` line says that the dump was repaired. Run twice it does nothing the
+second time. Not here: reading with what is there, which needs no repair (reader.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .dtypes import DTYPES
+from .files import DumpError, journal_lines, open_regular, segment_data
+from .lines import encode, remove_reserve
+from .reader import Dump, open_dump
+from .schema import JOURNAL, Record, rank_dir, segment_name
+from .segment import Entry, build_header, part_name, write_all
+
+_PART = re.compile(r"seg-(\d{5,9})\.safetensors\.part", re.ASCII)
+
+
+@dataclass(frozen=True)
+class RankRepair:
+    """What was done for one rank: ``segments`` finished, ``tensors`` readable, ``cut`` bytes of a torn line removed,
+    ``dropped`` segment files without a single whole tensor deleted; ``needed`` is False for a dump closed in order."""
+
+    rank: int
+    needed: bool
+    segments: int = 0
+    tensors: int = 0
+    cut: int = 0
+    dropped: int = 0
+
+
+def repair(path: str | Path) -> list[RankRepair]:
+    """Repairs the dump at ``path`` in place, rank by rank. Nothing that the journal lists is lost. Raises DumpError,
+    also where a file cannot be written. Not while the run is still alive: its journal would get two writers."""
+    dump = open_dump(path)
+    done = [_repair_rank(dump, rank) for rank in dump.ranks]
+    dump.close()
+    return done
+
+
+def _repair_rank(dump: Dump, rank: int) -> RankRepair:
+    directory = dump.path / rank_dir(rank)
+    parts = sorted(int(m[1]) for name in os.listdir(directory) if (m := _PART.fullmatch(name)))
+    if rank in dump.ends and not parts:
+        return RankRepair(rank, needed=False)
+    records = [r for r in dump.records if r.rank == rank and r.payload is not None]
+    try:
+        finished = [_finish(directory, index, records) for index in parts]
+        cut = 0
+        if rank not in dump.ends:
+            cut = _close_journal(dump, rank, records)
+            remove_reserve(directory)
+    except OSError as e:
+        raise DumpError(f"cannot repair {directory}: {e.strerror or e}") from None
+    return RankRepair(rank, True, sum(finished), len(records), cut, len(finished) - sum(finished))
+
+
+def _finish(directory: Path, index: int, records: list[Record]) -> bool:
+    part, target = directory / part_name(index), directory / segment_name(index)
+    if target.exists():
+        raise DumpError(f"{target} and {part.name} both exist: remove the one that is wrong")
+    entries = [_entry(r) for r in records if r.payload is not None and r.payload.seg == index and r.payload.nbytes]
+    if not entries:  # created, but killed before a tensor was whole in it
+        part.unlink()
+        return False
+    data = segment_data(part)
+    end = max(e.off + e.nbytes for e in entries)
+    try:
+        header = build_header(entries, end, data.start - 8)
+    except ValueError as e:
+        raise DumpError(f"cannot write the header of {part}: {e}") from None
+    os.close(open_regular(part))  # no link
+    fd = os.open(part, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        write_all(fd, header, 8)
+        os.ftruncate(fd, data.start + end)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(part, target)
+    return True
+
+
+def _entry(r: Record) -> Entry:
+    assert r.payload is not None
+    key = f"{'param' if r.step is None else r.step}|{r.tap}|{r.role}|{r.call}"
+    return Entry(key, r.dtype if r.dtype in DTYPES else "", r.shape, r.payload.off, r.payload.nbytes)
+
+
+def _close_journal(dump: Dump, rank: int, records: list[Record]) -> int:
+    """Cuts the torn end off, adds the ``end`` line; the number of bytes cut."""
+    path = dump.path / rank_dir(rank) / JOURNAL
+    whole = cut = 0
+    for number, _, length in journal_lines(path):
+        if number:
+            whole += length
+        else:
+            cut = length
+    skipped: dict[str, int] = {}
+    for s in dump.skips:
+        skipped[s.reason] = skipped.get(s.reason, 0) + s.count
+    steps = sum(1 for r, _ in dump.steps if r == rank)
+    tensors = sum(1 for r in dump.records if r.rank == rank)
+    nbytes = whole + sum(n for _, n in {(r.payload, r.payload.nbytes) for r in records if r.payload})
+    event = {"event": "end", "reason": "repaired", "steps": steps, "tensors": tensors, "bytes": nbytes}
+    os.close(open_regular(path))
+    fd = os.open(path, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        os.ftruncate(fd, whole)
+        write_all(fd, encode({**event, "skipped": skipped}), whole)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return cut
