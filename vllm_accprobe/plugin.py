@@ -143,9 +143,12 @@ def _patch_workers() -> None:
 
     def probed_init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = init_device(self, *args, **kwargs)
-        from vllm_accprobe.capture.runner import attach
+        try:
+            from vllm_accprobe.capture.runner import attach
 
-        attach(self)
+            attach(self)
+        except Exception as error:  # a broken installation of the probe must not take the server with it
+            say(f"cannot start ({type(error).__name__}: {error}): NOTHING will be captured; serving goes on")
         return result
 
     def probed_shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -318,7 +318,20 @@ def _flatten(role: str, value: Any, tap: Tap, nested: bool = False, depth: int =
 
 
 def _argument_names(forward: Callable[..., Any]) -> tuple[list[str], str]:
-    """Positional parameter names of ``forward`` and the prefix for what ``*args`` swallows."""
+    """Positional parameter names of ``forward`` and the prefix for what ``*args`` swallows.
+
+    vLLM's CustomOp has ``forward(*args, **kwargs)``; the names are those of the method that it dispatches to.
+    """
+    owner = getattr(forward, "__self__", None)
+    for candidate in (forward, getattr(owner, "_forward_method", None), getattr(owner, "forward_native", None)):
+        if candidate is not None:
+            names, spread = _signature(candidate)
+            if names:
+                return names, spread
+    return [], ""
+
+
+def _signature(forward: Callable[..., Any]) -> tuple[list[str], str]:
     try:
         parameters = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):

@@ -89,6 +89,8 @@ class Space:
     """The rows of one kind in one step. ``ranges`` are the kept [start, stop) of the tensor's row dimension.
 
     src: rows the model computed for real; padded: rows its tensors may have; whole: every one of them is kept.
+    ids, positions: tensors with one number per token row (tokens space only); token_rows: the token row of each kept
+    row of another space (logits).
     """
 
     name: str
@@ -101,7 +103,7 @@ class Space:
     announced: bool = False
     ids: Any = None
     positions: Any = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    token_rows: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.n = sum(stop - start for start, stop in self.ranges)
@@ -179,7 +181,8 @@ def logits_space(config: ProbeConfig, requests: Requests, batch: Sequence[Schedu
     """
     ranges: list[tuple[int, int]] = []
     segments: list[Segment] = []
-    row = 0
+    token_rows: list[int] = []
+    row = token = 0
     for part in batch:
         rows = part.drafts + 1
         request = requests.get(part.internal)
@@ -190,8 +193,10 @@ def logits_space(config: ProbeConfig, requests: Requests, batch: Sequence[Schedu
             for first, stop, phase in kept(config, begin, rows, request.prompt_len):
                 _extend(ranges, row + first, row + stop)
                 segments.append(Segment(request.req, begin + first, stop - first, row + first, phase))
+                token_rows += range(token + part.n - rows + first, token + part.n - rows + stop)
         row += rows
-    return Space(LOGITS, row, row, ranges, segments)
+        token += part.n
+    return Space(LOGITS, row, row, ranges, segments, token_rows=token_rows)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class Session:
         self.dead: str | None = None
         self.fired: set[str] = set()
         self._find_space = find_space
+        self.flatten: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Brings a batched tensor into rows (probe.py); None where tensors already are rows of tokens."""
 
     def begin(self, step: Step, requests: list[Request], prefill: bool) -> StepState | None:
         """Opens an armed step; None when the capture has ended."""
@@ -108,6 +110,8 @@ class Session:
         self, state: StepState, tap: str, cls: str, role: str, call: int, tensor: torch.Tensor, part: str, ticket: Ticket | None = None
     ) -> None:
         """Takes one tensor; ``ticket`` gets its hash."""
+        if self.flatten is not None:
+            tensor = self.flatten(tensor)
         found = self._event(state, tap, cls, role, call, tensor, part)
         if found is not None:
             event, space, dim = found
@@ -126,6 +130,8 @@ class Session:
         changed: Callable[[bool], None],
     ) -> None:
         """Takes ``tensor`` again, in role ``inplace.*``, if it is no longer what ``ticket`` saw."""
+        if self.flatten is not None:
+            tensor = self.flatten(tensor)
         found = self._event(state, tap, cls, role, call, tensor, part)
         if found is not None:
             event, space, dim = found

@@ -78,6 +78,8 @@ class Sink:
         self._on_stop = on_stop
         self.writer = RankWriter(root, rank, {"event": "start", **start}, budget_bytes=config.budget_bytes, on_stop=on_stop)
         self._seen: dict[str, tuple[Payload | None, StatsCell]] = {}
+        self._token_ids: list[int] = []
+        self._positions: list[int] = []
         self._scratch = torch.empty(1 << 20, dtype=torch.uint8)
         self.skipped: Counter[tuple[str, str | None, str]] = Counter()
         self.tensors = 0
@@ -102,7 +104,7 @@ class Sink:
 
     def step(self, step: Step) -> None:
         self.steps += 1
-        self._then(self._seen.clear)
+        self._then(self._new_step)
         self.line(_event("step", step) | {"batch": dict(step.batch)})
 
     def request(self, request: Request) -> None:
@@ -120,17 +122,25 @@ class Sink:
         segments = list(space.segments)
         ranges = list(space.ranges)
 
+        token_rows = list(space.token_rows)
+
         def finish(arrived: Sequence[torch.Tensor]) -> None:
             named = dict(zip(names, arrived, strict=True))
-            found = segments
-            if "positions" in named:
-                # Asynchronous speculation corrects positions on the device after the scheduler has guessed them.
-                true = named["positions"].tolist()
-                found = [dataclasses.replace(s, pos=int(true[s.row])) for s in segments]
-            event["segments"] = [_segment(s) for s in found]
             if "ids" in named:
-                ids = named["ids"].tolist()
-                event["ids"] = [i for start, stop in ranges for i in ids[start:stop]]
+                self._token_ids = named["ids"].tolist()
+                event["ids"] = [i for start, stop in ranges for i in self._token_ids[start:stop]]
+            # Asynchronous speculation corrects positions on the device after the scheduler has guessed them.
+            if "positions" in named:
+                self._positions = named["positions"].tolist()
+                rows = [s.row for s in segments]
+            else:
+                rows = _firsts(segments, token_rows)
+            if token_rows and self._token_ids:
+                event["ids"] = [self._token_ids[row] for row in token_rows]
+            found = segments
+            if rows and self._positions:
+                found = [dataclasses.replace(s, pos=int(self._positions[r])) for s, r in zip(segments, rows, strict=True)]
+            event["segments"] = [_segment(s) for s in found]
             self.writer.line(event)
 
         names = [name for name, tensor in (("ids", space.ids), ("positions", space.positions)) if tensor is not None]
@@ -282,6 +292,11 @@ class Sink:
             totals[why] += count
         self.writer.close(reason, {"steps": self.steps, "tensors": self.tensors, "skipped": dict(totals)})
 
+    def _new_step(self) -> None:
+        self._seen.clear()
+        self._token_ids = []
+        self._positions = []
+
     def _then(self, action: Callable[[], None]) -> None:
         if self._staging is None:
             action()
@@ -300,6 +315,17 @@ class Ticket:
 
     def __init__(self) -> None:
         self.digest: str | None = None
+
+
+def _firsts(segments: Sequence[Segment], token_rows: Sequence[int]) -> list[int]:
+    """The token row of each segment's first row; empty where the space's rows are no tokens."""
+    if not token_rows:
+        return []
+    firsts, at = [], 0
+    for segment in segments:
+        firsts.append(token_rows[at])
+        at += segment.n
+    return firsts
 
 
 def _memory(tensor: torch.Tensor) -> list[tuple[int, int]]:
