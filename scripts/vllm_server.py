@@ -93,16 +93,21 @@ class Server:
         begin = time.monotonic()
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        # The front end ends before its engine has; the engine closes the dump, so it is waited for, too.
+        while time.monotonic() - begin < STOP_TIMEOUT_S and (process.poll() is None or self._anyone_left()):
+            time.sleep(0.05)
+        if self._anyone_left():
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.stop_s = time.monotonic() - begin
         return process.wait()
+
+    def _anyone_left(self) -> bool:
+        assert self.process is not None
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
     def tail(self, lines: int = 20) -> str:
         text = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from e2e.conftest import FIVE, VISION, Engines
+from support.captures import FIVE, VISION, Engines, explain
 from support.engine import Ask, Run
 from support.prompts import prompt, repetitive
 
@@ -18,15 +18,6 @@ pytestmark = pytest.mark.engine
 LONG = [Ask(a.ids, 40) for a in FIVE]
 GUESSABLE = [Ask(repetitive(60, 9, i), 24) for i in range(3)]
 SHARED_START = [Ask([*prompt(64, 9), *prompt(10, i)], 8) for i in range(3)]
-
-
-def explain(result: Any) -> str:
-    """What a failing test should show."""
-    lines = [f"verdict {result.verdict}", f"first {result.first_divergence}", f"coverage {result.coverage}"]
-    lines += [f"origin {o}" for o in result.origins[:5]]
-    failed = [p for p in result.pairs if p.status == "fail"]
-    lines += [f"{p.golden} {p.phase} rel_l2 {p.worst_row_rel_l2} limit {p.limit} {p.message}" for p in failed[:10]]
-    return "\n".join([*lines, *result.notes])
 
 
 def assert_clean(result: Any, *, rows_missing: bool = False) -> None:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from e2e.conftest import FIVE, VISION, Engines
-from e2e.test_clean_pairs import explain
+from support.captures import FIVE, VISION, Engines, explain
 
 pytestmark = pytest.mark.engine
 

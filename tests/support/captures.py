@@ -1,0 +1,71 @@
+"""The captures that the end-to-end tests share: each is made once per session, when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.engine import TP2_ENV, V2_ENV, Ask, EngineHost, Run
+from support.prompts import prompt, prompts
+from tiny_model import make
+
+FIVE = [Ask(ids, 8) for ids in prompts(40, 23, 57, 31, 70)]
+"""Five requests of 221 prompt tokens in all, eight tokens each."""
+VISION = [
+    Ask([*prompt(12, 1), 4, 6, 5, *prompt(9, 2)], 6, image=(112, 112, 5)),
+    Ask(prompt(20, 3), 6),
+    Ask([*prompt(5, 4), 4, 6, 5, *prompt(9, 2)], 6, image=(84, 140, 6)),
+]
+"""Two pictures of 16 and 15 merged patches (64 and 60 patches), and one request without."""
+
+
+class Engines:
+    """Makes captures and remembers them by name. Hosts are started when first needed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._hosts: dict[str, EngineHost] = {}
+        self._runs: dict[str, Run] = {}
+
+    def model(self, name: str) -> Path:
+        return make(name, self.root / "models" / name)
+
+    def host(self, kind: str = "v1") -> EngineHost:
+        """``v1``; ``v2``: the V2 model runner; ``tp2``: two ranks, one core each; ``bare``: no probe."""
+        if kind not in self._hosts:
+            env: Mapping[str, str] = {"v1": {}, "bare": {}, "v2": V2_ENV, "tp2": TP2_ENV}[kind]
+            self._hosts[kind] = EngineHost(self.root / f"{kind}.log", env, probe=kind != "bare")
+        return self._hosts[kind]
+
+    def run(
+        self,
+        name: str,
+        model: str = "qwen2",
+        asks: Sequence[Ask] = FIVE,
+        *,
+        host: str = "v1",
+        **how: Any,
+    ) -> Run:
+        """The capture called ``name``: made now with these arguments, or the one made before."""
+        if name not in self._runs:
+            out = self.root / "dumps" / name
+            self._runs[name] = self.host(host).capture(self.model(model), asks, out=out, **how)
+        return self._runs[name]
+
+    def serial(self, model: str = "qwen2", asks: Sequence[Ask] = FIVE) -> Run:
+        """The golden of most pairs: the requests sent one at a time, unchunked."""
+        return self.run(f"{model}-serial", model, asks, how="serial")
+
+    def close(self) -> None:
+        for host in self._hosts.values():
+            host.close()
+
+
+def explain(result: Any) -> str:
+    """A Comparison in a few lines: what a failing test should show."""
+    lines = [f"verdict {result.verdict}", f"first {result.first_divergence}", f"coverage {result.coverage}"]
+    lines += [f"origin {o}" for o in result.origins[:5]]
+    failed = [p for p in result.pairs if p.status == "fail"]
+    lines += [f"{p.golden} {p.phase} rel_l2 {p.worst_row_rel_l2} limit {p.limit} {p.message}" for p in failed[:10]]
+    return "\n".join([*lines, *result.notes])
