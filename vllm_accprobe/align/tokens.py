@@ -63,7 +63,7 @@ class Side:
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """names: subject → (request label, image index or None); a key's subject is ``key >> 32``, the rest its position."""
+    """names: subject → (request label, image index or None); a key is ``subject << 32 | position``."""
 
     golden: Side
     mine: Side

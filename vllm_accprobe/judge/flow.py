@@ -1,0 +1,159 @@
+"""The order in which data flows through the taps, and which tap stands inside which.
+
+The problem: "first" must mean first in the flow of data, but no single step shows every tap: images, logits and
+sampling come and go. The idea: the sequence numbers of one step order its taps; taps that first appear in a later step
+are put right behind the tap that they followed there. Depth counts the numbered blocks (``layers.3``) passed so far.
+Whether rows mix is told from the class: attention and its like do, and so does everything that contains one; what
+is plainly row by row does not; the unknown is taken to mix, because that accuses nobody wrongly.
+Not here: errors (verdict.py), blame (origin.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm_accprobe.dump.schema import ROOT_TAP, Module
+
+Key = tuple[str, str, int]
+"""(tap, role, call)."""
+_MIXES = re.compile(r"attention|attn|mamba|ssm|conv|recurrent|retention|rwkv|delta|mixer|lstm|gru", re.I)
+_ROWWISE = re.compile(
+    r"linear|norm|embed|rotary|rope|act|silu|gelu|relu|mul|mlp|feedforward|ffn|moe|expert|router|gate|logits|sampler"
+    r"|lmhead|dropout|identity",
+    re.I,
+)
+_BLOCK = re.compile(r"^(.*?\.)?(\d+)(?=\.|$)")
+
+
+def flow_order(records: Iterable[tuple[int, int, Key]]) -> list[Key]:
+    """Orders keys from (step, seq, key) of every record that has a step."""
+    steps: dict[int, list[tuple[int, Key]]] = {}
+    for step, seq, key in records:
+        steps.setdefault(step, []).append((seq, key))
+    ordered: list[Key] = []
+    known: set[Key] = set()
+    for step in sorted(steps):
+        # Ranks repeat each other, and a tap's call may come twice in a step that was cut short: the first counts.
+        if all(key in known for _, key in steps[step]):
+            continue
+        previous: Key | None = None
+        fresh: list[Key] = []
+        for _, key in sorted(steps[step], key=lambda item: item[0]):
+            if key in known:
+                if fresh:
+                    _insert(ordered, previous, fresh)
+                    fresh = []
+                previous = key
+            else:
+                known.add(key)
+                fresh.append(key)
+        if fresh:
+            _insert(ordered, previous, fresh)
+    return ordered
+
+
+def _insert(ordered: list[Key], previous: Key | None, fresh: Sequence[Key]) -> None:
+    at = ordered.index(previous) + 1 if previous is not None else 0
+    ordered[at:at] = fresh
+
+
+def add_parameters(
+    ordered: Sequence[Key], parameters: Iterable[tuple[str, str]], modules: Sequence[Module]
+) -> list[Key]:
+    """Puts each (tap, role) of a parameter before its tap's first tensor, or, for a tap that never ran as a module,
+    behind the last tensor of the module that stands before it in the model's tree."""
+    by_tap: dict[str, list[Key]] = {}
+    for tap, role in parameters:
+        by_tap.setdefault(tap, []).append((tap, role, 0))
+    if not by_tap:
+        return list(ordered)
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for i, (tap, _, _) in enumerate(ordered):
+        first.setdefault(tap, i)
+        last[tap] = i
+    put: dict[float, list[Key]] = {}
+    place = -1.0
+    index = [m.tap for m in sorted(modules, key=lambda m: m.index)]
+    for tap in index + [t for t in by_tap if t not in set(index)]:
+        if tap in by_tap:
+            put.setdefault(first[tap] - 0.5 if tap in first else place + 0.25, []).extend(by_tap.pop(tap))
+        if tap in last and tap != ROOT_TAP:
+            place = float(last[tap])
+    out: list[tuple[float, int, Key]] = [(float(i), 0, key) for i, key in enumerate(ordered)]
+    n = 0
+    for at, keys in put.items():
+        for key in keys:
+            n += 1
+            out.append((at, n, key))
+    return [key for _, _, key in sorted(out, key=lambda item: item[:2])]
+
+
+def depths(ordered: Sequence[Key]) -> list[int]:
+    """How many numbered blocks the data has entered when it reaches each key."""
+    seen: set[str] = set()
+    out = []
+    for tap, role, _ in ordered:
+        match = _BLOCK.match(tap)
+        # A block counts as passed for its own taps too; a parent's parameters and inputs come before.
+        if match and not role.startswith("param."):
+            seen.add(match.group(0))
+        out.append(len(seen))
+    return out
+
+
+@dataclass
+class Tree:
+    """The taps of one dump that have tensors. parent: nearest enclosing tap; children likewise; all in flow order."""
+
+    classes: Mapping[str, str]
+    parent: dict[str, str | None] = field(default_factory=dict)
+    children: dict[str | None, list[str]] = field(default_factory=dict)
+    mixing: dict[str, bool] = field(default_factory=dict)
+
+    @staticmethod
+    def of(taps: Sequence[str], classes: Mapping[str, str]) -> Tree:
+        tree = Tree(classes)
+        known = set(taps)
+        for tap in taps:
+            tree.parent[tap] = up = _parent(tap, known)
+            tree.children.setdefault(up, []).append(tap)
+        for tap in sorted(known, key=lambda t: -depth_of(t)):
+            cls = classes.get(tap, "")
+            inside = any(tree.mixing[c] for c in tree.children.get(tap, ()))
+            tree.mixing[tap] = inside or mixes(tap, cls)
+        return tree
+
+    def above(self, tap: str) -> list[str]:
+        """The taps that enclose ``tap``, nearest first."""
+        out = []
+        up = self.parent.get(tap)
+        while up is not None:
+            out.append(up)
+            up = self.parent.get(up)
+        return out
+
+
+def depth_of(tap: str) -> int:
+    return 0 if tap == ROOT_TAP else 1 + tap.count(".")
+
+
+def _parent(tap: str, known: set[str]) -> str | None:
+    if tap == ROOT_TAP:
+        return None
+    while "." in tap:
+        tap = tap.rpartition(".")[0]
+        if tap in known:
+            return tap
+    return ROOT_TAP if ROOT_TAP in known else None
+
+
+def mixes(tap: str, cls: str) -> bool:
+    """Whether a row of the output depends on other rows of the input."""
+    what = cls or tap.rpartition(".")[2].replace("_", "")
+    plain = re.search(r"norm|linear|embed|rotary|rope", what, re.I)
+    if _MIXES.search(what) and not plain:
+        return True
+    return not _ROWWISE.search(what)

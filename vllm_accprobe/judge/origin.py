@@ -1,0 +1,256 @@
+"""Which taps made an error, rather than passing one on.
+
+The problem: behind the first wrong number everything is wrong, and a wrong token makes all later tokens wrong
+through attention. The idea: what stands in a tap's way is compared with what comes out, row by row. A tensor's error at
+a row is CREATED there if it exceeds the limit by more than the errors in front of it explain: those of the tap's
+inputs and parameters at the rows that can influence this one. In front of a leaf's output are its inputs. Between the
+children of a parent (a residual addition, a reshape, a call that no hook sees) lie the children's inputs: in front of
+them are the parent's inputs and the outputs that came before; what is created there is the parent's own doing. So the
+deepest visible module is blamed, and a parent only for what none of its children shows.
+Not here: how large an error is (verdict.py), what is in front of what (flow.py), flipped tokens (flips.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.tokens import position, subject
+from vllm_accprobe.dump.schema import ROOT_TAP
+from vllm_accprobe.judge.flow import Tree
+from vllm_accprobe.judge.standards import Standard
+
+INPUT, OUTPUT, PARAM = "input", "output", "param"
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One (tap, role, call) of mine with its errors.
+
+    kind: input, output (also what was changed in place) or param. seen: sorted keys of the rows that were compared.
+    keys, err: the rows with an error, sorted by key, and how large it is (verdict.RowErrors.err). everywhere: an error
+    that belongs to no row (a parameter). limit: what the tap may create. vision: the keys are rows of images.
+    """
+
+    tap: str
+    role: str
+    call: int
+    kind: str
+    order: int
+    limit: float
+    seen: np.ndarray
+    keys: np.ndarray
+    err: np.ndarray
+    everywhere: float = 0.0
+    vision: bool = False
+
+
+@dataclass(frozen=True)
+class Created:
+    """An origin: rows ``keys`` of ``trace`` (none for a parameter), with what came in front of them."""
+
+    tap: str
+    trace: Trace
+    keys: np.ndarray
+    err: np.ndarray
+    explained: np.ndarray
+    evidence: str
+
+
+def kind_of(role: str) -> str:
+    return INPUT if role.startswith("input") else PARAM if role.startswith("param") else OUTPUT
+
+
+def find_origins(
+    traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, list[tuple[int, int, int]]]
+) -> list[Created]:
+    """The taps that create errors, in data-flow order. images: TokenPlan.images."""
+    return _Search(traces, tree, standard, images).run()
+
+
+class _Search:
+    def __init__(self, traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, Any]):
+        self.tree, self.standard, self.images = tree, standard, images
+        self.by_tap: dict[str, dict[str, list[Trace]]] = defaultdict(lambda: {INPUT: [], OUTPUT: [], PARAM: []})
+        for t in sorted(traces, key=lambda t: t.order):
+            self.by_tap[t.tap][t.kind].append(t)
+        self.found: dict[str, list[Created]] = defaultdict(list)
+
+    def run(self) -> list[Created]:
+        taps = sorted(self.by_tap, key=lambda t: -_level(self.tree, t))
+        for tap in taps:  # the deepest first, so that a parent knows what its descendants are blamed for
+            for t in self.by_tap[tap][PARAM]:
+                if t.everywhere > 0:
+                    one = np.array([t.everywhere])
+                    self.found[tap].append(Created(tap, t, _NONE, one, np.zeros(1), "values"))
+            self._body(tap)
+        self._top()
+        every = [c for cs in self.found.values() for c in cs]
+        return sorted(every, key=lambda c: c.trace.order)
+
+    def _body(self, tap: str) -> None:
+        """What ``tap`` itself creates: at its outputs, and between its children."""
+        children = self.tree.children.get(tap, [])
+        mixing = self.tree.mixing.get(tap, True)
+        below = self._blamed_below(tap)
+        for sink in self.by_tap[tap][OUTPUT]:
+            if children:
+                sources = self._inside(tap, sink)
+            else:
+                sources = self._before(tap, sink)
+            self._check(tap, sink, sources, mixing, below)
+        for child in children:
+            for sink in self.by_tap[child][INPUT]:
+                self._check(tap, sink, self._inside(tap, sink), mixing, below)
+
+    def _top(self) -> None:
+        """What is created in front of the outermost taps, where nobody else can be blamed: their inputs."""
+        for tap in self.tree.children.get(None, []):
+            for sink in self.by_tap[tap][INPUT]:
+                self._check(tap, sink, self._earlier(sink), True, [])
+
+    def _before(self, tap: str, sink: Trace) -> list[Trace]:
+        """In front of a leaf's output: the same call's inputs and its parameters; without inputs, what came before."""
+        mine = self.by_tap[tap]
+        inputs = [t for t in mine[INPUT] if t.call == sink.call] or mine[INPUT]
+        sources = inputs + mine[PARAM] + self._silent(tap)
+        if not inputs:
+            sources += self._around(tap, sink)
+        return sources
+
+    def _inside(self, tap: str, sink: Trace) -> list[Trace]:
+        """In front of a place in the body of ``tap``: its inputs and parameters, and its children's earlier outputs."""
+        mine = self.by_tap[tap]
+        sources = [t for t in mine[INPUT] if t.order <= sink.order]
+        if not sources:
+            sources = self._around(tap, sink)
+        sources = sources + mine[PARAM]
+        for child in self.tree.children.get(tap, []):
+            sources += [t for t in self.by_tap[child][OUTPUT] if t.order < sink.order]
+            sources += self.by_tap[child][PARAM] if not self.by_tap[child][OUTPUT] else []
+        if tap == ROOT_TAP:  # logits and sampling read what the root gave out
+            sources += [t for t in mine[OUTPUT] if t.order < sink.order]
+        return sources
+
+    def _around(self, tap: str, sink: Trace) -> list[Trace]:
+        up = self.tree.parent.get(tap)
+        return self._inside(up, sink) if up is not None else self._earlier(sink)
+
+    def _earlier(self, sink: Trace) -> list[Trace]:
+        return [t for kinds in self.by_tap.values() for t in kinds[OUTPUT] if t.order < sink.order]
+
+    def _silent(self, tap: str) -> list[Trace]:
+        """Parameters of siblings that never run as modules: lm_head's weight is used inside the logits processor."""
+        siblings = self.tree.children.get(self.tree.parent.get(tap), [])
+        silent = (s for s in siblings if s != tap and not self.by_tap[s][OUTPUT] and not self.tree.children.get(s))
+        return [t for s in silent for t in self.by_tap[s][PARAM]]
+
+    def _blamed_below(self, tap: str) -> list[Trace]:
+        """What descendants created, as sources of unlimited error."""
+        out = []
+        todo = list(self.tree.children.get(tap, []))
+        while todo:
+            child = todo.pop()
+            todo += self.tree.children.get(child, [])
+            for c in self.found[child]:
+                everywhere = 0.0 if len(c.keys) else np.inf
+                err = np.full(len(c.keys), np.inf)
+                out.append(replace(c.trace, keys=c.keys, err=err, everywhere=everywhere))
+        return out
+
+    def _check(self, tap: str, sink: Trace, sources: list[Trace], mixing: bool, below: list[Trace]) -> None:
+        bad = sink.err > sink.limit
+        if not bad.any():
+            return
+        keys, err = sink.keys[bad], sink.err[bad]
+        explained = np.zeros(len(keys))
+        for source in [*sources, *(b for b in below if b.order < sink.order)]:
+            if source is not sink:
+                np.maximum(explained, self._influence(source, sink, keys, mixing), out=explained)
+        allowed = sink.limit + self.standard.amplification * explained
+        created = (err > allowed) & (explained < self.standard.garbage)
+        created &= ~(np.isinf(err) & (explained > max(sink.limit, 0.0)))
+        if created.any():
+            evidence = "values" if np.isinf(err[created]).any() else "jump"
+            self.found[tap].append(Created(tap, sink, keys[created], err[created], explained[created], evidence))
+
+    def _influence(self, source: Trace, sink: Trace, keys: np.ndarray, mixing: bool) -> np.ndarray:
+        """The largest error of ``source`` among the rows that can influence each of ``keys``: float64 [len(keys)]."""
+        base = np.full(len(keys), source.everywhere)
+        if not len(source.keys):
+            return base
+        if source.vision and not sink.vision:
+            source = self._as_text(source)
+        elif sink.vision and not source.vision:
+            return base
+        elif source.vision:
+            return np.maximum(base, _same_subject(source, keys))
+        return np.maximum(base, _causal(source, keys) if mixing else _same_row(source, keys))
+
+    def _as_text(self, source: Trace) -> Trace:
+        """An image's error, at the text positions which the image fills."""
+        worst: dict[int, float] = {}
+        for who, e in zip(subject(source.keys).tolist(), source.err.tolist(), strict=True):
+            worst[who] = max(worst.get(who, 0.0), e)
+        at: dict[int, float] = {}
+        for who, e in worst.items():
+            for text, first, n in self.images.get(who, ()):
+                for p in range(first, first + n):
+                    key = (text << 32) | p
+                    at[key] = max(at.get(key, 0.0), e)
+        keys = np.array(sorted(at), np.int64)
+        err = np.array([at[k] for k in keys.tolist()])
+        return Trace(source.tap, source.role, source.call, source.kind, source.order, 0.0, keys, keys, err)
+
+
+def _level(tree: Tree, tap: str) -> int:
+    return len(tree.above(tap))
+
+
+def _same_row(source: Trace, keys: np.ndarray) -> np.ndarray:
+    at = np.minimum(np.searchsorted(source.keys, keys), len(source.keys) - 1)
+    return np.where(source.keys[at] == keys, source.err[at], 0.0)
+
+
+def _same_subject(source: Trace, keys: np.ndarray) -> np.ndarray:
+    who = subject(keys)
+    out = np.zeros(len(keys))
+    for one in np.unique(who):
+        mask = subject(source.keys) == one
+        if mask.any():
+            out[who == one] = source.err[mask].max()
+    return out
+
+
+def _causal(source: Trace, keys: np.ndarray) -> np.ndarray:
+    """Rows of the same request at positions up to the row's; where such a row was computed for another request (a
+    shared prefix in the cache), any request's row at that position."""
+    out = np.zeros(len(keys))
+    who, where = subject(keys), position(keys)
+    source_who, source_at = subject(source.keys), position(source.keys)
+    seen_who, seen_at = subject(source.seen), position(source.seen)
+    for one in np.unique(who):
+        mask = who == one
+        own = source_who == one
+        have = seen_at[seen_who == one]
+        other = ~own & ~np.isin(source_at, have)
+        at = np.concatenate([source_at[own], source_at[other]])
+        if not len(at):
+            continue
+        err = np.concatenate([source.err[own], source.err[other]])
+        order = np.argsort(at, kind="stable")
+        at, err = at[order], np.maximum.accumulate(err[order])
+        i = np.searchsorted(at, where[mask], side="right")
+        out[mask] = np.where(i > 0, err[np.maximum(i - 1, 0)], 0.0)
+    return out
+
+
+def merge_seen(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    """The sorted union of several key arrays."""
+    arrays = [a for a in arrays if len(a)]
+    return np.unique(np.concatenate(arrays)) if arrays else _NONE

@@ -1,0 +1,87 @@
+"""How many units of rounding are allowed, and in which measures.
+
+The problem: one number cannot serve the first layer and the last, a wrong scale and a single wrong element. The idea:
+a `Standard` holds a few plain numbers; `Limits` follow from it, the unit (floor.py) and the depth. Three measures of a
+row are held against one limit each, so that none hides the others' finds: the relative L2 error, the norm ratio (noise
+hardly moves it, a wrong scale does) and the largest element (one wrong element in a wide row hardly moves the norm).
+Defaults: measured on clean pairs, relative L2 in bfloat16 units was 0.1 for speculative against plain decoding, 0.7
+after the first all-reduce of TP=2 and 1.8 at the last norm of a small model. 4 units leave room of two to five.
+Not here: the verdict on a pair (verdict.py) and on an operator (origin.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """row: of a row's relative L2 error; ratio: of |norm ratio - 1|; element: of |d| / max(|g|, rms of the row)."""
+
+    row: float
+    ratio: float
+    element: float
+
+    @property
+    def exact(self) -> bool:
+        return self.row == 0.0
+
+
+EXACT = Limits(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Standard:
+    """created: units that one operator may add to a row. growth: exponent of (1 + depth) by which what has piled up may
+    grow; depth counts layers. amplification: how much of its inputs' relative error an operator may pass on. garbage:
+    inputs further off than this explain any output. ratio_share, ratio_width: the norm ratio's limit is the row's times
+    min(1, ratio_share + ratio_width / sqrt(width)). element: the element's limit is the row's times this.
+    row_floor: rows below this part of the tap's median norm are measured against that part.
+    """
+
+    name: str = "accprobe"
+    created: float = 4.0
+    growth: float = 0.5
+    amplification: float = 4.0
+    garbage: float = 0.25
+    ratio_share: float = 0.25
+    ratio_width: float = 4.0
+    element: float = 8.0
+    row_floor: float = 0.1
+
+    def created_limits(self, unit: float, width: int) -> Limits:
+        """What one operator may add to a row of ``width`` elements."""
+        return self._limits(self.created * unit, width)
+
+    def total_limits(self, unit: float, width: int, depth: int) -> Limits:
+        """What may have piled up after ``depth`` layers."""
+        return self._limits(self.created * unit * (1.0 + max(depth, 0)) ** self.growth, width)
+
+    def _limits(self, row: float, width: int) -> Limits:
+        return Limits(row, row * self.ratio_factor(width), row * self.element)
+
+    def ratio_factor(self, width: int) -> float:
+        return min(1.0, self.ratio_share + self.ratio_width / math.sqrt(max(width, 1)))
+
+    def to_dict(self, unit: float, layers: int) -> dict[str, Any]:
+        """For compare.json: the numbers, and the limits they come to in this comparison."""
+        last = self.total_limits(unit, 1 << 20, layers)
+        return asdict(self) | {
+            "unit": unit,
+            "limit_created": self.created * unit,
+            "limit_first_layer": self.created * unit,
+            "limit_last_layer": last.row,
+        }
+
+
+STANDARDS: dict[str, Standard] = {s.name: s for s in (Standard(), Standard("strict", created=1.0, amplification=2.0))}
+
+
+def get_standard(name: str) -> Standard:
+    """Raises KeyError with one line that names the known standards."""
+    try:
+        return STANDARDS[name]
+    except KeyError:
+        raise KeyError(f"unknown standard {name!r}: known are {', '.join(sorted(STANDARDS))}") from None
