@@ -17,6 +17,8 @@ from typing import Any
 
 _OFF = ("", "0", "false", "no", "off")
 _patched: set[str] = set()
+GRACE_S = 30.0
+"""How long a front end waits for an engine that has been told to end, at least."""
 
 
 def platform() -> None:
@@ -48,6 +50,7 @@ def register() -> None:
     if not config.graphs:
         _patch_engine_args()
     _patch_workers()
+    _patch_shutdown()
 
 
 def say(message: str) -> None:
@@ -122,6 +125,29 @@ def _patch_engine_args() -> None:
 
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
     _patched.add("args")
+
+
+def _patch_shutdown() -> None:
+    """Gives engine processes time to close their dumps.
+
+    By default (shutdown_timeout 0) newer front ends send SIGTERM and, without waiting, SIGKILL to the engine.
+    """
+    if "shutdown" in _patched:
+        return
+    try:
+        from vllm.v1.engine import utils
+
+        original = utils.shutdown
+    except (ImportError, AttributeError):
+        return  # older versions wait for five seconds by themselves
+
+    def shutdown(procs: Any, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        if timeout is not None:
+            kwargs["timeout"] = max(float(timeout), GRACE_S)
+        return original(procs, *args, **kwargs)
+
+    utils.shutdown = shutdown
+    _patched.add("shutdown")
 
 
 def _patch_workers() -> None:
