@@ -128,9 +128,10 @@ class Taps:
         """(tap, reason) of all chosen taps that no call of an armed step has reached."""
         for tap in self.taps:
             if tap.record:
+                known = any(name in self._session.fired for name in tap.names)
                 for name in tap.names:
                     if name not in self._session.fired:
-                        yield name, "never called in a captured step"
+                        yield name, "another name of a captured module" if known else "never called in a captured step"
 
     def _part(self, path: str, cls: str, language_prefix: str) -> str:
         leaf = path.rpartition(".")[2]

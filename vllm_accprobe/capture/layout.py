@@ -72,11 +72,16 @@ class Layouts:
 
     def _find(self, tap: str, role: str, shape: tuple[int, ...]) -> Layout:
         module = self._modules.get(tap)
-        if module is None or not shape:
-            return self._unknown()
+        if module is None or not shape:  # the sampler: every rank samples for itself, and must agree
+            return REPLICATED
+        if len(shape) == 1 or type(module).__name__ == "LogitsProcessor":
+            return REPLICATED  # positions, ids, gathered logits: there is no feature dimension to cut
         incoming = role.startswith(("input", "inplace"))
-        linear = _is_linear(module)
-        if linear:
+        if _is_vocab(module):
+            if not incoming and shape[-1] == module.num_embeddings_per_partition:  # used as lm_head
+                return self._shard(-1, _output_parts(module) or (), _vocab(module))
+            return REPLICATED
+        if _is_linear(module):
             if _own_tp_size(module) == 1:
                 return REPLICATED
             out, parts = _output_parts(module), _input_parts(module)
@@ -87,16 +92,23 @@ class Layouts:
             if out is not None and not incoming and not getattr(module, "gather_output", False):
                 return self._shard(-1, out) if shape[-1] == sum(n for n, _ in out) else self._unknown()
             return REPLICATED
-        if _is_vocab(module):
-            if not incoming and shape[-1] == module.num_embeddings_per_partition:  # used as lm_head
-                return self._shard(-1, _output_parts(module) or (), _vocab(module))
-            return REPLICATED
-        if not incoming and _reduces_later(module):
+        if not incoming and (_reduces_later(module) or _sums_later(module) or self._inside_experts(tap, shape)):
+            # Analysis takes a "partial" tensor that is the same on all ranks for a reduced one, so a block that sums
+            # its experts itself is described correctly too.
             return Layout("partial", "tp", self._rank, self._size)
         return self._beside(tap, module, role, shape)
 
+    def _inside_experts(self, tap: str, shape: tuple[int, ...]) -> bool:
+        """Whether a hidden state comes out somewhere inside a fused-experts runner, which reduces at its very end."""
+        return ".experts." in tap and shape[-1] == self._hidden
+
     def _beside(self, tap: str, module: Any, role: str, shape: tuple[int, ...]) -> Layout:
         """The layout of a tensor between parallel linear layers: that of the neighbour whose size it has."""
+        # A block as a whole takes and gives hidden states; its inner leaves work on slices. With equal sizes this
+        # decides: parents and norms are taken as replicated, leaves as slices.
+        whole = self._hidden is not None and shape[-1] == self._hidden
+        if whole and (_has_children(module) or "norm" in type(module).__name__.lower()):
+            return REPLICATED
         parent = tap.rpartition(".")[0]
         known = self._neighbours(parent)
         if not known and "." in parent:  # Attention modules sit one level deeper in some models
@@ -112,11 +124,6 @@ class Layouts:
                 return self._heads(shape, q, 1, qkv)
             if word.startswith(("k", "v")) or (role == "output.1" and shape[-1] in (k, v)):
                 return self._heads(shape, k if word.startswith("k") or role == "output.1" else v, replicas, qkv)
-        # A block as a whole takes and gives hidden states; its inner leaves work on slices. With equal sizes this
-        # decides: parents and norms are taken as replicated, leaves as slices.
-        whole = self._hidden is not None and shape[-1] == self._hidden
-        if whole and (_has_children(module) or "norm" in type(module).__name__.lower()):
-            return REPLICATED
         if shape[-1] in known:
             return self._shard(-1, known[shape[-1]])
         if len(shape) >= 3 and shape[-1] * shape[-2] in known:
@@ -195,6 +202,12 @@ def _qkv_sizes(module: Any) -> tuple[int, int, int]:
     return int(module.num_heads) * head, int(module.num_kv_heads) * head, int(module.num_kv_heads) * v_head
 
 
+def _sums_later(module: Any) -> bool:
+    """A block around a row-parallel layer that leaves the all-reduce to somebody further out (shared experts)."""
+    children = (getattr(module, "_modules", None) or {}).values()
+    return any(hasattr(c, "input_is_parallel") and getattr(c, "reduce_results", True) is False and _own_tp_size(c) > 1 for c in children)
+
+
 def _output_parts(module: Any) -> Parts | None:
     """The blocks of a column-parallel output on this rank, or None if the output is not cut."""
     if hasattr(module, "num_kv_head_replicas"):
@@ -203,7 +216,7 @@ def _output_parts(module: Any) -> Parts | None:
         return ((q, 1), (k, replicas), (v, replicas))
     if _is_vocab(module):
         return ((int(module.num_embeddings_per_partition), 1),)
-    if hasattr(module, "input_is_parallel"):
+    if not hasattr(module, "gather_output"):  # row-parallel and replicated layers
         return None
     sizes = getattr(module, "output_partition_sizes", None)
     return tuple((int(n), 1) for n in sizes) if sizes else None

@@ -171,20 +171,7 @@ class Session:
     def _space(self, state: StepState, part: str, shape: torch.Size) -> tuple[Space | None, int]:
         """The space of a tensor and its row dimension. Spaces are made once per step and kind."""
         if part == VISION:
-            for dim in range(min(2, len(shape))):
-                rows = shape[dim]
-                if rows <= 1 and len(shape) > 1 and dim == 0:
-                    continue
-                key = f"{VISION}:{rows}"
-                if key not in state.spaces:
-                    found = self._find_space(state, part, rows)
-                    if found is None:
-                        continue
-                    # several row counts can be the same kind of row; the journal knows each kind once
-                    same = next((s for s in state.spaces.values() if s.name == found.name and s.src == found.src), None)
-                    state.spaces[key] = same or found
-                return state.spaces[key], dim
-            return None, 0
+            return self._vision_space(state, shape)
         name = LOGITS if part == HEAD else TOKENS
         space = state.spaces.get(name)
         if space is None:
@@ -197,6 +184,24 @@ class Session:
             if size == src or size == padded:
                 return space, dim
         return None, 0
+
+    def _vision_space(self, state: StepState, shape: torch.Size) -> tuple[Space | None, int]:
+        """Patches lie along the first or second dimension; "one row per image" only where neither can be patches."""
+        per_image: tuple[Space | None, int] = (None, 0)
+        for dim in range(min(2, len(shape))):
+            rows = shape[dim]
+            key = f"{VISION}:{rows}"
+            found = state.spaces.get(key) or self._find_space(state, VISION, rows)
+            if found is None:
+                continue
+            # several row counts can be the same kind of row; the journal knows each kind once
+            same = next((s for s in state.spaces.values() if s.name == found.name and s.src == found.src), found)
+            state.spaces[key] = same
+            if same.name not in ("vision/image", "vision/class"):
+                return same, dim
+            if dim == 0:
+                per_image = (same, dim)
+        return per_image
 
     def _whole_step(self, state: StepState) -> bool:
         space = state.spaces.get(TOKENS) or self._find_space(state, LANGUAGE, 0)
