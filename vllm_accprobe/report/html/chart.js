@@ -74,10 +74,12 @@
       }
     });
     if (data.culprit !== null) {
-      const right = data.culprit > points.length * 0.6;
+      const name = points[data.culprit].tap, label = name.length > 44 ? "…" + name.slice(-43) : name;
+      const room = (1 - data.culprit / points.length) * (chart.clientWidth - 90);
+      const right = data.culprit > points.length * 0.6 || room < label.length * 7 + 60;
       shapes.push({ type: "line", xref: "x", yref: "paper", x0: data.culprit, x1: data.culprit, y0: 0, y1: 1, line: { color: v("--fail"), width: 1.25 } });
       annotations.push({ x: data.culprit, xref: "x", y: 1, yref: "paper", yanchor: "bottom", xanchor: right ? "right" : "left", showarrow: false,
-        text: "culprit  " + escaped(points[data.culprit].tap), font: { color: v("--fail"), size: 12 }, borderpad: 2, xshift: right ? 6 : -6 });
+        text: "culprit  " + escaped(label), font: { color: v("--fail"), size: 12 }, borderpad: 2, xshift: right ? 6 : -6 });
     }
     const inLayers = marks.filter((m) => m.layer !== null), every = Math.max(1, Math.ceil(inLayers.length / 24));
     const labelled = inLayers.filter((_, k) => k % every === 0);

