@@ -75,6 +75,8 @@ def record(rank: int, e: Event) -> Record:
     if not all(type(d) is int and 0 <= d <= _MAX_INT for d in raw_shape):
         raise ValueError(f"shape is {short(raw_shape)}")
     shape = tuple(raw_shape)
+    if math.prod(max(d, 1) for d in shape) * info.itemsize >= 1 << 60:
+        raise ValueError(f"shape is {short(raw_shape)}")
     payload = None
     if e.get("seg") is not None:
         payload = Payload(integer(e, "seg"), integer(e, "off"), integer(e, "nbytes"))

@@ -17,6 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
+
 from .schema import JOURNAL
 from .segment import write_all
 from .stats import StatsCell
@@ -72,6 +77,7 @@ class JournalFile:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)
         self._fd = os.open(directory / JOURNAL, flags, 0o600)
         self.size = 0
+        lock(self._fd)  # held until this process ends, however it ends: repair keeps away meanwhile
         fd = os.open(self._reserve, flags, 0o600)
         try:
             write_all(fd, bytes(_RESERVE_BYTES), 0)
@@ -103,6 +109,19 @@ class JournalFile:
             finally:
                 os.close(self._fd)
                 self._fd = -1
+
+
+def lock(fd: int) -> bool:
+    """Claims a journal for writing; False when another process has it. True where the file system has no locks."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def remove_reserve(directory: Path) -> None:

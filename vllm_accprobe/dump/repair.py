@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .dtypes import DTYPES
 from .files import DumpError, journal_lines, open_regular, segment_data
-from .lines import encode, remove_reserve
+from .lines import encode, lock, remove_reserve
 from .reader import Dump, open_dump
 from .schema import JOURNAL, Record, rank_dir, segment_name
 from .segment import Entry, build_header, part_name, write_all
@@ -38,11 +38,25 @@ class RankRepair:
 
 def repair(path: str | Path) -> list[RankRepair]:
     """Repairs the dump at ``path`` in place, rank by rank. Nothing that the journal lists is lost. Raises DumpError,
-    also where a file cannot be written. Not while the run is still alive: its journal would get two writers."""
+    also where a file cannot be written, or while the run is still alive."""
     dump = open_dump(path)
+    for rank in dump.ranks:
+        _refuse_running(dump.path / rank_dir(rank) / JOURNAL)
     done = [_repair_rank(dump, rank) for rank in dump.ranks]
     dump.close()
     return done
+
+
+def _refuse_running(journal: Path) -> None:
+    try:
+        fd = open_regular(journal)
+    except OSError as e:
+        raise DumpError(f"cannot read {journal}: {e.strerror or e}") from None
+    try:
+        if not lock(fd):
+            raise DumpError(f"{journal} is still being written: end the run first, or wait until it has ended")
+    finally:
+        os.close(fd)
 
 
 def _repair_rank(dump: Dump, rank: int) -> RankRepair:

@@ -1,0 +1,106 @@
+"""The command ``accprobe``: names, help, and how anything that goes wrong is said.
+
+The problem: ``accprobe --help`` must answer at once, and no user should ever read a traceback. The idea: this package's
+modules import typer and nothing heavier; a command's body imports what it needs; ``main`` turns every exception into
+one line and an exit code: 0 done or pass, 1 differences, 2 bad usage or unreadable input, 3 nothing to compare or show,
+130 interrupted. Not here: what the commands do (one file each, with a function of the same name).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+COMMANDS = ("compare", "summary", "show", "convert", "repair", "doctor")
+TRACEBACK = "ACCPROBE_TRACEBACK"
+"""Environment variable: 1 shows the traceback of an internal error."""
+
+
+def build() -> typer.Typer:
+    """The command line with all its commands."""
+    app = typer.Typer(
+        name="accprobe",
+        help="Finds out why a model served by vLLM gives other numbers on one machine than on another.",
+        add_completion=False,
+        no_args_is_help=True,
+        rich_markup_mode=None,  # plain help: rich alone would take as long to load as everything else
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_root)
+    for name in COMMANDS:
+        if importlib.util.find_spec(f"{__name__}.{name}"):
+            app.command(name)(getattr(importlib.import_module(f"{__name__}.{name}"), name))
+    return app
+
+
+def _root(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Show the version and exit."),
+) -> None:
+    if version:
+        from vllm_accprobe import __version__
+
+        typer.echo(f"accprobe {__version__}")
+        raise typer.Exit(0)
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; the console script exits with it. Prints errors as one line."""
+    try:
+        given = None if arguments is None else list(arguments)
+        result = build()(args=given, prog_name="accprobe", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        print("accprobe: interrupted", file=sys.stderr)
+        return 130
+    except typer.Exit as e:
+        return e.exit_code
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as e:
+        message, code = explain(e)
+        print(f"accprobe: {message}", file=sys.stderr)
+        if os.environ.get(TRACEBACK) == "1":
+            raise
+        return code
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """One line and the exit code for whatever a command raised."""
+    kinds = {cls.__name__ for cls in type(error).__mro__}
+    if "ClickException" in kinds:  # typer brings its own copy of click, older ones use the real one
+        usage: Any = error
+        command = usage.ctx.command_path if getattr(usage, "ctx", None) else "accprobe"
+        return f"{_one_line(usage.format_message())} (see `{command} --help`)", 2
+    if "NothingCompared" in kinds:
+        return _one_line(error), 3
+    if kinds & {"DumpError", "CompareError", "ConfigError", "CommandError"}:
+        return _one_line(error), 2
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}", 2
+    if isinstance(error, MemoryError):
+        return "not enough memory; choose fewer tensors at a time", 2
+    return (
+        f"internal error, please report: {type(error).__name__}: {_one_line(error)} ({TRACEBACK}=1 shows where)",
+        2,
+    )
+
+
+def _one_line(value: object) -> str:
+    text = " ".join(str(value).split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+

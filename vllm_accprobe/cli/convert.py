@@ -1,0 +1,91 @@
+"""``accprobe convert DUMP OUT --to h5|npz``. Not here: the containers (dump/export.py)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from vllm_accprobe.cli.options import RANK, REQUEST, ROLE, STEP, CommandError, progress, selection, size
+
+if TYPE_CHECKING:
+    from vllm_accprobe.dump.reader import Dump
+
+KINDS = ("h5", "npz")
+
+
+def convert(
+    dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
+    out: Path = typer.Argument(..., metavar="OUT", help="File for a dump of one rank, directory for several."),
+    names: list[str] = typer.Argument(None, metavar="[GLOB]...", help="Taps, e.g. '*.mlp.*'; '!...' excludes."),
+    to: str = typer.Option(None, "--to", metavar="h5|npz", help="Container; else by OUT's ending."),
+    step: str = STEP,
+    rank: str = RANK,
+    role: list[str] = ROLE,
+    request: list[str] = REQUEST,
+) -> None:
+    """Export a dump to HDF5 (torch_xray's layout) or npz.
+
+    HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact."""
+    from vllm_accprobe.dump import export
+    from vllm_accprobe.formats import open_dump
+
+    kind = to or out.suffix.lstrip(".")
+    if kind not in KINDS:
+        raise CommandError(f"--to: {kind or 'nothing'} is not one of {', '.join(KINDS)}")
+    opened = open_dump(dump)
+    chosen = [r for _, r in selection(names or (), step, rank, request, role, parameters=True).apply(opened)]
+    stored = [r for r in chosen if r.payload is not None]
+    if not stored:
+        what = "only statistics, no values" if chosen else "no tensor that matches"
+        typer.echo(f"accprobe: {dump} holds {what}: nothing to convert", err=True)
+        raise typer.Exit(3)
+    targets = _targets(opened, sorted({r.rank for r in stored}), out, kind)
+    write = export.write_h5 if kind == "h5" else export.write_npz
+    with progress("converting", len(stored)) as tick:
+        for number, target in targets.items():
+            with _whole(target) as path:
+                write(opened, [r for r in stored if r.rank == number], path, tick)
+    for number, target in targets.items():
+        n = sum(r.rank == number for r in stored)
+        typer.echo(f"rank {number}: {n:,} tensors, {size(target.stat().st_size)}: {target}")
+    if wide := export.widened(stored):
+        typer.echo(f"note: {wide:,} tensors of bfloat16 or 8-bit floats are float32 there (exact)")
+    if len(chosen) > len(stored):
+        typer.echo(f"skipped: {len(chosen) - len(stored):,} tensors of which only statistics were stored")
+    for problem in opened.problems:
+        typer.echo(f"note: {problem}")
+
+
+def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Path]:
+    """Where each rank goes. A name that ends like the container is a file, anything else a directory."""
+    if out.suffix == f".{kind}" and not out.is_dir():
+        if len(ranks) > 1:
+            raise CommandError(f"the dump has {len(ranks)} ranks: name a directory, not {out}, or choose with --rank")
+        found = {ranks[0]: out}
+    else:
+        found = {}
+        for rank in ranks:
+            local = dump.starts.get(rank, {}).get("local_rank")
+            local = local if type(local) is int and local >= 0 else rank
+            found[rank] = out / f"globalrank-{rank}_localrank-{local}.{kind}"
+    for path in found.values():
+        if path.exists():
+            raise CommandError(f"{path} exists: nothing is overwritten; remove it or choose another name")
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """Another name until the file is complete: an interrupted conversion leaves nothing that looks whole."""
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.rename(part, target)
+    finally:
+        part.unlink(missing_ok=True)

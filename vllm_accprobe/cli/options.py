@@ -1,0 +1,88 @@
+"""What several commands' options share: their spelling, and how they become a Selection.
+
+Not here: what a selection chooses (dump/select.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from vllm_accprobe.dump.select import Ranges, Selection
+
+
+class CommandError(Exception):
+    """One line: what was asked for and cannot be done. Exit code 2."""
+
+
+STEP = typer.Option("", "--step", metavar="RANGES", help="Engine steps, e.g. 0-3,7.")
+RANK = typer.Option("", "--rank", metavar="RANGES", help="Global ranks, e.g. 0,2-3.")
+ROLE = typer.Option([], "--role", metavar="GLOB", help="E.g. output.0 or 'input.*'. Can be repeated.")
+CALL = typer.Option("", "--call", metavar="RANGES", help="Ordinals of the tap's calls within a step.")
+REQUEST = typer.Option(
+    [], "--request", metavar="GLOB", help="Only tensors with rows of these requests: id, or start of the prompt's hash."
+)
+
+
+def ranges(text: str, option: str) -> Ranges:
+    """``0-4,7`` as ((0, 4), (7, 7)). Raises CommandError naming the option."""
+    found = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"(\d{1,15})(?:-(\d{1,15}))?", item)
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if low > high:
+            raise CommandError(f"{option}: {item!r} is no range of numbers; write for example 0-3,7")
+        found.append((low, high))
+    return tuple(found)
+
+
+def selection(
+    names: Sequence[str] = (),
+    step: str = "",
+    rank: str = "",
+    request: Sequence[str] = (),
+    role: Sequence[str] = (),
+    call: str = "",
+    parameters: bool = False,
+) -> Selection:
+    from vllm_accprobe.dump.select import Selection
+
+    return Selection(
+        names=tuple(names),
+        steps=ranges(step, "--step"),
+        ranks=ranges(rank, "--rank"),
+        requests=tuple(request),
+        roles=tuple(role),
+        calls=ranges(call, "--call"),
+        parameters=parameters,
+    )
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Any]:
+    """A function that counts one more done: with a bar where stderr is a terminal, silently in a pipe."""
+    import sys
+
+    if not sys.stderr.isatty() or total < 2:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
+
+
+def size(nbytes: float) -> str:
+    """``1.4 GB``: decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000 or unit == "GB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    raise AssertionError

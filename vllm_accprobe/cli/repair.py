@@ -1,0 +1,27 @@
+"""``accprobe repair DUMP``. Not here: how (dump/repair.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+
+def repair(
+    dump: Path = typer.Argument(..., metavar="DUMP", help="Directory that a killed run left behind."),
+) -> None:
+    """Finish the files that a killed run left behind."""
+    from vllm_accprobe.dump.repair import repair as run
+
+    done = run(dump)
+    for r in done:
+        if not r.needed:
+            typer.echo(f"rank {r.rank}: closed in order, nothing to do")
+            continue
+        extra = [f"{r.cut} bytes of a torn line cut off"] if r.cut else []
+        extra += [f"{r.dropped} segment file(s) without a whole tensor removed"] if r.dropped else []
+        extra = [f"{r.segments} segment file(s) finished", *extra]
+        typer.echo(f"rank {r.rank}: {r.tensors} tensors readable; {', '.join(extra)}")
+    if not done:
+        typer.echo("no rank has written anything")
+        raise typer.Exit(3)

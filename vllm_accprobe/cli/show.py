@@ -1,0 +1,117 @@
+"""``accprobe show DUMP TAP``: one tensor in detail.
+
+The problem: after a report has named a tap, a person wants to see the numbers. The idea: all records of the tap as a
+small table, then the first of them (or the only one that the options leave) with its statistics, a histogram and the
+rows asked for, each named by request, position and token. Not here: how values become lines (cli/values.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from vllm_accprobe.cli.options import CALL, RANK, ROLE, STEP, CommandError, ranges, selection
+
+if TYPE_CHECKING:
+    from vllm_accprobe.dump.reader import Dump
+    from vllm_accprobe.dump.schema import Record
+
+_LISTED = 20
+
+
+def show(
+    dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
+    tap: str = typer.Argument(..., metavar="TAP", help="A module path, or tap/role#call as in compare.csv."),
+    role: list[str] = ROLE,
+    step: str = STEP,
+    call: str = CALL,
+    rank: str = RANK,
+    rows: str = typer.Option("", "--rows", metavar="RANGES", help="Rows to print or save, e.g. 0,5-9."),
+    request: list[str] = typer.Option([], "--request", metavar="GLOB", help="Rows of this request (with --position)."),
+    position: str = typer.Option("", "--position", metavar="RANGES", help="Positions within the request, e.g. 0-3."),
+    save: Path = typer.Option(None, "--save", metavar="FILE", help="Save the tensor, or its rows: .npy, .safetensors."),
+) -> None:
+    """Show one tensor: statistics, histogram, chosen rows; or save it."""
+    from vllm_accprobe.cli import values
+    from vllm_accprobe.formats import open_dump
+    from vllm_accprobe.report.text import count, safe
+
+    if rows and (request or position):
+        raise CommandError("--rows counts rows of the tensor, --request and --position name them: use one or the other")
+    if save is not None and save.suffix not in (".npy", ".safetensors"):
+        raise CommandError(f"--save: {save} must end in .npy or .safetensors")
+    if save is not None and save.exists():
+        raise CommandError(f"--save: {save} exists: nothing is overwritten; choose another name")
+    wanted_rows, positions = ranges(rows, "--rows"), ranges(position, "--position")
+    opened = open_dump(dump)
+    name = _resolve(opened, tap)
+    escaped = "".join(f"[{c}]" if c in "*?[" else c for c in name)
+    found = [r for _, r in selection([escaped], step, rank, request, role, call).apply(opened)]
+    if not found:
+        typer.echo(f"accprobe: {safe(name)} is in the dump, but {_what_there_is(opened, name)}", err=True)
+        raise typer.Exit(3)
+    if save is not None and len(found) > 1:
+        raise CommandError(f"--save: {count(len(found), 'tensor')} match, e.g. {', '.join(map(_brief, found[:4]))}: "
+                           "narrow down with --role, --step, --call or --rank")  # fmt: skip
+    if len(found) > 1:
+        for r in found[:_LISTED]:
+            typer.echo(_brief(r) + "  " + values.stats_line(r))
+        if len(found) > _LISTED:
+            typer.echo(f"... {len(found) - _LISTED:,} more: narrow down with --role, --step, --call or --rank")
+        typer.echo("")
+        typer.echo("the first of them:")
+    record = found[0]
+    for line in values.header(opened, record):
+        typer.echo(line)
+    if record.payload is None:
+        typer.echo("only its statistics were stored, no values")
+        if save is not None:
+            raise CommandError(f"--save: {safe(record.name)} has no values in this dump")
+        return
+    array = opened.read(record)
+    indices = values.choose(opened, record, wanted_rows, request, positions)
+    for line in values.histogram(array, record.dtype):
+        typer.echo(line)
+    for line in values.rows(opened, record, array, indices):
+        typer.echo(line)
+    if save is not None:
+        values.save(save, record, array if indices is None else array.take(indices, axis=record.row_dim))
+        typer.echo(f"written: {save}")
+
+
+def _resolve(dump: Dump, tap: str) -> str:
+    """``tap`` as given where it names a tap or a record; raises CommandError with the nearest names."""
+    from vllm_accprobe.report.text import safe
+
+    taps = sorted({r.tap for r in dump.records} | {m.tap for ms in dump.modules.values() for m in ms})
+    if tap in {r.tap for r in dump.records} or any(tap in (r.name, f"{r.tap}/{r.role}") for r in dump.records):
+        return tap
+    if tap in taps:
+        reasons = sorted({s.reason for s in dump.skips if s.tap == tap})
+        why = f" ({', '.join(map(safe, reasons))})" if reasons else ""
+        raise CommandError(f"{safe(tap)} is a module of the model, but nothing of it was captured{why}")
+    near = difflib.get_close_matches(tap, taps, n=3, cutoff=0.5)
+    near += [t for t in taps if tap in t and t not in near][: 5 - len(near)]
+    hint = f"; nearest: {', '.join(map(safe, near))}" if near else f"; `accprobe summary {dump.path}` lists all"
+    raise CommandError(f"no tap {safe(tap)} in {dump.path}{hint}")
+
+
+def _what_there_is(dump: Dump, name: str) -> str:
+    from vllm_accprobe.report.text import safe
+
+    records = [r for r in dump.records if name in (r.tap, f"{r.tap}/{r.role}", r.name)]
+    roles = sorted({r.role for r in records})
+    steps = sorted({r.step for r in records if r.step is not None})
+    at = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+    ranks = ", ".join(map(str, sorted({r.rank for r in records})))
+    return f"nothing matches the options: it has {safe(', '.join(roles), 300)} at {at}, rank {ranks}"
+
+
+def _brief(r: Record) -> str:
+    from vllm_accprobe.report.text import safe
+
+    step = "parameter" if r.step is None else f"step {r.step}"
+    return f"{safe(r.role)}{f'#{r.call}' if r.call else ''} ({step}, rank {r.rank})"

@@ -1,0 +1,146 @@
+"""``accprobe summary DUMP``: the table of tensors, from the journals alone.
+
+The problem: a dump holds thousands of tensors, and the first question is which, how large, and is there a NaN. The
+idea: one row per record, made once and either aligned for the eye or written as csv; what the table leaves out and what
+the dump itself lacks is said below it. Not here: one tensor in detail (show.py), two dumps (compare.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from vllm_accprobe.cli.options import RANK, REQUEST, ROLE, STEP, CommandError, selection, size
+
+if TYPE_CHECKING:
+    from vllm_accprobe.dump.reader import Dump
+    from vllm_accprobe.dump.schema import Record
+
+COLUMNS = ("index", "step", "rank", "tap", "role", "shape", "dtype", "min", "max", "mean", "std", "NaN", "Inf")
+MORE = ("class", "call", "rows", "requests", "mutated", "hash", "layout", "bytes", "stored")
+"""Further columns of the csv."""
+
+
+def summary(
+    dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
+    names: list[str] = typer.Argument(None, metavar="[GLOB]...", help="Taps, e.g. '*.mlp.*'; '!...' excludes."),
+    step: str = STEP,
+    rank: str = RANK,
+    role: list[str] = ROLE,
+    request: list[str] = REQUEST,
+    csv: Path = typer.Option(None, "--csv", metavar="FILE", help="Write all chosen tensors there, full precision."),
+    limit: int = typer.Option(200, "--limit", min=0, help="Rows of the table; 0 for all."),
+) -> None:
+    """List a dump's tensors with their statistics.
+
+    No payload is read, so this is quick on any dump."""
+    from vllm_accprobe.formats import open_dump
+
+    opened = open_dump(dump)
+    chosen = selection(names or (), step, rank, request, role).apply(opened)
+    if chosen and csv is not None:
+        _write_csv(opened, chosen, csv)
+    if chosen and csv is None:
+        shown = chosen[:limit] if limit else chosen
+        _print_table([_cells(i, r) for i, r in shown])
+        if len(shown) < len(chosen):
+            left = len(chosen) - len(shown)
+            typer.echo(f"... {left:,} more: --limit 0 shows all, --csv FILE writes all, a GLOB or --step narrows down")
+    for line in about(opened, [r for _, r in chosen]):
+        typer.echo(line)
+    if csv is not None and chosen:
+        typer.echo(f"written: {csv}")
+    if not chosen:
+        why = "the dump holds no tensors" if not opened.records else "no tensor matches what was asked for"
+        typer.echo(f"accprobe: {why}", err=True)
+        raise typer.Exit(3)
+
+
+def about(dump: Dump, chosen: list[Record]) -> list[str]:
+    """What the dump holds, what it lacks and why, as lines."""
+    from collections import Counter
+
+    from vllm_accprobe.report.text import count, safe
+
+    stored = {(r.rank, r.payload.seg, r.payload.off): r.payload.nbytes for r in dump.records if r.payload}
+    tensors = sum(r.step is not None for r in dump.records)
+    steps = len({step for _, step in dump.steps})
+    requests = len({(q.id, q.prompt, q.ordinal) for q in dump.requests.values()})
+    lines = [
+        f"{count(len(chosen), 'tensor')} of {count(tensors, 'captured tensor')} and "
+        f"{count(len(dump.records) - tensors, 'parameter')}; {count(len(dump.ranks), 'rank')}, {count(steps, 'step')}, "
+        f"{count(requests, 'request')}, {size(sum(stored.values()))} stored"
+    ]
+    reasons: Counter[str] = Counter()
+    example: dict[str, str] = {}
+    for s in dump.skips:
+        reasons[s.reason] += s.count
+        example.setdefault(s.reason, s.tap)
+    for reason, n in reasons.most_common():
+        at = f", e.g. at {safe(example[reason])}" if example[reason] else ""
+        lines.append(f"skipped: {n:,} x {safe(reason)}{at}")
+    lines += [f"note: {safe(p, 400)}" for p in dump.problems]
+    if dump.errors:
+        first = dump.errors[0]
+        what = safe(f"{first.get('where', '')}: {first.get('message', '')}", 300)
+        lines.append(f"note: {count(len(dump.errors), 'error')} inside the probe; the first at {what}")
+    return lines
+
+
+def _cells(index: int, r: Record) -> list[str]:
+    from vllm_accprobe.report.text import num, safe
+
+    s = r.stats
+    values = [num(v, 6) for v in (s.min, s.max, s.mean, s.std)] if s else [num(None)] * 4
+    bad = [str(s.nan), str(s.inf)] if s else [num(None)] * 2
+    role = safe(r.role) + (f"#{r.call}" if r.call else "")
+    step = "param" if r.step is None else str(r.step)
+    return [str(index), step, str(r.rank), safe(r.tap), role, shape_text(r.shape), r.dtype, *values, *bad]
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) if shape else "scalar"
+
+
+def _print_table(rows: list[list[str]]) -> None:
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in COLUMNS:
+        text = name in ("tap", "role", "shape", "dtype")
+        table.add_column(name, justify="left" if text else "right", no_wrap=name != "tap", overflow="fold")
+    for row in rows:
+        alarm = "red" if row[-2:] != ["0", "0"] and row[-1].isdigit() else ""
+        table.add_row(*(Text(cell, style=alarm) for cell in row))
+    # In a pipe nothing is folded or cut: a line is a tensor.
+    Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(table)
+
+
+def _write_csv(dump: Dump, chosen: list[tuple[int, Record]], path: Path) -> None:
+    import csv as csv_module
+
+    from vllm_accprobe.dump.select import row_space
+
+    if path.is_dir():
+        raise CommandError(f"--csv: {path} is a directory; name a file")
+    with open(path, "w", newline="", encoding="utf-8") as f:
+        writer = csv_module.writer(f)
+        writer.writerow([*COLUMNS[:-2], "nan", "inf", *MORE])
+        for index, r in chosen:
+            s = r.stats
+            stats: list[Any] = [s.min, s.max, s.mean, s.std, s.nan, s.inf] if s else [None] * 6
+            space = row_space(dump, r)
+            requests = {dump.requests[key].id for q in (space.segments if space else ())
+                        if (key := (r.rank, q.req)) in dump.requests}  # fmt: skip
+            shape = shape_text(r.shape)
+            writer.writerow(
+                [index, r.step, r.rank, r.tap, r.role, shape, r.dtype, *stats, r.cls, r.call, r.rows,
+                 " ".join(sorted(requests)), int(r.mutated), r.hash, r.layout.kind,
+                 r.payload.nbytes if r.payload else None, int(r.payload is not None)]
+            )  # fmt: skip
