@@ -99,3 +99,23 @@ def test_static_part_answers_without_a_script():
 def test_pass_and_empty_comparisons_make_a_page():
     assert "2,760 pairs and 28,980 rows agree" in html.page(realistic(fail=False))
     assert "No output tensor with an error to draw was compared" in html.page(comparison())
+
+
+def test_text_can_be_read_on_its_ground_in_light_and_dark():
+    """WCAG 2.2, 1.4.3: a contrast of 4.5 for text of normal size."""
+    css = html._asset("page.css")
+    light, dark = re.findall(r":root \{(.*?)\}", css, re.S)[:2]
+
+    def luminance(colour):
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for block in (light, dark):
+        colours = dict(re.findall(r"--([\w-]+): (#\w{6})", block))
+        grounds = {"bg", "panel", "soft", "pick", "bad-row"}
+        pairs = [(t, g) for t in ("ink", "dim", "fail") for g in grounds]
+        pairs += [("pass", "panel"), ("prefill", "panel"), ("decode", "panel"), ("other", "panel"), ("panel", "fail")]
+        for text, ground in pairs:
+            high, low = sorted((luminance(colours[text]), luminance(colours[ground])), reverse=True)
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground, colours[text], colours[ground])

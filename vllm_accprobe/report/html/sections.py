@@ -240,8 +240,8 @@ def runs(comparison: Comparison) -> str:
     def rows(chosen: Iterable[str]) -> list[tuple[str, ...]]:
         return [(_e(k, 120), *(_e(side.get(k, MISSING), 300) for side in (golden, mine))) for k in chosen]
 
-    paths = [("dump", _e(comparison.golden_path), _e(comparison.mine_path))]
-    out = _table(head, paths + rows(differ[:MAX_LIST]))
+    paths = ("dump", _e(comparison.golden_path), _e(comparison.mine_path))
+    out = _table(head, [paths, *rows(differ[:MAX_LIST])])
     if same:
         out += (
             f"<details><summary>{escape(count(len(same), 'entry', 'entries'))} the same on both sides</summary>"
