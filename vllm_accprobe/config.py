@@ -190,7 +190,7 @@ class ProbeConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ProbeConfig:
-        """The keyword form: ``ProbeConfig.from_kwargs(dir="out", tokens="0-4", modules=["layers"])``; enabled by default."""
+        """The keyword form: ``from_kwargs(dir="out", tokens="0-4", modules=["layers"])``; enabled by default."""
         values = {"enabled": True, **kwargs}
         return cls(**{name: _parsed(name, _parser(name), value) for name, value in values.items()})
 
@@ -228,7 +228,7 @@ def default_dir(now: datetime | None = None) -> str:
 
 
 def matches(globs: tuple[str, ...], names: tuple[str, ...]) -> bool:
-    """Whether one of ``names`` is chosen by ``globs``: the last glob that matches decides; only exclusions choose the rest."""
+    """Whether one of ``names`` is chosen: the last glob that matches decides; only exclusions choose the rest."""
     if not globs:
         return True
     chosen = all(glob.startswith("!") for glob in globs)

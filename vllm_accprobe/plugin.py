@@ -92,9 +92,7 @@ def _claim_directory(config: Any) -> None:
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
         if os.path.exists(os.path.join(path, "run.json")):
-            raise ConfigError(
-                f"{PREFIX}DIR={path} already holds a dump; name another directory, or remove it, so that two runs do not mix"
-            )
+            raise ConfigError(f"{PREFIX}DIR={path} already holds a dump; name another directory, or remove it")
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"{PREFIX}DIR={path} cannot be written; name a directory that this user may write")
     except OSError as error:
@@ -120,7 +118,9 @@ def _patch_engine_args() -> None:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(self, "enforce_eager", True):
             self.enforce_eager = True
-            say("the engine is made eager so that every module is seen (VLLM_ACCPROBE_GRAPHS=1 leaves it as configured)")
+            say(
+                "the engine is made eager so that every module is seen (VLLM_ACCPROBE_GRAPHS=1 leaves it as configured)"
+            )
         return original(self, *args, **kwargs)
 
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]

@@ -1,63 +1,35 @@
 """Module taps: every forward of every chosen module, inputs as they went in, outputs as they came out.
 
-The problem: PyTorch's hooks never fire for classes whose ``__call__`` goes straight to ``forward`` (vLLM's torch.compile
-decorator does so even in eager mode), for the lm_head (its quantisation method is called instead), and one shared
-instance (rotary embedding) has as many names as layers. The idea: ``forward`` is wrapped on the instance, which every way of
-calling a module passes through; names are resolved by the module that is running around the call. Inputs are taken
-before the forward runs, so in-place kernels cannot falsify them; what a forward changed in place is noticed by its hash.
-Not here: what happens to a tensor (sink.py), which rows it has (rows.py), compiled graphs (graph.py, later).
+The problem: PyTorch's hooks never fire for classes whose ``__call__`` goes straight to ``forward`` (vLLM's
+torch.compile decorator does so even in eager mode), for the lm_head (its quantisation method is called instead),
+and one shared instance (rotary embedding) has as many names as layers. The idea: ``forward`` is wrapped on the
+instance, which every way of calling a module passes through; names are resolved by the module that is running
+around the call. Inputs are taken before the forward runs, so in-place kernels cannot falsify them; what a forward
+changed in place is noticed by its hash. Not here: what happens to a tensor (sink.py), which rows it has (rows.py),
+compiled graphs (graph.py, later).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.arguments import argument_names, attributes, flatten, inputs
+from vllm_accprobe.capture.selection import chooses
 from vllm_accprobe.capture.session import HEAD, LANGUAGE, VISION, Session, StepState
 from vllm_accprobe.capture.sink import Ticket
-from vllm_accprobe.config import ProbeConfig, matches
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 
 _CHECKS = 2
 """How many calls of a kind are checked for in-place changes before an input is believed to be left alone."""
 
-_PRESETS: dict[str, Callable[[str, str], bool]] = {
-    "all": lambda path, cls: True,
-    "vision": lambda path, cls: any(word in path.split(".") for word in ("visual", "vision_tower", "vision_model", "vision")),
-    "layers": lambda path, cls: bool(path) and path.rpartition(".")[2].isdigit(),
-    "attention": lambda path, cls: any(part in ("attn", "self_attn", "attention", "cross_attn", "mla_attn") for part in path.split(".")),
-    "mlp": lambda path, cls: any(part in ("mlp", "feed_forward", "ffn", "experts", "block_sparse_moe") for part in path.split(".")),
-    "norm": lambda path, cls: "norm" in path.rpartition(".")[2].lower() or "norm" in cls.lower(),
-    "linear": lambda path, cls: "linear" in cls.lower() or cls.endswith("LMHead"),
-    "logits": lambda path, cls: path.rpartition(".")[2] in ("lm_head", "logits_processor", "sampler"),
-}
-
-
-def chooses(config: ProbeConfig, path: str, cls: str) -> bool:
-    """Whether VLLM_ACCPROBE_MODULES selects the module at ``path`` of class ``cls``: globs over paths, presets, class names."""
-    if not config.modules:
-        return True
-    globs: list[str] = []
-    name = path or ROOT_TAP
-    for glob in config.modules:
-        mark = "!" if glob.startswith("!") else ""
-        word = glob.lstrip("!")
-        if word in _PRESETS:
-            globs.append(mark + ("*" if _PRESETS[word](path, cls) else "\0"))
-        elif word == cls:
-            globs.append(mark + "*")
-        else:
-            globs.append(glob)
-    return matches(tuple(globs), (name,))
-
 
 class Tap:
     """One wrapped callable of one module: its names, its class, the names of its arguments, what was seen of it."""
 
-    __slots__ = ("arguments", "checks", "cls", "flat", "is_root", "names", "part", "record", "roles", "spread")
+    __slots__ = ("arguments", "checks", "cls", "is_root", "names", "part", "record", "spread")
 
     def __init__(self, names: list[str], cls: str, forward: Callable[..., Any], part: str, record: bool, is_root: bool):
         self.names = names
@@ -65,10 +37,8 @@ class Tap:
         self.part = part
         self.record = record
         self.is_root = is_root
-        self.arguments, self.spread = _argument_names(forward)
-        self.roles: dict[str, str] = {}
+        self.arguments, self.spread = argument_names(forward)
         self.checks: dict[tuple[str, bool], int] = {}
-        self.flat: dict[tuple[str, int], str] = {}
 
     def name(self, stack: list[str]) -> str:
         """The tap's path; of a shared instance the one that lies in the innermost running module."""
@@ -110,7 +80,7 @@ class Taps:
             taps = [path or ROOT_TAP for path in paths]
             if chosen:
                 for tap in taps:
-                    self._session.sink.module(Module(tap, cls, index, _attributes(module)))
+                    self._session.sink.module(Module(tap, cls, index, attributes(module)))
             else:
                 self._session.sink.skip(taps[0], "not selected by VLLM_ACCPROBE_MODULES")
             if not needed:
@@ -168,7 +138,7 @@ class Taps:
         self._undo.append(undo)
 
     def _wrap_apply(self, module: torch.nn.Module, taps: list[str], cls: str) -> None:
-        """The lm_head is never called: the logits processor calls ``quant_method.apply(lm_head, hidden_states, bias)``."""
+        """The lm_head is never called: the logits processor calls ``quant_method.apply(lm_head, x, bias)``."""
         method = getattr(module, "quant_method", None)
         if method is None or not hasattr(method, "apply"):
             return
@@ -243,7 +213,7 @@ def _enter(session: Session, state: StepState, tap: Tap, args: tuple[Any, ...], 
         return call
     session.fired.add(name)
     if session.config.capture_inputs:
-        for role, tensor in _inputs(tap, args, kwargs):
+        for role, tensor in inputs(tap.arguments, tap.spread, args, kwargs):
             if tap.checks.get((role, state.prefill), 0) < _CHECKS:
                 ticket = Ticket()
                 call.taken.append((role, tensor, ticket))
@@ -260,12 +230,20 @@ def _leave(session: Session, state: StepState, tap: Tap, call: _Call, result: An
     if not tap.record or session.state is not state:
         return
     if session.config.capture_outputs:
-        for role, tensor in _flatten("output", result, tap):
+        for role, tensor in flatten("output", result):
             session.record(state, call.name, tap.cls, role, call.number, tensor, call.part)
     for role, tensor, ticket in call.taken:
         after = "inplace." + role.partition(".")[2]
         session.record_if_changed(
-            state, call.name, tap.cls, after, call.number, tensor, call.part, ticket, _verdict(tap, (role, state.prefill))
+            state,
+            call.name,
+            tap.cls,
+            after,
+            call.number,
+            tensor,
+            call.part,
+            ticket,
+            _verdict(tap, (role, state.prefill)),
         )
 
 
@@ -276,88 +254,3 @@ def _verdict(tap: Tap, key: tuple[str, bool]) -> Callable[[bool], None]:
         tap.checks[key] = -1 << 30 if different else tap.checks.get(key, 0) + 1
 
     return changed
-
-
-def _inputs(tap: Tap, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    names = tap.arguments
-    for position, value in enumerate(args):
-        name = names[position] if position < len(names) else f"{tap.spread}{position - len(names)}"
-        if isinstance(value, torch.Tensor):
-            yield _role(tap, "input", name), value
-        elif value is not None:
-            yield from _flatten(_role(tap, "input", name), value, tap, nested=True)
-    for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor):
-            yield _role(tap, "input", name), value
-        elif value is not None:
-            yield from _flatten(_role(tap, "input", name), value, tap, nested=True)
-
-
-def _role(tap: Tap, kind: str, name: str) -> str:
-    role = tap.roles.get(name)
-    if role is None:
-        role = tap.roles[name] = f"{kind}.{name}"
-    return role
-
-
-def _flatten(role: str, value: Any, tap: Tap, nested: bool = False, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors inside ``value`` with their roles: ``output.0`` of a bare tensor, ``output.1``, ``output.key``, ``input.x.0``."""
-    if isinstance(value, torch.Tensor):
-        yield (role if nested or depth else role + ".0"), value
-        return
-    if depth > 4:
-        return
-    if isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            if isinstance(item, (torch.Tensor, list, tuple, Mapping)):
-                yield from _flatten(f"{role}.{index}", item, tap, nested, depth + 1)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flatten(f"{role}.{key}", item, tap, nested, depth + 1)
-    elif isinstance(getattr(value, "tensors", None), Mapping):  # vLLM's IntermediateTensors
-        yield from _flatten(role, value.tensors, tap, nested, depth + 1)
-
-
-def _argument_names(forward: Callable[..., Any]) -> tuple[list[str], str]:
-    """Positional parameter names of ``forward`` and the prefix for what ``*args`` swallows.
-
-    vLLM's CustomOp has ``forward(*args, **kwargs)``; the names are those of the method that it dispatches to.
-    """
-    owner = getattr(forward, "__self__", None)
-    for candidate in (forward, getattr(owner, "_forward_method", None), getattr(owner, "forward_native", None)):
-        if candidate is not None:
-            names, spread = _signature(candidate)
-            if names:
-                return names, spread
-    return [], ""
-
-
-def _signature(forward: Callable[..., Any]) -> tuple[list[str], str]:
-    try:
-        parameters = list(inspect.signature(forward).parameters.values())
-    except (TypeError, ValueError):
-        return [], ""
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    star = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
-    return positional, f"{star}." if star and star != "args" else ""
-
-
-_ATTRIBUTES = (
-    "eps variance_epsilon hidden_size input_size output_size input_size_per_partition output_size_per_partition tp_size tp_rank "
-    "num_heads num_kv_heads total_num_heads total_num_kv_heads head_size head_dim num_kv_head_replicas scale scaling sliding_window "
-    "rotary_dim base is_neox_style max_position_embeddings num_embeddings embedding_dim org_vocab_size top_k global_num_experts "
-    "local_num_experts reduce_results gather_output input_is_parallel skip_bias_add soft_cap in_features out_features normalized_shape "
-    "logits_soft_cap cap_value"
-).split()
-
-
-def _attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Plain numbers, strings and booleans that describe the operator."""
-    found: dict[str, Any] = {}
-    for name in _ATTRIBUTES:
-        value = module.__dict__.get(name)
-        if isinstance(value, (bool, int, float, str)):
-            found[name] = value
-        elif isinstance(value, (list, tuple)) and len(value) < 16 and all(isinstance(v, (bool, int, float, str)) for v in value):
-            found[name] = list(value)
-    return found

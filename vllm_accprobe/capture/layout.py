@@ -88,7 +88,11 @@ class Layouts:
             if parts is not None:
                 if incoming:
                     return self._shard(-1, parts) if shape[-1] == parts[0][0] else REPLICATED
-                return REPLICATED if getattr(module, "reduce_results", True) else Layout("partial", "tp", self._rank, self._size)
+                return (
+                    REPLICATED
+                    if getattr(module, "reduce_results", True)
+                    else Layout("partial", "tp", self._rank, self._size)
+                )
             if out is not None and not incoming and not getattr(module, "gather_output", False):
                 return self._shard(-1, out) if shape[-1] == sum(n for n, _ in out) else self._unknown()
             return REPLICATED
@@ -205,7 +209,10 @@ def _qkv_sizes(module: Any) -> tuple[int, int, int]:
 def _sums_later(module: Any) -> bool:
     """A block around a row-parallel layer that leaves the all-reduce to somebody further out (shared experts)."""
     children = (getattr(module, "_modules", None) or {}).values()
-    return any(hasattr(c, "input_is_parallel") and getattr(c, "reduce_results", True) is False and _own_tp_size(c) > 1 for c in children)
+    return any(
+        hasattr(c, "input_is_parallel") and getattr(c, "reduce_results", True) is False and _own_tp_size(c) > 1
+        for c in children
+    )
 
 
 def _output_parts(module: Any) -> Parts | None:

@@ -1,9 +1,9 @@
 """Parameters and buffers: a fingerprint of each, and its payload once per run where there is room.
 
-The problem: different weights explain most "wrong" answers and must be told from wrong arithmetic first, yet all weights
-of a large model do not fit into a dump. The idea: statistics and a hash of a fixed sample of elements, computed where the
-parameter lies, are enough to say "different"; payloads are stored while all of them fit a quarter of the budget.
-Not here: the decision's rule (ProbeConfig.wants_param_payloads) and layouts (layout.py).
+The problem: different weights explain most "wrong" answers and must be told from wrong arithmetic first, yet all
+weights of a large model do not fit into a dump. The idea: statistics and a hash of a fixed sample of elements,
+computed where the parameter lies, are enough to say "different"; payloads are stored while all of them fit a
+quarter of the budget. Not here: the decision's rule (ProbeConfig.wants_param_payloads) and layouts (layout.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from vllm_accprobe.capture.hooks import chooses
+from vllm_accprobe.capture.selection import chooses
 from vllm_accprobe.capture.session import Session
 from vllm_accprobe.capture.sink import DTYPE_NAMES
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
@@ -87,13 +87,20 @@ def _device_stats(tensor: torch.Tensor) -> Stats:
     low, high, total, squares, nan, inf, finite = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
     flat = tensor.reshape(-1)
     for begin in range(0, count, 1 << 24):
-        chunk = flat[begin : begin + (1 << 24)].float() if not tensor.is_complex() else flat[begin : begin + (1 << 24)].abs().float()
+        chunk = (
+            flat[begin : begin + (1 << 24)].float()
+            if not tensor.is_complex()
+            else flat[begin : begin + (1 << 24)].abs().float()
+        )
         good = torch.isfinite(chunk)
         clean = torch.where(good, chunk, torch.zeros_like(chunk))
         numbers = torch.stack(
             [good.sum().float(), torch.isnan(chunk).sum().float(), clean.sum(), torch.linalg.vector_norm(clean)]
         ).tolist()
-        ends = torch.where(good, chunk, torch.full_like(chunk, math.inf)).min(), torch.where(good, chunk, torch.full_like(chunk, -math.inf)).max()
+        ends = (
+            torch.where(good, chunk, torch.full_like(chunk, math.inf)).min(),
+            torch.where(good, chunk, torch.full_like(chunk, -math.inf)).max(),
+        )
         finite += int(numbers[0])
         nan += int(numbers[1])
         inf += chunk.numel() - int(numbers[0]) - int(numbers[1])

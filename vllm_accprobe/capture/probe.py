@@ -1,10 +1,10 @@
 """The same capture on any torch model outside vLLM, so that a transformers model can be the golden.
 
-The problem: a plain model has no scheduler; its batch is a rectangle, its decode steps are calls with a cache. The idea:
-each call of the root is a step; rows are the (batch, position) pairs of ``input_ids`` that the attention mask keeps, flattened
-so that tensors look like vLLM's; a request is a batch row, recognised by the hash of its prompt, which is what a vLLM dump
-of the same prompt carries. A model without token ids is captured whole, its calls counted as token ordinals.
-Not here: taps and sink, which are shared with vLLM's runner (runner.py).
+The problem: a plain model has no scheduler; its batch is a rectangle, its decode steps are calls with a cache. The
+idea: each call of the root is a step; rows are the (batch, position) pairs of ``input_ids`` that the attention mask
+keeps, flattened so that tensors look like vLLM's; a request is a batch row, recognised by the hash of its prompt,
+which is what a vLLM dump of the same prompt carries. A model without token ids is captured whole, its calls counted
+as token ordinals. Not here: taps and sink, which are shared with vLLM's runner (runner.py).
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class Probe:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_run_json(self.root, self._run_info(device))
         except OSError as error:
-            raise ConfigError(f"dir={self.root}: {error.strerror or error}; name a directory that can be written") from None
+            raise ConfigError(
+                f"dir={self.root}: {error.strerror or error}; name a directory that can be written"
+            ) from None
         start = {
             "schema": 1, "rank": rank, "world_size": _world(), "tp": [0, 1], "pp": [0, 1], "dp": [0, 1], "ep": [0, 1],
             "pid": os.getpid(), "host": socket.gethostname(), "device": str(device), "time": time.time(),
@@ -170,7 +172,9 @@ class Probe:
         triples = [(part.internal, part.start, part.n) for part in self._batch]
         if in_ranges(self.config.steps, self._step) and wanted_at_all(self.config, self.requests, triples):
             session.begin(
-                Step(self._step, {"requests": batch, "tokens": len(self._keep)}, time.time()), self.requests.unsent, past == 0
+                Step(self._step, {"requests": batch, "tokens": len(self._keep)}, time.time()),
+                self.requests.unsent,
+                past == 0,
             )
 
     def _flatten(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -213,7 +217,11 @@ class Probe:
             "versions": versions,
             "platform": {"system": platform.platform(), "machine": platform.machine()},
             "device": {"type": device.type},
-            "model": {"path": str(getattr(config, "_name_or_path", "")), "class": type(self.model).__name__, "dtype": dtype},
+            "model": {
+                "path": str(getattr(config, "_name_or_path", "")),
+                "class": type(self.model).__name__,
+                "dtype": dtype,
+            },
             "parallel": {"world_size": _world(), "tp": [0, 1], "pp": [0, 1], "dp": [0, 1], "ep": [0, 1]},
             "engine": {"runner": "accprobe.Probe", "eager": True},
             "probe": self.config.to_json(),
@@ -225,7 +233,9 @@ class Probe:
             self.session.stop(reason)
 
 
-def register_hook(model: torch.nn.Module, config: DumpConfig | ProbeConfig | None = None, hook_type: str = "dump_data") -> Probe:
+def register_hook(
+    model: torch.nn.Module, config: DumpConfig | ProbeConfig | None = None, hook_type: str = "dump_data"
+) -> Probe:
     """ait's call of the same name: starts to capture ``model`` and returns the Probe; the dump closes at process exit.
 
     Raises:
@@ -249,11 +259,17 @@ def _past_length(values: dict[str, Any]) -> int:
 
 
 def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    return (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )
 
 
 def _world() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_available() and torch.distributed.is_initialized() else 1
+    return (
+        torch.distributed.get_world_size()
+        if torch.distributed.is_available() and torch.distributed.is_initialized()
+        else 1
+    )
 
 
 def _say(message: str) -> None:

@@ -25,7 +25,8 @@ _FRONT = re.compile(r"^(cmpl|chatcmpl|embd|resp|score|rerank|classify|pool)-(?=.
 def external_ids(internal: str) -> tuple[str, ...]:
     """What a client may call the request that the engine calls ``internal``; the shortest, best one last.
 
-    vLLM makes ``cmpl-<X-Request-Id>-<prompt index>-<8 random hex>`` of a completion, ``chatcmpl-<X-Request-Id>-<8 hex>`` of a chat.
+    vLLM makes ``cmpl-<X-Request-Id>-<prompt index>-<8 random hex>`` of a completion and
+    ``chatcmpl-<X-Request-Id>-<8 random hex>`` of a chat.
     """
     names = [internal]
     without = _SUFFIX.sub("", internal)
@@ -51,7 +52,9 @@ class Requests:
         self._next = 0
         self.unsent: list[Request] = []
 
-    def add(self, internal: str, prompt_ids: Sequence[int] | None, prompt_len: int, images: tuple[Image, ...] = ()) -> Request:
+    def add(
+        self, internal: str, prompt_ids: Sequence[int] | None, prompt_len: int, images: tuple[Image, ...] = ()
+    ) -> Request:
         """Registers a request the first time it is scheduled; a resumed one keeps its number."""
         known = self._by_id.get(internal)
         if known is not None:

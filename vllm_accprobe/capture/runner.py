@@ -2,30 +2,38 @@
 
 The problem: V1 and V2 runners, vendors' copies of them and ten releases differ in everything but a few names, and
 engines run dummy, profile and warm-up batches through the same code. The idea: wrap the runner INSTANCE after the
-worker has made it, so that the class does not matter; read the scheduler's output, which all share, to decide if a step is
-wanted; and read the order of the rows from the runner only when a tap fires. Whatever is missing is said, not guessed.
-This is the only room that knows vLLM's runner. Not here: taps (hooks.py), row arithmetic (rows.py).
+worker has made it, so that the class does not matter; read the scheduler's output, which all share, to decide if a
+step is wanted; and read the order of the rows from the runner only when a tap fires. Whatever is missing is said,
+not guessed. This is the only room that knows vLLM's runner. Not here: taps (hooks.py), row arithmetic (rows.py).
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import platform
 import socket
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from multiprocessing import util as mp_util
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_accprobe import __version__
 from vllm_accprobe.capture.hooks import Taps
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.params import record_parameters
+from vllm_accprobe.capture.releases import (
+    compiles,
+    device_buffer,
+    hidden_size,
+    images_of,
+    language_prefix,
+    parallel_of,
+    placeholders,
+    run_info,
+    starts,
+)
 from vllm_accprobe.capture.rows import (
     Item,
     Requests,
@@ -40,7 +48,7 @@ from vllm_accprobe.capture.sampling import Sampling
 from vllm_accprobe.capture.session import HEAD, VISION, Session, StepState
 from vllm_accprobe.capture.sink import Sink
 from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir, in_ranges
-from vllm_accprobe.dump.schema import Image, Step, rank_dir
+from vllm_accprobe.dump.schema import Step, rank_dir
 from vllm_accprobe.dump.writer import write_run_json
 from vllm_accprobe.plugin import say
 
@@ -59,7 +67,7 @@ def attach(wrapper: Any) -> RunnerProbe | None:
         if runner is None:
             say(f"{type(worker).__name__} has no model_runner after init_device: NOTHING will be captured on this rank")
             return None
-        parallel = _parallel(getattr(wrapper, "vllm_config", None) or runner.vllm_config)
+        parallel = parallel_of(getattr(wrapper, "vllm_config", None) or runner.vllm_config)
         if not in_ranges(config.ranks, parallel["rank"]):
             return None
         probe = RunnerProbe(config, worker, runner, parallel)
@@ -69,7 +77,10 @@ def attach(wrapper: Any) -> RunnerProbe | None:
         say(str(error))
         return None
     except Exception as error:
-        say(f"could not attach ({type(error).__name__}: {error}): NOTHING will be captured on this rank; run `accprobe doctor`")
+        say(
+            f"could not attach ({type(error).__name__}: {error}): NOTHING will be captured on this rank; "
+            "run `accprobe doctor`"
+        )
         return None
 
 
@@ -143,17 +154,22 @@ class RunnerProbe:
             return
         device = torch.device(getattr(runner, "device", "cpu"))
         vllm_config = runner.vllm_config
-        self.root, sink = self._open(device, self._run_info(model, device))
-        modules = {path: module for path, module in model.named_modules(remove_duplicate=False)}
-        layouts = Layouts(modules, self.parallel["tp"][0], self.parallel["tp"][1], _hidden_size(vllm_config))
+        self.root, sink = self._open(device, run_info(runner, model, device, self.parallel, self.config.to_json()))
+        modules = dict(model.named_modules(remove_duplicate=False))
+        layouts = Layouts(modules, self.parallel["tp"][0], self.parallel["tp"][1], hidden_size(vllm_config))
         self.session = session = Session(self.config, sink, layouts, say, self._find_space)
         self.taps = Taps(session)
-        self.taps.attach(model, _language_prefix(model))
+        self.taps.attach(model, language_prefix(model))
         self.sampling = Sampling(session, runner, model, self._rows_of_requests)
         record_parameters(session, model, say)
-        if _compiles(vllm_config):
-            note = "left as configured by VLLM_ACCPROBE_GRAPHS=1" if self.config.graphs else "although eager was asked for"
-            say(f"the engine compiles or captures graphs ({note}): modules inside them are not seen, and are counted as skipped")
+        if compiles(vllm_config):
+            note = (
+                "left as configured by VLLM_ACCPROBE_GRAPHS=1" if self.config.graphs else "although eager was asked for"
+            )
+            say(
+                f"the engine compiles or captures graphs ({note}): "
+                "modules inside them are not seen, and are counted as skipped"
+            )
 
     def _open(self, device: torch.device, run: dict[str, Any]) -> tuple[Path, Sink]:
         """The rank's place in the dump. A second engine of the same process gets a directory beside the first one's."""
@@ -179,39 +195,6 @@ class RunnerProbe:
             self.session.stop(reason)
         else:
             say(f"capture stopped: {reason}; serving goes on")
-
-    def _run_info(self, model: Any, device: torch.device) -> dict[str, Any]:
-        config = self.runner.vllm_config
-        versions = {"accprobe": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-        import vllm
-
-        versions["vllm"] = str(getattr(vllm, "__version__", "unknown"))
-        model_config = config.model_config
-        return {
-            "tool": "accprobe",
-            "versions": versions,
-            "platform": {"system": platform.platform(), "machine": platform.machine(), "vllm": _platform_name()},
-            "device": {"type": device.type, "name": _device_name(device)},
-            "model": {
-                "path": str(getattr(model_config, "model", "")),
-                "class": type(model).__name__,
-                "dtype": str(getattr(model_config, "dtype", "")).replace("torch.", ""),
-                "quantization": getattr(model_config, "quantization", None),
-                "max_model_len": getattr(model_config, "max_model_len", None),
-            },
-            "parallel": {k: v for k, v in self.parallel.items() if k != "rank"},
-            "engine": {
-                "runner": f"{type(self.runner).__module__}.{type(self.runner).__qualname__}",
-                "eager": not _compiles(config),
-                "block_size": getattr(config.cache_config, "block_size", None),
-                "max_num_batched_tokens": getattr(config.scheduler_config, "max_num_batched_tokens", None),
-                "prefix_caching": getattr(config.cache_config, "enable_prefix_caching", None),
-                "speculative": getattr(getattr(config, "speculative_config", None), "method", None),
-            },
-            "seed": getattr(model_config, "seed", None),
-            "probe": self.config.to_json(),
-            "start_time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        }
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -260,8 +243,8 @@ class RunnerProbe:
         if total and not any(name.startswith(_WARMUP_IDS) for name in counts):
             self._step += 1
             self._seen_steps += 1
-            starts = _starts(out)
-            triples = [(name, starts.get(name, 0), n) for name, n in counts.items()]
+            begins = starts(out)
+            triples = [(name, begins.get(name, 0), n) for name, n in counts.items()]
             wanted = in_ranges(self.config.steps, self._step) and wanted_at_all(self.config, self.requests, triples)
             if wanted:
                 self._armed_steps += 1
@@ -280,13 +263,15 @@ class RunnerProbe:
     def _register(self, new: Any) -> None:
         ids = new.prompt_token_ids
         length = len(ids) if ids is not None else int(getattr(getattr(new, "prompt_embeds", None), "shape", (0,))[0])
-        self.requests.add(new.req_id, ids, length, _images(new))
+        self.requests.add(new.req_id, ids, length, images_of(new))
 
     def _rows_of_requests(self) -> list[Scheduled]:
-        """The batch in row order. Valid from the moment the runner has prepared its inputs, that is when a tap fires."""
+        """The batch in row order. Valid once the runner has prepared its inputs, that is when a tap fires."""
         if self._batch is None:
             out, v2 = self._scheduled, self._v2_batch
-            drafts = {name: len(ids) for name, ids in (getattr(out, "scheduled_spec_decode_tokens", None) or {}).items()}
+            drafts = {
+                name: len(ids) for name, ids in (getattr(out, "scheduled_spec_decode_tokens", None) or {}).items()
+            }
             if v2 is not None:
                 names = list(v2.req_ids)
                 starts = [int(n) for n in v2.num_computed_tokens_np[: len(names)]]
@@ -294,14 +279,15 @@ class RunnerProbe:
                 counts = [int(n) for n in v2.num_scheduled_tokens[: len(names)]]
             else:
                 names = list(self.runner.input_batch.req_ids)
-                before = _starts(out)
+                before = starts(out)
                 starts = [before.get(name, 0) for name in names]
                 states = self.runner.requests
                 known = {name: int(states[name].num_tokens) for name in names if name in states}
                 counts = [int(out.num_scheduled_tokens[name]) for name in names]
             if sum(counts) != int(out.total_num_scheduled_tokens):
                 raise RuntimeError(
-                    f"rows do not add up: the runner has {sum(counts)} rows for {names}, the scheduler {out.total_num_scheduled_tokens}"
+                    f"rows do not add up: the runner has {sum(counts)} rows for {names}, "
+                    f"the scheduler {out.total_num_scheduled_tokens}"
                 )
             self._batch = [
                 Scheduled(name, start, n, drafts.get(name, 0), known.get(name))
@@ -325,8 +311,8 @@ class RunnerProbe:
     def _token_buffers(self, n: int) -> tuple[Any, Any]:
         """The runner's own buffers of token ids and (unless host arithmetic is exact) positions of the ``n`` rows."""
         source = self._v2_batch if self._v2_batch is not None else self.runner
-        ids = _buffer(getattr(source, "input_ids", None))
-        positions = _buffer(getattr(source, "positions", None))
+        ids = device_buffer(getattr(source, "input_ids", None))
+        positions = device_buffer(getattr(source, "positions", None))
         good = isinstance(positions, torch.Tensor) and positions.dim() == 1
         return (ids[:n] if ids is not None else None), (positions[:n] if good else None)
 
@@ -339,7 +325,9 @@ class RunnerProbe:
                 for index in indices:
                     feature = features[index]
                     if getattr(feature, "data", True) is not None:
-                        self._items.append(Item(name, index, str(getattr(feature, "modality", "image")), _placeholders(feature)))
+                        self._items.append(
+                            Item(name, index, str(getattr(feature, "modality", "image")), placeholders(feature))
+                        )
             self._items.sort(key=lambda item: item.modality)
         return self._items
 
@@ -365,7 +353,10 @@ class RunnerProbe:
         if self.session is not None:
             self.session.fail(where, error)
         else:
-            say(f"{where} failed ({type(error).__name__}: {error}): NOTHING will be captured on this rank; serving goes on")
+            say(
+                f"{where} failed ({type(error).__name__}: {error}): NOTHING will be captured on this rank; "
+                "serving goes on"
+            )
 
     def close(self, reason: str) -> None:
         """Closes the rank's dump once; later calls do nothing. Never raises."""
@@ -388,111 +379,14 @@ class RunnerProbe:
             sink.close(reason)
             done = sink.stopped or "closed"
             gigabytes = sink.writer.bytes_written / 1e9
-            say(f"rank {self.parallel['rank']}: {steps} steps, {tensors} tensors, {gigabytes:.3f} GB in {self.root} ({done})")
+            say(
+                f"rank {self.parallel['rank']}: {steps} steps, {tensors} tensors, {gigabytes:.3f} GB "
+                f"in {self.root} ({done})"
+            )
             if self._seen_steps and not session.fired:
                 say(
-                    f"NOTHING was captured in {self._seen_steps} steps ({self._armed_steps} selected): check VLLM_ACCPROBE_* filters, "
-                    "or run `accprobe doctor`"
+                    f"NOTHING was captured in {self._seen_steps} steps ({self._armed_steps} selected): "
+                    "check the VLLM_ACCPROBE_* filters, or run `accprobe doctor`"
                 )
         except Exception as error:
             say(f"closing the dump failed: {type(error).__name__}: {error}")
-
-
-# --- reading what vLLM's releases call things ------------------------------------------------------------------------
-
-
-def _starts(out: Any) -> dict[str, int]:
-    """Tokens computed before this step, by request."""
-    cached = out.scheduled_cached_reqs
-    starts = {new.req_id: int(new.num_computed_tokens) for new in out.scheduled_new_reqs}
-    starts.update(zip(cached.req_ids, (int(n) for n in cached.num_computed_tokens), strict=True))
-    return starts
-
-
-def _images(new: Any) -> tuple[Image, ...]:
-    images = []
-    for feature in getattr(new, "mm_features", None) or ():
-        position = feature.mm_position
-        name = getattr(feature, "mm_hash", None) or getattr(feature, "identifier", "") or ""
-        images.append(Image(str(name), int(position.offset), int(position.length)))
-    return tuple(images)
-
-
-def _placeholders(feature: Any) -> int:
-    position = feature.mm_position
-    count = getattr(position, "get_num_embeds", None)
-    return int(count() if callable(count) else position.length)
-
-
-def _buffer(value: Any) -> torch.Tensor | None:
-    """A tensor, or the device side of vLLM's host-device buffer pair."""
-    if isinstance(value, torch.Tensor):
-        return value
-    device_side = getattr(value, "gpu", None)
-    return device_side if isinstance(device_side, torch.Tensor) else None
-
-
-def _hidden_size(vllm_config: Any) -> int | None:
-    try:
-        return int(vllm_config.model_config.get_hidden_size())
-    except Exception:  # pooling and encoder models have no single answer
-        return None
-
-
-def _language_prefix(model: torch.nn.Module) -> str:
-    """Path of the language model inside a multi-modal one, "" where the model is one."""
-    language = None
-    if hasattr(model, "get_language_model"):
-        try:
-            language = model.get_language_model()
-        except Exception:
-            language = None
-    if language is None or language is model:
-        language = getattr(model, "language_model", None)
-    for path, module in model.named_modules():
-        if module is language:
-            return path
-    return ""
-
-
-def _compiles(vllm_config: Any) -> bool:
-    if getattr(vllm_config.model_config, "enforce_eager", False):
-        return False
-    mode = getattr(vllm_config.compilation_config, "mode", None)
-    if mode is None:
-        mode = getattr(vllm_config.compilation_config, "level", 0)
-    graphs = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
-    return bool(int(mode or 0)) or bool(graphs is not None and getattr(graphs, "value", 0))
-
-
-def _parallel(vllm_config: Any) -> dict[str, Any]:
-    """Global rank and [rank, size] in each group, as far as the process groups exist."""
-    from vllm import distributed
-
-    config = vllm_config.parallel_config
-    groups: dict[str, list[int]] = {}
-    for name in ("tp", "pp", "dp", "ep"):
-        try:
-            group = getattr(distributed, f"get_{name}_group")()
-            groups[name] = [int(group.rank_in_group), int(group.world_size)]
-        except Exception:  # not initialised, or not known to this release
-            groups[name] = [0, 1]
-    world = int(config.world_size)
-    replica = int(getattr(config, "data_parallel_rank", 0) or 0)
-    replicas = int(getattr(config, "data_parallel_size", 1) or 1)
-    return {"rank": int(config.rank) + replica * world, "world_size": world * replicas, **groups}
-
-
-def _platform_name() -> str:
-    from vllm.platforms import current_platform
-
-    return type(current_platform).__name__
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return platform.processor() or platform.machine()
-    try:
-        return str(torch.get_device_module(device).get_device_name(device))
-    except Exception:
-        return device.type

@@ -1,9 +1,9 @@
 """What was sampled: token ids, the best logits and so the margin, per row of the logits.
 
 The problem: a flipped token is an error only if its margin was wide, and the sampler is no part of the model. The
-idea: the model's ``compute_logits`` is where rows become logits rows; its result gives the best ids and values on the device
-at once (before penalties and grammars change it in place). The runner's sampling method then gives the tokens. They are
-ordinary records of a tap called ``sampler``. Not here: what a flip means (judge).
+idea: the model's ``compute_logits`` is where rows become logits rows; its result gives the best ids and values on
+the device at once (before penalties and grammars change it in place). The runner's sampling method then gives the
+tokens. They are ordinary records of a tap called ``sampler``. Not here: what a flip means (judge).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.hooks import chooses
 from vllm_accprobe.capture.rows import Scheduled
+from vllm_accprobe.capture.selection import chooses
 from vllm_accprobe.capture.session import HEAD, Session
 from vllm_accprobe.dump.schema import Module
 
@@ -65,7 +65,12 @@ class Sampling:
             first = state.calls.get("sampler:logits", 0) == 0
             state.calls["sampler:logits"] = 1
             # A second call in a step computes prompt log-probabilities: its rows are others.
-            if first and isinstance(logits, torch.Tensor) and logits.dim() == 2 and self._session.config.capture_outputs:
+            if (
+                first
+                and isinstance(logits, torch.Tensor)
+                and logits.dim() == 2
+                and self._session.config.capture_outputs
+            ):
                 best = torch.topk(logits, min(BEST, logits.shape[-1]), dim=-1)
                 self._record("output.top_logits", best.values.float())
                 self._record("output.top_ids", best.indices.int())
@@ -100,7 +105,12 @@ class Sampling:
         if all(part.drafts == 0 for part in batch):
             tokens = sampled[: len(batch), 0]
         else:
-            flat = [row * width + place for row, part in enumerate(batch) for place in range(part.drafts + 1) if place < width]
+            flat = [
+                row * width + place
+                for row, part in enumerate(batch)
+                for place in range(part.drafts + 1)
+                if place < width
+            ]
             if len(flat) != sum(part.drafts + 1 for part in batch):
                 self._session.sink.skip(SAMPLER, "fewer sampled columns than drafts", "output.token")
                 return

@@ -107,7 +107,15 @@ class Session:
     # --- used by taps, per tensor ------------------------------------------------------------------------------
 
     def record(
-        self, state: StepState, tap: str, cls: str, role: str, call: int, tensor: torch.Tensor, part: str, ticket: Ticket | None = None
+        self,
+        state: StepState,
+        tap: str,
+        cls: str,
+        role: str,
+        call: int,
+        tensor: torch.Tensor,
+        part: str,
+        ticket: Ticket | None = None,
     ) -> None:
         """Takes one tensor; ``ticket`` gets its hash."""
         if self.flatten is not None:
@@ -181,7 +189,7 @@ class Session:
             state.spaces[name] = space
         src, padded = space.src, space.padded
         for dim, size in enumerate(shape):
-            if size == src or size == padded:
+            if size in (src, padded):
                 return space, dim
         return None, 0
 

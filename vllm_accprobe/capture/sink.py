@@ -30,10 +30,27 @@ from vllm_accprobe.dump.writer import RankWriter
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name
-    for name in (
-        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz int8 int16 int32 int64 "
-        "uint8 uint16 uint32 uint64 bool complex64 complex128"
-    ).split()
+    for name in [
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bool",
+        "complex64",
+        "complex128",
+    ]
     if hasattr(torch, name)
 }
 
@@ -48,7 +65,13 @@ def _event(kind: str, value: Any) -> dict[str, Any]:
 
 
 def _segment(segment: Segment) -> dict[str, Any]:
-    event: dict[str, Any] = {"req": segment.req, "pos": segment.pos, "n": segment.n, "row": segment.row, "phase": segment.phase}
+    event: dict[str, Any] = {
+        "req": segment.req,
+        "pos": segment.pos,
+        "n": segment.n,
+        "row": segment.row,
+        "phase": segment.phase,
+    }
     if segment.image is not None:
         event["image"] = segment.image
     return event
@@ -76,7 +99,9 @@ class Sink:
     ):
         self._keep = config.task == "tensor"
         self._on_stop = on_stop
-        self.writer = RankWriter(root, rank, {"event": "start", **start}, budget_bytes=config.budget_bytes, on_stop=on_stop)
+        self.writer = RankWriter(
+            root, rank, {"event": "start", **start}, budget_bytes=config.budget_bytes, on_stop=on_stop
+        )
         self._seen: dict[str, tuple[Payload | None, StatsCell]] = {}
         self._token_ids: list[int] = []
         self._positions: list[int] = []
@@ -114,7 +139,15 @@ class Sink:
         self.line(event)
 
     def module(self, module: Module) -> None:
-        self.line({"event": "module", "tap": module.tap, "class": module.cls, "index": module.index, "attrs": dict(module.attrs)})
+        self.line(
+            {
+                "event": "module",
+                "tap": module.tap,
+                "class": module.cls,
+                "index": module.index,
+                "attrs": dict(module.attrs),
+            }
+        )
 
     def rows(self, step: int, space: Space) -> None:
         """The row map of ``space``; token ids (and true positions) come from its tensors as they are at this moment."""
@@ -139,7 +172,9 @@ class Sink:
                 event["ids"] = [self._token_ids[row] for row in token_rows]
             found = segments
             if rows and self._positions:
-                found = [dataclasses.replace(s, pos=int(self._positions[r])) for s, r in zip(segments, rows, strict=True)]
+                found = [
+                    dataclasses.replace(s, pos=int(self._positions[r])) for s, r in zip(segments, rows, strict=True)
+                ]
             event["segments"] = [_segment(s) for s in found]
             self.writer.line(event)
 
@@ -160,9 +195,14 @@ class Sink:
     # --- tensors -----------------------------------------------------------------------------------------------
 
     def tensor(
-        self, event: dict[str, Any], tensor: torch.Tensor, space: Space | None, row_dim: int, ticket: Ticket | None = None
+        self,
+        event: dict[str, Any],
+        tensor: torch.Tensor,
+        space: Space | None,
+        row_dim: int,
+        ticket: Ticket | None = None,
     ) -> None:
-        """Stores ``tensor`` (its selected rows where it has some) and queues its line ``event``; ``ticket`` gets the hash."""
+        """Stores ``tensor`` (its selected rows, if it has any) and queues its line; ``ticket`` gets the hash."""
 
         def store(parts: list[tuple[int, int]]) -> None:
             digest = self._store(event, parts)
@@ -172,9 +212,15 @@ class Sink:
         self._take(event, tensor, space, row_dim, store)
 
     def after(
-        self, event: dict[str, Any], tensor: torch.Tensor, space: Space | None, row_dim: int, ticket: Ticket, changed: Callable[[bool], None]
+        self,
+        event: dict[str, Any],
+        tensor: torch.Tensor,
+        space: Space | None,
+        row_dim: int,
+        ticket: Ticket,
+        changed: Callable[[bool], None],
     ) -> None:
-        """Stores ``tensor`` under ``event`` only if its bytes are no longer those of ``ticket``; tells ``changed`` which."""
+        """Stores ``tensor`` only if its bytes are no longer those of ``ticket``; tells ``changed`` which."""
 
         def store(parts: list[tuple[int, int]]) -> None:
             different = ticket.digest is not None and _digest(parts) != ticket.digest

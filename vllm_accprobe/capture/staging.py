@@ -1,11 +1,11 @@
 """From a device to the host without stopping the device: pinned ring, side stream, a thread that waits.
 
-The problem: a tap must not synchronise, yet the bytes have to reach the disk, and the model overwrites its tensors in
-place. The idea: on the model's stream the tensor is cloned (cheap, ordered before whatever comes next), a side stream copies
-the clone into a ring of pinned memory, and a thread waits for the copy's event before it hands the bytes on. The ring's
-size is the back-pressure: when the disk is slower than the model, the forward waits for room, on the host.
-torch.accelerator names streams and events for CUDA, NPU and XPU alike; without a device (tests) the same path runs with
-plain copies. Not here: what the bytes mean (sink.py).
+The problem: a tap must not synchronise, yet the bytes have to reach the disk, and the model overwrites its tensors
+in place. The idea: on the model's stream the tensor is cloned (cheap, ordered before whatever comes next), a side
+stream copies the clone into a ring of pinned memory, and a thread waits for the copy's event before it hands the
+bytes on. The ring's size is the back-pressure: when the disk is slower than the model, the forward waits for room,
+on the host. torch.accelerator names streams and events for CUDA, NPU and XPU alike; without a device (tests) the
+same path runs with plain copies. Not here: what the bytes mean (sink.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,134 @@
+"""What went into a call and what came out, as named tensors; and what a module says of itself.
+
+The problem: a forward takes and gives tuples, dicts and custom containers, positional here and named there. The
+idea: inputs are named by the forward's signature, whatever way they were passed; containers are walked, and the
+path is the role. Not here: what happens to the tensors (session.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def argument_names(forward: Callable[..., Any]) -> tuple[list[str], str]:
+    """Positional parameter names of ``forward`` and the prefix for what ``*args`` swallows.
+
+    vLLM's CustomOp has ``forward(*args, **kwargs)``; the names are those of the method that it dispatches to.
+    """
+    owner = getattr(forward, "__self__", None)
+    for candidate in (forward, getattr(owner, "_forward_method", None), getattr(owner, "forward_native", None)):
+        if candidate is not None:
+            names, spread = _signature(candidate)
+            if names:
+                return names, spread
+    return [], ""
+
+
+def _signature(forward: Callable[..., Any]) -> tuple[list[str], str]:
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):
+        return [], ""
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    star = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
+    return positional, f"{star}." if star and star != "args" else ""
+
+
+_ATTRIBUTES = [
+    "eps",
+    "variance_epsilon",
+    "hidden_size",
+    "input_size",
+    "output_size",
+    "input_size_per_partition",
+    "output_size_per_partition",
+    "tp_size",
+    "tp_rank",
+    "num_heads",
+    "num_kv_heads",
+    "total_num_heads",
+    "total_num_kv_heads",
+    "head_size",
+    "head_dim",
+    "num_kv_head_replicas",
+    "scale",
+    "scaling",
+    "sliding_window",
+    "rotary_dim",
+    "base",
+    "is_neox_style",
+    "max_position_embeddings",
+    "num_embeddings",
+    "embedding_dim",
+    "org_vocab_size",
+    "top_k",
+    "global_num_experts",
+    "local_num_experts",
+    "reduce_results",
+    "gather_output",
+    "input_is_parallel",
+    "skip_bias_add",
+    "soft_cap",
+    "in_features",
+    "out_features",
+    "normalized_shape",
+    "logits_soft_cap",
+    "cap_value",
+]
+
+
+def attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Plain numbers, strings and booleans that describe the operator."""
+    found: dict[str, Any] = {}
+    for name in _ATTRIBUTES:
+        value = module.__dict__.get(name)
+        if isinstance(value, (bool, int, float, str)):
+            found[name] = value
+        elif (
+            isinstance(value, (list, tuple))
+            and len(value) < 16
+            and all(isinstance(v, (bool, int, float, str)) for v in value)
+        ):
+            found[name] = list(value)
+    return found
+
+
+def inputs(
+    arguments: list[str], spread: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for position, value in enumerate(args):
+        name = arguments[position] if position < len(arguments) else f"{spread}{position - len(arguments)}"
+        if isinstance(value, torch.Tensor):
+            yield f"input.{name}", value
+        elif value is not None:
+            yield from flatten(f"input.{name}", value, nested=True)
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor):
+            yield f"input.{name}", value
+        elif value is not None:
+            yield from flatten(f"input.{name}", value, nested=True)
+
+
+def flatten(role: str, value: Any, nested: bool = False, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors inside ``value`` with their roles.
+
+    ``output.0`` of a bare tensor or a tuple's first, ``output.key`` of a mapping, ``input.x.0`` inside an argument.
+    """
+    if isinstance(value, torch.Tensor):
+        yield (role if nested or depth else role + ".0"), value
+        return
+    if depth > 4:
+        return
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            if isinstance(item, (torch.Tensor, list, tuple, Mapping)):
+                yield from flatten(f"{role}.{index}", item, nested, depth + 1)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from flatten(f"{role}.{key}", item, nested, depth + 1)
+    elif isinstance(getattr(value, "tensors", None), Mapping):  # vLLM's IntermediateTensors
+        yield from flatten(role, value.tensors, nested, depth + 1)
