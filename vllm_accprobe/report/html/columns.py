@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_accprobe.compare.result import COLUMNS, Pair
@@ -54,7 +54,7 @@ def _column(name: str, values: list[Any]) -> str:
     index: dict[Any, int] = {}
     # Keyed by value and type: True, 1 and "1" are three texts.
     where = [index.setdefault((type(v), _key(v)), len(index)) for v in values]
-    texts = [_text(key) for _, key in index]
+    texts = [_text(key, " × " if name == "shape" else ", ") for _, key in index]
     if len(texts) <= 1:
         return f'{{"c":{script_json(texts[0] if texts else None)}}}'
     return f'{{"d":{script_json(texts)},"i":[{",".join(map(str, where))}]}}'
@@ -77,14 +77,10 @@ def _number(value: Any, digits: str) -> str:
     return format(value, digits)
 
 
-def _text(value: Any) -> Any:
-    """What the page shows: None and booleans as they are, tuples as ``8 × 64``."""
+def _text(value: Any, between: str) -> Any:
+    """What the page shows: None and booleans as they are, a shape as ``8 × 64``, an index as ``3, 37``."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, tuple):
-        return _tuple(value)
+        return between.join(safe(v, 40) for v in value) or "scalar"
     return safe(value, 400)
-
-
-def _tuple(value: Iterable[Any]) -> str:
-    return " × ".join(safe(v, 40) for v in value) or "scalar"

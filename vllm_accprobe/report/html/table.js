@@ -186,7 +186,9 @@
       div.appendChild(document.createElement("dd")).textContent = typeof x === "number" ? number(x, name === "cosine" ? 10 : 6) : x === null ? "–" : String(x);
     }
     panel.replaceChildren(top, dl);
+    const opened = panel.hidden;
     panel.hidden = false;
+    if (opened) panel.scrollIntoView({ block: "nearest" });
   }
   function hide() {
     $("detail").hidden = true;
