@@ -23,8 +23,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 @pytest.fixture(scope="session")
 def compared() -> Callable[[Run, Run], Any]:
-    from vllm_accprobe.compare.engine import compare
-
     done: dict[tuple[Path | None, Path | None], Any] = {}
 
     def once(golden: Run, mine: Run) -> Any:
@@ -32,6 +30,8 @@ def compared() -> Callable[[Run, Run], Any]:
         assert golden.dump is not None
         assert mine.dump is not None
         if key not in done:
+            from vllm_accprobe.compare.engine import compare
+
             done[key] = compare(golden.dump, mine.dump)
         return done[key]
 

@@ -74,7 +74,7 @@ def test_requests_that_join_while_others_decode(engines: Engines, compared: Any)
 
 def test_prefix_cache_hits(engines: Engines, compared: Any) -> None:
     golden = engines.run("shared-start", asks=SHARED_START, how="serial")
-    mine = engines.run("prefix", asks=SHARED_START, how="serial", enable_prefix_caching=True)
+    mine = engines.run("prefix", asks=SHARED_START, how="serial", enable_prefix_caching=True, block_size=32)
     assert mine.metrics["prefix_hits"] == 128  # two blocks of 32, for the second and for the third request
     result = compared(golden, mine)
     assert_clean(result, rows_missing=True)
