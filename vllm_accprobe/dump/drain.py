@@ -161,6 +161,7 @@ class Drain:
             event |= {"bytes": self.bytes_written, "skipped": skipped}
             self._journal.release_reserve()
             self._journal.append(encode(event))
+            self.bytes_written = self._payload_bytes + self._journal.size
             self._journal.close()
         except Exception as e:
             self._fail(e, "the journal")

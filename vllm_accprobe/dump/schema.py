@@ -1,7 +1,7 @@
 """The words of the dump: what stands in run.json and in each line of a rank's journal.
 
 The problem: capture (inside vLLM) and analysis (anywhere) share nothing but files, so every name, unit and default of
-those files must be said once. The idea: plain frozen dataclasses, one per kind of journal line, and the JSON keys are the
+those files must be said once. The idea: plain frozen dataclasses, one per kind of journal line; the JSON keys are the
 field names, except that ``cls`` is spelt ``class`` and that the three fields of a payload stand in the tensor's line
 itself. docs/dump-format.md says the same in prose. Not here: how bytes reach the disk (writer.py), how a line becomes
 one of these (events.py), what a dtype's bits mean (dtypes.py).

@@ -103,6 +103,8 @@ def _listing(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[s
 
 
 def _unique(key: str, taken: Mapping[str, Any]) -> str:
+    # Half a surrogate pair can stand in a Python string and in Python's JSON, but not in the library's.
+    key = key.encode("utf-8", "backslashreplace").decode()
     if key not in taken and key != "__metadata__":
         return key
     n = 2

@@ -1,0 +1,83 @@
+"""Bits and numbers of every dtype, against hand-computed values and, where it is installed, torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_accprobe.dump.dtypes import DTYPES, byte_values, widen
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code", "value"),
+    [
+        ("bfloat16", 0x3F80, 1.0),
+        ("bfloat16", 0xC040, -3.0),
+        ("bfloat16", 0x0001, 2.0**-133),
+        ("bfloat16", 0x7F80, np.inf),
+        ("float8_e4m3fn", 0x7E, 448.0),
+        ("float8_e4m3fn", 0x01, 2.0**-9),
+        ("float8_e4m3fn", 0x80, -0.0),
+        ("float8_e4m3fn", 0x7F, np.nan),
+        ("float8_e5m2", 0x7B, 57344.0),
+        ("float8_e5m2", 0xFC, -np.inf),
+        ("float8_e5m2", 0x01, 2.0**-16),
+        ("float8_e4m3fnuz", 0x7F, 240.0),
+        ("float8_e4m3fnuz", 0x80, np.nan),
+        ("float8_e5m2fnuz", 0x7F, 57344.0),
+        ("float8_e5m2fnuz", 0x80, np.nan),
+        ("float8_e8m0fnu", 0x00, 2.0**-127),
+        ("float8_e8m0fnu", 0x7F, 1.0),
+        ("float8_e8m0fnu", 0xFF, np.nan),
+    ],
+)
+def test_known_codes(dtype, code, value):
+    wide = widen(np.array([code], DTYPES[dtype].storage), dtype)
+    assert wide.dtype == np.float32
+    np.testing.assert_array_equal(wide, np.array([value], np.float32))
+    assert np.signbit(wide[0]) == np.signbit(np.float32(value)) or np.isnan(value)
+
+
+def test_widen_keeps_what_is_wide_and_is_exact_for_integers():
+    f = np.array([1.5, np.nan], "<f4")
+    assert widen(f, "float32") is f
+    assert widen(np.array([2**64 - 1], "<u8"), "uint64")[0] == 2**64 - 1
+    assert widen(np.array([-128], "i1"), "int8").dtype == np.int64
+    assert widen(np.array([-7], "<i4"), "int32", as_float=True).dtype == np.float64
+    # A bool from a hostile file may have any bits; it is still 0 or 1.
+    assert widen(np.array([0, 1, 2], np.uint8).view(np.bool_), "bool").tolist() == [0, 1, 1]
+    assert widen(np.array([1 + 2j], "<c8"), "complex64").dtype == np.complex64
+
+
+def test_eight_bit_tables_are_complete():
+    for name, info in DTYPES.items():
+        if info.itemsize == 1:
+            assert byte_values(name).shape == (256,)
+
+
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_against_torch(name):
+    torch = pytest.importorskip("torch")
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        pytest.skip(f"this torch has no {name}")
+    info = DTYPES[name]
+    raw = np.arange(65536, dtype="<u2") if info.itemsize == 2 else np.random.default_rng(1).integers(
+        0, 256, 256 * info.itemsize, dtype=np.uint8)  # fmt: skip
+    if info.itemsize == 1:
+        raw = np.arange(2 if name == "bool" else 256, dtype=np.uint8)
+    raw = np.ascontiguousarray(raw).view(np.uint8)
+    theirs = torch.from_numpy(raw.copy()).view(dtype)
+    assert theirs.element_size() == info.itemsize
+    ours = widen(raw.view(info.storage), name)
+    finite = np.isfinite(ours)
+    if info.kind == "float":
+        assert torch.finfo(dtype).eps == info.eps
+        wide = theirs.to(torch.float64).numpy()
+        np.testing.assert_array_equal(ours[finite].astype(np.float64), wide[finite])
+        np.testing.assert_array_equal(np.isnan(ours), np.isnan(wide))
+        np.testing.assert_array_equal(np.isposinf(ours), np.isposinf(wide))
+    elif info.kind == "complex":
+        assert ours.tobytes() == theirs.numpy().tobytes()
+    else:
+        assert ours.tolist() == [int(v) for v in theirs.tolist()]
