@@ -2,9 +2,10 @@
 
 The problem: "first" must mean first in the flow of data, but no single step shows every tap: images, logits and
 sampling come and go. The idea: the sequence numbers of one step order its taps; taps that first appear in a later step
-are put right behind the tap that they followed there. Depth counts the numbered blocks (``layers.3``) passed so far.
-Whether rows mix is told from the class: attention and its like do, and so does everything that contains one; what
-is plainly row by row does not; the unknown is taken to mix, because that accuses nobody wrongly.
+are put right before the known tap that follows them there, or else right behind the one that they follow. Depth
+counts the numbered blocks (``layers.3``) passed so far. Whether rows mix is told from the class: attention and its like
+do, and so does everything that contains one; what is plainly row by row does not; the unknown is taken to mix, because
+that accuses nobody wrongly.
 Not here: errors (verdict.py), blame (origin.py).
 """
 
@@ -27,36 +28,32 @@ _ROWWISE = re.compile(
 _BLOCK = re.compile(r"^(.*?\.)?(\d+)(?=\.|$)")
 
 
-def flow_order(records: Iterable[tuple[int, int, Key]]) -> list[Key]:
-    """Orders keys from (step, seq, key) of every record that has a step."""
-    steps: dict[int, list[tuple[int, Key]]] = {}
-    for step, seq, key in records:
-        steps.setdefault(step, []).append((seq, key))
+def flow_order(records: Iterable[tuple[int, int, int, Key]]) -> list[Key]:
+    """Orders keys from (step, rank, seq, key) of every record that has a step."""
+    moments: dict[tuple[int, int], list[tuple[int, Key]]] = {}
+    for step, rank, seq, key in records:
+        moments.setdefault((step, rank), []).append((seq, key))
     ordered: list[Key] = []
     known: set[Key] = set()
-    for step in sorted(steps):
-        # Ranks repeat each other, and a tap's call may come twice in a step that was cut short: the first counts.
-        if all(key in known for _, key in steps[step]):
+    for moment in sorted(moments):
+        if all(key in known for _, key in moments[moment]):
             continue
-        previous: Key | None = None
+        sequence = list(dict.fromkeys(key for _, key in sorted(moments[moment], key=lambda item: item[0])))
         fresh: list[Key] = []
-        for _, key in sorted(steps[step], key=lambda item: item[0]):
-            if key in known:
-                if fresh:
-                    _insert(ordered, previous, fresh)
-                    fresh = []
-                previous = key
-            else:
-                known.add(key)
+        for key in sequence:
+            if key not in known:
                 fresh.append(key)
+            elif fresh:
+                # Before what follows: the vision tower before the model, a later pipeline stage before the end.
+                at = ordered.index(key)
+                ordered[at:at] = fresh
+                fresh = []
         if fresh:
-            _insert(ordered, previous, fresh)
+            previous = [k for k in sequence[: sequence.index(fresh[0])] if k in known]
+            at = ordered.index(previous[-1]) + 1 if previous else len(ordered)
+            ordered[at:at] = fresh
+        known.update(sequence)
     return ordered
-
-
-def _insert(ordered: list[Key], previous: Key | None, fresh: Sequence[Key]) -> None:
-    at = ordered.index(previous) + 1 if previous is not None else 0
-    ordered[at:at] = fresh
 
 
 def add_parameters(

@@ -1,0 +1,390 @@
+"""Two dumps in, a Comparison out.
+
+The problem: plan, numbers, limits, blame and words are five matters that must meet in one result. The idea: one pass in
+order of the data flow, unit by unit: measure, hold against the limits, keep the pair (words and numbers) and its trace
+(errors by row); then blame from the traces, flips from the sampler's records, and the verdict from all of it.
+Not here: each of those matters (plan.py, measure.py, params.py, judge/), the words of the result (words.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.compare import words
+from vllm_accprobe.compare.measure import Measurer, Piece
+from vllm_accprobe.compare.params import compare_params, is_computed
+from vllm_accprobe.compare.plan import SAMPLER, TOKEN, TOP_IDS, TOP_LOGITS, Plan, Unit, make_plan
+from vllm_accprobe.compare.read import Loader
+from vllm_accprobe.compare.result import FAIL, PASS, CompareError, Comparison, NothingCompared, Pair
+from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.formats import DumpError, open_dump
+from vllm_accprobe.judge import flips as flip_rules
+from vllm_accprobe.judge.floor import flow_unit, is_exact
+from vllm_accprobe.judge.floor import unit as rounding_unit
+from vllm_accprobe.judge.origin import OUTPUT, PARAM, Created, Trace, find_origins, kind_of
+from vllm_accprobe.judge.standards import EXACT, Limits, Standard, get_standard
+from vllm_accprobe.judge.verdict import RowErrors, row_errors
+from vllm_accprobe.metrics import oracle
+
+IDS_ONLY = "ids of the best logits (used for flipped tokens only)"
+_NO_KEYS = np.zeros(0, np.int64)
+Progress = Callable[[int, int], None]
+
+
+def compare(
+    golden: str | Path | Any,
+    mine: str | Path | Any,
+    *,
+    standard: str | Standard = "accprobe",
+    taps: str | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compares two dumps (paths, or what `open_dump` gives).
+
+    standard: a name in judge.standards.STANDARDS or a Standard. taps: globs over tap names, comma separated.
+    progress: called with (units done, units in all). Raises CompareError, one line, and NothingCompared.
+    """
+    rules = _standard(standard)
+    dumps = open_both(golden, mine)
+    plan = make_plan(*dumps, taps=taps)
+    return _Run(dumps, plan, rules).run(progress)
+
+
+def open_both(golden: str | Path | Any, mine: str | Path | Any) -> tuple[Any, Any]:
+    """Opens what is a path; raises CompareError for what cannot be read."""
+    try:
+        opened = [open_dump(d) if isinstance(d, (str, Path)) else d for d in (golden, mine)]
+    except DumpError as e:
+        raise CompareError(str(e)) from None
+    return opened[0], opened[1]
+
+
+def _standard(standard: str | Standard) -> Standard:
+    try:
+        return standard if isinstance(standard, Standard) else get_standard(standard)
+    except KeyError as e:
+        raise CompareError(str(e.args[0])) from None
+
+
+@dataclass
+class _Run:
+    dumps: tuple[Any, Any]
+    plan: Plan
+    standard: Standard
+    pairs: list[Pair] = field(default_factory=list)
+    pair_keys: list[tuple[tuple[str, str, int], np.ndarray]] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    replicas: int = 0
+
+    def run(self, progress: Progress | None) -> Comparison:
+        plan = self.plan
+        self.unit = flow_unit(g.first.dtype for u in plan.units if not u.is_param for g in (*u.golden[:1], *u.mine[:1]))
+        self.loaders = Loader(self.dumps[0]), Loader(self.dumps[1], 64 << 20)
+        self.measurer = Measurer(*self.loaders, (plan.tokens.golden, plan.tokens.mine), self.standard)
+        self.compared: dict[str, list[np.ndarray]] = {}
+        for i, unit in enumerate(plan.units):
+            try:
+                self._unit(unit)
+            except DumpError as e:
+                raise CompareError(str(e)) from None
+            if progress is not None:
+                progress(i + 1, len(plan.units))
+        if not any(p.status in (PASS, FAIL) for p in self.pairs):
+            raise NothingCompared(words.nothing(self.dumps, plan, self.skipped))
+        created = find_origins(self.traces, plan.tree, self.standard, plan.tokens.images)
+        origins = [(c.trace.order, self._origin(c)) for c in created]
+        for c in created:
+            self._condemn(c)
+        flipped, guilty = self._flips()
+        origins += guilty
+        origins.sort(key=lambda o: o[0])
+        pairs = sorted(self.pairs, key=lambda p: (-1 if p.step is None else p.step, p.order))
+        failed = any(p.status == FAIL for p in pairs)
+        return Comparison(
+            golden_path=str(self.dumps[0].path),
+            mine_path=str(self.dumps[1].path),
+            golden_run=dict(self.dumps[0].run),
+            mine_run=dict(self.dumps[1].run),
+            pairs=pairs,
+            coverage=self._coverage(),
+            first_divergence=words.first_divergence(pairs),
+            origins=[o for _, o in origins],
+            tokens={"compared": plan.tokens.tokens_compared, "flipped": flipped},
+            verdict=FAIL if failed or origins else PASS,
+            notes=words.notes(self.dumps, plan, pairs, flipped, self.replicas),
+            plan=plan.lines(),
+            standard=self.standard.to_dict(self.unit, plan.layers),
+        )
+
+    # --- units -------------------------------------------------------------------------------------------------
+
+    def _unit(self, unit: Unit) -> None:
+        if unit.key[:2] == (SAMPLER, TOP_IDS):
+            self.skipped[IDS_ONLY] += len(unit.mine)
+            return
+        if unit.is_param:
+            self._param(unit)
+            return
+        pieces = list(self.measurer.measure(unit))
+        floor = self._row_floor(pieces)
+        keys: list[np.ndarray] = []
+        wrong: list[tuple[np.ndarray, np.ndarray]] = []
+        everywhere, limit = 0.0, None
+        for piece in pieces:
+            if piece.skip:
+                self._skip(unit, piece)
+                continue
+            limits, created = self._limits(unit, piece)
+            limit = created.row if limit is None else max(limit, created.row)
+            errors = self._errors(piece, 0.0 if piece.whole else floor, limits)
+            self._add(unit, piece, errors, limits)
+            rows = self._keys_of(piece)
+            keys.append(rows)
+            bad = np.flatnonzero(errors.err > 0)
+            if piece.whole and len(bad):
+                if len(rows):
+                    wrong.append((rows, np.full(len(rows), errors.err.max())))
+                else:
+                    everywhere = max(everywhere, float(errors.err.max()))
+            elif len(bad):
+                spread = errors.err if len(errors.err) == len(rows) else np.full(len(rows), errors.err[0])
+                bad = np.flatnonzero(spread > 0)
+                wrong.append((rows[bad], spread[bad]))
+            if not piece.whole:
+                self.compared.setdefault(_family(unit, piece), []).append(piece.keys)
+        if limit is not None and unit.key[:2] != (SAMPLER, TOKEN):
+            self._trace(unit, keys, wrong, limit, everywhere)
+
+    def _trace(
+        self, unit: Unit, keys: list[np.ndarray], wrong: list[Any], limit: float, everywhere: float = 0.0
+    ) -> None:
+        seen = np.unique(np.concatenate(keys)) if keys else _NO_KEYS
+        k = np.concatenate([w[0] for w in wrong]) if wrong else _NO_KEYS
+        e = np.concatenate([w[1] for w in wrong]) if wrong else np.zeros(0)
+        order = np.lexsort((e, k))
+        k, e = k[order], e[order]
+        last = np.append(k[1:] != k[:-1], True) if len(k) else np.zeros(0, bool)
+        tap, role, call = unit.key
+        self.traces.append(
+            Trace(tap, role, call, kind_of(role), unit.order, limit, seen, k[last], e[last], everywhere, unit.vision)
+        )
+
+    def _param(self, unit: Unit) -> None:
+        result = compare_params(unit, *self.loaders, self.standard)
+        piece = result.piece
+        if result.equal is None:
+            self._skip(unit, piece)
+            return
+        limits = EXACT
+        errors = self._errors(piece, 0.0, limits)
+        if is_computed(unit.key[1]) and not result.equal:
+            limits = self._limits(unit, piece)[1]
+            errors = self._errors(piece, 0.0, limits)
+        self._add(unit, piece, errors, limits, by=result.by)
+        worst = float(errors.err.max()) if len(errors.err) else 0.0
+        self._trace(unit, [], [], limits.row, worst if worst > limits.row else 0.0)
+
+    def _limits(self, unit: Unit, piece: Piece) -> tuple[Limits, Limits]:
+        """(what may have piled up, what the tap may create) at a piece."""
+        dtypes = piece.golden[0].first.dtype, piece.group.first.dtype
+        if is_exact(*dtypes):
+            return EXACT, EXACT
+        unit_here = max(self.unit, *(rounding_unit(d) for d in dtypes))
+        total = self.standard.total_limits(unit_here, piece.width, unit.depth)
+        return total, self.standard.created_limits(unit_here, piece.width)
+
+    def _errors(self, piece: Piece, floor: float, limits: Limits) -> RowErrors:
+        if piece.table is not None:
+            return row_errors(piece.table, floor, piece.width, self.standard, exact=limits.exact)
+        value = piece.stat_error or 0.0
+        err = np.array([np.inf if limits.exact and value > 0 else value])
+        return RowErrors(np.array([value]), np.ones(1), err, err, np.zeros(1, np.int8))
+
+    def _row_floor(self, pieces: list[Piece]) -> float:
+        """Rows whose norm is below this are not measured against their own norm alone."""
+        norms = [np.sqrt(p.table[:, oracle.GG]) for p in pieces if p.table is not None and not p.whole]
+        for p in pieces:
+            stats = p.golden[0].first.stats if p.identical and not p.whole else None
+            rows = p.golden[0].first.shape[p.golden[0].first.row_dim] if stats else 0
+            if stats and stats.l2 and rows:
+                norms.append(np.full(min(len(p.keys), 1000), stats.l2 / rows**0.5))
+        every = np.concatenate(norms) if norms else np.zeros(0)
+        every = every[every > 0]
+        return self.standard.row_floor * float(np.median(every)) if len(every) else 0.0
+
+    def _keys_of(self, piece: Piece) -> np.ndarray:
+        """The rows that a piece speaks for: its own, or, without rows, all of its step."""
+        if not piece.whole:
+            return piece.keys
+        rows = self.plan.tokens.mine.rows
+        own = [rows[w].keys[rows[w].keep] for w in rows if w[:2] == piece.group.moment and w[2] != "logits"]
+        return np.unique(np.concatenate(own)) if own else _NO_KEYS
+
+    def _add(self, unit: Unit, piece: Piece, errors: RowErrors, limits: Limits, by: str = "") -> None:
+        self.replicas += bool(piece.replicas)
+        self.pairs.append(words.make_pair(unit, piece, errors, limits, self.plan.tokens, by))
+        self.pair_keys.append((unit.key, piece.keys))
+
+    def _skip(self, unit: Unit, piece: Piece) -> None:
+        self.skipped[piece.skip] += 1
+        self.pairs.append(words.skipped_pair(unit, piece))
+        self.pair_keys.append((unit.key, _NO_KEYS))
+
+    # --- blame -------------------------------------------------------------------------------------------------
+
+    def _origin(self, c: Created) -> dict[str, Any]:
+        trace = c.trace
+        request = where = phase = None
+        at = 0
+        if len(c.keys):
+            at = int(np.argmin([self._when(int(k)) for k in c.keys])) if len(c.keys) > 1 else 0
+            key = int(c.keys[at])
+            request, where = self.plan.tokens.name(key)
+            phase = self._phase(key)
+        worst = int(np.argmax(c.err))
+        cls = self.plan.tree.classes.get(c.tap, "")
+        value, floor = float(c.err[at]), trace.limit
+        if trace.kind == PARAM:
+            found = next((p for p in self.pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
+            value = found.rel_l2 if found is not None and found.rel_l2 is not None else float(c.err[worst])
+        inside = "" if trace.tap == c.tap else trace.tap
+        entry = {
+            "module": c.tap,
+            "class": cls,
+            "role": f"{inside}/{trace.role}" if inside else trace.role,
+            "request": request,
+            "position": where,
+            "phase": phase,
+            "created": value,
+            "propagated": float(c.explained[at]),
+            "floor": floor,
+            "evidence": c.evidence,
+        }
+        return entry | {"rows": len(c.keys), "worst": float(c.err[worst])}
+
+    def _when(self, key: int) -> int:
+        """Sorts rows by the step in which mine computed them, then by position."""
+        if not hasattr(self, "_steps"):
+            steps: dict[int, int] = {}
+            for (_, step, name), rows in self.plan.tokens.mine.rows.items():
+                if name != "logits":
+                    for k in rows.keys[rows.keep].tolist():
+                        steps[k] = min(steps.get(k, step), step)
+            self._steps = steps
+        return (self._steps.get(key, 0) << 32) + (key & 0xFFFFFFFF)
+
+    def _phase(self, key: int) -> str | None:
+        for (_, _, name), rows in self.plan.tokens.mine.rows.items():
+            at = np.flatnonzero((rows.keys == key) & rows.keep)
+            if len(at):
+                return "prefill" if name.startswith("vision") or not rows.decode[at[0]] else "decode"
+        return None
+
+    def _condemn(self, c: Created) -> None:
+        """The pairs in which an error was created fail, also where so much may have piled up by then."""
+        for i, (key, keys) in enumerate(self.pair_keys):
+            pair = self.pairs[i]
+            if key == (c.trace.tap, c.trace.role, c.trace.call) and pair.status == PASS and np.isin(c.keys, keys).any():
+                what = f"creates an error of {float(c.err.max()):.3g} (limit {c.trace.limit:.2g} for one operator)"
+                self.pairs[i] = replace(pair, status=FAIL, message=words.join(what, pair.message), limit=c.trace.limit)
+
+    # --- flips -------------------------------------------------------------------------------------------------
+
+    def _flips(self) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]]]:
+        entries: list[dict[str, Any]] = []
+        guilty: list[tuple[int, dict[str, Any]]] = []
+        units = {u.key[1]: u for u in self.plan.units if u.key[0] == SAMPLER}
+        verdicts: dict[int, str] = {}
+        for flip in self.plan.tokens.flips:
+            best = [self._best(side, units, flip.key) for side in (0, 1)]
+            why = flip_rules.judge_flip(best[0], best[1], flip, self._logits_agree(flip.key))
+            request, where = self.plan.tokens.name(flip.key)
+            entries.append(flip_rules.flip_entry(flip, request, best[0], best[1], why))
+            verdicts[flip.key] = why
+            if why == flip_rules.SAMPLED:
+                order = units[TOKEN].order if TOKEN in units else len(self.plan.units)
+                cls = self.plan.tree.classes.get(SAMPLER, "")
+                guilty.append((order, words.sampler_origin(cls, request, where, self._phase(flip.key), best)))
+        for i, (key, keys) in enumerate(self.pair_keys):
+            if key[:2] == (SAMPLER, TOKEN) and self.pairs[i].status in (PASS, FAIL):
+                here = [verdicts[k] for k in verdicts if k in keys]
+                self.pairs[i] = words.judged_tokens(self.pairs[i], here)
+        guilty.sort(key=lambda g: (g[0], g[1]["position"] or 0))
+        return entries, guilty[:1] if len({g[1]["module"] for g in guilty}) == 1 else guilty
+
+    def _logits_agree(self, key: int) -> bool | None:
+        """Whether the logits row is within limits; from the sampler's best logits, or any output over logits rows."""
+        known: bool | None = None
+        for trace in self.traces:
+            if trace.kind == OUTPUT and (trace.tap == SAMPLER or "logits" in trace.tap or "lm_head" in trace.tap):
+                if not len(trace.seen) or key not in trace.seen:
+                    continue
+                at = np.flatnonzero(trace.keys == key)
+                unit = next(u for u in self.plan.units if u.key == (trace.tap, trace.role, trace.call))
+                limit = trace.limit * (1.0 + unit.depth) ** self.standard.growth
+                known = (known is not False) and not (len(at) and trace.err[at[0]] > limit)
+        return known
+
+    def _best(self, side: int, units: dict[str, Unit], key: int) -> flip_rules.Best | None:
+        rows = [self._row(side, units.get(role), key) for role in (TOP_LOGITS, TOP_IDS)]
+        return flip_rules.Best(rows[0], rows[1]) if rows[0] is not None and rows[1] is not None else None
+
+    def _row(self, side: int, unit: Unit | None, key: int) -> np.ndarray | None:
+        """One row's numbers, of the last group that holds it."""
+        if unit is None:
+            return None
+        tokens = (self.plan.tokens.golden, self.plan.tokens.mine)[side]
+        for group in reversed(unit.mine if side else unit.golden):
+            rows = tokens.rows.get(group.where) if group.where else None
+            at = np.flatnonzero((rows.keys == key) & rows.keep) if rows is not None else _NO_KEYS
+            if len(at) and group.readable:
+                block = self.loaders[side].load(group)
+                return np.asarray(widen(block.data[int(at[0])], block.dtype, as_float=True))
+        return None
+
+    # --- coverage ----------------------------------------------------------------------------------------------
+
+    def _coverage(self) -> dict[str, Any]:
+        plan = self.plan
+        counts = [0, 0, 0]
+        families = [self._kept(side) for side in (plan.tokens.golden, plan.tokens.mine)]
+        for name in sorted(families[0].keys() | families[1].keys()):
+            g, m = (f.get(name, _NO_KEYS) for f in families)
+            counts[0] += len(np.unique(np.concatenate(self.compared.get(name, [_NO_KEYS]))))
+            counts[1] += len(np.setdiff1d(g, m, assume_unique=True))
+            counts[2] += len(np.setdiff1d(m, g, assume_unique=True))
+        skipped: Counter[str] = Counter()
+        skipped.update({k: n for k, n in plan.tokens.skipped.items() if n})
+        skipped.update(plan.skipped)
+        skipped.update(self.skipped)
+        for side, dump in zip(("golden", "mine"), self.dumps, strict=True):
+            for skip in dump.skips:
+                skipped[f"{side}: {skip.reason}"] += skip.count
+        return {
+            "pairs": sum(p.status in (PASS, FAIL) for p in self.pairs),
+            "rows_compared": counts[0],
+            "rows_only_golden": counts[1],
+            "rows_only_mine": counts[2],
+            "taps_only_golden": plan.names.only_golden,
+            "taps_only_mine": plan.names.only_mine,
+            "skipped": dict(skipped),
+        }
+
+    @staticmethod
+    def _kept(side: Any) -> dict[str, np.ndarray]:
+        """The distinct comparable rows by family: text (tokens and logits are the same rows) and each vision space."""
+        found: dict[str, list[np.ndarray]] = {}
+        for (_, _, name), rows in side.rows.items():
+            found.setdefault(name if name.startswith("vision") else "text", []).append(rows.keys[rows.keep])
+        return {name: np.unique(np.concatenate(keys)) for name, keys in found.items()}
+
+
+def _family(unit: Unit, piece: Piece) -> str:
+    return piece.group.where[2] if unit.vision and piece.group.where else "text"

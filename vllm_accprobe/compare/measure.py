@@ -1,0 +1,317 @@
+"""One unit's numbers: for each tensor of mine, the row table against the golden's rows with the same keys.
+
+The problem: the rows of one tensor of mine may lie in many tensors of the golden, and most tensors of two runs are
+equal. The idea: an index from row key to (golden tensor, row) is made once per set of row maps; equal hashes over equal
+rows end the matter without reading; else the kernel gathers straight from the stored bits.
+Not here: limits and words (judge/, engine.py), parameters (params.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.tokens import Side, Space
+from vllm_accprobe.compare.plan import SAMPLER, TOKEN, Group, Unit
+from vllm_accprobe.compare.read import Block, Loader, cut_shape, find_cut
+from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.schema import Stats
+from vllm_accprobe.judge.standards import Standard
+from vllm_accprobe.metrics import kernel, oracle
+
+NO_ROWS_LEFT = "only superseded rows or rows after a flipped token"
+NO_PARTNER = "no row of it in golden"
+NO_PAYLOAD = "statistics only, and other rows in the batch"
+OTHER_BATCH = "tensor without rows in a step with another batch"
+OTHER_WIDTH = "shapes differ"
+ROW_COUNT = "its row count disagrees with the row map"
+UNKNOWN_DTYPE = "complex numbers are not compared"
+_EMPTY = np.zeros(0, np.int64)
+
+
+@dataclass
+class Piece:
+    """One tensor of mine. keys: of the rows compared, in mine's order; table: their row table, None where ``identical``
+    or judged by ``stat_error`` (relative difference of statistics); skip: why nothing was compared."""
+
+    group: Group
+    golden: list[Group] = field(default_factory=list)
+    keys: np.ndarray = field(default_factory=lambda: _EMPTY)
+    decode: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    table: np.ndarray | None = None
+    identical: bool = False
+    stat_error: float | None = None
+    skip: str = ""
+    feature: tuple[int, ...] = ()
+    worst: tuple[int, int, float, float] | None = None  # row, flat index in the row, golden, mine
+    replicas: str = ""
+    whole: bool = False  # without rows
+
+    @property
+    def rows(self) -> int:
+        return 1 if self.whole else len(self.keys)
+
+    @property
+    def width(self) -> int:
+        return int(np.prod(self.feature, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Index:
+    """Row keys of several golden tensors: sorted ``keys``, with the tensor's number and the row in it."""
+
+    keys: np.ndarray
+    group: np.ndarray
+    row: np.ndarray
+
+
+class Measurer:
+    """Measures units of one plan. Holds nothing between units but indices of row keys."""
+
+    def __init__(self, golden: Loader, mine: Loader, sides: tuple[Side, Side], standard: Standard):
+        self.golden, self.mine, self.sides, self.standard = golden, mine, sides, standard
+        self._indices: dict[tuple[Space, ...], Index] = {}
+        self._batches: list[dict[tuple[int, int | None], Any]] = [_batches(s) for s in sides]
+
+    def measure(self, unit: Unit) -> Iterator[Piece]:
+        """A piece for every tensor of mine in ``unit``, in order of steps."""
+        usable = [g for g in unit.golden if g.merge is not None and self._fits(0, g)]
+        problem = next((g.problem for g in unit.golden if g.problem), "")
+        for group in sorted(unit.mine, key=lambda g: (g.moment[1] or 0, g.moment[0])):
+            piece = Piece(group, feature=())
+            if group.merge is None:
+                piece.skip = group.problem
+            elif not usable:
+                piece.skip = problem or ROW_COUNT
+            elif DTYPES[group.first.dtype].kind == "complex":
+                piece.skip = UNKNOWN_DTYPE
+            elif group.where is None:
+                self._whole(piece, usable)
+            elif not self._fits(1, group):
+                piece.skip = ROW_COUNT
+            else:
+                self._rows(piece, [g for g in usable if g.where is not None], unit)
+            yield piece
+        self.golden.forget()
+        self.mine.forget()
+
+    def index(self, groups: list[Group]) -> Index:
+        """Where each kept row lies among ``groups``; the last one counts where a row lies in several."""
+        wheres = tuple(g.where for g in groups if g.where is not None)
+        if wheres not in self._indices:
+            keys, number, row = [], [], []
+            for i, where in enumerate(wheres):
+                rows = self.sides[0].rows[where]
+                kept = np.flatnonzero(rows.keep)
+                keys.append(rows.keys[kept])
+                number.append(np.full(len(kept), i))
+                row.append(kept)
+            k, n, r = (np.concatenate(x) if x else _EMPTY for x in (keys, number, row))
+            order = np.argsort(k, kind="stable")
+            k, n, r = k[order], n[order], r[order]
+            last = np.append(k[1:] != k[:-1], True) if len(k) else np.zeros(0, bool)
+            self._indices[wheres] = Index(k[last], n[last], r[last])
+        return self._indices[wheres]
+
+    def _fits(self, side: int, group: Group) -> bool:
+        """The row map, made by another journal line, agrees with the tensor's own shape."""
+        if group.where is None:
+            return True
+        rows = self.sides[side].rows.get(group.where)
+        dim, shape = group.first.row_dim, group.merge.shape if group.merge else ()
+        return rows is not None and 0 <= dim < len(shape) and shape[dim] == len(rows.keys)
+
+    def _rows(self, piece: Piece, golden: list[Group], unit: Unit) -> None:
+        rows = self.sides[1].rows[piece.group.where]  # type: ignore[index]
+        index = self.index(golden)
+        kept = np.flatnonzero(rows.keep)
+        if not len(kept):
+            piece.skip = NO_ROWS_LEFT
+            return
+        keys = rows.keys[kept]
+        at = np.minimum(np.searchsorted(index.keys, keys), max(len(index.keys) - 1, 0))
+        hit = index.keys[at] == keys if len(index.keys) else np.zeros(len(keys), bool)
+        if not hit.any():
+            piece.skip = NO_PARTNER
+            return
+        kept, at = kept[hit], at[hit]
+        number, row = index.group[at], index.row[at]
+        used = np.unique(number)
+        piece.golden = [golden[i] for i in used]
+        piece.keys, piece.decode = rows.keys[kept], rows.decode[kept]
+        first = piece.golden[0]
+        cuts = find_cut(first, piece.group)
+        shapes = [_feature(g, c) for g, c in zip((first, piece.group), cuts, strict=True)]
+        piece.feature = shapes[1]
+        if np.prod(shapes[0], dtype=np.int64) != np.prod(shapes[1], dtype=np.int64):
+            piece.skip = OTHER_WIDTH
+            return
+        if len(used) == 1 and np.array_equal(row, kept) and self._same(piece, first, len(kept) == len(rows.keys)):
+            return
+        if not (piece.group.readable and all(g.readable for g in piece.golden)):
+            aligned = len(used) == 1 and np.array_equal(row, kept) and len(kept) == len(rows.keys)
+            total = self.sides[0].rows[first.where].keys if first.where else _EMPTY
+            if aligned and len(total) == len(kept):
+                self._statistics(piece, first)
+            else:
+                piece.skip = NO_PAYLOAD
+            return
+        mine = self.mine.load(piece.group, cuts[1])
+        table = np.zeros((len(kept), len(oracle.ROW_FIELDS)))
+        for i in used:
+            mask = number == i
+            block = self.golden.load(golden[i], cuts[0])
+            table[mask] = part = self._table(block, row[mask], mine, kept[mask], unit)
+            self._locate(piece, part, np.flatnonzero(mask), block, row[mask], mine, kept[mask])
+        piece.table = table
+        self._check_replicas(piece, [(golden[i], number == i) for i in used], row, kept, cuts, unit)
+
+    def _table(self, g: Block, g_rows: np.ndarray, m: Block, m_rows: np.ndarray, unit: Unit) -> np.ndarray:
+        table = kernel.rows(g.data, g.dtype, g_rows, m.data, m.dtype, m_rows, widen)
+        if unit.key[:2] == (SAMPLER, TOKEN):  # -1: no token was sampled there
+            table[(g.data[g_rows] < 0).any(1) | (m.data[m_rows] < 0).any(1)] = 0.0
+        return table
+
+    @staticmethod
+    def _locate(
+        piece: Piece, table: np.ndarray, places: np.ndarray, g: Block, g_rows: np.ndarray, m: Block, m_rows: np.ndarray
+    ) -> None:
+        """Remembers the element with the largest error of the tensor so far."""
+        if not len(table) or not table[:, oracle.N].any():
+            return
+        r = int(table[:, oracle.MAX_D].argmax())
+        best = abs(piece.worst[3] - piece.worst[2]) if piece.worst else -1.0
+        if table[r, oracle.MAX_D] > best:
+            golden, mine = (widen(b.data[i[r]], b.dtype, as_float=True) for b, i in ((g, g_rows), (m, m_rows)))
+            at, gv, mv = oracle.locate(golden, mine)
+            piece.worst = (int(places[r]), at, gv, mv)
+
+    def _same(self, piece: Piece, golden: Group, all_rows: bool) -> bool:
+        """Equal bits by their hashes. Not where a rank's copy differs or NaNs would have to be counted in some rows."""
+        mine = piece.group
+        prints = golden.fingerprint, mine.fingerprint
+        if prints[0] is None or prints[0] != prints[1] or _odd_replicas(mine):
+            return False
+        if not all_rows and any(s is None or s.nan or s.inf for s in _stats(mine)):
+            return False
+        piece.identical = True
+        return True
+
+    def _statistics(self, piece: Piece, golden: Group) -> None:
+        g, m = _stats(golden), _stats(piece.group)
+        if len(g) != 1 or len(m) != 1 or g[0] is None or m[0] is None:
+            piece.skip = NO_PAYLOAD
+            return
+        piece.stat_error = statistics_error(g[0], m[0], self.standard)
+
+    def _whole(self, piece: Piece, golden: list[Group]) -> None:
+        """A tensor without rows: against the golden's of a step with the same batch."""
+        batch = self._batches[1].get(piece.group.moment)
+        same = [g for g in golden if g.where is None and self._batches[0].get(g.moment) == batch]
+        if batch is None:  # no row maps at all: steps correspond by number
+            same = [g for g in same if g.moment[1] == piece.group.moment[1]]
+        if not same:
+            piece.skip = OTHER_BATCH
+            return
+        partner = same[-1]
+        assert partner.merge is not None
+        assert piece.group.merge is not None
+        piece.whole = True
+        piece.golden = [partner]
+        piece.feature = piece.group.merge.shape
+        if np.prod(partner.merge.shape, dtype=np.int64) != np.prod(piece.feature, dtype=np.int64):
+            piece.skip = OTHER_WIDTH
+        elif self._same(piece, partner, True):
+            pass
+        elif not (piece.group.readable and partner.readable):
+            self._statistics(piece, partner)
+        else:
+            g, m = self.golden.load(partner), self.mine.load(piece.group)
+            one = np.zeros(1, np.int64)
+            flat = [Block(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
+            piece.table = kernel.rows(flat[0].data, g.dtype, one, flat[1].data, m.dtype, one, widen)
+            self._locate(piece, piece.table, one, flat[0], one, flat[1], one)
+
+    def _check_replicas(
+        self,
+        piece: Piece,
+        golden: list[tuple[Group, np.ndarray]],
+        row: np.ndarray,
+        kept: np.ndarray,
+        cuts: tuple[Any, Any],
+        unit: Unit,
+    ) -> None:
+        """Where ranks that should hold the same do not, each row shows the worst of them."""
+        assert piece.table is not None
+        for member in _odd_replicas(piece.group):
+            block = self.mine.replica(piece.group, member)
+            if block.data.shape[1] != piece.width:
+                continue
+            for group, mask in golden:
+                other = self._table(self.golden.load(group, cuts[0]), row[mask], block, kept[mask], unit)
+                places = np.flatnonzero(mask)
+                worse = (other[:, oracle.DD] > piece.table[places, oracle.DD]) | (
+                    other[:, oracle.MISMATCH] > piece.table[places, oracle.MISMATCH]
+                )
+                piece.table[places[worse]] = other[worse]
+            odd, first = piece.group.records[member].rank, piece.group.first.rank
+            piece.replicas = f"ranks differ (rank {odd} from rank {first})"
+
+
+def statistics_error(g: Stats, m: Stats, standard: Standard) -> float:
+    """How far two tensors must be apart, from statistics alone, in units of a relative L2 error: a lower bound.
+
+    |norm(m) - norm(g)| / norm(g) and |mean(m) - mean(g)| / rms(g) are at most the relative L2 error; the extremes count
+    as elements do. Infinite where the counts of NaN or infinite values differ.
+    """
+    if (g.nan, g.inf, g.count) != (m.nan, m.inf, m.count):
+        return float("inf")
+    values = [(s.l2, s.mean, s.min, s.max) for s in (g, m)]
+    if any(v is None for v in (*values[0], *values[1])):
+        return 0.0 if values[0] == values[1] else float("inf")
+    (gl2, gmean, gmin, gmax), (ml2, mmean, mmin, mmax) = values  # type: ignore[misc]
+    n = max(g.count - g.nan - g.inf, 1)
+    rms = gl2 / n**0.5  # type: ignore[operator]
+    if not rms:
+        return 0.0 if ml2 == 0 else float("inf")
+    parts = [abs(ml2 - gl2) / gl2, abs(mmean - gmean) / rms]  # type: ignore[operator]
+    parts += [abs(b - a) / max(abs(a), rms) / standard.element for a, b in ((gmin, mmin), (gmax, mmax))]  # type: ignore
+    return float(max(parts))
+
+
+def _feature(group: Group, cut: tuple[int, int] | None) -> tuple[int, ...]:
+    assert group.merge is not None
+    shape = cut_shape(group.merge.shape, cut)
+    dim = group.first.row_dim
+    return shape[:dim] + shape[dim + 1 :]
+
+
+def _stats(group: Group) -> list[Stats | None]:
+    return [group.records[i].stats for i in group.merge.use] if group.merge else []
+
+
+def _odd_replicas(group: Group) -> list[int]:
+    """Members that should equal the one used, and by their hashes do not."""
+    if group.merge is None or group.merge.kind != "one":
+        return []
+    odd: dict[str, int] = {}
+    for copies in group.merge.copies:
+        first = group.records[copies[0]].hash
+        for i in copies[1:]:
+            digest = group.records[i].hash
+            if digest is not None and first is not None and digest != first and group.records[i].payload is not None:
+                odd.setdefault(digest, i)
+    return list(odd.values())
+
+
+def _batches(side: Side) -> dict[tuple[int, int | None], Any]:
+    """What each step computed, as a value that is equal for equal batches."""
+    out: dict[tuple[int, int | None], Any] = {}
+    for where in sorted(side.rows, key=lambda w: (w[0], w[1], w[2])):
+        if where[2] != "logits":
+            moment = (where[0], where[1])
+            out[moment] = (*out.get(moment, ()), where[2], side.rows[where].keys.tobytes())
+    return out

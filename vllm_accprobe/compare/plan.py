@@ -1,0 +1,233 @@
+"""What will be compared with what, before any tensor is read.
+
+The problem: a comparison that goes wrong silently pairs the wrong things. The idea: everything that is decided from
+names, row maps, layouts and shapes is decided here, as plain values that print as lines: units (one tap, role and call
+on both sides), each with its groups (the ranks' records of one step). What cannot be compared has its reason.
+Not here: reading and computing (engine.py); the rules themselves (align/).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from vllm_accprobe.align.names import NamePlan, Place, pair_names
+from vllm_accprobe.align.requests import RequestPlan, distinct, pair_requests
+from vllm_accprobe.align.shards import Member, MergePlan, Unmergeable, plan_merge
+from vllm_accprobe.align.tokens import Space, TokenPlan, align_rows
+from vllm_accprobe.dump.schema import Module, Record
+from vllm_accprobe.judge.flow import Key, Tree, add_parameters, depths, flow_order
+
+SAMPLER = "sampler"
+TOKEN, TOP_LOGITS, TOP_IDS = "output.token", "output.top_logits", "output.top_ids"
+Moment = tuple[int, "int | None"]
+"""(cell, step)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One side's records of one tensor in one step, by rank. ``merge`` is None where ``problem`` says why."""
+
+    records: tuple[Record, ...]
+    moment: Moment
+    where: Space | None
+    merge: MergePlan | None
+    problem: str = ""
+
+    @property
+    def first(self) -> Record:
+        return self.records[self.merge.use[0] if self.merge else 0]
+
+    @property
+    def readable(self) -> bool:
+        return self.merge is not None and all(self.records[i].payload is not None for i in self.merge.use)
+
+    @property
+    def fingerprint(self) -> tuple[Any, ...] | None:
+        """Equal for two groups with the same bits in the same pieces; None where a hash is missing."""
+        if self.merge is None:
+            return None
+        used = [self.records[i] for i in self.merge.use]
+        if any(r.hash is None for r in used):
+            return None
+        return (self.merge.kind, self.merge.pieces, used[0].dtype, used[0].shape, tuple(r.hash for r in used))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """All of one (tap, role, call) of mine, with the golden's groups that may hold its rows."""
+
+    key: Key
+    golden_key: Key
+    cls: str
+    rule: str
+    order: int
+    depth: int
+    golden: list[Group]
+    mine: list[Group]
+
+    @property
+    def is_param(self) -> bool:
+        return self.key[1].startswith("param.")
+
+    @property
+    def vision(self) -> bool:
+        return any(g.where is not None and g.where[2].startswith("vision") for g in self.mine)
+
+
+@dataclass(frozen=True)
+class Plan:
+    requests: RequestPlan
+    tokens: TokenPlan
+    names: NamePlan
+    units: list[Unit]
+    tree: Tree
+    layers: int
+    skipped: Counter[str] = field(default_factory=Counter)
+    ranks: tuple[int, int] = (1, 1)
+
+    def lines(self) -> list[str]:
+        lines = self.requests.lines() + self.tokens.lines() + self.names.lines()
+        lines.append(f"ranks: {self.ranks[0]} in golden, {self.ranks[1]} in mine")
+        kinds: Counter[str] = Counter()
+        for unit in self.units:
+            for group in (*unit.golden[:1], *unit.mine[:1]):
+                if group.merge is not None and len(group.records) > 1:
+                    kinds[f"{group.first.layout.kind} ({group.merge.note or group.merge.kind})"] += 1
+        lines += [f"ranks: {n} tensors merged as {kind}" for kind, n in kinds.items()]
+        return lines + [f"skipped: {n} {reason}" for reason, n in self.skipped.items()]
+
+
+def make_plan(golden: Any, mine: Any, *, taps: str | None = None) -> Plan:
+    """The plan for two open dumps. taps: globs over tap names, separated by commas; None compares all."""
+    requests = pair_requests(distinct(golden.requests), distinct(mine.requests))
+    tokens = align_rows(golden, mine, requests, (_sampled(golden), _sampled(mine)))
+    sides = [_grouped(golden, tokens.golden.cells), _grouped(mine, tokens.mine.cells)]
+    orders = [_order(golden, sides[0]), _order(mine, sides[1])]
+    names = pair_names(_places(golden, orders[0], taps), _places(mine, orders[1], taps))
+    place = {key: i for i, key in enumerate(orders[1])}
+    depth = depths(orders[1])
+    skipped: Counter[str] = Counter()
+    units = []
+    for pair in names.pairs:
+        for golden_role, mine_role, role_rule in pair.roles:
+            for call in sides[1].calls(pair.mine.tap, mine_role):
+                key = (pair.mine.tap, mine_role, call)
+                found = sides[0].find((pair.golden.tap, golden_role, call), sides[1].vision(key))
+                if not found:
+                    skipped["golden has no such call"] += len(sides[1].groups[key])
+                    continue
+                rule = pair.rule if role_rule == "exact" else f"{pair.rule}, roles by {role_rule}"
+                golden_groups, mine_groups = _merged(found, sides[1].groups[key])
+                golden_key = (pair.golden.tap, golden_role, call)
+                at = place[key]
+                units.append(Unit(key, golden_key, pair.mine.cls, rule, at, depth[at], golden_groups, mine_groups))
+    units.sort(key=lambda u: u.order)
+    classes = {p.mine.tap: p.mine.cls for p in names.pairs}
+    tree = Tree.of(list(dict.fromkeys(u.key[0] for u in units)), classes)
+    ranks = (len(golden.ranks), len(mine.ranks))
+    return Plan(requests, tokens, names, units, tree, max(depth, default=0), skipped, ranks)
+
+
+class _Side:
+    """One dump's records by (tap, role, call) and moment."""
+
+    def __init__(self, groups: dict[Key, dict[Moment, dict[int, Record]]]):
+        self.groups = groups
+        self._calls: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for tap, role, call in groups:
+            self._calls[(tap, role)].append(call)
+
+    def calls(self, tap: str, role: str) -> list[int]:
+        return sorted(self._calls[(tap, role)])
+
+    def vision(self, key: Key) -> bool:
+        return any((r.rows or "").startswith("vision") for by in self.groups[key].values() for r in by.values())
+
+    def find(self, key: Key, any_call: bool) -> list[tuple[Moment, dict[int, Record]]]:
+        """The groups of one key; of all calls in a vision tower, where images may be batched in another way."""
+        calls = self.calls(key[0], key[1]) if any_call else [key[2]]
+        return [item for c in calls for item in self.groups.get((key[0], key[1], c), {}).items()]
+
+
+def _grouped(dump: Any, cells: Mapping[int, int]) -> _Side:
+    groups: dict[Key, dict[Moment, dict[int, Record]]] = {}
+    for r in dump.records:
+        cell = cells.get(r.rank, 0) if r.step is not None else 0
+        groups.setdefault((r.tap, r.role, r.call), {}).setdefault((cell, r.step), {})[r.rank] = r
+    return _Side(groups)
+
+
+def _order(dump: Any, side: _Side) -> list[Key]:
+    ran = ((r.step, r.rank, r.seq, (r.tap, r.role, r.call)) for r in dump.records if r.step is not None)
+    ordered = flow_order(ran)
+    params = [(tap, role) for tap, role, _ in side.groups if (tap, role, 0) not in set(ordered)]
+    return add_parameters(ordered, params, _modules(dump))
+
+
+def _modules(dump: Any) -> list[Module]:
+    return max(dump.modules.values(), key=len, default=[])
+
+
+def _places(dump: Any, ordered: Iterable[Key], taps: str | None) -> list[Place]:
+    roles: dict[str, list[str]] = {}
+    for tap, role, _ in ordered:
+        if _wanted(tap, taps):
+            roles.setdefault(tap, [])
+            if role not in roles[tap]:
+                roles[tap].append(role)
+    classes = {r.tap: r.cls for r in dump.records}
+    return [Place(tap, classes.get(tap, ""), tuple(rs)) for tap, rs in roles.items()]
+
+
+def _wanted(tap: str, taps: str | None) -> bool:
+    return taps is None or any(fnmatchcase(tap, glob.strip()) for glob in taps.split(","))
+
+
+def _merged(
+    golden: list[tuple[Moment, dict[int, Record]]], mine: Mapping[Moment, dict[int, Record]]
+) -> tuple[list[Group], list[Group]]:
+    """Groups of both sides. Where a layout is unknown, the other side's shape may tell how to join the pieces."""
+    hints = [_hint([by for _, by in golden]), _hint(mine.values())]
+    left = [_group(moment, by, hints[1]) for moment, by in golden]
+    return left, [_group(moment, by, hints[0]) for moment, by in mine.items()]
+
+
+def _hint(groups: Iterable[dict[int, Record]]) -> Record | None:
+    for by in groups:
+        if len(by) == 1:
+            return next(iter(by.values()))
+    return None
+
+
+def _group(moment: Moment, by: dict[int, Record], hint: Record | None) -> Group:
+    records = tuple(by[rank] for rank in sorted(by))
+    first = records[0]
+    where = None if first.rows is None or first.step is None else (moment[0], first.step, first.rows)
+    other = None
+    if hint is not None and len(hint.shape) == len(first.shape):
+        other = hint.shape
+        if first.rows is not None and hint.row_dim == first.row_dim < len(other):
+            other = (*other[: first.row_dim], first.shape[first.row_dim], *other[first.row_dim + 1 :])
+    try:
+        members = [Member(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
+        return Group(records, moment, where, plan_merge(members, other))
+    except Unmergeable as e:
+        return Group(records, moment, where, None, str(e))
+
+
+def _sampled(dump: Any) -> Any:
+    """(rank, step) → sampled tokens of the logits rows, read from the dump when asked for."""
+    records = {(r.rank, r.step): r for r in dump.records if r.tap == SAMPLER and r.role == TOKEN}
+
+    def sampled(rank: int, step: int) -> Any:
+        r = records.get((rank, step))
+        if r is None or r.payload is None or r.rows is None:
+            return None
+        tokens = dump.read(r).reshape(-1)
+        return tokens if r.shape and len(tokens) == r.shape[0] else None
+
+    return sampled

@@ -1,0 +1,274 @@
+"""The words of a result: pairs, notes and messages.
+
+The problem: the same facts are read in a table, a terminal and a page, and by people in a hurry. The idea: pure functions
+from what was measured to finished rows and sentences; each names the thing, the number and the limit, once.
+Not here: what is measured (measure.py) and what is wrong (judge/).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.tokens import TokenPlan
+from vllm_accprobe.compare.measure import Piece
+from vllm_accprobe.compare.plan import SAMPLER, TOKEN, Plan, Unit
+from vllm_accprobe.compare.result import FAIL, PASS, PHASE_MIXED, SKIP, Pair
+from vllm_accprobe.judge import flips
+from vllm_accprobe.judge.floor import flow_unit
+from vllm_accprobe.judge.floor import unit as rounding_unit
+from vllm_accprobe.judge.standards import Limits
+from vllm_accprobe.judge.verdict import METRICS, RowErrors, describe, value_and_limit
+from vllm_accprobe.metrics import oracle
+
+
+def join(*parts: str) -> str:
+    return "; ".join(p for p in parts if p)
+
+
+def make_pair(unit: Unit, piece: Piece, errors: RowErrors, limits: Limits, tokens: TokenPlan, by: str) -> Pair:
+    """The row of compare.csv of a piece that was compared."""
+    worst = int(errors.err.argmax()) if len(errors.err) else 0
+    wrong = bool(len(errors.err)) and not errors.err[worst] <= limits.row
+    metrics = _metrics(piece)
+    request = at = None
+    if len(piece.keys) and errors.err.size and errors.err[worst] > 0 and len(errors.err) == len(piece.keys):
+        request, at = tokens.name(int(piece.keys[worst]))
+    clause = describe(*value_and_limit(errors, worst, limits)) if wrong and piece.table is not None else ""
+    if wrong and piece.table is None:
+        clause = f"{by or 'statistics'} differ"
+    elif piece.table is None and not piece.identical:
+        clause = f"no payload: judged by {by or 'statistics'}"
+    note = piece.group.merge.note if piece.group.merge else ""
+    prefill, decode = _phases(piece, errors)
+    return Pair(
+        **_names(unit, piece),
+        shape=piece.feature if piece.whole else (len(piece.keys), *piece.feature),
+        **metrics,
+        worst_row_rel_l2=_number(errors.rel.max()) if len(errors.rel) else None,
+        worst_row_norm_ratio=_furthest(errors.ratio),
+        status=FAIL if wrong else PASS,
+        message=join(clause, piece.replicas, note),
+        rows=None if piece.whole else len(piece.keys),
+        phase=_phase(piece),
+        prefill_rel_l2=prefill,
+        decode_rel_l2=decode,
+        worst_request=request,
+        worst_position=at,
+        limit=limits.row,
+        identical=piece.identical,
+    )
+
+
+def skipped_pair(unit: Unit, piece: Piece) -> Pair:
+    return Pair(**_names(unit, piece), shape=piece.feature, status=SKIP, message=piece.skip)
+
+
+def _names(unit: Unit, piece: Piece) -> dict[str, Any]:
+    golden = piece.golden[0].first if piece.golden else None
+    mine = piece.group.first
+    ranks = {r.rank for r in piece.group.records}
+    return {
+        "golden": "" if golden is None else golden.name,
+        "mine": mine.name,
+        "step": mine.step,
+        "rank": ranks.pop() if len(ranks) == 1 else None,
+        "dtype_golden": None if golden is None else golden.dtype,
+        "dtype_mine": mine.dtype,
+        "tap": unit.key[0],
+        "cls": unit.cls,
+        "role": unit.key[1],
+        "call": mine.call,
+        "order": unit.order,
+        "rule": unit.rule,
+    }
+
+
+def _metrics(piece: Piece) -> dict[str, Any]:
+    if piece.identical:
+        stats = [piece.group.records[i].stats for i in piece.group.merge.use] if piece.group.merge else []
+        nonzero = any(s is not None and s.l2 for s in stats)
+        return {
+            "cosine": 1.0 if nonzero else None,
+            "max_abs_err": 0.0,
+            "mean_abs_err": 0.0,
+            "rmse": 0.0,
+            "rel_l2": 0.0 if nonzero else None,
+            "max_rel_err": 0.0 if nonzero else None,
+            "nonfinite": sum(s.nan + s.inf for s in stats if s is not None),
+            "nonfinite_mismatch": 0,
+        }
+    if piece.table is None:
+        return {}
+    m = oracle.tensor_metrics(piece.table)
+    out: dict[str, Any] = {
+        "cosine": _number(m.cosine),
+        "max_abs_err": _number(m.max_abs_err),
+        "mean_abs_err": _number(m.mean_abs_err),
+        "rmse": _number(m.rmse),
+        "rel_l2": _number(m.rel_l2),
+        "max_rel_err": _number(m.max_rel_err),
+        "nonfinite": m.nonfinite,
+        "nonfinite_mismatch": m.nonfinite_mismatch,
+    }
+    if piece.worst is not None and m.max_abs_err:
+        row, flat, golden, mine = piece.worst
+        inner = piece.feature
+        if piece.whole and len(inner) > 1:  # the first dimension served as rows
+            inner = inner[1:] if len(piece.table) > 1 else inner
+        place = tuple(int(i) for i in np.unravel_index(flat, inner)) if inner else ()
+        head = () if piece.whole and len(piece.table) == 1 else (row,)
+        out |= {"max_abs_index": head + place, "max_abs_golden": golden, "max_abs_mine": mine}
+    return out
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _furthest(ratio: np.ndarray) -> float | None:
+    return float(ratio[int(np.abs(ratio - 1.0).argmax())]) if len(ratio) else None
+
+
+def _phase(piece: Piece) -> str | None:
+    if piece.whole or not len(piece.decode):
+        return None
+    if piece.decode.all():
+        return "decode"
+    return PHASE_MIXED if piece.decode.any() else "prefill"
+
+
+def _phases(piece: Piece, errors: RowErrors) -> tuple[float | None, float | None]:
+    if piece.whole or not len(piece.decode):
+        return None, None
+    rel = errors.rel if len(errors.rel) == len(piece.decode) else np.full(len(piece.decode), errors.rel[0])
+    parts = [rel[~piece.decode], rel[piece.decode]]
+    first, second = (float(p.max()) if len(p) else None for p in parts)
+    return first, second
+
+
+def judged_tokens(pair: Pair, verdicts: Sequence[str]) -> Pair:
+    """The pair of sampled tokens: a difference is what its flips were found to be."""
+    from dataclasses import replace
+
+    if not verdicts:
+        return replace(pair, status=PASS, message="", limit=0.0)
+    counts = Counter(verdicts)
+    message = ", ".join(f"{n} flipped: {why}" for why, n in counts.items())
+    bad = counts[flips.SAMPLED] or counts[flips.UPSTREAM]
+    return replace(pair, status=FAIL if bad else PASS, message=message)
+
+
+def sampler_origin(cls: str, request: str, position: int, phase: str | None, best: Sequence[Any]) -> dict[str, Any]:
+    return {
+        "module": SAMPLER,
+        "class": cls,
+        "role": TOKEN,
+        "request": request,
+        "position": position,
+        "phase": phase,
+        "created": 1.0,
+        "propagated": 0.0,
+        "floor": 0.0,
+        "evidence": "values",
+        "rows": 1,
+        "worst": 1.0,
+    }
+
+
+def first_divergence(pairs: Sequence[Pair]) -> dict[str, Any] | None:
+    """The first failing pair in the order of the data flow, earliest step first."""
+    failing = [p for p in pairs if p.status == FAIL]
+    if not failing:
+        return None
+    p = min(failing, key=lambda p: (p.order, -1 if p.step is None else p.step))
+    value = p.worst_row_rel_l2 if p.worst_row_rel_l2 is not None else p.rel_l2
+    return {
+        "module": p.tap,
+        "role": p.role,
+        "rank": p.rank,
+        "step": p.step,
+        "request": p.worst_request,
+        "position": p.worst_position,
+        "phase": p.phase,
+        "metric": METRICS[0] if not p.role.startswith("param.") else "rel_l2",
+        "value": value if not p.role.startswith("param.") else p.rel_l2,
+        "limit": p.limit,
+    }
+
+
+def notes(
+    dumps: tuple[Any, Any], plan: Plan, pairs: Sequence[Pair], flipped: Sequence[dict[str, Any]], replicas: int
+) -> list[str]:
+    """What must be said before any number: different weights, prompts, images, dtypes; what stopped early."""
+    out: list[str] = []
+    params = [p for p in pairs if p.role.startswith("param.") and p.status != SKIP]
+    wrong = [p for p in params if p.status == FAIL]
+    if wrong:
+        first = min(wrong, key=lambda p: p.order)
+        out.append(
+            f"different weights: {len(wrong)} of {len(params)} parameters differ, first {first.tap} {first.role}"
+            f" (relative L2 {first.rel_l2:.3g})"
+            if first.rel_l2 is not None
+            else f"different weights: {len(wrong)} of {len(params)} parameters differ, first {first.tap} {first.role}"
+        )
+    for g, m in plan.requests.different:
+        out.append(f"request {g.id!r} has different prompt tokens ({g.prompt_len} and {m.prompt_len}): not compared")
+    for g, _ in plan.requests.images_differ:
+        out.append(f"request {g.id!r} has different images")
+    for side, left in (("golden", plan.requests.only_golden), ("mine", plan.requests.only_mine)):
+        if left:
+            out.append(f"{len(left)} requests have no partner and were not compared: only in {side}")
+    out += _dtypes(plan)
+    for side, dump in zip(("golden", "mine"), dumps, strict=True):
+        out += [f"{side}: rank {rank} stopped early: {stop.reason}" for rank, stop in sorted(dump.stops.items())]
+        out += [f"{side}: {problem}" for problem in dump.problems]
+        if dump.errors:
+            out.append(f"{side}: the probe noted {len(dump.errors)} errors of its own, first: {_first_error(dump)}")
+    if replicas:
+        out.append(f"{replicas} tensors that all ranks should hold alike differ between the ranks of mine")
+    whys = Counter(f["why"] for f in flipped)
+    if whys[flips.RANDOM]:
+        out.append(f"{whys[flips.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
+    if whys[flips.UNKNOWN]:
+        out.append(f"{whys[flips.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
+    return out
+
+
+def _first_error(dump: Any) -> str:
+    e = dump.errors[0]
+    return f"{e.get('where', '?')}: {str(e.get('message', ''))[:200]}"
+
+
+def _dtypes(plan: Plan) -> list[str]:
+    """One sentence where the two runs compute in different precisions."""
+    units = [u for u in plan.units if not u.is_param and u.golden and u.mine]
+    mixed: Counter[tuple[str, str]] = Counter()
+    for u in units:
+        pair = (u.golden[0].first.dtype, u.mine[0].first.dtype)
+        if pair[0] != pair[1] and rounding_unit(pair[0]) and rounding_unit(pair[1]):
+            mixed[pair] += 1
+    if not mixed:
+        return []
+    (g, m), n = mixed.most_common(1)[0]
+    coarse = max((g, m), key=lambda d: flow_unit([d]))
+    return [f"dtypes differ ({g} in golden, {m} in mine, {n} tensors): compared exactly, with the limits of {coarse}"]
+
+
+def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
+    """One line for NothingCompared: the likeliest reason first."""
+    golden, mine = dumps
+    if not golden.records or not mine.records:
+        empty = golden if not golden.records else mine
+        return f"nothing could be compared: {empty.path} holds no tensors ({'; '.join(empty.problems) or 'none captured'})"
+    if plan.requests.different and not plan.requests.pairs:
+        return "nothing could be compared: the requests have the same ids but different prompt tokens"
+    if not plan.names.pairs:
+        return "nothing could be compared: no tap of one dump has a partner in the other (or --taps matches none)"
+    if golden.requests and mine.requests and not plan.requests.pairs:
+        return "nothing could be compared: no request of one dump has the same prompt as one of the other"
+    reasons = ", ".join(f"{reason} ({n})" for reason, n in skipped.most_common(3))
+    return f"nothing could be compared: {reasons or 'all pairs were skipped'}"
