@@ -53,15 +53,10 @@ def register() -> None:
     _patch_shutdown()
 
 
-def say(message: str) -> None:
-    """One line in the server's log, in its own format where vLLM's logger is configured."""
-    import logging
+def _say(message: str) -> None:
+    from vllm_accprobe.capture.say import say
 
-    logger = logging.getLogger("vllm.accprobe")
-    if logger.hasHandlers() and logger.isEnabledFor(logging.WARNING):
-        logger.warning("accprobe: %s", message)
-    else:
-        sys.stderr.write(f"accprobe: {message}\n")
+    say(message)
 
 
 def _announce() -> None:
@@ -100,7 +95,7 @@ def _claim_directory(config: Any) -> None:
         raise ConfigError(f"{what}: {error.strerror or error}; name a directory that can be written") from None
     os.environ[PREFIX + "DIR"] = path
     os.environ[RUN_ID] = f"{os.getpid():x}-{os.urandom(6).hex()}"
-    say(f"on; the dump goes to {path}")
+    _say(f"on; the dump goes to {path}")
 
 
 def _patch_engine_args() -> None:
@@ -112,13 +107,13 @@ def _patch_engine_args() -> None:
 
         original = EngineArgs.create_engine_config
     except (ImportError, AttributeError) as error:
-        say(f"this vLLM has no EngineArgs.create_engine_config ({error}); start it with --enforce-eager yourself")
+        _say(f"this vLLM has no EngineArgs.create_engine_config ({error}); start it with --enforce-eager yourself")
         return
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(self, "enforce_eager", True):
             self.enforce_eager = True
-            say(
+            _say(
                 "the engine is made eager so that every module is seen (VLLM_ACCPROBE_GRAPHS=1 leaves it as configured)"
             )
         return original(self, *args, **kwargs)
@@ -162,7 +157,7 @@ def _patch_workers() -> None:
         except (ImportError, AttributeError):
             continue
     if wrapper_class is None or not hasattr(wrapper_class, "init_device"):
-        say("this vLLM has no WorkerWrapperBase.init_device: NOTHING will be captured; run `accprobe doctor`")
+        _say("this vLLM has no WorkerWrapperBase.init_device: NOTHING will be captured; run `accprobe doctor`")
         return
     init_device = wrapper_class.init_device
     shutdown = getattr(wrapper_class, "shutdown", None)
@@ -174,7 +169,7 @@ def _patch_workers() -> None:
 
             attach(self)
         except Exception as error:  # a broken installation of the probe must not take the server with it
-            say(f"cannot start ({type(error).__name__}: {error}): NOTHING will be captured; serving goes on")
+            _say(f"cannot start ({type(error).__name__}: {error}): NOTHING will be captured; serving goes on")
         return result
 
     def probed_shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -29,13 +29,15 @@ _CHECKS = 2
 class Tap:
     """One wrapped callable of one module: its names, its class, the names of its arguments, what was seen of it."""
 
-    __slots__ = ("arguments", "checks", "cls", "is_root", "names", "part", "record", "spread")
+    __slots__ = ("arguments", "checks", "chosen", "cls", "is_root", "names", "part", "spread")
 
-    def __init__(self, names: list[str], cls: str, forward: Callable[..., Any], part: str, record: bool, is_root: bool):
+    def __init__(
+        self, names: list[str], cls: str, forward: Callable[..., Any], part: str, chosen: frozenset[str], is_root: bool
+    ):
         self.names = names
         self.cls = cls
         self.part = part
-        self.record = record
+        self.chosen = chosen
         self.is_root = is_root
         self.arguments, self.spread = argument_names(forward)
         self.checks: dict[tuple[str, bool], int] = {}
@@ -75,14 +77,14 @@ class Taps:
         for index, (key, module) in enumerate(modules.items()):
             paths = names[key]
             cls = type(module).__name__
-            chosen = any(chooses(self._session.config, path, cls) for path in paths)
-            needed = chosen or paths[0] == "" or any(path in shared_parents for path in paths)
+            chosen = frozenset(path or ROOT_TAP for path in paths if chooses(self._session.config, path, cls))
+            needed = bool(chosen) or paths[0] == "" or any(path in shared_parents for path in paths)
             taps = [path or ROOT_TAP for path in paths]
-            if chosen:
-                for tap in taps:
+            for tap in taps:
+                if tap in chosen:
                     self._session.sink.module(Module(tap, cls, index, attributes(module)))
-            else:
-                self._session.sink.skip(taps[0], "not selected by VLLM_ACCPROBE_MODULES")
+                else:
+                    self._session.sink.skip(tap, "not selected by VLLM_ACCPROBE_MODULES")
             if not needed:
                 continue
             part = self._part(paths[0], cls, language_prefix)
@@ -97,11 +99,10 @@ class Taps:
     def never_fired(self) -> Iterator[tuple[str, str]]:
         """(tap, reason) of all chosen taps that no call of an armed step has reached."""
         for tap in self.taps:
-            if tap.record:
-                known = any(name in self._session.fired for name in tap.names)
-                for name in tap.names:
-                    if name not in self._session.fired:
-                        yield name, "another name of a captured module" if known else "never called in a captured step"
+            known = any(name in self._session.fired for name in tap.names)
+            for name in tap.names:
+                if name in tap.chosen and name not in self._session.fired:
+                    yield name, "another name of a captured module" if known else "never called in a captured step"
 
     def _part(self, path: str, cls: str, language_prefix: str) -> str:
         leaf = path.rpartition(".")[2]
@@ -112,9 +113,11 @@ class Taps:
         # wrappers around the language model, e.g. "model" above "model.language_model", see tokens too
         return LANGUAGE if language_prefix.startswith(path + ".") else VISION
 
-    def _wrap_forward(self, module: torch.nn.Module, taps: list[str], cls: str, part: str, record: bool) -> None:
+    def _wrap_forward(
+        self, module: torch.nn.Module, taps: list[str], cls: str, part: str, chosen: frozenset[str]
+    ) -> None:
         if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList)):
-            if record:
+            if chosen:
                 self._session.sink.skip(taps[0], "a container, never called")
             return
         if getattr(module, "do_not_compile", True) is False:
@@ -124,7 +127,7 @@ class Taps:
             self._session.sink.skip(taps[0], "a TorchScript module, its forward cannot be wrapped")
             return
         original = module.forward
-        tap = Tap(taps, cls, original, part, record, taps[0] == ROOT_TAP)
+        tap = Tap(taps, cls, original, part, chosen, taps[0] == ROOT_TAP)
         before = module.__dict__.get("forward")
         module.__dict__["forward"] = _tapped(self._session, tap, original)
         self.taps.append(tap)
@@ -143,7 +146,7 @@ class Taps:
         if method is None or not hasattr(method, "apply"):
             return
         original = method.apply
-        tap = Tap(taps[:1], cls, original, HEAD, True, False)
+        tap = Tap(taps[:1], cls, original, HEAD, frozenset(taps[:1]), False)
         tapped = _tapped(self._session, tap, original)
 
         def apply(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +212,7 @@ def _enter(session: Session, state: StepState, tap: Tap, args: tuple[Any, ...], 
     part = HEAD if state.inside == HEAD else tap.part
     call = _Call(name, number, part, was_inside)
     state.stack.append(name)
-    if not tap.record:
+    if name not in tap.chosen:
         return call
     session.fired.add(name)
     if session.config.capture_inputs:
@@ -227,7 +230,7 @@ def _leave(session: Session, state: StepState, tap: Tap, call: _Call, result: An
     if state.stack and state.stack[-1] == call.name:
         state.stack.pop()
     state.inside = call.was_inside
-    if not tap.record or session.state is not state:
+    if call.name not in tap.chosen or session.state is not state:
         return
     if session.config.capture_outputs:
         for role, tensor in flatten("output", result):

@@ -27,6 +27,7 @@ from vllm_accprobe.capture.hooks import Taps
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.params import record_parameters
 from vllm_accprobe.capture.rows import Requests, Scheduled, Space, logits_space, token_space, wanted_at_all
+from vllm_accprobe.capture.say import say
 from vllm_accprobe.capture.session import HEAD, VISION, Session, StepState
 from vllm_accprobe.capture.sink import Sink
 from vllm_accprobe.config import ConfigError, DumpConfig, ProbeConfig, default_dir, in_ranges
@@ -87,13 +88,13 @@ class Probe:
         }  # fmt: skip
         sink = Sink(config, self.root, rank, start, self._stopped, device)
         modules = dict(model.named_modules(remove_duplicate=False))
-        self.session = session = Session(config, sink, Layouts(modules, 0, 1), _say, self._find_space)
+        self.session = session = Session(config, sink, Layouts(modules, 0, 1), say, self._find_space)
         session.flatten = self._flatten
         self.requests = Requests(config)
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._taps = Taps(session)
         self._taps.attach(model)
-        record_parameters(session, model, _say)
+        record_parameters(session, model, say)
         self._inner = model.__dict__.get("forward") or model.forward
         model.__dict__["forward"] = self._forward
         atexit.register(self.close, "process exit")
@@ -119,7 +120,7 @@ class Probe:
         session.dead = session.dead or reason
         session.sink.close(reason)
         if not session.fired:
-            _say(f"NOTHING was captured in {self._step + 1} calls of the model: check tokens, steps and modules")
+            say(f"NOTHING was captured in {self._step + 1} calls of the model: check tokens, steps and modules")
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -270,7 +271,3 @@ def _world() -> int:
         if torch.distributed.is_available() and torch.distributed.is_initialized()
         else 1
     )
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"accprobe: {message}\n")

@@ -45,12 +45,12 @@ from vllm_accprobe.capture.rows import (
     wanted_at_all,
 )
 from vllm_accprobe.capture.sampling import Sampling
+from vllm_accprobe.capture.say import say
 from vllm_accprobe.capture.session import HEAD, VISION, Session, StepState
 from vllm_accprobe.capture.sink import Sink
 from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir, in_ranges
 from vllm_accprobe.dump.schema import Step, rank_dir
 from vllm_accprobe.dump.writer import write_run_json
-from vllm_accprobe.plugin import say
 
 _QUIET = ("compile_or_warm_up_model", "determine_available_memory", "initialize_from_config", "execute_dummy_batch")
 """Worker methods under which nothing is a step: they run invented batches."""
@@ -274,13 +274,13 @@ class RunnerProbe:
             }
             if v2 is not None:
                 names = list(v2.req_ids)
-                starts = [int(n) for n in v2.num_computed_tokens_np[: len(names)]]
+                begins = [int(n) for n in v2.num_computed_tokens_np[: len(names)]]
                 known = {n: int(k) for n, k in zip(names, v2.prefill_len_np, strict=False)}
                 counts = [int(n) for n in v2.num_scheduled_tokens[: len(names)]]
             else:
                 names = list(self.runner.input_batch.req_ids)
                 before = starts(out)
-                starts = [before.get(name, 0) for name in names]
+                begins = [before.get(name, 0) for name in names]
                 states = self.runner.requests
                 known = {name: int(states[name].num_tokens) for name in names if name in states}
                 counts = [int(out.num_scheduled_tokens[name]) for name in names]
@@ -291,7 +291,7 @@ class RunnerProbe:
                 )
             self._batch = [
                 Scheduled(name, start, n, drafts.get(name, 0), known.get(name))
-                for name, start, n in zip(names, starts, counts, strict=True)
+                for name, start, n in zip(names, begins, counts, strict=True)
             ]
         return self._batch
 
@@ -313,8 +313,9 @@ class RunnerProbe:
         source = self._v2_batch if self._v2_batch is not None else self.runner
         ids = device_buffer(getattr(source, "input_ids", None))
         positions = device_buffer(getattr(source, "positions", None))
-        good = isinstance(positions, torch.Tensor) and positions.dim() == 1
-        return (ids[:n] if ids is not None else None), (positions[:n] if good else None)
+        if positions is not None and positions.dim() != 1:  # several axes, or a vendor's own form
+            positions = None
+        return (ids[:n] if ids is not None else None), (positions[:n] if positions is not None else None)
 
     def _vision_items(self) -> list[Item]:
         """The encoder's inputs of this step in the order in which the runner batches them."""

@@ -393,7 +393,7 @@ def _digest(parts: Sequence[tuple[int, int]]) -> str:
 def _stats(parts: Sequence[tuple[int, int]], dtype: str) -> Any:
     total = None
     for address, nbytes in parts:
-        data = np.frombuffer((ctypes.c_char * nbytes).from_address(address), np.uint8)
+        data = np.frombuffer(memoryview((ctypes.c_char * nbytes).from_address(address)), np.uint8)
         piece = moments(data, dtype)
         total = piece if total is None else total + piece
     if total is None:

@@ -1,0 +1,114 @@
+"""Layouts from layer attributes, as vLLM's parallel layers carry them at TP=2 and, for KV heads, TP=4."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_accprobe.capture.layout import Layouts
+
+
+def module(cls: str = "Module", children: dict[str, Any] | None = None, **attributes: Any) -> Any:
+    made = type(cls, (SimpleNamespace,), {})(**attributes)
+    made._modules = children or {}
+    return made
+
+
+def attention(tp: int, heads: int, kv_heads: int, head: int, hidden: int) -> Any:
+    local_kv, replicas = max(kv_heads // tp, 1), max(tp // kv_heads, 1)
+    sizes = [heads // tp * head, local_kv * head, local_kv * head]
+    qkv = module(
+        "QKVParallelLinear", tp_size=tp, num_heads=heads // tp, num_kv_heads=local_kv, head_size=head,
+        num_kv_head_replicas=replicas, output_partition_sizes=sizes, gather_output=False,
+        input_size_per_partition=hidden,
+    )  # fmt: skip
+    o = module(
+        "RowParallelLinear", tp_size=tp, input_is_parallel=True, input_size_per_partition=heads // tp * head,
+        output_partition_sizes=[hidden], reduce_results=True,
+    )  # fmt: skip
+    rotary, attn = module("RotaryEmbedding"), module("Attention", num_heads=heads // tp, head_size=head)
+    return module("Qwen2Attention", {"qkv_proj": qkv, "o_proj": o, "rotary_emb": rotary, "attn": attn})
+
+
+def layouts(tp: int, rank: int, tree: dict[str, Any], hidden: int) -> Layouts:
+    found: dict[str, Any] = {}
+
+    def walk(path: str, node: Any) -> None:
+        found[path] = node
+        for name, child in node._modules.items():
+            walk(f"{path}.{name}" if path else name, child)
+
+    walk("", module("Model", tree))
+    return Layouts(found, rank, tp, hidden)
+
+
+def test_attention_at_tp2() -> None:
+    of = layouts(2, 1, {"self_attn": attention(2, 4, 2, 32, 128)}, 128).of
+    qkv = of("self_attn.qkv_proj", "output.0", (5, 128))
+    assert (qkv.kind, qkv.index, qkv.size, qkv.dim, qkv.parts) == ("shard", 1, 2, -1, ((64, 1), (32, 1), (32, 1)))
+    assert of("self_attn.qkv_proj", "input.input_", (5, 128)).kind == "replicated"
+    assert of("self_attn.rotary_emb", "input.query", (5, 64)).parts == ((64, 1),)
+    assert of("self_attn.rotary_emb", "input.key", (5, 32)).parts == ((32, 1),)
+    assert of("self_attn.rotary_emb", "output.1", (5, 32)).parts == ((32, 1),)
+    assert of("self_attn.rotary_emb", "input.positions", (5,)).kind == "replicated"
+    assert of("self_attn.attn", "output.0", (5, 64)).parts == ((64, 1),)
+    assert of("self_attn.o_proj", "input.input_", (5, 64)).parts == ((64, 1),)
+    assert of("self_attn.o_proj", "output.0", (5, 128)).kind == "replicated"
+    # the block's own hidden states have the size of a local QKV here, and are whole all the same
+    assert of("self_attn", "output.0", (5, 128)).kind == "replicated"
+
+
+def test_kv_heads_fewer_than_ranks_are_replicated_among_neighbours() -> None:
+    of = layouts(4, 3, {"self_attn": attention(4, 8, 2, 16, 128)}, 128).of
+    assert of("self_attn.qkv_proj", "output.0", (5, 64)).parts == ((32, 1), (16, 2), (16, 2))
+    assert of("self_attn.attn", "input.key", (5, 16)).parts == ((16, 2),)
+    heads = of("self_attn.attn", "input.query", (5, 2, 16))
+    assert (heads.dim, heads.parts) == (-2, ((2, 1),))
+
+
+def test_mlp_and_its_activation() -> None:
+    gate_up = module("MergedColumnParallelLinear", tp_size=2, output_partition_sizes=[48, 48], gather_output=False)
+    down = module(
+        "RowParallelLinear",
+        tp_size=2,
+        input_is_parallel=True,
+        input_size_per_partition=48,
+        output_partition_sizes=[128],
+    )
+    tree = {"mlp": module("MLP", {"gate_up_proj": gate_up, "act_fn": module("SiluAndMul"), "down_proj": down})}
+    found = layouts(2, 0, tree, 128)
+    assert found.of("mlp.act_fn", "input.x", (5, 96)).parts == ((48, 1), (48, 1))
+    assert found.of("mlp.act_fn", "output.0", (5, 48)).parts == ((48, 1),)
+    weight = found.of_param("mlp.gate_up_proj", "weight", (96, 128))
+    assert (weight.dim, weight.parts) == (-2, ((48, 1), (48, 1)))
+    assert found.of_param("mlp.down_proj", "weight", (128, 48)).dim == -1
+    assert found.of_param("mlp.down_proj", "bias", (128,)).kind == "replicated"
+    assert found.of_param("mlp.gate_up_proj", "weight", (7, 7)).kind == "unknown"  # packed by some kernel
+
+
+def test_partial_sums_vocabulary_and_replicated_layers() -> None:
+    down = module(
+        "RowParallelLinear", tp_size=2, input_is_parallel=True, input_size_per_partition=48,
+        output_partition_sizes=[128], reduce_results=False,
+    )  # fmt: skip
+    head = module(
+        "ParallelLMHead", tp_size=2, num_embeddings_per_partition=256, org_vocab_size=500, output_partition_sizes=[9]
+    )
+    gate = module("ReplicatedLinear", tp_size=2, output_partition_sizes=[8])
+    tree = {"experts": module("Shared", {"down_proj": down}), "lm_head": head, "gate": gate}
+    found = layouts(2, 0, tree, 128)
+    assert found.of("experts.down_proj", "output.0", (5, 128)).kind == "partial"
+    assert found.of("experts", "output.0", (5, 128)).kind == "partial"
+    logits = found.of("lm_head", "output.0", (5, 256))
+    assert (logits.kind, logits.parts, logits.valid) == ("shard", ((256, 1),), 500)
+    assert layouts(2, 0, tree, 128).of("lm_head", "output.0", (5, 128)).kind == "replicated"  # used as an embedding
+    assert found.of("gate", "output.0", (5, 8)).kind == "replicated"
+
+
+def test_one_rank_has_no_layouts() -> None:
+    assert (
+        layouts(1, 0, {"self_attn": attention(1, 4, 2, 32, 128)}, 128)
+        .of("self_attn.qkv_proj", "output.0", (5, 256))
+        .kind
+        == "replicated"
+    )

@@ -1,0 +1,73 @@
+"""The entry points, each in a process of its own: what they import, what they refuse, what they settle."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HEAVY = ("numpy", "torch", "safetensors", "h5py", "numba", "pandas", "xxhash", "vllm")
+REPORT = f"""
+import json, os, sys
+import vllm_accprobe.plugin as plugin
+plugin.platform()
+plugin.register()
+ours = sorted(m for m in sys.modules if m.startswith("vllm_accprobe"))
+heavy = [m for m in {HEAVY!r} if m in sys.modules]
+print(json.dumps([ours, heavy, sorted(plugin._patched)]))
+"""
+
+
+def run(cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    return subprocess.run(
+        [sys.executable, "-c", REPORT], env=clean | env, cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_off_imports_nothing_and_patches_nothing(tmp_path: Path) -> None:
+    for env in (
+        {},
+        {"VLLM_ACCPROBE": "0"},
+        {"VLLM_ACCPROBE": "", "VLLM_ACCPROBE_DIR": "x", "VLLM_ACCPROBE_NONSENSE": "1"},
+    ):
+        done = run(tmp_path, **env)
+        assert done.returncode == 0, done.stderr
+        ours, heavy, patched = json.loads(done.stdout)
+        assert ours == ["vllm_accprobe", "vllm_accprobe.plugin"]
+        assert heavy == []
+        assert patched == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_setting_stops_the_start_with_one_line(tmp_path: Path) -> None:
+    done = run(tmp_path, VLLM_ACCPROBE="1", VLLM_ACCPROBE_TOKNES="0")
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == "accprobe: VLLM_ACCPROBE_TOKNES is not a setting of accprobe; did you mean VLLM_ACCPROBE_TOKENS?\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unusable_directory_stops_the_start_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run(tmp_path, VLLM_ACCPROBE="1", VLLM_ACCPROBE_DIR="file/dump")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "Not a directory; name a directory that can be written" in done.stderr
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "run.json").write_text("{}")
+    done = run(tmp_path, VLLM_ACCPROBE="1", VLLM_ACCPROBE_DIR="old")
+    assert done.returncode == 2
+    assert "old already holds a dump" in done.stderr
+
+
+def test_the_entry_points_are_registered() -> None:
+    from importlib.metadata import entry_points
+
+    for group, value in (("vllm.general_plugins", "register"), ("vllm.platform_plugins", "platform")):
+        found = [e for e in entry_points(group=group) if e.name == "accprobe"]
+        assert [e.value for e in found] == [f"vllm_accprobe.plugin:{value}"]
