@@ -206,6 +206,17 @@ _MLA = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
     "attention_bias": False,
+    # As in DeepSeek's own models. Without it, vLLM 0.32's CPU kernel gets 3-D tensors, which it rotates wrongly and
+    # differently in every batch (accprobe named rotary_emb).
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
 }
 _VISION = {
     "model_type": "qwen2_5_vl",
