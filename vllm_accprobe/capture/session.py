@@ -155,6 +155,8 @@ class Session:
         dim = 0
         if shape:
             space, dim = self._space(state, part, shape)
+            if space is not None and len(shape) == 2 and role.endswith("positions"):
+                dim = 1  # M-RoPE: (3, rows), also in the step that has three rows
         if space is not None:
             if not space.n:
                 return None
