@@ -15,7 +15,9 @@ def parts(array: np.ndarray) -> list[tuple[int, int]]:
     return [(array.ctypes.data, array.nbytes)]
 
 
-def tensor_event(tap: str, array: np.ndarray, dtype: str, shape: tuple[int, ...] | None = None, **more: Any) -> dict[str, Any]:
+def tensor_event(
+    tap: str, array: np.ndarray, dtype: str, shape: tuple[int, ...] | None = None, **more: Any
+) -> dict[str, Any]:
     event = {
         "event": "tensor", "step": 0, "tap": tap, "class": "Linear", "role": "output.0", "call": 0, "seq": 0,
         "dtype": dtype, "shape": list(array.shape if shape is None else shape),

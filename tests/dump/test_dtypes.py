@@ -52,7 +52,10 @@ def test_widen_keeps_what_is_wide_and_is_exact_for_integers():
 def test_eight_bit_tables_are_complete():
     for name, info in DTYPES.items():
         if info.itemsize == 1:
-            assert byte_values(name).shape == (256,)
+            table = byte_values(name)
+            assert table.shape == (256,)
+            if info.kind == "float":
+                assert np.nanmin(table[table > 1]) - 1 == info.eps
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
@@ -72,7 +75,8 @@ def test_against_torch(name):
     ours = widen(raw.view(info.storage), name)
     finite = np.isfinite(ours)
     if info.kind == "float":
-        assert torch.finfo(dtype).eps == info.eps
+        if info.itemsize > 1:  # torch 2.13 gives half of it for float8_e5m2fnuz
+            assert torch.finfo(dtype).eps == info.eps
         wide = theirs.to(torch.float64).numpy()
         np.testing.assert_array_equal(ours[finite].astype(np.float64), wide[finite])
         np.testing.assert_array_equal(np.isnan(ours), np.isnan(wide))

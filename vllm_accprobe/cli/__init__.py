@@ -66,7 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except typer.Exit as e:
         return e.exit_code
-    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+    except (BrokenPipeError, SystemExit) as e:
+        # click, too, ends with SystemExit(1) when the reader of a pipe, `head` perhaps, has seen enough.
+        if not isinstance(e, BrokenPipeError) and not isinstance(e.__context__, BrokenPipeError):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as e:

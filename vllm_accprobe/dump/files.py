@@ -68,12 +68,8 @@ def find_segment(directory: Path, index: int) -> SegmentData:
 
 def journal_lines(path: Path) -> Iterator[tuple[int, bytes | None, int]]:
     """(number from 1, line, length) of each line; the line is None where it is longer than MAX_LINE. A last line
-    without a newline is torn, and comes with number 0. Raises DumpError."""
-    try:
-        fd = open_regular(path)
-    except OSError as e:
-        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None
-    with os.fdopen(fd, "rb", buffering=1 << 20) as f:
+    without a newline is torn, and comes with number 0. Raises OSError."""
+    with os.fdopen(open_regular(path), "rb", buffering=1 << 20) as f:
         number = 0
         while line := f.readline(MAX_LINE):
             number += 1

@@ -39,6 +39,7 @@ class RankReader:
         self.bad: list[str] = []
         self.unknown: Counter[str] = Counter()
         self.torn = 0
+        self.unreadable: str | None = None
 
     def read(self) -> None:
         try:
@@ -47,8 +48,8 @@ class RankReader:
                     self._line(number, line, length)
                 else:
                     self.torn = length
-        except OSError as error:  # a disk that fails in the middle
-            self.bad.append(f"the journal cannot be read further: {error.strerror or error}")
+        except OSError as error:
+            self.unreadable = error.strerror or str(error)
         self._check_payloads()
         self._check_rows()
         self.dump.records += self.records
@@ -138,10 +139,13 @@ class RankReader:
 
     def _report(self) -> None:
         say, rank = self.dump.problems.append, f"rank {self.rank}"
+        if self.unreadable:
+            say(f"{rank}: {JOURNAL} cannot be read{' further' if self.records else ''}: {self.unreadable}")
+            return
         if self.rank not in self.dump.starts:
             say(f"{rank}: the journal has no first line: not all of it may be here")
         if self.bad:
-            n = len(self.bad)
+            n = self.dump.bad_lines[self.rank] = len(self.bad)
             say(f"{rank}: {n} line{'s' * (n > 1)} could not be understood and {'are' if n > 1 else 'is'} ignored "
                 f"(first: {self.bad[0][:200]})")  # fmt: skip
         if self.unknown:

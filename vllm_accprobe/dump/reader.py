@@ -36,7 +36,7 @@ class Dump:
 
     run: run.json; starts: the first line of each rank's journal; records: all ranks, journal order within a rank;
     requests by (rank, req), steps by (rank, step), rows by (rank, step, space); modules, stops and ends by rank;
-    problems: sentences on what is missing, damaged or ignored; data: where each (rank, segment) lies.
+    problems: sentences on what is missing, damaged or ignored; bad_lines: how many of each rank's; data: where each (rank, segment) lies.
     """
 
     def __init__(self, path: Path, run: dict[str, Any]):
@@ -53,6 +53,7 @@ class Dump:
         self.ends: dict[int, End] = {}
         self.errors: list[dict[str, Any]] = []
         self.problems: list[str] = []
+        self.bad_lines: dict[int, int] = {}
         self.starts: dict[int, dict[str, Any]] = {}
         self.data: dict[tuple[int, int], SegmentData] = {}
         self._fds: dict[tuple[int, int], int] = {}

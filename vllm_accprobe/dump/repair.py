@@ -26,7 +26,8 @@ _PART = re.compile(r"seg-(\d{5,9})\.safetensors\.part", re.ASCII)
 @dataclass(frozen=True)
 class RankRepair:
     """What was done for one rank: ``segments`` finished, ``tensors`` readable, ``cut`` bytes of a torn line removed,
-    ``dropped`` segment files without a single whole tensor deleted; ``needed`` is False for a dump closed in order."""
+    ``dropped`` segment files without a single whole tensor deleted (not if lines of the journal are damaged, whose
+    tensors they may hold); ``needed`` is False for a dump closed in order."""
 
     rank: int
     needed: bool
@@ -67,13 +68,16 @@ def _repair_rank(dump: Dump, rank: int) -> RankRepair:
     records = [r for r in dump.records if r.rank == rank and r.payload is not None]
     try:
         finished = [_finish(directory, index, records) for index in parts]
+        dropped = [] if rank in dump.bad_lines else [i for i, done in zip(parts, finished, strict=True) if not done]
+        for index in dropped:  # created, but killed before a tensor was whole in it
+            (directory / part_name(index)).unlink()
         cut = 0
         if rank not in dump.ends:
             cut = _close_journal(dump, rank, records)
             remove_reserve(directory)
     except OSError as e:
         raise DumpError(f"cannot repair {directory}: {e.strerror or e}") from None
-    return RankRepair(rank, True, sum(finished), len(records), cut, len(finished) - sum(finished))
+    return RankRepair(rank, True, sum(finished), len(records), cut, len(dropped))
 
 
 def _finish(directory: Path, index: int, records: list[Record]) -> bool:
@@ -81,8 +85,7 @@ def _finish(directory: Path, index: int, records: list[Record]) -> bool:
     if target.exists():
         raise DumpError(f"{target} and {part.name} both exist: remove the one that is wrong")
     entries = [_entry(r) for r in records if r.payload is not None and r.payload.seg == index and r.payload.nbytes]
-    if not entries:  # created, but killed before a tensor was whole in it
-        part.unlink()
+    if not entries:
         return False
     data = segment_data(part)
     end = max(e.off + e.nbytes for e in entries)

@@ -1,0 +1,281 @@
+"""summary, show, convert and repair on a real dump."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+from cli_dumps import TAPS, make, value
+
+from vllm_accprobe.cli import main
+
+
+@pytest.fixture
+def dump(tmp_path):
+    return make(tmp_path / "d")
+
+
+def lines(capsys):
+    out = capsys.readouterr()
+    assert out.err == ""
+    return out.out.splitlines()
+
+
+def test_summary_table_word_for_word(dump, capsys):
+    assert main(["summary", str(dump), "*down*", "--step", "1-2", "--role", "output.*"]) == 0
+    assert [line.rstrip() for line in lines(capsys)] == [
+        "index  step  rank  tap                           role      shape  dtype      min   max     mean      std  NaN  Inf",
+        "   18     1     0  model.layers.0.mlp.down_proj  output.0  2x8    bfloat16  31.5  46.5       39  4.60977    0    0",
+        # 32.5, 33.5, ... 47.5 without 32.5 and 43.5: sum 564 of 14, squares about 40 are 271.5
+        "   26     2     0  model.layers.0.mlp.down_proj  output.0  2x8    bfloat16  33.5  47.5  40.2857  4.39445    1    1",
+        "2 tensors of 24 captured tensors and 3 parameters; 1 rank, 3 steps, 2 requests, 2.11 kB stored",
+        "skipped: 3 x not a plain tensor, e.g. at model.rotary",
+    ]
+
+
+def test_summary_limits_and_says_so(dump, capsys):
+    assert main(["summary", str(dump), "--limit", "2"]) == 0
+    out = lines(capsys)
+    assert len([line for line in out if "param.weight" in line]) == 2
+    assert out[3] == "... 25 more: --limit 0 shows all, --csv FILE writes all, a GLOB or --step narrows down"
+    assert main(["summary", str(dump), "--limit", "0"]) == 0
+    assert sum("bfloat16" in line for line in lines(capsys)) == 24
+
+
+def test_summary_csv_has_every_digit(dump, tmp_path, capsys):
+    assert main(["summary", str(dump), "--csv", str(tmp_path / "x.csv"), "--limit", "1"]) == 0
+    assert lines(capsys)[-1] == f"written: {tmp_path / 'x.csv'}"
+    rows = list(csv.DictReader(open(tmp_path / "x.csv", newline="")))
+    assert len(rows) == 27
+    assert list(rows[0])[:13] == "index step rank tap role shape dtype min max mean std nan inf".split()
+    row = next(r for r in rows if (r["tap"], r["role"], r["step"]) == (TAPS[1][0], "output.0", "0"))
+    expected = value(0, 1, 1, 5).astype(np.float64)
+    assert float(row["mean"]) == expected.mean()
+    assert float(row["std"]) == pytest.approx(expected.std(), rel=1e-12)
+    assert (row["class"], row["requests"], row["stored"]) == ("RMSNorm", "chat-1 chat-2", "1")
+
+
+def test_summary_of_one_request(tmp_path, capsys):
+    dump = make(tmp_path / "d", ranks=2)
+    assert main(["summary", str(dump), "--request", "chat-2", "--rank", "1", "--step", "0"]) == 0
+    assert sum("bfloat16" in line for line in lines(capsys)) == 8
+    assert main(["summary", str(dump), "--request", "chat-9"]) == 3
+
+
+def test_summary_with_nothing_to_show(dump, capsys):
+    assert main(["summary", str(dump), "no.such.*"]) == 3
+    out = capsys.readouterr()
+    assert out.err == "accprobe: no tensor matches what was asked for\n"
+    assert "0 tensors of 24 captured tensors" in out.out
+
+
+def test_summary_says_what_the_dump_lacks(tmp_path, capsys):
+    dump = make(tmp_path / "d", close=False)
+    journal = dump / "rank0000/journal.jsonl"
+    journal.write_bytes(
+        journal.read_bytes()
+        + b'{"event":"stop","reason":"disk full"}\n'
+        + b'{"event":"error","where":"model.x","message":"boom\\u001b[2J"}\nnonsense\n{"event":"tens'
+    )
+    assert main(["summary", str(dump), "--limit", "1"]) == 0
+    out = "\n".join(lines(capsys))
+    assert "note: rank 0: capture stopped early: disk full" in out
+    assert "note: rank 0: the journal's last line is torn (14 bytes ignored)" in out
+    assert "note: rank 0 was not closed (killed, or still running): 27 tensors readable, 27 known" in out
+    assert "1 line could not be understood" in out
+    assert "note: 1 error inside the probe; the first at model.x: boom\\x1b[2J" in out
+
+
+def test_show_one_tensor_word_for_word(dump, capsys):
+    arguments = ["show", str(dump), "model.layers.0.mlp.down_proj/output.0", "--step", "2", "--request", "chat-2"]
+    assert main(arguments) == 0
+    out = lines(capsys)
+    assert out[0] == "model.layers.0.mlp.down_proj/output.0  RowParallelLinear  step 2, rank 0"
+    assert out[1].startswith("  bfloat16 2x8, min 33.5, max 47.5, mean 40.2857, std 4.39445, NaN 1, Inf 1, l2 ")
+    assert out[3] == "        33.5 ..       34.375  1  ####################"
+    assert len([line for line in out if ".." in line]) == 16
+    assert sum(int(line.split()[3]) for line in out[3:19]) == 14
+    assert out[19] == "row 1  (request chat-2, position 3, token 101, decode)"
+    assert out[20] == "  40.5 41.5 42.5 nan 44.5 45.5 46.5 47.5"
+
+
+def test_show_lists_when_several_match(dump, capsys):
+    assert main(["show", str(dump), TAPS[1][0]]) == 0
+    out = lines(capsys)
+    assert out[0] == "param.weight (parameter, rank 0)  min 0, max 1, mean 0.5, std 0.327327"
+    assert out[1].startswith("input.x (step 0, rank 0)  min 10, max 49, ")
+    assert out[7:9] == ["", "the first of them:"]
+    assert out[-1].strip().startswith("0 0.142857 0.285714")
+
+
+def test_show_rows_by_number_and_position(dump, capsys):
+    tap = f"{TAPS[0][0]}/input.x"
+    assert main(["show", str(dump), tap, "--step", "0", "--rows", "4,0-1"]) == 0
+    out = [line for line in lines(capsys) if line.startswith("row")]
+    assert out == [
+        "row 4  (request chat-2, position 1, token 104, prefill)",
+        "row 0  (request chat-1, position 0, token 100, prefill)",
+        "row 1  (request chat-1, position 1, token 101, prefill)",
+    ]
+    assert main(["show", str(dump), tap, "--step", "0", "--position", "1-9"]) == 0
+    assert [line[:5] for line in lines(capsys) if line.startswith("row")] == ["row 1", "row 2", "row 4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["model.layers.0.mlp.down_prj"], 2, "nearest: model.layers.0.mlp.down_proj, "),
+        (["zzz"], 2, "no tap zzz in "),
+        (["model.rotary"], 2, "model.rotary is a module of the model, but nothing of it was captured (not a plain tensor)"),
+        ([TAPS[0][0], "--role", "output.7"], 3, "it has input.x, output.0 at steps 0 to 2, rank 0"),
+        ([TAPS[0][0], "--step", "0", "--rows", "5"], 2, "model.embed_tokens/input.x has rows 0 to 4, not 5"),
+        ([TAPS[0][0], "--step", "0", "--rows", "5-2"], 2, "--rows: '5-2' is no range of numbers"),
+        ([TAPS[0][0], "--step", "0", "--request", "chat-7"], 3, "nothing matches the options: it has input.x, "),
+        ([TAPS[0][0], "--step", "0", "--position", "7"], 2, "has no row of that request and position"),
+        ([TAPS[1][0], "--role", "param.weight", "--position", "1"], 2, "has no row map: choose with --rows"),
+        ([TAPS[0][0], "--rows", "1", "--position", "1"], 2, "use one or the other"),
+        ([TAPS[0][0], "--save", "x.pt"], 2, "must end in .npy or .safetensors"),
+        ([TAPS[0][0], "--save", "never.npy"], 2, "6 tensors match, e.g. input.x (step 0, rank 0), "),
+    ],
+)
+def test_show_says_what_is_wrong(dump, capsys, arguments, code, said):
+    assert main(["show", str(dump), *arguments]) == code
+    out = capsys.readouterr()
+    assert said in out.err
+    assert out.err.count("\n") == 1
+
+
+def test_show_saves(dump, tmp_path, capsys):
+    from safetensors import safe_open
+
+    tap = f"{TAPS[2][0]}/output.0"
+    for name, more in (("a.npy", []), ("b.npy", ["--rows", "1,4"]), ("c.safetensors", [])):
+        assert main(["show", str(dump), tap, "--step", "0", *more, "--save", str(tmp_path / name)]) == 0
+    whole = value(0, 2, 1, 5)
+    a = np.load(tmp_path / "a.npy")
+    assert a.dtype == np.float32
+    assert a.tolist() == whole.tolist()
+    assert np.load(tmp_path / "b.npy").tolist() == whole[[1, 4]].tolist()
+    with safe_open(tmp_path / "c.safetensors", "np") as f:
+        assert list(f.keys()) == [tap]
+        assert (f.get_slice(tap).get_dtype(), f.get_slice(tap).get_shape()) == ("BF16", [5, 8])
+    capsys.readouterr()
+    assert main(["show", str(dump), tap, "--step", "0", "--save", str(tmp_path / "a.npy")]) == 2
+    assert "exists: nothing is overwritten" in capsys.readouterr().err
+
+
+def test_show_without_values(tmp_path, capsys):
+    dump = make(tmp_path / "d", stats=True)
+    assert main(["show", str(dump), TAPS[0][0], "--role", "input.x", "--step", "0"]) == 0
+    out = lines(capsys)
+    assert "min 0, max 39, mean 19.5" in out[1]
+    assert out[-1] == "only its statistics were stored, no values"
+    assert main(["convert", str(dump), str(tmp_path / "x.h5")]) == 3
+    assert "only statistics, no values" in capsys.readouterr().err
+
+
+def created(group):
+    """The names in a group in the order in which they were made."""
+    import h5py
+
+    order = []
+    group.id.links.iterate(lambda n: order.append(n.decode()), idx_type=h5py.h5.INDEX_CRT_ORDER)
+    return order
+
+
+def test_convert_to_h5_in_the_layout_of_torch_xray(dump, tmp_path, capsys):
+    h5py = pytest.importorskip("h5py")
+    out = tmp_path / "x.h5"
+    assert main(["convert", str(dump), str(out)]) == 0
+    said = lines(capsys)
+    assert said[0].startswith("rank 0: 27 tensors, ")
+    assert said[1] == "note: 24 tensors of bfloat16 or 8-bit floats are float32 there (exact)"
+    with h5py.File(out) as f:
+        assert created(f["0"]) == [
+            "model.embed_tokens.VocabParallelEmbedding.0.forward_input.0",
+            "model.embed_tokens.VocabParallelEmbedding.0.forward_output.0",
+            "model.layers.0.input_layernorm.RMSNorm.0.forward_params.weight",
+            "model.layers.0.input_layernorm.RMSNorm.0.forward_input.0",
+            "model.layers.0.input_layernorm.RMSNorm.0.forward_output.0",
+            "model.layers.0.post_attention_layernorm.RMSNorm.1.forward_params.weight",
+            "model.layers.0.post_attention_layernorm.RMSNorm.1.forward_input.0",
+            "model.layers.0.post_attention_layernorm.RMSNorm.1.forward_output.0",
+            "model.layers.0.mlp.down_proj.RowParallelLinear.0.forward_params.weight",
+            "model.layers.0.mlp.down_proj.RowParallelLinear.0.forward_input.0",
+            "model.layers.0.mlp.down_proj.RowParallelLinear.0.forward_output.0",
+        ]
+        assert [len(f[step]) for step in ("0", "1", "2")] == [11, 8, 8]
+        data = f["2"]["model.layers.0.mlp.down_proj.RowParallelLinear.0.forward_input.0"]
+        assert data.dtype == np.float32
+        assert data[()].tolist() == value(2, 3, 0, 2).tolist()
+        assert dict(data.attrs) == {"tap": TAPS[3][0], "role": "input.x", "dtype": "bfloat16"}
+    assert main(["convert", str(dump), str(out)]) == 2
+    assert "exists: nothing is overwritten" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir() if "part" in p.name] == []
+
+
+def test_the_layout_is_that_of_the_peer_tool(tmp_path, capsys):
+    """Names and order of the records of a real torch_xray-like run come out as they went in."""
+    h5py = pytest.importorskip("h5py")
+    from vllm_accprobe.dump.writer import RankWriter
+
+    expected = [
+        "patch_embed.proj.Conv3d.0.forward_params.weight",
+        "patch_embed.proj.Conv3d.0.forward_params.bias",
+        "patch_embed.proj.Conv3d.0.forward_input.0",
+        "patch_embed.proj.Conv3d.0.forward_output.0",
+        "blocks.0.norm1.LayerNorm.0.forward_input.0",
+        "blocks.0.norm1.LayerNorm.0.forward_output.0",
+        "blocks.0.norm2.LayerNorm.1.forward_input.0",
+        "blocks.0.norm2.LayerNorm.1.forward_output.0",
+        "blocks.1.norm1.LayerNorm.0.forward_input.0",
+        "blocks.1.norm1.LayerNorm.0.forward_output.0",
+    ]
+    w = RankWriter(tmp_path / "d", 0, {}, budget_bytes=1 << 24)
+    a = np.zeros(2, "<f4")
+    for seq, name in enumerate(expected):
+        module, _, leaf = name.rpartition(".forward_")
+        path, cls, _ = module.rsplit(".", 2)
+        kind, _, rest = leaf.partition(".")
+        event = {"event": "tensor", "step": 1, "role": f"{kind}.{rest}"}
+        if kind == "params":
+            event = {"event": "param", "role": f"param.{rest}"}
+        w.put([(a.ctypes.data, 8)], event | {"tap": path, "class": cls, "seq": seq, "dtype": "float32", "shape": [2]})
+    w.close("done", {})
+    assert main(["convert", str(tmp_path / "d"), str(tmp_path / "x.h5")]) == 0
+    with h5py.File(tmp_path / "x.h5") as f:
+        assert list(f) == ["1"]
+        assert created(f["1"]) == expected
+
+
+def test_convert_to_npz_of_two_ranks(tmp_path, capsys):
+    dump = make(tmp_path / "d", ranks=2)
+    assert main(["convert", str(dump), str(tmp_path / "x.npz")]) == 2
+    assert "2 ranks: name a directory" in capsys.readouterr().err
+    assert main(["convert", str(dump), str(tmp_path / "out"), "*norm*", "--to", "npz", "--step", "1"]) == 0
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "globalrank-0_localrank-0.npz",
+        "globalrank-1_localrank-1.npz",
+    ]
+    with np.load(tmp_path / "out/globalrank-1_localrank-1.npz") as z:
+        assert len(z.files) == 6
+        assert z[f"1/{TAPS[1][0]}/output.0"].tolist() == value(1, 1, 1, 2).tolist()
+        assert z[f"param/{TAPS[1][0]}/param.weight"].dtype == np.float32
+
+
+def test_repair_says_what_it_did(tmp_path, capsys):
+    dump = make(tmp_path / "d")
+    assert main(["repair", str(dump)]) == 0
+    assert lines(capsys) == ["rank 0: closed in order, nothing to do"]
+    journal = dump / "rank0000/journal.jsonl"
+    text = journal.read_bytes()
+    journal.write_bytes(text[: text.rindex(b'{"event":"end"')] + b'{"ev')
+    segment = dump / "rank0000/seg-00000.safetensors"
+    segment.rename(segment.with_name(segment.name + ".part"))
+    assert main(["repair", str(dump)]) == 0
+    assert lines(capsys) == [
+        "rank 0: 27 tensors readable; 1 segment file(s) finished, 4 bytes of a torn line cut off"
+    ]
+    assert main(["repair", str(dump)]) == 0
+    assert lines(capsys) == ["rank 0: closed in order, nothing to do"]
