@@ -55,7 +55,8 @@ def make(root: Path, ranks: int = 1, *, close: bool = True, stats: bool = False)
                 segments.append({"req": req, "pos": pos, "n": n, "row": rows, "phase": phase})
                 rows += n
             ids = list(range(100, 100 + rows))
-            w.line({"event": "rows", "step": step, "space": "tokens", "src_rows": rows, "segments": segments, "ids": ids})
+            space = {"event": "rows", "step": step, "space": "tokens", "src_rows": rows}
+            w.line({**space, "segments": segments, "ids": ids})
             for t, (tap, cls) in enumerate(TAPS):
                 for r, role in enumerate(("input.x", "output.0")):
                     array = value(step, t, r, rows)

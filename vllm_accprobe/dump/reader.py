@@ -36,7 +36,8 @@ class Dump:
 
     run: run.json; starts: the first line of each rank's journal; records: all ranks, journal order within a rank;
     requests by (rank, req), steps by (rank, step), rows by (rank, step, space); modules, stops and ends by rank;
-    problems: sentences on what is missing, damaged or ignored; bad_lines: how many of each rank's; data: where each (rank, segment) lies.
+    problems: sentences on what is missing, damaged or ignored; bad_lines: how many of each rank's journal were not
+    understood; data: where each (rank, segment) lies.
     """
 
     def __init__(self, path: Path, run: dict[str, Any]):
