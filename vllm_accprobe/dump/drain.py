@@ -1,9 +1,10 @@
-"""What the writer's thread does with one batch: statistics, payload, journal lines, in this order.
+"""What becomes of one batch: its bytes go to the disk, its statistics are taken, its lines go to the journal.
 
 The problem: a journal line promises that its payload is on disk, whatever fails and whenever. The idea: bytes and lines
-arrive together in batches, one block of bytes each with the lines that wait for it, and are handled one batch after the
-other by plain sequential code; after the first error nothing more is written but the line that names it and the end.
-Not here: threads, waiting and budgets (writer.py).
+arrive together in batches, one block of bytes each with the lines that wait for it. One thread writes the bytes, and
+meanwhile another computes statistics and hashes from the same block; when both are done, it writes the lines. After the
+first error nothing more is written but the line that names it, and the end. Not here: threads, waiting and budgets
+(writer.py).
 """
 
 from __future__ import annotations
@@ -83,9 +84,10 @@ class OpenSegment:
 
 class Batch:
     """``used`` bytes of ``block`` that follow each other in ``segment``, the pieces of payloads in them as (payload,
-    start, stop), and the lines to be written when they are on disk. ``last``: the segment ends here."""
+    start, stop), and the lines to be written when they are on disk. ``last``: the segment ends here. ``written``: the
+    disk thread is through with it; ``error``: what went wrong there."""
 
-    __slots__ = ("block", "born", "last", "lines", "pieces", "segment", "used")
+    __slots__ = ("block", "born", "error", "last", "lines", "pieces", "segment", "used", "written")
 
     def __init__(self) -> None:
         self.block: Block | None = None
@@ -95,10 +97,13 @@ class Batch:
         self.last = False
         self.lines: list[Line] = []
         self.pieces: list[tuple[Pending, int, int]] = []
+        self.written = False
+        self.error: BaseException | None = None
 
 
 class Drain:
-    """The files of one rank. Nothing here raises; the first error is ``failed``, and is told to ``on_error`` once."""
+    """The files of one rank. Nothing here raises; the first error is ``failed``, and is told to ``on_error`` once.
+    ``write`` belongs to one thread, everything else to another."""
 
     def __init__(self, directory: Path, journal: JournalFile, on_error: Callable[[str], None]):
         self.failed: str | None = None
@@ -107,32 +112,43 @@ class Drain:
         self._journal = journal
         self._on_error = on_error
         self._segment: OpenSegment | None = None
+        self._broken = False
         self._payload_bytes = self._steps = self._tensors = self._lost = 0
 
     @property
     def journal_bytes(self) -> int:
         return self._journal.size
 
-    def payload(self, batch: Batch) -> None:
-        """First half of a batch; its block is free afterwards."""
-        if self.failed or batch.block is None or batch.segment is None or not batch.used:
+    def write(self, batch: Batch) -> None:
+        """The bytes, to the segment they belong to, which is opened with its first block."""
+        if self._broken or self.failed or batch.block is None or batch.segment is None or not batch.used:
             return
-        segment = batch.segment
+        try:
+            if batch.segment.file is None:
+                batch.segment.file = SegmentFile(self._dir, batch.segment.index)
+            batch.segment.file.write(batch.block.view[: batch.used])
+        except BaseException as e:  # it is the other thread's to say, in its place among the lines
+            batch.error = e
+            self._broken = True
+
+    def digest(self, batch: Batch) -> None:
+        """Statistics and hashes of the pieces, while the bytes are being written."""
+        if self.failed or batch.block is None:
+            return
         try:
             for pending, start, stop in batch.pieces:
                 pending.take(batch.block.array[start:stop])
-            self._segment = segment
-            if segment.file is None:
-                segment.file = SegmentFile(self._dir, segment.index)
-            segment.file.write(batch.block.view[: batch.used])
-            self._payload_bytes += sum(stop - start for _, start, stop in batch.pieces)
-            self.bytes_written = self._payload_bytes + self._journal.size
         except Exception as e:
-            self._fail(e, f"segment {segment.index}")
+            self._fail(e, f"segment {batch.segment.index if batch.segment else 0}")
 
     def lines(self, batch: Batch) -> None:
-        """Second half: the lines, and the end of the segment where it is due."""
+        """The lines, once the bytes are written and digested, and the end of the segment where it is due."""
+        if batch.segment is not None and batch.used:
+            self._segment = batch.segment
+        if batch.error is not None:
+            self._fail(batch.error, f"segment {batch.segment.index if batch.segment else 0}")
         if not self.failed:
+            self._payload_bytes += sum(stop - start for _, start, stop in batch.pieces)
             try:
                 events = [event for line in batch.lines if (event := self._event(line)) is not None]
                 self._journal.append(b"".join(map(encode, events)))
@@ -188,7 +204,7 @@ class Drain:
             self._fail(e, f"segment {segment.index}, left as .part")
         segment.file = None
 
-    def _fail(self, error: Exception, where: str) -> None:
+    def _fail(self, error: BaseException, where: str) -> None:
         if self.failed:
             return
         if isinstance(error, OSError):

@@ -4,7 +4,7 @@ The problem: payloads of any size must lie one after the other in a segment file
 blocks, and each line must travel with the block in which its payload ends. The idea: a current batch that owns one
 block; it is sealed, that is handed over, when the block is full, when it is old (the writer decides), and where a
 segment ends. Everything here runs under the writer's condition, which is also what a full house waits on. Not here: the
-thread that empties the queue, budgets, stopping (writer.py), files (drain.py).
+threads that empty the queues, budgets, stopping (writer.py), files (drain.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from .stats import StatsCell
 
 
 class Staging:
-    """Batches on their way to the disk. ``payload_bytes`` are those accepted, ``waiting_lines`` those not yet written
-    (the writer counts them down), ``sealed`` the batches ever queued. After ``closed`` is set, nobody waits."""
+    """Batches on their way, each in two queues, since two threads work on it at once. ``payload_bytes`` are those
+    accepted, ``waiting_lines`` those not yet written (the writer counts them down), ``sealed`` the batches ever queued.
+    After ``closed`` is set, nobody waits."""
 
     def __init__(self, cond: threading.Condition, block_bytes: int, blocks: int, segment_bytes: int):
         self.free: list[Block] = []
-        self.queue: deque[Batch] = deque()
+        self.to_disk: deque[Batch] = deque()
+        self.to_journal: deque[Batch] = deque()
         self.current: Batch | None = None
         self.payload_bytes = 0
         self.waiting_lines = 0
@@ -137,6 +139,7 @@ class Staging:
                 batch.block.zero(batch.used, gap)
                 batch.used += gap
                 batch.segment.end += gap
-        self.queue.append(batch)
+        self.to_disk.append(batch)
+        self.to_journal.append(batch)
         self.sealed += 1
         self._cond.notify_all()

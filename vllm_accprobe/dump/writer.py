@@ -2,10 +2,11 @@
 
 The problem: gigabytes per second leave a forward pass that must not wait, and a process that may be killed at any
 moment must leave nothing behind that looks whole and is not. The idea: the model's thread only copies bytes into the
-current block; one thread of ours does the rest, batch by batch (drain.py). Blocks are few: when all are under way,
-the model's thread waits for the disk. What is not full is written when it is a fraction of a second old, so that a
-process killed between two requests loses nothing. Whatever goes wrong ends the capture, never the model. Not here:
-what is captured (the capture room), how a segment looks (segment.py), how a line is spelt (lines.py).
+current block; two threads of ours do the rest, batch by batch (drain.py): one keeps the disk busy, the other takes
+statistics and writes the journal. Blocks are few: when all are under way, the model's thread waits for the disk. What
+is not full is written when it is a fraction of a second old, so that a process killed between two requests loses
+nothing. Whatever goes wrong ends the capture, never the model. Not here: what is captured (the capture room), how a
+segment looks (segment.py), how a line is spelt (lines.py).
 """
 
 from __future__ import annotations
@@ -84,8 +85,10 @@ class RankWriter:
             self._stop(f"cannot create the dump in {directory}: {e.strerror or e}")
         else:
             self._drain = Drain(directory, journal, self._stop)
-            self._thread = threading.Thread(target=self._run, args=(self._drain,), name=f"accprobe-{rank}", daemon=True)
+            name, work = f"accprobe-{rank}", (self._drain,)
+            self._thread = threading.Thread(target=self._journal, args=work, name=name, daemon=True)
             self._thread.start()
+            threading.Thread(target=self._write, args=work, name=f"{name}-disk", daemon=True).start()
 
     @property
     def bytes_written(self) -> int:
@@ -122,7 +125,7 @@ class RankWriter:
         return None
 
     def line(self, event: Event | Callable[[], Event | None]) -> None:
-        """Queues a line without a payload. A callable is called by the writing thread, in order, and gives the dict or
+        """Queues a line without a payload. A callable is called by a thread of ours, in order, and gives the dict or
         None. With no payload waiting before it, the line is on disk some hundredths of a second later."""
         with self._cond:
             if self.stopped or self._closing:
@@ -182,13 +185,30 @@ class RankWriter:
             except Exception:
                 pass  # it is told, not asked
 
-    # ---- the writing thread
+    # ---- our threads
 
-    def _run(self, drain: Drain) -> None:
+    def _write(self, drain: Drain) -> None:
+        """The disk thread: keeps the disk busy, and gives up batches that have become old."""
+        while (batch := self._next()) is not None:
+            drain.write(batch)
+            with self._cond:
+                batch.written = True
+                self._cond.notify_all()
+
+    def _journal(self, drain: Drain) -> None:
+        """The journal thread: digests a block while it is being written, then frees it and writes its lines."""
+        queue = self._staging.to_journal
         try:
-            while (batch := self._next()) is not None:
-                drain.payload(batch)
+            while True:
                 with self._cond:
+                    self._cond.wait_for(lambda: queue or (self._closing and self._staging.current is None))
+                    if not queue:
+                        break
+                    batch = queue.popleft()
+                drain.digest(batch)
+                with self._cond:
+                    while not batch.written:
+                        self._cond.wait()
                     if batch.block is not None:
                         self._staging.free.append(batch.block)
                     self._cond.notify_all()
@@ -205,8 +225,8 @@ class RankWriter:
     def _next(self) -> Batch | None:
         with self._cond:
             while True:
-                if self._staging.queue:
-                    return self._staging.queue.popleft()
+                if self._staging.to_disk:
+                    return self._staging.to_disk.popleft()
                 batch = self._staging.current
                 if batch is None:
                     if self._closing:
