@@ -194,7 +194,9 @@ def _canonical(dump: Any, rank: int, space: RowSpace) -> Any:
 
 def _number(dump: Any, rank: int, space: RowSpace, subjects: _Subjects) -> tuple[np.ndarray, ...]:
     """Keys, ids, decode flags, and for each row the index of the first row of its run of consecutive positions."""
-    keys, decode, starts = [], [], []
+    keys: list[np.ndarray] = []
+    decode: list[np.ndarray] = []
+    starts: list[np.ndarray] = []
     at, previous = 0, (-1, -1)
     for s in space.segments:
         request = dump.requests.get((rank, s.req))

@@ -28,6 +28,7 @@ from vllm_accprobe.judge import flips as flip_rules
 from vllm_accprobe.judge.floor import flow_unit, is_exact
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.origin import OUTPUT, PARAM, Created, Trace, find_origins, kind_of
+from vllm_accprobe.judge.routing import Rerouted, is_choice
 from vllm_accprobe.judge.standards import EXACT, Limits, Standard, get_standard
 from vllm_accprobe.judge.verdict import RowErrors, row_errors
 from vllm_accprobe.metrics import oracle
@@ -82,6 +83,7 @@ class _Run:
     traces: list[Trace] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     replicas: int = 0
+    rerouted: Rerouted = field(default_factory=Rerouted)
 
     def run(self, progress: Progress | None) -> Comparison:
         plan = self.plan
@@ -96,10 +98,11 @@ class _Run:
                 raise CompareError(str(e)) from None
             if progress is not None:
                 progress(i + 1, len(plan.units))
-        if not any(p.status in (PASS, FAIL) for p in self.pairs):
+        if self._nothing():
             raise NothingCompared(words.nothing(self.dumps, plan, self.skipped))
         created = find_origins(self.traces, plan.tree, self.standard, plan.tokens.images)
-        origins = [(c.trace.order, self._origin(c)) for c in created]
+        first = {c.tap: c for c in reversed(created)}  # a tap is named once, by the first tensor that shows it
+        origins = [(c.trace.order, self._origin(c)) for c in created if first[c.tap] is c]
         for c in created:
             self._condemn(c)
         flipped, guilty = self._flips()
@@ -123,6 +126,12 @@ class _Run:
             standard=self.standard.to_dict(self.unit, plan.layers),
         )
 
+    def _nothing(self) -> bool:
+        """Equal weights alone are no comparison where activations were captured and none of them has a partner."""
+        judged = [p for p in self.pairs if p.status in (PASS, FAIL)]
+        ran = any(not u.is_param for u in self.plan.units) or not self.plan.units
+        return not any(not p.role.startswith("param.") or not ran or p.status == FAIL for p in judged)
+
     # --- units -------------------------------------------------------------------------------------------------
 
     def _unit(self, unit: Unit) -> None:
@@ -136,15 +145,17 @@ class _Run:
         floor = self._row_floor(pieces)
         keys: list[np.ndarray] = []
         wrong: list[tuple[np.ndarray, np.ndarray]] = []
-        everywhere, limit = 0.0, None
+        everywhere, limit, allowed = 0.0, None, 0.0
         for piece in pieces:
             if piece.skip:
                 self._skip(unit, piece)
                 continue
             limits, created = self._limits(unit, piece)
             limit = created.row if limit is None else max(limit, created.row)
+            allowed = max(allowed, limits.row)
             errors = self._errors(piece, 0.0 if piece.whole else floor, limits)
-            self._add(unit, piece, errors, limits)
+            note = self._reroute(unit, piece, errors)
+            self._add(unit, piece, errors, limits, note=note)
             rows = self._keys_of(piece)
             keys.append(rows)
             bad = np.flatnonzero(errors.err > 0)
@@ -160,10 +171,16 @@ class _Run:
             if not piece.whole:
                 self.compared.setdefault(_family(unit, piece), []).append(piece.keys)
         if limit is not None and unit.key[:2] != (SAMPLER, TOKEN):
-            self._trace(unit, keys, wrong, limit, everywhere)
+            self._trace(unit, keys, wrong, limit, everywhere, allowed)
 
     def _trace(
-        self, unit: Unit, keys: list[np.ndarray], wrong: list[Any], limit: float, everywhere: float = 0.0
+        self,
+        unit: Unit,
+        keys: list[np.ndarray],
+        wrong: list[Any],
+        limit: float,
+        everywhere: float = 0.0,
+        allowed: float = 0.0,
     ) -> None:
         seen = np.unique(np.concatenate(keys)) if keys else _NO_KEYS
         k = np.concatenate([w[0] for w in wrong]) if wrong else _NO_KEYS
@@ -172,9 +189,8 @@ class _Run:
         k, e = k[order], e[order]
         last = np.append(k[1:] != k[:-1], True) if len(k) else np.zeros(0, bool)
         tap, role, call = unit.key
-        self.traces.append(
-            Trace(tap, role, call, kind_of(role), unit.order, limit, seen, k[last], e[last], everywhere, unit.vision)
-        )
+        keyed = (seen, k[last], e[last], everywhere, unit.vision, allowed)
+        self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed))
 
     def _param(self, unit: Unit) -> None:
         result = compare_params(unit, *self.loaders, self.standard)
@@ -212,12 +228,13 @@ class _Run:
         norms = [np.sqrt(p.table[:, oracle.GG]) for p in pieces if p.table is not None and not p.whole]
         for p in pieces:
             stats = p.golden[0].first.stats if p.identical and not p.whole else None
-            rows = p.golden[0].first.shape[p.golden[0].first.row_dim] if stats else 0
+            rows = p.golden[0].first.shape[p.golden[0].row_dim] if stats else 0
             if stats and stats.l2 and rows:
                 norms.append(np.full(min(len(p.keys), 1000), stats.l2 / rows**0.5))
         every = np.concatenate(norms) if norms else np.zeros(0)
         every = every[every > 0]
-        return self.standard.row_floor * float(np.median(every)) if len(every) else 0.0
+        width = next((p.width for p in pieces if not p.skip), 1)
+        return self.standard.floor_share(width) * float(np.median(every)) if len(every) else 0.0
 
     def _keys_of(self, piece: Piece) -> np.ndarray:
         """The rows that a piece speaks for: its own, or, without rows, all of its step."""
@@ -227,15 +244,32 @@ class _Run:
         own = [rows[w].keys[rows[w].keep] for w in rows if w[:2] == piece.group.moment and w[2] != "logits"]
         return np.unique(np.concatenate(own)) if own else _NO_KEYS
 
-    def _add(self, unit: Unit, piece: Piece, errors: RowErrors, limits: Limits, by: str = "") -> None:
+    def _add(
+        self, unit: Unit, piece: Piece, errors: RowErrors, limits: Limits, *, by: str = "", note: str = ""
+    ) -> None:
         self.replicas += bool(piece.replicas)
-        self.pairs.append(words.make_pair(unit, piece, errors, limits, self.plan.tokens, by))
+        pair = words.make_pair(unit, piece, errors, limits, self.plan.tokens, by)
+        self.pairs.append(replace(pair, message=words.join(pair.message, note)) if note else pair)
         self.pair_keys.append((unit.key, piece.keys))
 
     def _skip(self, unit: Unit, piece: Piece) -> None:
         self.skipped[piece.skip] += 1
         self.pairs.append(words.skipped_pair(unit, piece))
         self.pair_keys.append((unit.key, _NO_KEYS))
+
+    def _reroute(self, unit: Unit, piece: Piece, errors: RowErrors) -> str:
+        """Finds rows sent to other experts at a near tie, and leaves the rows that come after one unjudged."""
+        if piece.whole or len(errors.err) != len(piece.keys):
+            return ""
+        if is_choice(unit.key[1]):
+            other = np.flatnonzero(errors.err > 0)
+            excused = other[self.rerouted.near_ties(piece.keys[other], unit, self.traces)] if len(other) else other
+            self.rerouted.add(piece.keys[excused])
+        mask = self.rerouted.after(piece.keys)
+        if not mask.any():
+            return ""
+        errors.err[mask], errors.rel[mask], errors.ratio[mask], errors.peak[mask] = 0.0, 0.0, 1.0, 0.0
+        return f"{int(mask.sum())} rows after a router's near tie are not judged"
 
     # --- blame -------------------------------------------------------------------------------------------------
 
@@ -327,9 +361,7 @@ class _Run:
                 if not len(trace.seen) or key not in trace.seen:
                     continue
                 at = np.flatnonzero(trace.keys == key)
-                unit = next(u for u in self.plan.units if u.key == (trace.tap, trace.role, trace.call))
-                limit = trace.limit * (1.0 + unit.depth) ** self.standard.growth
-                known = (known is not False) and not (len(at) and trace.err[at[0]] > limit)
+                known = (known is not False) and not (len(at) and trace.err[at[0]] > trace.allowed)
         return known
 
     def _best(self, side: int, units: dict[str, Unit], key: int) -> flip_rules.Best | None:
@@ -364,6 +396,8 @@ class _Run:
         skipped.update({k: n for k, n in plan.tokens.skipped.items() if n})
         skipped.update(plan.skipped)
         skipped.update(self.skipped)
+        if self.rerouted.rows:
+            skipped["rows after a router's near tie"] = self.rerouted.rows
         for side, dump in zip(("golden", "mine"), self.dumps, strict=True):
             for skip in dump.skips:
                 skipped[f"{side}: {skip.reason}"] += skip.count

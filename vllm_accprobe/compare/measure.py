@@ -19,6 +19,7 @@ from vllm_accprobe.compare.plan import SAMPLER, TOKEN, Group, Unit
 from vllm_accprobe.compare.read import Block, Loader, cut_shape, find_cut
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Stats
+from vllm_accprobe.judge.routing import is_choice, is_weight
 from vllm_accprobe.judge.standards import Standard
 from vllm_accprobe.metrics import kernel, oracle
 
@@ -121,7 +122,7 @@ class Measurer:
         if group.where is None:
             return True
         rows = self.sides[side].rows.get(group.where)
-        dim, shape = group.first.row_dim, group.merge.shape if group.merge else ()
+        dim, shape = group.row_dim, group.merge.shape if group.merge else ()
         return rows is not None and 0 <= dim < len(shape) and shape[dim] == len(rows.keys)
 
     def _rows(self, piece: Piece, golden: list[Group], unit: Unit) -> None:
@@ -170,6 +171,9 @@ class Measurer:
         self._check_replicas(piece, [(golden[i], number == i) for i in used], row, kept, cuts, unit)
 
     def _table(self, g: Block, g_rows: np.ndarray, m: Block, m_rows: np.ndarray, unit: Unit) -> np.ndarray:
+        if is_choice(unit.key[1]) or is_weight(unit.key[1]):  # a set of experts has no order
+            sides = (widen(g.data[g_rows], g.dtype), widen(m.data[m_rows], m.dtype))
+            return oracle.row_table(*(np.sort(s, axis=1) for s in sides))
         table = kernel.rows(g.data, g.dtype, g_rows, m.data, m.dtype, m_rows, widen)
         if unit.key[:2] == (SAMPLER, TOKEN):  # -1: no token was sampled there
             table[(g.data[g_rows] < 0).any(1) | (m.data[m_rows] < 0).any(1)] = 0.0
@@ -285,7 +289,7 @@ def statistics_error(g: Stats, m: Stats, standard: Standard) -> float:
 def _feature(group: Group, cut: tuple[int, int] | None) -> tuple[int, ...]:
     assert group.merge is not None
     shape = cut_shape(group.merge.shape, cut)
-    dim = group.first.row_dim
+    dim = group.row_dim
     return shape[:dim] + shape[dim + 1 :]
 
 

@@ -36,6 +36,7 @@ class Group:
     where: Space | None
     merge: MergePlan | None
     problem: str = ""
+    row_dim: int = 0
 
     @property
     def first(self) -> Record:
@@ -127,7 +128,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None) -> Plan:
                 units.append(Unit(key, golden_key, pair.mine.cls, rule, at, depth[at], golden_groups, mine_groups))
     units.sort(key=lambda u: u.order)
     classes = {p.mine.tap: p.mine.cls for p in names.pairs}
-    tree = Tree.of(list(dict.fromkeys(u.key[0] for u in units)), classes)
+    tree = Tree.of(list(dict.fromkeys(u.key[0] for u in units)), classes, _spans(units))
     ranks = (len(golden.ranks), len(mine.ranks))
     return Plan(requests, tokens, names, units, tree, max(depth, default=0), skipped, ranks)
 
@@ -183,6 +184,16 @@ def _places(dump: Any, ordered: Iterable[Key], taps: str | None) -> list[Place]:
     return [Place(tap, classes.get(tap, ""), tuple(rs)) for tap, rs in roles.items()]
 
 
+def _spans(units: Iterable[Unit]) -> dict[str, tuple[int, int]]:
+    """The first call's stretch of the data flow, of taps that were seen going in and coming out."""
+    seen: dict[str, list[tuple[int, bool]]] = defaultdict(list)
+    for u in units:
+        if not u.is_param and u.key[2] == 0:
+            seen[u.key[0]].append((u.order, u.key[1].startswith("input")))
+    both = {tap: orders for tap, orders in seen.items() if len({going_in for _, going_in in orders}) == 2}
+    return {tap: (min(orders)[0], max(orders)[0]) for tap, orders in both.items()}
+
+
 def _wanted(tap: str, taps: str | None) -> bool:
     return taps is None or any(fnmatchcase(tap, glob.strip()) for glob in taps.split(","))
 
@@ -192,8 +203,21 @@ def _merged(
 ) -> tuple[list[Group], list[Group]]:
     """Groups of both sides. Where a layout is unknown, the other side's shape may tell how to join the pieces."""
     hints = [_hint([by for _, by in golden]), _hint(mine.values())]
-    left = [_group(moment, by, hints[1]) for moment, by in golden]
-    return left, [_group(moment, by, hints[0]) for moment, by in mine.items()]
+    usual = _row_dim([r for _, by in golden for r in by.values()] + [r for by in mine.values() for r in by.values()])
+    left = [_group(moment, by, hints[1], usual) for moment, by in golden]
+    return left, [_group(moment, by, hints[0], usual) for moment, by in mine.items()]
+
+
+def _row_dim(records: Iterable[Record]) -> int | None:
+    """Along which dimension the rows of one tap and role lie, from the records where no other dimension has their size:
+    three rows of three-dimensional rotary positions are a square in which capture cannot tell."""
+    votes = Counter(r.row_dim for r in records if r.rows is not None and not _square(r))
+    return votes.most_common(1)[0][0] if votes else None
+
+
+def _square(record: Record) -> bool:
+    dim, shape = record.row_dim, record.shape
+    return dim < len(shape) and shape.count(shape[dim]) > 1
 
 
 def _hint(groups: Iterable[dict[int, Record]]) -> Record | None:
@@ -203,10 +227,13 @@ def _hint(groups: Iterable[dict[int, Record]]) -> Record | None:
     return None
 
 
-def _group(moment: Moment, by: dict[int, Record], hint: Record | None) -> Group:
+def _group(moment: Moment, by: dict[int, Record], hint: Record | None, usual: int | None) -> Group:
     records = tuple(by[rank] for rank in sorted(by))
     first = records[0]
     where = None if first.rows is None or first.step is None else (moment[0], first.step, first.rows)
+    dim = first.row_dim
+    if usual is not None and _square(first) and usual < len(first.shape) and first.shape[usual] == first.shape[dim]:
+        dim = usual
     other = None
     if hint is not None and len(hint.shape) == len(first.shape):
         other = hint.shape
@@ -214,9 +241,9 @@ def _group(moment: Moment, by: dict[int, Record], hint: Record | None) -> Group:
             other = (*other[: first.row_dim], first.shape[first.row_dim], *other[first.row_dim + 1 :])
     try:
         members = [Member(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
-        return Group(records, moment, where, plan_merge(members, other))
+        return Group(records, moment, where, plan_merge(members, other), row_dim=dim)
     except Unmergeable as e:
-        return Group(records, moment, where, None, str(e))
+        return Group(records, moment, where, None, str(e), dim)
 
 
 def _sampled(dump: Any) -> Any:

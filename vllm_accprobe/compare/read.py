@@ -88,7 +88,7 @@ class Loader:
             rows = whole.shape[0] if whole.ndim > 1 else 1
             feature = whole.shape[1:] if whole.ndim > 1 else whole.shape
         else:
-            whole = np.moveaxis(whole, group.first.row_dim, 0)
+            whole = np.moveaxis(whole, group.row_dim, 0)
             rows, feature = whole.shape[0], whole.shape[1:]
         width = int(np.prod(feature, dtype=np.int64))
         return Block(np.ascontiguousarray(whole).reshape(rows, width), dtype, feature)

@@ -1,7 +1,7 @@
 """The words of a result: pairs, notes and messages.
 
-The problem: the same facts are read in a table, a terminal and a page, and by people in a hurry. The idea: pure functions
-from what was measured to finished rows and sentences; each names the thing, the number and the limit, once.
+The problem: the same facts are read in a table, a terminal and a page, and by people in a hurry. The idea: pure
+functions from what was measured to finished rows and sentences; each names the thing, the number and the limit, once.
 Not here: what is measured (measure.py) and what is wrong (judge/).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -152,8 +153,6 @@ def _phases(piece: Piece, errors: RowErrors) -> tuple[float | None, float | None
 
 def judged_tokens(pair: Pair, verdicts: Sequence[str]) -> Pair:
     """The pair of sampled tokens: a difference is what its flips were found to be."""
-    from dataclasses import replace
-
     if not verdicts:
         return replace(pair, status=PASS, message="", limit=0.0)
     counts = Counter(verdicts)
@@ -209,12 +208,9 @@ def notes(
     wrong = [p for p in params if p.status == FAIL]
     if wrong:
         first = min(wrong, key=lambda p: p.order)
-        out.append(
-            f"different weights: {len(wrong)} of {len(params)} parameters differ, first {first.tap} {first.role}"
-            f" (relative L2 {first.rel_l2:.3g})"
-            if first.rel_l2 is not None
-            else f"different weights: {len(wrong)} of {len(params)} parameters differ, first {first.tap} {first.role}"
-        )
+        far = f" (relative L2 {first.rel_l2:.3g})" if first.rel_l2 is not None else ""
+        many = f"{len(wrong)} of {len(params)} parameters differ"
+        out.append(f"different weights: {many}, first {first.tap} {first.role}{far}")
     for g, m in plan.requests.different:
         out.append(f"request {g.id!r} has different prompt tokens ({g.prompt_len} and {m.prompt_len}): not compared")
     for g, _ in plan.requests.images_differ:
@@ -263,7 +259,8 @@ def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
     golden, mine = dumps
     if not golden.records or not mine.records:
         empty = golden if not golden.records else mine
-        return f"nothing could be compared: {empty.path} holds no tensors ({'; '.join(empty.problems) or 'none captured'})"
+        why = "; ".join(empty.problems) or "none captured"
+        return f"nothing could be compared: {empty.path} holds no tensors ({why})"
     if plan.requests.different and not plan.requests.pairs:
         return "nothing could be compared: the requests have the same ids but different prompt tokens"
     if not plan.names.pairs:

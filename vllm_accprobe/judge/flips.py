@@ -1,9 +1,9 @@
 """Whether a flipped token is an error, and whose.
 
 The problem: greedy sampling turns the smallest difference into another token where two logits are nearly equal, and
-from there on the texts have nothing in common; but a sampler can also be wrong. The idea: each side's token is held against
-that side's own logits. If both took their own best logit, the sampler did its work, and the logits speak: within
-their limits it was a near tie, beyond them an operator before is to blame. If the golden took its best logit
+from there on the texts have nothing in common; but a sampler can also be wrong. The idea: each side's token is held
+against that side's own logits. If both took their own best logit, the sampler did its work, and the logits speak:
+within their limits it was a near tie, beyond them an operator before is to blame. If the golden took its best logit
 and mine did not, while the logits agree, mine's sampler is the origin. If the golden did not, it was sampled at random.
 Not here: finding flips (align/tokens.py).
 """

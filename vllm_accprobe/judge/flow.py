@@ -103,7 +103,10 @@ def depths(ordered: Sequence[Key]) -> list[int]:
 
 @dataclass
 class Tree:
-    """The taps of one dump that have tensors. parent: nearest enclosing tap; children likewise; all in flow order."""
+    """The taps of one dump that have tensors. parent: nearest enclosing tap; children likewise; all in flow order.
+
+    A tap encloses those whose paths begin with its own, and a neighbour that runs while it runs (the logits processor
+    calls lm_head)."""
 
     classes: Mapping[str, str]
     parent: dict[str, str | None] = field(default_factory=dict)
@@ -111,13 +114,20 @@ class Tree:
     mixing: dict[str, bool] = field(default_factory=dict)
 
     @staticmethod
-    def of(taps: Sequence[str], classes: Mapping[str, str]) -> Tree:
+    def of(taps: Sequence[str], classes: Mapping[str, str], spans: Mapping[str, tuple[int, int]] | None = None) -> Tree:
+        """spans: for taps with inputs and outputs, the places of the first and the last of them in the flow."""
         tree = Tree(classes)
         known = set(taps)
         for tap in taps:
-            tree.parent[tap] = up = _parent(tap, known)
-            tree.children.setdefault(up, []).append(tap)
-        for tap in sorted(known, key=lambda t: -depth_of(t)):
+            tree.parent[tap] = _parent(tap, known)
+        for tap, up in list(tree.parent.items()):
+            if up is not None and spans:
+                around = [s for s in taps if s != tap and tree.parent[s] == up and _during(spans, tap, s)]
+                if around:
+                    tree.parent[tap] = min(around, key=lambda s: spans[s][1] - spans[s][0])
+        for tap in taps:
+            tree.children.setdefault(tree.parent[tap], []).append(tap)
+        for tap in sorted(known, key=lambda t: -len(tree.above(t))):
             cls = classes.get(tap, "")
             inside = any(tree.mixing[c] for c in tree.children.get(tap, ()))
             tree.mixing[tap] = inside or mixes(tap, cls)
@@ -133,8 +143,11 @@ class Tree:
         return out
 
 
-def depth_of(tap: str) -> int:
-    return 0 if tap == ROOT_TAP else 1 + tap.count(".")
+def _during(spans: Mapping[str, tuple[int, int]], tap: str, other: str) -> bool:
+    """Whether ``tap`` ran while ``other`` ran."""
+    if tap not in spans or other not in spans:
+        return False
+    return spans[other][0] < spans[tap][0] and spans[tap][1] < spans[other][1]
 
 
 def _parent(tap: str, known: set[str]) -> str | None:

@@ -35,6 +35,7 @@ class Trace:
     kind: input, output (also what was changed in place) or param. seen: sorted keys of the rows that were compared.
     keys, err: the rows with an error, sorted by key, and how large it is (verdict.RowErrors.err). everywhere: an error
     that belongs to no row (a parameter). limit: what the tap may create. vision: the keys are rows of images.
+    allowed: what may have piled up there.
     """
 
     tap: str
@@ -48,6 +49,7 @@ class Trace:
     err: np.ndarray
     everywhere: float = 0.0
     vision: bool = False
+    allowed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,9 @@ class _Search:
         for source in [*sources, *(b for b in below if b.order < sink.order)]:
             if source is not sink:
                 np.maximum(explained, self._influence(source, sink, keys, mixing), out=explained)
-        allowed = sink.limit + self.standard.amplification * explained
-        created = (err > allowed) & (explained < self.standard.garbage)
+        rules = self.standard
+        share = np.where(explained > sink.limit, rules.wild, rules.amplification)
+        created = (err > sink.limit + share * explained) & (explained < rules.garbage)
         created &= ~(np.isinf(err) & (explained > max(sink.limit, 0.0)))
         if created.any():
             evidence = "values" if np.isinf(err[created]).any() else "jump"

@@ -132,9 +132,9 @@ def _compiled() -> Any:
             load(g8[gi[r]], gk, gt, gb)
             load(m8[mi[r]], mk, mt, mb)
             gf, mf = gb.view(np.float32), mb.view(np.float32)
-            odd = 0
+            odd = np.int32(0)
             for i in range(width):
-                odd += np.int32((gb[i] & exponent) == exponent) + np.int32((mb[i] & exponent) == exponent)
+                odd += np.int32((gb[i] & exponent) == exponent) | np.int32((mb[i] & exponent) == exponent)
                 g[i] = gf[i]
                 m[i] = mf[i]
             if odd:
@@ -160,7 +160,7 @@ def _compiled() -> Any:
             qi[0] = top
             line[6] = q[0]
             q[0] = first
-            any_g = 0
+            any_g = np.int32(0)
             for i in range(width):
                 a = abs(g[i])
                 any_g += np.int32(a > 0)
