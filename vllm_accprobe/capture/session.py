@@ -173,9 +173,10 @@ class Session:
             "event": "tensor", "step": state.number, "tap": tap, "class": cls, "role": role, "call": call, "seq": seq,
             "rows": None if space is None else space.name, "row_dim": dim,
         }  # fmt: skip
-        layout = self.layouts.of("" if tap == ROOT_TAP else tap, role, tuple(shape))
-        if layout.size > 1 or layout.kind != "replicated":
-            event["layout"] = layout.to_event()
+        if self.layouts.split:
+            layout = self.layouts.of("" if tap == ROOT_TAP else tap, role, tuple(shape))
+            if layout.kind != "replicated":
+                event["layout"] = layout.to_event()
         return event, space, dim
 
     def _space(self, state: StepState, part: str, shape: torch.Size) -> tuple[Space | None, int]:
@@ -196,8 +197,11 @@ class Session:
         return None, 0
 
     def _vision_space(self, state: StepState, shape: torch.Size) -> tuple[Space | None, int]:
-        """Patches lie along the first or second dimension; "one row per image" only where neither can be patches."""
-        per_image: tuple[Space | None, int] = (None, 0)
+        """Patches lie along the first or second dimension; fewer rows than patches only where neither can be patches.
+
+        (q and k stacked in front of the patches, as the vision rotary embedding gets them, are 2 rows of something.)
+        """
+        few: tuple[Space | None, int] = (None, 0)
         for dim in range(min(2, len(shape))):
             rows = shape[dim]
             key = f"{VISION}:{rows}"
@@ -207,11 +211,11 @@ class Session:
             # several row counts can be the same kind of row; the journal knows each kind once
             same = next((s for s in state.spaces.values() if s.name == found.name and s.src == found.src), found)
             state.spaces[key] = same
-            if same.name not in ("vision/image", "vision/class"):
+            if same.name not in ("vision/image", "vision/class") and not same.name.startswith("vision/1:"):
                 return same, dim
             if dim == 0:
-                per_image = (same, dim)
-        return per_image
+                few = (same, dim)
+        return few
 
     def _whole_step(self, state: StepState) -> bool:
         space = state.spaces.get(TOKENS) or self._find_space(state, LANGUAGE, 0)
