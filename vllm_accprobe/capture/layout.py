@@ -28,6 +28,8 @@ class Layouts:
         self._hidden = hidden_size
         self._cache: dict[tuple[str, str], Layout] = {}
         self._known: dict[str, dict[int, Parts]] = {}
+        self.split = tp_size > 1
+        """False where every tensor is whole, and nobody needs to ask."""
 
     def of(self, tap: str, role: str, shape: tuple[int, ...]) -> Layout:
         """The layout of a tensor of ``shape`` in ``role`` at module path ``tap``."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -53,6 +54,11 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     ]
     if hasattr(torch, name)
 }
+
+Ranges = Sequence[tuple[int, int]] | None
+"""Wanted [start, stop) rows along dimension 0, or None for all of the tensor."""
+_LAZY = frozenset(("float32", "float64", "complex64", "complex128"))
+"""Dtypes whose tensors may be views with a pending conjugation or negation."""
 
 
 def _event(kind: str, value: Any) -> dict[str, Any]:
@@ -203,13 +209,22 @@ class Sink:
         ticket: Ticket | None = None,
     ) -> None:
         """Stores ``tensor`` (its selected rows, if it has any) and queues its line; ``ticket`` gets the hash."""
+        ready = self._prepare(event, tensor, space, row_dim)
+        if ready is None:
+            return
+        tensor, ranges = ready
+        if self._staging is None:
+            digest = self._store(event, self._memory(event, tensor, ranges))
+            if ticket is not None:
+                ticket.digest = digest
+            return
 
-        def store(parts: list[tuple[int, int]]) -> None:
-            digest = self._store(event, parts)
+        def arrived(hosts: Sequence[torch.Tensor]) -> None:
+            digest = self._store(event, self._memory(event, hosts[0], None))
             if ticket is not None:
                 ticket.digest = digest
 
-        self._take(event, tensor, space, row_dim, store)
+        self._staging.stage((_selected(tensor, ranges),), arrived)
 
     def after(
         self,
@@ -221,70 +236,63 @@ class Sink:
         changed: Callable[[bool], None],
     ) -> None:
         """Stores ``tensor`` only if its bytes are no longer those of ``ticket``; tells ``changed`` which."""
+        ready = self._prepare(event, tensor, space, row_dim)
+        if ready is None:
+            return
+        tensor, ranges = ready
 
-        def store(parts: list[tuple[int, int]]) -> None:
+        def compare(host: torch.Tensor, ranges: Ranges) -> None:
+            parts = self._memory(event, host, ranges)
             different = ticket.digest is not None and _digest(parts) != ticket.digest
             changed(different)
             if different:
                 self._store(event, parts)
 
-        self._take(event, tensor, space, row_dim, store)
+        if self._staging is None:
+            compare(tensor, ranges)
+        else:
+            self._staging.stage((_selected(tensor, ranges),), lambda hosts: compare(hosts[0], None))
 
-    def _take(
-        self,
-        event: dict[str, Any],
-        tensor: torch.Tensor,
-        space: Space | None,
-        row_dim: int,
-        store: Callable[[list[tuple[int, int]]], None],
-    ) -> None:
-        """Calls ``store`` with the memory of the wanted rows: now for a host tensor, else when it has arrived."""
+    def _prepare(
+        self, event: dict[str, Any], tensor: torch.Tensor, space: Space | None, row_dim: int
+    ) -> tuple[torch.Tensor, Ranges] | None:
+        """The tensor with its rows along dimension 0 (or whole) and the wanted ranges; None if it cannot be stored."""
         name = DTYPE_NAMES.get(tensor.dtype)
-        if name is None or tensor.layout is not torch.strided or tensor.is_quantized:
+        if name is None or tensor.layout is not torch.strided:  # sparse, quantised, nested
             self.skip(event["tap"], "not a plain tensor", event["role"])
-            return
-        if tensor.is_conj() or tensor.is_neg():
+            return None
+        # Half precision has no lazy conjugates, and asking releases the GIL, which the writer's thread may then take.
+        if name in _LAZY and (tensor.is_conj() or tensor.is_neg()):
             tensor = tensor.resolve_conj().resolve_neg()
         event["dtype"] = name
-        ranges: Sequence[tuple[int, int]] | None = None
-        if space is not None and not (space.whole and tensor.shape[row_dim] == space.src):
-            ranges = space.ranges
-        if ranges is not None and row_dim != 0:
-            tensor = torch.cat([tensor.narrow(row_dim, a, b - a) for a, b in ranges], row_dim)
-            ranges = None
-        if self._staging is not None:
-            if ranges is not None:
-                tensor = torch.cat([tensor[a:b] for a, b in ranges]) if len(ranges) != 1 else tensor[slice(*ranges[0])]
-            event["shape"] = list(tensor.shape)
-            self._staging.stage((tensor,), lambda hosts: store(_memory(hosts[0])))
-            return
+        if space is None or (space.whole and tensor.shape[row_dim] == space.src):
+            return tensor, None
+        if row_dim != 0:
+            return torch.cat([tensor.narrow(row_dim, a, b - a) for a, b in space.ranges], row_dim), None
+        return tensor, space.ranges
+
+    def _memory(self, event: dict[str, Any], tensor: torch.Tensor, ranges: Ranges) -> list[tuple[int, int]]:
+        """Where the wanted bytes of a host tensor lie, as (address, bytes); a strided one is copied into scratch."""
         if tensor.is_contiguous():
             if ranges is None:
-                event["shape"] = list(tensor.shape)
-                store(_memory(tensor))
-                return
-            row = tensor.element_size()
-            for size in tensor.shape[1:]:
-                row *= size
-            event["shape"] = [sum(b - a for a, b in ranges), *tensor.shape[1:]]
+                event["shape"] = tuple(tensor.shape)
+                return [(tensor.data_ptr(), tensor.nbytes)]
+            row = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
+            event["shape"] = (sum(b - a for a, b in ranges), *tensor.shape[1:])
             address = tensor.data_ptr()
-            store([(address + a * row, (b - a) * row) for a, b in ranges])
-            return
-        pieces = [tensor] if ranges is None else [tensor[a:b] for a, b in ranges]
-        shape = list(tensor.shape) if ranges is None else [sum(b - a for a, b in ranges), *tensor.shape[1:]]
-        numel = 1
-        for size in shape:
-            numel *= size
-        nbytes = numel * tensor.element_size()
+            return [(address + a * row, (b - a) * row) for a, b in ranges]
+        rows = tensor.shape[0] if ranges is None else sum(b - a for a, b in ranges)
+        shape = (rows, *tensor.shape[1:])
+        event["shape"] = shape
+        nbytes = math.prod(shape) * tensor.element_size()
         if nbytes > self._scratch.numel():
             self._scratch = torch.empty(nbytes + nbytes // 4, dtype=torch.uint8)
         dense = self._scratch[:nbytes].view(tensor.dtype).view(shape)
-        if len(pieces) == 1:
-            dense.copy_(pieces[0])
+        if ranges is None:
+            dense.copy_(tensor)
         else:
-            torch.cat(pieces, out=dense)
-        event["shape"] = shape
-        store([(self._scratch.data_ptr(), nbytes)])
+            torch.cat([tensor[a:b] for a, b in ranges], out=dense)
+        return [(self._scratch.data_ptr(), nbytes)]
 
     def _store(self, event: dict[str, Any], parts: list[tuple[int, int]]) -> str:
         digest = _digest(parts)
@@ -374,8 +382,11 @@ def _firsts(segments: Sequence[Segment], token_rows: Sequence[int]) -> list[int]
     return firsts
 
 
-def _memory(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    return [(tensor.data_ptr(), tensor.numel() * tensor.element_size())]
+def _selected(tensor: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+    """The wanted rows on the tensor's own device: a view where they are one range."""
+    if ranges is None:
+        return tensor
+    return tensor[slice(*ranges[0])] if len(ranges) == 1 else torch.cat([tensor[a:b] for a, b in ranges])
 
 
 def _digest(parts: Sequence[tuple[int, int]]) -> str:
