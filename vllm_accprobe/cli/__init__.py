@@ -9,7 +9,6 @@ one line and an exit code: 0 done or pass, 1 differences, 2 bad usage or unreada
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -35,8 +34,7 @@ def build() -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_root)
     for name in COMMANDS:
-        if importlib.util.find_spec(f"{__name__}.{name}"):
-            app.command(name)(getattr(importlib.import_module(f"{__name__}.{name}"), name))
+        app.command(name)(getattr(importlib.import_module(f"{__name__}.{name}"), name))
     return app
 
 

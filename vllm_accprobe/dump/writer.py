@@ -54,8 +54,8 @@ class RankWriter:
         start: Mapping[str, Any],
         *,
         budget_bytes: int,
-        block_bytes: int = 8 << 20,
-        blocks: int = 3,
+        block_bytes: int = 4 << 20,
+        blocks: int = 6,
         segment_bytes: int = 1 << 30,
         on_stop: Callable[[str], None] | None = None,
     ):
