@@ -213,7 +213,7 @@ class Session:
             state.spaces[key] = same
             if same.name not in ("vision/image", "vision/class") and not same.name.startswith("vision/1:"):
                 return same, dim
-            if dim == 0:
+            if dim == 0 and len(shape) > 1:  # a short vector (cu_seqlens) has no rows
                 few = (same, dim)
         return few
 
