@@ -1,6 +1,6 @@
 """How fast RankWriter is against writing the same bytes raw, past the page cache.
 
-The problem: on a shared machine the disk's own speed changes from second to second, so an absolute number means nothing.
+The problem: on a shared machine the disk's own speed changes by the second, so an absolute number means nothing.
 The idea: in every round the same bytes are written once raw (O_DIRECT, 8 MiB blocks, one thread, nothing computed) and
 once through RankWriter (copied, hashed, statistics taken, journalled), in alternating order, both synced; the result is
 the median of the rounds' ratios, and CPU seconds per GB. Needs a disk with O_DIRECT under --dir.

@@ -122,6 +122,11 @@ def test_show_rows_by_number_and_position(dump, capsys):
     ]
     assert main(["show", str(dump), tap, "--step", "0", "--position", "1-9"]) == 0
     assert [line[:5] for line in lines(capsys) if line.startswith("row")] == ["row 1", "row 2", "row 4"]
+    # position 4 of chat-1 was computed in step 2
+    assert main(["show", str(dump), tap, "--request", "chat-1", "--position", "4"]) == 0
+    out = lines(capsys)
+    assert out[0].endswith("step 2, rank 0")
+    assert "row 0  (request chat-1, position 4, token 100, decode)" in out
 
 
 @pytest.mark.parametrize(
@@ -134,8 +139,8 @@ def test_show_rows_by_number_and_position(dump, capsys):
         ([TAPS[0][0], "--step", "0", "--rows", "5"], 2, "model.embed_tokens/input.x has rows 0 to 4, not 5"),
         ([TAPS[0][0], "--step", "0", "--rows", "5-2"], 2, "--rows: '5-2' is no range of numbers"),
         ([TAPS[0][0], "--step", "0", "--request", "chat-7"], 3, "nothing matches the options: it has input.x, "),
-        ([TAPS[0][0], "--step", "0", "--position", "7"], 2, "has no row of that request and position"),
-        ([TAPS[1][0], "--role", "param.weight", "--position", "1"], 2, "has no row map: choose with --rows"),
+        ([TAPS[0][0], "--step", "0", "--position", "7"], 3, "nothing matches the options"),
+        ([TAPS[1][0], "--role", "param.weight", "--position", "1"], 3, "nothing matches the options"),
         ([TAPS[0][0], "--rows", "1", "--position", "1"], 2, "use one or the other"),
         ([TAPS[0][0], "--save", "x.pt"], 2, "must end in .npy or .safetensors"),
         ([TAPS[0][0], "--save", "never.npy"], 2, "6 tensors match, e.g. input.x (step 0, rank 0), "),

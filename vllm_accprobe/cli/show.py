@@ -50,6 +50,10 @@ def show(
     name = _resolve(opened, tap)
     escaped = "".join(f"[{c}]" if c in "*?[" else c for c in name)
     found = [r for _, r in selection([escaped], step, rank, request, role, call).apply(opened)]
+    if positions:  # the steps that computed one of them
+        from vllm_accprobe.dump.select import rows_of
+
+        found = [r for r in found if rows_of(opened, r, request, positions).size]
     if not found:
         typer.echo(f"accprobe: {safe(name)} is in the dump, but {_what_there_is(opened, name)}", err=True)
         raise typer.Exit(3)
