@@ -89,8 +89,8 @@ class MemoryDump:
         )  # fmt: skip
         digest = xxhash.xxh3_128_hexdigest(bits.tobytes())
         self.records.append(
-            Record(rank, step, tap, cls_of(tap), role, call, seq, dtype, bits.shape, rows, row_dim, stats, digest, layout,
-                   Payload(0, off, bits.nbytes))
+            Record(rank, step, tap, cls_of(tap), role, call, seq, dtype, bits.shape, rows, row_dim, stats, digest,
+                   layout, Payload(0, off, bits.nbytes))
         )  # fmt: skip
 
 
@@ -113,13 +113,13 @@ class Tiny:
     """The model, its scheduler and its probe.
 
     faults: tap → Fault on the tap's output; ``layers.1:residual`` etc. name the additions between the modules.
-    dtype: what results are rounded to and stored in. tp: ranks of the dump. noise: relative size of honest errors that
-    another machine would make, added to each result before rounding.
+    dtype: what results are rounded to and stored in. tp: ranks of the dump. noise: relative size of honest errors
+    that another machine would make, added to each result before rounding.
     """
 
-    def __init__(self, *, faults: dict[str, Fault] | None = None, dtype: str = "bfloat16", tp: int = 1, noise: float = 0.0,
-                 weights: Callable[[dict[str, np.ndarray]], None] | None = None, sampler: Any = None,
-                 rank_fault: str | None = None, params: bool = True, kv_replicas: int = 1):  # fmt: skip
+    def __init__(self, *, faults: dict[str, Fault] | None = None, dtype: str = "bfloat16", tp: int = 1,
+                 noise: float = 0.0, weights: Callable[[dict[str, np.ndarray]], None] | None = None,
+                 sampler: Any = None, rank_fault: str | None = None, params: bool = True):  # fmt: skip
         self.faults, self.dtype, self.tp, self.noise = faults or {}, dtype, tp, noise
         self.sampler, self.rank_fault = sampler, rank_fault
         self.random = np.random.default_rng(99)
@@ -132,20 +132,21 @@ class Tiny:
         for i in range(LAYERS):
             p = f"model.layers.{i}."
             shapes |= {
-                p + "self_attn.qkv_proj": ((HEADS + 2 * KV) * HEAD, HIDDEN), p + "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
-                p + "mlp.gate_up_proj": (2 * INNER, HIDDEN), p + "mlp.down_proj": (HIDDEN, INNER),
-            }  # fmt: skip
+                p + "self_attn.qkv_proj": ((HEADS + 2 * KV) * HEAD, HIDDEN),
+                p + "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
+                p + "mlp.gate_up_proj": (2 * INNER, HIDDEN),
+                p + "mlp.down_proj": (HIDDEN, INNER),
+            }
         self.weights = {}
         for name, shape in shapes.items():
             w = rng.standard_normal(shape).astype(np.float32) * (1.0 if "embed" in name else shape[1] ** -0.5)
             self.weights[name] = widen(round_to_bfloat16(w), "bfloat16")
         if weights is not None:
             weights(self.weights)
-        index = 0
-        for tap in (ROOT_TAP, "model", "model.embed_tokens", *self._layer_taps(), "model.norm", "lm_head", "logits_processor"):
-            for rank in range(tp):
-                self.dump.modules.setdefault(rank, []).append(Module(tap, cls_of(tap), index))
-            index += 1
+        head, tail = (ROOT_TAP, "model", "model.embed_tokens"), ("model.norm", "lm_head", "logits_processor")
+        taps = (*head, *self._layer_taps(), *tail)
+        for rank in range(tp):
+            self.dump.modules[rank] = [Module(tap, cls_of(tap), index) for index, tap in enumerate(taps)]
         if params:
             for name, w in self.weights.items():
                 for rank in range(tp):
@@ -153,8 +154,9 @@ class Tiny:
 
     @staticmethod
     def _layer_taps() -> list[str]:
-        leaves = ("", ".input_layernorm", ".self_attn", ".self_attn.qkv_proj", ".self_attn.attn", ".self_attn.o_proj",
-                  ".post_attention_layernorm", ".mlp", ".mlp.gate_up_proj", ".mlp.act_fn", ".mlp.down_proj")  # fmt: skip
+        attention = (".input_layernorm", ".self_attn", *(f".self_attn.{x}" for x in ("qkv_proj", "attn", "o_proj")))
+        mlp = (".post_attention_layernorm", ".mlp", *(f".mlp.{x}" for x in ("gate_up_proj", "act_fn", "down_proj")))
+        leaves = ("", *attention, *mlp)
         return [f"model.layers.{i}{leaf}" for i in range(LAYERS) for leaf in leaves]
 
     def _param(self, rank: int, name: str, w: np.ndarray) -> None:
@@ -168,7 +170,7 @@ class Tiny:
         elif tp > 1 and ("o_proj" in name or "down_proj" in name):
             n = w.shape[1] // tp
             w, layout = w[:, rank * n : (rank + 1) * n], self._shard(rank, -1, ((n, 1),))
-        self.dump.add(rank, None, name, "param.weight", w, "bfloat16" if self.dtype == "bfloat16" else self.dtype, 0, None, layout)
+        self.dump.add(rank, None, name, "param.weight", w, self.dtype, 0, None, layout)
 
     # --- scheduling --------------------------------------------------------------------------------------------
 
@@ -349,7 +351,8 @@ class Tiny:
     def _glue(self, name: str, values: np.ndarray) -> np.ndarray:
         return self._rounded(self._faulty(name, values))
 
-    def _out(self, tap: str, values: np.ndarray, *, parts: Any = None, rows: str = "tokens", at: Any = None) -> np.ndarray:
+    def _out(self, tap: str, values: np.ndarray, *, parts: Any = None, rows: str = "tokens",
+             at: Any = None) -> np.ndarray:  # fmt: skip
         values = self._rounded(self._faulty(tap, values, at))
         self._put(tap, "output.0", values, parts=parts, rows=rows)
         return values
@@ -398,11 +401,58 @@ def scaled(factor: float, where: Callable[[np.ndarray, np.ndarray], np.ndarray] 
     return fault
 
 
-PROMPTS = {"a": [3, 14, 15, 9, 26, 5, 35, 8, 9, 7], "b": [2, 7, 18, 28, 18, 28], "c": [1, 61, 8, 3, 39, 8, 8, 7]}
+PROMPTS = {
+    "a": [3, 14, 15, 9, 26, 5, 35, 8, 9, 7],
+    "b": [2, 7, 18, 28, 18, 28],
+    "c": [1, 61, 8, 3, 39, 8, 8, 7],
+}
 
 
-def capture(*, chunk: int = 1 << 30, together: bool = True, tokens: int = 4, prompts: Any = None, **how: Any) -> MemoryDump:
+def capture(
+    *, chunk: int = 1 << 30, together: bool = True, tokens: int = 4, prompts: Any = None, **how: Any
+) -> MemoryDump:
     tiny = Tiny(**how)
     for name, prompt in (prompts or PROMPTS).items():
         tiny.request(name, prompt)
     return tiny.finish(chunk, tokens, together)
+
+
+def write(dump: MemoryDump, root: Path, *, payloads: bool = True) -> Path:
+    """The same dump on disk, through the real writer. payloads: False leaves statistics and hashes only."""
+    from dataclasses import asdict
+
+    from vllm_accprobe.dump.writer import RankWriter, write_run_json
+
+    write_run_json(root, dump.run)
+    for rank in dump.ranks:
+        writer = RankWriter(root, rank, {}, budget_bytes=1 << 30, block_bytes=1 << 16)
+        for m in dump.modules.get(rank, []):
+            writer.line({"event": "module", "tap": m.tap, "class": m.cls, "index": m.index, "attrs": {}})
+        for (r, _), request in dump.requests.items():
+            if r == rank:
+                writer.line({"event": "request"} | asdict(request))
+        for (r, step), _ in dump.steps.items():
+            if r == rank:
+                writer.line({"event": "step", "step": step, "batch": {}})
+        for (r, _, _), space in dump.rows.items():
+            if r == rank:
+                writer.line({"event": "rows"} | asdict(space))
+        for record in dump.records:
+            if record.rank != rank:
+                continue
+            event = {
+                "event": "param" if record.step is None else "tensor", "tap": record.tap, "class": record.cls,
+                "role": record.role, "call": record.call, "seq": record.seq, "dtype": record.dtype,
+                "shape": list(record.shape), "row_dim": record.row_dim, "layout": record.layout.to_event(),
+            }  # fmt: skip
+            if record.step is not None:
+                event["step"] = record.step
+            if record.rows is not None:
+                event["rows"] = record.rows
+            bits = dump.data[record.payload.off]
+            if payloads:
+                writer.put([(bits.ctypes.data, bits.nbytes)], event)
+            else:
+                writer.line(event | {"stats": asdict(record.stats), "hash": record.hash})
+        writer.close("done", {"steps": 0, "tensors": 0})
+    return root

@@ -104,7 +104,8 @@ def test_different_weights_are_found_first_and_said_first(golden):
         w["model.layers.1.mlp.down_proj"][3, 5] += 1.0
 
     result = compare(golden, capture(weights=weights))
-    assert result.notes[0].startswith("different weights: 1 of 14 parameters differ, first model.layers.1.mlp.down_proj")
+    first = "different weights: 1 of 14 parameters differ, first model.layers.1.mlp.down_proj param.weight"
+    assert result.notes[0].startswith(first)
     assert modules(result) == ["model.layers.1.mlp.down_proj"]
     origin = result.origins[0]
     assert (origin["role"], origin["evidence"], origin["position"]) == ("param.weight", "values", None)

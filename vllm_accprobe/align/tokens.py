@@ -23,6 +23,7 @@ from vllm_accprobe.dump.schema import DECODE, Request, RowSpace
 SUPERSEDED = "superseded rows (rejected drafts, recomputed rows)"
 AFTER_FLIP = "rows after a flipped token"
 _POSITION_BITS = 32
+_UNPROVEN_ROWS = 1 << 20
 _POSITION = (1 << _POSITION_BITS) - 1
 Cell = int
 Space = tuple[Cell, int, str]
@@ -161,7 +162,8 @@ def _side(dump: Any, subjects: _Subjects, sampled: Sampled) -> _Raw:
     spaces: dict[Space, Any] = {}
     for (rank, step, name), space in sorted(dump.rows.items(), key=lambda item: (item[0][1], item[0][0], item[0][2])):
         where = (cells[rank], step, name)
-        if where not in spaces:
+        # A few bytes of a journal can claim any number of rows; only ids, one each, show that they were really there.
+        if where not in spaces and space.n <= max(len(space.ids), _UNPROVEN_ROWS):
             spaces[where] = _number(dump, rank, space, subjects)
     return _Raw(spaces, cells, _accepted(dump, spaces, leaders, subjects, sampled))
 

@@ -145,7 +145,7 @@ class _Run:
         floor = self._row_floor(pieces)
         keys: list[np.ndarray] = []
         wrong: list[tuple[np.ndarray, np.ndarray]] = []
-        everywhere, limit, allowed = 0.0, None, 0.0
+        everywhere, limit, allowed, weak = 0.0, None, 0.0, False
         for piece in pieces:
             if piece.skip:
                 self._skip(unit, piece)
@@ -153,6 +153,7 @@ class _Run:
             limits, created = self._limits(unit, piece)
             limit = created.row if limit is None else max(limit, created.row)
             allowed = max(allowed, limits.row)
+            weak |= piece.stat_error is not None
             errors = self._errors(piece, 0.0 if piece.whole else floor, limits)
             note = self._reroute(unit, piece, errors)
             self._add(unit, piece, errors, limits, note=note)
@@ -171,7 +172,7 @@ class _Run:
             if not piece.whole:
                 self.compared.setdefault(_family(unit, piece), []).append(piece.keys)
         if limit is not None and unit.key[:2] != (SAMPLER, TOKEN):
-            self._trace(unit, keys, wrong, limit, everywhere, allowed)
+            self._trace(unit, keys, wrong, limit, everywhere, allowed, weak)
 
     def _trace(
         self,
@@ -181,6 +182,7 @@ class _Run:
         limit: float,
         everywhere: float = 0.0,
         allowed: float = 0.0,
+        weak: bool = False,
     ) -> None:
         seen = np.unique(np.concatenate(keys)) if keys else _NO_KEYS
         k = np.concatenate([w[0] for w in wrong]) if wrong else _NO_KEYS
@@ -189,7 +191,7 @@ class _Run:
         k, e = k[order], e[order]
         last = np.append(k[1:] != k[:-1], True) if len(k) else np.zeros(0, bool)
         tap, role, call = unit.key
-        keyed = (seen, k[last], e[last], everywhere, unit.vision, allowed)
+        keyed = (seen, k[last], e[last], everywhere, unit.vision, allowed, weak)
         self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed))
 
     def _param(self, unit: Unit) -> None:

@@ -35,7 +35,7 @@ class Trace:
     kind: input, output (also what was changed in place) or param. seen: sorted keys of the rows that were compared.
     keys, err: the rows with an error, sorted by key, and how large it is (verdict.RowErrors.err). everywhere: an error
     that belongs to no row (a parameter). limit: what the tap may create. vision: the keys are rows of images.
-    allowed: what may have piled up there.
+    allowed: what may have piled up there. weak: err is a lower bound, from statistics.
     """
 
     tap: str
@@ -50,6 +50,7 @@ class Trace:
     everywhere: float = 0.0
     vision: bool = False
     allowed: float = 0.0
+    weak: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,10 @@ class _Search:
         explained = np.zeros(len(keys))
         for source in [*sources, *(b for b in below if b.order < sink.order)]:
             if source is not sink:
-                np.maximum(explained, self._influence(source, sink, keys, mixing), out=explained)
+                found = self._influence(source, sink, keys, mixing)
+                if source.weak:  # what is known to be wrong may be wrong by any amount
+                    found = np.where(found > source.limit, np.inf, found * self.standard.amplification)
+                np.maximum(explained, found, out=explained)
         rules = self.standard
         share = np.where(explained > sink.limit, rules.wild, rules.amplification)
         created = (err > sink.limit + share * explained) & (explained < rules.garbage)
