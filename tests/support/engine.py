@@ -73,12 +73,14 @@ class EngineHost:
         fault: Mapping[str, Any] | None = None,
         how: str = "together",
         env: Mapping[str, str] | None = None,
+        sabotage: bool = False,
         **engine: Any,
     ) -> Run:
         """Build an engine for ``model`` with the probe writing to ``out``, send ``asks``, shut it down.
 
         how: ``together`` (all at once), ``serial`` (each when the one before has finished), ``staggered`` (a new one
-        every second step). env: VLLM_ACCPROBE_* of this engine. engine: arguments of vllm.LLM, over small defaults.
+        every second step). env: VLLM_ACCPROBE_* of this engine. sabotage: the probe fails at its
+        first tap. engine: arguments of vllm.LLM, over small defaults.
         Raises EngineError.
         """
         job = {
@@ -89,6 +91,7 @@ class EngineHost:
             "asks": [asdict(a if isinstance(a, Ask) else Ask(a)) for a in asks],
             "env": dict(env or {}),
             "engine": engine,
+            "sabotage": sabotage,
         }
         answer = self._call(job)
         if "error" in answer:

@@ -46,6 +46,8 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(model=job["model"], **(DEFAULTS | job["engine"]))
     built = time.monotonic()
     engine: Any = llm.llm_engine
+    if job.get("sabotage"):
+        _sabotage(engine)
     try:
         tokens, steps, widest = _drive(engine, job["asks"], job["how"])
         metrics = {m.name: getattr(m, "value", 0) for m in llm.get_metrics() if hasattr(m, "value")}
@@ -64,6 +66,25 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
             "serve_s": time.monotonic() - built,
         },
     }
+
+
+def _sabotage(engine: Any) -> None:
+    """Makes every tap fail from now on, as a defect of the probe would."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("planted in the probe")
+
+    engine.model_executor.driver_worker._accprobe.session.sink.tensor = broken
+
+
+def _limit_files(megabytes: str) -> None:
+    """No file of this process may grow beyond this: the same error paths as a full disk, also for root."""
+    import resource
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    size = int(float(megabytes) * (1 << 20))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def _drive(engine: Any, asks: list[dict[str, Any]], how: str) -> tuple[list[list[int]], int, int]:
@@ -136,6 +157,10 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM's prints must not stand between the answers
     if os.environ.get("ACCPROBE_TEST_V2"):
         _prepare_v2_runner()
+    if os.environ.get("ACCPROBE_TEST_FILE_MB"):
+        import vllm  # noqa: F401  # what it compiles and caches at import is not limited
+
+        _limit_files(os.environ["ACCPROBE_TEST_FILE_MB"])
     for line in sys.stdin:
         try:
             answer = serve(json.loads(line))
