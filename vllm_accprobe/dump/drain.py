@@ -18,7 +18,7 @@ from typing import Any
 from .blocks import Block
 from .dtypes import DTYPES
 from .lines import JournalFile, encode
-from .segment import HEADER_BYTES, Entry, SegmentFile
+from .segment import HEADER_BYTES, Entry, SegmentFile, entry_key
 from .stats import Moments, StatsCell, moments
 
 Event = dict[str, Any]
@@ -33,21 +33,20 @@ def xxh3_128() -> Any:
 class Pending:
     """A payload on its way: its event, and the statistics and hash that grow piece by piece."""
 
-    __slots__ = ("cell", "digest", "dtype", "event", "sums")
+    __slots__ = ("cell", "digest", "event", "sums", "wants_stats")
 
     def __init__(self, event: Event, cell: StatsCell | None):
         self.event = event
-        if cell is None and "stats" not in event:
-            cell = StatsCell()
         self.cell = cell
-        self.dtype = str(event.get("dtype"))
-        self.sums = Moments() if cell is not None and self.dtype in DTYPES else None
+        self.wants_stats = cell is not None or "stats" not in event
+        self.sums: Moments | None = None
         self.digest: Any = None
 
     def take(self, piece: Any) -> None:
         """``piece``: contiguous uint8, whole elements, the next ones of the payload."""
-        if self.sums is not None:
-            self.sums += moments(piece, self.dtype)
+        if self.wants_stats and self.event["dtype"] in DTYPES:
+            sums = moments(piece, self.event["dtype"])
+            self.sums = sums if self.sums is None else self.sums + sums
         if not isinstance(self.event.get("hash"), str):
             if self.digest is None:
                 self.digest = xxh3_128()
@@ -58,19 +57,26 @@ class Pending:
         if not isinstance(digest, str):
             digest = (self.digest or xxh3_128()).hexdigest()
         self.event["hash"] = digest
+        if self.wants_stats:
+            empty = self.event["dtype"] in DTYPES and not self.event["nbytes"]
+            sums = Moments() if empty else self.sums
+            self.event["stats"] = None if sums is None else sums.stats()
         if self.cell is not None:
             self.cell.hash = digest
-            self.cell.value = None if self.sums is None else self.sums.stats()
-            self.event["stats"] = self.cell.value
+            self.cell.value = self.event["stats"]
         return self.event
+
+    def entry(self) -> Entry:
+        e = self.event
+        return Entry(entry_key(e), str(e["dtype"]), tuple(e["shape"]), e["off"], e["nbytes"])
 
 
 Line = Pending | Event | Callable[[], Event | None]
 
 
 class OpenSegment:
-    """What the producer knows of a segment: where it ends and how much of the header is left. ``file`` is opened by
-    the thread."""
+    """A segment: the producer knows where it ``end``s and how much ``room`` its header has left, the disk thread has
+    the ``file``, the journal thread the header's ``entries``."""
 
     __slots__ = ("end", "entries", "file", "index", "room")
 
@@ -152,6 +158,8 @@ class Drain:
             try:
                 events = [event for line in batch.lines if (event := self._event(line)) is not None]
                 self._journal.append(b"".join(map(encode, events)))
+                if batch.segment is not None:
+                    batch.segment.entries += [line.entry() for line in batch.lines if isinstance(line, Pending)]
                 self.bytes_written = self._payload_bytes + self._journal.size
                 kinds = [event.get("event") for event in events]
                 self._steps += kinds.count("step")

@@ -57,10 +57,11 @@ def entry_key(event: Mapping[str, Any]) -> str:
     return f"{'param' if step is None else step}|{event.get('tap', '')}|{event.get('role', '')}|{event.get('call', 0)}"
 
 
-def entry_room(key: str, ndim: int) -> int:
-    """Upper bound of the header bytes of one tensor and of the pad before it (the name may need escapes)."""
-    plain = key.isascii() and key.isprintable() and '"' not in key and "\\" not in key
-    return (len(key) if plain else 6 * len(key)) + 8 + 20 * ndim + 200
+def entry_room(tap: str, role: str, ndim: int) -> int:
+    """Header bytes to expect of one tensor and of the pad before it. Too little only for names full of quotes and
+    control characters; ``build_header`` then leaves the names out."""
+    length = len(tap) + len(role)
+    return (length if tap.isascii() else 6 * length) + 20 * ndim + 250
 
 
 def build_header(entries: Iterable[Entry], data_bytes: int, room: int) -> bytes:
@@ -70,7 +71,17 @@ def build_header(entries: Iterable[Entry], data_bytes: int, room: int) -> bytes:
     listed as plain bytes. Raises ValueError when entries overlap, reach past the data, or do not fit into ``room``.
     """
     listed: dict[str, Any] = {}
+    repeats: dict[str, int] = {}
     end, seen = 0, set()
+
+    def add(name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> None:
+        # Half a surrogate pair can stand in a Python string and in Python's JSON, but not in the library's.
+        name = unique = name.encode("utf-8", "backslashreplace").decode()
+        while unique in listed or unique == "__metadata__":
+            repeats[name] = repeats.get(name, 1) + 1
+            unique = f"{name}~{repeats[name]}"
+        listed[unique] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
     for e in sorted(entries, key=lambda e: (e.off, e.off + e.nbytes)):
         if (e.off, e.nbytes) in seen:
             continue
@@ -78,16 +89,16 @@ def build_header(entries: Iterable[Entry], data_bytes: int, room: int) -> bytes:
         if e.off < end or e.nbytes < 0:
             raise ValueError(f"tensors overlap at byte {e.off} ({e.key})")
         if e.off > end:
-            listed[_unique(f"__pad{len(listed)}", listed)] = _listing("U8", (e.off - end,), end, e.off)
+            add(f"__pad{len(listed)}", "U8", (e.off - end,), end, e.off)
         end = e.off + e.nbytes
         dtype, shape = _file_dtype(e)
-        listed[_unique(e.key, listed)] = _listing(dtype, shape, e.off, end)
+        add(e.key, dtype, shape, e.off, end)
     if end > data_bytes:
         raise ValueError(f"the last tensor ends at byte {end} of {data_bytes}")
     if end < data_bytes:
-        listed[_unique("__pad_end", listed)] = _listing("U8", (data_bytes - end,), end, data_bytes)
+        add("__pad_end", "U8", (data_bytes - end,), end, data_bytes)
     text = _dump(listed)
-    if len(text) > room:  # cannot happen while entry_room holds; short names cost less than any estimate
+    if len(text) > room:  # short names cost less than entry_room says of any name
         text = _dump({f"t{i}": v for i, v in enumerate(listed.values())})
     if len(text) > room:
         raise ValueError(f"a header of {len(text)} bytes does not fit into the {room} reserved")
@@ -96,21 +107,6 @@ def build_header(entries: Iterable[Entry], data_bytes: int, room: int) -> bytes:
 
 def _dump(listed: dict[str, Any]) -> bytes:
     return json.dumps({"__metadata__": {"format": "accprobe"}, **listed}, separators=(",", ":")).encode()
-
-
-def _listing(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-
-
-def _unique(key: str, taken: Mapping[str, Any]) -> str:
-    # Half a surrogate pair can stand in a Python string and in Python's JSON, but not in the library's.
-    key = key.encode("utf-8", "backslashreplace").decode()
-    if key not in taken and key != "__metadata__":
-        return key
-    n = 2
-    while f"{key}~{n}" in taken:
-        n += 1
-    return f"{key}~{n}"
 
 
 def _file_dtype(e: Entry) -> tuple[str, tuple[int, ...]]:

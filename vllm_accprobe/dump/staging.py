@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from .blocks import Block
 from .drain import Batch, Event, Line, OpenSegment, Pending
 from .schema import Payload
-from .segment import ALIGN, PAGE, Entry, entry_key, entry_room
+from .segment import ALIGN, PAGE, entry_room
 from .stats import StatsCell
 
 
@@ -45,8 +45,7 @@ class Staging:
         self, parts: Sequence[tuple[int, int]], nbytes: int, event: Event, cell: StatsCell | None
     ) -> Payload | None:
         """Copies ``parts`` and queues ``event``; None when ``closed`` came while it waited for a block."""
-        key, shape = entry_key(event), tuple(event.get("shape") or ())
-        segment = self._segment_for(nbytes, entry_room(key, len(shape)))
+        segment = self._segment_for(nbytes, entry_room(event["tap"], event["role"], len(event["shape"])))
         self._advance(segment, -segment.end % ALIGN)
         payload = Payload(segment.index, segment.end, nbytes)
         pending = Pending(event, cell)
@@ -61,7 +60,6 @@ class Staging:
                 segment.end += n
                 address, left = address + n, left - n
         event["seg"], event["off"], event["nbytes"] = payload.seg, payload.off, nbytes
-        segment.entries.append(Entry(key, pending.dtype, shape, payload.off, nbytes))
         self.payload_bytes += nbytes
         self.append(pending)
         if self.current is not None and self.current.used == self._block_bytes:

@@ -99,7 +99,7 @@ class RankWriter:
 
     def put(self, parts: Sequence[tuple[int, int]], event: Event, stats: StatsCell | None = None) -> Payload | None:
         """Copies the memory regions ``parts``, (address, bytes) each, one after the other, and queues ``event``, which
-        belongs to the writer from now on.
+        belongs to the writer from now on; it has ``tap``, ``role``, ``dtype`` and ``shape``.
 
         The writer adds where the payload lies (``seg``, ``off``, ``nbytes``). From the copy it computes, later,
         ``stats`` (unless the event has the key and no cell is given) and ``hash``, xxh3-128 (unless the event has it),
@@ -115,9 +115,10 @@ class RankWriter:
                     self._producing = threading.get_ident()
                     try:
                         return self._staging.copy(parts, nbytes, event, stats)
-                    except BaseException:  # a signal's exception in the middle of a copy
-                        self._staging.append({"event": "stop", "reason": "interrupted while a tensor was copied"})
-                        self._stop("interrupted while a tensor was copied")
+                    except BaseException as e:  # a signal's exception in the middle of a copy
+                        reason = f"interrupted while a tensor was copied ({type(e).__name__})"
+                        self._staging.append({"event": "stop", "reason": reason, "step": event.get("step")})
+                        self._stop(reason)
                         raise
                     finally:
                         self._producing = 0
