@@ -11,20 +11,29 @@ Not here: how requests pair (requests.py), names (names.py), ranks (shards.py), 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.accepted import (
+    POSITION_BITS,
+    POSITION_MASK,
+    Accepted,
+    Numbered,
+    accepted_tokens,
+    last_rows,
+    position,
+    subject,
+    valid_rows,
+)
 from vllm_accprobe.align.requests import RequestPlan, identity
 from vllm_accprobe.dump.schema import DECODE, Request, RowSpace
 
 SUPERSEDED = "superseded rows (rejected drafts, recomputed rows)"
 AFTER_FLIP = "rows after a flipped token"
-_POSITION_BITS = 32
 _UNPROVEN_ROWS = 1 << 20
-_POSITION = (1 << _POSITION_BITS) - 1
 Cell = int
 Space = tuple[Cell, int, str]
 """(cell, step, name of the row space)."""
@@ -77,23 +86,15 @@ class TokenPlan:
 
     def name(self, key: int) -> tuple[str, int]:
         """(request label, position) of a key."""
-        return self.names[key >> _POSITION_BITS][0], key & _POSITION
+        return self.names[key >> POSITION_BITS][0], key & POSITION_MASK
 
     def lines(self) -> list[str]:
         lines = [f"tokens: {self.tokens_compared} sampled tokens compared, {len(self.flips)} requests flip"]
         return lines + [f"rows: {n} {what} left out" for what, n in self.skipped.items() if n]
 
 
-def subject(keys: np.ndarray) -> np.ndarray:
-    return keys >> _POSITION_BITS
-
-
-def position(keys: np.ndarray) -> np.ndarray:
-    return keys & _POSITION
-
-
 def make_key(subject_id: int, pos: int) -> int:
-    return (subject_id << _POSITION_BITS) | pos
+    return (subject_id << POSITION_BITS) | pos
 
 
 def align_rows(golden: Any, mine: Any, plan: RequestPlan, sampled: tuple[Sampled, Sampled]) -> TokenPlan:
@@ -152,20 +153,26 @@ def _all(plan: RequestPlan) -> tuple[list[Request], list[Request]]:
 
 @dataclass
 class _Raw:
-    spaces: dict[Space, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]  # keys, ids, decode, run starts
+    spaces: dict[Space, Numbered]
     cells: dict[int, Cell]
-    accepted: dict[int, tuple[np.ndarray, np.ndarray]]  # text subject → sorted positions, tokens
+    accepted: Accepted
 
 
 def _side(dump: Any, subjects: _Subjects, sampled: Sampled) -> _Raw:
-    cells, leaders = find_cells(dump)
+    cells, members = find_cells(dump)
     spaces: dict[Space, Any] = {}
     for (rank, step, name), space in sorted(dump.rows.items(), key=lambda item: (item[0][1], item[0][0], item[0][2])):
         where = (cells[rank], step, name)
         # A few bytes of a journal can claim any number of rows; only ids, one each, show that they were really there.
         if where not in spaces and space.n <= max(len(space.ids), _UNPROVEN_ROWS):
             spaces[where] = _number(dump, rank, space, subjects)
-    return _Raw(spaces, cells, _accepted(dump, spaces, leaders, subjects, sampled))
+    text = subjects.text
+    lengths = {text[identity(r)]: r.prompt_len for r in dump.requests.values() if identity(r) in text}
+
+    def of_cell(cell: Cell, step: int) -> np.ndarray | None:
+        return next((t for t in (sampled(rank, step) for rank in members[cell]) if t is not None), None)
+
+    return _Raw(spaces, cells, accepted_tokens(spaces, of_cell, lengths))
 
 
 def find_cells(dump: Any) -> tuple[dict[int, Cell], dict[Cell, list[int]]]:
@@ -194,7 +201,7 @@ def _canonical(dump: Any, rank: int, space: RowSpace) -> Any:
     return tuple((w, s.pos, s.n, s.image) for w, s in zip(who, space.segments, strict=True))
 
 
-def _number(dump: Any, rank: int, space: RowSpace, subjects: _Subjects) -> tuple[np.ndarray, ...]:
+def _number(dump: Any, rank: int, space: RowSpace, subjects: _Subjects) -> Numbered:
     """Keys, ids, decode flags, and for each row the index of the first row of its run of consecutive positions."""
     keys: list[np.ndarray] = []
     decode: list[np.ndarray] = []
@@ -208,10 +215,10 @@ def _number(dump: Any, rank: int, space: RowSpace, subjects: _Subjects) -> tuple
             who = subjects.vision.get((identity(request), s.image or 0), -1)
         else:
             who = subjects.text.get(identity(request), -1)
-        if who < 0 or s.pos < 0 or s.pos + s.n > _POSITION:
+        if who < 0 or s.pos < 0 or s.pos + s.n > POSITION_MASK:
             keys.append(np.full(s.n, -1, np.int64))  # a row of nobody: never compared
         else:
-            keys.append((who << _POSITION_BITS) + np.arange(s.pos, s.pos + s.n, dtype=np.int64))
+            keys.append((who << POSITION_BITS) + np.arange(s.pos, s.pos + s.n, dtype=np.int64))
         first = starts[-1][-1] if starts and previous == (s.req, s.pos) and s.n and len(starts[-1]) else at
         starts.append(np.full(s.n, first, np.int64))
         decode.append(np.full(s.n, s.phase == DECODE))
@@ -222,47 +229,7 @@ def _number(dump: Any, rank: int, space: RowSpace, subjects: _Subjects) -> tuple
     return np.concatenate(keys), ids, np.concatenate(decode), np.concatenate(starts)
 
 
-def _accepted(
-    dump: Any, spaces: dict[Space, Any], members: dict[Cell, list[int]], subjects: _Subjects, sampled: Sampled
-) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """What each request took at each position: what was sampled where that is recorded, else the last id seen there."""
-    text = subjects.text
-    prompt_len = {text[identity(r)]: r.prompt_len for r in dump.requests.values() if identity(r) in text}
-    seen: list[tuple[np.ndarray, np.ndarray]] = []
-    for (_, _, name), (keys, ids, _, _) in spaces.items():
-        if len(ids) and not name.startswith("vision"):
-            seen.append((keys[keys >= 0], ids[keys >= 0]))
-    for (cell, step, name), (keys, _, _, _) in spaces.items():
-        if name != "logits":
-            continue
-        for rank in members[cell]:
-            tokens = sampled(rank, step)
-            if tokens is None or len(tokens) != len(keys):
-                continue
-            lengths = np.array([prompt_len.get(int(k), 0) for k in subject(keys)], np.int64)
-            real = (tokens >= 0) & (keys >= 0) & (position(keys) + 1 >= lengths)
-            seen.append((keys[real] + 1, tokens[real].astype(np.int64)))
-            break
-    if not seen:
-        return {}
-    keys = np.concatenate([k for k, _ in seen])
-    tokens = np.concatenate([t for _, t in seen])
-    keys, tokens = _last_of_each(keys, tokens)
-    accepted = {}
-    edges = np.flatnonzero(np.diff(subject(keys), prepend=-1))
-    for start, stop in zip(edges, [*edges[1:], len(keys)], strict=True):
-        accepted[int(subject(keys[start : start + 1])[0])] = (position(keys[start:stop]), tokens[start:stop])
-    return accepted
-
-
-def _last_of_each(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    order = np.argsort(keys, kind="stable")
-    keys, values = keys[order], values[order]
-    last = np.append(keys[1:] != keys[:-1], True) if len(keys) else np.zeros(0, bool)
-    return keys[last], values[last]
-
-
-def _flips(plan: RequestPlan, golden: dict[int, Any], mine: dict[int, Any]) -> tuple[list[Flip], int]:
+def _flips(plan: RequestPlan, golden: Accepted, mine: Accepted) -> tuple[list[Flip], int]:
     flips, compared = [], 0
     for pair, (g, _, _) in enumerate(plan.pairs):
         if pair not in golden or pair not in mine:
@@ -283,17 +250,19 @@ def _flips(plan: RequestPlan, golden: dict[int, Any], mine: dict[int, Any]) -> t
 
 def _finish(raw: _Raw, limits: dict[int, int], skipped: dict[str, int]) -> Side:
     """Decides which rows are kept: right token, last computation, before the flip."""
-    valid = {w: _valid(keys, ids, starts, raw.accepted) for w, (keys, ids, _, starts) in raw.spaces.items()}
+    valid = {w: valid_rows(keys, ids, starts, raw.accepted) for w, (keys, ids, _, starts) in raw.spaces.items()}
     by_name: dict[str, list[Space]] = defaultdict(list)
     for where in sorted(raw.spaces, key=lambda w: (w[1], w[0])):
         by_name[where[2]].append(where)
     superseded = 0
-    first = np.full(max(limits, default=-1) + 1, _POSITION, np.int64)  # pair → first position that is not comparable
+    # pair → first position that is not comparable
+    first = np.full(max(limits, default=-1) + 1, POSITION_MASK, np.int64)
     for pair, at in limits.items():
         first[pair] = at
     rows: dict[Space, Rows] = {}
     for name, places in by_name.items():
-        keep = dict(zip(places, _last(places, raw, valid), strict=True))
+        kept = last_rows([raw.spaces[w][0] for w in places], [valid[w] for w in places])
+        keep = dict(zip(places, kept, strict=True))
         for where in places:
             keys, _, decode, _ = raw.spaces[where]
             dropped = int((~keep[where] & (keys >= 0)).sum())
@@ -308,36 +277,3 @@ def _finish(raw: _Raw, limits: dict[int, int], skipped: dict[str, int]) -> Side:
             rows[where] = Rows(keys, keep[where] & ~late, decode)
     skipped[SUPERSEDED] += superseded
     return Side(rows, raw.cells, superseded)
-
-
-def _valid(keys: np.ndarray, ids: np.ndarray, starts: np.ndarray, accepted: dict[int, Any]) -> np.ndarray:
-    """A row holds the accepted token, and so does every row before it in its run: a draft after a rejected draft was
-    computed in a context that never came to be, even if its own token did."""
-    valid = keys >= 0
-    if not len(ids):
-        return valid
-    right = valid.copy()
-    for who in np.unique(subject(keys[valid])):
-        if int(who) in accepted:
-            mask = valid & (subject(keys) == who)
-            at, tokens = accepted[int(who)]
-            where = np.searchsorted(at, position(keys[mask]))
-            known = (where < len(at)) & (at[np.minimum(where, len(at) - 1)] == position(keys[mask]))
-            right[mask] = ~known | (tokens[np.minimum(where, len(at) - 1)] == ids[mask])
-    wrong_before = np.cumsum(~right)
-    base = wrong_before[starts] - ~right[starts]
-    return valid & (wrong_before - base == 0)
-
-
-def _last(places: Iterable[Space], raw: _Raw, valid: dict[Space, np.ndarray]) -> list[np.ndarray]:
-    """Of several valid rows with one key only the last is kept."""
-    places = list(places)
-    if not places:
-        return []
-    keys = np.concatenate([raw.spaces[w][0] for w in places])
-    ok = np.concatenate([valid[w] for w in places])
-    index = np.flatnonzero(ok)
-    _, last = _last_of_each(keys[index], index)
-    keep = np.zeros(len(keys), bool)
-    keep[last] = True
-    return np.split(keep, np.cumsum([len(raw.spaces[w][0]) for w in places])[:-1])

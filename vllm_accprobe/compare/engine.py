@@ -3,7 +3,7 @@
 The problem: plan, numbers, limits, blame and words are five matters that must meet in one result. The idea: one pass in
 order of the data flow, unit by unit: measure, hold against the limits, keep the pair (words and numbers) and its trace
 (errors by row); then blame from the traces, flips from the sampler's records, and the verdict from all of it.
-Not here: each of those matters (plan.py, measure.py, params.py, judge/), the words of the result (words.py).
+Not here: each of those matters (plan.py, measure.py, params.py, blame.py, coverage.py, judge/), the words (words.py).
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.compare import words
+from vllm_accprobe.compare import blame, words
+from vllm_accprobe.compare.coverage import coverage, family
 from vllm_accprobe.compare.measure import Measurer, Piece
 from vllm_accprobe.compare.params import compare_params, is_computed
-from vllm_accprobe.compare.plan import SAMPLER, TOKEN, TOP_IDS, TOP_LOGITS, Plan, Unit, make_plan
+from vllm_accprobe.compare.plan import SAMPLER, TOKEN, TOP_IDS, Plan, Unit, make_plan
 from vllm_accprobe.compare.read import Loader
-from vllm_accprobe.compare.result import FAIL, PASS, CompareError, Comparison, NothingCompared, Pair
-from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.compare.result import FAIL, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.formats import DumpError, open_dump
-from vllm_accprobe.judge import flips as flip_rules
 from vllm_accprobe.judge.floor import flow_unit, is_exact
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.origin import OUTPUT, PARAM, Created, Trace, find_origins, kind_of
+from vllm_accprobe.judge.origin import Trace, find_origins, kind_of
 from vllm_accprobe.judge.routing import Rerouted, is_choice
 from vllm_accprobe.judge.standards import EXACT, Limits, Standard, get_standard
 from vllm_accprobe.judge.verdict import RowErrors, row_errors
@@ -78,8 +77,7 @@ class _Run:
     dumps: tuple[Any, Any]
     plan: Plan
     standard: Standard
-    pairs: list[Pair] = field(default_factory=list)
-    pair_keys: list[tuple[tuple[str, str, int], np.ndarray]] = field(default_factory=list)
+    pairs: blame.Compared = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     replicas: int = 0
@@ -100,15 +98,15 @@ class _Run:
                 progress(i + 1, len(plan.units))
         if self._nothing():
             raise NothingCompared(words.nothing(self.dumps, plan, self.skipped))
+        places = blame.Places(plan.tokens)
         created = find_origins(self.traces, plan.tree, self.standard, plan.tokens.images)
         first = {c.tap: c for c in reversed(created)}  # a tap is named once, by the first tensor that shows it
-        origins = [(c.trace.order, self._origin(c)) for c in created if first[c.tap] is c]
-        for c in created:
-            self._condemn(c)
-        flipped, guilty = self._flips()
-        origins += guilty
-        origins.sort(key=lambda o: o[0])
-        pairs = sorted(self.pairs, key=lambda p: (-1 if p.step is None else p.step, p.order))
+        named = [c for c in created if first[c.tap] is c]
+        origins = [(c.trace.order, blame.origin_entry(c, plan, places, self.pairs)) for c in named]
+        judged = blame.condemn(created, self.pairs)
+        flipped, sampler, judged = blame.judge_flips(plan, self.traces, self.loaders, places, judged)
+        origins = sorted(origins + sampler, key=lambda o: o[0])
+        pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
         failed = any(p.status == FAIL for p in pairs)
         return Comparison(
             golden_path=str(self.dumps[0].path),
@@ -116,7 +114,7 @@ class _Run:
             golden_run=dict(self.dumps[0].run),
             mine_run=dict(self.dumps[1].run),
             pairs=pairs,
-            coverage=self._coverage(),
+            coverage=coverage(plan, self.dumps, pairs, self.compared, self.skipped, self.rerouted.rows),
             first_divergence=words.first_divergence(pairs),
             origins=[o for _, o in origins],
             tokens={"compared": plan.tokens.tokens_compared, "flipped": flipped},
@@ -128,7 +126,7 @@ class _Run:
 
     def _nothing(self) -> bool:
         """Equal weights alone are no comparison where activations were captured and none of them has a partner."""
-        judged = [p for p in self.pairs if p.status in (PASS, FAIL)]
+        judged = [p for p, _ in self.pairs if p.status in (PASS, FAIL)]
         ran = any(not u.is_param for u in self.plan.units) or not self.plan.units
         return not any(not p.role.startswith("param.") or not ran or p.status == FAIL for p in judged)
 
@@ -170,7 +168,7 @@ class _Run:
                 bad = np.flatnonzero(spread > 0)
                 wrong.append((rows[bad], spread[bad]))
             if not piece.whole:
-                self.compared.setdefault(_family(unit, piece), []).append(piece.keys)
+                self.compared.setdefault(_family(piece), []).append(piece.keys)
         if limit is not None and unit.key[:2] != (SAMPLER, TOKEN):
             self._trace(unit, keys, wrong, limit, everywhere, allowed, weak)
 
@@ -251,13 +249,12 @@ class _Run:
     ) -> None:
         self.replicas += bool(piece.replicas)
         pair = words.make_pair(unit, piece, errors, limits, self.plan.tokens, by)
-        self.pairs.append(replace(pair, message=words.join(pair.message, note)) if note else pair)
-        self.pair_keys.append((unit.key, piece.keys))
+        pair = replace(pair, message=words.join(pair.message, note)) if note else pair
+        self.pairs.append((pair, piece.keys))
 
     def _skip(self, unit: Unit, piece: Piece) -> None:
         self.skipped[piece.skip] += 1
-        self.pairs.append(words.skipped_pair(unit, piece))
-        self.pair_keys.append((unit.key, _NO_KEYS))
+        self.pairs.append((words.skipped_pair(unit, piece), _NO_KEYS))
 
     def _reroute(self, unit: Unit, piece: Piece, errors: RowErrors) -> str:
         """Finds rows sent to other experts at a near tie, and leaves the rows that come after one unjudged."""
@@ -273,154 +270,6 @@ class _Run:
         errors.err[mask], errors.rel[mask], errors.ratio[mask], errors.peak[mask] = 0.0, 0.0, 1.0, 0.0
         return f"{int(mask.sum())} rows after a router's near tie are not judged"
 
-    # --- blame -------------------------------------------------------------------------------------------------
 
-    def _origin(self, c: Created) -> dict[str, Any]:
-        trace = c.trace
-        request = where = phase = None
-        at = 0
-        if len(c.keys):
-            at = int(np.argmin([self._when(int(k)) for k in c.keys])) if len(c.keys) > 1 else 0
-            key = int(c.keys[at])
-            request, where = self.plan.tokens.name(key)
-            phase = self._phase(key)
-        worst = int(np.argmax(c.err))
-        cls = self.plan.tree.classes.get(c.tap, "")
-        value, floor = float(c.err[at]), trace.limit
-        if trace.kind == PARAM:
-            found = next((p for p in self.pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
-            value = found.rel_l2 if found is not None and found.rel_l2 is not None else float(c.err[worst])
-        inside = "" if trace.tap == c.tap else trace.tap
-        entry = {
-            "module": c.tap,
-            "class": cls,
-            "role": f"{inside}/{trace.role}" if inside else trace.role,
-            "request": request,
-            "position": where,
-            "phase": phase,
-            "created": value,
-            "propagated": float(c.explained[at]),
-            "floor": floor,
-            "evidence": c.evidence,
-        }
-        return entry | {"rows": len(c.keys), "worst": float(c.err[worst])}
-
-    def _when(self, key: int) -> int:
-        """Sorts rows by the step in which mine computed them, then by position."""
-        if not hasattr(self, "_steps"):
-            steps: dict[int, int] = {}
-            for (_, step, name), rows in self.plan.tokens.mine.rows.items():
-                if name != "logits":
-                    for k in rows.keys[rows.keep].tolist():
-                        steps[k] = min(steps.get(k, step), step)
-            self._steps = steps
-        return (self._steps.get(key, 0) << 32) + (key & 0xFFFFFFFF)
-
-    def _phase(self, key: int) -> str | None:
-        for (_, _, name), rows in self.plan.tokens.mine.rows.items():
-            at = np.flatnonzero((rows.keys == key) & rows.keep)
-            if len(at):
-                return "prefill" if name.startswith("vision") or not rows.decode[at[0]] else "decode"
-        return None
-
-    def _condemn(self, c: Created) -> None:
-        """The pairs in which an error was created fail, also where so much may have piled up by then."""
-        for i, (key, keys) in enumerate(self.pair_keys):
-            pair = self.pairs[i]
-            if key == (c.trace.tap, c.trace.role, c.trace.call) and pair.status == PASS and np.isin(c.keys, keys).any():
-                what = f"creates an error of {float(c.err.max()):.3g} (limit {c.trace.limit:.2g} for one operator)"
-                self.pairs[i] = replace(pair, status=FAIL, message=words.join(what, pair.message), limit=c.trace.limit)
-
-    # --- flips -------------------------------------------------------------------------------------------------
-
-    def _flips(self) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]]]:
-        entries: list[dict[str, Any]] = []
-        guilty: list[tuple[int, dict[str, Any]]] = []
-        units = {u.key[1]: u for u in self.plan.units if u.key[0] == SAMPLER}
-        verdicts: dict[int, str] = {}
-        for flip in self.plan.tokens.flips:
-            best = [self._best(side, units, flip.key) for side in (0, 1)]
-            why = flip_rules.judge_flip(best[0], best[1], flip, self._logits_agree(flip.key))
-            request, where = self.plan.tokens.name(flip.key)
-            entries.append(flip_rules.flip_entry(flip, request, best[0], best[1], why))
-            verdicts[flip.key] = why
-            if why == flip_rules.SAMPLED:
-                order = units[TOKEN].order if TOKEN in units else len(self.plan.units)
-                cls = self.plan.tree.classes.get(SAMPLER, "")
-                guilty.append((order, words.sampler_origin(cls, request, where, self._phase(flip.key), best)))
-        for i, (key, keys) in enumerate(self.pair_keys):
-            if key[:2] == (SAMPLER, TOKEN) and self.pairs[i].status in (PASS, FAIL):
-                here = [verdicts[k] for k in verdicts if k in keys]
-                self.pairs[i] = words.judged_tokens(self.pairs[i], here)
-        guilty.sort(key=lambda g: (g[0], g[1]["position"] or 0))
-        return entries, guilty[:1] if len({g[1]["module"] for g in guilty}) == 1 else guilty
-
-    def _logits_agree(self, key: int) -> bool | None:
-        """Whether the logits row is within limits; from the sampler's best logits, or any output over logits rows."""
-        known: bool | None = None
-        for trace in self.traces:
-            if trace.kind == OUTPUT and (trace.tap == SAMPLER or "logits" in trace.tap or "lm_head" in trace.tap):
-                if not len(trace.seen) or key not in trace.seen:
-                    continue
-                at = np.flatnonzero(trace.keys == key)
-                known = (known is not False) and not (len(at) and trace.err[at[0]] > trace.allowed)
-        return known
-
-    def _best(self, side: int, units: dict[str, Unit], key: int) -> flip_rules.Best | None:
-        rows = [self._row(side, units.get(role), key) for role in (TOP_LOGITS, TOP_IDS)]
-        return flip_rules.Best(rows[0], rows[1]) if rows[0] is not None and rows[1] is not None else None
-
-    def _row(self, side: int, unit: Unit | None, key: int) -> np.ndarray | None:
-        """One row's numbers, of the last group that holds it."""
-        if unit is None:
-            return None
-        tokens = (self.plan.tokens.golden, self.plan.tokens.mine)[side]
-        for group in reversed(unit.mine if side else unit.golden):
-            rows = tokens.rows.get(group.where) if group.where else None
-            at = np.flatnonzero((rows.keys == key) & rows.keep) if rows is not None else _NO_KEYS
-            if len(at) and group.readable:
-                block = self.loaders[side].load(group)
-                return np.asarray(widen(block.data[int(at[0])], block.dtype, as_float=True))
-        return None
-
-    # --- coverage ----------------------------------------------------------------------------------------------
-
-    def _coverage(self) -> dict[str, Any]:
-        plan = self.plan
-        counts = [0, 0, 0]
-        families = [self._kept(side) for side in (plan.tokens.golden, plan.tokens.mine)]
-        for name in sorted(families[0].keys() | families[1].keys()):
-            g, m = (f.get(name, _NO_KEYS) for f in families)
-            counts[0] += len(np.unique(np.concatenate(self.compared.get(name, [_NO_KEYS]))))
-            counts[1] += len(np.setdiff1d(g, m, assume_unique=True))
-            counts[2] += len(np.setdiff1d(m, g, assume_unique=True))
-        skipped: Counter[str] = Counter()
-        skipped.update({k: n for k, n in plan.tokens.skipped.items() if n})
-        skipped.update(plan.skipped)
-        skipped.update(self.skipped)
-        if self.rerouted.rows:
-            skipped["rows after a router's near tie"] = self.rerouted.rows
-        for side, dump in zip(("golden", "mine"), self.dumps, strict=True):
-            for skip in dump.skips:
-                skipped[f"{side}: {skip.reason}"] += skip.count
-        return {
-            "pairs": sum(p.status in (PASS, FAIL) for p in self.pairs),
-            "rows_compared": counts[0],
-            "rows_only_golden": counts[1],
-            "rows_only_mine": counts[2],
-            "taps_only_golden": plan.names.only_golden,
-            "taps_only_mine": plan.names.only_mine,
-            "skipped": dict(skipped),
-        }
-
-    @staticmethod
-    def _kept(side: Any) -> dict[str, np.ndarray]:
-        """The distinct comparable rows by family: text (tokens and logits are the same rows) and each vision space."""
-        found: dict[str, list[np.ndarray]] = {}
-        for (_, _, name), rows in side.rows.items():
-            found.setdefault(name if name.startswith("vision") else "text", []).append(rows.keys[rows.keep])
-        return {name: np.unique(np.concatenate(keys)) for name, keys in found.items()}
-
-
-def _family(unit: Unit, piece: Piece) -> str:
-    return piece.group.where[2] if unit.vision and piece.group.where else "text"
+def _family(piece: Piece) -> str:
+    return family(piece.group.where[2] if piece.group.where else "")

@@ -161,7 +161,7 @@ def judged_tokens(pair: Pair, verdicts: Sequence[str]) -> Pair:
     return replace(pair, status=FAIL if bad else PASS, message=message)
 
 
-def sampler_origin(cls: str, request: str, position: int, phase: str | None, best: Sequence[Any]) -> dict[str, Any]:
+def sampler_origin(cls: str, request: str, position: int, phase: str | None) -> dict[str, Any]:
     return {
         "module": SAMPLER,
         "class": cls,

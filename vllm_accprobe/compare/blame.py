@@ -1,0 +1,168 @@
+"""Origins and flipped tokens as they stand in the result.
+
+The problem: what judge/ finds is keys and arrays; a reader wants a request, a position and one entry per module. The
+idea: `Places` answers where and when a row was computed; the rest turns each finding into its entry, and makes the
+pairs agree with it, so that no table calls a culprit clean.
+Not here: the finding itself (judge/origin.py, judge/flips.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.tokens import TokenPlan, position
+from vllm_accprobe.compare import words
+from vllm_accprobe.compare.plan import SAMPLER, TOKEN, TOP_IDS, TOP_LOGITS, Plan, Unit
+from vllm_accprobe.compare.read import Loader
+from vllm_accprobe.compare.result import FAIL, PASS, Pair
+from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.judge import flips as rules
+from vllm_accprobe.judge.origin import OUTPUT, PARAM, Created, Trace
+
+Compared = list[tuple[Pair, np.ndarray]]
+"""Each pair with the keys of its rows."""
+
+
+class Places:
+    """Where mine computed each row."""
+
+    def __init__(self, tokens: TokenPlan):
+        self.tokens = tokens
+
+    @cached_property
+    def _table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sorted keys of all comparable rows, the first step that computed each, and whether it was decoding."""
+        keys, steps, decode = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, bool)]
+        for (_, step, name), rows in self.tokens.mine.rows.items():
+            keys.append(rows.keys[rows.keep])
+            steps.append(np.full(int(rows.keep.sum()), step))
+            decode.append(rows.decode[rows.keep] & (not name.startswith("vision")))
+        k, s, d = np.concatenate(keys), np.concatenate(steps), np.concatenate(decode)
+        order = np.lexsort((s, k))
+        return k[order], s[order], d[order]
+
+    def earliest(self, keys: np.ndarray) -> int:
+        """The index of the key that was computed first: in the earliest step, at the lowest position."""
+        known, steps, _ = self._table
+        at = np.minimum(np.searchsorted(known, keys), max(len(known) - 1, 0))
+        step = np.where(known[at] == keys, steps[at], 0) if len(known) else np.zeros(len(keys))
+        return int(np.lexsort((position(keys), step))[0])
+
+    def phase(self, key: int) -> str | None:
+        known, _, decode = self._table
+        at = int(np.searchsorted(known, key))
+        if at >= len(known) or known[at] != key:
+            return None
+        return "decode" if decode[at] else "prefill"
+
+
+def origin_entry(c: Created, plan: Plan, places: Places, pairs: Compared) -> dict[str, Any]:
+    """compare.json's entry of an origin: its first row, and how many rows it has and how bad the worst is."""
+    trace = c.trace
+    request = where = phase = None
+    at = 0
+    if len(c.keys):
+        at = places.earliest(c.keys)
+        key = int(c.keys[at])
+        request, where = plan.tokens.name(key)
+        phase = places.phase(key)
+    value = float(c.err[at])
+    if trace.kind == PARAM:
+        found = next((p for p, _ in pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
+        value = found.rel_l2 if found is not None and found.rel_l2 is not None else value
+    return {
+        "module": c.tap,
+        "class": plan.tree.classes.get(c.tap, ""),
+        "role": trace.role if trace.tap == c.tap else f"{trace.tap}/{trace.role}",
+        "request": request,
+        "position": where,
+        "phase": phase,
+        "created": value,
+        "propagated": float(c.explained[at]),
+        "floor": trace.limit,
+        "evidence": c.evidence,
+        "rows": len(c.keys),
+        "worst": float(c.err.max()),
+    }
+
+
+def condemn(created: Sequence[Created], pairs: Compared) -> Compared:
+    """The pairs in which an error was created fail, also where so much may have piled up by then."""
+    guilty: dict[tuple[str, str, int], list[Created]] = {}
+    for c in created:
+        guilty.setdefault((c.trace.tap, c.trace.role, c.trace.call), []).append(c)
+    out = []
+    for pair, keys in pairs:
+        for c in guilty.get((pair.tap, pair.role, pair.call), ()):
+            mask = np.isin(c.keys, keys)
+            if pair.status == PASS and mask.any():
+                what = f"creates an error of {float(c.err[mask].max()):.3g}"
+                what += f" (limit {c.trace.limit:.2g} for one operator)"
+                pair = replace(pair, status=FAIL, message=words.join(what, pair.message), limit=c.trace.limit)
+        out.append((pair, keys))
+    return out
+
+
+def judge_flips(
+    plan: Plan, traces: Sequence[Trace], loaders: tuple[Loader, Loader], places: Places, pairs: Compared
+) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]], Compared]:
+    """(entries of ``tokens.flipped``, the sampler as [(order, origin)] where it is one, the pairs with verdicts)."""
+    entries: list[dict[str, Any]] = []
+    guilty: list[tuple[int, int, dict[str, Any]]] = []
+    units = {u.key[1]: u for u in plan.units if u.key[0] == SAMPLER}
+    verdicts: dict[int, str] = {}
+    for flip in plan.tokens.flips:
+        best = [_best(plan, side, units, loaders[side], flip.key) for side in (0, 1)]
+        why = rules.judge_flip(best[0], best[1], flip, _logits_agree(traces, flip.key))
+        request, where = plan.tokens.name(flip.key)
+        entries.append(rules.flip_entry(flip, request, best[0], best[1], why))
+        verdicts[flip.key] = why
+        if why == rules.SAMPLED:
+            order = units[TOKEN].order if TOKEN in units else len(plan.units)
+            cls = plan.tree.classes.get(SAMPLER, "")
+            guilty.append((order, flip.key, words.sampler_origin(cls, request, where, places.phase(flip.key))))
+    out = []
+    for pair, keys in pairs:
+        if (pair.tap, pair.role) == (SAMPLER, TOKEN) and pair.status in (PASS, FAIL):
+            pair = words.judged_tokens(pair, [why for key, why in verdicts.items() if key in keys])
+        out.append((pair, keys))
+    if not guilty:
+        return entries, [], out
+    first = places.earliest(np.array([key for _, key, _ in guilty]))
+    return entries, [(guilty[first][0], guilty[first][2] | {"rows": len(guilty)})], out
+
+
+def _logits_agree(traces: Sequence[Trace], key: int) -> bool | None:
+    """Whether a row of the logits is within limits, by all that shows it; None where nothing does."""
+    known: bool | None = None
+    for t in traces:
+        if t.kind == OUTPUT and (t.tap == SAMPLER or "logits" in t.tap or "lm_head" in t.tap) and key in t.seen:
+            at = np.flatnonzero(t.keys == key)
+            known = (known is not False) and not (len(at) and t.err[at[0]] > t.allowed)
+    return known
+
+
+def _best(plan: Plan, side: int, units: dict[str, Unit], loader: Loader, key: int) -> rules.Best | None:
+    rows = [_row(plan, side, units.get(role), loader, key) for role in (TOP_LOGITS, TOP_IDS)]
+    return rules.Best(rows[0], rows[1]) if rows[0] is not None and rows[1] is not None else None
+
+
+def _row(plan: Plan, side: int, unit: Unit | None, loader: Loader, key: int) -> np.ndarray | None:
+    """One row's numbers, of the last group that holds it."""
+    if unit is None:
+        return None
+    tokens = (plan.tokens.golden, plan.tokens.mine)[side]
+    for group in reversed(unit.mine if side else unit.golden):
+        rows = tokens.rows.get(group.where) if group.where else None
+        if rows is None or not group.readable:
+            continue
+        at = np.flatnonzero((rows.keys == key) & rows.keep)
+        if len(at):
+            block = loader.load(group)
+            return np.asarray(widen(block.data[int(at[0])], block.dtype, as_float=True))
+    return None
