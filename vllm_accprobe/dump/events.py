@@ -63,8 +63,9 @@ def optional_integer(e: Event, key: str) -> int | None:
     return None if e.get(key) is None else integer(e, key)
 
 
-def record(rank: int, e: Event) -> Record:
-    """A ``tensor`` or ``param`` event. The payload's size is checked against dtype and shape, not against a file."""
+def record(rank: int, e: Event, layouts: dict[str, Layout]) -> Record:
+    """A ``tensor`` or ``param`` event. The payload's size is checked against dtype and shape, not against a file.
+    ``layouts`` remembers those seen before: a dump has thousands of lines and a dozen layouts."""
     dtype = string(e, "dtype")
     info = DTYPES.get(dtype)
     if info is None:
@@ -72,15 +73,17 @@ def record(rank: int, e: Event) -> Record:
     raw_shape = e.get("shape")
     if not isinstance(raw_shape, list) or len(raw_shape) > _MAX_DIMS:
         raise ValueError(f"shape is {short(raw_shape)}")
-    if not all(type(d) is int and 0 <= d <= _MAX_INT for d in raw_shape):
-        raise ValueError(f"shape is {short(raw_shape)}")
+    for d in raw_shape:
+        if type(d) is not int or not 0 <= d <= _MAX_INT:
+            raise ValueError(f"shape is {short(raw_shape)}")
     shape = tuple(raw_shape)
-    if math.prod(max(d, 1) for d in shape) * info.itemsize >= 1 << 60:
+    size = math.prod(shape) * info.itemsize
+    if size >= 1 << 60 or (size == 0 and math.prod(max(d, 1) for d in shape) >= 1 << 56):
         raise ValueError(f"shape is {short(raw_shape)}")
     payload = None
     if e.get("seg") is not None:
         payload = Payload(integer(e, "seg"), integer(e, "off"), integer(e, "nbytes"))
-        if math.prod(shape) * info.itemsize != payload.nbytes:
+        if size != payload.nbytes:
             raise ValueError(f"{payload.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")
     row_dim = e.get("row_dim", 0)
     if type(row_dim) is not int or not 0 <= row_dim <= max(len(shape) - 1, 0):
@@ -99,7 +102,7 @@ def record(rank: int, e: Event) -> Record:
         row_dim=row_dim,
         stats=_stats(e.get("stats")),
         hash=optional_string(e, "hash"),
-        layout=_layout(e.get("layout")),
+        layout=_layout(e.get("layout"), layouts),
         payload=payload,
         sample=optional_string(e, "sample"),
         mutated=bool(e.get("mutated", False)),
@@ -111,15 +114,35 @@ def _stats(e: Any) -> Stats | None:
         return None
     if not isinstance(e, dict):
         raise ValueError(f"stats is {short(e)}")
-    floats = [e.get(k) for k in ("min", "max", "mean", "l2")]
-    # Infinity and NaN, which JSON cannot say, are as good as missing.
-    low, high, mean, l2 = (v if isinstance(v, (int, float)) and math.isfinite(v) else None for v in floats)
-    return Stats(integer(e, "count"), low, high, mean, l2, integer(e, "nan", 0), integer(e, "inf", 0))
+    return Stats(
+        count=integer(e, "count"),
+        min=_finite(e.get("min")),
+        max=_finite(e.get("max")),
+        mean=_finite(e.get("mean")),
+        l2=_finite(e.get("l2")),
+        nan=integer(e, "nan", 0),
+        inf=integer(e, "inf", 0),
+    )
 
 
-def _layout(e: Any) -> Layout:
-    if not e or e == {"kind": "replicated"}:
+def _finite(value: Any) -> float | None:
+    """Infinity and NaN, which JSON cannot say, are as good as missing."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
+    return float(value) if type(value) is int and abs(value) <= _MAX_INT else None
+
+
+def _layout(e: Any, known: dict[str, Layout]) -> Layout:
+    if not e:
         return REPLICATED
+    key = repr(e)
+    found = known.get(key)
+    if found is None:
+        found = known[key] = _new_layout(e)
+    return found
+
+
+def _new_layout(e: Any) -> Layout:
     if not isinstance(e, dict):
         raise ValueError(f"layout is {short(e)}")
     string(e, "kind")

@@ -13,9 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+try:
+    import orjson
+except ImportError:  # three times slower, nothing else
+    orjson = None  # type: ignore[assignment]
+
 from . import events
 from .files import DumpError, find_segment, journal_lines
-from .schema import JOURNAL, SCHEMA, Record, rank_dir
+from .schema import JOURNAL, SCHEMA, Layout, Record, rank_dir
 
 if TYPE_CHECKING:
     from .reader import Dump
@@ -29,6 +34,16 @@ def check_schema(e: dict[str, Any], where: Path) -> None:
         raise DumpError(f"{where}: schema {schema} is newer than this accprobe, which reads {SCHEMA}: upgrade it")
 
 
+def _parse(line: bytes) -> Any:
+    """JSON as Python's encoder writes it. orjson is several times as fast, but refuses half a surrogate pair."""
+    if orjson is not None:
+        try:
+            return orjson.loads(line)
+        except ValueError:
+            pass
+    return json.loads(line)
+
+
 class RankReader:
     """Reads one rank's journal into a dump."""
 
@@ -38,6 +53,7 @@ class RankReader:
         self.records: list[Record] = []
         self.bad: list[str] = []
         self.unknown: Counter[str] = Counter()
+        self.layouts: dict[str, Layout] = {}
         self.torn = 0
         self.unreadable: str | None = None
 
@@ -59,7 +75,7 @@ class RankReader:
         try:
             if line is None:
                 raise ValueError(f"{length} bytes long")
-            e = json.loads(line)
+            e = _parse(line)
             if not isinstance(e, dict) or not isinstance(e.get("event"), str):
                 raise ValueError("not an event")
             if e["event"] == "start":
@@ -75,7 +91,7 @@ class RankReader:
     def _event(self, e: dict[str, Any]) -> None:
         kind, dump, rank = e["event"], self.dump, self.rank
         if kind in ("tensor", "param"):
-            self.records.append(events.record(rank, e))
+            self.records.append(events.record(rank, e, self.layouts))
             return
         if kind == "error":
             dump.errors.append({**e, "rank": rank})
