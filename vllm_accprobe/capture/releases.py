@@ -36,8 +36,10 @@ def images_of(new: Any) -> tuple[Image, ...]:
 
 def placeholders(feature: Any) -> int:
     position = feature.mm_position
-    count = getattr(position, "get_num_embeds", None)
-    return int(count() if callable(count) else position.length)
+    count = getattr(position, "get_num_embeds", None)  # a method, a property, or not there: by release
+    if callable(count):
+        count = count()
+    return int(position.length if count is None else count)
 
 
 def device_buffer(value: Any) -> torch.Tensor | None:
