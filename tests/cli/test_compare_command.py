@@ -1,0 +1,82 @@
+"""``accprobe compare`` as a person types it: exit codes, files, one line for what goes wrong."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vllm_accprobe.cli import main
+
+sys.path.insert(0, str(__import__("pathlib").Path(__file__).parents[1] / "compare"))
+from synthetic_model import capture, scaled, write
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory):
+    root = tmp_path_factory.mktemp("cli")
+    one = {"prompts": {"a": [3, 14, 15]}, "tokens": 2}
+    write(capture(**one), root / "golden")
+    write(capture(chunk=2, **one), root / "same")
+    write(capture(faults={"model.layers.1.mlp.down_proj": scaled(1.2)}, **one), root / "wrong")
+    write(capture(prompts={"a": [9]}, tokens=2), root / "other")
+    return root
+
+
+def run(*arguments):
+    return main(["compare", *map(str, arguments)])
+
+
+def test_pass_is_0_and_writes_the_three_files(dumps, tmp_path, capsys):
+    assert run(dumps / "golden", dumps / "same", "--out", tmp_path / "new" / "out") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("PASS")
+    written = sorted(p.name for p in (tmp_path / "new" / "out").iterdir())
+    assert written == ["compare.csv", "compare.html", "compare.json"]
+
+
+def test_fail_is_1_and_the_culprit_stands_first(dumps, tmp_path, capsys):
+    assert run(dumps / "golden", dumps / "wrong", "-o", tmp_path) == 1
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("FAIL: model.layers.1.mlp.down_proj (RowParallelLinear) creates the error: output.0")
+    data = json.loads((tmp_path / "compare.json").read_text())
+    assert (data["verdict"], data["origins"][0]["module"]) == ("fail", "model.layers.1.mlp.down_proj")
+    with open(tmp_path / "compare.csv", newline="") as f:
+        rows = list(csv.DictReader(f))
+    assert sum(r["status"] in ("pass", "fail") for r in rows) == data["coverage"]["pairs"]
+    assert list(rows[0])[:3] == ["golden", "mine", "step"]
+
+
+@pytest.mark.parametrize(
+    ("mine", "options", "code", "line"),
+    [
+        ("nowhere", [], 2, "does not exist"),
+        ("same", ["--standard", "lax"], 2, "unknown standard 'lax'"),
+        ("other", [], 3, "different prompt tokens"),
+        ("same", ["--taps", "nothing*"], 3, "no tap of one dump has a partner"),
+        ("same", ["--nonsense"], 2, "--nonsense"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(dumps, tmp_path, capsys, mine, options, code, line):
+    assert run(dumps / "golden", dumps / mine, "-o", tmp_path, *options) == code
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.count("\n") == 1
+
+
+def test_the_plan_writes_nothing(dumps, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(dumps / "golden", dumps / "wrong", "--plan") == 0
+    assert "names: 40 taps paired by exact" in capsys.readouterr().out.splitlines()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_neither_torch_nor_vllm_is_imported(dumps, tmp_path):
+    code = (
+        "import sys; from vllm_accprobe.cli import main\n"
+        f"main(['compare', {str(dumps / 'golden')!r}, {str(dumps / 'same')!r}, '-o', {str(tmp_path)!r}])\n"
+        "print(sorted({m.partition('.')[0] for m in sys.modules} & {'torch', 'vllm', 'pandas', 'h5py'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,162 @@
+"""Limits, data flow, flips and routing: small cases worked out by hand."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from vllm_accprobe.align.tokens import Flip, make_key
+from vllm_accprobe.dump.schema import ROOT_TAP, Module
+from vllm_accprobe.judge.flips import NEAR_TIE, RANDOM, SAMPLED, UNKNOWN, UPSTREAM, Best, judge_flip
+from vllm_accprobe.judge.floor import flow_unit, is_exact, unit
+from vllm_accprobe.judge.flow import Tree, add_parameters, depths, flow_order, mixes
+from vllm_accprobe.judge.origin import Trace
+from vllm_accprobe.judge.routing import Rerouted, is_choice, is_weight
+from vllm_accprobe.judge.standards import Standard
+from vllm_accprobe.judge.verdict import ELEMENT, NONFINITE, RATIO, ROW, row_errors
+from vllm_accprobe.metrics import oracle
+
+
+def keys(*names):
+    return [(n.partition("/")[0], n.partition("/")[2], 0) for n in names]
+
+
+def test_units_are_half_a_step_of_the_dtype():
+    assert (unit("bfloat16"), unit("float16"), unit("int64")) == (2.0**-8, 2.0**-11, 0.0)
+    assert flow_unit(["float32", "bfloat16", "float8_e4m3fn", "int64"]) == 2.0**-8
+    assert is_exact("int64", "int64")
+    assert not is_exact("float32", "bfloat16")
+
+
+def test_limits_grow_with_the_root_of_the_depth():
+    s = Standard()
+    assert s.created_limits(2.0**-8, 4096).row == 4 / 256
+    assert s.total_limits(2.0**-8, 4096, 3).row == 8 / 256 * 2
+    assert s.created_limits(2.0**-8, 4096).ratio == 4 / 256 * (0.25 + 4 / 64)
+    assert s.created_limits(2.0**-8, 4).ratio == 4 / 256
+
+
+def test_a_row_fails_by_the_measure_that_shows_the_fault():
+    g = np.random.default_rng(0).standard_normal((4, 1024))
+    m = g * 1.02
+    m[1] = g[1] + 0.02 * np.random.default_rng(1).standard_normal(1024)
+    m[2] = g[2]
+    m[2, 5] += 1.0
+    m[3, 0] = np.nan
+    errors = row_errors(oracle.row_table(g, m), 0.0, 1024, Standard())
+    assert errors.measure.tolist() == [RATIO, ROW, ELEMENT, NONFINITE]
+    assert errors.err[0] == pytest.approx(0.02 / (0.25 + 4 / 32))
+    assert np.isinf(errors.err[3])
+
+
+def test_a_tiny_row_is_measured_against_its_neighbours():
+    g = np.ones((2, 64)) * [[1.0], [1e-6]]
+    errors = row_errors(oracle.row_table(g, g + 1e-6), 0.8, 64, Standard())
+    # |d| = 8e-6 against the floor 0.8 is 1e-5; the norm ratio's limit is 0.75 of the row's at this width
+    assert errors.err[1] == pytest.approx(1e-5 / 0.75)
+    assert row_errors(oracle.row_table(g, g + 1e-6), 0.0, 64, Standard()).err[1] >= 1.0
+
+
+def test_taps_that_come_later_are_put_where_they_belong():
+    text = keys("m/input.ids", "m.l.0/input.x", "m.l.0/output.0", "m/output.0")
+    steps = [(0, 0, i, k) for i, k in enumerate(text)]
+    later = keys("v/input.x", "v/output.0") + text + keys("head/output.0")
+    steps += [(3, 0, i, k) for i, k in enumerate(later)]
+    assert flow_order(steps) == later
+
+
+def test_pipeline_stages_follow_each_other():
+    first = keys("m/input.ids", "m.l.0/output.0", "m/output.0")
+    second = keys("m/input.ids", "m.l.1/output.0", "m/output.0")
+    steps = [(0, 0, i, k) for i, k in enumerate(first)] + [(0, 1, i, k) for i, k in enumerate(second)]
+    assert [k[0] for k in flow_order(steps)] == ["m", "m.l.0", "m.l.1", "m"]
+
+
+def test_parameters_stand_before_their_module_or_behind_its_neighbour():
+    ran = keys("m.norm/input.x", "m.norm/output.0", "sampler/output.token")
+    modules = [Module("m.norm", "RMSNorm", 0), Module("lm_head", "ParallelLMHead", 1)]
+    got = add_parameters(ran, [("lm_head", "param.weight"), ("m.norm", "param.weight")], modules)
+    assert got == keys(
+        "m.norm/param.weight", "m.norm/input.x", "m.norm/output.0", "lm_head/param.weight", "sampler/output.token"
+    )  # fmt: skip
+
+
+def test_depth_counts_numbered_blocks():
+    flow = keys("embed/output.0", "m.layers.0/input.x", "m.layers.0.mlp/output.0", "m.layers.1.mlp/output.0", "norm/o")
+    assert depths(flow) == [0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("tap", "cls", "expected"),
+    [
+        ("l.attn", "Attention", True),
+        ("l.self_attn", "Qwen2Attention", True),
+        ("l.post_attention_layernorm", "RMSNorm", False),
+        ("l.self_attn.qkv_proj", "QKVParallelLinear", False),
+        ("l.mixer", "MambaMixer2", True),
+        ("l.mlp.experts", "FusedMoE", False),
+        ("l.act_fn", "SiluAndMul", False),
+        ("l.thing", "Something", True),  # the unknown is taken to mix
+        ("l.self_attn", "", True),
+    ],
+)
+def test_which_operators_mix_rows(tap, cls, expected):
+    assert mixes(tap, cls) is expected
+
+
+def test_a_parent_mixes_if_a_child_does_and_what_runs_inside_is_inside():
+    taps = [ROOT_TAP, "m", "m.l.0", "m.l.0.attn", "m.l.0.mlp", "logits_processor", "lm_head"]
+    classes = {"m.l.0.attn": "Attention", "m.l.0.mlp": "MLP", "logits_processor": "LogitsProcessor", "m.l.0": "MLP"}
+    tree = Tree.of(taps, classes | {"lm_head": "Linear"}, {"logits_processor": (5, 9), "lm_head": (6, 8)})
+    assert tree.parent["lm_head"] == "logits_processor"
+    assert (tree.parent["m.l.0"], tree.parent["m"], tree.parent[ROOT_TAP]) == ("m", ROOT_TAP, None)
+    assert tree.above("m.l.0.attn") == ["m.l.0", "m", ROOT_TAP]
+    assert [tree.mixing[t] for t in ("m.l.0", "m.l.0.mlp", "logits_processor", ROOT_TAP)] == [True, False, False, True]
+
+
+def best(logits, ids):
+    return Best(np.array(logits, np.float64), np.array(ids))
+
+
+@pytest.mark.parametrize(
+    ("golden", "mine", "tokens", "agree", "why"),
+    [
+        (best([2.0, 1.9], [5, 6]), best([2.0, 1.9], [6, 5]), (5, 6), True, NEAR_TIE),
+        (best([2.0, 1.9], [5, 6]), best([9.0, 1.9], [6, 5]), (5, 6), False, UPSTREAM),
+        (best([2.0, 1.0], [5, 6]), best([2.0, 1.0], [5, 6]), (5, 6), True, SAMPLED),
+        (best([2.0, 2.0], [5, 6]), best([2.0, 2.0], [5, 6]), (5, 6), True, NEAR_TIE),  # an exact tie, either may win
+        (best([2.0, 1.0], [5, 6]), best([2.0, 1.0], [5, 6]), (6, 5), True, RANDOM),
+        (None, best([2.0, 1.0], [5, 6]), (5, 6), None, UNKNOWN),
+        (None, None, (5, 6), False, UPSTREAM),
+    ],
+)
+def test_whose_fault_a_flip_is(golden, mine, tokens, agree, why):
+    assert judge_flip(golden, mine, Flip(0, 1, 3, 2, *tokens), agree) == why
+
+
+def test_margin():
+    assert best([2.5, 1.0], [1, 2]).margin == 1.5
+    assert best([2.5], [1]).margin is None
+
+
+def test_a_choice_is_a_near_tie_only_if_what_the_router_read_differs_within_its_limit():
+    rows = np.array([make_key(0, p) for p in range(4)])
+    err = np.array([0.01, 0.5, 0.0, 0.02])  # within the limit, beyond it, equal to the bit, within
+    router = Trace("m.l.0.mlp.gate", "output.0", 0, "output", 1, 0.0156, rows, rows, err, allowed=0.03)
+    unit = SimpleNamespace(key=("m.l.0.mlp.experts.quant_method", "input.topk_ids", 0), order=5)
+    rerouted = Rerouted()
+    ties = rerouted.near_ties(rows, unit, [router])
+    assert ties.tolist() == [True, False, False, True]
+    rerouted.add(rows[[3]])
+    later = np.array([make_key(0, 2), make_key(0, 3), make_key(0, 9), make_key(1, 9)])
+    assert rerouted.after(later).tolist() == [False, True, True, False]
+    assert rerouted.rows == 2
+
+
+def test_roles_of_routing():
+    chosen = [is_choice(f"input.{r}") for r in ("topk_ids", "top_k_indices", "expert_ids", "input_ids")]
+    assert chosen == [True, True, True, False]
+    assert is_weight("input.topk_weights")
+    assert not is_weight("param.weight")
+    assert math.isclose(Standard().floor_share(1), 1.0)
