@@ -80,6 +80,8 @@ class Measurer:
     def measure(self, unit: Unit) -> Iterator[Piece]:
         """A piece for every tensor of mine in ``unit``, in order of steps."""
         usable = [g for g in unit.golden if g.merge is not None and self._fits(0, g)]
+        with_rows = [g for g in usable if g.where is not None]
+        index = self.index(with_rows)
         problem = next((g.problem for g in unit.golden if g.problem), "")
         for group in sorted(unit.mine, key=lambda g: (g.moment[1] or 0, g.moment[0])):
             piece = Piece(group, feature=())
@@ -94,7 +96,7 @@ class Measurer:
             elif not self._fits(1, group):
                 piece.skip = ROW_COUNT
             else:
-                self._rows(piece, [g for g in usable if g.where is not None], unit)
+                self._rows(piece, with_rows, index, unit)
             yield piece
         self.golden.forget()
         self.mine.forget()
@@ -125,9 +127,8 @@ class Measurer:
         dim, shape = group.row_dim, group.merge.shape if group.merge else ()
         return rows is not None and 0 <= dim < len(shape) and shape[dim] == len(rows.keys)
 
-    def _rows(self, piece: Piece, golden: list[Group], unit: Unit) -> None:
+    def _rows(self, piece: Piece, golden: list[Group], index: Index, unit: Unit) -> None:
         rows = self.sides[1].rows[piece.group.where]  # type: ignore[index]
-        index = self.index(golden)
         kept = np.flatnonzero(rows.keep)
         if not len(kept):
             piece.skip = NO_ROWS_LEFT
