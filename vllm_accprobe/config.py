@@ -164,6 +164,10 @@ class ProbeConfig:
         """Whether a request known under any of ``names`` is selected."""
         return matches(self.requests, names)
 
+    def __post_init__(self) -> None:
+        if self.ops:
+            raise ConfigError(f"{PREFIX}OPS=1: this version cannot capture operator calls yet; leave it unset")
+
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 

@@ -56,6 +56,7 @@ def test_environment_sets_every_field() -> None:
         ("STEPS", "3-1", "=3-1: range '3-1' ends before it begins"),
         ("MAX_GB", "many", "=many: 'many' is not a number of gigabytes"),
         ("MAX_GB", "nan", "=nan: 'nan' is not a sensible number of gigabytes (0 < GB < 1000000)"),
+        ("OPS", "1", "=1: this version cannot capture operator calls yet; leave it unset"),
         ("GRAPHS", "maybe", "=maybe: 'maybe' is neither 1 nor 0"),
         ("PARTS", "inputs", "=inputs: 'inputs' is not one of input, output, params; did you mean input?"),
     ],
