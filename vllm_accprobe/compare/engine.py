@@ -23,6 +23,8 @@ from vllm_accprobe.compare.params import compare_params, is_computed
 from vllm_accprobe.compare.plan import SAMPLER, TOKEN, TOP_IDS, Plan, Unit, make_plan
 from vllm_accprobe.compare.read import Loader
 from vllm_accprobe.compare.result import FAIL, PASS, CompareError, Comparison, NothingCompared
+from vllm_accprobe.compare.rows import RowLog
+from vllm_accprobe.compare.samples import take_samples
 from vllm_accprobe.formats import DumpError, open_dump
 from vllm_accprobe.judge.floor import flow_unit, is_exact
 from vllm_accprobe.judge.floor import unit as rounding_unit
@@ -82,6 +84,7 @@ class _Run:
     skipped: Counter[str] = field(default_factory=Counter)
     replicas: int = 0
     rerouted: Rerouted = field(default_factory=Rerouted)
+    log: RowLog = field(default_factory=RowLog)
 
     def run(self, progress: Progress | None) -> Comparison:
         plan = self.plan
@@ -122,6 +125,8 @@ class _Run:
             notes=words.notes(self.dumps, plan, pairs, flipped, self.replicas),
             plan=plan.lines(),
             standard=self.standard.to_dict(self.unit, plan.layers),
+            rows=self.log.table(pairs, plan.tokens.names),
+            samples=take_samples(plan, self.loaders, pairs, self.log),
         )
 
     def _nothing(self) -> bool:
@@ -251,6 +256,7 @@ class _Run:
         pair = words.make_pair(unit, piece, errors, limits, self.plan.tokens, by)
         pair = replace(pair, message=words.join(pair.message, note)) if note else pair
         self.pairs.append((pair, piece.keys))
+        self.log.add(pair, piece.keys, errors.err, piece.decode)
 
     def _skip(self, unit: Unit, piece: Piece) -> None:
         self.skipped[piece.skip] += 1

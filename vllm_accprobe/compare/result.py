@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_accprobe.compare.rows import RowTable, Sample
 
 SCHEMA = 1
 PASS, FAIL, SKIP = "pass", "fail", "skip"
@@ -82,7 +85,9 @@ COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Pair))
 
 @dataclass(frozen=True)
 class Comparison:
-    """The whole result. ``coverage``, ``first_divergence``, ``origins`` and ``tokens`` are exactly compare.json's."""
+    """The whole result. ``coverage``, ``first_divergence``, ``origins`` and ``tokens`` are exactly compare.json's.
+
+    rows: errors by row, and samples: some values of failed pairs (compare/rows.py); None and empty where not kept."""
 
     golden_path: str
     mine_path: str
@@ -97,6 +102,8 @@ class Comparison:
     notes: list[str]
     plan: list[str]
     standard: dict[str, Any]
+    rows: RowTable | None = None
+    samples: tuple[Sample, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """compare.json (schema 1). Numbers that JSON cannot hold become the strings "nan", "inf" and "-inf"."""
