@@ -101,9 +101,11 @@ def condemn(created: Sequence[Created], pairs: Compared) -> Compared:
         for c in guilty.get((pair.tap, pair.role, pair.call), ()):
             mask = np.isin(c.keys, keys)
             if pair.status == PASS and mask.any():
-                what = f"creates an error of {float(c.err[mask].max()):.3g}"
+                most = float(c.err[mask].max())
+                what = f"creates an error of {most:.3g}"
                 what += f" (limit {c.trace.limit:.2g} for one operator)"
                 pair = replace(pair, status=FAIL, message=words.join(what, pair.message), limit=c.trace.limit)
+                pair = replace(pair, measure="created", measured=most, allowed=c.trace.limit)
         out.append((pair, keys))
     return out
 

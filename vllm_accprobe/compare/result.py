@@ -39,6 +39,8 @@ class Pair:
     rule: how the names were paired. rows: how many rows were compared (None for tensors without rows).
     phase: prefill, decode, mixed or None. worst_request, worst_position: of the worst row.
     limit: what worst_row_rel_l2 was held against (0.0: exact equality). identical: equal hashes, nothing was read.
+    measure, measured, allowed: which measure decided (judge.verdict.METRICS, or ``created``), its value in the row that
+    decided, and its own limit; a norm ratio may be off by ``allowed`` from 1.
     """
 
     golden: str
@@ -77,6 +79,9 @@ class Pair:
     max_abs_mine: float | None = None
     limit: float | None = None
     identical: bool = False
+    measure: str | None = None
+    measured: float | None = None
+    allowed: float | None = None
 
 
 COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Pair))
