@@ -266,7 +266,7 @@ def test_an_error_of_ours_is_said_and_the_producer_is_not_held_up(tmp_path, monk
     def broken(*_):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(drain_module, "moments", broken)
+    monkeypatch.setattr(drain_module, "moments_within", broken)
     w = writer(root, block_bytes=4096, blocks=2, on_stop=told.append)
     for i in range(50):
         put(w, str(i), np.zeros(3000, np.uint8), "uint8")

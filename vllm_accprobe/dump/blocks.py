@@ -11,6 +11,12 @@ import mmap
 
 import numpy as np
 
+_HELD = 1 << 20
+"""Bytes up to which a copy keeps the GIL: given up for a microsecond, it may be milliseconds until it is back."""
+_copy_held = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+
 
 class Block:
     """``size`` bytes: ``array`` (uint8) and ``view`` show the same memory at ``address``."""
@@ -32,8 +38,11 @@ class Block:
         self.address = self.array.ctypes.data
 
     def fill(self, at: int, source: int, nbytes: int) -> None:
-        """Copies ``nbytes`` bytes from the address ``source`` to ``at``; the GIL is free meanwhile."""
-        ctypes.memmove(self.address + at, source, nbytes)
+        """Copies ``nbytes`` bytes from the address ``source`` to ``at``; while many are copied, the GIL is free."""
+        if nbytes <= _HELD:
+            _copy_held(self.address + at, source, nbytes)
+        else:
+            ctypes.memmove(self.address + at, source, nbytes)
 
     def zero(self, start: int, nbytes: int) -> None:
         """Gaps are zeros: nothing that lay here before reaches the disk."""

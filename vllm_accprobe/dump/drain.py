@@ -10,101 +10,14 @@ first error nothing more is written but the line that names it, and the end. Not
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .blocks import Block
-from .dtypes import DTYPES
-from .lines import JournalFile, encode
-from .segment import HEADER_BYTES, Entry, SegmentFile, entry_key
-from .stats import Moments, StatsCell, moments
-
-Event = dict[str, Any]
-
-
-def xxh3_128() -> Any:
-    import xxhash  # here, so that a journal without payloads does without it
-
-    return xxhash.xxh3_128()
-
-
-class Pending:
-    """A payload on its way: its event, and the statistics and hash that grow piece by piece."""
-
-    __slots__ = ("cell", "digest", "event", "sums", "wants_stats")
-
-    def __init__(self, event: Event, cell: StatsCell | None):
-        self.event = event
-        self.cell = cell
-        self.wants_stats = cell is not None or "stats" not in event
-        self.sums: Moments | None = None
-        self.digest: Any = None
-
-    def take(self, piece: Any) -> None:
-        """``piece``: contiguous uint8, whole elements, the next ones of the payload."""
-        if self.wants_stats and self.event["dtype"] in DTYPES:
-            sums = moments(piece, self.event["dtype"])
-            self.sums = sums if self.sums is None else self.sums + sums
-        if not isinstance(self.event.get("hash"), str):
-            if self.digest is None:
-                self.digest = xxh3_128()
-            self.digest.update(piece)
-
-    def finished(self) -> Event:
-        digest = self.event.get("hash")
-        if not isinstance(digest, str):
-            digest = (self.digest or xxh3_128()).hexdigest()
-        self.event["hash"] = digest
-        if self.wants_stats:
-            empty = self.event["dtype"] in DTYPES and not self.event["nbytes"]
-            sums = Moments() if empty else self.sums
-            self.event["stats"] = None if sums is None else sums.stats()
-        if self.cell is not None:
-            self.cell.hash = digest
-            self.cell.value = self.event["stats"]
-        return self.event
-
-    def entry(self) -> Entry:
-        e = self.event
-        return Entry(entry_key(e), str(e["dtype"]), tuple(e["shape"]), e["off"], e["nbytes"])
-
-
-Line = Pending | Event | Callable[[], Event | None]
-
-
-class OpenSegment:
-    """A segment: the producer knows where it ``end``s and how much ``room`` its header has left, the disk thread has
-    the ``file``, the journal thread the header's ``entries``."""
-
-    __slots__ = ("end", "entries", "file", "index", "room")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.end = 0
-        self.room = HEADER_BYTES - 256
-        self.entries: list[Entry] = []
-        self.file: SegmentFile | None = None
-
-
-class Batch:
-    """``used`` bytes of ``block`` that follow each other in ``segment``, the pieces of payloads in them as (payload,
-    start, stop), and the lines to be written when they are on disk. ``last``: the segment ends here. ``written``: the
-    disk thread is through with it; ``error``: what went wrong there."""
-
-    __slots__ = ("block", "born", "error", "last", "lines", "pieces", "segment", "used", "written")
-
-    def __init__(self) -> None:
-        self.block: Block | None = None
-        self.segment: OpenSegment | None = None
-        self.used = 0
-        self.born = time.monotonic()
-        self.last = False
-        self.lines: list[Line] = []
-        self.pieces: list[tuple[Pending, int, int]] = []
-        self.written = False
-        self.error: BaseException | None = None
+from .lines import JournalFile, encode, statistics
+from .queued import Batch, Event, Line, OpenSegment, Pending
+from .segment import SegmentFile
+from .stats import StatsCell, moments_within
 
 
 class Drain:
@@ -115,15 +28,11 @@ class Drain:
         self.failed: str | None = None
         self.bytes_written = journal.size
         self._dir = directory
-        self._journal = journal
+        self.journal = journal
         self._on_error = on_error
         self._segment: OpenSegment | None = None
         self._broken = False
         self._payload_bytes = self._steps = self._tensors = self._lost = 0
-
-    @property
-    def journal_bytes(self) -> int:
-        return self._journal.size
 
     def write(self, batch: Batch) -> None:
         """The bytes, to the segment they belong to, which is opened with its first block."""
@@ -141,9 +50,20 @@ class Drain:
         """Statistics and hashes of the pieces, while the bytes are being written."""
         if self.failed or batch.block is None:
             return
+        base = batch.block.address
         try:
-            for pending, start, stop in batch.pieces:
-                pending.take(batch.block.array[start:stop])
+            # All pieces of a dtype in one call: each call gives up the GIL, and may wait for milliseconds to get it.
+            alike: dict[str, list[tuple[Pending | StatsCell, int, int]]] = {}
+            for piece in batch.pieces:
+                payload, start, stop = piece
+                if payload.dtype is not None:
+                    alike.setdefault(payload.dtype, []).append(piece)
+                if payload.wants_hash and isinstance(payload, Pending):
+                    payload.update(base + start, stop - start)
+            for dtype, pieces in alike.items():
+                found = moments_within(base, [(start, stop) for _, start, stop in pieces], dtype)
+                for (payload, _, _), sums in zip(pieces, found, strict=True):
+                    payload.add(sums)
         except Exception as e:
             self._fail(e, f"segment {batch.segment.index if batch.segment else 0}")
 
@@ -156,19 +76,20 @@ class Drain:
         if not self.failed:
             self._payload_bytes += sum(stop - start for _, start, stop in batch.pieces)
             try:
-                events = [event for line in batch.lines if (event := self._event(line)) is not None]
-                self._journal.append(b"".join(map(encode, events)))
+                self.journal.append(b"".join(self._encoded(batch.lines)))
                 if batch.segment is not None:
                     batch.segment.entries += [line.entry() for line in batch.lines if isinstance(line, Pending)]
-                self.bytes_written = self._payload_bytes + self._journal.size
-                kinds = [event.get("event") for event in events]
-                self._steps += kinds.count("step")
-                self._tensors += kinds.count("tensor") + kinds.count("param")
+                    batch.segment.entries += [
+                        template.entry(step, call, cell.payload)
+                        for template, step, call, cell in batch.templates
+                        if cell.payload is not None
+                    ]
+                self.bytes_written = self._payload_bytes + self.journal.size
             except Exception as e:
-                self._lost += sum(isinstance(line, Pending) for line in batch.lines)
+                self._lost += _payloads(batch)
                 self._fail(e, "the journal")
         else:
-            self._lost += sum(isinstance(line, Pending) for line in batch.lines)
+            self._lost += _payloads(batch)
         if batch.last and batch.segment is not None:
             self._finish_segment(batch.segment)
 
@@ -183,14 +104,31 @@ class Drain:
             event: Event = {"event": "end", "reason": reason, "steps": self._steps, "tensors": self._tensors}
             event |= {k: v for k, v in summary.items() if v is not None}
             event |= {"bytes": self.bytes_written, "skipped": skipped}
-            self._journal.release_reserve()
-            self._journal.append(encode(event))
-            self.bytes_written = self._payload_bytes + self._journal.size
-            self._journal.close()
+            self.journal.release_reserve()
+            self.journal.append(encode(event))
+            self.bytes_written = self._payload_bytes + self.journal.size
+            self.journal.close()
         except Exception as e:
             self._fail(e, "the journal")
 
-    def _event(self, line: Line) -> Event | None:
+    def _encoded(self, lines: list[Line]) -> list[bytes]:
+        """The lines as they are written; counts what they say."""
+        encoded: list[bytes] = []
+        steps = tensors = 0
+        for line in lines:
+            if isinstance(line, tuple):
+                encoded.append(f"{line[0]}{statistics(line[1])}}}\n".encode())
+                tensors += 1
+            elif (event := self._event(line)) is not None:
+                encoded.append(encode(event))
+                kind = event.get("event")
+                steps += kind == "step"
+                tensors += kind == "tensor" or kind == "param"
+        self._steps += steps
+        self._tensors += tensors
+        return encoded
+
+    def _event(self, line: Pending | Event | Callable[[], Event | None]) -> Event | None:
         if isinstance(line, Pending):
             return line.finished()
         if not callable(line):
@@ -221,8 +159,12 @@ class Drain:
         else:
             self.failed = f"error in the writer at {where}: {type(error).__name__}: {error}"
         try:
-            self._journal.release_reserve()
-            self._journal.append(encode({"event": "stop", "reason": self.failed}))
+            self.journal.release_reserve()
+            self.journal.append(encode({"event": "stop", "reason": self.failed}))
         except Exception:
             pass  # the disk is gone altogether: the missing ``end`` line tells the reader
         self._on_error(self.failed)
+
+
+def _payloads(batch: Batch) -> int:
+    return sum(isinstance(line, Pending) for line in batch.lines) + len(batch.templates)

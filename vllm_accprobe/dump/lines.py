@@ -29,7 +29,7 @@ except ImportError:  # ten times slower, nothing else
 
 from .schema import JOURNAL
 from .segment import write_all
-from .stats import StatsCell
+from .stats import StatsCell, in_words
 
 _RESERVE = ".reserve"
 _RESERVE_BYTES = 64 << 10
@@ -84,6 +84,18 @@ def encode(event: Mapping[str, Any]) -> bytes:
     except (ValueError, TypeError):  # NaN, a key that is no string, a circle: take the slow way round
         text = _ENCODER.encode(plain(event))
     return text.encode() + b"\n"
+
+
+def statistics(cell: StatsCell) -> str:
+    """What stands behind ``"stats":`` in a line about the bytes of ``cell``. Spelt once for all lines."""
+    if not cell.text:
+        if cell.sums is None:
+            cell.text = _ENCODER.encode(plain(cell.value))
+        elif orjson is not None:
+            cell.text = orjson.dumps(in_words(cell.sums)).decode()
+        else:
+            cell.text = _ENCODER.encode(in_words(cell.sums))
+    return cell.text
 
 
 class JournalFile:

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from .blocks import Block
-from .drain import Batch, Event, Line, OpenSegment, Pending
+from .queued import Batch, Line, OpenSegment, Pending, TemplateEntry
 from .schema import Payload
-from .segment import ALIGN, PAGE, entry_room
+from .segment import ALIGN, PAGE
 from .stats import StatsCell
 
 
@@ -42,29 +42,42 @@ class Staging:
         self._segment: OpenSegment | None = None
 
     def copy(
-        self, parts: Sequence[tuple[int, int]], nbytes: int, event: Event, cell: StatsCell | None
+        self, parts: Sequence[tuple[int, int]], nbytes: int, room: int, owner: Pending | StatsCell
     ) -> Payload | None:
-        """Copies ``parts`` and queues ``event``; None when ``closed`` came while it waited for a block."""
-        segment = self._segment_for(nbytes, entry_room(event["tap"], event["role"], len(event["shape"])))
-        self._advance(segment, -segment.end % ALIGN)
+        """Copies ``parts``, ``nbytes`` in all, as the payload of ``owner``, whose header entry takes ``room`` bytes.
+        None when ``closed`` came while it waited for a block. The line is queued by ``append_with_payload`` afterwards."""
+        segment = self._segment
+        if segment is None or segment.room < room or segment.end + nbytes > self._segment_bytes:
+            segment = self._segment_for(nbytes, room)
+        segment.room -= room
+        gap = -segment.end % ALIGN
+        if gap:
+            self._advance(segment, gap)
         payload = Payload(segment.index, segment.end, nbytes)
-        pending = Pending(event, cell)
         for address, left in parts:
             while left > 0:
-                batch = self._with_room(segment)
+                batch = self.current
+                if batch is None or batch.block is None or batch.used == self._block_bytes:
+                    batch = self._with_room(segment)
                 if batch is None or batch.block is None:
                     return None
                 n = min(left, self._block_bytes - batch.used)
                 batch.block.fill(batch.used, address, n)
-                self._piece(batch, pending, n)
+                self._piece(batch, owner, n)
                 segment.end += n
                 address, left = address + n, left - n
-        event["seg"], event["off"], event["nbytes"] = payload.seg, payload.off, nbytes
-        self.payload_bytes += nbytes
-        self.append(pending)
-        if self.current is not None and self.current.used == self._block_bytes:
-            self.seal()
         return payload
+
+    def append_with_payload(self, line: Line, nbytes: int, entry: TemplateEntry | None = None) -> None:
+        """Queues the line of the payload that was copied last; ``entry``: what is to stand in the header of it."""
+        self.payload_bytes += nbytes
+        batch = self.current or self._batch()
+        batch.lines.append(line)
+        self.waiting_lines += 1
+        if entry is not None:
+            batch.templates.append(entry)
+        if batch.used == self._block_bytes:
+            self.seal()
 
     def _segment_for(self, nbytes: int, room: int) -> OpenSegment:
         segment = self._segment
@@ -75,7 +88,6 @@ class Staging:
             batch.segment, batch.last = segment, True
             self.seal()
             segment = OpenSegment(segment.index + 1)
-        segment.room -= room
         self._segment = segment
         return segment
 
@@ -107,11 +119,11 @@ class Staging:
             segment.end += gap
 
     @staticmethod
-    def _piece(batch: Batch, pending: Pending, n: int) -> None:
+    def _piece(batch: Batch, owner: Pending | StatsCell, n: int) -> None:
         start, stop = batch.used, batch.used + n
-        if batch.pieces and batch.pieces[-1][0] is pending:
+        if batch.pieces and batch.pieces[-1][0] is owner:
             start = batch.pieces.pop()[1]  # parts of one payload: one piece, so that no element is cut
-        batch.pieces.append((pending, start, stop))
+        batch.pieces.append((owner, start, stop))
         batch.used = stop
 
     def append(self, line: Line) -> None:

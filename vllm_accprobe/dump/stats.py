@@ -9,28 +9,58 @@ the metrics of two tensors (the metrics room).
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .dtypes import DTYPES, byte_values, widen
-from .schema import Stats
+from .schema import Payload, Stats
 
 _CHUNK = 32768
+_HELD = 1 << 20
+"""Bytes up to which the GIL is kept: some tens of microseconds of work."""
+
+Sums = tuple[int, float, float, float, float, int, int]
+"""What ``Moments`` holds, as a bare tuple: (n, min, max, sum, squares, nan, inf)."""
 
 
 class StatsCell:
-    """A place for one payload's statistics and hash, filled by the writer's thread: ``value`` and ``hash`` are None
-    until then. Several journal lines may hold the same cell."""
+    """What all journal lines about the same bytes share; each of them may hold the same cell.
 
-    __slots__ = ("hash", "value")
+    ``value``: their statistics, ``hash``: both None until somebody has computed them, for a payload the writer's
+    thread. ``sums``: the statistics as moments, which are made into ``value`` when that is asked for. ``payload``:
+    where the bytes lie. ``tail`` and ``text``: hash and place, and statistics, as they stand in a line (template.py).
+    """
 
-    def __init__(self, value: Stats | None = None, hash: str | None = None):
-        self.value = value
+    __slots__ = ("_value", "dtype", "hash", "payload", "sums", "tail", "text")
+    wants_hash = False
+
+    def __init__(self, value: Stats | None = None, hash: str | None = None, dtype: str | None = None):
+        self._value = value
         self.hash = hash
+        self.dtype = dtype
+        self.payload: Payload | None = None
+        self.sums: Sums | None = None
+        self.tail = self.text = ""
+
+    @property
+    def value(self) -> Stats | None:
+        if self._value is None and self.sums is not None:
+            self._value = Stats(**in_words(self.sums))
+        return self._value
+
+    @value.setter
+    def value(self, value: Stats | None) -> None:
+        self._value = value
+
+    def add(self, sums: Sums) -> None:
+        """The moments of the next piece of the payload."""
+        self.sums = sums if self.sums is None else Moments(*self.sums) + Moments(*sums)
 
 
 class Moments(NamedTuple):
@@ -57,19 +87,20 @@ class Moments(NamedTuple):
 
     def stats(self) -> Stats:
         """As the dump's ``Stats``. A mean or norm that overflows float64 is None, as with no finite element at all."""
-        count = self.n + self.nan + self.inf
-        if not self.n:
-            return Stats(count, None, None, None, None, self.nan, self.inf)
-        mean, l2 = self.sum / self.n, math.sqrt(self.squares)
-        return Stats(
-            count,
-            self.min,
-            self.max,
-            mean if math.isfinite(mean) else None,
-            l2 if math.isfinite(l2) else None,
-            self.nan,
-            self.inf,
-        )
+        return Stats(**in_words(self))
+
+
+def in_words(sums: Sums) -> dict[str, Any]:
+    """The fields of ``Stats`` from the seven numbers of ``Moments``, see there."""
+    n, low, high, total, squares, nan, inf = sums
+    count = n + nan + inf
+    if not n:
+        return {"count": count, "min": None, "max": None, "mean": None, "l2": None, "nan": nan, "inf": inf}
+    mean: float | None = total / n
+    l2: float | None = math.sqrt(squares)
+    if not (math.isfinite(mean) and math.isfinite(l2)):  # type: ignore[arg-type]
+        mean, l2 = (x if math.isfinite(x) else None for x in (total / n, math.sqrt(squares)))
+    return {"count": count, "min": low, "max": high, "mean": mean, "l2": l2, "nan": nan, "inf": inf}
 
 
 def moments(data: np.ndarray, dtype: str) -> Moments:
@@ -93,6 +124,36 @@ def moments(data: np.ndarray, dtype: str) -> Moments:
     return _numpy_moments(data, dtype)
 
 
+def moments_at(address: int, nbytes: int, dtype: str) -> Sums:
+    """Moments of ``nbytes`` bytes at ``address``: contiguous, whole elements of ``dtype``. Raises like ``moments``."""
+    kernels = _kernels()
+    if kernels is not None and nbytes and nbytes <= _HELD and dtype in kernels.KINDS:
+        try:
+            return kernels.held(address, nbytes, kernels.KINDS[dtype])  # type: ignore[no-any-return]
+        except Exception:  # a compiler that fails on this machine must not end a capture
+            pass
+    return moments(_bytes_at(address, nbytes), dtype)
+
+
+def moments_within(base: int, spans: Sequence[tuple[int, int]], dtype: str) -> list[Sums]:
+    """Moments of many pieces, each [start, stop) in bytes after the address ``base``. The GIL is free meanwhile."""
+    kernels = _kernels()
+    if kernels is not None and dtype in kernels.KINDS:
+        try:
+            out = np.empty((len(spans), 7))
+            kernels.spans(base, np.array(spans, np.int64).reshape(-1, 2), kernels.KINDS[dtype], out)
+            return [(int(n), a, b, s, q, int(nan), int(inf)) for n, a, b, s, q, nan, inf in out.tolist()]
+        except Exception:
+            pass
+    return [moments(_bytes_at(base + start, stop - start), dtype) for start, stop in spans]
+
+
+def _bytes_at(address: int, nbytes: int) -> np.ndarray:
+    if not nbytes:
+        return np.empty(0, np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_char * nbytes).from_address(address)), np.uint8)
+
+
 def tensor_stats(array: np.ndarray, dtype: str) -> Stats:
     """``Stats`` of a whole array of stored bits (any shape; what ``Dump.read`` returns)."""
     return moments(np.ascontiguousarray(array).reshape(-1).view(np.uint8), dtype).stats()
@@ -104,7 +165,10 @@ def warm_up(dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32", "int32"
     if _kernels() is None:
         return False
     for dtype in dtypes:
-        moments(np.zeros(DTYPES[dtype].itemsize * 4, np.uint8), dtype)
+        zeros = np.zeros(DTYPES[dtype].itemsize * 4, np.uint8)
+        moments(zeros, dtype)
+        moments_at(zeros.ctypes.data, zeros.size, dtype)
+        moments_within(zeros.ctypes.data, [(0, zeros.size)], dtype)
     return True
 
 

@@ -4,8 +4,9 @@ The problem: one pass over the bytes at several GB/s with float64 accumulators, 
 with NaN and Inf left out. The idea: walk blocks that stay in the first-level cache. The bits of a float, with the
 magnitude of negative ones inverted, are integers in the order of the floats, so minimum and maximum are integer
 reductions, which LLVM vectorises where it would not for floats; they also tell whether the block holds a NaN or Inf
-at all. A clean block is summed by a loop without branches; a dirty one (rare) element by element. Not here: names,
-dtypes' tables, merging.
+at all. A clean block is summed by a loop without branches; a dirty one (rare) element by element. Floats of the kinds
+that models compute in are also taken straight from an address, one piece or many in a call, since around a small
+tensor the making of arrays would cost more than the sums. Not here: names, dtypes' tables, merging.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import carray, njit, types  # type: ignore[import-untyped]
+from numba.extending import intrinsic  # type: ignore[import-untyped]
 
+BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
+KINDS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
+"""The floats that ``held`` and ``spans`` know."""
 _BLOCK = 2048
 # The sums may be reordered (that is what vectorising is); nothing may assume that NaN does not happen.
 _FAST = {"reassoc", "contract", "nsz"}
 
 
-def _compile(function: Callable[..., Any]) -> Any:
+def _compile(function: Callable[..., Any], nogil: bool = True) -> Any:
     try:
-        return njit(nogil=True, cache=True, fastmath=_FAST)(function)
+        return njit(nogil=nogil, cache=True, fastmath=_FAST)(function)
     except RuntimeError:  # no place to cache in: a read-only installation without a home
-        return njit(nogil=True, fastmath=_FAST)(function)
+        return njit(nogil=nogil, fastmath=_FAST)(function)
 
 
 @_compile
@@ -196,37 +202,92 @@ def _integers(x: np.ndarray) -> tuple[float, float, float, float]:
     return np.float64(lo), np.float64(hi), total, squares
 
 
+@intrinsic
+def _int16_at(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(16).as_pointer())
+
+    return types.CPointer(types.int16)(types.int64), generate
+
+
+@intrinsic
+def _int32_at(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
+
+    return types.CPointer(types.int32)(types.int64), generate
+
+
+@intrinsic
+def _as_float32(typing: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@_compile
+def _decode(key: int, kind: int) -> float:
+    """The float whose ordered bits are ``key``."""
+    if kind == FLOAT32:
+        return np.float64(_as_float32(np.int32(key ^ ((key >> 31) & 0x7FFFFFFF))))
+    half = (key ^ ((key >> 15) & 0x7FFF)) & 0xFFFF
+    if kind == BFLOAT16:
+        return np.float64(_as_float32(np.int32(half << 16)))
+    wide = ((half & 0x7FFF) << 13) | ((half & 0x8000) << 16)
+    return np.float64(_as_float32(np.int32(wide))) * 2.0**112
+
+
+@_compile
+def _piece(address: int, nbytes: int, kind: int) -> tuple[int, float, float, float, float, int, int]:
+    if kind == FLOAT32:
+        bits = carray(_int32_at(address), nbytes // 4)
+        n, low, high, total, squares, nan, inf = _float32(bits, bits.view(np.float32))
+    else:
+        halves = carray(_int16_at(address), nbytes // 2)
+        n, low, high, total, squares, nan, inf = _float16(halves, kind == BFLOAT16)
+    if n == 0:
+        return 0, np.inf, -np.inf, 0.0, 0.0, nan, inf
+    return n, _decode(low, kind), _decode(high, kind), total, squares, nan, inf
+
+
+def _held(address: int, nbytes: int, kind: int) -> tuple[int, float, float, float, float, int, int]:
+    """(finite, min, max, sum, sum of squares, NaN, Inf) of ``nbytes`` bytes at ``address``. Keeps the GIL: whoever
+    gives it up for some microseconds may wait milliseconds to get it back."""
+    return _piece(address, nbytes, kind)
+
+
+held = _compile(_held, nogil=False)
+
+
+@_compile
+def spans(base: int, pieces: np.ndarray, kind: int, out: np.ndarray) -> None:
+    """The same seven numbers for each row [start, stop) of ``pieces`` (int64, bytes after the address ``base``), into
+    the rows of ``out`` (float64). Gives up the GIL once for all of them."""
+    for i in range(pieces.shape[0]):
+        n, low, high, total, squares, nan, inf = _piece(base + pieces[i, 0], pieces[i, 1] - pieces[i, 0], kind)
+        out[i, 0] = n
+        out[i, 1] = low
+        out[i, 2] = high
+        out[i, 3] = total
+        out[i, 4] = squares
+        out[i, 5] = nan
+        out[i, 6] = inf
+
+
 def moments(data: np.ndarray, dtype: str) -> tuple[int, float, float, float, float, int, int]:
     """(finite, min, max, sum, sum of squares, NaN, Inf) of contiguous uint8 ``data``, at least one element; not for
     8-bit or complex dtypes."""
-    if dtype == "bfloat16" or dtype == "float16":
-        n, low, high, total, squares, nan, inf = _float16(data.view(np.int16), dtype == "bfloat16")
-        decode = _bfloat16_value if dtype == "bfloat16" else _float16_value
-    elif dtype == "float32":
-        n, low, high, total, squares, nan, inf = _float32(data.view(np.int32), data.view(np.float32))
-        decode = _float32_value
-    elif dtype == "float64":
+    if dtype in KINDS:
+        return _piece(data.ctypes.data, data.size, KINDS[dtype])
+    if dtype == "float64":
         n, low, high, total, squares, nan, inf = _float64(data.view(np.int64), data.view(np.float64))
-        decode = _float64_value
-    else:
-        x = data.view(np.dtype(dtype))
-        lo, hi, total, squares = _integers(x)
-        return x.size, lo, hi, total, squares, 0, 0
-    if not n:
-        return 0, float("inf"), float("-inf"), 0.0, 0.0, nan, inf
-    return n, decode(low), decode(high), total, squares, nan, inf
-
-
-def _bfloat16_value(key: int) -> float:
-    return float(struct.unpack("<f", struct.pack("<I", ((key ^ ((key >> 15) & 0x7FFF)) & 0xFFFF) << 16))[0])
-
-
-def _float16_value(key: int) -> float:
-    return float(struct.unpack("<e", struct.pack("<h", key ^ ((key >> 15) & 0x7FFF)))[0])
-
-
-def _float32_value(key: int) -> float:
-    return float(struct.unpack("<f", struct.pack("<i", key ^ ((key >> 31) & 0x7FFFFFFF)))[0])
+        if not n:
+            return 0, float("inf"), float("-inf"), 0.0, 0.0, nan, inf
+        return n, _float64_value(low), _float64_value(high), total, squares, nan, inf
+    x = data.view(np.dtype(dtype))
+    lo, hi, total, squares = _integers(x)
+    return x.size, lo, hi, total, squares, 0, 0
 
 
 def _float64_value(key: int) -> float:

@@ -11,23 +11,23 @@ segment looks (segment.py), how a line is spelt (lines.py).
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .drain import Batch, Drain, Event
+from .drain import Drain
 from .lines import JournalFile, encode, plain
-from .schema import JOURNAL, RUN_JSON, SCHEMA, Payload, rank_dir
-from .segment import PAGE
+from .queued import Batch, Event, Pending
+from .run_json import write_run_json
+from .schema import JOURNAL, SCHEMA, Payload, rank_dir
+from .segment import PAGE, entry_room
 from .staging import Staging
 from .stats import StatsCell
+from .template import TensorTemplate, tail
 
-__all__ = ["RankWriter", "StatsCell", "write_run_json"]
+__all__ = ["RankWriter", "StatsCell", "TensorTemplate", "tail", "write_run_json"]
 
 _PAYLOAD_AGE = 0.2
 _LINE_AGE = 0.02
@@ -66,7 +66,8 @@ class RankWriter:
         self._on_stop = on_stop
         self._producer = threading.RLock()
         self._producing = 0  # the thread that is inside put
-        self._cond = threading.Condition()
+        self._lock = threading.RLock()
+        self._cond = threading.Condition(self._lock)
         self._staging = Staging(self._cond, block_bytes, blocks, segment_bytes)
         self._drained = 0
         self._closing: tuple[str, Mapping[str, Any]] | None = None
@@ -107,34 +108,61 @@ class RankWriter:
         May wait for the disk.
         """
         nbytes = sum(n for _, n in parts)
+        room = entry_room(event["tap"], event["role"], len(event["shape"]))
         with self._producer:
-            with self._cond:
+            with self._lock:
                 if self.stopped or self._closing:
                     return None
                 if self._affordable(nbytes):
-                    self._producing = threading.get_ident()
-                    try:
-                        return self._staging.copy(parts, nbytes, event, stats)
-                    except BaseException as e:  # a signal's exception in the middle of a copy
-                        reason = f"interrupted while a tensor was copied ({type(e).__name__})"
-                        self._staging.append({"event": "stop", "reason": reason, "step": event.get("step")})
-                        self._stop(reason)
-                        raise
-                    finally:
-                        self._producing = 0
-            self._spent(event)
+                    pending = Pending(event, stats)
+                    payload = self._copied(parts, nbytes, room, pending, event.get("step"))
+                    if payload is not None:
+                        event["seg"], event["off"], event["nbytes"] = payload.seg, payload.off, nbytes
+                        self._staging.append_with_payload(pending, nbytes)
+                    return payload
+            self._spent(event.get("step"))
         return None
+
+    def tensor(
+        self, template: TensorTemplate, step: int, call: int, seq: int, cell: StatsCell, address: int = 0
+    ) -> None:
+        """Queues the line of a tensor whose hash the cell has. With an ``address``, the template's ``nbytes`` bytes
+        there are copied first, and the cell gets their place and later their statistics; without one, the cell already
+        is that of earlier bytes, or has statistics and no payload."""
+        if not address:
+            with self._lock:
+                if self.stopped or self._closing:
+                    return
+                if self._affordable(0):
+                    self._staging.append((template.line(step, call, seq, cell.tail), cell))
+                    return
+            self._spent(step)
+            return
+        nbytes = template.nbytes
+        with self._producer:
+            with self._lock:
+                if self.stopped or self._closing:
+                    return
+                if self._affordable(nbytes):
+                    payload = self._copied(((address, nbytes),), nbytes, template.room, cell, step)
+                    if payload is not None:
+                        cell.payload = payload
+                        cell.tail = tail(str(cell.hash), payload)
+                        line = template.line(step, call, seq, cell.tail), cell
+                        self._staging.append_with_payload(line, nbytes, (template, step, call, cell))
+                    return
+            self._spent(step)
 
     def line(self, event: Event | Callable[[], Event | None]) -> None:
         """Queues a line without a payload. A callable is called by a thread of ours, in order, and gives the dict or
         None. With no payload waiting before it, the line is on disk some hundredths of a second later."""
-        with self._cond:
+        with self._lock:
             if self.stopped or self._closing:
                 return
             if self._affordable(0):
                 self._staging.append(event)
                 return
-        self._spent(event)
+        self._spent(event.get("step") if isinstance(event, dict) else None)
 
     def flush(self, timeout: float = _CLOSE_TIMEOUT) -> bool:
         """Waits until everything queued so far is on disk; False when it is not, or capture has stopped."""
@@ -158,17 +186,32 @@ class RankWriter:
         if self._thread.is_alive():
             self._stop(f"the disk did not take the rest within {_CLOSE_TIMEOUT:.0f} s")
 
-    def _affordable(self, nbytes: int) -> bool:
-        journal = 0 if self._drain is None else self._drain.journal_bytes
-        lines = _LINE_GUESS * (self._staging.waiting_lines + 2)
-        return self._staging.payload_bytes + nbytes + journal + lines <= self._budget
+    def _copied(
+        self, parts: Sequence[tuple[int, int]], nbytes: int, room: int, owner: Pending | StatsCell, step: Any
+    ) -> Payload | None:
+        self._producing = threading.get_ident()
+        try:
+            return self._staging.copy(parts, nbytes, room, owner)
+        except BaseException as e:  # a signal's exception in the middle of a copy
+            reason = f"interrupted while a tensor was copied ({type(e).__name__})"
+            self._staging.append({"event": "stop", "reason": reason, "step": step})
+            self._stop(reason)
+            raise
+        finally:
+            self._producing = 0
 
-    def _spent(self, event: Event | Callable[[], Event | None]) -> None:
+    def _affordable(self, nbytes: int) -> bool:
+        staging, drain = self._staging, self._drain
+        journal = 0 if drain is None else drain.journal.size
+        lines = _LINE_GUESS * (staging.waiting_lines + 2)
+        return staging.payload_bytes + nbytes + journal + lines <= self._budget
+
+    def _spent(self, step: Any) -> None:
         gb = self._budget / 1e9
         reason = f"budget of {f'{gb:.1f} GB' if gb >= 0.1 else f'{self._budget} bytes'} spent"
         with self._cond:
             if not self.stopped:
-                self._staging.append(plain({"event": "stop", "reason": reason, "step": _step(event)}))
+                self._staging.append(plain({"event": "stop", "reason": reason, "step": step}))
         self._stop(reason)
 
     # ---- either thread
@@ -240,36 +283,3 @@ class RankWriter:
                     self._staging.seal()
                 else:
                     self._cond.wait(limit - age)
-
-
-def _step(event: Event | Callable[[], Event | None]) -> Any:
-    return event.get("step") if isinstance(event, dict) else None
-
-
-def write_run_json(root: Path, run: Mapping[str, Any]) -> bool:
-    """Creates ``root/run.json`` in one piece, 0600, with ``schema`` added; True if this call made it, False if it was
-    there (of several ranks the first wins). Raises OSError where it cannot be written."""
-    root = Path(root)
-    if not root.is_dir():
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    text = json.dumps(plain({"schema": SCHEMA, **run}), indent=1) + "\n"
-    temporary = root / f".{RUN_JSON}.{secrets.token_hex(4)}"
-    fd = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-    try:
-        with os.fdopen(fd, "w") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(fd)
-        try:
-            os.link(temporary, root / RUN_JSON)  # unlike rename, this fails where somebody was faster
-        except FileExistsError:
-            return False
-        except OSError:  # no hard links on this file system
-            fd = os.open(root / RUN_JSON, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            with os.fdopen(fd, "w") as f:
-                f.write(text)
-        return True
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink(missing_ok=True)
