@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.report.facts import value_of
 
@@ -25,8 +26,9 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|layer|block|h)\.(\d{1,6})(?:\.|$)
 @dataclass(frozen=True)
 class Point:
     """One tap. ``prefill``, ``decode`` and ``other`` are the worst row's relative L2 of each phase, None where nothing
-    was compared and 0.0 where all is bit-identical; ``limit`` is the tightest one; ``failed`` and ``nonfinite`` count
-    pairs. ``layer`` is the name's layer, such as ``model.layers.3``, or None outside of layers."""
+    was compared and 0.0 where all is bit-identical; ``limit`` is the tightest one, ``floor`` what honest rounding alone
+    would give (see ``floor_of``); ``failed`` and ``nonfinite`` count pairs. ``layer`` is the name's layer, such as
+    ``model.layers.3``, or None outside of layers."""
 
     tap: str
     cls: str
@@ -36,6 +38,7 @@ class Point:
     decode: float | None
     other: float | None
     limit: float | None
+    floor: float | None
     pairs: int
     failed: int
     nonfinite: int
@@ -51,25 +54,39 @@ def depth(comparison: Comparison) -> list[Point]:
     """Points in data-flow order."""
     taps: dict[str, list[Pair]] = {}
     for pair in comparison.pairs:
-        if _on_axis(pair):
+        if on_axis(pair):
             taps.setdefault(pair.tap, []).append(pair)
-    points = [_point(tap, pairs) for tap, pairs in taps.items()]
+    points = [_point(tap, pairs, comparison.standard) for tap, pairs in taps.items()]
     return sorted(points, key=lambda p: (p.order, p.tap))
 
 
-def _on_axis(pair: Pair) -> bool:
+def on_axis(pair: Pair) -> bool:
+    """Whether a pair has a place on an error axis: a compared output of a floating-point dtype."""
     if pair.status == "skip" or not pair.role.startswith(("output", "inplace")):
         return False
     return not str(pair.dtype_golden).startswith(("int", "uint", "bool"))
 
 
-def _point(tap: str, pairs: list[Pair]) -> Point:
+def floor_of(pair: Pair, standard: Mapping[str, Any]) -> float | None:
+    """The floor at a pair: its error over ``x_floor`` where the comparison measured floors, else the rounding model:
+    the limit is ``total`` floors in our own standard. None where neither is known."""
+    x_floor, value = getattr(pair, "x_floor", None), value_of(pair)
+    if x_floor and value and math.isfinite(x_floor) and math.isfinite(value):
+        return value / x_floor
+    total = standard.get("total")
+    if pair.limit and isinstance(total, (int, float)) and total > 0 and pair.measure != "created":
+        return pair.limit / total
+    return None
+
+
+def _point(tap: str, pairs: list[Pair], standard: Mapping[str, Any]) -> Point:
     worst: dict[str, float] = {}
     for pair in pairs:
         for phase, value in _values(pair):
             if math.isfinite(value):
                 worst[phase] = max(worst.get(phase, 0.0), value)
     limits = [p.limit for p in pairs if p.limit is not None]
+    floors = [f for p in pairs if (f := floor_of(p, standard)) is not None]
     first = min(pairs, key=lambda p: p.order)
     return Point(
         tap=tap,
@@ -80,6 +97,7 @@ def _point(tap: str, pairs: list[Pair]) -> Point:
         decode=worst.get("decode"),
         other=worst.get("other"),
         limit=min(limits) if limits else None,
+        floor=min(floors) if floors else None,
         pairs=len(pairs),
         failed=sum(p.status == "fail" for p in pairs),
         nonfinite=sum(bool(p.nonfinite_mismatch) for p in pairs),

@@ -21,11 +21,28 @@ if TYPE_CHECKING:
 
 METRICS = {
     "worst_row_rel_l2": "row relative L2",
+    "row_rel_l2": "row relative L2",
+    "row_norm_ratio": "row norm ratio",
+    "element": "largest element error, in row rms",
+    "created": "created error",
+    "row_error": "row error",
+    "exact": "values differ, row relative L2",
+    "nonfinite": "NaN or Inf on one side only, row relative L2",
     "rel_l2": "relative L2",
     "max_abs_err": "largest absolute error",
     "nonfinite_mismatch": "NaN or Inf on one side only, elements",
 }
 """Metrics of compare.json in words."""
+
+SHORT = {
+    "row_rel_l2": "row L2",
+    "row_norm_ratio": "norm ratio",
+    "element": "element",
+    "created": "created",
+    "exact": "equality",
+    "nonfinite": "NaN/Inf",
+}
+"""Measures of ``Pair.measure`` in a word or two."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +74,30 @@ def value_of(pair: Pair) -> float | None:
     return pair.rel_l2 if pair.worst_row_rel_l2 is None else pair.worst_row_rel_l2
 
 
+def decided(pair: Pair) -> tuple[str, float | None, float | None]:
+    """(what a pair was judged by, its value, its own limit): a word for a narrow column, and two numbers."""
+    if pair.measure in SHORT and pair.measured is not None:
+        return SHORT[pair.measure], pair.measured, pair.allowed
+    return "row L2" if pair.worst_row_rel_l2 is not None else "rel L2", value_of(pair), pair.limit
+
+
+def over_limit(pair: Pair) -> float | None:
+    """How many times its limit a pair reaches, in the measure that decided; infinite over a limit of 0, else None."""
+    if pair.measure in ("row_norm_ratio", "row_rel_l2", "element", "created"):
+        off = pair.measured
+        if off is not None and pair.measure == "row_norm_ratio":
+            off = abs(off - 1.0)
+        return ratio(off, pair.allowed)
+    return ratio(value_of(pair), pair.limit)
+
+
 def severity(pair: Pair) -> float:
     """How bad a pair is: value over limit, 1 and more is beyond it. Non-finite mismatches are infinite, skips -1."""
     if pair.status == "skip":
         return -1.0
     if pair.nonfinite_mismatch:
         return math.inf
-    r = ratio(value_of(pair), pair.limit)
+    r = over_limit(pair)
     if r is not None:
         # A pair that failed on something else than its rows (replicas that differ) is still a failure.
         return max(r, 1.0) if pair.status == "fail" else r
@@ -92,8 +126,19 @@ def origin_detail(origin: Mapping[str, Any]) -> str:
     if created is None:
         parts.append("the values differ")
     else:
-        parts.append(f"row relative L2 {against(created, origin.get('floor'))}")
+        parts.append(f"{created_as(origin)} {against(created, origin.get('floor'))}")
     return ", ".join(parts)
+
+
+def created_as(origin: Mapping[str, Any]) -> str:
+    """What an origin's ``created`` measures, in words."""
+    metric = str(origin.get("measure") or origin.get("metric") or "row_rel_l2")
+    return METRICS.get(metric) or safe(metric, 60)
+
+
+def shape(origin: Mapping[str, Any]) -> str | None:
+    """The sentence on the shape of an origin's error, such as ``columns 400-511 of 512``, where there is one."""
+    return safe(origin["shape"], 300) if origin.get("shape") else None
 
 
 def divergence(comparison: Comparison) -> str | None:

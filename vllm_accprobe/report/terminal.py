@@ -75,13 +75,20 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
         return []
     culprit, *others = comparison.origins
     out = [_evidence(culprit)]
+    if said := facts.shape(culprit):
+        out.append(f"shape: {said}")
     if others:
         shown = others if full else others[:5]
         out.append(f"{count(len(others), 'other independent origin')}, in data-flow order:")
-        out += [f"  {facts.origin_title(o)}: {facts.origin_detail(o)}" for o in shown]
+        out += [_other(o) for o in shown]
         if len(shown) < len(others):
             out.append(f"  … {len(others) - len(shown):,} more: compare.json, origins")
     return out
+
+
+def _other(origin: Any) -> str:
+    said = facts.shape(origin)
+    return f"  {facts.origin_title(origin)}: {facts.origin_detail(origin)}" + (f"; shape: {said}" if said else "")
 
 
 def _evidence(origin: Any) -> str:
@@ -106,7 +113,7 @@ def worst_pairs(comparison: Comparison, full: bool = False, n: int = 10) -> list
     if not failed:
         return []
     shown = facts.worst(comparison, n)
-    head = ("x limit", "error", "limit", "cosine", "step", "pair")
+    head = ("x limit", "measure", "value", "limit", "cosine", "step", "pair")
     body = [_pair_cells(p) for p in shown]
     title = "failed pairs, worst first:" if failed <= n else f"the {n} worst of {failed:,} failed pairs:"
     out = [title, *_aligned([head, *body])]
@@ -124,12 +131,19 @@ def _pair_cells(pair: Pair) -> tuple[str, ...]:
     if pair.nonfinite_mismatch:
         note = f"{count(int(pair.nonfinite_mismatch), 'NaN/Inf mismatch', 'NaN/Inf mismatches')}"
     elif pair.message:
-        note = safe(pair.message)
-    value = facts.value_of(pair)
+        # The first clause of a measured pair says what the columns say.
+        note = safe(pair.message if pair.measure is None else pair.message.partition("; ")[2])
+    measure, value, limit = facts.decided(pair)
     step = MISSING if pair.step is None else str(pair.step)
     last = "; ".join(x for x in (name, where, note) if x)
-    over = times(value, pair.limit) or ("∞" if facts.severity(pair) == math.inf else MISSING)
-    return over, num(value), num(pair.limit), num(pair.cosine, 6), step, last
+    bound = f"1 ± {num(limit, 2)}" if pair.measure == "row_norm_ratio" else num(limit)
+    worst = num(value, 4) if pair.measure == "row_norm_ratio" else num(value)
+    return over_text(facts.severity(pair)), measure, worst, bound, num(pair.cosine, 6), step, last
+
+
+def over_text(severity: float) -> str:
+    """``13x``, ``∞``: how many times its limit a failed pair reaches."""
+    return "∞" if severity == math.inf else times(severity, 1.0) or MISSING
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
