@@ -9,14 +9,14 @@ Not here: the finding itself (judge/origin.py, judge/flips.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.tokens import TokenPlan, position
+from vllm_accprobe.align.tokens import Flip, position
 from vllm_accprobe.compare import words
+from vllm_accprobe.compare.measured import Setting
 from vllm_accprobe.compare.plan import SAMPLER, TOKEN, TOP_IDS, TOP_LOGITS, Plan, Unit
 from vllm_accprobe.compare.read import Loader
 from vllm_accprobe.compare.result import FAIL, PASS, Pair
@@ -31,37 +31,28 @@ Compared = list[tuple[Pair, np.ndarray]]
 class Places:
     """Where mine computed each row."""
 
-    def __init__(self, tokens: TokenPlan):
-        self.tokens = tokens
+    def __init__(self, setting: Setting):
+        self.known, self.steps, self.decode = setting.places
 
-    @cached_property
-    def _table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sorted keys of all comparable rows, the first step that computed each, and whether it was decoding."""
-        keys, steps, decode = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, bool)]
-        for (_, step, name), rows in self.tokens.mine.rows.items():
-            keys.append(rows.keys[rows.keep])
-            steps.append(np.full(int(rows.keep.sum()), step))
-            decode.append(rows.decode[rows.keep] & (not name.startswith("vision")))
-        k, s, d = np.concatenate(keys), np.concatenate(steps), np.concatenate(decode)
-        order = np.lexsort((s, k))
-        return k[order], s[order], d[order]
+    def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(index into the sorted places, whether it is there) of each key."""
+        at = np.minimum(np.searchsorted(self.known, keys), max(len(self.known) - 1, 0))
+        return at, (self.known[at] == keys if len(self.known) else np.zeros(len(keys), bool))
 
     def earliest(self, keys: np.ndarray) -> int:
         """The index of the key that was computed first: in the earliest step, at the lowest position."""
-        known, steps, _ = self._table
-        at = np.minimum(np.searchsorted(known, keys), max(len(known) - 1, 0))
-        step = np.where(known[at] == keys, steps[at], 0) if len(known) else np.zeros(len(keys))
+        at, there = self.find(keys)
+        step = np.where(there, self.steps[at], 0) if len(self.known) else np.zeros(len(keys))
         return int(np.lexsort((position(keys), step))[0])
 
     def phase(self, key: int) -> str | None:
-        known, _, decode = self._table
-        at = int(np.searchsorted(known, key))
-        if at >= len(known) or known[at] != key:
+        at, there = self.find(np.array([key]))
+        if not there[0]:
             return None
-        return "decode" if decode[at] else "prefill"
+        return "decode" if self.decode[at[0]] else "prefill"
 
 
-def origin_entry(c: Created, plan: Plan, places: Places, pairs: Compared) -> dict[str, Any]:
+def origin_entry(c: Created, setting: Setting, places: Places, pairs: Compared) -> dict[str, Any]:
     """compare.json's entry of an origin: its first row, and how many rows it has and how bad the worst is."""
     trace = c.trace
     request = where = phase = None
@@ -69,7 +60,7 @@ def origin_entry(c: Created, plan: Plan, places: Places, pairs: Compared) -> dic
     if len(c.keys):
         at = places.earliest(c.keys)
         key = int(c.keys[at])
-        request, where = plan.tokens.name(key)
+        request, where = setting.name(key)
         phase = places.phase(key)
     value = float(c.err[at])
     if trace.kind == PARAM:
@@ -77,7 +68,7 @@ def origin_entry(c: Created, plan: Plan, places: Places, pairs: Compared) -> dic
         value = found.rel_l2 if found is not None and found.rel_l2 is not None else value
     return {
         "module": c.tap,
-        "class": plan.tree.classes.get(c.tap, ""),
+        "class": setting.classes.get(c.tap, ""),
         "role": trace.role if trace.tap == c.tap else f"{trace.tap}/{trace.role}",
         "request": request,
         "position": where,
@@ -111,23 +102,22 @@ def condemn(created: Sequence[Created], pairs: Compared) -> Compared:
 
 
 def judge_flips(
-    plan: Plan, traces: Sequence[Trace], loaders: tuple[Loader, Loader], places: Places, pairs: Compared
+    setting: Setting, traces: Sequence[Trace], places: Places, pairs: Compared
 ) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]], Compared]:
     """(entries of ``tokens.flipped``, the sampler as [(order, origin)] where it is one, the pairs with verdicts)."""
     entries: list[dict[str, Any]] = []
-    guilty: list[tuple[int, int, dict[str, Any]]] = []
-    units = {u.key[1]: u for u in plan.units if u.key[0] == SAMPLER}
+    guilty: list[tuple[int, dict[str, Any]]] = []
     verdicts: dict[int, str] = {}
-    for flip in plan.tokens.flips:
-        best = [_best(plan, side, units, loaders[side], flip.key) for side in (0, 1)]
-        why = rules.judge_flip(best[0], best[1], flip, _logits_agree(traces, flip.key))
-        request, where = plan.tokens.name(flip.key)
-        entries.append(rules.flip_entry(flip, request, best[0], best[1], why))
+    for found in setting.flips:
+        flip = Flip(**found["flip"])
+        golden, mine = (None if b is None else rules.Best(*map(np.array, b)) for b in found["best"])
+        why = rules.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key))
+        request, where = setting.name(flip.key)
+        entries.append(rules.flip_entry(flip, request, golden, mine, why))
         verdicts[flip.key] = why
         if why == rules.SAMPLED:
-            order = units[TOKEN].order if TOKEN in units else len(plan.units)
-            cls = plan.tree.classes.get(SAMPLER, "")
-            guilty.append((order, flip.key, words.sampler_origin(cls, request, where, places.phase(flip.key))))
+            cls = setting.classes.get(SAMPLER, "")
+            guilty.append((flip.key, words.sampler_origin(cls, request, where, places.phase(flip.key))))
     out = []
     for pair, keys in pairs:
         if (pair.tap, pair.role) == (SAMPLER, TOKEN) and pair.status in (PASS, FAIL):
@@ -135,8 +125,19 @@ def judge_flips(
         out.append((pair, keys))
     if not guilty:
         return entries, [], out
-    first = places.earliest(np.array([key for _, key, _ in guilty]))
-    return entries, [(guilty[first][0], guilty[first][2] | {"rows": len(guilty)})], out
+    first = places.earliest(np.array([key for key, _ in guilty]))
+    return entries, [(setting.sampler_order, guilty[first][1] | {"rows": len(guilty)})], out
+
+
+def best_logits(plan: Plan, loaders: tuple[Loader, Loader]) -> list[dict[str, Any]]:
+    """For each flipped token {"flip": its fields, "best": [golden's, mine's]}, each [logits, ids] or None."""
+    units = {u.key[1]: u for u in plan.units if u.key[0] == SAMPLER}
+    found = []
+    for flip in plan.tokens.flips:
+        best = [_best(plan, side, units, loaders[side], flip.key) for side in (0, 1)]
+        lists = [None if b is None else [b.logits.tolist(), b.ids.tolist()] for b in best]
+        found.append({"flip": asdict(flip), "best": lists})
+    return found
 
 
 def _logits_agree(traces: Sequence[Trace], key: int) -> bool | None:

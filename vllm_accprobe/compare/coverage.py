@@ -29,14 +29,11 @@ def family(space: str) -> str:
 
 
 def coverage(
-    plan: Plan,
-    dumps: Sequence[Any],
-    pairs: Iterable[Pair],
-    compared: Mapping[str, list[np.ndarray]],
-    skipped: Counter[str],
-    rerouted: int,
+    plan: Plan, dumps: Sequence[Any], compared: Mapping[str, list[np.ndarray]], skipped: Counter[str]
 ) -> dict[str, Any]:
-    """compared: family → keys of the rows that some pair compared. rerouted: rows after a router's near tie."""
+    """compare.json's coverage, but for what judging adds (see `finished`).
+
+    compared: family → keys of the rows that some pair compared."""
     sides = [_rows(plan.tokens.golden), _rows(plan.tokens.mine)]
     both, golden, mine = 0, 0, 0
     # A vision space that only one side has is another way to cut the same images; its tensors are skipped by name.
@@ -49,13 +46,11 @@ def coverage(
     reasons: Counter[str] = Counter({k: n for k, n in plan.tokens.skipped.items() if n})
     reasons.update(plan.skipped)
     reasons.update(skipped)
-    if rerouted:
-        reasons[NEAR_TIE] = rerouted
     for side, dump in zip(("golden", "mine"), dumps, strict=True):
         for skip in dump.skips:
             reasons[f"{side}: {skip.reason}"] += skip.count
     return {
-        "pairs": sum(p.status != SKIP for p in pairs),
+        "pairs": 0,
         "rows_compared": both,
         "rows_only_golden": golden,
         "rows_only_mine": mine,
@@ -63,6 +58,12 @@ def coverage(
         "taps_only_mine": plan.names.only_mine,
         "skipped": dict(reasons),
     }
+
+
+def finished(measured: Mapping[str, Any], pairs: Iterable[Pair], rerouted: int) -> dict[str, Any]:
+    """``coverage`` with the number of judged pairs. rerouted: rows after a router's near tie."""
+    skipped = dict(measured["skipped"]) | ({NEAR_TIE: rerouted} if rerouted else {})
+    return dict(measured) | {"pairs": sum(p.status != SKIP for p in pairs), "skipped": skipped}
 
 
 def _rows(side: Side) -> dict[str, np.ndarray]:

@@ -36,7 +36,7 @@ _EMPTY = np.zeros(0, np.int64)
 @dataclass
 class Piece:
     """One tensor of mine. keys: of the rows compared, in mine's order; table: their row table, None where ``identical``
-    or judged by ``stat_error`` (relative difference of statistics); skip: why nothing was compared."""
+    or judged by ``stat_error`` (see statistics_error); skip: why nothing was compared."""
 
     group: Group
     golden: list[Group] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Piece:
     decode: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     table: np.ndarray | None = None
     identical: bool = False
-    stat_error: float | None = None
+    stat_error: tuple[float, float] | None = None
     skip: str = ""
     feature: tuple[int, ...] = ()
     worst: tuple[int, int, float, float] | None = None  # row, flat index in the row, golden, mine
@@ -210,7 +210,7 @@ class Measurer:
         if len(g) != 1 or len(m) != 1 or g[0] is None or m[0] is None:
             piece.skip = NO_PAYLOAD
             return
-        piece.stat_error = statistics_error(g[0], m[0], self.standard)
+        piece.stat_error = statistics_error(g[0], m[0])
 
     def _whole(self, piece: Piece, golden: list[Group]) -> None:
         """A tensor without rows: against the golden's of a step with the same batch."""
@@ -266,25 +266,26 @@ class Measurer:
             piece.replicas = f"ranks differ (rank {odd} from rank {first})"
 
 
-def statistics_error(g: Stats, m: Stats, standard: Standard) -> float:
-    """How far two tensors must be apart, from statistics alone, in units of a relative L2 error: a lower bound.
+def statistics_error(g: Stats, m: Stats) -> tuple[float, float]:
+    """How far two tensors must be apart, from statistics alone: lower bounds of (relative L2 error, lone element's).
 
-    |norm(m) - norm(g)| / norm(g) and |mean(m) - mean(g)| / rms(g) are at most the relative L2 error; the extremes count
-    as elements do. Infinite where the counts of NaN or infinite values differ.
+    |norm(m) - norm(g)| / norm(g) and |mean(m) - mean(g)| / rms(g) are at most the relative L2 error; the extremes'
+    differences, in units of max(|extreme|, rms), at most the worst element's. Infinite where NaN or infinity differ.
     """
+    infinite = float("inf"), 0.0
     if (g.nan, g.inf, g.count) != (m.nan, m.inf, m.count):
-        return float("inf")
+        return infinite
     values = [(s.l2, s.mean, s.min, s.max) for s in (g, m)]
     if any(v is None for v in (*values[0], *values[1])):
-        return 0.0 if values[0] == values[1] else float("inf")
+        return (0.0, 0.0) if values[0] == values[1] else infinite
     (gl2, gmean, gmin, gmax), (ml2, mmean, mmin, mmax) = values  # type: ignore[misc]
     n = max(g.count - g.nan - g.inf, 1)
     rms = gl2 / n**0.5  # type: ignore[operator]
     if not rms:
-        return 0.0 if ml2 == 0 else float("inf")
+        return (0.0, 0.0) if ml2 == 0 else infinite
     parts = [abs(ml2 - gl2) / gl2, abs(mmean - gmean) / rms]  # type: ignore[operator]
-    parts += [abs(b - a) / max(abs(a), rms) / standard.element for a, b in ((gmin, mmin), (gmax, mmax))]  # type: ignore
-    return float(max(parts))
+    peaks = [abs(b - a) / max(abs(a), rms) for a, b in ((gmin, mmin), (gmax, mmax))]  # type: ignore
+    return float(max(parts)), float(max(peaks))
 
 
 def _feature(group: Group, cut: tuple[int, int] | None) -> tuple[int, ...]:

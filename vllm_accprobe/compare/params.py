@@ -96,13 +96,14 @@ def _by_sample(piece: Piece, g: Group, m: Group, standard: Standard) -> ParamRes
     pairs = list(zip((g.records[i] for i in g.merge.use), (m.records[i] for i in m.merge.use), strict=True))
     if g.first.dtype == m.first.dtype and all(x.sample and y.sample for x, y in pairs):
         equal = all(x.sample == y.sample for x, y in pairs)
-        piece.stat_error = 0.0 if equal else float("inf")
+        piece.stat_error = (0.0 if equal else float("inf"), 0.0)
         return ParamResult(piece, equal, "hash of a sample")
     if all(x.stats and y.stats for x, y in pairs):
-        errors = [statistics_error(x.stats, y.stats, standard) for x, y in pairs if x.stats and y.stats]
-        piece.stat_error = max(errors)
+        errors = [statistics_error(x.stats, y.stats) for x, y in pairs if x.stats and y.stats]
+        piece.stat_error = max(e[0] for e in errors), max(e[1] for e in errors)
         allowed = max(rounding_unit(g.first.dtype), rounding_unit(m.first.dtype))
-        return ParamResult(piece, piece.stat_error <= allowed, "statistics")
+        error = max(piece.stat_error[0], piece.stat_error[1] / standard.element)
+        return ParamResult(piece, error <= allowed, "statistics")
     piece.skip = "parameters without payload, sample or statistics"
     if g.merge.kind != ONE:
         piece.skip = ELSEWHERE_CUT

@@ -8,10 +8,11 @@ Not here: how the numbers come about (engine.py), what they mean (judge/), how t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_accprobe.compare.measured import Measured
     from vllm_accprobe.compare.rows import RowTable, Sample
 
 SCHEMA = 1
@@ -92,7 +93,8 @@ COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Pair))
 class Comparison:
     """The whole result. ``coverage``, ``first_divergence``, ``origins`` and ``tokens`` are exactly compare.json's.
 
-    rows: errors by row, and samples: some values of failed pairs (compare/rows.py); None and empty where not kept."""
+    rows: errors by row, and samples: some values of failed pairs (compare/rows.py); None and empty where not kept.
+    measured: what was judged, to judge it again (compare/measured.py)."""
 
     golden_path: str
     mine_path: str
@@ -109,6 +111,7 @@ class Comparison:
     standard: dict[str, Any]
     rows: RowTable | None = None
     samples: tuple[Sample, ...] = ()
+    measured: Measured | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """compare.json (schema 1). Numbers that JSON cannot hold become the strings "nan", "inf" and "-inf"."""

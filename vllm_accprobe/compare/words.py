@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.tokens import TokenPlan
-from vllm_accprobe.compare.measure import Piece
-from vllm_accprobe.compare.plan import SAMPLER, TOKEN, Plan, Unit
+from vllm_accprobe.compare.measured import MeasuredUnit, Part, Setting
+from vllm_accprobe.compare.plan import SAMPLER, TOKEN, Plan
 from vllm_accprobe.compare.result import FAIL, PASS, PHASE_MIXED, SKIP, Pair
+from vllm_accprobe.compare.rows import RowTable
 from vllm_accprobe.judge import flips
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
@@ -30,81 +30,80 @@ def join(*parts: str) -> str:
     return "; ".join(p for p in parts if p)
 
 
-def make_pair(unit: Unit, piece: Piece, errors: RowErrors, limits: Limits, tokens: TokenPlan, by: str) -> Pair:
-    """The row of compare.csv of a piece that was compared."""
+def make_pair(unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: Setting) -> Pair:
+    """The row of compare.csv of a part that was compared."""
     worst = int(errors.err.argmax()) if len(errors.err) else 0
     wrong = bool(len(errors.err)) and not errors.err[worst] <= limits.row
-    metrics = _metrics(piece)
     request = at = None
-    if len(piece.keys) and errors.err.size and errors.err[worst] > 0 and len(errors.err) == len(piece.keys):
-        request, at = tokens.name(int(piece.keys[worst]))
-    clause = describe(*value_and_limit(errors, worst, limits)) if wrong and piece.table is not None else ""
-    if wrong and piece.table is None:
-        clause = f"{by or 'statistics'} differ"
-    elif piece.table is None and not piece.identical:
-        clause = f"no payload: judged by {by or 'statistics'}"
-    note = piece.group.merge.note if piece.group.merge else ""
-    prefill, decode = _phases(piece, errors)
+    if len(part.keys) and errors.err.size and errors.err[worst] > 0 and len(errors.err) == len(part.keys):
+        request, at = setting.name(int(part.keys[worst]))
+    decided = value_and_limit(errors, worst, limits) if part.table is not None and len(errors.err) else None
+    clause = describe(*decided) if wrong and decided is not None else ""
+    if wrong and part.table is None:
+        clause = f"{part.by or 'statistics'} differ"
+    elif part.table is None and not part.identical:
+        clause = f"no payload: judged by {part.by or 'statistics'}"
+    prefill, decode = _phases(part, errors)
     return Pair(
-        **_names(unit, piece),
-        shape=piece.feature if piece.whole else (len(piece.keys), *piece.feature),
-        **metrics,
+        **_names(unit, part),
+        shape=part.feature if part.whole else (len(part.keys), *part.feature),
+        **_metrics(part),
         worst_row_rel_l2=_number(errors.rel.max()) if len(errors.rel) else None,
         worst_row_norm_ratio=_furthest(errors.ratio),
         status=FAIL if wrong else PASS,
-        message=join(clause, piece.replicas, note),
-        rows=None if piece.whole else len(piece.keys),
-        phase=_phase(piece),
+        message=join(clause, part.replicas, part.note),
+        rows=None if part.whole else len(part.keys),
+        phase=_phase(part),
         prefill_rel_l2=prefill,
         decode_rel_l2=decode,
         worst_request=request,
         worst_position=at,
         limit=limits.row,
-        identical=piece.identical,
+        identical=part.identical,
+        **_decided(decided),
     )
 
 
-def skipped_pair(unit: Unit, piece: Piece) -> Pair:
-    return Pair(**_names(unit, piece), shape=piece.feature, status=SKIP, message=piece.skip)
+def _decided(decided: tuple[str, float, float] | None) -> dict[str, Any]:
+    return {} if decided is None else {"measure": decided[0], "measured": decided[1], "allowed": decided[2]}
 
 
-def _names(unit: Unit, piece: Piece) -> dict[str, Any]:
-    golden = piece.golden[0].first if piece.golden else None
-    mine = piece.group.first
-    ranks = {r.rank for r in piece.group.records}
+def skipped_pair(unit: MeasuredUnit, part: Part) -> Pair:
+    return Pair(**_names(unit, part), shape=part.feature, status=SKIP, message=part.skip)
+
+
+def _names(unit: MeasuredUnit, part: Part) -> dict[str, Any]:
     return {
-        "golden": "" if golden is None else golden.name,
-        "mine": mine.name,
-        "step": mine.step,
-        "rank": ranks.pop() if len(ranks) == 1 else None,
-        "dtype_golden": None if golden is None else golden.dtype,
-        "dtype_mine": mine.dtype,
+        "golden": part.golden,
+        "mine": part.mine,
+        "step": part.step,
+        "rank": part.rank,
+        "dtype_golden": part.dtype_golden,
+        "dtype_mine": part.dtype_mine,
         "tap": unit.key[0],
         "cls": unit.cls,
         "role": unit.key[1],
-        "call": mine.call,
+        "call": part.call,
         "order": unit.order,
         "rule": unit.rule,
     }
 
 
-def _metrics(piece: Piece) -> dict[str, Any]:
-    if piece.identical:
-        stats = [piece.group.records[i].stats for i in piece.group.merge.use] if piece.group.merge else []
-        nonzero = any(s is not None and s.l2 for s in stats)
+def _metrics(part: Part) -> dict[str, Any]:
+    if part.identical:
         return {
-            "cosine": 1.0 if nonzero else None,
+            "cosine": None if part.zero else 1.0,
             "max_abs_err": 0.0,
             "mean_abs_err": 0.0,
             "rmse": 0.0,
-            "rel_l2": 0.0 if nonzero else None,
-            "max_rel_err": 0.0 if nonzero else None,
-            "nonfinite": sum(s.nan + s.inf for s in stats if s is not None),
+            "rel_l2": None if part.zero else 0.0,
+            "max_rel_err": None if part.zero else 0.0,
+            "nonfinite": part.nonfinite,
             "nonfinite_mismatch": 0,
         }
-    if piece.table is None:
+    if part.table is None:
         return {}
-    m = oracle.tensor_metrics(piece.table)
+    m = oracle.tensor_metrics(part.table)
     out: dict[str, Any] = {
         "cosine": _number(m.cosine),
         "max_abs_err": _number(m.max_abs_err),
@@ -115,13 +114,13 @@ def _metrics(piece: Piece) -> dict[str, Any]:
         "nonfinite": m.nonfinite,
         "nonfinite_mismatch": m.nonfinite_mismatch,
     }
-    if piece.worst is not None and m.max_abs_err:
-        row, flat, golden, mine = piece.worst
-        inner = piece.feature
-        if piece.whole and len(inner) > 1:  # the first dimension served as rows
-            inner = inner[1:] if len(piece.table) > 1 else inner
+    if part.worst is not None and m.max_abs_err:
+        row, flat, golden, mine = part.worst
+        inner = part.feature
+        if part.whole and len(inner) > 1:  # the first dimension served as rows
+            inner = inner[1:] if len(part.table) > 1 else inner
         place = tuple(int(i) for i in np.unravel_index(flat, inner)) if inner else ()
-        head = () if piece.whole and len(piece.table) == 1 else (row,)
+        head = () if part.whole and len(part.table) == 1 else (row,)
         out |= {"max_abs_index": head + place, "max_abs_golden": golden, "max_abs_mine": mine}
     return out
 
@@ -134,19 +133,19 @@ def _furthest(ratio: np.ndarray) -> float | None:
     return float(ratio[int(np.abs(ratio - 1.0).argmax())]) if len(ratio) else None
 
 
-def _phase(piece: Piece) -> str | None:
-    if piece.whole or not len(piece.decode):
+def _phase(part: Part) -> str | None:
+    if part.whole or not len(part.decode):
         return None
-    if piece.decode.all():
+    if part.decode.all():
         return "decode"
-    return PHASE_MIXED if piece.decode.any() else "prefill"
+    return PHASE_MIXED if part.decode.any() else "prefill"
 
 
-def _phases(piece: Piece, errors: RowErrors) -> tuple[float | None, float | None]:
-    if piece.whole or not len(piece.decode):
+def _phases(part: Part, errors: RowErrors) -> tuple[float | None, float | None]:
+    if part.whole or not len(part.decode):
         return None, None
-    rel = errors.rel if len(errors.rel) == len(piece.decode) else np.full(len(piece.decode), errors.rel[0])
-    parts = [rel[~piece.decode], rel[piece.decode]]
+    rel = errors.rel if len(errors.rel) == len(part.decode) else np.full(len(part.decode), errors.rel[0])
+    parts = [rel[~part.decode], rel[part.decode]]
     first, second = (float(p.max()) if len(p) else None for p in parts)
     return first, second
 
@@ -178,14 +177,16 @@ def sampler_origin(cls: str, request: str, position: int, phase: str | None) -> 
     }
 
 
-def first_divergence(pairs: Sequence[Pair]) -> dict[str, Any] | None:
-    """The first failing pair in the order of the data flow, earliest step first."""
-    failing = [p for p in pairs if p.status == FAIL]
+def first_divergence(pairs: Sequence[Pair], rows: RowTable | None = None) -> dict[str, Any] | None:
+    """The first failing pair in the order of the data flow, earliest step first; and in it, where ``rows`` tells, the
+    first row beyond the limit. metric ``row_error`` is a row's number in verdict.py's unit, a relative L2 error."""
+    failing = [i for i, p in enumerate(pairs) if p.status == FAIL]
     if not failing:
         return None
-    p = min(failing, key=lambda p: (p.order, -1 if p.step is None else p.step))
+    i = min(failing, key=lambda i: (pairs[i].order, -1 if pairs[i].step is None else pairs[i].step))
+    p = pairs[i]
     value = p.worst_row_rel_l2 if p.worst_row_rel_l2 is not None else p.rel_l2
-    return {
+    out = {
         "module": p.tap,
         "role": p.role,
         "rank": p.rank,
@@ -197,12 +198,20 @@ def first_divergence(pairs: Sequence[Pair]) -> dict[str, Any] | None:
         "value": value if not p.role.startswith("param.") else p.rel_l2,
         "limit": p.limit,
     }
+    if p.measure is not None and not p.role.startswith("param."):
+        out |= {"metric": p.measure, "value": p.measured, "limit": p.allowed}
+    beyond = np.zeros(0, np.int64) if rows is None else np.flatnonzero((rows.pair == i) & (rows.ratio > 1))
+    if rows is not None and len(beyond):
+        first = beyond[np.lexsort((rows.position[beyond], rows.request[beyond] != rows.request[beyond[0]]))[0]]
+        place = {"request": rows.requests[rows.request[first]].partition(", image ")[0]}
+        place |= {"position": int(rows.position[first]), "phase": "decode" if rows.decode[first] else "prefill"}
+        if (place["request"], place["position"]) != (p.worst_request, p.worst_position):
+            out |= place | {"metric": "row_error", "value": float(rows.error[first]), "limit": p.limit}
+    return out
 
 
-def notes(
-    dumps: tuple[Any, Any], plan: Plan, pairs: Sequence[Pair], flipped: Sequence[dict[str, Any]], replicas: int
-) -> list[str]:
-    """What must be said before any number: different weights, prompts, images, dtypes; what stopped early."""
+def notes(static: Sequence[str], pairs: Sequence[Pair], flipped: Sequence[dict[str, Any]], replicas: int) -> list[str]:
+    """What must be said before any number: different weights first, then ``static`` (see `static_notes`)."""
     out: list[str] = []
     params = [p for p in pairs if p.role.startswith("param.") and p.status != SKIP]
     wrong = [p for p in params if p.status == FAIL]
@@ -211,6 +220,20 @@ def notes(
         far = f" (relative L2 {first.rel_l2:.3g})" if first.rel_l2 is not None else ""
         many = f"{len(wrong)} of {len(params)} parameters differ"
         out.append(f"different weights: {many}, first {first.tap} {first.role}{far}")
+    out += static
+    if replicas:
+        out.append(f"{replicas} tensors that all ranks should hold alike differ between the ranks of mine")
+    whys = Counter(f["why"] for f in flipped)
+    if whys[flips.RANDOM]:
+        out.append(f"{whys[flips.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
+    if whys[flips.UNKNOWN]:
+        out.append(f"{whys[flips.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
+    return out
+
+
+def static_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
+    """What is true whatever the verdict: different prompts, images, dtypes; what stopped early."""
+    out: list[str] = []
     for g, m in plan.requests.different:
         out.append(f"request {g.id!r} has different prompt tokens ({g.prompt_len} and {m.prompt_len}): not compared")
     for g, _ in plan.requests.images_differ:
@@ -224,13 +247,6 @@ def notes(
         out += [f"{side}: {problem}" for problem in dump.problems]
         if dump.errors:
             out.append(f"{side}: the probe noted {len(dump.errors)} errors of its own, first: {_first_error(dump)}")
-    if replicas:
-        out.append(f"{replicas} tensors that all ranks should hold alike differ between the ranks of mine")
-    whys = Counter(f["why"] for f in flipped)
-    if whys[flips.RANDOM]:
-        out.append(f"{whys[flips.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
-    if whys[flips.UNKNOWN]:
-        out.append(f"{whys[flips.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
     return out
 
 
