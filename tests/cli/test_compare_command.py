@@ -33,7 +33,7 @@ def test_pass_is_0_and_writes_the_three_files(dumps, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.startswith("PASS")
     written = sorted(p.name for p in (tmp_path / "new" / "out").iterdir())
-    assert written == ["compare.csv", "compare.html", "compare.json"]
+    assert written == ["compare.csv", "compare.html", "compare.json", "measured.npz"]
 
 
 def test_fail_is_1_and_the_culprit_stands_first(dumps, tmp_path, capsys):
@@ -80,3 +80,34 @@ def test_neither_torch_nor_vllm_is_imported(dumps, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_saved_comparison_is_judged_again_without_the_dumps(dumps, tmp_path, capsys):
+    import shutil
+
+    for name in ("golden", "wrong"):
+        shutil.copytree(dumps / name, tmp_path / name)
+    assert run(tmp_path / "golden", tmp_path / "wrong", "-o", tmp_path / "out") == 1
+    first = (tmp_path / "out" / "compare.csv").read_bytes(), (tmp_path / "out" / "compare.json").read_bytes()
+    for name in ("golden", "wrong"):
+        shutil.rmtree(tmp_path / name)
+    assert run("--rejudge", tmp_path / "out", "-o", tmp_path / "again") == 1
+    again = (tmp_path / "again" / "compare.csv").read_bytes(), (tmp_path / "again" / "compare.json").read_bytes()
+    assert again == first
+    capsys.readouterr()
+    assert run("--rejudge", tmp_path / "out", "--standard", "strict") == 1
+    assert json.loads((tmp_path / "out" / "compare.json").read_text())["standard"]["name"] == "strict"
+
+
+def test_what_cannot_be_judged_again_is_one_line(dumps, tmp_path, capsys):
+    (tmp_path / "measured.npz").write_bytes(b"PK nonsense")
+    for arguments, said in [
+        (("--rejudge", tmp_path), "cannot be read as a saved comparison"),
+        (("--rejudge", tmp_path / "none"), "does not exist"),
+        (("--rejudge", tmp_path, "--taps", "x"), "takes no dumps"),
+        ((dumps / "golden",), "give two dumps"),
+    ]:
+        assert run(*arguments) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert len(err.strip().splitlines()) == 1

@@ -10,31 +10,44 @@ import typer
 
 
 def compare(
-    golden: Path = typer.Argument(..., help="The dump to trust."),
-    mine: Path = typer.Argument(..., help="The dump to judge."),
-    out: Path = typer.Option(Path("accprobe-report"), "--out", "-o", help="Where compare.csv, .json and .html go."),
+    golden: Path = typer.Argument(None, help="The dump to trust."),
+    mine: Path = typer.Argument(None, help="The dump to judge."),
+    out: Path = typer.Option(
+        None, "--out", "-o", help="Where compare.csv, .json and .html go: accprobe-report, or where --rejudge reads."
+    ),
     taps: str = typer.Option(None, "--taps", help="Only taps that match one of these globs, comma separated."),
     standard: str = typer.Option("accprobe", "--standard", help="The limits: accprobe or strict."),
     plan: bool = typer.Option(False, "--plan", help="Only say what would be compared with what, and write nothing."),
+    rejudge: Path = typer.Option(None, "--rejudge", help="Judge a saved comparison (an --out) again, without dumps."),
     verbose: int = typer.Option(0, "--verbose", "-v", count=True, help="Say more; twice for everything."),
 ) -> None:
     """Compare two dumps row by row and name the operator that created the error.
 
-    Prints the verdict and the culprit first and writes compare.csv (a row per pair), compare.html and compare.json.
+    Prints the verdict and the culprit first and writes compare.csv (a row per pair), compare.html and compare.json,
+    and measured.npz, from which --rejudge judges again by another standard.
     Exit code 0: pass, 1: differences beyond the limits, 2: unreadable input, 3: nothing could be compared.
     """
     from vllm_accprobe.compare import engine
     from vllm_accprobe.compare.result import PASS
 
+    _check_arguments(golden, mine, rejudge, bool(plan or taps))
     if plan:
         from vllm_accprobe.compare.plan import make_plan
 
         for line in make_plan(*engine.open_both(golden, mine), taps=taps).lines():
             typer.echo(line)
         return
-    with _progress() as advance:
-        result = engine.compare(golden, mine, standard=standard, taps=taps, progress=advance)
     import json
+
+    from vllm_accprobe.compare import saved
+
+    if rejudge is not None:
+        result = engine.rejudge(saved.load(rejudge), standard=standard)
+        out = out or (rejudge if rejudge.is_dir() else rejudge.parent)
+    else:
+        with _progress() as advance:
+            result = engine.compare(golden, mine, standard=standard, taps=taps, progress=advance)
+        out = out or Path("accprobe-report")
 
     from rich.console import Console
 
@@ -44,10 +57,21 @@ def compare(
     table.write_csv(result, out / "compare.csv")
     (out / "compare.json").write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
     html.write_html(result, out / "compare.html")
+    if result.measured is not None and rejudge is None:
+        saved.save(result.measured, out)
     terminal.render(result, Console(highlight=False), verbosity=1 + verbose)
     for name in ("compare.csv", "compare.json", "compare.html"):
         typer.echo(f"wrote {out / name}")
     raise typer.Exit(0 if result.verdict == PASS else 1)
+
+
+def _check_arguments(golden: Path | None, mine: Path | None, rejudge: Path | None, other: bool) -> None:
+    from vllm_accprobe.compare.result import CompareError
+
+    if rejudge is None and (golden is None or mine is None):
+        raise CompareError("give two dumps, GOLDEN and MINE, or --rejudge DIR; accprobe compare --help says more")
+    if rejudge is not None and (golden is not None or other):
+        raise CompareError("--rejudge judges what was measured: it takes no dumps, no --taps and no --plan")
 
 
 @contextlib.contextmanager
