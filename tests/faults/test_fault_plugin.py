@@ -70,6 +70,13 @@ def test_unknown_module_names_the_similar_ones() -> None:
         plant(Tiny(), Fault("scale", "decoder.first"))
 
 
+def test_two_faults_at_once() -> None:
+    first, second = parse('[{"kind": "scale", "module": "first", "factor": 2}, {"kind": "add", "module": "second"}]')
+    model = Tiny()
+    plant(model, first, second)
+    assert torch.allclose(model(torch.ones(1, 4), torch.tensor([0])), torch.full((1, 4), 3.05))
+
+
 def test_unknown_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="rows 'sometimes'"):
         plant(Tiny(), Fault("scale", "first", rows="sometimes"))

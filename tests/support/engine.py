@@ -70,7 +70,7 @@ class EngineHost:
         asks: Sequence[Ask | Sequence[int]],
         *,
         out: Path,
-        fault: Mapping[str, Any] | None = None,
+        fault: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         how: str = "together",
         env: Mapping[str, str] | None = None,
         sabotage: bool = False,
@@ -86,7 +86,7 @@ class EngineHost:
         job = {
             "model": str(model),
             "out": str(out),
-            "fault": json.dumps(dict(fault)) if fault else None,
+            "fault": json.dumps(fault) if fault else None,
             "how": how,
             "asks": [asdict(a if isinstance(a, Ask) else Ask(a)) for a in asks],
             "env": dict(env or {}),

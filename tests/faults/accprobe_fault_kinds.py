@@ -1,0 +1,316 @@
+"""The kinds of faults: what exactly each does to a loaded model. To add one, write a function and name it in ``KINDS``.
+
+The problem: real faults are of many sorts (a wrong constant, a short reduction, a stale row, a bad cache slot), and
+each leaves another trace. The idea: a kind is one function of a `Site`, which knows the model, the module, the weight
+as it was loaded (vLLM's CPU build repacks weights and throws the originals away), and the rows to spoil. Kinds that
+change weights run before vLLM repacks them (``EARLY``), the others on the finished model.
+
+Most kinds change outputs and leave weights as they are, as a bad kernel does.
+Not here: how the plugin gets into vLLM (accprobe_faults.py); which rows (accprobe_fault_rows.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from accprobe_fault_rows import Rows, wrap_forward
+
+SEED = 1234
+"""Of all made-up perturbations: two runs with the same fault plant the same numbers."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a fault goes. fault: accprobe_faults.Fault. weight: the module's loaded weight, before any repacking."""
+
+    model: Any
+    module: Any
+    fault: Any
+    weight: Any = None
+
+    def rows(self) -> Rows:
+        return Rows(self.model, self.fault.rows)
+
+    def spoil_output(self, change: Callable[..., Any]) -> None:
+        """Replaces the chosen rows and features of output ``fault.output`` by ``change(output, *inputs)``."""
+        rows, which = self.rows(), self.fault.output
+
+        def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            inputs = [*args, *kwargs.values()]
+            if not isinstance(output, tuple):
+                return self.pick(output, change(output, *inputs), rows)
+            changed = self.pick(output[which], change(output[which], *inputs), rows)
+            return (*output[:which], changed, *output[which + 1 :])
+
+        wrap_forward(self.module, around)
+
+    def pick(self, old: Any, new: Any, rows: Rows) -> Any:
+        """``new`` in the chosen rows and features, ``old`` elsewhere; in the dtype of ``old``."""
+        import torch
+
+        mask = rows.mask(old.shape[0]).to(old.device).view(-1, *[1] * (old.dim() - 1))
+        if self.fault.features:
+            columns = torch.zeros(old.shape[-1], dtype=torch.bool, device=old.device)
+            columns[list(self.fault.features)] = True
+            mask = mask & columns
+        return torch.where(mask, new.to(old.dtype), old)
+
+    def noise(self, shape: Any, std: float) -> Any:
+        import torch
+
+        return torch.randn(shape, generator=torch.Generator().manual_seed(SEED), dtype=torch.float32) * std
+
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
+
+
+def scale(site: Site) -> None:
+    """Output times ``factor``."""
+    site.spoil_output(lambda t, *_: t * site.fault.factor)
+
+
+def add(site: Site) -> None:
+    """Output plus ``factor``."""
+    site.spoil_output(lambda t, *_: t + site.fault.factor)
+
+
+def zero(site: Site) -> None:
+    """Output is 0."""
+    site.spoil_output(lambda t, *_: t * 0)
+
+
+def nan(site: Site) -> None:
+    """Output is NaN."""
+    site.spoil_output(lambda t, *_: t * float("nan"))
+
+
+def coarse(site: Site) -> None:
+    """Output rounded to ``factor`` bits of mantissa (bfloat16 has 8, the leading one counted), as by a lower dtype."""
+
+    def rounded(t: Any, *_: Any) -> Any:
+        import torch
+
+        mantissa, exponent = torch.frexp(t.float())
+        steps = 2.0 ** int(site.fault.factor)
+        return torch.ldexp(torch.round(mantissa * steps) / steps, exponent)
+
+    site.spoil_output(rounded)
+
+
+def stale(site: Site) -> None:
+    """A chosen row holds the output of the row before it in the batch."""
+    site.spoil_output(lambda t, *_: t.roll(1, 0))
+
+
+def logits(site: Site) -> None:
+    """Product of the lm_head, tokens ``features``: times ``factor``. The lm_head is used without being called."""
+    _wrap_apply(site, lambda t: t * site.fault.factor)
+
+
+def head(site: Site) -> None:
+    """Product of the lm_head, tokens ``features``: plus ``factor``."""
+    _wrap_apply(site, lambda t: t + site.fault.factor)
+
+
+def _wrap_apply(site: Site, change: Callable[[Any], Any]) -> None:
+    method, rows = site.module.quant_method, site.rows()
+    apply = method.apply
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        old = apply(*args, **kwargs)
+        return site.pick(old, change(old), rows)
+
+    method.apply = wrapped
+
+
+# --- linear layers ---------------------------------------------------------------------------------------------------
+
+
+def product(site: Site) -> None:
+    """Output as if the weight's rows ``features`` were off by ``factor`` standard deviations (normal, fixed seed)."""
+    delta = site.noise(site.weight.shape, site.fault.factor * float(site.weight.float().std()))
+    site.spoil_output(lambda t, x, *_: t.float() + x.float() @ delta.T)
+
+
+def short(site: Site) -> None:
+    """The reduction stops ``factor`` inputs early."""
+    left = int(site.fault.factor)
+    tail = site.weight[:, -left:].float()
+    site.spoil_output(lambda t, x, *_: t.float() - x.float()[..., -left:] @ tail.T)
+
+
+def low_sum(site: Site) -> None:
+    """Partial sums over blocks of ``factor`` inputs are added up in the output's dtype instead of float32."""
+    weight, block = site.weight.float(), int(site.fault.factor)
+    bias = getattr(site.module, "bias", None)
+
+    def summed(t: Any, x: Any, *_: Any) -> Any:
+        total = t * 0 if bias is None else (t * 0 + bias.float()).to(t.dtype)
+        for k in range(0, weight.shape[1], block):
+            total = (total.float() + x.float()[..., k : k + block] @ weight[:, k : k + block].T).to(t.dtype)
+        return total
+
+    site.spoil_output(summed)
+
+
+def bias(site: Site) -> None:
+    """Output less ``factor`` times the layer's bias (1: it is forgotten)."""
+    site.spoil_output(lambda t, *_: t.float() - site.fault.factor * site.module.bias.float())
+
+
+# --- norms, activations, rotary embeddings ---------------------------------------------------------------------------
+
+
+def eps(site: Site) -> None:
+    """A norm's eps becomes ``factor``."""
+    site.module.variance_epsilon = site.fault.factor
+
+
+def act(site: Site) -> None:
+    """silu(a) * b becomes silu(``factor`` * a) * b."""
+    import torch
+
+    def changed(t: Any, x: Any, *_: Any) -> Any:
+        gate, up = x.float().chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate * site.fault.factor) * up
+
+    site.spoil_output(changed)
+
+
+def rope(site: Site) -> None:
+    """A rotary embedding turns by positions that are ``factor`` times too large (rounded down)."""
+
+    def around(forward: Callable[..., Any], positions: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward((positions * site.fault.factor).to(positions.dtype), *args, **kwargs)
+
+    wrap_forward(site.module, around)
+
+
+def angle(site: Site) -> None:
+    """A rotary embedding turns by angles that are ``factor`` times too large; its table is intact between calls."""
+    import torch
+
+    module = site.module
+    table = module.cos_sin_cache
+    cos, sin = table.float().chunk(2, dim=-1)
+    per_position = torch.atan2(sin[1], cos[1])  # the angle at position 1 is the frequency
+    more = torch.arange(len(table)).unsqueeze(1) * per_position * (site.fault.factor - 1)
+    wrong = torch.cat([cos * more.cos() - sin * more.sin(), sin * more.cos() + cos * more.sin()], -1).to(table.dtype)
+
+    def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        module.cos_sin_cache = wrong
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module.cos_sin_cache = table
+
+    wrap_forward(module, around)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def attn(site: Site) -> None:
+    """An attention's softmax scale times ``factor``."""
+    owner = getattr(site.module, "impl", site.module)
+    owner.scale *= site.fault.factor
+
+
+def cache(site: Site) -> None:
+    """Keys and values (MLA: the latent) of the chosen rows go into the KV cache times ``factor``.
+
+    Attention reads all keys and values from the cache, those of the running step too.
+    """
+    impl, rows = site.module.impl, site.rows()
+    update = impl.do_kv_cache_update
+    names = list(inspect.signature(update).parameters)
+    first = 0 if names[0] in ("kv_c_normed",) else 1  # after the layer, where there is one
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            args = inspect.signature(update).bind(*args, **kwargs).args
+        changed = [site.pick(t, t * site.fault.factor, rows) for t in args[first : first + 2]]
+        return update(*args[:first], *changed, *args[first + 2 :])
+
+    impl.do_kv_cache_update = wrapped
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+def expert(site: Site) -> None:
+    """Output of a MoE block times ``factor`` for the rows routed to ``expert`` (weights are intact).
+
+    module: one that takes ``router_logits`` or ``topk_ids``.
+    """
+    import torch
+
+    fault, forward = site.fault, site.module.forward
+    signature = inspect.signature(forward)
+
+    def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        ids = given["topk_ids"] if "topk_ids" in given else given["router_logits"].topk(_top_k(site.module)).indices
+        mask = (ids == fault.expert).any(dim=-1, keepdim=True)
+        output = forward(*args, **kwargs)
+        if isinstance(output, tuple):
+            return (torch.where(mask, output[0] * fault.factor, output[0]), *output[1:])
+        return torch.where(mask, output * fault.factor, output)
+
+    wrap_forward(site.module, around)
+
+
+def _top_k(module: Any) -> int:
+    """The experts per token of a MoE block, whose attribute's place differs between vLLM versions."""
+    for candidate in (module, *module.modules()):
+        for owner in (candidate, getattr(candidate, "moe_config", None), getattr(candidate, "router", None)):
+            for name in ("top_k", "experts_per_token"):
+                if isinstance(getattr(owner, name, None), int):
+                    return getattr(owner, name)
+    raise ValueError(f"kind expert needs a MoE module, {type(module).__name__} has no top_k")
+
+
+# --- weights and constants -------------------------------------------------------------------------------------------
+
+
+def weight(site: Site) -> None:
+    """Parameter ``param`` times ``factor``, only rows ``features`` if given."""
+    values = site.module.get_parameter(site.fault.param).data
+    values[list(site.fault.features) or slice(None)] *= site.fault.factor
+
+
+def noise(site: Site) -> None:
+    """Parameter ``param`` plus ``factor`` of its standard deviations of normal noise (fixed seed): rows ``features``
+    if given; of expert ``expert`` where the parameter has one more dimension than a matrix."""
+    values = site.module.get_parameter(site.fault.param).data
+    if values.dim() == 3:
+        values = values[site.fault.expert]
+    rows = list(site.fault.features) or slice(None)
+    std = site.fault.factor * float(values.float().std())
+    values[rows] += site.noise(values[rows].shape, std).to(values.dtype)
+
+
+def setting(site: Site) -> None:
+    """Attribute ``param`` (dots lead further in) becomes ``factor``, as an int where it was one."""
+    *path, name = site.fault.param.split(".")
+    owner = site.module
+    for step in path:
+        owner = getattr(owner, step)
+    old = getattr(owner, name)
+    setattr(owner, name, type(old)(site.fault.factor) if isinstance(old, (bool, int)) else site.fault.factor)
+
+
+KINDS: dict[str, Callable[[Site], None]] = {
+    f.__name__: f
+    for f in (
+        *(scale, add, zero, nan, coarse, stale, logits, head),
+        *(product, short, low_sum, bias),
+        *(eps, act, rope, angle, attn, cache, expert),
+        *(weight, noise, setting),
+    )
+}
+EARLY = ("weight", "noise")

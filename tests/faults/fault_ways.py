@@ -1,0 +1,100 @@
+"""The ways in which the laboratory serves its requests, and the requests.
+
+The problem: a fault is easy to see against a golden that did everything in the same order, and a tool that needs that
+is of no use. The idea: a *way* is how an engine is built and how requests reach it; golden and mine are each a model
+served in some way, so any two of them make a pair. Runs are shared: a golden serves all the cases that name it.
+Not here: what is planted (fault_cases.py), how runs are made and compared (fault_lab.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from support.captures import VISION
+from support.engine import Ask
+from support.prompts import prompt, prompts, repetitive
+
+TEXT = [Ask(ids, 8) for ids in prompts(40, 23, 57, 31, 70, 260)]
+"""481 prompt tokens; the long one is chunked wherever 96 tokens are a step's limit, and decodes alone in the end."""
+TRANSFORMERS = "transformers"
+"""A way that needs no engine: the model run by the transformers library, see fault_transformers.py."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """host: v1, v2, tp2 (see support/captures.py) or transformers. asks: text, picture models take VISION.
+    env: VLLM_ACCPROBE_* of the run."""
+
+    host: str = "v1"
+    how: str = "together"
+    asks: Sequence[Ask] = field(default_factory=lambda: TEXT)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def requests(self, model: str) -> Sequence[Ask]:
+        if model != "qwen2.5-vl" or self.asks is not TEXT:
+            return self.asks
+        return VISION
+
+
+_TP2 = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+_LONG = [replace(a, max_tokens=40) for a in TEXT[:5]]
+_GUESSABLE = [Ask(repetitive(60, 9, i), 24) for i in range(3)]
+_SHARED = [Ask([*prompt(64, 9), *prompt(10, i)], 8) for i in range(3)]
+_SWAPPED = [VISION[2], VISION[0], VISION[1]]
+
+WAYS: dict[str, Way] = {
+    "serial": Way(how="serial"),
+    "serial-again": Way(how="serial"),
+    "mixed": Way(engine={"max_num_batched_tokens": 96}),
+    "mixed-again": Way(engine={"max_num_batched_tokens": 96}),
+    "chunk32": Way(engine={"max_num_batched_tokens": 32}),
+    "staggered": Way(how="staggered", engine={"max_num_batched_tokens": 64}),
+    "float32": Way(how="serial", engine={"dtype": "float32"}),
+    "tp2": Way("tp2", engine=_TP2),
+    "tp2-mixed": Way("tp2", engine=_TP2 | {"max_num_batched_tokens": 96}),
+    "v2": Way("v2"),
+    "block64": Way(engine={"block_size": 64}),
+    "alone-shared": Way(how="serial", asks=_SHARED),
+    "prefix": Way(how="serial", asks=_SHARED, engine={"enable_prefix_caching": True, "block_size": 32}),
+    "alone-guessable": Way(how="serial", asks=_GUESSABLE),
+    "ngram": Way(asks=_GUESSABLE, engine={"speculative_config": _NGRAM}),
+    "alone-long": Way(how="serial", asks=_LONG),
+    "preempted": Way(asks=_LONG, engine={"num_gpu_blocks_override": 9, "block_size": 32, "max_model_len": 256}),
+    "pictures-swapped": Way(asks=_SWAPPED),
+    TRANSFORMERS: Way(TRANSFORMERS, how="serial"),
+}
+EASY = ("mixed",)
+"""Goldens of the same kind as most faulty runs: against these, everything upstream of a fault is bit-identical."""
+
+CLEAN: list[tuple[str, str, str]] = [
+    ("qwen2", "serial", "mixed"),
+    ("qwen2", "serial", "chunk32"),
+    ("qwen2", "serial", "staggered"),
+    ("qwen2", "serial", "serial-again"),
+    ("qwen2", "mixed", "mixed-again"),
+    ("qwen2", "serial", "block64"),
+    ("qwen2", "serial", "tp2"),
+    ("qwen2", "tp2", "mixed"),
+    ("qwen2", "float32", "mixed"),
+    ("qwen2", "float32", "tp2-mixed"),
+    ("qwen2", "serial", "v2"),
+    ("qwen2", "alone-shared", "prefix"),
+    ("qwen2", "alone-guessable", "ngram"),
+    ("qwen2", "alone-long", "preempted"),
+    ("llama", "float32", "mixed"),
+    ("llama", "tp2", "mixed"),
+    ("qwen2-moe", "serial", "mixed"),
+    ("qwen2-moe", "float32", "mixed"),
+    ("qwen2-moe", "tp2", "mixed"),
+    ("mixtral", "serial", "mixed"),
+    ("mixtral", "float32", "mixed"),
+    ("deepseek-v2", "serial", "mixed"),
+    ("deepseek-v2", "float32", "mixed"),
+    ("qwen2.5-vl", "serial", "mixed"),
+    ("qwen2.5-vl", "float32", "mixed"),
+    ("qwen2.5-vl", "serial", "pictures-swapped"),
+]
+"""(model, golden, mine) that differ honestly."""

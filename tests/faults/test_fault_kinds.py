@@ -1,0 +1,196 @@
+"""Each kind of fault does what its docstring says, on layers small enough to compute by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import accprobe_fault_rows
+import pytest
+from accprobe_fault_kinds import EARLY, KINDS
+from accprobe_fault_rows import Rows
+from accprobe_faults import Fault, plant
+
+torch = pytest.importorskip("torch")
+
+
+class Root(torch.nn.Module):
+    """A root around one module; its forward takes what vLLM's models take."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def linear(weight: list[list[float]], bias: list[float] | None = None) -> torch.nn.Linear:
+    layer = torch.nn.Linear(len(weight[0]), len(weight), bias=bias is not None)
+    layer.weight.data = torch.tensor(weight)
+    if bias is not None:
+        layer.bias.data = torch.tensor(bias)
+    return layer
+
+
+def run(inner: torch.nn.Module, fault: Fault, x: torch.Tensor) -> torch.Tensor:
+    root = Root(inner)
+    plant(root, fault)
+    n = len(x)
+    with torch.no_grad():
+        return root(torch.arange(n) + 50, torch.arange(n), x)
+
+
+ONES = torch.ones(1, 4)
+ROWS = [[1.0, 2.0, 3.0, 4.0], [0.5, 0.5, 0.5, 0.5]]
+
+
+def test_every_kind_says_what_it_does() -> None:
+    assert all(f.__doc__ for f in KINDS.values())
+    assert set(EARLY) <= set(KINDS)
+
+
+def test_a_reduction_that_stops_early() -> None:
+    assert run(linear(ROWS), Fault("short", "inner", factor=1), ONES).tolist() == [[6.0, 1.5]]
+
+
+def test_a_forgotten_bias() -> None:
+    assert run(linear(ROWS, [10.0, 20.0]), Fault("bias", "inner", factor=1), ONES).tolist() == [[10.0, 2.0]]
+
+
+def test_a_product_with_one_row_off_leaves_the_weight_and_the_other_columns() -> None:
+    layer = linear(ROWS)
+    out = run(layer, Fault("product", "inner", factor=0.1, features=(1,)), ONES)
+    assert out[0, 0] == 10.0
+    assert out[0, 1] != 2.0
+    assert abs(out[0, 1] - 2.0) < 4 * 4 * 0.1 * float(torch.tensor(ROWS).std())
+    assert layer.weight.tolist() == ROWS
+
+
+def test_partial_sums_in_bfloat16_lose_what_float32_keeps() -> None:
+    layer = linear([[1.0] + [2.0**-9] * 4]).to(torch.bfloat16)
+    x = torch.ones(1, 5, dtype=torch.bfloat16)
+    # 1 + 4 * 2^-9 is 1.0078125, a bfloat16; added one by one, each 2^-9 is a quarter of a spacing and vanishes.
+    assert layer(x).item() == 1.0078125
+    assert run(layer, Fault("low_sum", "inner", factor=1), x).item() == 1.0
+
+
+def test_fewer_bits_of_mantissa() -> None:
+    layer = linear([[1.0]])
+    x = torch.tensor([[1.0], [1.1], [-3.3], [0.0]])
+    # Two bits: 1, 1.5, 2, 3, 4 ...
+    assert run(layer, Fault("coarse", "inner", factor=2), x).flatten().tolist() == [1.0, 1.0, -3.0, 0.0]
+
+
+def test_a_stale_row_is_the_one_before() -> None:
+    x = torch.tensor([[1.0], [2.0], [3.0]])
+    out = run(linear([[1.0]]), Fault("stale", "inner"), x)
+    assert out.flatten().tolist() == [3.0, 1.0, 2.0]
+
+
+class Gate(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.nn.functional.silu(a) * b
+
+
+def test_another_activation() -> None:
+    x = torch.tensor([[1.0, 3.0]])
+    expected = 2.0 / (1 + torch.e**-2.0) * 3.0
+    assert run(Gate(), Fault("act", "inner", factor=2.0), x).item() == pytest.approx(expected)
+
+
+class Rotary(torch.nn.Module):
+    """Answers with the table's row at each position, as cos + i sin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.arange(8).unsqueeze(1) * torch.tensor([1.0, 0.1])
+        self.register_buffer("cos_sin_cache", torch.cat([angles.cos(), angles.sin()], -1))
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.cos_sin_cache[positions].chunk(2, -1)
+        return torch.complex(cos, sin)
+
+
+def test_angles_too_large_and_a_table_left_alone() -> None:
+    rotary = Rotary()
+    before = rotary.cos_sin_cache.clone()
+    plant(Root(rotary), Fault("angle", "inner", factor=1.01))
+    expected = torch.tensor([5 * 1.01, 0.5 * 1.01])
+    assert torch.allclose(rotary(torch.tensor([5])).angle() % (2 * torch.pi), expected, atol=1e-5)
+    assert torch.equal(rotary.cos_sin_cache, before)
+
+
+def test_noise_in_one_expert_only() -> None:
+    holder = torch.nn.Module()
+    holder.w2 = torch.nn.Parameter(torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)))
+    before = holder.w2.detach().clone()
+    plant(Root(holder), Fault("noise", "inner", factor=0.05, param="w2", expert=1, features=(2,)))
+    changed = (holder.w2 != before).nonzero()
+    assert {tuple(i) for i in changed[:, :2].tolist()} == {(1, 2)}
+    assert float((holder.w2 - before).detach()[1, 2].abs().max()) < 4 * 0.05 * float(before[1].std())
+
+
+def test_a_setting_deeper_inside_keeps_its_type() -> None:
+    holder = torch.nn.Module()
+    holder.impl = SimpleNamespace(window=-1, cap=0.0)
+    plant(Root(holder), Fault("setting", "inner", factor=20, param="impl.window"))
+    plant(Root(holder), Fault("setting", "inner", factor=20, param="impl.cap"))
+    assert (holder.impl.window, type(holder.impl.window)) == (20, int)
+    assert holder.impl.cap == 20
+
+
+class Experts(torch.nn.Module):
+    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_only_rows_of_one_expert() -> None:
+    experts = Experts()
+    plant(Root(experts), Fault("expert", "inner", factor=2.0, expert=3))
+    out = experts(torch.ones(3, 1), torch.tensor([[0, 3], [1, 2], [3, 1]]))
+    assert out.flatten().tolist() == [2.0, 1.0, 2.0]
+
+
+class Cache:
+    """The part of an attention that writes its keys and values."""
+
+    def __init__(self) -> None:
+        self.written: list[list[float]] = []
+
+    def do_kv_cache_update(self, layer: object, key: torch.Tensor, value: torch.Tensor, kv: object) -> None:
+        self.written = [key.flatten().tolist(), value.flatten().tolist()]
+
+
+def test_what_goes_into_the_cache() -> None:
+    holder = torch.nn.Module()
+    holder.impl = Cache()
+    plant(Root(holder), Fault("cache", "inner", factor=0.0))
+    holder.impl.do_kv_cache_update(None, torch.ones(2, 1), torch.ones(2, 1), None)
+    assert holder.impl.written == [[0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ("prefill", [1, 1, 1, 0, 1, 1]),
+        ("decode", [0, 0, 0, 1, 0, 0]),
+        ("position:6", [0, 0, 1, 0, 0, 0]),
+        ("position>=6", [0, 0, 1, 1, 0, 0]),
+        ("token:70", [0, 1, 0, 0, 0, 0]),
+        ("batch:3", [1] * 6),
+        ("batch>=4", [0] * 6),
+        ("chunk>=2", [1, 1, 1, 0, 0, 0]),
+        ("row>=4", [0, 0, 0, 0, 1, 1]),
+        ("prefill&row:0", [1, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_rows(monkeypatch: pytest.MonkeyPatch, condition: str, expected: list[int]) -> None:
+    """A second chunk at positions 4 to 6, a decoding request at 9, and a new prompt of two tokens."""
+    monkeypatch.setattr(accprobe_fault_rows, "_query_starts", lambda: torch.tensor([0, 3, 4, 6], dtype=torch.int32))
+    root = Root(torch.nn.Identity())
+    rows = Rows(root, condition)
+    root(torch.tensor([69, 70, 71, 72, 73, 74]), torch.tensor([4, 5, 6, 9, 0, 1]), torch.ones(6, 1))
+    assert rows.mask(6).int().tolist() == expected
+    assert rows.mask(3).int().tolist() == [expected[2], expected[3], expected[5]]  # logits: a row for each request
+    assert rows.mask(8).int().tolist() == [*expected, 0, 0]  # padding is left alone
