@@ -144,6 +144,7 @@ def run_info(
             "eager": not compiles(config),
             "block_size": getattr(config.cache_config, "block_size", None),
             "max_num_batched_tokens": getattr(config.scheduler_config, "max_num_batched_tokens", None),
+            "async_scheduling": getattr(config.scheduler_config, "async_scheduling", None),
             "prefix_caching": getattr(config.cache_config, "enable_prefix_caching", None),
             "speculative": getattr(getattr(config, "speculative_config", None), "method", None),
         },

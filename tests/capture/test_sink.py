@@ -1,0 +1,131 @@
+"""The sink: row maps that the device corrects, rows along any dimension, and what may not be stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_accprobe.capture.rows import Space
+from vllm_accprobe.capture.sink import Sink, Ticket
+from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.reader import Dump, open_dump
+from vllm_accprobe.dump.schema import Request, Segment, Step
+from vllm_accprobe.dump.writer import write_run_json
+
+
+@pytest.fixture(params=[False, True], ids=["direct", "staged"])
+def sink(tmp_path: Path, request: pytest.FixtureRequest) -> Sink:
+    """The second way is that of a device's tensors: ring, clone and thread, with plain copies for want of a device."""
+    write_run_json(tmp_path, {"tool": "test"})
+    made = Sink(ProbeConfig(), tmp_path, 0, {}, lambda reason: None, staged=request.param)
+    for number in range(2):
+        made.request(Request(number, f"r{number}", f"r{number}-x", "00", 4))
+    made.step(Step(0))
+    return made
+
+
+def event(role: str, rows: str | None = None, row_dim: int = 0) -> dict[str, object]:
+    return {"event": "tensor", "step": 0, "tap": "m", "class": "M", "role": role, "call": 0, "seq": 0, "rows": rows, "row_dim": row_dim}  # fmt: skip  # noqa: E501
+
+
+def closed(sink: Sink, path: Path) -> Dump:
+    sink.close("test")
+    dump = open_dump(path)
+    assert dump.problems == []
+    return dump
+
+
+def read(dump: Dump, role: str) -> np.ndarray:
+    return dump.read(next(r for r in dump.records if r.role == role))
+
+
+def test_positions_and_ids_come_from_the_device_at_that_moment(sink: Sink, tmp_path: Path) -> None:
+    """Asynchronous speculation: the scheduler guessed position 9 for the second request; the device knows it is 7."""
+    ids, positions = torch.tensor([5, 6, 8], dtype=torch.int32), torch.tensor([0, 1, 7])
+    tokens = Space(
+        "tokens", 3, 3, [(0, 3)], [Segment(0, 0, 2, 0), Segment(1, 9, 1, 2, "decode")], ids=ids, positions=positions
+    )
+    logits = Space("logits", 2, 2, [(0, 2)], [Segment(0, 1, 1, 0), Segment(1, 9, 1, 1, "decode")], token_rows=[1, 2])
+    sink.rows(0, tokens)
+    sink.rows(0, logits)
+    ids.zero_()  # the engine uses its buffers again in the next step
+    positions.zero_()
+    dump = closed(sink, tmp_path)
+    found = dump.rows[0, 0, "tokens"]
+    assert found.ids == (5, 6, 8)
+    assert [s.pos for s in found.segments] == [0, 7]
+    found = dump.rows[0, 0, "logits"]
+    assert found.ids == (6, 8)
+    assert [s.pos for s in found.segments] == [1, 7]
+
+
+def test_only_the_kept_rows_are_stored_along_any_dimension(sink: Sink, tmp_path: Path) -> None:
+    space = Space("tokens", 5, 8, [(0, 1), (3, 5)], [Segment(0, 0, 1, 0), Segment(1, 0, 2, 3)])
+    sink.rows(0, space)
+    dense, wide = torch.arange(40.0).view(8, 5), torch.arange(24.0).view(3, 8)
+    strided = torch.arange(80).view(8, 10)[:, ::2]
+    sink.tensor(event("output.dense", "tokens"), dense, space, 0)
+    sink.tensor(event("output.wide", "tokens", 1), wide, space, 1)
+    sink.tensor(event("output.strided", "tokens"), strided, space, 0)
+    dense.zero_()  # what the model does afterwards must not matter
+    dump = closed(sink, tmp_path)
+    kept = [0, 3, 4]
+    assert np.array_equal(read(dump, "output.dense"), np.arange(40.0, dtype=np.float32).reshape(8, 5)[kept])
+    assert np.array_equal(read(dump, "output.wide"), np.arange(24.0, dtype=np.float32).reshape(3, 8)[:, kept])
+    assert np.array_equal(read(dump, "output.strided"), np.arange(80).reshape(8, 10)[kept, ::2])
+
+
+def test_lazy_conjugates_and_negations_are_resolved(sink: Sink, tmp_path: Path) -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    sink.tensor(event("output.conj"), value.conj(), None, 0)
+    sink.tensor(event("output.imag"), value.conj().imag, None, 0)
+    dump = closed(sink, tmp_path)
+    assert np.allclose(read(dump, "output.conj").view(np.complex64).reshape(-1), [1 - 2j, 3 + 4j])
+    assert read(dump, "output.imag").tolist() == [-2.0, 4.0]
+
+
+def test_what_is_no_plain_tensor_is_counted(sink: Sink, tmp_path: Path) -> None:
+    sink.tensor(event("output.sparse"), torch.eye(3).to_sparse(), None, 0)
+    sink.tensor(event("output.sparse"), torch.eye(3).to_sparse(), None, 0)
+    dump = closed(sink, tmp_path)
+    assert [(s.tap, s.role, s.reason, s.count) for s in dump.skips] == [("m", "output.sparse", "not a plain tensor", 2)]
+
+
+def test_an_unchanged_input_is_not_stored_again_and_a_changed_one_is(sink: Sink, tmp_path: Path) -> None:
+    told: list[bool] = []
+    kept, changed = torch.ones(4), torch.ones(4)
+    for role, tensor in (("kept", kept), ("changed", changed)):
+        ticket = Ticket()
+        sink.tensor(event(f"input.{role}"), tensor, None, 0, ticket)
+        if role == "changed":
+            tensor.mul_(3)
+        sink.after(event(f"inplace.{role}"), tensor, None, 0, ticket, told.append)
+    dump = closed(sink, tmp_path)
+    assert told == [False, True]
+    assert {r.role for r in dump.records} == {"input.kept", "input.changed", "inplace.changed"}
+    assert read(dump, "input.changed").tolist() == [1.0] * 4
+    assert read(dump, "inplace.changed").tolist() == [3.0] * 4
+
+
+def test_a_ring_smaller_than_the_traffic_gives_every_tensor_whole(tmp_path: Path) -> None:
+    """Back-pressure: the ring holds four of these tensors, a hundred pass through, some larger than the ring."""
+    from vllm_accprobe.capture.staging import Staging
+
+    seen: list[int] = []
+
+    def arrived(hosts: object) -> None:
+        (host,) = hosts  # type: ignore[misc]
+        assert (host == host.reshape(-1)[0]).all()
+        seen.append(int(host.reshape(-1)[0]))
+
+    failures: list[BaseException] = []
+    staging = Staging(torch.device("cpu"), failures.append, capacity=1 << 16)
+    for number in range(100):
+        size = (1 << 17) if number % 10 == 0 else 3000 + 64 * number
+        staging.stage((torch.full((size,), number, dtype=torch.int32),), arrived)
+    staging.close()
+    assert failures == []
+    assert seen == list(range(100))
