@@ -125,9 +125,9 @@ _DENSE = [
         subtle=True,
     ),
     Case("sum-in-bf16", "qwen2", _fault("low_sum", f"{_L}.2.mlp.down_proj", 1), subtle=True),
-    Case("sum-in-bf16-qkv", "qwen2", _fault("low_sum", f"{_L}.1.self_attn.qkv_proj", 1), "float32", subtle=True),
+    Case("sum-in-bf16-qkv", "qwen2", _fault("low_sum", f"{_L}.1.self_attn.qkv_proj", 1), "transformers", subtle=True),
     Case("short-reduction", "qwen2", _fault("short", f"{_L}.0.mlp.gate_up_proj", 1), "tp2"),
-    Case("activation", "qwen2", _fault("act", f"{_L}.1.mlp.act_fn", 1.03), "float32", subtle=True),
+    Case("activation", "qwen2", _fault("act", f"{_L}.1.mlp.act_fn", 1.03), "transformers", subtle=True),
     Case(
         "decode-only",
         "qwen2",
@@ -212,12 +212,16 @@ _DENSE = [
         mine="tp2-mixed",
         subtle=True,
     ),
-    Case("final-norm", "llama", _fault("eps", "model.norm", 0.2), "float32", subtle=True),
+    Case("final-norm", "llama", _fault("eps", "model.norm", 0.2), "transformers", subtle=True),
     Case(
-        "gate-column", "llama", _fault("scale", f"{_L}.1.mlp.gate_up_proj", 1.2, features=[300]), words=("column 300",)
+        "gate-column",
+        "llama",
+        _fault("scale", f"{_L}.1.mlp.gate_up_proj", 1.2, features=[300]),
+        "transformers",
+        words=("column 300",),
     ),
     Case("head-zero", "llama", _fault("scale", f"{_L}.0.self_attn.attn", 0.97, features=_HEAD[0]), "tp2", subtle=True),
-    Case("softmax-scale-llama", "llama", _fault("attn", f"{_L}.2.self_attn.attn", 1.02), subtle=True),
+    Case("softmax-scale-llama", "llama", _fault("attn", f"{_L}.2.self_attn.attn", 1.02), "transformers", subtle=True),
 ]
 _EXPERTS = [
     Case(
