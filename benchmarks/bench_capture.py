@@ -5,8 +5,8 @@ bytes per second written against raw writing, all in one run.
 
 One real vLLM engine (CPU, eager, single process) serves the same requests again and again; in turn nothing is
 attached, a ``stats`` probe, and a ``tensor`` probe. Quoted are medians of ratios within a round, of the process's CPU
-time (all threads, so the writer's thread counts), because wall clock on a shared machine says little. Two kinds of steps: a prefill
-chunk of 512 tokens, and decodes of 8 requests.
+time (all threads, so the writer's thread counts), because wall clock on a shared machine says little. Two kinds of
+steps: a prefill chunk of 512 tokens, and decodes of 8 requests.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def measure(root: Path, rounds: int) -> dict[str, Any]:
 
 def report(result: dict[str, Any]) -> list[str]:
     times = result["times_s"]
-    lines = [f"{'step':<10}{'bare ms':>10}{'stats ms':>10}{'tensor ms':>11}{'stats/bare':>12}{'tensor/bare':>13}   (CPU)"]
+    heads = f"{'step':<10}{'bare ms':>10}{'stats ms':>10}{'tensor ms':>11}{'stats/bare':>12}{'tensor/bare':>13}"
+    lines = [heads + "   (CPU)"]
     for step in ("prefill", "decode"):
         bare, stats, tensor = (times[k][step] for k in ("bare", "stats", "tensor"))
         ratio = [statistics.median(a / b for a, b in zip(x, bare, strict=True)) for x in (stats, tensor)]

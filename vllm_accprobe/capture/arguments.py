@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+_PLAIN = frozenset((type(None), bool, int, float, str))
+"""Types of arguments that hold no tensor."""
+
 
 def argument_names(forward: Callable[..., Any]) -> tuple[list[str], str]:
     """Positional parameter names of ``forward`` and the prefix for what ``*args`` swallows.
@@ -99,18 +102,29 @@ def attributes(module: torch.nn.Module) -> dict[str, Any]:
 
 def inputs(
     arguments: list[str], spread: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> list[tuple[str, torch.Tensor]]:
+    """All tensors that go into a call, with their roles."""
+    found: list[tuple[str, torch.Tensor]] = []
     for position, value in enumerate(args):
-        name = arguments[position] if position < len(arguments) else f"{spread}{position - len(arguments)}"
-        if isinstance(value, torch.Tensor):
-            yield f"input.{name}", value
-        elif value is not None:
-            yield from flatten(f"input.{name}", value, nested=True)
+        if type(value) not in _PLAIN:
+            name = arguments[position] if position < len(arguments) else f"{spread}{position - len(arguments)}"
+            if isinstance(value, torch.Tensor):
+                found.append(("input." + name, value))
+            else:
+                found += flatten("input." + name, value, nested=True)
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor):
-            yield f"input.{name}", value
-        elif value is not None:
-            yield from flatten(f"input.{name}", value, nested=True)
+            found.append(("input." + name, value))
+        elif type(value) not in _PLAIN:
+            found += flatten("input." + name, value, nested=True)
+    return found
+
+
+def outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
+    """All tensors that come out of a call, with their roles."""
+    if isinstance(result, torch.Tensor):
+        return [("output.0", result)]
+    return [] if result is None else list(flatten("output", result))
 
 
 def flatten(role: str, value: Any, nested: bool = False, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

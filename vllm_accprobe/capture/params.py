@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import xxhash
 
+from vllm_accprobe.capture.memory import DTYPE_NAMES
 from vllm_accprobe.capture.selection import chooses
 from vllm_accprobe.capture.session import Session
-from vllm_accprobe.capture.sink import DTYPE_NAMES
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
 from vllm_accprobe.dump.stats import StatsCell
 

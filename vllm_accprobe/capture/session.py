@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.express import Express, Sites
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.rows import Space
 from vllm_accprobe.capture.sink import Sink, Ticket
@@ -26,14 +27,18 @@ LANGUAGE, VISION, HEAD = "language", "vision", "head"
 
 
 class StepState:
-    """What taps need during one armed step. Created once per step; its spaces are filled when first needed."""
+    """What taps need during one armed step. Created once per step; its spaces are filled when first needed.
 
-    __slots__ = ("calls", "inside", "number", "prefill", "seq", "spaces", "stack")
+    ``rows``: how many token rows there are, where all of them are wanted and none is padding; -1 before that is known
+    and where it is not so."""
+
+    __slots__ = ("calls", "inside", "number", "prefill", "rows", "seq", "spaces", "stack")
 
     def __init__(self, number: int, prefill: bool):
         self.number = number
         self.prefill = prefill
         self.seq = 0
+        self.rows = -1
         self.calls: dict[str, int] = {}
         self.stack: list[str] = []
         self.inside: str | None = None
@@ -65,6 +70,7 @@ class Session:
         self._find_space = find_space
         self.flatten: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Brings a batched tensor into rows (probe.py); None where tensors already are rows of tokens."""
+        self.express = Express(self, self._token_rows)
 
     def begin(self, step: Step, requests: list[Request], prefill: bool) -> StepState | None:
         """Opens an armed step; None when the capture has ended."""
@@ -116,10 +122,17 @@ class Session:
         tensor: torch.Tensor,
         part: str,
         ticket: Ticket | None = None,
+        sites: Sites | None = None,
     ) -> None:
-        """Takes one tensor; ``ticket`` gets its hash."""
+        """Takes one tensor; ``ticket`` gets its hash. ``sites``: what is known of this tap's tensors."""
         if self.flatten is not None:
             tensor = self.flatten(tensor)
+        if sites is not None and state.rows > 0 and part == LANGUAGE:
+            digest = self.express.take(state, sites, tap, cls, role, call, tensor)
+            if digest is not None:
+                if ticket is not None:
+                    ticket.digest = digest
+                return
         found = self._event(state, tap, cls, role, call, tensor, part)
         if found is not None:
             event, space, dim = found
@@ -154,15 +167,15 @@ class Session:
         space: Space | None = None
         dim = 0
         if shape:
-            space, dim = self._space(state, part, shape)
-            if space is not None and len(shape) == 2 and role.endswith("positions"):
-                dim = 1  # M-RoPE: (3, rows), also in the step that has three rows
+            space, dim = self._rows(state, part, role, shape)
         if space is not None:
             if not space.n:
                 return None
             if not space.announced:
                 space.announced = True
                 self.sink.rows(state.number, space)
+                if space.name == TOKENS and space.whole and space.padded == space.src and self.sink.direct:
+                    state.rows = space.src
         elif not self._whole_step(state):
             # Not all rows of this step are wanted, and nobody can say which of this tensor's are: leave it.
             self.sink.skip(tap, "its rows cannot be told apart, and not all requests are selected", role)
@@ -173,11 +186,27 @@ class Session:
             "event": "tensor", "step": state.number, "tap": tap, "class": cls, "role": role, "call": call, "seq": seq,
             "rows": None if space is None else space.name, "row_dim": dim,
         }  # fmt: skip
-        if self.layouts.split:
-            layout = self.layouts.of("" if tap == ROOT_TAP else tap, role, tuple(shape))
-            if layout.kind != "replicated":
-                event["layout"] = layout.to_event()
+        layout = self.layout_event(tap, role, shape)
+        if layout is not None:
+            event["layout"] = layout
         return event, space, dim
+
+    def layout_event(self, tap: str, role: str, shape: torch.Size) -> dict[str, Any] | None:
+        """What a line says of how the tensor is split; None where it is whole."""
+        if not self.layouts.split:
+            return None
+        layout = self.layouts.of("" if tap == ROOT_TAP else tap, role, tuple(shape))
+        return layout.to_event() if layout.kind != "replicated" else None
+
+    def _token_rows(self, state: StepState, role: str, shape: torch.Size) -> tuple[Space | None, int]:
+        return self._rows(state, LANGUAGE, role, shape)
+
+    def _rows(self, state: StepState, part: str, role: str, shape: torch.Size) -> tuple[Space | None, int]:
+        """The space of a tensor and its row dimension, by its shape and its role."""
+        space, dim = self._space(state, part, shape)
+        if space is not None and len(shape) == 2 and role.endswith("positions"):
+            dim = 1  # M-RoPE: (3, rows), also in the step that has three rows
+        return space, dim
 
     def _space(self, state: StepState, part: str, shape: torch.Size) -> tuple[Space | None, int]:
         """The space of a tensor and its row dimension. Spaces are made once per step and kind."""

@@ -9,56 +9,23 @@ Not here: blocks and files (dump/writer.py), which rows are which (rows.py), wha
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 
+from vllm_accprobe.capture.memory import DTYPE_NAMES, LAZY, Ranges, Scratch, digest, selected
 from vllm_accprobe.capture.rows import Space
 from vllm_accprobe.capture.staging import Staging
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.schema import Module, Payload, Request, Segment, Step
-from vllm_accprobe.dump.stats import StatsCell, moments
+from vllm_accprobe.dump.schema import Module, Request, Segment, Step
+from vllm_accprobe.dump.stats import StatsCell, moments_at
+from vllm_accprobe.dump.template import tail
 from vllm_accprobe.dump.writer import RankWriter
-
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    getattr(torch, name): name
-    for name in [
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "bool",
-        "complex64",
-        "complex128",
-    ]
-    if hasattr(torch, name)
-}
-
-Ranges = Sequence[tuple[int, int]] | None
-"""Wanted [start, stop) rows along dimension 0, or None for all of the tensor."""
-_LAZY = frozenset(("float32", "float64", "complex64", "complex128"))
-"""Dtypes whose tensors may be views with a pending conjugation or negation."""
 
 
 def _event(kind: str, value: Any) -> dict[str, Any]:
@@ -103,15 +70,15 @@ class Sink:
         device: torch.device | None = None,
         staged: bool = False,
     ):
-        self._keep = config.task == "tensor"
+        self.keep = config.task == "tensor"
         self._on_stop = on_stop
         self.writer = RankWriter(
             root, rank, {"event": "start", **start}, budget_bytes=config.budget_bytes, on_stop=on_stop
         )
-        self._seen: dict[str, tuple[Payload | None, StatsCell]] = {}
+        self.seen: dict[str, StatsCell] = {}
         self._token_ids: list[int] = []
         self._positions: list[int] = []
-        self._scratch = torch.empty(1 << 20, dtype=torch.uint8)
+        self.scratch = Scratch()
         self.skipped: Counter[tuple[str, str | None, str]] = Counter()
         self.tensors = 0
         self.steps = 0
@@ -119,6 +86,11 @@ class Sink:
         self._closed = False
         device = device or torch.device("cpu")
         self._staging = Staging(device, self._staging_failed) if staged or device.type != "cpu" else None
+
+    @property
+    def direct(self) -> bool:
+        """Whether tensors lie in host memory and are taken where they are."""
+        return self._staging is None
 
     @property
     def stopped(self) -> str | None:
@@ -214,17 +186,17 @@ class Sink:
             return
         tensor, ranges = ready
         if self._staging is None:
-            digest = self._store(event, self._memory(event, tensor, ranges))
+            hash = self._store(event, tensor, ranges)
             if ticket is not None:
-                ticket.digest = digest
+                ticket.digest = hash
             return
 
         def arrived(hosts: Sequence[torch.Tensor]) -> None:
-            digest = self._store(event, self._memory(event, hosts[0], None))
+            hash = self._store(event, hosts[0], None)
             if ticket is not None:
-                ticket.digest = digest
+                ticket.digest = hash
 
-        self._staging.stage((_selected(tensor, ranges),), arrived)
+        self._staging.stage((selected(tensor, ranges),), arrived)
 
     def after(
         self,
@@ -242,16 +214,17 @@ class Sink:
         tensor, ranges = ready
 
         def compare(host: torch.Tensor, ranges: Ranges) -> None:
-            parts = self._memory(event, host, ranges)
-            different = ticket.digest is not None and _digest(parts) != ticket.digest
+            event["shape"], parts = self.scratch.parts(host, ranges)
+            hash = digest(parts)
+            different = ticket.digest is not None and hash != ticket.digest
             changed(different)
             if different:
-                self._store(event, parts)
+                self._store_parts(event, parts, hash)
 
         if self._staging is None:
             compare(tensor, ranges)
         else:
-            self._staging.stage((_selected(tensor, ranges),), lambda hosts: compare(hosts[0], None))
+            self._staging.stage((selected(tensor, ranges),), lambda hosts: compare(hosts[0], None))
 
     def _prepare(
         self, event: dict[str, Any], tensor: torch.Tensor, space: Space | None, row_dim: int
@@ -262,7 +235,7 @@ class Sink:
             self.skip(event["tap"], "not a plain tensor", event["role"])
             return None
         # Half precision has no lazy conjugates, and asking releases the GIL, which the writer's thread may then take.
-        if name in _LAZY and (tensor.is_conj() or tensor.is_neg()):
+        if name in LAZY and (tensor.is_conj() or tensor.is_neg()):
             tensor = tensor.resolve_conj().resolve_neg()
         event["dtype"] = name
         if space is None or (space.whole and tensor.shape[row_dim] == space.src):
@@ -271,52 +244,32 @@ class Sink:
             return torch.cat([tensor.narrow(row_dim, a, b - a) for a, b in space.ranges], row_dim), None
         return tensor, space.ranges
 
-    def _memory(self, event: dict[str, Any], tensor: torch.Tensor, ranges: Ranges) -> list[tuple[int, int]]:
-        """Where the wanted bytes of a host tensor lie, as (address, bytes); a strided one is copied into scratch."""
-        if tensor.is_contiguous():
-            if ranges is None:
-                event["shape"] = tuple(tensor.shape)
-                return [(tensor.data_ptr(), tensor.nbytes)]
-            row = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
-            event["shape"] = (sum(b - a for a, b in ranges), *tensor.shape[1:])
-            address = tensor.data_ptr()
-            return [(address + a * row, (b - a) * row) for a, b in ranges]
-        rows = tensor.shape[0] if ranges is None else sum(b - a for a, b in ranges)
-        shape = (rows, *tensor.shape[1:])
-        event["shape"] = shape
-        nbytes = math.prod(shape) * tensor.element_size()
-        if nbytes > self._scratch.numel():
-            self._scratch = torch.empty(nbytes + nbytes // 4, dtype=torch.uint8)
-        dense = self._scratch[:nbytes].view(tensor.dtype).view(shape)
-        if ranges is None:
-            dense.copy_(tensor)
-        else:
-            torch.cat([tensor[a:b] for a, b in ranges], out=dense)
-        return [(self._scratch.data_ptr(), nbytes)]
+    def _store(self, event: dict[str, Any], host: torch.Tensor, ranges: Ranges) -> str:
+        event["shape"], parts = self.scratch.parts(host, ranges)
+        return self._store_parts(event, parts, digest(parts))
 
-    def _store(self, event: dict[str, Any], parts: list[tuple[int, int]]) -> str:
-        digest = _digest(parts)
-        event["hash"] = digest
+    def _store_parts(self, event: dict[str, Any], parts: list[tuple[int, int]], hash: str) -> str:
+        event["hash"] = hash
         self.tensors += 1
-        key = digest + event["dtype"]
-        seen = self._seen.get(key)
-        if seen is not None:
-            payload, cell = seen
+        key = hash + event["dtype"]
+        cell = self.seen.get(key)
+        if cell is not None:
+            payload = cell.payload
             event["stats"] = cell
             if payload is not None:
                 event["seg"], event["off"], event["nbytes"] = payload.seg, payload.off, payload.nbytes
             self.writer.line(event)
-            return digest
-        cell = StatsCell()
+            return hash
+        cell = self.seen[key] = StatsCell(None, hash)
         event["stats"] = cell
-        payload = None
-        if self._keep or event["event"] == "param":
-            payload = self.writer.put(parts, event, cell)
+        if self.keep or event["event"] == "param":
+            cell.payload = self.writer.put(parts, event, cell)
         else:
-            cell.value = _stats(parts, event["dtype"])
+            for address, nbytes in parts:
+                cell.add(moments_at(address, nbytes, event["dtype"]))
             self.writer.line(event)
-        self._seen[key] = (payload, cell)
-        return digest
+        cell.tail = tail(hash, cell.payload)
+        return hash
 
     # --- parameters --------------------------------------------------------------------------------------------
 
@@ -347,7 +300,7 @@ class Sink:
         self.writer.close(reason, {"steps": self.steps, "tensors": self.tensors, "skipped": dict(totals)})
 
     def _new_step(self) -> None:
-        self._seen.clear()
+        self.seen.clear()
         self._token_ids = []
         self._positions = []
 
@@ -380,33 +333,3 @@ def _firsts(segments: Sequence[Segment], token_rows: Sequence[int]) -> list[int]
         firsts.append(token_rows[at])
         at += segment.n
     return firsts
-
-
-def _selected(tensor: torch.Tensor, ranges: Ranges) -> torch.Tensor:
-    """The wanted rows on the tensor's own device: a view where they are one range."""
-    if ranges is None:
-        return tensor
-    return tensor[slice(*ranges[0])] if len(ranges) == 1 else torch.cat([tensor[a:b] for a, b in ranges])
-
-
-def _digest(parts: Sequence[tuple[int, int]]) -> str:
-    """xxh3-128 over the parts one after the other, 32 hex digits."""
-    if len(parts) == 1 and parts[0][1]:
-        address, nbytes = parts[0]
-        return str(xxhash.xxh3_128_hexdigest((ctypes.c_char * nbytes).from_address(address)))
-    hasher = xxhash.xxh3_128()
-    for address, nbytes in parts:
-        if nbytes:
-            hasher.update((ctypes.c_char * nbytes).from_address(address))
-    return str(hasher.hexdigest())
-
-
-def _stats(parts: Sequence[tuple[int, int]], dtype: str) -> Any:
-    total = None
-    for address, nbytes in parts:
-        data = np.frombuffer(memoryview((ctypes.c_char * nbytes).from_address(address)), np.uint8)
-        piece = moments(data, dtype)
-        total = piece if total is None else total + piece
-    if total is None:
-        total = moments(np.empty(0, np.uint8), dtype)
-    return total.stats()

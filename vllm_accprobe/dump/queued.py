@@ -92,7 +92,7 @@ class OpenSegment:
 class Batch:
     """``used`` bytes of ``block`` that follow each other in ``segment``, the pieces of payloads in them as (payload,
     start, stop), the lines to be written when they are on disk, and the header's entries of those from templates.
-    ``last``: the segment ends here. ``written``: the disk thread is through with it; ``error``: what went wrong there."""
+    ``last``: the segment ends here. ``written``: the disk thread is through with it; ``error``: what happened there."""
 
     __slots__ = ("block", "born", "error", "last", "lines", "pieces", "segment", "templates", "used", "written")
 

@@ -69,7 +69,7 @@ class Dump:
         """
         return self._read(record, 0, record.shape, out)
 
-    def read_rows(self, record: Record, rows: slice) -> np.ndarray:
+    def read_rows(self, record: Record, rows: slice, out: np.ndarray | None = None) -> np.ndarray:
         """Like ``read``, only rows ``rows.start`` to ``rows.stop`` (step 1) along dimension 0. Raises ValueError for a
         tensor whose rows do not lie along dimension 0."""
         if record.row_dim != 0 or not record.shape:
@@ -79,7 +79,7 @@ class Dump:
             raise ValueError("rows must be a range without a step")
         shape = (max(stop - start, 0), *record.shape[1:])
         nbytes = record.payload.nbytes if record.payload else 0
-        return self._read(record, start * (nbytes // max(record.shape[0], 1)), shape, None)
+        return self._read(record, start * (nbytes // max(record.shape[0], 1)), shape, out)
 
     def _read(self, record: Record, skip: int, shape: tuple[int, ...], out: np.ndarray | None) -> np.ndarray:
         if record.payload is None:

@@ -45,7 +45,7 @@ class Staging:
         self, parts: Sequence[tuple[int, int]], nbytes: int, room: int, owner: Pending | StatsCell
     ) -> Payload | None:
         """Copies ``parts``, ``nbytes`` in all, as the payload of ``owner``, whose header entry takes ``room`` bytes.
-        None when ``closed`` came while it waited for a block. The line is queued by ``append_with_payload`` afterwards."""
+        None when ``closed`` came while it waited for a block. ``append_with_payload`` queues the line afterwards."""
         segment = self._segment
         if segment is None or segment.room < room or segment.end + nbytes > self._segment_bytes:
             segment = self._segment_for(nbytes, room)

@@ -1,0 +1,119 @@
+"""The common tensor in one function: host memory, all of its rows wanted, seen at this tap in this form before.
+
+The problem: what a tap decides about a tensor (which rows it has, how its line reads, where its bytes are) takes ten
+times as long as its hash, and comes out the same step after step. The idea: per tap and role, the last decision is kept
+as a Site, with the line as a template; while dtype, shape and the step's number of rows stay, it holds, and a tensor
+costs a hash, a look-up and, if its bytes are new, statistics or a copy. Whatever is not common is declined, and takes
+the general way (session.py, sink.py), which also makes the decisions that are kept here. Lines are those of the general
+way. Not here: tensors of a device, vision towers, logits, selected rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from vllm_accprobe.capture.memory import DTYPE_NAMES, LAZY
+from vllm_accprobe.capture.rows import Space
+from vllm_accprobe.dump.stats import StatsCell, moments_at
+from vllm_accprobe.dump.template import TensorTemplate, tail
+
+if TYPE_CHECKING:
+    from vllm_accprobe.capture.session import Session, StepState
+
+Sites = dict[str, "Site"]
+"""By role: what is known of one tap's tensors."""
+
+
+class Site:
+    """What was decided of the tensors of one role: holds for ``dtype``, ``shape`` and ``rows`` rows in the step."""
+
+    __slots__ = ("bytes_at", "dtype", "dtype_name", "lazy", "nbytes", "rows", "shape", "template")
+
+    def __init__(self, tensor: torch.Tensor, rows: int, template: TensorTemplate):
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.rows = rows
+        self.template = template
+        self.dtype_name = template.dtype
+        self.lazy = template.dtype in LAZY
+        self.nbytes = template.nbytes
+        self.bytes_at: Callable[[int], Any] = (ctypes.c_char * template.nbytes).from_address
+
+
+class Express:
+    """``decide(state, tap, role, shape)``: the row space of a tensor and its row dimension. One per session."""
+
+    def __init__(
+        self, session: Session, decide: Callable[[StepState, str, torch.Size], tuple[Space | None, int]]
+    ) -> None:
+        self._layout_of = session.layout_event
+        self._sink = session.sink
+        self._decide = decide
+        self._hash = xxhash.xxh3_128_hexdigest
+
+    def take(
+        self, state: StepState, sites: Sites, tap: str, cls: str, role: str, call: int, tensor: torch.Tensor
+    ) -> str | None:
+        """Stores ``tensor`` and queues its line; its hash, or None when this is not the place for it."""
+        site = sites.get(role)
+        if (
+            site is None
+            or state.rows != site.rows
+            or tensor.dtype is not site.dtype
+            or tensor.shape != site.shape
+            or tensor.layout is not torch.strided
+        ):
+            site = self._site(state, tap, cls, role, tensor)
+            if site is None:
+                sites.pop(role, None)
+                return None
+            sites[role] = site
+        if site.lazy and (tensor.is_conj() or tensor.is_neg()):
+            return None
+        sink = self._sink
+        if tensor.is_contiguous():
+            address = tensor.data_ptr()
+        else:
+            dense = sink.scratch.dense(site.shape, site.dtype)
+            dense.copy_(tensor)
+            address = dense.data_ptr()
+        digest: str = self._hash(site.bytes_at(address))
+        seq = state.seq
+        state.seq = seq + 1
+        sink.tensors += 1
+        key = digest + site.dtype_name
+        cell = sink.seen.get(key)
+        if cell is not None:
+            sink.writer.tensor(site.template, state.number, call, seq, cell)
+            return digest
+        cell = sink.seen[key] = StatsCell(None, digest, site.dtype_name)
+        if sink.keep:
+            sink.writer.tensor(site.template, state.number, call, seq, cell, address)
+        else:
+            cell.sums = moments_at(address, site.nbytes, site.dtype_name)
+            cell.tail = tail(digest, None)
+            sink.writer.tensor(site.template, state.number, call, seq, cell)
+        return digest
+
+    def _site(self, state: StepState, tap: str, cls: str, role: str, tensor: torch.Tensor) -> Site | None:
+        """The decision for tensors like this one, or None for those of the general way."""
+        dtype = DTYPE_NAMES.get(tensor.dtype)
+        shape = tensor.shape
+        if dtype is None or tensor.layout is not torch.strided or not tensor.nbytes:
+            return None
+        space, dim = self._decide(state, role, shape)
+        if space is not None and shape[dim] != space.src:
+            return None
+        event: dict[str, Any] = {
+            "tap": tap, "class": cls, "role": role, "rows": None if space is None else space.name, "row_dim": dim,
+            "dtype": dtype, "shape": list(shape),
+        }  # fmt: skip
+        layout = self._layout_of(tap, role, shape)
+        if layout is not None:
+            event["layout"] = layout
+        return Site(tensor, state.rows, TensorTemplate(event, tensor.nbytes))
