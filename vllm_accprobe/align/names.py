@@ -2,8 +2,8 @@
 
 The problem: two engines may call one place by two names: a model inside a wrapper has a prefix, a vendor's layer class
 names its arguments differently. The idea: rules from strict to loose, each pair says which one made it: the same name,
-the same name under a common prefix, and, only where the counts agree, the order of execution. Nothing is paired twice,
-and what is left over is listed.
+the same name under a common prefix, the same weights or the same place among neighbours that are paired already, and,
+only where the counts agree, the order of execution. Nothing is paired twice, and what is left over is listed.
 Not here: rows (tokens.py) and ranks (shards.py).
 """
 
@@ -14,15 +14,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 EXACT, OTHER_CLASS, PREFIX, ORDER = "exact", "exact, other class", "prefix", "order"
+STRUCTURE = "structure"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tap with its class and the roles recorded there, in order of execution; parameters are roles too."""
+    """A tap with its class and the roles recorded there, in order of execution; parameters are roles too.
+
+    params: (role, hash) of parameters whose hash is known, sorted."""
 
     tap: str
     cls: str
     roles: tuple[str, ...]
+    params: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +48,41 @@ class NamePlan:
     def lines(self) -> list[str]:
         rules = Counter(p.rule for p in self.pairs)
         lines = [f"names: {n} taps paired by {rule}" for rule, n in rules.items()]
-        lines += [f"names: {p.golden.tap} is {p.mine.tap} by {p.rule}" for p in self.pairs if p.rule in (PREFIX, ORDER)]
+        lines += [
+            f"names: {p.golden.tap} is {p.mine.tap} by {p.rule}"
+            for p in self.pairs
+            if p.rule in (PREFIX, STRUCTURE, ORDER)
+        ]
         classes = Counter((p.golden.cls, p.mine.cls) for p in self.pairs if p.rule == OTHER_CLASS)
         lines += [f"names: class {g} is {m} in mine, {n} taps" for (g, m), n in classes.items()]
         if self.only_golden:
             lines.append(f"names: {len(self.only_golden)} taps only in golden")
         if self.only_mine:
             lines.append(f"names: {len(self.only_mine)} taps only in mine")
+        for side, roles in (("golden", self.roles_only_golden()), ("mine", self.roles_only_mine())):
+            if roles:
+                what = ", ".join(f"{role} ({n})" for role, n in roles.most_common(5)) + (
+                    ", ..." if len(roles) > 5 else ""
+                )
+                lines.append(f"names: {sum(roles.values())} tensors of paired taps only in {side}: {what}")
         return lines
 
+    def skips(self) -> Counter[str]:
+        """What the coverage must count: tensors of paired taps that have no partner."""
+        golden, mine = sum(self.roles_only_golden().values()), sum(self.roles_only_mine().values())
+        counts = Counter({"tensor of a paired tap only in golden": golden, "tensor of a paired tap only in mine": mine})
+        return +counts
 
-def pair_names(golden: Sequence[Place], mine: Sequence[Place]) -> NamePlan:
-    """Pairs the taps of two dumps, given in order of execution."""
+    def roles_only_golden(self) -> Counter[str]:
+        """Roles without a partner at taps that have one, with how many taps have them."""
+        return Counter(r for p in self.pairs for r in p.golden.roles if r not in {g for g, _, _ in p.roles})
+
+    def roles_only_mine(self) -> Counter[str]:
+        return Counter(r for p in self.pairs for r in p.mine.roles if r not in {m for _, m, _ in p.roles})
+
+
+def pair_names(golden: Sequence[Place], mine: Sequence[Place], *, by_order: bool = True) -> NamePlan:
+    """Pairs the taps of two dumps, given in order of execution. by_order: also by the last resort."""
     by_name = {p.tap: p for p in golden}
     found: dict[str, tuple[Place, str]] = {}
     for m in mine:
@@ -71,14 +98,18 @@ def pair_names(golden: Sequence[Place], mine: Sequence[Place]) -> NamePlan:
     for g, m in _by_prefix(rest_golden, rest_mine):
         found[m.tap] = (g, PREFIX)
     rest_golden, rest_mine = left()
-    for g, m in _by_order(rest_golden, rest_mine):
-        found[m.tap] = (g, ORDER)
+    for g, m in by_structure(rest_golden, rest_mine, [(found[m.tap][0], m) for m in mine if m.tap in found]):
+        found[m.tap] = (g, STRUCTURE)
+    if by_order:
+        rest_golden, rest_mine = left()
+        for g, m in _by_order(rest_golden, rest_mine):
+            found[m.tap] = (g, ORDER)
     rest_golden, rest_mine = left()
     pairs = []
     for m in mine:
         if m.tap in found:
             g, rule = found[m.tap]
-            pairs.append(TapPair(g, m, rule, pair_roles(g.roles, m.roles)))
+            pairs.append(TapPair(g, m, rule, pair_roles(g.roles, m.roles, several=by_order)))
     return NamePlan(pairs, [p.tap for p in rest_golden], [p.tap for p in rest_mine])
 
 
@@ -102,6 +133,59 @@ def _by_prefix(golden: Iterable[Place], mine: Iterable[Place]) -> list[tuple[Pla
     return [(golden_by[prefix + n], m) for n, m in mine_by.items() if prefix + n in golden_by]
 
 
+def by_structure(
+    golden: Sequence[Place], mine: Sequence[Place], known: Sequence[tuple[Place, Place]]
+) -> list[tuple[Place, Place]]:
+    """Pairs left-over taps with the same weights, then those that stand at the same place of the tree: what encloses a
+    pair on either side, and the children of a pair that are alone with their roles.
+
+    known: the pairs that other rules made. Weights that several taps share (norms of ones) tell nothing."""
+    rest: tuple[dict[str, Place], dict[str, Place]] = ({p.tap: p for p in golden}, {p.tap: p for p in mine})
+    pairs: list[tuple[Place, Place]] = []
+
+    def add(g: Place, m: Place) -> None:
+        del rest[0][g.tap], rest[1][m.tap]
+        pairs.append((g, m))
+
+    weights = [Counter(p.params for p in side.values() if p.params) for side in rest]
+    golden_by = {p.params: p for p in golden if weights[0][p.params] == 1}
+    for m in mine:
+        if weights[1][m.params] == 1 and m.params in golden_by:
+            add(golden_by[m.params], m)
+    before = -1
+    while len(pairs) != before:
+        before = len(pairs)
+        taps = [(g.tap, m.tap) for g, m in (*known, *pairs)]
+        for g_tap, m_tap in taps:
+            g_up, m_up = g_tap.rpartition(".")[0], m_tap.rpartition(".")[0]
+            if g_up in rest[0] and m_up in rest[1] and _alike(rest[0][g_up], rest[1][m_up]):
+                add(rest[0][g_up], rest[1][m_up])
+        lonely = [_only_children(side) for side in rest]
+        for g_tap, m_tap in taps:
+            for roles, child in lonely[0].get(g_tap, {}).items():
+                partner = lonely[1].get(m_tap, {}).get(roles)
+                if child and partner and child.tap in rest[0] and partner.tap in rest[1]:
+                    add(child, partner)
+    return pairs
+
+
+def _alike(golden: Place, mine: Place) -> bool:
+    """Both run, or neither does."""
+    runs = [any(not r.startswith("param.") for r in p.roles) for p in (golden, mine)]
+    return runs[0] == runs[1]
+
+
+def _only_children(places: dict[str, Place]) -> dict[str, dict[tuple[str, ...], Place | None]]:
+    """Parent → kinds of roles → its one child with them; None where it has several."""
+    out: dict[str, dict[tuple[str, ...], Place | None]] = {}
+    for tap, place in places.items():
+        if place.roles and "." in tap:
+            own = out.setdefault(tap.rpartition(".")[0], {})
+            roles = tuple(sorted(place.roles))
+            own[roles] = None if roles in own else place
+    return out
+
+
 def _by_order(golden: Iterable[Place], mine: Iterable[Place]) -> list[tuple[Place, Place]]:
     """Pairs left-over taps with the same roles by order, where there are as many on either side."""
     groups: list[dict[tuple[str, ...], list[Place]]] = [defaultdict(list), defaultdict(list)]
@@ -117,16 +201,17 @@ def _by_order(golden: Iterable[Place], mine: Iterable[Place]) -> list[tuple[Plac
     return pairs
 
 
-def pair_roles(golden: Sequence[str], mine: Sequence[str]) -> tuple[tuple[str, str, str], ...]:
+def pair_roles(golden: Sequence[str], mine: Sequence[str], *, several: bool = True) -> tuple[tuple[str, str, str], ...]:
     """Pairs equal roles, then left-over inputs, in-place values and outputs by order where their counts agree.
 
+    several: also where more than one of a kind is left; two engines rarely take their arguments in one order.
     Parameters are never paired by order: two weights that only share a place in a list are not the same weight.
     """
     pairs = [(r, r, EXACT) for r in mine if r in golden]
     for kind in ("input.", "inplace.", "output."):
         gs = [r for r in golden if r.startswith(kind) and r not in mine]
         ms = [r for r in mine if r.startswith(kind) and r not in golden]
-        if gs and len(gs) == len(ms):
+        if gs and len(gs) == len(ms) and (several or len(gs) == 1):
             pairs += [(g, m, ORDER) for g, m in zip(gs, ms, strict=True)]
     place = {r: i for i, r in enumerate(mine)}
     return tuple(sorted(pairs, key=lambda p: place[p[1]]))

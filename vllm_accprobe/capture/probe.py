@@ -10,6 +10,7 @@ as token ordinals. Not here: taps and sink, which are shared with vLLM's runner 
 from __future__ import annotations
 
 import atexit
+import functools
 import inspect
 import os
 import platform
@@ -24,9 +25,19 @@ import torch
 
 from vllm_accprobe import __version__
 from vllm_accprobe.capture.hooks import Taps
+from vllm_accprobe.capture.images import Foresight, images_of, language_path, placeholder
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.params import record_parameters
-from vllm_accprobe.capture.rows import Requests, Scheduled, Space, logits_space, token_space, wanted_at_all
+from vllm_accprobe.capture.rows import (
+    Item,
+    Requests,
+    Scheduled,
+    Space,
+    logits_space,
+    token_space,
+    vision_space,
+    wanted_at_all,
+)
 from vllm_accprobe.capture.say import say
 from vllm_accprobe.capture.session import HEAD, VISION, Session, StepState
 from vllm_accprobe.capture.sink import Sink
@@ -62,6 +73,8 @@ class Probe:
         self._keep: list[int] = []
         self._ids: torch.Tensor | None = None
         self._names: list[str] = []
+        self._items: list[Item] = []
+        self._begun = False
         self._count = 0
         self._closed = False
         device = next((t.device for t in model.parameters()), torch.device("cpu"))
@@ -91,12 +104,19 @@ class Probe:
         self.session = session = Session(config, sink, Layouts(modules, 0, 1), say, self._find_space)
         session.flatten = self._flatten
         self.requests = Requests(config)
-        self._parameters = list(inspect.signature(model.forward).parameters)
+        original = model.forward
+        self._parameters = list(inspect.signature(original).parameters)
         self._taps = Taps(session)
-        self._taps.attach(model)
+        self._taps.attach(model, language_path(model))
         record_parameters(session, model, say)
         self._inner = model.__dict__.get("forward") or model.forward
-        model.__dict__["forward"] = self._forward
+
+        @functools.wraps(original)  # transformers' generate asks the forward's signature what the model takes
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(*args, **kwargs)
+
+        model.__dict__["forward"] = forward
+        self._foresight = Foresight(model, self._early)
         atexit.register(self.close, "process exit")
 
     def __enter__(self) -> Probe:
@@ -112,6 +132,7 @@ class Probe:
         self._closed = True
         session = self.session
         session.end()
+        self._foresight.undo()
         self.model.__dict__["forward"] = self._inner
         if session.sink.steps:
             for tap, why in self._taps.never_fired():
@@ -126,16 +147,29 @@ class Probe:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         session = self.session
-        if session is None or session.dead is not None or session.state is not None:
+        begun, self._begun = self._begun, False
+        if session is None or session.dead is not None or (session.state is not None and not begun):
             return self._inner(*args, **kwargs)
-        try:
-            self._begin(session, args, kwargs)
-        except Exception as error:
-            session.fail("the model's arguments", error)
+        if not begun:
+            try:
+                self._begin(session, args, kwargs)
+            except Exception as error:
+                session.fail("the model's arguments", error)
         try:
             return self._inner(*args, **kwargs)
         finally:
             session.end()
+
+    def _early(self, asked: dict[str, Any]) -> None:
+        """Opens the step that the model is about to compute, because its vision tower runs now."""
+        session = self.session
+        if session is None or session.dead is not None or session.state is not None or self._begun:
+            return
+        try:
+            self._begin(session, (), asked)
+            self._begun = True
+        except Exception as error:
+            session.fail("what generate was given", error)
 
     def _begin(self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._step += 1
@@ -157,17 +191,25 @@ class Probe:
             real = torch.ones(batch, past + length, dtype=torch.bool)
         if past == 0 or len(self._names) != batch:
             self._names = []
+            token = placeholder(self.model)
             for row in range(batch):
                 prompt = host[row][real[row, past:]].tolist()
                 name = f"call-{self._count}"
                 self._count += 1
-                self.requests.add(name, prompt, int(real[row, :past].sum()) + len(prompt))
+                images = images_of(prompt, token) if past == 0 else ()
+                self.requests.add(name, prompt, int(real[row, :past].sum()) + len(prompt), images)
                 self._names.append(name)
         self._batch, self._keep = [], []
         for row, name in enumerate(self._names):
             columns = torch.nonzero(real[row, past:]).flatten().tolist()
             self._batch.append(Scheduled(name, int(real[row, :past].sum()), len(columns)))
             self._keep += [row * length + column for column in columns]
+        self._items = []
+        if past == 0:  # later steps have no images to encode
+            for name in self._names:
+                request = self.requests.get(name)
+                for k, image in enumerate(request.images if request else ()):
+                    self._items.append(Item(name, k, "image", image.n))
         self._grid = (batch, length)
         self._ids = host.reshape(-1)[self._keep]
         triples = [(part.internal, part.start, part.n) for part in self._batch]
@@ -179,10 +221,14 @@ class Probe:
             )
 
     def _flatten(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B, S, ...] or [B, H, S, ...] → [kept B*S, ...]; the last position only, [B, 1, ...], → [B, ...]."""
+        """[B, S, ...] or [B, H, S, ...] → [kept B*S, ...]; the last position only, [B, 1, ...], → [B, ...].
+
+        [1, S, ...] in a larger batch is meant for every row of it (cosines of the positions)."""
         if self._grid is None or tensor.dim() < 2:
             return tensor
         batch, length = self._grid
+        if tensor.shape[0] == 1 and batch > 1 and tensor.dim() == 3 and tensor.shape[1] == length:
+            tensor = tensor.expand(batch, *tensor.shape[1:])
         if tensor.shape[0] != batch:
             return tensor
         for dim in range(1, tensor.dim()):
@@ -196,8 +242,10 @@ class Probe:
         return tensor
 
     def _find_space(self, state: StepState, part: str, rows: int) -> Space | None:
-        if self._grid is None or part == VISION:
+        if self._grid is None:
             return None
+        if part == VISION:
+            return vision_space(self.config, self.requests, self._items, rows) if self._items else None
         if part == HEAD and rows == len(self._batch) != len(self._keep):
             return logits_space(self.config, self.requests, self._batch)
         space = token_space(self.config, self.requests, self._batch, 0)

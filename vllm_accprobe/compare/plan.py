@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from vllm_accprobe.align.bridge import bridge
+from vllm_accprobe.align.derived import Derived
+from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import NamePlan, Place, pair_names
 from vllm_accprobe.align.requests import RequestPlan, distinct, pair_requests
 from vllm_accprobe.align.shards import Member, MergePlan, Unmergeable, plan_merge
@@ -89,9 +92,10 @@ class Plan:
     layers: int
     skipped: Counter[str] = field(default_factory=Counter)
     ranks: tuple[int, int] = (1, 1)
+    mapped: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        lines = self.requests.lines() + self.tokens.lines() + self.names.lines()
+        lines = self.requests.lines() + self.tokens.lines() + self.mapped + self.names.lines()
         lines.append(f"ranks: {self.ranks[0]} in golden, {self.ranks[1]} in mine")
         kinds: Counter[str] = Counter()
         for unit in self.units:
@@ -102,16 +106,20 @@ class Plan:
         return lines + [f"skipped: {n} {reason}" for reason, n in self.skipped.items()]
 
 
-def make_plan(golden: Any, mine: Any, *, taps: str | None = None) -> Plan:
-    """The plan for two open dumps. taps: globs over tap names, separated by commas; None compares all."""
+def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules | None = None) -> Plan:
+    """The plan for two open dumps. taps: globs over tap names, separated by commas; None compares all. mapping: the
+    user's rules for names (align.mapping.load_mapping)."""
+    bridged = bridge(golden, mine, mapping)
+    golden, mine = bridged.golden, bridged.mine
     requests = pair_requests(distinct(golden.requests), distinct(mine.requests))
     tokens = align_rows(golden, mine, requests, (_sampled(golden), _sampled(mine)))
     sides = [_grouped(golden, tokens.golden.cells), _grouped(mine, tokens.mine.cells)]
     orders = [_order(golden, sides[0]), _order(mine, sides[1])]
-    names = pair_names(_places(golden, orders[0], taps), _places(mine, orders[1], taps))
+    places = _places(golden, orders[0], taps), _places(mine, orders[1], taps)
+    names = pair_names(*places, by_order=not bridged.foreign)
     place = {key: i for i, key in enumerate(orders[1])}
     depth = depths(orders[1])
-    skipped: Counter[str] = Counter()
+    skipped = names.skips()
     units = []
     for pair in names.pairs:
         for golden_role, mine_role, role_rule in pair.roles:
@@ -122,6 +130,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None) -> Plan:
                     skipped["golden has no such call"] += len(sides[1].groups[key])
                     continue
                 rule = pair.rule if role_rule == "exact" else f"{pair.rule}, roles by {role_rule}"
+                rule = next((r.rule for _, by in found for r in by.values() if isinstance(r, Derived)), rule)
                 golden_groups, mine_groups = _merged(found, sides[1].groups[key])
                 golden_key = (pair.golden.tap, golden_role, call)
                 at = place[key]
@@ -130,7 +139,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None) -> Plan:
     classes = {p.mine.tap: p.mine.cls for p in names.pairs}
     tree = Tree.of(list(dict.fromkeys(u.key[0] for u in units)), classes, _spans(units))
     ranks = (len(golden.ranks), len(mine.ranks))
-    return Plan(requests, tokens, names, units, tree, max(depth, default=0), skipped, ranks)
+    return Plan(requests, tokens, names, units, tree, max(depth, default=0), skipped, ranks, bridged.lines)
 
 
 class _Side:
@@ -181,7 +190,11 @@ def _places(dump: Any, ordered: Iterable[Key], taps: str | None) -> list[Place]:
             if role not in roles[tap]:
                 roles[tap].append(role)
     classes = {r.tap: r.cls for r in dump.records}
-    return [Place(tap, classes.get(tap, ""), tuple(rs)) for tap, rs in roles.items()]
+    params: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for r in dump.records:
+        if r.step is None and r.hash is not None and r.tap in roles:
+            params[r.tap].append((r.role, f"{r.rank} {r.hash}"))
+    return [Place(tap, classes.get(tap, ""), tuple(rs), tuple(sorted(params[tap]))) for tap, rs in roles.items()]
 
 
 def _spans(units: Iterable[Unit]) -> dict[str, tuple[int, int]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.derived import read
 from vllm_accprobe.align.shards import SUM, merge
 from vllm_accprobe.compare.plan import Group
 from vllm_accprobe.dump.dtypes import widen
@@ -75,7 +76,7 @@ class Loader:
 
     def _read(self, group: Group, member: int) -> np.ndarray:
         record = group.records[member]
-        data: np.ndarray = self._dump.read(record)
+        data = read(self._dump, record)
         self.payload_bytes += data.nbytes
         return data
 

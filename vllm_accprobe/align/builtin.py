@@ -1,0 +1,212 @@
+"""How vLLM's places are made of those of a transformers model: Llama, Qwen2, Qwen3, Qwen2.5-VL, Mixtral, DeepSeek.
+
+The problem: the golden that one trusts most is the published transformers model in float32, and it shares hardly a
+module with vLLM's. The idea: a table. What vLLM fuses is joined from its parts; the residual stream, which vLLM hands
+on as (hidden, residual), is compared as their sum; the rotary embedding, which transformers applies inside attention,
+is computed from the projections and the cos and sin that it captured; the attention's own output is the input of the
+projection behind it. A rule whose places are not there does nothing, so that one table serves all models.
+The weights of fused experts have no rule: each platform packs them in its own way.
+Not here: how rules work (mapping.py, bridge.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vllm_accprobe.align.mapping import ROPE, Part, Rename, Rule, Rules, Source
+from vllm_accprobe.dump.schema import ROOT_TAP
+
+TRANSFORMERS, VLLM = "transformers", "vLLM"
+
+
+def engine(run: Mapping[str, Any], taps: Iterable[str]) -> str:
+    """Which engine a dump is of, by run.json and else by its taps; "" where neither tells."""
+    versions = run.get("versions")
+    versions = versions if isinstance(versions, Mapping) else {}
+    own = run.get("engine")
+    if isinstance(own, Mapping) and own.get("runner") == "accprobe.Probe":
+        return TRANSFORMERS if "transformers" in versions else ""
+    if "vllm" in versions:
+        return VLLM
+    ends = {tap.rpartition(".")[2] for tap in taps}
+    if ends & {"qkv_proj", "gate_up_proj"}:
+        return VLLM
+    return TRANSFORMERS if {"q_proj", "gate_proj"} <= ends else ""
+
+
+def _rule(label: str, pattern: str, *parts: Part, alone: bool = False, needs: str = "") -> Rule:
+    return Rule(pattern, parts, label, alone, needs)
+
+
+def _one(mine: str, tap: str, role: str) -> Part:
+    return Part(mine, (Source(tap, role),))
+
+
+def _cat(mine: str | None, *places: tuple[str, str | None]) -> Part:
+    return Part(mine, tuple(Source(t, r) for t, r in places))
+
+
+def _rope(mine: str, tap: str) -> Part:
+    cos, sin = (Source("{1}.rotary_emb", f"output.{k}") for k in (0, 1))
+    return Part(mine, (Source(tap, "output.0"), cos, sin), ROPE)
+
+
+_BLOCK = r"re:(.*)\.layers\.(\d+)\.self_attn"
+_HERE = "{1}.layers.{2}.self_attn."
+
+
+def _rotary(q: str, k: str) -> list[Rule]:
+    """The rotary embedding and what attention reads, with q and k from these modules."""
+    q, k, v = _HERE + q, _HERE + k, _HERE + "v_proj"
+    turned = [_rope(f"{kind}.{a}", q) for kind, a in (("output", "0"), ("inplace", "query"))]
+    turned += [_rope(f"{kind}.{a}", k) for kind, a in (("output", "1"), ("inplace", "key"))]
+    return [
+        _rule(
+            "rotary embedding ← q, k, cos, sin",
+            _BLOCK + r"\.rotary_emb",
+            _one("input.query", q, "output.0"),
+            _one("input.key", k, "output.0"),
+            *turned,
+        ),
+        _rule(
+            "attention's inputs ← q, k, v, cos, sin",
+            _BLOCK + r"\.attn",
+            _rope("input.query", q),
+            _rope("input.key", k),
+            _one("input.value", v, "output.0"),
+        ),
+    ]
+
+
+_STREAM = "input.hidden_states"
+_NORMS = r"re:(.*\.(?:input_layernorm|post_attention_layernorm)|(?:.*\.)?norm2?)"
+_MLA = r"re:(.*\.self_attn)\.mla_attn"
+_RULES = (
+    _rule(
+        "qkv_proj ← q_proj, k_proj, v_proj",
+        "**.qkv_proj",
+        _cat(None, ("**.q_proj", None), ("{1}.k_proj", None), ("{1}.v_proj", None)),
+    ),
+    _rule(
+        "gate_up_proj ← gate_proj, up_proj",
+        "**.gate_up_proj",
+        _cat(None, ("**.gate_proj", None), ("{1}.up_proj", None)),
+    ),
+    _rule(
+        "act_fn ← gate_proj, up_proj, down_proj",
+        "**.act_fn",
+        _cat("input.x", ("**.gate_proj", "output.0"), ("{1}.up_proj", "output.0")),
+        _one("output.0", "**.down_proj", "input.input"),
+        alone=True,
+    ),
+    *_rotary("q_norm", "k_norm"),
+    *_rotary("q_proj", "k_proj"),
+    _rule("attention's output ← o_proj's input", _BLOCK + r"\.attn", _one("output.0", _HERE + "o_proj", "input.input")),
+    _rule(
+        "x + residual ← the residual stream",
+        _NORMS,
+        _one("input.x+input.residual", "{1}", _STREAM),
+        _one("output.1", "{1}", _STREAM),
+    ),
+    _rule(
+        "hidden + residual ← the residual stream",
+        r"re:(.*layers\.\d+)",
+        _one("input.hidden_states+input.residual", "{1}", _STREAM),
+        _one("output.0+output.1", "{1}", "output.0"),
+    ),
+    _rule("the model's output ← last_hidden_state", "model", _one("output.0", "model", "output.last_hidden_state")),
+    _rule(
+        "the model's output ← last_hidden_state",
+        ROOT_TAP,
+        _one("output.0", "language_model.model", "output.last_hidden_state"),
+        _one("output.0", "model", "output.last_hidden_state"),
+        _one("input.inputs_embeds", "language_model.model", "input.inputs_embeds"),
+        alone=True,
+    ),
+    _rule(
+        "logits_processor ← lm_head",
+        r"re:(.*)logits_processor",
+        _one("input.hidden_states", "{1}lm_head", "input.input"),
+        _one("output.0", "{1}lm_head", "output.0"),
+    ),
+    # Experts. Where the router stands inside, vLLM hands it the hidden states, and adds the shared experts.
+    _rule(
+        "experts ← the block with its shared experts",
+        r"re:(.*)\.experts",
+        _one("input.router_logits", "{1}.experts", _STREAM),
+        _one("output.0", "{1}", "output.0"),
+        needs="{1}.experts._shared_experts",
+    ),
+    _rule(
+        "experts' router logits ← the router",
+        r"re:(.*)\.experts",
+        _one("input.router_logits", "{1}.gate", "output.0"),
+    ),
+    _rule(
+        "routed experts ← experts",
+        r"re:(.*)\.experts\.routed_experts\.quant_method",
+        _one("input.x", "{1}.experts", _STREAM),
+        _one("input.shared_experts_input", "{1}.experts", _STREAM),
+        _one("input.topk_ids", "{1}.experts", "input.top_k_index"),
+        _one("input.topk_weights", "{1}.experts", "input.top_k_weights"),
+        _one("output.0", "{1}.experts", "output.0"),
+    ),
+    _rule(
+        "the shared experts' input ← shared_experts",
+        r"re:(.*\._shared_experts)",
+        _one("input.shared_experts_input", "{1}._layer", "input.x"),
+    ),
+    # Latent attention.
+    _rule(
+        "mla_attn ← self_attn",
+        _MLA,
+        _one("input.hidden_states", "{1}", _STREAM),
+        _one("output.0", "{1}", "output.0"),
+    ),
+    _rule(
+        "fused_qkv_a_proj ← q_a_proj, kv_a_proj_with_mqa",
+        "**.fused_qkv_a_proj",
+        _cat(None, ("**.q_a_proj", None), ("{1}.kv_a_proj_with_mqa", None)),
+    ),
+    _rule(
+        "latent attention ← kv_a_layernorm, o_proj",
+        _MLA + r"\.mla_attn",
+        _one("input.kv_c_normed", "{1}.mla_attn.kv_a_layernorm", "output.0"),
+        _one("output.0", "{1}.mla_attn.o_proj", "input.input"),
+    ),
+    # Vision tower.
+    _rule("vision block ← hidden_states", r"re:(visual\.blocks\.\d+)", _one("input.x", "{1}", _STREAM)),
+    _rule("vision attention ← hidden_states", r"re:(visual\.blocks\.\d+\.attn)", _one("input.x", "{1}", _STREAM)),
+    _rule(
+        "vision attention's output ← proj's input",
+        r"re:(visual\.blocks\.\d+\.attn)\.attn",
+        _one("output.0", "{1}.proj", "input.input"),
+    ),
+    _rule("image features ← pooler_output", "visual", _one("output.0", "visual", "output.pooler_output"), alone=True),
+)
+_RENAMES = (
+    Rename(r"re:model\.visual(.*)", "visual{1}", "visual is model.visual"),
+    Rename(r"re:model\.language_model(.*)", "language_model.model{1}", "language_model.model is model.language_model"),
+    Rename("lm_head", "language_model.lm_head", "language_model.lm_head is lm_head"),
+    Rename(
+        r"re:(.*\.layers\.\d+)\.mlp((?:\.(?:gate|experts)(?:\..*)?)?)",
+        "{1}.block_sparse_moe{2}",
+        "block_sparse_moe is mlp",
+    ),
+    Rename(
+        r"re:(.*\.mlp)\.shared_experts(.*)",
+        "{1}.experts._shared_experts._layer{2}",
+        "_shared_experts is shared_experts",
+    ),
+    Rename(r"re:(.*\.mlp)\.gate", "{1}.experts.gate", "experts.gate is gate"),
+    Rename(
+        r"re:(.*\.self_attn)\.kv_b_proj", "{1}.mla_attn.mla_attn.kv_b_proj", "mla_attn.mla_attn.kv_b_proj is kv_b_proj"
+    ),
+    Rename(
+        r"re:(.*\.self_attn)\.((?:q|o|q_a|q_b)_proj|kv_a_proj_with_mqa|kv_a_layernorm|q_a_layernorm)",
+        "{1}.mla_attn.{2}",
+        "self_attn.mla_attn holds what self_attn holds",
+    ),
+)
+RULES = Rules("the built-in table", _RENAMES, _RULES)

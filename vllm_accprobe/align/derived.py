@@ -1,0 +1,229 @@
+"""Tensors that no engine stored, made of some that it did.
+
+The problem: what one engine computes at one place, another computes at three, or never has in one piece. The idea: a
+`Derived` record stands among the others of its dump and says of which records it is made and how; a `View` is a dump
+with such records in it, and makes their values when they are read. Whoever compares need not know.
+Formulas: joining and adding as numpy does; ``rope`` is x * cos + rotate_half(x) * sin on each head of the size of cos
+[Su et al., RoFormer, arXiv 2104.09864, in the half-split form of GPT-NeoX], in float32.
+Not here: which tensors are wanted (bridge.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.mapping import CAT, ROPE, SUM
+from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.schema import Layout, Payload, Record, Stats
+
+COMPUTED = -1
+"""The segment number of a payload that lies in no file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Derived(Record):
+    """A record made of ``parts``. label: its name in its own engine's spelling; rule: which rule made it."""
+
+    parts: tuple[Record, ...] = ()
+    join: str = CAT
+    dim: int = 0
+    transpose: tuple[int, ...] = ()
+    label: str = ""
+    rule: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+
+def derive(
+    parts: Sequence[Record],
+    tap: str,
+    role: str,
+    *,
+    cls: str = "",
+    join: str = CAT,
+    dim: int | None = None,
+    transpose: tuple[int, ...] = (),
+    rule: str = "",
+) -> Derived | str:
+    """The record of ``parts``, all of one step, rank and call, or the reason why they cannot be one.
+
+    dim: along which they are joined; None: parameters along 0, others along the last.
+    """
+    first = parts[0]
+    label = _label(parts, join)
+    fields = {name: getattr(first, name) for name in Record.__slots__}
+    fields |= {"tap": tap, "role": role, "cls": cls or first.cls, "call": first.call}
+    if len(parts) == 1 and not transpose:
+        return Derived(**fields, parts=(first,), label=label, rule=rule)
+    shape, row_dim, layout = list(first.shape), first.row_dim, first.layout
+    dtype: str = first.dtype
+    stats, axis = first.stats, 0
+    kinds = {DTYPES[p.dtype].kind for p in parts}
+    if len(parts) > 1:
+        if any((p.rows, p.row_dim) != (first.rows, first.row_dim) for p in parts):
+            return "its parts have different rows"
+        if join == CAT:
+            axis = dim if dim is not None else (0 if role.startswith("param.") else -1)
+            if not shape or not -len(shape) <= axis < len(shape):
+                return "its parts have no such dimension"
+            axis %= len(shape)
+            if any(p.dtype != dtype for p in parts):
+                return "its parts have different dtypes"
+            rest = {(*p.shape[:axis], *p.shape[axis + 1 :]) for p in parts}
+            if len(rest) > 1 or any(len(p.shape) != len(shape) for p in parts):
+                return "its parts have different shapes"
+            shape[axis] = sum(p.shape[axis] for p in parts)
+            joined = _layouts(parts, axis)
+            if joined is None:
+                return "its parts are cut differently over ranks"
+            layout, stats = joined, _stats(parts)
+        else:
+            if kinds != {"float"}:
+                return "its parts are not numbers that can be added"
+            if join == SUM and any(p.shape != first.shape or p.layout != layout for p in parts):
+                return "its parts have different shapes"
+            if join == ROPE and (len(parts) != 3 or not _turns(parts)):
+                return "its parts do not make a rotary embedding"
+            dtype, stats = "float32", None
+    if transpose:
+        if sorted(transpose) != list(range(len(shape))):
+            return "it has other dimensions than the transpose"
+        shape = [shape[i] for i in transpose]
+        row_dim = transpose.index(row_dim) if first.rows is not None else row_dim
+        if layout.kind == "shard" and layout.dim is not None:
+            layout = replace(layout, dim=transpose.index(layout.dim % len(shape)) - len(shape))
+    stored = all(p.payload is not None for p in parts)
+    nbytes = int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].storage.itemsize
+    fields |= {
+        "shape": tuple(shape),
+        "row_dim": row_dim,
+        "layout": layout,
+        "dtype": dtype,
+        "stats": stats,
+        "hash": None,
+        "sample": None,
+        "payload": Payload(COMPUTED, 0, nbytes) if stored else None,
+    }
+    return Derived(**fields, parts=tuple(parts), join=join, dim=axis, transpose=transpose, label=label, rule=rule)
+
+
+def _label(parts: Sequence[Record], join: str) -> str:
+    """``model.layers.0.self_attn.{q_proj,k_proj,v_proj}/output.0``: as short as it can be told."""
+    if join == ROPE:
+        return f"rope({parts[0].name})"
+    if len(parts) == 1:
+        return parts[0].name
+    sign = "+" if join == SUM else ","
+    roles, taps = [p.role for p in parts], [p.tap for p in parts]
+    call = f"#{parts[0].call}" if parts[0].call else ""
+    if len(set(taps)) == 1:
+        return f"{taps[0]}/{sign.join(roles)}{call}"
+    heads = {t.rpartition(".")[0] for t in taps}
+    if len(set(roles)) == 1 and len(heads) == 1:
+        return f"{heads.pop()}.{{{sign.join(t.rpartition('.')[2] for t in taps)}}}/{roles[0]}{call}"
+    return sign.join(p.name for p in parts)
+
+
+def _layouts(parts: Sequence[Record], axis: int) -> Layout | None:
+    first = parts[0].layout
+    if all(p.layout == first for p in parts) and first.kind == "replicated":
+        return first
+    places = {(p.layout.kind, p.layout.group, p.layout.index, p.layout.size) for p in parts}
+    dims = {None if p.layout.dim is None else p.layout.dim % len(p.shape) for p in parts}
+    if len(places) > 1 or first.kind != "shard" or dims != {axis} or any(p.layout.valid is not None for p in parts):
+        return first if first.size == 1 and all(p.layout.size == 1 for p in parts) else None
+    return replace(first, parts=tuple(b for p in parts for b in p.layout.parts))
+
+
+def _stats(parts: Sequence[Record]) -> Stats | None:
+    """The statistics of the parts as one tensor: exact, but for rounding."""
+    found = [p.stats for p in parts if p.stats is not None]
+    if len(found) < len(parts):
+        return None
+    counts = [s.count - s.nan - s.inf for s in found]
+    total = sum(counts)
+    whole = [s for s, n in zip(found, counts, strict=True) if n]
+    if any(None in (s.min, s.max, s.mean, s.l2) for s in whole) or not whole:
+        return None
+    mean = sum((s.mean or 0.0) * n for s, n in zip(found, counts, strict=True)) / total
+    return Stats(
+        sum(s.count for s in found),
+        min(s.min for s in whole if s.min is not None),
+        max(s.max for s in whole if s.max is not None),
+        mean,
+        sum((s.l2 or 0.0) ** 2 for s in whole) ** 0.5,
+        sum(s.nan for s in found),
+        sum(s.inf for s in found),
+    )
+
+
+def _turns(parts: Sequence[Record]) -> bool:
+    x, cos, sin = (p.shape for p in parts)
+    if not x or len(cos) != 2 or cos != sin or parts[0].row_dim != 0 or x[0] != cos[0] or cos[1] % 2 or not cos[1]:
+        return False
+    return int(np.prod(x[1:], dtype=np.int64)) % cos[1] == 0
+
+
+class View:
+    """A dump with ``records`` in place of its own; everything else is the dump's."""
+
+    def __init__(self, dump: Any, records: list[Record]):
+        self._dump = dump
+        self.records = records
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dump, name)
+
+    def read(self, record: Record, out: np.ndarray | None = None) -> np.ndarray:
+        """As dump.reader's: the stored bits, or those that are made of stored ones."""
+        return read(self._dump, record, out)
+
+
+def read(dump: Any, record: Record, out: np.ndarray | None = None) -> np.ndarray:
+    """The bits of ``record`` from its ``dump``, as dump.reader's ``read`` gives them, also for a `Derived` record."""
+    if not isinstance(record, Derived):
+        return np.asarray(dump.read(record, out))
+    if len(record.parts) == 1 and not record.transpose:
+        return read(dump, record.parts[0], out)
+    value = _make(dump, record)
+    if out is None:
+        return value
+    flat = out.reshape(-1).view(np.uint8)
+    if flat.size < value.nbytes:
+        raise ValueError(f"out has {flat.size} bytes, {record.name} needs {value.nbytes}")
+    target = flat[: value.nbytes].view(value.dtype).reshape(value.shape)
+    target[...] = value
+    return target
+
+
+def _make(dump: Any, record: Derived) -> np.ndarray:
+    arrays = [read(dump, p) for p in record.parts]
+    if len(arrays) == 1:
+        value = arrays[0]
+    elif record.join == CAT:
+        value = np.concatenate(arrays, axis=record.dim)
+    else:
+        floats = [widen(a, p.dtype).astype(np.float32) for a, p in zip(arrays, record.parts, strict=True)]
+        value = rope(*floats) if record.join == ROPE else _total(floats)
+    return np.ascontiguousarray(np.transpose(value, record.transpose) if record.transpose else value)
+
+
+def _total(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    total = np.sum([a.astype(np.float64) for a in arrays], axis=0)
+    with np.errstate(over="ignore"):
+        return np.asarray(total, np.float32)
+
+
+def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """x: float32 [rows, ...] of heads of size d; cos, sin: float32 [rows, d], both halves alike. float32 as x."""
+    rows, d = cos.shape
+    heads = x.reshape(rows, -1, d)
+    half = d // 2
+    turned = np.concatenate([-heads[..., half:], heads[..., :half]], axis=-1)
+    return np.asarray(heads * cos[:, None] + turned * sin[:, None], np.float32).reshape(x.shape)

@@ -1,0 +1,239 @@
+"""Which place of the golden a place of mine is, said by rules: a user's file, or the built-in tables.
+
+The problem: two engines build one model from other modules: one projection here is three there, a residual is added
+here inside a norm and there between layers. The idea: a rule names a place of mine by a pattern and says, as templates,
+of which golden tensors the same values are made: one, several joined or added, transposed. Patterns and templates are
+strings that are only matched and filled in, never run.
+Not here: the built-in rules (builtin.py), applying rules to dumps (bridge.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+CAT, SUM, ROPE = "cat", "sum", "rope"
+_MAX_FILE = 4 << 20
+_FIELD = re.compile(r"\{(\d{1,3})([+-]\d{1,6})?\}|\*\*|\*")
+
+
+class MappingError(ValueError):
+    """A mapping cannot be used; the message is one line that names the file and the rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A golden tensor as a template. tap: may hold ``*``, ``**`` and ``{1}`` (also ``{1+2}``: a number with an offset).
+
+    role: None means the role that pairs with mine's (the same, or by order).
+    """
+
+    tap: str
+    role: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """mine: a role, or several with ``+`` between them, whose sum is meant; None: every role. sources: how the golden
+    makes it; join: ``cat`` along ``dim`` (params: 0 unless said), ``sum``, or ``rope`` (value, cos, sin)."""
+
+    mine: str | None
+    sources: tuple[Source, ...]
+    join: str = CAT
+    dim: int | None = None
+    transpose: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """pattern: over mine's taps; a glob (``*`` within a name, ``**`` across dots) or ``re:`` and a regular expression
+    that must match the whole tap. label: how reports call it. alone: a golden tap of mine's own name is another thing,
+    whatever parts of it have no rule stay unpaired. needs: a template of a tap that mine must have."""
+
+    pattern: str
+    parts: tuple[Part, ...]
+    label: str
+    alone: bool = False
+    needs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """golden taps that match ``pattern`` are called ``target`` first, where mine has something there."""
+
+    pattern: str
+    target: str
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A whole mapping. origin: the file, or the name of the built-in table."""
+
+    origin: str
+    renames: tuple[Rename, ...] = ()
+    rules: tuple[Rule, ...] = ()
+
+
+@lru_cache(maxsize=4096)
+def _compile(pattern: str) -> re.Pattern[str]:
+    if pattern.startswith("re:"):
+        return re.compile(pattern[3:])
+    out, last = [], 0
+    for m in re.finditer(r"\*\*|\*", pattern):
+        out += [re.escape(pattern[last : m.start()]), "(.*)" if m[0] == "**" else r"([^.]*)"]
+        last = m.end()
+    return re.compile("".join(out) + re.escape(pattern[last:]))
+
+
+def match(pattern: str, tap: str) -> tuple[str, ...] | None:
+    """What the pattern's wildcards or groups stand for in ``tap``, or None. The whole tap must match."""
+    found = _compile(pattern).fullmatch(tap)
+    return None if found is None else tuple(g or "" for g in found.groups())
+
+
+def fill(template: str, groups: Sequence[str]) -> str | None:
+    """The template with wildcards filled in order and ``{n}`` by number; None where an offset meets no number, leads
+    below zero, or a group is missing."""
+    out, last, turn = [], 0, 0
+    for m in _FIELD.finditer(template):
+        out.append(template[last : m.start()])
+        last = m.end()
+        if m[1] is None:
+            number, turn = turn, turn + 1
+        else:
+            number = int(m[1]) - 1
+        if not 0 <= number < len(groups):
+            return None
+        value = groups[number]
+        if m[1] is not None and m[2] is not None:
+            if not value.isdecimal() or int(value) + int(m[2]) < 0:
+                return None
+            value = str(int(value) + int(m[2]))
+        out.append(value)
+    return "".join(out) + template[last:]
+
+
+def load_mapping(path: str | Path) -> Rules:
+    """Reads a mapping file: JSON, or YAML where PyYAML is installed. Raises MappingError with one line.
+
+    docs/mapping.md describes the file.
+    """
+    path = Path(path)
+    try:
+        if path.stat().st_size > _MAX_FILE:
+            raise MappingError(f"{path}: larger than {_MAX_FILE >> 20} MiB; not a mapping file")
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise MappingError(f"{path}: {e.strerror or e}; name a YAML or JSON mapping file") from None
+    except UnicodeDecodeError:
+        raise MappingError(f"{path}: not text; name a YAML or JSON mapping file") from None
+    return parse_mapping(_parse(path, text), str(path))
+
+
+def _parse(path: Path, text: str) -> Any:
+    import json
+
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        problem = f"{path}: not JSON ({e})"
+        if path.suffix.lower() == ".json":
+            raise MappingError(problem) from None
+    try:
+        import yaml  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        raise MappingError(f"{problem}; for YAML install PyYAML, or write the mapping as JSON") from None
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as e:
+        where = str(e).replace("\n", " ")[:200]
+        raise MappingError(f"{path}: not YAML: {where}") from None
+
+
+def parse_mapping(data: Any, origin: str) -> Rules:
+    """A mapping from plain values: ``{pattern: template or list}``, or ``{"rename": ..., "rules": [...]}``."""
+    if not isinstance(data, Mapping) or not data:
+        raise MappingError(f"{origin}: expected a mapping of patterns to templates")
+    if not all(isinstance(k, str) for k in data):
+        raise MappingError(f"{origin}: keys must be strings")
+    if not set(data) <= {"rename", "rules"}:
+        return Rules(origin, (), tuple(_rule({"mine": k, "golden": v}, f"{origin}: {k}") for k, v in data.items()))
+    renames, rules = data.get("rename") or {}, data.get("rules") or []
+    if not isinstance(renames, Mapping) or not isinstance(rules, Sequence) or isinstance(rules, str):
+        raise MappingError(f"{origin}: 'rename' must be a mapping and 'rules' a list")
+    pairs = []
+    for pattern, target in renames.items():
+        _check_pattern(pattern, origin)
+        if not isinstance(target, str):
+            raise MappingError(f"{origin}: rename {pattern!r}: the new name must be a string")
+        pairs.append(Rename(pattern, target))
+    return Rules(origin, tuple(pairs), tuple(_rule(r, f"{origin}: rule {i + 1}") for i, r in enumerate(rules)))
+
+
+_KEYS = {"mine", "golden", "roles", "join", "dim", "transpose", "alone"}
+
+
+def _rule(spec: Any, where: str) -> Rule:
+    if not isinstance(spec, Mapping) or "mine" not in spec or not set(spec) <= _KEYS:
+        raise MappingError(f"{where}: expected the keys mine, golden, and perhaps {', '.join(sorted(_KEYS)[1:])}")
+    pattern = spec["mine"]
+    _check_pattern(pattern, where)
+    golden = _strings(spec.get("golden", []), f"{where}: golden")
+    join, dim, transpose = spec.get("join", CAT), spec.get("dim"), spec.get("transpose", [])
+    if join not in (CAT, SUM):
+        raise MappingError(f"{where}: join must be {CAT} or {SUM}, not {join!r}")
+    if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+        raise MappingError(f"{where}: dim must be a whole number")
+    axes = transpose if isinstance(transpose, list) else None
+    if axes is None or sorted(axes, key=str) != list(range(len(axes))):
+        raise MappingError(f"{where}: transpose must list dimensions, such as [1, 0]")
+    how = (join, dim, tuple(axes))
+    roles = spec.get("roles")
+    if roles is None:
+        if not golden:
+            raise MappingError(f"{where}: golden names no tap")
+        parts = [Part(None, tuple(_source(g, None) for g in golden), *how)]
+    elif isinstance(roles, Mapping) and roles and all(isinstance(r, str) for r in roles):
+        parts = [Part(r, _sources(v, golden, f"{where}: role {r}"), *how) for r, v in roles.items()]
+    else:
+        raise MappingError(f"{where}: roles must map mine's roles to golden's")
+    label = f"{pattern} ← {', '.join(golden) or 'roles'}"
+    return Rule(pattern, tuple(parts), label, bool(spec.get("alone", False)))
+
+
+def _sources(value: Any, golden: Sequence[str], where: str) -> tuple[Source, ...]:
+    found = []
+    for text in _strings(value, where):
+        if "/" in text:
+            found.append(_source(text, None))
+        elif golden:
+            found += [Source(g, text) for g in golden]
+        else:
+            raise MappingError(f"{where}: {text!r} names no tap, and the rule has no 'golden'")
+    return tuple(found)
+
+
+def _source(text: str, role: str | None) -> Source:
+    tap, slash, own = text.partition("/")
+    return Source(tap, own if slash else role)
+
+
+def _strings(value: Any, where: str) -> list[str]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
+        raise MappingError(f"{where}: expected a template or a list of them")
+    return values
+
+
+def _check_pattern(pattern: Any, where: str) -> None:
+    if not isinstance(pattern, str) or not pattern or len(pattern) > 1000:
+        raise MappingError(f"{where}: the pattern must be a string of at most 1000 characters")
+    try:
+        _compile(pattern)
+    except (re.error, RecursionError, OverflowError) as e:
+        raise MappingError(f"{where}: {pattern!r} is not a regular expression: {e}") from None
