@@ -4,17 +4,17 @@ import numpy as np
 from synthetic_model import capture
 
 from vllm_accprobe.compare.engine import open_both
+from vllm_accprobe.compare.index import Indices
 from vllm_accprobe.compare.measure import COLUMN_ROWS, Measurer
 from vllm_accprobe.compare.plan import make_plan
 from vllm_accprobe.compare.read import Loader
-from vllm_accprobe.judge.standards import get_standard
 
 
 def pieces(golden, mine, tap, role="output.0"):
     dumps = open_both(golden, mine)
     plan = make_plan(*dumps)
-    sides = plan.tokens.golden, plan.tokens.mine
-    measurer = Measurer(Loader(dumps[0]), Loader(dumps[1]), sides, get_standard("accprobe"))
+    indices = Indices((plan.tokens.golden, plan.tokens.mine))
+    measurer = Measurer(dumps, (Loader(dumps[0]), Loader(dumps[1])), indices)
     return list(measurer.measure(next(u for u in plan.units if u.key[:2] == (tap, role))))
 
 
@@ -51,7 +51,7 @@ def test_many_rows_are_represented_by_those_that_are_furthest_apart():
     golden = capture(prompts=prompt, together=False)
     found = pieces(golden, capture(prompts=prompt, together=False, faults={"model.norm": fault}), "model.norm")
     piece = next(p for p in found if len(p.keys) == 300)
-    assert COLUMN_ROWS == 256
+    assert COLUMN_ROWS == 64
     assert piece.columns[0].argmax() == 3
     gg = np.sort(piece.table[:, 1])
-    assert gg[:256].sum() <= piece.columns[1].sum() < gg.sum()
+    assert gg[:64].sum() <= piece.columns[1].sum() < gg.sum()

@@ -1,8 +1,8 @@
 """Two dumps in, a Comparison out: measuring.
 
 The problem: reading and measuring cost minutes, judging costs seconds and is done again with other limits. The idea:
-the plan's units are measured one by one into plain values (measured.py), from which judging.py makes the result.
-Not here: each of those matters (plan.py, measure.py, params.py, coverage.py), the verdict (judging.py).
+the plan's units are measured by workers into plain values (measured.py), from which judging.py makes the result.
+Not here: each of those matters (plan.py, workers.py, measure.py, coverage.py), the verdict (judging.py).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.compare import blame, words
-from vllm_accprobe.compare.coverage import coverage, family
+from vllm_accprobe.compare.coverage import coverage
+from vllm_accprobe.compare.index import Indices
 from vllm_accprobe.compare.judging import judge
-from vllm_accprobe.compare.measure import Measurer
-from vllm_accprobe.compare.measured import Measured, MeasuredUnit, Setting, moments_of, part_of, places_of, unit_of
-from vllm_accprobe.compare.params import compare_params
-from vllm_accprobe.compare.plan import SAMPLER, TOKEN, TOP_IDS, Plan, Unit, make_plan
+from vllm_accprobe.compare.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
+from vllm_accprobe.compare.plan import SAMPLER, TOKEN, TOP_IDS, Plan, make_plan
 from vllm_accprobe.compare.read import Loader
 from vllm_accprobe.compare.result import CompareError, Comparison
 from vllm_accprobe.compare.rows import RowLog
 from vllm_accprobe.compare.samples import take_samples
+from vllm_accprobe.compare.workers import measure_all, unit_bytes
 from vllm_accprobe.formats import DumpError, open_dump
 from vllm_accprobe.judge.standards import Standard, get_standard
 
@@ -44,7 +44,8 @@ def compare(
     """Compares two dumps (paths, or what `open_dump` gives).
 
     standard: a name in judge.standards.STANDARDS or a Standard. taps: globs over tap names, comma separated.
-    progress: called with (units done, units in all). Raises CompareError, one line, and NothingCompared.
+    progress: called with (bytes done, bytes in all) of both sides, read or known to be equal. Raises CompareError, one
+    line, and NothingCompared.
     """
     rules = find_standard(standard)
     dumps = open_both(golden, mine)
@@ -87,34 +88,34 @@ class _Run:
     compared: dict[str, list[np.ndarray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.loaders = Loader(self.dumps[0]), Loader(self.dumps[1], 64 << 20)
-        tokens = self.plan.tokens
-        self.measurer = Measurer(*self.loaders, (tokens.golden, tokens.mine), Standard())
+        self.loaders = Loader(self.dumps[0], 64 << 20), Loader(self.dumps[1], 64 << 20)
 
     def measure(self, progress: Progress | None) -> Measured:
-        units = []
-        for i, unit in enumerate(self.plan.units):
-            if unit.key[:2] == (SAMPLER, TOP_IDS):
-                self.skipped[IDS_ONLY] += len(unit.mine)
-            else:
-                units.append(self._unit(unit))
+        wanted = [u for u in self.plan.units if u.key[:2] != (SAMPLER, TOP_IDS)]
+        ids = sum(len(u.mine) for u in self.plan.units if u.key[:2] == (SAMPLER, TOP_IDS))
+        if ids:
+            self.skipped[IDS_ONLY] += ids
+        total = sum(map(unit_bytes, wanted)) if progress is not None else 0
+        sizes = iter(wanted)
+        units: list[MeasuredUnit] = []
+        done = 0
+        indices = Indices((self.plan.tokens.golden, self.plan.tokens.mine))
+        for batch in measure_all(self.dumps, indices, wanted):
+            for unit in batch:
+                self._note(unit)
+            units += batch
             if progress is not None:
-                progress(i + 1, len(self.plan.units))
+                done += sum(unit_bytes(next(sizes)) for _ in batch)
+                progress(done, total)
         return Measured(self._setting(), units)
 
-    def _unit(self, unit: Unit) -> MeasuredUnit:
-        if unit.is_param:
-            result = compare_params(unit, *self.loaders, Standard())
-            parts = [part_of(result.piece, equal=result.equal, by=result.by)]
-        else:
-            parts = []
-            for piece in self.measurer.measure(unit):
-                where = family(piece.group.where[2] if piece.group.where else "")
-                parts.append(part_of(piece, family=where))
-                if not piece.skip and not piece.whole:
-                    self.compared.setdefault(where, []).append(piece.keys)
-        self.skipped.update(p.skip for p in parts if p.skip)
-        return unit_of(unit, parts)
+    def _note(self, unit: MeasuredUnit) -> None:
+        """What coverage needs to know of a measured unit."""
+        for part in unit.parts:
+            if part.skip:
+                self.skipped[part.skip] += 1
+            elif not part.whole and not unit.is_param:
+                self.compared.setdefault(part.family, []).append(part.keys)
 
     def _setting(self) -> Setting:
         plan, (golden, mine) = self.plan, self.dumps

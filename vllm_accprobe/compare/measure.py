@@ -1,8 +1,8 @@
 """One unit's numbers: for each tensor of mine, the row table against the golden's rows with the same keys.
 
 The problem: the rows of one tensor of mine may lie in many tensors of the golden, and most tensors of two runs are
-equal. The idea: an index from row key to (golden tensor, row) is made once per set of row maps; equal hashes over equal
-rows end the matter without reading; else the kernel gathers straight from the stored bits.
+equal. The idea: an index (index.py) says where each row lies; equal hashes over equal rows end the matter without
+reading; else the kernel gathers straight from the stored bits, a stretch of rows at a time (stream.py).
 Not here: limits and words (judge/, engine.py), parameters (params.py).
 """
 
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.tokens import Side, Space
+from vllm_accprobe.compare.index import Index, Indices
 from vllm_accprobe.compare.plan import SAMPLER, TOKEN, Group, Unit
 from vllm_accprobe.compare.read import Block, Loader, cut_shape, find_cut
+from vllm_accprobe.compare.stream import RowReader, row_bytes, stretches
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.judge.routing import is_choice, is_weight
-from vllm_accprobe.judge.standards import Standard
 from vllm_accprobe.metrics import kernel, oracle
 
 NO_ROWS_LEFT = "only superseded rows or rows after a flipped token"
@@ -28,7 +28,7 @@ NO_PARTNER = "no row of it in golden"
 NO_PAYLOAD = "statistics only, and other rows in the batch"
 OTHER_BATCH = "tensor without rows in a step with another batch"
 OTHER_WIDTH = "shapes differ"
-COLUMN_ROWS = 256
+COLUMN_ROWS = 64
 """Rows that a tensor's column sums are taken over: those that are furthest apart. More would cost a third of the speed
 and say the same."""
 ROW_COUNT = "its row count disagrees with the row map"
@@ -40,8 +40,8 @@ _EMPTY = np.zeros(0, np.int64)
 class Piece:
     """One tensor of mine. keys: of the rows compared, in mine's order; table: their row table, None where ``identical``
     or judged by ``stat_error`` (see statistics_error); columns: float64 [2, width], sums of d*d and of g*g in each
-    column (positions finite on both sides) over the rows that are furthest apart, at most COLUMN_ROWS of each golden
-    tensor; None where values were not read or do not differ; skip: why nothing was compared."""
+    column (positions finite on both sides) over the rows that are furthest apart, at most COLUMN_ROWS of each
+    stretch that is read at once; None where values were not read or do not differ; skip: why nothing was compared."""
 
     group: Group
     golden: list[Group] = field(default_factory=list)
@@ -66,28 +66,19 @@ class Piece:
         return int(np.prod(self.feature, dtype=np.int64))
 
 
-@dataclass(frozen=True)
-class Index:
-    """Row keys of several golden tensors: sorted ``keys``, with the tensor's number and the row in it."""
-
-    keys: np.ndarray
-    group: np.ndarray
-    row: np.ndarray
-
-
 class Measurer:
-    """Measures units of one plan. Holds nothing between units but indices of row keys."""
+    """Measures units of one plan, in one thread. Holds nothing between units but buffers and indices of row keys."""
 
-    def __init__(self, golden: Loader, mine: Loader, sides: tuple[Side, Side], standard: Standard):
-        self.golden, self.mine, self.sides, self.standard = golden, mine, sides, standard
-        self._indices: dict[tuple[Space, ...], Index] = {}
-        self._batches: list[dict[tuple[int, int | None], Any]] = [_batches(s) for s in sides]
+    def __init__(self, dumps: tuple[Any, Any], loaders: tuple[Loader, Loader], indices: Indices):
+        self.golden, self.mine = loaders
+        self.rows = RowReader(dumps[0], loaders[0]), RowReader(dumps[1], loaders[1])
+        self.sides, self.indices = indices.sides, indices
 
     def measure(self, unit: Unit) -> Iterator[Piece]:
         """A piece for every tensor of mine in ``unit``, in order of steps."""
         usable = [g for g in unit.golden if g.merge is not None and self._fits(0, g)]
         with_rows = [g for g in usable if g.where is not None]
-        index = self.index(with_rows)
+        index = self.indices.index(with_rows)
         problem = next((g.problem for g in unit.golden if g.problem), "")
         for group in sorted(unit.mine, key=lambda g: (g.moment[1] or 0, g.moment[0])):
             piece = Piece(group, feature=())
@@ -106,24 +97,6 @@ class Measurer:
             yield piece
         self.golden.forget()
         self.mine.forget()
-
-    def index(self, groups: list[Group]) -> Index:
-        """Where each kept row lies among ``groups``; the last one counts where a row lies in several."""
-        wheres = tuple(g.where for g in groups if g.where is not None)
-        if wheres not in self._indices:
-            keys, number, row = [], [], []
-            for i, where in enumerate(wheres):
-                rows = self.sides[0].rows[where]
-                kept = np.flatnonzero(rows.keep)
-                keys.append(rows.keys[kept])
-                number.append(np.full(len(kept), i))
-                row.append(kept)
-            k, n, r = (np.concatenate(x) if x else _EMPTY for x in (keys, number, row))
-            order = np.argsort(k, kind="stable")
-            k, n, r = k[order], n[order], r[order]
-            last = np.append(k[1:] != k[:-1], True) if len(k) else np.zeros(0, bool)
-            self._indices[wheres] = Index(k[last], n[last], r[last])
-        return self._indices[wheres]
 
     def _fits(self, side: int, group: Group) -> bool:
         """The row map, made by another journal line, agrees with the tensor's own shape."""
@@ -167,14 +140,15 @@ class Measurer:
             else:
                 piece.skip = NO_PAYLOAD
             return
-        mine = self.mine.load(piece.group, cuts[1])
         table = np.zeros((len(kept), len(oracle.ROW_FIELDS)))
         for i in used:
-            mask = number == i
-            block = self.golden.load(golden[i], cuts[0])
-            table[mask] = part = self._table(block, row[mask], mine, kept[mask], unit)
-            self._columns(piece, part, block, row[mask], mine, kept[mask], unit)
-            self._locate(piece, part, np.flatnonzero(mask), block, row[mask], mine, kept[mask])
+            size = max(row_bytes(golden[i]), row_bytes(piece.group))
+            for part in stretches(np.flatnonzero(number == i), size):
+                g, g_rows = self.rows[0].load(golden[i], cuts[0], row[part])
+                m, m_rows = self.rows[1].load(piece.group, cuts[1], kept[part])
+                table[part] = found = self._table(g, g_rows, m, m_rows, unit)
+                self._columns(piece, found, g, g_rows, m, m_rows, unit)
+                self._locate(piece, found, part, g, g_rows, m, m_rows)
         piece.table = table
         self._check_replicas(piece, [(golden[i], number == i) for i in used], row, kept, cuts, unit)
 
@@ -236,8 +210,8 @@ class Measurer:
 
     def _whole(self, piece: Piece, golden: list[Group]) -> None:
         """A tensor without rows: against the golden's of a step with the same batch."""
-        batch = self._batches[1].get(piece.group.moment)
-        same = [g for g in golden if g.where is None and self._batches[0].get(g.moment) == batch]
+        batch = self.indices.batches[1].get(piece.group.moment)
+        same = [g for g in golden if g.where is None and self.indices.batches[0].get(g.moment) == batch]
         if batch is None:  # no row maps at all: steps correspond by number
             same = [g for g in same if g.moment[1] == piece.group.moment[1]]
         if not same:
@@ -333,13 +307,3 @@ def _odd_replicas(group: Group) -> list[int]:
             if digest is not None and first is not None and digest != first and group.records[i].payload is not None:
                 odd.setdefault(digest, i)
     return list(odd.values())
-
-
-def _batches(side: Side) -> dict[tuple[int, int | None], Any]:
-    """What each step computed, as a value that is equal for equal batches."""
-    out: dict[tuple[int, int | None], Any] = {}
-    for where in sorted(side.rows, key=lambda w: (w[0], w[1], w[2])):
-        if where[2] != "logits":
-            moment = (where[0], where[1])
-            out[moment] = (*out.get(moment, ()), where[2], side.rows[where].keys.tobytes())
-    return out
