@@ -21,7 +21,7 @@ for folder in ("tests", "tests/faults", "scripts"):
     sys.path.insert(0, str(ROOT / folder))
 
 from fault_cases import CASES  # noqa: E402
-from fault_lab import Bench, Outcome, judge_kept, markdown, row, run_cases, save, totals  # noqa: E402
+from fault_lab import Bench, Outcome, Totals, judge_kept, markdown, row, run_cases, save, totals  # noqa: E402
 from fault_ways import CLEAN, EASY  # noqa: E402
 
 
@@ -40,6 +40,7 @@ def main() -> int:
         print(f"error: --judge-only {args.judge_only} is no directory; make one with --keep", file=sys.stderr)
         return 2
 
+    names = [c.name for c in CASES]
     outcomes: list[Outcome] = []
     lock = threading.Lock()
     keep = args.judge_only or args.keep
@@ -49,6 +50,9 @@ def main() -> int:
     def done(outcome: Outcome) -> None:
         with lock:
             outcomes.append(outcome)
+            if keep is not None:
+                every = save(root, [outcome], names)
+                (root / "results.md").write_text(markdown(every, _totals(every).line()))
             mark, name, model, ways, verdict, culprit, rank, factor, sentence = row(outcome)
             print(f"{mark:4}{name:24} {model:12} {ways:19} {verdict:5} {rank:8} {factor:>7} {culprit}", flush=True)
             if sentence:
@@ -62,16 +66,16 @@ def main() -> int:
     finally:
         if keep is None:
             shutil.rmtree(root, ignore_errors=True)
-    order = {c.name: i for i, c in enumerate(CASES)}
-    outcomes.sort(key=lambda o: order.get(o.name, len(order)))
-    result = totals(outcomes, [c.name for c in CASES if c.subtle], EASY)
+    outcomes.sort(key=lambda o: names.index(o.name) if o.name in names else len(names))
+    result = _totals(outcomes)
     print(result.line())
-    if keep is not None:
-        save(root / "results.json", outcomes)
-        (root / "results.md").write_text(markdown(outcomes, result.line()))
     if args.markdown:
         args.markdown.write_text(markdown(outcomes, result.line(), details=False))
     return 0 if outcomes and result.good else 1
+
+
+def _totals(outcomes: list[Outcome]) -> Totals:
+    return totals(outcomes, [c.name for c in CASES if c.subtle], EASY)
 
 
 def _run(root: Path, cases: list, clean: list, done, jobs: int) -> None:

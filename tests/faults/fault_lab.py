@@ -14,7 +14,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Outcome:
     the origins, 1 is first, 0 is not there. found: also the second fault, where there is one. factor: error created by
     the true module (or the culprit) over its limit. sentence: the shape of the error, in words. worded: whether the
     expected words are in it (None: none were expected). seen: errors around the true module, in units of 2^-8.
-    seconds: to compare. run_s: to make the faulty run, 0 where it was there already.
+    seconds: to compare. run_s: to make the faulty run, 0 where it was there already. at: when it was judged (UTC).
     """
 
     name: str
@@ -57,6 +57,7 @@ class Outcome:
     origins: int = 0
     seconds: float = 0.0
     run_s: float = 0.0
+    at: str = field(default_factory=lambda: time.strftime("%H:%M:%S", time.gmtime()))
 
     @property
     def clean(self) -> bool:
@@ -276,7 +277,7 @@ def totals(outcomes: Sequence[Outcome], subtle: Iterable[str], same_kind: Iterab
     )
 
 
-COLUMNS = ("", "case", "model", "golden → mine", "verdict", "culprit named", "rank", "× floor", "shape")
+COLUMNS = ("", "case", "model", "golden → mine", "verdict", "culprit named", "rank", "× limit", "shape")
 
 
 def row(o: Outcome) -> tuple[str, ...]:
@@ -291,15 +292,33 @@ def markdown(outcomes: Sequence[Outcome], summary: str, *, details: bool = True)
     """The table as a page; with details, also what the rows around each missed module look like."""
     lines = [summary, "", "| " + " | ".join(COLUMNS) + " |", "| " + " | ".join("---" for _ in COLUMNS) + " |"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row(o)) + " |" for o in outcomes]
-    wrong = [o for o in outcomes if not o.right]
-    if details and wrong:
-        lines += ["", "Not right, with the worst row's error at the module in units of 2^-8:", ""]
-        lines += [f"- {o.name}: expected {' or '.join(o.expected) or 'nothing'}; {o.seen}" for o in wrong]
+    if details:
+        lines += [
+            "",
+            "The worst row's error at the planted module (or the one accused), in units of 2^-8; seconds:",
+            "",
+        ]
+        lines += [f"- {'' if o.right else '**BAD** '}{o.name} ({o.golden} → {o.mine}): {_told(o)}" for o in outcomes]
     return "\n".join([*lines, ""])
 
 
-def save(path: Path, outcomes: Sequence[Outcome]) -> None:
-    path.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
+def _told(o: Outcome) -> str:
+    expected = f"expected {' or '.join(o.expected)}; " if o.expected and not o.right else ""
+    return f"{expected}{o.seen}; run {o.run_s:.0f} s, judged in {o.seconds:.1f} s at {o.at}"
+
+
+def save(root: Path, outcomes: Sequence[Outcome], order: Sequence[str]) -> list[Outcome]:
+    """Puts outcomes into root/results.json, over older ones of the same pairs, and returns all of them in ``order``."""
+    path = root / "results.json"
+    kept = json.loads(path.read_text()) if path.exists() else []
+    known = {f.name for f in fields(Outcome)}
+    old = [Outcome(**{k: v for k, v in o.items() if k in known} | {"expected": tuple(o["expected"])}) for o in kept]
+    merged = {(o.name, o.golden, o.mine) if o.clean else o.name: o for o in [*old, *outcomes]}
+    place = {name: i for i, name in enumerate(order)}
+    every = sorted(merged.values(), key=lambda o: place.get(o.name, len(place)))
+    every = [o for o in every if o.clean or o.name in place]
+    path.write_text(json.dumps([asdict(o) for o in every], indent=1))
+    return every
 
 
 def run_cases(

@@ -83,10 +83,18 @@ def test_what_is_good_enough(found: int, second_place: int, passed: int, alarms:
 
 def test_the_table_and_what_is_said_about_a_miss() -> None:
     assert row(MISSED) == ("BAD", "b", "qwen2", "serial → mixed", "fail", "y (true: x)", "2 of 0", "3", "")
-    page = markdown([FOUND, PASSED], "2 faults")
+    page = markdown([FOUND, replace(PASSED, at="12:00:00")], "2 faults")
     assert "| ok | a | qwen2 | serial → mixed | fail | x | 1 of 0 | 3 |  |" in page
-    assert page.splitlines()[-1] == "- c: expected x; output.0 1.2"
+    told = "- **BAD** c (serial → mixed): expected x; output.0 1.2; run 0 s, judged in 0.0 s at 12:00:00"
+    assert page.splitlines()[-1] == told
     assert "expected x" not in markdown([FOUND, PASSED], "2 faults", details=False)
+
+
+def test_saved_outcomes_replace_older_ones_of_the_same_pair(tmp_path: Path) -> None:
+    order = ["b", "a"]
+    fault_lab.save(tmp_path, [FOUND, MISSED, CLEAN_PAIR, replace(FOUND, name="no longer declared")], order)
+    every = fault_lab.save(tmp_path, [replace(FOUND, factor=9.0)], order)
+    assert [(o.name, o.factor) for o in every] == [("b", 3.0), ("a", 9.0), ("clean qwen2", 0.0)]
 
 
 def test_what_is_seen_around_a_module() -> None:
