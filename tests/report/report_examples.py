@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from vllm_accprobe.compare.result import Comparison, Pair
+from vllm_accprobe.compare.rows import RowTable, Sample
 
 LAYER_TAPS = [
     ("input_layernorm", "RMSNorm"),
@@ -224,6 +228,39 @@ def realistic(layers: int = 8, steps: int = 12, *, fail: bool = True, seed: int 
     )
 
 
+def row_table(entries: list[tuple[int, str, int, bool, float, float]]) -> RowTable:
+    """From (pair, request, position, decode, error, ratio) per row."""
+    labels = sorted({e[1] for e in entries})
+    columns = [np.array([e[i] for e in entries]) for i in (0, 2, 3, 4, 5)]
+    request = np.array([labels.index(e[1]) for e in entries], np.int32)
+    pair_, position, decode, error, ratio = columns
+    return RowTable(
+        tuple(labels), pair_.astype(np.int32), request, position.astype(np.int64), decode.astype(bool),
+        error.astype(np.float32), ratio.astype(np.float32),
+    )  # fmt: skip
+
+
+def with_rows(result: Comparison) -> Comparison:
+    """``result`` of ``realistic`` with errors by row: step 0 is 48 rows of a, step 1 of b, then one each of a, b and c;
+    a has the pair's error, the others half of it; and with samples of the failed pairs, scaled by 1.25."""
+    entries: list[tuple[int, str, int, bool, float, float]] = []
+    samples = []
+    for i, p in enumerate(result.pairs):
+        if not p.role.startswith("output") or p.status == "skip" or p.step is None or p.limit is None:
+            continue
+        if p.step < 2:
+            rows = [("ab"[p.step], k) for k in range(48)]
+        else:
+            rows = [(r, 46 + p.step) for r in "abc"]
+        for r, position in rows:
+            error = (p.worst_row_rel_l2 or 0.0) * (1.0 if r == "a" else 0.5)
+            entries.append((i, r, position, p.step >= 2, error, error / p.limit))
+        if p.status == "fail" and len(samples) < 64:
+            golden = np.linspace(-2, 2, 96, dtype=np.float32)
+            samples.append(Sample(i, golden, golden * np.float32(1.25), 64, "a", 46 + p.step))
+    return replace(result, rows=row_table(entries), samples=tuple(samples))
+
+
 EVIL = "</script><img src=x onerror=window.pwned=1><b>\x1b[31m\u202e&amp;{{data}}"
 
 
@@ -246,12 +283,18 @@ def hostile() -> Comparison:
         )
         for i in range(3)
     ]
+    rows = [(i, EVIL, k, False, 0.5, 30.0) for i in range(3) for k in range(4)]
+    values = np.ones(8, np.float32)
     return comparison(
+        rows=row_table(rows),
+        samples=tuple(Sample(i, values, values * 2, 4, EVIL, 1) for i in range(3)),
         pairs=bad,
         verdict="fail",
         golden_path=EVIL,
         golden_run={EVIL: EVIL, "nested": {EVIL: [EVIL]}},
-        origins=[ORIGIN | {"module": EVIL + "0", "class": EVIL, "role": EVIL, "request": EVIL, "phase": EVIL}],
+        origins=[
+            ORIGIN | {"module": EVIL + "0", "class": EVIL, "role": EVIL, "request": EVIL, "phase": EVIL, "shape": EVIL}
+        ],
         first_divergence=DIVERGENCE | {"module": EVIL, "metric": EVIL},
         tokens={"compared": 1, "flipped": [{"request": EVIL, "ordinal": EVIL, "golden": 1, "mine": EVIL}]},
         notes=[EVIL],

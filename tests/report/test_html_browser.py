@@ -2,9 +2,10 @@
 
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
-from report_examples import comparison, hostile, pair, realistic
+from report_examples import comparison, hostile, pair, realistic, with_rows
 
 from vllm_accprobe.report.html import write_html
 
@@ -46,6 +47,7 @@ def visit(browser, tmp_path):
         page.on("pageerror", lambda e: troubles.append(str(e)))
         page.on("request", lambda r: troubles.append(r.url) if not r.url.startswith(("file:", "data:")) else None)
         page.goto((tmp_path / "compare.html").as_uri())
+        page.wait_for_selector("body[data-ready]", state="attached")
         return page
 
     yield open_
@@ -63,14 +65,14 @@ def column(page, n):
 
 
 def test_first_screen_filter_and_sort(visit):
-    result = realistic()
+    result = replace(realistic(), standard={"name": "accprobe", "total": 8.0})
     failed = sum(p.status == "fail" for p in result.pairs)
     page = visit(result)
     page.wait_for_selector("#chart[data-ready] .scatterlayer .trace")
     assert page.inner_text("h1 .culprit") == "model.layers.3.mlp.down_proj"
     assert page.locator("#chart").bounding_box()["y"] < 500
     legend = page.locator("#chart .legendtext").all_text_contents()
-    assert legend == ["prefill", "decode", "limit"]
+    assert legend == ["prefill", "decode", "limit", "floor"]
 
     assert shown(page) == f"{failed} pairs of {len(result.pairs):,}"
     page.click("#status button[value=all]")
@@ -141,6 +143,9 @@ def test_last_of_many_rows_can_be_reached(visit):
 def test_hostile_names_are_text(visit):
     page = visit(hostile())
     page.wait_for_selector("#chart[data-ready]")
+    page.wait_for_selector("#heat[data-ready]")
+    assert "</script><img" in page.inner_text("#heat-readout") + page.inner_text("#heat-request")
+    assert "</script><img" in page.inner_text("#tree")
     page.focus("#chart")
     page.keyboard.press("ArrowRight")
     page.wait_for_selector("#chart .hovertext")
@@ -149,14 +154,116 @@ def test_hostile_names_are_text(visit):
     assert page.locator("img").count() == 0
     assert "</script><img" in page.inner_text("#body tr.row td:nth-child(2)")
     assert "</script><img" in page.inner_text("h1")
+    page.wait_for_selector(".small-plot[data-ready]")
     assert "</script><img" in page.inner_text("#detail")
+    assert page.locator(".shape img, #heat a, #tree img").count() == 0
     assert page.locator("#chart a").count() == 0
+
+
+def cell(page, row, column):
+    """The middle of a cell of the heat map, in pixels of the page."""
+    return page.evaluate(
+        """([r, c]) => {
+            const heat = document.getElementById("heat"), box = heat.getBoundingClientRect(), l = heat._fullLayout;
+            return [box.x + l.xaxis._offset + l.xaxis.d2p(c), box.y + l.yaxis._offset + l.yaxis.d2p(r)];
+        }""",
+        [row, column],
+    )
+
+
+def test_heat_map_opens_a_layer_and_a_cell_shows_its_pairs(visit):
+    page = visit(with_rows(realistic()))
+    page.wait_for_selector("#heat[data-ready]")
+    page.locator("#heat").scroll_into_view_if_needed()
+    # It begins with the culprit's request at the first cell beyond its limit: layer 3 at the first token of step 4.
+    assert page.locator("#heat-request option").all_text_contents()[0].startswith("a  (worst 1")
+    assert page.inner_text("#heat-readout").startswith("model.layers.3, position 50 (decode): 1")
+    page.mouse.click(*cell(page, 4, 50))  # embed_tokens, layers 0 to 2, then layer 3
+    assert page.inner_text("#heat-level") == "model.layers.3"
+    assert page.inner_text("#tap-chip").startswith("under model.layers.3, step 4")
+    assert set(column(page, 3)) == {"4"}
+    assert shown(page).startswith("28 pairs")
+    page.mouse.click(*cell(page, 11, 50))  # the twelfth tap of the layer
+    assert page.inner_text("#tap-chip").startswith("tap model.layers.3.mlp.down_proj, step 4")
+    assert shown(page).startswith("2 pairs")
+    assert page.is_visible("#detail")
+    assert "down_proj/output.0" in page.inner_text("#detail .top")
+    page.wait_for_selector("#detail .small-plot[data-ready]")
+    assert page.locator("#detail .small-plot[data-ready]").count() == 2
+    assert page.inner_text("#detail .worst-rows tbody tr:first-child").split()[:4] == ["a", "50", "decode", "0.21"]
+    page.click("#heat-back")
+    assert page.inner_text("#heat-level") == "all layers"
+
+
+def test_heat_map_by_keyboard_and_another_request(visit):
+    page = visit(with_rows(realistic()))
+    page.wait_for_selector("#heat[data-ready]")
+    page.focus("#heat")
+    page.keyboard.press("Home")
+    assert page.inner_text("#heat-readout").startswith("model.layers.3, position 0 (prefill): ")
+    for key in ("End", "Enter"):
+        page.keyboard.press(key)
+    assert page.inner_text("#heat-level") == "model.layers.3"
+    for _ in range(20):
+        page.keyboard.press("ArrowUp")
+    assert page.inner_text("#heat-readout").startswith("model.layers.3.input_layernorm, position 57 (decode)")
+    page.keyboard.press("Enter")
+    assert "tap model.layers.3.input_layernorm, step 11" in page.inner_text("#tap-chip")
+    page.focus("#heat")
+    page.keyboard.press("Escape")
+    assert page.inner_text("#heat-level") == "all layers"
+    page.select_option("#heat-request", index=2)
+    assert "position 50 (decode)" in page.inner_text("#heat-readout")
+
+
+def test_tree_is_opened_to_the_culprit_and_filters(visit):
+    page = visit(with_rows(realistic()))
+    culprit = page.locator("#tree [data-path='model.layers.3.mlp.down_proj']")
+    assert "culprit" in culprit.inner_text()
+    assert culprit.get_attribute("aria-selected") == "true"
+    assert culprit.get_attribute("aria-level") == "5"
+    culprit.locator(".node").click()
+    assert page.inner_text("#tap-chip").startswith("under model.layers.3.mlp.down_proj")
+    assert shown(page).startswith("24 pairs")
+    # By keyboard: to the parent, close it, to its parent's next layer, open it.
+    page.keyboard.press("ArrowLeft")
+    assert page.evaluate("document.activeElement.dataset.path") == "model.layers.3.mlp"
+    page.keyboard.press("ArrowLeft")
+    assert page.evaluate("document.activeElement.getAttribute('aria-expanded')") == "false"
+    assert culprit.count() == 0
+    page.keyboard.press("4")
+    assert page.evaluate("document.activeElement.dataset.path") == "model.layers.4"
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.path").startswith("model.layers.4.")
+    page.keyboard.press("Home")
+    page.keyboard.press("Enter")
+    assert page.inner_text("#tap-chip").startswith("under model")
+    assert page.locator("#tree [tabindex='0']").count() == 1
+
+
+def test_without_rows_the_page_still_stands(visit):
+    page = visit(realistic(fail=False))
+    assert page.is_visible("#heat-none")
+    assert page.is_hidden("#heat")
+    assert page.locator("#tree [role=treeitem]").count() >= 1
+
+
+def test_shape_of_the_error_is_said(visit):
+    result = with_rows(realistic())
+    result = replace(result, origins=[result.origins[0] | {"shape": "columns 400–511 of 512"}])
+    page = visit(result)
+    assert "columns 400–511 of 512" in page.inner_text("header")
+    page.focus("#grid")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    assert page.inner_text("#detail .shape") == "Shape of the error: columns 400–511 of 512"
 
 
 @pytest.mark.parametrize(("width", "height"), [(1440, 900), (1024, 768), (390, 844)])
 def test_nothing_sticks_out(visit, width, height):
-    page = visit(realistic(), width=width, height=height)
-    page.wait_for_selector("#chart[data-ready]")
+    page = visit(with_rows(realistic()), width=width, height=height)
+    page.wait_for_selector("#heat[data-ready]")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     if width > 400:  # a telephone scrolls the table inside its box
         assert page.evaluate("document.getElementById('grid').offsetWidth") <= width

@@ -1,10 +1,10 @@
 """A few values of the pairs that failed, so that a person can see what the numbers look like.
 
 The problem: "relative L2 0.08" does not say whether a row is scaled, shifted, shuffled or garbage; a scatter of mine
-over golden does, at a glance. The idea: for the worst failed pair of each tap, first in data-flow order first, read the
-worst row again and a few others, at most `VALUES` evenly spread values of each kind. After the comparison, so that
-measuring stays as it is; where something cannot be read there is no sample, and nothing else changes.
-Not here: what is wrong with the values (judge/), drawing (report/).
+over golden does, at a glance. The idea: for the worst failed pair of each tensor, first in data-flow order first, and
+then for other failed pairs, read the worst row again and a few others, at most `VALUES` spread values of each kind.
+After the comparison, so that measuring stays as it is; where something cannot be read there is no sample, and nothing
+else changes. Not here: what is wrong with the values (judge/), drawing (report/).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_accprobe.compare.rows import RowLog, Sample
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.formats import DumpError
 
-VALUES = 512
+VALUES = 256
 OTHER_ROWS = 15
 MAX_PAIRS = 64
 
@@ -46,14 +46,16 @@ def take_samples(
 
 
 def _chosen(pairs: Sequence[Pair], limit: int) -> list[int]:
-    """The worst failed pair of each tensor's name, the first ``limit`` names in data-flow order."""
+    """The worst failed pair of each tensor's name, in data-flow order; then other failed pairs, in that order too."""
     best: dict[tuple[str, str, int], int] = {}
     for i, p in enumerate(pairs):
         if p.status == FAIL and p.rows:
             key = (p.tap, p.role, p.call)
             if key not in best or (p.worst_row_rel_l2 or 0.0) > (pairs[best[key]].worst_row_rel_l2 or 0.0):
                 best[key] = i
-    return sorted(sorted(best.values(), key=lambda i: pairs[i].order)[:limit])
+    first = set(best.values())
+    failed = [i for i, p in enumerate(pairs) if p.status == FAIL and p.rows]
+    return sorted(sorted(failed, key=lambda i: (i not in first, pairs[i].order))[:limit])
 
 
 def _sample(

@@ -3,8 +3,9 @@
 The problem: the page is opened offline, from a mail or a ticket, and shows names that a stranger's dump has chosen.
 The idea: a template with few holes; everything static is escaped HTML made in sections.py, everything for the script is
 JSON in a data block, and a content security policy lets run only the scripts whose hashes it names and no request
-leave the page. Charts are drawn by plotly.js, taken as a file from the installed ``plotly`` package and put into it.
-Not here: what is said (facts.py), the pairs' compact form (columns.py), the error over depth (depth.py).
+leave the page. Charts are drawn by plotly.js, taken as a file from the installed ``plotly`` package and put into it;
+data and plotly are gzip as base64, so that 200,000 pairs are a few megabytes. Not here: what is said (facts.py), the
+pairs' compact form (columns.py), the error over depth (depth.py), rows and tokens (heat.py, looks.py).
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from typing import TYPE_CHECKING
 
 from vllm_accprobe.report import facts
 from vllm_accprobe.report.depth import Point, depth
+from vllm_accprobe.report.heat import heat
 from vllm_accprobe.report.html import sections
-from vllm_accprobe.report.html.columns import columns_json, script_json
+from vllm_accprobe.report.html.columns import columns_json, packed, script_json
+from vllm_accprobe.report.html.looks import heat_json, looks_json, page_indices, tree_json
 from vllm_accprobe.report.text import safe
 
 if TYPE_CHECKING:
@@ -34,6 +37,10 @@ MAX_POINTS = 20_000
 """Taps in the depth chart, for the same reason; the first ones in data-flow order are kept, and the page says so."""
 
 
+SCRIPTS = ("base", "table", "tree", "pair", "chart", "heat", "boot")
+"""The page's own scripts, in their order on the page."""
+
+
 def write_html(comparison: Comparison, path: str | Path, *, max_pairs: int = MAX_PAIRS) -> None:
     """Write the page to ``path``; the file appears whole or not at all. Raises OSError as the file system gives it."""
     path = Path(path)
@@ -44,12 +51,18 @@ def write_html(comparison: Comparison, path: str | Path, *, max_pairs: int = MAX
 
 def page(comparison: Comparison, *, max_pairs: int = MAX_PAIRS) -> str:
     """The page's whole text."""
-    pairs = _shown_pairs(comparison.pairs, max_pairs)
+    shown = _shown_pairs(comparison.pairs, max_pairs)
     points = depth(comparison)
     plotly = plotly_js()
-    scripts = {"table_js": _asset("table.js"), "chart_js": _asset("chart.js"), "plotly_js": plotly or ""}
+    scripts = {f"{name}_js": _asset(f"{name}.js") for name in SCRIPTS}
+    view = {
+        "depth": _depth_json(comparison, points[:MAX_POINTS]),
+        "heat": heat_json(heat(comparison), comparison.origins[0].get("request") if comparison.origins else None),
+        "tree": tree_json(comparison),
+        "looks": looks_json(comparison, page_indices(shown)),
+    }
     holes = {
-        "csp": escape(_policy(list(scripts.values()))),
+        "csp": escape(_policy([*scripts.values(), plotly or ""])),
         "title": escape(sections.title(comparison)),
         "state": "pass-page" if comparison.verdict == "pass" else "fail-page",
         "css": _asset("page.css"),
@@ -57,14 +70,17 @@ def page(comparison: Comparison, *, max_pairs: int = MAX_PAIRS) -> str:
         "notes": sections.notes(comparison),
         "figures": sections.figures(comparison),
         "chart_note": sections.chart_note(comparison, len(points), MAX_POINTS, have_plotly=plotly is not None),
+        "heat_note": sections.heat_note(len(view["heat"]["requests"]), view["heat"]["leftOut"]),
+        "legend": sections.legend(),
         "origins": sections.origins(comparison),
         "tokens": sections.tokens(comparison),
-        "pairs_note": sections.pairs_note(len(comparison.pairs), len(pairs)),
+        "pairs_note": sections.pairs_note(len(comparison.pairs), len(shown)),
         "coverage": sections.coverage(comparison),
         "plan": sections.plan(comparison),
         "runs": sections.runs(comparison),
-        "pairs_json": columns_json(pairs),
-        "depth_json": script_json(_depth_json(comparison, points[:MAX_POINTS])),
+        "pairs_json": packed(columns_json([comparison.pairs[i] for i in shown])),
+        "view_json": packed(script_json(view)),
+        "plotly": f'<script type="application/gzip" id="plotly-js">{packed(plotly)}</script>' if plotly else "",
         **scripts,
     }
     return _fill(_asset("page.html"), holes)
@@ -89,11 +105,12 @@ def plotly_js() -> str | None:
     return None
 
 
-def _shown_pairs(pairs: list[Pair], limit: int) -> list[Pair]:
+def _shown_pairs(pairs: list[Pair], limit: int) -> list[int]:
+    """Indices of the pairs on the page: all, or the worst."""
     if len(pairs) <= limit:
-        return pairs
+        return list(range(len(pairs)))
     order = sorted(range(len(pairs)), key=lambda i: (pairs[i].status != "fail", -facts.severity(pairs[i])))[:limit]
-    return [pairs[i] for i in sorted(order)]
+    return sorted(order)
 
 
 def _depth_json(comparison: Comparison, points: list[Point]) -> dict[str, object]:

@@ -1,13 +1,14 @@
 // Error against depth, drawn by plotly.js. Zero (bit-identical) has no place on a logarithmic axis: it gets a line of
-// its own at the bottom. Plotly reads some markup in texts, so every name is escaped on its way into one.
+// its own at the bottom. The band below is the floor: what honest rounding alone would give.
 (function () {
   "use strict";
-  const data = JSON.parse(document.getElementById("depth-json").textContent);
+  const a = window.accprobe;
+  a.parts.chart = function (data) {
   const chart = document.getElementById("chart"), readout = document.getElementById("chart-readout");
   const points = data.points;
-  if (!window.Plotly || !points.length) return;
+  if (!points.length) return;
 
-  const escaped = (s) => String(s).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const escaped = a.escaped;
   const SERIES = [
     { id: "prefill", name: "prefill", symbol: "circle" },
     { id: "decode", name: "decode", symbol: "diamond" },
@@ -15,7 +16,7 @@
   ].filter((s) => points.some((p) => p[s.id] !== null));
 
   const seen = [];
-  for (const p of points) for (const x of [p.prefill, p.decode, p.other, p.limit]) if (x > 0) seen.push(Math.log10(x));
+  for (const p of points) for (const x of [p.prefill, p.decode, p.other, p.limit, p.floor]) if (x > 0) seen.push(Math.log10(x));
   const low = (seen.length ? Math.floor(Math.min(...bounds(seen))) : -6) - 0.6;
   const high = (seen.length ? Math.max(...bounds(seen)) : 0) + 0.35;
   function bounds(xs) { return [xs.reduce((a, b) => Math.min(a, b)), xs.reduce((a, b) => Math.max(a, b))]; }
@@ -26,6 +27,7 @@
   function describe(p) {
     const parts = SERIES.filter((s) => p[s.id] !== null).map((s) => s.name + " " + show(p[s.id]));
     if (p.limit !== null) parts.push("limit " + show(p.limit));
+    if (p.floor !== null) parts.push("floor " + show(p.floor));
     if (p.failed) parts.push(p.failed + " of " + p.pairs + " pairs failed");
     if (p.nonfinite) parts.push(p.nonfinite + " with NaN/Inf on one side");
     return parts;
@@ -59,6 +61,11 @@
       type: "scatter", mode: "lines", name: "limit", x: points.map((_, i) => i), y: points.map((p) => (p.limit > 0 ? p.limit : null)),
       hoverinfo: "skip", connectgaps: true, line: { color: v("--limit"), width: 1.25, dash: "dash" },
     });
+    if (points.some((p) => p.floor > 0)) {
+      const xs = points.map((_, i) => i);
+      traces.push({ type: "scatter", mode: "lines", x: xs, y: xs.map(() => 10 ** low), hoverinfo: "skip", showlegend: false, line: { width: 0 } });
+      traces.push({ type: "scatter", mode: "lines", name: "floor", x: xs, y: points.map((p) => (p.floor > 0 ? p.floor : null)), hoverinfo: "skip", connectgaps: true, line: { width: 0, color: v("--floor-line") }, fill: "tonexty", fillcolor: v("--floor") });
+    }
     const broken = points.map((p, i) => (p.nonfinite ? i : -1)).filter((i) => i >= 0);
     if (broken.length) {
       traces.push({
@@ -91,7 +98,7 @@
     const layout = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font, margin: { l: 74, r: 16, t: 52, b: 40 }, hovermode: "closest",
       hoverlabel: { bgcolor: v("--panel"), bordercolor: v("--limit"), align: "left", font: { family: v("--mono"), size: 12, color: v("--ink") } },
-      legend: { orientation: "h", x: 0, y: 1.065, yanchor: "bottom", font: { ...font, color: v("--ink") } }, dragmode: "zoom", shapes, annotations, autosize: true,
+      legend: { traceorder: "normal", orientation: "h", x: 0, y: 1.065, yanchor: "bottom", font: { ...font, color: v("--ink") } }, dragmode: "zoom", shapes, annotations, autosize: true,
       xaxis: { ...axis, showgrid: false, range: [-0.5, points.length - 0.5], tickvals: labelled.map((m) => m.i), ticktext: labelled.map((m) => escaped(m.layer.split(".").at(-1))), tickangle: 0,
         title: { text: inLayers.length ? "layer" : "data flow", font, standoff: 6 } },
       yaxis: { ...axis, type: "log", range: [low, high], tickvals: [ZERO, ...main.map((e) => 10 ** e)], ticktext: ["identical", ...main.map((e) => (e === 0 ? "1" : e === -1 ? "0.1" : e === -2 ? "0.01" : "1e" + e))],
@@ -113,14 +120,15 @@
       tell(to);
       const curve = SERIES.findIndex((s) => points[at][s.id] !== null);
       if (curve >= 0) window.Plotly.Fx.hover(chart, [{ curveNumber: curve, pointNumber: at }]);
-    } else if (e.key === "Enter") window.accprobe.showTap(points[at].tap);
+    } else if (e.key === "Enter") a.showTap(points[at].tap, { scroll: true });
     else return;
     e.preventDefault();
   });
   draw().then(() => {
     chart.on("plotly_hover", (e) => tell(e.points[0].x));
-    chart.on("plotly_click", (e) => { tell(e.points[0].x); window.accprobe.showTap(points[e.points[0].x].tap); });
+    chart.on("plotly_click", (e) => { tell(e.points[0].x); a.showTap(points[e.points[0].x].tap, { scroll: true }); });
     chart.dataset.ready = "1";
   });
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  };
 })();

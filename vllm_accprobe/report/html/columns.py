@@ -1,14 +1,17 @@
 """Pairs as compact JSON columns, for the page's script.
 
 The problem: 200,000 pairs with 37 fields each must fit into one HTML file that opens in seconds. The idea: columns
-instead of rows; a column of one value is that value, text is a dictionary and indices, numbers have six digits
-(compare.csv has all of them). The forms, per column: ``{"c": value}``, ``{"d": [text...], "i": [index...]}`` or
-``{"v": [number...]}``, where a number that JSON lacks is ``"NaN"``, ``"Inf"`` or ``"-Inf"`` and a missing one null.
+instead of rows; a column of one value is that value, text is a dictionary and indices, numbers have six digits in
+failed pairs and three in others (compare.csv has all of them), and the whole is packed. The forms, per column:
+``{"c": value}``, ``{"d": [text...], "i": [index...]}`` or ``{"v": [number...]}``, where a number that JSON lacks is
+``"NaN"``, ``"Inf"`` or ``"-Inf"`` and a missing one null.
 Not here: what the script does with them (table.js).
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import math
 from collections.abc import Sequence
@@ -17,22 +20,28 @@ from typing import Any
 from vllm_accprobe.compare.result import COLUMNS, Pair
 from vllm_accprobe.report.text import safe
 
-_FINE = frozenset({"cosine", "worst_row_norm_ratio"})
+_FINE = frozenset({"cosine", "worst_row_norm_ratio", "measured"})
 """Columns whose interesting part is their distance from 1."""
 
 _NUMBERS = frozenset(
     {
         "step", "rank", "cosine", "max_abs_err", "mean_abs_err", "rmse", "rel_l2", "max_rel_err", "worst_row_rel_l2",
         "worst_row_norm_ratio", "nonfinite", "nonfinite_mismatch", "call", "order", "rows", "prefill_rel_l2",
-        "decode_rel_l2", "max_abs_golden", "max_abs_mine", "limit",
+        "decode_rel_l2", "max_abs_golden", "max_abs_mine", "limit", "measured", "allowed", "x_floor",
     }
 )  # fmt: skip
 
 
 def columns_json(pairs: Sequence[Pair]) -> str:
     """``{"n": int, "cols": {field: column}}`` as JSON text that is safe inside a script element."""
-    cols = ",".join(f"{json.dumps(name)}:{_column(name, [getattr(p, name) for p in pairs])}" for name in COLUMNS)
+    bad = [p.status == "fail" for p in pairs]
+    cols = ",".join(f"{json.dumps(name)}:{_column(name, [getattr(p, name) for p in pairs], bad)}" for name in COLUMNS)
     return f'{{"n":{len(pairs)},"cols":{{{cols}}}}}'
+
+
+def packed(text: str) -> str:
+    """``text`` for a data block of the page: gzip as base64, which the page's script unpacks; the same every time."""
+    return base64.b64encode(gzip.compress(text.encode("utf-8"), compresslevel=6, mtime=0)).decode("ascii")
 
 
 def script_json(value: Any) -> str:
@@ -44,10 +53,10 @@ def inert(text: str) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _column(name: str, values: list[Any]) -> str:
+def _column(name: str, values: list[Any], bad: list[bool]) -> str:
     if name in _NUMBERS:
-        digits = ".10g" if name in _FINE else ".6g"
-        cells = [_number(v, digits) for v in values]
+        short, long = (".7g", ".10g") if name in _FINE else (".3g", ".6g")
+        cells = [_number(v, long if b else short) for v, b in zip(values, bad, strict=True)]
         if len(set(cells)) <= 1:
             return f'{{"c":{cells[0] if cells else "null"}}}'
         return f'{{"v":[{",".join(cells)}]}}'

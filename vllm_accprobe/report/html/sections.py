@@ -62,12 +62,15 @@ def verdict(comparison: Comparison) -> str:
     else:
         over = times(created, floor)
         limit = None if floor is None else f"limit {num(floor)}"
-        cells.append(_fact("Row relative L2", num(created), limit, "big"))
+        name = facts.created_as(origin)
+        cells.append(_fact(name[:1].upper() + name[1:], num(created), limit, "big"))
         if over:
             cells.append(_fact("Over the limit", over.replace("x", "×"), None, "big"))
     if origin.get("propagated") is not None:
         cells.append(_fact("From its inputs", num(origin["propagated"])))
     name, why = EVIDENCE.get(str(origin.get("evidence")), (safe(origin.get("evidence") or MISSING), ""))
+    if said := facts.shape(origin):
+        cells.append(_fact("Shape of the error", said, None, "shape-fact"))
     facts_list = f'<dl class="facts">{"".join(cells)}</dl>'
     return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {_e(why)}{_first(comparison, origin)}</p>'
 
@@ -90,7 +93,7 @@ def _first(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 def _fact(label: str, value: object, small: object = None, kind: str = "") -> str:
     if value is None:
         return ""
-    extra = f' <small>{_e(small, 80)}</small>' if small is not None else ""
+    extra = f" <small>{_e(small, 80)}</small>" if small is not None else ""
     return f'<div class="{kind}"><dt>{escape(label)}</dt><dd>{_e(value, 120)}{extra}</dd></div>'
 
 
@@ -139,11 +142,26 @@ def chart_note(comparison: Comparison, points: int, limit: int, *, have_plotly: 
     return ""
 
 
+def heat_note(requests: int, left_out: int) -> str:
+    """What the heat map leaves out."""
+    if not left_out:
+        return ""
+    total = requests + left_out
+    return f'<p class="hint">The worst {requests:,} of {total:,} requests are shown; compare.csv has all of them.</p>'
+
+
+def legend() -> str:
+    """The colours of heat map and tree, in words: their steps are those of base.js."""
+    words = ("identical", "≤ 0.003", "0.03", "0.1", "0.3", "1", "3", "30", "more")
+    steps = "".join(f'<li><span class="dot step{i}"></span>{w}</li>' for i, w in enumerate(words))
+    return f'<ul class="legend" aria-label="Colours: error over limit">{steps}<li class="what">× limit</li></ul>'
+
+
 def origins(comparison: Comparison) -> str:
     if not comparison.origins:
         return ""
-    head = ("#", "Module", "Tensor", "Where", "Created", "Passed on", "Limit", "Evidence")
-    rows = [
+    head: tuple[str, ...] = ("#", "Module", "Tensor", "Where", "Created", "Passed on", "Limit", "Evidence")
+    rows: list[tuple[str, ...]] = [
         (
             str(i + 1),
             f"<code>{_breakable(o.get('module', '?'))}</code> <small>{_e(o.get('class') or '', 80)}</small>",
@@ -156,6 +174,9 @@ def origins(comparison: Comparison) -> str:
         )
         for i, o in enumerate(comparison.origins[:MAX_LIST])
     ]
+    if any(facts.shape(o) for o in comparison.origins):
+        head = (*head, "Shape")
+        rows = [(*r, _e(facts.shape(o) or MISSING)) for r, o in zip(rows, comparison.origins, strict=False)]
     body = _table(head, rows, numeric={4, 5, 6})
     more = _more(len(comparison.origins), MAX_LIST, "origins")
     lead = "Independent origins in data-flow order; the first is the culprit." if len(rows) > 1 else "One origin."
@@ -263,7 +284,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "", depth: int = 3) -> list[tu
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: frozenset[int] | set[int] = frozenset()) -> str:
     def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(f'<{tag}{" class=num" if i in numeric else ""}>{c}</{tag}>' for i, c in enumerate(row))
+        return "".join(f"<{tag}{' class=num' if i in numeric else ''}>{c}</{tag}>" for i, c in enumerate(row))
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{cells("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'

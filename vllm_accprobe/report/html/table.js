@@ -2,7 +2,8 @@
 // Text from the dumps reaches the page through textContent and title alone, never as markup.
 (function () {
   "use strict";
-  const data = JSON.parse(document.getElementById("pairs-json").textContent);
+  const a = window.accprobe, number = a.number;
+  a.parts.table = function (data, looks) {
   const ROW = 26, SPARE = 12;
   const $ = (id) => document.getElementById(id);
   const box = $("grid-box"), grid = $("grid"), body = $("body"), head = $("head");
@@ -18,18 +19,13 @@
   const names = Object.keys(data.cols);
   const col = Object.fromEntries(names.map((n) => [n, column(n)]));
 
-  function number(x, digits) {
-    if (x === null || x === undefined) return "–";
-    if (typeof x !== "number") return String(x);
-    if (x === 0) return "0";
-    if (Number.isInteger(x) && Math.abs(x) < 1e15) return String(x);
-    const a = Math.abs(x);
-    return a < 1e-4 || a >= 1e6 ? x.toExponential(digits - 1) : String(+x.toPrecision(digits));
-  }
   const value = (i) => { const w = col.worst_row_rel_l2.at(i); return w === null ? col.rel_l2.at(i) : w; };
+  const MEASURES = { row_rel_l2: "row L2", row_norm_ratio: "norm ratio", element: "element", created: "created", exact: "equality", nonfinite: "NaN/Inf" };
   function over(i) {
     if (col.status.at(i) === "skip") return null;
     if (col.nonfinite_mismatch.at(i) > 0) return "Inf";
+    const measure = col.measure.at(i), x = col.measured.at(i), allowed = col.allowed.at(i);
+    if (typeof x === "number" && allowed > 0) return (measure === "row_norm_ratio" ? Math.abs(x - 1) : x) / allowed;
     const v = value(i), l = col.limit.at(i);
     if (typeof v !== "number" || typeof l !== "number") return v === "NaN" || v === "Inf" ? "Inf" : null;
     return l > 0 ? v / l : v > 0 ? "Inf" : 0;
@@ -52,12 +48,13 @@
     { id: "phase", label: "Phase", w: 68, prio: "p2", text: (i) => col.phase.at(i) ?? "–", text_key: "phase" },
     { id: "shape", label: "Shape", w: 96, prio: "p3", text: (i) => col.shape.at(i) ?? "–", text_key: "shape" },
     { id: "over", label: "× limit", w: 74, num: true, cls: "over", text: (i) => { const x = over(i); return x === null ? "–" : x === "Inf" ? "∞" : number(x, 3); }, key: (i) => asNumber(over(i)), down: true },
-    { id: "value", label: "Worst row", w: 86, num: true, text: (i) => number(value(i), 3), key: (i) => asNumber(value(i)), down: true, tip: () => "relative L2 error of the worst row" },
-    { id: "limit", label: "Limit", w: 76, num: true, prio: "p2", text: (i) => number(col.limit.at(i), 3), key: (i) => asNumber(col.limit.at(i)), down: true },
+    { id: "measure", label: "Measure", w: 82, prio: "p2", unless: !col.measure.d || col.measure.d.every((x) => x === null), text: (i) => (col.status.at(i) === "skip" ? "–" : MEASURES[col.measure.at(i)] ?? "row L2"), text_key: "measure", tip: (i) => col.message.at(i) || "" },
+    { id: "value", label: "Value", w: 78, num: true, text: (i) => number(col.measured.at(i) ?? value(i), 4), key: (i) => asNumber(col.measured.at(i) ?? value(i)), down: true, tip: (i) => "relative L2 of the worst row: " + number(value(i), 4) },
+    { id: "limit", label: "Limit", w: 82, num: true, prio: "p2", text: (i) => (col.measure.at(i) === "row_norm_ratio" ? "1 ± " : "") + number(col.allowed.at(i) ?? col.limit.at(i), 2), key: (i) => asNumber(col.allowed.at(i) ?? col.limit.at(i)), down: true },
     { id: "cosine", label: "Cosine", w: 86, num: true, prio: "p2", text: (i) => number(col.cosine.at(i), 6), key: (i) => { const x = asNumber(col.cosine.at(i)); return x === -Infinity ? Infinity : x; } },
     { id: "max_abs_err", label: "Max abs", w: 82, num: true, prio: "p3", text: (i) => number(col.max_abs_err.at(i), 3), key: (i) => asNumber(col.max_abs_err.at(i)), down: true },
     { id: "where", label: "Worst at", w: 96, prio: "p3", text: (i) => where(i) || "–", key: (i) => asNumber(col.worst_position.at(i)) },
-    { id: "message", label: "Message", w: 170, prio: "p3", unless: col.message.d && !col.message.d.some(Boolean), text: (i) => col.message.at(i) || "", text_key: "message" },
+    { id: "message", label: "Message", w: 170, prio: "p3", unless: (col.message.d && !col.message.d.some(Boolean)) || (col.measure.d && col.measure.d.some(Boolean)), text: (i) => col.message.at(i) || "", text_key: "message" },
   ].filter((c) => !c.unless);
   function nameTip(i) {
     const g = col.golden.at(i), m = col.mine.at(i);
@@ -65,7 +62,7 @@
   }
 
   // -- what is shown
-  const state = { words: [], status: "all", tap: null, sort: "order", down: false, at: -1 };
+  const state = { words: [], status: "all", tap: null, under: false, steps: null, sort: "order", down: false, at: -1 };
   let view = new Uint32Array(0);
 
   function ranks(name) {            // text columns sort by the place of their text in the sorted dictionary
@@ -81,11 +78,13 @@
   }
   function refresh() {
     const tests = matches(state.words), n = data.n, out = new Uint32Array(n);
-    const tapAt = state.tap === null ? null : col.tap.d.map((t) => t === state.tap);
+    const wanted = (t) => t === state.tap || (state.under && t.startsWith(state.tap + "."));
+    const tapAt = state.tap === null ? null : (col.tap.d ?? [col.tap.at(0)]).map(wanted);
     let m = 0;
     const counts = { all: 0, fail: 0, pass: 0, skip: 0 };
     for (let i = 0; i < n; i++) {
       if (tapAt && !tapAt[col.tap.i ? col.tap.i[i] : 0]) continue;
+      if (state.steps) { const at = col.step.at(i); if (at === null || at < state.steps[0] || at > state.steps[1]) continue; }
       let ok = true;
       for (let t = 0; ok && t < tests.length; t++) ok = tests[t].some((c) => c.hit[c.i ? c.i[i] : 0]);
       if (!ok) continue;
@@ -108,14 +107,19 @@
     }
     $("shown").textContent = m.toLocaleString("en") + (m === 1 ? " pair" : " pairs") + (m < n ? " of " + n.toLocaleString("en") : "");
     $("tap-chip").hidden = state.tap === null;
-    $("tap-chip").textContent = state.tap === null ? "" : "tap " + state.tap + "  ✕";
-    $("tap-chip").setAttribute("aria-label", "Remove the filter on tap " + state.tap);
+    $("tap-chip").textContent = state.tap === null ? "" : chipText() + "  ✕";
+    $("tap-chip").setAttribute("aria-label", "Remove the filter on " + chipText());
     for (const th of head.children) {
       th.setAttribute("aria-sort", th.dataset.id === state.sort ? (state.down ? "descending" : "ascending") : "none");
     }
     grid.setAttribute("aria-rowcount", String(m + 1));
     box.scrollTop = 0;
     draw();
+  }
+
+  function chipText() {
+    const steps = state.steps, at = !steps ? "" : steps[0] === steps[1] ? ", step " + steps[0] : ", steps " + steps[0] + "–" + steps[1];
+    return (state.under ? "under " : "tap ") + state.tap + at;
   }
 
   // -- drawing
@@ -185,9 +189,14 @@
       div.appendChild(document.createElement("dt")).textContent = name.replaceAll("_", " ");
       div.appendChild(document.createElement("dd")).textContent = typeof x === "number" ? number(x, name === "cosine" ? 10 : 6) : x === null ? "–" : String(x);
     }
-    panel.replaceChildren(top, dl);
+    panel.replaceChildren(top);
     const opened = panel.hidden;
     panel.hidden = false;
+    a.parts.pair(panel, i, looks, col.tap.at(i), col.role.at(i));
+    const all = panel.appendChild(document.createElement("details"));
+    all.open = panel.children.length < 3;
+    all.appendChild(document.createElement("summary")).textContent = "All fields";
+    all.append(dl);
     if (opened) panel.scrollIntoView({ block: "nearest" });
   }
   function hide() {
@@ -249,17 +258,18 @@
     clearTimeout(timer);
     timer = setTimeout(() => { state.words = e.target.value.toLowerCase().split(/\s+/).filter(Boolean); refresh(); }, 120);
   });
-  $("tap-chip").addEventListener("click", () => { state.tap = null; refresh(); $("find").focus(); });
+  $("tap-chip").addEventListener("click", () => { Object.assign(state, { tap: null, under: false, steps: null }); refresh(); $("find").focus(); });
 
-  window.accprobe = {
-    showTap(tap) {
-      state.tap = tap;
-      state.status = "all";
-      refresh();
-      $("pairs").scrollIntoView({ block: "start" });
-    },
+  // under: also what lies inside; steps: [first, last]; open: the worst of what is shown, with all its fields.
+  a.showTap = function (tap, { under = false, steps = null, scroll = false, open = false } = {}) {
+    Object.assign(state, { tap, under, steps, status: "all", sort: "order", down: false });
+    if (open) Object.assign(state, { sort: "over", down: true });
+    refresh();
+    if (open && view.length) move(0, true);
+    if (scroll) $("pairs").scrollIntoView({ block: "start" });
   };
   const failed = col.status.d && col.status.d.includes("fail");
   if (failed) state.status = "fail";
   refresh();
+  };
 })();

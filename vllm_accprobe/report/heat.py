@@ -1,0 +1,121 @@
+"""Layers by tokens: how far each row of each tap is off, in units of its limit, small enough for a page.
+
+The problem: a comparison holds millions of row errors, and what a person wants is a picture: which layer, which token.
+The idea: per request a matrix taps × tokens of one byte each, on a logarithmic scale; long requests are binned (the
+worst row of a bin counts), the worst requests come first, and what does not fit is counted. A page folds taps into
+layers and unfolds a layer again. Not here: drawing (html/heat.js), the rows themselves (compare/rows.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_accprobe.report.depth import layer_of, on_axis
+
+if TYPE_CHECKING:
+    from vllm_accprobe.compare.result import Comparison
+    from vllm_accprobe.compare.rows import RowTable
+
+MAX_BINS = 512
+"""Columns of one request; a screen shows no more."""
+MAX_CELLS = 3_000_000
+"""Bytes of all requests' matrices."""
+MAX_REQUESTS = 200
+MISSING, IDENTICAL, INFINITE = 0, 1, 255
+PER_DECADE, LOWEST = 30, -4.0
+"""Codes 2 to 254 are ratios on a logarithmic scale: 2 is 1e-4 and less, 30 codes to a factor of ten."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request's rows. start: first position of each bin; step0, step1: mine's steps that computed it, -1 for none;
+    decode: whether its last row was decoding; all int32 [bins]. width: positions per bin. codes: uint8 [taps, bins].
+    worst: the largest ratio, infinite where NaNs differ."""
+
+    label: str
+    start: np.ndarray
+    step0: np.ndarray
+    step1: np.ndarray
+    decode: np.ndarray
+    width: int
+    codes: np.ndarray
+    worst: float
+
+
+@dataclass(frozen=True)
+class Heat:
+    """taps: in data-flow order; layers: of each tap, None outside of layers. requests: worst first. left_out: requests
+    that did not fit."""
+
+    taps: tuple[str, ...]
+    layers: tuple[str | None, ...]
+    requests: tuple[Request, ...]
+    left_out: int
+
+
+def encode(ratio: np.ndarray) -> np.ndarray:
+    """float [n] of error over limit → uint8 codes; NaN never passes and counts as infinite."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = np.rint((np.log10(ratio) - LOWEST) * PER_DECADE)
+    codes = np.clip(np.nan_to_num(scaled, nan=0, posinf=0, neginf=0), 0, 252) + 2
+    codes = np.where(ratio == 0, IDENTICAL, codes)
+    return np.where(np.isfinite(ratio), codes, INFINITE).astype(np.uint8)
+
+
+def heat(comparison: Comparison, max_cells: int = MAX_CELLS) -> Heat:
+    """Empty where the comparison keeps no errors by row."""
+    rows = comparison.rows
+    pairs = comparison.pairs
+    if rows is None or not len(rows):
+        return Heat((), (), (), 0)
+    shown = np.array([on_axis(p) and p.limit is not None for p in pairs], bool)
+    order: dict[str, int] = {}
+    for p, ok in zip(pairs, shown, strict=True):
+        if ok:
+            order[p.tap] = max(order.get(p.tap, p.order), p.order)  # outputs come after those of what lies inside
+    taps = sorted(order, key=lambda t: (order[t], t))
+    number = {t: i for i, t in enumerate(taps)}
+    tap_of = np.array([number.get(p.tap, -1) for p in pairs], np.int64)
+    step_of = np.array([-1 if p.step is None else p.step for p in pairs], np.int64)
+    kept = np.flatnonzero(shown[rows.pair])
+    ratio = rows.ratio[kept]
+    ratio = np.where(np.isnan(ratio), np.inf, ratio)
+    worst = np.zeros(len(rows.requests))
+    np.maximum.at(worst, rows.request[kept], ratio)
+    present = np.unique(rows.request[kept])
+    ranked = sorted(present, key=lambda r: (-worst[r], rows.requests[r]))
+    by_request = np.argsort(rows.request[kept], kind="stable")
+    bounds = np.searchsorted(rows.request[kept][by_request], np.arange(len(rows.requests) + 1))
+    out: list[Request] = []
+    cells = 0
+    for r in ranked[:MAX_REQUESTS]:
+        mine = by_request[bounds[r] : bounds[r + 1]]
+        request = _request(rows, kept[mine], ratio[mine], tap_of, step_of, len(taps), rows.requests[r], worst[r])
+        if out and cells + request.codes.size > max_cells:
+            break
+        cells += request.codes.size
+        out.append(request)
+    return Heat(tuple(taps), tuple(layer_of(t) for t in taps), tuple(out), len(ranked) - len(out))
+
+
+def _request(
+    rows: RowTable, at: np.ndarray, ratio: np.ndarray, tap_of: np.ndarray, step_of: np.ndarray, taps: int, label: str,
+    worst: float,
+) -> Request:  # fmt: skip
+    position = rows.position[at]
+    known = np.unique(position)
+    width = max(1, -(-len(known) // MAX_BINS))
+    start = known[::width]
+    column = np.searchsorted(start, position, side="right") - 1
+    codes = np.zeros((taps, len(start)), np.uint8)
+    np.maximum.at(codes, (tap_of[rows.pair[at]], column), encode(ratio))
+    steps = step_of[rows.pair[at]]
+    step0, step1 = np.full(len(start), np.iinfo(np.int32).max), np.full(len(start), -1)
+    np.minimum.at(step0, column, steps)
+    np.maximum.at(step1, column, steps)
+    decode = np.zeros(len(start), np.int32)
+    np.maximum.at(decode, column, rows.decode[at].astype(np.int32))
+    return Request(label, start, step0, step1, decode, width, codes, float(worst))

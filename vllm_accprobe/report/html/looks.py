@@ -1,0 +1,135 @@
+"""What the page shows of one pair beyond its numbers, of the tree and of the heat map, as plain JSON values.
+
+The problem: errors by row and sampled values are far more than a page can hold. The idea: the worst rows of the worst
+pairs, the samples as they are, one line per tap for the tree, and the heat map's bytes as base64; every name is made
+``safe`` on the way. Not here: the pairs (columns.py), what the script draws (pair.js, tree.js, heat.js).
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_accprobe.report import facts
+from vllm_accprobe.report.heat import Heat
+from vllm_accprobe.report.text import safe
+
+if TYPE_CHECKING:
+    from vllm_accprobe.compare.result import Comparison
+
+NAME = 400
+MAX_PAIRS = 2_000
+MAX_ROWS = 8
+
+
+def heat_json(heat: Heat, request: object = None) -> dict[str, Any]:
+    """request: the label to begin with, where the heat map has it."""
+    return {
+        "first": next((i for i, r in enumerate(heat.requests) if r.label == request), 0),
+        "taps": [safe(t, NAME) for t in heat.taps],
+        "layers": [layer and safe(layer, NAME) for layer in heat.layers],
+        "leftOut": heat.left_out,
+        "requests": [
+            {
+                "label": safe(r.label, 120),
+                "start": r.start.tolist(),
+                "step0": r.step0.tolist(),
+                "step1": r.step1.tolist(),
+                "decode": r.decode.tolist(),
+                "width": r.width,
+                "worst": _plain(r.worst),
+                "codes": base64.b64encode(r.codes.tobytes()).decode("ascii"),
+            }
+            for r in heat.requests
+        ],
+    }
+
+
+def tree_json(comparison: Comparison) -> dict[str, Any]:
+    """One entry per tap: name, class, place in the data flow, worst severity of its outputs, failed and all pairs."""
+    taps: dict[str, list[Any]] = {}
+    for p in comparison.pairs:
+        entry = taps.setdefault(p.tap, [safe(p.tap, NAME), safe(p.cls or "", 80), p.order, -1.0, 0, 0])
+        entry[2] = min(entry[2], p.order)
+        if p.status == "fail" or not p.role.startswith("input"):
+            entry[3] = max(entry[3], facts.severity(p))
+        entry[4] += p.status == "fail"
+        entry[5] += 1
+    rows = sorted(taps.values(), key=lambda e: (e[2], e[0]))
+    return {
+        "taps": [[*e[:3], _plain(e[3]), *e[4:]] for e in rows],
+        "origins": [safe(o.get("module", ""), NAME) for o in comparison.origins],
+    }
+
+
+def looks_json(comparison: Comparison, page_index: Mapping[int, int]) -> dict[str, Any]:
+    """page_index: index in ``Comparison.pairs`` → index on the page."""
+    return {
+        "rows": _worst_rows(comparison, page_index),
+        "samples": {
+            str(page_index[s.pair]): {
+                "golden": _values(s.golden),
+                "mine": _values(s.mine),
+                "worst": s.worst,
+                "request": None if s.request is None else safe(s.request, 120),
+                "position": s.position,
+            }
+            for s in comparison.samples
+            if s.pair in page_index
+        },
+        "shapes": [
+            [safe(o.get("module", ""), NAME), safe(o.get("role", ""), NAME), safe(o["shape"], 300)]
+            for o in comparison.origins
+            if o.get("shape")
+        ],
+    }
+
+
+def _worst_rows(comparison: Comparison, page_index: Mapping[int, int]) -> dict[str, list[Any]]:
+    rows = comparison.rows
+    if rows is None or not len(rows):
+        return {}
+    pairs = comparison.pairs
+    wanted = sorted(page_index, key=lambda i: (pairs[i].status != "fail", -facts.severity(pairs[i])))[:MAX_PAIRS]
+    by_pair = np.argsort(rows.pair, kind="stable")
+    bounds = np.searchsorted(rows.pair[by_pair], np.arange(len(pairs) + 1))
+    out: dict[str, list[Any]] = {}
+    for i in wanted:
+        own = by_pair[bounds[i] : bounds[i + 1]]
+        own = own[rows.error[own] != 0]  # NaN is not equal to 0 and stays
+        if not len(own):
+            continue
+        key = np.where(np.isnan(rows.error[own]), np.inf, rows.error[own])
+        worst = own[np.argsort(-key, kind="stable")[:MAX_ROWS]]
+        lines = [
+            [
+                safe(rows.requests[rows.request[w]], 120),
+                int(rows.position[w]),
+                "decode" if rows.decode[w] else "prefill",
+                _plain(float(rows.error[w])),
+                _plain(float(rows.ratio[w])),
+            ]
+            for w in worst
+        ]
+        out[str(page_index[i])] = [len(own), *lines]
+    return out
+
+
+def _values(values: np.ndarray) -> list[Any]:
+    return [_plain(float(v)) for v in values]
+
+
+def _plain(value: float, digits: int = 4) -> Any:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Inf" if value > 0 else "-Inf"
+    return float(f"{value:.{digits}g}")
+
+
+def page_indices(shown: Sequence[int]) -> dict[int, int]:
+    return {i: k for k, i in enumerate(shown)}
