@@ -124,6 +124,14 @@ def outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
     """All tensors that come out of a call, with their roles."""
     if isinstance(result, torch.Tensor):
         return [("output.0", result)]
+    if type(result) is tuple:
+        found: list[tuple[str, torch.Tensor]] = []
+        for index, value in enumerate(result):
+            if isinstance(value, torch.Tensor):
+                found.append((f"output.{index}", value))
+            elif isinstance(value, (list, tuple, Mapping)):
+                found += flatten(f"output.{index}", value, depth=1)
+        return found
     return [] if result is None else list(flatten("output", result))
 
 

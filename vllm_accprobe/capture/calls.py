@@ -97,7 +97,7 @@ def _enter(session: Session, state: StepState, tap: Tap, args: tuple[Any, ...], 
     taken: _Taken | None = None
     if name in tap.chosen:
         session.fired.add(name)
-        if session.config.capture_inputs:
+        if session.takes_inputs:
             checks, sites, record = tap.checks[state.prefill], tap.sites[name], session.record
             for role, tensor in inputs(tap.arguments, tap.spread, args, kwargs):
                 ticket = None
@@ -116,14 +116,23 @@ def _leave(session: Session, state: StepState, tap: Tap, call: _Call, result: An
     state.inside = before
     if name not in tap.chosen or session.state is not state:
         return
-    if session.config.capture_outputs:
+    if session.takes_outputs:
         sites, record = tap.sites[name], session.record
         for role, tensor in outputs(result):
             record(state, name, tap.cls, role, number, tensor, part, None, sites)
     for role, tensor, ticket in taken or ():
         after = "inplace." + role.partition(".")[2]
         session.record_if_changed(
-            state, name, tap.cls, after, number, tensor, part, ticket, _verdict(tap.checks[state.prefill], role)
+            state,
+            name,
+            tap.cls,
+            after,
+            number,
+            tensor,
+            part,
+            ticket,
+            _verdict(tap.checks[state.prefill], role),
+            tap.sites[name],
         )
 
 

@@ -25,6 +25,8 @@ from vllm_accprobe.dump.template import TensorTemplate, tail
 if TYPE_CHECKING:
     from vllm_accprobe.capture.session import Session, StepState
 
+_VIEWS = 4096
+"""Sizes of tensors that are remembered."""
 Sites = dict[str, "Site"]
 """By role: what is known of one tap's tensors."""
 
@@ -32,9 +34,11 @@ Sites = dict[str, "Site"]
 class Site:
     """What was decided of the tensors of one role: holds for ``dtype``, ``shape`` and ``rows`` rows in the step."""
 
-    __slots__ = ("bytes_at", "dtype", "dtype_name", "lazy", "nbytes", "rows", "shape", "template")
+    __slots__ = ("bytes_at", "dense", "dtype", "dtype_name", "lazy", "nbytes", "rows", "shape", "template")
 
-    def __init__(self, tensor: torch.Tensor, rows: int, template: TensorTemplate):
+    def __init__(
+        self, tensor: torch.Tensor, rows: int, template: TensorTemplate, bytes_at: Callable[[int], Any]
+    ) -> None:
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.rows = rows
@@ -42,7 +46,9 @@ class Site:
         self.dtype_name = template.dtype
         self.lazy = template.dtype in LAZY
         self.nbytes = template.nbytes
-        self.bytes_at: Callable[[int], Any] = (ctypes.c_char * template.nbytes).from_address
+        self.bytes_at = bytes_at
+        self.dense: torch.Tensor | None = None
+        """Where strided tensors are brought together, for as long as they are looked at."""
 
 
 class Express:
@@ -55,11 +61,21 @@ class Express:
         self._sink = session.sink
         self._decide = decide
         self._hash = xxhash.xxh3_128_hexdigest
+        self._views: dict[int, Callable[[int], Any]] = {}  # making the type costs more than hashing the bytes
 
     def take(
-        self, state: StepState, sites: Sites, tap: str, cls: str, role: str, call: int, tensor: torch.Tensor
+        self,
+        state: StepState,
+        sites: Sites,
+        tap: str,
+        cls: str,
+        role: str,
+        call: int,
+        tensor: torch.Tensor,
+        before: str | None = None,
     ) -> str | None:
-        """Stores ``tensor`` and queues its line; its hash, or None when this is not the place for it."""
+        """Stores ``tensor`` and queues its line; its hash, or None when this is not the place for it. ``before``: the
+        hash of what it was before the call, for a role ``inplace.*``; if it still is, there is no line."""
         site = sites.get(role)
         if (
             site is None
@@ -68,7 +84,7 @@ class Express:
             or tensor.shape != site.shape
             or tensor.layout is not torch.strided
         ):
-            site = self._site(state, tap, cls, role, tensor)
+            site = self._site(state, tap, cls, role, tensor, before is not None)
             if site is None:
                 sites.pop(role, None)
                 return None
@@ -76,13 +92,14 @@ class Express:
         if site.lazy and (tensor.is_conj() or tensor.is_neg()):
             return None
         sink = self._sink
-        if tensor.is_contiguous():
-            address = tensor.data_ptr()
-        else:
-            dense = sink.scratch.dense(site.shape, site.dtype)
-            dense.copy_(tensor)
-            address = dense.data_ptr()
+        if not tensor.is_contiguous():
+            if site.dense is None:
+                site.dense = sink.scratch.dense(site.shape, site.dtype)
+            tensor = site.dense.copy_(tensor)
+        address = tensor.data_ptr()
         digest: str = self._hash(site.bytes_at(address))
+        if digest == before:
+            return digest
         seq = state.seq
         state.seq = seq + 1
         sink.tensors += 1
@@ -100,7 +117,9 @@ class Express:
             sink.writer.tensor(site.template, state.number, call, seq, cell)
         return digest
 
-    def _site(self, state: StepState, tap: str, cls: str, role: str, tensor: torch.Tensor) -> Site | None:
+    def _site(
+        self, state: StepState, tap: str, cls: str, role: str, tensor: torch.Tensor, mutated: bool
+    ) -> Site | None:
         """The decision for tensors like this one, or None for those of the general way."""
         dtype = DTYPE_NAMES.get(tensor.dtype)
         shape = tensor.shape
@@ -116,4 +135,12 @@ class Express:
         layout = self._layout_of(tap, role, shape)
         if layout is not None:
             event["layout"] = layout
-        return Site(tensor, state.rows, TensorTemplate(event, tensor.nbytes))
+        if mutated:
+            event["mutated"] = True
+        nbytes = tensor.nbytes
+        bytes_at = self._views.get(nbytes)
+        if bytes_at is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            bytes_at = self._views[nbytes] = (ctypes.c_char * nbytes).from_address
+        return Site(tensor, state.rows, TensorTemplate(event, nbytes), bytes_at)

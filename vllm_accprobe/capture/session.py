@@ -61,6 +61,7 @@ class Session:
         find_space: Callable[[StepState, str, int], Space | None],
     ):
         self.config = config
+        self.takes_inputs, self.takes_outputs = config.capture_inputs, config.capture_outputs
         self.sink = sink
         self.layouts = layouts
         self.say = say
@@ -149,10 +150,16 @@ class Session:
         part: str,
         ticket: Ticket,
         changed: Callable[[bool], None],
+        sites: Sites,
     ) -> None:
         """Takes ``tensor`` again, in role ``inplace.*``, if it is no longer what ``ticket`` saw."""
         if self.flatten is not None:
             tensor = self.flatten(tensor)
+        if state.rows > 0 and part == LANGUAGE and ticket.digest is not None:
+            digest = self.express.take(state, sites, tap, cls, role, call, tensor, ticket.digest)
+            if digest is not None:
+                changed(digest != ticket.digest)
+                return
         found = self._event(state, tap, cls, role, call, tensor, part)
         if found is not None:
             event, space, dim = found

@@ -130,11 +130,12 @@ class RankWriter:
         there are copied first, and the cell gets their place and later their statistics; without one, the cell already
         is that of earlier bytes, or has statistics and no payload."""
         if not address:
+            line = template.line(step, call, seq, cell.tail), cell
             with self._lock:
                 if self.stopped or self._closing:
                     return
                 if self._affordable(0):
-                    self._staging.append((template.line(step, call, seq, cell.tail), cell))
+                    self._staging.append(line)
                     return
             self._spent(step)
             return
