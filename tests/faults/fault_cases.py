@@ -106,7 +106,6 @@ _DENSE = [
         "qwen2",
         _fault("setting", f"{_L}.0.self_attn.attn", 20.0, param="impl.logits_soft_cap"),
         "float32",
-        subtle=True,
     ),
     Case(
         "o-proj-weight-row",
@@ -122,7 +121,6 @@ _DENSE = [
         _fault("product", f"{_L}.1.mlp.down_proj", 0.3, features=[40]),
         "tp2",
         words=("column 40",),
-        subtle=True,
     ),
     Case("sum-in-bf16", "qwen2", _fault("low_sum", f"{_L}.2.mlp.down_proj", 1), subtle=True),
     Case("sum-in-bf16-qkv", "qwen2", _fault("low_sum", f"{_L}.1.self_attn.qkv_proj", 1), "transformers", subtle=True),

@@ -66,8 +66,9 @@ WAYS: dict[str, Way] = {
     "pictures-swapped": Way(asks=_SWAPPED),
     TRANSFORMERS: Way(TRANSFORMERS, how="serial"),
 }
-EASY = ("mixed",)
-"""Goldens of the same kind as most faulty runs: against these, everything upstream of a fault is bit-identical."""
+EASY = ("serial", "mixed")
+"""Goldens against which everything upstream of a fault is bit-identical where, as in vLLM's CPU build with one thread,
+a row's numbers do not depend on its batch. They do on most other machines."""
 
 CLEAN: list[tuple[str, str, str]] = [
     ("qwen2", "serial", "mixed"),

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 def test_as_many_faults_and_clean_pairs_as_promised() -> None:
     assert len(CASES) >= 44
     assert sum(c.subtle for c in CASES) >= 12
-    assert sum(c.golden not in ("serial", *EASY) for c in CASES) >= len(CASES) / 2
+    assert sum(c.golden not in EASY for c in CASES) >= len(CASES) / 2
     assert {c.model for c in CASES} == {"qwen2", "llama", "qwen2-moe", "mixtral", "deepseek-v2", "qwen2.5-vl"}
     assert len(CLEAN) >= 15
 
