@@ -8,6 +8,8 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.formats import FORMAT, Format, say
+
 
 def compare(
     golden: Path = typer.Argument(None, help="The dump to trust."),
@@ -19,7 +21,9 @@ def compare(
     standard: str = typer.Option("accprobe", "--standard", help="The limits: accprobe or strict."),
     plan: bool = typer.Option(False, "--plan", help="Only say what would be compared with what, and write nothing."),
     rejudge: Path = typer.Option(None, "--rejudge", help="Judge a saved comparison (an --out) again, without dumps."),
-    verbose: int = typer.Option(0, "--verbose", "-v", count=True, help="Say more; twice for everything."),
+    form: Format = FORMAT,
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="On the terminal, only the verdict and its notes."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="On the terminal, leave nothing out."),
 ) -> None:
     """Compare two dumps row by row and name the operator that created the error.
 
@@ -49,9 +53,7 @@ def compare(
             result = engine.compare(golden, mine, standard=standard, taps=taps, progress=advance)
         out = out or Path("accprobe-report")
 
-    from rich.console import Console
-
-    from vllm_accprobe.report import html, table, terminal
+    from vllm_accprobe.report import html, table
 
     out.mkdir(parents=True, exist_ok=True)
     table.write_csv(result, out / "compare.csv")
@@ -59,9 +61,8 @@ def compare(
     html.write_html(result, out / "compare.html")
     if result.measured is not None and rejudge is None:
         saved.save(result.measured, out)
-    terminal.render(result, Console(highlight=False), verbosity=1 + verbose)
-    for name in ("compare.csv", "compare.json", "compare.html"):
-        typer.echo(f"wrote {out / name}")
+    written = [out / name for name in ("compare.csv", "compare.json", "compare.html")]
+    say(result, form, 0 if quiet else 2 if verbose else 1, written)
     raise typer.Exit(0 if result.verdict == PASS else 1)
 
 

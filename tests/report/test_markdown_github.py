@@ -1,0 +1,141 @@
+"""What continuous integration shows: compared whole; hostile names stay names."""
+
+import re
+
+from report_examples import DIVERGENCE, EVIL, ORIGIN, comparison, hostile, pair
+
+from vllm_accprobe.report import github, markdown
+
+
+def failing():
+    return comparison(
+        pairs=[
+            pair(tap="c", status="fail", worst_row_rel_l2=0.21, step=4),
+            pair(tap="n", status="fail", measure="row_norm_ratio", measured=1.06, allowed=0.04),
+        ],
+        verdict="fail",
+        origins=[ORIGIN | {"shape": "one column, 7 of 64"}, ORIGIN | {"module": "lm_head", "created": None}],
+        first_divergence=DIVERGENCE,
+        notes=["golden is float32, mine bfloat16"],
+        coverage={"pairs": 2, "rows_compared": 8, "skipped": {"no rows in common": 7}},
+        tokens={
+            "compared": 36,
+            "flipped": [{"request": "a", "ordinal": 5, "golden": 3, "mine": 4, "golden_margin": 0.4, "mine_margin": 0}],
+        },
+    )
+
+
+def test_markdown_of_a_failure():
+    assert markdown.lines(failing()) == [
+        "## accprobe: FAIL",
+        "",
+        "`FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error: output.0, request 'a', "
+        "position 17 (decode), row relative L2 0.21, limit 0.016 (13x)`",
+        "",
+        "**Read this first**",
+        "",
+        "- `golden is float32, mine bfloat16`",
+        "",
+        "### Origins",
+        "",
+        "| # | origin | class | where | created / limit | evidence | shape of the error |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| 1 | `model.layers.3.mlp.down_proj` | `RowParallelLinear` | `output.0, request 'a', position 17 (decode)` "
+        "| 0.21 / 0.016 | `jump` | `one column, 7 of 64` |",
+        "| 2 | `lm_head` | `RowParallelLinear` | `output.0, request 'a', position 17 (decode)` | – / 0.016 | `jump` "
+        "|   |",
+        "",
+        "First divergence: `model.layers.3.mlp.down_proj/output.0, rank 0, step 4, request 'a', position 17 (decode), "
+        "row relative L2 0.21, limit 0.016 (13x)`",
+        "",
+        "### Failed pairs",
+        "",
+        "| × limit | measure | value | limit | step | pair |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| 13x | row L2 | 0.21 | 0.016 | 4 | `c/output.0` |",
+        "| 1.5x | norm ratio | 1.06 | 0.04 | 0 | `n/output.0` |",
+        "",
+        "### 1 of 36 sampled tokens flipped",
+        "",
+        "| request | generated token | golden (margin) | mine (margin) |",
+        "| --- | --- | --- | --- |",
+        "| `a` | `5` | `3` (0.4) | `4` (0) |",
+        "",
+        "<details><summary>Coverage</summary>",
+        "",
+        "| what | how many |",
+        "| --- | --- |",
+        "| pairs | 2 (0 pass, 2 fail, 0 skip) |",
+        "| bit-identical pairs | 0 |",
+        "| rows compared | 8 |",
+        "| rows only in golden | 0 |",
+        "| rows only in mine | 0 |",
+        "| taps only in golden | 0 |",
+        "| taps only in mine | 0 |",
+        "| tokens compared | 36 |",
+        "| skipped: `no rows in common` | 7 |",
+        "",
+        "</details>",
+    ]
+
+
+def test_annotations_of_a_failure():
+    assert github.lines(failing()) == [
+        "::error title=accprobe%3A culprit::model.layers.3.mlp.down_proj (RowParallelLinear) creates the error: "
+        "output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x); "
+        "shape: one column, 7 of 64",
+        "::error title=accprobe%3A origin 2::lm_head (RowParallelLinear) creates the error: output.0, "
+        "request 'a', position 17 (decode), the values differ",
+        "::warning title=accprobe::golden is float32, mine bfloat16",
+    ]
+
+
+def test_a_pass_is_a_notice_and_a_failure_without_origin_an_error():
+    (line,) = github.lines(comparison(pairs=[pair()], coverage={"rows_compared": 4}))
+    assert line == "::notice title=accprobe::PASS: 1 pair and 4 rows agree within the standard 'accprobe'"
+    (line,) = github.lines(comparison(verdict="fail", pairs=[pair(status="fail")]))
+    assert line == "::error title=accprobe::FAIL: 1 pair of 1 differ beyond the standard"
+
+
+def test_ten_annotations_of_a_kind_and_the_rest_is_counted():
+    lines = github.lines(comparison(verdict="fail", origins=[ORIGIN] * 13, notes=["x"] * 11))
+    assert sum(x.startswith("::error") for x in lines) == 10
+    assert lines[-2:] == [
+        "::notice title=accprobe::3 origins more: compare.json",
+        "::notice title=accprobe::1 note more: compare.json",
+    ]
+
+
+def test_no_name_issues_a_command():
+    bad = "x\n::error::y\r%0A::set-env name=A::b"
+    result = comparison(verdict="fail", origins=[ORIGIN | {"module": bad, "class": bad}], notes=[bad])
+    lines = github.lines(result)
+    assert len(lines) == 2
+    for line in lines:
+        assert "\n" not in line
+        assert "\r" not in line
+        assert "%250A" in line
+    assert github.command("error", "a:b,c%", "d:e,f%") == "::error title=a%3Ab%2Cc%25::d:e,f%25"
+
+
+def test_no_name_becomes_markup():
+    text = "\n".join(markdown.lines(hostile()))
+    assert "onerror" in text
+    outside = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text)
+    assert "<img" not in outside
+    assert "</script" not in outside
+    assert markdown.code("a`b``c") == "```a`b``c```"
+    assert markdown.code("`x`") == "`` `x` ``"
+    assert markdown.code("a|b") == r"`a\|b`"
+    assert "\x1b" not in text
+    assert EVIL not in text
+
+
+def test_summary_is_appended_where_github_says(tmp_path, monkeypatch):
+    path = tmp_path / "summary.md"
+    path.write_text("before\n")
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    assert github.write_summary(failing()) is None
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(path))
+    assert github.write_summary(failing()) == str(path)
+    assert path.read_text().startswith("before\n## accprobe: FAIL\n")

@@ -1,0 +1,112 @@
+"""The comparison as GitHub-flavoured Markdown: for a pull request, a step summary, a ticket.
+
+The problem: names come from dumps, and Markdown has many ways to turn a name into markup. The idea: names and messages
+stand in code spans whose fence is longer than any run of backticks in them, everything else is our own words and
+numbers; pipes are escaped because tables split at them even there. Not here: what is said (facts.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm_accprobe.report import facts, terminal
+from vllm_accprobe.report.text import MISSING, count, num, place, safe
+
+if TYPE_CHECKING:
+    from vllm_accprobe.compare.result import Comparison
+
+MAX_LIST = 10
+
+
+def code(value: object, limit: int = 200) -> str:
+    """``value`` as a code span; empty text stays empty."""
+    text = safe(value, limit).strip()
+    if not text:
+        return ""
+    fence = "`" * (max((len(run) for run in re.findall(r"`+", text)), default=0) + 1)
+    pad = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{pad}{text}{pad}{fence}".replace("|", "\\|")
+
+
+def lines(comparison: Comparison) -> list[str]:
+    """The whole summary."""
+    failed = comparison.verdict != "pass"
+    out = [f"## accprobe: {'FAIL' if failed else 'PASS'}", "", code(facts.headline(comparison), 2000)]
+    if comparison.notes:
+        out += ["", "**Read this first**", "", *(f"- {code(note, 1000)}" for note in comparison.notes[:MAX_LIST])]
+        out += _more(len(comparison.notes), "notes")
+    out += _origins(comparison)
+    if first := facts.divergence(comparison):
+        out += ["", f"First divergence: {code(first, 1000)}"]
+    out += _worst(comparison)
+    out += _flipped(comparison)
+    rows = [(label, value) for label, value in facts.coverage_rows(comparison)]
+    rows += [(f"skipped: {code(reason)}", f"{n:,}") for reason, n in facts.skip_rows(comparison)]
+    table = _table(("what", "how many"), rows)
+    return [*out, "", "<details><summary>Coverage</summary>", "", *table, "", "</details>"]
+
+
+def _origins(comparison: Comparison) -> list[str]:
+    if not comparison.origins:
+        return []
+    rows = [
+        (
+            str(i + 1),
+            code(o.get("module", "?")),
+            code(o.get("class") or ""),
+            code(", ".join(x for x in (str(o.get("role") or ""), place(*_place(o))) if x)),
+            f"{num(o.get('created'))} / {num(o.get('floor'))}",
+            code(o.get("evidence") or MISSING),
+            code(facts.shape(o) or ""),
+        )
+        for i, o in enumerate(comparison.origins[:MAX_LIST])
+    ]
+    head = ("#", "origin", "class", "where", "created / limit", "evidence", "shape of the error")
+    return ["", "### Origins", "", *_table(head, rows), *_more(len(comparison.origins), "origins")]
+
+
+def _place(o: dict[str, object]) -> tuple[object, object, object]:
+    return o.get("request"), o.get("position"), o.get("phase")
+
+
+def _worst(comparison: Comparison) -> list[str]:
+    failed = facts.counts(comparison).failed
+    if not failed:
+        return []
+    rows = []
+    for p in facts.worst(comparison, MAX_LIST):
+        measure, value, limit = facts.decided(p)
+        step = MISSING if p.step is None else str(p.step)
+        over = terminal.over_text(facts.severity(p))
+        rows.append((over, measure, num(value, 4), num(limit), step, code(p.mine or p.golden)))
+    title = "Failed pairs" if failed <= MAX_LIST else f"The {MAX_LIST} worst of {failed:,} failed pairs"
+    return ["", f"### {title}", "", *_table(("× limit", "measure", "value", "limit", "step", "pair"), rows)]
+
+
+def _flipped(comparison: Comparison) -> list[str]:
+    flipped = comparison.tokens.get("flipped") or []
+    if not flipped:
+        return []
+    compared = count(int(comparison.tokens.get("compared") or 0), "sampled token")
+    rows = [
+        (
+            code(t.get("request")),
+            code(t.get("ordinal")),
+            f"{code(t.get('golden'))} ({num(t.get('golden_margin'))})",
+            f"{code(t.get('mine'))} ({num(t.get('mine_margin'))})",
+        )
+        for t in flipped[:MAX_LIST]
+    ]
+    head = ("request", "generated token", "golden (margin)", "mine (margin)")
+    return ["", f"### {len(flipped):,} of {compared} flipped", "", *_table(head, rows), *_more(len(flipped), "tokens")]
+
+
+def _more(total: int, where: str) -> list[str]:
+    return ["", f"… {total - MAX_LIST:,} more: compare.json, {where}"] if total > MAX_LIST else []
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    out = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return out + ["| " + " | ".join(cell or " " for cell in row) + " |" for row in rows]
