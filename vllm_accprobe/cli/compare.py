@@ -17,6 +17,9 @@ def compare(
     out: Path = typer.Option(
         None, "--out", "-o", help="Where compare.csv, .json and .html go: accprobe-report, or where --rejudge reads."
     ),
+    op_mapping_file: Path = typer.Option(
+        None, "--op-mapping-file", help="YAML or JSON: which place of mine is which of golden, see docs/mapping.md."
+    ),
     taps: str = typer.Option(None, "--taps", help="Only taps that match one of these globs, comma separated."),
     standard: str = typer.Option("accprobe", "--standard", help="The limits: accprobe or strict."),
     plan: bool = typer.Option(False, "--plan", help="Only say what would be compared with what, and write nothing."),
@@ -34,11 +37,12 @@ def compare(
     from vllm_accprobe.compare import engine
     from vllm_accprobe.compare.result import PASS
 
-    _check_arguments(golden, mine, rejudge, bool(plan or taps))
+    _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file))
+    rules = engine.find_mapping(op_mapping_file)
     if plan:
         from vllm_accprobe.compare.plan import make_plan
 
-        for line in make_plan(*engine.open_both(golden, mine), taps=taps).lines():
+        for line in make_plan(*engine.open_both(golden, mine), taps=taps, mapping=rules).lines():
             typer.echo(line)
         return
     import json
@@ -50,7 +54,7 @@ def compare(
         out = out or (rejudge if rejudge.is_dir() else rejudge.parent)
     else:
         with _progress() as advance:
-            result = engine.compare(golden, mine, standard=standard, taps=taps, progress=advance)
+            result = engine.compare(golden, mine, standard=standard, taps=taps, mapping=rules, progress=advance)
         out = out or Path("accprobe-report")
 
     from vllm_accprobe.report import html, table

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
 from vllm_accprobe.compare import blame, words
 from vllm_accprobe.compare.coverage import coverage
 from vllm_accprobe.compare.index import Indices
@@ -39,17 +40,19 @@ def compare(
     *,
     standard: str | Standard = "accprobe",
     taps: str | None = None,
+    mapping: str | Path | Rules | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compares two dumps (paths, or what `open_dump` gives).
 
     standard: a name in judge.standards.STANDARDS or a Standard. taps: globs over tap names, comma separated.
+    mapping: a file or rules that say which place of mine is which of golden (docs/mapping.md).
     progress: called with (bytes done, bytes in all) of both sides, read or known to be equal. Raises CompareError, one
     line, and NothingCompared.
     """
     rules = find_standard(standard)
     dumps = open_both(golden, mine)
-    plan = make_plan(*dumps, taps=taps)
+    plan = make_plan(*dumps, taps=taps, mapping=find_mapping(mapping))
     run = _Run(dumps, plan)
     log = RowLog()
     try:
@@ -71,6 +74,14 @@ def open_both(golden: str | Path | Any, mine: str | Path | Any) -> tuple[Any, An
     except DumpError as e:
         raise CompareError(str(e)) from None
     return opened[0], opened[1]
+
+
+def find_mapping(mapping: str | Path | Rules | None) -> Rules | None:
+    """Reads a mapping file; raises CompareError, one line, for what cannot be used."""
+    try:
+        return load_mapping(mapping) if isinstance(mapping, (str, Path)) else mapping
+    except MappingError as e:
+        raise CompareError(str(e)) from None
 
 
 def find_standard(standard: str | Standard) -> Standard:
