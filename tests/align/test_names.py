@@ -41,3 +41,35 @@ def test_roles_pair_by_order_except_parameters():
         ("input.residual", "input.residual", "exact"),
         ("output.0", "output.0", "exact"),
     )
+
+
+def test_the_same_weights_are_the_same_module_whatever_its_name():
+    def with_weights(tap, *hashes):
+        return Place(tap, "Linear", ("param.weight", "output.0"), tuple(("param.weight", h) for h in hashes))
+
+    golden = [with_weights("enc.a", "h1"), with_weights("enc.b", "h2"), with_weights("enc.c", "same")]
+    mine = [with_weights("net.y", "h2"), with_weights("net.x", "h1"), with_weights("net.z", "same")]
+    golden.append(with_weights("enc.d", "same"))  # tells nothing
+    plan = pair_names(golden, mine, by_order=False)
+    assert rules(plan) == [("enc.b", "net.y", "structure"), ("enc.a", "net.x", "structure")]
+    assert (plan.only_golden, plan.only_mine) == (["enc.c", "enc.d"], ["net.z"])
+
+
+def test_the_same_place_of_the_tree():
+    golden = [place("m.l"), place("m.l.attn"), place("m.l.attn.q"), place("m.l.attn.drop", roles=("input.0",))]
+    mine = [place("m.l"), place("m.l.mixer"), place("m.l.mixer.q"), place("m.l.mixer.drop", roles=("input.0",))]
+    assert rules(pair_names(golden, mine, by_order=False)) == [
+        ("m.l", "m.l", "exact"),
+        ("m.l.attn", "m.l.mixer", "structure"),
+        ("m.l.attn.q", "m.l.mixer.q", "structure"),
+        ("m.l.attn.drop", "m.l.mixer.drop", "structure"),
+    ]
+
+
+def test_tensors_without_a_partner_are_counted():
+    golden = [place("a", roles=("input.x", "input.mask", "output.0"))]
+    mine = [place("a", roles=("input.x", "input.positions", "input.y", "output.0"))]
+    plan = pair_names(golden, mine)
+    assert plan.skips() == {"tensor of a paired tap only in golden": 1, "tensor of a paired tap only in mine": 2}
+    assert "names: 2 tensors of paired taps only in mine: input.positions (1), input.y (1)" in plan.lines()
+    assert pair_names(mine, mine).skips() == {}

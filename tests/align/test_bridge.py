@@ -1,0 +1,230 @@
+"""Rules applied to records written by hand: what is made, of what, and what is left."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from vllm_accprobe.align.bridge import apply, bridge
+from vllm_accprobe.align.derived import Derived, derive, read, rope
+from vllm_accprobe.align.mapping import parse_mapping
+from vllm_accprobe.dump.schema import REPLICATED, Layout, Payload, Record, Stats
+
+
+@dataclass
+class Dump:
+    """Records with their arrays, as a dump is read."""
+
+    records: list = field(default_factory=list)
+    arrays: dict = field(default_factory=dict)
+    run: dict = field(default_factory=dict)
+
+    def put(self, tap, role, array, *, step=0, rank=0, call=0, layout=REPLICATED, dtype=None, cls="M"):
+        array = np.asarray(array)
+        finite = array.astype(np.float64)
+        stats = Stats(array.size, finite.min(), finite.max(), finite.mean(), float(np.sqrt((finite**2).sum())), 0, 0)
+        rows = None if role.startswith("param.") else "tokens"
+        record = Record(
+            rank, None if rows is None else step, tap, cls, role, call, len(self.records), dtype or str(array.dtype),
+            array.shape, rows, 0, stats, f"{len(self.records):032x}", layout, Payload(0, 0, array.nbytes),
+        )  # fmt: skip
+        self.records.append(record)
+        self.arrays[id(record)] = array
+        return record
+
+    def read(self, record, out=None):
+        return self.arrays[id(record)]
+
+
+def by_name(dump):
+    return {(r.tap, r.role): r for r in dump.records}
+
+
+def f32(*rows):
+    return np.array(rows, np.float32)
+
+
+def rules(data):
+    return parse_mapping(data, "test")
+
+
+FUSE = rules({"**.qkv_proj": ["**.q_proj", "{1}.k_proj", "{1}.v_proj"]})
+
+
+def attention(weights=True):
+    golden, mine = Dump(), Dump()
+    for i, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        if weights:
+            golden.put(f"a.{name}", "param.weight", f32([i, i + 1]))
+        golden.put(f"a.{name}", "input.input", f32([1, 2], [3, 4]))
+        golden.put(f"a.{name}", "output.0", f32([10 * i, 10 * i + 1], [10 * i + 2, 10 * i + 3]))
+    mine.put("a.qkv_proj", "param.weight", np.zeros((3, 2), np.float32))
+    mine.put("a.qkv_proj", "input.input_", f32([1, 2], [3, 4]))
+    mine.put("a.qkv_proj", "output.0", np.zeros((2, 6), np.float32))
+    return golden, mine
+
+
+def test_parts_are_joined_inputs_are_one():
+    golden, _, lines = apply(FUSE, *attention())
+    found = by_name(golden)
+    assert set(found) == {("a.qkv_proj", r) for r in ("param.weight", "input.input_", "output.0")}
+    out = found[("a.qkv_proj", "output.0")]
+    assert golden.read(out).tolist() == [[0, 1, 10, 11, 20, 21], [2, 3, 12, 13, 22, 23]]
+    assert (out.shape, out.hash, out.name) == ((2, 6), None, "a.{q_proj,k_proj,v_proj}/output.0")
+    weight = found[("a.qkv_proj", "param.weight")]
+    assert golden.read(weight).tolist() == [[0, 1], [1, 2], [2, 3]]  # along the rows: [out, in]
+    one = found[("a.qkv_proj", "input.input_")]
+    assert one.name == "a.q_proj/input.input"
+    assert one.hash is not None  # the same bytes: equal hashes still spare the reading
+    assert lines == ["mapping: 3 tensors of mine made by **.qkv_proj ← **.q_proj, {1}.k_proj, {1}.v_proj"]
+
+
+def test_statistics_of_a_join_are_those_of_the_whole():
+    golden, _, _ = apply(FUSE, *attention())
+    stats = by_name(golden)[("a.qkv_proj", "output.0")].stats
+    whole = np.array([0, 1, 10, 11, 20, 21, 2, 3, 12, 13, 22, 23], np.float64)
+    assert (stats.count, stats.min, stats.max) == (12, 0, 23)
+    assert stats.mean == pytest.approx(whole.mean())
+    assert stats.l2 == pytest.approx(np.linalg.norm(whole))
+
+
+def test_a_missing_part_makes_nothing_and_loses_nothing():
+    golden, mine = attention()
+    golden.records = [r for r in golden.records if r.tap != "a.k_proj"]
+    view, _, _ = apply(FUSE, golden, mine)
+    assert {r.tap for r in view.records if isinstance(r, Derived)} == {"a.qkv_proj"}
+    assert ("a.qkv_proj", "output.0") not in by_name(view)
+
+
+def test_sums_of_mine_take_the_place_of_their_terms():
+    golden, mine = Dump(), Dump()
+    golden.put("n", "input.h", f32([5, 7]))
+    mine.put("n", "input.x", f32([1, 2]))
+    mine.put("n", "input.residual", f32([4, 5]))
+    table = rules({"rules": [{"mine": "n", "golden": "n", "roles": {"input.x+input.residual": "input.h"}}]})
+    g, m, _ = apply(table, golden, mine)
+    assert [(r.tap, r.role, r.name) for r in m.records] == [("n", "input.x+residual", "n/input.x+input.residual")]
+    assert m.read(m.records[0]).tolist() == [[5, 7]]
+    assert [(r.role, r.name) for r in g.records] == [("input.x+residual", "n/input.h")]
+
+
+def test_bfloat16_terms_are_added_without_rounding():
+    mine = Dump()
+    one = mine.put("n", "output.0", np.array([[0x3F80]], np.uint16), dtype="bfloat16")  # 1.0
+    tiny = mine.put("n", "output.1", np.array([[0x3B80]], np.uint16), dtype="bfloat16")  # 2**-8
+    total = derive([one, tiny], "n", "output.0+1", join="sum")
+    assert total.dtype == "float32"
+    assert read(mine, total).tolist() == [[1 + 2**-8]]
+
+
+def test_transpose_turns_parameters_and_leaves_activations():
+    golden, mine = Dump(), Dump()
+    golden.put("g", "param.weight", f32([1, 2, 3], [4, 5, 6]))
+    golden.put("g", "output.0", f32([1, 2], [3, 4]))
+    mine.put("m", "param.weight", np.zeros((3, 2), np.float32))
+    mine.put("m", "output.0", f32([1, 2], [3, 4]))
+    view, _, _ = apply(rules({"rules": [{"mine": "m", "golden": "g", "transpose": [1, 0]}]}), golden, mine)
+    found = by_name(view)
+    assert view.read(found[("m", "param.weight")]).tolist() == [[1, 4], [2, 5], [3, 6]]
+    assert view.read(found[("m", "output.0")]).tolist() == [[1, 2], [3, 4]]
+
+
+def test_shards_are_joined_per_rank_and_keep_their_blocks():
+    golden = Dump()
+    parts = []
+    for rank in (0, 1):
+        layouts = [Layout("shard", "tp", rank, 2, -1, ((n, 1),)) for n in (2, 1)]
+        parts.append(
+            [golden.put(t, "output.0", np.full((1, n), rank, np.float32), rank=rank, layout=y)
+             for (t, n), y in zip((("q", 2), ("k", 1)), layouts, strict=True)]
+        )  # fmt: skip
+    made = [derive(p, "qk", "output.0") for p in parts]
+    assert [m.layout for m in made] == [Layout("shard", "tp", r, 2, -1, ((2, 1), (1, 1))) for r in (0, 1)]
+    mixed = golden.put("v", "output.0", f32([1]))
+    assert derive([parts[0][0], mixed], "qv", "output.0") == "its parts are cut differently over ranks"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "how", "reason"),
+    [
+        (([[1.0]], [[1.0], [2.0]]), {}, "different shapes"),
+        (([[1]], [[1]]), {"join": "sum"}, "cannot|not numbers"),
+        (([[1.0]], [[1.0, 2.0]]), {"join": "sum"}, "different shapes"),
+        (([[1.0]], [[1.0]]), {"dim": 5}, "no such dimension"),
+        (([[1.0]], [[1.0]]), {"transpose": (0, 1, 2)}, "other dimensions"),
+        (([[1.0, 2, 3]], [[1.0, 2]], [[1.0, 2]]), {"join": "rope"}, "rotary"),
+    ],
+)
+def test_what_cannot_be_made_has_a_reason(arrays, how, reason):
+    dump = Dump()
+    records = [dump.put("t", f"output.{i}", np.array(a)) for i, a in enumerate(arrays)]
+    made = derive(records, "m", "output.0", **how)
+    assert isinstance(made, str)
+    assert any(r in made for r in reason.split("|"))
+
+
+def test_renames_only_where_mine_has_the_name():
+    golden, mine = Dump(), Dump()
+    golden.put("transformer.a", "output.0", f32([1]))
+    golden.put("transformer.b", "output.0", f32([2]))
+    mine.put("model.a", "output.0", f32([1]))
+    table = rules({"rename": {"transformer.*": "model.*"}, "rules": []})
+    view, _, lines = apply(rules({"rename": {r"re:transformer\.(.*)": "model.{1}"}, "rules": []}), golden, mine)
+    assert {r.tap for r in view.records} == {"model.a", "model.b"}
+    assert lines == [r"mapping: 2 taps of golden renamed by re:transformer\.(.*) → model.{1}"]
+    mine.records = [mine.put("other", "output.0", f32([1]))]
+    view, _, _ = apply(table, golden, mine)
+    assert {r.tap for r in view.records} == {"transformer.a", "transformer.b"}
+
+
+def test_per_layer_offsets():
+    golden, mine = Dump(), Dump()
+    for i in range(3):
+        golden.put(f"h.{i}", "output.0", f32([i]))
+    mine.put("layers.0", "output.0", f32([1]))
+    view, _, _ = apply(rules({"layers.*": "h.{1+1}"}), golden, mine)
+    assert view.read(by_name(view)[("layers.0", "output.0")]).tolist() == [[1]]
+
+
+def test_rotation_by_hand():
+    x = f32([1, 2, 3, 4])  # one head of 4, halves (1, 2) and (3, 4)
+    cos, sin = f32([0, 1, 0, 1]), f32([1, 0, 1, 0])  # first pair by 90 degrees, second by 0
+    assert rope(x, cos, sin).tolist() == [[-3, 2, 1, 4]]
+    two = rope(f32([1, 2, 3, 4, 1, 0, 0, 0]), cos, sin)
+    assert two.tolist() == [[-3, 2, 1, 4, 0, 0, 1, 0]]
+
+
+TRANSFORMERS = {"engine": {"runner": "accprobe.Probe"}, "versions": {"transformers": "5"}}
+VLLM = {"versions": {"vllm": "0.32"}}
+
+
+def test_built_in_rules_whichever_side_vllm_is():
+    golden, mine = Dump(run=TRANSFORMERS), Dump(run=VLLM)
+    golden.put("model.layers.1", "input.hidden_states", f32([3, 5]))
+    golden.put("model.layers.1", "output.0", f32([7, 9]))
+    golden.put("<root>", "output.logits", f32([1, 1]))
+    for role, v in (
+        ("input.hidden_states", [1, 2]),
+        ("input.residual", [2, 3]),
+        ("output.0", [3, 4]),
+        ("output.1", [4, 5]),
+    ):
+        mine.put("model.layers.1", role, f32(v))
+    mine.put("<root>", "output.0", f32([2, 2]))
+    for sides in ((golden, mine), (mine, golden)):
+        b = bridge(*sides)
+        assert b.foreign
+        names = [{(r.tap, r.role) for r in d.records} for d in (b.golden, b.mine)]
+        assert names[0] & names[1] == {
+            ("model.layers.1", "input.hidden_states+residual"),
+            ("model.layers.1", "output.0+1"),
+        }
+
+
+def test_two_dumps_of_one_engine_are_left_alone():
+    golden, mine = Dump(run=VLLM), Dump(run=VLLM)
+    golden.put("a", "output.0", f32([1]))
+    b = bridge(golden, mine)
+    assert b.golden is golden
+    assert b.mine is mine
+    assert (b.lines, b.foreign) == ([], False)
