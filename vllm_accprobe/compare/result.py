@@ -130,6 +130,24 @@ class Comparison:
             }
         )
 
+    def to_pandas(self) -> Any:
+        """A pandas.DataFrame with a row per pair and compare.csv's columns (report/notebook.py)."""
+        from vllm_accprobe.report import notebook
+
+        return notebook.to_pandas(self)
+
+    def plot_depth(self) -> Any:
+        """A plotly figure of the error over depth (report/notebook.py)."""
+        from vllm_accprobe.report import notebook
+
+        return notebook.plot_depth(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows for a comparison: verdict, origins and worst pairs, without script."""
+        from vllm_accprobe.report import notebook
+
+        return notebook.repr_html(self)
+
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):

@@ -26,8 +26,12 @@ EVIDENCE = {
 }
 
 
-def _e(value: object, limit: int = 400) -> str:
+def escaped(value: object, limit: int = 400) -> str:
+    """Any value as text that is safe in markup and in a quoted attribute."""
     return escape(safe(value, limit))
+
+
+_e = escaped
 
 
 def title(comparison: Comparison) -> str:

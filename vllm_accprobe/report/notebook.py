@@ -1,0 +1,89 @@
+"""A comparison in a notebook: a data frame, a figure, and a few lines of HTML where the cell's result is shown.
+
+The problem: who explores a comparison wants its numbers in the tools of a notebook, not in a page. The idea: three
+functions behind the methods of ``Comparison``; pandas and plotly are imported when they are called. The HTML is small
+and has no script, because notebooks are mailed and committed. Not here: the whole page (html/).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from vllm_accprobe.compare.result import COLUMNS, Pair
+from vllm_accprobe.report import facts, terminal
+from vllm_accprobe.report.depth import depth
+from vllm_accprobe.report.html.sections import escaped
+from vllm_accprobe.report.text import MISSING, num, safe
+
+if TYPE_CHECKING:
+    from vllm_accprobe.compare.result import Comparison
+
+_INTEGERS = tuple(f.name for f in fields(Pair) if str(f.type) in ("int", "int | None"))
+_FLOATS = tuple(f.name for f in fields(Pair) if str(f.type) == "float | None")
+COLOURS = {"prefill": "#1d5fbf", "decode": "#b25a00", "other": "#5b4a9e"}
+
+
+def to_pandas(comparison: Comparison) -> Any:
+    """A pandas.DataFrame with a row per pair and the columns of compare.csv: integers as Int64 (with missing values),
+    measures as float64 (NaN where missing)."""
+    import pandas as pd
+
+    frame = pd.DataFrame({name: [getattr(p, name) for p in comparison.pairs] for name in COLUMNS}, columns=COLUMNS)
+    kinds = dict.fromkeys(_INTEGERS, "Int64") | dict.fromkeys(_FLOATS, "float64")
+    return frame.astype(kinds)
+
+
+def plot_depth(comparison: Comparison) -> Any:
+    """A plotly.graph_objects.Figure: the worst row's relative L2 of each tap's outputs in data-flow order, prefill and
+    decode apart, with limit and floor. Bit-identical taps, which a logarithmic axis cannot show, are left out."""
+    import plotly.graph_objects as go
+
+    points = depth(comparison)
+    at = list(range(len(points)))
+    # Plotly reads some markup in texts.
+    names = [escaped(f"{p.tap} ({p.cls})" if p.cls else p.tap) for p in points]
+    figure = go.Figure()
+    for phase, colour in COLOURS.items():
+        values = [getattr(p, phase) or None for p in points]
+        if any(v is not None for v in values):
+            label = "no phase" if phase == "other" else phase
+            figure.add_scatter(x=at, y=values, name=label, mode="lines+markers", line={"color": colour}, text=names,
+                               hovertemplate="%{text}<br>%{y:.3g}<extra>" + label + "</extra>")  # fmt: skip
+    for name, dash in (("limit", "dash"), ("floor", "dot")):
+        values = [getattr(p, name) or None for p in points]
+        if any(v is not None for v in values):
+            figure.add_scatter(x=at, y=values, name=name, mode="lines", hoverinfo="skip",
+                               line={"color": "#6b7178", "dash": dash, "width": 1})  # fmt: skip
+    culprit = comparison.origins[0].get("module") if comparison.origins else None
+    for i, p in enumerate(points):
+        if p.tap == culprit:
+            figure.add_vline(x=i, line={"color": "#b3261e", "width": 1}, annotation_text="culprit")
+            break
+    figure.update_layout(
+        title=escaped(facts.headline(comparison), 160), xaxis_title="data flow", template="simple_white"
+    )
+    figure.update_yaxes(type="log", title="relative L2")
+    return figure
+
+
+def repr_html(comparison: Comparison) -> str:
+    """A few lines of HTML without script or style sheet: verdict, origins, the worst pairs."""
+    colour = "#17703f" if comparison.verdict == "pass" else "#b3261e"
+    out = [f'<div><p><strong style="color:{colour}">{escaped(facts.headline(comparison), 1000)}</strong></p>']
+    out += [f"<p>note: {escaped(note, 1000)}</p>" for note in comparison.notes[:5]]
+    for o in comparison.origins[1:5]:
+        out.append(f"<p>also: {escaped(facts.origin_title(o))}: {escaped(facts.origin_detail(o), 1000)}</p>")
+    if said := [s for o in comparison.origins[:1] if (s := facts.shape(o))]:
+        out.append(f"<p>shape of the error: {escaped(said[0])}</p>")
+    rows = []
+    for p in facts.worst(comparison, 10):
+        measure, value, limit = facts.decided(p)
+        cells = (p.tap, p.role, MISSING if p.step is None else p.step, measure, num(value, 4), num(limit))
+        over = terminal.over_text(facts.severity(p))
+        rows.append("<tr>" + "".join(f"<td>{escaped(c)}</td>" for c in (*cells, over)) + "</tr>")
+    if rows:
+        head = "".join(f"<th>{h}</th>" for h in ("tap", "tensor", "step", "measure", "value", "limit", "× limit"))
+        out.append(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
+    coverage = "; ".join(f"{label}: {value}" for label, value in facts.coverage_rows(comparison)[:3])
+    return "".join(out) + f"<p><small>{escaped(safe(coverage, 400), 400)}</small></p></div>"
