@@ -1,72 +1,60 @@
-"""Ten faults in ten kinds of module: in each of them, the planted module is the one that is named first.
+"""A quick dozen of the fault laboratory: in each, the planted module is the one that is named first.
 
-The golden is a clean run with the requests one at a time; mine has the fault, and its requests are batched and chunked,
-so that the fault must be found among honest differences.
+Mine has the fault, and its requests are batched and chunked; the golden served them one at a time, in float32, or on
+two ranks, so that the fault must be found among honest differences. All faults: scripts/faults.sh, docs/faults.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from fault_cases import CASES, Case
 from support.captures import FIVE, VISION, Engines, explain
+from support.engine import Run
 
 pytestmark = pytest.mark.engine
 
-
-@dataclass(frozen=True)
-class Case:
-    """``fault``: see tests/faults/accprobe_faults.py. ``culprit``: where it is not the planted module's own path."""
-
-    name: str
-    fault: dict[str, Any]
-    model: str = "qwen2"
-    culprit: str | None = None
-    origin: dict[str, Any] = field(default_factory=dict)
-
-
-FAULTS = [
-    Case("norm", {"kind": "eps", "module": "model.layers.1.post_attention_layernorm", "factor": 0.3}),
-    Case("rope", {"kind": "rope", "module": "model.layers.0.self_attn.rotary_emb", "factor": 1.1}),
-    Case("attention", {"kind": "attn", "module": "model.layers.1.self_attn.attn", "factor": 1.3}),
-    Case(
-        "linear-row",
-        {"kind": "scale", "module": "model.layers.2.mlp.gate_up_proj", "factor": 1.7, "features": [37]},
-    ),
-    Case(
-        "decode-only",
-        {"kind": "scale", "module": "model.layers.1.mlp.down_proj", "factor": 1.1, "rows": "decode"},
-        origin={"phase": "decode"},
-    ),
-    Case(
-        "one-position",
-        {"kind": "scale", "module": "model.layers.3.self_attn.o_proj", "factor": 1.1, "rows": "position:45"},
-        origin={"position": 45},
-    ),
-    Case(
-        "one-expert",
-        {"kind": "expert", "module": "model.layers.1.mlp.experts", "expert": 3, "factor": 1.2},
-        model="qwen2-moe",
-    ),
-    Case(
-        "vision",
-        {"kind": "scale", "module": "visual.blocks.1.mlp.down_proj", "factor": 1.1},
-        model="qwen2.5-vl",
-    ),
-    Case("lm-head", {"kind": "head", "module": "lm_head", "factor": 3.0, "features": [100, 101]}),
-    Case("sampled-token", {"kind": "sampler"}, culprit="sampler"),
-]
+DOZEN: dict[str, dict[str, Any]] = {
+    "norm-eps": {},
+    "rope-one-percent": {},
+    "softmax-scale": {},
+    "one-head": {},
+    "kv-slot-zero": {"position": 21},
+    "down-weight-row": {},
+    "decode-only": {"phase": "decode"},
+    "one-position": {"position": 45},
+    "vocabulary-tail": {},
+    "sampler": {},
+    "one-expert": {},
+    "merger": {},
+}
+"""Names of cases, and what the first origin must say besides the module."""
 
 
-@pytest.mark.parametrize("case", FAULTS, ids=lambda c: c.name)
+def golden(engines: Engines, case: Case) -> Run:
+    """The clean run of a case's golden kind. Those that the clean pairs need, too, are made once for both."""
+    if case.golden == "tp2":
+        return engines.run("tp2", host="tp2", tensor_parallel_size=2, distributed_executor_backend="mp")
+    asks = VISION if case.model == "qwen2.5-vl" else FIVE
+    if case.golden == "float32":
+        name = "float32" if case.model == "qwen2" else f"{case.model}-float32"
+        return engines.run(name, case.model, asks, how="serial", dtype="float32")
+    assert case.golden == "serial"
+    return engines.serial(case.model, asks)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in DOZEN], ids=lambda c: c.name)
 def test_planted_module_is_named_first(engines: Engines, compared: Any, case: Case) -> None:
     asks = VISION if case.model == "qwen2.5-vl" else FIVE
-    golden = engines.serial(case.model, asks)
-    mine = engines.run(f"fault-{case.name}", case.model, asks, fault=case.fault, max_num_batched_tokens=48)
-    result = compared(golden, mine)
+    mine = engines.run(f"fault-{case.name}", case.model, asks, fault=case.faults, max_num_batched_tokens=48)
+    result = compared(golden(engines, case), mine)
     assert result.verdict == "fail"
     assert result.origins, explain(result)
-    assert result.origins[0]["module"] == (case.culprit or case.fault["module"]), explain(result)
-    for key, value in case.origin.items():
+    assert result.origins[0]["module"] in case.expected, explain(result)
+    for key, value in DOZEN[case.name].items():
         assert result.origins[0][key] == value, explain(result)
+
+
+def test_the_dozen_is_one() -> None:
+    assert len([c for c in CASES if c.name in DOZEN]) == 12

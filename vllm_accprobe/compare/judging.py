@@ -100,7 +100,7 @@ class _Judge:
             return
         floor = self._row_floor(unit.parts)
         keys: list[np.ndarray] = []
-        wrong: list[tuple[np.ndarray, np.ndarray]] = []
+        wrong: list[tuple[np.ndarray, ...]] = []
         everywhere, limit, allowed, weak = 0.0, None, 0.0, False
         for part in unit.parts:
             if part.skip:
@@ -118,13 +118,16 @@ class _Judge:
             bad = np.flatnonzero(errors.err > 0)
             if part.whole and len(bad):
                 if len(rows):
-                    wrong.append((rows, np.full(len(rows), errors.err.max())))
+                    most = np.full(len(rows), errors.err.max())
+                    wrong.append((rows, most, most, np.zeros(len(rows))))
                 else:
                     everywhere = max(everywhere, float(errors.err.max()))
             elif len(bad):
                 spread = errors.err if len(errors.err) == len(rows) else np.full(len(rows), errors.err[0])
                 bad = np.flatnonzero(spread > 0)
-                wrong.append((rows[bad], spread[bad]))
+                alike = len(errors.err) != len(rows)
+                rel, gain = (np.full(len(rows), a[0]) if alike else a for a in (errors.rel, errors.gain))
+                wrong.append((rows[bad], spread[bad], rel[bad], gain[bad]))
         if limit is not None and unit.key[:2] != (SAMPLER, TOKEN):
             self._trace(unit, keys, wrong, limit, everywhere, allowed, weak)
 
@@ -140,13 +143,17 @@ class _Judge:
     ) -> None:
         seen = np.unique(np.concatenate(keys)) if keys else _NO_KEYS
         k = np.concatenate([w[0] for w in wrong]) if wrong else _NO_KEYS
-        e = np.concatenate([w[1] for w in wrong]) if wrong else np.zeros(0)
+        e, rel, gain = (np.concatenate([w[i] for w in wrong]) if wrong else np.zeros(0) for i in (1, 2, 3))
         order = np.lexsort((e, k))
-        k, e = k[order], e[order]
-        last = np.append(k[1:] != k[:-1], True) if len(k) else np.zeros(0, bool)
+        last = order[np.append(np.diff(k[order]) != 0, True)] if len(k) else order
         tap, role, call = unit.key
         keyed = (seen, k[last], e[last], everywhere, unit.vision, allowed, weak)
-        self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed))
+        part = next((p for p in unit.parts if not p.skip), None)
+        dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
+        rounding = 0.0 if not dtypes or is_exact(*dtypes) else max(self.unit, *map(rounding_unit, dtypes))
+        signs = {"rel": rel[last], "gain": gain[last], "rounding": rounding, "columns": unit.columns}
+        width = part.width if part is not None else 1
+        self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, **signs, width=width))
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
         if part.equal is None:
@@ -175,7 +182,7 @@ class _Judge:
             return row_errors(part.table, floor, part.width, self.standard, exact=limits.exact)
         value = max(part.stats[0], part.stats[1] / self.standard.element) if part.stats else 0.0
         err = np.array([np.inf if limits.exact and value > 0 else value])
-        return RowErrors(np.array([value]), np.ones(1), err, err, np.zeros(1, np.int8))
+        return RowErrors(np.array([value]), np.ones(1), err, err, np.zeros(1, np.int8), np.zeros(1))
 
     def _row_floor(self, parts: list[Part]) -> float:
         """Rows whose norm is below this are not measured against their own norm alone."""
@@ -212,4 +219,5 @@ class _Judge:
         if not mask.any():
             return ""
         errors.err[mask], errors.rel[mask], errors.ratio[mask], errors.peak[mask] = 0.0, 0.0, 1.0, 0.0
+        errors.gain[mask] = 0.0
         return f"{int(mask.sum())} rows after a router's near tie are not judged"

@@ -21,7 +21,7 @@ from vllm_accprobe.compare.stream import RowReader, row_bytes, stretches
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.judge.routing import is_choice, is_weight
-from vllm_accprobe.metrics import kernel, oracle
+from vllm_accprobe.metrics import kernel, oracle, structure
 
 NO_ROWS_LEFT = "only superseded rows or rows after a flipped token"
 NO_PARTNER = "no row of it in golden"
@@ -49,6 +49,7 @@ class Piece:
     decode: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     table: np.ndarray | None = None
     columns: np.ndarray | None = None
+    structure: np.ndarray | None = None  # metrics.structure's sums over some of the rows
     identical: bool = False
     stat_error: tuple[float, float] | None = None
     skip: str = ""
@@ -172,9 +173,19 @@ class Measurer:
         if len(rows) > COLUMN_ROWS:
             far = table[rows, oracle.DD] / np.maximum(table[rows, oracle.GG], np.finfo(np.float64).tiny)
             rows = np.sort(rows[np.argpartition(far, -COLUMN_ROWS)[-COLUMN_ROWS:]])
+        if all(DTYPES[b.dtype].kind == "float" for b in (g, m)):
+            Measurer._structure(piece, table, g, g_rows, m, m_rows)
         if piece.columns is None:
             piece.columns = np.zeros((2, m.data.shape[1]))
         kernel.add_columns(g.data, g.dtype, g_rows[rows], m.data, m.dtype, m_rows[rows], widen, piece.columns)
+
+    @staticmethod
+    def _structure(piece: Piece, table: np.ndarray, g: Block, g_rows: np.ndarray, m: Block, m_rows: np.ndarray) -> None:
+        """Adds to the piece's sums by which a fault is told from rounding (metrics/structure.py)."""
+        rows = np.flatnonzero(table[:, oracle.DD])
+        rows = rows[structure.chosen(len(rows), m.data.shape[1])]
+        sums = structure.structure(widen(g.data[g_rows[rows]], g.dtype), widen(m.data[m_rows[rows]], m.dtype))
+        piece.structure = sums if piece.structure is None else piece.structure + sums
 
     @staticmethod
     def _locate(

@@ -73,7 +73,8 @@ class Part:
 class MeasuredUnit:
     """All parts of one (tap, role, call), in order of steps.
 
-    columns: float64 [2, width] (sums over rows of d*d and of g*g) or None: nothing differed, or no columns were taken.
+    columns: float64 [5, width] (metrics.structure's sums over some rows of all parts). far: float64 [2, width], the
+    sums of d*d and of g*g over the rows that are furthest apart. None where nothing differed, or they were not taken.
     """
 
     key: Key
@@ -85,6 +86,7 @@ class MeasuredUnit:
     vision: bool
     parts: list[Part] = field(default_factory=list)
     columns: np.ndarray | None = None
+    far: np.ndarray | None = None
 
 
 @dataclass
@@ -135,9 +137,11 @@ class Measured:
     units: list[MeasuredUnit]
 
 
-def unit_of(unit: Unit, parts: Sequence[Part], columns: np.ndarray | None = None) -> MeasuredUnit:
+def unit_of(
+    unit: Unit, parts: Sequence[Part], columns: np.ndarray | None = None, far: np.ndarray | None = None
+) -> MeasuredUnit:
     place = unit.key, unit.cls, unit.rule, unit.order, unit.depth
-    return MeasuredUnit(*place, unit.is_param, unit.vision, list(parts), columns)
+    return MeasuredUnit(*place, unit.is_param, unit.vision, list(parts), columns, far)
 
 
 def part_of(piece: Piece, *, equal: bool | None = None, by: str = "", family: str = "text") -> Part:

@@ -71,7 +71,7 @@ def save(measured: Measured, directory: Path) -> Path:
             for p in u.parts
         ]
         head = [list(u.key), u.cls, u.rule, u.order, u.depth, u.is_param, u.vision]
-        units.append([head, parts, out.put(u.columns)])
+        units.append([head, parts, [out.put(u.columns), out.put(u.far)]])
     text = json.dumps({"version": VERSION, "plain": _PLAIN, "setting": setting, "units": units}, default=_plain)
     arrays = {k: np.concatenate([np.zeros(0, _POOLS[k]), *v]) for k, v in out.pools.items()}
     path, part = directory / NAME, directory / (NAME + ".part")
@@ -128,7 +128,7 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
         tap, role, call = head[0]
         cls, rule, order, depth, is_param, vision = head[1:]
         key = tap, role, call
-        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, get(columns)))
+        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, *map(get, columns)))
     return Measured(Setting(**raw), units)
 
 

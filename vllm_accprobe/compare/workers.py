@@ -46,11 +46,11 @@ class UnitMeasurer:
         if unit.is_param:
             result = compare_params(unit, *self.loaders, Standard())
             return unit_of(unit, [part_of(result.piece, equal=result.equal, by=result.by)])
-        parts, columns = [], None
+        parts, columns, far = [], None, None
         for piece in self._measurer.measure(unit):
             parts.append(part_of(piece, family=family(piece.group.where[2] if piece.group.where else "")))
-            columns = _added(columns, piece.columns)
-        return unit_of(unit, parts, columns)
+            columns, far = _added(columns, piece.structure), _added(far, piece.columns)
+        return unit_of(unit, parts, columns, far)
 
 
 def _added(total: np.ndarray | None, more: np.ndarray | None) -> np.ndarray | None:

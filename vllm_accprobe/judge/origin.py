@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,14 @@ import numpy as np
 from vllm_accprobe.align.tokens import position, subject
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.flow import Tree
+from vllm_accprobe.judge.hidden import Hidden, Look, Peers
 from vllm_accprobe.judge.standards import Standard
 
+AFTER_ANOTHER = 3.0
+"""How strong a hidden sign must be (hidden.Hidden.strength) behind another origin."""
 INPUT, OUTPUT, PARAM = "input", "output", "param"
 _NONE = np.zeros(0, np.int64)
+_NO_NUMBERS = np.zeros(0)
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,9 @@ class Trace:
     kind: input, output (also what was changed in place) or param. seen: sorted keys of the rows that were compared.
     keys, err: the rows with an error, sorted by key, and how large it is (verdict.RowErrors.err). everywhere: an error
     that belongs to no row (a parameter). limit: what the tap may create. vision: the keys are rows of images.
-    allowed: what may have piled up there. weak: err is a lower bound, from statistics.
+    allowed: what may have piled up there. weak: err is a lower bound, from statistics. rel, gain: of the same rows,
+    relative L2 error and slope of mine over the golden minus 1. rounding: one rounding's relative error, 0.0 where
+    values must be equal. columns: metrics.structure's sums. width: elements of a row.
     """
 
     tap: str
@@ -51,11 +57,18 @@ class Trace:
     vision: bool = False
     allowed: float = 0.0
     weak: bool = False
+    rel: np.ndarray = field(default_factory=lambda: _NO_NUMBERS)
+    gain: np.ndarray = field(default_factory=lambda: _NO_NUMBERS)
+    rounding: float = 0.0
+    columns: np.ndarray | None = None
+    width: int = 1
 
 
 @dataclass(frozen=True)
 class Created:
-    """An origin: rows ``keys`` of ``trace`` (none for a parameter), with what came in front of them."""
+    """An origin: rows ``keys`` of ``trace`` (none for a parameter), with what came in front of them.
+
+    hidden: the sign by which an error was found that lies within fixed limits (hidden.py)."""
 
     tap: str
     trace: Trace
@@ -63,6 +76,7 @@ class Created:
     err: np.ndarray
     explained: np.ndarray
     evidence: str
+    hidden: Hidden | None = None
 
 
 def kind_of(role: str) -> str:
@@ -83,8 +97,10 @@ class _Search:
         for t in sorted(traces, key=lambda t: t.order):
             self.by_tap[t.tap][t.kind].append(t)
         self.found: dict[str, list[Created]] = defaultdict(list)
+        self.looks: dict[tuple[str, int], Look] = {}
 
     def run(self) -> list[Created]:
+        self._look()
         taps = sorted(self.by_tap, key=lambda t: -_level(self.tree, t))
         for tap in taps:  # the deepest first, so that a parent knows what its descendants are blamed for
             for t in self.by_tap[tap][PARAM]:
@@ -93,23 +109,46 @@ class _Search:
                     self.found[tap].append(Created(tap, t, _NONE, one, np.zeros(1), "values"))
             self._body(tap)
         self._top()
-        every = [c for cs in self.found.values() for c in cs]
-        return sorted(every, key=lambda c: c.trace.order)
+        return _sure(sorted((c for cs in self.found.values() for c in cs), key=lambda c: c.trace.order))
+
+    def _look(self) -> None:
+        """Looks at every place and what is in front of it, before anybody is blamed: all are each other's measure."""
+        for tap in self.by_tap:
+            for sink, sources in self._places(tap):
+                if sink.rounding and len(sink.seen) and not sink.weak:
+                    self.looks[(tap, id(sink))] = self._look_at(tap, sink, sources)
+        self.peers = Peers(list(self.looks.values()))
+
+    def _look_at(self, tap: str, sink: Trace, sources: list[Trace]) -> Look:
+        mixing = self.tree.mixing.get(tap, True)
+        before, gain = np.zeros(len(sink.seen)), np.zeros(len(sink.seen))
+        for source in sources:
+            if source is sink:
+                continue
+            for values, out in ((source.rel, before), (np.abs(source.gain), gain)):
+                if len(values) == len(source.keys):
+                    plain = replace(source, err=values)
+                    np.maximum(out, self._influence(plain, sink, sink.seen, mixing), out=out)
+        role = sink.role if sink.tap == tap else f"{sink.tap}/{sink.role}"
+        err, slope = (_spread(sink.seen, sink.keys, v) for v in (sink.rel, sink.gain))
+        columns = [s.columns for s in sources if s.columns is not None and s is not sink]
+        cls = self.tree.classes.get(tap, "")
+        rows = sink.seen, err, slope, before, gain
+        return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.columns, columns)
+
+    def _places(self, tap: str) -> list[tuple[Trace, list[Trace]]]:
+        """Where ``tap`` itself may create an error, with what is in front: its outputs, and between its children."""
+        children = self.tree.children.get(tap, [])
+        own = self.by_tap[tap][OUTPUT]
+        places = [(sink, self._inside(tap, sink) if children else self._before(tap, sink)) for sink in own]
+        for child in children:
+            places += [(sink, self._inside(tap, sink)) for sink in self.by_tap[child][INPUT]]
+        return places
 
     def _body(self, tap: str) -> None:
-        """What ``tap`` itself creates: at its outputs, and between its children."""
-        children = self.tree.children.get(tap, [])
-        mixing = self.tree.mixing.get(tap, True)
         below = self._blamed_below(tap)
-        for sink in self.by_tap[tap][OUTPUT]:
-            if children:
-                sources = self._inside(tap, sink)
-            else:
-                sources = self._before(tap, sink)
-            self._check(tap, sink, sources, mixing, below)
-        for child in children:
-            for sink in self.by_tap[child][INPUT]:
-                self._check(tap, sink, self._inside(tap, sink), mixing, below)
+        for sink, sources in self._places(tap):
+            self._check(tap, sink, sources, self.tree.mixing.get(tap, True), below)
 
     def _top(self) -> None:
         """What is created in front of the outermost taps, where nobody else can be blamed: their inputs."""
@@ -169,6 +208,7 @@ class _Search:
     def _check(self, tap: str, sink: Trace, sources: list[Trace], mixing: bool, below: list[Trace]) -> None:
         bad = sink.err > sink.limit
         if not bad.any():
+            self._check_hidden(tap, sink, mixing, below)
             return
         keys, err = sink.keys[bad], sink.err[bad]
         explained = np.zeros(len(keys))
@@ -185,6 +225,23 @@ class _Search:
         if created.any():
             evidence = "values" if np.isinf(err[created]).any() else "jump"
             self.found[tap].append(Created(tap, sink, keys[created], err[created], explained[created], evidence))
+        else:
+            self._check_hidden(tap, sink, mixing, below)
+
+    def _check_hidden(self, tap: str, sink: Trace, mixing: bool, below: list[Trace]) -> None:
+        look = self.looks.get((tap, id(sink)))
+        if look is None or any(np.isinf(s.everywhere) for s in below if s.order < sink.order):
+            return
+        hidden = self.peers.judge(look)
+        if hidden is None:
+            return
+        rows = hidden.rows
+        for source in below:
+            if source.order < sink.order:
+                rows = rows & ~np.isinf(self._influence(source, sink, look.keys, mixing))
+        if rows.any():
+            found = look.keys[rows], np.maximum(look.err, np.abs(look.gain))[rows], look.before[rows]
+            self.found[tap].append(Created(tap, sink, *found, "jump", hidden))
 
     def _influence(self, source: Trace, sink: Trace, keys: np.ndarray, mixing: bool) -> np.ndarray:
         """The largest error of ``source`` among the rows that can influence each of ``keys``: float64 [len(keys)]."""
@@ -213,6 +270,24 @@ class _Search:
         keys = np.array(sorted(at), np.int64)
         err = np.array([at[k] for k in keys.tolist()])
         return Trace(source.tap, source.role, source.call, source.kind, source.order, 0.0, keys, keys, err)
+
+
+def _sure(created: list[Created]) -> list[Created]:
+    """Without signs that are weak where something before has been found: a fault's traces are no honest noise."""
+    out: list[Created] = []
+    for c in created:
+        if c.hidden is None or not out or c.hidden.strength > AFTER_ANOTHER:
+            out.append(c)
+    return out
+
+
+def _spread(wanted: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """``values`` of the sorted ``keys`` at all ``wanted`` keys, 0 where there is none."""
+    out = np.zeros(len(wanted))
+    if len(keys) and len(values) == len(keys):
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        out = np.where(keys[at] == wanted, values[at], 0.0)
+    return out
 
 
 def _level(tree: Tree, tap: str) -> int:

@@ -23,13 +23,15 @@ METRICS = ("row_rel_l2", "row_norm_ratio", "element", "exact", "nonfinite")
 
 @dataclass(frozen=True, slots=True)
 class RowErrors:
-    """rel, ratio: as the table shows them; err: in units of a relative L2 error; measure: which of METRICS made err."""
+    """rel, ratio: as the table shows them; gain: slope of mine over the golden, minus 1; err: in units of a
+    relative L2 error; measure: which of METRICS made err."""
 
     rel: np.ndarray
     ratio: np.ndarray
     peak: np.ndarray
     err: np.ndarray
     measure: np.ndarray
+    gain: np.ndarray
 
 
 def row_errors(table: np.ndarray, floor: float, width: int, standard: Standard, *, exact: bool = False) -> RowErrors:
@@ -39,6 +41,8 @@ def row_errors(table: np.ndarray, floor: float, width: int, standard: Standard, 
     with np.errstate(divide="ignore", invalid="ignore"):
         small = np.sqrt(table[:, oracle.GG]) < floor
         rms = floor / math.sqrt(max(width, 1))
+        gg = np.maximum(table[:, oracle.GG], floor * floor)
+        gain = np.where(gg > 0, (table[:, oracle.GM] - table[:, oracle.GG]) / np.where(gg > 0, gg, 1.0), 0.0)
         peak = table[:, oracle.PEAK]
         if floor > 0:
             peak = np.where(small, table[:, oracle.MAX_D] / rms, peak)
@@ -46,14 +50,14 @@ def row_errors(table: np.ndarray, floor: float, width: int, standard: Standard, 
     if exact:
         wrong = broken | (table[:, oracle.MAX_D] > 0)
         err = np.where(wrong, np.inf, 0.0)
-        return RowErrors(rel, ratio, peak, err, np.full(len(err), EXACTLY, np.int8))
+        return RowErrors(rel, ratio, peak, err, np.full(len(err), EXACTLY, np.int8), gain)
     parts = np.stack([rel, np.abs(ratio - 1.0) / standard.ratio_factor(width), peak / standard.element])
     parts[np.isnan(parts)] = np.inf  # NaN never passes
     measure = parts.argmax(axis=0).astype(np.int8)
     err = parts.max(axis=0)
     err[broken] = np.inf
     measure[broken] = NONFINITE
-    return RowErrors(rel, ratio, peak, err, measure)
+    return RowErrors(rel, ratio, peak, err, measure, gain)
 
 
 def value_and_limit(errors: RowErrors, row: int, limits: Limits) -> tuple[str, float, float]:
