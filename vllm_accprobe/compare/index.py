@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.tokens import Side, Space
-from vllm_accprobe.compare.plan import Group
 
 _EMPTY = np.zeros(0, np.int64)
 
@@ -28,6 +27,26 @@ class Index:
     row: np.ndarray
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """The rows of one tensor of mine that lie among some golden tensors; arrays of one length, in mine's order.
+
+    used: numbers of the golden tensors that hold one. row: of mine; number, other: golden's tensor and its row. keys,
+    decode: of the rows. aligned: one golden tensor, and each row meets the row of the same place. complete: all rows of
+    mine's tensor are here; both: and all of the golden's.
+    """
+
+    used: tuple[int, ...]
+    row: np.ndarray
+    number: np.ndarray
+    other: np.ndarray
+    keys: np.ndarray
+    decode: np.ndarray
+    aligned: bool
+    complete: bool
+    both: bool
+
+
 class Indices:
     """What follows from the row maps alone. May be shared by threads: two of them may make the same, to no harm."""
 
@@ -35,10 +54,33 @@ class Indices:
         self.sides = sides
         self.batches = [_batches(s) for s in sides]
         self._known: dict[tuple[Space, ...], Index] = {}
+        self._met: dict[tuple[Space, tuple[Space, ...]], Meeting | None] = {}
 
-    def index(self, groups: list[Group]) -> Index:
-        """Where each kept row lies among ``groups``; the last one counts where a row lies in several."""
-        wheres = tuple(g.where for g in groups if g.where is not None)
+    def meet(self, where: Space, wheres: tuple[Space, ...]) -> Meeting | None:
+        """How the rows of mine's ``where`` that are kept lie among the golden's ``wheres``; None if none does."""
+        at = (where, wheres)
+        if at not in self._met:
+            self._met[at] = self._meet(where, wheres)
+        return self._met[at]
+
+    def _meet(self, where: Space, wheres: tuple[Space, ...]) -> Meeting | None:
+        index, rows = self.index(wheres), self.sides[1].rows[where]
+        kept = np.flatnonzero(rows.keep)
+        keys = rows.keys[kept]
+        at = np.minimum(np.searchsorted(index.keys, keys), max(len(index.keys) - 1, 0))
+        hit = index.keys[at] == keys if len(index.keys) else np.zeros(len(keys), bool)
+        if not hit.any():
+            return None
+        kept, at = kept[hit], at[hit]
+        number, other = index.group[at], index.row[at]
+        used = tuple(np.unique(number).tolist())
+        aligned = len(used) == 1 and np.array_equal(other, kept)
+        complete = len(kept) == len(rows.keys)
+        both = aligned and complete and len(self.sides[0].rows[wheres[used[0]]].keys) == len(kept)
+        return Meeting(used, kept, number, other, rows.keys[kept], rows.decode[kept], aligned, complete, both)
+
+    def index(self, wheres: tuple[Space, ...]) -> Index:
+        """Where each kept row lies among ``wheres``; the last one counts where a row lies in several."""
         if wheres not in self._known:
             keys, number, row = [], [], []
             for i, where in enumerate(wheres):

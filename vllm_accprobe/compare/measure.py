@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.compare.index import Index, Indices
+from vllm_accprobe.align.tokens import Space
+from vllm_accprobe.compare.index import Indices
 from vllm_accprobe.compare.plan import SAMPLER, TOKEN, Group, Unit
 from vllm_accprobe.compare.read import Block, Loader, cut_shape, find_cut
 from vllm_accprobe.compare.stream import RowReader, row_bytes, stretches
@@ -64,7 +66,7 @@ class Piece:
 
     @property
     def width(self) -> int:
-        return int(np.prod(self.feature, dtype=np.int64))
+        return prod(self.feature)
 
 
 class Measurer:
@@ -79,7 +81,7 @@ class Measurer:
         """A piece for every tensor of mine in ``unit``, in order of steps."""
         usable = [g for g in unit.golden if g.merge is not None and self._fits(0, g)]
         with_rows = [g for g in usable if g.where is not None]
-        index = self.indices.index(with_rows)
+        wheres = tuple(g.where for g in with_rows if g.where is not None)
         problem = next((g.problem for g in unit.golden if g.problem), "")
         for group in sorted(unit.mine, key=lambda g: (g.moment[1] or 0, g.moment[0])):
             piece = Piece(group, feature=())
@@ -94,7 +96,7 @@ class Measurer:
             elif not self._fits(1, group):
                 piece.skip = ROW_COUNT
             else:
-                self._rows(piece, with_rows, index, unit)
+                self._rows(piece, with_rows, wheres, unit)
             yield piece
         self.golden.forget()
         self.mine.forget()
@@ -107,42 +109,35 @@ class Measurer:
         dim, shape = group.row_dim, group.merge.shape if group.merge else ()
         return rows is not None and 0 <= dim < len(shape) and shape[dim] == len(rows.keys)
 
-    def _rows(self, piece: Piece, golden: list[Group], index: Index, unit: Unit) -> None:
-        rows = self.sides[1].rows[piece.group.where]  # type: ignore[index]
-        kept = np.flatnonzero(rows.keep)
-        if not len(kept):
+    def _rows(self, piece: Piece, golden: list[Group], wheres: tuple[Space, ...], unit: Unit) -> None:
+        assert piece.group.where is not None
+        if not self.sides[1].rows[piece.group.where].keep.any():
             piece.skip = NO_ROWS_LEFT
             return
-        keys = rows.keys[kept]
-        at = np.minimum(np.searchsorted(index.keys, keys), max(len(index.keys) - 1, 0))
-        hit = index.keys[at] == keys if len(index.keys) else np.zeros(len(keys), bool)
-        if not hit.any():
+        met = self.indices.meet(piece.group.where, wheres)
+        if met is None:
             piece.skip = NO_PARTNER
             return
-        kept, at = kept[hit], at[hit]
-        number, row = index.group[at], index.row[at]
-        used = np.unique(number)
-        piece.golden = [golden[i] for i in used]
-        piece.keys, piece.decode = rows.keys[kept], rows.decode[kept]
+        piece.golden = [golden[i] for i in met.used]
+        piece.keys, piece.decode = met.keys, met.decode
         first = piece.golden[0]
         cuts = find_cut(first, piece.group)
         shapes = [_feature(g, c) for g, c in zip((first, piece.group), cuts, strict=True)]
         piece.feature = shapes[1]
-        if np.prod(shapes[0], dtype=np.int64) != np.prod(shapes[1], dtype=np.int64):
+        if prod(shapes[0]) != prod(shapes[1]):
             piece.skip = OTHER_WIDTH
             return
-        if len(used) == 1 and np.array_equal(row, kept) and self._same(piece, first, len(kept) == len(rows.keys)):
+        if met.aligned and self._same(piece, first, met.complete):
             return
         if not (piece.group.readable and all(g.readable for g in piece.golden)):
-            aligned = len(used) == 1 and np.array_equal(row, kept) and len(kept) == len(rows.keys)
-            total = self.sides[0].rows[first.where].keys if first.where else _EMPTY
-            if aligned and len(total) == len(kept):
+            if met.both:
                 self._statistics(piece, first)
             else:
                 piece.skip = NO_PAYLOAD
             return
+        kept, number, row = met.row, met.number, met.other
         table = np.zeros((len(kept), len(oracle.ROW_FIELDS)))
-        for i in used:
+        for i in met.used:
             size = max(row_bytes(golden[i]), row_bytes(piece.group))
             for part in stretches(np.flatnonzero(number == i), size):
                 g, g_rows = self.rows[0].load(golden[i], cuts[0], row[part])
@@ -151,7 +146,7 @@ class Measurer:
                 self._columns(piece, found, g, g_rows, m, m_rows, unit)
                 self._locate(piece, found, part, g, g_rows, m, m_rows)
         piece.table = table
-        self._check_replicas(piece, [(golden[i], number == i) for i in used], row, kept, cuts, unit)
+        self._check_replicas(piece, [(golden[i], number == i) for i in met.used], row, kept, cuts, unit)
 
     def _table(self, g: Block, g_rows: np.ndarray, m: Block, m_rows: np.ndarray, unit: Unit) -> np.ndarray:
         if is_choice(unit.key[1]) or is_weight(unit.key[1]):  # a set of experts has no order
@@ -234,7 +229,7 @@ class Measurer:
         piece.whole = True
         piece.golden = [partner]
         piece.feature = piece.group.merge.shape
-        if np.prod(partner.merge.shape, dtype=np.int64) != np.prod(piece.feature, dtype=np.int64):
+        if prod(partner.merge.shape) != prod(piece.feature):
             piece.skip = OTHER_WIDTH
         elif self._same(piece, partner, True):
             pass

@@ -10,6 +10,7 @@ Not here: which rows are wanted (measure.py), whole tensors and their cache (rea
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,11 @@ class RowReader:
         shape = (stop - start, *feature)
         itemsize = DTYPES[dtype].storage.itemsize
         if plan.kind == ONE:
-            self._whole = data = _room(self._whole, int(np.prod(shape, dtype=np.int64)) * itemsize)
+            self._whole = data = _room(self._whole, prod(shape) * itemsize)
             found = self._part(group, plan.use[0], start, stop, data)
         else:
             found = self._join(group, start, stop, shape)
-        width = int(np.prod(feature, dtype=np.int64))
+        width = prod(feature)
         return Block(found.reshape(stop - start, width), dtype, feature), rows - start
 
     def _streams(self, group: Group) -> bool:
@@ -72,7 +73,7 @@ class RowReader:
         assert plan is not None
         assert plan.dim is not None
         storage = DTYPES[group.first.dtype].storage
-        nbytes = int(np.prod(shape, dtype=np.int64)) * storage.itemsize
+        nbytes = prod(shape) * storage.itemsize
         self._whole = _room(self._whole, nbytes)
         whole = self._whole[:nbytes].view(storage).reshape(shape)
         before = (slice(None),) * plan.dim
@@ -81,7 +82,7 @@ class RowReader:
         for k, first, last in plan.pieces:
             if k != held:
                 record = group.records[plan.use[k]]
-                rows = int(np.prod(record.shape[1:], dtype=np.int64)) * storage.itemsize
+                rows = prod(record.shape[1:]) * storage.itemsize
                 self._piece = _room(self._piece, rows * (stop - start))
                 part, held = self._part(group, plan.use[k], start, stop, self._piece), k
             whole[(*before, slice(at, at + last - first))] = part[(*before, slice(first, last))]
@@ -100,7 +101,7 @@ def row_bytes(group: Group) -> int:
     """Bytes of one row of the whole tensor."""
     shape = group.merge.shape if group.merge else ()
     rows = shape[group.row_dim] if shape else 1
-    return int(np.prod(shape, dtype=np.int64)) * DTYPES[group.first.dtype].itemsize // max(rows, 1)
+    return prod(shape) * DTYPES[group.first.dtype].itemsize // max(rows, 1)
 
 
 def _room(buffer: np.ndarray, nbytes: int) -> np.ndarray:

@@ -10,6 +10,7 @@ must look like (events.py), what bits mean (dtypes.py), mending (repair.py).
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import threading
@@ -89,7 +90,7 @@ class Dump:
             result = np.empty(shape, storage)
         else:
             flat = out.reshape(-1).view(np.uint8)
-            nbytes = int(np.prod(shape, dtype=np.int64)) * storage.itemsize
+            nbytes = math.prod(shape) * storage.itemsize
             if flat.size < nbytes:
                 raise ValueError(f"out has {flat.size} bytes, {record.name} needs {nbytes}")
             result = flat[:nbytes].view(storage).reshape(shape)
