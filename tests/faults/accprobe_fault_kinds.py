@@ -253,7 +253,7 @@ def expert(site: Site) -> None:
     signature = inspect.signature(forward)
 
     def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
+        given = {**signature.bind(*args, **kwargs).arguments, **kwargs}  # vLLM's CustomOp.forward takes **kwargs
         ids = given["topk_ids"] if "topk_ids" in given else given["router_logits"].topk(_top_k(site.module)).indices
         mask = (ids == fault.expert).any(dim=-1, keepdim=True)
         output = forward(*args, **kwargs)

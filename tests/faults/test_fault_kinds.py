@@ -152,6 +152,20 @@ def test_only_rows_of_one_expert() -> None:
     assert out.flatten().tolist() == [2.0, 1.0, 2.0]
 
 
+class Dispatched(torch.nn.Module):
+    """As vLLM's CustomOp: the real signature is behind **kwargs."""
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return kwargs["x"]
+
+
+def test_only_rows_of_one_expert_by_keyword() -> None:
+    experts = Dispatched()
+    plant(Root(experts), Fault("expert", "inner", factor=2.0, expert=3))
+    out = experts(x=torch.ones(2, 1), topk_ids=torch.tensor([[0, 3], [1, 2]]))
+    assert out.flatten().tolist() == [2.0, 1.0]
+
+
 class Cache:
     """The part of an attention that writes its keys and values."""
 
