@@ -15,6 +15,8 @@ import torch
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
 """Types of arguments that hold no tensor."""
+_OUTPUTS = tuple(f"output.{index}" for index in range(32))
+_Tensor = torch.Tensor
 
 
 def argument_names(forward: Callable[..., Any]) -> tuple[list[str], str]:
@@ -100,39 +102,55 @@ def attributes(module: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
-def inputs(
-    arguments: list[str], spread: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[tuple[str, torch.Tensor]]:
-    """All tensors that go into a call, with their roles."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for position, value in enumerate(args):
-        if type(value) not in _PLAIN:
-            name = arguments[position] if position < len(arguments) else f"{spread}{position - len(arguments)}"
-            if isinstance(value, torch.Tensor):
-                found.append(("input." + name, value))
-            else:
-                found += flatten("input." + name, value, nested=True)
-    for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor):
-            found.append(("input." + name, value))
-        elif type(value) not in _PLAIN:
-            found += flatten("input." + name, value, nested=True)
-    return found
+class Inputs:
+    """Names what goes into calls of one callable, whose positional arguments are called ``arguments``; ``spread`` is
+    the prefix of what ``*args`` swallows."""
+
+    __slots__ = ("_named", "_positional", "_spread")
+
+    def __init__(self, arguments: list[str], spread: str):
+        self._positional = ["input." + name for name in arguments]
+        self._spread = f"input.{spread}"
+        self._named: dict[str, str] = {}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        """All tensors that go into a call, with their roles."""
+        found: list[tuple[str, torch.Tensor]] = []
+        for position, value in enumerate(args):
+            if isinstance(value, _Tensor):
+                found.append((self._role(position), value))
+            elif type(value) not in _PLAIN:
+                found += flatten(self._role(position), value, nested=True)
+        for name, value in kwargs.items():
+            if type(value) not in _PLAIN:
+                role = self._named.get(name)
+                if role is None:
+                    role = self._named[name] = "input." + name
+                if isinstance(value, _Tensor):
+                    found.append((role, value))
+                else:
+                    found += flatten(role, value, nested=True)
+        return found
+
+    def _role(self, position: int) -> str:
+        if position >= len(self._positional):
+            return f"{self._spread}{position - len(self._positional)}"
+        return self._positional[position]
 
 
 def outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
     """All tensors that come out of a call, with their roles."""
-    if isinstance(result, torch.Tensor):
+    if isinstance(result, _Tensor):
         return [("output.0", result)]
-    if type(result) is tuple:
-        found: list[tuple[str, torch.Tensor]] = []
-        for index, value in enumerate(result):
-            if isinstance(value, torch.Tensor):
-                found.append((f"output.{index}", value))
-            elif isinstance(value, (list, tuple, Mapping)):
-                found += flatten(f"output.{index}", value, depth=1)
-        return found
-    return [] if result is None else list(flatten("output", result))
+    if type(result) is not tuple or len(result) > len(_OUTPUTS):
+        return [] if result is None else list(flatten("output", result))
+    found: list[tuple[str, torch.Tensor]] = []
+    for role, value in zip(_OUTPUTS, result, strict=False):
+        if isinstance(value, _Tensor):
+            found.append((role, value))
+        elif isinstance(value, (list, tuple, Mapping)):
+            found += flatten(role, value, depth=1)
+    return found
 
 
 def flatten(role: str, value: Any, nested: bool = False, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

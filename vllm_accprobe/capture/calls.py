@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.arguments import argument_names, inputs, outputs
+from vllm_accprobe.capture.arguments import Inputs, argument_names, outputs
 from vllm_accprobe.capture.express import Sites
 from vllm_accprobe.capture.session import HEAD, LANGUAGE, Session, StepState
 from vllm_accprobe.capture.sink import Ticket
@@ -26,7 +26,7 @@ _CHECKS = 2
 class Tap:
     """One wrapped callable of one module: its names, its class, the names of its arguments, what was seen of it."""
 
-    __slots__ = ("arguments", "checks", "chosen", "cls", "is_root", "names", "part", "sites", "spread")
+    __slots__ = ("checks", "chosen", "cls", "inputs", "is_root", "names", "part", "sites")
 
     def __init__(
         self, names: list[str], cls: str, forward: Callable[..., Any], part: str, chosen: frozenset[str], is_root: bool
@@ -36,7 +36,7 @@ class Tap:
         self.part = part
         self.chosen = chosen
         self.is_root = is_root
-        self.arguments, self.spread = argument_names(forward)
+        self.inputs = Inputs(*argument_names(forward))
         self.checks: tuple[dict[str, int], dict[str, int]] = ({}, {})
         """By kind of step (prefill: 1) and role: calls after which an input was found unchanged."""
         self.sites: dict[str, Sites] = {name: {} for name in names}
@@ -99,7 +99,7 @@ def _enter(session: Session, state: StepState, tap: Tap, args: tuple[Any, ...], 
         session.fired.add(name)
         if session.takes_inputs:
             checks, sites, record = tap.checks[state.prefill], tap.sites[name], session.record
-            for role, tensor in inputs(tap.arguments, tap.spread, args, kwargs):
+            for role, tensor in tap.inputs(args, kwargs):
                 ticket = None
                 if checks.get(role, 0) < _CHECKS:
                     ticket = Ticket()

@@ -20,11 +20,12 @@ import xxhash
 from vllm_accprobe.capture.memory import DTYPE_NAMES, LAZY
 from vllm_accprobe.capture.rows import Space
 from vllm_accprobe.dump.stats import StatsCell, moments_at
-from vllm_accprobe.dump.template import TensorTemplate, tail
+from vllm_accprobe.dump.template import TensorTemplate
 
 if TYPE_CHECKING:
     from vllm_accprobe.capture.session import Session, StepState
 
+_STRIDED = torch.strided
 _VIEWS = 4096
 """Sizes of tensors that are remembered."""
 Sites = dict[str, "Site"]
@@ -82,7 +83,7 @@ class Express:
             or state.rows != site.rows
             or tensor.dtype is not site.dtype
             or tensor.shape != site.shape
-            or tensor.layout is not torch.strided
+            or tensor.layout is not _STRIDED
         ):
             site = self._site(state, tap, cls, role, tensor, before is not None)
             if site is None:
@@ -105,16 +106,13 @@ class Express:
         sink.tensors += 1
         key = digest + site.dtype_name
         cell = sink.seen.get(key)
-        if cell is not None:
-            sink.writer.tensor(site.template, state.number, call, seq, cell)
-            return digest
-        cell = sink.seen[key] = StatsCell(None, digest, site.dtype_name)
-        if sink.keep:
-            sink.writer.tensor(site.template, state.number, call, seq, cell, address)
-        else:
+        if cell is None:
+            cell = sink.seen[key] = StatsCell(None, digest, site.dtype_name)
+            if sink.keep:
+                sink.writer.tensor((site.template, state.number, call, seq, cell), address)
+                return digest
             cell.sums = moments_at(address, site.nbytes, site.dtype_name)
-            cell.tail = tail(digest, None)
-            sink.writer.tensor(site.template, state.number, call, seq, cell)
+        sink.writer.line((site.template, state.number, call, seq, cell))
         return digest
 
     def _site(

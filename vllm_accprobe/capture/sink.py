@@ -24,7 +24,6 @@ from vllm_accprobe.capture.staging import Staging
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Module, Request, Segment, Step
 from vllm_accprobe.dump.stats import StatsCell, moments_at
-from vllm_accprobe.dump.template import tail
 from vllm_accprobe.dump.writer import RankWriter
 
 
@@ -268,7 +267,6 @@ class Sink:
             for address, nbytes in parts:
                 cell.add(moments_at(address, nbytes, event["dtype"]))
             self.writer.line(event)
-        cell.tail = tail(hash, cell.payload)
         return hash
 
     # --- parameters --------------------------------------------------------------------------------------------

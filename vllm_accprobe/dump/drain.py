@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .lines import JournalFile, encode, statistics
+from .lines import JournalFile, encode
 from .queued import Batch, Event, Line, OpenSegment, Pending
 from .segment import SegmentFile
 from .stats import StatsCell, moments_within
+from .template import spell
 
 
 class Drain:
@@ -81,7 +82,7 @@ class Drain:
                     batch.segment.entries += [line.entry() for line in batch.lines if isinstance(line, Pending)]
                     batch.segment.entries += [
                         template.entry(step, call, cell.payload)
-                        for template, step, call, cell in batch.templates
+                        for template, step, call, _, cell in batch.templates
                         if cell.payload is not None
                     ]
                 self.bytes_written = self._payload_bytes + self.journal.size
@@ -117,7 +118,7 @@ class Drain:
         steps = tensors = 0
         for line in lines:
             if isinstance(line, tuple):
-                encoded.append(f"{line[0]}{statistics(line[1])}}}\n".encode())
+                encoded.append(spell(line))
                 tensors += 1
             elif (event := self._event(line)) is not None:
                 encoded.append(encode(event))

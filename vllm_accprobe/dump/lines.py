@@ -87,15 +87,12 @@ def encode(event: Mapping[str, Any]) -> bytes:
 
 
 def statistics(cell: StatsCell) -> str:
-    """What stands behind ``"stats":`` in a line about the bytes of ``cell``. Spelt once for all lines."""
-    if not cell.text:
-        if cell.sums is None:
-            cell.text = _ENCODER.encode(plain(cell.value))
-        elif orjson is not None:
-            cell.text = orjson.dumps(in_words(cell.sums)).decode()
-        else:
-            cell.text = _ENCODER.encode(in_words(cell.sums))
-    return cell.text
+    """What stands behind ``"stats":`` in a line about the bytes of ``cell``."""
+    if cell.sums is None:
+        return _ENCODER.encode(plain(cell.value))
+    if orjson is None:
+        return _ENCODER.encode(in_words(cell.sums))
+    return str(orjson.dumps(in_words(cell.sums)), "ascii")
 
 
 class JournalFile:

@@ -14,7 +14,7 @@ from .blocks import Block
 from .dtypes import DTYPES
 from .segment import HEADER_BYTES, Entry, SegmentFile, entry_key
 from .stats import Moments, StatsCell, Sums
-from .template import TensorTemplate
+from .template import TemplateLine
 
 Event = dict[str, Any]
 
@@ -69,10 +69,7 @@ class Pending:
         return Entry(entry_key(e), str(e["dtype"]), tuple(e["shape"]), e["off"], e["nbytes"])
 
 
-Line = Pending | Event | Callable[[], Event | None] | tuple[str, StatsCell]
-"""A tuple: a template's line, and the cell whose statistics it ends with."""
-TemplateEntry = tuple[TensorTemplate, int, int, StatsCell]
-"""What a segment's header says of a tensor whose line came from a template: template, step, call, payload's cell."""
+Line = Pending | Event | Callable[[], Event | None] | TemplateLine
 
 
 class OpenSegment:
@@ -91,7 +88,7 @@ class OpenSegment:
 
 class Batch:
     """``used`` bytes of ``block`` that follow each other in ``segment``, the pieces of payloads in them as (payload,
-    start, stop), the lines to be written when they are on disk, and the header's entries of those from templates.
+    start, stop), the lines to be written when they are on disk, and those from templates that brought their bytes.
     ``last``: the segment ends here. ``written``: the disk thread is through with it; ``error``: what happened there."""
 
     __slots__ = ("block", "born", "error", "last", "lines", "pieces", "segment", "templates", "used", "written")
@@ -103,7 +100,7 @@ class Batch:
         self.born = time.monotonic()
         self.last = False
         self.lines: list[Line] = []
-        self.templates: list[TemplateEntry] = []
+        self.templates: list[TemplateLine] = []
         self.pieces: list[tuple[Pending | StatsCell, int, int]] = []
         self.written = False
         self.error: BaseException | None = None

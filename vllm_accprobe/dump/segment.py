@@ -11,10 +11,10 @@ none. Not here: what is written when (writer.py), which payloads a killed run le
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quote
 from pathlib import Path
 from typing import Any
 
@@ -70,26 +70,33 @@ def build_header(entries: Iterable[Entry], data_bytes: int, room: int) -> bytes:
     Entries of the same bytes are listed once. A dtype that is not known, or a shape that does not fit the bytes, is
     listed as plain bytes. Raises ValueError when entries overlap, reach past the data, or do not fit into ``room``.
     """
-    listed: dict[str, Any] = {}
+    names: list[str] = []
+    descriptions: list[str] = []  # text at once: thousands of small dicts are a feast for the garbage collector
+    used = {"__metadata__"}
     repeats: dict[str, int] = {}
-    end, seen = 0, set()
+    end = 0
+    last = (-1, -1)
 
     def add(name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> None:
-        # Half a surrogate pair can stand in a Python string and in Python's JSON, but not in the library's.
-        name = unique = name.encode("utf-8", "backslashreplace").decode()
-        while unique in listed or unique == "__metadata__":
+        if not name.isascii():  # half a surrogate pair can stand in a Python string, but not in the library's JSON
+            name = name.encode("utf-8", "backslashreplace").decode()
+        unique = name
+        while unique in used:
             repeats[name] = repeats.get(name, 1) + 1
             unique = f"{name}~{repeats[name]}"
-        listed[unique] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+        used.add(unique)
+        names.append(unique)
+        sizes = ",".join(map(str, shape))
+        descriptions.append(f'{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}')
 
     for e in sorted(entries, key=lambda e: (e.off, e.off + e.nbytes)):
-        if (e.off, e.nbytes) in seen:
+        if (e.off, e.nbytes) == last:
             continue
-        seen.add((e.off, e.nbytes))
+        last = (e.off, e.nbytes)
         if e.off < end or e.nbytes < 0:
             raise ValueError(f"tensors overlap at byte {e.off} ({e.key})")
         if e.off > end:
-            add(f"__pad{len(listed)}", "U8", (e.off - end,), end, e.off)
+            add(f"__pad{len(names)}", "U8", (e.off - end,), end, e.off)
         end = e.off + e.nbytes
         dtype, shape = _file_dtype(e)
         add(e.key, dtype, shape, e.off, end)
@@ -97,16 +104,17 @@ def build_header(entries: Iterable[Entry], data_bytes: int, room: int) -> bytes:
         raise ValueError(f"the last tensor ends at byte {end} of {data_bytes}")
     if end < data_bytes:
         add("__pad_end", "U8", (data_bytes - end,), end, data_bytes)
-    text = _dump(listed)
+    text = _joined(names, descriptions)
     if len(text) > room:  # short names cost less than entry_room says of any name
-        text = _dump({f"t{i}": v for i, v in enumerate(listed.values())})
+        text = _joined([f"t{i}" for i in range(len(names))], descriptions)
     if len(text) > room:
         raise ValueError(f"a header of {len(text)} bytes does not fit into the {room} reserved")
     return text + b" " * (room - len(text))
 
 
-def _dump(listed: dict[str, Any]) -> bytes:
-    return json.dumps({"__metadata__": {"format": "accprobe"}, **listed}, separators=(",", ":")).encode()
+def _joined(names: list[str], descriptions: list[str]) -> bytes:
+    listed = (f"{quote(name)}:{text}" for name, text in zip(names, descriptions, strict=True))
+    return ",".join(['{"__metadata__":{"format":"accprobe"}', *listed]).encode() + b"}"
 
 
 def _file_dtype(e: Entry) -> tuple[str, tuple[int, ...]]:

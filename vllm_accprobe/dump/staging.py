@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from .blocks import Block
-from .queued import Batch, Line, OpenSegment, Pending, TemplateEntry
+from .queued import Batch, Line, OpenSegment, Pending
 from .schema import Payload
 from .segment import ALIGN, PAGE
 from .stats import StatsCell
+from .template import TemplateLine
 
 
 class Staging:
@@ -68,14 +69,14 @@ class Staging:
                 address, left = address + n, left - n
         return payload
 
-    def append_with_payload(self, line: Line, nbytes: int, entry: TemplateEntry | None = None) -> None:
-        """Queues the line of the payload that was copied last; ``entry``: what is to stand in the header of it."""
+    def append_with_payload(self, line: Pending | TemplateLine, nbytes: int) -> None:
+        """Queues the line of the payload that was copied last."""
         self.payload_bytes += nbytes
         batch = self.current or self._batch()
         batch.lines.append(line)
         self.waiting_lines += 1
-        if entry is not None:
-            batch.templates.append(entry)
+        if isinstance(line, tuple):
+            batch.templates.append(line)
         if batch.used == self._block_bytes:
             self.seal()
 
@@ -128,7 +129,7 @@ class Staging:
 
     def append(self, line: Line) -> None:
         """Queues a line behind everything before it."""
-        self._batch().lines.append(line)
+        (self.current or self._batch()).lines.append(line)
         self.waiting_lines += 1
 
     def _batch(self) -> Batch:

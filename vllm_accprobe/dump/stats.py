@@ -34,10 +34,10 @@ class StatsCell:
 
     ``value``: their statistics, ``hash``: both None until somebody has computed them, for a payload the writer's
     thread. ``sums``: the statistics as moments, which are made into ``value`` when that is asked for. ``payload``:
-    where the bytes lie. ``tail`` and ``text``: hash and place, and statistics, as they stand in a line (template.py).
+    where the bytes lie. ``text``: all of it as it stands at the end of a line (template.py).
     """
 
-    __slots__ = ("_value", "dtype", "hash", "payload", "sums", "tail", "text")
+    __slots__ = ("_value", "dtype", "hash", "payload", "sums", "text")
     wants_hash = False
 
     def __init__(self, value: Stats | None = None, hash: str | None = None, dtype: str | None = None):
@@ -46,7 +46,7 @@ class StatsCell:
         self.dtype = dtype
         self.payload: Payload | None = None
         self.sums: Sums | None = None
-        self.tail = self.text = ""
+        self.text = ""
 
     @property
     def value(self) -> Stats | None:

@@ -1,9 +1,9 @@
 """Tensor lines that are text from the start.
 
 The problem: hundreds of tensors per step each become a journal line while a model waits, and nine tenths of such a line
-are the same at every call of a tap. The idea: the part that stays is encoded once, as a template; a line is that text,
-three numbers, what is said of the bytes (StatsCell.tail), and the statistics, which come last because they are the last
-to be known. Not here: lines of other kinds (lines.py), who keeps templates (capture/express.py).
+are the same at every call of a tap. The idea: the part that stays is encoded once, as a template; a line on its way is
+a template, three numbers and the cell of its bytes (TemplateLine), and text only when it is written. Not here: lines
+of other kinds (lines.py), who keeps templates (capture/express.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .lines import encode
+from .lines import encode, statistics
 from .schema import Payload
 from .segment import Entry, entry_room
+from .stats import StatsCell
 
 
 class TensorTemplate:
@@ -30,16 +31,23 @@ class TensorTemplate:
         self.nbytes = nbytes
         self.room = entry_room(event["tap"], event["role"], len(self.shape))
 
-    def line(self, step: int, call: int, seq: int, tail: str) -> str:
-        """The line up to its statistics."""
-        return f'{self.head}{call},"seq":{seq},"step":{step}{tail}'
-
     def entry(self, step: int, call: int, payload: Payload) -> Entry:
         return Entry(f"{step}|{self.name}|{call}", self.dtype, self.shape, payload.off, payload.nbytes)
 
 
-def tail(digest: str, payload: Payload | None) -> str:
-    """What a line says of its bytes: hash, place, and the key of the statistics that follow."""
-    if payload is None:
-        return f',"hash":"{digest}","stats":'
-    return f',"hash":"{digest}","seg":{payload.seg},"off":{payload.off},"nbytes":{payload.nbytes},"stats":'
+TemplateLine = tuple[TensorTemplate, int, int, int, StatsCell]
+"""A tensor's line: template, step, call, seq, and the cell that has its hash, and by now place and statistics."""
+
+
+def spell(line: TemplateLine) -> bytes:
+    """The line as it is written."""
+    template, step, call, seq, cell = line
+    return f'{template.head}{call},"seq":{seq},"step":{step}{cell.text or _spell(cell)}'.encode()
+
+
+def _spell(cell: StatsCell) -> str:
+    """What every line about the same bytes ends with."""
+    payload = cell.payload
+    place = "" if payload is None else f'"seg":{payload.seg},"off":{payload.off},"nbytes":{payload.nbytes},'
+    cell.text = f',"hash":"{cell.hash}",{place}"stats":{statistics(cell)}}}\n'
+    return cell.text

@@ -25,9 +25,9 @@ from .schema import JOURNAL, SCHEMA, Payload, rank_dir
 from .segment import PAGE, entry_room
 from .staging import Staging
 from .stats import StatsCell
-from .template import TensorTemplate, tail
+from .template import TemplateLine
 
-__all__ = ["RankWriter", "StatsCell", "TensorTemplate", "tail", "write_run_json"]
+__all__ = ["RankWriter", "StatsCell", "write_run_json"]
 
 _PAYLOAD_AGE = 0.2
 _LINE_AGE = 0.02
@@ -123,22 +123,10 @@ class RankWriter:
             self._spent(event.get("step"))
         return None
 
-    def tensor(
-        self, template: TensorTemplate, step: int, call: int, seq: int, cell: StatsCell, address: int = 0
-    ) -> None:
-        """Queues the line of a tensor whose hash the cell has. With an ``address``, the template's ``nbytes`` bytes
-        there are copied first, and the cell gets their place and later their statistics; without one, the cell already
-        is that of earlier bytes, or has statistics and no payload."""
-        if not address:
-            line = template.line(step, call, seq, cell.tail), cell
-            with self._lock:
-                if self.stopped or self._closing:
-                    return
-                if self._affordable(0):
-                    self._staging.append(line)
-                    return
-            self._spent(step)
-            return
+    def tensor(self, line: TemplateLine, address: int) -> None:
+        """Copies the ``nbytes`` bytes of the line's template from ``address`` and queues the line; its cell, which has
+        their hash, gets their place, and later their statistics. May wait for the disk."""
+        template, step, _, _, cell = line
         nbytes = template.nbytes
         with self._producer:
             with self._lock:
@@ -148,22 +136,23 @@ class RankWriter:
                     payload = self._copied(((address, nbytes),), nbytes, template.room, cell, step)
                     if payload is not None:
                         cell.payload = payload
-                        cell.tail = tail(str(cell.hash), payload)
-                        line = template.line(step, call, seq, cell.tail), cell
-                        self._staging.append_with_payload(line, nbytes, (template, step, call, cell))
+                        self._staging.append_with_payload(line, nbytes)
                     return
             self._spent(step)
 
-    def line(self, event: Event | Callable[[], Event | None]) -> None:
-        """Queues a line without a payload. A callable is called by a thread of ours, in order, and gives the dict or
-        None. With no payload waiting before it, the line is on disk some hundredths of a second later."""
+    def line(self, event: Event | TemplateLine | Callable[[], Event | None]) -> None:
+        """Queues a line without a payload of its own. A callable is called by a thread of ours, in order, and gives the
+        dict or None. With no payload waiting before it, the line is on disk some hundredths of a second later."""
         with self._lock:
             if self.stopped or self._closing:
                 return
             if self._affordable(0):
                 self._staging.append(event)
                 return
-        self._spent(event.get("step") if isinstance(event, dict) else None)
+        if isinstance(event, tuple):
+            self._spent(event[1])
+        else:
+            self._spent(event.get("step") if isinstance(event, dict) else None)
 
     def flush(self, timeout: float = _CLOSE_TIMEOUT) -> bool:
         """Waits until everything queued so far is on disk; False when it is not, or capture has stopped."""
