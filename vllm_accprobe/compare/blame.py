@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.tokens import Flip, position
+from vllm_accprobe.align.tokens import Flip, position, subject
 from vllm_accprobe.compare import words
 from vllm_accprobe.compare.measured import Setting
 from vllm_accprobe.compare.plan import SAMPLER, TOKEN, TOP_IDS, TOP_LOGITS, Plan, Unit
@@ -22,6 +22,8 @@ from vllm_accprobe.compare.read import Loader
 from vllm_accprobe.compare.result import FAIL, PASS, Pair
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.judge import flips as rules
+from vllm_accprobe.judge import shape
+from vllm_accprobe.judge.hidden import Look
 from vllm_accprobe.judge.origin import OUTPUT, PARAM, Created, Trace
 
 Compared = list[tuple[Pair, np.ndarray]]
@@ -79,7 +81,53 @@ def origin_entry(c: Created, setting: Setting, places: Places, pairs: Compared) 
         "evidence": c.evidence,
         "rows": len(c.keys),
         "worst": float(c.err.max()),
+        "shape": shape_of(c, setting, places),
     }
+
+
+def shape_of(c: Created, setting: Setting, places: Places) -> str:
+    """The error's shape in words (judge/shape.py)."""
+    if c.trace.kind == PARAM:
+        return ""
+    attrs = setting.attrs.get(c.trace.tap) or setting.attrs.get(c.tap) or {}
+    logits = "logits" in c.trace.tap or "lm_head" in c.trace.tap
+    rows = None
+    if c.look is not None and len(c.look.keys):
+        rows = _shape_rows(c, c.look, setting, places)
+    return shape.sentence(rows, c.trace.columns, attrs, tail="the vocabulary's tail" if logits else "")
+
+
+def _shape_rows(c: Created, look: Look, setting: Setting, places: Places) -> shape.Rows:
+    at, there = places.find(look.keys)
+    step = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
+    counts = [setting.batches.get(int(s), (-1, -1)) for s in step.tolist()]
+    made = np.sqrt(np.maximum(look.err**2 - np.where(np.isfinite(look.before), look.before, 0.0) ** 2, 0.0))
+    made[~np.isfinite(look.err)] = np.inf
+    if len(c.keys):  # the measure that condemned a row may be another one than its relative error
+        guilty = np.isin(look.keys, c.keys)
+        made[guilty & (made == 0)] = look.err[guilty & (made == 0)]
+    who, where = subject(look.keys), position(look.keys)
+    decode = places.decode[at] & there if len(places.known) else np.zeros(len(look.keys), bool)
+    return shape.Rows(
+        made=made,
+        gain=look.gain,
+        position=where,
+        request=who,
+        decode=decode,
+        batch=np.array([n for n, _ in counts]),
+        tokens=np.array([n for _, n in counts]),
+        chunk=np.where(decode, 0, _chunks(who, step)),
+        names={int(s): setting.names[int(s)][0] for s in np.unique(who)},
+    )
+
+
+def _chunks(who: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """For each row the number of its step among those that computed its request, from 1."""
+    out = np.zeros(len(who), np.int64)
+    for one in np.unique(who):
+        mine = who == one
+        out[mine] = np.searchsorted(np.unique(step[mine]), step[mine]) + 1
+    return out
 
 
 def condemn(created: Sequence[Created], pairs: Compared) -> Compared:

@@ -174,6 +174,7 @@ def sampler_origin(cls: str, request: str, position: int, phase: str | None) -> 
         "evidence": "values",
         "rows": 1,
         "worst": 1.0,
+        "shape": "",
     }
 
 
@@ -242,6 +243,8 @@ def static_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
         if left:
             out.append(f"{len(left)} requests have no partner and were not compared: only in {side}")
     out += _dtypes(plan)
+    if odd := plan.odd_copies():
+        out.append(f"{odd} tensors that all ranks should hold alike differ between the ranks of golden")
     for side, dump in zip(("golden", "mine"), dumps, strict=True):
         out += [f"{side}: rank {rank} stopped early: {stop.reason}" for rank, stop in sorted(dump.stops.items())]
         out += [f"{side}: {problem}" for problem in dump.problems]

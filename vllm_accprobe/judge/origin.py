@@ -68,7 +68,8 @@ class Trace:
 class Created:
     """An origin: rows ``keys`` of ``trace`` (none for a parameter), with what came in front of them.
 
-    hidden: the sign by which an error was found that lies within fixed limits (hidden.py)."""
+    hidden: the sign by which an error was found that lies within fixed limits (hidden.py). look: all rows of the trace
+    with what stood in front of them."""
 
     tap: str
     trace: Trace
@@ -77,6 +78,7 @@ class Created:
     explained: np.ndarray
     evidence: str
     hidden: Hidden | None = None
+    look: Look | None = None
 
 
 def kind_of(role: str) -> str:
@@ -109,7 +111,8 @@ class _Search:
                     self.found[tap].append(Created(tap, t, _NONE, one, np.zeros(1), "values"))
             self._body(tap)
         self._top()
-        return _sure(sorted((c for cs in self.found.values() for c in cs), key=lambda c: c.trace.order))
+        found = _sure(sorted((c for cs in self.found.values() for c in cs), key=lambda c: c.trace.order))
+        return [replace(c, look=self.looks.get((c.tap, id(c.trace)))) for c in found]
 
     def _look(self) -> None:
         """Looks at every place and what is in front of it, before anybody is blamed: all are each other's measure."""
