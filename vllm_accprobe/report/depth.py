@@ -85,7 +85,9 @@ def _point(tap: str, pairs: list[Pair], standard: Mapping[str, Any]) -> Point:
         for phase, value in _values(pair):
             if math.isfinite(value):
                 worst[phase] = max(worst.get(phase, 0.0), value)
-    limits = [p.limit for p in pairs if p.limit is not None]
+    # A pair that failed by what it created carries the limit of one operator, not of what may have piled up.
+    piled = [p for p in pairs if p.measure != "created"]
+    limits = [p.limit for p in piled or pairs if p.limit is not None]
     floors = [f for p in pairs if (f := floor_of(p, standard)) is not None]
     first = min(pairs, key=lambda p: p.order)
     return Point(

@@ -1,5 +1,5 @@
-// One pair, looked at closely: the shape of its error, its worst rows, and the values that were kept: mine over golden,
-// and how both are distributed.
+// One pair, looked at closely: the shape of its error, its worst rows, and the values that were kept: the error over the
+// golden value (a wrong scale is a tilted line, an offset a level one, noise a cloud), and how both are distributed.
 (function () {
   "use strict";
   const a = window.accprobe;
@@ -25,12 +25,12 @@
   const config = { displaylogo: false, responsive: true, displayModeBar: false };
   function scatter(box, s) {
     const { font, axis, layout } = look(), n = s.worst, finite = (x) => (typeof x === "number" ? x : null);
-    const g = s.golden.map(finite), m = s.mine.map(finite), seen = g.concat(m).filter((x) => x !== null);
+    const g = s.golden.map(finite), m = s.mine.map((x, i) => (finite(x) === null || g[i] === null ? null : x - g[i])), seen = g.filter((x) => x !== null);
     const ends = seen.length ? [Math.min(...seen), Math.max(...seen)] : [0, 1];
     const rows = [["other rows", n, g.length, "limit", 4, 0.55], ["worst row", 0, n, "fail", 5, 0.8]].filter(([, from, to]) => to > from);
-    const traces = rows.map(([name, from, to, colour, size, opacity]) => ({ type: "scatter", mode: "markers", name, x: g.slice(from, to), y: m.slice(from, to), marker: { color: a.css(colour), size, opacity }, hovertemplate: "golden %{x:.4g}<br>mine %{y:.4g}<extra></extra>" }));
-    traces.unshift({ type: "scatter", mode: "lines", name: "equal", x: ends, y: ends, line: { color: a.css("dim"), width: 1, dash: "dot" }, hoverinfo: "skip" });
-    return window.Plotly.newPlot(box, traces, { ...layout, margin: { ...layout.margin, t: 26 }, xaxis: { ...axis, title: { text: "golden", font, standoff: 4 } }, yaxis: { ...axis, title: { text: "mine", font, standoff: 2 } } }, config);
+    const traces = rows.map(([name, from, to, colour, size, opacity]) => ({ type: "scatter", mode: "markers", name, x: g.slice(from, to), y: m.slice(from, to), marker: { color: a.css(colour), size, opacity }, hovertemplate: "golden %{x:.4g}<br>mine − golden %{y:.4g}<extra></extra>" }));
+    traces.unshift({ type: "scatter", mode: "lines", name: "equal", x: ends, y: [0, 0], line: { color: a.css("dim"), width: 1, dash: "dot" }, hoverinfo: "skip" });
+    return window.Plotly.newPlot(box, traces, { ...layout, margin: { ...layout.margin, t: 26 }, xaxis: { ...axis, title: { text: "golden", font, standoff: 4 } }, yaxis: { ...axis, title: { text: "mine − golden", font, standoff: 2 } } }, config);
   }
   function histogram(box, s) {
     const { font, axis, layout } = look(), seen = s.golden.concat(s.mine).filter((x) => typeof x === "number");
@@ -45,7 +45,7 @@
     const box = a.element("div", "closer"), rows = looks.rows[i], s = looks.samples[i];
     if (rows) box.append(table(rows));
     if (s && window.Plotly) {
-      const charts = [["Mine over golden", scatter], ["Distribution of both", histogram]];
+      const charts = [["Error over golden value", scatter], ["Distribution of both", histogram]];
       for (const [name, make] of charts) {
         const figure = a.element("figure"), plot = a.element("div", "small-plot");
         figure.append(a.element("figcaption", "", name), plot);
