@@ -94,6 +94,11 @@ class Plan:
     ranks: tuple[int, int] = (1, 1)
     mapped: list[str] = field(default_factory=list)
 
+    def odd_copies(self) -> int:
+        """Tensors of golden that several ranks should hold alike and, by their hashes, do not; those of mine are
+        measured, because they can be errors."""
+        return sum(_copies_differ(g) for u in self.units for g in u.golden)
+
     def lines(self) -> list[str]:
         lines = self.requests.lines() + self.tokens.lines() + self.mapped + self.names.lines()
         lines.append(f"ranks: {self.ranks[0]} in golden, {self.ranks[1]} in mine")
@@ -216,16 +221,20 @@ def _merged(
 ) -> tuple[list[Group], list[Group]]:
     """Groups of both sides. Where a layout is unknown, the other side's shape may tell how to join the pieces."""
     hints = [_hint([by for _, by in golden]), _hint(mine.values())]
-    usual = _row_dim([r for _, by in golden for r in by.values()] + [r for by in mine.values() for r in by.values()])
+    usual = _row_dims([r for _, by in golden for r in by.values()] + [r for by in mine.values() for r in by.values()])
     left = [_group(moment, by, hints[1], usual) for moment, by in golden]
     return left, [_group(moment, by, hints[0], usual) for moment, by in mine.items()]
 
 
-def _row_dim(records: Iterable[Record]) -> int | None:
-    """Along which dimension the rows of one tap and role lie, from the records where no other dimension has their size:
-    three rows of three-dimensional rotary positions are a square in which capture cannot tell."""
-    votes = Counter(r.row_dim for r in records if r.rows is not None and not _square(r))
-    return votes.most_common(1)[0][0] if votes else None
+def _row_dims(records: Iterable[Record]) -> dict[int, int]:
+    """Along which dimension the rows of one tap and role lie, by the number of dimensions, from the records where no
+    other dimension has their size: three rows of three-dimensional rotary positions are a square in which capture
+    cannot tell. Two engines may give one tensor different numbers of dimensions."""
+    votes: dict[int, Counter[int]] = defaultdict(Counter)
+    for r in records:
+        if r.rows is not None and not _square(r):
+            votes[len(r.shape)][r.row_dim] += 1
+    return {dims: found.most_common(1)[0][0] for dims, found in votes.items()}
 
 
 def _square(record: Record) -> bool:
@@ -240,11 +249,11 @@ def _hint(groups: Iterable[dict[int, Record]]) -> Record | None:
     return None
 
 
-def _group(moment: Moment, by: dict[int, Record], hint: Record | None, usual: int | None) -> Group:
+def _group(moment: Moment, by: dict[int, Record], hint: Record | None, usuals: Mapping[int, int]) -> Group:
     records = tuple(by[rank] for rank in sorted(by))
     first = records[0]
     where = None if first.rows is None or first.step is None else (moment[0], first.step, first.rows)
-    dim = first.row_dim
+    dim, usual = first.row_dim, usuals.get(len(first.shape))
     if usual is not None and _square(first) and usual < len(first.shape) and first.shape[usual] == first.shape[dim]:
         dim = usual
     other = None
@@ -257,6 +266,14 @@ def _group(moment: Moment, by: dict[int, Record], hint: Record | None, usual: in
         return Group(records, moment, where, plan_merge(members, other), row_dim=dim)
     except Unmergeable as e:
         return Group(records, moment, where, None, str(e), dim)
+
+
+def _copies_differ(group: Group) -> bool:
+    for copies in group.merge.copies if group.merge else ():
+        hashes = {group.records[i].hash for i in copies} - {None}
+        if len(hashes) > 1:
+            return True
+    return False
 
 
 def _sampled(dump: Any) -> Any:
