@@ -96,3 +96,53 @@ def test_without_numba_the_numbers_are_the_same(monkeypatch):
     assert plain.sum == pytest.approx(values.sum(), rel=1e-9)
     assert moments(np.array([0, 1, 1], np.uint8), "bool").sum == 2.0
     assert moments(np.array([0x7E, 0x7F], np.uint8), "float8_e4m3fn")[:3] == (1, 448.0, 448.0)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_by_address_equals_by_array(dtype):
+    """One piece and many pieces, with NaN, infinities and both zeros where the dtype has them."""
+    size = DTYPES[dtype].itemsize
+    data = np.random.default_rng(2).integers(0, 256, 3000 * size, dtype=np.uint8)
+    if dtype in ("float64", "complex128"):  # sums of random exponents overflow
+        data = np.random.default_rng(2).standard_normal(3000 * size // 8).view(np.uint8).copy()
+    if dtype in ("float16", "bfloat16", "float32"):
+        special = {"float16": [0x7C00, 0xFE00, 0x8000], "bfloat16": [0x7F80, 0xFFC1, 0x8000],
+                   "float32": [0x7F800000, 0xFFC00001, 0x80000000]}[dtype]  # fmt: skip
+        data[: 3 * size] = np.array(special, f"<u{size}").view(np.uint8)
+    found = Moments(*stats_module.moments_at(data.ctypes.data, data.size, dtype)).stats()
+    assert found == tensor_stats(data.view(DTYPES[dtype].storage), dtype)
+    spans = [(0, size), (size, 900 * size), (900 * size, 900 * size), (900 * size, 3000 * size)]
+    pieces = stats_module.moments_within(data.ctypes.data, spans, dtype)
+    for (start, stop), piece in zip(spans, pieces, strict=True):
+        assert Moments(*piece) == moments(data[start:stop], dtype)
+        assert all(type(count) is int for count in (piece[0], piece[5], piece[6]))
+
+
+def test_by_address_by_hand():
+    zeros = raw([-0.0, -0.0], "float32")
+    assert math.copysign(1, stats_module.moments_at(zeros.ctypes.data, 8, "float32")[1]) == -1.0
+    halves = np.array([0x3C00, 0xC000, 0x0001, 0x7C00], "<u2")  # 1, -2, the smallest subnormal, infinity
+    n, low, high, total, squares, nan, inf = stats_module.moments_at(halves.ctypes.data, 8, "float16")
+    assert (n, low, high, nan, inf) == (3, -2.0, 1.0, 0, 1)
+    assert total == -1.0 + 2.0**-24
+    assert squares == 5.0 + 2.0**-48
+    nothing = np.array([0x7F80, 0x7FC0], "<u2")
+    assert stats_module.moments_at(nothing.ctypes.data, 4, "bfloat16") == Moments(0, nan=1, inf=1)
+    assert stats_module.moments_at(0, 0, "bfloat16") == Moments()
+    assert stats_module.moments_within(nothing.ctypes.data, [], "bfloat16") == []
+
+
+def test_by_address_without_numba(monkeypatch):
+    data = np.random.default_rng(3).standard_normal(500).astype("<f4").view(np.uint8)
+    compiled = stats_module.moments_at(data.ctypes.data, data.size, "float32")
+    monkeypatch.setattr(stats_module, "_kernels", lambda: None)
+    plain = stats_module.moments_at(data.ctypes.data, data.size, "float32")
+    assert plain[:3] == compiled[:3]
+    assert plain[4] == pytest.approx(compiled[4], rel=1e-12)
+    assert stats_module.moments_within(data.ctypes.data, [(0, data.size)], "float32") == [plain]
+
+
+def test_a_large_piece_gives_up_the_gil_and_counts_the_same():
+    data = np.ones((1 << 19) + 4, "<f4")
+    n, low, high, total, *_ = stats_module.moments_at(data.ctypes.data, data.nbytes, "float32")
+    assert (n, low, high, total) == (data.size, 1.0, 1.0, float(data.size))

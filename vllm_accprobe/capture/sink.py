@@ -23,7 +23,7 @@ from vllm_accprobe.capture.rows import Space
 from vllm_accprobe.capture.staging import Staging
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Module, Request, Segment, Step
-from vllm_accprobe.dump.stats import StatsCell, moments_at
+from vllm_accprobe.dump.stats import StatsCell, moments_at, warm_up
 from vllm_accprobe.dump.writer import RankWriter
 
 
@@ -74,6 +74,9 @@ class Sink:
         self.writer = RankWriter(
             root, rank, {"event": "start", **start}, budget_bytes=config.budget_bytes, on_stop=on_stop
         )
+        # Compiling takes seconds the first time on a machine: now, and not in somebody's request. Not earlier, at import:
+        # vLLM 0.32's CPU worker cannot be initialised in a process that has already loaded llvmlite.
+        warm_up()
         self.seen: dict[str, StatsCell] = {}
         self._token_ids: list[int] = []
         self._positions: list[int] = []

@@ -1,0 +1,104 @@
+"""Lines from templates say what the same lines say as events, and their payloads are found like others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import xxhash
+from dump.dumps import bits, parts, tensor_event, writer
+
+from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.dump.stats import StatsCell, moments_at, tensor_stats
+from vllm_accprobe.dump.template import TensorTemplate
+
+CONSTANT = ("tap", "class", "role", "rows", "row_dim", "dtype", "shape", "layout", "mutated")
+
+
+def template(event, array):
+    return TensorTemplate({k: event[k] for k in CONSTANT if k in event}, array.nbytes)
+
+
+def cell_of(array, dtype):
+    return StatsCell(None, xxhash.xxh3_128_hexdigest(array.tobytes()), dtype)
+
+
+@pytest.mark.parametrize("tap", ["model.layers.0.mlp", 'quo"te\\d', "grün|日本", "half \ud800 pair", ""])
+def test_the_same_record_either_way(tmp_path, tap):
+    a = np.random.default_rng(0).standard_normal((3, 4)).astype("<f4")
+    layout = {"kind": "shard", "group": "tp", "index": 1, "size": 2, "dim": -1, "parts": [[4, 1]]}
+    more = {"rows": None, "row_dim": 0, "mutated": True, "seq": 7, "call": 2, "step": 5, "layout": layout}
+    event = tensor_event(tap, a, "float32", **more)
+    records = []
+    for way in ("event", "template"):
+        w = writer(tmp_path / way)
+        if way == "event":
+            w.put(parts(a), dict(event))
+        else:
+            w.tensor((template(event, a), 5, 2, 7, cell_of(a, "float32")), a.ctypes.data)
+        w.close("done", {})
+        dump = open_dump(tmp_path / way)
+        assert dump.problems == []
+        assert dump.ends[0].tensors == 1
+        assert dump.read(dump.records[0]).tobytes() == a.tobytes()
+        records.append(dump.records[0])
+    assert dataclasses.asdict(records[0]) == dataclasses.asdict(records[1])
+
+
+def test_a_later_line_about_the_same_bytes_shares_everything(tmp_path):
+    w = writer(tmp_path / "d", block_bytes=4096)
+    a = np.arange(5000, dtype="<f4")  # spans blocks: its statistics come in pieces
+    cell = cell_of(a, "float32")
+    for i in range(3):
+        line = (template(tensor_event(f"t{i}", a, "float32"), a), 0, 0, i, cell)
+        w.tensor(line, a.ctypes.data) if i == 0 else w.line(line)
+    w.put(parts(a), tensor_event("event", a, "float32"))
+    w.close("done", {})
+    first, second, third, event = open_dump(tmp_path / "d").records
+    assert first.payload == second.payload == third.payload != event.payload
+    assert first.hash == second.hash == third.hash == event.hash
+    assert first.stats == second.stats == third.stats == tensor_stats(a, "float32")
+    assert [r.seq for r in (first, second, third)] == [0, 1, 2]
+
+
+def test_statistics_without_payload(tmp_path):
+    w = writer(tmp_path / "d")
+    a = np.array([1.0, np.nan, -3.0], "<f4")
+    cell = cell_of(a, "float32")
+    cell.sums = moments_at(a.ctypes.data, a.nbytes, "float32")
+    w.line((template(tensor_event("t", a, "float32"), a), 0, 0, 0, cell))
+    w.close("done", {})
+    (record,) = open_dump(tmp_path / "d").records
+    assert record.payload is None
+    assert record.stats == tensor_stats(a, "float32")
+
+
+def test_stock_safetensors_lists_them_by_name(tmp_path):
+    from safetensors import safe_open
+
+    w = writer(tmp_path / "d")
+    rng = np.random.default_rng(1)
+    arrays = [bits(rng, n) for n in (100, 64, 1)]
+    for i, a in enumerate(arrays):
+        w.tensor((template(tensor_event(f"t{i}", a, "uint8"), a), 3, i, i, cell_of(a, "uint8")), a.ctypes.data)
+    w.close("done", {})
+    with safe_open(tmp_path / "d" / "rank0000" / "seg-00000.safetensors", "np") as f:
+        names = [k for k in f.keys() if not k.startswith("__pad")]  # noqa: SIM118
+        assert sorted(names) == ["3|t0|output.0|0", "3|t1|output.0|1", "3|t2|output.0|2"]
+        for i, a in enumerate(arrays):
+            assert f.get_tensor(f"3|t{i}|output.0|{i}").tobytes() == a.tobytes()
+
+
+def test_the_budget_counts_them(tmp_path):
+    told = []
+    w = writer(tmp_path / "d", budget_bytes=20_000, on_stop=told.append)
+    a = np.zeros(3000, np.uint8)
+    for i in range(20):
+        w.tensor((template(tensor_event("t", a, "uint8"), a), i, 0, 0, cell_of(a, "uint8")), a.ctypes.data)
+    w.line((template(tensor_event("t", a, "uint8"), a), 20, 0, 0, cell_of(a, "uint8")))
+    w.close("done", {})
+    assert told == ["budget of 20000 bytes spent"]
+    dump = open_dump(tmp_path / "d")
+    assert 3 <= len(dump.records) <= 6
+    assert dump.stops[0].step == len(dump.records)
