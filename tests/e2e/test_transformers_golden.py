@@ -1,0 +1,84 @@
+"""A transformers golden in float32 against vLLM in bfloat16: an honest run passes, and a fault is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.captures import VISION, Engines, explain
+from support.engine import Ask, Run
+from support.prompts import prompts
+from support.transformers_golden import capture
+
+pytestmark = pytest.mark.engine
+
+TEXT = [Ask(ids, 5) for ids in prompts(40, 23, 57)]
+ASKS = {"llama": TEXT, "qwen2.5-vl": VISION}
+UNPAIRED = {
+    "llama": {"sampler"},
+    "qwen2.5-vl": {"sampler", "visual.input_norm"} | {f"visual.blocks.{i}.attn.apply_rotary_emb" for i in range(3)},
+}
+"""Taps of vLLM that no tensor of transformers corresponds to."""
+
+
+@pytest.fixture(scope="module")
+def goldens(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    pytest.importorskip("transformers")
+    root, made = tmp_path_factory.mktemp("transformers"), {}
+
+    def golden(model: str) -> Run:
+        if model not in made:
+            tokens = capture(engines.model(model), ASKS[model], root / model)
+            made[model] = Run(Path(root / model), tokens)
+        return made[model]
+
+    return golden
+
+
+@pytest.mark.parametrize("model", ASKS)
+def test_an_honest_run_passes_and_nearly_everything_is_compared(
+    engines: Engines, compared: Any, goldens: Any, model: str
+) -> None:
+    golden = goldens(model)
+    mine = engines.run(f"{model}-for-transformers", model, ASKS[model], max_num_batched_tokens=48)
+    result = compared(golden, mine)
+    assert result.verdict == "pass", explain(result)
+    assert not result.origins
+    cover = result.coverage
+    assert (cover["rows_only_golden"], cover["rows_only_mine"]) == (0, 0), explain(result)
+    assert set(cover["taps_only_mine"]) == UNPAIRED[model]
+    layers = {p.tap for p in result.pairs if p.status == "pass" and not p.role.startswith("param.")}
+    for leaf in ("qkv_proj", "rotary_emb", "attn", "o_proj"):
+        assert sum(tap.endswith(f"self_attn.{leaf}") for tap in layers) == 3, leaf
+    by_rule = {p.rule for p in result.pairs}
+    assert "mapping qkv_proj ← q_proj, k_proj, v_proj" in by_rule
+    assert "mapping x + residual ← the residual stream" in by_rule
+    if model == "qwen2.5-vl":
+        assert {"visual.blocks.1.mlp.gate_up_proj", "visual.blocks.2.attn.proj", "visual.merger"} <= layers
+        assert not any("different images" in note for note in result.notes)
+
+
+FAULTS = {
+    "llama": [
+        {"kind": "scale", "module": "model.layers.1.mlp.down_proj", "factor": 1.2},
+        {"kind": "rope", "module": "model.layers.0.self_attn.rotary_emb", "factor": 1.1},
+    ],
+    "qwen2.5-vl": [{"kind": "scale", "module": "visual.blocks.1.mlp.down_proj", "factor": 1.2}],
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [(m, f) for m, fs in FAULTS.items() for f in fs],
+    ids=lambda v: v if isinstance(v, str) else v["module"].rpartition(".")[2],
+)
+def test_a_planted_fault_is_named_first(
+    engines: Engines, compared: Any, goldens: Any, model: str, fault: dict[str, Any]
+) -> None:
+    name = f"{model}-for-transformers-{fault['module']}"
+    mine = engines.run(name, model, ASKS[model], fault=fault, max_num_batched_tokens=48)
+    result = compared(goldens(model), mine)
+    assert result.verdict == "fail"
+    assert result.origins, explain(result)
+    assert result.origins[0]["module"] == fault["module"], explain(result)
