@@ -74,7 +74,7 @@ class Sink:
         self.writer = RankWriter(
             root, rank, {"event": "start", **start}, budget_bytes=config.budget_bytes, on_stop=on_stop
         )
-        # Compiling takes seconds the first time on a machine: now, and not in somebody's request. Not earlier, at import:
+        # Compiling takes seconds the first time on a machine: now, not in somebody's request. Not earlier, at import:
         # vLLM 0.32's CPU worker cannot be initialised in a process that has already loaded llvmlite.
         warm_up()
         self.seen: dict[str, StatsCell] = {}
