@@ -62,6 +62,18 @@ def test_outputs_by_tap_and_token():
     assert base64.b64decode(told["requests"][0]["codes"]) == a.codes.tobytes()
 
 
+def test_it_begins_with_the_request_that_has_the_culprit():
+    pairs = [pair(tap="visual.blocks.0"), pair(tap="model.layers.0", order=1)]
+    entries = [
+        (1, "a", 0, False, 0.2, 12.5),
+        (0, "a, image 0", 0, False, 0.1, 6.0),
+        (0, "b, image 0", 0, False, 0.1, 7.0),
+    ]
+    h = heat(comparison(pairs=pairs, rows=row_table(entries)))
+    first = [heat_json(h, r, t)["first"] for r, t in (("a", "visual.blocks.0"), ("a", "model.layers.0"), ("z", "z"))]
+    assert [h.requests[i].label for i in first] == ["a, image 0", "a", "a"]
+
+
 def test_long_requests_are_binned_by_their_worst_row():
     n = 1100
     rows = row_table([(0, "a", 10 + i, False, 1.0, 5.0 if i == 700 else 0.5) for i in range(n)])

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from report_examples import comparison, hostile, pair, realistic, with_rows
+from report_examples import comparison, hostile, pair, realistic, row_table, with_rows
 
 from vllm_accprobe.report.html import write_html
 
@@ -214,6 +214,20 @@ def test_heat_map_by_keyboard_and_another_request(visit):
     assert page.inner_text("#heat-level") == "all layers"
     page.select_option("#heat-request", index=2)
     assert "position 50 (decode)" in page.inner_text("#heat-readout")
+
+
+def test_heat_map_shows_only_what_a_request_has(visit):
+    pairs = [pair(tap="visual.blocks.0.mlp"), pair(tap="visual.blocks.0", order=1), pair(tap="model.layers.0", order=2)]
+    rows = [(0, "a, image 0", 5, False, 0.2, 9.0), (1, "a, image 0", 5, False, 0.1, 5.0), (2, "a", 0, False, 0.1, 4.0)]
+    page = visit(comparison(pairs=pairs, rows=row_table(rows)))
+    page.wait_for_selector("#heat[data-ready]")
+    assert page.locator("#heat .ytick text").all_text_contents() == ["visual.blocks.0"]
+    page.focus("#heat")
+    page.keyboard.press("Enter")
+    assert page.locator("#heat .ytick text").all_text_contents() == ["mlp", "(layer output)"]
+    page.select_option("#heat-request", index=1)
+    assert page.locator("#heat .ytick text").all_text_contents() == ["model.layers.0"]
+    assert page.inner_text("#heat-level") == "all layers"
 
 
 def test_tree_is_opened_to_the_culprit_and_filters(visit):

@@ -107,6 +107,18 @@ def test_whole_report_of_a_failure():
     assert "  only in mine: w" in full
 
 
+def test_an_infinite_error_is_said_in_words():
+    result = comparison(
+        verdict="fail",
+        origins=[ORIGIN | {"created": float("inf")}],
+        first_divergence=DIVERGENCE | {"metric": "nonfinite", "value": float("inf"), "limit": 0.0},
+    )
+    assert facts.headline(result).endswith(
+        "position 17 (decode), NaN or Inf on one side only, or values that differ and must be equal"
+    )
+    assert terminal.first_divergence(result)[0].endswith("position 17 (decode), NaN or Inf on one side only")
+
+
 def test_pass_says_what_it_rests_on():
     result = comparison(
         pairs=[pair(identical=True), pair(), pair(status="skip")],

@@ -86,8 +86,7 @@ def _point(tap: str, pairs: list[Pair], standard: Mapping[str, Any]) -> Point:
             if math.isfinite(value):
                 worst[phase] = max(worst.get(phase, 0.0), value)
     # A pair that failed by what it created carries the limit of one operator, not of what may have piled up.
-    piled = [p for p in pairs if p.measure != "created"]
-    limits = [p.limit for p in piled or pairs if p.limit is not None]
+    limits = [p.limit for p in pairs if p.limit is not None and p.measure != "created"]
     floors = [f for p in pairs if (f := floor_of(p, standard)) is not None]
     first = min(pairs, key=lambda p: p.order)
     return Point(

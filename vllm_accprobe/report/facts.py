@@ -26,13 +26,16 @@ METRICS = {
     "element": "largest element error, in row rms",
     "created": "created error",
     "row_error": "row error",
-    "exact": "values differ, row relative L2",
-    "nonfinite": "NaN or Inf on one side only, row relative L2",
+    "exact": "values differ that must be equal",
+    "nonfinite": "NaN or Inf on one side only",
     "rel_l2": "relative L2",
     "max_abs_err": "largest absolute error",
     "nonfinite_mismatch": "NaN or Inf on one side only, elements",
 }
 """Metrics of compare.json in words."""
+
+UNMEASURABLE = "NaN or Inf on one side only, or values that differ and must be equal"
+"""What an infinite error means."""
 
 SHORT = {
     "row_rel_l2": "row L2",
@@ -125,6 +128,8 @@ def origin_detail(origin: Mapping[str, Any]) -> str:
     created = origin.get("created")
     if created is None:
         parts.append("the values differ")
+    elif isinstance(created, float) and not math.isfinite(created):
+        parts.append(UNMEASURABLE)
     else:
         parts.append(f"{created_as(origin)} {against(created, origin.get('floor'))}")
     return ", ".join(parts)
@@ -153,7 +158,9 @@ def divergence(comparison: Comparison) -> str | None:
     if where:
         parts.append(where)
     value = d.get("value")
-    if value is None:
+    if d.get("metric") in ("exact", "nonfinite"):
+        parts.append(METRICS[d["metric"]])
+    elif value is None:
         parts.append(safe(d.get("metric") or "values differ"))
     else:
         metric = str(d.get("metric") or "error")

@@ -55,9 +55,10 @@ def page(comparison: Comparison, *, max_pairs: int = MAX_PAIRS) -> str:
     points = depth(comparison)
     plotly = plotly_js()
     scripts = {f"{name}_js": _asset(f"{name}.js") for name in SCRIPTS}
+    culprit = comparison.origins[0] if comparison.origins else {}
     view = {
         "depth": _depth_json(comparison, points[:MAX_POINTS]),
-        "heat": heat_json(heat(comparison), comparison.origins[0].get("request") if comparison.origins else None),
+        "heat": heat_json(heat(comparison), culprit.get("request"), culprit.get("module")),
         "tree": tree_json(comparison),
         "looks": looks_json(comparison, page_indices(shown)),
     }

@@ -54,7 +54,7 @@
       type: "scatter", mode: many ? "lines" : "lines+markers", name: s.name, x: points.map((_, i) => i),
       y: points.map((p) => (p[s.id] === null ? null : p[s.id] === 0 ? ZERO : p[s.id])),
       hovertext: hover, hoverinfo: "text", connectgaps: true, line: { color: v("--" + s.id), width: 1.75 },
-      marker: { symbol: s.symbol, color: v("--" + s.id), opacity: 1, size: points.map((p) => (over(p, s.id) ? 7 : 4)),
+      marker: { symbol: s.symbol, color: v("--" + s.id), opacity: 1, size: points.map((p) => (over(p, s.id) || p.failed ? 7 : 4)),
         line: { width: 0 } },
     }));
     traces.push({

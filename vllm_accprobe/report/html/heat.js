@@ -32,10 +32,12 @@
     let codes = code(data.requests[data.first].codes);
     choice.value = String(data.first);
 
-    function rows() {
-      if (state.group === null) return groups.map((g) => ({ name: g.name, shown: g.name, taps: g.taps }));
+    function rows() {                 // without what this request has no rows of: text in a vision tower
+      const n = data.requests[state.request].start.length;
+      const seen = (t) => codes.subarray(t * n, (t + 1) * n).some((c) => c > 0);
+      if (state.group === null) return groups.map((g, i) => ({ name: g.name, shown: g.name, group: i, taps: g.taps.filter(seen) })).filter((r) => r.taps.length);
       const g = groups[state.group];
-      return g.taps.map((t) => ({ name: data.taps[t], shown: data.taps[t] === g.layer ? "(layer output)" : short(data.taps[t], g.layer), taps: [t] }));
+      return g.taps.filter(seen).map((t) => ({ name: data.taps[t], shown: data.taps[t] === g.layer ? "(layer output)" : short(data.taps[t], g.layer), taps: [t] }));
     }
     function cell(row, column) {
       const n = data.requests[state.request].start.length;
@@ -51,7 +53,7 @@
     }
     function describe(row, column) {
       const x = ratio(cell(row, column)), r = data.requests[state.request];
-      const what = x === null ? "not compared" : x === 0 ? "identical" : a.times(x) + " the limit";
+      const what = x === null ? "not compared" : x === 0 ? "identical" : x === "Inf" ? "NaN, infinity or unequal" : a.times(x) + " the limit";
       return row.name + ", position " + tokens(column) + (r.decode[column] ? " (decode)" : " (prefill)") + ": " + what;
     }
     function colours() {
@@ -101,7 +103,7 @@
       const steps = [r.step0[state.column], r.step1[state.column]], single = row.taps.length === 1;
       if (single) a.showTap(data.taps[row.taps[0]], { steps, scroll: true, open: true });
       else {
-        const group = state.row, column = state.column;
+        const group = row.group, column = state.column;
         a.showTap(groups[group].name, { under: true, steps, scroll: false });
         const worst = row.taps.map((t) => codes[t * r.start.length + column]);
         Object.assign(state, { group, row: worst.indexOf(Math.max(...worst)), column });
@@ -110,7 +112,9 @@
     }
     function leave() {
       if (state.group === null) return;
-      Object.assign(state, { row: state.group, group: null });
+      const left = state.group;
+      state.group = null;
+      state.row = rows().findIndex((r) => r.group === left);
       draw();
       chart.focus({ preventScroll: true });
     }
@@ -127,9 +131,11 @@
       return best;
     }
     choice.addEventListener("change", () => {
+      const open = state.group;
       state.request = Number(choice.value);
       codes = code(data.requests[state.request].codes);
-      state.column = 0;
+      state.group = groups[open] && groups[open].taps.length > 1 ? open : null;
+      if (!rows().length) state.group = null;
       const [r, c] = worst();
       Object.assign(state, { row: r, column: c });
       draw();

@@ -6,6 +6,7 @@ function here returns finished markup. Not here: layout (page.html, page.css), p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,8 @@ def verdict(comparison: Comparison) -> str:
     created, floor = origin.get("created"), origin.get("floor")
     if created is None:
         cells.append(_fact("Error", "values differ", None, "big"))
+    elif isinstance(created, float) and not math.isfinite(created):
+        cells.append(_fact("Error", facts.UNMEASURABLE, None, "big"))
     else:
         over = times(created, floor)
         limit = None if floor is None else f"limit {num(floor)}"
@@ -184,8 +187,9 @@ def origins(comparison: Comparison) -> str:
     body = _table(head, rows, numeric={4, 5, 6})
     more = _more(len(comparison.origins), MAX_LIST, "origins")
     lead = "Independent origins in data-flow order; the first is the culprit." if len(rows) > 1 else "One origin."
+    wide = "wide" if len(head) > 8 else ""
     return (
-        '<section aria-labelledby="h-origins"><h2 id="h-origins">Origins</h2>'
+        f'<section class="{wide}" aria-labelledby="h-origins"><h2 id="h-origins">Origins</h2>'
         f'<p class="hint">{lead}</p>{body}{more}</section>'
     )
 

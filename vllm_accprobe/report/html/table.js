@@ -113,6 +113,7 @@
       th.setAttribute("aria-sort", th.dataset.id === state.sort ? (state.down ? "descending" : "ascending") : "none");
     }
     grid.setAttribute("aria-rowcount", String(m + 1));
+    box.style.height = "min(62vh, 640px, " + (44 + Math.max(m, 2) * ROW) + "px)";
     box.scrollTop = 0;
     draw();
   }
