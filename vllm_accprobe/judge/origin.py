@@ -116,7 +116,7 @@ class _Search:
 
     def _look(self) -> None:
         """Looks at every place and what is in front of it, before anybody is blamed: all are each other's measure."""
-        for tap in self.by_tap:
+        for tap in list(self.by_tap):  # asking for a tap that has no trace adds it
             for sink, sources in self._places(tap):
                 if sink.rounding and len(sink.seen) and not sink.weak:
                     self.looks[(tap, id(sink))] = self._look_at(tap, sink, sources)
