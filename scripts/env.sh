@@ -50,7 +50,7 @@ _make_env() {
   _pip "CPU vLLM 0.32 and what it needs (148 packages)" install --no-deps -r "$lock"
   _pip "torchvision, for vision-language models" install --no-deps torchvision==0.28.0
   # The lock is a constraint, too: installing the project must change no version of torch, vLLM or numpy.
-  _pip "accprobe and its test tools" install -c "$lock" -e "$ROOT[test]"
+  _pip "accprobe and its test tools" install -c "$lock" -e "$ROOT[test,ray]"
   site="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
   rm -f "$site"/accprobe_torchvision_shim.*
   if ! "$PYTHON" -c 'import torchvision' >/dev/null 2>&1; then

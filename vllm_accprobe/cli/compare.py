@@ -23,6 +23,7 @@ def compare(
     taps: str = typer.Option(None, "--taps", help="Only taps that match one of these globs, comma separated."),
     standard: str = typer.Option("accprobe", "--standard", help="The limits: accprobe or strict."),
     plan: bool = typer.Option(False, "--plan", help="Only say what would be compared with what, and write nothing."),
+    ray: str = typer.Option(None, "--ray", help="Measure on the machines of the Ray cluster at this address."),
     rejudge: Path = typer.Option(None, "--rejudge", help="Judge a saved comparison (an --out) again, without dumps."),
     form: Format = FORMAT,
     quiet: bool = typer.Option(False, "--quiet", "-q", help="On the terminal, only the verdict and its notes."),
@@ -32,12 +33,13 @@ def compare(
 
     Prints the verdict and the culprit first and writes compare.csv (a row per pair), compare.html and compare.json,
     and measured.npz, from which --rejudge judges again by another standard.
+    Interrupted, it goes on where it stopped when the same command is given again.
     Exit code 0: pass, 1: differences beyond the limits, 2: unreadable input, 3: nothing could be compared.
     """
     from vllm_accprobe.compare import engine
     from vllm_accprobe.compare.result import PASS
 
-    _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file))
+    _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray))
     rules = engine.find_mapping(op_mapping_file)
     if plan:
         from vllm_accprobe.compare.plan import make_plan
@@ -47,15 +49,16 @@ def compare(
         return
     import json
 
-    from vllm_accprobe.compare import saved
+    from vllm_accprobe.compare import resume, saved
 
     if rejudge is not None:
         result = engine.rejudge(saved.load(rejudge), standard=standard)
         out = out or (rejudge if rejudge.is_dir() else rejudge.parent)
     else:
-        with _progress() as advance:
-            result = engine.compare(golden, mine, standard=standard, taps=taps, mapping=rules, progress=advance)
         out = out or Path("accprobe-report")
+        choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray}
+        with _progress() as advance, _tidy(out):
+            result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]
 
     from vllm_accprobe.report import html, table
 
@@ -65,6 +68,7 @@ def compare(
     html.write_html(result, out / "compare.html")
     if result.measured is not None and rejudge is None:
         saved.save(result.measured, out)
+        resume.forget(out)
     written = [out / name for name in ("compare.csv", "compare.json", "compare.html")]
     say(result, form, 0 if quiet else 2 if verbose else 1, written)
     raise typer.Exit(0 if result.verdict == PASS else 1)
@@ -77,6 +81,23 @@ def _check_arguments(golden: Path | None, mine: Path | None, rejudge: Path | Non
         raise CompareError("give two dumps, GOLDEN and MINE, or --rejudge DIR; accprobe compare --help says more")
     if rejudge is not None and (golden is not None or other):
         raise CompareError("--rejudge judges what was measured: it takes no dumps, no --taps and no --plan")
+
+
+@contextlib.contextmanager
+def _tidy(out: Path) -> Iterator[None]:
+    """Where there is nothing to compare, nothing stays behind."""
+    from vllm_accprobe.compare import resume
+    from vllm_accprobe.compare.result import NothingCompared
+
+    there = out.exists()
+    try:
+        yield
+    except NothingCompared:
+        resume.forget(out)
+        if not there:
+            with contextlib.suppress(OSError):
+                out.rmdir()
+        raise
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ Not here: each of those matters (plan.py, workers.py, measure.py, coverage.py), 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from vllm_accprobe.compare.coverage import coverage
 from vllm_accprobe.compare.index import Indices
 from vllm_accprobe.compare.judging import judge
 from vllm_accprobe.compare.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
-from vllm_accprobe.compare.plan import SAMPLER, TOKEN, TOP_IDS, Plan, make_plan
+from vllm_accprobe.compare.plan import SAMPLER, TOKEN, TOP_IDS, Plan, Unit, make_plan
 from vllm_accprobe.compare.read import Loader
 from vllm_accprobe.compare.result import CompareError, Comparison
+from vllm_accprobe.compare.resume import Finished, identity
 from vllm_accprobe.compare.rows import RowLog
 from vllm_accprobe.compare.samples import take_samples
 from vllm_accprobe.compare.workers import measure_all, unit_bytes
@@ -42,24 +43,33 @@ def compare(
     taps: str | None = None,
     mapping: str | Path | Rules | None = None,
     progress: Progress | None = None,
+    resume: str | Path | None = None,
+    ray: str | None = None,
 ) -> Comparison:
     """Compares two dumps (paths, or what `open_dump` gives).
 
     standard: a name in judge.standards.STANDARDS or a Standard. taps: globs over tap names, comma separated.
     mapping: a file or rules that say which place of mine is which of golden (docs/mapping.md).
     progress: called with (bytes done, bytes in all) of both sides, read or known to be equal. Raises CompareError, one
-    line, and NothingCompared.
+    line, and NothingCompared. resume: a directory that remembers what is measured until resume.forget is called.
+    ray: address of a Ray cluster whose machines do the measuring.
     """
     rules = find_standard(standard)
     dumps = open_both(golden, mine)
     plan = make_plan(*dumps, taps=taps, mapping=find_mapping(mapping))
-    run = _Run(dumps, plan)
+    run = _Run(dumps, plan, ray=ray)
     log = RowLog()
+    finished = None
+    if resume is not None:
+        finished = Finished(Path(resume), identity(dumps, taps, mapping))
     try:
-        result = judge(run.measure(progress), rules, log)
+        result = judge(run.measure(progress, finished), rules, log)
         return replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
     except DumpError as e:
         raise CompareError(str(e)) from None
+    finally:
+        if finished is not None:
+            finished.close()
 
 
 def rejudge(measured: Measured, *, standard: str | Standard = "accprobe") -> Comparison:
@@ -97,28 +107,39 @@ class _Run:
     plan: Plan
     skipped: Counter[str] = field(default_factory=Counter)
     compared: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    ray: str | None = None
 
     def __post_init__(self) -> None:
         self.loaders = Loader(self.dumps[0], 64 << 20), Loader(self.dumps[1], 64 << 20)
 
-    def measure(self, progress: Progress | None) -> Measured:
+    def measure(self, progress: Progress | None = None, finished: Finished | None = None) -> Measured:
         wanted = [u for u in self.plan.units if u.key[:2] != (SAMPLER, TOP_IDS)]
         ids = sum(len(u.mine) for u in self.plan.units if u.key[:2] == (SAMPLER, TOP_IDS))
         if ids:
             self.skipped[IDS_ONLY] += ids
-        total = sum(map(unit_bytes, wanted)) if progress is not None else 0
-        sizes = iter(wanted)
-        units: list[MeasuredUnit] = []
-        done = 0
-        indices = Indices((self.plan.tokens.golden, self.plan.tokens.mine))
-        for batch in measure_all(self.dumps, indices, wanted):
-            for unit in batch:
-                self._note(unit)
-            units += batch
+        known = dict(finished.done) if finished is not None else {}
+        missing = [u for u in wanted if u.key not in known]
+        sizes = {u.key: unit_bytes(u) for u in wanted} if progress is not None else {}
+        total, done = sum(sizes.values()), sum(sizes[k] for k in known if k in sizes)
+        for batch in self._measured(missing):
+            known.update((u.key, u) for u in batch)
+            if finished is not None:
+                finished.add(batch)
             if progress is not None:
-                done += sum(unit_bytes(next(sizes)) for _ in batch)
+                done += sum(sizes[u.key] for u in batch)
                 progress(done, total)
+        units = [known[u.key] for u in wanted]
+        for unit in units:
+            self._note(unit)
         return Measured(self._setting(), units)
+
+    def _measured(self, units: list[Unit]) -> Iterator[list[MeasuredUnit]]:
+        sides = self.plan.tokens.golden, self.plan.tokens.mine
+        if self.ray is None:
+            return measure_all(self.dumps, Indices(sides), units)
+        from vllm_accprobe.compare.cluster import measure_on
+
+        return measure_on(self.ray, self.dumps, sides, units)
 
     def _note(self, unit: MeasuredUnit) -> None:
         """What coverage needs to know of a measured unit."""

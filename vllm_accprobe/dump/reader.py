@@ -25,7 +25,7 @@ from .files import DumpError, SegmentData, open_regular
 from .journal import RankReader, check_schema
 from .schema import RUN_JSON, End, Module, Record, Request, RowSpace, Skip, Step, Stop, rank_dir, segment_name
 
-__all__ = ["Dump", "DumpError", "open_dump"]
+__all__ = ["Dump", "DumpError", "open_dump", "reopen"]
 
 _MAX_RUN_JSON = 16 << 20
 _MAX_OPEN = 200
@@ -142,6 +142,14 @@ class Dump:
 def _close_all(fds: dict[tuple[int, int], int]) -> None:
     while fds:
         os.close(fds.popitem()[1])
+
+
+def reopen(path: Path, data: dict[tuple[int, int], SegmentData]) -> Dump:
+    """A dump that can read tensors of these files and knows nothing else: for another process, told by one that has
+    opened it."""
+    dump = Dump(path, {})
+    dump.data = dict(data)
+    return dump
 
 
 def open_dump(path: str | Path) -> Dump:
