@@ -22,6 +22,8 @@ import numpy as np
 GROWTH, GAIN, COLUMNS = "growth", "gain", "columns"
 FEW = 8
 """Rows below which nothing is learned."""
+NARROW = 16
+"""Elements of a row up to which it is one factor or a few: its error has nothing to average over."""
 _NONE = np.zeros(0, np.int64)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -31,7 +33,7 @@ class Thresholds:
     """floor: part of a rounding that stands for the least honest error. grow: how much more than every other layer (in
     powers of two); created: roundings that must have been added at least; outlier: robust deviations of a row; apart:
     how much more than that row in other layers. gain: roundings; sure: standard errors; through: how much of its
-    inputs' gain an operator may pass on. column: times the median column."""
+    inputs' gain an operator may pass on; by_element: of a column's error. column: times the median column."""
 
     floor: float = 0.5
     grow: float = 0.6
@@ -42,6 +44,7 @@ class Thresholds:
     gain: float = 0.5
     sure: float = 7.0
     through: float = 3.0
+    by_element: float = 5.0
     column: float = 5.0
 
 
@@ -102,7 +105,7 @@ class Peers:
 
     def judge(self, look: Look) -> Hidden | None:
         """The strongest sign of an error that ``look`` makes itself, or None."""
-        if not look.unit or len(look.keys) < FEW or not np.isfinite(look.err).all():
+        if not look.unit or look.width < NARROW or len(look.keys) < FEW or not np.isfinite(look.err).all():
             return None
         found = [self._gain(look), self._columns(look), self._growth(look), self._rows(look), self._row_gain(look)]
         return max((f for f in found if f is not None), key=lambda f: f.strength, default=None)
@@ -141,7 +144,7 @@ class Peers:
         """Rows with more growth than the other rows, and than the same rows in other layers."""
         rules = self.rules
         middle = float(np.median(look.growth))
-        spread = max(1.4826 * float(np.median(np.abs(look.growth - middle))), rules.spread)
+        spread = max(_spread(look.growth, [o.growth for o in self._others(look)]), rules.spread)
         same = [_at(o.keys, o.growth, look.keys) for o in self._others(look)]
         usual = np.maximum(np.max(same, axis=0) if same else np.zeros(len(look.keys)), middle)
         most = 2.0 ** np.maximum(usual, 0.0) * look.before
@@ -152,6 +155,7 @@ class Peers:
             (look.growth - usual) / apart,
             made / (2.0 * rules.created * look.unit),
         ])  # fmt: skip
+        strength = strength * _rarity(strength)
         rows = strength > 1
         return Hidden(rows, GROWTH, float(made[rows].max()), float(strength.max())) if rows.any() else None
 
@@ -159,7 +163,7 @@ class Peers:
         """Rows that are larger or smaller than the others are."""
         rules = self.rules
         middle = float(np.median(look.gain))
-        spread = 1.4826 * float(np.median(np.abs(look.gain - middle)))
+        spread = _spread(look.gain, [o.gain for o in self._others(look)])
         # What noise does to a slope shrinks with the width; each row may be noisier than the typical one.
         noise = np.maximum(spread, look.err / max(look.width, 1) ** 0.5)
         off = np.abs(look.gain - middle)
@@ -170,6 +174,7 @@ class Peers:
         if same:
             need = np.maximum(need, 1.5 * np.minimum(np.median(same, axis=0), off))
         strength = off / need
+        strength = strength * _rarity(strength)
         rows = strength > 1
         return Hidden(rows, GAIN, float(off[rows].max()), float(strength.max())) if rows.any() else None
 
@@ -182,8 +187,13 @@ class Peers:
             return None
         err, slope, sure = column_signs(look.columns)
         usual_err, usual_slope = float(np.median(err)), float(np.median(np.abs(sure)))
-        by_err = np.minimum(err / (rules.column * max(usual_err, 0.1 * look.unit)), err / (1.5 * look.unit))
-        noisy = rules.outlier * max(1.4826 * usual_slope, 1.0)
+        # Errors in few columns of the input make errors of one direction, which spread unevenly over the output.
+        uneven = [1.6 * _uneven(o.columns, o.unit)[0] for o in self._others(look) if o.columns is not None]
+        uneven += [2.5 * _uneven(before, look.unit)[0] for before in look.columns_before]
+        odd = max([rules.column, *uneven])
+        by_err = np.minimum(err / (odd * max(usual_err, 0.1 * look.unit)), err / (1.5 * look.unit))
+        sure_elsewhere = [1.5 * _uneven(o.columns, o.unit)[1] for o in self._others(look) if o.columns is not None]
+        noisy = max([rules.outlier * max(1.4826 * usual_slope, 1.0), *sure_elsewhere])
         by_slope = np.minimum(np.abs(sure) / noisy, np.abs(slope) / (1.5 * look.unit))
         by_slope = np.where(np.abs(slope) > 3 * abs(float(np.median(slope))), by_slope, 0.0)
         strength = np.maximum(by_err, by_slope)
@@ -191,10 +201,7 @@ class Peers:
             worst = column_signs(before)[0]
             if before.shape[1] % len(strength) == 0:  # an operator by element passes a bad column on, from each part
                 worst = worst.reshape(-1, len(strength)).max(axis=0)
-                strength = np.where(err > rules.through * worst, strength, 0.0)
-            # Errors in few columns of the input make errors of one direction, which spread unevenly over the output.
-            uneven = float(worst.max()) / max(float(np.median(worst)), 0.1 * look.unit)
-            strength = strength / max(1.0, min(uneven / rules.column, 4.0))
+                strength = np.where(err > rules.by_element * worst, strength, 0.0)
         bad = np.flatnonzero(strength > 1)
         if not len(bad) or len(bad) > len(strength) // 2:
             return None
@@ -211,6 +218,27 @@ def column_signs(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         slope = gd / np.maximum(gg, max(floor, 1e-300))
         sure = gd / np.sqrt(np.maximum(square, 1e-300))
     return err, slope, np.where(gd == 0, 0.0, sure)
+
+
+def _uneven(sums: np.ndarray, unit: float) -> tuple[float, float]:
+    """(worst column's error over the typical one's, largest slope in standard errors); not more than a fault would give
+    that lies before."""
+    err, _, sure = column_signs(sums)
+    return min(float(err.max()) / max(float(np.median(err)), 0.1 * unit), 8.0), min(float(np.abs(sure).max()), 12.0)
+
+
+def _spread(values: np.ndarray, elsewhere: Sequence[np.ndarray]) -> float:
+    """A robust standard deviation: of the bulk, or, in other layers, of the outer tenth, whichever is larger. Here the
+    outer tenth may be what is looked for."""
+    bulk = 1.4826 * float(np.median(np.abs(values - np.median(values))))
+    tails = [float(np.quantile(np.abs(v - np.median(v)), 0.9)) / 1.645 for v in elsewhere]
+    return max(bulk, float(np.median(tails)) if tails else 0.0)
+
+
+def _rarity(strength: np.ndarray) -> float:
+    """Among many rows one or two are always odd: few must stand out by more."""
+    few = int((strength > 1).sum())
+    return 0.75 if few < 4 and len(strength) >= 4 * few else 1.0
 
 
 def _at(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:

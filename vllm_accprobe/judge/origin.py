@@ -22,10 +22,10 @@ import numpy as np
 from vllm_accprobe.align.tokens import position, subject
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.flow import Tree
-from vllm_accprobe.judge.hidden import Hidden, Look, Peers
+from vllm_accprobe.judge.hidden import COLUMNS, GAIN, GROWTH, NARROW, Hidden, Look, Peers
 from vllm_accprobe.judge.standards import Standard
 
-AFTER_ANOTHER = 3.0
+AFTER_ANOTHER = {COLUMNS: 2.0, GAIN: 3.0, GROWTH: 3.0}
 """How strong a hidden sign must be (hidden.Hidden.strength) behind another origin."""
 INPUT, OUTPUT, PARAM = "input", "output", "param"
 _NONE = np.zeros(0, np.int64)
@@ -128,7 +128,9 @@ class _Search:
         for source in sources:
             if source is sink:
                 continue
-            for values, out in ((source.rel, before), (np.abs(source.gain), gain)):
+            # What has few elements multiplies whole rows: a gate, the weights of the chosen experts.
+            factor = np.maximum(np.abs(source.gain), source.rel) if source.width < NARROW else np.abs(source.gain)
+            for values, out in ((source.rel, before), (factor, gain)):
                 if len(values) == len(source.keys):
                     plain = replace(source, err=values)
                     np.maximum(out, self._influence(plain, sink, sink.seen, mixing), out=out)
@@ -211,7 +213,7 @@ class _Search:
     def _check(self, tap: str, sink: Trace, sources: list[Trace], mixing: bool, below: list[Trace]) -> None:
         bad = sink.err > sink.limit
         if not bad.any():
-            self._check_hidden(tap, sink, mixing, below)
+            self._check_hidden(tap, sink, below)
             return
         keys, err = sink.keys[bad], sink.err[bad]
         explained = np.zeros(len(keys))
@@ -229,20 +231,16 @@ class _Search:
             evidence = "values" if np.isinf(err[created]).any() else "jump"
             self.found[tap].append(Created(tap, sink, keys[created], err[created], explained[created], evidence))
         else:
-            self._check_hidden(tap, sink, mixing, below)
+            self._check_hidden(tap, sink, below)
 
-    def _check_hidden(self, tap: str, sink: Trace, mixing: bool, below: list[Trace]) -> None:
+    def _check_hidden(self, tap: str, sink: Trace, below: list[Trace]) -> None:
         look = self.looks.get((tap, id(sink)))
-        if look is None or any(np.isinf(s.everywhere) for s in below if s.order < sink.order):
+        # What a child made that is blamed already shows again between the children, in other parts and proportions.
+        if look is None or any(s.order < sink.order for s in below):
             return
         hidden = self.peers.judge(look)
-        if hidden is None:
-            return
-        rows = hidden.rows
-        for source in below:
-            if source.order < sink.order:
-                rows = rows & ~np.isinf(self._influence(source, sink, look.keys, mixing))
-        if rows.any():
+        if hidden is not None:
+            rows = hidden.rows
             found = look.keys[rows], np.maximum(look.err, np.abs(look.gain))[rows], look.before[rows]
             self.found[tap].append(Created(tap, sink, *found, "jump", hidden))
 
@@ -279,7 +277,7 @@ def _sure(created: list[Created]) -> list[Created]:
     """Without signs that are weak where something before has been found: a fault's traces are no honest noise."""
     out: list[Created] = []
     for c in created:
-        if c.hidden is None or not out or c.hidden.strength > AFTER_ANOTHER:
+        if c.hidden is None or not out or c.hidden.strength > AFTER_ANOTHER[c.hidden.how]:
             out.append(c)
     return out
 

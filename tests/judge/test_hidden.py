@@ -1,0 +1,102 @@
+"""Errors below the fixed limits: found where they are out of the ordinary, and nothing found among honest noise."""
+
+import numpy as np
+import pytest
+
+from vllm_accprobe.judge.hidden import COLUMNS, GAIN, GROWTH, Look, Peers
+from vllm_accprobe.metrics.structure import chosen, structure
+
+UNIT = 2.0**-8
+ROWS, WIDTH = 120, 64
+
+
+def look(layer, *, fault=None, noise=0.004, before=0.005, seed=0):
+    """An operator whose rows are ``noise`` off at random; fault: (golden values) → what mine adds to them."""
+    random = np.random.default_rng((seed, layer))
+    g = random.standard_normal((ROWS, WIDTH))
+    d = g * 0 + noise * random.standard_normal(g.shape)
+    if fault is not None:
+        d += fault(g)
+    gg = (g * g).sum(1)
+    err, gain = np.sqrt((d * d).sum(1) / gg), (d * g).sum(1) / gg
+    front = before * (1 + 0.1 * random.standard_normal(ROWS))
+    zero = np.zeros(ROWS)
+    tap = f"model.layers.{layer}.proj"
+    return Look(tap, "output.0", "Linear", UNIT, np.arange(ROWS), err, gain, front, zero, WIDTH, structure(g, g + d))
+
+
+def judged(fault, layers=4, **how):
+    """What is said of layer 1, and of the other layers."""
+    looks = [look(i, fault=fault if i == 1 else None, **how) for i in range(layers)]
+    peers = Peers(looks)
+    said = [peers.judge(x) for x in looks]
+    return said[1], [s for i, s in enumerate(said) if i != 1 and s is not None]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_honest_noise_is_silent(seed):
+    assert judged(None, seed=seed) == (None, [])
+
+
+def test_a_scale_within_the_noise_of_every_row():
+    found, others = judged(lambda g: 0.006 * g)  # 1.5 roundings; the rows' own noise is as large
+    assert found.how == GAIN
+    assert found.size == pytest.approx(0.006, rel=0.1)
+    assert others == []
+
+
+def test_one_column():
+    def fault(g):
+        d = np.zeros_like(g)
+        d[:, 17] = 0.06 * g[:, 17]  # of a row it is 0.06 / 8
+        return d
+
+    found, others = judged(fault)
+    assert (found.how, found.columns.tolist(), others) == (COLUMNS, [17], [])
+
+
+def test_more_noise_than_the_other_layers_have():
+    random = np.random.default_rng(7)
+    found, others = judged(lambda g: 0.012 * random.standard_normal(g.shape))
+    assert (found.how, others) == (GROWTH, [])
+
+
+def test_a_few_rows():
+    def fault(g):
+        d = np.zeros_like(g)
+        d[100:] = 0.03 * g[100:]
+        return d
+
+    found, others = judged(fault)
+    assert np.flatnonzero(found.rows).tolist() == list(range(100, 120))
+    assert others == []
+
+
+def test_too_few_rows_and_infinite_errors_are_left_to_others():
+    x = look(0)
+    x.err[3] = np.inf
+    assert Peers([x]).judge(x) is None
+    few = Look("a", "output.0", "Linear", UNIT, *(np.zeros(3) for _ in range(5)))
+    assert Peers([few]).judge(few) is None
+
+
+def test_a_gain_that_came_in_is_not_created():
+    looks = [look(i, fault=(lambda g: 0.01 * g) if i == 1 else None) for i in range(4)]
+    looks[1].gain_before = np.full(ROWS, 0.006)
+    found = Peers(looks).judge(looks[1])
+    assert found is None or found.how != GAIN
+
+
+def test_structure_by_hand():
+    g = np.array([[3.0, 4.0], [0.0, 2.0], [0.0, 0.0], [1.0, np.inf]])
+    m = np.array([[3.0, 5.0], [1.0, 2.0], [1.0, 0.0], [1.0, 1.0]])
+    # rows 2 (a zero norm) and 3 (not finite) are left out; weights 1/25 and 1/4
+    expected = [[1 / 4, 1 / 25], [9 / 25, 16 / 25 + 1], [0, 4 / 25], [0, (4 / 25) ** 2], [2, 2]]
+    np.testing.assert_allclose(structure(g, m), expected, rtol=1e-6)
+
+
+def test_rows_are_chosen_evenly():
+    assert chosen(3, 10).tolist() == [0, 1, 2]
+    assert len(chosen(1000, 1 << 18)) == 16
+    assert chosen(1000, 4096)[[0, -1]].tolist() == [0, 999]
+    assert len(chosen(0, 8)) == 0
