@@ -134,9 +134,14 @@ _RULES = (
     _rule(
         "experts ← the block with its shared experts",
         r"re:(.*)\.experts",
-        _one("input.router_logits", "{1}.experts", _STREAM),
         _one("output.0", "{1}", "output.0"),
         needs="{1}.experts._shared_experts",
+    ),
+    _rule(
+        "experts with a router ← hidden states",
+        r"re:(.*)\.experts",
+        _one("input.router_logits", "{1}.experts", _STREAM),
+        needs="{1}.experts.gate",
     ),
     _rule(
         "experts' router logits ← the router",
@@ -198,6 +203,12 @@ _RENAMES = (
         r"re:(.*\.mlp)\.shared_experts(.*)",
         "{1}.experts._shared_experts._layer{2}",
         "_shared_experts is shared_experts",
+    ),
+    # Qwen2-MoE: vLLM's module holds the gate of the shared expert too, so only what is inside is the same.
+    Rename(
+        r"re:(.*\.mlp)\.shared_expert\.(.*)",
+        "{1}.experts._shared_experts._layer.{2}",
+        "_shared_experts is shared_expert",
     ),
     Rename(r"re:(.*\.mlp)\.gate", "{1}.experts.gate", "experts.gate is gate"),
     Rename(
