@@ -64,7 +64,7 @@ def origin_entry(c: Created, setting: Setting, places: Places, pairs: Compared) 
         key = int(c.keys[at])
         request, where = setting.name(key)
         phase = places.phase(key)
-    value = float(c.err[at])
+    value, limit, worst = _size(c, at)
     if trace.kind == PARAM:
         found = next((p for p, _ in pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
         value = found.rel_l2 if found is not None and found.rel_l2 is not None else value
@@ -77,12 +77,28 @@ def origin_entry(c: Created, setting: Setting, places: Places, pairs: Compared) 
         "phase": phase,
         "created": value,
         "propagated": float(c.explained[at]),
-        "floor": trace.limit,
+        "floor": limit,
         "evidence": c.evidence,
         "rows": len(c.keys),
-        "worst": float(c.err.max()),
+        "worst": worst,
         "shape": shape_of(c, setting, places),
     }
+
+
+def _size(c: Created, at: int) -> tuple[float, float, float]:
+    """(error of the first row, what it was held against, error of the worst row), as relative L2 errors.
+
+    A row that a lone element or its norm condemned, while its relative L2 error is within the limit, is given in
+    verdict.py's common unit. A hidden error is that of the rows or columns that show it, against what it took.
+    """
+    trace = c.trace
+    if c.hidden is not None:
+        return c.hidden.size, c.hidden.size / c.hidden.strength, c.hidden.size
+    err = c.err
+    if len(trace.rel) == len(trace.keys) and len(trace.keys) and len(c.keys):
+        rel = trace.rel[np.minimum(np.searchsorted(trace.keys, c.keys), len(trace.keys) - 1)]
+        err = np.where(rel > trace.limit, rel, err)
+    return float(err[at]), trace.limit, float(err.max())
 
 
 def shape_of(c: Created, setting: Setting, places: Places) -> str:

@@ -29,7 +29,8 @@ CATALOG: tuple[Entry, ...] = (
     Entry("max_rel_err", "max |d| / |g| over positions with g != 0", "largest relative error of one element", _GOLUB),
     Entry(
         "worst_row_rel_l2",
-        "max over rows of norm(d_r) / max(norm(g_r), 0.1 * median norm of this tap's golden rows)",
+        "max over rows of norm(d_r) / max(norm(g_r), s * median norm of this tap's golden rows), "
+        "s = min(1, 0.1 + 1 / sqrt(width))",
         "the row that differs most; one bad row among thousands shows here and not in rel_l2",
         _OWN,
     ),
