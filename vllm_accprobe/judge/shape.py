@@ -92,11 +92,15 @@ def _factor(rows: Rows, bad: np.ndarray) -> float | None:
 def _where(rows: Rows, bad: np.ndarray, otherwise: str) -> str:
     if bad.mean() > _AGREE:
         return "all rows"
-    scored = [(_agreement(mask, bad), -i, text) for i, (text, mask) in enumerate(_conditions(rows, bad))]
+    # What holds for nearly all rows separates nothing.
+    narrow = [(text, mask) for text, mask in _conditions(rows, bad) if mask.mean() < 0.9]
+    scored = [(_agreement(mask, bad), -i, text) for i, (text, mask) in enumerate(narrow)]
     best = max(scored, default=(0.0, 0, ""))
     if best[0] >= _AGREE:
         # Of several that fit, the first is the simplest.
         return next(text for score, _, text in scored if score >= max(_AGREE, best[0] - 0.02))
+    if bad.mean() > 0.8:
+        return "most rows"
     if best[0] >= 0.85:
         return f"mostly {best[2].removeprefix('only ')}"
     return otherwise
