@@ -24,7 +24,7 @@ DOZEN: dict[str, dict[str, Any]] = {
     "down-weight-row": {},
     "decode-only": {"phase": "decode"},
     "one-position": {"position": 45},
-    "vocabulary-tail": {},
+    "logits-scale": {},
     "sampler": {},
     "one-expert": {},
     "merger": {},
