@@ -98,14 +98,20 @@ def _enter(session: Session, state: StepState, tap: Tap, args: tuple[Any, ...], 
     if name in tap.chosen:
         session.fired.add(name)
         if session.takes_inputs:
-            checks, sites, record = tap.checks[state.prefill], tap.sites[name], session.record
+            checks, sites, cls = tap.checks[state.prefill], tap.sites[name], tap.cls
+            short = state.rows > 0 and part is LANGUAGE and session.flatten is None
+            take = session.express.take
             for role, tensor in tap.inputs(args, kwargs):
                 ticket = None
                 if checks.get(role, 0) < _CHECKS:
                     ticket = Ticket()
                     taken = taken or []
                     taken.append((role, tensor, ticket))
-                record(state, name, tap.cls, role, number, tensor, part, ticket, sites)
+                elif short:
+                    if take(state, sites, name, cls, role, number, tensor) is None:
+                        session.record(state, name, cls, role, number, tensor, part)
+                    continue
+                session.record(state, name, cls, role, number, tensor, part, ticket, sites)
     return name, number, part, before, taken
 
 
@@ -117,9 +123,14 @@ def _leave(session: Session, state: StepState, tap: Tap, call: _Call, result: An
     if name not in tap.chosen or session.state is not state:
         return
     if session.takes_outputs:
-        sites, record = tap.sites[name], session.record
+        sites, cls = tap.sites[name], tap.cls
+        short = state.rows > 0 and part is LANGUAGE and session.flatten is None
+        take = session.express.take
         for role, tensor in outputs(result):
-            record(state, name, tap.cls, role, number, tensor, part, None, sites)
+            if not short:
+                session.record(state, name, cls, role, number, tensor, part, None, sites)
+            elif take(state, sites, name, cls, role, number, tensor) is None:
+                session.record(state, name, cls, role, number, tensor, part)
     for role, tensor, ticket in taken or ():
         after = "inplace." + role.partition(".")[2]
         session.record_if_changed(

@@ -30,7 +30,7 @@ from .template import TemplateLine
 __all__ = ["RankWriter", "StatsCell", "write_run_json"]
 
 _PAYLOAD_AGE = 0.2
-_LINE_AGE = 0.02
+_LINE_AGE = 0.1
 _LINE_GUESS = 512
 """Bytes of a journal line that is not encoded yet, for the budget."""
 _CLOSE_TIMEOUT = 30.0
@@ -142,7 +142,7 @@ class RankWriter:
 
     def line(self, event: Event | TemplateLine | Callable[[], Event | None]) -> None:
         """Queues a line without a payload of its own. A callable is called by a thread of ours, in order, and gives the
-        dict or None. With no payload waiting before it, the line is on disk some hundredths of a second later."""
+        dict or None. With no payload waiting before it, the line is on disk a tenth of a second later."""
         with self._lock:
             if self.stopped or self._closing:
                 return
