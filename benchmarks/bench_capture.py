@@ -5,9 +5,8 @@ bytes per second written against raw writing, all in one run.
 
 One real vLLM engine (CPU, eager, single process) serves the same requests again and again; in turn nothing is
 attached, a ``stats`` probe, and a ``tensor`` probe. Measured is the process's CPU time (all threads, so the writer's
-count), because wall clock on a shared machine says little. Quoted are medians of ratios within a round and, since other
-processes on the same cores make everything slower and nothing faster, the ratio of the quietest rounds. Two kinds of
-steps: a prefill chunk of 512 tokens, and decodes of 8 requests. The first two steps of each kind are not counted: in
+count), because wall clock on a shared machine says little. Quoted are medians of ratios within a round, and their
+quartiles. Two kinds of steps: a prefill chunk of 512 tokens, and decodes of 8 requests. The first two steps of each kind are not counted: in
 them the probe also looks for inputs that are changed in place, and makes what it keeps for all later ones.
 """
 
@@ -76,16 +75,17 @@ def measure(root: Path, rounds: int) -> dict[str, Any]:
 
 def report(result: dict[str, Any]) -> list[str]:
     times = result["times_s"]
-    heads = f"{'step':<10}{'bare ms':>10}{'stats ms':>10}{'tensor ms':>11}{'stats/bare':>12}{'quietest':>10}"
-    lines = [heads + f"{'tensor/bare':>13}{'quietest':>10}   (CPU)"]
+    heads = f"{'step':<10}{'bare ms':>10}{'stats ms':>10}{'tensor ms':>11}{'stats/bare':>12}{'quartiles':>12}"
+    lines = [heads + f"{'tensor/bare':>13}{'quartiles':>12}   (CPU)"]
     for step in ("prefill", "decode"):
         bare, stats, tensor = (times[k][step] for k in ("bare", "stats", "tensor"))
-        ratio = [statistics.median(a / b for a, b in zip(x, bare, strict=True)) for x in (stats, tensor)]
+        ratios = [sorted(a / b for a, b in zip(x, bare, strict=True)) for x in (stats, tensor)]
+        ratio = [statistics.median(x) for x in ratios]
+        spread = [f"{x[len(x) // 4]:.2f}-{x[-1 - len(x) // 4]:.2f}" for x in ratios]
         ms = [statistics.median(x) * 1e3 for x in (bare, stats, tensor)]
-        quiet = [min(x) / min(bare) for x in (stats, tensor)]
         lines.append(
             f"{step:<10}{ms[0]:>10.1f}{ms[1]:>10.1f}{ms[2]:>11.1f}"
-            f"{ratio[0]:>12.2f}{quiet[0]:>10.2f}{ratio[1]:>13.2f}{quiet[1]:>10.2f}"
+            f"{ratio[0]:>12.2f}{spread[0]:>12}{ratio[1]:>13.2f}{spread[1]:>12}"
         )
     for w in result["written"]:
         w["ratio"] = w["bytes"] / w["wall_s"] / w["raw_bytes_per_s"]

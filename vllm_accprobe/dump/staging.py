@@ -69,6 +69,33 @@ class Staging:
                 address, left = address + n, left - n
         return payload
 
+    def copy_whole(self, address: int, line: TemplateLine) -> bool:
+        """``copy`` and ``append_with_payload`` in one, for a payload that fits into the current block as it is; False,
+        and nothing done, where it does not. Most of a model's tensors do."""
+        batch, segment = self.current, self._segment
+        if batch is None or segment is None or batch.segment is not segment or batch.block is None:
+            return False
+        template, _, _, _, cell = line
+        nbytes, off, start = template.nbytes, segment.end, batch.used
+        if (
+            off % ALIGN
+            or segment.room < template.room
+            or off + nbytes > self._segment_bytes
+            or start + nbytes >= self._block_bytes
+        ):
+            return False
+        batch.block.fill(start, address, nbytes)
+        cell.payload = Payload(segment.index, off, nbytes)
+        batch.used = start + nbytes
+        batch.pieces.append((cell, start, start + nbytes))
+        batch.lines.append(line)
+        batch.templates.append(line)
+        segment.room -= template.room
+        segment.end = off + nbytes
+        self.payload_bytes += nbytes
+        self.waiting_lines += 1
+        return True
+
     def append_with_payload(self, line: Pending | TemplateLine, nbytes: int) -> None:
         """Queues the line of the payload that was copied last."""
         self.payload_bytes += nbytes

@@ -115,10 +115,17 @@ class RankWriter:
                     return None
                 if self._affordable(nbytes):
                     pending = Pending(event, stats)
-                    payload = self._copied(parts, nbytes, room, pending, event.get("step"))
-                    if payload is not None:
-                        event["seg"], event["off"], event["nbytes"] = payload.seg, payload.off, nbytes
-                        self._staging.append_with_payload(pending, nbytes)
+                    self._producing = threading.get_ident()
+                    try:
+                        payload = self._staging.copy(parts, nbytes, room, pending)
+                        if payload is not None:
+                            event["seg"], event["off"], event["nbytes"] = payload.seg, payload.off, nbytes
+                            self._staging.append_with_payload(pending, nbytes)
+                    except BaseException as e:
+                        self._interrupted(e, event.get("step"))
+                        raise
+                    finally:
+                        self._producing = 0
                     return payload
             self._spent(event.get("step"))
         return None
@@ -133,10 +140,17 @@ class RankWriter:
                 if self.stopped or self._closing:
                     return
                 if self._affordable(nbytes):
-                    payload = self._copied(((address, nbytes),), nbytes, template.room, cell, step)
-                    if payload is not None:
-                        cell.payload = payload
-                        self._staging.append_with_payload(line, nbytes)
+                    self._producing = threading.get_ident()
+                    try:
+                        if not self._staging.copy_whole(address, line):
+                            cell.payload = self._staging.copy(((address, nbytes),), nbytes, template.room, cell)
+                            if cell.payload is not None:
+                                self._staging.append_with_payload(line, nbytes)
+                    except BaseException as e:
+                        self._interrupted(e, step)
+                        raise
+                    finally:
+                        self._producing = 0
                     return
             self._spent(step)
 
@@ -176,19 +190,11 @@ class RankWriter:
         if self._thread.is_alive():
             self._stop(f"the disk did not take the rest within {_CLOSE_TIMEOUT:.0f} s")
 
-    def _copied(
-        self, parts: Sequence[tuple[int, int]], nbytes: int, room: int, owner: Pending | StatsCell, step: Any
-    ) -> Payload | None:
-        self._producing = threading.get_ident()
-        try:
-            return self._staging.copy(parts, nbytes, room, owner)
-        except BaseException as e:  # a signal's exception in the middle of a copy
-            reason = f"interrupted while a tensor was copied ({type(e).__name__})"
-            self._staging.append({"event": "stop", "reason": reason, "step": step})
-            self._stop(reason)
-            raise
-        finally:
-            self._producing = 0
+    def _interrupted(self, error: BaseException, step: Any) -> None:
+        """A signal's exception in the middle of a copy: what is half done is never continued."""
+        reason = f"interrupted while a tensor was copied ({type(error).__name__})"
+        self._staging.append({"event": "stop", "reason": reason, "step": step})
+        self._stop(reason)
 
     def _affordable(self, nbytes: int) -> bool:
         staging, drain = self._staging, self._drain
