@@ -3,7 +3,9 @@
 The problem: different weights explain most "wrong" answers and must be told from wrong arithmetic first, yet all
 weights of a large model do not fit into a dump. The idea: statistics and a hash of a fixed sample of elements,
 computed where the parameter lies, are enough to say "different"; payloads are stored while all of them fit a
-quarter of the budget. Not here: the decision's rule (ProbeConfig.wants_param_payloads) and layouts (layout.py).
+quarter of the budget. What counts are the weights as the checkpoint gave them: kernels re-pack them afterwards,
+each machine's in its own form (loading.py tells when). Not here: the decision's rule
+(ProbeConfig.wants_param_payloads) and layouts (layout.py).
 """
 
 from __future__ import annotations
@@ -30,10 +32,7 @@ def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, str, torch
     """(module path, its class, name, tensor) of all parameters and buffers, each storage once."""
     seen: set[tuple[int, int]] = set()
     for path, module in model.named_modules():
-        own = list(module._parameters.items()) + list(module._buffers.items())
-        for name, tensor in own:
-            if tensor is None or tensor.device.type == "meta":
-                continue
+        for name, tensor in own_tensors(module):
             key = (tensor.data_ptr(), tensor.numel())
             if tensor.numel() and key in seen:
                 continue
@@ -41,22 +40,48 @@ def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, str, torch
             yield path, type(module).__name__, name, tensor
 
 
-def record_parameters(session: Session, model: torch.nn.Module, say: Callable[[str], None]) -> None:
-    """Writes the ``param`` lines of ``model``. Called once, before the first step."""
-    tensors = [item for item in named_tensors(model) if chooses(session.config, item[0], item[1])]
-    total = sum(t.numel() * t.element_size() for *_, t in tensors)
-    payloads = session.config.wants_param_payloads(total)
-    if not payloads and not session.config.parts and session.config.task == "tensor":
-        say(
-            f"parameters ({total / 1e9:.1f} GB) are kept as fingerprints: more than a quarter of the budget of "
-            f"{session.config.max_gb:g} GB (VLLM_ACCPROBE_PARTS=input,output,params stores them all the same)"
-        )
-    for path, cls, name, tensor in tensors:
+def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of ``module`` itself that have memory."""
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None and tensor.device.type != "meta":
+            yield name, tensor
+
+
+class Parameters:
+    """Writes the ``param`` lines of ``model``, each once: ``layer`` of one module, ``rest`` of all that is left."""
+
+    def __init__(self, session: Session, model: torch.nn.Module, say: Callable[[str], None]):
+        self._session = session
+        self._model = model
+        self._done: set[tuple[str, str]] = set()
+        chosen = [tensor for path, cls, _, tensor in named_tensors(model) if chooses(session.config, path, cls)]
+        total = sum(tensor.numel() * tensor.element_size() for tensor in chosen)
+        self._payloads = session.config.wants_param_payloads(total)
+        if not self._payloads and not session.config.parts and session.config.task == "tensor":
+            say(
+                f"parameters ({total / 1e9:.1f} GB) are kept as fingerprints: more than a quarter of the budget of "
+                f"{session.config.max_gb:g} GB (VLLM_ACCPROBE_PARTS=input,output,params stores them all the same)"
+            )
+
+    def layer(self, path: str, module: torch.nn.Module) -> None:
+        """The parameters of one module as they are now."""
+        for name, tensor in own_tensors(module):
+            self._record(path, type(module).__name__, name, tensor)
+
+    def rest(self) -> None:
+        for path, cls, name, tensor in named_tensors(self._model):
+            self._record(path, cls, name, tensor)
+
+    def _record(self, path: str, cls: str, name: str, tensor: torch.Tensor) -> None:
+        session = self._session
+        if (path, name) in self._done or not chooses(session.config, path, cls):
+            return
+        self._done.add((path, name))
         tap = path or ROOT_TAP
         dtype = DTYPE_NAMES.get(tensor.dtype)
         if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized:
             session.sink.skip(tap, "not a plain tensor", f"param.{name}")
-            continue
+            return
         event: dict[str, Any] = {
             "event": "param", "tap": tap, "class": cls, "role": f"param.{name}", "call": 0, "seq": 0,
             "rows": None, "row_dim": 0, "dtype": dtype, "shape": list(tensor.shape), "sample": sample_hash(tensor),
@@ -64,7 +89,7 @@ def record_parameters(session: Session, model: torch.nn.Module, say: Callable[[s
         layout = session.layouts.of_param(path, name, tuple(tensor.shape))
         if layout.size > 1 or layout.kind != "replicated":
             event["layout"] = layout.to_event()
-        if payloads:
+        if self._payloads:
             session.sink.param(event, tensor.detach())
         else:
             session.sink.param(event, None, StatsCell(_device_stats(tensor.detach())))

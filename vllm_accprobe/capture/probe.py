@@ -27,7 +27,7 @@ from vllm_accprobe import __version__
 from vllm_accprobe.capture.hooks import Taps
 from vllm_accprobe.capture.images import Foresight, images_of, language_path, placeholder
 from vllm_accprobe.capture.layout import Layouts
-from vllm_accprobe.capture.params import record_parameters
+from vllm_accprobe.capture.params import Parameters
 from vllm_accprobe.capture.rows import (
     Item,
     Requests,
@@ -108,7 +108,7 @@ class Probe:
         self._parameters = list(inspect.signature(original).parameters)
         self._taps = Taps(session)
         self._taps.attach(model, language_path(model))
-        record_parameters(session, model, say)
+        Parameters(session, model, say).rest()
         self._inner = model.__dict__.get("forward") or model.forward
 
         @functools.wraps(original)  # transformers' generate asks the forward's signature what the model takes

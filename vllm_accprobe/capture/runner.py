@@ -22,7 +22,8 @@ import torch
 
 from vllm_accprobe.capture.hooks import Taps
 from vllm_accprobe.capture.layout import Layouts
-from vllm_accprobe.capture.params import record_parameters
+from vllm_accprobe.capture.loading import before_packing
+from vllm_accprobe.capture.params import Parameters
 from vllm_accprobe.capture.releases import (
     compiles,
     device_buffer,
@@ -95,6 +96,8 @@ class RunnerProbe:
         self.requests = Requests(config)
         self.session: Session | None = None
         self.taps: Taps | None = None
+        self.parameters: Parameters | None = None
+        self._paths: dict[int, str] = {}
         self.sampling: Sampling | None = None
         self.root = Path(config.dir or default_dir())
         self._quiet = 0
@@ -140,28 +143,52 @@ class RunnerProbe:
     # --- the model ---------------------------------------------------------------------------------------------
 
     def _load_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+        with before_packing(self._look_at_layer):
+            result = original(*args, **kwargs)
         try:
             self._attach_model()
         except Exception as error:
             self._give_up("attaching to the model", error)
         return result
 
-    def _attach_model(self) -> None:
+    def _look_at_layer(self, model: torch.nn.Module, layer: torch.nn.Module) -> None:
+        """A layer whose weights are loaded and not yet packed."""
+        try:
+            if self.taps is not None or (self.session is not None and self.session.dead is not None):
+                return
+            if self.parameters is None:
+                self._open_session(model)
+                self._paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
+            if self.parameters is not None and id(layer) in self._paths:
+                self.parameters.layer(self._paths[id(layer)], layer)
+        except Exception as error:
+            self._give_up("the loaded weights", error)
+
+    def _open_session(self, model: torch.nn.Module) -> None:
+        """Opens this rank's place in the dump. Taps come later, when the model is complete."""
         runner = self.runner
-        model = runner.get_model() if hasattr(runner, "get_model") else runner.model
-        if self.session is not None:  # weights were loaded anew: the modules are the same
-            return
         device = torch.device(getattr(runner, "device", "cpu"))
         vllm_config = runner.vllm_config
         self.root, sink = self._open(device, run_info(runner, model, device, self.parallel, self.config.to_json()))
         modules = dict(model.named_modules(remove_duplicate=False))
         layouts = Layouts(modules, self.parallel["tp"][0], self.parallel["tp"][1], hidden_size(vllm_config))
-        self.session = session = Session(self.config, sink, layouts, say, self._find_space)
+        self.session = Session(self.config, sink, layouts, say, self._find_space)
+        self.parameters = Parameters(self.session, model, say)
+
+    def _attach_model(self) -> None:
+        runner = self.runner
+        model = runner.get_model() if hasattr(runner, "get_model") else runner.model
+        if self.taps is not None:  # weights were loaded anew: the modules are the same
+            return
+        if self.session is None:
+            self._open_session(model)
+        session, vllm_config = self.session, runner.vllm_config
+        assert session is not None
+        assert self.parameters is not None
         self.taps = Taps(session)
         self.taps.attach(model, language_prefix(model))
         self.sampling = Sampling(session, runner, model, self._rows_of_requests)
-        record_parameters(session, model, say)
+        self.parameters.rest()
         if compiles(vllm_config):
             note = (
                 "left as configured by VLLM_ACCPROBE_GRAPHS=1" if self.config.graphs else "although eager was asked for"

@@ -1,0 +1,76 @@
+"""The moment between loading and packing: weights as the checkpoint gave them.
+
+The problem: after loading, vLLM's quantisation methods turn weights into the form that a machine's kernels want,
+and may leave nothing of the original (the CPU's linear layers keep an empty tensor); such forms cannot be compared
+between machines, and a wrong checkpoint would go unseen. The idea: while the runner's load_model runs, each layer's
+method is wrapped so that the layer's parameters are looked at just before it packs them. Where a release has no
+such place, nothing happens, and parameters are recorded after loading, as they then are. Not here: what is recorded
+(params.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Layer = Callable[[torch.nn.Module, torch.nn.Module], None]
+"""Called with the model and one of its modules, before that module's weights are packed. Must not raise."""
+
+_METHOD = "process_weights_after_loading"
+
+
+@contextmanager
+def before_packing(look: Layer) -> Iterator[None]:
+    """While the context lasts, ``look`` sees each layer of the first model that is loaded, before it is packed."""
+    try:
+        from vllm.model_executor.model_loader import base_loader
+
+        original = getattr(base_loader, _METHOD)
+    except (ImportError, AttributeError):
+        yield
+        return
+    seen: list[torch.nn.Module] = []
+
+    def process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if seen:  # a draft model, loaded after the one that is captured
+            return original(model, *args, **kwargs)
+        seen.append(model)
+        undo = _wrap_methods(model, look)
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            undo()
+
+    setattr(base_loader, _METHOD, process)
+    try:
+        yield
+    finally:
+        if getattr(base_loader, _METHOD) is process:
+            setattr(base_loader, _METHOD, original)
+
+
+def _wrap_methods(model: torch.nn.Module, look: Layer) -> Callable[[], None]:
+    """Wraps the packing of every quantisation method in ``model``, on its instance; returns what undoes it."""
+    wrapped: list[Any] = []
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if not hasattr(method, _METHOD) or _METHOD in getattr(method, "__dict__", {_METHOD: None}):
+            continue
+        pack = getattr(method, _METHOD)
+
+        def packed(layer: Any, *args: Any, _pack: Callable[..., Any] = pack, **kwargs: Any) -> Any:
+            if isinstance(layer, torch.nn.Module):
+                look(model, layer)
+            return _pack(layer, *args, **kwargs)
+
+        method.__dict__[_METHOD] = packed
+        wrapped.append(method)
+
+    def undo() -> None:
+        for method in wrapped:
+            method.__dict__.pop(_METHOD, None)
+
+    return undo
