@@ -6,8 +6,9 @@ bytes per second written against raw writing, all in one run.
 One real vLLM engine (CPU, eager, single process) serves the same requests again and again; in turn nothing is
 attached, a ``stats`` probe, and a ``tensor`` probe. Measured is the process's CPU time (all threads, so the writer's
 count), because wall clock on a shared machine says little. Quoted are medians of ratios within a round, and their
-quartiles. Two kinds of steps: a prefill chunk of 512 tokens, and decodes of 8 requests. The first two steps of each kind are not counted: in
-them the probe also looks for inputs that are changed in place, and makes what it keeps for all later ones.
+quartiles. Two kinds of steps: a prefill chunk of 512 tokens, and decodes of 8 requests. The first two steps of each
+kind are not counted: in them the probe also looks for inputs that are changed in place, and makes what it keeps for
+all later ones.
 """
 
 from __future__ import annotations
