@@ -59,8 +59,10 @@ def tapped(session: Session, tap: Tap, original: Callable[..., Any]) -> Callable
     is_compiling = torch.compiler.is_compiling
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():  # first, so that nothing of ours becomes a guard of the compiled graph
+            return original(*args, **kwargs)
         state = session.state
-        if state is None or is_compiling():
+        if state is None:
             return original(*args, **kwargs)
         try:
             call = _enter(session, state, tap, args, kwargs)
