@@ -1,10 +1,10 @@
 """Statistics of a tensor from its raw bytes, piece by piece.
 
-The problem: every captured tensor gets min, max, mean, norm and counts of NaN and Inf, while a model is being served,
-in whatever dtype it has, and a large tensor arrives in several blocks. The idea: each piece gives its moments (a
-small tuple), moments add up, and the last step turns them into ``Stats``. The moments come from compiled kernels
-(stats_kernels.py), or, where numba is missing, from numpy. The GIL is free but for small pieces. Not here: who calls it (writer.py), and
-the metrics of two tensors (the metrics room).
+The problem: every captured tensor gets min, max, mean, norm and counts of NaN and Inf, while a model is being
+served, in whatever dtype it has, and a large tensor arrives in several blocks. The idea: each piece gives its
+moments (a small tuple), moments add up, and the last step turns them into ``Stats``. The moments come from compiled
+kernels (stats_kernels.py), or, where numba is missing, from numpy. The GIL is free but for small pieces. Not here:
+who calls it (writer.py), and the metrics of two tensors (the metrics room).
 """
 
 from __future__ import annotations
