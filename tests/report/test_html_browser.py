@@ -171,6 +171,18 @@ def cell(page, row, column):
     )
 
 
+def click_cell(page, row, column, name):
+    """Clicks a cell once the map has settled under the pointer: the chart says whose cell it is before it is clicked."""
+    for attempt in range(50):
+        x, y = cell(page, row, column)
+        page.mouse.move(x + attempt % 2, y)
+        page.wait_for_timeout(100)
+        if page.inner_text("#heat-readout").startswith(name) and cell(page, row, column) == [x, y]:
+            page.mouse.click(x + attempt % 2, y)
+            return
+    raise AssertionError(f"no cell of {name} there: {page.inner_text('#heat-readout')}")
+
+
 def test_heat_map_opens_a_layer_and_a_cell_shows_its_pairs(visit):
     page = visit(with_rows(realistic()))
     page.wait_for_selector("#heat[data-ready]")
@@ -178,12 +190,12 @@ def test_heat_map_opens_a_layer_and_a_cell_shows_its_pairs(visit):
     # It begins with the culprit's request at the first cell beyond its limit: layer 3 at the first token of step 4.
     assert page.locator("#heat-request option").all_text_contents()[0].startswith("a  (worst 1")
     assert page.inner_text("#heat-readout").startswith("model.layers.3, position 50 (decode): 1")
-    page.mouse.click(*cell(page, 4, 50))  # embed_tokens, layers 0 to 2, then layer 3
+    click_cell(page, 4, 50, "model.layers.3, position 50")  # embed_tokens, layers 0 to 2, then layer 3
     assert page.inner_text("#heat-level") == "model.layers.3"
     assert page.inner_text("#tap-chip").startswith("under model.layers.3, step 4")
     assert set(column(page, 3)) == {"4"}
     assert shown(page).startswith("28 pairs")
-    page.mouse.click(*cell(page, 11, 50))  # the twelfth tap of the layer
+    click_cell(page, 11, 50, "model.layers.3.mlp.down_proj, position 50")  # the twelfth tap of the layer
     assert page.inner_text("#tap-chip").startswith("tap model.layers.3.mlp.down_proj, step 4")
     assert shown(page).startswith("2 pairs")
     assert page.is_visible("#detail")
