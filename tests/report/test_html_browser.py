@@ -172,7 +172,7 @@ def cell(page, row, column):
 
 
 def click_cell(page, row, column, name):
-    """Clicks a cell once the map has settled under the pointer: the chart says whose cell it is before it is clicked."""
+    """Clicks a cell once the map has settled under the pointer: the chart says whose it is before it is clicked."""
     for attempt in range(50):
         x, y = cell(page, row, column)
         page.mouse.move(x + attempt % 2, y)
