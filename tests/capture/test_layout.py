@@ -5,6 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
+
+from vllm_accprobe.align.shards import Member, merge, plan_merge
 from vllm_accprobe.capture.layout import Layouts
 
 
@@ -112,3 +116,27 @@ def test_one_rank_has_no_layouts() -> None:
         .kind
         == "replicated"
     )
+
+
+def experts(rank: int, placement: str, **more: Any) -> Any:
+    parallel = SimpleNamespace(use_ep=True, ep_size=2, ep_rank=rank, enable_eplb=False)
+    return module(
+        "RoutedExperts", moe_config=SimpleNamespace(moe_parallel_config=parallel), local_num_experts=3,
+        expert_map_manager=SimpleNamespace(placement_strategy=placement), intermediate_size_per_partition=8, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("placement", ["linear", "round_robin"])
+@pytest.mark.parametrize("tp", [1, 2])  # data-parallel ranks deal out experts too
+def test_experts_dealt_out_over_ranks_are_put_together_by_global_id(placement: str, tp: int) -> None:
+    whole = np.arange(6 * 4 * 2).reshape(6, 4, 2)
+    held = {"linear": [[0, 1, 2], [3, 4, 5]], "round_robin": [[0, 2, 4], [1, 3, 5]]}[placement]
+    trees = [layouts(tp, r, {"mlp": experts(r, placement)}, 64) for r in (0, 1)]
+    found = [tree.of_param("mlp", "w13_weight", (3, 4, 2)) for tree in trees]
+    plan = plan_merge([Member(r, found[r], (3, 4, 2), "float32", None) for r in (0, 1)])
+    np.testing.assert_array_equal(merge(plan, [whole[ids] for ids in held]), whole)
+
+
+def test_experts_that_move_are_not_put_together() -> None:
+    balanced = layouts(1, 0, {"mlp": experts(0, "linear", enable_eplb=True)}, 64)
+    assert balanced.of_param("mlp", "w2_weight", (3, 4, 2)).kind == "unknown"

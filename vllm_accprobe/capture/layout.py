@@ -44,9 +44,14 @@ class Layouts:
     def of_param(self, tap: str, name: str, shape: tuple[int, ...]) -> Layout:
         """The layout of parameter ``name`` of module ``tap``."""
         module = self._modules.get(tap)
-        if self._size == 1 or module is None or not shape:
+        if module is None or not shape:
             return REPLICATED
-        if _own_tp_size(module) == 1:
+        local = _local_experts(module, name)  # also where there is no tensor parallelism beside it
+        if local is not None:
+            index, size, parts = local
+            known = sum(n for n, _ in parts) == shape[0]
+            return Layout("shard", "ep", index, size, 0, parts) if known else Layout("unknown", "ep", index, size)
+        if self._size == 1 or _own_tp_size(module) == 1:
             return REPLICATED
         expert = _expert_parts(module, name)
         if expert is not None:
@@ -251,6 +256,27 @@ def _expert_parts(module: Any, name: str) -> tuple[int, Parts] | None:
     if name.startswith("w2_weight"):
         return -1, ((size, 1),)
     return None
+
+
+def _local_experts(module: Any, name: str) -> tuple[int, int, Parts] | None:
+    """This rank's place, the number of ranks, and the blocks of its experts, where whole experts are dealt out.
+
+    vLLM gives each rank one run of experts (linear) or every n-th (round robin). A whole is put together block by
+    block, so blocks of one expert are right for the second. With load balancing experts move and are stored twice:
+    no blocks, which makes the layout unknown.
+    """
+    parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", module)
+    if not getattr(parallel, "use_ep", False) or not name.startswith(("w13_", "w2_")):
+        return None
+    size, index = int(getattr(parallel, "ep_size", 1) or 1), int(getattr(parallel, "ep_rank", 0) or 0)
+    count = int(getattr(module, "local_num_experts", 0) or 0)
+    if size == 1 or not count:
+        return None
+    if getattr(module, "enable_eplb", False) or getattr(parallel, "enable_eplb", False):
+        return index, size, ()
+    manager = getattr(module, "expert_map_manager", module)
+    strategy = getattr(manager, "placement_strategy", getattr(module, "expert_placement_strategy", "linear"))
+    return index, size, ((1, 1),) * count if strategy == "round_robin" else ((count, 1),)
 
 
 def _matches(shape: tuple[int, ...], dim: int, parts: Parts) -> bool:
