@@ -151,7 +151,7 @@ def test_killed_midway_and_run_again_gives_the_same_csv(dumps, tmp_path):
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert not (out / "compare.csv").exists()
-    finished = Finished(out, identity([open_dump(d) for d in dumps], None, None))
+    finished = Finished(out, identity([open_dump(d) for d in dumps], None, None, False))
     assert finished.done
     finished.close()
     subprocess.run([sys.executable, "-m", "vllm_accprobe.cli", "compare", *map(str, dumps), "--out", str(out)],

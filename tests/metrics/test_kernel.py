@@ -25,9 +25,11 @@ def test_equals_the_oracle_on_random_bits(gd, md):
     for width in (1, 3, 64, 1000):
         g, m = bits(rng, gd, (9, width)), bits(rng, md, (11, width))
         gi, mi = rng.integers(0, 9, 20), rng.integers(0, 11, 20)
-        got = kernel.rows(g, gd, gi, m, md, mi, widen)
-        want = kernel.rows(g, gd, gi, m, md, mi, widen, compiled=False)
+        sums = np.zeros((2, len(oracle.ELEMENT_FIELDS)))
+        got = kernel.rows(g, gd, gi, m, md, mi, widen, elements=sums[0])
+        want = kernel.rows(g, gd, gi, m, md, mi, widen, elements=sums[1], compiled=False)
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
+        np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -41,8 +43,13 @@ def test_equals_the_oracle_on_close_values(dtype):
     else:
         g, m = g.astype(DTYPES[dtype].storage), m.astype(DTYPES[dtype].storage)
     at = np.arange(6)
-    got, want = (kernel.rows(g, dtype, at, m, dtype, at, widen, compiled=c) for c in (True, False))
+    sums = np.zeros((2, len(oracle.ELEMENT_FIELDS)))
+    got, want = (
+        kernel.rows(g, dtype, at, m, dtype, at, widen, elements=sums[i], compiled=not i) for i in (0, 1)
+    )
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
+    np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
+    assert 0 < sums[0, oracle.CLOSE] < sums[0, oracle.WITHIN_1000] < sums[0, oracle.WITHIN_100] < 6 * 777
     assert got[4].tolist() == [777, 0, 0, 0, 0, 0, 0, -1, 0, 0, 0]
     assert np.isinf(got[2, oracle.PEAK])
 

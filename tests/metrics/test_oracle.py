@@ -81,3 +81,20 @@ def test_the_catalogue_has_what_the_table_has():
         "worst_row_rel_l2",
         "worst_row_norm_ratio",
     }
+
+
+def test_element_sums_by_hand():
+    g = np.array([[1.0, 0.0, 100.0, np.nan, -2.0]])
+    m = np.array([[1.005, 1e-9, 100.0, 1.0, -2.0005]])
+    eps = 2.0**-8
+    got = dict(zip(oracle.ELEMENT_FIELDS, oracle.element_sums(g, m, eps), strict=True))
+    # relative to |g| + eps: 0.00498, 2.6e-7, 0, (left out), 0.00025
+    assert (got["within_100"], got["within_1000"], got["within_10000"]) == (4, 3, 2)
+    assert (got["close"], got["above"]) == (2, 1)  # 1e-9 is below 1e-8; only 0.005 is above 1e-3
+    assert got["sum_rel"] == pytest.approx(0.005 + 0.00025)
+    assert (got["max_rel"], got["max_abs"]) == (pytest.approx(0.005), pytest.approx(0.005))
+    assert got["sum_abs"] == pytest.approx(0.0055)  # the golden's zero is left out
+    total = oracle.element_sums(g, m, eps)
+    oracle.add_elements(total, oracle.element_sums(g, m, eps))
+    assert total[oracle.ABOVE] == 2
+    assert total[oracle.TOP_REL] == pytest.approx(0.005)

@@ -48,9 +48,9 @@ class Layouts:
             return REPLICATED
         local = _local_experts(module, name)  # also where there is no tensor parallelism beside it
         if local is not None:
-            index, size, parts = local
-            known = sum(n for n, _ in parts) == shape[0]
-            return Layout("shard", "ep", index, size, 0, parts) if known else Layout("unknown", "ep", index, size)
+            index, size, held = local
+            known = sum(n for n, _ in held) == shape[0]
+            return Layout("shard", "ep", index, size, 0, held) if known else Layout("unknown", "ep", index, size)
         if self._size == 1 or _own_tp_size(module) == 1:
             return REPLICATED
         expert = _expert_parts(module, name)

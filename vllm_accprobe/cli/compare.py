@@ -21,7 +21,14 @@ def compare(
         None, "--op-mapping-file", help="YAML or JSON: which place of mine is which of golden, see docs/mapping.md."
     ),
     taps: str = typer.Option(None, "--taps", help="Only taps that match one of these globs, comma separated."),
-    standard: str = typer.Option("accprobe", "--standard", help="The limits: accprobe or strict."),
+    standard: str = typer.Option(
+        "accprobe",
+        "--standard",
+        help="The limits: accprobe or strict; or another tool's: xray, msprobe, msprobe-1.0, ait, mindspore.",
+    ),
+    floor: list[Path] = typer.Option(
+        [], "--floor", help="Another run of golden's side, or what `accprobe calibrate` made. May be given repeatedly."
+    ),
     plan: bool = typer.Option(False, "--plan", help="Only say what would be compared with what, and write nothing."),
     ray: str = typer.Option(None, "--ray", help="Measure on the machines of the Ray cluster at this address."),
     rejudge: Path = typer.Option(None, "--rejudge", help="Judge a saved comparison (an --out) again, without dumps."),
@@ -52,11 +59,11 @@ def compare(
     from vllm_accprobe.compare import resume, saved
 
     if rejudge is not None:
-        result = engine.rejudge(saved.load(rejudge), standard=standard)
+        result = engine.rejudge(saved.load(rejudge), standard=standard, floors=floor)
         out = out or (rejudge if rejudge.is_dir() else rejudge.parent)
     else:
         out = out or Path("accprobe-report")
-        choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray}
+        choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "floors": floor}
         with _progress() as advance, _tidy(out):
             result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]
 

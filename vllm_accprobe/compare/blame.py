@@ -64,7 +64,7 @@ def origin_entry(c: Created, setting: Setting, places: Places, pairs: Compared) 
         key = int(c.keys[at])
         request, where = setting.name(key)
         phase = places.phase(key)
-    value, limit, worst = _size(c, at)
+    value, limit, worst = size_of(c, at)
     if trace.kind == PARAM:
         found = next((p for p, _ in pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
         value = found.rel_l2 if found is not None and found.rel_l2 is not None else value
@@ -85,7 +85,7 @@ def origin_entry(c: Created, setting: Setting, places: Places, pairs: Compared) 
     }
 
 
-def _size(c: Created, at: int) -> tuple[float, float, float]:
+def size_of(c: Created, at: int = 0) -> tuple[float, float, float]:
     """(error of the first row, what it was held against, error of the worst row), as relative L2 errors.
 
     A row that a lone element or its norm condemned, while its relative L2 error is within the limit, is given in

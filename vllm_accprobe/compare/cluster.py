@@ -38,13 +38,14 @@ File = tuple[int, int, int]
 
 
 def measure_on(
-    address: str, dumps: tuple[Any, Any], sides: tuple[Side, Side], units: Sequence[Unit], limit: int = BATCH
+    address: str, dumps: tuple[Any, Any], sides: tuple[Side, Side], units: Sequence[Unit], limit: int = BATCH,
+    *, kl: bool = False,
 ) -> Iterator[list[MeasuredUnit]]:
     """As workers.measure_all. address: as for ray.init, ``auto`` or ``host:port``. Raises CompareError."""
     ray = _ray()
     with _connected(ray, address):
         known: dict[bytes, Any] = {}
-        for data in _Cluster(ray, dumps, sides).run(list(batches(units, limit))):
+        for data in _Cluster(ray, dumps, sides, kl).run(list(batches(units, limit))):
             ((text, payload, _),) = wire.frames(data)
             yield wire.unpack(text, payload, known)
 
@@ -65,7 +66,7 @@ class _Task:
 
 
 class _Cluster:
-    def __init__(self, ray: Any, dumps: tuple[Any, Any], sides: tuple[Side, Side]):
+    def __init__(self, ray: Any, dumps: tuple[Any, Any], sides: tuple[Side, Side], kl: bool):
         self._ray, self._sides = ray, sides
         self._near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         machines = {n["NodeID"]: int(n["Resources"].get("CPU", 0)) for n in ray.nodes() if n["Alive"]}
@@ -76,7 +77,7 @@ class _Cluster:
         probe = ray.remote(_readable)
         asked = [probe.options(num_cpus=0, scheduling_strategy=self._at(m)).remote(self._paths) for m in machines]
         self.holds = dict(zip(machines, map(set, ray.get(asked)), strict=True))
-        self._common = ray.put(([(d.path, d.data) for d in dumps], sides))
+        self._common = ray.put(([(d.path, d.data) for d in dumps], sides, kl))
         self._workers = [self._hire(m) for m, n in machines.items() for _ in range(n) if self.holds[m]]
 
     def _at(self, machine: str) -> Any:
@@ -147,9 +148,9 @@ class _Measurer:
     """The actor: a process on some machine."""
 
     def __init__(self, common: Any):
-        places, sides = common
+        places, sides, kl = common
         golden, mine = (reopen(Path(path), data) for path, data in places)
-        self._measurer = UnitMeasurer((golden, mine), Indices(sides))
+        self._measurer = UnitMeasurer((golden, mine), Indices(sides), kl=kl)
 
     def measure(self, units: list[Unit]) -> bytes:
         return wire.pack([self._measurer.measure(u) for u in units])

@@ -8,7 +8,7 @@ Not here: each of those matters (plan.py, workers.py, measure.py, coverage.py), 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
-from vllm_accprobe.compare import blame, words
+from vllm_accprobe.compare import blame, foreign, words
 from vllm_accprobe.compare.coverage import coverage
+from vllm_accprobe.compare.floors import gather
 from vllm_accprobe.compare.index import Indices
 from vllm_accprobe.compare.judging import judge
 from vllm_accprobe.compare.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
@@ -29,6 +30,8 @@ from vllm_accprobe.compare.rows import RowLog
 from vllm_accprobe.compare.samples import take_samples
 from vllm_accprobe.compare.workers import measure_all, unit_bytes
 from vllm_accprobe.formats import DumpError, open_dump
+from vllm_accprobe.judge.calibration import Calibration
+from vllm_accprobe.judge.foreign import FOREIGN
 from vllm_accprobe.judge.standards import Standard, get_standard
 
 IDS_ONLY = "ids of the best logits (used for flipped tokens only)"
@@ -45,25 +48,31 @@ def compare(
     progress: Progress | None = None,
     resume: str | Path | None = None,
     ray: str | None = None,
+    floors: Sequence[str | Path] = (),
 ) -> Comparison:
     """Compares two dumps (paths, or what `open_dump` gives).
 
-    standard: a name in judge.standards.STANDARDS or a Standard. taps: globs over tap names, comma separated.
+    standard: a name in judge.standards.STANDARDS or judge.foreign.FOREIGN, or a Standard. taps: globs over tap
+    names, comma separated.
     mapping: a file or rules that say which place of mine is which of golden (docs/mapping.md).
     progress: called with (bytes done, bytes in all) of both sides, read or known to be equal. Raises CompareError, one
     line, and NothingCompared. resume: a directory that remembers what is measured until resume.forget is called.
-    ray: address of a Ray cluster whose machines do the measuring.
+    ray: address of a Ray cluster whose machines do the measuring. floors: further runs of golden's side, dumps or what
+    `calibrate` made, from which is known what honest runs differ by (judge/calibration.py).
     """
-    rules = find_standard(standard)
+    rules, other = find_standard(standard)
     dumps = open_both(golden, mine)
+    floor = gather(dumps[0], floors, compare)
     plan = make_plan(*dumps, taps=taps, mapping=find_mapping(mapping))
-    run = _Run(dumps, plan, ray=ray)
+    kl = other is not None and FOREIGN[other].needs_kl
+    run = _Run(dumps, plan, ray=ray, kl=kl)
     log = RowLog()
     finished = None
     if resume is not None:
-        finished = Finished(Path(resume), identity(dumps, taps, mapping))
+        finished = Finished(Path(resume), identity(dumps, taps, mapping, kl))
     try:
-        result = judge(run.measure(progress, finished), rules, log)
+        result = judge(run.measure(progress, finished), rules, log, floor)
+        result = result if other is None else foreign.apply(result, other)
         return replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
     except DumpError as e:
         raise CompareError(str(e)) from None
@@ -72,9 +81,21 @@ def compare(
             finished.close()
 
 
-def rejudge(measured: Measured, *, standard: str | Standard = "accprobe") -> Comparison:
-    """Judges a saved comparison (saved.load) again, by any standard, without tensors."""
-    return judge(measured, find_standard(standard))
+def rejudge(
+    measured: Measured, *, standard: str | Standard = "accprobe", floors: Sequence[str | Path] = ()
+) -> Comparison:
+    """Judges a saved comparison (saved.load) again, by any standard, without tensors. floors: calibrations only."""
+    rules, other = find_standard(standard)
+    result = judge(measured, rules, None, gather(None, floors, compare))
+    return result if other is None else foreign.apply(result, other)
+
+
+def calibrate(golden: str | Path | Any, runs: Sequence[str | Path]) -> Calibration:
+    """What golden and further honest ``runs`` of its own side differ by. Raises CompareError."""
+    found = gather(open_both(golden, golden)[0], runs, compare)
+    if found is None:
+        raise CompareError("give at least one further run of golden's side: another batching, dtype or reduction order")
+    return found
 
 
 def open_both(golden: str | Path | Any, mine: str | Path | Any) -> tuple[Any, Any]:
@@ -94,11 +115,16 @@ def find_mapping(mapping: str | Path | Rules | None) -> Rules | None:
         raise CompareError(str(e)) from None
 
 
-def find_standard(standard: str | Standard) -> Standard:
+def find_standard(standard: str | Standard) -> tuple[Standard, str | None]:
+    """(our own rules, the name of another tool's standard or None). Raises CompareError."""
+    if isinstance(standard, Standard):
+        return standard, None
+    if standard in FOREIGN:
+        return Standard(), standard
     try:
-        return standard if isinstance(standard, Standard) else get_standard(standard)
+        return get_standard(standard), None
     except KeyError as e:
-        raise CompareError(str(e.args[0])) from None
+        raise CompareError(f"{e.args[0]}, {', '.join(FOREIGN)}") from None
 
 
 @dataclass
@@ -108,6 +134,7 @@ class _Run:
     skipped: Counter[str] = field(default_factory=Counter)
     compared: dict[str, list[np.ndarray]] = field(default_factory=dict)
     ray: str | None = None
+    kl: bool = False
 
     def __post_init__(self) -> None:
         self.loaders = Loader(self.dumps[0], 64 << 20), Loader(self.dumps[1], 64 << 20)
@@ -136,10 +163,10 @@ class _Run:
     def _measured(self, units: list[Unit]) -> Iterator[list[MeasuredUnit]]:
         sides = self.plan.tokens.golden, self.plan.tokens.mine
         if self.ray is None:
-            return measure_all(self.dumps, Indices(sides), units)
+            return measure_all(self.dumps, Indices(sides), units, kl=self.kl)
         from vllm_accprobe.compare.cluster import measure_on
 
-        return measure_on(self.ray, self.dumps, sides, units)
+        return measure_on(self.ray, self.dumps, sides, units, kl=self.kl)
 
     def _note(self, unit: MeasuredUnit) -> None:
         """What coverage needs to know of a measured unit."""

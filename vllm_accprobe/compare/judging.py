@@ -14,17 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.compare import blame, words
+from vllm_accprobe.compare import blame, floors, words
 from vllm_accprobe.compare.coverage import finished
 from vllm_accprobe.compare.measured import Measured, MeasuredUnit, Part
 from vllm_accprobe.compare.params import is_computed
 from vllm_accprobe.compare.plan import SAMPLER, TOKEN
-from vllm_accprobe.compare.result import FAIL, PASS, Comparison, NothingCompared
+from vllm_accprobe.compare.result import FAIL, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.compare.rows import RowLog
+from vllm_accprobe.judge.calibration import MARGIN, Calibration
 from vllm_accprobe.judge.floor import flow_unit, is_exact
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.flow import Tree
-from vllm_accprobe.judge.origin import Trace, find_origins, kind_of
+from vllm_accprobe.judge.origin import Created, Trace, find_origins, kind_of
 from vllm_accprobe.judge.routing import Rerouted, is_choice
 from vllm_accprobe.judge.standards import EXACT, Limits, Standard
 from vllm_accprobe.judge.verdict import RowErrors, row_errors
@@ -33,9 +34,14 @@ from vllm_accprobe.metrics import oracle
 _NO_KEYS = np.zeros(0, np.int64)
 
 
-def judge(measured: Measured, standard: Standard, log: RowLog | None = None) -> Comparison:
-    """The verdict on what was measured. log: filled with errors by row. Raises NothingCompared."""
-    return _Judge(measured, standard, log or RowLog()).run()
+def judge(
+    measured: Measured, standard: Standard, log: RowLog | None = None, floor: Calibration | None = None
+) -> Comparison:
+    """The verdict on what was measured. log: filled with errors by row. floor: what golden's own runs differ by.
+
+    Raises CompareError for a floor that fits nothing, and NothingCompared.
+    """
+    return _Judge(measured, standard, log or RowLog(), floor).run()
 
 
 @dataclass
@@ -43,6 +49,7 @@ class _Judge:
     measured: Measured
     standard: Standard
     log: RowLog
+    floor: Calibration | None = None
     pairs: blame.Compared = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     replicas: int = 0
@@ -56,8 +63,10 @@ class _Judge:
             self._unit(unit)
         if self._nothing():
             raise NothingCompared(setting.nothing)
+        self._check_floor()
         places = blame.Places(setting)
         created = find_origins(self.traces, self.tree, self.standard, setting.images)
+        created, excused = self._not_excused(created)
         first = {c.tap: c for c in reversed(created)}  # a tap is named once, by the first tensor that shows it
         named = [c for c in created if first[c.tap] is c]
         origins = [(c.trace.order, blame.origin_entry(c, setting, places, self.pairs)) for c in named]
@@ -67,6 +76,7 @@ class _Judge:
         pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
         failed = any(p.status == FAIL for p in pairs)
         rows = self.log.table(pairs, setting.names)
+        about_floor = [s for s in (floors.sentence(self.floor, pairs), excused) if s]
         return Comparison(
             golden_path=setting.golden_path,
             mine_path=setting.mine_path,
@@ -78,12 +88,35 @@ class _Judge:
             origins=[o for _, o in origins],
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
             verdict=FAIL if failed or origins else PASS,
-            notes=words.notes(setting.notes, pairs, flipped, self.replicas),
+            notes=words.notes([*setting.notes, *about_floor], pairs, flipped, self.replicas),
             plan=setting.plan,
-            standard=self.standard.to_dict(self.unit, setting.layers),
+            standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),
             rows=rows,
             measured=self.measured,
         )
+
+    def _not_excused(self, created: list[Created]) -> tuple[list[Created], str]:
+        """Without what golden's own runs create as strongly; and a sentence about these."""
+        if self.floor is None:
+            return created, ""
+        kept = [c for c in created if not self.floor.excuses(c.tap, blame.size_of(c)[2])]
+        taps = sorted({c.tap for c in created} - {c.tap for c in kept})
+        if not taps:
+            return created, ""
+        what = f"{len(taps)} taps create errors that golden's own runs show as well, first {taps[0]}"
+        return kept, what + ": not taken for origins"
+
+    def _check_floor(self) -> None:
+        if self.floor is None or any(self.floor.floor(p.tap, p.role, None) is not None for p, _ in self.pairs):
+            return
+        known = {(p.tap, p.role) for p, _ in self.pairs}
+        if not known & set(self.floor.floors):
+            raise CompareError("the floor fits none of the tensors compared: it was made with another model")
+
+    def _floor_facts(self) -> dict[str, Any]:
+        if self.floor is None:
+            return {}
+        return {"floor": self.floor.source, "floor_runs": list(self.floor.runs), "floor_margin": MARGIN}
 
     def _nothing(self) -> bool:
         """Equal weights alone are no comparison where activations were captured and none of them has a partner."""
@@ -175,7 +208,15 @@ class _Judge:
             return EXACT, EXACT
         unit_here = max(self.unit, *(rounding_unit(d) for d in dtypes))
         total = self.standard.total_limits(unit_here, part.width, unit.depth)
+        measured = self.floor.floor(*unit.key[:2], None) if self.floor is not None else None
+        if measured is not None:
+            total = total.at_least(MARGIN * measured)
         return total, self.standard.created_limits(unit_here, part.width)
+
+    def _rounding_floor(self, unit: MeasuredUnit, part: Part) -> float:
+        """What honest rounding piles up to by here: one unit, growing with depth as the limits do."""
+        here = max(self.unit, *(rounding_unit(d) for d in (part.dtype_golden or part.dtype_mine, part.dtype_mine)))
+        return here * (1.0 + max(unit.depth, 0)) ** self.standard.growth
 
     def _errors(self, part: Part, floor: float, limits: Limits) -> RowErrors:
         if part.table is not None:
@@ -201,6 +242,8 @@ class _Judge:
         self.replicas += bool(part.replicas)
         pair = words.make_pair(unit, part, errors, limits, self.measured.setting)
         pair = replace(pair, message=words.join(pair.message, note)) if note else pair
+        model = None if limits.exact else self._rounding_floor(unit, part)
+        pair = floors.told(pair, self.floor, model)
         self.pairs.append((pair, part.keys))
         self.log.add(pair, part.keys, errors.err, part.decode)
 

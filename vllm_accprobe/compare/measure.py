@@ -43,7 +43,8 @@ class Piece:
     """One tensor of mine. keys: of the rows compared, in mine's order; table: their row table, None where ``identical``
     or judged by ``stat_error`` (see statistics_error); columns: float64 [2, width], sums of d*d and of g*g in each
     column (positions finite on both sides) over the rows that are furthest apart, at most COLUMN_ROWS of each
-    stretch that is read at once; None where values were not read or do not differ; skip: why nothing was compared."""
+    stretch that is read at once; None where values were not read or do not differ; elements: float64 [10],
+    oracle.ELEMENT_FIELDS, None where values were not read; skip: why nothing was compared."""
 
     group: Group
     golden: list[Group] = field(default_factory=list)
@@ -51,6 +52,8 @@ class Piece:
     decode: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     table: np.ndarray | None = None
     columns: np.ndarray | None = None
+    elements: np.ndarray | None = None
+    softmax: np.ndarray | None = None  # oracle.softmax_sums
     structure: np.ndarray | None = None  # metrics.structure's sums over some of the rows
     identical: bool = False
     stat_error: tuple[float, float] | None = None
@@ -72,7 +75,9 @@ class Piece:
 class Measurer:
     """Measures units of one plan, in one thread. Holds nothing between units but buffers and indices of row keys."""
 
-    def __init__(self, dumps: tuple[Any, Any], loaders: tuple[Loader, Loader], indices: Indices):
+    def __init__(self, dumps: tuple[Any, Any], loaders: tuple[Loader, Loader], indices: Indices, kl: bool = False):
+        """kl: also take what the KL divergence needs, which costs as much as everything else."""
+        self.kl = kl
         self.golden, self.mine = loaders
         self.rows = RowReader(dumps[0], loaders[0]), RowReader(dumps[1], loaders[1])
         self.sides, self.indices = indices.sides, indices
@@ -142,17 +147,24 @@ class Measurer:
             for part in stretches(np.flatnonzero(number == i), size):
                 g, g_rows = self.rows[0].load(golden[i], cuts[0], row[part])
                 m, m_rows = self.rows[1].load(piece.group, cuts[1], kept[part])
-                table[part] = found = self._table(g, g_rows, m, m_rows, unit)
+                table[part] = found = self._table(g, g_rows, m, m_rows, unit, piece)
                 self._columns(piece, found, g, g_rows, m, m_rows, unit)
                 self._locate(piece, found, part, g, g_rows, m, m_rows)
         piece.table = table
         self._check_replicas(piece, [(golden[i], number == i) for i in met.used], row, kept, cuts, unit)
 
-    def _table(self, g: Block, g_rows: np.ndarray, m: Block, m_rows: np.ndarray, unit: Unit) -> np.ndarray:
+    def _table(
+        self, g: Block, g_rows: np.ndarray, m: Block, m_rows: np.ndarray, unit: Unit, piece: Piece | None = None
+    ) -> np.ndarray:
+        """The row table; ``piece``: takes the sums over elements, where their order means something."""
         if is_choice(unit.key[1]) or is_weight(unit.key[1]):  # a set of experts has no order
             sides = (widen(g.data[g_rows], g.dtype), widen(m.data[m_rows], m.dtype))
             return oracle.row_table(*(np.sort(s, axis=1) for s in sides))
-        table = kernel.rows(g.data, g.dtype, g_rows, m.data, m.dtype, m_rows, widen)
+        elements = None if piece is None else _elements(piece)
+        table = kernel.rows(g.data, g.dtype, g_rows, m.data, m.dtype, m_rows, widen, elements=elements)
+        if piece is not None and self.kl:
+            sums = oracle.softmax_sums(widen(g.data[g_rows], g.dtype), widen(m.data[m_rows], m.dtype))
+            piece.softmax = sums if piece.softmax is None else oracle.joined_softmax_sums(piece.softmax, sums)
         if unit.key[:2] == (SAMPLER, TOKEN):  # -1: no token was sampled there
             table[(g.data[g_rows] < 0).any(1) | (m.data[m_rows] < 0).any(1)] = 0.0
         return table
@@ -239,7 +251,10 @@ class Measurer:
             g, m = self.golden.load(partner), self.mine.load(piece.group)
             one = np.zeros(1, np.int64)
             flat = [Block(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
-            piece.table = kernel.rows(flat[0].data, g.dtype, one, flat[1].data, m.dtype, one, widen)
+            sides = flat[0].data, g.dtype, one, flat[1].data, m.dtype, one
+            piece.table = kernel.rows(*sides, widen, elements=_elements(piece))
+            if self.kl:
+                piece.softmax = oracle.softmax_sums(widen(flat[0].data, g.dtype), widen(flat[1].data, m.dtype))
             self._locate(piece, piece.table, one, flat[0], one, flat[1], one)
 
     def _check_replicas(
@@ -266,6 +281,12 @@ class Measurer:
                 piece.table[places[worse]] = other[worse]
             odd, first = piece.group.records[member].rank, piece.group.first.rank
             piece.replicas = f"ranks differ (rank {odd} from rank {first})"
+
+
+def _elements(piece: Piece) -> np.ndarray:
+    if piece.elements is None:
+        piece.elements = np.zeros(len(oracle.ELEMENT_FIELDS))
+    return piece.elements
 
 
 def statistics_error(g: Stats, m: Stats) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from vllm_accprobe.align.tokens import position, subject
 from vllm_accprobe.compare.measure import Piece
 from vllm_accprobe.compare.plan import Plan, Unit
 from vllm_accprobe.judge.flow import Key
+from vllm_accprobe.metrics import oracle
 
 Moment = tuple[int, "int | None"]
 NO_KEYS = np.zeros(0, np.int64)
@@ -34,8 +35,9 @@ class Part:
     ``identical`` or judged by ``stats``. stats: (lower bound of the relative L2 error, largest error of an extreme in
     units of the rms), from statistics alone. worst: (row, flat index, golden, mine) of the largest |d|. whole: a tensor
     without rows, measured as one. row_norm: rms norm of the golden's rows where nothing was read (identical).
-    nonfinite: count where identical; zero: all of it is 0. equal, by: parameters: equal to the bit, and how that is
-    known. skip: why nothing was compared.
+    elements: metrics.oracle.ELEMENT_FIELDS, sums over all elements for other tools' standards; None where values were
+    not read. kl: KL divergence, None where not measured. nonfinite: count where identical; zero:
+    all of it is 0. equal, by: parameters: equal to the bit, and how that is known. skip: why nothing was compared.
     """
 
     golden: str
@@ -63,6 +65,8 @@ class Part:
     replicas: str = ""
     note: str = ""
     skip: str = ""
+    elements: tuple[float, ...] | None = None
+    kl: float | None = None
 
     @property
     def width(self) -> int:
@@ -178,6 +182,8 @@ def part_of(piece: Piece, *, equal: bool | None = None, by: str = "", family: st
         replicas=piece.replicas,
         note=piece.group.merge.note if piece.group.merge else "",
         skip=piece.skip,
+        elements=None if piece.elements is None else tuple(piece.elements.tolist()),
+        kl=None if piece.softmax is None else oracle.kl_divergence(piece.softmax),
     )
 
 

@@ -78,7 +78,8 @@ def _compare(piece: Piece, g: Group, m: Group, golden: Loader, mine: Loader, sta
     a, b = golden.load(g, cuts[0]), mine.load(m, cuts[1])
     data = _common(a.data, a.dtype, b.data, b.dtype)
     at = np.arange(len(b.data))
-    piece.table = kernel.rows(data[0], data[2], at, data[1], data[2], at, widen)
+    piece.elements = np.zeros(len(oracle.ELEMENT_FIELDS))
+    piece.table = kernel.rows(data[0], data[2], at, data[1], data[2], at, widen, elements=piece.elements)
     differ = (piece.table[:, oracle.MAX_D] > 0) | (piece.table[:, oracle.MISMATCH] > 0)
     if differ.any():
         r = int(piece.table[:, oracle.MAX_D].argmax())

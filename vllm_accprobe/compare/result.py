@@ -41,7 +41,9 @@ class Pair:
     phase: prefill, decode, mixed or None. worst_request, worst_position: of the worst row.
     limit: what worst_row_rel_l2 was held against (0.0: exact equality). identical: equal hashes, nothing was read.
     measure, measured, allowed: which measure decided (judge.verdict.METRICS, or ``created``), its value in the row that
-    decided, and its own limit; a norm ratio may be off by ``allowed`` from 1.
+    decided, and its own limit; a norm ratio may be off by ``allowed`` from 1. floor: the worst row that honest rounding
+    and batching alone would give, floor_source: how that is known (judge/calibration.py), x_floor: worst_row_rel_l2 in
+    units of it. elements, kl: for other tools' standards (oracle.ELEMENT_FIELDS, KL divergence); no columns.
     """
 
     golden: str
@@ -83,10 +85,25 @@ class Pair:
     measure: str | None = None
     measured: float | None = None
     allowed: float | None = None
+    floor: float | None = None
+    floor_source: str | None = None
+    x_floor: float | None = None
+    elements: tuple[float, ...] | None = None
+    kl: float | None = None
 
 
-COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Pair))
+_NO_COLUMNS = ("elements", "kl")
+COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Pair) if f.name not in _NO_COLUMNS)
 """Names of compare.csv's columns, in order."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Another tool's columns: their names, and a row of cells for each pair."""
+
+    standard: str
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,7 @@ class Comparison:
     """The whole result. ``coverage``, ``first_divergence``, ``origins`` and ``tokens`` are exactly compare.json's.
 
     rows: errors by row, and samples: some values of failed pairs (compare/rows.py); None and empty where not kept.
+    foreign: another tool's columns, where its standard was asked for (compare/foreign.py).
     measured: what was judged, to judge it again (compare/measured.py)."""
 
     golden_path: str
@@ -111,6 +129,7 @@ class Comparison:
     standard: dict[str, Any]
     rows: RowTable | None = None
     samples: tuple[Sample, ...] = ()
+    foreign: Foreign | None = None
     measured: Measured | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:

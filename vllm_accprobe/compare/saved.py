@@ -21,7 +21,7 @@ from vllm_accprobe.compare.measured import Measured, MeasuredUnit, Part, Setting
 from vllm_accprobe.compare.result import CompareError
 
 NAME = "measured.npz"
-VERSION = 1
+VERSION = 2
 _POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
 _PART_ARRAYS = ("keys", "decode", "table")
 _PLAIN = tuple(f.name for f in fields(Part) if f.name not in _PART_ARRAYS)
@@ -122,7 +122,7 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
         made = []
         for plain, arrays in parts:
             values = dict(zip(_PLAIN, plain, strict=True))
-            for name in ("feature", "moment", "stats", "worst"):
+            for name in ("feature", "moment", "stats", "worst", "elements"):
                 values[name] = None if values[name] is None else tuple(values[name])
             made.append(Part(**values, **dict(zip(_PART_ARRAYS, map(get, arrays), strict=True))))
         tap, role, call = head[0]

@@ -60,6 +60,8 @@ def make_pair(unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits,
         worst_position=at,
         limit=limits.row,
         identical=part.identical,
+        elements=part.elements,
+        kl=part.kl,
         **_decided(decided),
     )
 

@@ -36,10 +36,10 @@ _CACHE = 256 << 20
 class UnitMeasurer:
     """Measures units of one plan in one thread: from a unit of the plan to plain values."""
 
-    def __init__(self, dumps: tuple[Any, Any], indices: Indices, cache: int = _CACHE):
-        """cache: bytes of whole tensors that may be kept per side while a unit is measured."""
+    def __init__(self, dumps: tuple[Any, Any], indices: Indices, cache: int = _CACHE, *, kl: bool = False):
+        """cache: bytes of whole tensors that may be kept per side while a unit is measured. kl: see Measurer."""
         self.loaders = Loader(dumps[0], cache), Loader(dumps[1], cache // 4)
-        self._measurer = Measurer(dumps, self.loaders, indices)
+        self._measurer = Measurer(dumps, self.loaders, indices, kl)
 
     def measure(self, unit: Unit) -> MeasuredUnit:
         """Raises DumpError."""
@@ -79,13 +79,13 @@ def batches(units: Sequence[Unit], limit: int = BATCH) -> Iterator[list[Unit]]:
 
 
 def measure_all(
-    dumps: tuple[Any, Any], indices: Indices, units: Sequence[Unit], threads: int | None = None
+    dumps: tuple[Any, Any], indices: Indices, units: Sequence[Unit], threads: int | None = None, *, kl: bool = False
 ) -> Iterator[list[MeasuredUnit]]:
     """The results of ``units``, in order, batch by batch. threads: as many as there are processors, at most 16."""
     n = min(threads or _processors(), 16)
     free: queue.SimpleQueue[UnitMeasurer] = queue.SimpleQueue()
     for _ in range(n):
-        free.put(UnitMeasurer(dumps, indices, _CACHE // n))
+        free.put(UnitMeasurer(dumps, indices, _CACHE // n, kl=kl))
 
     def work(batch: list[Unit]) -> list[MeasuredUnit]:
         worker = free.get()

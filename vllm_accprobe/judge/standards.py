@@ -29,6 +29,13 @@ class Limits:
     def exact(self) -> bool:
         return self.row == 0.0
 
+    def at_least(self, row: float) -> Limits:
+        """These limits, all raised alike where ``row`` is above the row's."""
+        if self.exact or row <= self.row:
+            return self
+        more = row / self.row
+        return Limits(row, self.ratio * more, self.element * more)
+
 
 EXACT = Limits(0.0, 0.0, 0.0)
 

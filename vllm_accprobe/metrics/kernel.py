@@ -31,23 +31,35 @@ def rows(
     mine_rows: np.ndarray,
     widen: Widen,
     *,
+    elements: np.ndarray | None = None,
     compiled: bool = True,
 ) -> np.ndarray:
     """Row table (float64 [n, 11], oracle.ROW_FIELDS) of golden[golden_rows[i]] against mine[mine_rows[i]].
 
     golden, mine: stored bits, C order, [rows, width] of equal width; dtypes: torch names; golden_rows, mine_rows:
-    int64 [n], within bounds (checked). widen turns stored bits into numbers (dump.dtypes.widen). compiled=False: the
-    oracle.
+    int64 [n], within bounds (checked). widen turns stored bits into numbers (dump.dtypes.widen). elements: float64
+    [10], to which oracle.ELEMENT_FIELDS of these rows are added. compiled=False: the oracle.
     """
     _check(golden, golden_rows, mine, mine_rows)
     loops = _loops(golden, golden_dtype, mine_dtype) if compiled else None
+    eps = oracle.eps_of(golden_dtype)
     if loops is None:
-        return oracle.row_table(widen(golden[golden_rows], golden_dtype), widen(mine[mine_rows], mine_dtype))
+        both = widen(golden[golden_rows], golden_dtype), widen(mine[mine_rows], mine_dtype)
+        if elements is not None:
+            oracle.add_elements(elements, oracle.element_sums(*both, eps))
+        return oracle.row_table(*both)
     out = np.zeros((len(mine_rows), len(oracle.ROW_FIELDS)))
     out[:, oracle.N] = golden.shape[1]
     if len(out):
         sides = *_side(golden, golden_dtype, golden_rows, widen), *_side(mine, mine_dtype, mine_rows, widen)
-        loops.rows(*sides, out)
+        found = np.zeros(len(oracle.ELEMENT_FIELDS))
+        loops.rows(*sides, out, eps, found)
+        if elements is not None:
+            # The loops take what they leave out for a zero error of zero: close, and within, where eps is not 0.
+            left_out = float(out[:, oracle.NONFINITE].sum())
+            found[oracle.CLOSE] -= left_out
+            found[: oracle.CLOSE] -= left_out if eps else 0.0
+            oracle.add_elements(elements, found)
     return out
 
 

@@ -157,6 +157,38 @@ def _sums(g: Any, m: Any, q: Any, rel: Any) -> Any:
 
 
 @_compile
+def _elements(g: Any, q: Any, rel: Any, eps: float, out: Any) -> None:
+    """Adds oracle.ELEMENT_FIELDS of one stretch to ``out``; positions left out are counted as zero errors of zero."""
+    c2 = c3 = c4 = close = above = unequal = sum_rel = top_rel = sum_abs = top_abs = 0.0
+    for i in range(g.size):
+        a, d = abs(np.float64(g[i])), q[i]
+        b = a + eps
+        c2 += 1.0 if d < b * 1e-2 else 0.0
+        c3 += 1.0 if d < b * 1e-3 else 0.0
+        c4 += 1.0 if d < b * 1e-4 else 0.0
+        close += 1.0 if d <= 1e-8 + 1e-5 * a else 0.0
+        above += 1.0 if d > 1e-3 else 0.0
+        unequal += 1.0 if d > 0.0 else 0.0
+    for i in range(g.size):
+        seen = abs(np.float64(g[i])) > 1.1920928955078125e-07
+        r, d = rel[i] if seen else 0.0, q[i] if seen else 0.0
+        sum_rel += r
+        sum_abs += d
+        top_rel = _larger(top_rel, r)
+        top_abs = _larger(top_abs, d)
+    out[0] += c2
+    out[1] += c3
+    out[2] += c4
+    out[3] += close
+    out[4] += above
+    out[5] += sum_rel
+    out[6] = max(out[6], top_rel)
+    out[7] += sum_abs
+    out[8] = max(out[8], top_abs)
+    out[9] += unequal
+
+
+@_compile
 def _peak(q: Any, rel: Any, scale: float) -> float:
     top = 0.0
     for i in range(q.size):
@@ -204,17 +236,21 @@ def _neighbours(gi: Any, mi: Any, most: Any) -> Any:
 
 
 @_compile
-def rows(g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, out: Any) -> None:
+def rows(
+    g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, out: Any, eps: float, elements: Any
+) -> None:
     """The row table of rows gi of g8 against rows mi of m8 into ``out`` (zeroed float64 [n, 11]).
 
     g8, m8: uint8, the rows one after the other, of elements of kinds gk and mk; gt, mt: uint32[256] for TABLE8. A row's
-    width is in ``out``'s first column.
+    width is in ``out``'s first column. elements: float64 [10], to which _elements adds.
     """
     gs = 1 if gk == 3 else (4 if gk == 2 else 2)
     ms = 1 if mk == 3 else (4 if mk == 2 else 2)
     width: Any = np.int64(out[0, 0])
     gb, mb = np.empty(2048, np.uint32), np.empty(2048, np.uint32)
-    q, rel = np.empty(width, np.float64), np.empty(width, np.float64)
+    # |d| and |d| / |g|: of one row where a block is a part of it, of a block where that is several rows.
+    size: Any = max(width, 2048)
+    q, rel = np.empty(size, np.float64), np.empty(size, np.float64)
     r = 0
     while r < gi.size:
         run: Any = _neighbours(gi[r:], mi[r:], max(2048 // width, 1))
@@ -231,12 +267,13 @@ def rows(g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any,
                 _load_any(m_bits, mk, mt, mw)
             gf, mf = gw.view(np.float32), mw.view(np.float32)
             part = n // run
-            stop = start + part
             for k in range(run):
                 here, there = k * part, (k + 1) * part
-                _add(out[r + k], gf[here:there], mf[here:there], clean, q[start:stop], rel[start:stop])
-                if stop == width:
-                    _finish(out[r + k], width, q, rel)
+                to_q, to_rel = q[start + here : start + there], rel[start + here : start + there]
+                _add(out[r + k], gf[here:there], mf[here:there], clean, to_q, to_rel)
+                if start + part == width:
+                    _finish(out[r + k], width, q[here : here + width], rel[here : here + width])
+            _elements(gf, q[start : start + n], rel[start : start + n], eps, elements)
         r += run
 
 

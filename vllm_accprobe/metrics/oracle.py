@@ -19,6 +19,24 @@ max_d: max |d|; max_rel: max |d|/|g| over g != 0, or -1 where there is none; non
 |d| / max(|g|, rms(g)), rms over the row's finite positions; 0 where d is 0, inf where all of g is 0 and d is not."""
 N, GG, MM, GM, DD, ABS_D, MAX_D, MAX_REL, NONFINITE, MISMATCH, PEAK = range(len(ROW_FIELDS))
 
+ELEMENT_FIELDS = (
+    "within_100", "within_1000", "within_10000", "close", "above", "sum_rel", "max_rel", "sum_abs", "max_abs",
+    "unequal",
+)  # fmt: skip
+"""Sums over all elements of a tensor that only other tools' standards ask for, float64. within_N: how many have |d| <
+(|g| + eps) / N, eps of the golden's dtype (msprobe's dual-100, -1000, -10000); close: how many have |d| <= 1e-8 + 1e-5
+|g| (torch.isclose's defaults); above: how many have |d| > 1e-3; sum_rel, max_rel, sum_abs, max_abs: of |d| / |g| and
+of |d|, elements with |g| <= 2**-23 left out, as in msit; unequal: how many have d != 0. Positions that are not
+finite on both sides are left out everywhere."""
+WITHIN_100, WITHIN_1000, WITHIN_10000, CLOSE, ABOVE, SUM_REL, TOP_REL, SUM_ABS, TOP_ABS, UNEQUAL = range(10)
+CLOSE_ABS, CLOSE_REL, ABOVE_BOUND, TINY = 1e-8, 1e-5, 1e-3, 2.0**-23
+_EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
+
+
+def eps_of(dtype: str) -> float:
+    """msprobe's eps: numpy's machine epsilon, 2**-8 for bfloat16; 0 for dtypes that it does not divide by."""
+    return _EPS.get(dtype, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
@@ -68,6 +86,60 @@ def row_table(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:
         else:
             out[:, MAX_REL] = -1.0
     return out
+
+
+def element_sums(golden: np.ndarray, mine: np.ndarray, eps: float) -> np.ndarray:
+    """ELEMENT_FIELDS of two numeric arrays of one shape: float64 [10]. eps: see `eps_of`."""
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        g, m = golden.astype(np.float64).ravel(), mine.astype(np.float64).ravel()
+        finite = np.isfinite(g) & np.isfinite(m)
+        a, d = np.abs(g[finite]), np.abs(m[finite] - g[finite])
+        seen = a > TINY
+        rel, big = d[seen] / a[seen], d[seen]
+        counts = [(d < (a + eps) * t).sum() for t in (1e-2, 1e-3, 1e-4)]
+        counts += [(d <= CLOSE_ABS + CLOSE_REL * a).sum(), (d > ABOVE_BOUND).sum()]
+    tops = [x.max() if len(x) else 0.0 for x in (rel, big)]
+    return np.array([*counts, rel.sum(), tops[0], big.sum(), tops[1], (d > 0).sum()], np.float64)
+
+
+def add_elements(total: np.ndarray, more: np.ndarray) -> None:
+    """Adds ``more`` to ``total``, both as element_sums gives them, of other elements of the same tensor."""
+    tops = [TOP_REL, TOP_ABS]
+    largest = np.maximum(total[tops], more[tops])
+    total += more
+    total[tops] = largest
+
+
+def softmax_sums(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:
+    """What `kl_divergence` needs of some elements: float64 [5], max g, sum of exp(g - max g), the same of m, and the
+    sum of exp(g - max g) * (g - m). Positions that are not finite on both sides are left out."""
+    g, m = golden.astype(np.float64).ravel(), mine.astype(np.float64).ravel()
+    finite = np.isfinite(g) & np.isfinite(m)
+    g, m = g[finite], m[finite]
+    if not len(g):
+        return np.array([-np.inf, 0.0, -np.inf, 0.0, 0.0])
+    weight = np.exp(g - g.max())
+    with np.errstate(over="ignore"):
+        return np.array([g.max(), weight.sum(), m.max(), np.exp(m - m.max()).sum(), (weight * (g - m)).sum()])
+
+
+def joined_softmax_sums(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The sums of all elements from those of two parts."""
+    out = a.copy()
+    for top, sums in ((0, (1, 4)), (2, (3,))):
+        out[top] = max(a[top], b[top])
+        if np.isfinite(out[top]):
+            for i in sums:
+                out[i] = a[i] * np.exp(a[top] - out[top]) + b[i] * np.exp(b[top] - out[top])
+    return out
+
+
+def kl_divergence(sums: np.ndarray) -> float | None:
+    """KL(softmax(g) || softmax(m)) over all elements [Kullback and Leibler 1951], at least 0; None without elements."""
+    if not np.isfinite(sums[0]):
+        return None
+    g, m = (sums[i] + np.log(sums[i + 1]) for i in (0, 2))
+    return max(float(sums[4] / sums[1] - g + m), 0.0)
 
 
 def column_sums(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:

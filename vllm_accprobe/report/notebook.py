@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_accprobe.compare.result import Comparison
 
 _INTEGERS = tuple(f.name for f in fields(Pair) if str(f.type) in ("int", "int | None"))
-_FLOATS = tuple(f.name for f in fields(Pair) if str(f.type) == "float | None")
+_FLOATS = tuple(f.name for f in fields(Pair) if str(f.type) == "float | None" and f.name in COLUMNS)
 COLOURS = {"prefill": "#1d5fbf", "decode": "#b25a00", "other": "#5b4a9e"}
 
 

@@ -49,6 +49,10 @@ def write_csv(comparison: Comparison, path: str | Path) -> None:
     part = path.with_name(path.name + ".part")
     with part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
         writer = csv.writer(f, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(rows(comparison.pairs))
+        other = comparison.foreign
+        writer.writerow(COLUMNS if other is None else (*COLUMNS, *other.columns))
+        ours = rows(comparison.pairs)
+        if other is not None:
+            ours = ((*a, *map(cell, b)) for a, b in zip(ours, other.rows, strict=True))
+        writer.writerows(ours)
     os.replace(part, path)

@@ -27,7 +27,7 @@ _NUMBERS = frozenset(
     {
         "step", "rank", "cosine", "max_abs_err", "mean_abs_err", "rmse", "rel_l2", "max_rel_err", "worst_row_rel_l2",
         "worst_row_norm_ratio", "nonfinite", "nonfinite_mismatch", "call", "order", "rows", "prefill_rel_l2",
-        "decode_rel_l2", "max_abs_golden", "max_abs_mine", "limit", "measured", "allowed", "x_floor",
+        "decode_rel_l2", "max_abs_golden", "max_abs_mine", "limit", "measured", "allowed", "floor", "x_floor",
     }
 )  # fmt: skip
 

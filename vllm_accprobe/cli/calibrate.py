@@ -1,0 +1,27 @@
+"""``accprobe calibrate GOLDEN OTHER...``: what honest runs of golden's own side differ by, as a small file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+
+def calibrate(
+    golden: Path = typer.Argument(..., help="The dump to trust."),
+    others: list[Path] = typer.Argument(..., help="Further runs of the same model and requests on golden's side."),
+    out: Path = typer.Option(Path("accprobe-floor"), "--out", "-o", help="Where calibration.json goes."),
+) -> None:
+    """Measure the floor: run golden's side again with another batching, chunking, dtype or number of ranks.
+
+    The file has a few numbers per tap. Carry it to the other machine and give it to `accprobe compare --floor`.
+    Exit code 0: done, 2: unreadable input, or runs that do not belong together.
+    """
+    from vllm_accprobe.compare import engine
+
+    found = engine.calibrate(golden, others)
+    path = found.save(out)
+    typer.echo(f"{len(found.floors)} tensors from {len(found.runs)} runs ({found.source})")
+    for tap, worst in sorted(found.origins.items(), key=lambda o: -o[1])[:10]:
+        typer.echo(f"golden's own runs differ at {tap}: {worst:.3g}; as much of it is no origin")
+    typer.echo(f"wrote {path}")

@@ -1,0 +1,131 @@
+"""What honest runs of one model differ by, tap by tap: a measured floor, and the file that holds it.
+
+The problem: a model of rounding knows dtypes and depths, but not that this model amplifies at layer 30 or that its
+router sits on near ties. The idea: golden's own side is run twice, with other batches, another reduction order or
+another dtype, and compared with itself; what that shows at each tap is honest by definition. It is small (a few numbers
+per tap), so it is made once on the reference machine and carried to the other as a file.
+How it is used: errors are told in units of it; a limit is never below MARGIN times it; an origin that golden's own runs
+show too, and as strongly, is none. It never makes a limit tighter: two runs of one machine differ by less than two
+machines may.
+Not here: making one from dumps (compare/floors.py), the model of rounding (floor.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NAME = "calibration.json"
+KIND = "accprobe calibration"
+VERSION = 1
+MARGIN = 3.0
+"""How much further than two honest runs of one machine an honest run of another may be."""
+PHASES = ("prefill", "decode", "any")
+SECOND_RUN, FLOAT32, MODEL = "second golden run", "float32 golden", "rounding model"
+_MOST_BYTES = 256 << 20
+
+Floors = dict[tuple[str, str], dict[str, float]]
+"""(tap, role) → phase (PHASES) → the worst row's relative L2 error, finite."""
+
+
+class CalibrationError(Exception):
+    """The file is no calibration; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """floors: see `Floors`. origins: tap → the worst error that golden's own runs create there. model, dtype: of the
+    golden; runs: what was compared with it; source: SECOND_RUN or FLOAT32."""
+
+    floors: Floors
+    origins: Mapping[str, float] = field(default_factory=dict)
+    model: str = ""
+    dtype: str = ""
+    runs: tuple[str, ...] = ()
+    source: str = SECOND_RUN
+
+    def floor(self, tap: str, role: str, phase: str | None) -> float | None:
+        """The measured floor of a pair, or None where there is none or the runs agree to the bit."""
+        found = self.floors.get((tap, role))
+        if found is None:
+            return None
+        value = found.get(phase or "any", 0.0) or found.get("any", 0.0)
+        return value if value > 0 else None
+
+    def excuses(self, tap: str, worst: float) -> bool:
+        """Whether golden's own runs create an error as large at this tap."""
+        return tap in self.origins and worst <= MARGIN * self.origins[tap]
+
+    def save(self, directory: Path) -> Path:
+        """Writes ``directory``/calibration.json, whole or not at all, and returns its path. Raises OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        rows = [[tap, role, [phases.get(p) for p in PHASES]] for (tap, role), phases in sorted(self.floors.items())]
+        text = json.dumps(
+            {
+                "kind": KIND, "version": VERSION, "model": self.model, "dtype": self.dtype, "runs": list(self.runs),
+                "source": self.source, "phases": list(PHASES), "origins": dict(self.origins), "floors": rows,
+            }
+        )  # fmt: skip
+        path = directory / NAME
+        part = path.with_name(NAME + ".part")
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(path)
+        return path
+
+
+def joined(calibrations: Iterable[Calibration]) -> Calibration | None:
+    """The floor of several: the larger where they meet. None of none."""
+    every = list(calibrations)
+    if len(every) < 2:
+        return every[0] if every else None
+    floors: Floors = {}
+    origins: dict[str, float] = {}
+    for one in every:
+        for key, phases in one.floors.items():
+            here = floors.setdefault(key, {})
+            for phase, value in phases.items():
+                here[phase] = max(value, here.get(phase, 0.0))
+        for tap, worst in one.origins.items():
+            origins[tap] = max(worst, origins.get(tap, 0.0))
+    first = every[0]
+    second = any(c.source == SECOND_RUN for c in every)
+    runs = tuple(r for c in every for r in c.runs)
+    return Calibration(floors, origins, first.model, first.dtype, runs, SECOND_RUN if second else FLOAT32)
+
+
+def is_calibration(path: Path) -> bool:
+    return (path / NAME).is_file() if path.is_dir() else path.name == NAME and path.is_file()
+
+
+def load(path: Path) -> Calibration:
+    """What `Calibration.save` wrote, from its directory or the file itself. Raises CalibrationError."""
+    path = path / NAME if path.is_dir() else path
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(raw, dict) or raw.get("kind") != KIND:
+            raise ValueError("it is not one of accprobe's")
+        if raw.get("version") != VERSION or raw.get("phases") != list(PHASES):
+            raise ValueError("it is of another version")
+        floors = {(str(tap), str(role)): _phases(values) for tap, role, values in raw["floors"]}
+        origins = {str(tap): _number(worst) for tap, worst in dict(raw["origins"]).items()}
+        texts = str(raw["model"]), str(raw["dtype"]), tuple(str(r) for r in raw["runs"])
+        return Calibration(floors, origins, *texts, FLOAT32 if raw.get("source") == FLOAT32 else SECOND_RUN)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        raise CalibrationError(f"{path} cannot be read as a calibration ({str(e)[:100]}): make it anew with "
+                               "`accprobe calibrate`") from None  # fmt: skip
+
+
+def _phases(values: Any) -> dict[str, float]:
+    return {phase: _number(v) for phase, v in zip(PHASES, values, strict=True) if v is not None}
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{str(value)[:20]!r} is no error")
+    return float(value)
