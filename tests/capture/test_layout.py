@@ -140,3 +140,29 @@ def test_experts_dealt_out_over_ranks_are_put_together_by_global_id(placement: s
 def test_experts_that_move_are_not_put_together() -> None:
     balanced = layouts(1, 0, {"mlp": experts(0, "linear", enable_eplb=True)}, 64)
     assert balanced.of_param("mlp", "w2_weight", (3, 4, 2)).kind == "unknown"
+
+
+def test_latent_attention_whose_head_is_as_wide_as_a_slice() -> None:
+    """DeepSeek's: rotary heads of 64 beside an o_proj that takes 64 per rank; vLLM 0.32's MLA modules."""
+    q = module("ColumnParallelLinear", tp_size=2, output_partition_sizes=[192], gather_output=False)
+    o = module(
+        "RowParallelLinear", tp_size=2, input_is_parallel=True, input_size_per_partition=64,
+        output_partition_sizes=[128],
+    )
+    inner = module("MLAAttention", num_heads=2, kv_lora_rank=512)
+    wrapper = module(
+        "MultiHeadLatentAttentionWrapper", num_heads=2, kv_lora_rank=512,
+        children={
+            "q_proj": q, "o_proj": o, "mla_attn": inner,
+            "rotary_emb": module("Rotary"), "kv_a_layernorm": module("RMSNorm"),
+        },
+    )  # fmt: skip
+    of = layouts(2, 1, {"mla_attn": wrapper}, 128).of
+    query = of("mla_attn.rotary_emb", "input.query", (5, 2, 64))
+    assert (query.kind, query.dim, query.parts) == ("shard", -2, ((2, 1),))
+    assert of("mla_attn.rotary_emb", "input.key", (5, 1, 64)).kind == "replicated"
+    assert of("mla_attn.kv_a_layernorm", "output.0", (5, 512)).kind == "replicated"
+    assert of("mla_attn.mla_attn", "input.kv_c_normed", (5, 512)).kind == "replicated"
+    assert of("mla_attn.mla_attn", "input.q", (5, 2, 96)).dim == -2
+    out = of("mla_attn.mla_attn", "output.0", (5, 64))
+    assert (out.kind, out.dim) == ("shard", -1)

@@ -135,12 +135,19 @@ class Layouts:
                 return self._heads(shape, q, 1, qkv)
             if word.startswith(("k", "v")) or (role == "output.1" and shape[-1] in (k, v)):
                 return self._heads(shape, k if word.startswith("k") or role == "output.1" else v, replicas, qkv)
-        if shape[-1] in known:
-            return self._shard(-1, known[shape[-1]])
+        latent = self._latent(tap)
+        if latent is not None:  # latent attention: all heads read one latent vector and one rotated key
+            heads, rank = latent
+            if len(shape) >= 3 and shape[-2] in (1, heads):
+                return REPLICATED if shape[-2] == 1 < heads else self._shard(-2, ((heads, 1),))
+            if len(shape) == 2 and shape[-1] == rank:
+                return REPLICATED
         if len(shape) >= 3 and shape[-1] * shape[-2] in known:
             parts = known[shape[-1] * shape[-2]]
             if len(parts) == 1:
                 return self._shard(-2, ((shape[-2], parts[0][1]),))
+        if len(shape) == 2 and shape[-1] in known:  # with heads apart, the last dimension is one head's and never cut
+            return self._shard(-1, known[shape[-1]])
         if qkv is not None and len(shape) >= 3:
             heads, kv = int(getattr(qkv, "num_heads", 0)), int(getattr(qkv, "num_kv_heads", 0))
             if shape[-2] == heads:
@@ -175,6 +182,17 @@ class Layouts:
                     known.setdefault(sum(n for n, _ in out), out)
             self._known[parent] = known
         return known
+
+    def _latent(self, tap: str) -> tuple[int, int] | None:
+        """(this rank's heads, width of the latent vector) of the latent attention around ``tap``, or None."""
+        for _ in range(3):
+            module = self._modules.get(tap)
+            heads = getattr(module, "num_local_heads", getattr(module, "num_heads", None))
+            rank = getattr(module, "kv_lora_rank", None)
+            if isinstance(heads, int) and isinstance(rank, int):
+                return heads, rank
+            tap = tap.rpartition(".")[0]
+        return None
 
     def _qkv(self, parent: str) -> Any:
         children = getattr(self._modules.get(parent), "_modules", {}) or {}
