@@ -101,7 +101,6 @@ CLEAN: list[tuple[str, str, str]] = [
     ("deepseek-v2", "float32", "mixed"),
     ("deepseek-v2", "tp2", "mixed"),
     ("deepseek-v2", "tp2", "tp2-mixed"),
-    ("deepseek-v2", "transformers", "mixed"),
     ("qwen2.5-vl", "serial", "mixed"),
     ("qwen2.5-vl", "float32", "mixed"),
     ("qwen2.5-vl", "tp2", "mixed"),
