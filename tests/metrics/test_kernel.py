@@ -112,3 +112,24 @@ def test_columns_of_another_width_are_refused():
     g, at = np.zeros((2, 4), np.uint16), np.array([0])
     with pytest.raises(ValueError, match="column sums of shape"):
         kernel.add_columns(g, "bfloat16", at, g, "bfloat16", at, widen, np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("gd", FLOATS)
+def test_structure_equals_its_definition(gd):
+    rng = np.random.default_rng(5)
+    for width in (1, 3, 300, 5000):
+        g = rng.standard_normal((9, width)).astype(np.float32)
+        m = g * (1 + 0.02 * rng.standard_normal(g.shape)).astype(np.float32)
+        g[5], m[2, 0] = 0, np.nan
+        m = (m.view(np.uint32) >> 16).astype(np.uint16)
+        if gd == "bfloat16":
+            g = (g.view(np.uint32) >> 16).astype(np.uint16)
+        elif gd.startswith("float8"):
+            g = rng.integers(0, 0x40, g.shape).astype(np.uint8)  # small and finite
+            g[5] = 0
+        else:
+            g = g.astype(DTYPES[gd].storage)
+        at = np.arange(9)
+        got, want = (kernel.structure_sums(g, gd, at, m, "bfloat16", at, widen, compiled=c) for c in (True, False))
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)  # the definition adds up in float32
+        assert got[4].tolist() == [7.0] * width

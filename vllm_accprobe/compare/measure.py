@@ -191,7 +191,7 @@ class Measurer:
         """Adds to the piece's sums by which a fault is told from rounding (metrics/structure.py)."""
         rows = np.flatnonzero(table[:, oracle.DD])
         rows = rows[structure.chosen(len(rows), m.data.shape[1])]
-        sums = structure.structure(widen(g.data[g_rows[rows]], g.dtype), widen(m.data[m_rows[rows]], m.dtype))
+        sums = kernel.structure_sums(g.data, g.dtype, g_rows[rows], m.data, m.dtype, m_rows[rows], widen)
         piece.structure = sums if piece.structure is None else piece.structure + sums
 
     @staticmethod

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.metrics import oracle
+from vllm_accprobe.metrics import oracle, structure
 
 _SHIFT16, _HALF, _PLAIN32, _TABLE8 = range(4)
 _KINDS = {"bfloat16": _SHIFT16, "float16": _HALF, "float32": _PLAIN32}
@@ -91,6 +91,31 @@ def add_columns(
         loops.columns(*sides, sums[0], sums[1])
 
 
+def structure_sums(
+    golden: np.ndarray,
+    golden_dtype: str,
+    golden_rows: np.ndarray,
+    mine: np.ndarray,
+    mine_dtype: str,
+    mine_rows: np.ndarray,
+    widen: Widen,
+    *,
+    compiled: bool = True,
+) -> np.ndarray:
+    """float64 [5, width], the sums of structure.structure, which is the definition, over the rows that meet.
+
+    The arguments are those of `rows`.
+    """
+    _check(golden, golden_rows, mine, mine_rows)
+    loops = _loops(golden, golden_dtype, mine_dtype) if compiled else None
+    if loops is None:
+        return structure.structure(widen(golden[golden_rows], golden_dtype), widen(mine[mine_rows], mine_dtype))
+    sums = np.zeros((structure.FIELDS, golden.shape[1]))
+    sides = *_side(golden, golden_dtype, golden_rows, widen), *_side(mine, mine_dtype, mine_rows, widen)
+    sums[4] = loops.structure(*sides, sums[:4], 0)
+    return sums
+
+
 def _check(golden: np.ndarray, golden_rows: np.ndarray, mine: np.ndarray, mine_rows: np.ndarray) -> None:
     if golden.ndim != 2 or mine.ndim != 2 or golden.shape[1] != mine.shape[1]:
         raise ValueError(f"rows of different width: {golden.shape} and {mine.shape}")
@@ -149,3 +174,4 @@ def warm_up() -> None:
     same = one, "bfloat16", at, one, "bfloat16", at, lambda a, _: a.astype(np.float32)
     rows(*same)
     add_columns(*same, np.zeros((2, 1)))
+    structure_sums(*same)

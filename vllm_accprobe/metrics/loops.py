@@ -302,3 +302,47 @@ def columns(g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: A
                 d = np.float64(mf[i]) - x
                 to_dd[i] += d * d
                 to_gg[i] += x * x
+
+
+@_compile
+def _load_row(bits: Any, size: int, kind: int, table: Any, out: Any) -> Any:
+    """One row into ``out`` (uint32, its width), block by block; whether all of it is finite."""
+    for start in range(0, out.size, 2048):
+        stop = min(start + 2048, out.size)
+        if not _load(bits[start * size : stop * size], kind, table, out[start:stop]):
+            return False
+    return True
+
+
+@_compile
+def structure(g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, sums: Any, count: Any) -> Any:
+    """Adds metrics.structure's sums of rows gi of g8 and mi of m8, as for ``rows``, to ``sums``, float64 [4, width];
+    returns ``count`` plus how many rows that were."""
+    gs = 1 if gk == 3 else (4 if gk == 2 else 2)
+    ms = 1 if mk == 3 else (4 if mk == 2 else 2)
+    width: Any = sums.shape[1]
+    gw, mw = np.empty(width, np.uint32), np.empty(width, np.uint32)
+    gf, mf = gw.view(np.float32), mw.view(np.float32)
+    dd, gg, gd, gd2 = sums[0], sums[1], sums[2], sums[3]
+    for r in range(gi.size):
+        if not _load_row(g8[gi[r] * width * gs : (gi[r] + 1) * width * gs], gs, gk, gt, gw):
+            continue
+        if not _load_row(m8[mi[r] * width * ms : (mi[r] + 1) * width * ms], ms, mk, mt, mw):
+            continue
+        norm = 0.0
+        for i in range(width):
+            norm += np.float64(gf[i]) * np.float64(gf[i])
+        if not norm > 0.0:
+            continue
+        scale = 1.0 / np.sqrt(norm)
+        for i in range(width):
+            x = np.float64(gf[i])
+            d = (np.float64(mf[i]) - x) * scale
+            x *= scale
+            both = x * d
+            dd[i] += d * d
+            gg[i] += x * x
+            gd[i] += both
+            gd2[i] += both * both
+        count += 1
+    return count
