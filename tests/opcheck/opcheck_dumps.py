@@ -1,0 +1,84 @@
+"""A small dump of module calls for the tests of opcheck, through the real writer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
+
+BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def stored(tensor: torch.Tensor) -> np.ndarray:
+    """The bits of a tensor as numpy."""
+    tensor = tensor.detach().contiguous()
+    return tensor.view(BITS[tensor.dtype]).numpy() if tensor.dtype in BITS else tensor.numpy()
+
+
+def name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+class Maker:
+    """Writes modules, parameters, steps and calls of one rank, in the order in which they are given."""
+
+    def __init__(self, root: Path, rank: int = 0, run: Mapping[str, Any] | None = None):
+        write_run_json(root, dict(run or {"model": {"path": "", "class": "Tiny"}}))
+        self.root, self._seq, self._index = root, 0, 0
+        self.writer = RankWriter(root, rank, {"local_rank": rank}, budget_bytes=1 << 30, block_bytes=1 << 20)
+        self._alive: list[np.ndarray] = []
+
+    def module(self, tap: str, cls: str, **attrs: Any) -> None:
+        self.writer.line({"event": "module", "tap": tap, "class": cls, "index": self._index, "attrs": attrs})
+        self._index += 1
+
+    def request(self, req: int, prompt_len: int) -> None:
+        event = {"event": "request", "req": req, "id": f"r{req}", "prompt": f"{req}a" * 16, "prompt_len": prompt_len}
+        self.writer.line(event)
+
+    def step(self, step: int, spans: Sequence[tuple[int, int, int]]) -> None:
+        """spans: (request, position, rows)."""
+        self._step, self._seq, segments, row = step, 0, [], 0
+        for req, pos, n in spans:
+            segments.append({"req": req, "pos": pos, "n": n, "row": row, "phase": "prefill"})
+            row += n
+        self.writer.line({"event": "step", "step": step, "batch": {"requests": len(spans), "tokens": row}})
+        self.writer.line({
+            "event": "rows", "step": step, "space": "tokens", "src_rows": row, "segments": segments,
+            "ids": list(range(row)),
+        })  # fmt: skip
+
+    def param(self, tap: str, cls: str, **tensors: torch.Tensor) -> None:
+        for key, value in tensors.items():
+            self._put({"event": "param", "tap": tap, "class": cls, "role": f"param.{key}"}, value)
+
+    def call(
+        self,
+        tap: str,
+        cls: str,
+        inputs: Mapping[str, torch.Tensor],
+        *outputs: torch.Tensor,
+        rows: str | None = "tokens",
+    ) -> None:
+        where = {"event": "tensor", "step": self._step, "tap": tap, "class": cls}
+        roles = [(f"input.{k}", v) for k, v in inputs.items()] + [(f"output.{k}", v) for k, v in enumerate(outputs)]
+        for role, value in roles:
+            more = {"rows": rows, "row_dim": 0} if rows else {}
+            self._put({**where, "role": role, "seq": self._seq, **more}, value)
+            self._seq += 1
+
+    def _put(self, event: dict[str, Any], tensor: torch.Tensor) -> None:
+        array = stored(tensor)
+        self._alive.append(array)
+        self.writer.put([(array.ctypes.data, array.nbytes)], {
+            **event, "call": 0, "dtype": name(tensor), "shape": list(tensor.shape),
+        })  # fmt: skip
+
+    def close(self) -> Path:
+        self.writer.close("done", {})
+        return self.root

@@ -1,0 +1,271 @@
+"""From a dump's records to calls that can be run again.
+
+The problem: a call is scattered over a dump: its inputs and outputs are records of a step, its parameters lie
+elsewhere, perhaps under another path, what it looked back at was written by earlier steps, what its ranks added up by
+other ranks. The idea: `Calls` indexes the dump once and builds one `Captured` at a time, tap by tap in the order of the
+model and within a tap step by step, so that a cache can be filled on the way. Everything becomes a torch tensor of the
+captured dtype. Not here: what is done with a call (replay.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import ROOT_TAP, Module, Record
+from vllm_accprobe.opcheck.history import Past
+from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.weights import Checkpoint, model_config
+
+_ALIAS = "another name of a captured module"
+_PAST = {
+    "Attention": ("key", "value"),
+    "EncoderOnlyAttention": ("key", "value"),
+    "MLAAttention": ("kv_c_normed", "k_pe"),
+}
+_SUMMED = ("RowParallelLinear", "VocabParallelEmbedding")
+_BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One call: where it stands in the dump, the call itself, and its records by role. missing: why it cannot be
+    run."""
+
+    tap: str
+    rank: int
+    step: int
+    call: int
+    what: Call
+    records: Mapping[str, Record]
+    missing: str = ""
+
+
+def to_torch(array: np.ndarray, dtype: str) -> Any:
+    """Stored bits of torch dtype ``dtype`` as a tensor that shares their memory. Raises ValueError for one that this
+    torch does not have."""
+    target = getattr(torch, dtype, None)
+    if not isinstance(target, torch.dtype):
+        raise ValueError(f"this torch has no dtype {dtype}")
+    array = np.ascontiguousarray(array)
+    if dtype in ("bool", "complex64", "complex128"):
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(_BITS[array.dtype.itemsize])).view(target)
+
+
+class Calls:
+    """The module calls of ``dump``. model: directory with config.json and, if any, the checkpoint; None: nothing of it.
+
+    problems: sentences on what was asked for and is not there."""
+
+    def __init__(self, dump: Dump, model: Path | None):
+        self.dump = dump
+        self.problems: list[str] = []
+        self.modules = {rank: {m.tap: m for m in modules} for rank, modules in dump.modules.items()}
+        self._params: dict[tuple[int, str], dict[str, Record]] = {}
+        self._calls: dict[tuple[int, str], dict[tuple[int, int], dict[str, Record]]] = {}
+        for r in dump.records:
+            if r.step is None:
+                self._params.setdefault((r.rank, r.tap), {})[r.role.removeprefix("param.")] = r
+            else:
+                self._calls.setdefault((r.rank, r.tap), {}).setdefault((r.step, r.call), {})[r.role] = r
+        self._children: dict[tuple[int, str], list[str]] = {}
+        for rank, tap in self._calls:
+            parent = tap
+            if tap != ROOT_TAP:
+                self._children.setdefault((rank, ROOT_TAP), []).append(tap)
+            while "." in parent:
+                parent = parent.rpartition(".")[0]
+                self._children.setdefault((rank, parent), []).append(tap)
+        self._aliases = {s.tap for s in dump.skips if s.reason == _ALIAS}
+        self.config = model_config(model)
+        self._packed = any(r.shape == (0,) for r in dump.records if r.step is None)
+        self._checkpoint = self._open(model)
+        self._known: dict[tuple[int, str], Mapping[str, Any]] = {}
+
+    def _open(self, model: Path | None) -> Checkpoint | None:
+        if model is None or not model.is_dir():
+            return None
+        try:
+            return Checkpoint(model)
+        except Exception as error:  # safetensors raises errors of its own
+            self.problems.append(f"the checkpoint in {model} cannot be read: {error}")
+            return None
+
+    def taps(self) -> list[tuple[int, str, str]]:
+        """(rank, tap, class) of everything that was called, ranks after one another, in the order of the model."""
+        order = {(rank, tap): m.index for rank, named in self.modules.items() for tap, m in named.items()}
+        found = [(rank, tap, next(iter(next(iter(c.values())).values())).cls) for (rank, tap), c in self._calls.items()]
+        return sorted(found, key=lambda f: (f[0], order.get((f[0], f[1]), 1 << 40)))
+
+    def of(self, rank: int, tap: str) -> Iterator[Captured]:
+        """The calls of one tap, step by step. Records without payload make a call that says what it misses."""
+        calls = self._calls[rank, tap]
+        cls = next(iter(next(iter(calls.values())).values())).cls
+        names = _PAST.get(cls)
+        past = Past(names) if names else None
+        self._known.clear()
+        for (step, n), records in sorted(calls.items()):
+            absent = [role for role, r in records.items() if r.payload is None]
+            if absent:
+                empty = Call(tap, cls)
+                yield Captured(tap, rank, step, n, empty, records, "only statistics were captured")
+                continue
+            what = self._call(rank, tap, cls, records)
+            extra = self._extra(what, rank, tap, step, n)
+            if past is not None:
+                extra |= self._cache(past, what, rank, step, records)
+            yield Captured(tap, rank, step, n, replace(what, extra=extra), records)
+
+    def read(self, record: Record) -> Any:
+        return to_torch(self.dump.read(record), record.dtype)
+
+    def _call(self, rank: int, tap: str, cls: str, records: Mapping[str, Record]) -> Call:
+        module = self.modules.get(rank, {}).get(tap)
+        parent = self.modules.get(rank, {}).get(tap.rpartition(".")[0])
+        inputs = {r.removeprefix("input."): self.read(x) for r, x in records.items() if r.startswith("input.")}
+        outputs = {r: self.read(x) for r, x in records.items() if r.startswith(("output.", "inplace."))}
+        return Call(
+            name=tap,
+            cls=cls,
+            inputs=inputs,
+            params=self.params(rank, tap, module),
+            attrs=dict(module.attrs) if module else {},
+            parent=dict(parent.attrs) if parent else {},
+            config=self._config(tap),
+            outputs=outputs,
+        )
+
+    def _config(self, tap: str) -> Mapping[str, Any]:
+        part = "vision_config" if tap.startswith(("visual", "vision", "model.visual")) else "text_config"
+        inner = self.config.get(part)
+        return {**self.config, **inner} if isinstance(inner, dict) else self.config
+
+    # --- parameters --------------------------------------------------------------------------------------------
+
+    def params(self, rank: int, tap: str, module: Module | None) -> Mapping[str, Any]:
+        """A module's tensors: the dump's, and the checkpoint's where those are no longer what a formula needs."""
+        if (rank, tap) in self._known:
+            return self._known[rank, tap]
+        owner = self._owner(rank, tap, module)
+        found = {}
+        for name, record in self._params.get((rank, owner), {}).items():
+            whole = int(module.attrs.get("tp_size", 1)) == 1 if module else True
+            packed = self._packed and name in ("w13_weight", "w2_weight")
+            value = None
+            if whole and self._checkpoint is not None and (record.payload is None or record.shape == (0,) or packed):
+                value = self._checkpoint.get(tap, name)
+                if value is None:
+                    value = self._checkpoint.get(owner, name)
+            if value is None and record.payload is not None and not packed:
+                value = self.read(record)
+            if value is not None:
+                found[name] = value
+        self._known[rank, tap] = found
+        return found
+
+    def _owner(self, rank: int, tap: str, module: Module | None) -> str:
+        """The path under which a module's parameters were recorded: a module with two names has them under one."""
+        if (rank, tap) in self._params:
+            return tap
+        if tap.endswith(".quant_method"):
+            return tap.rpartition(".")[0]
+        last = tap.rpartition(".")[2]
+        best, length = tap, 0
+        for r, other in self._params:
+            if r != rank or other not in self._aliases or not other.rpartition(".")[2].endswith(last):
+                continue
+            named = self.modules.get(rank, {}).get(other)
+            if module is None or named is None or (named.cls, named.attrs) != (module.cls, module.attrs):
+                continue
+            common = _common(tap, other)
+            if common > length:
+                best, length = other, common
+        return best
+
+    # --- what other records tell -------------------------------------------------------------------------------
+
+    def _cache(self, past: Past, what: Call, rank: int, step: int, records: Mapping[str, Record]) -> dict[str, Any]:
+        record = next((r for role, r in records.items() if role == f"input.{past.names[0]}"), None)
+        space = self.dump.rows.get((rank, step, record.rows)) if record is not None and record.rows else None
+        if space is None or any(n not in what.inputs for n in past.names):
+            return {}
+        if any(len(what.inputs[n]) != space.n for n in past.names):
+            return {}
+        past.write(space, what.inputs)
+        return {"cache": past.view(space)}
+
+    def _extra(self, what: Call, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
+        extra: dict[str, Any] = {}
+        if what.cls in _SUMMED and int(what.attrs.get("tp_size", 1)) > 1:
+            extra["ranks"] = self._ranks(what, tap, step, n)
+        if what.cls == "LogitsProcessor":
+            head = tap.rpartition("logits_processor")[0] + "lm_head"
+            extra |= self._other("lm_head", rank, head, step, n, "output.0")
+        if what.cls == "Sampler":
+            for other in ("logits_processor", "language_model.logits_processor"):
+                extra |= self._other("logits", rank, other, step, n, "output.0")
+        if what.cls == "MLAAttention":
+            weight = self.params(rank, f"{tap}.kv_b_proj", self.modules.get(rank, {}).get(f"{tap}.kv_b_proj"))
+            extra |= {"kv_b_proj": weight["weight"]} if weight.get("weight") is not None else {}
+        if tap.endswith(".routed_experts.quant_method"):
+            block = tap.removesuffix(".routed_experts.quant_method")
+            extra |= self._other("router_logits", rank, f"{block}.gate", step, n, "output.0")
+            extra |= self._other("router_logits", rank, f"{block.rpartition('.')[0]}.gate", step, n, "output.0")
+            extra["gate"] = self._gate_params(rank, block)
+        children = self._children.get((rank, tap))
+        if children:
+            extra["children"], extra["read"] = self._within(rank, tap, children, step), self.read
+        return extra
+
+    def _other(self, name: str, rank: int, tap: str, step: int, n: int, role: str) -> dict[str, Any]:
+        record = self._calls.get((rank, tap), {}).get((step, n), {}).get(role)
+        return {name: self.read(record)} if record is not None and record.payload is not None else {}
+
+    def _gate_params(self, rank: int, block: str) -> dict[str, Any]:
+        found = {}
+        for tap in (f"{block}.gate", f"{block.rpartition('.')[0]}.gate"):
+            for name, record in self._params.get((rank, tap), {}).items():
+                if name == "e_score_correction_bias" and record.payload is not None:
+                    found[name] = self.read(record)
+        return found
+
+    def _ranks(self, what: Call, tap: str, step: int, n: int) -> list[Call]:
+        calls = []
+        for rank in self.dump.ranks:
+            records = self._calls.get((rank, tap), {}).get((step, n))
+            if records and all(r.payload is not None for r in records.values()):
+                calls.append(self._call(rank, tap, what.cls, records))
+        return sorted(calls, key=lambda c: int(c.attrs.get("tp_rank", 0)))
+
+    def _within(self, rank: int, tap: str, children: list[str], step: int) -> list[tuple[str, str, Record]]:
+        """(path below the tap, role, record) of outputs inside, in the order of execution."""
+        found = []
+        start = 0 if tap == ROOT_TAP else len(tap) + 1
+        for child in children:
+            for (s, _), records in self._calls[rank, child].items():
+                if s == step:
+                    found += [(child[start:], role, r) for role, r in records.items() if not role.startswith("input.")]
+        return sorted(found, key=lambda f: f[2].seq)
+
+
+def _common(a: str, b: str) -> int:
+    """How many leading components two paths share."""
+    n = 0
+    for x, y in zip(a.split("."), b.split("."), strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+def as_numbers(tensor: Any) -> np.ndarray:
+    """A tensor as numpy numbers that hold its values exactly: float64, or int64 for integers and bool."""
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    return np.asarray((tensor.double() if floating else tensor.long()).numpy())

@@ -1,0 +1,218 @@
+"""What a captured call is, what a reference says of it, and how the one finds the other.
+
+The problem: hundreds of operators, of vLLM, of vendors and of users, each with its own arguments, must be judged by
+formulas that are right, and a formula that does not fit must never be taken for a verdict. The idea: a `Call` holds
+what was captured; a reference is a plain function from a Call to exact outputs, marked with ``@reference("name")``;
+`evaluate` gives its outputs, or a `Declined` with the reason as a value. Marking is all that the decorator does: a
+`References` table collects the marked functions of modules, so that nothing registers itself behind anybody's back. An
+`Expected` also carries ``noise``: the absolute error that roundings inside an honest kernel leave in each element,
+added up as independent errors are, root of the sum of squares [N. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019)
+A2815]. Not here: the formulas (references/), where calls come from (calls.py), the verdict (verdict.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from types import ModuleType
+from typing import Any
+
+from vllm_accprobe.judge.floor import unit
+
+ENTRY_POINTS = "accprobe.references"
+"""Group of entry points; each names a module, or one marked function."""
+_MARK = "__accprobe_references__"
+Tensor = Any  # a torch.Tensor: this module can be read, and references be marked, where torch is not
+
+
+class Declined(Exception):
+    """A call that has no verdict. reason: a short stable phrase, counted by whoever reports; failed: the reference ran
+    into an error, which is a defect of the reference or of the dump and not of the operator."""
+
+    def __init__(self, reason: str, failed: bool = False):
+        super().__init__(reason)
+        self.reason = reason
+        self.failed = failed
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An exact output. value: float64 (or integers), the shape of the captured one; noise: float64, broadcastable to
+    value, the standard error of an honest kernel before its last rounding, or None; unit: relative error of that last
+    rounding, None for the unit of the captured dtype; common: a relative error that a whole row may share (a rounded
+    gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None for all;
+    reason: why the others have none."""
+
+    value: Tensor
+    noise: Tensor | None = None
+    unit: float | None = None
+    common: float = 0.0
+    rows: Tensor | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One captured call of a module or an operator.
+
+    name: the module's path or the operator's name; cls: the module's class, or again the operator's name. inputs:
+    tensors by argument name (a module's), args and kwargs: an operator's, tensors and scalars in torch's dtypes.
+    params: a module's tensors by name; attrs: its recorded numbers, strings and booleans; parent: those of the module
+    that holds it; config: the model's config.json (the language part, where there are several), {} if unknown. outputs:
+    what was captured, by role: ``output.0``, ``inplace.query``. extra: what other records of the dump tell about this
+    call, by name: ``history``, ``logits``, ``ranks``.
+    """
+
+    name: str
+    cls: str
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Tensor] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    parent: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def tensor(self, *names: str) -> Tensor:
+        """The first of these inputs that was captured, its own dtype; raises Declined."""
+        found = self.maybe(*names)
+        if found is None:
+            raise Declined(f"input {names[0]} was not captured")
+        return found
+
+    def maybe(self, *names: str) -> Tensor | None:
+        """The same or None. A number among ``names`` is a place: forwards that take ``*args`` have inputs ``0``,
+        ``1``."""
+        return next((self.inputs[name] for name in names if name in self.inputs), None)
+
+    def wide(self, *names: str) -> Tensor:
+        """``tensor`` in float64."""
+        return self.tensor(*names).double()
+
+    def param(self, name: str) -> Tensor:
+        """A parameter in float64; raises Declined when the dump has none, or an empty one that a kernel has packed."""
+        found = self.params.get(name)
+        if found is None:
+            raise Declined(f"parameter {name} was not captured")
+        if not found.numel():
+            raise Declined(f"parameter {name} was packed by a kernel before it could be captured")
+        return found.double()
+
+    def attr(self, *names: str, default: Any = None) -> Any:
+        """The first of these attributes that was recorded; raises Declined where none was and there is no default."""
+        for name in names:
+            if name in self.attrs:
+                return self.attrs[name]
+        if default is None:
+            raise Declined(f"attribute {names[0]} was not recorded")
+        return default
+
+    @property
+    def unit(self) -> float:
+        """The rounding of the first captured output's dtype: what the kernel may round its intermediates to."""
+        for value in self.outputs.values():
+            found = unit(str(value.dtype).removeprefix("torch."))
+            if found:
+                return found
+        return 0.0
+
+
+Reference = Callable[[Call], "Mapping[str, Expected | Tensor] | Expected | Tensor"]
+
+
+def reference(*names: str) -> Callable[[Reference], Reference]:
+    """Marks a function as the reference of ``names``: module classes (``RMSNorm``; globs: ``*RMSNorm``) or operators
+    (``torch.ops.vendor.fused_norm``, ``aten.mm``). It gives exact outputs by role, or one value for ``output.0``, and
+    raises Declined where it cannot."""
+    if not names:
+        raise ValueError("@reference needs at least one name")
+
+    def mark(function: Reference) -> Reference:
+        setattr(function, _MARK, names)
+        return function
+
+    return mark
+
+
+class References:
+    """A table of references by name. The one whose name has most letters besides ``*`` and ``?`` wins; a later source
+    beats an earlier one, so that a user's own replaces ours."""
+
+    def __init__(self, sources: Iterable[ModuleType | Reference] = ()):
+        self._by_name: dict[str, Reference] = {}
+        self._globs: dict[str, Reference] = {}
+        self.problems: list[str] = []
+        self.find = functools.cache(self._find)
+        for source in sources:
+            self.add(source)
+
+    def add(self, source: ModuleType | Reference) -> None:
+        """All marked functions of a module, or one. Raises ValueError where there is none."""
+        found = list(vars(source).values()) if isinstance(source, ModuleType) else [source]
+        marked = [f for f in found if callable(f) and hasattr(f, _MARK)]
+        if not marked:
+            raise ValueError(f"{getattr(source, '__name__', source)} has no function marked with @reference")
+        for function in marked:
+            for name in getattr(function, _MARK):
+                (self._globs if any(c in name for c in "*?[") else self._by_name)[name] = function
+        self.find.cache_clear()
+
+    def names(self) -> list[str]:
+        return sorted({*self._by_name, *self._globs})
+
+    def _find(self, name: str) -> Reference | Declined:
+        """The reference for a class or operator, or why there is none. (``find``; cached.)"""
+        if name in self._by_name:
+            return self._by_name[name]
+        fits = [g for g in self._globs if fnmatchcase(name, g)]
+        if not fits:
+            return Declined(f"no reference for {name}")
+        return self._globs[max(fits, key=lambda g: sum(c not in "*?" for c in g))]
+
+    def evaluate(self, call: Call) -> dict[str, Expected] | Declined:
+        """The exact outputs of ``call`` by role, or why there are none. Never raises for what a reference does."""
+        found = self.find(call.cls)
+        if isinstance(found, Declined):
+            return found
+        try:
+            result = found(call)
+        except Declined as why:
+            return why
+        except Exception as error:  # a reference may be anybody's: its crash is a row of the table, not the end
+            text = " ".join(str(error).split())[:120]
+            return Declined(f"the reference failed: {type(error).__name__}: {text}", failed=True)
+        outputs = result if isinstance(result, Mapping) else {"output.0": result}
+        return {role: x if isinstance(x, Expected) else Expected(x) for role, x in outputs.items()}
+
+
+def default_references() -> References:
+    """Ours, then those of installed packages (entry points in the group ``accprobe.references``); what cannot be
+    loaded is a sentence in ``problems``."""
+    from importlib.metadata import entry_points
+
+    from vllm_accprobe.opcheck import references
+
+    table = References(references.families())
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            table.add(point.load())
+        except Exception as error:
+            table.problems.append(f"references of {point.name} cannot be used: {type(error).__name__}: {error}")
+    return table
+
+
+def combined(*noises: Tensor | None) -> Tensor | None:
+    """Independent absolute errors together: the root of the sum of their squares; None where there is none."""
+    real = [n for n in noises if n is not None]
+    if not real:
+        return None
+    return functools.reduce(lambda a, b: (a * a + b * b).sqrt(), real)
+
+
+def only(expected: Mapping[str, Expected], **changes: Any) -> dict[str, Expected]:
+    """The same outputs with these fields changed."""
+    return {role: replace(x, **changes) for role, x in expected.items()}

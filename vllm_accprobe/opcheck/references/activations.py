@@ -1,0 +1,133 @@
+"""Activations, alone and with the gate that is multiplied in.
+
+Formulas: SiLU [Elfwing et al., arXiv 1702.03118]; GELU, exact and by tanh, and quick GELU x * sigmoid(1.702 x)
+[Hendrycks and Gimpel, arXiv 1606.08415]; gated units GLU, GEGLU, SwiGLU [Shazeer, arXiv 2002.05202]; ReLU²
+[So et al., arXiv 2109.08668]; the clamped SwiGLU of gpt-oss (alpha 1.702, limit 7, gate and up interleaved) as its
+published code has it; soft capping [Gemma 2, arXiv 2408.00118].
+Which half is the gate: the first, except MulAndSilu. Noise: kernels may round the activation before they multiply.
+Not here: what a recorded dump does not tell (GeluAndMul's approximation is taken from config.json's hidden_act).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+
+
+def silu(x: Any) -> Any:
+    return x * torch.sigmoid(x)
+
+
+def gelu(x: Any) -> Any:
+    return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def gelu_tanh(x: Any) -> Any:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def quick_gelu(x: Any) -> Any:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def relu2(x: Any) -> Any:
+    return torch.relu(x) ** 2
+
+
+def soft_cap(x: Any, cap: float) -> Any:
+    return cap * torch.tanh(x / cap)
+
+
+def _x(call: Call) -> Any:
+    return call.wide("x", "input", "hidden_states", "0")
+
+
+def _gated(call: Call, f: Callable[[Any], Any], gate_first: bool = True) -> Expected:
+    x = _x(call)
+    a, b = x.chunk(2, -1)
+    gate, up = (a, b) if gate_first else (b, a)
+    y = f(gate) * up
+    return Expected(y, call.unit * y.abs())
+
+
+def _alone(call: Call, f: Callable[[Any], Any]) -> Expected:
+    """An activation in several roundings, x * phi(x): one more of the size of the result."""
+    y = f(_x(call))
+    return Expected(y, call.unit * y.abs())
+
+
+@reference("SiluAndMul")
+def silu_and_mul(call: Call) -> Expected:
+    return _gated(call, silu)
+
+
+@reference("MulAndSilu")
+def mul_and_silu(call: Call) -> Expected:
+    return _gated(call, silu, gate_first=False)
+
+
+@reference("GeluAndMul")
+def gelu_and_mul(call: Call) -> Expected:
+    kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
+    if kind in ("tanh", "gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast"):
+        return _gated(call, gelu_tanh)
+    if kind in ("none", "gelu", "geglu"):
+        return _gated(call, gelu)
+    raise Declined("attribute approximate was not recorded")
+
+
+@reference("SwigluOAIAndMul")
+def swiglu_oai(call: Call) -> Expected:
+    x = _x(call)
+    alpha, limit = float(call.attr("alpha", default=1.702)), float(call.attr("limit", default=7.0))
+    gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
+    y = gate * torch.sigmoid(alpha * gate) * (up + 1.0)
+    return Expected(y, 2 * call.unit * y.abs())
+
+
+@reference("SiLU", "SiLUActivation")
+def only_silu(call: Call) -> Expected:
+    return _alone(call, silu)
+
+
+@reference("GELU", "GELUActivation")
+def only_gelu(call: Call) -> Expected:
+    kind = call.attrs.get("approximate", "none")
+    return _alone(call, gelu_tanh if kind == "tanh" else gelu)
+
+
+@reference("GELUTanh", "NewGELU", "NewGELUActivation", "FastGELU", "FastGELUActivation", "PytorchGELUTanh")
+def only_gelu_tanh(call: Call) -> Expected:
+    y = gelu_tanh(_x(call))
+    # 1 + tanh cancels for negative x, so what rounding leaves is relative to x / 2
+    return Expected(y, call.unit * _x(call).abs() * 0.5 if "Tanh" not in call.cls else call.unit * y.abs())
+
+
+@reference("QuickGELU", "QuickGELUActivation")
+def only_quick_gelu(call: Call) -> Expected:
+    return _alone(call, quick_gelu)
+
+
+@reference("ReLUSquaredActivation")
+def only_relu2(call: Call) -> Expected:
+    return _alone(call, relu2)
+
+
+@reference("ReLU")
+def only_relu(call: Call) -> Expected:
+    return Expected(torch.relu(_x(call)))
+
+
+@reference("Sigmoid")
+def only_sigmoid(call: Call) -> Expected:
+    return Expected(torch.sigmoid(_x(call)))
+
+
+@reference("Tanh")
+def only_tanh(call: Call) -> Expected:
+    return Expected(torch.tanh(_x(call)))

@@ -1,0 +1,178 @@
+"""Attention as vLLM runs it: a row of the batch looks back at all rows of its own request.
+
+Formula: softmax(scale * q kᵀ + mask) v [Vaswani et al., arXiv 1706.03762], heads shared as in GQA [Ainslie et al.,
+arXiv 2305.13245]; sliding window: keys at distance < W [Beltagy et al., arXiv 2004.05150; vLLM's meaning of W]; soft
+cap c tanh(s/c) [Gemma 2, arXiv 2408.00118]; ALiBi: slope * (j - i) [Press et al., arXiv 2108.12409]; sinks: one more
+logit per head that takes probability and gives nothing [gpt-oss's published code]. No paged cache is needed: keys and
+values are those that the request itself computed, at positions from 0 on, as captured (``extra["cache"]``, see
+opcheck/history.py). Rows whose history is incomplete have no reference. Noise: probabilities rounded to the values'
+dtype before they meet them, p * (v - o) each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+
+
+def alibi_slopes(heads: int) -> Any:
+    """Slopes of ALiBi for any number of heads, float64 [heads]; as published with the paper."""
+
+    def powers(n: int) -> list[float]:
+        return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
+
+    whole = 2 ** math.floor(math.log2(heads))
+    return torch.tensor(powers(whole) + powers(2 * whole)[0::2][: heads - whole], dtype=torch.float64)
+
+
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: float,
+    query_positions: Any | None = None,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
+    slopes: Any | None = None,
+    sinks: Any | None = None,
+    step: float = 0.0,
+    score_noise: Any | None = None,
+) -> tuple[Any, Any]:
+    """(output, noise) of one sequence: q [n, heads, d], k [m, kv heads, d], v [m, kv heads, e], float64 [n, heads, e].
+
+    query_positions: int [n], keys being at 0 .. m - 1; None: everything sees everything. step: relative error of a
+    rounded probability. score_noise: absolute error of the scores, [heads, n, m].
+    """
+    heads, kv = q.shape[1], k.shape[1]
+    if heads % kv:
+        raise Declined("query heads are no multiple of key heads")
+    k, v = (x.repeat_interleave(heads // kv, 1) for x in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    if query_positions is not None:
+        distance = query_positions[:, None] - torch.arange(k.shape[0])[None, :]
+        if slopes is not None:
+            scores = scores - slopes[:, None, None] * distance
+        hidden = distance < 0
+        if window:
+            hidden = hidden | (distance >= window)
+        scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        column = sinks.reshape(-1, 1, 1).expand(heads, q.shape[0], 1)
+        p = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+    else:
+        p = torch.softmax(scores, -1)
+    out = torch.einsum("hnm,mhe->nhe", p, v)
+    squared = torch.full_like(p, step * step) if score_noise is None else step * step + score_noise**2
+    w = p * p * squared
+    # sum of w (v - o)**2 without building the differences
+    spread = (
+        torch.einsum("hnm,mhe->nhe", w, v * v)
+        - 2 * out * torch.einsum("hnm,mhe->nhe", w, v)
+        + out * out * w.sum(-1).T.unsqueeze(-1)
+    )
+    return out, spread.clamp(min=0.0).sqrt()
+
+
+def scale_of(call: Call, head: int) -> float:
+    for source in (call.attrs, call.parent):
+        for name in ("scale", "scaling"):
+            if name in source:
+                return float(source[name])
+    if "query_pre_attn_scalar" in call.config:
+        return float(call.config["query_pre_attn_scalar"]) ** -0.5
+    return float(head) ** -0.5
+
+
+def _window(call: Call) -> int | None:
+    found = call.attrs.get("sliding_window")
+    if isinstance(found, (list, tuple)):  # flash-attention's spelling: (left, right), -1 for none
+        found = int(found[0]) + 1 if found and int(found[0]) >= 0 else None
+    return int(found) if found else None
+
+
+def _slopes(call: Call, heads: int) -> Any | None:
+    if call.config.get("model_type") not in ("bloom", "mpt") and not call.config.get("alibi"):
+        return None
+    size, rank = int(call.parent.get("tp_size", 1)), int(call.parent.get("tp_rank", 0))
+    return alibi_slopes(heads * size)[rank * heads : (rank + 1) * heads]
+
+
+@reference("Attention", "EncoderOnlyAttention", "ChunkedLocalAttention", "CrossAttention")
+def paged_attention(call: Call) -> Expected:
+    """Rows of several requests; q [tokens, heads * d] or [tokens, heads, d]."""
+    if call.cls in ("ChunkedLocalAttention", "CrossAttention"):
+        raise Declined(f"no reference for {call.cls}")
+    heads, kv = int(call.attr("num_heads")), int(call.attr("num_kv_heads"))
+    head = int(call.attr("head_size"))
+    cache = call.extra.get("cache")
+    if cache is None:
+        raise Declined("which row belongs to which request was not captured")
+    captured = call.outputs["output.0"]
+    q = call.wide("query").reshape(captured.shape[0], heads, head)
+    out, noise, rows = _by_request(call, cache, q, kv, _limits(call, heads, head))
+    shape = captured.shape
+    if out.numel() != captured.numel():
+        raise Declined("its output has another shape than its queries")
+    return Expected(out.reshape(shape), noise.reshape(shape), rows=rows, reason=cache.why)
+
+
+def _limits(call: Call, heads: int, head: int) -> dict[str, Any]:
+    return {
+        "scale": scale_of(call, head),
+        "window": _window(call),
+        "cap": call.attrs.get("logits_soft_cap") or call.config.get("attn_logit_softcapping") or None,
+        "slopes": _slopes(call, heads),
+        "sinks": call.param("sinks") if "sinks" in call.params else None,
+        "step": call.unit,
+    }
+
+
+def _by_request(call: Call, cache: Any, q: Any, kv: int, limits: dict[str, Any]) -> tuple[Any, Any, Any]:
+    causal = call.cls != "EncoderOnlyAttention"
+    out: Any = None
+    noise: Any = None
+    rows = torch.zeros(q.shape[0], dtype=torch.bool)
+    for at, positions, past in cache.requests(causal):
+        k, v = (past[name].double().reshape(len(past[name]), kv, -1) for name in ("key", "value"))
+        y, e = attend(q[at], k, v, query_positions=positions if causal else None, **limits)
+        if out is None:
+            out = torch.zeros(q.shape[0], *y.shape[1:], dtype=torch.float64)
+            noise = torch.zeros_like(out)
+        out[at], noise[at], rows[at] = y, e, True
+    if out is None:
+        raise Declined(cache.why or "no row has its whole history in the dump")
+    return out, noise, rows
+
+
+@reference("MMEncoderAttention", "MultiHeadAttention")
+def encoder_attention(call: Call) -> Expected:
+    """Full attention within runs of rows; q, k, v [1, tokens, heads, d] or [1, tokens, heads * d], cu_seqlens the runs'
+    ends."""
+    captured = call.outputs["output.0"]
+    heads, kv, head = (int(call.attr(n)) for n in ("num_heads", "num_kv_heads", "head_size"))
+    q, k, v = (call.wide(n) for n in ("query", "key", "value"))
+    batch = q.shape[0]
+    q, k, v = q.reshape(batch, -1, heads, head), k.reshape(batch, -1, kv, head), v.reshape(batch, -1, kv, head)
+    ends = [0, q.shape[1]]
+    if "cu_seqlens" in call.inputs:
+        ends = [int(e) for e in call.tensor("cu_seqlens")]
+    if ends[0] != 0 or ends[-1] != q.shape[1] or sorted(ends) != ends:
+        raise Declined("not all rows of its sequences were captured")
+    scale = scale_of(call, head)
+    done = [_runs(q[b], k[b], v[b], ends, scale, call.unit) for b in range(batch)]
+    out, noise = (torch.stack([d[i] for d in done]).reshape(captured.shape) for i in (0, 1))
+    return Expected(out, noise)
+
+
+def _runs(q: Any, k: Any, v: Any, ends: Sequence[int], scale: float, step: float) -> tuple[Any, Any]:
+    parts = [attend(q[a:b], k[a:b], v[a:b], scale, step=step) for a, b in pairwise(ends) if b > a]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])

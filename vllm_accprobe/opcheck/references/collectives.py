@@ -1,0 +1,55 @@
+"""What ranks exchange: all-reduce, all-gather, reduce-scatter of captured tensors.
+
+Formulas: sum, concatenation, and sum cut into equal parts, as MPI defines them [MPI 4.1, chapter 6]. Noise: a sum of n
+ranks' values may be rounded at each of its n - 1 additions. A call is an operator's; ``extra["ranks"]`` holds every
+rank's input, in the order of the group, and ``attrs["rank"]`` this one's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+
+
+def all_reduce(parts: Sequence[Any], step: float = 0.0) -> Expected:
+    """The sum, and the noise of rounding each partial sum: at most (n - 1) roundings of the size of sum |x|."""
+    whole = torch.stack([p.double() for p in parts])
+    noise = step * max(len(parts) - 1, 0) ** 0.5 * whole.abs().sum(0) * 0.5
+    return Expected(whole.sum(0), noise)
+
+
+def all_gather(parts: Sequence[Any], dim: int = -1) -> Expected:
+    return Expected(torch.cat([p.double() for p in parts], dim))
+
+
+def reduce_scatter(parts: Sequence[Any], rank: int, dim: int = -1, step: float = 0.0) -> Expected:
+    total = all_reduce(parts, step)
+    n = len(parts)
+    assert total.noise is not None
+    return Expected(total.value.chunk(n, dim)[rank], total.noise.chunk(n, dim)[rank])
+
+
+def _parts(call: Call) -> list[Any]:
+    parts = list(call.extra.get("ranks", ()))
+    if not parts:
+        raise Declined("a collective whose other ranks were not captured")
+    return parts
+
+
+@reference("torch.ops.vllm.all_reduce", "vllm.all_reduce", "c10d_functional.all_reduce")
+def reduce_op(call: Call) -> Expected:
+    return all_reduce(_parts(call), call.unit)
+
+
+@reference("torch.ops.vllm.all_gather", "vllm.all_gather")
+def gather_op(call: Call) -> Expected:
+    return all_gather(_parts(call), int(call.attr("dim", default=-1)))
+
+
+@reference("torch.ops.vllm.reduce_scatter", "vllm.reduce_scatter")
+def scatter_op(call: Call) -> Expected:
+    return reduce_scatter(_parts(call), int(call.attr("rank")), int(call.attr("dim", default=-1)), call.unit)

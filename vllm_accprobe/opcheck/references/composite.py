@@ -1,0 +1,156 @@
+"""Modules that compute nothing themselves: what comes out must be what their last part gave.
+
+The problem: most calls of a model are of blocks, and a fault can sit between modules, where nothing is captured (a
+residual stream that is scaled, shared experts that are not added). The idea: a block's output is checked against the
+outputs captured inside it, bit for bit where it hands one on, in float64 where it adds two up. What a block does is
+known by class; others are declined. Formulas: vLLM's model files: (hidden, residual) handed on by decoder layers;
+output projection last in attention; down projection last in an MLP, times a sigmoid gate in Qwen2-MoE's shared expert;
+routed and shared experts added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+
+Inside = Sequence[tuple[str, str, Any]]
+
+
+def _inside(call: Call) -> Inside:
+    found: Inside = call.extra.get("children", ())
+    if not found:
+        raise Declined("nothing inside it was captured")
+    return found
+
+
+def _same(call: Call, role: str, child: str, child_role: str) -> Expected | None:
+    """Output ``role`` handed on from the last output of the child whose path ends so; None where it was not
+    captured."""
+    read = call.extra.get("read")
+    out = call.outputs.get(role)
+    for path, r, record in reversed(_inside(call)):
+        if r == child_role and (path == child or (child.startswith("*") and path.endswith(child[1:]))):
+            if read is None or out is None or tuple(record.shape) != tuple(out.shape):
+                return None
+            return Expected(read(record).double(), None, 0.0)
+    return None
+
+
+def _handed_on(call: Call, *places: tuple[str, str, str]) -> dict[str, Expected]:
+    """(role, child, child's role): the first place of a role that was captured."""
+    found: dict[str, Expected] = {}
+    for role, child, child_role in places:
+        if role in call.outputs and role not in found:
+            same = _same(call, role, child, child_role)
+            if same is not None:
+                found[role] = same
+    if not found:
+        raise Declined("a block whose parts do not tell what it hands on")
+    return found
+
+
+@reference("*DecoderLayer")
+def decoder_layer(call: Call) -> dict[str, Expected]:
+    """Of layers that hand on (hidden, residual); those that add the residual themselves are declined."""
+    if "output.1" not in call.outputs:
+        raise Declined("a layer that adds its residual itself")
+    return _handed_on(
+        call,
+        ("output.0", "mlp", "output.0"),
+        ("output.0", "block_sparse_moe", "output.0"),
+        ("output.0", "feed_forward", "output.0"),
+        ("output.1", "post_attention_layernorm", "output.1"),
+        ("output.1", "pre_feedforward_layernorm", "output.1"),
+    )
+
+
+@reference("*Attention")
+def attention_block(call: Call) -> dict[str, Expected]:
+    return _handed_on(
+        call,
+        *(("output.0", c, "output.0") for c in ("o_proj", "mla_attn", "proj", "dense", "out_proj", "c_proj", "wo")),
+    )
+
+
+@reference("MultiHeadLatentAttentionWrapper")
+def latent_block(call: Call) -> dict[str, Expected]:
+    return _handed_on(call, ("output.0", "o_proj", "output.0"))
+
+
+@reference("*MLP")
+def mlp(call: Call) -> dict[str, Expected]:
+    gates = [f for f in _inside(call) if f[0] == "expert_gate" and f[1] == "output.0"]
+    if gates:
+        return {"output.0": _gated(call, gates[-1][2])}
+    return _handed_on(call, *(("output.0", c, "output.0") for c in ("down_proj", "fc2", "c_proj", "dense_4h_to_h")))
+
+
+def _gated(call: Call, gate: Any) -> Expected:
+    read = call.extra["read"]
+    down = _same(call, "output.0", "down_proj", "output.0")
+    if down is None:
+        raise Declined("a block whose parts do not tell what it hands on")
+    y = down.value * read(gate).double().sigmoid()
+    return Expected(y, call.unit * y.abs(), common=call.unit)
+
+
+@reference("MoERunner", "FusedMoE", "SharedFusedMoE")
+def experts(call: Call) -> dict[str, Expected]:
+    """Routed and shared experts added up."""
+    routed = _same(call, "output.0", "routed_experts.quant_method", "output.0")
+    if routed is None:
+        raise Declined("a block whose parts do not tell what it hands on")
+    if call.config.get("routed_scaling_factor") not in (None, 1, 1.0):
+        raise Declined("where the routed scaling factor is applied was not recorded")
+    shared = _same(call, "output.0", "_shared_experts._layer", "output.0")
+    if shared is None:
+        return {"output.0": routed}
+    y = routed.value + shared.value
+    return {"output.0": Expected(y, call.unit * 0.5 * y.abs())}
+
+
+@reference("*MoE", "*MoeSparseMoeBlock", "*SparseMoeBlock")
+def moe_block(call: Call) -> dict[str, Expected]:
+    return _handed_on(call, ("output.0", "experts", "output.0"))
+
+
+@reference("*Model")
+def model(call: Call) -> dict[str, Expected]:
+    return _handed_on(call, ("output.0", "norm", "output.0"), ("output.0", "final_layernorm", "output.0"))
+
+
+@reference("*ForCausalLM", "*ForConditionalGeneration")
+def causal_lm(call: Call) -> dict[str, Expected]:
+    return _handed_on(call, ("output.0", "model", "output.0"), ("output.0", "language_model.model", "output.0"))
+
+
+@reference("*VisionPatchEmbed", "*PatchEmbed")
+def patch_embed(call: Call) -> dict[str, Expected]:
+    read, out = call.extra.get("read"), call.outputs.get("output.0")
+    for path, role, record in reversed(_inside(call)):
+        if path == "proj" and role == "output.0" and read is not None and out is not None:
+            value = read(record).double()
+            if value.numel() == out.numel():
+                return {"output.0": Expected(value.reshape(out.shape), None, 0.0)}
+    raise Declined("a block whose parts do not tell what it hands on")
+
+
+@reference("*VisionBlock")
+def vision_block(call: Call) -> dict[str, Expected]:
+    """The residual that its second norm gave, and the MLP's output, added."""
+    down, stream = (_same(call, "output.0", *place) for place in (("mlp", "output.0"), ("norm2", "output.1")))
+    if down is None or stream is None:
+        raise Declined("a block whose parts do not tell what it hands on")
+    return {"output.0": Expected(down.value + stream.value)}
+
+
+@reference("*PatchMerger", "Sequential")
+def last_part(call: Call) -> dict[str, Expected]:
+    """The output of the part that ended last."""
+    read, out = call.extra.get("read"), call.outputs.get("output.0")
+    _, role, record = _inside(call)[-1]
+    if read is None or out is None or role != "output.0" or tuple(record.shape) != tuple(out.shape):
+        raise Declined("a block whose parts do not tell what it hands on")
+    return {"output.0": Expected(read(record).double(), None, 0.0)}

@@ -1,0 +1,43 @@
+"""Looking rows up in a table, whole or cut over ranks by rows.
+
+Formula: torch.nn.Embedding's definition. A rank of a sharded table gives zeros for tokens that are not its own, and the
+ranks' results are added; ranks hold equal runs of the vocabulary, the last one padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+
+_IDS = ("input_", "input", "input_ids", "position_ids", "0")
+
+
+def looked_up(ids: Any, table: Any, first: int = 0) -> Any:
+    """table[ids - first], zeros for ids outside; ids int [...], table [n, width]."""
+    local = ids.long() - first
+    inside = (local >= 0) & (local < table.shape[0])
+    return table[local.clamp(0, table.shape[0] - 1)] * inside.unsqueeze(-1)
+
+
+@reference("VocabParallelEmbedding", "Embedding", "*WordEmbedding", "*TextScaledWordEmbedding")
+def embedding(call: Call) -> Expected:
+    ids = call.tensor(*_IDS)
+    if "Scaled" in call.cls:
+        raise Declined("attribute embed_scale was not recorded")
+    size = int(call.attr("tp_size", default=1))
+    if size == 1:
+        table = call.param("weight")
+        if int(ids.max()) >= table.shape[0] or int(ids.min()) < 0:
+            raise Declined("an id lies outside its table")
+        return Expected(looked_up(ids, table))
+    ranks: list[Call] = list(call.extra.get("ranks", ()))
+    if len(ranks) != size:
+        raise Declined("adds up over ranks, and not all of them were captured")
+    total = torch.zeros((), dtype=torch.float64)
+    for other in ranks:
+        table = other.param("weight")
+        total = total + looked_up(ids, table, int(other.attr("tp_rank", default=0)) * table.shape[0])
+    return Expected(total)

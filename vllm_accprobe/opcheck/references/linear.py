@@ -1,0 +1,108 @@
+"""Products with a weight matrix: y = x Wᵀ + b, whatever vLLM calls the module.
+
+Formula: torch.nn.Linear's definition. Noise: float32 sums of K products, sqrt(K) roundings of size 2**-24 of |x| |W|
+[Higham and Mary, SIAM J. Sci. Comput. 41 (2019) A2815, probabilistic bound]. A row-parallel module whose ranks'
+partial sums are added afterwards gets them from all ranks (``extra["ranks"]``: the other ranks' calls). Bias: added
+on one rank, or once after the sum. Quantised weights are turned into numbers first (quantised.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
+from vllm_accprobe.opcheck.references.quantised import activation_noise, weight_of
+
+_INPUT = ("input_", "x", "input", "hidden_states", "0")
+_SUM32 = 2.0**-24
+
+
+def product(x: Any, weight: Any, x_noise: Any | None = None) -> Expected:
+    """x @ weight.T in float64 with the noise of a float32 sum, and of x where that was rounded."""
+    noise = _SUM32 * x.shape[-1] ** 0.5 * (x.abs() @ weight.abs().T)
+    if x_noise is not None:
+        noise = combined(noise, ((x_noise * x_noise) @ (weight * weight).T).sqrt())
+    return Expected(x @ weight.T, noise)
+
+
+def partial(call: Call) -> Expected:
+    """This rank's product, without a bias."""
+    x = call.wide(*_INPUT, *(["1"] if call.cls == "ParallelLMHead" else []))  # apply(layer, x)
+    weight = weight_of(call)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise Declined(f"weight {list(weight.shape)} does not fit an input of width {x.shape[-1]}")
+    return product(x, weight, activation_noise(call, x))
+
+
+def _bias(call: Call) -> Any | None:
+    if "bias" not in call.params or call.attr("skip_bias_add", default=False):
+        return None
+    return call.param("bias")
+
+
+def _with(y: Expected, bias: Any | None, unit: float, first_rounded: bool = False) -> Expected:
+    if bias is None:
+        return y
+    noise = y.noise if not first_rounded else combined(y.noise, unit * y.value.abs())
+    return Expected(y.value + bias, noise)
+
+
+@reference(
+    "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "ReplicatedLinear", "GateLinear",
+    "MergedReplicatedLinear", "QKVCrossParallelLinear", "*ParallelLinear", "Linear", "*Linear",
+)  # fmt: skip
+def column(call: Call) -> dict[str, Expected]:
+    """Its columns, on this rank. Some kernels round before they add the bias, so noise allows it."""
+    if call.attr("gather_output", default=False) and int(call.attr("tp_size", default=1)) > 1:
+        raise Declined("gathers its output over ranks")
+    y = _with(partial(call), _bias(call), call.unit, first_rounded=True)
+    found = {"output.0": y}
+    if call.attr("skip_bias_add", default=False) and "bias" in call.params:
+        found["output.1"] = Expected(call.param("bias"))
+    return found
+
+
+@reference("RowParallelLinear")
+def row(call: Call) -> dict[str, Expected]:
+    """This rank's partial sum, or with reduce_results the sum over the ranks, each of which may be rounded."""
+    size = int(call.attr("tp_size", default=1))
+    if size == 1 or not call.attr("reduce_results", default=True):
+        bias = _bias(call) if int(call.attr("tp_rank", default=0)) == 0 else None
+        return {"output.0": _with(partial(call), bias, call.unit, first_rounded=True)}
+    ranks: list[Call] = list(call.extra.get("ranks", ()))
+    if len(ranks) != size:
+        raise Declined("adds up over ranks, and not all of them were captured")
+    total: Expected | None = None
+    for other in ranks:
+        y = _with(partial(other), _bias(other) if other.attr("tp_rank", default=0) == 0 else None, call.unit)
+        noise = combined(y.noise, call.unit * y.value.abs())
+        total = Expected(y.value, noise) if total is None else Expected(
+            total.value + y.value, combined(total.noise, noise))  # fmt: skip
+    assert total is not None
+    return {"output.0": total}
+
+
+@reference("ParallelLMHead")
+def lm_head(call: Call) -> Expected:
+    return _with(partial(call), _bias(call), call.unit, first_rounded=True)
+
+
+@reference("LogitsProcessor")
+def logits(call: Call) -> Expected:
+    """lm_head's own output, scaled and capped: scale * z, or cap * tanh(scale * z / cap) [Gemma 2, arXiv
+    2408.00118]."""
+    z = call.extra.get("lm_head")
+    if z is None:
+        raise Declined("the output of lm_head was not captured beside it")
+    from vllm_accprobe.opcheck.references.activations import soft_cap
+
+    z = z.double()
+    out = call.outputs["output.0"]
+    if z.shape[-1] < out.shape[-1] or z.shape[0] != out.shape[0]:
+        raise Declined("the output of lm_head has another shape")
+    z = z[..., : out.shape[-1]]
+    cap = call.attrs.get("soft_cap") or call.config.get("final_logit_softcapping")
+    if cap:
+        z = soft_cap(z, float(cap))
+    z = z * float(call.attr("scale", default=1.0))
+    return Expected(z, call.unit * z.abs() if cap else None)

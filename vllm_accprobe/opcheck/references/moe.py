@@ -1,0 +1,148 @@
+"""Mixtures of experts: which experts a token goes to, and what they make of it.
+
+Formulas: softmax or sigmoid scores, the k largest, renormalised to a sum of 1 [Shazeer et al., arXiv 1701.06538; Jiang
+et al., arXiv 2401.04088]; groups of experts, the best by their two largest scores with a correction bias or else by
+their largest, the bias choosing but not weighing [DeepSeek-V2, arXiv 2405.04434; DeepSeek-V3, arXiv 2412.19437, section
+2.1.2]; an expert is a gated MLP down(act(gate x) * up x) [arXiv 2002.05202]. Ties: a token whose k-th and next score
+are closer than rounding may go either way, so its row has no reference. Noise: gate, up, their product, each expert's
+result and the sum may be rounded. Not here: shared experts, which are modules of their own (composite.py adds them up).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.references.activations import gelu, silu
+
+_RENORMALIZES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": False, "deepseek_v2": False, "deepseek_v3": True}
+"""What a model does whose config.json does not say: transformers' defaults of norm_topk_prob."""
+
+
+def route(
+    logits: Any, top_k: int, *, scoring: str = "softmax", renormalize: bool = True, bias: Any | None = None,
+    groups: int = 1, top_groups: int = 1, factor: float = 1.0, tie: float = 2.0**-20,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(weights [tokens, experts], zero where not chosen; clear [tokens] bool: no tie decided) from float64 logits.
+
+    tie: two scores nearer than this, relatively, are a tie."""
+    if scoring == "softmax":
+        scores = torch.softmax(logits, -1)
+    elif scoring == "sigmoid":
+        scores = torch.sigmoid(logits)
+    else:
+        raise Declined(f"scoring function {scoring} is not known")
+    choice = scores if bias is None else scores + bias
+    clear = torch.ones(len(logits), dtype=torch.bool)
+    if groups > 1:
+        grouped = choice.reshape(len(logits), groups, -1)
+        strength = grouped.topk(2, -1).values.sum(-1) if bias is not None else grouped.amax(-1)
+        chosen, gap = _top(strength, top_groups, tie)
+        clear &= gap
+        keep = torch.zeros_like(strength, dtype=torch.bool).scatter(1, chosen, True)
+        choice = choice.masked_fill(~keep.repeat_interleave(grouped.shape[-1], 1), float("-inf"))
+    chosen, gap = _top(choice, top_k, tie)
+    clear &= gap
+    weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * factor, clear
+
+
+def _top(values: Any, k: int, tie: float) -> tuple[Any, Any]:
+    """Indices of the k largest, and whether the k-th stands clear of the next."""
+    n = min(k + 1, values.shape[-1])
+    top = values.topk(n, -1)
+    if n <= k:
+        return top.indices[:, :k], torch.ones(len(values), dtype=torch.bool)
+    last, after = top.values[:, k - 1], top.values[:, k]
+    return top.indices[:, :k], (last - after) > tie * last.abs()
+
+
+def dense(weights: Any, ids: Any, experts: int) -> Any:
+    """[tokens, k] weights and expert ids → [tokens, experts]; an id below 0 is nobody."""
+    out = torch.zeros(len(ids), experts, dtype=torch.float64)
+    return out.scatter_add(1, ids.long().clamp(min=0), torch.where(ids >= 0, weights.double(), 0.0))
+
+
+def expert_mlps(x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float) -> tuple[Any, Any]:
+    """(sum, noise): x [tokens, h], weights [tokens, experts], w13 [experts, 2 i, h] gates first, w2 [experts, h, i]."""
+    out = torch.zeros(len(x), w2.shape[1], dtype=torch.float64)
+    square = torch.zeros_like(out)
+    for e in range(len(w13)):
+        at = weights[:, e].nonzero().flatten()
+        if not len(at):
+            continue
+        gate, up = (x[at] @ w13[e].double().T).chunk(2, -1)
+        hidden = act(gate) * up
+        inner = 3 * (step * hidden) ** 2
+        w = w2[e].double()
+        y, scale = hidden @ w.T, weights[at, e].unsqueeze(-1)
+        out[at] += scale * y
+        square[at] += scale**2 * (inner @ (w * w).T + (step * y) ** 2)
+    return out, (square + (step * out) ** 2).sqrt()
+
+
+def _activation(call: Call) -> Any:
+    name = call.config.get("hidden_act", "silu") if call.config else None
+    if name in ("silu", "swish"):
+        return silu
+    if name == "gelu":
+        return gelu
+    raise Declined("which activation the experts have is neither recorded nor in config.json")
+
+
+@reference("UnquantizedFusedMoEMethod")
+def routed_experts(call: Call) -> dict[str, Expected]:
+    """The experts of this rank, with the given weights; and the weights themselves, from the router's logits."""
+    x, ids = call.wide("x"), call.tensor("topk_ids")
+    w13, w2 = (call.params.get(n) for n in ("w13_weight", "w2_weight"))
+    if w13 is None or w2 is None:
+        raise Declined("the experts' weights were packed by a kernel before they could be captured")
+    if "w13_bias" in call.params:
+        raise Declined("experts with biases have no reference")
+    if int(call.parent.get("local_num_experts", len(w13))) != int(call.parent.get("global_num_experts", len(w13))):
+        raise Declined("which experts this rank holds was not recorded")
+    if w13.shape[-1] != x.shape[-1] or w2.shape[1] != x.shape[-1] or w13.shape[1] != 2 * w2.shape[2]:
+        raise Declined("the experts' weights have an unknown form")
+    weights = dense(call.tensor("topk_weights"), ids, len(w13))
+    y, noise = expert_mlps(x, weights, w13, w2, _activation(call), call.unit)
+    found = {"output.0": Expected(y, noise)}
+    routing = _routing(call, len(w13))
+    if routing is not None:
+        found["input.topk_weights"] = routing
+    return found
+
+
+def _routing(call: Call, experts: int) -> Expected | None:
+    """What the router should have said, in the order in which mine said it: an expert that should not be chosen has
+    0."""
+    logits, config = call.extra.get("router_logits"), call.config
+    ids, k = call.tensor("topk_ids"), call.tensor("topk_ids").shape[1]
+    if logits is None or not config or logits.shape != (len(ids), experts):
+        return None
+    factor = float(config.get("routed_scaling_factor") or 1.0)
+    renormalize = config.get("norm_topk_prob", _RENORMALIZES.get(str(config.get("model_type"))))
+    if renormalize is None:
+        return None
+    bias = call.extra.get("gate", {}).get("e_score_correction_bias")
+    if factor != 1.0 or (config.get("topk_method") == "noaux_tc" and bias is None):
+        return None
+    grouped = config.get("topk_method") not in (None, "greedy")
+    step = unit(str(logits.dtype).removeprefix("torch."))  # some routers work in the dtype of their logits
+    weights, clear = route(
+        logits.double(),
+        k,
+        tie=4 * step,
+        scoring=str(config.get("scoring_func") or "softmax"),
+        renormalize=bool(renormalize),
+        bias=None if bias is None else bias.double(),
+        groups=int(config.get("n_group") or 1) if grouped else 1,
+        top_groups=int(config.get("topk_group") or 1) if grouped else 1,
+    )
+    at = ids.long().clamp(min=0)
+    value = torch.where(ids >= 0, weights.gather(1, at), 0.0)
+    return Expected(value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason="two experts are tied")

@@ -1,0 +1,114 @@
+"""Norms: RMSNorm, Gemma's, LayerNorm, GroupNorm, with and without a residual that is added first.
+
+Formulas: RMSNorm y = x / sqrt(mean(x*x) + eps) * w [Zhang and Sennrich, arXiv 1910.07467]; Gemma's weighs with 1 + w
+[Gemma report, arXiv 2403.08295, and its published code]; LayerNorm [Ba et al., arXiv 1607.06450]; GroupNorm [Wu and He,
+arXiv 1803.08494]; gated: norm(x * silu(z)), or norm(x) * silu(z) with the norm first [Dao and Gu, arXiv 2405.21060,
+section 7]. A fused add gives the norm of x + residual, and x + residual itself as second output. Some kernels take the
+norm of the sum before it is rounded, some after: noise covers both. q and k norms are RMSNorms over the last dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
+
+_EPS = ("variance_epsilon", "eps")
+_SHARED = 0.5
+"""Units: rounding x / rms to the model's dtype, where the rms is near 1, moves all of a row the same way."""
+
+
+def rms_norm(x: Any, weight: Any | None, eps: float) -> Any:
+    """x / sqrt(mean(x*x) + eps) * weight over the last dimension; all float64."""
+    y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight
+
+
+def layer_norm(x: Any, weight: Any | None, bias: Any | None, eps: float) -> Any:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, variance of the population."""
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _weight(call: Call) -> Any | None:
+    return call.param("weight") if "weight" in call.params else None
+
+
+def _rms(call: Call, offset: float) -> dict[str, Expected]:
+    x = call.wide("x", "hidden_states", "input", "0")
+    eps = float(call.attr(*_EPS))
+    weight = _weight(call)
+    if weight is not None:
+        weight = weight + offset
+    # transformers and vLLM's native path round x / rms to the model's dtype before they weigh it
+    residual = call.maybe("residual", "1")
+    if residual is None:
+        y = rms_norm(x, weight, eps)
+        return {"output.0": Expected(y, call.unit * y.abs() * 0.5, common=_SHARED * call.unit)}
+    total = x + residual.double()
+    y = rms_norm(total, weight, eps)
+    noise = combined(call.unit * y.abs() * 0.5, call.unit * y.abs())  # the sum, rounded or not
+    return {"output.0": Expected(y, noise, common=_SHARED * call.unit), "output.1": Expected(total)}
+
+
+@reference("RMSNorm", "*RMSNorm", "*RMSNormFused")
+def rms(call: Call) -> dict[str, Expected]:
+    return _rms(call, 0.0)
+
+
+@reference("GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm")
+def gemma_rms(call: Call) -> dict[str, Expected]:
+    if call.cls.startswith(("Gemma3n", "Gemma4")):  # these weigh with w as everybody else does
+        return _rms(call, 0.0)
+    return _rms(call, 1.0)
+
+
+@reference("RMSNormGated", "*RMSNormGated")
+def gated_rms(call: Call) -> Expected:
+    x = call.wide("x", "hidden_states")
+    eps, weight = float(call.attr(*_EPS)), _weight(call)
+    z = call.inputs.get("z", call.inputs.get("gate"))
+    if z is None:
+        return Expected(rms_norm(x, weight, eps))
+    if "norm_before_gate" not in call.attrs and call.cls == "RMSNormGated":
+        raise Declined("attribute norm_before_gate was not recorded")
+    gate = torch.nn.functional.silu(z.double())
+    if call.attr("norm_before_gate", default=True):
+        y = rms_norm(x, weight, eps) * gate
+    else:
+        y = rms_norm(x * gate, weight, eps)
+    return Expected(y, call.unit * y.abs())
+
+
+@reference("LayerNorm", "*LayerNorm")
+def layer(call: Call) -> Expected:
+    x = call.wide("input", "x", "hidden_states", "0")
+    bias = call.param("bias") if "bias" in call.params else None
+    shape = call.attr("normalized_shape", default=[x.shape[-1]])
+    dims = len(shape) if isinstance(shape, (list, tuple)) else 1
+    eps = float(call.attr(*_EPS))
+    weight = _weight(call)
+    flat = x.flatten(-dims) if dims > 1 else x
+    y = layer_norm(flat, None, None, eps).reshape(x.shape)
+    scaled = y if weight is None else y * weight
+    noise = call.unit * 0.5 * scaled.abs()
+    return Expected(scaled if bias is None else scaled + bias, noise)
+
+
+@reference("GroupNorm")
+def group(call: Call) -> Expected:
+    x = call.wide("input", "x")
+    groups = int(call.attr("num_groups"))
+    if x.shape[1] % groups:
+        raise Declined("its channels are no multiple of its groups")
+    y = layer_norm(x.reshape(x.shape[0], groups, -1), None, None, float(call.attr(*_EPS))).reshape(x.shape)
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    if "weight" in call.params:
+        y = y * call.param("weight").reshape(shape)
+    if "bias" in call.params:
+        y = y + call.param("bias").reshape(shape)
+    return Expected(y)

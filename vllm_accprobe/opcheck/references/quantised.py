@@ -1,0 +1,138 @@
+"""Weights that are stored as small integers or 8-bit floats, turned back into numbers.
+
+Formulas: fp8 and int8: w = q * scale, one scale per tensor, per output channel or per block of the matrix [Micikevicius
+et al., arXiv 2209.05433; DeepSeek-V3, arXiv 2412.19437, section 3.3, blocks of 128 x 128]; GPTQ: eight 4-bit numbers
+per int32 along the inputs, w = (q - z) * s by group, z stored as z - 1 [Frantar et al., arXiv 2210.17323, and the
+published checkpoint format]; AWQ: eight per int32 along the outputs in the order 0 2 4 6 1 3 5 7, z stored as it is
+[Lin et al., arXiv 2306.00978, and its published format]. Activations that a kernel quantises itself (W8A8) lose half a
+step of their row's or tensor's scale, uniformly: a standard error of step / sqrt(12) that `activation_noise` gives. Not
+here: products (linear.py). Parameters must be those of the checkpoint: packed kernels' forms are declined.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, Declined
+
+_FP8 = {"float8_e4m3fn": (448.0, 3), "float8_e5m2": (57344.0, 2), "float8_e4m3fnuz": (240.0, 3)}
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def name_of(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def weight_of(call: Call) -> Any:
+    """The weight as numbers, float64 [outputs, inputs]. Raises Declined where its form is not known."""
+    if "qweight" in call.params:
+        return _packed(call)
+    weight = call.params.get("weight")
+    if weight is None or name_of(weight) not in (*_FP8, "int8"):
+        return call.param("weight")
+    for name in ("weight_scale_inv", "weight_scale"):
+        if name in call.params:
+            return scaled(call.param("weight"), call.param(name))
+    raise Declined("the scale of its quantised weight was not captured")
+
+
+def scaled(weight: Any, scale: Any) -> Any:
+    """q * scale for float64 weight [outputs, inputs]; scale of one element, [outputs], [outputs, 1] or by block."""
+    if scale.numel() == 1:
+        return weight * scale.reshape(())
+    outputs, inputs = weight.shape
+    if scale.numel() == outputs:
+        return weight * scale.reshape(-1, 1)
+    if scale.dim() == 2:
+        blocks = [math.ceil(n / k) for n, k in zip(weight.shape, scale.shape, strict=True)]
+        # blocks are square or whole powers of two in all published formats; the last one may be cut
+        rows, columns = (_block(n, k, b) for n, k, b in zip(weight.shape, scale.shape, blocks, strict=True))
+        wide = scale.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
+        if wide.shape == weight.shape:
+            return weight * wide
+    raise Declined(f"scales {list(scale.shape)} do not fit a weight {list(weight.shape)}")
+
+
+def _block(size: int, count: int, least: int) -> int:
+    """The block size that cuts ``size`` into ``count``: a power of two where one does, as published formats have it."""
+    power = 1 << max(least - 1, 0).bit_length()
+    return power if math.ceil(size / power) == count else least
+
+
+def unpack_rows(packed: Any) -> Any:
+    """int32 [n, m] of eight 4-bit numbers each, lowest bits first, along dimension 0: int64 [8 n, m]."""
+    shifts = torch.arange(0, 32, 4).reshape(1, 8, 1)
+    return ((packed.long().unsqueeze(1) >> shifts) & 15).flatten(0, 1)
+
+
+def unpack_columns(packed: Any, order: tuple[int, ...] = tuple(range(8))) -> Any:
+    """int32 [n, m] of eight 4-bit numbers each along dimension 1, number i of each in place order[i]: int64 [n, 8
+    m]."""
+    shifts = torch.arange(0, 32, 4).reshape(1, 1, 8)
+    numbers = (packed.long().unsqueeze(2) >> shifts) & 15
+    places = torch.empty_like(numbers)
+    places[:, :, list(order)] = numbers
+    return places.flatten(1)
+
+
+def gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any | None = None) -> Any:
+    """float64 [outputs, inputs] from GPTQ's 4-bit checkpoint: qweight int32 [inputs / 8, outputs], qzeros int32
+    [groups, outputs / 8], scales [groups, outputs], g_idx [inputs] the group of each input or None for equal runs."""
+    q = unpack_rows(qweight)
+    zeros = unpack_columns(qzeros) + 1
+    group = g_idx.long() if g_idx is not None and g_idx.numel() else _groups(q.shape[0], scales.shape[0])
+    return ((q - zeros[group]).double() * scales.double()[group]).T
+
+
+def awq(qweight: Any, qzeros: Any, scales: Any) -> Any:
+    """float64 [outputs, inputs] from AWQ's 4-bit checkpoint: qweight int32 [inputs, outputs / 8], qzeros int32 [groups,
+    outputs / 8], scales [groups, outputs]."""
+    q, zeros = unpack_columns(qweight, _AWQ_ORDER), unpack_columns(qzeros, _AWQ_ORDER)
+    group = _groups(q.shape[0], scales.shape[0])
+    return ((q - zeros[group]).double() * scales.double()[group]).T
+
+
+def _groups(inputs: int, groups: int) -> Any:
+    return torch.arange(inputs) // math.ceil(inputs / groups)
+
+
+def _packed(call: Call) -> Any:
+    missing = [n for n in ("qweight", "qzeros", "scales") if n not in call.params or not call.params[n].numel()]
+    if missing:
+        raise Declined(f"parameter {missing[0]} was not captured as the checkpoint has it")
+    q, z, s = (call.params[n] for n in ("qweight", "qzeros", "scales"))
+    outputs = s.shape[1]
+    if q.dtype != torch.int32 or z.shape[-1] * 8 != outputs:
+        raise Declined("its packed weight is not of 4 bits in int32")
+    if q.shape[1] == outputs:
+        return gptq(q, z, s, call.params.get("g_idx"))
+    if q.shape[1] * 8 == outputs:
+        return awq(q, z, s)
+    raise Declined("its packed weight has an unknown form")
+
+
+def activation_noise(call: Call, x: Any) -> Any | None:
+    """Standard error that quantising x inside the kernel adds to it, float64 like x; None where x stays as it is.
+
+    Which kernels quantise is told by the weight: 8-bit floats and int8 (W8A8). Static: ``input_scale``; dynamic: the
+    largest of a row. Weight-only 4-bit formats leave x alone."""
+    weight = call.params.get("weight")
+    kind = name_of(weight) if weight is not None else ""
+    if kind == "int8":
+        step = _step(call, x, 127.0)
+        return (step / math.sqrt(12)).expand_as(x)
+    if kind in _FP8:
+        top, bits = _FP8[kind]
+        # relative half steps of a float with so many bits, and the fixed step of its subnormals
+        return x.abs() * 2.0 ** -(bits + 1) / math.sqrt(3) + _step(call, x, top) * 2.0**-9
+    return None
+
+
+def _step(call: Call, x: Any, top: float) -> Any:
+    static = call.params.get("input_scale")
+    if static is not None and static.numel():
+        return static.double().max().reshape(*[1] * x.dim())
+    return x.abs().amax(-1, keepdim=True) / top

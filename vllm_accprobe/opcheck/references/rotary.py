@@ -1,0 +1,171 @@
+"""Rotary position embeddings: which frequencies, which pairs of channels, which position of a token.
+
+Formulas: x1 cos - x2 sin, x2 cos + x1 sin with angles p * base**(-2i/d) [Su et al., arXiv 2104.09864]; pairs are halves
+(GPT-NeoX) or neighbours (GPT-J); linear interpolation [Chen et al., arXiv 2306.15595]; dynamic NTK as vLLM and
+transformers publish it; YaRN, frequencies and the magnitude 0.1 ln s + 1 [Peng et al., arXiv 2309.00071, sections 3.2
+to 3.4], DeepSeek's quotient of two such magnitudes [DeepSeek-V2's published code]; Llama 3's smoothing by wavelength
+[its published code]; M-RoPE: the frequencies are dealt to a token's temporal, height and width position by sections
+[Qwen2-VL, arXiv 2409.12191]. Cosines are computed here from the module's attributes and config.json, not taken from its
+cache: a wrong cache is a fault like any other. Noise: the cache's rounding, the products', and the float32 angle's.
+Where the settings are not known, the captured cache is used, so far as it goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+
+
+def plain_frequencies(dim: int, base: float) -> Any:
+    return base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
+def llama3_frequencies(dim: int, base: float, s: Mapping[str, Any]) -> Any:
+    f = plain_frequencies(dim, base)
+    factor, low, high = float(s["factor"]), float(s["low_freq_factor"]), float(s["high_freq_factor"])
+    turns = float(s["original_max_position_embeddings"]) * f / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return f * smooth + f / factor * (1.0 - smooth)
+
+
+def yarn_frequencies(dim: int, base: float, s: Mapping[str, Any]) -> Any:
+    f = plain_frequencies(dim, base)
+    original = float(s["original_max_position_embeddings"])
+
+    def channel(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(channel(float(s.get("beta_fast", 32)))), 0)
+    high = min(math.ceil(channel(float(s.get("beta_slow", 1)))), dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
+    return f * (1.0 - ramp) + f / float(s["factor"]) * ramp
+
+
+def yarn_magnitude(factor: float, m: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+
+
+def dynamic_frequencies(dim: int, base: float, factor: float) -> Any:
+    """As vLLM has it: one cache for the longest sequence, s = factor of the trained length."""
+    return plain_frequencies(dim, base * (factor * factor - (factor - 1.0)) ** (dim / (dim - 2)))
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """rope_scaling or rope_parameters of config.json under one set of names; {} where there are none."""
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    found["rope_type"] = found.get("rope_type", found.get("type", "default"))
+    return found
+
+
+def angles_of(call: Call, dim: int) -> tuple[Any, float]:
+    """Frequencies, float64 [dim / 2], and the magnitude of cos and sin. Raises Declined where they are not known."""
+    base, s, cls = float(call.attr("base")), settings(call.config), call.cls
+    s.setdefault("original_max_position_embeddings", call.attrs.get("max_position_embeddings"))
+    try:
+        if cls in ("RotaryEmbedding", "MRotaryEmbedding", "MRotaryEmbeddingInterleaved"):
+            return plain_frequencies(dim, base), 1.0
+        if cls == "Llama3RotaryEmbedding":
+            return llama3_frequencies(dim, base, s), 1.0
+        if cls == "LinearScalingRotaryEmbedding":
+            return plain_frequencies(dim, base) / float(s["factor"]), 1.0
+        if cls == "DynamicNTKScalingRotaryEmbedding":
+            return dynamic_frequencies(dim, base, float(s["factor"])), 1.0
+        if cls == "YaRNScalingRotaryEmbedding":
+            size = float(s.get("attention_factor") or yarn_magnitude(float(s["factor"])))
+            return yarn_frequencies(dim, base, s), size * float(s.get("attn_factor", 1.0))
+        if cls == "DeepseekScalingRotaryEmbedding":
+            factor = float(s["factor"])
+            up, down = (yarn_magnitude(factor, float(s.get(k, d))) for k, d in (("mscale", 1), ("mscale_all_dim", 0)))
+            return yarn_frequencies(dim, base, s), up / down
+    except (KeyError, TypeError):
+        raise Declined("its scaling is neither recorded nor in config.json") from None
+    raise Declined(f"the frequencies of {cls} are not known")
+
+
+def rotate(x: Any, cos: Any, sin: Any, neox: bool) -> Any:
+    """x [..., d] turned by cos and sin [..., d / 2], which are broadcast."""
+    if neox:
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+
+def rotation_noise(x: Any, angle: Any, neox: bool, step: float) -> Any:
+    """Absolute error of each element: rounded cosines, products and sum, and the float32 angle."""
+    ones = torch.ones_like(angle)
+    size = rotate(x.abs(), ones, ones * 0, neox) ** 2 + rotate(x.abs(), ones * 0, ones, neox) ** 2
+    relative = (2.0 * step * step + (angle.abs() * 2.0**-23) ** 2 + 2.0**-46).sqrt()
+    both = torch.cat((relative, relative), -1) if neox else torch.stack((relative, relative), -1).flatten(-2)
+    return size.sqrt() * both
+
+
+def sections(angle: Any, section: list[int], interleaved: bool) -> Any:
+    """angle [3, tokens, d / 2] → [tokens, d / 2]: each channel with the temporal, height or width position."""
+    channel = torch.arange(angle.shape[-1])
+    if interleaved:
+        kind = torch.zeros_like(channel)
+        for k in (1, 2):
+            kind[(channel % 3 == k) & (channel < 3 * section[k])] = k
+    else:
+        kind = torch.repeat_interleave(torch.arange(len(section)), torch.tensor(section))
+    return angle.gather(0, kind.expand(1, *angle.shape[1:])).squeeze(0)
+
+
+def token_angles(call: Call, dim: int) -> tuple[Any, float]:
+    """Angle of each token and channel pair, float64 [tokens, dim / 2], and the magnitude."""
+    frequencies, size = angles_of(call, dim)
+    angle = call.wide("positions", "0").unsqueeze(-1) * frequencies
+    if angle.dim() == 3 and angle.shape[0] == 3:
+        s = settings(call.config)
+        section = call.attrs.get("mrope_section") or s.get("mrope_section")
+        if not section or sum(section) != dim // 2:
+            raise Declined("mrope_section is neither recorded nor in config.json")
+        angle = sections(angle, list(section), bool(s.get("mrope_interleaved", False)))
+    elif angle.dim() != 2:
+        raise Declined("its positions have an unknown form")
+    return angle, size
+
+
+@reference("*RotaryEmbedding", "MRotaryEmbeddingInterleaved")
+def rotary(call: Call) -> dict[str, Expected]:
+    """Of query and key, [tokens, heads * size] or [tokens, heads, size]; channels past rotary_dim pass through."""
+    head, neox = int(call.attr("head_size")), bool(call.attr("is_neox_style", default=True))
+    dim = int(call.attr("rotary_dim", default=head))
+    cache = call.params.get("cos_sin_cache")
+    step = max(call.unit if cache is None else unit(str(cache.dtype).removeprefix("torch.")), call.unit)
+    angle, size = token_angles(call, dim)
+    found: dict[str, Expected] = {}
+    for place, (name, role) in enumerate((("query", "output.0"), ("key", "output.1")), 1):
+        given = call.maybe(name, str(place))
+        if given is None:
+            continue
+        x = given.double()
+        heads = x.reshape(x.shape[0], -1, head)
+        turn, rest = heads[..., :dim], heads[..., dim:]
+        a = angle.unsqueeze(1)
+        y = torch.cat((size * rotate(turn, a.cos(), a.sin(), neox), rest), -1)
+        noise = torch.cat((size * rotation_noise(turn, a, neox, step), torch.zeros_like(rest)), -1)
+        found[role] = found[f"inplace.{name}"] = found[f"inplace.{place}"] = Expected(
+            y.reshape(x.shape), noise.reshape(x.shape)
+        )
+    return found
+
+
+@reference("ApplyRotaryEmb")
+def apply_rotary(call: Call) -> Expected:
+    """x [..., tokens, heads, size] turned by given cosines and sines [tokens, size / 2]."""
+    x, cos, sin = call.wide("x"), call.wide("cos"), call.wide("sin")
+    neox = bool(call.attr("is_neox_style", default=True))
+    dim = 2 * cos.shape[-1]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    turn, rest = x[..., :dim], x[..., dim:]
+    y = rotate(turn, cos, sin, neox)
+    noise = rotation_noise(turn, torch.zeros_like(cos), neox, call.unit)
+    return Expected(torch.cat((y, rest), -1), torch.cat((noise, torch.zeros_like(rest)), -1))

@@ -1,0 +1,61 @@
+"""What stands before and behind a vision tower: pictures in, patches embedded, patches merged.
+
+Formulas: x * weight[c] + bias[c] on the channels of raw pixels; a convolution over patches that do not overlap is a
+product with the flattened kernel [Dosovitskiy et al., arXiv 2010.11929, section 3.1; Qwen2-VL, arXiv 2409.12191, for
+frames in pairs]. Mergers consist of modules that have references of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
+from vllm_accprobe.opcheck.references.linear import product
+
+
+@reference("FusedMMInputNorm")
+def input_norm(call: Call) -> Expected:
+    x, weight, bias = call.wide("pixel_values"), call.param("weight"), call.param("bias")
+    if x.dim() != 2 or x.shape[1] % len(weight):
+        raise Declined("its pixels have an unknown form")
+    by_channel = x.reshape(len(x), len(weight), -1)
+    y = by_channel * weight.reshape(1, -1, 1) + bias.reshape(1, -1, 1)
+    noise = 2.0**-23 * ((by_channel * weight.reshape(1, -1, 1)).abs() + bias.abs().reshape(1, -1, 1))
+    return Expected(y.reshape(x.shape), noise.reshape(x.shape))
+
+
+@reference("Conv2dLayer", "Conv3dLayer", "Conv2d", "Conv3d")
+def convolution(call: Call) -> Expected:
+    """Of kernels as large as their stride: the output tells, because each input is used once."""
+    x, weight = call.wide("x", "input"), call.param("weight")
+    out, dims = call.outputs["output.0"], weight.dim() - 2
+    kernel, grid = list(weight.shape[2:]), list(out.shape[2:])
+    if x.dim() != dims + 2 or list(x.shape[2:]) != [g * k for g, k in zip(grid, kernel, strict=True)]:
+        raise Declined("a convolution whose stride is not its kernel")
+    if weight.shape[1] != x.shape[1]:
+        raise Declined("a convolution in groups")
+    y = product(_patches(x, kernel), weight.flatten(1))
+    value, noise = _back(y.value, len(x), grid), _back(y.noise, len(x), grid)
+    if "bias" in call.params:
+        noise = combined(noise, call.unit * value.abs())
+        value = value + call.param("bias").reshape(1, -1, *[1] * dims)
+    return Expected(value, noise)
+
+
+def _back(rows: Any, n: int, grid: list[int]) -> Any:
+    return rows.reshape(n, *grid, -1).movedim(-1, 1)
+
+
+def _patches(x: Any, kernel: list[int]) -> Any:
+    """[n, c, g1 k1, ...] → [n * g1 ..., c * k1 ...]."""
+    shape: list[int] = [x.shape[0], x.shape[1]]
+    for size, k in zip(x.shape[2:], kernel, strict=True):
+        shape += [size // k, k]
+    dims = len(kernel)
+    order = [0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
+    width = x.shape[1]
+    for k in kernel:
+        width *= k
+    return torch.reshape(x.reshape(shape).permute(order), (-1, width))

@@ -1,0 +1,109 @@
+"""What a replay found, as opcheck.csv and as lines for a terminal.
+
+The problem: hundreds of thousands of rows, of which a person wants the wrong operator, how sure one may be of it, and
+what was not looked at. The idea: failures grouped by module, the first in the order of execution first; then a line for
+each class; then every reason for which something was skipped, counted. Pure functions that return lines. Not here: how
+a row comes about (replay.py).
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from pathlib import Path
+
+from vllm_accprobe.opcheck.replay import COLUMNS, ERROR, FAIL, PASS, SKIP, Checked, Totals
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_MOST = 10
+
+
+def write_csv(rows: Iterable[Checked], path: Path) -> None:
+    """UTF-8, a header line, floats with all digits; whole or not at all. Raises OSError."""
+    part = path.with_name(path.name + ".part")
+    get = attrgetter(*COLUMNS)
+    with part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
+        writer = csv.writer(f, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in rows:
+            writer.writerow([_cell(v) for v in get(row)])
+    os.replace(part, path)
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    if isinstance(value, str) and value.startswith(_FORMULA):  # a spreadsheet would run it; dumps may be hostile
+        return "'" + value
+    return value
+
+
+def lines(rows: Sequence[Checked], totals: Totals, *, most: int | None = _MOST) -> list[str]:
+    """The whole report. most: how many failing modules are shown; None: all."""
+    out = [_sentence(rows, totals)]
+    wrong = failures(rows)
+    for group in wrong[:most]:
+        worst = max(group, key=lambda r: r.severity)
+        roles = ", ".join(sorted({r.role or r.status for r in group}))
+        steps = sorted({r.step for r in group})
+        out.append(f"  {_safe(worst.tap)}  {_safe(worst.cls)}  {_safe(roles)}, {_steps(steps)}: {_safe(worst.message)}")
+    if most is not None and len(wrong) > most:
+        out.append(f"  ... {len(wrong) - most} more modules: opcheck.csv has all, --verbose shows them")
+    out += ["", "class                                calls' outputs   pass   fail  worst, of what is allowed"]
+    for cls, mine in _by_class(rows):
+        verdicts = [r for r in mine if r.status in (PASS, FAIL)]
+        if verdicts:
+            worst = max(verdicts, key=lambda r: r.severity)
+            bad = sum(r.status == FAIL for r in verdicts)
+            part = f"{worst.severity:.2f}" if worst.severity < 1e4 else "far beyond"
+            exact = " (must be equal)" if worst.measure == "exact" else f" ({worst.measure})"
+            out.append(f"{_safe(cls, 36):<36} {len(verdicts):>14} {len(verdicts) - bad:>6} {bad:>6}  {part}{exact}")
+    skipped = [f"  {n:>7}  calls: {_safe(why)}" for why, n in totals.skipped.items()]
+    skipped += [f"  {n:>7}  rows of checked calls: {_safe(why)}" for why, n in totals.rows_skipped.items()]
+    skipped += [f"  {n:>7}  outputs of checked calls: {_safe(why)}" for why, n in totals.outputs_skipped.items()]
+    return out + (["", "not checked:", *skipped] if skipped else [])
+
+
+def _sentence(rows: Sequence[Checked], totals: Totals) -> str:
+    share = f"{totals.checked:,} of {totals.calls:,} calls checked"
+    bad, crashed = totals.statuses.get(FAIL, 0), totals.statuses.get(ERROR, 0)
+    more = f"; {crashed:,} references failed" if crashed else ""
+    if not bad:
+        return f"pass: {share}, no output is further from its reference than honest rounding explains{more}"
+    first = failures(rows)[0][0]
+    n = len({r.tap for r in rows if r.status == FAIL})
+    return (
+        f"fail: {share}, {bad:,} outputs of {n} {'module' if n == 1 else 'modules'} are wrong for their own inputs, "
+        f"first {_safe(first.tap)} ({_safe(first.cls)}){more}"
+    )
+
+
+def failures(rows: Iterable[Checked]) -> list[list[Checked]]:
+    """Rows that failed or crashed, by module, the first executed first."""
+    groups: dict[tuple[int, str], list[Checked]] = {}
+    wrong = [r for r in rows if r.status in (FAIL, ERROR)]
+    for r in sorted(wrong, key=lambda r: (r.status != FAIL, r.step, r.seq)):
+        groups.setdefault((r.rank, r.tap), []).append(r)
+    return list(groups.values())
+
+
+def _by_class(rows: Iterable[Checked]) -> list[tuple[str, list[Checked]]]:
+    found: dict[str, list[Checked]] = {}
+    for r in rows:
+        if r.status != SKIP:
+            found.setdefault(r.cls, []).append(r)
+    return list(found.items())
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+
+
+def _safe(text: str, most: int = 200) -> str:
+    """Printable, in one line, not endless: names come from dumps."""
+    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return plain if len(plain) <= most else plain[: most - 1] + "…"
