@@ -28,6 +28,7 @@ from vllm_accprobe.compare.result import CompareError, Comparison
 from vllm_accprobe.compare.resume import Finished, identity
 from vllm_accprobe.compare.rows import RowLog
 from vllm_accprobe.compare.samples import take_samples
+from vllm_accprobe.compare.shelf import Shelf
 from vllm_accprobe.compare.workers import measure_all, unit_bytes
 from vllm_accprobe.formats import DumpError, open_dump
 from vllm_accprobe.judge.calibration import Calibration
@@ -127,6 +128,12 @@ def find_standard(standard: str | Standard) -> tuple[Standard, str | None]:
         raise CompareError(f"{e.args[0]}, {', '.join(FOREIGN)}") from None
 
 
+def _shelve(unit: MeasuredUnit, shelf: Shelf) -> None:
+    for part in unit.parts:
+        if part.table is not None:
+            part.table = shelf.keep(part.table)
+
+
 @dataclass
 class _Run:
     dumps: tuple[Any, Any]
@@ -148,17 +155,22 @@ class _Run:
         missing = [u for u in wanted if u.key not in known]
         sizes = {u.key: unit_bytes(u) for u in wanted} if progress is not None else {}
         total, done = sum(sizes.values()), sum(sizes[k] for k in known if k in sizes)
+        shelf = Shelf(finished.directory if finished is not None else None)
+        for unit in known.values():
+            _shelve(unit, shelf)
         for batch in self._measured(missing):
             known.update((u.key, u) for u in batch)
             if finished is not None:
                 finished.add(batch)
+            for unit in batch:
+                _shelve(unit, shelf)
             if progress is not None:
                 done += sum(sizes[u.key] for u in batch)
                 progress(done, total)
         units = [known[u.key] for u in wanted]
         for unit in units:
             self._note(unit)
-        return Measured(self._setting(), units)
+        return Measured(self._setting(), units, shelf)
 
     def _measured(self, units: list[Unit]) -> Iterator[list[MeasuredUnit]]:
         sides = self.plan.tokens.golden, self.plan.tokens.mine

@@ -59,7 +59,7 @@ class _Judge:
         setting = self.measured.setting
         self.unit = flow_unit(setting.dtypes)
         self.tree = Tree(setting.classes, dict(setting.parent), dict(setting.children), dict(setting.mixing))
-        for unit in self.measured.units:
+        for unit in self.measured.each():
             self._unit(unit)
         if self._nothing():
             raise NothingCompared(setting.nothing)

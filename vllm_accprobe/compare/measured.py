@@ -9,7 +9,7 @@ Not here: measuring (measure.py, params.py), the file (saved.py), limits and bla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from vllm_accprobe.align.tokens import position, subject
 from vllm_accprobe.compare.measure import Piece
 from vllm_accprobe.compare.plan import Plan, Unit
+from vllm_accprobe.compare.shelf import Shelf
 from vllm_accprobe.judge.flow import Key
 from vllm_accprobe.metrics import oracle
 
@@ -137,8 +138,18 @@ class Setting:
 
 @dataclass
 class Measured:
+    """shelf: where the units' row tables lie, None where all are in memory."""
+
     setting: Setting
     units: list[MeasuredUnit]
+    shelf: Shelf | None = None
+
+    def each(self) -> Iterator[MeasuredUnit]:
+        """The units one after the other, for whoever walks over all row tables: they need not fit into memory."""
+        for unit in self.units:
+            yield unit
+            if self.shelf is not None and self.shelf.on_disk:
+                self.shelf.rest()
 
 
 def unit_of(

@@ -66,6 +66,7 @@ class Finished:
     def __init__(self, directory: Path, identity: str):
         self.done: dict[Key, MeasuredUnit] = {}
         self.problem = ""
+        self.directory = directory
         self._path = directory / NAME
         self._fd = -1
         try:

@@ -88,19 +88,25 @@ class RowLog:
     def table(self, pairs: Sequence[Pair], names: Names) -> RowTable:
         """``pairs`` in their final order, with their final limits."""
         found = [(i, self._entries[_name(p)], p.limit) for i, p in enumerate(pairs) if _name(p) in self._entries]
-        sizes = [len(entry[0]) for _, entry, _ in found]
-
-        def join(i: int, dtype: Any) -> np.ndarray:
-            return np.concatenate([e[i] for _, e, _ in found]) if found else np.zeros(0, dtype)
-
-        keys, error, decode = join(0, np.int64), join(1, np.float32), join(2, bool)
-        limit = np.repeat(np.array([np.nan if lim is None else lim for _, _, lim in found], np.float32), sizes)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.where(error == 0, np.float32(0), error / limit).astype(np.float32)
-        owners, request = np.unique(subject(keys), return_inverse=True)
+        owners = np.unique(np.concatenate([np.zeros(0, np.int64), *(np.unique(subject(e[0])) for _, e, _ in found)]))
         labels = tuple(_label(*names.get(int(s), (str(int(s)), None))) for s in owners)
-        pair = np.repeat(np.array([i for i, _, _ in found], np.int32), sizes)
-        return RowTable(labels, pair, request.astype(np.int32), keys & POSITION_MASK, decode, error, ratio)
+        n = sum(len(entry[0]) for _, entry, _ in found)
+        # Filled stretch by stretch: of millions of rows, joined arrays would be most of the memory.
+        out = RowTable(
+            labels, np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int64), np.empty(n, bool),
+            np.empty(n, np.float32), np.empty(n, np.float32),
+        )  # fmt: skip
+        start = 0
+        for i, (keys, error, decode), limit in found:
+            here = slice(start, start := start + len(keys))
+            out.pair[here] = i
+            out.request[here] = np.searchsorted(owners, subject(keys))
+            out.position[here] = keys & POSITION_MASK
+            out.decode[here], out.error[here] = decode, error
+            with np.errstate(divide="ignore", invalid="ignore"):
+                allowed = np.float32(np.nan if limit is None else limit)
+                out.ratio[here] = np.where(error == 0, np.float32(0), error / allowed)
+        return out
 
 
 def _name(pair: Pair) -> tuple[Any, ...]:

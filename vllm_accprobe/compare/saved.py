@@ -9,8 +9,10 @@ Not here: what the fields mean (measured.py).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zipfile
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,15 +24,19 @@ from vllm_accprobe.compare.result import CompareError
 
 NAME = "measured.npz"
 VERSION = 2
+_OFTEN = 32 << 20
 _POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
 _PART_ARRAYS = ("keys", "decode", "table")
 _PLAIN = tuple(f.name for f in fields(Part) if f.name not in _PART_ARRAYS)
 
 
 class _Writer:
+    """Says where each array will lie, and remembers which; nothing is copied before `write`."""
+
     def __init__(self) -> None:
         self.pools: dict[str, list[np.ndarray]] = {k: [] for k in _POOLS}
         self.ends = dict.fromkeys(_POOLS, 0)
+        self.seen: dict[int, tuple[list[Any], np.ndarray]] = {}
         self.known: dict[tuple[str, bytes], list[Any]] = {}
 
     def put(self, array: np.ndarray | None) -> list[Any] | None:
@@ -38,8 +44,10 @@ class _Writer:
         if array is None:
             return None
         kind = {"f": "f", "i": "i", "b": "b"}[array.dtype.kind]
+        if id(array) in self.seen:  # the array is held, so its id stays its own
+            return self.seen[id(array)][0]
         flat: np.ndarray = np.ascontiguousarray(array, _POOLS[kind]).reshape(-1)
-        name = (kind, flat.tobytes()) if kind != "f" else None
+        name = (kind, hashlib.blake2b(flat.tobytes(), digest_size=16).digest()) if kind != "f" else None
         if name is not None and name in self.known:
             return [*self.known[name][:2], list(array.shape)]
         where = [kind, self.ends[kind], list(array.shape)]
@@ -47,7 +55,22 @@ class _Writer:
         self.ends[kind] += len(flat)
         if name is not None:
             self.known[name] = where
+            self.seen[id(array)] = where, array
         return where
+
+    def write(self, archive: zipfile.ZipFile, rest: Callable[[], None]) -> None:
+        """Each pool as a member, array by array, as numpy.savez would write it. rest: called now and then."""
+        for kind, arrays in self.pools.items():
+            head = {"descr": np.dtype(_POOLS[kind]).str, "fortran_order": False, "shape": (self.ends[kind],)}
+            with archive.open(f"{kind}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array_header_1_0(member, head)
+                written = 0
+                for array in arrays:
+                    member.write(array.data.cast("B") if len(array) else b"")
+                    written += array.nbytes
+                    if written > _OFTEN:
+                        written = 0
+                        rest()
 
 
 def save(measured: Measured, directory: Path) -> Path:
@@ -65,7 +88,7 @@ def save(measured: Measured, directory: Path) -> Path:
         "moments": [[list(m), out.put(keys)] for m, keys in s.moments.items()],
     }
     units = []
-    for u in measured.units:
+    for u in measured.each():
         parts = [
             [[getattr(p, name) for name in _PLAIN], [out.put(getattr(p, name)) for name in _PART_ARRAYS]]
             for p in u.parts
@@ -73,10 +96,12 @@ def save(measured: Measured, directory: Path) -> Path:
         head = [list(u.key), u.cls, u.rule, u.order, u.depth, u.is_param, u.vision]
         units.append([head, parts, [out.put(u.columns), out.put(u.far)]])
     text = json.dumps({"version": VERSION, "plain": _PLAIN, "setting": setting, "units": units}, default=_plain)
-    arrays = {k: np.concatenate([np.zeros(0, _POOLS[k]), *v]) for k, v in out.pools.items()}
     path, part = directory / NAME, directory / (NAME + ".part")
-    with part.open("wb") as file:
-        np.savez(file, meta=np.frombuffer(text.encode(), np.uint8), **arrays)
+    shelf = measured.shelf
+    with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        with archive.open("meta.npy", "w", force_zip64=True) as member:
+            np.lib.format.write_array(member, np.frombuffer(text.encode(), np.uint8), allow_pickle=False)
+        out.write(archive, shelf.rest if shelf is not None else lambda: None)
     part.replace(path)
     return path
 

@@ -1,0 +1,65 @@
+"""Row tables on disk while a comparison of any size goes on: what was measured may be larger than memory.
+
+The problem: a row table has 88 bytes per row and tensor, which for twenty gigabytes of narrow rows is half a gigabyte,
+kept from measuring to saving. The idea: beyond a bound, tables go into unnamed files that are mapped into memory, so
+that they stay plain arrays; `rest` gives the pages back to the system, which has them on disk or in its cache.
+Not here: the saved comparison (saved.py), interrupted ones (resume.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+BOUND = 96 << 20
+"""Bytes that stay in memory."""
+CHUNK = 64 << 20
+
+
+class Shelf:
+    """Keeps arrays. directory: of the files, which have no names; where that fails, arrays stay in memory."""
+
+    def __init__(self, directory: Path | None = None, bound: int = BOUND):
+        self._directory = directory
+        self._bound = bound
+        self._maps: list[mmap.mmap] = []
+        self._at = 0
+        self.in_memory = 0
+        self.on_disk = 0
+
+    def keep(self, array: np.ndarray) -> np.ndarray:
+        """The same numbers, in memory or on disk."""
+        if self.in_memory + array.nbytes <= self._bound or not array.nbytes:
+            self.in_memory += array.nbytes
+            return array
+        try:
+            where = self._room(array.nbytes)
+        except OSError:  # a full disk is no reason to stop while there is memory
+            self._bound += array.nbytes
+            self.in_memory += array.nbytes
+            return array
+        kept = np.frombuffer(where, array.dtype, array.size, self._at).reshape(array.shape)
+        kept[...] = array
+        self._at += (array.nbytes + 63) // 64 * 64
+        self.on_disk += array.nbytes
+        return kept
+
+    def rest(self) -> None:
+        """Gives the pages back; arrays stay usable and are read again when they are needed."""
+        for chunk in self._maps:
+            with contextlib.suppress(AttributeError, ValueError, OSError):  # not on every system
+                chunk.madvise(mmap.MADV_DONTNEED)
+
+    def _room(self, nbytes: int) -> mmap.mmap:
+        if not self._maps or self._at + nbytes > len(self._maps[-1]):
+            self.rest()
+            with tempfile.TemporaryFile(dir=self._directory, prefix="accprobe-") as file:
+                size = max(CHUNK, nbytes)
+                file.truncate(size)
+                self._maps.append(mmap.mmap(file.fileno(), size))
+            self._at = 0
+        return self._maps[-1]
