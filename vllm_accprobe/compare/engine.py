@@ -160,8 +160,8 @@ class _Run:
             _shelve(unit, shelf)
         for batch in self._measured(missing):
             known.update((u.key, u) for u in batch)
-            if finished is not None:
-                finished.add(batch)
+            if finished is not None:  # what was not read is measured again in no time
+                finished.add([u for u in batch if any(p.table is not None for p in u.parts)])
             for unit in batch:
                 _shelve(unit, shelf)
             if progress is not None:

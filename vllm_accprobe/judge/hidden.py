@@ -107,6 +107,8 @@ class Peers:
         """The strongest sign of an error that ``look`` makes itself, or None."""
         if not look.unit or look.width < NARROW or len(look.keys) < FEW or not np.isfinite(look.err).all():
             return None
+        if not look.err.any():
+            return None
         found = [self._gain(look), self._columns(look), self._growth(look), self._rows(look), self._row_gain(look)]
         return max((f for f in found if f is not None), key=lambda f: f.strength, default=None)
 
