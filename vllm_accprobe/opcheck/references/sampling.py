@@ -31,7 +31,7 @@ def probabilities(logits: Any, temperature: float = 1.0, top_k: int = 0, top_p: 
     if 0 < top_k < z.shape[-1]:
         z = z.masked_fill(z < z.topk(top_k, -1).values[..., -1:], -math.inf)
     if top_p < 1:
-        ordered, places = torch.softmax(z, -1).sort(-1, descending=True, stable=True)
+        ordered, places = torch.softmax(z, -1).sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
         drop = torch.zeros_like(ordered, dtype=torch.bool).scatter(-1, places, before >= top_p)
         z = z.masked_fill(drop, -math.inf)

@@ -1,0 +1,89 @@
+"""Small integers and 8-bit floats become numbers: against packing by hand and torch's own dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, Declined, default_references
+from vllm_accprobe.opcheck.references.quantised import awq, gptq, scaled, weight_of
+
+G = torch.Generator().manual_seed(11)
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=G, dtype=torch.float64)
+
+
+def pack(numbers: list[int]) -> int:
+    """Eight 4-bit numbers, the first in the lowest bits, as a signed int32."""
+    whole = sum(n << (4 * i) for i, n in enumerate(numbers))
+    return whole - (1 << 32) if whole >= 1 << 31 else whole
+
+
+def test_gptq_by_hand() -> None:
+    """8 inputs, 8 outputs, two groups of four inputs; stored zeros are one less."""
+    q = torch.randint(0, 16, (8, 8), generator=G)
+    zeros, scales = torch.randint(1, 16, (2, 8), generator=G), draw(2, 8)
+    qweight = torch.tensor([[pack(q[:, o].tolist()) for o in range(8)]], dtype=torch.int32)
+    qzeros = torch.tensor([[pack((z - 1).tolist())] for z in zeros], dtype=torch.int32)
+    expected = torch.tensor(
+        [[(q[i, o] - zeros[i // 4, o]).item() * scales[i // 4, o].item() for i in range(8)] for o in range(8)],
+        dtype=torch.float64,
+    )
+    assert torch.equal(gptq(qweight, qzeros, scales), expected)
+    order = torch.tensor([1, 0, 1, 0, 0, 1, 0, 1])  # desc_act: each input has its own group
+    by_index = gptq(qweight, qzeros, scales, order)
+    assert by_index[2, 0].item() == (q[0, 2] - zeros[1, 2]).item() * scales[1, 2].item()
+
+
+def test_awq_by_hand() -> None:
+    """4 inputs, 8 outputs; number i of an int32 is output 0 2 4 6 1 3 5 7."""
+    places = (0, 2, 4, 6, 1, 3, 5, 7)
+    q = torch.randint(0, 16, (4, 8), generator=G)
+    zeros, scales = torch.randint(0, 16, (1, 8), generator=G), draw(1, 8)
+    qweight = torch.tensor([[pack([int(row[p]) for p in places])] for row in q], dtype=torch.int32)
+    qzeros = torch.tensor([[pack([int(zeros[0, p]) for p in places])]], dtype=torch.int32)
+    assert torch.equal(awq(qweight, qzeros, scales), ((q - zeros).double() * scales).T)
+
+
+def test_scales_of_all_sizes() -> None:
+    w = draw(5, 7)
+    assert torch.equal(scaled(w, torch.tensor(2.0)), w * 2)
+    by_row = draw(5)
+    assert torch.equal(scaled(w, by_row[:, None]), w * by_row[:, None])
+    blocks = draw(3, 2)  # blocks of 2 x 4, the last ones cut
+    expected = torch.stack([torch.stack([w[i, j] * blocks[i // 2, j // 4] for j in range(7)]) for i in range(5)])
+    assert torch.equal(scaled(w, blocks), expected)
+    with pytest.raises(Declined, match="do not fit"):
+        scaled(w, draw(4, 3, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_a_quantised_product_is_within_what_it_says_of_itself(dtype: torch.dtype) -> None:
+    """An honest W8A8 kernel, its activations quantised by row: its error has the size that the reference expects."""
+    x, weight = draw(64, 96), draw(48, 96)
+    top = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    step_w, step_x = weight.abs().amax(1, keepdim=True) / top, x.abs().amax(1, keepdim=True) / top
+
+    def quantise(v: torch.Tensor) -> torch.Tensor:
+        return v.round().to(dtype) if dtype == torch.int8 else v.float().to(dtype)
+
+    qw, qx = quantise(weight / step_w), quantise(x / step_x)
+    y = (qx.double() @ qw.double().T) * step_x * step_w.T
+    call = Call("t", "ColumnParallelLinear", {"input_": x}, params={"weight": qw, "weight_scale": step_w},
+                outputs={"output.0": y.bfloat16()})  # fmt: skip
+    found = default_references().evaluate(call)
+    assert not isinstance(found, Declined)
+    torch.testing.assert_close(found["output.0"].value, x @ (qw.double() * step_w).T)
+    ratio = (y - found["output.0"].value).pow(2).mean().sqrt() / found["output.0"].noise.pow(2).mean().sqrt()
+    assert 0.6 < float(ratio) < 1.1
+
+
+def test_what_is_missing_is_named() -> None:
+    call = Call("t", "Linear", params={"weight": torch.ones(2, 2).to(torch.float8_e4m3fn)})
+    with pytest.raises(Declined, match="the scale of its quantised weight"):
+        weight_of(call)
+    call = Call("t", "Linear", params={"qweight": torch.ones(1, 8, dtype=torch.int32)})
+    with pytest.raises(Declined, match="qzeros"):
+        weight_of(call)
