@@ -245,5 +245,7 @@ def _rarity(strength: np.ndarray) -> float:
 
 def _at(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """``values`` at the sorted ``keys`` where they are ``wanted``; 0 elsewhere."""
+    if np.array_equal(keys, wanted):
+        return values
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0.0)

@@ -286,6 +286,8 @@ def _spread(wanted: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndar
     """``values`` of the sorted ``keys`` at all ``wanted`` keys, 0 where there is none."""
     out = np.zeros(len(wanted))
     if len(keys) and len(values) == len(keys):
+        if np.array_equal(keys, wanted):  # the usual case, at a tenth of the cost
+            return values.astype(np.float64)
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         out = np.where(keys[at] == wanted, values[at], 0.0)
     return out
@@ -296,6 +298,8 @@ def _level(tree: Tree, tap: str) -> int:
 
 
 def _same_row(source: Trace, keys: np.ndarray) -> np.ndarray:
+    if np.array_equal(source.keys, keys):
+        return source.err
     at = np.minimum(np.searchsorted(source.keys, keys), len(source.keys) - 1)
     return np.where(source.keys[at] == keys, source.err[at], 0.0)
 
@@ -314,23 +318,31 @@ def _causal(source: Trace, keys: np.ndarray) -> np.ndarray:
     """Rows of the same request at positions up to the row's; where such a row was computed for another request (a
     shared prefix in the cache), any request's row at that position."""
     out = np.zeros(len(keys))
-    who, where = subject(keys), position(keys)
-    source_who, source_at = subject(source.keys), position(source.keys)
-    seen_who, seen_at = subject(source.seen), position(source.seen)
-    for one in np.unique(who):
-        mask = who == one
-        own = source_who == one
-        have = seen_at[seen_who == one]
-        other = ~own & ~np.isin(source_at, have)
-        at = np.concatenate([source_at[own], source_at[other]])
+    where = position(keys)
+    source_at, seen_at = position(source.keys), position(source.seen)
+    for one in np.unique(subject(keys)):  # all keys are sorted: a request is a stretch
+        mine, own, seen = (_stretch(k, int(one)) for k in (keys, source.keys, source.seen))
+        at, err = source_at[own], source.err[own]
+        have = seen_at[seen]
+        top = int(where[mine][-1])
+        if np.searchsorted(have, top, side="right") <= top:  # rows of this request are missing before its last one
+            other = ~np.isin(source_at, have)
+            other[own] = False
+            at, err = np.concatenate([at, source_at[other]]), np.concatenate([err, source.err[other]])
+            order = np.argsort(at, kind="stable")
+            at, err = at[order], err[order]
         if not len(at):
             continue
-        err = np.concatenate([source.err[own], source.err[other]])
-        order = np.argsort(at, kind="stable")
-        at, err = at[order], np.maximum.accumulate(err[order])
-        i = np.searchsorted(at, where[mask], side="right")
-        out[mask] = np.where(i > 0, err[np.maximum(i - 1, 0)], 0.0)
+        err = np.maximum.accumulate(err)
+        i = np.searchsorted(at, where[mine], side="right")
+        out[mine] = np.where(i > 0, err[np.maximum(i - 1, 0)], 0.0)
     return out
+
+
+def _stretch(keys: np.ndarray, who: int) -> slice:
+    """Where the rows of one request lie in sorted ``keys``."""
+    first, last = np.searchsorted(keys, [who << 32, (who + 1) << 32])
+    return slice(int(first), int(last))
 
 
 def merge_seen(arrays: Iterable[np.ndarray]) -> np.ndarray:
