@@ -39,7 +39,7 @@ def opcheck(
     calls = Calls(opened, model or _model_of(opened.run))
     references = default_references()
     with progress("opcheck", replay.count_taps(calls)) as done:
-        rows = list(replay.check(calls, references, ops=ops, done=done))
+        rows = [*replay.check_stored(calls, ops), *replay.check(calls, references, ops=ops, done=done)]
     for problem in [*opened.problems, *calls.problems, *references.problems]:
         typer.echo(f"note: {problem}", err=True)
     totals = replay.totals(rows)

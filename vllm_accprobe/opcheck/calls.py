@@ -9,6 +9,7 @@ captured dtype. Not here: what is done with a call (replay.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +41,7 @@ class Captured:
 
     tap: str
     rank: int
-    step: int
+    step: int | None
     call: int
     what: Call
     records: Mapping[str, Record]
@@ -83,6 +84,7 @@ class Calls:
             while "." in parent:
                 parent = parent.rpartition(".")[0]
                 self._children.setdefault((rank, parent), []).append(tap)
+        self._common: dict[tuple[int, str], Mapping[str, Any]] = {}
         self._aliases = {s.tap for s in dump.skips if s.reason == _ALIAS}
         self.config = model_config(model)
         self._packed = any(r.shape == (0,) for r in dump.records if r.step is None)
@@ -189,6 +191,17 @@ class Calls:
                 best, length = other, common
         return best
 
+    def stored(self) -> Iterator[tuple[int, str, str, Record, Any | None]]:
+        """(rank, tap, class, record, the checkpoint's tensor or None) of each parameter that the dump holds whole."""
+        if self._checkpoint is None:
+            return
+        for (rank, tap), params in self._params.items():
+            module = self.modules.get(rank, {}).get(tap)
+            for name, record in params.items():
+                if record.payload is not None and record.layout.kind == "replicated" and 0 not in record.shape:
+                    value = self._checkpoint.get(tap, name)
+                    yield rank, tap, module.cls if module else record.cls, record, value
+
     # --- what other records tell -------------------------------------------------------------------------------
 
     def _cache(self, past: Past, what: Call, rank: int, step: int, records: Mapping[str, Record]) -> dict[str, Any]:
@@ -202,12 +215,12 @@ class Calls:
         return {"cache": past.view(space)}
 
     def _extra(self, what: Call, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {"usual": self._usual(rank, what.cls)}
         if what.cls in _SUMMED and int(what.attrs.get("tp_size", 1)) > 1:
             extra["ranks"] = self._ranks(what, tap, step, n)
         if what.cls == "LogitsProcessor":
             head = tap.rpartition("logits_processor")[0] + "lm_head"
-            extra |= self._other("lm_head", rank, head, step, n, "output.0")
+            extra |= self._gathered("lm_head", rank, head, step, n)
         if what.cls == "Sampler":
             for other in ("logits_processor", "language_model.logits_processor"):
                 extra |= self._other("logits", rank, other, step, n, "output.0")
@@ -227,6 +240,28 @@ class Calls:
     def _other(self, name: str, rank: int, tap: str, step: int, n: int, role: str) -> dict[str, Any]:
         record = self._calls.get((rank, tap), {}).get((step, n), {}).get(role)
         return {name: self.read(record)} if record is not None and record.payload is not None else {}
+
+    def _gathered(self, name: str, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
+        """``output.0`` of a tap, its ranks' parts one after the other where it is cut along its columns."""
+        record = self._calls.get((rank, tap), {}).get((step, n), {}).get("output.0")
+        if record is None or record.layout.kind != "shard" or record.layout.dim != -1:
+            return self._other(name, rank, tap, step, n, "output.0")
+        parts = [self._calls.get((r, tap), {}).get((step, n), {}).get("output.0") for r in self.dump.ranks]
+        held = sorted((p for p in parts if p is not None and p.payload is not None), key=lambda p: p.layout.index)
+        if [p.layout.index for p in held] != list(range(record.layout.size)):
+            return {}
+        return {name: torch.cat([self.read(p) for p in held], -1)}
+
+    def _usual(self, rank: int, cls: str) -> Mapping[str, Any]:
+        """The commonest value of each number among the attributes of a class's modules."""
+        if (rank, cls) not in self._common:
+            values: dict[str, Counter[Any]] = {}
+            for m in self.modules.get(rank, {}).values():
+                for key, value in m.attrs.items() if m.cls == cls else ():
+                    if isinstance(value, (int, float)):
+                        values.setdefault(key, Counter())[value] += 1
+            self._common[rank, cls] = {key: c.most_common(1)[0][0] for key, c in values.items()}
+        return self._common[rank, cls]
 
     def _gate_params(self, rank: int, block: str) -> dict[str, Any]:
         found = {}

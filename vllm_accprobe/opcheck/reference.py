@@ -43,7 +43,7 @@ class Expected:
     value, the standard error of an honest kernel before its last rounding, or None; unit: relative error of that last
     rounding, None for the unit of the captured dtype; common: a relative error that a whole row may share (a rounded
     gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None for all;
-    reason: why the others have none."""
+    reason: why the others have none; note: what to say if it fails."""
 
     value: Tensor
     noise: Tensor | None = None
@@ -51,6 +51,7 @@ class Expected:
     common: float = 0.0
     rows: Tensor | None = None
     reason: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)

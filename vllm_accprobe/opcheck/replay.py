@@ -23,7 +23,7 @@ from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.dump.select import row_space
 from vllm_accprobe.judge.standards import Standard
 from vllm_accprobe.opcheck.calls import Calls, Captured, as_numbers
-from vllm_accprobe.opcheck.reference import Declined, Expected, References
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
 from vllm_accprobe.opcheck.verdict import OPERATOR, Verdict, judge
 
 PASS, FAIL, SKIP, ERROR = "pass", "fail", "skip", "error"
@@ -41,7 +41,7 @@ class Checked:
     cls: str
     role: str
     rank: int
-    step: int
+    step: int | None
     call: int
     seq: int
     dtype: str
@@ -93,6 +93,34 @@ def check(
             for captured in calls.of(rank, tap):
                 yield from check_call(calls.dump, captured, references, standard)
         done()
+
+
+def check_stored(calls: Calls, ops: Iterable[str] = ()) -> Iterator[Checked]:
+    """Parameters that the dump holds whole against the checkpoint's: a row for each that the checkpoint has, too.
+
+    A parameter that a loader keeps in another form (permuted, folded) is nothing like the checkpoint's; one that is off
+    by less than half its size is a wrong weight, and fails."""
+    globs = tuple(ops)
+    for rank, tap, cls, record, value in calls.stored():
+        if value is None or (globs and not any(fnmatchcase(cls, g) or fnmatchcase(tap, g) for g in globs)):
+            continue
+        empty = Call(tap, cls)
+        captured = Captured(tap, rank, None, record.call, empty, {record.role: record})
+        mine = calls.read(record)
+        value = value.to(mine.dtype)
+        if value.shape != mine.shape:
+            yield _unchecked(captured, record.role, record, SKIP, OTHER_FORM)
+            continue
+        wide, held = as_numbers(value).reshape(1, -1), as_numbers(mine).reshape(1, -1)
+        v = judge(wide, held, record.dtype, last=0.0)
+        if not v.passed and not (v.metrics.rel_l2 is not None and v.metrics.rel_l2 <= 0.5):
+            yield _unchecked(captured, record.role, record, SKIP, OTHER_FORM)
+            continue
+        message = "" if v.passed else f"{v.value:.0f} of {held.size} values are not the checkpoint's"
+        yield _row(captured, record, v, 1, 1, "", (None, None), message)
+
+
+OTHER_FORM = "a parameter that the engine keeps in another form than the checkpoint"
 
 
 def count_taps(calls: Calls) -> int:
@@ -169,16 +197,25 @@ def _checked(
     v = judge(reference, mine, record.dtype, standard, noise=noise, last=expected.unit, common=expected.common)
     at = int(rows[v.row]) if v.row >= 0 else -1
     request, position = _place(dump, record, at)
+    left = expected.reason if expected.rows is not None and len(rows) < len(expected.rows) else ""
+    count = len(rows) if expected.rows is None else len(expected.rows)
+    message = _message(v, request, position, expected, len(rows))
+    return _row(c, record, v, count, len(rows), left, (request, position), message)
+
+
+def _row(
+    c: Captured, record: Record, v: Verdict, rows: int, checked: int, left: str,
+    place: tuple[str | None, int | None], message: str,
+) -> Checked:  # fmt: skip
     m = v.metrics
     return Checked(
-        tap=c.tap, cls=c.what.cls, role=role, rank=c.rank, step=c.step, call=c.call, seq=record.seq, dtype=record.dtype,
-        shape=record.shape, rows=len(rows) if expected.rows is None else len(expected.rows), checked=len(rows),
-        unchecked_because=expected.reason if expected.rows is not None and len(rows) < len(expected.rows) else "",
-        cosine=m.cosine, max_abs_err=m.max_abs_err, mean_abs_err=m.mean_abs_err, rmse=m.rmse, rel_l2=m.rel_l2,
+        tap=c.tap, cls=c.what.cls, role=record.role, rank=c.rank, step=c.step, call=c.call, seq=record.seq,
+        dtype=record.dtype, shape=record.shape, rows=rows, checked=checked, unchecked_because=left, cosine=m.cosine,
+        max_abs_err=m.max_abs_err, mean_abs_err=m.mean_abs_err, rmse=m.rmse, rel_l2=m.rel_l2,
         max_rel_err=m.max_rel_err, created=v.worst_row_rel_l2, nonfinite=m.nonfinite,
         nonfinite_mismatch=m.nonfinite_mismatch, measure=v.measure, measured=v.value, allowed=v.limit,
-        request=request, position=position, column=v.column if v.column >= 0 else None,
-        status=PASS if v.passed else FAIL, message=_message(v, request, position, expected, len(rows), len(mine)),
+        request=place[0], position=place[1], column=v.column if v.column >= 0 else None,
+        status=PASS if v.passed else FAIL, message=message,
     )  # fmt: skip
 
 
@@ -196,12 +233,14 @@ def _place(dump: Dump, record: Record, row: int) -> tuple[str | None, int | None
 
 
 def _message(
-    v: Verdict, request: str | None, position: int | None, expected: Expected, checked: int, _: int
+    v: Verdict, request: str | None, position: int | None, expected: Expected, checked: int
 ) -> str:  # fmt: skip
     said = []
     if not v.passed:
         where = f" at position {position} of request {request}" if position is not None else ""
         where += f", column {v.column}" if v.column >= 0 else ""
+        if expected.note:
+            where += f" ({expected.note})"
         if v.measure in ("exact", "nonfinite"):
             what = "values that should be equal" if v.measure == "exact" else "non-finite values on one side"
             said.append(f"{v.value:.0f} {what}{where}")
@@ -232,6 +271,9 @@ def totals(rows: Iterable[Checked]) -> Totals:
     left: Counter[str] = Counter()
     alone: list[tuple[tuple[Any, ...], str]] = []
     for r in rows:
+        if r.step is None:  # a parameter: it has a verdict, and is no call
+            statuses[r.status] += r.status != SKIP
+            continue
         key = (r.rank, r.tap, r.step, r.call)
         verdict = r.status in (PASS, FAIL)
         before = seen.get(key, (False, r.message))

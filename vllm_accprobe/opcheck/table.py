@@ -47,7 +47,7 @@ def lines(rows: Sequence[Checked], totals: Totals, *, most: int | None = _MOST) 
     for group in wrong[:most]:
         worst = max(group, key=lambda r: r.severity)
         roles = ", ".join(sorted({r.role or r.status for r in group}))
-        steps = sorted({r.step for r in group})
+        steps = sorted({r.step for r in group if r.step is not None})
         out.append(f"  {_safe(worst.tap)}  {_safe(worst.cls)}  {_safe(roles)}, {_steps(steps)}: {_safe(worst.message)}")
     if most is not None and len(wrong) > most:
         out.append(f"  ... {len(wrong) - most} more modules: opcheck.csv has all, --verbose shows them")
@@ -84,7 +84,7 @@ def failures(rows: Iterable[Checked]) -> list[list[Checked]]:
     """Rows that failed or crashed, by module, the first executed first."""
     groups: dict[tuple[int, str], list[Checked]] = {}
     wrong = [r for r in rows if r.status in (FAIL, ERROR)]
-    for r in sorted(wrong, key=lambda r: (r.status != FAIL, r.step, r.seq)):
+    for r in sorted(wrong, key=lambda r: (r.status != FAIL, -1 if r.step is None else r.step, r.seq)):
         groups.setdefault((r.rank, r.tap), []).append(r)
     return list(groups.values())
 
@@ -98,6 +98,8 @@ def _by_class(rows: Iterable[Checked]) -> list[tuple[str, list[Checked]]]:
 
 
 def _steps(steps: Sequence[int]) -> str:
+    if not steps:
+        return "as loaded"
     if len(steps) == 1:
         return f"step {steps[0]}"
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

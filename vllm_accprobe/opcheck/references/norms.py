@@ -9,6 +9,7 @@ norm of the sum before it is rounded, some after: noise covers both. q and k nor
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
 
 _EPS = ("variance_epsilon", "eps")
+_CONFIGURED = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 _SHARED = 0.5
 """Units: rounding x / rms to the model's dtype, where the rms is near 1, moves all of a row the same way."""
 
@@ -34,13 +36,23 @@ def layer_norm(x: Any, weight: Any | None, bias: Any | None, eps: float) -> Any:
     return y if bias is None else y + bias
 
 
+def epsilon(call: Call) -> tuple[float, str]:
+    """The epsilon, and a note where the module's own is neither its siblings' nor config.json's: then theirs counts."""
+    own = float(call.attr(*_EPS))
+    usual = call.extra.get("usual", {}).get(next((n for n in _EPS if n in call.attrs), ""))
+    asked = next((call.config[n] for n in _CONFIGURED if n in call.config), None)
+    if usual is None or asked is None or own == usual or not math.isclose(usual, asked, rel_tol=1e-6):
+        return own, ""
+    return float(usual), f"its epsilon is {own:g}, where config.json and its siblings have {usual:g}"
+
+
 def _weight(call: Call) -> Any | None:
     return call.param("weight") if "weight" in call.params else None
 
 
 def _rms(call: Call, offset: float) -> dict[str, Expected]:
     x = call.wide("x", "hidden_states", "input", "0")
-    eps = float(call.attr(*_EPS))
+    eps, note = epsilon(call)
     weight = _weight(call)
     if weight is not None:
         weight = weight + offset
@@ -48,11 +60,11 @@ def _rms(call: Call, offset: float) -> dict[str, Expected]:
     residual = call.maybe("residual", "1")
     if residual is None:
         y = rms_norm(x, weight, eps)
-        return {"output.0": Expected(y, call.unit * y.abs() * 0.5, common=_SHARED * call.unit)}
+        return {"output.0": Expected(y, call.unit * y.abs() * 0.5, common=_SHARED * call.unit, note=note)}
     total = x + residual.double()
     y = rms_norm(total, weight, eps)
     noise = combined(call.unit * y.abs() * 0.5, call.unit * y.abs())  # the sum, rounded or not
-    return {"output.0": Expected(y, noise, common=_SHARED * call.unit), "output.1": Expected(total)}
+    return {"output.0": Expected(y, noise, common=_SHARED * call.unit, note=note), "output.1": Expected(total)}
 
 
 @reference("RMSNorm", "*RMSNorm", "*RMSNormFused")
