@@ -111,3 +111,22 @@ def test_what_cannot_be_judged_again_is_one_line(dumps, tmp_path, capsys):
         err = capsys.readouterr().err
         assert said in err
         assert len(err.strip().splitlines()) == 1
+
+
+def test_a_run_that_was_killed_before_its_first_step_is_no_pass(dumps, tmp_path, capsys):
+    import shutil
+
+    shutil.copytree(dumps / "same", tmp_path / "killed")
+    journal = tmp_path / "killed" / "rank0000" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    first = next(i for i, line in enumerate(lines) if b'"event":"step"' in line.replace(b" ", b""))
+    journal.write_bytes(b"".join(lines[:first]))
+    assert run(dumps / "golden", tmp_path / "killed", "-o", tmp_path / "out") == 3
+    assert "nothing could be compared" in capsys.readouterr().err
+
+
+def test_an_out_that_is_a_file_is_one_line(dumps, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert run(dumps / "golden", dumps / "same", "-o", tmp_path / "file") == 2
+    assert "is a file: name a directory" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"

@@ -44,9 +44,11 @@ def compare(
     Exit code 0: pass, 1: differences beyond the limits, 2: unreadable input, 3: nothing could be compared.
     """
     from vllm_accprobe.compare import engine
-    from vllm_accprobe.compare.result import PASS
+    from vllm_accprobe.compare.result import PASS, CompareError
 
     _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray))
+    if out is not None and out.exists() and not out.is_dir():
+        raise CompareError(f"--out {out} is a file: name a directory for compare.csv, compare.json and compare.html")
     rules = engine.find_mapping(op_mapping_file)
     if plan:
         from vllm_accprobe.compare.plan import make_plan

@@ -78,8 +78,8 @@ def calibration_of(result: Comparison, run: str) -> Calibration:
             origins[o["module"]] = max(worst, origins.get(o["module"], 0.0))
     sides = ([p.dtype_golden for p in result.pairs], [p.dtype_mine for p in result.pairs])
     units = [flow_unit(str(d) for d in side) for side in sides]
-    run_info = result.golden_run
-    model, dtype = (str(run_info.get(k) or "") for k in ("model", "dtype"))
+    about = result.golden_run.get("model")
+    model, dtype = (str(about.get(k) or "") if isinstance(about, dict) else "" for k in ("class", "dtype"))
     source = FLOAT32 if 0 < units[0] < units[1] else SECOND_RUN
     return Calibration(floors, origins, model[:500], dtype[:50], (run,), source)
 

@@ -62,7 +62,7 @@ class _Judge:
         for unit in self.measured.each():
             self._unit(unit)
         if self._nothing():
-            raise NothingCompared(setting.nothing)
+            raise NothingCompared(self._why_nothing())
         self._check_floor()
         places = blame.Places(setting)
         created = find_origins(self.traces, self.tree, self.standard, setting.images)
@@ -95,6 +95,12 @@ class _Judge:
             measured=self.measured,
         )
 
+    def _why_nothing(self) -> str:
+        why = self.measured.setting.nothing
+        if why.endswith(words.ALL_SKIPPED) and any(p.status == PASS for p, _ in self.pairs):
+            return "nothing could be compared but parameters: no captured row of one dump has a partner in the other"
+        return why
+
     def _not_excused(self, created: list[Created]) -> tuple[list[Created], str]:
         """Without what golden's own runs create as strongly; and a sentence about these."""
         if self.floor is None:
@@ -121,7 +127,10 @@ class _Judge:
     def _nothing(self) -> bool:
         """Equal weights alone are no comparison where activations were captured and none of them has a partner."""
         judged = [p for p, _ in self.pairs if p.status in (PASS, FAIL)]
-        ran = any(not u.is_param for u in self.measured.units) or not self.measured.units
+        seen = self.measured.setting.coverage
+        # Rows that one side has alone: both were to compute, and one was killed before it did.
+        left = seen.get("rows_only_golden") or seen.get("rows_only_mine")
+        ran = bool(left) or any(not u.is_param for u in self.measured.units) or not self.measured.units
         return not any(not p.role.startswith("param.") or not ran or p.status == FAIL for p in judged)
 
     # --- units -------------------------------------------------------------------------------------------------
@@ -197,6 +206,8 @@ class _Judge:
         if is_computed(unit.key[1]) and not part.equal:
             limits = self._limits(unit, part)[1]
             errors = self._errors(part, 0.0, limits)
+        if part.equal and part.stats is not None:  # alike but for the rounding to another dtype
+            errors = self._errors(replace(part, stats=(0.0, 0.0)), 0.0, limits)
         self._add(unit, part, errors, limits)
         worst = float(errors.err.max()) if len(errors.err) else 0.0
         self._trace(unit, [], [], limits.row, worst if worst > limits.row else 0.0)

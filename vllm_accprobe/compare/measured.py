@@ -78,7 +78,7 @@ class Part:
 class MeasuredUnit:
     """All parts of one (tap, role, call), in order of steps.
 
-    columns: float64 [5, width] (metrics.structure's sums over some rows of all parts). far: float64 [2, width], the
+    columns: float64 [6, width] (metrics.structure's sums over some rows of all parts). far: float64 [2, width], the
     sums of d*d and of g*g over the rows that are furthest apart. None where nothing differed, or they were not taken.
     """
 

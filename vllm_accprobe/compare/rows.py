@@ -30,7 +30,8 @@ class RowTable:
     pair: int32, index into ``Comparison.pairs``. request: int32, index into ``requests``, the labels (``a``, or
     ``a, image 0`` for rows of a vision tower). position: int64, of the token in its request, or of the row in its
     image. decode: bool. error: float32, in units of a relative L2 error (judge/verdict.py), 0 where the bits agree,
-    infinite where NaNs differ; nothing at all where every row of every pair agrees to the bit. ratio: float32, error over the pair's limit; NaN where the pair has none.
+    infinite where NaNs differ. ratio: float32, error over the pair's limit; NaN where the pair has none. There are no
+    entries at all where every row of every pair agrees to the bit.
     """
 
     requests: tuple[str, ...]

@@ -23,7 +23,7 @@ from vllm_accprobe.compare.measured import Measured, MeasuredUnit, Part, Setting
 from vllm_accprobe.compare.result import CompareError
 
 NAME = "measured.npz"
-VERSION = 2
+VERSION = 3
 _OFTEN = 32 << 20
 _POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
 _PART_ARRAYS = ("keys", "decode", "table")

@@ -25,6 +25,7 @@ from vllm_accprobe.judge.standards import Limits
 from vllm_accprobe.judge.verdict import METRICS, RowErrors, describe, value_and_limit
 from vllm_accprobe.metrics import oracle
 
+ALL_SKIPPED = "all pairs were skipped"
 
 def join(*parts: str) -> str:
     return "; ".join(p for p in parts if p)
@@ -237,6 +238,9 @@ def notes(static: Sequence[str], pairs: Sequence[Pair], flipped: Sequence[dict[s
 def static_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
     """What is true whatever the verdict: different prompts, images, dtypes; what stopped early."""
     out: list[str] = []
+    names = [str(d.run["model"].get("class") or "") if isinstance(d.run.get("model"), dict) else "" for d in dumps]
+    if all(names) and names[0] != names[1]:
+        out.append(f"different models: {names[0][:80]} in golden, {names[1][:80]} in mine")
     for g, m in plan.requests.different:
         out.append(f"request {g.id!r} has different prompt tokens ({g.prompt_len} and {m.prompt_len}): not compared")
     for g, _ in plan.requests.images_differ:
@@ -289,4 +293,4 @@ def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
     if golden.requests and mine.requests and not plan.requests.pairs:
         return "nothing could be compared: no request of one dump has the same prompt as one of the other"
     reasons = ", ".join(f"{reason} ({n})" for reason, n in skipped.most_common(3))
-    return f"nothing could be compared: {reasons or 'all pairs were skipped'}"
+    return f"nothing could be compared: {reasons or ALL_SKIPPED}"

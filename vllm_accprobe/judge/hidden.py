@@ -198,7 +198,7 @@ class Peers:
         noisy = max([rules.outlier * max(1.4826 * usual_slope, 1.0), *sure_elsewhere])
         by_slope = np.minimum(np.abs(sure) / noisy, np.abs(slope) / (1.5 * look.unit))
         by_slope = np.where(np.abs(slope) > 3 * abs(float(np.median(slope))), by_slope, 0.0)
-        strength = np.maximum(by_err, by_slope)
+        strength = np.maximum(np.maximum(by_err, by_slope), self._offsets(look))
         for before in look.columns_before:
             worst = column_signs(before)[0]
             if before.shape[1] % len(strength) == 0:  # an operator by element passes a bad column on, from each part
@@ -209,11 +209,29 @@ class Peers:
             return None
         return Hidden(look.err > 0, COLUMNS, float(err[bad].max()), float(strength.max()), bad)
 
+    def _offsets(self, look: Look) -> np.ndarray:
+        """How strongly each column is shifted to one side. A column that hardly changes is rounded to the same side in
+        each row, by up to one rounding; what other layers and the inputs show of that is not enough here."""
+        assert look.columns is not None
+        offset, sure = column_offsets(look.columns)
+        known = [o.columns for o in self._others(look) if o.columns is not None] + list(look.columns_before)
+        usual = max((float(np.abs(column_offsets(c)[0]).max()) for c in known if c.shape[1] >= NARROW), default=0.0)
+        need = max(2.0 * look.unit, 2.0 * min(usual, 4.0 * look.unit))
+        return np.minimum(np.abs(sure) / self.rules.outlier, np.abs(offset) / need)
+
+
+def column_offsets(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """From metrics.structure's sums: (mean error of each column relative to its size, as in `column_signs`; the same in
+    standard errors of a mean of random signs)."""
+    dd, gg, n, off = sums[0], sums[1], np.maximum(sums[4], 1.0), sums[5]
+    size = np.sqrt(np.maximum(gg, max(0.25 * float(np.median(gg)), 1e-300)) / n)
+    return off / n / size, np.where(dd > 0, off / np.sqrt(np.maximum(dd, 1e-300)), 0.0)
+
 
 def column_signs(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """From metrics.structure's sums: (error of each column relative to its size, or to half the typical column's where
     it is smaller; slope - 1; slope in standard errors)."""
-    dd, gg, gd, square, _ = sums
+    dd, gg, gd, square = sums[:4]
     floor = 0.25 * float(np.median(gg))
     with np.errstate(divide="ignore", invalid="ignore"):
         err = np.sqrt(dd / np.maximum(gg, max(floor, 1e-300)))

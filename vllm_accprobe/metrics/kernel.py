@@ -102,7 +102,7 @@ def structure_sums(
     *,
     compiled: bool = True,
 ) -> np.ndarray:
-    """float64 [5, width], the sums of structure.structure, which is the definition, over the rows that meet.
+    """float64 [6, width], the sums of structure.structure, which is the definition, over the rows that meet.
 
     The arguments are those of `rows`.
     """
@@ -111,8 +111,10 @@ def structure_sums(
     if loops is None:
         return structure.structure(widen(golden[golden_rows], golden_dtype), widen(mine[mine_rows], mine_dtype))
     sums = np.zeros((structure.FIELDS, golden.shape[1]))
+    found = np.zeros((structure.FIELDS - 1, golden.shape[1]))
     sides = *_side(golden, golden_dtype, golden_rows, widen), *_side(mine, mine_dtype, mine_rows, widen)
-    sums[4] = loops.structure(*sides, sums[:4], 0)
+    sums[4] = loops.structure(*sides, found, 0)
+    sums[[0, 1, 2, 3, 5]] = found
     return sums
 
 

@@ -316,14 +316,14 @@ def _load_row(bits: Any, size: int, kind: int, table: Any, out: Any) -> Any:
 
 @_compile
 def structure(g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, sums: Any, count: Any) -> Any:
-    """Adds metrics.structure's sums of rows gi of g8 and mi of m8, as for ``rows``, to ``sums``, float64 [4, width];
+    """Adds metrics.structure's sums of rows gi of g8 and mi of m8, as for ``rows``, to ``sums``, float64 [5, width];
     returns ``count`` plus how many rows that were."""
     gs = 1 if gk == 3 else (4 if gk == 2 else 2)
     ms = 1 if mk == 3 else (4 if mk == 2 else 2)
     width: Any = sums.shape[1]
     gw, mw = np.empty(width, np.uint32), np.empty(width, np.uint32)
     gf, mf = gw.view(np.float32), mw.view(np.float32)
-    dd, gg, gd, gd2 = sums[0], sums[1], sums[2], sums[3]
+    dd, gg, gd, gd2, off = sums[0], sums[1], sums[2], sums[3], sums[4]
     for r in range(gi.size):
         if not _load_row(g8[gi[r] * width * gs : (gi[r] + 1) * width * gs], gs, gk, gt, gw):
             continue
@@ -344,5 +344,6 @@ def structure(g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi:
             gg[i] += x * x
             gd[i] += both
             gd2[i] += both * both
+            off[i] += d
         count += 1
     return count

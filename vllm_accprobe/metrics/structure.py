@@ -1,8 +1,9 @@
 """Sums per column that tell a fault from rounding: does the error follow the values, and in which columns.
 
 The problem: an error of 5 % in one output column of 4096 is 0.08 % of a row. The idea: over the rows of a tensor, each
-weighted by 1 / |g_r|^2 so that no large row speaks for all, the sums of d*d, g*g and g*d for each column, and of
-(g*d)^2, from which the slope's standard error follows. A sample of rows is enough: `chosen` takes them evenly.
+weighted by 1 / |g_r|^2 so that no large row speaks for all, the sums of d*d, g*g and g*d for each column, of
+(g*d)^2, from which the slope's standard error follows, and of d itself, which rounding leaves near 0. A sample of rows
+is enough: `chosen` takes them evenly.
 Not here: what is out of the ordinary (judge/hidden.py); sums over rows (oracle.py, kernel.py).
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-FIELDS = 5
+FIELDS = 6
 ELEMENTS = 1 << 18
 """Elements of one tensor that are looked at: 64 rows of 4096."""
 
@@ -22,8 +23,9 @@ def chosen(rows: int, width: int) -> np.ndarray:
 
 
 def structure(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:
-    """float64 [5, width] of two numeric arrays [rows, width]: the sums over rows of w d^2, w g^2, w g d and (w g d)^2,
-    with d = m - g, w = 1 / sum of the row's g^2, and the number of rows. Rows that are not finite or 0 are left out."""
+    """float64 [6, width] of two numeric arrays [rows, width]: the sums over rows of w d^2, w g^2, w g d and (w g d)^2,
+    with d = m - g, w = 1 / sum of the row's g^2, the number of rows, and the sum of d sqrt(w). Rows that are not finite
+    or 0 are left out."""
     with np.errstate(invalid="ignore", over="ignore"):
         g, m = golden.astype(np.float32), mine.astype(np.float32)
         d = m - g
@@ -39,4 +41,5 @@ def structure(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:
     out[2] = gd.sum(axis=0)
     out[3] = np.einsum("ij,ij->j", gd, gd)
     out[4] = len(norm)
+    out[5] = d.sum(axis=0)
     return out
