@@ -135,12 +135,17 @@ def block(
 
 def test_blocks_hand_on_what_their_last_part_gave() -> None:
     a, b = draw(2, 3), draw(2, 3)
-    layer = block("LlamaDecoderLayer", a, {"mlp/output.0": a, "post_attention_layernorm/output.1": b}, {"output.1": b})
+    layer = block("LlamaDecoderLayer", a, {"post_attention_layernorm/output.1": b, "mlp/output.0": a}, {"output.1": b})
     found = run(layer)
     assert {k: v.value.tolist() for k, v in found.items()} == {"output.0": a.tolist(), "output.1": b.tolist()}
     assert {v.unit for v in found.values()} == {0.0}  # must be equal
     with pytest.raises(Declined, match="adds its residual"):
         run(block("LlamaDecoderLayer", a, {"mlp/output.0": a}))
+    sandwich = {"mlp/output.0": b, "pre_feedforward_layernorm/output.1": b, "post_feedforward_layernorm/output.0": a}
+    found = run(block("Gemma3DecoderLayer", a, sandwich, {"output.1": b}))
+    assert found["output.0"].value.tolist() == a.tolist()
+    with pytest.raises(Declined, match="do not tell"):  # something else runs behind the projection
+        run(block("OddAttention", a, {"o_proj/output.0": a, "post_norm/output.0": b}))
     with pytest.raises(Declined, match="nothing inside"):
         run(block("LlamaMLP", a, {}))
 

@@ -33,7 +33,8 @@ class Thresholds:
     """floor: part of a rounding that stands for the least honest error. grow: how much more than every other layer (in
     powers of two); created: roundings that must have been added at least; outlier: robust deviations of a row; apart:
     how much more than that row in other layers. gain: roundings; sure: standard errors; through: how much of its
-    inputs' gain an operator may pass on; by_element: of a column's error. column: times the median column."""
+    inputs' gain an operator may pass on; by_element: of a column's error. column: times the median column. mixing: growth
+    of attention counts for so much less, because it depends on how sharp each layer's softmax is."""
 
     floor: float = 0.5
     grow: float = 0.6
@@ -45,6 +46,7 @@ class Thresholds:
     sure: float = 7.0
     through: float = 3.0
     by_element: float = 5.0
+    mixing: float = 1.2
     column: float = 5.0
 
 
@@ -54,6 +56,7 @@ class Look:
 
     err, gain: relative L2 error and slope - 1 of each row. before, gain_before: the largest of the inputs' at the rows
     that influence it. unit: one rounding. columns, columns_before: metrics.structure's sums, None where not taken.
+    mixing: whether the operator mixes positions (attention).
     """
 
     tap: str
@@ -68,6 +71,7 @@ class Look:
     width: int = 1
     columns: np.ndarray | None = None
     columns_before: Sequence[np.ndarray] = ()
+    mixing: bool = False
     growth: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @property
@@ -127,6 +131,7 @@ class Peers:
         most = 2.0**usual * look.before
         made = float(np.sqrt(np.median(np.maximum(look.err**2 - most**2, 0.0))))
         strength = min((here - usual) / rules.grow, made / (rules.created * look.unit))
+        strength /= rules.mixing if look.mixing else 1.0
         return Hidden(look.err > 0, GROWTH, made, strength) if strength > 1 else None
 
     def _gain(self, look: Look) -> Hidden | None:
@@ -157,7 +162,7 @@ class Peers:
             (look.growth - usual) / apart,
             made / (2.0 * rules.created * look.unit),
         ])  # fmt: skip
-        strength = strength * _rarity(strength)
+        strength = strength * _rarity(strength) / (rules.mixing if look.mixing else 1.0)
         rows = strength > 1
         return Hidden(rows, GROWTH, float(made[rows].max()), float(strength.max())) if rows.any() else None
 

@@ -139,7 +139,7 @@ class _Search:
         columns = [s.columns for s in sources if s.columns is not None and s is not sink]
         cls = self.tree.classes.get(tap, "")
         rows = sink.seen, err, slope, before, gain
-        return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.columns, columns)
+        return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.columns, columns, mixing)
 
     def _places(self, tap: str) -> list[tuple[Trace, list[Trace]]]:
         """Where ``tap`` itself may create an error, with what is in front: its outputs, and between its children."""

@@ -38,10 +38,15 @@ def _same(call: Call, role: str, child: str, child_role: str) -> Expected | None
     return None
 
 
-def _handed_on(call: Call, *places: tuple[str, str, str]) -> dict[str, Expected]:
-    """(role, child, child's role): the first place of a role that was captured."""
+def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> dict[str, Expected]:
+    """(role, child, child's role): the first place of a role that was captured.
+
+    last: output.0 only from the child that ran last: a block that does more behind it is not the one that is meant."""
     found: dict[str, Expected] = {}
+    ran_last = _inside(call)[-1][0]
     for role, child, child_role in places:
+        if last and role == "output.0" and ran_last != child and not ran_last.startswith(f"{child}."):
+            continue
         if role in call.outputs and role not in found:
             same = _same(call, role, child, child_role)
             if same is not None:
@@ -51,16 +56,21 @@ def _handed_on(call: Call, *places: tuple[str, str, str]) -> dict[str, Expected]
     return found
 
 
+def _unscaled(call: Call) -> None:
+    """Engines apply a routed scaling factor in the experts, behind them or, in float16, in the layers around."""
+    if call.config.get("routed_scaling_factor") not in (None, 1, 1.0):
+        raise Declined("where the routed scaling factor is applied was not recorded")
+
+
 @reference("*DecoderLayer")
 def decoder_layer(call: Call) -> dict[str, Expected]:
     """Of layers that hand on (hidden, residual); those that add the residual themselves are declined."""
     if "output.1" not in call.outputs:
         raise Declined("a layer that adds its residual itself")
+    _unscaled(call)
     return _handed_on(
         call,
-        ("output.0", "mlp", "output.0"),
-        ("output.0", "block_sparse_moe", "output.0"),
-        ("output.0", "feed_forward", "output.0"),
+        ("output.0", _inside(call)[-1][0].partition(".")[0], "output.0"),
         ("output.1", "post_attention_layernorm", "output.1"),
         ("output.1", "pre_feedforward_layernorm", "output.1"),
     )
@@ -102,8 +112,7 @@ def experts(call: Call) -> dict[str, Expected]:
     routed = _same(call, "output.0", "routed_experts.quant_method", "output.0")
     if routed is None:
         raise Declined("a block whose parts do not tell what it hands on")
-    if call.config.get("routed_scaling_factor") not in (None, 1, 1.0):
-        raise Declined("where the routed scaling factor is applied was not recorded")
+    _unscaled(call)
     shared = _same(call, "output.0", "_shared_experts._layer", "output.0")
     if shared is None:
         return {"output.0": routed}
@@ -113,6 +122,7 @@ def experts(call: Call) -> dict[str, Expected]:
 
 @reference("*MoE", "*MoeSparseMoeBlock", "*SparseMoeBlock")
 def moe_block(call: Call) -> dict[str, Expected]:
+    _unscaled(call)
     return _handed_on(call, ("output.0", "experts", "output.0"))
 
 
@@ -123,7 +133,10 @@ def model(call: Call) -> dict[str, Expected]:
 
 @reference("*ForCausalLM", "*ForConditionalGeneration")
 def causal_lm(call: Call) -> dict[str, Expected]:
-    return _handed_on(call, ("output.0", "model", "output.0"), ("output.0", "language_model.model", "output.0"))
+    """The head runs behind it, in another call."""
+    return _handed_on(
+        call, ("output.0", "model", "output.0"), ("output.0", "language_model.model", "output.0"), last=False
+    )
 
 
 @reference("*VisionPatchEmbed", "*PatchEmbed")
