@@ -28,6 +28,8 @@ from vllm_accprobe.judge.origin import OUTPUT, PARAM, Created, Trace
 
 Compared = list[tuple[Pair, np.ndarray]]
 """Each pair with the keys of its rows."""
+Chosen = dict[str, "list[tuple[np.ndarray, np.ndarray]]"]
+"""Tap that is told which experts to use → (keys [n], experts [n, k]) of its tensors."""
 
 
 class Places:
@@ -54,7 +56,9 @@ class Places:
         return "decode" if self.decode[at[0]] else "prefill"
 
 
-def origin_entry(c: Created, setting: Setting, places: Places, pairs: Compared) -> dict[str, Any]:
+def origin_entry(
+    c: Created, setting: Setting, places: Places, pairs: Compared, chosen: Chosen | None = None
+) -> dict[str, Any]:
     """compare.json's entry of an origin: its first row, and how many rows it has and how bad the worst is."""
     trace = c.trace
     request = where = phase = None
@@ -81,7 +85,7 @@ def origin_entry(c: Created, setting: Setting, places: Places, pairs: Compared) 
         "evidence": c.evidence,
         "rows": len(c.keys),
         "worst": worst,
-        "shape": shape_of(c, setting, places),
+        "shape": shape_of(c, setting, places, chosen or {}),
     }
 
 
@@ -101,7 +105,7 @@ def size_of(c: Created, at: int = 0) -> tuple[float, float, float]:
     return float(err[at]), trace.limit, float(err.max())
 
 
-def shape_of(c: Created, setting: Setting, places: Places) -> str:
+def shape_of(c: Created, setting: Setting, places: Places, chosen: Chosen) -> str:
     """The error's shape in words (judge/shape.py)."""
     if c.trace.kind == PARAM:
         return ""
@@ -109,11 +113,11 @@ def shape_of(c: Created, setting: Setting, places: Places) -> str:
     logits = "logits" in c.trace.tap or "lm_head" in c.trace.tap
     rows = None
     if c.look is not None and len(c.look.keys):
-        rows = _shape_rows(c, c.look, setting, places)
+        rows = _shape_rows(c, c.look, setting, places, chosen)
     return shape.sentence(rows, c.trace.columns, attrs, tail="the vocabulary's tail" if logits else "")
 
 
-def _shape_rows(c: Created, look: Look, setting: Setting, places: Places) -> shape.Rows:
+def _shape_rows(c: Created, look: Look, setting: Setting, places: Places, chosen: Chosen) -> shape.Rows:
     at, there = places.find(look.keys)
     step = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
     counts = [setting.batches.get(int(s), (-1, -1)) for s in step.tolist()]
@@ -134,7 +138,22 @@ def _shape_rows(c: Created, look: Look, setting: Setting, places: Places) -> sha
         tokens=np.array([n for _, n in counts]),
         chunk=np.where(decode, 0, _chunks(who, step)),
         names={int(s): setting.names[int(s)][0] for s in np.unique(who)},
+        experts=_experts(c.tap, look.keys, chosen),
     )
+
+
+def _experts(tap: str, keys: np.ndarray, chosen: Chosen) -> np.ndarray | None:
+    """int64 [len(keys), k]: the experts of each row, -1 where not known; None for a tap outside of experts."""
+    for told, found in chosen.items():
+        root = told.partition(".experts")
+        if not (tap == told or (root[1] and tap.startswith(root[0] + root[1]))):
+            continue
+        known, experts = np.concatenate([k for k, _ in found]), np.concatenate([e for _, e in found])
+        order = np.argsort(known, kind="stable")
+        known, experts = known[order], experts[order]
+        at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+        return np.where((known[at] == keys)[:, None], experts[at], -1)
+    return None
 
 
 def _chunks(who: np.ndarray, step: np.ndarray) -> np.ndarray:

@@ -54,6 +54,7 @@ class _Judge:
     traces: list[Trace] = field(default_factory=list)
     replicas: int = 0
     rerouted: Rerouted = field(default_factory=Rerouted)
+    chosen: blame.Chosen = field(default_factory=dict)
 
     def run(self) -> Comparison:
         setting = self.measured.setting
@@ -69,7 +70,7 @@ class _Judge:
         created, excused = self._not_excused(created)
         first = {c.tap: c for c in reversed(created)}  # a tap is named once, by the first tensor that shows it
         named = [c for c in created if first[c.tap] is c]
-        origins = [(c.trace.order, blame.origin_entry(c, setting, places, self.pairs)) for c in named]
+        origins = [(c.trace.order, blame.origin_entry(c, setting, places, self.pairs, self.chosen)) for c in named]
         judged = blame.condemn(created, self.pairs)
         flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged)
         origins = sorted(origins + sampler, key=lambda o: o[0])
@@ -140,6 +141,9 @@ class _Judge:
             for part in unit.parts:
                 self._param(unit, part)
             return
+        found = [(p.keys, p.choices) for p in unit.parts if p.choices is not None and len(p.choices) == len(p.keys)]
+        if found:
+            self.chosen[unit.key[0]] = found
         floor = self._row_floor(unit.parts)
         keys: list[np.ndarray] = []
         wrong: list[tuple[np.ndarray, ...]] = []

@@ -54,6 +54,7 @@ class Piece:
     columns: np.ndarray | None = None
     elements: np.ndarray | None = None
     softmax: np.ndarray | None = None  # oracle.softmax_sums
+    choices: np.ndarray | None = None  # int64 [rows, k]: what mine chose, of a tensor of chosen experts
     structure: np.ndarray | None = None  # metrics.structure's sums over some of the rows
     identical: bool = False
     stat_error: tuple[float, float] | None = None
@@ -132,6 +133,9 @@ class Measurer:
         if prod(shapes[0]) != prod(shapes[1]):
             piece.skip = OTHER_WIDTH
             return
+        if is_choice(unit.key[1]) and piece.group.readable and DTYPES[piece.group.first.dtype].kind == "int":
+            chosen, at = self.rows[1].load(piece.group, cuts[1], met.row)
+            piece.choices = widen(chosen.data[at], chosen.dtype).astype(np.int64)
         if met.aligned and self._same(piece, first, met.complete):
             return
         if not (piece.group.readable and all(g.readable for g in piece.golden)):

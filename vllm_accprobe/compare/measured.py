@@ -37,7 +37,8 @@ class Part:
     units of the rms), from statistics alone. worst: (row, flat index, golden, mine) of the largest |d|. whole: a tensor
     without rows, measured as one. row_norm: rms norm of the golden's rows where nothing was read (identical).
     elements: metrics.oracle.ELEMENT_FIELDS, sums over all elements for other tools' standards; None where values were
-    not read. kl: KL divergence, None where not measured. nonfinite: count where identical; zero:
+    not read. kl: KL divergence, None where not measured. choices:
+    int64 [rows, k], the experts that mine chose, of a tensor that holds such. nonfinite: count where identical; zero:
     all of it is 0. equal, by: parameters: equal to the bit, and how that is known. skip: why nothing was compared.
     """
 
@@ -68,6 +69,7 @@ class Part:
     skip: str = ""
     elements: tuple[float, ...] | None = None
     kl: float | None = None
+    choices: np.ndarray | None = None
 
     @property
     def width(self) -> int:
@@ -194,6 +196,7 @@ def part_of(piece: Piece, *, equal: bool | None = None, by: str = "", family: st
         note=piece.group.merge.note if piece.group.merge else "",
         skip=piece.skip,
         elements=None if piece.elements is None else tuple(piece.elements.tolist()),
+        choices=piece.choices,
         kl=None if piece.softmax is None else oracle.kl_divergence(piece.softmax),
     )
 

@@ -23,10 +23,10 @@ from vllm_accprobe.compare.measured import Measured, MeasuredUnit, Part, Setting
 from vllm_accprobe.compare.result import CompareError
 
 NAME = "measured.npz"
-VERSION = 3
+VERSION = 4
 _OFTEN = 32 << 20
 _POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
-_PART_ARRAYS = ("keys", "decode", "table")
+_PART_ARRAYS = ("keys", "decode", "table", "choices")
 _PLAIN = tuple(f.name for f in fields(Part) if f.name not in _PART_ARRAYS)
 
 

@@ -33,8 +33,8 @@ class Thresholds:
     """floor: part of a rounding that stands for the least honest error. grow: how much more than every other layer (in
     powers of two); created: roundings that must have been added at least; outlier: robust deviations of a row; apart:
     how much more than that row in other layers. gain: roundings; sure: standard errors; through: how much of its
-    inputs' gain an operator may pass on; by_element: of a column's error. column: times the median column. mixing: growth
-    of attention counts for so much less, because it depends on how sharp each layer's softmax is."""
+    inputs' gain an operator may pass on; by_element: of a column's error. column: times the median column. mixing:
+    growth of attention counts for so much less, because it depends on how sharp each layer's softmax is."""
 
     floor: float = 0.5
     grow: float = 0.6
@@ -216,12 +216,15 @@ class Peers:
 
     def _offsets(self, look: Look) -> np.ndarray:
         """How strongly each column is shifted to one side. A column that hardly changes is rounded to the same side in
-        each row, by up to one rounding; what other layers and the inputs show of that is not enough here."""
+        each row, by up to one rounding; what other layers and the inputs show of that is not enough here. Attention
+        gives many rows the same values, errors included: there it says nothing."""
         assert look.columns is not None
+        if look.mixing:
+            return np.zeros(look.columns.shape[1])
         offset, sure = column_offsets(look.columns)
         known = [o.columns for o in self._others(look) if o.columns is not None] + list(look.columns_before)
         usual = max((float(np.abs(column_offsets(c)[0]).max()) for c in known if c.shape[1] >= NARROW), default=0.0)
-        need = max(2.0 * look.unit, 2.0 * min(usual, 4.0 * look.unit))
+        need = max(2.5 * look.unit, 2.0 * min(usual, 4.0 * look.unit))
         return np.minimum(np.abs(sure) / self.rules.outlier, np.abs(offset) / need)
 
 

@@ -99,11 +99,33 @@ def _where(rows: Rows, bad: np.ndarray, otherwise: str) -> str:
     if best[0] >= _AGREE:
         # Of several that fit, the first is the simplest.
         return next(text for score, _, text in scored if score >= max(_AGREE, best[0] - 0.02))
+    expert = _expert(rows, bad)
+    if expert:
+        return expert
     if bad.mean() > 0.8:
         return "most rows"
     if best[0] >= 0.85:
         return f"mostly {best[2].removeprefix('only ')}"
     return otherwise
+
+
+def _expert(rows: Rows, bad: np.ndarray) -> str:
+    """One expert that all bad rows were sent to, "" where there is none. Not all of its rows are bad: what an expert
+    gives is weighted, and a small weight hides its error. So it must be no chance that it has all of the bad ones."""
+    if rows.experts is None:
+        return ""
+    masks = {e: (rows.experts == e).any(axis=1) for e in np.unique(rows.experts[bad]).tolist() if e >= 0}
+    shares = sorted(((float((m & bad).sum()) / bad.sum(), e) for e, m in masks.items()), reverse=True)
+    if not shares:
+        return ""
+    share, expert = shares[0]
+    here = float(masks[expert].mean())
+    inside = int((masks[expert] & bad).sum())
+    sure = here**inside < 1e-6 and all(other < 0.6 * share or other < 1.3 * masks[e].mean() for other, e in shares[1:])
+    if not sure or share < 0.75:
+        return ""
+    word = "only" if share >= 0.97 else "mostly"
+    return f"{word} rows of expert {expert} ({inside} of {int(masks[expert].sum())})"
 
 
 def _count(rows: Rows, bad: np.ndarray) -> str:
