@@ -106,3 +106,20 @@ def test_packed_against_plain_is_skipped_with_its_reason():
 def test_tables_that_each_run_computes_are_not_weights():
     assert is_computed("param.cos_sin_cache")
     assert not is_computed("param.weight")
+
+
+def test_one_checkpoint_loaded_as_float16_and_as_bfloat16_has_one_weight() -> None:
+    from vllm_accprobe.compare.params import _one_number, round_to_bfloat16
+    from vllm_accprobe.compare.read import Block
+
+    rng = np.random.default_rng(3)
+    truth = (rng.standard_normal((40, 64)) * 10.0 ** rng.uniform(-8, 1, (40, 64))).astype(np.float32)
+    half = Block(truth.astype(np.float16).view(np.uint16), "float16", (64,))
+    half = Block(half.data.view(np.float16), "float16", (64,))
+    brain = Block(round_to_bfloat16(truth), "bfloat16", (64,))
+    assert _one_number(half, brain)
+    assert _one_number(brain, half)
+    other = truth.copy()
+    other[7, 9] = np.float32(0.5)
+    wrong = Block(round_to_bfloat16(np.where(other == 0.5, np.float32(0.51), other)), "bfloat16", (64,))
+    assert not _one_number(Block(other.astype(np.float16), "float16", (64,)), wrong)

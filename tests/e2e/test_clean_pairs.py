@@ -114,6 +114,14 @@ def test_two_ranks_against_one(engines: Engines, compared: Any) -> None:
     assert back.verdict == "pass", explain(back)
 
 
+def test_latent_attention_on_two_ranks(engines: Engines, compared: Any) -> None:
+    """Its rotary heads are as wide as a rank's slice of o_proj's input: layouts that go by size alone are wrong there."""
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    result = compared(engines.serial("deepseek-v2"), engines.run("mla-tp2", "deepseek-v2", host="tp2", **two))
+    assert result.verdict == "pass", explain(result)
+    assert any(p.tap.endswith("mla_attn.rotary_emb") and p.status == "pass" for p in result.pairs)
+
+
 def test_v1_against_v2_runner(engines: Engines, compared: Any) -> None:
     mine = engines.run("v2", host="v2")
     assert_clean(compared(engines.serial(), mine))

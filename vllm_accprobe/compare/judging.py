@@ -89,7 +89,7 @@ class _Judge:
             origins=[o for _, o in origins],
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
             verdict=FAIL if failed or origins else PASS,
-            notes=words.notes([*setting.notes, *about_floor], pairs, flipped, self.replicas),
+            notes=words.notes([*setting.notes, *about_floor], pairs, flipped, self.replicas, origins),
             plan=setting.plan,
             standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),
             rows=rows,
@@ -210,8 +210,8 @@ class _Judge:
         if is_computed(unit.key[1]) and not part.equal:
             limits = self._limits(unit, part)[1]
             errors = self._errors(part, 0.0, limits)
-        if part.equal and part.stats is not None:  # alike but for the rounding to another dtype
-            errors = self._errors(replace(part, stats=(0.0, 0.0)), 0.0, limits)
+        if part.equal:  # alike but for the rounding to another dtype
+            errors = replace(errors, err=np.zeros_like(errors.err))
         self._add(unit, part, errors, limits)
         worst = float(errors.err.max()) if len(errors.err) else 0.0
         self._trace(unit, [], [], limits.row, worst if worst > limits.row else 0.0)

@@ -214,7 +214,13 @@ def first_divergence(pairs: Sequence[Pair], rows: RowTable | None = None) -> dic
     return out
 
 
-def notes(static: Sequence[str], pairs: Sequence[Pair], flipped: Sequence[dict[str, Any]], replicas: int) -> list[str]:
+def notes(
+    static: Sequence[str],
+    pairs: Sequence[Pair],
+    flipped: Sequence[dict[str, Any]],
+    replicas: int,
+    origins: Sequence[Any] = (),
+) -> list[str]:
     """What must be said before any number: different weights first, then ``static`` (see `static_notes`)."""
     out: list[str] = []
     params = [p for p in pairs if p.role.startswith("param.") and p.status != SKIP]
@@ -227,6 +233,12 @@ def notes(static: Sequence[str], pairs: Sequence[Pair], flipped: Sequence[dict[s
     out += static
     if replicas:
         out.append(f"{replicas} tensors that all ranks should hold alike differ between the ranks of mine")
+    grown = [p for p in pairs if p.status == FAIL and p.role.startswith("output") and p.measure in METRICS[:3]]
+    if grown and not origins:
+        out.append(
+            "no operator adds more than it does elsewhere: either each layer is a little off, or this model enlarges "
+            "honest rounding; a second run of golden's side (--floor) tells which"
+        )
     whys = Counter(f["why"] for f in flipped)
     if whys[flips.RANDOM]:
         out.append(f"{whys[flips.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
