@@ -115,7 +115,7 @@ def test_two_ranks_against_one(engines: Engines, compared: Any) -> None:
 
 
 def test_latent_attention_on_two_ranks(engines: Engines, compared: Any) -> None:
-    """Its rotary heads are as wide as a rank's slice of o_proj's input: layouts that go by size alone are wrong there."""
+    """A rotary head is as wide as a slice of o_proj's input: layouts that go by size alone are wrong there."""
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     result = compared(engines.serial("deepseek-v2"), engines.run("mla-tp2", "deepseek-v2", host="tp2", **two))
     assert result.verdict == "pass", explain(result)
