@@ -83,6 +83,20 @@ _ATTRIBUTES = [
     "normalized_shape",
     "logits_soft_cap",
     "cap_value",
+    "approximate",
+    "norm_before_gate",
+    "num_groups",
+    "alpha",
+    "limit",
+    "embed_scale",
+    "renormalize",
+    "scoring_func",
+    "routed_scaling_factor",
+    "num_expert_group",
+    "topk_group",
+    "mrope_section",
+    "mrope_interleaved",
+    "scaling_factor",
 ]
 
 
