@@ -31,6 +31,9 @@ def compare(
     ),
     plan: bool = typer.Option(False, "--plan", help="Only say what would be compared with what, and write nothing."),
     ray: str = typer.Option(None, "--ray", help="Measure on the machines of the Ray cluster at this address."),
+    replay: bool = typer.Option(
+        False, "--replay", help="Also run both sides' operators again against references, which decides. Needs torch."
+    ),
     rejudge: Path = typer.Option(None, "--rejudge", help="Judge a saved comparison (an --out) again, without dumps."),
     form: Format = FORMAT,
     quiet: bool = typer.Option(False, "--quiet", "-q", help="On the terminal, only the verdict and its notes."),
@@ -46,7 +49,7 @@ def compare(
     from vllm_accprobe.compare import engine
     from vllm_accprobe.compare.result import PASS, CompareError
 
-    _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray))
+    _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray or replay))
     if out is not None and out.exists() and not out.is_dir():
         raise CompareError(f"--out {out} is a file: name a directory for compare.csv, compare.json and compare.html")
     rules = engine.find_mapping(op_mapping_file)
@@ -68,6 +71,11 @@ def compare(
         choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "floors": floor}
         with _progress() as advance, _tidy(out):
             result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]
+        if replay:
+            from vllm_accprobe.cli.opcheck import replayed
+            from vllm_accprobe.opcheck.decide import decide
+
+            result = decide(result, replayed(golden), replayed(mine))
 
     from vllm_accprobe.report import html, table
 

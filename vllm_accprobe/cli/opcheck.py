@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from vllm_accprobe.cli.options import CommandError, progress
+
+if TYPE_CHECKING:
+    from vllm_accprobe.opcheck.replay import Checked
 
 
 def opcheck(
@@ -53,6 +57,23 @@ def opcheck(
         typer.echo(line)
     typer.echo(f"written: {out / 'opcheck.csv'}")
     raise typer.Exit(1 if totals.statuses.get(replay.FAIL) else 0)
+
+
+def replayed(dump: Path) -> list[Checked]:
+    """All checks of a dump, for `compare --replay`. Raises CommandError without torch."""
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        raise CommandError("--replay needs torch: install it beside accprobe (the CPU build will do)")
+    from vllm_accprobe.formats import open_dump
+    from vllm_accprobe.opcheck import replay
+    from vllm_accprobe.opcheck.calls import Calls
+    from vllm_accprobe.opcheck.reference import default_references
+
+    opened = open_dump(dump)
+    calls = Calls(opened, _model_of(opened.run))
+    with progress("replaying", replay.count_taps(calls)) as done:
+        return list(replay.check(calls, default_references(), done=done))
 
 
 def _model_of(run: object) -> Path | None:

@@ -26,6 +26,10 @@ from vllm_accprobe.judge.verdict import METRICS, RowErrors, describe, value_and_
 from vllm_accprobe.metrics import oracle
 
 ALL_SKIPPED = "all pairs were skipped"
+NOBODY = (
+    "no operator adds more than it does elsewhere: either each layer is a little off, or this model enlarges honest "
+    "rounding; a second run of golden's side (--floor) or a replay of the operators (--replay) tells which"
+)
 
 def join(*parts: str) -> str:
     return "; ".join(p for p in parts if p)
@@ -235,10 +239,7 @@ def notes(
         out.append(f"{replicas} tensors that all ranks should hold alike differ between the ranks of mine")
     grown = [p for p in pairs if p.status == FAIL and p.role.startswith("output") and p.measure in METRICS[:3]]
     if grown and not origins:
-        out.append(
-            "no operator adds more than it does elsewhere: either each layer is a little off, or this model enlarges "
-            "honest rounding; a second run of golden's side (--floor) tells which"
-        )
+        out.append(NOBODY)
     whys = Counter(f["why"] for f in flipped)
     if whys[flips.RANDOM]:
         out.append(f"{whys[flips.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
