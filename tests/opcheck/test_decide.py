@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_accprobe.compare.result import Comparison, Pair
-from vllm_accprobe.opcheck.decide import decide
+from vllm_accprobe.opcheck.decide import decide, prove
 from vllm_accprobe.opcheck.replay import COLUMNS, Checked
 
 
@@ -26,8 +26,12 @@ def comparison(*origins, verdict="pass"):
     return Comparison("g", "m", {}, {}, pairs, {}, None, entries, {}, verdict, [], [], {})
 
 
+def judged(result, golden, mine):
+    return decide(result, prove(result, golden, mine))
+
+
 def test_what_replay_proves_is_an_origin_in_data_flow_order_and_fails() -> None:
-    result = decide(comparison(), [], [checked("third", seq=1), checked("second", seq=9), checked("first", "pass")])
+    result = judged(comparison(), [], [checked("third", seq=1), checked("second", seq=9), checked("first", "pass")])
     assert [(o["module"], o["evidence"]) for o in result.origins] == [("second", "replay"), ("third", "replay")]
     assert result.verdict == "fail"
     assert (result.origins[0]["created"], result.origins[0]["floor"]) == (0.02, pytest.approx(0.002))
@@ -36,7 +40,7 @@ def test_what_replay_proves_is_an_origin_in_data_flow_order_and_fails() -> None:
 
 def test_the_proved_stand_before_the_inferred_and_keep_their_words() -> None:
     found = comparison("first", "third", verdict="fail")
-    result = decide(found, [], [checked("first", "pass"), checked("third")])
+    result = judged(found, [], [checked("first", "pass"), checked("third")])
     assert [(o["module"], o["evidence"]) for o in result.origins] == [("third", "replay"), ("first", "jump")]
     assert result.origins[0]["shape"] == "all rows"
     assert any("first is right for its own inputs" in n for n in result.notes)
@@ -45,12 +49,12 @@ def test_the_proved_stand_before_the_inferred_and_keep_their_words() -> None:
 @pytest.mark.parametrize(("theirs", "blamed"), [(9.0, False), (4.0, False), (3.0, True), (0.0, True)])
 def test_what_golden_does_as_well_is_told_and_not_blamed(theirs: float, blamed: bool) -> None:
     golden = [checked("first", severity=theirs)] if theirs else []
-    result = decide(comparison(), golden, [checked("first", severity=10.0)])
+    result = judged(comparison(), golden, [checked("first", severity=10.0)])
     assert bool(result.origins) == blamed == (result.verdict == "fail")
     assert any("not blamed" in n for n in result.notes) != blamed
 
 
 def test_a_golden_that_is_wrong_alone_is_said() -> None:
-    result = decide(comparison(), [checked("second")], [replace(checked("second"), status="pass")])
+    result = judged(comparison(), [checked("second")], [replace(checked("second"), status="pass")])
     assert (result.verdict, result.origins) == ("pass", [])
     assert any("in golden only, first second" in n for n in result.notes)

@@ -72,10 +72,9 @@ def compare(
         with _progress() as advance, _tidy(out):
             result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]
         if replay:
-            from vllm_accprobe.cli.opcheck import replayed
-            from vllm_accprobe.opcheck.decide import decide
+            from vllm_accprobe.cli.replaying import decided
 
-            result = decide(result, replayed(golden), replayed(mine))
+            result = decided(result, golden, mine, rules)
 
     from vllm_accprobe.report import html, table
 

@@ -1,0 +1,57 @@
+"""Created and passed on: told apart for a module that is wrong and had wrong inputs, too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from opcheck.opcheck_dumps import Maker
+
+from vllm_accprobe.cli import main
+
+ROWS, WIDTH = 12, 64
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+
+
+def dump(root: Path, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, spans: list) -> Path:
+    m = Maker(root)
+    m.module("<root>", "Tiny")
+    m.module("norm", "RMSNorm", variance_epsilon=1e-6)
+    m.request(0, ROWS)
+    m.param("norm", "RMSNorm", weight=weight)
+    for step, (start, n) in enumerate(spans):
+        m.step(step, [(0, start, n)])
+        m.call("norm", "RMSNorm", {"x": x[start : start + n]}, y[start : start + n])
+    return m.close()
+
+
+def test_the_two_errors_of_a_wrong_module_with_wrong_inputs(tmp_path: Path) -> None:
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(ROWS, WIDTH, generator=g).bfloat16()
+    weight = torch.rand(WIDTH, generator=g).bfloat16() + 0.5
+    off = (x.double() + 0.02 * torch.randn(ROWS, WIDTH, generator=g)).bfloat16()
+    honest = norm(x, weight).bfloat16()
+    scale = torch.ones(ROWS, 1)
+    scale[7] = 1.3
+    wrong = (norm(off, weight) * scale).bfloat16()
+    golden = dump(tmp_path / "golden", x, honest, weight, [(0, ROWS)])
+    mine = dump(tmp_path / "mine", off, wrong, weight, [(0, 5), (5, 7)])  # row 7 is row 2 of its second step
+    out = tmp_path / "out"
+    assert main(["compare", str(golden), str(mine), "--replay", "--out", str(out), "-q"]) == 1
+    origin = json.loads((out / "compare.json").read_text())["origins"][0]
+    assert (origin["module"], origin["role"], origin["evidence"]) == ("norm", "output.0", "replay")
+    assert origin["position"] == 7
+    exact, theirs = norm(off, weight)[7], honest[7].double()
+    created = float((wrong[7].double() - exact).norm() / theirs.norm())
+    passed = float((exact - theirs).norm() / theirs.norm())
+    assert origin["created"] == pytest.approx(created, rel=1e-9)
+    assert origin["propagated"] == pytest.approx(passed, rel=1e-9)
+    assert created > 0.2 and 0.005 < passed < 0.1
+    assert np.isfinite(origin["floor"])
