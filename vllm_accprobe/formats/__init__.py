@@ -1,10 +1,11 @@
 """Opens a dump of any format that is known here, as the one face which dump/reader.py defines.
 
-Today there is one format, our own; a foreign one is one small module more.
+A format is one small module (see sniff.py for what it must have); foreign.py makes its tensors look like our own.
 """
 
 from __future__ import annotations
 
-from vllm_accprobe.dump.reader import Dump, DumpError, open_dump
+from vllm_accprobe.dump.reader import Dump, DumpError
+from vllm_accprobe.formats.sniff import open_dump
 
 __all__ = ["Dump", "DumpError", "open_dump"]

@@ -1,0 +1,233 @@
+"""Another tool's dump with our own dump's face.
+
+The problem: every tool names, numbers and stores tensors in its own way, and nothing after reading should care. The
+idea: a format's module describes each tensor once, as a `Tensor`: its name in the tool's own spelling, the place that
+name means (tap, role, class, call, step, rank), dtype and shape, and a function that reads its bits when somebody wants
+them. `ForeignDump` makes records of these that look like our own, and checks what the functions return, so that a file
+which changed, or lied, is one clear line. Opening a dump reads indices and headers, never payloads.
+Not here: how any format is laid out (its own module), which one a path is (sniff.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.reader import Dump, DumpError
+from vllm_accprobe.dump.schema import Layout, Module, Payload, Record, Skip, Stats, Step
+
+FOREIGN = -2
+"""The segment number of a payload that lies in another tool's file."""
+UNKNOWN = Layout("unknown")
+"""How most tools' tensors lie over ranks: nobody wrote it down."""
+PARAM = "param."
+UNKNOWN_DTYPE = "dtype that is not known here"
+ODD_SHAPE = "shape that no tensor has"
+Read = Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of another tool's dump.
+
+    name: in the tool's own spelling; of a file, its path relative to the dump. tap, role, cls, call: as a Record's; a
+    weight's role begins with ``param.``; call None: numbered in order of appearance. step None: of no step.
+    dtype: a name in dump.dtypes.DTYPES (see `torch_dtype`), or anything else, which is counted as skipped. read: gives
+    the stored bits (DTYPES[dtype].storage, shape ``shape`` or as many elements in C order), raising DumpError or
+    OSError; None where only statistics or a hash were stored. hash: equal texts mean equal bytes; begin it with the
+    kind (``crc32:``), so that two kinds never meet. layout: how it lies over ranks. order: its place in the order of
+    execution within step and rank; None: in order of appearance.
+    """
+
+    name: str
+    tap: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Read | None = None
+    cls: str = ""
+    step: int | None = 0
+    rank: int = 0
+    call: int | None = None
+    stats: Stats | None = None
+    hash: str | None = None
+    layout: Layout = UNKNOWN
+    order: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignRecord(Record):
+    """A record with its own tool's spelling for a name."""
+
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+
+@dataclass
+class _Taken:
+    """What is numbered while tensors are added."""
+
+    places: set[tuple[Any, ...]] = field(default_factory=set)
+    calls: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    seq: dict[tuple[int, int | None], int] = field(default_factory=dict)
+
+
+class ForeignDump(Dump):
+    """A dump of another tool. kind: the format's NAME; run: what the tool wrote about the run, if anything.
+
+    A format's module makes one, calls `add` for each tensor in the order of execution, and returns it."""
+
+    def __init__(self, path: Path, kind: str, run: Mapping[str, Any] | None = None):
+        super().__init__(path, {"format": kind, **(run or {})})
+        self.kind = kind
+        self._reads: list[Read] = []
+        self._taken = _Taken()
+        self._odd: dict[tuple[str, str], int] = {}
+        self._modules_seen: set[tuple[int, str]] = set()
+
+    def add(self, t: Tensor) -> ForeignRecord | None:
+        """The tensor's record; None where it was skipped, which is counted by reason."""
+        if t.dtype not in DTYPES:
+            self.skip(t.tap, f"{UNKNOWN_DTYPE} ({t.dtype[:40]})", t.step, t.role)
+            return None
+        if len(t.shape) > 64 or any(n < 0 for n in t.shape):
+            self.skip(t.tap, ODD_SHAPE, t.step, t.role)
+            return None
+        # A weight is one thing however many steps show it; a later step's is its next call.
+        step = None if t.role.startswith(PARAM) else t.step
+        call = self._call(t, step)
+        payload = None
+        if t.read is not None:
+            payload = Payload(FOREIGN, len(self._reads), prod(t.shape) * DTYPES[t.dtype].itemsize)
+            self._reads.append(t.read)
+        seq = self._taken.seq.get((t.rank, step), 0) if t.order is None else t.order
+        self._taken.seq[t.rank, step] = max(seq, self._taken.seq.get((t.rank, step), 0)) + 1
+        record = ForeignRecord(
+            t.rank, step, t.tap, t.cls, t.role, call, seq, t.dtype, tuple(t.shape), None, 0, t.stats, t.hash,
+            t.layout, payload, label=t.name,
+        )  # fmt: skip
+        self.records.append(record)
+        self._see(t.rank, t.step, t.tap, t.cls)
+        return record
+
+    def skip(self, tap: str, reason: str, step: int | None = None, role: str | None = None, count: int = 1) -> None:
+        """Counts what the dump has and cannot be compared, by a short stable ``reason``."""
+        self.skips.append(Skip(tap, reason, step, role, count))
+
+    def problem(self, sentence: str) -> None:
+        """Something missing, damaged or ignored; said before any number."""
+        if sentence not in self.problems:
+            self.problems.append(sentence)
+
+    def _call(self, t: Tensor, step: int | None) -> int:
+        place = (t.rank, step, t.tap, t.role)
+        call = self._taken.calls.get(place, 0) if t.call is None else t.call
+        while (*place, call) in self._taken.places:
+            call += 1
+        self._taken.places.add((*place, call))
+        self._taken.calls[place] = call + 1
+        return call
+
+    def _see(self, rank: int, step: int | None, tap: str, cls: str) -> None:
+        if rank not in self.ranks:
+            self.ranks = tuple(sorted((*self.ranks, rank)))
+        if step is not None and (rank, step) not in self.steps:
+            self.steps[rank, step] = Step(step)
+        if (rank, tap) not in self._modules_seen:
+            self._modules_seen.add((rank, tap))
+            modules = self.modules.setdefault(rank, [])
+            modules.append(Module(tap, cls, len(modules)))
+
+    def read(self, record: Record, out: np.ndarray | None = None) -> np.ndarray:
+        """As dump.reader's. Raises DumpError for a payload that is not what the index said."""
+        return self._into(record, self._bits(record), out)
+
+    def read_rows(self, record: Record, rows: slice, out: np.ndarray | None = None) -> np.ndarray:
+        if record.row_dim != 0 or not record.shape:
+            raise ValueError(f"{record.name}: rows do not lie along dimension 0")
+        return self._into(record, self._bits(record)[rows], out)
+
+    def _bits(self, record: Record) -> np.ndarray:
+        if record.payload is None:
+            raise DumpError(f"{record.name}: only statistics were stored, no values")
+        if record.payload.seg != FOREIGN or not 0 <= record.payload.off < len(self._reads):
+            raise DumpError(f"{record.name} is not a record of {self.path}")
+        try:
+            bits = self._reads[record.payload.off]()
+        except OSError as e:
+            raise DumpError(f"cannot read {record.name} in {self.path}: {e.strerror or e}") from None
+        storage = DTYPES[record.dtype].storage
+        if bits.dtype != storage or bits.size != prod(record.shape):
+            raise DumpError(f"{record.name} in {self.path} holds {list(bits.shape)} of {bits.dtype}, "
+                            f"where {list(record.shape)} of {record.dtype} was announced")  # fmt: skip
+        return bits.reshape(record.shape)
+
+    @staticmethod
+    def _into(record: Record, bits: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        if out is None:
+            return np.ascontiguousarray(bits).reshape(bits.shape)
+        flat = out.reshape(-1).view(np.uint8)
+        if flat.size < bits.nbytes:
+            raise ValueError(f"out has {flat.size} bytes, {record.name} needs {bits.nbytes}")
+        target = flat[: bits.nbytes].view(bits.dtype).reshape(bits.shape)
+        target[...] = bits
+        return target
+
+
+def torch_dtype(name: str) -> str:
+    """torch's name without prefix for the many spellings of a dtype: ``torch.bfloat16``, ``BF16``, ``DT_FLOAT``,
+    ``Float32``, ``<f4``. What is not known comes back in lower case."""
+    plain = name.strip().rpartition(".")[2].lower().removeprefix("dt_").removeprefix("acl_")
+    if plain in DTYPES:
+        return plain
+    if plain in _SPELLINGS:
+        return _SPELLINGS[plain]
+    try:
+        return numpy_dtype(np.dtype(name.strip()))
+    except (TypeError, ValueError, SyntaxError):
+        return plain
+
+
+def numpy_dtype(dtype: np.dtype[Any]) -> str:
+    """torch's name of a numpy dtype, whatever its byte order; numpy's own name where torch has none."""
+    return _NUMPY.get(f"{dtype.kind}{dtype.itemsize}", dtype.name)
+
+
+_NUMPY = {"f8": "float64", "f4": "float32", "f2": "float16", "b1": "bool", "c8": "complex64", "c16": "complex128"}
+
+
+_SPELLINGS = {
+    "float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32", "short": "int16",
+    "char": "int8", "byte": "uint8", "f64": "float64", "f32": "float32", "fp32": "float32", "f16": "float16",
+    "fp16": "float16", "bf16": "bfloat16", "bool_": "bool", "boolean": "bool", "i64": "int64", "i32": "int32",
+    "i16": "int16", "i8": "int8", "u64": "uint64", "u32": "uint32", "u16": "uint16", "u8": "uint8",
+    "f8_e4m3": "float8_e4m3fn", "f8_e5m2": "float8_e5m2", "float8_e4m3": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2", "float8_e8m0": "float8_e8m0fnu", "cfloat": "complex64", "cdouble": "complex128",
+}  # fmt: skip
+
+
+class Once:
+    """The value of a function, computed when first asked for, by whichever thread: for a file that holds several
+    tensors. It is kept; keep indices so, not payloads."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+        self._lock = threading.Lock()
+        self._value: Any = None
+        self._known = False
+
+    def __call__(self) -> Any:
+        with self._lock:
+            if not self._known:
+                self._value, self._known = self._make(), True
+            return self._value
