@@ -20,7 +20,8 @@ except ImportError:  # three times slower, nothing else
 
 from . import events
 from .files import DumpError, find_segment, journal_lines
-from .schema import JOURNAL, SCHEMA, Layout, Record, rank_dir
+from .opcalls import op_call, replaced
+from .schema import JOURNAL, SCHEMA, Layout, OpCall, Record, rank_dir
 
 if TYPE_CHECKING:
     from .reader import Dump
@@ -51,6 +52,7 @@ class RankReader:
         self.dump, self.rank = dump, rank
         self.directory = dump.path / rank_dir(rank)
         self.records: list[Record] = []
+        self.ops: list[OpCall] = []
         self.bad: list[str] = []
         self.unknown: Counter[str] = Counter()
         self.layouts: dict[str, Layout] = {}
@@ -66,9 +68,11 @@ class RankReader:
                     self.torn = length
         except OSError as error:
             self.unreadable = error.strerror or str(error)
+        self.records = replaced(self.records, self.ops)
         self._check_payloads()
         self._check_rows()
         self.dump.records += self.records
+        self.dump.ops += self.ops
         self._report()
 
     def _line(self, number: int, line: bytes | None, length: int) -> None:
@@ -92,6 +96,9 @@ class RankReader:
         kind, dump, rank = e["event"], self.dump, self.rank
         if kind in ("tensor", "param"):
             self.records.append(events.record(rank, e, self.layouts))
+            return
+        if kind == "op":
+            self.ops.append(op_call(rank, e))
             return
         if kind == "error":
             dump.errors.append({**e, "rank": rank})

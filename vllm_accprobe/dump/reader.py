@@ -23,7 +23,7 @@ import numpy as np
 from .dtypes import DTYPES
 from .files import DumpError, SegmentData, open_regular
 from .journal import RankReader, check_schema
-from .schema import RUN_JSON, End, Module, Record, Request, RowSpace, Skip, Step, Stop, rank_dir, segment_name
+from .schema import RUN_JSON, End, Module, OpCall, Record, Request, RowSpace, Skip, Step, Stop, rank_dir, segment_name
 
 __all__ = ["Dump", "DumpError", "open_dump", "reopen"]
 
@@ -36,6 +36,7 @@ class Dump:
     """A dump of one or many ranks; made by ``open_dump``.
 
     run: run.json; starts: the first line of each rank's journal; records: all ranks, journal order within a rank;
+    ops: calls of operators, all ranks, journal order within a rank;
     requests by (rank, req), steps by (rank, step), rows by (rank, step, space); modules, stops and ends by rank;
     problems: sentences on what is missing, damaged or ignored; bad_lines: how many of each rank's journal were not
     understood; data: where each (rank, segment) lies.
@@ -46,6 +47,7 @@ class Dump:
         self.run = run
         self.ranks: tuple[int, ...] = ()
         self.records: list[Record] = []
+        self.ops: list[OpCall] = []
         self.requests: dict[tuple[int, int], Request] = {}
         self.steps: dict[tuple[int, int], Step] = {}
         self.rows: dict[tuple[int, int, str], RowSpace] = {}

@@ -249,6 +249,34 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class OpCall:
+    """``{"event": "op"}``: one call of an operator (``torch.ops.*``); its tensors are records of tap ``tap``.
+
+    rank: as in Record. tap: ``<module path>::<op>``, or ``::<op>`` outside any module; call: its ordinal within the
+    step; seq: place in the order of execution, when the call began. op: ``aten.mm.default``. module: the tapped module
+    that was running, and module_call which call of it.
+    args, kwargs, outputs: VALUES as in JSON, see opcalls.py; a record with ``role`` may hold a tensor's payload
+    (``input.0``, ``input.0.1`` in a list, ``input.<name>`` by keyword, ``output.0``).
+    mutates: roles of inputs that the call changed, by hash; what they became is in role ``inplace.<role>``.
+    slot: place in the random sample of this operator, where one was kept; a later call with the same replaces it.
+    """
+
+    rank: int
+    step: int | None
+    tap: str
+    op: str
+    call: int
+    seq: int
+    module: str | None
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[Any, ...]
+    mutates: tuple[str, ...] = ()
+    module_call: int = 0
+    slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Skip:
     """``{"event": "skip"}``: what was not captured, and why. ``reason``: a short stable phrase, counted by analysis."""
 
