@@ -1,0 +1,390 @@
+"""How far an output is from its reference, in every measure that a standard asks for.
+
+The problem: each standard for operators counts something of its own (steps of the last place, errors of small values,
+decades), and a machine without accprobe must count the same. The idea: one pass over the flat tensors in blocks, in
+float64, from which all measures come; one file that needs numpy and nothing of ours, so that a generated test carries
+it along. g is the reference, m is mine, d = m - g.
+
+What holds everywhere: a reference beyond the range of mine's dtype counts as infinite, because an honest kernel
+overflows there. Positions where g or m is not finite are left out of sums, maxima and ULPs. In shares of all elements
+(dual_*, ulp_share, ait_share) and in counts (above_*) they are right where both hold the same (NaN equals NaN) and
+wrong otherwise. A measure that has no position to be taken at is None, or 0 where msprobe's formula says 0.
+
+Sources: msprobe's documents of accuracy_checking_details.csv, releases 1.0.4 and 26.2, and for what these leave open
+msprobe 26.2's behaviour; ait's opcheck for ait_share; torch_xray's counts above 1e-n. docs/opcheck-standards.md has
+the formulas side by side and where msprobe's code differs from its documents.
+Not here: what a measure's value means (standards/).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import numpy as np
+
+BLOCK = 1 << 17
+"""Elements at a time; some twenty arrays of float64 of this length exist at once."""
+EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-23, "float32": 2.0**-52, "float64": 2.0**-52}
+"""What is added to |g| before dividing: the machine epsilon of the reference's dtype, which is one wider than mine's;
+2**-8 for bfloat16, as msprobe has it. Others: float16's."""
+ULP = {
+    "float16": (-14, 10), "bfloat16": (-126, 7), "float32": (-126, 23), "float64": (-1022, 52),
+    "float8_e4m3fn": (-6, 3), "float8_e5m2": (-14, 2),
+}  # fmt: skip
+"""Smallest exponent of a normal number, bits of the mantissa."""
+ULP_BOUND = {"float32": 32.0, "float64": 32.0}
+"""ulp_share counts what is above; 1 for coarser dtypes."""
+AIT = {
+    "float32": 2.0**-20, "float16": 2.0**-10, "bfloat16": 2.0**-8, "float64": 1e-4, "int64": 1e-4, "int32": 1e-4,
+    "int16": 1.0, "int8": 1.0, "uint8": 1.0, "bool": 0.0,
+}  # fmt: skip
+"""ait's tolerance for |m / g - 1|; float16's for others. Where |g| <= 2**-23 ait counts no error."""
+TINY = 2.0**-23
+LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38,
+           "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # fmt: skip
+"""The largest finite numbers. Without infinity, float8_e4m3fn saturates."""
+
+
+@dataclass(frozen=True)
+class Domain:
+    """How one release tells small values from normal ones, by dtype; "" stands for all others. small: a value with
+    |g| <= small is small; atol: its error must not exceed this; rtol: a normal value's |d| / (|g| + eps) must not."""
+
+    small: dict[str, float]
+    atol: dict[str, float]
+    rtol: dict[str, float]
+
+    def of(self, dtype: str) -> tuple[float, float, float]:
+        return tuple(t.get(dtype, t[""]) for t in (self.small, self.atol, self.rtol))  # type: ignore[return-value]
+
+
+CURRENT = Domain(
+    {"float16": 2.0**-11, "bfloat16": 2.0**-8, "": 2.0**-14},
+    {"float16": 2.0**-16, "bfloat16": 2.0**-16, "": 2.0**-30},
+    {"float16": 2.0**-10, "bfloat16": 2.0**-8, "": 2.0**-20},
+)
+"""msprobe's present document, "Small Value Range"; it does not state rtol: 26.2's."""
+V1 = Domain(
+    {"float16": 1e-3, "bfloat16": 1e-3, "": 1e-6},
+    {"float16": 1e-5, "bfloat16": 1e-5, "": 1e-9},
+    {"float16": 1e-3, "bfloat16": 4e-3, "": 1e-6},
+)
+"""msprobe 1.0.4's document, section 4.2; rtol: its api_precision_threshold.yaml."""
+_BOUND = {"float16": 2.0**-8, "bfloat16": 2.0**-7, "": 2.0**-11}
+ACCUMULATIVE = Domain({"": 1.0}, _BOUND, _BOUND)
+"""msprobe's accumulative error: everything below 1 is small, and one bound serves both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """One output against its reference. Counts are of elements; errors in the tensor's own unit; None: not defined.
+
+    max_abs_reference, max_abs_mine: largest finite |g| and |m|. cosine: g.m / (|g| |m|). rmse, rel_l2: sqrt(mean d*d),
+    sqrt(sum d*d / sum g*g). max_rel_err, mean_rel_err: of |d| / |g| where g is not 0. dual_N: share of elements with
+    |d| / (|g| + eps) < 1 / N. error_balance: |#(m > g) - #(m < g)| / elements, g in mine's dtype. binary_err_ratio:
+    share that is not equal. inf_nan_err_ratio: share where only one is NaN, or one is infinite and the other, both cut
+    to the dtype's range, is further off than rtol.
+
+    Of CURRENT, and with v1_ of V1: small_value_err_ratio: share of small values with |d| > atol; normal_max_rel_err,
+    normal_mean_rel_err: of |d| / (|g| + eps) over normal values; normal_rmse: over them, times the square root of
+    elements / (normal + 1e-4) + 1e-4; rel_err_ratio: share of normal values beyond rtol; abs_err_ratio: share of small
+    values beyond atol. With acc_ of ACCUMULATIVE.
+
+    ulp_*: |d| in steps of mine's dtype at g, 2**(max(floor(log2 |g|), smallest exponent) - mantissa), and for g = 0 of
+    1.0; ulp_share: above 32 for float32, above 1 for coarser dtypes. ait_share: with |m / g - 1| within ait's
+    tolerance. above_1e_n: |d| > 10**-n. kl: KL divergence of softmax(g) from softmax(m) over the whole tensor, where
+    asked for."""
+
+    FIELDS: ClassVar[tuple[str, ...]]
+
+    elements: int
+    nonfinite: int
+    nonfinite_mismatch: int
+    max_abs_reference: float | None
+    max_abs_mine: float | None
+    cosine: float | None
+    max_abs_err: float | None
+    mean_abs_err: float | None
+    rmse: float | None
+    rel_l2: float | None
+    max_rel_err: float | None
+    mean_rel_err: float | None
+    dual_100: float | None
+    dual_1000: float | None
+    dual_10000: float | None
+    error_balance: float | None
+    binary_err_ratio: float | None
+    ulp_max: float | None
+    ulp_mean: float | None
+    ulp_share: float | None
+    inf_nan_err_ratio: float | None
+    small_value_err_ratio: float | None
+    normal_max_rel_err: float | None
+    normal_mean_rel_err: float | None
+    normal_rmse: float | None
+    rel_err_ratio: float | None
+    abs_err_ratio: float | None
+    v1_inf_nan_err_ratio: float | None
+    v1_small_value_err_ratio: float | None
+    v1_normal_max_rel_err: float | None
+    v1_normal_mean_rel_err: float | None
+    v1_normal_rmse: float | None
+    v1_rel_err_ratio: float | None
+    v1_abs_err_ratio: float | None
+    acc_inf_nan_err_ratio: float | None
+    acc_rel_err_ratio: float | None
+    acc_abs_err_ratio: float | None
+    ait_share: float | None
+    above_1e_1: int
+    above_1e_2: int
+    above_1e_3: int
+    above_1e_4: int
+    above_1e_5: int
+    above_1e_6: int
+    kl: float | None = None
+
+
+Measures.FIELDS = tuple(f.name for f in fields(Measures))
+
+
+def measure(
+    reference: np.ndarray, mine: np.ndarray, dtype: str, *, kl: bool = False,
+    current: Domain = CURRENT, v1: Domain = V1,
+) -> Measures:  # fmt: skip
+    """reference: float64 (or float32, integers, bool); mine: the same numbers' like, any numpy dtype that holds them
+    exactly; one shape; dtype: mine's, torch's name. kl costs a further pass. current, v1: other limits of small values.
+
+    Raises ValueError for two shapes, and for numbers that are neither real nor complex (those are taken as pairs)."""
+    if reference.shape != mine.shape:
+        raise ValueError(f"the reference has shape {list(reference.shape)}, mine has {list(mine.shape)}")
+    g, m = _flat(reference), _flat(mine)
+    dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
+    counts = _Sums(dtype, (current, v1, ACCUMULATIVE))
+    with np.errstate(all="ignore"):  # overflow to infinity and NaN from infinity are what is being measured
+        scale = _scale(g, m)
+        for a, b in _blocks(g, m):
+            counts.add(a, b, scale)
+        return counts.measures(scale, _kl(g, m, dtype) if kl else None)
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    array = np.ascontiguousarray(array).reshape(-1)
+    if array.dtype.kind == "c":
+        array = array.view(np.float64 if array.dtype.itemsize == 16 else np.float32)
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"numbers of dtype {array.dtype} cannot be measured")
+    return array
+
+
+def _blocks(g: np.ndarray, m: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for begin in range(0, len(g), BLOCK):
+        yield g[begin : begin + BLOCK], m[begin : begin + BLOCK]
+
+
+def _in_range(g: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """g in float64 with infinity where it is beyond ``dtype``, and g as msprobe casts it: to numpy's dtype of mine,
+    float32 for bfloat16."""
+    wide = g.astype(np.float64)
+    cast = wide
+    if dtype in ("float16", "bfloat16", "float32"):
+        cast = wide.astype(np.float16 if dtype == "float16" else np.float32).astype(np.float64)
+        over = np.isinf(cast)
+        if over.any():
+            wide = np.where(over, cast, wide)
+    return wide, cast
+
+
+def _distance(g: np.ndarray, m: np.ndarray, wide_g: np.ndarray, wide_m: np.ndarray) -> np.ndarray:
+    """m - g in float64; for two integer arrays the exact difference, rounded once."""
+    if g.dtype.kind in "iu" and m.dtype.kind in "iu" and 8 in (g.dtype.itemsize, m.dtype.itemsize):
+        less, a, b = m < g, m.astype(np.uint64), g.astype(np.uint64)
+        return np.where(less, -(b - a).astype(np.float64), (a - b).astype(np.float64))
+    return wide_m - wide_g
+
+
+def _scale(g: np.ndarray, m: np.ndarray) -> float:
+    """A power of two that keeps squares within float64, 1 for all but the largest and smallest float64 tensors."""
+    if g.dtype.itemsize < 8 and m.dtype.itemsize < 8:
+        return 1.0
+    top = 0.0
+    for pair in _blocks(g, m):
+        for x in pair:
+            finite = np.abs(x[np.isfinite(x)].astype(np.float64))
+            top = max(top, float(finite.max()) if len(finite) else 0.0)
+    return 1.0 if top == 0 or 1e-100 < top < 1e120 else math.ldexp(1.0, -math.frexp(top)[1])
+
+
+class _Sums:
+    """What the blocks add up to."""
+
+    def __init__(self, dtype: str, domains: tuple[Domain, ...]):
+        self.dtype = dtype
+        self.eps = EPS.get(dtype, EPS["float16"])
+        self.domains = [_Split(d.of(dtype)) for d in domains]
+        self.n = self.nonfinite = self.mismatch = self.unequal = self.more = self.less = self.ait = self.steep = 0
+        self.gg = self.mm = self.gm = self.dd = self.abs_d = self.rel = self.ulp = 0.0
+        self.top_g = self.top_m = self.top_d = self.top_rel = self.top_ulp = -1.0
+        self.nonzero = 0
+        self.dual, self.above = [0, 0, 0], [0] * 6
+
+    def add(self, g: np.ndarray, m: np.ndarray, scale: float) -> None:
+        self.n += len(g)
+        wide, cast = _in_range(g, self.dtype)
+        wide_m = m.astype(np.float64)
+        d = _distance(g, m, wide, wide_m)
+        self.more += int(np.count_nonzero(wide_m > cast))
+        self.less += int(np.count_nonzero(wide_m < cast))
+        exact = (g, m) if g.dtype.kind in "iub" else (wide, wide_m)  # large integers are not equal where doubles are
+        same = (exact[0] == exact[1]) | (np.isnan(wide) & np.isnan(wide_m))
+        self.unequal += len(g) - int(np.count_nonzero(same))
+        finite = np.isfinite(wide) & np.isfinite(wide_m)
+        if not finite.all():
+            self._add_nonfinite(wide[~finite], wide_m[~finite], int(np.count_nonzero(~finite & same)))
+            wide, wide_m, d = wide[finite], wide_m[finite], d[finite]
+        if len(wide):
+            self._add_finite(wide, wide_m, d, scale)
+
+    def _add_nonfinite(self, g: np.ndarray, m: np.ndarray, same: int) -> None:
+        self.nonfinite += len(g)
+        self.mismatch += len(g) - same
+        self.ait += same
+        self.dual = [x + same for x in self.dual]
+        self.above = [x + len(g) - same for x in self.above]
+        self.steep += len(g) - same
+        top = LARGEST.get(self.dtype, float(np.finfo(np.float64).max))
+        cut_g, cut_m = np.clip(g, -top, top), np.clip(m, -top, top)
+        rel = np.abs(cut_m - cut_g) / (np.abs(cut_g) + self.eps)
+        for split in self.domains:
+            consistent = (rel <= split.rtol) | (np.isnan(g) & np.isnan(m))
+            split.inf_nan += len(g) - int(np.count_nonzero(consistent))
+
+    def _add_finite(self, g: np.ndarray, m: np.ndarray, d: np.ndarray, scale: float) -> None:
+        a, e = np.abs(g), np.abs(d)
+        x, y, z = (g, m, d) if scale == 1.0 else (g * scale, m * scale, d * scale)
+        self.gg, self.mm = self.gg + float(x @ x), self.mm + float(y @ y)
+        self.gm, self.dd = self.gm + float(x @ y), self.dd + float(z @ z)
+        self.abs_d += float(e.sum())
+        self.top_g, self.top_m = max(self.top_g, float(a.max())), max(self.top_m, float(np.abs(m).max()))
+        self.top_d = max(self.top_d, float(e.max()))
+        nonzero = a != 0
+        plain = e[nonzero] / a[nonzero]
+        if len(plain):
+            self.nonzero += len(plain)
+            self.rel += float(plain.sum())
+            self.top_rel = max(self.top_rel, float(plain.max()))
+        rel = e / (a + self.eps)
+        for i, part in enumerate((1e-2, 1e-3, 1e-4)):
+            self.dual[i] += int(np.count_nonzero(rel < part))
+        for i in range(6):
+            self.above[i] += int(np.count_nonzero(e > 10.0 ** -(i + 1)))
+        self.ait += int(np.count_nonzero((e <= AIT.get(self.dtype, AIT["float16"]) * a) | (a <= TINY)))
+        self._add_ulp(g, e)
+        for split in self.domains:
+            split.add(a, e, rel)
+
+    def _add_ulp(self, g: np.ndarray, e: np.ndarray) -> None:
+        if self.dtype not in ULP:
+            return
+        smallest, mantissa = ULP[self.dtype]
+        exponent = np.where(g == 0, 0, np.frexp(g)[1] - 1)
+        ulp = np.ldexp(e, mantissa - np.maximum(exponent, smallest))
+        self.ulp += float(ulp.sum())
+        self.top_ulp = max(self.top_ulp, float(ulp.max()))
+        self.steep += int(np.count_nonzero(ulp > ULP_BOUND.get(self.dtype, 1.0)))
+
+    def measures(self, scale: float, kl: float | None) -> Measures:
+        n, seen = self.n, self.n - self.nonfinite
+        has_ulp = self.dtype in ULP
+        current, v1, acc = self.domains
+
+        def share(count: float) -> float | None:
+            return count / n if n else None
+
+        def mean(total: float, over: int) -> float | None:
+            return float(total) / over if over else None
+
+        def top(value: float) -> float | None:
+            return value if value >= 0 else None
+
+        length = math.sqrt(self.gg) * math.sqrt(self.mm)
+        inf_nan, small, top_rel, mean_rel, rmse, rel_wrong, abs_wrong = current.values(n, seen)
+        v1_inf_nan, v1_small, v1_top_rel, v1_mean_rel, v1_rmse, v1_rel_wrong, v1_abs_wrong = v1.values(n, seen)
+        acc_inf_nan, _, _, _, _, acc_rel_wrong, acc_abs_wrong = acc.values(n, seen)
+        return Measures(
+            elements=n, nonfinite=self.nonfinite, nonfinite_mismatch=self.mismatch,
+            max_abs_reference=top(self.top_g), max_abs_mine=top(self.top_m),
+            cosine=max(-1.0, min(1.0, self.gm / length)) if length else None,
+            max_abs_err=top(self.top_d), mean_abs_err=mean(self.abs_d, seen),
+            rmse=math.sqrt(self.dd / seen) / scale if seen else None,
+            rel_l2=math.sqrt(self.dd) / math.sqrt(self.gg) if self.gg else (0.0 if seen and not self.dd else None),
+            max_rel_err=top(self.top_rel), mean_rel_err=mean(self.rel, self.nonzero),
+            dual_100=share(self.dual[0]), dual_1000=share(self.dual[1]), dual_10000=share(self.dual[2]),
+            error_balance=share(abs(self.more - self.less)), binary_err_ratio=share(self.unequal),
+            ulp_max=top(self.top_ulp), ulp_mean=mean(self.ulp, seen) if has_ulp else None,
+            ulp_share=share(self.steep) if has_ulp else None,
+            inf_nan_err_ratio=inf_nan, small_value_err_ratio=small, normal_max_rel_err=top_rel,
+            normal_mean_rel_err=mean_rel, normal_rmse=rmse, rel_err_ratio=rel_wrong, abs_err_ratio=abs_wrong,
+            v1_inf_nan_err_ratio=v1_inf_nan, v1_small_value_err_ratio=v1_small, v1_normal_max_rel_err=v1_top_rel,
+            v1_normal_mean_rel_err=v1_mean_rel, v1_normal_rmse=v1_rmse, v1_rel_err_ratio=v1_rel_wrong,
+            v1_abs_err_ratio=v1_abs_wrong,
+            acc_inf_nan_err_ratio=acc_inf_nan, acc_rel_err_ratio=acc_rel_wrong, acc_abs_err_ratio=acc_abs_wrong,
+            ait_share=share(self.ait), above_1e_1=self.above[0], above_1e_2=self.above[1], above_1e_3=self.above[2],
+            above_1e_4=self.above[3], above_1e_5=self.above[4], above_1e_6=self.above[5], kl=kl,
+        )  # fmt: skip
+
+
+class _Split:
+    """Small and normal values by one domain."""
+
+    def __init__(self, limits: tuple[float, float, float]):
+        self.small, self.atol, self.rtol = limits
+        self.inf_nan = self.smalls = self.small_wrong = self.normal_wrong = 0
+        self.dd = self.rel = self.top = 0.0
+
+    def add(self, a: np.ndarray, e: np.ndarray, rel: np.ndarray) -> None:
+        small = a <= self.small
+        smalls = int(np.count_nonzero(small))
+        self.smalls += smalls
+        if smalls:
+            self.small_wrong += int(np.count_nonzero(small & (e > self.atol)))
+            rel, e = np.where(small, 0.0, rel), np.where(small, 0.0, e)
+        self.dd += float(e @ e)
+        self.rel += float(rel.sum())
+        self.top = max(self.top, float(rel.max()))
+        self.normal_wrong += int(np.count_nonzero(rel > self.rtol))
+
+    def values(self, n: int, seen: int) -> tuple[float | None, ...]:
+        """inf_nan_err_ratio to abs_err_ratio, in Measures' order."""
+        if not n:
+            return (None,) * 7
+        normal = seen - self.smalls
+        wrong = self.small_wrong / self.smalls if self.smalls else 0.0
+        rmse = math.sqrt(self.dd / n * (n / (normal + 1e-4) + 1e-4))
+        mean = self.rel / normal if normal else 0.0
+        return self.inf_nan / n, wrong, self.top, mean, rmse, self.normal_wrong / normal if normal else 0.0, wrong
+
+
+def _kl(g: np.ndarray, m: np.ndarray, dtype: str) -> float | None:
+    """sum p (log p - log q) of the softmaxes over all positions that are finite on both sides; at least 0."""
+    tops, sums = [-math.inf, -math.inf], [0.0, 0.0]
+    cross = 0.0
+    for last in (False, True):
+        for a, b in _blocks(g, m):
+            pair = _in_range(a, dtype)[0], b.astype(np.float64)
+            finite = np.isfinite(pair[0]) & np.isfinite(pair[1])
+            x, y = pair[0][finite], pair[1][finite]
+            if not len(x):
+                continue
+            if not last:
+                tops = [max(tops[0], float(x.max())), max(tops[1], float(y.max()))]
+                continue
+            weight = np.exp(x - tops[0])
+            sums = [sums[0] + float(weight.sum()), sums[1] + float(np.exp(y - tops[1]).sum())]
+            cross += float((weight * (x - y)).sum())
+    if tops[0] == -math.inf:
+        return None
+    log_p, log_q = tops[0] + math.log(sums[0]), tops[1] + math.log(sums[1])
+    return max(0.0, cross / sums[0] - log_p + log_q)
