@@ -26,6 +26,7 @@ import torch
 from vllm_accprobe import __version__
 from vllm_accprobe.capture.hooks import Taps
 from vllm_accprobe.capture.images import Foresight, images_of, language_path, placeholder
+from vllm_accprobe.capture.labels import Labels
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.params import Parameters
 from vllm_accprobe.capture.rows import (
@@ -108,7 +109,16 @@ class Probe:
         self._parameters = list(inspect.signature(original).parameters)
         self._taps = Taps(session)
         self._taps.attach(model, language_path(model))
-        Parameters(session, model, say).rest()
+        parameters = Parameters(session, model, say)
+        parameters.rest()
+        if config.ops:
+            from vllm_accprobe.capture.op_places import of_model
+
+            of_model(session, self._taps, model, parameters.stored)
+        self._labels = Labels(
+            session, self.root, rank, parts=lambda: {n: tap.part for tap in self._taps.taps for n in tap.names}
+        )
+        self._labels.open()
         self._inner = model.__dict__.get("forward") or model.forward
 
         @functools.wraps(original)  # transformers' generate asks the forward's signature what the model takes
@@ -133,6 +143,7 @@ class Probe:
         session = self.session
         session.end()
         self._foresight.undo()
+        self._labels.close()
         self.model.__dict__["forward"] = self._inner
         if session.sink.steps:
             for tap, why in self._taps.never_fired():
@@ -156,7 +167,8 @@ class Probe:
             except Exception as error:
                 session.fail("the model's arguments", error)
         try:
-            return self._inner(*args, **kwargs)
+            with session.operators():
+                return self._inner(*args, **kwargs)
         finally:
             session.end()
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.hooks import Taps
+from vllm_accprobe.capture.labels import Labels
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.loading import before_packing
 from vllm_accprobe.capture.params import Parameters
@@ -110,6 +111,7 @@ class RunnerProbe:
         self._items: list[Item] = []
         self._drafts: dict[str, int] = {}
         self._last: Callable[..., Any] | None = None
+        self.labels: Labels | None = None
         self._closed = False
         for name in _QUIET:
             self._wrap(worker, name, self._quietly)
@@ -179,6 +181,8 @@ class RunnerProbe:
         runner = self.runner
         model = runner.get_model() if hasattr(runner, "get_model") else runner.model
         if self.taps is not None:  # weights were loaded anew: the modules are the same
+            if self.session is not None and self.session.ops is not None:
+                self.session.ops.forget_weights()
             return
         if self.session is None:
             self._open_session(model)
@@ -189,6 +193,20 @@ class RunnerProbe:
         self.taps.attach(model, language_prefix(model))
         self.sampling = Sampling(session, runner, model, self._rows_of_requests)
         self.parameters.rest()
+        if self.config.ops:
+            from vllm_accprobe.capture.op_places import of_runner
+
+            of_runner(session, self.taps, model, runner, self.parameters.stored, compiles(vllm_config))
+        taps = self.taps
+        self.labels = Labels(
+            session,
+            Path(os.path.abspath(self.root)),
+            self.parallel["rank"],
+            parts=lambda: {name: tap.part for tap in taps.taps for name in tap.names},
+            whole_graphs=compiles(vllm_config),
+            outside=False,
+        )
+        self.labels.open()
         if compiles(vllm_config):
             note = (
                 "left as configured by VLLM_ACCPROBE_GRAPHS=1" if self.config.graphs else "although eager was asked for"
@@ -234,7 +252,8 @@ class RunnerProbe:
             self._begin(session, scheduler_output)
         except Exception as error:
             self._give_up("reading the scheduler's output", error)
-        result = original(scheduler_output, *args, **kwargs)
+        with session.operators():
+            result = original(scheduler_output, *args, **kwargs)
         try:
             state = session.state
             if state is not None and not state.spaces:
@@ -246,11 +265,14 @@ class RunnerProbe:
         return result
 
     def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
+        session = self.session
+        if session is None:
             return original(*args, **kwargs)
+        try:
+            with session.operators():
+                return original(*args, **kwargs)
         finally:
-            if self.session is not None:
-                self.session.end()
+            session.end()
 
     def _prepare_inputs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """V2: the batch, which is otherwise a local of execute_model. (V1's method of this name is private.)"""
@@ -403,6 +425,8 @@ class RunnerProbe:
                     for tap, why in self.taps.never_fired():
                         sink.skip(tap, why)
                 self.taps.remove()
+            if self.labels is not None:
+                self.labels.close()
             steps, tensors = sink.steps, sink.tensors
             sink.close(reason)
             done = sink.stopped or "closed"

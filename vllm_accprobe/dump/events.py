@@ -20,6 +20,7 @@ from .schema import (
     REPLICATED,
     End,
     Image,
+    Label,
     Layout,
     Module,
     Payload,
@@ -225,6 +226,30 @@ def end(e: Event) -> End:
         raise ValueError(f"skipped is {short(skipped)}")
     steps, tensors, nbytes = integer(e, "steps", 0), integer(e, "tensors", 0), integer(e, "bytes", 0)
     return End(string(e, "reason", ""), steps, tensors, nbytes, skipped)
+
+
+LABEL_ENDINGS = ("bin", "npy", "npz", "pt", "pth", "safetensors")
+"""Kinds of files that labels may name."""
+
+
+def label(rank: int, e: Event) -> Label:
+    ending, file = string(e, "ending", ""), optional_integer(e, "file")
+    if file is not None and ending not in LABEL_ENDINGS:
+        raise ValueError(f"ending is {short(ending)}")
+    return Label(
+        rank,
+        integer(e, "step"),
+        string(e, "tap"),
+        string(e, "role"),
+        integer(e, "call", 0),
+        string(e, "path"),
+        integer(e, "pid", 0),
+        string(e, "task", ""),
+        integer(e, "execution", 0),
+        file,
+        ending,
+        string(e, "reason", ""),
+    )
 
 
 PLAIN: dict[str, Callable[[Event], Any]] = {

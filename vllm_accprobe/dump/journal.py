@@ -103,6 +103,10 @@ class RankReader:
         if kind == "error":
             dump.errors.append({**e, "rank": rank})
             return
+        if kind == "label":
+            label = events.label(rank, e)
+            dump.labels[rank, label.step, label.tap, label.role, label.call] = label
+            return
         parse = events.PLAIN.get(kind)
         if parse is None:
             self.unknown[kind[:40]] += 1

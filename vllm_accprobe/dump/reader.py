@@ -23,7 +23,21 @@ import numpy as np
 from .dtypes import DTYPES
 from .files import DumpError, SegmentData, open_regular
 from .journal import RankReader, check_schema
-from .schema import RUN_JSON, End, Module, OpCall, Record, Request, RowSpace, Skip, Step, Stop, rank_dir, segment_name
+from .schema import (
+    RUN_JSON,
+    End,
+    Label,
+    Module,
+    OpCall,
+    Record,
+    Request,
+    RowSpace,
+    Skip,
+    Step,
+    Stop,
+    rank_dir,
+    segment_name,
+)
 
 __all__ = ["Dump", "DumpError", "open_dump", "reopen"]
 
@@ -37,7 +51,8 @@ class Dump:
 
     run: run.json; starts: the first line of each rank's journal; records: all ranks, journal order within a rank;
     ops: calls of operators, all ranks, journal order within a rank;
-    requests by (rank, req), steps by (rank, step), rows by (rank, step, space); modules, stops and ends by rank;
+    requests by (rank, req), steps by (rank, step), rows by (rank, step, space); labels, those in files of their own, by
+    (rank, step, tap, role, call); modules, stops and ends by rank;
     problems: sentences on what is missing, damaged or ignored; bad_lines: how many of each rank's journal were not
     understood; data: where each (rank, segment) lies.
     """
@@ -52,6 +67,7 @@ class Dump:
         self.steps: dict[tuple[int, int], Step] = {}
         self.rows: dict[tuple[int, int, str], RowSpace] = {}
         self.modules: dict[int, list[Module]] = {}
+        self.labels: dict[tuple[int, int, str, str, int], Label] = {}
         self.skips: list[Skip] = []
         self.stops: dict[int, Stop] = {}
         self.ends: dict[int, End] = {}

@@ -1,0 +1,97 @@
+"""Which of a library's files a label means, and that no path leads out of the named directories."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vllm_accprobe.dump.label_files import locate
+from vllm_accprobe.dump.schema import Label
+
+PATH = "0_Model/3_Attention/after/outTensor0.bin"
+
+
+def label(path: str = PATH, *, pid: int = 77, task: str = "", execution: int = 0) -> Label:
+    return Label(0, 0, "label:x", "acl", 0, path, pid, task, execution)
+
+
+def put(root: Path, front: str, name: str = "outTensor0.bin") -> Path:
+    file = root / front / "0_Model/3_Attention/after" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"x")
+    return file
+
+
+def test_it_lies_right_there(tmp_path: Path) -> None:
+    file = put(tmp_path, ".")
+    assert locate(label(), [tmp_path / "no", tmp_path]) == (file, "")
+
+
+@pytest.mark.parametrize(
+    "front",
+    ["tensors/77/77_1", "tensors/77_1", "msit_dump_20261121/tensors/0_77/0", "ait_dump/tensors/1_77/0", "tensors/thread_4"],
+)
+def test_known_layouts(tmp_path: Path, front: str) -> None:
+    file = put(tmp_path, front)
+    assert locate(label(task="77_1"), [tmp_path]) == (file, "")
+
+
+def test_newer_libraries_write_small_letters(tmp_path: Path) -> None:
+    file = put(tmp_path, "tensors/0_77/0", "outtensor0.bin")
+    assert locate(label(), [tmp_path]) == (file, "")
+
+
+def test_the_execution_of_the_label_is_taken(tmp_path: Path) -> None:
+    files = [put(tmp_path, f"tensors/0_77/{n}") for n in (0, 1, 10)]
+    put(tmp_path, "tensors/0_78/1")
+    assert locate(label(execution=1), [tmp_path]) == (files[1], "")
+    assert locate(label(execution=10), [tmp_path]) == (files[2], "")
+    assert locate(label(execution=2), [tmp_path]) == (None, "executions 0, 1, 10 were written, this is number 2")
+
+
+def test_the_task_of_the_label_is_taken(tmp_path: Path) -> None:
+    put(tmp_path, "tensors/77/77_0")
+    file = put(tmp_path, "tensors/77/77_1")
+    assert locate(label(task="77_1"), [tmp_path]) == (file, "")
+
+
+def test_another_process_does_not_count(tmp_path: Path) -> None:
+    put(tmp_path, "tensors/0_78/0")
+    assert locate(label(), [tmp_path]) == (None, "only other processes than 77 have written such a file")
+
+
+def test_several_that_fit_are_no_guess(tmp_path: Path) -> None:
+    put(tmp_path, "a")
+    put(tmp_path, "b")
+    found, why = locate(label(), [tmp_path])
+    assert found is None
+    assert why == "2 files fit: a, b ..."
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert locate(label(), [tmp_path, tmp_path / "missing"]) == (None, "its file was not found")
+
+
+@pytest.mark.parametrize("path", ["../secret.bin", "a/../../secret.bin", "", "a\0b"])
+def test_no_path_leads_out(tmp_path: Path, path: str) -> None:
+    (tmp_path / "secret.bin").write_bytes(b"x")
+    (tmp_path / "dump/a").mkdir(parents=True)
+    assert locate(label(path), [tmp_path / "dump"]) == (None, "its path is no path of a file below a directory")
+
+
+def test_absolute_paths_count_below_named_directories_only(tmp_path: Path) -> None:
+    file = put(tmp_path, "out")
+    outside = (None, "its file lies outside the directories that were named")
+    assert locate(label(str(file)), [tmp_path / "out"]) == (file, "")
+    assert locate(label(str(file)), [tmp_path / "dump"]) == outside
+    assert locate(label("/etc/passwd"), [tmp_path]) == outside
+
+
+def test_links_are_not_followed_out(tmp_path: Path) -> None:
+    put(tmp_path, "secret")
+    (tmp_path / "dump").mkdir()
+    os.symlink(tmp_path / "secret", tmp_path / "dump" / "tensors")
+    os.symlink(tmp_path / "secret" / "0_Model", tmp_path / "dump" / "0_Model")
+    assert locate(label(), [tmp_path / "dump"])[0] is None

@@ -1,0 +1,110 @@
+"""Where an accelerator's library has put the file that a label names.
+
+The problem: a label gives the end of a path (``0_Model/0_Layer/3_Attention/after/outTensor0.bin``); the library puts
+directories of its own choice in front of it: process id, task id, device and process, number of the execution. The
+idea: every directory below the given roots is asked whether the path continues there, and of the places found the one
+is taken whose directories name this task, else this process, and then this execution. Nothing outside the roots is ever
+looked at, whatever the path says. Not here: copying (capture/labels.py), reading (compare/labels.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from .schema import Label
+
+_DEPTH = 5
+"""Directories that a library may put in front: dump, "tensors", device and process, task, execution."""
+_MOST = 20_000
+"""Directories that are looked at."""
+
+
+def locate(label: Label, roots: Sequence[Path]) -> tuple[Path | None, str]:
+    """(the file, "") or (None, why not) for a label whose file lies below one of ``roots``."""
+    asked = PurePosixPath(label.path)
+    if not label.path or "\0" in label.path or ".." in asked.parts:
+        return None, "its path is no path of a file below a directory"
+    found = [file for root in roots if _is_file(file := _spelled(root, asked), root)]
+    if asked.is_absolute():
+        return (found[0], "") if found else (None, "its file lies outside the directories that were named")
+    if found:
+        return found[0], ""
+    places = [(root, front) for root in roots for front in _fronts(root, asked)]
+    for names in (_names_task, _names_process):
+        chosen = [p for p in places if any(names(label, part) for part in p[1].parts)]
+        if chosen:
+            return _of_execution(label, chosen, asked)
+    if any(_OWNED.fullmatch(part) for _, front in places for part in front.parts):
+        return None, f"only other processes than {label.pid} have written such a file"
+    return _of_execution(label, places, asked) if places else (None, "its file was not found")
+
+
+_OWNED = re.compile(r"\d+_\d+")
+"""``device_pid`` or ``pid_task``."""
+
+
+def _names_task(label: Label, part: str) -> bool:
+    return bool(label.task) and part == label.task
+
+
+def _names_process(label: Label, part: str) -> bool:
+    return part == str(label.pid) or part.endswith(f"_{label.pid}")
+
+
+def _of_execution(label: Label, places: Sequence[tuple[Path, Path]], asked: PurePosixPath) -> tuple[Path | None, str]:
+    """Of several places the one whose innermost directory is the number of the label's execution."""
+    numbered = {
+        int(front.name): (root, front)
+        for root, front in places
+        if re.fullmatch(r"\d{1,9}", front.name, re.ASCII) and front.name != str(label.pid)
+    }
+    if label.execution in numbered:
+        root, front = numbered[label.execution]
+        return _spelled(root / front, asked), ""
+    if numbered and (len(numbered) > 1 or label.execution):
+        known = ", ".join(str(n) for n in sorted(numbered)[:8])
+        return None, f"executions {known} were written, this is number {label.execution}"
+    if len(places) > 1:
+        return None, f"{len(places)} files fit: {places[0][1]}, {places[1][1]} ..."
+    root, front = places[0]
+    return _spelled(root / front, asked), ""
+
+
+def _fronts(root: Path, asked: PurePosixPath) -> Iterator[Path]:
+    """Directories below ``root``, relative to it, in which ``asked`` continues; breadth first, links not followed."""
+    level, seen = [Path()], 0
+    for _ in range(_DEPTH):
+        deeper: list[Path] = []
+        for front in level:
+            try:
+                with os.scandir(root / front) as entries:
+                    names = sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
+            except OSError:
+                continue
+            for name in names:
+                seen += 1
+                if seen > _MOST:
+                    return
+                place = front / name
+                if name != asked.parts[0]:
+                    deeper.append(place)
+                if _is_file(_spelled(root / place, asked), root):
+                    yield place
+        level = deeper
+
+
+def _spelled(directory: Path, asked: PurePosixPath) -> Path | None:
+    """The file as asked for, or with its name in small letters: ``outTensor0.bin`` became ``outtensor0.bin``."""
+    for name in dict.fromkeys((asked.name, asked.name.lower())):
+        path = directory / asked.parent / name
+        if path.is_file():
+            return path
+    return None
+
+
+def _is_file(path: Path | None, root: Path) -> bool:
+    """Whether it really lies below ``root``, also when a directory on the way is a link."""
+    return path is not None and path.resolve().is_relative_to(root.resolve())
