@@ -1,0 +1,175 @@
+"""Datasets of an HDF5 file: what they are, and their bits.
+
+The problem: HDF5 can point anywhere (external files, links, virtual datasets), announce sizes that nobody wrote, and
+opening ten thousand datasets one by one through its library costs seconds. The idea: one pass over the links in the
+order of creation, hard links only; a dataset that lies in one piece is read by offset from the file itself, past the
+library and without its lock, others through it; nothing is larger than what the file could hold.
+Not here: what names mean (xray.py).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.files import open_regular
+from vllm_accprobe.dump.reader import DumpError
+from vllm_accprobe.formats.foreign import numpy_dtype
+
+MAGIC = b"\x89HDF\r\n\x1a\n"
+SUFFIXES = (".h5", ".hdf5")
+_MOST_PACKED = 1100
+"""Deflate packs at most 1032 to one."""
+_MAX_DEPTH = 32
+_LIBRARY = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """group: path of the group it stands in, "" for the root; name: its own; dtype: torch's name, or numpy's where
+    torch has none; offset: of its bits in the file where they lie in one piece, else None; problem: why it cannot be
+    read, or ""; attributes: its texts and numbers."""
+
+    path: Path
+    group: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    swap: bool
+    offset: int | None
+    problem: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"{self.group}/{self.name}"
+
+    def read(self) -> np.ndarray:
+        """The bits: DTYPES[dtype].storage, C order. Raises DumpError, OSError."""
+        if self.problem:
+            raise DumpError(f"{self.path}: {self.place} {self.problem}")
+        info = DTYPES[self.dtype]
+        out = np.empty(self.shape, info.storage)
+        if self.offset is None:
+            self._through_library(out)
+            return out
+        view = out.reshape(-1).view(np.uint8).data
+        fd, done = open_regular(self.path), 0
+        try:
+            while done < len(view):
+                n = os.preadv(fd, [view[done:]], self.offset + done)
+                if n == 0:
+                    raise DumpError(f"{self.path} is shorter than it says: not all of it was written or copied")
+                done += n
+        finally:
+            os.close(fd)
+        if self.swap:
+            (out.view(info.storage.type().real.dtype) if info.kind == "complex" else out).byteswap(inplace=True)
+        return out
+
+    def _through_library(self, out: np.ndarray) -> None:
+        import h5py
+
+        try:
+            with _LIBRARY, h5py.File(self.path, "r") as file:
+                dataset = file[self.place]
+                out[...] = dataset[()]
+        except (OSError, KeyError, RuntimeError, ValueError, TypeError) as e:
+            raise DumpError(f"{self.path}: {self.place} cannot be read: {_short(e)}") from None
+
+
+def is_hdf5(path: Path) -> bool:
+    """Whether the file begins as HDF5 files do."""
+    with os.fdopen(open_regular(path), "rb") as f:
+        return f.read(8) == MAGIC
+
+
+def datasets(path: Path, problem: Callable[[str], None]) -> Iterator[Dataset]:
+    """All datasets, groups and what is in them in the order of creation where the file has one, else by name (which
+    ``problem`` is told). Raises DumpError."""
+    import h5py
+
+    try:
+        size = path.stat().st_size
+        with _LIBRARY, h5py.File(path, "r") as file:
+            found = list(_walk(path, file.id, "", size, problem, 0, set()))
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as e:
+        raise DumpError(f"{path} cannot be read as HDF5: {_short(e)}") from None
+    yield from found
+
+
+def _walk(
+    path: Path, group: Any, prefix: str, size: int, problem: Callable[[str], None], depth: int, seen: set[Any]
+) -> Iterator[Dataset]:
+    import h5py
+
+    for name in _names(path, group, prefix, problem):
+        link = group.links.get_info(name)
+        text = name.decode("utf-8", "replace")
+        if link.type != h5py.h5l.TYPE_HARD:
+            problem(f"{path.name}: {prefix}/{text} is a link to elsewhere: not followed")
+            continue
+        kind = h5py.h5o.get_info(group, name)
+        if kind.type == h5py.h5o.TYPE_GROUP:
+            if (kind.fileno, kind.addr) in seen or depth >= _MAX_DEPTH:
+                problem(f"{path.name}: {prefix}/{text} contains itself or is nested too deep: not read again")
+                continue
+            seen.add((kind.fileno, kind.addr))
+            inner = h5py.h5g.open(group, name)
+            yield from _walk(path, inner, f"{prefix}/{text}", size, problem, depth + 1, seen)
+        elif kind.type == h5py.h5o.TYPE_DATASET:
+            yield _dataset(path, h5py.h5d.open(group, name), prefix, text, size)
+
+
+def _names(path: Path, group: Any, prefix: str, problem: Callable[[str], None]) -> list[bytes]:
+    import h5py
+
+    names: list[bytes] = []
+    if group.get_create_plist().get_link_creation_order() & h5py.h5p.CRT_ORDER_TRACKED:
+        group.links.iterate(names.append, idx_type=h5py.h5.INDEX_CRT_ORDER)
+        return names
+    group.links.iterate(names.append)
+    if len(names) > 1:
+        problem(f"{path.name}: {prefix or '/'} does not record the order of creation: tensors are in order of name")
+    return names
+
+
+def _dataset(path: Path, dataset: Any, group: str, name: str, size: int) -> Dataset:
+    import h5py
+
+    try:
+        dtype, shape = dataset.dtype, tuple(int(n) for n in dataset.shape or ())
+    except (TypeError, ValueError) as e:
+        return Dataset(path, group, name, f"HDF5 type ({_short(e)})", (), False, None)
+    torch_name = numpy_dtype(dtype)
+    info = DTYPES.get(torch_name)
+    if info is None:
+        return Dataset(path, group, name, torch_name, shape, False, None)
+    nbytes = prod(shape) * info.itemsize
+    plist = dataset.get_create_plist()
+    layout, offset, why = plist.get_layout(), dataset.get_offset(), ""
+    if layout not in (h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED, h5py.h5d.COMPACT):
+        why = "is made of other files, which are not opened"
+    elif plist.get_external_count():
+        why = "lies in another file, which is not opened"
+    elif layout == h5py.h5d.CONTIGUOUS and nbytes and (offset is None or offset + nbytes > size):
+        why = "was never written, or the file is shorter than it says"
+    elif layout == h5py.h5d.CHUNKED and nbytes > _MOST_PACKED * dataset.get_storage_size() + (64 << 10):
+        why = "was never written, or holds less than it says"
+    elif layout == h5py.h5d.COMPACT and nbytes > 1 << 16:
+        why = "holds less than it says"
+    plain = layout == h5py.h5d.CONTIGUOUS and info.kind in ("float", "int") and not why and bool(nbytes)
+    swap = dtype.byteorder == ">" and plain
+    return Dataset(path, group, name, torch_name, shape, swap, int(offset) if plain else None, why)
+
+
+def _short(error: Exception) -> str:
+    text = str(error.args[0] if error.args else error)
+    return " ".join(text.split())[:160]

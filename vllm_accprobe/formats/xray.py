@@ -1,0 +1,104 @@
+"""torch_xray's HDF5 files, one per rank.
+
+The problem: torch_xray compares by names, and names differ between a GPU and a Kunlun card where a vendor's layer has
+another class; its guide's advice is to edit the library. The idea: a name ``path.Class.n.forward_output.i`` is a module
+path, a class and a number; the path is the place, so that two classes at one path are one place, and what has another
+path too is paired in the order of execution (align/names.py), which is the order in which the datasets were created.
+Layout: ``globalrank-<r>_localrank-<l>.h5``, a group per step, in it datasets ``path.Class.n.forward_input.<i>``,
+``...forward_output.<i>``, ``...forward_params.<name>``, the parts ``Class.n`` or ``n`` missing in some releases. HDF5
+has no bfloat16: torch_xray stores float32. `accprobe convert` writes such files, with the dtype as an attribute.
+Not here: HDF5 itself (hdf5.py).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from vllm_accprobe.dump.reader import DumpError
+from vllm_accprobe.dump.schema import ROOT_TAP
+from vllm_accprobe.formats import hdf5
+from vllm_accprobe.formats.foreign import ForeignDump, Tensor
+
+NAME = "torch_xray"
+HOW = "an .h5 file, or a directory with globalrank-<r>_localrank-<l>.h5; a group per step in it"
+_FILE = re.compile(r"globalrank-(\d{1,9})(?:_localrank-\d+)?.*\.(?:h5|hdf5)", re.ASCII)
+_PART = re.compile(r"(?:^|\.)(forward|backward)_(input|output|params?|grad_input|grad_output)s?\.(.+)$")
+_CALL = re.compile(r"(.*)\.call(\d{1,9})$", re.ASCII)
+
+
+def recognise(path: Path) -> bool:
+    if path.is_file():
+        return path.suffix.lower() in hdf5.SUFFIXES and hdf5.is_hdf5(path)
+    return bool(_files(path))
+
+
+def open(path: Path) -> ForeignDump:
+    """path: one file or the directory of all ranks' files. Raises DumpError."""
+    dump = ForeignDump(path, NAME)
+    files = [path] if path.is_file() else _files(path)
+    ranks: dict[int, Path] = {}
+    for i, file in enumerate(files):
+        match = _FILE.fullmatch(file.name)
+        rank = int(match[1]) if match else i
+        if rank in ranks:
+            raise DumpError(f"{path} has two files of rank {rank}, {ranks[rank].name} and {file.name}: keep one")
+        ranks[rank] = file
+        _add(dump, file, rank)
+    return dump
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return []
+    return sorted(p for p in path.iterdir() if _FILE.fullmatch(p.name) and not p.is_symlink() and p.is_file())
+
+
+def _add(dump: ForeignDump, file: Path, rank: int) -> None:
+    for d in hdf5.datasets(file, dump.problem):
+        step = d.group.strip("/").rpartition("/")[2]
+        tap, cls, role, call = place_of(d.name)
+        if d.problem:
+            dump.skip(tap, f"HDF5: a dataset {d.problem}", None, role)
+            continue
+        dump.add(
+            Tensor(
+                name=d.name,
+                tap=tap,
+                role=role,
+                dtype=d.dtype,
+                shape=d.shape,
+                read=d.read,
+                cls=cls,
+                step=int(step) if step.isdecimal() and len(step) < 10 else 0,
+                rank=rank,
+                call=call,
+            )
+        )
+
+
+def place_of(name: str) -> tuple[str, str, str, int | None]:
+    """(tap, class, role, call) of a dataset's name. A name of another kind is its own tap, with one output."""
+    match = _PART.search(name)
+    if match is None:
+        return name, "", "output.0", None
+    module, kind = name[: match.start()], match[2]
+    role = {"params": "param", "param": "param", "grad_input": "input", "grad_output": "output"}.get(kind, kind)
+    call: int | None = None
+    if called := _CALL.fullmatch(module):
+        module, call = called[1], int(called[2])
+    parts = module.split(".") if module else []
+    cls = ""
+    if len(parts) > 1 and parts[-1].isdecimal() and not parts[-2].isdecimal() and _is_class(parts[-2], len(parts)):
+        cls, parts = parts[-2], parts[:-2]
+    elif parts and _is_class(parts[-1], 0):
+        cls, parts = parts[-1], parts[:-1]
+    tap = ".".join(parts) or ROOT_TAP
+    if match[1] == "backward":
+        tap = f"backward.{tap}"
+    return tap, cls, f"{role}.{match[3]}", call
+
+
+def _is_class(word: str, parts: int) -> bool:
+    """A class has a capital letter at its beginning; a module path hardly ever has."""
+    return word.lstrip("_")[:1].isupper()
