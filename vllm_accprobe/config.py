@@ -27,6 +27,8 @@ RUN_ID = PREFIX + "RUN_ID"
 PRESETS = ("vision", "layers", "attention", "mlp", "norm", "linear", "logits", "all")
 TASKS = ("tensor", "stats")
 PARTS = ("input", "output", "params")
+ERRCHECK = ("overflow", "nan", "exit")
+OPS_MODES = ("trace", "dedup", "sample", "full")
 
 
 class ConfigError(ValueError):
@@ -97,6 +99,24 @@ def _flag(value: object) -> bool:
     raise ValueError(f"{text!r} is neither 1 nor 0")
 
 
+def _errcheck(value: object) -> tuple[str, ...]:
+    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    words = [str(item).strip().lower() for item in items if str(item).strip()]
+    if all(word in ("0", "false", "no", "off") for word in words):
+        return ()
+    if words == ["1"]:
+        words = ["overflow", "nan"]
+    kinds = tuple(dict.fromkeys(_choice(ERRCHECK)(word) for word in words))
+    if kinds == ("exit",):
+        raise ValueError("name overflow, nan or both besides exit")
+    return kinds
+
+
+def _names(value: object) -> tuple[str, ...]:
+    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    return tuple(dict.fromkeys(str(item).strip() for item in items if str(item).strip()))
+
+
 def _gigabytes(value: object) -> float:
     try:
         number = float(str(value))
@@ -105,6 +125,23 @@ def _gigabytes(value: object) -> float:
     if not 0 < number < 1e6:
         raise ValueError(f"{value!r} is not a sensible number of gigabytes (0 < GB < 1000000)")
     return number
+
+
+def _megabytes(value: object) -> float:
+    try:
+        number = float(str(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is not a number of megabytes") from None
+    if not 0 < number < 1e9:
+        raise ValueError(f"{value!r} is not a sensible number of megabytes (0 < MB < 1000000000)")
+    return number
+
+
+def _natural(value: object) -> int:
+    text = str(value).strip()
+    if isinstance(value, bool) or not re.fullmatch(r"\d{1,15}", text):
+        raise ValueError(f"{text!r} is not a whole number such as 5")
+    return int(text)
 
 
 def _path(value: object) -> str:
@@ -123,8 +160,13 @@ class ProbeConfig:
     task: ``tensor`` keeps payloads, ``stats`` only statistics and hashes.
     tokens, steps, ranks: closed ranges, () means all. modules, requests: globs, () means all; ``!`` excludes.
     parts: of input, output, params; () means input and output, and params while they fit a quarter of the budget.
-    graphs: leave torch.compile and captured graphs as configured. ops: capture operator calls too.
+    graphs: leave torch.compile and captured graphs as configured. ops: capture operator calls too; ops_mode: ``trace``
+    (no tensors), ``dedup`` (one call of each set of shapes and dtypes), ``sample`` (tensors of ``ops_calls`` random
+    calls of each operator) or ``full``; ops_list: globs over operators, or over ``module::operator``; ops_max_mb:
+    tensors above so many 1e6 bytes are not kept; seed: of whatever is drawn at random.
     max_gb: disk budget per rank in 1e9 bytes.
+    errcheck: of overflow, nan, exit: what is looked for in every step, with the probe off, too, and whether the engine is
+    then stopped. patches: names or files of patches (docs/patches.md), or ``all``.
     """
 
     enabled: bool = False
@@ -139,6 +181,13 @@ class ProbeConfig:
     graphs: bool = False
     ops: bool = False
     max_gb: float = 20.0
+    ops_mode: str = "full"
+    ops_list: tuple[str, ...] = ()
+    ops_calls: int | None = None
+    ops_max_mb: float = 256.0
+    seed: int = 0
+    errcheck: tuple[str, ...] = ()
+    patches: tuple[str, ...] = ()
 
     @property
     def budget_bytes(self) -> int:
@@ -165,8 +214,11 @@ class ProbeConfig:
         return matches(self.requests, names)
 
     def __post_init__(self) -> None:
-        if self.ops:
-            raise ConfigError(f"{PREFIX}OPS=1: this version cannot capture operator calls yet; leave it unset")
+        if self.ops_calls is not None and self.ops_mode not in ("sample", "dedup"):
+            raise ConfigError(
+                f"{PREFIX}OPS_CALLS={self.ops_calls}: it counts the calls that {PREFIX}OPS_MODE=sample or dedup keeps, "
+                f"and the mode is {self.ops_mode}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -215,6 +267,13 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "graphs": _flag,
     "ops": _flag,
     "max_gb": _gigabytes,
+    "ops_mode": _choice(OPS_MODES),
+    "ops_list": _globs,
+    "ops_calls": _natural,
+    "ops_max_mb": _megabytes,
+    "seed": _natural,
+    "errcheck": _errcheck,
+    "patches": _names,
 }
 
 
@@ -286,22 +345,41 @@ def _nearest(name: str, valid: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class DumpConfig:
-    """The seed's spelling of a configuration (ait's ``DumpConfig``): what register_hook() takes.
+    """The seed's spelling of a configuration (ait's and msit's ``DumpConfig``): what register_hook() takes.
 
-    dump_path: directory; token_range: token ordinals (default: the prompt only, as in ait); module_list: classes or
-    globs of modules, [] for all; tensor_part: 0 inputs, 1 outputs, 2 both; device_id: only this device.
+    dump_path: directory, by default ./accprobe/<UTC time>; token_range: token ordinals (default: the prompt only, as in
+    ait); module_list: classes or globs of modules, [] for all; tensor_part: 0 inputs, 1 outputs, 2 both; device_id: only
+    this device; dump_last_logits: the logits only; mode: "module", "api" (operator calls too) or both; api_list:
+    operators, with "api"; dump_weight: parameters' payloads too; layer_name: a glob over module paths, besides
+    module_list.
     """
 
-    dump_path: str = "./"
+    dump_path: str | None = None
     token_range: Any = (0,)
     module_list: Any = ()
     tensor_part: int = 2
     device_id: int | None = None
+    dump_last_logits: bool = False
+    mode: Any = ("module",)
+    dump_weight: bool = False
+    layer_name: str | None = None
+    api_list: Any = ()
 
     def to_probe(self) -> ProbeConfig:
         """Raises ConfigError for a bad value."""
         if self.tensor_part not in (0, 1, 2):
             raise ConfigError(f"tensor_part={self.tensor_part}: 0 is inputs, 1 outputs, 2 both")
-        parts = ("input", "output", "input,output")[self.tensor_part]
-        names = [m if isinstance(m, str) else getattr(m, "__name__", str(m)) for m in self.module_list]
-        return ProbeConfig.from_kwargs(dir=self.dump_path, tokens=self.token_range, modules=names, parts=parts)
+        parts = ("input", "output", "input,output")[self.tensor_part] + (",params" if self.dump_weight else "")
+        names = [m if isinstance(m, str) else getattr(m, "__name__", str(m)) for m in self.module_list or ()]
+        names += [self.layer_name] if self.layer_name else []
+        names += ["logits"] if self.dump_last_logits else []
+        mode = (self.mode,) if isinstance(self.mode, str) else tuple(self.mode or ("module",))
+        for word in mode:
+            if word not in ("module", "api"):
+                raise ConfigError(f"mode={word}: known are module and api{_nearest(str(word), ('module', 'api'))}")
+        values: dict[str, Any] = {"modules": names, "parts": parts, "tokens": self.token_range or (0,)}
+        if self.dump_path:
+            values["dir"] = self.dump_path
+        if "api" in mode:
+            values |= {"ops": True, "ops_list": list(self.api_list or ())}
+        return ProbeConfig.from_kwargs(**values)

@@ -65,13 +65,17 @@ def tapped(session: Session, tap: Tap, original: Callable[..., Any]) -> Callable
         if state is None:
             return original(*args, **kwargs)
         try:
+            state.taking += 1
             call = _enter(session, state, tap, args, kwargs)
+            state.taking -= 1
         except Exception as error:
             session.fail(tap.names[0], error)
             return original(*args, **kwargs)
         result = original(*args, **kwargs)
         try:
+            state.taking += 1
             _leave(session, state, tap, call, result)
+            state.taking -= 1
         except Exception as error:
             session.fail(tap.names[0], error)
         return result

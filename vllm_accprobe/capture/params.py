@@ -56,8 +56,8 @@ class Parameters:
         self._done: set[tuple[str, str]] = set()
         chosen = [tensor for path, cls, _, tensor in named_tensors(model) if chooses(session.config, path, cls)]
         total = sum(tensor.numel() * tensor.element_size() for tensor in chosen)
-        self._payloads = session.config.wants_param_payloads(total)
-        if not self._payloads and not session.config.parts and session.config.task == "tensor":
+        self.stored = session.config.wants_param_payloads(total)
+        if not self.stored and not session.config.parts and session.config.task == "tensor":
             say(
                 f"parameters ({total / 1e9:.1f} GB) are kept as fingerprints: more than a quarter of the budget of "
                 f"{session.config.max_gb:g} GB (VLLM_ACCPROBE_PARTS=input,output,params stores them all the same)"
@@ -89,7 +89,7 @@ class Parameters:
         layout = session.layouts.of_param(path, name, tuple(tensor.shape))
         if layout.size > 1 or layout.kind != "replicated":
             event["layout"] = layout.to_event()
-        if self._payloads:
+        if self.stored:
             session.sink.param(event, tensor.detach())
         else:
             session.sink.param(event, None, StatsCell(_device_stats(tensor.detach())))

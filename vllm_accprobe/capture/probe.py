@@ -52,7 +52,8 @@ class Probe:
 
     Args:
         model: any ``torch.nn.Module``; taps are put on it and all its modules until ``close``.
-        config: a ProbeConfig or DumpConfig, or None and keyword arguments: the fields of ProbeConfig.
+        config: a ProbeConfig or DumpConfig, or None and keyword arguments: the fields of ProbeConfig. With neither,
+            the environment's settings where it has VLLM_ACCPROBE=1 (`accprobe run -- python script.py`).
 
     Raises:
         ConfigError: a setting is wrong, or the directory already holds a dump.
@@ -64,7 +65,7 @@ class Probe:
             config = config.to_probe()
         else:
             device_id = None
-            config = config or ProbeConfig.from_kwargs(**kwargs)
+            config = config or (ProbeConfig.from_kwargs(**kwargs) if kwargs else _from_environment())
         self.config = config
         self.model = model
         self.root = Path(os.path.abspath(config.dir or default_dir()))
@@ -78,6 +79,10 @@ class Probe:
         self._begun = False
         self._count = 0
         self._closed = False
+        self.paused = False
+        """Calls of the model are not steps while this is set."""
+        self.next_step: int | None = None
+        """The number of the next step, if it is not used yet; else steps are counted."""
         device = next((t.device for t in model.parameters()), torch.device("cpu"))
         rank = _rank()
         self._wanted = in_ranges(config.ranks, rank) and (device_id is None or (device.index or 0) == device_id)
@@ -159,7 +164,7 @@ class Probe:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         session = self.session
         begun, self._begun = self._begun, False
-        if session is None or session.dead is not None or (session.state is not None and not begun):
+        if session is None or session.dead is not None or self.paused or (session.state is not None and not begun):
             return self._inner(*args, **kwargs)
         if not begun:
             try:
@@ -175,7 +180,7 @@ class Probe:
     def _early(self, asked: dict[str, Any]) -> None:
         """Opens the step that the model is about to compute, because its vision tower runs now."""
         session = self.session
-        if session is None or session.dead is not None or session.state is not None or self._begun:
+        if session is None or session.dead is not None or session.state is not None or self._begun or self.paused:
             return
         try:
             self._begin(session, (), asked)
@@ -184,7 +189,7 @@ class Probe:
             session.fail("what generate was given", error)
 
     def _begin(self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._step += 1
+        self._step = max(self._step + 1, self.next_step or 0)
         values = dict(zip(self._parameters, args, strict=False)) | kwargs
         ids = values.get("input_ids")
         self._grid = None
@@ -295,16 +300,25 @@ class Probe:
 
 
 def register_hook(
-    model: torch.nn.Module, config: DumpConfig | ProbeConfig | None = None, hook_type: str = "dump_data"
+    model: torch.nn.Module,
+    config: DumpConfig | ProbeConfig | None = None,
+    hook_type: str = "dump_data",
+    hook_name: str | None = None,
 ) -> Probe:
     """ait's call of the same name: starts to capture ``model`` and returns the Probe; the dump closes at process exit.
+    ``hook_name`` is another spelling of ``hook_type``.
 
     Raises:
         ConfigError: a setting is wrong, or ``hook_type`` is not "dump_data".
     """
-    if hook_type != "dump_data":
-        raise ConfigError(f"hook_type={hook_type}: only 'dump_data' exists")
+    if (hook_name or hook_type) != "dump_data":
+        raise ConfigError(f"hook_type={hook_name or hook_type}: only 'dump_data' exists")
     return Probe(model, config or DumpConfig())
+
+
+def _from_environment() -> ProbeConfig:
+    config = ProbeConfig.from_env()
+    return config if config.enabled else ProbeConfig.from_kwargs()
 
 
 def _past_length(values: dict[str, Any]) -> int:

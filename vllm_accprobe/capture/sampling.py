@@ -71,9 +71,11 @@ class Sampling:
                 and logits.dim() == 2
                 and self._session.config.capture_outputs
             ):
+                state.taking += 1
                 best = torch.topk(logits, min(BEST, logits.shape[-1]), dim=-1)
                 self._record("output.top_logits", best.values.float())
                 self._record("output.top_ids", best.indices.int())
+                state.taking -= 1
         except Exception as error:
             self._session.fail("the logits", error)
         return logits
@@ -83,7 +85,9 @@ class Sampling:
         try:
             state = self._session.state
             if state is not None and self._session.config.capture_outputs:
+                state.taking += 1
                 self._tokens(output)
+                state.taking -= 1
         except Exception as error:
             self._session.fail(SAMPLER, error)
         return output

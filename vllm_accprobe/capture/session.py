@@ -8,10 +8,11 @@ for good. Not here: vLLM (runner.py), plain torch models (probe.py), which both 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +23,10 @@ from vllm_accprobe.capture.sink import Sink, Ticket
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import LOGITS, ROOT_TAP, TOKENS, Request, Step
 
+if TYPE_CHECKING:
+    from vllm_accprobe.capture.ops import Operators
+
+NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 LANGUAGE, VISION, HEAD = "language", "vision", "head"
 """The three parts of a model as far as rows are concerned: token rows, patch rows, rows that reach the logits."""
 
@@ -30,15 +35,16 @@ class StepState:
     """What taps need during one armed step. Created once per step; its spaces are filled when first needed.
 
     ``rows``: how many token rows there are, where all of them are wanted and none is padding; -1 before that is known
-    and where it is not so."""
+    and where it is not so. ``taking``: a tap is at work, whose own operators are none of the model."""
 
-    __slots__ = ("calls", "inside", "number", "prefill", "rows", "seq", "spaces", "stack")
+    __slots__ = ("calls", "inside", "number", "prefill", "rows", "seq", "spaces", "stack", "taking")
 
     def __init__(self, number: int, prefill: bool):
         self.number = number
         self.prefill = prefill
         self.seq = 0
         self.rows = -1
+        self.taking = 0
         self.calls: dict[str, int] = {}
         self.stack: list[str] = []
         self.inside: str | None = None
@@ -68,6 +74,7 @@ class Session:
         self.state: StepState | None = None
         self.dead: str | None = None
         self.fired: set[str] = set()
+        self.ops: Operators | None = None
         self._find_space = find_space
         self.flatten: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Brings a batched tensor into rows (probe.py); None where tensors already are rows of tokens."""
@@ -86,6 +93,10 @@ class Session:
 
     def end(self) -> None:
         self.state = None
+
+    def operators(self) -> contextlib.AbstractContextManager[Any]:
+        """What an armed forward runs in: the operator tap, where there is one."""
+        return NOTHING if self.ops is None or self.state is None else self.ops
 
     def stop(self, reason: str) -> None:
         """Ends the capture in good order (budget, full disk); called from any thread."""
@@ -183,7 +194,7 @@ class Session:
                 self.sink.rows(state.number, space)
                 if space.name == TOKENS and space.whole and space.padded == space.src and self.sink.direct:
                     state.rows = space.src
-        elif not self._whole_step(state):
+        elif not self.whole_step(state):
             # Not all rows of this step are wanted, and nobody can say which of this tensor's are: leave it.
             self.sink.skip(tap, "its rows cannot be told apart, and not all requests are selected", role)
             return None
@@ -253,7 +264,8 @@ class Session:
                 few = (same, dim)
         return few
 
-    def _whole_step(self, state: StepState) -> bool:
+    def whole_step(self, state: StepState) -> bool:
+        """Whether all rows of the step are wanted."""
         space = state.spaces.get(TOKENS) or self._find_space(state, LANGUAGE, 0)
         if space is not None:
             state.spaces.setdefault(TOKENS, space)

@@ -78,6 +78,7 @@ class Sink:
         # vLLM 0.32's CPU worker cannot be initialised in a process that has already loaded llvmlite.
         warm_up()
         self.seen: dict[str, StatsCell] = {}
+        self._lasting: dict[str, StatsCell] = {}  # of parameters: their bytes are stored once per run
         self._token_ids: list[int] = []
         self._positions: list[int] = []
         self.scratch = Scratch()
@@ -100,8 +101,9 @@ class Sink:
 
     # --- lines -------------------------------------------------------------------------------------------------
 
-    def line(self, event: dict[str, Any]) -> None:
-        """A journal line in its place among the tensors."""
+    def line(self, event: dict[str, Any] | Callable[[], dict[str, Any] | None]) -> None:
+        """A journal line in its place among the tensors. A callable is asked for it on the writer's thread, when the
+        lines before it are done."""
         if self._staging is None:
             self.writer.line(event)
         else:
@@ -228,6 +230,27 @@ class Sink:
         else:
             self._staging.stage((selected(tensor, ranges),), lambda hosts: compare(hosts[0], None))
 
+    def look(self, event: dict[str, Any], tensor: torch.Tensor, ticket: Ticket) -> None:
+        """Hash and statistics of ``tensor``, put into ``event``, which becomes no line."""
+        ready = self._prepare(event, tensor, None, 0)
+        if ready is None:
+            return
+
+        def arrived(hosts: Sequence[torch.Tensor]) -> None:
+            event["shape"], parts = self.scratch.parts(hosts[0], None)
+            ticket.digest = event["hash"] = digest(parts)
+            cell = self.seen.get(event["hash"] + event["dtype"])
+            if cell is None:
+                cell = StatsCell(None, event["hash"])
+                for address, nbytes in parts:
+                    cell.add(moments_at(address, nbytes, event["dtype"]))
+            event["stats"] = cell
+
+        if self._staging is None:
+            arrived((ready[0],))
+        else:
+            self._staging.stage((ready[0],), arrived)
+
     def _prepare(
         self, event: dict[str, Any], tensor: torch.Tensor, space: Space | None, row_dim: int
     ) -> tuple[torch.Tensor, Ranges] | None:
@@ -263,6 +286,8 @@ class Sink:
             self.writer.line(event)
             return hash
         cell = self.seen[key] = StatsCell(None, hash)
+        if event["event"] == "param":
+            self._lasting[key] = cell
         event["stats"] = cell
         if self.keep or event["event"] == "param":
             cell.payload = self.writer.put(parts, event, cell)
@@ -302,6 +327,7 @@ class Sink:
 
     def _new_step(self) -> None:
         self.seen.clear()
+        self.seen.update(self._lasting)
         self._token_ids = []
         self._positions = []
 

@@ -1,0 +1,57 @@
+"""Puts the operator tap on a model: a served one's runner, or a plain torch model.
+
+The problem: what the tap must know of its surroundings (which memory holds weights and which the KV cache, which
+modules are chosen, whether the engine runs Python at all) is known in different places. The idea: two functions that
+gather it and hand a session its ``ops``. Not here: the tap itself (ops.py), code without a model (op_dump.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from vllm_accprobe.capture.hooks import Taps
+from vllm_accprobe.capture.op_takes import Memory
+from vllm_accprobe.capture.ops import Operators
+from vllm_accprobe.capture.params import named_tensors
+from vllm_accprobe.capture.session import Session
+
+
+def of_runner(session: Session, taps: Taps, model: torch.nn.Module, runner: Any, stored: bool, compiled: bool) -> None:
+    """For a model runner of vLLM. ``stored``: parameters' payloads are in the dump. ``compiled``: the engine compiles
+    or captures graphs, in which operators are none of Python's."""
+    if compiled:
+        session.sink.skip("::", "operators inside compiled or captured graphs cannot be seen")
+        session.say("operators are not captured: the engine compiles or captures graphs (VLLM_ACCPROBE_GRAPHS=1)")
+        return
+    _watch(session, taps, model, stored, lambda: _caches(getattr(runner, "kv_caches", None)))
+
+
+def of_model(session: Session, taps: Taps, model: torch.nn.Module, stored: bool) -> None:
+    """For a plain torch model, which keeps its caches to itself."""
+    _watch(session, taps, model, stored, lambda: ())
+
+
+def _watch(
+    session: Session, taps: Taps, model: torch.nn.Module, stored: bool, caches: Callable[[], Iterable[torch.Tensor]]
+) -> None:
+    def named() -> Iterator[tuple[str, str, torch.Tensor]]:
+        return ((path, name, tensor) for path, _, name, tensor in named_tensors(model))
+
+    config = session.config
+    chosen = frozenset().union(*(tap.chosen for tap in taps.taps)) if config.modules else None
+    session.ops = Operators(session, Memory(named, caches, stored), chosen, bool(config.requests or config.tokens))
+
+
+def _caches(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a runner's ``kv_caches``: a list, per layer a tensor or several."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _caches(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _caches(item)
