@@ -13,7 +13,8 @@ from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls import Calls
 from vllm_accprobe.opcheck.reference import default_references
-from vllm_accprobe.opcheck.replay import Checked, check, totals
+from vllm_accprobe.opcheck.replay import Checked, check
+from vllm_accprobe.opcheck.totals import totals
 
 HEADS, KV, HEAD, WIDTH = 4, 2, 8, 32
 SPANS = ([(0, 0, 9), (1, 0, 6)], [(0, 9, 5), (1, 6, 1)], [(0, 14, 1), (1, 7, 1)])
@@ -124,7 +125,8 @@ def test_a_column_is_named(tmp_path: Path) -> None:
 
 def test_nan_never_passes(tmp_path: Path) -> None:
     rows = [r for r in checked(build(tmp_path / "d", "nan")) if r.status == "fail"]
-    assert {(r.tap, r.measure, r.nonfinite_mismatch) for r in rows} == {("layers.0.self_attn.o_proj", "nonfinite", 1)}
+    found = {(r.tap, r.measure, r.measures.nonfinite_mismatch) for r in rows}
+    assert found == {("layers.0.self_attn.o_proj", "nonfinite", 1)}
 
 
 def test_rows_without_their_history_are_skipped_and_counted(tmp_path: Path) -> None:

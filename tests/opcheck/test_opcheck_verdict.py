@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_accprobe.opcheck.verdict import judge
+from vllm_accprobe.opcheck import verdict
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def judge(reference: np.ndarray, mine: np.ndarray, dtype: str, **more) -> verdict.Verdict:
+    if "noise" in more:
+        more["noise"] = torch.from_numpy(more["noise"])
+    return verdict.judge(torch.from_numpy(reference), torch.from_numpy(mine), dtype, **more)
 
 
 def exact(rows: int = 64, width: int = 128, seed: int = 0) -> np.ndarray:

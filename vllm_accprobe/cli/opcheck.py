@@ -36,6 +36,7 @@ def opcheck(
     from vllm_accprobe.opcheck import replay, table
     from vllm_accprobe.opcheck.calls import Calls
     from vllm_accprobe.opcheck.reference import default_references
+    from vllm_accprobe.opcheck.totals import totals as count
 
     if model is not None and not model.is_dir():
         raise CommandError(f"--weights: {model} is no directory")
@@ -46,13 +47,14 @@ def opcheck(
         rows = [*replay.check_stored(calls, ops), *replay.check(calls, references, ops=ops, done=done)]
     for problem in [*opened.problems, *calls.problems, *references.problems]:
         typer.echo(f"note: {problem}", err=True)
-    totals = replay.totals(rows)
+    totals = count(rows)
     if not totals.checked:
         why = next(iter(totals.skipped), "no call matches --ops" if ops else "the dump holds no module call")
         typer.echo(f"accprobe: nothing could be checked: {why}", err=True)
         raise typer.Exit(3)
     out.mkdir(parents=True, exist_ok=True)
     table.write_csv(rows, out / "opcheck.csv")
+    table.write_result(rows, out / "result.csv")
     for line in table.lines(rows, totals, most=None if verbose else 10):
         typer.echo(line)
     typer.echo(f"written: {out / 'opcheck.csv'}")

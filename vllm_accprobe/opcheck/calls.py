@@ -10,7 +10,7 @@ captured dtype. Not here: what is done with a call (replay.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_accprobe.dump.opcalls import SEPARATOR, is_operator
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import ROOT_TAP, Module, Record
+from vllm_accprobe.dump.schema import ROOT_TAP, Module, OpCall, Record
 from vllm_accprobe.opcheck.history import Past
+from vllm_accprobe.opcheck.opcalls import NotKept, op_call
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.weights import Checkpoint, model_config
 
@@ -37,7 +39,7 @@ _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 @dataclass(frozen=True)
 class Captured:
     """One call: where it stands in the dump, the call itself, and its records by role. missing: why it cannot be
-    run."""
+    run; seq: its place in the order of execution where it has no record."""
 
     tap: str
     rank: int
@@ -46,6 +48,7 @@ class Captured:
     what: Call
     records: Mapping[str, Record]
     missing: str = ""
+    seq: int = 0
 
 
 def to_torch(array: np.ndarray, dtype: str) -> Any:
@@ -71,8 +74,14 @@ class Calls:
         self.modules = {rank: {m.tap: m for m in modules} for rank, modules in dump.modules.items()}
         self._params: dict[tuple[int, str], dict[str, Record]] = {}
         self._calls: dict[tuple[int, str], dict[tuple[int, int], dict[str, Record]]] = {}
+        self._ops: dict[tuple[int, str], list[OpCall]] = {}
+        self._op_records: dict[tuple[int, str], dict[tuple[int | None, int], dict[str, Record]]] = {}
+        for op in dump.ops:
+            self._ops.setdefault((op.rank, op.tap), []).append(op)
         for r in dump.records:
-            if r.step is None:
+            if is_operator(r.tap):
+                self._op_records.setdefault((r.rank, r.tap), {}).setdefault((r.step, r.call), {})[r.role] = r
+            elif r.step is None:
                 self._params.setdefault((r.rank, r.tap), {})[r.role.removeprefix("param.")] = r
             else:
                 self._calls.setdefault((r.rank, r.tap), {}).setdefault((r.step, r.call), {})[r.role] = r
@@ -104,10 +113,19 @@ class Calls:
         """(rank, tap, class) of everything that was called, ranks after one another, in the order of the model."""
         order = {(rank, tap): m.index for rank, named in self.modules.items() for tap, m in named.items()}
         found = [(rank, tap, next(iter(next(iter(c.values())).values())).cls) for (rank, tap), c in self._calls.items()]
-        return sorted(found, key=lambda f: (f[0], order.get((f[0], f[1]), 1 << 40)))
+        found += [(rank, tap, ops[0].op) for (rank, tap), ops in self._ops.items()]
+
+        def place(f: tuple[int, str, str]) -> tuple[int, int, int]:
+            module, _, op = f[1].partition(SEPARATOR)
+            return f[0], order.get((f[0], module), 1 << 40), len(op) > 0
+
+        return sorted(found, key=place)
 
     def of(self, rank: int, tap: str) -> Iterator[Captured]:
         """The calls of one tap, step by step. Records without payload make a call that says what it misses."""
+        if (rank, tap) in self._ops:
+            yield from self._of_operator(rank, tap)
+            return
         calls = self._calls[rank, tap]
         cls = next(iter(next(iter(calls.values())).values())).cls
         names = _PAST.get(cls)
@@ -124,6 +142,25 @@ class Calls:
             if past is not None:
                 extra |= self._cache(past, what, rank, step, records)
             yield Captured(tap, rank, step, n, replace(what, extra=extra), records)
+
+    def _of_operator(self, rank: int, tap: str) -> Iterator[Captured]:
+        held = self._op_records.get((rank, tap), {})
+        for op in self._ops[rank, tap]:
+            records = held.get((op.step, op.call), {})
+            try:
+                what = op_call(op, records, self.read, self._param_record(rank))
+            except NotKept as why:
+                yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, str(why), op.seq)
+                continue
+            missing = "" if what.outputs else "nothing came out of it that was captured"
+            yield Captured(tap, rank, op.step, op.call, what, records, missing, op.seq)
+
+    def _param_record(self, rank: int) -> Callable[[str], Record | None]:
+        def find(name: str) -> Record | None:
+            tap, _, role = name.rpartition("/param.")
+            return self._params.get((rank, tap), {}).get(role)
+
+        return find
 
     def read(self, record: Record) -> Any:
         return to_torch(self.dump.read(record), record.dtype)

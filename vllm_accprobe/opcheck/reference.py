@@ -43,7 +43,8 @@ class Expected:
     value, the standard error of an honest kernel before its last rounding, or None; unit: relative error of that last
     rounding, None for the unit of the captured dtype; common: a relative error that a whole row may share (a rounded
     gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None for all;
-    reason: why the others have none; note: what to say if it fails."""
+    reason: why the others have none; note: what to say if it fails; only_measured: why nothing may be decided, ""
+    where it may."""
 
     value: Tensor
     noise: Tensor | None = None
@@ -52,6 +53,7 @@ class Expected:
     rows: Tensor | None = None
     reason: str = ""
     note: str = ""
+    only_measured: str = ""
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,11 @@ class References:
 
     def _find(self, name: str) -> Reference | Declined:
         """The reference for a class or operator, or why there is none. (``find``; cached.)"""
-        if name in self._by_name:
-            return self._by_name[name]
-        fits = [g for g in self._globs if fnmatchcase(name, g)]
+        spellings = _spellings(name)
+        for spelling in spellings:
+            if spelling in self._by_name:
+                return self._by_name[spelling]
+        fits = [g for g in self._globs if any(fnmatchcase(s, g) for s in spellings)]
         if not fits:
             return Declined(f"no reference for {name}")
         return self._globs[max(fits, key=lambda g: sum(c not in "*?" for c in g))]
@@ -188,6 +192,15 @@ class References:
             return Declined(f"the reference failed: {type(error).__name__}: {text}", failed=True)
         outputs = result if isinstance(result, Mapping) else {"output.0": result}
         return {role: x if isinstance(x, Expected) else Expected(x) for role, x in outputs.items()}
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """A class's name alone; an operator's with and without ``torch.ops.`` and its overload, the longest first."""
+    if "." not in name:
+        return (name,)
+    short = name.removeprefix("torch.ops.")
+    bare = ".".join(short.split(".")[:2])
+    return tuple(dict.fromkeys((f"torch.ops.{short}", short, f"torch.ops.{bare}", bare)))
 
 
 def default_references() -> References:

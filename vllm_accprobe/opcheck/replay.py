@@ -10,32 +10,48 @@ Not here: where a call comes from (calls.py), how an error becomes a verdict (ve
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
+import torch
 
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.dump.select import row_space
-from vllm_accprobe.judge.standards import Standard
-from vllm_accprobe.opcheck.calls import Calls, Captured, as_numbers
+from vllm_accprobe.opcheck.calls import Calls, Captured
+from vllm_accprobe.opcheck.measures import Measures, measure
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
-from vllm_accprobe.opcheck.verdict import OPERATOR, Verdict, judge
+from vllm_accprobe.opcheck.verdict import Verdict, judge
 
-PASS, FAIL, SKIP, ERROR = "pass", "fail", "skip", "error"
+PASS, FAIL, SKIP, ERROR, WARNING = "pass", "fail", "skip", "error", "warning"
+OURS = "operator"
+"""Name of our own standard: verdict.py's."""
+Evaluate = Callable[[Captured], "Mapping[str, Expected] | Declined"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """standard: whose limits decide, OURS or one of standards/; kl: measure the KL divergence too; ids: only these
+    calls, as ``rank.step.seq`` of one of their records, all if empty."""
+
+    standard: str = OURS
+    kl: bool = False
+    ids: frozenset[str] = frozenset()
+
+    def wants(self, c: Captured) -> bool:
+        return not self.ids or any(_id(c.rank, c.step, r.seq) in self.ids for r in c.records.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One output of one call; the columns of opcheck.csv. rows: in the tensor; checked: that had a reference;
+    """One output of one call; table.py makes opcheck.csv of it. rows: in the tensor; checked: that had a reference;
     unchecked_because: why the others had none.
 
     created: rel_l2 of the worst row, reference against mine; measure, measured, allowed: of verdict.Verdict, in floors;
-    request, position, column: where, None where the measure does not say; message: for people."""
+    request, position, column: where, None where the measure does not say; message: for people; measures: of
+    measures.py, None where nothing was measured; algorithm: how another tool's standard came to the status."""
 
     tap: str
     cls: str
@@ -49,15 +65,7 @@ class Checked:
     rows: int
     checked: int
     unchecked_because: str
-    cosine: float | None
-    max_abs_err: float | None
-    mean_abs_err: float | None
-    rmse: float | None
-    rel_l2: float | None
-    max_rel_err: float | None
     created: float | None
-    nonfinite: int | None
-    nonfinite_mismatch: int | None
     measure: str | None
     measured: float | None
     allowed: float | None
@@ -66,6 +74,8 @@ class Checked:
     column: int | None
     status: str
     message: str
+    measures: Measures | None = None
+    algorithm: str = ""
 
     @property
     def severity(self) -> float:
@@ -74,8 +84,23 @@ class Checked:
             return 0.0
         return self.measured / self.allowed if self.allowed else (math.inf if self.measured else 0.0)
 
+    @property
+    def id(self) -> str:
+        """``rank.step.seq``, "" for a parameter."""
+        return _id(self.rank, self.step, self.seq) if self.step is not None else ""
+
 
 COLUMNS = tuple(f.name for f in fields(Checked))
+
+
+def _id(rank: int, step: int | None, seq: int) -> str:
+    return f"{rank}.{step}.{seq}"
+
+
+def wanted(globs: Iterable[str], tap: str, cls: str) -> bool:
+    """Whether a tap is asked for: globs over classes, operators and paths; all if there are none."""
+    globs = tuple(globs)
+    return not globs or any(fnmatchcase(cls, g) or fnmatchcase(tap, g) for g in globs)
 
 
 def check(
@@ -83,16 +108,26 @@ def check(
     references: References,
     *,
     ops: Iterable[str] = (),
-    standard: Standard = OPERATOR,
+    options: Options = Options(),
     done: Callable[[], object] = lambda: None,
 ) -> Iterator[Checked]:
     """Rows tap by tap. ops: globs over classes and paths, all if empty; done: called after each tap."""
     globs = tuple(ops)
     for rank, tap, cls in calls.taps():
-        if not globs or any(fnmatchcase(cls, g) or fnmatchcase(tap, g) for g in globs):
-            for captured in calls.of(rank, tap):
-                yield from check_call(calls.dump, captured, references, standard)
+        if wanted(globs, tap, cls):
+            yield from check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), options)
         done()
+
+
+def check_tap(
+    calls: Calls, rank: int, tap: str, evaluate: Evaluate, options: Options,
+    begins: Callable[[Captured], object] = lambda c: None,
+) -> Iterator[Checked]:  # fmt: skip
+    """The rows of one tap, call by call. begins: told each call before it is evaluated."""
+    for captured in calls.of(rank, tap):
+        if options.wants(captured):
+            begins(captured)
+            yield from check_call(calls.dump, captured, evaluate, options)
 
 
 def check_stored(calls: Calls, ops: Iterable[str] = ()) -> Iterator[Checked]:
@@ -102,7 +137,7 @@ def check_stored(calls: Calls, ops: Iterable[str] = ()) -> Iterator[Checked]:
     by less than half its size is a wrong weight, and fails."""
     globs = tuple(ops)
     for rank, tap, cls, record, value in calls.stored():
-        if value is None or (globs and not any(fnmatchcase(cls, g) or fnmatchcase(tap, g) for g in globs)):
+        if value is None or not wanted(globs, tap, cls):
             continue
         empty = Call(tap, cls)
         captured = Captured(tap, rank, None, record.call, empty, {record.role: record})
@@ -111,13 +146,14 @@ def check_stored(calls: Calls, ops: Iterable[str] = ()) -> Iterator[Checked]:
         if value.shape != mine.shape:
             yield _unchecked(captured, record.role, record, SKIP, OTHER_FORM)
             continue
-        wide, held = as_numbers(value).reshape(1, -1), as_numbers(mine).reshape(1, -1)
+        wide, held = numbers(value).reshape(1, -1), numbers(mine).reshape(1, -1)
         v = judge(wide, held, record.dtype, last=0.0)
-        if not v.passed and not (v.metrics.rel_l2 is not None and v.metrics.rel_l2 <= 0.5):
+        measures = measure(wide.numpy(), held.numpy(), record.dtype)
+        if not v.passed and not (measures.rel_l2 is not None and measures.rel_l2 <= 0.5):
             yield _unchecked(captured, record.role, record, SKIP, OTHER_FORM)
             continue
-        message = "" if v.passed else f"{v.value:.0f} of {held.size} values are not the checkpoint's"
-        yield _row(captured, record, v, 1, 1, "", (None, None), message)
+        message = "" if v.passed else f"{v.value:.0f} of {held.numel()} values are not the checkpoint's"
+        yield _row(captured, record, v, measures, 1, 1, "", (None, None), message)
 
 
 OTHER_FORM = "a parameter that the engine keeps in another form than the checkpoint"
@@ -127,7 +163,7 @@ def count_taps(calls: Calls) -> int:
     return len(calls.taps())
 
 
-def check_call(dump: Dump, captured: Captured, references: References, standard: Standard) -> Iterator[Checked]:
+def check_call(dump: Dump, captured: Captured, evaluate: Evaluate, options: Options) -> Iterator[Checked]:
     """The rows of one call: one per output that was captured; one that says why, where there is no reference."""
     if captured.missing:
         yield _unchecked(captured, "", None, SKIP, captured.missing)
@@ -136,7 +172,7 @@ def check_call(dump: Dump, captured: Captured, references: References, standard:
     if not outputs:
         yield _unchecked(captured, "", None, SKIP, "nothing came out of it that was captured")
         return
-    expected = references.evaluate(captured.what)
+    expected = evaluate(captured)
     if isinstance(expected, Declined):
         yield _unchecked(captured, "", None, ERROR if expected.failed else SKIP, expected.reason)
         return
@@ -146,76 +182,103 @@ def check_call(dump: Dump, captured: Captured, references: References, standard:
             yield _unchecked(captured, role, record, SKIP, f"no reference for {role} of {captured.what.cls}")
             continue
         try:
-            yield _checked(dump, captured, role, record, expected[role], standard)
-        except (ValueError, DumpError) as error:
+            yield _checked(dump, captured, role, record, expected[role], options)
+        except (ValueError, RuntimeError, DumpError) as error:
             yield _unchecked(captured, role, record, ERROR, f"the reference does not fit: {error}")
 
 
 def _unchecked(c: Captured, role: str, record: Record | None, status: str, why: str) -> Checked:
+    return unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, _seq(c, record), why, status=status, role=role,
+                     dtype=record.dtype if record is not None else "",
+                     shape=record.shape if record is not None else ())  # fmt: skip
+
+
+def unchecked(
+    tap: str, cls: str, rank: int, step: int | None, call: int, seq: int, why: str, *, status: str = SKIP,
+    role: str = "", dtype: str = "", shape: tuple[int, ...] = (),
+) -> Checked:  # fmt: skip
+    """A row that has no verdict, and says why."""
     empty: dict[str, Any] = dict.fromkeys(COLUMNS)
-    shape = record.shape if record is not None else ()
     empty |= {
-        "tap": c.tap, "cls": c.what.cls, "role": role, "rank": c.rank, "step": c.step, "call": c.call, "shape": shape,
-        "seq": _seq(c, record),
-        "dtype": record.dtype if record is not None else "", "rows": 0, "checked": 0, "unchecked_because": why,
-        "status": status, "message": why,
+        "tap": tap, "cls": cls, "role": role, "rank": rank, "step": step, "call": call, "shape": shape, "seq": seq,
+        "dtype": dtype, "rows": 0, "checked": 0, "unchecked_because": why, "status": status, "message": why,
+        "algorithm": "",
     }  # fmt: skip
     return Checked(**empty)
 
 
 def _seq(c: Captured, record: Record | None) -> int:
     """The output's place in the order of execution; the call's last where there is no output."""
-    return record.seq if record is not None else max(r.seq for r in c.records.values())
+    return record.seq if record is not None else max((r.seq for r in c.records.values()), default=c.seq)
 
 
-def _matrix(array: np.ndarray, row_dim: int) -> np.ndarray:
+def numbers(tensor: Any) -> Any:
+    """A tensor's exact values on the CPU: float64, or int64 for integers and bool; complex ones as pairs."""
+    tensor = tensor.detach().cpu()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.to(torch.complex128))
+    return tensor.double() if tensor.is_floating_point() else tensor.long()
+
+
+def _matrix(tensor: Any, row_dim: int) -> Any:
     """[rows, everything else]; a tensor without rows is one row."""
-    if not array.ndim:
-        return array.reshape(1, 1)
-    return np.moveaxis(array, row_dim if row_dim < array.ndim else 0, 0).reshape(array.shape[row_dim], -1)
+    if not tensor.dim():
+        return tensor.reshape(1, 1)
+    dim = row_dim if row_dim < tensor.dim() else 0
+    return tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1) if tensor.numel() else tensor.reshape(0, 1)
 
 
-def _checked(
-    dump: Dump, c: Captured, role: str, record: Record, expected: Expected, standard: Standard
-) -> Checked:  # fmt: skip
+def _checked(dump: Dump, c: Captured, role: str, record: Record, expected: Expected, options: Options) -> Checked:
     captured = c.what.outputs.get(role, c.what.inputs.get(role.removeprefix("input.")))
-    if tuple(expected.value.shape) != record.shape:
-        raise ValueError(f"shape {list(expected.value.shape)} instead of {list(record.shape)}")
+    shape = record.shape
+    if tuple(expected.value.shape) != shape:
+        raise ValueError(f"shape {list(expected.value.shape)} instead of {list(shape)}")
     row_dim = record.row_dim if record.rows is not None else 0
-    mine = _matrix(as_numbers(captured), row_dim)
-    reference = _matrix(as_numbers(expected.value), row_dim)
+    mine, reference = _matrix(numbers(captured), row_dim), _matrix(numbers(expected.value), row_dim)
     noise = None
-    if expected.noise is not None:
-        noise = _matrix(as_numbers(expected.noise.expand(record.shape)), row_dim)
-    rows = np.arange(len(mine))
+    if expected.noise is not None and not captured.is_complex():
+        noise = _matrix(numbers(expected.noise).expand(shape), row_dim)
+    rows = torch.arange(len(mine))
     if expected.rows is not None:
-        rows = np.flatnonzero(expected.rows.numpy())
+        rows = expected.rows.nonzero().flatten()
         if not len(rows):
             return _unchecked(c, role, record, SKIP, expected.reason or "no row has a reference")
         mine, reference = mine[rows], reference[rows]
         noise = noise[rows] if noise is not None else None
-    v = judge(reference, mine, record.dtype, standard, noise=noise, last=expected.unit, common=expected.common)
+    v = judge(reference, mine, record.dtype, noise=noise, last=expected.unit, common=expected.common)
+    measures = measure(reference.numpy(), mine.numpy(), record.dtype, kl=options.kl)
     at = int(rows[v.row]) if v.row >= 0 else -1
     request, position = _place(dump, record, at)
     left = expected.reason if expected.rows is not None and len(rows) < len(expected.rows) else ""
     count = len(rows) if expected.rows is None else len(expected.rows)
     message = _message(v, request, position, expected, len(rows))
-    return _row(c, record, v, count, len(rows), left, (request, position), message)
+    row = _row(c, record, v, measures, count, len(rows), left, (request, position), message)
+    if expected.only_measured:
+        return replace(row, status=SKIP, checked=0, unchecked_because=expected.only_measured,
+                       message=expected.only_measured)  # fmt: skip
+    return row if options.standard == OURS else by_standard(row, options.standard)
+
+
+def by_standard(row: Checked, standard: str) -> Checked:
+    """``row`` judged by another tool's limits. NaN on one side alone fails by any."""
+    from vllm_accprobe.opcheck.standards import judge as by_name
+
+    assert row.measures is not None
+    found = by_name(standard, row.measures, row.cls, row.dtype)
+    status = {"pass": PASS, "warning": WARNING, "error": FAIL, "skip": SKIP}[found.status]
+    return replace(row, status=status, message=found.message, algorithm=found.algorithm)
 
 
 def _row(
-    c: Captured, record: Record, v: Verdict, rows: int, checked: int, left: str,
+    c: Captured, record: Record, v: Verdict, measures: Measures, rows: int, checked: int, left: str,
     place: tuple[str | None, int | None], message: str,
 ) -> Checked:  # fmt: skip
-    m = v.metrics
     return Checked(
         tap=c.tap, cls=c.what.cls, role=record.role, rank=c.rank, step=c.step, call=c.call, seq=record.seq,
-        dtype=record.dtype, shape=record.shape, rows=rows, checked=checked, unchecked_because=left, cosine=m.cosine,
-        max_abs_err=m.max_abs_err, mean_abs_err=m.mean_abs_err, rmse=m.rmse, rel_l2=m.rel_l2,
-        max_rel_err=m.max_rel_err, created=v.worst_row_rel_l2, nonfinite=m.nonfinite,
-        nonfinite_mismatch=m.nonfinite_mismatch, measure=v.measure, measured=v.value, allowed=v.limit,
+        dtype=record.dtype, shape=record.shape, rows=rows, checked=checked, unchecked_because=left,
+        created=v.worst_row_rel_l2, measure=v.measure, measured=v.value, allowed=v.limit,
         request=place[0], position=place[1], column=v.column if v.column >= 0 else None,
-        status=PASS if v.passed else FAIL, message=message,
+        status=PASS if v.passed else FAIL, message=message, measures=measures,
     )  # fmt: skip
 
 
@@ -249,41 +312,3 @@ def _message(
     if expected.rows is not None and checked < len(expected.rows):
         said.append(f"{len(expected.rows) - checked} rows skipped: {expected.reason}")
     return "; ".join(said)
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """calls: how many module calls were seen; checked: of them, with a verdict; skipped: reason → calls; outputs by
-    status; rows_skipped, outputs_skipped: of checked calls, reason → how many."""
-
-    calls: int
-    checked: int
-    skipped: dict[str, int]
-    statuses: dict[str, int]
-    rows_skipped: dict[str, int]
-    outputs_skipped: dict[str, int]
-
-
-def totals(rows: Iterable[Checked]) -> Totals:
-    """A call counts as checked when one of its outputs has a verdict; else its first reason counts."""
-    seen: dict[tuple[Any, ...], tuple[bool, str]] = {}
-    statuses: Counter[str] = Counter()
-    left: Counter[str] = Counter()
-    alone: list[tuple[tuple[Any, ...], str]] = []
-    for r in rows:
-        if r.step is None:  # a parameter: it has a verdict, and is no call
-            statuses[r.status] += r.status != SKIP
-            continue
-        key = (r.rank, r.tap, r.step, r.call)
-        verdict = r.status in (PASS, FAIL)
-        before = seen.get(key, (False, r.message))
-        seen[key] = (before[0] or verdict, before[1])
-        statuses[r.status] += 1
-        if not verdict and r.role:
-            alone.append((key, r.message))
-        if verdict and r.checked < r.rows:
-            left[r.unchecked_because] += r.rows - r.checked
-    reasons = Counter(why for ok, why in seen.values() if not ok)
-    outputs = Counter(why for key, why in alone if seen[key][0])
-    checked = sum(ok for ok, _ in seen.values())
-    return Totals(len(seen), checked, dict(reasons.most_common()), dict(statuses), dict(left), dict(outputs))

@@ -14,22 +14,61 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
 
-from vllm_accprobe.opcheck.replay import COLUMNS, ERROR, FAIL, PASS, SKIP, Checked, Totals
+from vllm_accprobe.opcheck.measures import Measures
+from vllm_accprobe.opcheck.replay import ERROR, FAIL, PASS, SKIP, WARNING, Checked
+from vllm_accprobe.opcheck.totals import Totals
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _MOST = 10
+_ID = ("cls", "cls", "tap", "call", "role", "step", "rank", "dtype", "shape")
+_MORE = (
+    "status", "message", "algorithm", "measure", "measured", "allowed", "created", "request", "position", "column",
+    "rows", "checked", "unchecked_because", "seq", "id",
+)  # fmt: skip
+COLUMNS = ("op", "class", *_ID[2:], *Measures.FIELDS, *_MORE)
+"""Of opcheck.csv: what identifies an output, how far it is off, and what that means. op: the operator or the class."""
+RESULT = ("op", "class", "tap", "rank", "calls", "pass", "warning", "fail", "skip", "error", "worst", "message")
+"""Of result.csv: outputs by status; worst: the largest share of what is allowed."""
+_identify, _conclude = attrgetter(*_ID), attrgetter(*_MORE)
+_measured = attrgetter(*Measures.FIELDS)
 
 
 def write_csv(rows: Iterable[Checked], path: Path) -> None:
-    """UTF-8, a header line, floats with all digits; whole or not at all. Raises OSError."""
+    """opcheck.csv: UTF-8, a header line, floats with all digits; whole or not at all. Raises OSError."""
+    _write(path, COLUMNS, (cells(row) for row in rows))
+
+
+def write_result(rows: Iterable[Checked], path: Path) -> None:
+    """result.csv: a line for each operator or module that was called; whole or not at all. Raises OSError."""
+    groups: dict[tuple[int, str, str], list[Checked]] = {}
+    for row in rows:
+        groups.setdefault((row.rank, row.tap, row.cls), []).append(row)
+    _write(path, RESULT, (_result(*key, group) for key, group in groups.items()))
+
+
+def _result(rank: int, tap: str, cls: str, group: list[Checked]) -> list[object]:
+    counts = [sum(r.status == s for r in group) for s in (PASS, WARNING, FAIL, SKIP, ERROR)]
+    bad = [r for r in group if r.status in (FAIL, ERROR, WARNING)] or [r for r in group if r.status == SKIP]
+    worst = max((r.severity for r in group), default=0.0)
+    message = max(bad, key=lambda r: r.severity).message if bad else ""
+    calls = len({(r.step, r.call) for r in group})
+    return [_cell(x) for x in (cls, cls, tap, rank, calls, *counts, worst, message)]
+
+
+def _write(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
     part = path.with_name(path.name + ".part")
-    get = attrgetter(*COLUMNS)
     with part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
         writer = csv.writer(f, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for row in rows:
-            writer.writerow([_cell(v) for v in get(row)])
+        writer.writerow(header)
+        writer.writerows(lines)
     os.replace(part, path)
+
+
+def cells(row: Checked) -> list[object]:
+    """A row of opcheck.csv, in the order of COLUMNS."""
+    empty = ("",) * len(Measures.FIELDS)
+    measured = _measured(row.measures) if row.measures is not None else empty
+    return [_cell(v) for v in (*_identify(row), *measured, *_conclude(row))]
 
 
 def _cell(value: object) -> object:
@@ -53,7 +92,7 @@ def lines(rows: Sequence[Checked], totals: Totals, *, most: int | None = _MOST) 
         out.append(f"  ... {len(wrong) - most} more modules: opcheck.csv has all, --verbose shows them")
     out += ["", "class                                calls' outputs   pass   fail  worst, of what is allowed"]
     for cls, mine in _by_class(rows):
-        verdicts = [r for r in mine if r.status in (PASS, FAIL)]
+        verdicts = [r for r in mine if r.status in (PASS, FAIL, WARNING)]
         if verdicts:
             worst = max(verdicts, key=lambda r: r.severity)
             bad = sum(r.status == FAIL for r in verdicts)

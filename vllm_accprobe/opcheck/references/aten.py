@@ -3,12 +3,15 @@
 The problem: torch has some two thousand operators, and no table of formulas will ever hold them. The idea: an
 operator's own CPU kernel in float64 is an independent and far more exact implementation of what a device computed in
 bfloat16. Floating tensors become float64 (complex128), a ``dtype`` argument that names a smaller float is raised too;
-where there is no kernel for float64, float32 is tried. Operators that draw random numbers, hold no tensor, or write
-without saying what they wrote are declined.
+where there is no kernel for float64, float32 is tried. What an argument became in place is an output like any other.
+Noise: how an honest kernel's float32 sums spread is seen by asking again with inputs moved by 2**-24 of their size
+[stochastic estimates of conditioning: Parker, Monte Carlo Arithmetic, 1997]; integers that this changes are ties.
+Operators that draw random numbers, hold no tensor, or depend on a dtype's bits are declined.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,20 +19,57 @@ import torch
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "random", "geometric")
-_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "resize_")
+_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
+_BITS = ("nan_to_num", "nextafter", "frexp", "as_strided", "set_", "is_same_size", "view_as_real_copy")
+"""What they give depends on the dtype's own range or on memory, so that a wider dtype is another operator."""
+_WIDER = 16.0
+"""How many times the answer to moved inputs a kernel's own sums may spread: the square root of some hundred terms."""
+_MOVED = 2.0**-24
 
 
-def overload(name: str) -> Any:
-    """torch.ops.aten.<name>[.<overload>] for ``aten.mm``, ``aten.mm.default`` or ``torch.ops.aten.mm``; raises
-    Declined."""
+def of(name: str) -> Any:
+    """The operator of ``aten.mm``, ``aten.mm.default`` or ``torch.ops.vendor.name``; raises Declined where this torch
+    does not have it."""
     parts = name.removeprefix("torch.ops.").split(".")
-    if parts[0] != "aten" or not 2 <= len(parts) <= 3 or not all(p.isidentifier() for p in parts):
-        raise Declined(f"no reference for {name}")
+    if not 2 <= len(parts) <= 3 or not all(p.isidentifier() for p in parts):
+        raise Declined(f"{name} is no operator's name")
+    found = torch.ops
     try:
-        packet = getattr(torch.ops.aten, parts[1])
-        return getattr(packet, parts[2]) if len(parts) == 3 else packet
-    except AttributeError:
+        for part in parts:
+            found = getattr(found, part)
+    except (AttributeError, RuntimeError):
         raise Declined(f"this torch has no operator {name}") from None
+    return found
+
+
+def tensors_by_role(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """``input.0``, ``input.2.1`` in a list, ``input.<name>`` by keyword: the tensors of a call's arguments."""
+
+    def walk(role: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, torch.Tensor):
+            yield role, value
+        elif isinstance(value, (list, tuple)):
+            for i, v in enumerate(value):
+                yield from walk(f"{role}.{i}", v)
+
+    found: dict[str, Any] = {}
+    for key, value in [*enumerate(args), *kwargs.items()]:
+        found |= dict(walk(f"input.{key}", value))
+    return found
+
+
+def outputs_by_role(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """``output.k``, where it is a list ``output.k.i``, and ``inplace.<role>`` of every argument as it is now."""
+    found: dict[str, Any] = {}
+    values = [*result] if isinstance(result, tuple) else [result]
+    for k, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            found[f"output.{k}"] = value
+        elif isinstance(value, (list, tuple)):
+            found |= {f"output.{k}.{i}": v for i, v in enumerate(value) if isinstance(v, torch.Tensor)}
+        elif isinstance(value, (bool, int, float)):
+            found[f"output.{k}"] = torch.tensor(value)
+    return found | {f"inplace.{role}": t for role, t in tensors_by_role(args, kwargs).items()}
 
 
 def raised(value: Any, real: Any, imaginary: Any) -> Any:
@@ -37,8 +77,8 @@ def raised(value: Any, real: Any, imaginary: Any) -> Any:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         if value.is_complex():
-            return value.to(imaginary)
-        return value.to(real) if value.is_floating_point() else value.clone()
+            return value.to(imaginary, copy=True)
+        return value.to(real, copy=True) if value.is_floating_point() else value.clone()
     if isinstance(value, torch.dtype):
         return real if value.is_floating_point else imaginary if value.is_complex else value
     if isinstance(value, torch.device):
@@ -48,35 +88,77 @@ def raised(value: Any, real: Any, imaginary: Any) -> Any:
     return value
 
 
+def _moved(value: Any, generator: Any) -> Any:
+    """Floats times 1 ± 2**-24, at random."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        sign = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8)
+        return value * (1.0 + _MOVED * (2 * sign - 1))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(v, generator) for v in value)
+    return value
+
+
 @reference("aten.*", "torch.ops.aten.*")
 def itself(call: Call) -> dict[str, Expected]:
-    base = call.cls.removeprefix("torch.ops.").split(".")[1]
+    parts = call.cls.removeprefix("torch.ops.").split(".")
+    base = parts[1]
     if any(word in base for word in _RANDOM):
         raise Declined("an operator that draws random numbers")
     if base in _EMPTY:
         raise Declined("an operator whose result has no defined values")
-    function = overload(call.cls)
+    if base in _BITS or parts[2:] == ["dtype"]:
+        raise Declined("an operator whose result depends on the dtype's bits")
+    function = of(call.cls)
     why = ""
     for real, imaginary in ((torch.float64, torch.complex128), (torch.float32, torch.complex64)):
+        args = raised(list(call.args), real, imaginary)
+        kwargs = {k: raised(v, real, imaginary) for k, v in call.kwargs.items()}
         try:
-            args = raised(call.args, real, imaginary)
-            kwargs = {k: raised(v, real, imaginary) for k, v in call.kwargs.items()}
-            result = function(*args, **kwargs)
-        except (RuntimeError, TypeError, NotImplementedError) as error:
+            found = outputs_by_role(function(*args, **kwargs), args, kwargs)
+        except (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError) as error:
             why = why or " ".join(str(error).split())[:80]
             continue
-        return _outputs(result, real)
-    raise Declined(f"its own CPU kernel refuses: {why}", failed=True)
+        if not found:
+            raise Declined("its result holds no tensor")
+        return _expected(call, function, found, real, imaginary)
+    raise Declined(f"its own CPU kernel refuses: {why}")
 
 
-def _outputs(result: Any, real: Any) -> dict[str, Expected]:
-    values = result if isinstance(result, (list, tuple)) else [result]
-    found = {}
-    for k, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            value = value.double() if value.is_floating_point() else value
-            noise = 2.0**-20 * value.abs() if real is torch.float32 and value.is_floating_point() else None
-            found[f"output.{k}"] = Expected(value, noise)
-    if not found:
+def _expected(call: Call, function: Any, found: dict[str, Any], real: Any, imaginary: Any) -> dict[str, Expected]:
+    generator = torch.Generator().manual_seed(0)
+    args = _moved(raised(list(call.args), real, imaginary), generator)
+    kwargs = {k: _moved(raised(v, real, imaginary), generator) for k, v in call.kwargs.items()}
+    try:
+        again = outputs_by_role(function(*args, **kwargs), args, kwargs)
+    except (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError):
+        again = {}
+    expected = {}
+    for role, value in found.items():
+        if role not in call.outputs and (call.outputs or not role.startswith("output.")):
+            continue
+        other = again.get(role)
+        if value.is_floating_point():
+            value = value.double()
+            noise = _spread(value, other)
+            if real is torch.float32:
+                noise = noise + 2.0**-20 * value.abs()
+            expected[role] = Expected(value, noise)
+        elif value.is_complex() or value.dim() == 0 or other is None or other.shape != value.shape:
+            expected[role] = Expected(value)
+        else:
+            same = (value == other).reshape(len(value), -1).all(1)
+            rows = None if bool(same.all()) else same
+            expected[role] = Expected(value, rows=rows, reason="" if rows is None else "two of its values are tied")
+    if not expected:
         raise Declined("its result holds no tensor")
-    return found
+    return expected
+
+
+def _spread(value: Any, other: Any | None) -> Any:
+    """What moved inputs change, an element's own or its row's root mean square, whichever is larger."""
+    if other is None or other.shape != value.shape:
+        return torch.zeros((), dtype=torch.float64)
+    change = torch.nan_to_num(other.double() - value, nan=0.0, posinf=0.0, neginf=0.0).abs()
+    if change.dim():
+        change = torch.maximum(change, change.square().mean(-1, keepdim=True).sqrt())
+    return _WIDER * change

@@ -118,14 +118,15 @@ def paged_attention(call: Call) -> Expected:
         raise Declined("which row belongs to which request was not captured")
     captured = call.outputs["output.0"]
     q = call.wide("query").reshape(captured.shape[0], heads, head)
-    out, noise, rows = _by_request(call, cache, q, kv, _limits(call, heads, head))
+    out, noise, rows = _by_request(call, cache, q, kv, attention_settings(call, heads, head))
     shape = captured.shape
     if out.numel() != captured.numel():
         raise Declined("its output has another shape than its queries")
     return Expected(out.reshape(shape), noise.reshape(shape), rows=rows, reason=cache.why)
 
 
-def _limits(call: Call, heads: int, head: int) -> dict[str, Any]:
+def attention_settings(call: Call, heads: int, head: int) -> dict[str, Any]:
+    """The keyword arguments of `attend` that a module's attributes and config.json tell."""
     return {
         "scale": scale_of(call, head),
         "window": _window(call),

@@ -86,7 +86,7 @@ def expert_mlps(x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float) 
     return out, (square + (step * out) ** 2).sqrt()
 
 
-def _activation(call: Call) -> Any:
+def activation_of(call: Call) -> Any:
     name = call.config.get("hidden_act", "silu") if call.config else None
     if name in ("silu", "swish"):
         return silu
@@ -109,7 +109,7 @@ def routed_experts(call: Call) -> dict[str, Expected]:
     if w13.shape[-1] != x.shape[-1] or w2.shape[1] != x.shape[-1] or w13.shape[1] != 2 * w2.shape[2]:
         raise Declined("the experts' weights have an unknown form")
     weights = dense(call.tensor("topk_weights"), ids, len(w13))
-    y, noise = expert_mlps(x, weights, w13, w2, _activation(call), call.unit)
+    y, noise = expert_mlps(x, weights, w13, w2, activation_of(call), call.unit)
     found = {"output.0": Expected(y, noise)}
     routing = _routing(call, len(w13))
     if routing is not None:

@@ -1,0 +1,185 @@
+"""A call outside of its dump: a JSON tree whose tensors lie in one safetensors file.
+
+The problem: a call that failed must be run again elsewhere, by somebody who has neither the dump nor this package. The
+idea: whatever its reference needs, inputs, parameters, attributes, the history that attention looks back at, what was
+captured inside a block, is written out as plain JSON and tensors, and becomes a `Call` again from these two alone. Of a
+block's inside only what its reference reads is kept. No pickle. This file is copied beside the tests that gentest
+writes. Not here: which calls (testgen.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, References
+
+_PLAIN = (bool, int, str, type(None))
+_TORCH = {"dtype": torch.dtype, "device": torch.device, "layout": torch.layout, "memory_format": torch.memory_format}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of rows of one request. at, positions: int64 [n]; past: rows by name from position 0 on."""
+
+    at: Any
+    positions: Any
+    past: Mapping[str, Any]
+
+
+class StoredCache:
+    """What history.Cache gives, from tensors that were kept. why: as there."""
+
+    def __init__(self, runs: Sequence[Run], why: str):
+        self.runs, self.why = runs, why
+
+    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+        for run in self.runs:
+            yield run.at, run.positions, run.past
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A tensor captured inside a block; value: None where the block's reference does not read it."""
+
+    shape: tuple[int, ...]
+    value: Any
+
+
+def closed(call: Call, references: References) -> Call:
+    """``call`` with all that it needs in itself: nothing of it refers to a dump any more."""
+    extra = dict(call.extra)
+    if "cache" in extra and not isinstance(extra["cache"], StoredCache):
+        cache = extra["cache"]
+        runs = [Run(*run) for run in cache.requests(call.cls != "EncoderOnlyAttention")]
+        extra["cache"] = StoredCache(runs, cache.why)
+    if "children" in extra and "read" in extra:
+        read, used = extra["read"], set()
+
+        def spy(record: Any) -> Any:
+            used.add(id(record))
+            return read(record)
+
+        references.evaluate(replace(call, extra={**extra, "read": spy}))
+        extra["children"] = [
+            (path, role, Inside(tuple(r.shape), read(r) if id(r) in used else None))
+            for path, role, r in extra["children"]
+        ]
+        extra["read"] = _value
+    return replace(call, extra=extra)
+
+
+def _value(inside: Inside) -> Any:
+    return inside.value
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same tree, calls and caches included, with ``change`` applied to each tensor."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Call):
+        return replace(value, **{f.name: mapped(getattr(value, f.name), change) for f in fields(Call)})
+    if isinstance(value, StoredCache):
+        runs = [Run(*(mapped(getattr(r, n), change) for n in ("at", "positions", "past"))) for r in value.runs]
+        return StoredCache(runs, value.why)
+    if isinstance(value, Inside):
+        return Inside(value.shape, mapped(value.value, change))
+    if isinstance(value, Mapping):
+        return {k: mapped(v, change) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(v, change) for v in value)
+    return value
+
+
+def encode(call: Call, tensors: dict[str, Any]) -> dict[str, Any]:
+    """A closed call as JSON; its tensors are added to ``tensors``, equal ones once. Raises ValueError for a value that
+    has no such form."""
+    known = {_identity(t): name for name, t in tensors.items()}
+
+    def tree(value: Any, name: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            key = known.get(_identity(value))
+            if key is None:
+                key = f"{len(tensors):04d}.{name}"
+                known[_identity(value)] = key
+                tensors[key] = torch.view_as_real(value) if value.dtype == torch.complex128 else value
+            return {"tensor": key, **({"complex": True} if value.dtype == torch.complex128 else {})}
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if isinstance(value, complex):
+            return {"complex_number": [value.real, value.imag]}
+        for kind, cls in _TORCH.items():
+            if isinstance(value, cls):
+                return {"torch": [kind, str(value).removeprefix("torch.")]}
+        if isinstance(value, (list, tuple)):
+            return {"list": [tree(v, f"{name}.{i}") for i, v in enumerate(value)]}
+        if isinstance(value, Mapping):
+            return {"map": {str(k): tree(v, f"{name}.{k}") for k, v in value.items()}}
+        if isinstance(value, Call):
+            return {"call": {f.name: tree(getattr(value, f.name), f"{name}.{f.name}") for f in fields(Call)}}
+        if isinstance(value, StoredCache):
+            runs = [{"at": r.at, "positions": r.positions, "past": r.past} for r in value.runs]
+            return {"cache": [tree(runs, name), value.why]}
+        if isinstance(value, Inside):
+            return {"inside": [list(value.shape), tree(value.value, name)]}
+        if value is _value:
+            return {"reads_inside": True}
+        raise ValueError(f"{name}: a {type(value).__name__} cannot be written down")
+
+    return {f.name: tree(getattr(call, f.name), f.name) for f in fields(Call)}
+
+
+def _identity(t: Any) -> tuple[Any, ...]:
+    return t.data_ptr() if t.numel() else id(t), tuple(t.shape), tuple(t.stride()), t.dtype
+
+
+def decode(tree: Mapping[str, Any], tensors: Mapping[str, Any]) -> Call:
+    """What `encode` wrote. Raises ValueError or KeyError where it is damaged."""
+
+    def value(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        if "tensor" in node:
+            found = tensors[node["tensor"]]
+            return torch.view_as_complex(found) if node.get("complex") else found
+        kind, held = next(iter(node.items()))
+        if kind == "float":
+            return float(held)
+        if kind == "complex_number":
+            return complex(*held)
+        if kind == "torch":
+            return _torch(*held)
+        if kind == "list":
+            return [value(v) for v in held]
+        if kind == "map":
+            return {k: value(v) for k, v in held.items()}
+        if kind == "call":
+            return Call(**{k: _field(k, value(v)) for k, v in held.items()})
+        if kind == "cache":
+            return StoredCache([Run(**r) for r in value(held[0])], str(held[1]))
+        if kind == "inside":
+            return Inside(tuple(held[0]), value(held[1]))
+        if kind == "reads_inside":
+            return _value
+        raise ValueError(f"a case holds an unknown {kind}")
+
+    return Call(**{f.name: _field(f.name, value(tree[f.name])) for f in fields(Call)})
+
+
+def _field(name: str, found: Any) -> Any:
+    return tuple(found) if name == "args" else found
+
+
+def _torch(kind: str, name: str) -> Any:
+    if kind == "device":
+        return torch.device(name)
+    found = getattr(torch, name, None)
+    if kind not in _TORCH or not isinstance(found, _TORCH[kind]):
+        raise ValueError(f"this torch has no {kind} {name}")
+    return found

@@ -1,0 +1,75 @@
+"""From a dump's operator calls to calls that can be run again.
+
+The problem: an operator's arguments stand in a journal line, its tensors in records, a parameter's under another tap,
+and an output buffer that nobody had written to nowhere. The idea: the line's VALUES become Python values in the order
+of the operator's signature; what was not kept makes a call that says so. The class of such a call is the operator's
+name, ``aten.mm.default``. Not here: the words of the line (dump/opcalls.py), what is done with a call (replay.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from vllm_accprobe.dump.schema import OpCall, Record
+from vllm_accprobe.opcheck.reference import Call
+
+Records = Mapping[str, Record]
+_MOST = 1 << 28
+"""Elements of an output buffer that is made anew: a dump may come from a stranger."""
+
+
+class NotKept(Exception):
+    """An argument is not in the dump; the reason is the message."""
+
+
+def op_call(op: OpCall, records: Records, read: Callable[[Record], Any], param: Callable[[str], Record | None]) -> Call:
+    """``op`` as a Call. records: of this call, by role; read: a record's tensor; param: the record of
+    ``<tap>/param.<name>``. Raises NotKept."""
+    maker = _Maker(records, read, param)
+    args = tuple(maker.value(v) for v in op.args)
+    kwargs = {k: maker.value(v) for k, v in op.kwargs.items()}
+    outputs = {r: read(x) for r, x in records.items() if r.startswith(("output.", "inplace."))}
+    return Call(op.tap, op.op, args=args, kwargs=kwargs, outputs=outputs)
+
+
+class _Maker:
+    def __init__(self, records: Records, read: Callable[[Record], Any], param: Callable[[str], Record | None]):
+        self.records, self.read, self.param = records, read, param
+
+    def value(self, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        if "tensor" in value:
+            return self.tensor(value["tensor"])
+        if "list" in value:
+            return [self.value(v) for v in value["list"]]
+        if "float" in value:
+            return float(value["float"])
+        if "complex" in value:
+            return complex(*(float(self.value(p)) for p in value["complex"]))
+        if "skipped" in value:
+            raise NotKept(f"argument {value.get('role') or '?'} was not kept: {value['skipped']}")
+        kind, word = next(iter(value.items()))
+        if kind == "device":
+            return torch.device("cpu")  # where it ran is no part of what it computes
+        found = getattr(torch, str(word), None)
+        if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+            raise NotKept(f"this torch has no {kind} {word}")
+        return found
+
+    def tensor(self, t: Mapping[str, Any]) -> Any:
+        role = str(t["role"])
+        record = self.records.get(role)
+        if (record is None or record.payload is None) and t.get("param"):
+            record = self.param(str(t["param"]))
+        if record is not None and record.payload is not None:
+            return self.read(record).reshape(tuple(t.get("shape", record.shape)))
+        shape, dtype = tuple(t.get("shape", ())), getattr(torch, str(t["dtype"]), None)
+        if (t.get("fresh") or 0 in shape) and isinstance(dtype, torch.dtype) and math.prod(shape) <= _MOST:
+            return torch.zeros(shape, dtype=dtype)
+        raise NotKept("only statistics were captured" if t.get("hash") else f"argument {role} was not kept")
+
