@@ -15,11 +15,27 @@ _WHERE = {
     "register_hook": "vllm_accprobe.capture.probe",
     "DumpConfig": "vllm_accprobe.config",
     "ProbeConfig": "vllm_accprobe.config",
+    "PrecisionDebugger": "vllm_accprobe.debugger",
+    "gen_id": "vllm_accprobe.labels",
+    "set_label": "vllm_accprobe.labels",
+    "set_task_id": "vllm_accprobe.labels",
     "open_dump": "vllm_accprobe.formats",
     "compare": "vllm_accprobe.compare.engine",
 }
 
-__all__ = ["DumpConfig", "Probe", "ProbeConfig", "__version__", "compare", "open_dump", "register_hook"]
+__all__ = [
+    "DumpConfig",
+    "PrecisionDebugger",
+    "Probe",
+    "ProbeConfig",
+    "__version__",
+    "compare",
+    "gen_id",
+    "open_dump",
+    "register_hook",
+    "set_label",
+    "set_task_id",
+]
 
 
 def __getattr__(name: str) -> Any:

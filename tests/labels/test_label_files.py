@@ -31,7 +31,7 @@ def test_it_lies_right_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "front",
-    ["tensors/77/77_1", "tensors/77_1", "msit_dump_20261121/tensors/0_77/0", "ait_dump/tensors/1_77/0", "tensors/thread_4"],
+    ["tensors/77/77_1", "tensors/77_1", "msit_dump_2026/tensors/0_77/0", "ait_dump/tensors/1_77/0", "tensors/thread_4"],
 )
 def test_known_layouts(tmp_path: Path, front: str) -> None:
     file = put(tmp_path, front)

@@ -22,11 +22,12 @@ import torch
 from vllm_accprobe import __version__
 from vllm_accprobe.capture.labels import Labels
 from vllm_accprobe.capture.layout import Layouts
+from vllm_accprobe.capture.places import free_directory
 from vllm_accprobe.capture.say import say
 from vllm_accprobe.capture.session import Session
 from vllm_accprobe.capture.sink import Sink
 from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir, in_ranges
-from vllm_accprobe.dump.schema import Step, rank_dir
+from vllm_accprobe.dump.schema import Step
 from vllm_accprobe.dump.writer import write_run_json
 
 
@@ -47,7 +48,7 @@ class PlainLabels:
         return None
 
     def __init__(self, config: ProbeConfig, rank: int, world: int):
-        self.root = _free(Path(os.path.abspath(config.dir or default_dir())), rank)
+        self.root = free_directory(Path(os.path.abspath(config.dir or default_dir())), rank, "these labels go")
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         parallel = {"world_size": world, "tp": [0, 1], "pp": [0, 1], "dp": [0, 1], "ep": [0, 1]}
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -101,17 +102,6 @@ class PlainLabels:
 
     def _stopped(self, reason: str) -> None:
         self.session.stop(reason)
-
-
-def _free(root: Path, rank: int) -> Path:
-    """``root``, or, where this rank has a dump there already, the next directory beside it; which is said."""
-    for number in range(1, 1000):
-        place = root if number == 1 else root.with_name(f"{root.name}.{number}")
-        if not (place / rank_dir(rank)).exists():
-            if number > 1:
-                say(f"{root} already holds rank {rank}; these labels go to {place}")
-            return place
-    raise ConfigError(f"{root} and 998 directories beside it already hold rank {rank}; remove some")
 
 
 def _place() -> tuple[int, int]:

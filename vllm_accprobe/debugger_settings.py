@@ -1,0 +1,161 @@
+"""What the arguments of ``PrecisionDebugger`` come to: torch_xray's, msprobe's, and msprobe's config.json.
+
+The problem: two tools' arguments, some of which we do not capture by. The idea: each becomes a field of ProbeConfig, a
+note in one line (no effect here), or a refusal in one line (asks for something else, and what to run instead).
+Not here: steps and capture (debugger.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir, parse_ranges
+
+_TASKS = {"tensor": "tensor", "statistics": "stats", "stats": "stats"}
+_INSTEAD = {
+    "acc_check": "capture a dump and run `accprobe opcheck DUMP`",
+    "nan_check": "run `accprobe errcheck -- CMD`",
+    "overflow_check": "run `accprobe errcheck -- CMD`",
+    "diff_check": "compare two dumps with `accprobe compare`",
+    "structure": "every dump holds the module tree",
+}
+_KEYS = {"task", "level", "rank", "step", "dump_path"}
+_LEVELS = {"L0": False, "L1": True, "mix": True}
+"""msprobe's levels that exist here: whether operator calls are captured too."""
+_NO_EFFECT = (
+    "extra_info", "async_dump", "precision", "risk_level", "custom_op_namespaces", "dump_enable", "enable_dataloader",
+    "is_regex", "seed", "is_deterministic",
+)  # fmt: skip
+_KEYS |= {*_NO_EFFECT, *_TASKS, *_INSTEAD}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the arguments come to. first: number of the first step; explicit: only ``step()`` ends a step."""
+
+    probe: ProbeConfig
+    steps: tuple[tuple[int, int], ...]
+    first: int
+    explicit: bool
+    notes: tuple[str, ...]
+
+
+def read_settings(
+    config_path: str | os.PathLike[str] | None = None,
+    task: str | None = None,
+    dump_path: str | os.PathLike[str] | None = None,
+    level: str | None = None,
+    model: Any = None,
+    step: Any = None,
+    *,
+    rank: Any = None,
+    hook_name: str | None = None,
+    dump_torch_api: bool | None = None,
+    **unknown: Any,
+) -> Settings:
+    """Raises ConfigError."""
+    if unknown:
+        raise ConfigError(
+            f"PrecisionDebugger has no argument {sorted(unknown)[0]!r}; known are config_path, task, dump_path, level, "
+            "model, step, rank, hook_name, dump_torch_api"
+        )
+    file: dict[str, Any] = {}
+    if config_path is not None and not str(config_path).endswith(".json"):
+        dump_path, config_path = dump_path or config_path, None
+    if config_path is not None:
+        file = _read(Path(config_path))
+    if hook_name not in (None, "dump"):
+        raise ConfigError(f"hook_name={hook_name}: only 'dump' exists here")
+    of_msprobe = config_path is not None or task is not None or level is not None
+    notes: list[str] = []
+    values: dict[str, Any] = {"dir": _directory(dump_path or file.get("dump_path"))}
+    kind = str(task or file.get("task") or "tensor")
+    if kind not in _TASKS:
+        raise ConfigError(f"task={kind}: {_INSTEAD.get(kind, 'known are tensor and statistics')}")
+    values["task"] = _TASKS[kind]
+    depth = str(level or file.get("level") or "L0")
+    if depth not in _LEVELS:
+        raise ConfigError(f"level={depth}: known are L0, L1 and mix; single tensors are labelled with set_label")
+    values["ranks"] = _numbers("rank", rank if rank is not None else file.get("rank"))
+    steps = _numbers("step", step if step is not None else file.get("step"))
+    _of_task(file.get(kind), values, notes)
+    ignored = sorted(key for key in file if key in _NO_EFFECT)
+    odd = sorted(key for key in file if key not in _KEYS)
+    notes += [f"{', '.join(ignored)} of the config file have no effect here"] if ignored else []
+    notes += [f"{', '.join(odd)} of the config file are not known here, and have no effect"] if odd else []
+    values["ops"] = bool(dump_torch_api) or _LEVELS[depth]
+    try:
+        config = ProbeConfig.from_kwargs(**values)
+    except ConfigError as error:
+        if not values["ops"]:
+            raise
+        config = ProbeConfig.from_kwargs(**{**values, "ops": False})
+        notes.append(f"operator calls are not captured: {error}")
+    return Settings(config, steps, 0 if of_msprobe else 1, of_msprobe, tuple(notes))
+
+
+def _directory(named: Any) -> str:
+    if named:
+        return os.path.abspath(os.path.expanduser(str(named)))
+    return os.environ.get("VLLM_ACCPROBE_DIR", "") or _default()
+
+
+def _default() -> str:
+    """One default directory per process: a debugger that is made in every step must find itself again."""
+    if not _defaults:
+        _defaults.append(os.path.abspath(default_dir()))
+    return _defaults[0]
+
+
+_defaults: list[str] = []
+
+
+def _numbers(name: str, value: Any) -> tuple[tuple[int, int], ...]:
+    try:
+        return parse_ranges([] if value is None else value if isinstance(value, (list, tuple)) else [value])
+    except ValueError as error:
+        raise ConfigError(f"{name}={value}: {error}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as f:
+            table = json.loads(f.read(1 << 20))
+    except OSError as error:
+        raise ConfigError(f"config_path={path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"config_path={path}: not a JSON file; it should be msprobe's config.json") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"config_path={path}: not a JSON object; it should be msprobe's config.json")
+    return table
+
+
+def _of_task(block: Any, values: dict[str, Any], notes: list[str]) -> None:
+    """msprobe's settings of one task: which modules, and which side of them."""
+    if not isinstance(block, Mapping):
+        return
+    wanted = block.get("list") or ()
+    if isinstance(wanted, Sequence) and not isinstance(wanted, str) and wanted:
+        values["modules"] = [_module(str(name)) for name in wanted]
+    if block.get("scope"):
+        notes.append("scope has no effect here: choose modules with list, or VLLM_ACCPROBE_MODULES")
+    modes = block.get("data_mode") or ["all"]
+    modes = [modes] if isinstance(modes, str) else list(modes)
+    if "backward" in modes:
+        notes.append("backward is not captured: serving has none")
+    sides = [mode for mode in ("input", "output") if mode in modes]
+    if sides and "all" not in modes:
+        values["parts"] = sides
+
+
+def _module(name: str) -> str:
+    """``Module.model.layers.0.mlp.Qwen2MLP.forward.0`` is the module's path, anything else a part of one."""
+    words = name.split(".")
+    if words[0] in ("Module", "Cell") and len(words) > 3 and words[-2] in ("forward", "backward"):
+        return ".".join(words[1:-3])
+    return f"*{name}*"
