@@ -9,7 +9,7 @@ Not here: reading and computing (engine.py); the rules themselves (align/).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,6 +20,7 @@ from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import NamePlan, Place, pair_names
 from vllm_accprobe.align.requests import RequestPlan, distinct, pair_requests
 from vllm_accprobe.align.shards import Member, MergePlan, Unmergeable, plan_merge
+from vllm_accprobe.align.steps import plan_steps
 from vllm_accprobe.align.tokens import Space, TokenPlan, align_rows
 from vllm_accprobe.dump.schema import Module, Record
 from vllm_accprobe.judge.flow import Key, Tree, add_parameters, depths, flow_order
@@ -114,11 +115,19 @@ class Plan:
 def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules | None = None) -> Plan:
     """The plan for two open dumps. taps: globs over tap names, separated by commas; None compares all. mapping: the
     user's rules for names (align.mapping.load_mapping)."""
+    stepwise = plan_steps(golden, mine)
+    if stepwise is not None:
+        golden, mine = stepwise.golden, stepwise.mine
     bridged = bridge(golden, mine, mapping)
     golden, mine = bridged.golden, bridged.mine
-    requests = pair_requests(distinct(golden.requests), distinct(mine.requests))
-    tokens = align_rows(golden, mine, requests, (_sampled(golden), _sampled(mine)))
-    sides = [_grouped(golden, tokens.golden.cells), _grouped(mine, tokens.mine.cells)]
+    if stepwise is not None:
+        requests, tokens = stepwise.requests, stepwise.tokens
+        sides = [_grouped(d, stepwise.cell, parameters=True) for d in (golden, mine)]
+    else:
+        requests = pair_requests(distinct(golden.requests), distinct(mine.requests))
+        tokens = align_rows(golden, mine, requests, (_sampled(golden), _sampled(mine)))
+        cells = tokens.golden.cells, tokens.mine.cells
+        sides = [_grouped(d, _cell_of(c)) for d, c in zip((golden, mine), cells, strict=True)]
     orders = [_order(golden, sides[0]), _order(mine, sides[1])]
     places = _places(golden, orders[0], taps), _places(mine, orders[1], taps)
     names = pair_names(*places, by_order=not bridged.foreign)
@@ -138,7 +147,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
                 rule = next((r.rule for _, by in found for r in by.values() if isinstance(r, Derived)), rule)
                 golden_groups, mine_groups = _merged(found, sides[1].groups[key])
                 golden_key = (pair.golden.tap, golden_role, call)
-                at = place[key]
+                at = place[key] if key in place else place[(*key[:2], 0)]  # a weight of a later step
                 units.append(Unit(key, golden_key, pair.mine.cls, rule, at, depth[at], golden_groups, mine_groups))
     units.sort(key=lambda u: u.order)
     classes = {p.mine.tap: p.mine.cls for p in names.pairs}
@@ -168,10 +177,15 @@ class _Side:
         return [item for c in calls for item in self.groups.get((key[0], key[1], c), {}).items()]
 
 
-def _grouped(dump: Any, cells: Mapping[int, int]) -> _Side:
+def _cell_of(cells: Mapping[int, int]) -> Callable[[Record], int]:
+    return lambda r: cells.get(r.rank, 0)
+
+
+def _grouped(dump: Any, cell_of: Callable[[Record], int], *, parameters: bool = False) -> _Side:
+    """parameters: those of different cells are different, too."""
     groups: dict[Key, dict[Moment, dict[int, Record]]] = {}
     for r in dump.records:
-        cell = cells.get(r.rank, 0) if r.step is not None else 0
+        cell = cell_of(r) if r.step is not None or parameters else 0
         groups.setdefault((r.tap, r.role, r.call), {}).setdefault((cell, r.step), {})[r.rank] = r
     return _Side(groups)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import hdf5, single, walk
-from vllm_accprobe.formats.foreign import ForeignDump, Tensor
+from vllm_accprobe.formats.foreign import INDEPENDENT, VALUE, ForeignDump, Tensor
 
 SUFFIXES = (*single.SUFFIXES, *hdf5.SUFFIXES)
 NAME = "folder"
@@ -26,7 +26,7 @@ def recognise(path: Path) -> bool:
 
 def open(path: Path) -> ForeignDump:
     """Raises DumpError."""
-    dump = ForeignDump(path, NAME)
+    dump = ForeignDump(path, NAME, {INDEPENDENT: True})
     links: list[str] = []
     stems: dict[str, list[walk.Found]] = {}
     for found in walk.files(path, lambda name: Path(name).suffix.lower() in SUFFIXES, links):
@@ -51,7 +51,7 @@ def _add(dump: ForeignDump, found: walk.Found, tap: str) -> None:
             if d.problem:
                 dump.skip(f"{tap}.{place}", f"HDF5: a dataset {d.problem}")
             else:
-                dump.add(Tensor(f"{found.name}:{place}", f"{tap}.{place}", "output.0", d.dtype, d.shape, d.read))
+                dump.add(Tensor(f"{found.name}:{place}", f"{tap}.{place}", VALUE, d.dtype, d.shape, d.read))
         return
     items = single.items(found.path)
     for item in items:

@@ -28,6 +28,10 @@ FOREIGN = -2
 UNKNOWN = Layout("unknown")
 """How most tools' tensors lie over ranks: nobody wrote it down."""
 PARAM = "param."
+VALUE = "value"
+"""The role of a tensor of which nobody said what it is: a file's."""
+INDEPENDENT = "independent"
+"""In ``Dump.run``: true where the tensors are not those of one run, so that one says nothing about another."""
 UNKNOWN_DTYPE = "dtype that is not known here"
 ODD_SHAPE = "shape that no tensor has"
 Read = Callable[[], np.ndarray]

@@ -25,7 +25,7 @@ from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import open_regular
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import torchfile
-from vllm_accprobe.formats.foreign import ForeignDump, Read, Tensor, numpy_dtype
+from vllm_accprobe.formats.foreign import INDEPENDENT, VALUE, ForeignDump, Read, Tensor, numpy_dtype
 from vllm_accprobe.formats.zipindex import DEFLATED, STORED, Member, Unpacker, ZipError, index
 
 NAME = "single file"
@@ -57,7 +57,7 @@ def recognise(path: Path) -> bool:
 
 def open(path: Path) -> ForeignDump:
     """Raises DumpError."""
-    dump = ForeignDump(path, NAME)
+    dump = ForeignDump(path, NAME, {INDEPENDENT: True})
     found = items(path)
     for item in found:
         add(dump, item, path.name, path.stem, alone=len(found) == 1)
@@ -73,7 +73,7 @@ def add(dump: ForeignDump, item: Item, file: str, tap: str, *, alone: bool) -> N
         Tensor(
             name=f"{file}:{key}" if key else file,
             tap=f"{tap}.{key}" if key else tap,
-            role="output.0",
+            role=VALUE,
             dtype=item.dtype,
             shape=item.shape,
             read=item.read,
