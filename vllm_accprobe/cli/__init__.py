@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-COMMANDS = ("compare", "opcheck", "calibrate", "summary", "show", "convert", "repair", "doctor", "labels")
+COMMANDS = ("compare", "opcheck", "opdiff", "calibrate", "summary", "show", "convert", "repair", "doctor", "labels")
 TRACEBACK = "ACCPROBE_TRACEBACK"
 """Environment variable: 1 shows the traceback of an internal error."""
 

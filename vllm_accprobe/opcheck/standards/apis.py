@@ -58,20 +58,19 @@ _ATEN = {
     "fused_add_rms_norm": "npu_rms_norm", "_fused_rms_norm": "npu_rms_norm",
     "scaled_dot_product_attention": "npu_fusion_attention", "eq": "equal", "gt": "greater", "ge": "greater_equal",
     "lt": "less", "le": "less_equal", "ne": "not_equal", "constant_pad_nd": "pad", "expand": "broadcast_to",
+    "silu_and_mul": "npu_swiglu", "rotary_embedding": "npu_rotary_mul",
+    "unified_attention": "npu_fusion_attention", "unified_attention_with_output": "npu_fusion_attention",
 }  # fmt: skip
 
 
 def api_of(op: str, cls: str = "") -> str:
     """msprobe's API name of a captured call: `aten.add_.Tensor`, `aten::mm`, `torch.ops.npu.npu_rms_norm.default` by
-    their last name before the overload; ``cls``, a module's class, where there is no ``op``."""
-    if not op or op == cls:
-        name = cls or op
-        return _CLASSES.get(name) or ("linear" if name.endswith("Linear") else name)
-    parts = op.replace("::", ".").removeprefix("torch.ops.").split(".")
-    if len(parts) == 1:  # an API's own name already, or a class in op's place
-        return _CLASSES.get(op) or ("linear" if op.endswith("ParallelLinear") else _ATEN.get(op, op))
-    name = parts[1]
-    return _ATEN.get(name.removesuffix("_") if not name.startswith("__") else name, name)
+    their last name before the overload; a module by its class; ``cls``, the class, where there is no ``op``."""
+    name = (op or cls).replace("::", ".").removeprefix("torch.ops.")
+    if "." not in name:  # a module's class, or an API's own name
+        return _CLASSES.get(name) or ("linear" if name.endswith("Linear") else _ATEN.get(name, name))
+    name = name.split(".")[1]
+    return _ATEN.get(name if name.startswith("__") else name.rstrip("_"), name)
 
 
 def algorithm_of(api: str, dtype: str) -> str | None:

@@ -70,6 +70,11 @@ NAMES = {
     "inf_nan_err_ratio": "inf/nan error rate", "rel_err_ratio": "relative error rate",
     "abs_err_ratio": "absolute error rate", "binary_err_ratio": "binary consistency error rate",
 }  # fmt: skip
+LABELS = {
+    "small_value_err_ratio": "small_value_ratio", "normal_rmse": "rmse_ratio", "normal_max_rel_err": "max_rel_ratio",
+    "normal_mean_rel_err": "mean_rel_ratio", "error_balance": "error_balance_ratio",
+}  # fmt: skip
+"""Names of the benchmark ratios."""
 _NEEDS = {
     BENCHMARK: ("normal_rmse", "normal_max_rel_err", "normal_mean_rel_err"), ULP: ("ulp_share",),
     ABSOLUTE: ("rel_err_ratio", "abs_err_ratio"), BINARY: ("binary_err_ratio",), DUAL_1000: ("dual_1000",),
@@ -153,7 +158,7 @@ def _benchmark(
 def _ratio(
     name: str, golden: float | None, mine: float | None, limit: float, release: Release, dtype: str, level: str
 ) -> Judged:
-    label = f"{name}_ratio"
+    label = LABELS[name]
     if golden is None or mine is None:
         return Judged(label, None, limit, SKIP, f"{NAMES[name]}: not measured on both sides")
     if not (math.isfinite(golden) and math.isfinite(mine)):
@@ -196,7 +201,8 @@ def _ulp(release: Release, golden: Values, mine: Values, api: str, dtype: str) -
     if easy or share < limit or (share < theirs and not dtype.startswith("float8")):
         return [Judged(name, share, limit, PASS)], shown
     bound = 32 if dtype == "float32" else 1
-    said = f"{share:.4g} of the values are off by more than {bound} ULP (limit {limit:g}, golden {theirs:.4g})"
+    said = f"{100 * share:.4g} % of the values are off by more than {bound} ULP (limit {100 * limit:g} %, golden's "
+    said += f"{100 * theirs:.4g} %)"
     if dtype == "float32" and mean is not None:
         said += f", {mean:.4g} ULP on average (limit {ULP_MEAN:g})"
     return [Judged(name, share, limit, ERROR, said)], shown
@@ -229,7 +235,9 @@ def _dual_1000(
 ) -> tuple[list[Judged], list[Judged]]:
     value = mine["dual_1000"]
     good = value is not None and value > DUAL
-    said = "" if good else f"dual-1000: {value:.6g} is not above {DUAL:g}"
+    theirs = golden.get("dual_1000")
+    beside = "" if theirs is None else f" (golden's {theirs:.6g})"
+    said = "" if good else f"dual-1000: {value:.6g}{beside} is not above {DUAL:g}"
     return [Judged("dual_1000", value, DUAL, PASS if good else ERROR, said)], []
 
 

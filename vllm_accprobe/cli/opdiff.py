@@ -1,0 +1,55 @@
+"""``accprobe opdiff GOLDEN.csv MINE.csv``: two machines against the same CPU reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from vllm_accprobe.cli.options import CommandError
+
+
+def opdiff(
+    golden: Path = typer.Argument(..., metavar="GOLDEN.csv", help="Of the machine that is trusted, a GPU perhaps."),
+    mine: Path = typer.Argument(..., metavar="MINE.csv", help="Of the other, an NPU or XPU perhaps."),
+    standard: str = typer.Option(
+        "msprobe", "--standard", metavar="NAME", help="msprobe, msprobe-1.0, operator (both verdicts), ait or xray."
+    ),
+    algorithm: list[str] = typer.Option(
+        [],
+        "--algorithm",
+        metavar="GLOB=NAME",
+        help="Judge these operators by absolute, benchmark, binary, ulp, dual-1000 or accumulative. Can be repeated.",
+    ),
+    out: Path = typer.Option(Path("accprobe-opdiff"), "--out", "-o", help="Where the files go."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show the 200 worst outputs, not 10."),
+) -> None:
+    """Join two machines' opcheck.csv, generated tests' csv or msprobe's accuracy_checking_details.
+
+    Prints what is wrong, the worst first, and all that was not judged; writes details.csv (a row per output),
+    result.csv (a row per call) and opdiff.md.
+    Exit code 0: pass, 1: an output is wrong, 2: unreadable input, 3: nothing could be judged.
+    """
+    from vllm_accprobe.opcheck import difflines
+    from vllm_accprobe.opcheck.diff import Totals, open_diff
+    from vllm_accprobe.opcheck.sheets import SheetError
+    from vllm_accprobe.opcheck.standards import ERROR
+
+    try:
+        diff, totals = open_diff(golden, mine, standard, algorithm), Totals()
+        out.mkdir(parents=True, exist_ok=True)
+        difflines.write_details(diff, out / "details.csv", totals)
+    except SheetError as e:
+        raise CommandError(str(e)) from None
+    difflines.write_result(diff, out / "result.csv", totals)
+    if not totals.judged:
+        for line in difflines.left_out(diff, totals):
+            typer.echo(line)
+        why = next(iter(totals.skipped), "no output is in both files" if totals.alone else "the files have no rows")
+        typer.echo(f"accprobe: nothing could be judged: {difflines.safe(why)}", err=True)
+        raise typer.Exit(3)
+    (out / "opdiff.md").write_text(difflines.markdown(diff, totals), encoding="utf-8")
+    for line in difflines.lines(diff, totals, None if verbose else 10):
+        typer.echo(line)
+    typer.echo(f"written: {out / 'result.csv'}, {out / 'details.csv'}, {out / 'opdiff.md'}")
+    raise typer.Exit(1 if totals.statuses[ERROR] else 0)
