@@ -83,7 +83,7 @@ def plan_steps(golden: Any, mine: Any) -> StepPlan | None:
                 key = np.array([make_key(rank, (2 + i) * len(steps[0] + steps[1]) + step)])
                 side[(rank, step, WHOLE)] = Rows(key, np.ones(1, bool), np.zeros(1, bool))
     of_rank = dict.fromkeys({*golden.ranks, *mine.ranks}, 0)
-    names_of = dict.fromkeys(ranks, ("", None))
+    names_of: dict[int, tuple[str, int | None]] = dict.fromkeys(ranks, ("", None))
     both = [Side(r, of_rank, 0) for r in rows]
     tokens = StepTokens(both[0], both[1], names_of, [], 0, {}, said=tuple(said))
     return StepPlan(*sides, RequestPlan([], [], [], []), tokens, cell)

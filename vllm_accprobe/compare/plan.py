@@ -120,6 +120,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
         golden, mine = stepwise.golden, stepwise.mine
     bridged = bridge(golden, mine, mapping)
     golden, mine = bridged.golden, bridged.mine
+    tokens: TokenPlan
     if stepwise is not None:
         requests, tokens = stepwise.requests, stepwise.tokens
         sides = [_grouped(d, stepwise.cell, parameters=True) for d in (golden, mine)]
