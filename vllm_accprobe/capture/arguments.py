@@ -97,23 +97,99 @@ _ATTRIBUTES = [
     "mrope_section",
     "mrope_interleaved",
     "scaling_factor",
+    # attention
+    "head_size_v",
+    "kv_cache_dtype",
+    "attn_type",
+    "has_sink",
+    "use_alibi_sqrt",
+    "is_causal",
+    "softcap",
+    "num_key_value_groups",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "q_lora_rank",
+    "kv_lora_rank",
+    # convolutions
+    "in_channels",
+    "out_channels",
+    "kernel_size",
+    "stride",
+    "padding",
+    "dilation",
+    "groups",
+    "padding_mode",
+    "enable_linear",
+    # rotary embeddings, vLLM's and transformers'
+    "low_freq_factor",
+    "high_freq_factor",
+    "orig_max_position",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "extrapolation_factor",
+    "attn_factor",
+    "truncate",
+    "scaling_alpha",
+    "max_trained_positions",
+    "mixed_b",
+    "short_factor",
+    "long_factor",
+    "short_mscale",
+    "long_mscale",
+    "use_long_rope",
+    "rope_type",
+    "attention_scaling",
+    "original_max_seq_len",
+    "max_seq_len_cached",
 ]
+_IMPL = ("scale", "alibi_slopes", "sinks", "logits_soft_cap", "sliding_window", "kv_cache_dtype")
+"""Of the object that computes vLLM's attention: ``impl.scale`` and so on."""
+_LONGEST = 256
+"""A list of more numbers is no description."""
 
 
 def attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Plain numbers, strings and booleans that describe the operator."""
+    """Plain numbers, strings and booleans that describe the operator, and lists of them.
+
+    ``impl.<name>`` are those of an attention's kernel; ``rope_parameters`` of a rotary embedding of transformers is the
+    configuration's, by name.
+    """
     found: dict[str, Any] = {}
     for name in _ATTRIBUTES:
-        value = module.__dict__.get(name)
-        if isinstance(value, (bool, int, float, str)):
+        value = _plain(module.__dict__.get(name))
+        if value is not None:
             found[name] = value
-        elif (
-            isinstance(value, (list, tuple))
-            and len(value) < 16
-            and all(isinstance(v, (bool, int, float, str)) for v in value)
-        ):
-            found[name] = list(value)
+    impl = module.__dict__.get("impl")
+    if impl is not None:
+        for name in _IMPL:
+            value = _plain(getattr(impl, name, None))
+            if value is not None:
+                found[f"impl.{name}"] = value
+    if "rope_type" in module.__dict__:
+        config = module.__dict__.get("config")
+        value = _plain(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+        if value is not None:
+            found["rope_parameters"] = value
     return found
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """``value`` if it is plain, a small tensor's numbers, a list or dict of such; else None."""
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, _Tensor):
+        small = value.device.type != "meta" and value.dim() <= 1 and value.numel() <= _LONGEST
+        return value.detach().tolist() if small and value.layout is torch.strided else None
+    if isinstance(value, (list, tuple)) and len(value) <= _LONGEST and depth < 3:
+        items = [_plain(v, depth + 1) for v in value]
+        return None if any(item is None for item in items) else items
+    if isinstance(value, Mapping) and depth < 3:
+        return {str(k): item for k, v in value.items() if (item := _plain(v, depth + 1)) is not None}
+    return None
 
 
 class Inputs:

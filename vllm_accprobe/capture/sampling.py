@@ -3,7 +3,8 @@
 The problem: a flipped token is an error only if its margin was wide, and the sampler is no part of the model. The
 idea: the model's ``compute_logits`` is where rows become logits rows; its result gives the best ids and values on
 the device at once (before penalties and grammars change it in place). The runner's sampling method then gives the
-tokens. They are ordinary records of a tap called ``sampler``. Not here: what a flip means (judge).
+tokens. They are ordinary records of a tap called ``sampler``, as are temperature, top-k and top-p where not all rows
+are greedy. Not here: what a flip means (judge).
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 
 from vllm_accprobe.capture.rows import Scheduled
 from vllm_accprobe.capture.selection import chooses
-from vllm_accprobe.capture.session import HEAD, Session
+from vllm_accprobe.capture.session import HEAD, Session, StepState
 from vllm_accprobe.dump.schema import Module
 
 SAMPLER = "sampler"
 BEST = 5
 """How many of the best logits are kept per row."""
+_SETTINGS = ("temperature", "top_k", "top_p")
 
 
 class Sampling:
@@ -28,6 +30,7 @@ class Sampling:
 
     def __init__(self, session: Session, runner: Any, model: Any, batch: Callable[[], list[Scheduled]]):
         self._session = session
+        self._runner = runner
         self._batch = batch
         self._cls = type(getattr(runner, "sampler", None)).__name__
         self._calls = 0
@@ -81,6 +84,14 @@ class Sampling:
         return logits
 
     def _sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        state = self._session.state
+        try:
+            if state is not None and self._session.config.capture_inputs:
+                state.taking += 1
+                self._settings(state)
+                state.taking -= 1
+        except Exception as error:
+            self._session.fail(SAMPLER, error)
         output = original(*args, **kwargs)
         try:
             state = self._session.state
@@ -91,6 +102,20 @@ class Sampling:
         except Exception as error:
             self._session.fail(SAMPLER, error)
         return output
+
+    def _settings(self, state: StepState) -> None:
+        """What each row is sampled with, where not all are greedy. (V1: the batch holds it, one entry per request.)"""
+        metadata = getattr(getattr(self._runner, "input_batch", None), "sampling_metadata", None)
+        if metadata is None or getattr(metadata, "all_greedy", True):
+            return
+        batch = self._batch()
+        if any(part.drafts for part in batch):
+            self._session.sink.skip(SAMPLER, "settings by request, and rows by draft", "input.temperature")
+            return
+        for name in _SETTINGS:
+            value = getattr(metadata, name, None)
+            if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == len(batch):
+                self._record(f"input.{name}", value)
 
     def _tokens(self, output: Any) -> None:
         """One token per logits row: the one sampled after it, -1 where a draft was rejected before it."""

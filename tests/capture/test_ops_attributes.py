@@ -1,0 +1,59 @@
+"""What a module says of itself for a replay: numbers, lists, settings of an attention kernel and of a rotary."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import torch
+
+from vllm_accprobe.capture.arguments import attributes
+
+
+def test_convolutions() -> None:
+    found = attributes(torch.nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=1, groups=2))
+    assert (found["in_channels"], found["out_channels"], found["groups"]) == (4, 6, 2)
+    assert (found["kernel_size"], found["stride"], found["padding"], found["dilation"]) == (
+        [3, 2],
+        [2, 1],
+        [1, 1],
+        [1, 1],
+    )
+    assert attributes(torch.nn.Conv1d(4, 4, 3, padding="same"))["padding"] == "same"
+
+
+def test_an_attention_kernels_settings() -> None:
+    module = torch.nn.Module()
+    module.kv_cache_dtype = "fp8"
+    module.impl = SimpleNamespace(
+        scale=0.125, alibi_slopes=torch.tensor([0.5, 0.25]), sinks=[1.0], logits_soft_cap=None, sliding_window=(3, 0),
+        kv_cache_dtype="fp8", other=object(),
+    )  # fmt: skip
+    assert attributes(module) == {
+        "kv_cache_dtype": "fp8", "impl.scale": 0.125, "impl.alibi_slopes": [0.5, 0.25], "impl.sinks": [1.0],
+        "impl.sliding_window": [3, 0], "impl.kv_cache_dtype": "fp8",
+    }  # fmt: skip
+
+
+def test_a_rotary_embedding_of_transformers() -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64}  # fmt: skip
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=512, rope_parameters=rope)
+    found = attributes(LlamaRotaryEmbedding(config))
+    assert found["rope_type"] == "llama3"
+    assert found["rope_parameters"] == rope
+    assert found["attention_scaling"] == 1.0
+    assert found["max_seq_len_cached"] == 512
+
+
+def test_what_is_no_description_is_left_out() -> None:
+    module = torch.nn.Module()
+    module.stride = list(range(1000))
+    module.scale = torch.zeros(3, 3)
+    module.eps = object()
+    module.padding = [1, object()]
+    module.base = torch.zeros((), device="meta")
+    assert json.loads(json.dumps(attributes(module))) == {}
