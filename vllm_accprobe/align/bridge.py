@@ -19,6 +19,7 @@ from vllm_accprobe.align import builtin
 from vllm_accprobe.align.derived import Derived, View, derive
 from vllm_accprobe.align.mapping import ROPE, SUM, Part, Rule, Rules, Source, fill, match
 from vllm_accprobe.align.names import pair_roles
+from vllm_accprobe.align.peers import meet
 from vllm_accprobe.dump.schema import Record
 
 Place = tuple[str, str]
@@ -42,6 +43,14 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     """Applies the user's ``rules`` and, where one dump is of a transformers model and the other of vLLM, the built-in
     ones. Without either the dumps are given back as they are."""
     lines: list[str] = []
+    peers = meet(golden, mine, rules)
+    if peers is not None:
+        found, swapped, lines = peers
+        if swapped:  # the rules say how golden's places are made
+            mine, golden, said = apply(found, mine, golden)
+        else:
+            golden, mine, said = apply(found, golden, mine)
+        return Bridge(golden, mine, lines + said, foreign=True)
     if rules is not None:
         golden, mine, said = apply(rules, golden, mine)
         lines += said or [f"mapping: no rule of {rules.origin} fits any tap"]
@@ -96,8 +105,8 @@ class _Work:
 
     def run(self) -> None:
         for tap in list(self.mine.roles):
-            for rule in self.rules.rules:
-                groups = match(rule.pattern, tap)
+            for rule in (*self.rules.exact.get(tap, ()), *self.rules.rules):
+                groups = () if tap in self.rules.exact and rule.pattern == tap else match(rule.pattern, tap)
                 if groups is None or not self._needed(rule, groups):
                     continue
                 before = len(self.made)

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 CAT, SUM, ROPE = "cat", "sum", "rope"
 _MAX_FILE = 4 << 20
+AIT_FILE = "op_mapping_file.json"
+_TYPE = re.compile(r"[A-Za-z0-9_]{1,200}")
 _FIELD = re.compile(r"\{(\d{1,3})([+-]\d{1,6})?\}|\*\*|\*")
 
 
@@ -72,11 +74,14 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A whole mapping. origin: the file, or the name of the built-in table."""
+    """A whole mapping. origin: the file, or the name of the built-in table. exact: rules for taps of mine by their
+    names as they stand. types: ait's op mapping, ATB's operator types → torch's classes (used by peers.py)."""
 
     origin: str
     renames: tuple[Rename, ...] = ()
     rules: tuple[Rule, ...] = ()
+    exact: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
+    types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=4096)
@@ -119,11 +124,14 @@ def fill(template: str, groups: Sequence[str]) -> str | None:
 
 
 def load_mapping(path: str | Path) -> Rules:
-    """Reads a mapping file: JSON, or YAML where PyYAML is installed. Raises MappingError with one line.
+    """Reads a mapping file: JSON, or YAML where PyYAML is installed; of a directory, ait's ``op_mapping_file.json``
+    in it. Raises MappingError with one line.
 
     docs/mapping.md describes the file.
     """
     path = Path(path)
+    if path.is_dir():
+        path = path / AIT_FILE
     try:
         if path.stat().st_size > _MAX_FILE:
             raise MappingError(f"{path}: larger than {_MAX_FILE >> 20} MiB; not a mapping file")
@@ -162,7 +170,8 @@ def parse_mapping(data: Any, origin: str) -> Rules:
     if not all(isinstance(k, str) for k in data):
         raise MappingError(f"{origin}: keys must be strings")
     if not set(data) <= {"rename", "rules"}:
-        return Rules(origin, (), tuple(_rule({"mine": k, "golden": v}, f"{origin}: {k}") for k, v in data.items()))
+        own = tuple(_rule({"mine": k, "golden": v}, f"{origin}: {k}") for k, v in data.items())
+        return Rules(origin, (), own, types=_types(data))
     renames, rules = data.get("rename") or {}, data.get("rules") or []
     if not isinstance(renames, Mapping) or not isinstance(rules, Sequence) or isinstance(rules, str):
         raise MappingError(f"{origin}: 'rename' must be a mapping and 'rules' a list")
@@ -173,6 +182,14 @@ def parse_mapping(data: Any, origin: str) -> Rules:
             raise MappingError(f"{origin}: rename {pattern!r}: the new name must be a string")
         pairs.append(Rename(pattern, target))
     return Rules(origin, tuple(pairs), tuple(_rule(r, f"{origin}: rule {i + 1}") for i, r in enumerate(rules)))
+
+
+def _types(data: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """ait's op mapping, ``{"LinearOperation": ["Linear"]}``; {} for a file that cannot be one."""
+    plain = {k: [v] if isinstance(v, str) else v for k, v in data.items()}
+    if all(_TYPE.fullmatch(t) for k, v in plain.items() for t in (k, *v)):
+        return {k: tuple(v) for k, v in plain.items()}
+    return {}
 
 
 _KEYS = {"mine", "golden", "roles", "join", "dim", "transpose", "alone"}

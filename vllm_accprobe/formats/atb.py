@@ -1,0 +1,343 @@
+"""Dumps of Ascend's transformer boost library (ATB), as ait and msit make them: one .bin per tensor.
+
+The problem: an operator is known by its path of numbered directories, releases differ in what lies above these, and a
+header is text that anybody can write. The idea: a tensor file is any ``(in|out)tensor<k>.bin``, the numbered
+directories right above it are the operator, the directory above these is the execution (token), and what lies above
+that names the process; headers are checked against the file's size before any number in them is used.
+Layout: ``tensors/{device}_{pid}/{token}/{i}_{Op}/{j}_{SubOp}/{before,after}/{intensor,outtensor}{k}.bin``, the same
+with ``{pid}/{tid}`` or ``thread_{tid}`` instead, ``inTensor0.bin`` in old releases; ``model/{pid}/*.json`` holds the
+topology, ``statistic.csv`` statistics without tensors.
+Not here: which operator is which module of another dump (atb_topology.py).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.files import DumpError, open_regular
+from vllm_accprobe.dump.schema import Stats
+from vllm_accprobe.formats import walk
+from vllm_accprobe.formats.foreign import ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.ge_dump import fill
+
+NAME = "atb"
+HOW = "a directory with */before|after/intensor<k>.bin|outtensor<k>.bin, or ATB's statistic.csv"
+_MAX_HEADER = 64 << 10
+_MAX_DIMS = 32
+_DTYPES = {
+    0: "float32",
+    1: "float16",
+    2: "int8",
+    3: "int32",
+    4: "uint8",
+    6: "int16",
+    7: "uint16",
+    8: "uint32",
+    9: "int64",
+    10: "uint64",
+    11: "float64",
+    12: "bool",
+    16: "complex64",
+    17: "complex128",
+    27: "bfloat16",
+    35: "float8_e5m2",
+    36: "float8_e4m3fn",
+    37: "float8_e8m0fnu",
+}
+"""aclDataType of the CANN runtime."""
+_FILE = re.compile(r"(in|out)tensor(\d{1,6})\.bin", re.I | re.ASCII)
+_OPERATOR = re.compile(r"(\d{1,9})_(.+)", re.ASCII)
+_WHEN = ("before", "after")
+_DEVICE = re.compile(r"(\d{1,6})_(\d+)", re.ASCII)
+STATISTICS = "statistic.csv"
+ELSEWHERE = "its values lie in another file"
+
+
+@dataclass(frozen=True, slots=True)
+class AtbHeader:
+    """What a .bin says about itself. dtype: torch's name, or ``acl:<code>`` where torch has none; offset: of the
+    payload in the file; stored: whether the payload is there; stats: of a file that has statistics instead."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    format: int
+    offset: int
+    stored: bool
+    stats: Stats | None = None
+
+
+def read_header(path: Path) -> AtbHeader:
+    """The header of an ATB .bin, checked against the file's size. Raises DumpError, one line."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            data = f.read(_MAX_HEADER)
+    except OSError as e:
+        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None
+    try:
+        return parse_header(data, size)
+    except ValueError as e:
+        raise DumpError(f"{path}: not an ATB tensor: {e}") from None
+
+
+def parse_header(data: bytes, size: int) -> AtbHeader:
+    """``data``: the file's first bytes; ``size``: of the file. Raises ValueError with a short reason."""
+    values: dict[str, str] = {}
+    at = 0
+    while True:
+        end = data.find(b"\n", at)
+        if end < 0:
+            raise ValueError("its header does not end ($End=1 is missing)" if data else "the file is empty")
+        key, sign, value = data[at:end].decode("latin-1").partition("=")
+        at = end + 1
+        if not sign:
+            raise ValueError(f"a header line without '=': {_short(key)}")
+        if key == "$End":
+            break
+        values[key.strip()] = value.strip()
+    shape = _shape(values.get("dims"))
+    code = _integer(values.get("dtype"), "dtype", 0, 1 << 16)
+    dtype = _DTYPES.get(code, f"acl:{code}")
+    form = _integer(values.get("format", "2"), "format", -1, 1 << 16)
+    stats = _stats(values, shape)
+    if values.get("data"):
+        return AtbHeader(dtype, shape, form, at, False, stats)
+    needed = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else 0
+    stored = needed <= size - at
+    if not stored and (size > at or stats is None):
+        what = f"dims {list(shape)} of {dtype} need {needed} bytes"
+        raise ValueError(f"{what}, the file holds {size - at} after its header")
+    return AtbHeader(dtype, shape, form, at, stored, stats)
+
+
+def _shape(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        raise ValueError("its header has no dims")
+    dims = tuple(_integer(d, "dims", 0, 1 << 40) for d in text.split(",")) if text else ()
+    if len(dims) > _MAX_DIMS or math.prod(max(d, 1) for d in dims) >= 1 << 56:
+        raise ValueError(f"dims are {_short(text)}: no tensor has these")
+    return dims
+
+
+def _integer(text: str | None, key: str, low: int, top: int) -> int:
+    plain = (text or "").strip()
+    if not re.fullmatch(r"-?\d{1,18}", plain, re.ASCII) or not low <= int(plain) <= top:
+        raise ValueError(f"{key} is {_short(plain)}, not a number from {low} to {top}")
+    return int(plain)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def _stats(values: Mapping[str, str], shape: tuple[int, ...]) -> Stats | None:
+    return stats_of(shape, *(number(values.get(k)) for k in ("min", "max", "mean", "l2norm")))
+
+
+def stats_of(
+    shape: tuple[int, ...], low: float | None, high: float | None, mean: float | None, norm: float | None
+) -> Stats | None:
+    """Statistics as these tools write them; None where one is missing or no number (NaN, infinity)."""
+    if None in (low, high, mean, norm):
+        return None
+    return Stats(math.prod(shape), low, high, mean, norm, 0, 0)
+
+
+def number(text: str | None) -> float | None:
+    """A finite number, or None."""
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def read_tensor(path: Path, header: AtbHeader) -> np.ndarray:
+    """The bits, shape ``header.shape``, C order. Raises DumpError."""
+    data = np.empty(header.shape, DTYPES[header.dtype].storage)
+    if data.size:
+        fill(path, header.offset, data)
+    return data
+
+
+class AtbDump(ForeignDump):
+    """topology: tap (``3_layer.1_Attention``) → its node of the topology, where there is one."""
+
+    family = "atb"
+
+    def __init__(self, path: Path):
+        super().__init__(path, NAME)
+        self.topology: dict[str, Mapping[str, Any]] = {}
+
+
+def recognise(path: Path) -> bool:
+    return walk.probe(path, lambda parts: _is_tensor(parts) or parts[-1] == STATISTICS)
+
+
+def _is_tensor(parts: tuple[str, ...]) -> bool:
+    return len(parts) >= 2 and parts[-2] in _WHEN and _FILE.fullmatch(parts[-1]) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor file stands. process: names above the execution; token: the execution; operator: names."""
+
+    process: tuple[str, ...]
+    token: str
+    operator: tuple[str, ...]
+
+
+def place(parts: tuple[str, ...]) -> Place | None:
+    """From the names of the directories above ``before`` or ``after``; None where there is no numbered operator."""
+    cut = len(parts)
+    while cut and _OPERATOR.fullmatch(parts[cut - 1]) and not _is_process(parts, cut - 1):
+        cut -= 1
+    if cut == len(parts):
+        return None
+    token = parts[cut - 1] if cut and parts[cut - 1].isdecimal() else ""
+    return Place(parts[: cut - 1] if token else parts[:cut], token, parts[cut:])
+
+
+def _is_process(parts: tuple[str, ...], i: int) -> bool:
+    """``{device}_{pid}`` looks like an operator with a number for a name."""
+    return _DEVICE.fullmatch(parts[i]) is not None
+
+
+def open(path: Path) -> AtbDump:
+    """Opens an ATB dump: reads every header, no payload. Raises DumpError where nothing can be read."""
+    dump = AtbDump(path)
+    links: list[str] = []
+    entries: list[tuple[Place, tuple[float, ...], walk.Found]] = []
+    tables: list[walk.Found] = []
+    for f in walk.files(path, lambda n: bool(_FILE.fullmatch(n)) or n == STATISTICS, links):
+        if f.parts[-1] == STATISTICS:
+            tables.append(f)
+        elif _is_tensor(f.parts):
+            where = place(f.parts[:-2])
+            if where is None:
+                dump.skip(f.name, "file outside of a numbered operator")
+            else:
+                entries.append((where, _order(where.operator, f.parts[-2], f.parts[-1]), f))
+    one_run({w.process[:-1] for w, _, _ in entries}, path)
+    ranks = number_ranks([w.process for w, _, _ in entries])
+    steps = _steps([w.token for w, _, _ in entries])
+    entries.sort(key=lambda e: (ranks[e[0].process], steps[e[0].token], e[1]))
+    for where, _, f in entries:
+        _add(dump, f, where, ranks[where.process], steps[where.token])
+    if not entries:
+        for table in tables:
+            _add_table(dump, table)
+    from vllm_accprobe.formats.atb_topology import load_topology
+
+    dump.topology = load_topology(dump, path)
+    if sentence := walk.links_sentence(links):
+        dump.problem(sentence)
+    return dump
+
+
+def one_run(heads: set[tuple[str, ...]], path: Path) -> None:
+    """Raises DumpError where a directory holds the dumps of several runs."""
+    if len(heads) > 1:
+        names = sorted("/".join(h) or "." for h in heads)
+        more = ", ..." if len(names) > 3 else ""
+        raise DumpError(f"{path} holds {len(heads)} dumps ({', '.join(names[:3])}{more}): name one of them")
+
+
+def number_ranks(processes: list[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
+    """Processes as ranks: by their devices where these differ, else in order of their names."""
+    known = sorted(set(processes), key=lambda p: walk.natural("/".join(p)))
+    devices = [m[1] if p and (m := _DEVICE.fullmatch(p[-1])) else "" for p in known]
+    if all(devices) and len(set(devices)) == len(devices):
+        return {p: int(d) for p, d in zip(known, devices, strict=True)}
+    return {p: i for i, p in enumerate(known)}
+
+
+def _steps(tokens: list[str]) -> dict[str, int]:
+    return {t: int(t) if t else 0 for t in tokens}
+
+
+def _order(operator: tuple[str, ...], when: str, file: str) -> tuple[float, ...]:
+    """Inputs before what runs inside, outputs behind it."""
+    match = _FILE.fullmatch(file)
+    assert match is not None
+    path = [float(o.partition("_")[0]) for o in operator]
+    return (*path, -1.0 if match[1].lower() == "in" else math.inf, 0.0 if when == "before" else 1.0, float(match[2]))
+
+
+def _add(dump: AtbDump, f: walk.Found, where: Place, rank: int, step: int) -> None:
+    match = _FILE.fullmatch(f.parts[-1])
+    assert match is not None
+    kind = match[1].lower()
+    # An input seen after the operator, where it may have been changed in place, is another thing than before it.
+    role = f"{kind}put.{int(match[2])}" if (kind == "in") == (f.parts[-2] == "before") else _odd(kind, match[2])
+    tap = ".".join(where.operator)
+    try:
+        header = read_header(f.path)
+    except DumpError as e:
+        dump.skip(tap, "file that cannot be read", step, role)
+        dump.problem(str(e))
+        return
+    if not header.stored and header.stats is None:
+        dump.skip(tap, ELSEWHERE, step, role)
+        return
+    read = (lambda: read_tensor(f.path, header)) if header.stored else None
+    dump.add(
+        Tensor(
+            name=f.name,
+            tap=tap,
+            role=role,
+            dtype=header.dtype,
+            shape=header.shape,
+            read=read,
+            cls=where.operator[-1].partition("_")[2],
+            step=step,
+            rank=rank,
+            stats=header.stats,
+        )
+    )
+
+
+def _odd(kind: str, index: str) -> str:
+    return f"inplace.{int(index)}" if kind == "in" else f"before.output.{int(index)}"
+
+
+_COLUMNS = 15
+
+
+def _add_table(dump: AtbDump, f: walk.Found) -> None:
+    """``statistic.csv``: Device and PID, Execution Count, Op Name, Op Type, Op Id, Input/Output, Tensor Index, Dtype,
+    Format, Shape, Max, Min, Mean, Norm, Tensor Path."""
+    try:
+        rows = list(csv.reader(io.StringIO(walk.read_text(f.path))))
+    except (ValueError, csv.Error) as e:
+        dump.problem(f"{f.name}: {e}")
+        return
+    processes = number_ranks([(*f.parts[:-1], r[0]) for r in rows[1:] if len(r) >= _COLUMNS - 1])
+    bad = 0
+    for r in rows[1:]:
+        try:
+            rank = processes[(*f.parts[:-1], r[0])]
+            ids, names = r[4].split("_"), r[2].split("/")
+            tap = ".".join(f"{i}_{n}" for i, n in zip(ids[-len(names) :], names, strict=True))
+            shape = tuple(int(d) for d in re.findall(r"\d{1,15}", r[9]))
+            role = f"{'input' if r[5].strip().lower().startswith('in') else 'output'}.{int(r[6])}"
+            stats = stats_of(shape, number(r[11]), number(r[10]), number(r[12]), number(r[13]))
+            step = int(r[1])
+        except (ValueError, IndexError, KeyError):
+            bad += 1
+            continue
+        label = f"{f.name}:{r[0]}/{r[1]}/{r[2]}/{role}"
+        dump.add(Tensor(label, tap, role, torch_dtype(r[7]), shape, cls=names[-1], step=step, rank=rank, stats=stats))
+    if bad:
+        dump.problem(f"{f.name}: {bad} lines are not understood")

@@ -1,0 +1,275 @@
+"""Dumps of torch graphs on Ascend (torchair): binaries of the graph engine (GE), .npy files of the FX graph.
+
+The problem: the two sides of one model share no name, and the graph engine fuses operators under joined names. The
+idea: each file's name says what it holds, GE's header the tensors in it, and the graph that torchair wrote beside the
+dump says, at each output, which FX tensor it is.
+Layout, GE: ``[worldsize{W}_global_rank{R}/]dump_*/{time}/{device}/{graph}/{graph id}/{token}/`` with
+``{OpType}.{OpName}.{task}.{stream}.{time}``, ``dynamo_original_graph_*.txt`` above; long names stand in mapping.csv.
+FX: ``.../{token}/.../{node}-{aten op}.{INPUT|OUTPUT}.{k}.{time}.npy``. FX tokens begin with 1, GE's with 0.
+Not here: GE's binary format (ge_dump.py), which operator pairs with which (align/peers.py).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.formats import ge_dump, single, walk
+from vllm_accprobe.formats.foreign import ForeignDump, Tensor
+
+NAME = "torchair"
+HOW = "files <OpType>.<OpName>.<task>.<stream>.<time> (GE), or <node>-<aten op>.INPUT|OUTPUT.<k>.<time>.npy (FX)"
+_GE = re.compile(r"([^.]+)\.(.+)\.(\d{1,12})\.(\d{1,12})\.(\d{10,20})", re.ASCII | re.DOTALL)
+_GE_NPY = re.compile(r"([^.]+)\.(.+)\.(\d{1,12})\.(\d{1,12})\.(\d{10,20})\.(input|output)\.(\d{1,5})\.npy", re.ASCII)
+_FX = re.compile(r"([^-]+)-(.+)\.(INPUT|OUTPUT)\.(\d{1,6})\.(\d{8,24})\.npy", re.ASCII)
+_RANK = re.compile(r"worldsize(\d{1,6})_global_rank(\d{1,6})", re.ASCII)
+_GRAPH = re.compile(r"dynamo_(original|optimized)_graph_.*\.txt")
+_FX_NAME = re.compile(r"([^-]+)-(.+)\.(INPUT|OUTPUT)\.(\d{1,6})")
+_TIME = re.compile(r"\d{12,17}", re.ASCII)
+MAPPING = "mapping.csv"
+
+
+class GeDump(ForeignDump):
+    """A dump of the graph engine. fx: (operator, output) → (FX node, output), from the graphs beside the dump."""
+
+    family = "ge"
+
+    def __init__(self, path: Path):
+        super().__init__(path, NAME, {"graph": "GE"})
+        self.fx: dict[tuple[str, int], tuple[str, int]] = {}
+        self.known: set[str] = set()
+
+
+class FxDump(ForeignDump):
+    """A dump of the FX graph; taps are its nodes."""
+
+    family = "fx"
+
+    def __init__(self, path: Path):
+        super().__init__(path, NAME, {"graph": "FX"})
+
+
+def recognise(path: Path) -> bool:
+    if path.is_file():
+        return _is_ge(path.name) is not None and _starts(path)
+    return walk.probe(path, lambda parts: _FX.fullmatch(parts[-1]) is not None or _is_ge(parts[-1]) is not None)
+
+
+def _is_ge(name: str) -> re.Match[str] | None:
+    return None if name.endswith((".npy", ".pt", ".pth", ".json", ".csv", ".txt")) else _GE.fullmatch(name)
+
+
+def _starts(path: Path) -> bool:
+    try:
+        ge_dump.parse(path)
+    except DumpError:
+        return path.suffix[1:].isdecimal()
+    return True
+
+
+def open(path: Path) -> ForeignDump:
+    """Opens a dump of either graph, or one GE file; reads headers, no payload. Raises DumpError."""
+    if path.is_file():
+        dump = GeDump(path)
+        match = _is_ge(path.name)
+        assert match is not None
+        _add_file(dump, walk.Found((path.name,), path), (match[1], match[2]), 0, 0, strict=True)
+        return dump
+    links: list[str] = []
+    listed = list(walk.files(path, _wanted, links))
+    fx = [f for f in listed if _FX.fullmatch(f.parts[-1])]
+    found: ForeignDump = _open_fx(path, fx) if fx else _open_ge(path, listed)
+    if sentence := walk.links_sentence(links):
+        found.problem(sentence)
+    return found
+
+
+def _wanted(name: str) -> bool:
+    return bool(_is_ge(name) or name.endswith(".npy") or _GRAPH.fullmatch(name) or name == MAPPING or name.isdecimal())
+
+
+# --- GE ---
+
+
+@dataclass(frozen=True, slots=True)
+class _GeFile:
+    found: walk.Found
+    kind: str
+    name: str
+    task: int
+    time: int
+    role: str = ""  # of a converted file that holds one tensor
+
+
+def _open_ge(path: Path, listed: list[walk.Found]) -> GeDump:
+    dump = GeDump(path)
+    long_names = _long_names(dump, [f for f in listed if f.parts[-1] == MAPPING])
+    files = [g for f in listed if (g := _ge_file(f, long_names)) is not None]
+    ranks = {f.found.parts[:-1]: _rank(f.found.parts[:-1]) for f in files}
+    for f in sorted(files, key=lambda f: (f.time, f.task, f.name)):
+        where = f.found.parts[:-1]
+        token = next((int(p) for p in reversed(where) if p.isdecimal() and len(p) < 10), 0)
+        if f.role:
+            _add_npy(dump, f, ranks[where], token)
+        else:
+            _add_file(dump, f.found, (f.kind, f.name), token, ranks[where])
+    for graph in listed:
+        if _GRAPH.fullmatch(graph.parts[-1]):
+            try:
+                dump.fx.update(fx_names(walk.read_text(graph.path).splitlines(), dump.known))
+            except (OSError, ValueError) as e:
+                dump.problem(f"{graph.name} cannot be read ({str(e)[:80]}): FX names are not known")
+    return dump
+
+
+def _ge_file(f: walk.Found, long_names: Mapping[tuple[tuple[str, ...], str], str]) -> _GeFile | None:
+    name = long_names.get((f.parts[:-1], f.parts[-1]), f.parts[-1])
+    if (m := _is_ge(name)) is not None:
+        return _GeFile(f, m[1], m[2], int(m[3]), int(m[5]))
+    if (m := _GE_NPY.fullmatch(name)) is not None:
+        return _GeFile(f, m[1], m[2], int(m[3]), int(m[5]), f"{m[6]}.{int(m[7])}")
+    return None
+
+
+def _long_names(dump: GeDump, tables: Iterable[walk.Found]) -> dict[tuple[tuple[str, ...], str], str]:
+    """(directory, file name) → the name that was too long for the file system."""
+    out = {}
+    for f in tables:
+        try:
+            for row in csv.reader(io.StringIO(walk.read_text(f.path))):
+                if len(row) >= 2:
+                    out[(f.parts[:-1], row[0].strip())] = row[1].strip()
+        except (OSError, ValueError, csv.Error) as e:
+            dump.problem(f"{f.name} cannot be read: {str(e)[:80]}")
+    return out
+
+
+def _rank(parts: tuple[str, ...]) -> int:
+    """The global rank where a directory says it, else the device: the number below the time."""
+    for p in parts:
+        if m := _RANK.fullmatch(p):
+            return int(m[2])
+    for above, p in pairwise(parts):
+        if _TIME.fullmatch(above) and p.isdecimal() and len(p) < 6:
+            return int(p)
+    return 0
+
+
+def _add_file(
+    dump: GeDump, f: walk.Found, names: tuple[str, str], step: int, rank: int, *, strict: bool = False
+) -> None:
+    kind, name = names
+    try:
+        header = ge_dump.parse(f.path)
+    except DumpError as e:
+        if strict:
+            raise
+        dump.skip(name, "file that cannot be read", step)
+        dump.problem(str(e))
+        return
+    tap = header.op or name
+    for t in header.tensors:
+        role = f"{t.kind}.{t.index}"
+        problem = t.problem()
+        if t.dtype is None or problem:
+            dump.skip(tap, problem, step, role)
+            if strict:
+                dump.problem(f"{f.name}: {role}: {problem}")
+            continue
+        dump.add(
+            Tensor(f"{f.name}:{role}", tap, role, t.dtype, t.shape, _reader(f.path, t), kind, step, rank)
+        )  # fmt: skip
+
+
+def _reader(path: Path, tensor: ge_dump.GeTensor) -> Any:
+    return lambda: ge_dump.read(path, tensor)
+
+
+def _add_npy(dump: ForeignDump, f: _GeFile, rank: int, step: int) -> None:
+    add_npy(dump, f.found, f.name, f.role, f.kind, step, rank)
+
+
+def add_npy(dump: ForeignDump, f: walk.Found, tap: str, role: str, cls: str, step: int, rank: int) -> None:
+    """Adds the array of an .npy file."""
+    try:
+        item = single.items(f.path)[0]
+    except (DumpError, OSError) as e:
+        dump.skip(tap, "file that cannot be read", step, role)
+        dump.problem(str(e) if isinstance(e, DumpError) else f"{f.name}: {e.strerror or e}")
+        return
+    dump.add(Tensor(f.name, tap, role, item.dtype, item.shape, item.read, cls, step, rank))
+
+
+def fx_names(lines: Iterable[str], known: set[str] | None = None) -> dict[tuple[str, int], tuple[str, int]]:
+    """(operator, output) → (FX node, output), from the text of a graph. known: gets the names of all operators."""
+    out: dict[tuple[str, int], tuple[str, int]] = {}
+    stack: list[str] = []
+    op, output, key = "", -1, ""
+    for line in lines:
+        text = line.strip()
+        if text.endswith("{"):
+            stack.append(text[:-1].strip().rstrip(":").strip())
+            if stack[-1] == "op":
+                op, output = "", -1
+            elif stack[-1] == "output_desc":
+                output += 1
+        elif text == "}":
+            if stack:
+                stack.pop()
+        elif stack:
+            field, _, value = text.partition(":")
+            value = value.strip().strip('"')
+            if stack[-1] == "op" and field == "name":
+                op = value
+                if known is not None:
+                    known.add(value)
+            elif stack[-1] == "attr" and field == "key":
+                key = value
+            elif field == "s" and key == "_fx_tensor_name" and "output_desc" in stack and op:
+                match = _FX_NAME.fullmatch(value)
+                if match is not None:
+                    out[(op, output)] = (match[1], int(match[4]))
+    return out
+
+
+def split_fused(name: str, known: set[str]) -> list[str]:
+    """The operators whose names, one behind the other, are ``name``: always the longest that fits; [] where they do
+    not fill it, or it is one operator's own."""
+    parts: list[str] = []
+    at = 0
+    longest = max((len(k) for k in known), default=0)
+    while at < len(name):
+        stop = next((e for e in range(min(len(name), at + longest), at, -1) if name[at:e] in known), None)
+        if stop is None:
+            return []
+        parts.append(name[at:stop])
+        at = stop
+        if at < len(name) and name[at] in "_/" and name[at:] not in known:
+            at += 1 if any(name.startswith(k, at + 1) for k in known) else 0
+    return parts if len(parts) > 1 else []
+
+
+# --- FX ---
+
+
+def _open_fx(path: Path, listed: list[walk.Found]) -> FxDump:
+    dump = FxDump(path)
+    tokens = {f.parts[:-1]: [int(p) for p in f.parts[:-1] if p.isdecimal() and len(p) < 10] for f in listed}
+    first = 0 if any(t and t[-1] == 0 for t in tokens.values()) else 1
+    rows = []
+    for f in listed:
+        m = _FX.fullmatch(f.parts[-1])
+        assert m is not None
+        token = tokens[f.parts[:-1]][-1] if tokens[f.parts[:-1]] else first
+        rows.append(((token, m[5], m[3] == "OUTPUT", int(m[4])), f, m))
+    for (token, _, _, _), f, m in sorted(rows, key=lambda r: r[0]):
+        role = f"{m[3].lower()}.{int(m[4])}"
+        add_npy(dump, f, m[1], role, m[2], token - first, _rank(f.parts[:-1]))
+    return dump
