@@ -165,8 +165,8 @@ class ProbeConfig:
     calls of each operator) or ``full``; ops_list: globs over operators, or over ``module::operator``; ops_max_mb:
     tensors above so many 1e6 bytes are not kept; seed: of whatever is drawn at random.
     max_gb: disk budget per rank in 1e9 bytes.
-    errcheck: of overflow, nan, exit: what is looked for in every step, with the probe off, too, and whether the engine is
-    then stopped. patches: names or files of patches (docs/patches.md), or ``all``.
+    errcheck: of overflow, nan, exit: what is looked for in every step, with the probe off, too, and whether the engine
+    is then stopped. patches: names or files of patches (docs/patches.md), or ``all``.
     """
 
     enabled: bool = False

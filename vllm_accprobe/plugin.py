@@ -21,20 +21,26 @@ GRACE_S = 30.0
 """How long a front end waits for an engine that has been told to end, at least."""
 
 
+def _wanted() -> bool:
+    """Whether the probe is on, or errcheck, which needs no probe."""
+    return any(os.environ.get(n, "").strip().lower() not in _OFF for n in ("VLLM_ACCPROBE", "VLLM_ACCPROBE_ERRCHECK"))
+
+
 def platform() -> None:
     """Entry point of group ``vllm.platform_plugins``: announces our environment names, claims no platform."""
-    if os.environ.get("VLLM_ACCPROBE", "").strip().lower() in _OFF:
+    if not _wanted():
         return
     _announce()
 
 
 def register() -> None:
-    """Entry point of group ``vllm.general_plugins``. Returns at once while VLLM_ACCPROBE is unset.
+    """Entry point of group ``vllm.general_plugins``. Returns at once while VLLM_ACCPROBE and
+    VLLM_ACCPROBE_ERRCHECK are unset.
 
     Raises:
         SystemExit: a setting is wrong or the dump directory cannot be used; the line on stderr says which.
     """
-    if os.environ.get("VLLM_ACCPROBE", "").strip().lower() in _OFF:
+    if not _wanted():
         return
     from vllm_accprobe.config import ConfigError, ProbeConfig
 
@@ -68,7 +74,7 @@ def _announce() -> None:
         return
     # vLLM hashes the values of all known names into its compile cache. Only those that change what a compiled graph
     # contains may do so: a new dump directory must not recompile the model.
-    hashed = (ENV, PREFIX + "GRAPHS", PREFIX + "MODULES")
+    hashed = (ENV, PREFIX + "GRAPHS", PREFIX + "MODULES", PREFIX + "PATCHES")
     for name in environment_names():
         if name in hashed:
             table.setdefault(name, lambda name=name: os.environ.get(name))
@@ -95,7 +101,8 @@ def _claim_directory(config: Any) -> None:
         raise ConfigError(f"{what}: {error.strerror or error}; name a directory that can be written") from None
     os.environ[PREFIX + "DIR"] = path
     os.environ[RUN_ID] = f"{os.getpid():x}-{os.urandom(6).hex()}"
-    _say(f"on; the dump goes to {path}")
+    if config.enabled:
+        _say(f"on; the dump goes to {path}")
 
 
 def _patch_engine_args() -> None:
@@ -165,17 +172,26 @@ def _patch_workers() -> None:
     def probed_init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = init_device(self, *args, **kwargs)
         try:
-            from vllm_accprobe.capture.runner import attach
+            from vllm_accprobe.config import ProbeConfig
 
-            attach(self)
+            config = ProbeConfig.from_env()
+            if config.enabled:
+                from vllm_accprobe.capture.runner import attach
+
+                attach(self)
+            if config.errcheck:
+                from vllm_accprobe.capture.errcheck_runner import attach as watch
+
+                watch(self)
         except Exception as error:  # a broken installation of the probe must not take the server with it
             _say(f"cannot start ({type(error).__name__}: {error}): NOTHING will be captured; serving goes on")
         return result
 
     def probed_shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
-        probe = self.__dict__.get("_accprobe")
-        if probe is not None:
-            probe.close("shutdown")
+        for name in ("_accprobe", "_accprobe_errcheck"):
+            probe = self.__dict__.get(name)
+            if probe is not None:
+                probe.close("shutdown")
         return shutdown(self, *args, **kwargs)  # type: ignore[misc]
 
     wrapper_class.init_device = probed_init_device

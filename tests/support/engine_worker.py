@@ -37,7 +37,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     os.environ |= {"VLLM_ACCPROBE_DIR": job["out"]} | job["env"]
     if job["fault"]:
         os.environ["ACCPROBE_FAULT"] = job["fault"]
-    if os.environ.get("VLLM_ACCPROBE"):
+    if os.environ.get("VLLM_ACCPROBE") or os.environ.get("VLLM_ACCPROBE_ERRCHECK"):
         # vLLM loads plugins once per process; here every engine is a run of its own.
         from vllm_accprobe.plugin import register
 

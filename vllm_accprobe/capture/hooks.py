@@ -23,10 +23,14 @@ from vllm_accprobe.dump.schema import ROOT_TAP, Module
 
 
 class Taps:
-    """All taps of one model. ``remove`` puts every forward back."""
+    """All taps of one model. ``remove`` puts every forward back.
 
-    def __init__(self, session: Session):
+    around: what is put around each forward, see calls.tapped; errcheck.py has another, and a session of its own kind.
+    """
+
+    def __init__(self, session: Session, around: Callable[[Any, Tap, Callable[..., Any]], Callable[..., Any]] = tapped):
         self._session = session
+        self._around = around
         self._undo: list[Callable[[], None]] = []
         self.taps: list[Tap] = []
 
@@ -97,7 +101,7 @@ class Taps:
         original = module.forward
         tap = Tap(taps, cls, original, part, chosen, taps[0] == ROOT_TAP)
         before = module.__dict__.get("forward")
-        module.__dict__["forward"] = tapped(self._session, tap, original)
+        module.__dict__["forward"] = self._around(self._session, tap, original)
         self.taps.append(tap)
 
         def undo() -> None:
@@ -115,7 +119,7 @@ class Taps:
             return
         original = method.apply
         tap = Tap(taps[:1], cls, original, HEAD, frozenset(taps[:1]), False)
-        around = tapped(self._session, tap, original)
+        around = self._around(self._session, tap, original)
 
         def apply(*args: Any, **kwargs: Any) -> Any:
             return around(*args, **kwargs) if not args or args[0] is module else original(*args, **kwargs)

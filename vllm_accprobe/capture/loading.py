@@ -57,15 +57,18 @@ def _wrap_methods(model: torch.nn.Module, look: Layer) -> Callable[[], None]:
     wrapped: list[Any] = []
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if not hasattr(method, _METHOD) or _METHOD in getattr(method, "__dict__", {_METHOD: None}):
+        if not hasattr(method, _METHOD) or not hasattr(method, "__dict__"):
             continue
         pack = getattr(method, _METHOD)
+        if look in getattr(pack, "__accprobe__", ()):  # one method of several layers
+            continue
 
         def packed(layer: Any, *args: Any, _pack: Callable[..., Any] = pack, **kwargs: Any) -> Any:
             if isinstance(layer, torch.nn.Module):
                 look(model, layer)
             return _pack(layer, *args, **kwargs)
 
+        packed.__accprobe__ = (look, *getattr(pack, "__accprobe__", ()))  # type: ignore[attr-defined]
         method.__dict__[_METHOD] = packed
         wrapped.append(method)
 
