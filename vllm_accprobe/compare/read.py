@@ -68,8 +68,8 @@ class Loader:
         dtype = group.first.dtype
         arrays = [self._read(group, i) for i in plan.use]
         if plan.kind == SUM:
-            whole = merge(plan, [widen(a, dtype, as_float=True) for a in arrays]).astype(np.float32)
-            dtype = "float32"
+            whole = merge(plan, [widen(a, dtype, as_float=True) for a in arrays])
+            dtype = "float64"  # rounding the sum again would be an error of our own
         else:
             whole = merge(plan, arrays)
         return self._rows(group, whole, dtype, cut)
