@@ -163,32 +163,43 @@ def _fx_and_ge(fx: Any, ge: Any) -> tuple[Pairs, list[str]]:
             node, k = ge.fx.get((parts[-1], int(index)), ("", 0))
             source = (node, f"output.{k}")
         else:
-            source = (nodes.get(parts[0], ""), role)
+            op, k = _taken(parts, int(index), ge.inputs, sum(t == tap and r.startswith("input") for t, r in wanted))
+            source = (nodes.get(op, ""), f"input.{k}")
         if source in have:
-            fused = "" if len(parts) == 1 else ", fused: first inputs, last outputs"
-            pairs[(tap, role)] = ((source,), f"_fx_tensor_name{fused}")
+            pairs[(tap, role)] = ((source,), "_fx_tensor_name" + (f", {_FUSED}" if len(parts) > 1 else ""))
     lines = ["mapping: a GE dump and an FX dump, by _fx_tensor_name of the graph beside the GE dump"]
     if not ge.fx:
         lines.append("mapping: no dynamo_original_graph_*.txt beside the GE dump: nothing tells which FX node is which")
     return pairs, lines
 
 
+_FUSED = "fused: first inputs, last outputs"
+
+
+def _taken(parts: list[str], index: int, inputs: Mapping[str, list[str]], count: int) -> tuple[str, int]:
+    """Which input of which of the ``parts`` input ``index`` of an operator with ``count`` inputs is: by the graph where
+    it agrees about their number, else the first one's."""
+    outside = torchair.fused_inputs(parts, inputs) if len(parts) > 1 else []
+    return outside[index] if len(outside) == count and index < count else (parts[0], index)
+
+
 def _fusions(golden: Any, mine: Any) -> Pairs:
     """Fused operators of either side: first inputs and last outputs are those of what the other side did not fuse."""
     sides = _places(golden.records), _places(mine.records)
     taps = [{tap for tap, _ in side} for side in sides]
+    inputs = {**golden.inputs, **mine.inputs}
     pairs: Pairs = {}
-    why = "fused: first inputs, last outputs"
-    for tap in taps[1] - taps[0]:
-        parts = torchair.split_fused(tap, taps[0] | golden.known)
-        for role in (r for t, r in sides[1] if t == tap and parts):
-            source = (parts[-1] if role.startswith("output") else parts[0], role)
-            if source in sides[0]:
-                pairs[(tap, role)] = ((source,), why)
-    for tap in taps[0] - taps[1]:
-        parts = torchair.split_fused(tap, taps[1] | mine.known)
-        for role in (r for t, r in sides[0] if t == tap and parts):
-            place = (parts[-1] if role.startswith("output") else parts[0], role)
-            if place in sides[1] and place not in sides[0]:
-                pairs[place] = (((tap, role),), why)
+    for fused, plain in ((1, 0), (0, 1)):
+        for tap in taps[fused] - taps[plain]:
+            parts = torchair.split_fused(tap, taps[plain] | golden.known | mine.known)
+            roles = [r for t, r in sides[fused] if t == tap and parts]
+            for role in roles:
+                kind, _, index = role.partition(".")
+                op, k = parts[-1], index
+                if kind == "input" and index.isdecimal():
+                    op, at = _taken(parts, int(index), inputs, sum(r.startswith("input") for r in roles))
+                    k = str(at)
+                here, there = (tap, role), (op, f"{kind}.{k}")
+                if there in sides[plain] and there not in sides[fused]:
+                    pairs[here if fused else there] = (((there if fused else here),), _FUSED)
     return pairs

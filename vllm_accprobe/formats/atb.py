@@ -28,6 +28,7 @@ from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError, open_regular
 from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.formats import walk
+from vllm_accprobe.formats.atb_topology import load_topology
 from vllm_accprobe.formats.foreign import ForeignDump, Tensor, torch_dtype
 from vllm_accprobe.formats.ge_dump import fill
 
@@ -233,14 +234,12 @@ def open(path: Path) -> AtbDump:
     ranks = number_ranks([w.process for w, _, _ in entries])
     steps = _steps([w.token for w, _, _ in entries])
     entries.sort(key=lambda e: (ranks[e[0].process], steps[e[0].token], e[1]))
+    dump.topology = load_topology({".".join(w.operator) for w, _, _ in entries}, path, dump.problem)
     for where, _, f in entries:
         _add(dump, f, where, ranks[where.process], steps[where.token])
     if not entries:
         for table in tables:
             _add_table(dump, table)
-    from vllm_accprobe.formats.atb_topology import load_topology
-
-    dump.topology = load_topology(dump, path)
     if sentence := walk.links_sentence(links):
         dump.problem(sentence)
     return dump
@@ -279,9 +278,12 @@ def _add(dump: AtbDump, f: walk.Found, where: Place, rank: int, step: int) -> No
     match = _FILE.fullmatch(f.parts[-1])
     assert match is not None
     kind = match[1].lower()
+    operator = where.operator[-1].partition("_")[2]
     # An input seen after the operator, where it may have been changed in place, is another thing than before it.
     role = f"{kind}put.{int(match[2])}" if (kind == "in") == (f.parts[-2] == "before") else _odd(kind, match[2])
     tap = ".".join(where.operator)
+    if role.startswith("input."):
+        role = weight_role(operator, int(match[2]), dump.topology.get(tap, {})) or role
     try:
         header = read_header(f.path)
     except DumpError as e:
@@ -300,12 +302,30 @@ def _add(dump: AtbDump, f: walk.Found, where: Place, rank: int, step: int) -> No
             dtype=header.dtype,
             shape=header.shape,
             read=read,
-            cls=where.operator[-1].partition("_")[2],
+            cls=operator,
             step=step,
             rank=rank,
             stats=header.stats,
         )
     )
+
+
+_LINEAR = re.compile(r"linear|lmhead|lm_head", re.I)
+_NORM = re.compile(r"(rms|layer)_?norm", re.I)
+_WORDS = re.compile(r"word_?embedding", re.I)
+
+
+def weight_role(kind: str, index: int, node: Mapping[str, Any]) -> str | None:
+    """The parameter that an operator's input is, by its type; None for an activation. node: of the topology."""
+    param = node.get("param")
+    biased = isinstance(param, Mapping) and param.get("hasBias") is True
+    if node.get("nodes"):
+        return None
+    if (_LINEAR.search(kind) or _NORM.search(kind)) and index == 1:
+        return "param.weight"
+    if _LINEAR.search(kind) and index == 2 and biased:
+        return "param.bias"
+    return "param.weight" if _WORDS.search(kind) and index == 0 else None
 
 
 def _odd(kind: str, index: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -37,16 +37,15 @@ class Node:
         return [leaf for c in self.children for leaf in c.leaves()] if self.children else [self]
 
 
-def load_topology(dump: Any, path: Path) -> dict[str, Mapping[str, Any]]:
-    """tap → node of the topology that lies beside the tensors, as plain values; {} where none fits. What does not
-    parse is a problem of ``dump``."""
-    taps = {r.tap for r in dump.records}
+def load_topology(taps: set[str], path: Path, problem: Callable[[str], None]) -> dict[str, Mapping[str, Any]]:
+    """tap → node of the topology that lies beside the tensors and fits most of ``taps``, as plain values; {} where none
+    does. problem: is told what does not parse."""
     best: dict[str, Mapping[str, Any]] = {}
     for file in _json_files(path):
         try:
             data = json.loads(walk.read_text(file, _MAX_JSON))
         except (OSError, ValueError, RecursionError) as e:
-            dump.problem(f"{file.name}: no topology can be read from it ({str(e)[:80]})")
+            problem(f"{file.name}: no topology can be read from it ({str(e)[:80]})")
             continue
         found: dict[str, Mapping[str, Any]] = {}
         if isinstance(data, Mapping):

@@ -37,7 +37,8 @@ MAPPING = "mapping.csv"
 
 
 class GeDump(ForeignDump):
-    """A dump of the graph engine. fx: (operator, output) → (FX node, output), from the graphs beside the dump."""
+    """A dump of the graph engine. From the graphs beside it: fx: (operator, output) → (FX node, output); inputs:
+    operator → where its inputs come from, ``Mm_8:0``; known: all operators."""
 
     family = "ge"
 
@@ -45,6 +46,7 @@ class GeDump(ForeignDump):
         super().__init__(path, NAME, {"graph": "GE"})
         self.fx: dict[tuple[str, int], tuple[str, int]] = {}
         self.known: set[str] = set()
+        self.inputs: dict[str, list[str]] = {}
 
 
 class FxDump(ForeignDump):
@@ -123,7 +125,10 @@ def _open_ge(path: Path, listed: list[walk.Found]) -> GeDump:
     for graph in listed:
         if _GRAPH.fullmatch(graph.parts[-1]):
             try:
-                dump.fx.update(fx_names(walk.read_text(graph.path).splitlines(), dump.known))
+                fx, inputs = read_graph(walk.read_text(graph.path).splitlines())
+                dump.fx.update(fx)
+                dump.inputs.update(inputs)
+                dump.known.update(inputs)
             except (OSError, ValueError) as e:
                 dump.problem(f"{graph.name} cannot be read ({str(e)[:80]}): FX names are not known")
     return dump
@@ -207,9 +212,10 @@ def add_npy(dump: ForeignDump, f: walk.Found, tap: str, role: str, cls: str, ste
     dump.add(Tensor(f.name, tap, role, item.dtype, item.shape, item.read, cls, step, rank))
 
 
-def fx_names(lines: Iterable[str], known: set[str] | None = None) -> dict[tuple[str, int], tuple[str, int]]:
-    """(operator, output) → (FX node, output), from the text of a graph. known: gets the names of all operators."""
+def read_graph(lines: Iterable[str]) -> tuple[dict[tuple[str, int], tuple[str, int]], dict[str, list[str]]]:
+    """((operator, output) → (FX node, output), operator → where its inputs come from), from the text of a graph."""
     out: dict[tuple[str, int], tuple[str, int]] = {}
+    inputs: dict[str, list[str]] = {}
     stack: list[str] = []
     op, output, key = "", -1, ""
     for line in lines:
@@ -228,15 +234,16 @@ def fx_names(lines: Iterable[str], known: set[str] | None = None) -> dict[tuple[
             value = value.strip().strip('"')
             if stack[-1] == "op" and field == "name":
                 op = value
-                if known is not None:
-                    known.add(value)
+                inputs.setdefault(op, [])
+            elif stack[-1] == "op" and field == "input" and op:
+                inputs[op].append(value)
             elif stack[-1] == "attr" and field == "key":
                 key = value
             elif field == "s" and key == "_fx_tensor_name" and "output_desc" in stack and op:
                 match = _FX_NAME.fullmatch(value)
                 if match is not None:
                     out[(op, output)] = (match[1], int(match[4]))
-    return out
+    return out, inputs
 
 
 def split_fused(name: str, known: set[str]) -> list[str]:
@@ -254,6 +261,19 @@ def split_fused(name: str, known: set[str]) -> list[str]:
         if at < len(name) and name[at] in "_/" and name[at:] not in known:
             at += 1 if any(name.startswith(k, at + 1) for k in known) else 0
     return parts if len(parts) > 1 else []
+
+
+def fused_inputs(parts: list[str], inputs: Mapping[str, list[str]]) -> list[tuple[str, int]]:
+    """What a fused operator takes, as (operator, which of its inputs): all that comes from outside, in the order of
+    the operators; [] where the graph does not say."""
+    if not all(p in inputs for p in parts):
+        return []
+    outside: dict[str, tuple[str, int]] = {}
+    for p in parts:
+        for k, source in enumerate(inputs[p]):
+            if source.rpartition(":")[0] not in parts:
+                outside.setdefault(source, (p, k))
+    return list(outside.values())
 
 
 # --- FX ---
