@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from vllm_accprobe.compare.result import Comparison, Pair
-from vllm_accprobe.opcheck.decide import decide, prove
+from vllm_accprobe.opcheck.decide import Proof, decide
+from vllm_accprobe.opcheck.prove import prove
 from vllm_accprobe.opcheck.replay import COLUMNS, Checked
 
 
@@ -27,7 +28,7 @@ def comparison(*origins, verdict="pass"):
 
 
 def judged(result, golden, mine):
-    return decide(result, prove(result, golden, mine))
+    return decide(result, Proof.from_json(prove(golden, mine).to_json()))
 
 
 def test_what_replay_proves_is_an_origin_in_data_flow_order_and_fails() -> None:

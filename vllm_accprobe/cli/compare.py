@@ -32,7 +32,10 @@ def compare(
     plan: bool = typer.Option(False, "--plan", help="Only say what would be compared with what, and write nothing."),
     ray: str = typer.Option(None, "--ray", help="Measure on the machines of the Ray cluster at this address."),
     replay: bool = typer.Option(
-        False, "--replay", help="Also run both sides' operators again against references, which decides. Needs torch."
+        None,
+        "--replay/--no-replay",
+        help="Run both sides' operators again against references, which decides. Needs torch. By default all of a "
+        "small pair, and of a large one that fails what is suspected.",
     ),
     rejudge: Path = typer.Option(None, "--rejudge", help="Judge a saved comparison (an --out) again, without dumps."),
     form: Format = FORMAT,
@@ -61,20 +64,20 @@ def compare(
         return
     import json
 
+    from vllm_accprobe.cli import replaying
     from vllm_accprobe.compare import resume, saved
 
     if rejudge is not None:
+        home = rejudge if rejudge.is_dir() else rejudge.parent
         result = engine.rejudge(saved.load(rejudge), standard=standard, floors=floor)
-        out = out or (rejudge if rejudge.is_dir() else rejudge.parent)
+        result = replaying.remembered(result, home) if replay is not False else result
+        out = out or home
     else:
         out = out or Path("accprobe-report")
         choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "floors": floor}
         with _progress() as advance, _tidy(out):
             result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]
-        if replay:
-            from vllm_accprobe.cli.replaying import decided
-
-            result = decided(result, golden, mine, rules)
+        result = replaying.replayed(result, golden, mine, out, asked=replay, taps=taps, mapping=op_mapping_file)
 
     from vllm_accprobe.report import html, table
 

@@ -4,65 +4,103 @@ The problem: a comparison finds what differs, and a small error among honest one
 model that enlarges rounding looks like a fault. The idea: mine's calls are run again against references, and golden's
 too. A module of mine that is wrong for its own inputs is an origin with the evidence ``replay``, and stands before
 those that are only inferred; what golden does as well is how both engines compute, or a reference that does not fit: it
-is told, not blamed.
-Not here: references and verdicts on single calls (replay.py), what came in with the inputs (propagated.py), the
-comparison (compare/).
+is told, not blamed. What two replays prove is a plain value, made where torch is (prove.py), kept as JSON, and put into
+a comparison here, without torch.
+Not here: the replays and the proof (prove.py), the comparison (compare/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from vllm_accprobe.compare import words
 from vllm_accprobe.compare.result import FAIL, SKIP, Comparison
-from vllm_accprobe.opcheck.propagated import Split
-from vllm_accprobe.opcheck.replay import FAIL as WRONG
-from vllm_accprobe.opcheck.replay import PASS as RIGHT
-from vllm_accprobe.opcheck.replay import Checked
 
-ALIKE = 3.0
-"""Golden is as wrong as mine where mine's error is at most so many times golden's, both in what is allowed."""
+NAME = "replay.json"
+SCHEMA = 1
+_MOST = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """The worst output of a module of mine that is wrong for its own inputs.
+
+    seq: its place in the order of execution; created: relative error of the worst row, severity: measured / allowed;
+    propagated: what came in with its inputs (propagated.py), None where that is not known; where it is, created,
+    request and position are of the row in which most was created. rows: in the tensor; message: for people."""
+
+    tap: str
+    cls: str
+    role: str
+    seq: int
+    request: str | None
+    position: int | None
+    created: float
+    propagated: float | None
+    severity: float
+    rows: int
+    message: str
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What two replays prove. blamed: the worst output of each module of mine that is wrong for its own inputs, in
-    data-flow order; shared: modules that are as far off in golden; only_golden: wrong there alone; right: taps of mine
-    whose every row was checked and is right; checked: outputs of mine with a verdict."""
+    """What two replays prove. shared: modules that are as far off in golden; only_golden: wrong there alone; right:
+    taps of mine whose every row was checked and is right; checked: outputs of mine with a verdict; partly: only what
+    the comparison suspects was replayed."""
 
-    blamed: tuple[Checked, ...]
+    blamed: tuple[Blame, ...]
     shared: tuple[str, ...]
     only_golden: tuple[str, ...]
     right: frozenset[str]
     checked: int
+    partly: bool = False
+
+    def to_json(self) -> str:
+        plain = asdict(self) | {"schema": SCHEMA, "right": sorted(self.right)}
+        return json.dumps(plain)
+
+    @staticmethod
+    def from_json(text: str) -> Proof:
+        """Raises ValueError for what ``to_json`` never wrote."""
+        value = json.loads(text) if len(text) <= _MOST else None
+        try:
+            if not isinstance(value, dict) or value.pop("schema", None) != SCHEMA:
+                raise ValueError("not a replay of this version")
+            blamed = tuple(_blame(b) for b in value["blamed"])
+            names = [tuple(str(t) for t in value[k]) for k in ("shared", "only_golden", "right")]
+            return Proof(blamed, names[0], names[1], frozenset(names[2]), int(value["checked"]), bool(value["partly"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a replay of this version ({error})") from None
 
 
-def prove(result: Comparison, golden: Iterable[Checked], mine: Sequence[Checked]) -> Proof:
-    """golden, mine: replay.check's rows of the two dumps that ``result`` compares."""
-    wrong, theirs = _worst(mine), _worst(golden)
-    shared = sorted(t for t, c in wrong.items() if t in theirs and c.severity <= ALIKE * theirs[t].severity)
+def _blame(value: Mapping[str, Any]) -> Blame:
+    blame = Blame(**{f.name: value[f.name] for f in fields(Blame)})
+    if not all(isinstance(x, str) for x in (blame.tap, blame.cls, blame.role, blame.message)):
+        raise TypeError("a name is no text")
+    if not all(isinstance(x, (int, float)) for x in (blame.created, blame.severity, blame.seq)):
+        raise TypeError("a number is none")
+    return blame
+
+
+def decide(result: Comparison, proof: Proof) -> Comparison:
+    """``result`` with the origins that ``proof`` gives."""
     order: dict[str, int] = {}
     for pair in result.pairs:
         if pair.status != SKIP:
             order[pair.tap] = min(pair.order, order.get(pair.tap, pair.order))
-    blamed = [c for tap, c in wrong.items() if tap not in shared]
-    blamed.sort(key=lambda c: (order.get(c.tap, 1 << 60), c.seq))
-    right = {c.tap for c in mine if c.status == RIGHT and c.checked == c.rows} - set(wrong)
-    only = sorted(t for t in theirs if t not in wrong)
-    checked = sum(c.status in (WRONG, RIGHT) for c in mine)
-    return Proof(tuple(blamed), tuple(shared), tuple(only), frozenset(right), checked)
-
-
-def decide(result: Comparison, proof: Proof, splits: Mapping[str, Split] | None = None) -> Comparison:
-    """``result`` with the origins that ``proof`` gives. splits: by tap (propagated.py)."""
     known = {o["module"]: o for o in result.origins}
-    proved = {c.tap for c in proof.blamed}
-    first = [_entry(c, known.get(c.tap), (splits or {}).get(c.tap)) for c in proof.blamed]
+    proved = {b.tap for b in proof.blamed}
+    blamed = sorted(proof.blamed, key=lambda b: (order.get(b.tap, 1 << 60), b.seq))
+    first = [_entry(b, known.get(b.tap)) for b in blamed]
     rest = [o for o in result.origins if o["module"] not in proved]
     right, shared, only = proof.right, proof.shared, proof.only_golden
-    notes = [f"replay: {proof.checked} outputs of mine checked, {_modules(len(proved))} wrong for its own inputs"]
+    where = " at and below what is suspected" if proof.partly else ""
+    wrong = f"{_modules(len(proved))} wrong for its own inputs"
+    notes = [f"replay: {proof.checked} outputs of mine checked{where}, {wrong}"]
     if shared:
         notes.append(f"replay: {_modules(len(shared))} as far off in golden, first {shared[0]}: not blamed")
     if only:
@@ -80,35 +118,27 @@ def _modules(n: int) -> str:
     return f"{n} module is" if n == 1 else f"{n} modules, each"
 
 
-def _worst(rows: Iterable[Checked]) -> dict[str, Checked]:
-    worst: dict[str, Checked] = {}
-    for row in rows:
-        if row.status == WRONG and (row.tap not in worst or row.severity > worst[row.tap].severity):
-            worst[row.tap] = row
-    return worst
-
-
-def _entry(c: Checked, known: dict[str, Any] | None, split: Split | None) -> dict[str, Any]:
-    """compare.json's entry of an origin; where the comparison had found it, its words stay. Without a split, what
-    came in is not known: null."""
-    at: dict[str, Any] = {} if split is None else {"created": split.created, "request": split.request, "position": split.position}
-    at["propagated"] = None if split is None else split.propagated
+def _entry(b: Blame, known: dict[str, Any] | None) -> dict[str, Any]:
+    """compare.json's entry of an origin; where the comparison had found it, its words stay."""
+    at: dict[str, Any] = {"propagated": b.propagated, "evidence": "replay"}
+    if b.propagated is not None:
+        at |= {"created": b.created, "request": b.request, "position": b.position}
     if known is not None:
         if str(known.get("role")).startswith("input"):  # what was blamed there was no result of the module
-            at |= {"role": c.role, "shape": c.message}
-        return known | at | {"evidence": "replay"}
-    created = c.created if c.created is not None else 0.0
+            at |= {"role": b.role, "shape": b.message}
+        return known | at
     return {
-        "module": c.tap,
-        "class": c.cls,
-        "role": c.role,
-        "request": c.request,
-        "position": c.position,
+        "module": b.tap,
+        "class": b.cls,
+        "role": b.role,
+        "request": b.request,
+        "position": b.position,
         "phase": None,
-        "created": created,
-        "floor": created / c.severity if c.severity else 0.0,
+        "created": b.created,
+        "propagated": b.propagated,
+        "floor": b.created / b.severity if b.severity and math.isfinite(b.severity) else 0.0,
         "evidence": "replay",
-        "rows": c.rows,
-        "worst": created,
-        "shape": c.message,
-    } | at
+        "rows": b.rows,
+        "worst": b.created,
+        "shape": b.message,
+    }

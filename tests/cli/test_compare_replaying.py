@@ -1,0 +1,111 @@
+"""When `compare` replays without being asked, what it does with the outcome, and what happens where it cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from opcheck.opcheck_dumps import Maker
+
+from vllm_accprobe.cli import main, replaying
+from vllm_accprobe.opcheck.decide import NAME, Proof
+
+ROWS, WIDTH, GAIN = 24, 256, 1.006
+PROBE = {"tool": "accprobe", "model": {"path": "", "class": "Tiny"}, "probe": {"task": "tensor"}}
+
+
+def dump(root: Path, gain: float = 1.0, noise: float = 0.004, run: dict | None = None) -> Path:
+    """Two norms one after the other; one row of the second is ``gain`` times too large, which drowns in the
+    ``noise`` of the first's inputs for whoever only compares."""
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(ROWS, WIDTH, generator=g)
+    other = torch.Generator().manual_seed(6)
+    x = (x + noise * (x.abs() + 1) * torch.randn(ROWS, WIDTH, generator=other)).bfloat16()
+    weight = torch.rand(WIDTH, generator=g).bfloat16() + 0.5
+    m = Maker(root, run=PROBE if run is None else run)
+    m.module("<root>", "Tiny")
+    for tap in ("first", "second"):
+        m.module(tap, "RMSNorm", variance_epsilon=1e-6)
+    m.request(0, ROWS)
+    for tap in ("first", "second"):
+        m.param(tap, "RMSNorm", weight=weight)
+    m.step(0, [(0, 0, ROWS)])
+    for tap in ("first", "second"):
+        wide = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+        wide[7] *= gain if tap == "second" else 1.0
+        y = wide.bfloat16()
+        m.call(tap, "RMSNorm", {"x": x}, y)
+        x = y
+    return m.close()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    root = tmp_path_factory.mktemp("replaying")
+    return str(dump(root / "golden", noise=0)), str(dump(root / "mine", GAIN))
+
+
+def compared(pair: tuple[str, str], out: Path, *more: str) -> tuple[int, dict]:
+    code = main(["compare", *pair, "--out", str(out), "-q", *more])
+    return code, json.loads((out / "compare.json").read_text())
+
+
+def test_a_small_pair_is_replayed_unasked_and_its_proof_is_judged_again(pair: tuple, tmp_path: Path) -> None:
+    code, said = compared(pair, tmp_path / "out")
+    assert (code, [(o["module"], o["evidence"]) for o in said["origins"]]) == (1, [("second", "replay")])
+    assert main(["compare", "--rejudge", str(tmp_path / "out"), "-q"]) == 1
+    assert json.loads((tmp_path / "out/compare.json").read_text())["origins"] == said["origins"]
+    code, said = compared(pair, tmp_path / "without", "--no-replay")
+    assert (code, said["origins"]) == (0, [])
+    assert not (tmp_path / "without" / NAME).exists()
+
+
+def test_of_a_large_pair_only_what_fails_is_replayed(
+    pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(replaying, "SMALL", 0)
+    assert compared(pair, tmp_path / "one")[0] == 0
+    assert not (tmp_path / "one" / NAME).exists()
+    worse = pair[0], str(dump(tmp_path / "worse", 1.2))
+    code, said = compared(worse, tmp_path / "two")
+    assert (code, said["origins"][0]["module"], said["origins"][0]["evidence"]) == (1, "second", "replay")
+    proof = Proof.from_json((tmp_path / "two" / NAME).read_text())
+    assert (proof.partly, proof.checked) == (True, 1)
+    assert any("at and below what is suspected" in n for n in said["notes"])
+
+
+def test_dumps_that_are_no_capture_of_a_model_are_not_replayed(tmp_path: Path) -> None:
+    plain = {"model": {"path": "", "class": "Tiny"}}
+    pair = str(dump(tmp_path / "g", noise=0, run=plain)), str(dump(tmp_path / "m", GAIN, run=plain))
+    assert compared(pair, tmp_path / "out")[0] == 0
+    assert compared(pair, tmp_path / "asked", "--replay")[0] == 1
+
+
+def test_a_replay_that_dies_leaves_the_comparison_and_says_so(
+    pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:  # fmt: skip
+    monkeypatch.setattr(replaying.sys, "executable", "/bin/false")
+    code, said = compared(pair, tmp_path / "out")
+    assert code == 0
+    assert "replay: failed and decides nothing: its process ended with 1" in said["notes"]
+    assert main(["compare", *pair, "--out", str(tmp_path / "asked"), "--replay"]) == 2
+    assert "accprobe: --replay: its process ended with 1" in capsys.readouterr().err
+
+
+def test_without_torch_asking_is_an_error_and_not_asking_is_none(
+    pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:  # fmt: skip
+    monkeypatch.setattr(replaying, "_torch", lambda: False)
+    assert compared(pair, tmp_path / "out")[0] == 0
+    assert main(["compare", *pair, "--out", str(tmp_path / "asked"), "--replay"]) == 2
+    assert "--replay needs torch" in capsys.readouterr().err
+
+
+def test_a_proof_that_is_none_is_refused(pair: tuple, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    compared(pair, tmp_path / "out", "--no-replay")
+    for text in ("", "[]", "{}", '{"schema": 1, "blamed": [{}]}', '{"schema": 1, "blamed": 3}'):
+        (tmp_path / "out" / NAME).write_text(text)
+        assert main(["compare", "--rejudge", str(tmp_path / "out"), "-q"]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
