@@ -65,6 +65,7 @@ class RankReport:
     """A rank's file. state: watching, closed, or off (``why``). later: steps with bad values after the first one."""
 
     rank: int
+    pid: int = 0
     pp: int = 0
     dp: int = 0
     state: str = "watching"
@@ -136,6 +137,18 @@ def _report(path: Path) -> RankReport:
 
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def alive(reports: Sequence[RankReport]) -> bool:
+    """Whether a process of this machine that has not closed its report still runs."""
+    for report in reports:
+        if report.state == "watching" and report.pid > 1:
+            try:
+                os.kill(report.pid, 0)
+                return True
+            except OSError:
+                continue
+    return False
 
 
 def earliest(reports: Sequence[RankReport]) -> list[RankReport]:

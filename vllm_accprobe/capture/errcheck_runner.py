@@ -9,6 +9,7 @@ Not here: finding (errcheck.py), writing (errcheck_keep.py, errcheck_file.py).
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -286,6 +287,7 @@ class ErrcheckProbe(RunnerProbe):
                 self.root,
                 RankReport(
                     rank=self.parallel["rank"],
+                    pid=os.getpid(),
                     pp=self.parallel["pp"][0],
                     dp=self.parallel["dp"][0] if self.parallel["dp"][1] > 1 else 0,
                     state=state,

@@ -1,0 +1,110 @@
+"""``accprobe errcheck [options] -- CMD ...``: any command with every step watched for NaN, Inf and overflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from vllm_accprobe.cli.options import CommandError
+
+if TYPE_CHECKING:
+    from vllm_accprobe.capture.errcheck_file import RankReport
+
+_GRACE_S = 10.0
+"""How long an engine that stops itself has for it before its command is told to end."""
+
+
+def errcheck(
+    command: list[str] = typer.Argument(None, metavar="[-- CMD...]", help="vllm serve ..., a script, a shell line."),
+    dir: str = typer.Option(None, "--dir", "-d", help="Where findings go; by default ./accprobe/<UTC time>."),
+    kinds: str = typer.Option("overflow,nan", "--kinds", help="What is an error: overflow, nan, or both."),
+    ranks: str = typer.Option(None, "--ranks", help="Global ranks, e.g. 0,2-3; all by default."),
+    exit: bool = typer.Option(False, "--exit", help="Stop the command at the first finding; exit code 1."),
+    graphs: bool = typer.Option(
+        False, "--graphs", help="Leave compiled and captured graphs as configured; modules inside are not seen."
+    ),
+    read: Path = typer.Option(None, "--read", metavar="DIR", help="Say what a run that has ended found there."),
+) -> None:
+    """Find the first NaN, Inf or overflow of a running engine: accprobe errcheck -- vllm serve MODEL.
+
+    Says module, step, request and position, whether its inputs were good, and which rank was first; keeps that call's
+    tensors. Serving goes on, unless --exit stops it. Signals reach the command.
+    Exit code 0: nothing bad, 1: something bad was found, 2: it could not be started, 3: nothing was watched; where
+    nothing bad was found and the command failed, the command's own.
+    """
+    from vllm_accprobe.capture.errcheck_file import ErrcheckError, alive, lines
+    from vllm_accprobe.capture.errcheck_file import read as read_reports
+
+    def reports(root: Path) -> list[RankReport]:
+        try:
+            return read_reports(root) or read_reports(root / "errcheck")
+        except ErrcheckError as error:
+            raise CommandError(str(error)) from None
+
+    if read is not None:
+        if command:
+            raise CommandError("--read looks at a run that has ended; leave the command away")
+        if not read.is_dir():
+            raise CommandError(f"--read: {read} is no directory")
+        found = reports(read)
+        _print(lines(found))
+        raise typer.Exit(_code(found, 0))
+    if not command:
+        raise CommandError("no command is given; write `accprobe errcheck [options] -- CMD ...`, or --read DIR")
+
+    import os
+    import signal
+    import time
+
+    from vllm_accprobe.config import ENV, PREFIX, ProbeConfig, default_dir
+    from vllm_accprobe.run.launcher import LaunchError
+    from vllm_accprobe.run.launcher import run as launch
+
+    environ = dict(os.environ)
+    environ[PREFIX + "ERRCHECK"] = ",".join([kinds, *(["exit"] if exit else [])])
+    for name, value in (("DIR", dir), ("RANKS", ranks), ("GRAPHS", "1" if graphs else None)):
+        if value is not None:
+            environ[PREFIX + name] = value
+    config = ProbeConfig.from_env(environ)
+    root = Path(config.dir or default_dir()).absolute()
+    if (root / "run.json").exists() or list(root.glob("errcheck-rank*.json")):
+        raise CommandError(f"--dir={root} already holds a dump or findings; name another directory")
+    environ[PREFIX + "DIR"] = str(root)
+    plugins = environ.get("VLLM_PLUGINS")
+    if plugins is not None and "accprobe" not in [p.strip() for p in plugins.split(",")]:
+        environ["VLLM_PLUGINS"] = ",".join([*filter(None, plugins.split(",")), "accprobe"])
+    seen: list[float] = []
+
+    def tick() -> None:
+        if exit and any(r.first is not None for r in reports(root)):
+            seen.append(time.monotonic())
+            if seen[-1] - seen[0] > _GRACE_S:
+                os.kill(os.getpid(), signal.SIGTERM)  # the launcher passes it on
+                seen[:] = [time.monotonic()]
+
+    try:
+        code = launch(command, environ, tick=tick, busy=lambda: alive(reports(root)))
+    except LaunchError as error:
+        raise CommandError(str(error)) from None
+    found = reports(root)
+    _print(lines(found))
+    if found and environ.get(ENV, "") not in ("", "0"):
+        typer.echo(f"dump: {root}", err=True)
+    raise typer.Exit(_code(found, code))
+
+
+def _print(text: list[str]) -> None:
+    from vllm_accprobe.report.text import safe
+
+    for line in text:
+        typer.echo(f"errcheck: {safe(line)}")
+
+
+def _code(found: list[RankReport], code: int) -> int:
+    if any(r.first is not None or r.parameters for r in found):
+        return 1
+    if not any(r.steps for r in found):
+        return code or 3
+    return code
