@@ -17,9 +17,23 @@ from typing import Any
 import typer
 
 COMMANDS = (
-    "compare", "opcheck", "opdiff", "calibrate", "summary", "show", "convert", "repair", "doctor",
-    "labels", "run", "errcheck", "ACCPROBE_TRACEBACK", "accprobe", "help_option_names",
+    "compare", "opcheck", "opdiff", "calibrate", "summary", "show", "convert", "repair", "doctor", "labels", "run",
+    "errcheck",
 )  # fmt: skip
+TRACEBACK = "ACCPROBE_TRACEBACK"
+"""Environment variable: 1 shows the traceback of an internal error."""
+
+
+def build() -> typer.Typer:
+    """The command line with all its commands."""
+    app = typer.Typer(
+        name="accprobe",
+        help="Finds out why a model served by vLLM gives other numbers on one machine than on another.",
+        add_completion=False,
+        rich_markup_mode=None,  # plain help: rich alone would take as long to load as everything else
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
     app.callback(invoke_without_command=True)(_root)
     for name in COMMANDS:
         app.command(name)(getattr(importlib.import_module(f"{__name__}.{name}"), name))

@@ -1,0 +1,130 @@
+"""``accprobe run`` on commands that are no server: what it sets, says and returns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from vllm_accprobe.dump.reader import open_dump
+
+ROOT = Path(__file__).resolve().parents[2]
+ACCPROBE = Path(sys.executable).parent / "accprobe"
+SCRIPT = """
+import sys, time, torch
+from capture.toy import Toy
+from vllm_accprobe import Probe
+model = Toy()
+with Probe(model):
+    model(torch.tensor([[3, 1, 4, 1]]))
+    print("captured", flush=True)
+    try:
+        time.sleep(float(sys.argv[1]))
+    except KeyboardInterrupt:
+        sys.exit(9)
+"""
+
+
+def accprobe(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [ACCPROBE, "run", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=environ(env), text=True, capture_output=True, stdin=subprocess.DEVNULL)
+
+
+def environ(more: dict[str, str]) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ACCPROBE", "ATB_", "ASCEND"))}
+    return kept | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"} | more
+
+
+def test_a_script_with_a_probe(tmp_path: Path) -> None:
+    done = accprobe(
+        "-d", "out", "--modules", "norm", "--parts", "output", "--", sys.executable, "-c", SCRIPT, "0", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "captured\n"  # stdout is the command's
+    said = done.stderr.splitlines()
+    assert len(said) == 2
+    assert said[0].startswith("accprobe: 1 step, 1 tensor, 1 rank, ")
+    assert said[0].endswith("; closed")
+    assert said[1] == f"accprobe: dump: {tmp_path / 'out'}"
+    assert {r.name for r in open_dump(tmp_path / "out").records if r.step is not None} == {"norm/output.0"}
+    again = accprobe("-d", "out", "--", "true", cwd=tmp_path)
+    assert again.returncode == 2
+    assert again.stderr == (
+        f"accprobe: --dir={tmp_path / 'out'} already holds a dump; name another directory, or remove it\n"
+    )
+
+
+def test_ctrl_c_is_the_commands_and_the_dump_is_closed(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [ACCPROBE, "run", "-d", "out", "--", sys.executable, "-c", SCRIPT, "30"],
+        cwd=tmp_path, env=environ({}), text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "captured\n"
+    process.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 9, said
+    assert time.monotonic() - begin < 10
+    assert "; closed" in said
+    assert open_dump(tmp_path / "out").problems == []
+
+
+def test_nothing_captured_is_an_error_only_where_the_command_had_none(tmp_path: Path) -> None:
+    for command, code in (("true", 3), ("exit 7", 7)):
+        done = accprobe("-d", "out", "--", command, cwd=tmp_path)
+        assert done.returncode == code
+        assert "NOTHING was captured: no process of it loaded" in done.stderr
+    silent = accprobe("-d", "out", "--steps", "5", "--", sys.executable, "-c", SCRIPT, "0", cwd=tmp_path)
+    assert silent.returncode == 3
+    assert "NOTHING was captured: no step was computed, or none was selected" in silent.stderr
+
+
+def test_what_the_command_gets(tmp_path: Path) -> None:
+    show = "env | grep -E 'VLLM_(ACCPROBE|PLUGINS)' | sort"
+    options = ["--tokens", "0-4", "--task", "stats", "--max-gb", "3", "--ops", "--eager", "--requests", "a,b"]
+    done = accprobe("-d", "out", *options, "--", show, cwd=tmp_path, VLLM_ACCPROBE_STEPS="0-1", VLLM_PLUGINS="other")
+    assert done.stdout.splitlines() == [
+        "VLLM_ACCPROBE=1",
+        f"VLLM_ACCPROBE_DIR={tmp_path / 'out'}",
+        "VLLM_ACCPROBE_GRAPHS=0",
+        "VLLM_ACCPROBE_MAX_GB=3",
+        "VLLM_ACCPROBE_OPS=1",
+        "VLLM_ACCPROBE_REQUESTS=a,b",
+        "VLLM_ACCPROBE_STEPS=0-1",
+        "VLLM_ACCPROBE_TASK=stats",
+        "VLLM_ACCPROBE_TOKENS=0-4",
+        "VLLM_PLUGINS=other,accprobe",
+    ]
+    assert "VLLM_PLUGINS did not contain accprobe" in done.stderr
+
+
+def test_mistakes_are_one_line_and_start_nothing(tmp_path: Path) -> None:
+    marker = tmp_path / "started"
+    cases = [
+        (["--tokens", "x", "--", f"touch {marker}"], "VLLM_ACCPROBE_TOKENS=x: 'x' is not a number"),
+        (["--atb", "--atb-ids", "x", "--", f"touch {marker}"], "--atb-ids=x: write operations as 2,3_1"),
+        (["--config", "no.toml", "--", f"touch {marker}"], "VLLM_ACCPROBE_CONFIG=no.toml: No such file"),
+        (["--", "nosuchprogram"], "nosuchprogram: no such command"),
+        ([], "Missing argument"),
+    ]
+    for words, line in cases:
+        done = accprobe(*words, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert line in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not marker.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_atb_writes_into_the_dump(tmp_path: Path) -> None:
+    """The command stands in for ATB: it writes where the variable says."""
+    command = 'mkdir -p "$ATB_OUTPUT_DIR/tensors/0_1/0" && printf x > "$ATB_OUTPUT_DIR/tensors/0_1/0/a.bin"'
+    done = accprobe("-d", "out", "--atb", "--", command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "no CANN is installed here" in done.stderr
+    assert f"ATB wrote 1 files, 1 B, in {tmp_path / 'out' / 'atb'}" in done.stderr

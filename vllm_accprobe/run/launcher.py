@@ -1,0 +1,124 @@
+"""Runs a command as if nobody stood in between: its terminal, its signals, its exit code.
+
+The problem: the command may be a server that wants exactly one SIGINT, a script that reads the terminal, or a line for
+the shell with children of its own; Ctrl-C reaches a whole process group, ``kill`` one process. The idea: where stdin is
+a terminal the command stays in our process group, gets what the terminal sends by itself, and is only passed what
+others sent to us (the signal says who sent it); elsewhere it gets a group of its own and everything through us, once:
+SIGINT, SIGHUP and SIGQUIT to the group, as a terminal would, SIGTERM to the command alone. Signals are waited for, not
+caught, so that nothing runs inside a handler. Not here: what the command is given (settings.py), progress (watcher.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_WAIT_S = 0.25
+_SHELL = frozenset("|&;<>()$`\\\"' \t\n*?[#~=%")
+TICK_S = 1.0
+
+
+class LaunchError(Exception):
+    """The command cannot be started; one line."""
+
+
+def command_line(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """What is executed for ``words``: a single word that is no program but reads like a line for the shell goes to
+    ``sh -c``. Raises LaunchError where there is no such program."""
+    if not words:
+        raise LaunchError("no command is given; write `accprobe run [options] -- CMD ...`")
+    program = shutil.which(words[0], path=environ.get("PATH"))
+    if program is not None:
+        return [program, *words[1:]]
+    if len(words) == 1 and _SHELL & set(words[0]):
+        return ["/bin/sh", "-c", words[0]]
+    raise LaunchError(f"{words[0]}: no such command; is it installed, and on PATH?")
+
+
+def run(
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    tick: Callable[[], None] = lambda: None,
+    busy: Callable[[], bool] = lambda: False,
+    patience_s: float = 45.0,
+) -> int:
+    """Runs a command to its end and returns its exit code, 128 + n where signal n ended it.
+
+    tick: called about once a second. busy: asked after the command's end whether what it started is still writing (an
+    engine that closes its dump); waited for, at most ``patience_s``. Raises LaunchError, OSError.
+    """
+    if not hasattr(signal, "sigtimedwait"):
+        raise LaunchError("this system has no sigtimedwait: set the VLLM_ACCPROBE_* variables yourself (docs/run.md)")
+    argv = command_line(words, environ)
+    own_group = not _is_terminal(sys.stdin)
+    watched = {*PASSED_ON, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+
+    def prepare() -> None:  # in the child: signals as they were for us
+        if own_group:
+            os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    try:
+        process = subprocess.Popen(argv, env=dict(environ), preexec_fn=prepare)
+        waiter = _Waiter(process, own_group, watched, tick)
+        while process.poll() is None:
+            waiter.wait()
+        deadline = time.monotonic() + patience_s
+        if waiter.ending and own_group and process.returncode < 0:
+            # What dies of a signal has not told its children: `sh -c` leaves what it started.
+            waiter.to_group(signal.SIGTERM)
+        while busy() and time.monotonic() < deadline:
+            waiter.wait()
+        if waiter.ending and own_group:
+            waiter.to_group(signal.SIGTERM)  # what is left now has had its time
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    code = process.returncode
+    return 128 - code if code < 0 else code
+
+
+class _Waiter:
+    """Waits for a moment, passes on what arrived meanwhile, ticks. ending: somebody asked the command to end."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], own_group: bool, watched: set[signal.Signals], tick: Callable[[], None]
+    ):
+        self._process, self._own_group, self._watched, self._tick = process, own_group, watched, tick
+        self._next = time.monotonic() + TICK_S
+        self.ending = False
+
+    def wait(self) -> None:
+        info = signal.sigtimedwait(self._watched, _WAIT_S)
+        if info is not None and info.si_signo != signal.SIGCHLD:
+            self.ending = True
+            self._pass_on(signal.Signals(info.si_signo), sent_by_process=info.si_code <= 0)
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + TICK_S
+            self._tick()
+
+    def _pass_on(self, number: signal.Signals, sent_by_process: bool) -> None:
+        if self._own_group and (number != signal.SIGTERM or self._process.poll() is not None):
+            self.to_group(number)
+        elif self._own_group or sent_by_process:
+            self._process.send_signal(number)
+
+    def to_group(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except (ProcessLookupError, PermissionError):  # nobody of the group is left
+            return
+
+
+def _is_terminal(stream: object) -> bool:
+    try:
+        return bool(stream.isatty())  # type: ignore[attr-defined]
+    except (AttributeError, ValueError, OSError):
+        return False

@@ -1,0 +1,166 @@
+"""How far a capture has come, read from its growing journals.
+
+The problem: the ranks that write are other processes, perhaps on other machines, and journals of large runs have
+millions of lines. The idea: each journal is read once, from where the last look ended, and its lines are counted by
+their first words without being parsed; sizes come from the file system; whether a rank still writes is asked of the
+lock that its writer holds. Not here: the words on the terminal (cli/run.py), reading tensors (dump/reader.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_accprobe.dump.lines import lock
+from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON
+
+_PIECE = 4 << 20
+_PER_LOOK = 64 << 20
+"""Bytes of a journal that one look reads at most: progress must not cost what capture costs."""
+_RANK = re.compile(r"rank\d{4,9}", re.ASCII)
+_STEP, _TENSOR, _STOP, _END = (f'{{"event":"{kind}"'.encode() for kind in ("step", "tensor", "stop", "end"))
+_ERROR, _LABEL = (f'{{"event":"{kind}"'.encode() for kind in ("error", "label"))
+
+
+@dataclass
+class RankProgress:
+    """One journal. tensors: lines of tensors and labels. stop: why its capture ended early. tail: a torn line."""
+
+    path: Path
+    offset: int = 0
+    steps: int = 0
+    tensors: int = 0
+    errors: int = 0
+    ended: bool = False
+    stop: str = ""
+    tail: bytes = b""
+
+    def look(self) -> None:
+        try:
+            with open(self.path, "rb") as f:
+                f.seek(self.offset)
+                for _ in range(_PER_LOOK // _PIECE):
+                    piece = f.read(_PIECE)
+                    if not piece:
+                        break
+                    self.offset += len(piece)
+                    self._count(piece)
+        except OSError:  # not there yet, or no longer
+            return
+
+    def _count(self, piece: bytes) -> None:
+        whole, newline, rest = (self.tail + piece).rpartition(b"\n")
+        self.tail = rest[: 1 << 20]
+        if not newline:
+            return
+        # Inside a JSON string a quote is escaped, so these words only ever begin a line.
+        self.steps += whole.count(_STEP)
+        self.tensors += whole.count(_TENSOR) + whole.count(_LABEL)
+        self.errors += whole.count(_ERROR)
+        self.ended = self.ended or _END in whole
+        if not self.stop and _STOP in whole:
+            self.stop = _reason(whole[whole.index(_STOP) :].partition(b"\n")[0])
+
+    @property
+    def writing(self) -> bool:
+        """Whether its writer lives: it holds a lock on the journal until its process ends."""
+        if self.ended:
+            return False
+        try:
+            fd = os.open(self.path, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            return not lock(fd)
+        finally:
+            os.close(fd)
+
+
+def _reason(line: bytes) -> str:
+    try:
+        reason = json.loads(line).get("reason", "")
+    except (ValueError, AttributeError):
+        return "unknown"
+    return str(reason)[:300]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of all ranks together. steps: of the rank that has most; nbytes: on disk; stops: reasons, each once."""
+
+    ranks: int = 0
+    steps: int = 0
+    tensors: int = 0
+    errors: int = 0
+    nbytes: int = 0
+    ended: int = 0
+    stops: tuple[str, ...] = ()
+
+
+class Watcher:
+    """Watches the dump that is to appear at ``root``, and those beside it (``root.2``: a second engine's)."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self._before = set(self._beside())
+        self._ranks: dict[Path, RankProgress] = {}
+
+    def _beside(self) -> list[Path]:
+        pattern = re.compile(re.escape(self.root.name) + r"\.\d{1,3}")
+        try:
+            return sorted(p for p in self.root.parent.iterdir() if pattern.fullmatch(p.name) and p.is_dir())
+        except OSError:
+            return []
+
+    def dumps(self) -> list[Path]:
+        """The dumps that have appeared since this object was made."""
+        found = [self.root, *(p for p in self._beside() if p not in self._before)]
+        return [p for p in found if (p / RUN_JSON).exists() or any(_ranks_of(p))]
+
+    def look(self) -> Progress:
+        """Reads what is new."""
+        nbytes = 0
+        for dump in self.dumps():
+            for directory in _ranks_of(dump):
+                journal = directory / JOURNAL
+                self._ranks.setdefault(journal, RankProgress(journal)).look()
+                nbytes += _size(directory)
+        ranks = list(self._ranks.values())
+        return Progress(
+            ranks=len(ranks),
+            steps=max((r.steps for r in ranks), default=0),
+            tensors=sum(r.tensors for r in ranks),
+            errors=sum(r.errors for r in ranks),
+            nbytes=nbytes,
+            ended=sum(r.ended for r in ranks),
+            stops=tuple(dict.fromkeys(r.stop for r in ranks if r.stop)),
+        )
+
+    def writing(self) -> bool:
+        """Whether a rank is still to be closed by a process that lives."""
+        self.look()
+        return any(r.writing for r in self._ranks.values())
+
+
+def _ranks_of(dump: Path) -> list[Path]:
+    try:
+        return sorted(p for p in dump.iterdir() if _RANK.fullmatch(p.name) and p.is_dir())
+    except OSError:
+        return []
+
+
+def _size(directory: Path) -> int:
+    """Bytes that its files take on the disk, holes left out."""
+    total = 0
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if not entry.name.startswith("."):
+                    s = entry.stat(follow_symlinks=False)
+                    total += min(s.st_size, s.st_blocks * 512)
+    except OSError:
+        pass
+    return total
