@@ -1,0 +1,280 @@
+"""measures.py against definitions that share nothing with it: plain loops, numpy's spacing, numbers by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_accprobe.opcheck import measures
+from vllm_accprobe.opcheck.measures import ACCUMULATIVE, CURRENT, EPS, V1, Measures, measure
+
+NAN, INF = math.nan, math.inf
+
+
+def bfloat16(x: np.ndarray) -> np.ndarray:
+    """Rounded to nearest, ties to even; float32."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+ROUND = {"float16": lambda x: x.astype(np.float16), "bfloat16": bfloat16, "float32": lambda x: x.astype(np.float32)}
+
+
+def plain(g, m, dtype):
+    """The documented formulas over finite values, element by element."""
+    pairs = [(float(a), float(b)) for a, b in zip(np.ravel(g), np.ravel(m), strict=True)]
+    n = len(pairs)
+    diffs = [abs(b - a) for a, b in pairs]
+    gg, mm = math.fsum(a * a for a, _ in pairs), math.fsum(b * b for _, b in pairs)
+    rel = [d / abs(a) for d, (a, _) in zip(diffs, pairs, strict=True) if a]
+    eps = EPS[dtype]
+    with_eps = [d / (abs(a) + eps) for d, (a, _) in zip(diffs, pairs, strict=True)]
+    out = {
+        "elements": n,
+        "cosine": math.fsum(a * b for a, b in pairs) / math.sqrt(gg * mm),
+        "max_abs_reference": max(abs(a) for a, _ in pairs),
+        "max_abs_mine": max(abs(b) for _, b in pairs),
+        "max_abs_err": max(diffs),
+        "mean_abs_err": math.fsum(diffs) / n,
+        "rmse": math.sqrt(math.fsum(d * d for d in diffs) / n),
+        "rel_l2": math.sqrt(math.fsum(d * d for d in diffs) / gg),
+        "max_rel_err": max(rel),
+        "mean_rel_err": math.fsum(rel) / len(rel),
+        "binary_err_ratio": sum(a != b for a, b in pairs) / n,
+    }
+    for part in (100, 1000, 10000):
+        out[f"dual_{part}"] = sum(r < 1 / part for r in with_eps) / n
+    for k in range(1, 7):
+        out[f"above_1e_{k}"] = sum(d > 10.0**-k for d in diffs)
+    for prefix, domain in (("", CURRENT), ("v1_", V1), ("acc_", ACCUMULATIVE)):
+        small, atol, rtol = domain.of(dtype)
+        smalls = [d for d, (a, _) in zip(diffs, pairs, strict=True) if abs(a) <= small]
+        normal = [(r, d) for r, d, (a, _) in zip(with_eps, diffs, pairs, strict=True) if abs(a) > small]
+        wrong = sum(d > atol for d in smalls) / len(smalls) if smalls else 0.0
+        mean_square = math.fsum(d * d for _, d in normal) / n
+        found = {
+            "small_value_err_ratio": wrong, "abs_err_ratio": wrong, "inf_nan_err_ratio": 0.0,
+            "normal_max_rel_err": max((r for r, _ in normal), default=0.0),
+            "normal_mean_rel_err": math.fsum(r for r, _ in normal) / len(normal) if normal else 0.0,
+            "normal_rmse": math.sqrt(mean_square * (n / (len(normal) + 0.0001) + 0.0001)),
+            "rel_err_ratio": sum(r > rtol for r, _ in normal) / len(normal) if normal else 0.0,
+        }  # fmt: skip
+        out |= {prefix + k: v for k, v in found.items() if prefix + k in Measures.FIELDS}
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_measure_is_its_formula(dtype, seed):
+    r = np.random.default_rng(seed)
+    g = r.standard_normal((7, 23)) * 10.0 ** r.uniform(-5, 2, (7, 23))
+    g[0, :3] = 0.0
+    m = ROUND[dtype](g * (1 + r.standard_normal(g.shape) * 10.0 ** -r.uniform(1, 5)))
+    found = asdict(measure(g, m, dtype))
+    expected = plain(g, m, dtype)
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-300), name
+    counted = {
+        "nonfinite",
+        "nonfinite_mismatch",
+        "error_balance",
+        "ulp_max",
+        "ulp_mean",
+        "ulp_share",
+        "ait_share",
+        "kl",
+    }
+    assert set(found) - set(expected) == counted  # the rest is tested below
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float16", np.float16), ("float32", np.float32), ("float64", np.float64)])
+def test_ulps_are_steps_of_the_dtype(dtype, kind):
+    """From a representable reference, n steps away are n ULP as long as the binade does not change."""
+    g = np.array([1.0, 1.5, -3.25, 1024.0, 2.0**-14, 2.0**-16, 6e-8], kind)  # the last three: float16's smallest
+    for steps in (1, 3, 40):
+        m = g.copy()
+        for _ in range(steps):
+            m = np.nextafter(m, kind(np.inf) * np.sign(g), dtype=kind)
+        exact = np.abs(m.astype(float) - g.astype(float)) / np.spacing(np.abs(g)).astype(float)
+        found = measure(g.astype(np.float64), m, dtype)
+        bound = 1 if dtype == "float16" else 32
+        assert found.ulp_max == exact.max()
+        assert found.ulp_mean == pytest.approx(exact.mean())
+        assert found.ulp_share == (exact > bound).mean()
+
+
+def test_ulps_by_hand():
+    # bfloat16 has 7 bits: at 3.0 a step is 2**(1-7), at the reference 0 that of 1.0, 2**-7.
+    found = measure(np.array([3.0, 0.0]), np.array([3.0 + 3 * 2.0**-6, 2.0**-8], np.float32), "bfloat16")
+    assert (found.ulp_max, found.ulp_mean, found.ulp_share) == (3.0, 1.75, 0.5)
+    # float8_e4m3fn has 3 bits and no smaller exponent than -6, float8_e5m2 2 bits and -14.
+    assert measure(np.array([1.0]), np.array([1.25]), "float8_e4m3fn").ulp_max == 2.0
+    assert measure(np.array([2.0**-8]), np.array([2.0**-7]), "float8_e4m3fn").ulp_max == 2.0
+    assert measure(np.array([1.0]), np.array([1.5]), "float8_e5m2").ulp_max == 2.0
+    assert measure(np.array([1, 2]), np.array([1, 3]), "int32").ulp_max is None
+
+
+def test_error_balance_counts_sides_in_mines_dtype():
+    g = np.array([1.0, 2.0, 3.0, 4.0])
+    assert measure(g, g + np.array([0.5, 0.5, -0.5, 0.0]), "float32").error_balance == 0.25
+    # A reference that only float64 can tell from mine is mine in float32.
+    assert measure(g + 1e-12, g.astype(np.float32), "float32").error_balance == 0.0
+
+
+def test_aits_share():
+    g = np.array([1.0, 1.0, 1e-8, 0.0, -2.0])
+    m = np.array([1 + 2.0**-11, 1 + 2.0**-9, 5.0, 5.0, 2.0])  # within, beyond, tiny, tiny, beyond
+    assert measure(g, m, "float16").ait_share == 0.6
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_positions_that_are_not_finite(dtype):
+    g = np.array([1.0, NAN, INF, -INF, INF, 2.0, 3.0, NAN])
+    m = np.array([1.0, NAN, INF, INF, 5.0, NAN, 3.5, 8.0], np.float32)
+    found = measure(g, m, dtype)
+    assert (found.elements, found.nonfinite, found.nonfinite_mismatch) == (8, 6, 4)
+    assert (found.max_abs_err, found.mean_abs_err, found.max_abs_reference) == (0.5, 0.25, 3.0)
+    assert found.inf_nan_err_ratio == 0.5
+    assert found.dual_100 == 3 / 8  # 1.0, NaN and infinity agree; 3.5 does not
+    assert (found.above_1e_1, found.above_1e_6) == (5, 5)
+    assert found.ait_share == 3 / 8
+    assert found.ulp_share == 5 / 8
+    assert found.binary_err_ratio == 5 / 8
+
+
+def test_a_reference_beyond_the_range_is_infinite():
+    g = np.array([7e4, -1e6, 65503.0, 1.0])
+    assert measure(g, np.array([INF, -INF, 65504.0, 1.0], np.float16), "float16").inf_nan_err_ratio == 0.0
+    # Saturating instead of overflowing is no wrong infinity, staying at 1 is.
+    assert measure(g, np.array([65504, -65504, 65504, 1.0], np.float16), "float16").inf_nan_err_ratio == 0.0
+    assert measure(g, np.array([1, -65504, 65504, 1.0], np.float16), "float16").inf_nan_err_ratio == 0.25
+    assert measure(g, np.array([7e4, -1e6, 65503, 1.0], np.float32), "bfloat16").nonfinite == 0
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64, np.uint64, np.bool_])
+def test_integers_are_compared_exactly(kind):
+    top = 1 if kind is np.bool_ else np.iinfo(kind).max
+    g, m = np.array([0, 1, top, top], kind), np.array([0, 1, top, 0], kind)
+    found = measure(g, m, np.dtype(kind).name)
+    assert (found.binary_err_ratio, found.max_abs_err) == (0.25, float(top))
+
+
+def test_int64_beyond_what_doubles_tell_apart():
+    g = np.array([2**62, -(2**62), 5], np.int64)
+    m = np.array([2**62 + 1, -(2**62) - 3, 5], np.int64)
+    found = measure(g, m, "int64")
+    assert (found.max_abs_err, found.mean_abs_err, found.binary_err_ratio) == (3.0, 4 / 3, 2 / 3)
+    extremes = measure(np.array([-(2**63)], np.int64), np.array([2**63 - 1], np.int64), "int64")
+    assert extremes.max_abs_err == 2.0**64
+
+
+def test_complex_numbers_are_pairs():
+    g, m = np.array([1 + 2j, 3 - 4j]), np.array([1 + 2j, 3 - 4.5j], np.complex64)
+    found = measure(g, m, "complex64")
+    assert (found.elements, found.max_abs_err, found.binary_err_ratio) == (4, 0.5, 0.25)
+
+
+def test_an_empty_tensor_has_no_measure():
+    found = asdict(measure(np.zeros((0, 5)), np.zeros((0, 5)), "float32"))
+    assert {k for k, v in found.items() if v is not None} == {
+        "elements", "nonfinite", "nonfinite_mismatch", *(f"above_1e_{n}" for n in range(1, 7))
+    }  # fmt: skip
+    assert not any(found.values())
+
+
+def test_nothing_finite():
+    found = measure(np.array([NAN, INF]), np.array([NAN, INF]), "bfloat16")
+    assert (found.cosine, found.max_abs_err, found.rel_l2, found.ulp_max) == (None, None, None, None)
+    assert (found.inf_nan_err_ratio, found.dual_1000, found.nonfinite_mismatch) == (0.0, 1.0, 0)
+
+
+def test_zeros_have_no_direction():
+    found = measure(np.zeros(4), np.zeros(4), "float32")
+    assert (found.cosine, found.rel_l2, found.max_rel_err, found.max_abs_err) == (None, 0.0, None, 0.0)
+    found = measure(np.zeros(4), np.ones(4), "float32")
+    assert (found.cosine, found.rel_l2, found.max_abs_err) == (None, None, 1.0)
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e-300, 1e200])
+def test_the_largest_and_smallest_doubles(scale):
+    g, m = np.array([1.0, 2.0, -3.0]) * scale, np.array([1.0, 2.5, -3.0]) * scale
+    found = measure(g, m, "float64")
+    assert found.cosine == pytest.approx(15.0 / math.sqrt(14 * 16.25))
+    assert found.rel_l2 == pytest.approx(0.5 / math.sqrt(14))
+    assert found.rmse == pytest.approx(0.5 * scale / math.sqrt(3))
+
+
+def test_kl_of_softmaxes():
+    r = np.random.default_rng(0)
+    g, m = r.standard_normal(300) * 4 + 700, (r.standard_normal(300) * 4).astype(np.float32)
+    p, q = np.exp(g - g.max()), np.exp(m.astype(float) - m.max())
+    p, q = p / p.sum(), q / q.sum()
+    expected = float((p * np.log(p / q)).sum())
+    assert measure(g, m, "float32", kl=True).kl == pytest.approx(expected, rel=1e-9)
+    assert measure(g, g.astype(np.float32), "float32").kl is None
+    assert measure(np.array([NAN]), np.array([NAN]), "float32", kl=True).kl is None
+    masked = measure(np.append(g, -INF), np.append(m, -INF), "float32", kl=True).kl
+    assert masked == pytest.approx(expected, rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.floats(width=32)] * 2), min_size=1, max_size=60),
+    st.sampled_from(["bfloat16", "float16", "float32"]),
+    st.integers(1, 9),
+)
+def test_blocks_do_not_show(pairs, dtype, block):
+    g, m = np.array([p[0] for p in pairs]), np.array([p[1] for p in pairs])
+    whole = asdict(measure(g, m, dtype, kl=True))
+    old = measures.BLOCK
+    measures.BLOCK = block
+    try:
+        parts = asdict(measure(g, m, dtype, kl=True))
+    finally:
+        measures.BLOCK = old
+    for name, value in whole.items():
+        if value is None:
+            assert parts[name] is None, name
+        else:
+            assert parts[name] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), name
+
+
+def test_a_large_tensor_takes_bounded_memory():
+    g = np.ones(6_000_000, np.float32)
+    m = g * np.float32(1.001)
+    tracemalloc.start()
+    found = measure(g, m, "float32")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.max_abs_err == pytest.approx(0.001, rel=1e-3)
+    assert peak < 40e6  # the tensors have 48 MB, in float64 96
+
+
+def test_two_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"reference has shape \[2, 3\], mine has \[6\]"):
+        measure(np.zeros((2, 3)), np.zeros(6), "float32")
+    with pytest.raises(ValueError, match="cannot be measured"):
+        measure(np.array(["a"]), np.array(["a"]), "float32")
+
+
+def test_the_file_works_alone(tmp_path):
+    """A generated test carries it to a machine without accprobe."""
+    shutil.copy(Path(measures.__file__), tmp_path / "carried.py")
+    code = (
+        "import json, sys, numpy; from carried import measure, Measures;"
+        "assert measure(numpy.ones(3), numpy.ones(3), 'float32').cosine == 1 and len(Measures.FIELDS) == 45;"
+        "print(json.dumps(sorted({n.split('.')[0] for n in sys.modules})))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert not {"vllm_accprobe", "torch", "vllm", "pandas"} & set(json.loads(out.stdout))
