@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.judge.hidden import COLUMNS, GAIN, GROWTH, Look, Peers
+from vllm_accprobe.judge.hidden import Peers
+from vllm_accprobe.judge.looks import COLUMNS, GAIN, GROWTH, Look
 from vllm_accprobe.metrics.structure import chosen, structure
 
 UNIT = 2.0**-8

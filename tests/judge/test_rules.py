@@ -11,9 +11,9 @@ from vllm_accprobe.dump.schema import ROOT_TAP, Module
 from vllm_accprobe.judge.flips import NEAR_TIE, RANDOM, SAMPLED, UNKNOWN, UPSTREAM, Best, judge_flip
 from vllm_accprobe.judge.floor import flow_unit, is_exact, unit
 from vllm_accprobe.judge.flow import Tree, add_parameters, depths, flow_order, mixes
-from vllm_accprobe.judge.origin import Trace
 from vllm_accprobe.judge.routing import Rerouted, is_choice, is_weight
 from vllm_accprobe.judge.standards import Standard
+from vllm_accprobe.judge.trace import Trace
 from vllm_accprobe.judge.verdict import ELEMENT, NONFINITE, RATIO, ROW, row_errors
 from vllm_accprobe.metrics import oracle
 

@@ -23,8 +23,9 @@ from vllm_accprobe.compare.result import FAIL, PASS, Pair
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.judge import flips as rules
 from vllm_accprobe.judge import shape
-from vllm_accprobe.judge.hidden import Look
-from vllm_accprobe.judge.origin import OUTPUT, PARAM, Created, Trace
+from vllm_accprobe.judge.looks import Look
+from vllm_accprobe.judge.origin import Created
+from vllm_accprobe.judge.trace import OUTPUT, PARAM, Trace
 
 Compared = list[tuple[Pair, np.ndarray]]
 """Each pair with the keys of its rows."""

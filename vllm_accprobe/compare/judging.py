@@ -25,9 +25,10 @@ from vllm_accprobe.judge.calibration import MARGIN, Calibration
 from vllm_accprobe.judge.floor import flow_unit, is_exact
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.flow import Tree
-from vllm_accprobe.judge.origin import Created, Trace, find_origins, kind_of
+from vllm_accprobe.judge.origin import Created, find_origins
 from vllm_accprobe.judge.routing import Rerouted, is_choice
 from vllm_accprobe.judge.standards import EXACT, Limits, Standard
+from vllm_accprobe.judge.trace import Trace, kind_of
 from vllm_accprobe.judge.verdict import RowErrors, row_errors
 from vllm_accprobe.metrics import oracle
 

@@ -13,55 +13,23 @@ Not here: how large an error is (verdict.py), what is in front of what (flow.py)
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.tokens import position, subject
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.flow import Tree
-from vllm_accprobe.judge.hidden import COLUMNS, GAIN, GROWTH, NARROW, Hidden, Look, Peers
+from vllm_accprobe.judge.hidden import Peers
+from vllm_accprobe.judge.influence import Influence, spread
+from vllm_accprobe.judge.looks import COLUMNS, GAIN, GROWTH, NARROW, Hidden, Look, kind_of_place
 from vllm_accprobe.judge.standards import Standard
+from vllm_accprobe.judge.trace import INPUT, OUTPUT, PARAM, Trace
 
 AFTER_ANOTHER = {COLUMNS: 2.0, GAIN: 3.0, GROWTH: 3.0}
-"""How strong a hidden sign must be (hidden.Hidden.strength) behind another origin."""
-INPUT, OUTPUT, PARAM = "input", "output", "param"
+"""How strong a hidden sign must be (looks.Hidden.strength) behind another origin."""
 _NONE = np.zeros(0, np.int64)
-_NO_NUMBERS = np.zeros(0)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One (tap, role, call) of mine with its errors.
-
-    kind: input, output (also what was changed in place) or param. seen: sorted keys of the rows that were compared.
-    keys, err: the rows with an error, sorted by key, and how large it is (verdict.RowErrors.err). everywhere: an error
-    that belongs to no row (a parameter). limit: what the tap may create. vision: the keys are rows of images.
-    allowed: what may have piled up there. weak: err is a lower bound, from statistics. rel, gain: of the same rows,
-    relative L2 error and slope of mine over the golden minus 1. rounding: one rounding's relative error, 0.0 where
-    values must be equal. columns: metrics.structure's sums. width: elements of a row.
-    """
-
-    tap: str
-    role: str
-    call: int
-    kind: str
-    order: int
-    limit: float
-    seen: np.ndarray
-    keys: np.ndarray
-    err: np.ndarray
-    everywhere: float = 0.0
-    vision: bool = False
-    allowed: float = 0.0
-    weak: bool = False
-    rel: np.ndarray = field(default_factory=lambda: _NO_NUMBERS)
-    gain: np.ndarray = field(default_factory=lambda: _NO_NUMBERS)
-    rounding: float = 0.0
-    columns: np.ndarray | None = None
-    width: int = 1
 
 
 @dataclass(frozen=True)
@@ -81,10 +49,6 @@ class Created:
     look: Look | None = None
 
 
-def kind_of(role: str) -> str:
-    return INPUT if role.startswith("input") else PARAM if role.startswith("param") else OUTPUT
-
-
 def find_origins(
     traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, list[tuple[int, int, int]]]
 ) -> list[Created]:
@@ -94,7 +58,7 @@ def find_origins(
 
 class _Search:
     def __init__(self, traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, Any]):
-        self.tree, self.standard, self.images = tree, standard, images
+        self.tree, self.standard, self.influence = tree, standard, Influence(images)
         self.by_tap: dict[str, dict[str, list[Trace]]] = defaultdict(lambda: {INPUT: [], OUTPUT: [], PARAM: []})
         for t in sorted(traces, key=lambda t: t.order):
             self.by_tap[t.tap][t.kind].append(t)
@@ -115,10 +79,16 @@ class _Search:
         return [replace(c, look=self.looks.get((c.tap, id(c.trace)))) for c in found]
 
     def _look(self) -> None:
-        """Looks at every place and what is in front of it, before anybody is blamed: all are each other's measure."""
-        for tap in list(self.by_tap):  # asking for a tap that has no trace adds it
-            for sink, sources in self._places(tap):
-                if sink.rounding and len(sink.seen) and not sink.weak:
+        """Looks at every place and what is in front of it, before anybody is blamed: all are each other's measure.
+        Where an operator's results are equal in all layers, there is nothing to measure."""
+        if any(len(t.keys) for kinds in self.by_tap.values() for t in kinds[OUTPUT] + kinds[INPUT]):
+            # Asking for a tap that has no trace adds it.
+            places = [(tap, *place) for tap in list(self.by_tap) for place in self._places(tap)]
+            places = [p for p in places if p[1].rounding and len(p[1].seen) and not p[1].weak]
+            kinds = [kind_of_place(tap, _role(tap, sink)) for tap, sink, _ in places]
+            odd = {kind for kind, (_, sink, _) in zip(kinds, places, strict=True) if len(sink.keys)}
+            for kind, (tap, sink, sources) in zip(kinds, places, strict=True):
+                if kind in odd:
                     self.looks[(tap, id(sink))] = self._look_at(tap, sink, sources)
         self.peers = Peers(list(self.looks.values()))
 
@@ -130,16 +100,15 @@ class _Search:
                 continue
             # What has few elements multiplies whole rows: a gate, the weights of the chosen experts.
             factor = np.maximum(np.abs(source.gain), source.rel) if source.width < NARROW else np.abs(source.gain)
-            for values, out in ((source.rel, before), (factor, gain)):
+            for what, values, out in (("rel", source.rel, before), ("gain", factor, gain)):
                 if len(values) == len(source.keys):
-                    plain = replace(source, err=values)
-                    np.maximum(out, self._influence(plain, sink, sink.seen, mixing), out=out)
-        role = sink.role if sink.tap == tap else f"{sink.tap}/{sink.role}"
-        err, slope = (_spread(sink.seen, sink.keys, v) for v in (sink.rel, sink.gain))
+                    found = self.influence.again(source, what, values, sink.vision, sink.seen, mixing)
+                    np.maximum(out, found, out=out)
+        err, slope = (spread(sink.seen, sink.keys, v) for v in (sink.rel, sink.gain))
         columns = [s.columns for s in sources if s.columns is not None and s is not sink]
         cls = self.tree.classes.get(tap, "")
         rows = sink.seen, err, slope, before, gain
-        return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.columns, columns, mixing)
+        return Look(tap, _role(tap, sink), cls, sink.rounding, *rows, sink.width, sink.columns, columns, mixing)
 
     def _places(self, tap: str) -> list[tuple[Trace, list[Trace]]]:
         """Where ``tap`` itself may create an error, with what is in front: its outputs, and between its children."""
@@ -219,7 +188,7 @@ class _Search:
         explained = np.zeros(len(keys))
         for source in [*sources, *(b for b in below if b.order < sink.order)]:
             if source is not sink:
-                found = self._influence(source, sink, keys, mixing)
+                found = self.influence.of(source, source.err, sink.vision, keys, mixing)
                 if source.weak:  # what is known to be wrong may be wrong by any amount
                     found = np.where(found > source.limit, np.inf, found * self.standard.amplification)
                 np.maximum(explained, found, out=explained)
@@ -244,34 +213,6 @@ class _Search:
             found = look.keys[rows], np.maximum(look.err, np.abs(look.gain))[rows], look.before[rows]
             self.found[tap].append(Created(tap, sink, *found, "jump", hidden))
 
-    def _influence(self, source: Trace, sink: Trace, keys: np.ndarray, mixing: bool) -> np.ndarray:
-        """The largest error of ``source`` among the rows that can influence each of ``keys``: float64 [len(keys)]."""
-        base = np.full(len(keys), source.everywhere)
-        if not len(source.keys):
-            return base
-        if source.vision and not sink.vision:
-            source = self._as_text(source)
-        elif sink.vision and not source.vision:
-            return base
-        elif source.vision:
-            return np.maximum(base, _same_subject(source, keys))
-        return np.maximum(base, _causal(source, keys) if mixing else _same_row(source, keys))
-
-    def _as_text(self, source: Trace) -> Trace:
-        """An image's error, at the text positions which the image fills."""
-        worst: dict[int, float] = {}
-        for who, e in zip(subject(source.keys).tolist(), source.err.tolist(), strict=True):
-            worst[who] = max(worst.get(who, 0.0), e)
-        at: dict[int, float] = {}
-        for who, e in worst.items():
-            for text, first, n in self.images.get(who, ()):
-                for p in range(first, first + n):
-                    key = (text << 32) | p
-                    at[key] = max(at.get(key, 0.0), e)
-        keys = np.array(sorted(at), np.int64)
-        err = np.array([at[k] for k in keys.tolist()])
-        return Trace(source.tap, source.role, source.call, source.kind, source.order, 0.0, keys, keys, err)
-
 
 def _sure(created: list[Created]) -> list[Created]:
     """Without signs that are weak where something before has been found: a fault's traces are no honest noise."""
@@ -282,70 +223,9 @@ def _sure(created: list[Created]) -> list[Created]:
     return out
 
 
-def _spread(wanted: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """``values`` of the sorted ``keys`` at all ``wanted`` keys, 0 where there is none."""
-    out = np.zeros(len(wanted))
-    if len(keys) and len(values) == len(keys):
-        if np.array_equal(keys, wanted):  # the usual case, at a tenth of the cost
-            return values.astype(np.float64)
-        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        out = np.where(keys[at] == wanted, values[at], 0.0)
-    return out
+def _role(tap: str, sink: Trace) -> str:
+    return sink.role if sink.tap == tap else f"{sink.tap}/{sink.role}"
 
 
 def _level(tree: Tree, tap: str) -> int:
     return len(tree.above(tap))
-
-
-def _same_row(source: Trace, keys: np.ndarray) -> np.ndarray:
-    if np.array_equal(source.keys, keys):
-        return source.err
-    at = np.minimum(np.searchsorted(source.keys, keys), len(source.keys) - 1)
-    return np.where(source.keys[at] == keys, source.err[at], 0.0)
-
-
-def _same_subject(source: Trace, keys: np.ndarray) -> np.ndarray:
-    who = subject(keys)
-    out = np.zeros(len(keys))
-    for one in np.unique(who):
-        mask = subject(source.keys) == one
-        if mask.any():
-            out[who == one] = source.err[mask].max()
-    return out
-
-
-def _causal(source: Trace, keys: np.ndarray) -> np.ndarray:
-    """Rows of the same request at positions up to the row's; where such a row was computed for another request (a
-    shared prefix in the cache), any request's row at that position."""
-    out = np.zeros(len(keys))
-    where = position(keys)
-    source_at, seen_at = position(source.keys), position(source.seen)
-    for one in np.unique(subject(keys)):  # all keys are sorted: a request is a stretch
-        mine, own, seen = (_stretch(k, int(one)) for k in (keys, source.keys, source.seen))
-        at, err = source_at[own], source.err[own]
-        have = seen_at[seen]
-        top = int(where[mine][-1])
-        if np.searchsorted(have, top, side="right") <= top:  # rows of this request are missing before its last one
-            other = ~np.isin(source_at, have)
-            other[own] = False
-            at, err = np.concatenate([at, source_at[other]]), np.concatenate([err, source.err[other]])
-            order = np.argsort(at, kind="stable")
-            at, err = at[order], err[order]
-        if not len(at):
-            continue
-        err = np.maximum.accumulate(err)
-        i = np.searchsorted(at, where[mine], side="right")
-        out[mine] = np.where(i > 0, err[np.maximum(i - 1, 0)], 0.0)
-    return out
-
-
-def _stretch(keys: np.ndarray, who: int) -> slice:
-    """Where the rows of one request lie in sorted ``keys``."""
-    first, last = np.searchsorted(keys, [who << 32, (who + 1) << 32])
-    return slice(int(first), int(last))
-
-
-def merge_seen(arrays: Iterable[np.ndarray]) -> np.ndarray:
-    """The sorted union of several key arrays."""
-    arrays = [a for a in arrays if len(a)]
-    return np.unique(np.concatenate(arrays)) if arrays else _NONE

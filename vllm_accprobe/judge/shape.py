@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.judge.hidden import column_signs
+from vllm_accprobe.judge.columns import column_signs
 
 _AGREE = 0.95
 _FEW_LISTED = 4
