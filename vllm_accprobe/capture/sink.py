@@ -78,7 +78,7 @@ class Sink:
         # vLLM 0.32's CPU worker cannot be initialised in a process that has already loaded llvmlite.
         warm_up()
         self.seen: dict[str, StatsCell] = {}
-        self._lasting: dict[str, StatsCell] = {}  # of parameters: their bytes are stored once per run
+        self.lasting: dict[str, StatsCell] = {}  # of parameters: their bytes are stored once per run
         self._token_ids: list[int] = []
         self._positions: list[int] = []
         self.scratch = Scratch()
@@ -183,20 +183,22 @@ class Sink:
         space: Space | None,
         row_dim: int,
         ticket: Ticket | None = None,
+        lasting: bool = False,
     ) -> None:
-        """Stores ``tensor`` (its selected rows, if it has any) and queues its line; ``ticket`` gets the hash."""
+        """Stores ``tensor`` (its selected rows, if it has any) and queues its line; ``ticket`` gets the hash.
+        ``lasting``: the same bytes will come again in later steps."""
         ready = self._prepare(event, tensor, space, row_dim)
         if ready is None:
             return
         tensor, ranges = ready
         if self._staging is None:
-            hash = self._store(event, tensor, ranges)
+            hash = self._store(event, tensor, ranges, lasting)
             if ticket is not None:
                 ticket.digest = hash
             return
 
         def arrived(hosts: Sequence[torch.Tensor]) -> None:
-            hash = self._store(event, hosts[0], None)
+            hash = self._store(event, hosts[0], None, lasting)
             if ticket is not None:
                 ticket.digest = hash
 
@@ -269,11 +271,13 @@ class Sink:
             return torch.cat([tensor.narrow(row_dim, a, b - a) for a, b in space.ranges], row_dim), None
         return tensor, space.ranges
 
-    def _store(self, event: dict[str, Any], host: torch.Tensor, ranges: Ranges) -> str:
+    def _store(self, event: dict[str, Any], host: torch.Tensor, ranges: Ranges, lasting: bool = False) -> str:
         event["shape"], parts = self.scratch.parts(host, ranges)
-        return self._store_parts(event, parts, digest(parts))
+        return self._store_parts(event, parts, digest(parts), lasting)
 
-    def _store_parts(self, event: dict[str, Any], parts: list[tuple[int, int]], hash: str) -> str:
+    def _store_parts(
+        self, event: dict[str, Any], parts: list[tuple[int, int]], hash: str, lasting: bool = False
+    ) -> str:
         event["hash"] = hash
         self.tensors += 1
         key = hash + event["dtype"]
@@ -286,8 +290,8 @@ class Sink:
             self.writer.line(event)
             return hash
         cell = self.seen[key] = StatsCell(None, hash)
-        if event["event"] == "param":
-            self._lasting[key] = cell
+        if lasting or event["event"] == "param":
+            self.lasting[key] = cell
         event["stats"] = cell
         if self.keep or event["event"] == "param":
             cell.payload = self.writer.put(parts, event, cell)
@@ -327,7 +331,7 @@ class Sink:
 
     def _new_step(self) -> None:
         self.seen.clear()
-        self.seen.update(self._lasting)
+        self.seen.update(self.lasting)
         self._token_ids = []
         self._positions = []
 
