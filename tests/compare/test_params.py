@@ -39,7 +39,7 @@ def run(golden, mine):
     store = Store()
     g, m = golden(store), mine(store)
     unit = Unit(("m", "param.weight", 0), ("m", "param.weight", 0), "Linear", "exact", 0, 0, [g], [m])
-    return compare_params(unit, Loader(store), Loader(store), Standard())
+    return compare_params(unit, Loader(store), Loader(store), Standard())[0]
 
 
 W = np.arange(24, dtype=np.float32).reshape(6, 4) / 7

@@ -142,10 +142,12 @@ def _layouts(parts: Sequence[Record], axis: int) -> Layout | None:
 
 
 def _stats(parts: Sequence[Record]) -> Stats | None:
-    """The statistics of the parts as one tensor: exact, but for rounding."""
     found = [p.stats for p in parts if p.stats is not None]
-    if len(found) < len(parts):
-        return None
+    return join_stats(found) if len(found) == len(parts) else None
+
+
+def join_stats(found: Sequence[Stats]) -> Stats | None:
+    """The statistics of several tensors as one: exact, but for rounding. None where one of them is not whole."""
     counts = [s.count - s.nan - s.inf for s in found]
     total = sum(counts)
     whole = [s for s, n in zip(found, counts, strict=True) if n]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.tokens import Space
+from vllm_accprobe.compare import statistics
 from vllm_accprobe.compare.index import Indices
 from vllm_accprobe.compare.plan import SAMPLER, TOKEN, Group, Unit
 from vllm_accprobe.compare.read import Block, Loader, cut_shape, find_cut
@@ -58,6 +59,8 @@ class Piece:
     structure: np.ndarray | None = None  # metrics.structure's sums over some of the rows
     identical: bool = False
     stat_error: tuple[float, float] | None = None
+    figures: tuple[statistics.Figures, statistics.Figures] | None = None  # golden's and mine's, where they decided
+    by: str = ""  # what decided where values could not
     skip: str = ""
     feature: tuple[int, ...] = ()
     worst: tuple[int, int, float, float] | None = None  # row, flat index in the row, golden, mine
@@ -224,11 +227,17 @@ class Measurer:
         return True
 
     def _statistics(self, piece: Piece, golden: Group) -> None:
-        g, m = _stats(golden), _stats(piece.group)
-        if len(g) != 1 or len(m) != 1 or g[0] is None or m[0] is None:
-            piece.skip = NO_PAYLOAD
+        g = statistics.statistics_of(golden, self.golden)
+        m = statistics.statistics_of(piece.group, self.mine)
+        if g is not None and m is not None and statistics.common(g, m):
+            piece.stat_error = statistics.statistics_error(g, m)
+            piece.figures = statistics.figures(g), statistics.figures(m)
             return
-        piece.stat_error = statistics_error(g[0], m[0])
+        equal = statistics.checksums(golden, piece.group)
+        if equal is None:
+            piece.skip = NO_PAYLOAD
+        else:
+            piece.stat_error, piece.by = (0.0 if equal else float("inf"), 0.0), "checksums"
 
     def _whole(self, piece: Piece, golden: list[Group]) -> None:
         """A tensor without rows: against the golden's of a step with the same batch."""
@@ -291,28 +300,6 @@ def _elements(piece: Piece) -> np.ndarray:
     if piece.elements is None:
         piece.elements = np.zeros(len(oracle.ELEMENT_FIELDS))
     return piece.elements
-
-
-def statistics_error(g: Stats, m: Stats) -> tuple[float, float]:
-    """How far two tensors must be apart, from statistics alone: lower bounds of (relative L2 error, lone element's).
-
-    |norm(m) - norm(g)| / norm(g) and |mean(m) - mean(g)| / rms(g) are at most the relative L2 error; the extremes'
-    differences, in units of max(|extreme|, rms), at most the worst element's. Infinite where NaN or infinity differ.
-    """
-    infinite = float("inf"), 0.0
-    if (g.nan, g.inf, g.count) != (m.nan, m.inf, m.count):
-        return infinite
-    values = [(s.l2, s.mean, s.min, s.max) for s in (g, m)]
-    if any(v is None for v in (*values[0], *values[1])):
-        return (0.0, 0.0) if values[0] == values[1] else infinite
-    (gl2, gmean, gmin, gmax), (ml2, mmean, mmin, mmax) = values  # type: ignore[misc]
-    n = max(g.count - g.nan - g.inf, 1)
-    rms = gl2 / n**0.5  # type: ignore[operator]
-    if not rms:
-        return (0.0, 0.0) if ml2 == 0 else infinite
-    parts = [abs(ml2 - gl2) / gl2, abs(mmean - gmean) / rms]  # type: ignore[operator]
-    peaks = [abs(b - a) / max(abs(a), rms) for a, b in ((gmin, mmin), (gmax, mmax))]  # type: ignore
-    return float(max(parts)), float(max(peaks))
 
 
 def _feature(group: Group, cut: tuple[int, int] | None) -> tuple[int, ...]:

@@ -37,7 +37,8 @@ class Part:
     units of the rms), from statistics alone. worst: (row, flat index, golden, mine) of the largest |d|. whole: a tensor
     without rows, measured as one. row_norm: rms norm of the golden's rows where nothing was read (identical).
     elements: metrics.oracle.ELEMENT_FIELDS, sums over all elements for other tools' standards; None where values were
-    not read. kl: KL divergence, None where not measured. choices:
+    not read. figures: golden's and mine's (max, min, mean, norm), where they decided. kl: KL divergence, None where not
+    measured. choices:
     int64 [rows, k], the experts that mine chose, of a tensor that holds such. nonfinite: count where identical; zero:
     all of it is 0. equal, by: parameters: equal to the bit, and how that is known. skip: why nothing was compared.
     """
@@ -70,6 +71,7 @@ class Part:
     elements: tuple[float, ...] | None = None
     kl: float | None = None
     choices: np.ndarray | None = None
+    figures: tuple[tuple[float | None, ...], ...] | None = None
 
     @property
     def width(self) -> int:
@@ -191,7 +193,8 @@ def part_of(piece: Piece, *, equal: bool | None = None, by: str = "", family: st
         nonfinite=sum(s.nan + s.inf for s in stats if s is not None) if piece.identical else 0,
         zero=not any(s is not None and s.l2 for s in stats),
         equal=equal,
-        by=by,
+        by=by or piece.by,
+        figures=piece.figures,
         replicas=piece.replicas,
         note=piece.group.merge.note if piece.group.merge else "",
         skip=piece.skip,

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_accprobe.align.shards import ONE
-from vllm_accprobe.compare.measure import OTHER_WIDTH, UNKNOWN_DTYPE, Piece, statistics_error
+from vllm_accprobe.compare import statistics
+from vllm_accprobe.compare.measure import OTHER_WIDTH, UNKNOWN_DTYPE, Piece
 from vllm_accprobe.compare.plan import Group, Unit
 from vllm_accprobe.compare.read import Block, Loader, cut_shape, find_cut
 from vllm_accprobe.dump.dtypes import DTYPES, widen
@@ -42,15 +43,17 @@ def is_computed(role: str) -> bool:
     return bool(_COMPUTED.search(role))
 
 
-def compare_params(unit: Unit, golden: Loader, mine: Loader, standard: Standard) -> ParamResult:
-    """Compares the one group of a parameter on either side."""
-    g, m = unit.golden[-1], unit.mine[-1]
-    piece = Piece(m, [g], whole=True)
-    try:
-        return _compare(piece, g, m, golden, mine, standard)
-    finally:
-        golden.forget()
-        mine.forget()
+def compare_params(unit: Unit, golden: Loader, mine: Loader, standard: Standard) -> list[ParamResult]:
+    """Compares a parameter: one group on either side, or, where ranks are compared one by one, one for each rank."""
+    found = []
+    for m in unit.mine if len(unit.golden) > 1 else unit.mine[-1:]:
+        g = next((g for g in unit.golden if g.moment == m.moment), unit.golden[-1])
+        try:
+            found.append(_compare(Piece(m, [g], whole=True), g, m, golden, mine, standard))
+        finally:
+            golden.forget()
+            mine.forget()
+    return found
 
 
 def _compare(piece: Piece, g: Group, m: Group, golden: Loader, mine: Loader, standard: Standard) -> ParamResult:
@@ -118,11 +121,22 @@ def _by_sample(piece: Piece, g: Group, m: Group, standard: Standard) -> ParamRes
         piece.stat_error = (0.0 if equal else float("inf"), 0.0)
         return ParamResult(piece, equal, "hash of a sample")
     if all(x.stats and y.stats for x, y in pairs):
-        errors = [statistics_error(x.stats, y.stats) for x, y in pairs if x.stats and y.stats]
+        errors = [statistics.statistics_error(x.stats, y.stats) for x, y in pairs if x.stats and y.stats]
         piece.stat_error = max(e[0] for e in errors), max(e[1] for e in errors)
+        if len(pairs) == 1 and pairs[0][0].stats and pairs[0][1].stats:
+            piece.figures = statistics.figures(pairs[0][0].stats), statistics.figures(pairs[0][1].stats)
         allowed = max(rounding_unit(g.first.dtype), rounding_unit(m.first.dtype))
+        if statistics.checksums(g, m) is False:
+            return ParamResult(piece, False, "checksums")
+        known = [statistics.same_weights(x, y, allowed) for x, y in pairs]
+        if None not in known:
+            return ParamResult(piece, all(known), "statistics")
         error = max(piece.stat_error[0], piece.stat_error[1] / standard.element)
         return ParamResult(piece, error <= allowed, "statistics")
+    same = statistics.checksums(g, m)
+    if same is not None:
+        piece.stat_error = 0.0 if same else float("inf"), 0.0
+        return ParamResult(piece, same, "checksums")
     piece.skip = "parameters without payload, sample or statistics"
     if g.merge.kind != ONE:
         piece.skip = ELSEWHERE_CUT

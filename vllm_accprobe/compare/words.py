@@ -18,6 +18,7 @@ from vllm_accprobe.compare.measured import MeasuredUnit, Part, Setting
 from vllm_accprobe.compare.plan import SAMPLER, TOKEN, Plan
 from vllm_accprobe.compare.result import FAIL, PASS, PHASE_MIXED, SKIP, Pair
 from vllm_accprobe.compare.rows import RowTable
+from vllm_accprobe.compare.statistics import said as figures_said
 from vllm_accprobe.judge import flips
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
@@ -48,6 +49,8 @@ def make_pair(unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits,
         clause = f"{part.by or 'statistics'} differ"
     elif part.table is None and not part.identical:
         clause = f"no payload: judged by {part.by or 'statistics'}"
+    if part.figures is not None:
+        clause = join(clause, figures_said(part.figures))
     prefill, decode = _phases(part, errors)
     return Pair(
         **_names(unit, part),

@@ -44,8 +44,8 @@ class UnitMeasurer:
     def measure(self, unit: Unit) -> MeasuredUnit:
         """Raises DumpError."""
         if unit.is_param:
-            result = compare_params(unit, *self.loaders, Standard())
-            return unit_of(unit, [part_of(result.piece, equal=result.equal, by=result.by)])
+            results = compare_params(unit, *self.loaders, Standard())
+            return unit_of(unit, [part_of(r.piece, equal=r.equal, by=r.by) for r in results])
         parts, columns, far = [], None, None
         for piece in self._measurer.measure(unit):
             parts.append(part_of(piece, family=family(piece.group.where[2] if piece.group.where else "")))

@@ -21,7 +21,7 @@ from vllm_accprobe.dump.schema import RUN_JSON
 
 OWN = "accprobe"
 OWN_HOW = "run.json, or directories rank0000, rank0001 ... with journal.jsonl"
-MODULES: tuple[str, ...] = ("xray", "sglang", "msit", "atb", "torchair", "single", "folder")
+MODULES: tuple[str, ...] = ("xray", "msprobe", "sglang", "msit", "atb", "torchair", "single", "folder")
 """Modules of this package, in the order in which they are asked: each format adds itself here."""
 _RANK = re.compile(r"rank\d{4,9}", re.ASCII)
 

@@ -1,0 +1,310 @@
+"""Dumps of msprobe (MindStudio-Probe): many steps and ranks, tensors, statistics or checksums, PyTorch and MindSpore.
+
+The problem: a record is a module or an API call, numbered over the whole step, written when it ends, with its tensors
+in nested lists; its own comparison takes one step at a time and throws away what golden has alone. The idea: a module's
+place is its path; an API's place is the module that called it (construct.json), so that its number counts there and one
+call more elsewhere moves nothing; inputs stand in the order of execution before what ran inside. Backward runs are
+places of their own, ``backward.<path>``.
+Layout: ``[step<S>/][rank<R>|proc<PID>/]{dump,stack,construct}.json`` or ``debug.json``, payloads in
+``dump_tensor_data/<data_name>`` beside it (``dump_data_dir`` is another machine's path and is not used).
+Not here: the payloads' files (torchfile.py, single.py), writing (dump/export_msprobe.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.reader import DumpError
+from vllm_accprobe.dump.schema import ROOT_TAP, Stats
+from vllm_accprobe.formats import single, torchfile, walk
+from vllm_accprobe.formats.foreign import PARAM, VALUE, ForeignDump, Read, Tensor, torch_dtype
+
+NAME = "msprobe"
+HOW = "dump.json or debug.json in the directory, or in [step<S>/][rank<R>|proc<PID>/] below it"
+DUMP, DEBUG, CONSTRUCT, DATA = "dump.json", "debug.json", "construct.json", "dump_tensor_data"
+LOST = "payload missing in dump_tensor_data"
+OUTSIDE = "payload outside the dump"
+_STEP = re.compile(r"step(\d{1,9})", re.ASCII)
+_RANK = re.compile(r"rank(\d{0,9})", re.ASCII)
+_PROC = re.compile(r"proc(\d+)", re.ASCII)
+_MODULE = re.compile(r"(?:Module|Cell)\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_grad)(?:\.(\d+))?")
+_API = re.compile(r"(.+)\.(\d+)\.(forward|backward)")
+_SECTIONS = {
+    "input_args": ("input", "input"),
+    "input": ("input", "input"),
+    "input_kwargs": ("input", "kwargs"),
+    "output": ("output", "output"),
+    "parameters": ("param", "parameters"),
+}
+"""Section of a record → (what a role begins with, what the name of its tensors has)."""
+_ORDER = ("parameters", "input_args", "input", "input_kwargs", "output")
+_MAX_NESTED = 16
+_MAX_JSON = 2 << 30
+
+
+def recognise(path: Path) -> bool:
+    if path.is_file():
+        return path.name in (DUMP, DEBUG)
+    return walk.probe(path, lambda parts: parts[-1] in (DUMP, DEBUG) and _fits(parts[:-1]), depth=2)
+
+
+def _fits(parts: tuple[str, ...]) -> bool:
+    """[step<S>][, rank or process]"""
+    rest = parts[1:] if parts and _STEP.fullmatch(parts[0]) else parts
+    return len(rest) <= 1 and all(_RANK.fullmatch(p) or _PROC.fullmatch(p) for p in rest)
+
+
+def open(path: Path) -> ForeignDump:
+    """path: the dump's root, a step's directory, a rank's directory, or a dump.json. Raises DumpError."""
+    root = path.parent if path.is_file() else path
+    dump = ForeignDump(path, NAME)
+    links: list[str] = []
+    found = [f for f in walk.files(root, lambda n: n in (DUMP, DEBUG), links) if _fits(f.parts[:-1])]
+    if path.is_file():
+        found = [f for f in found if f.path == path]
+    processes: dict[str, int] = {}
+    for f in found:
+        directory = f.path.parent
+        names = [*root.absolute().parts[-2:], *f.parts[:-1]]
+        step = next((int(m[1]) for n in reversed(names) if (m := _STEP.fullmatch(n))), 0)
+        _add(dump, f.path, directory, step, _rank(names, processes))
+    if len(processes) > 1:
+        dump.problem(f"{len(processes)} processes without a rank's number: taken for ranks in the order of their ids")
+    if said := walk.links_sentence(links):
+        dump.problem(said)
+    return dump
+
+
+def _rank(names: list[str], processes: dict[str, int]) -> int:
+    """From ``rank3``; a process without a number (``proc123``, ``rank``) is the next one."""
+    own = next((n for n in reversed(names) if _RANK.fullmatch(n) or _PROC.fullmatch(n)), "")
+    match = _RANK.fullmatch(own)
+    return int(match[1]) if match and match[1] else processes.setdefault(own, len(processes))
+
+
+# --- one rank of one step --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a record stands. inside: path of the module it is or was called by; module: whether it is one."""
+
+    tap: str
+    cls: str
+    call: int | None
+    inside: str
+    module: bool
+    grads: bool = False
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One tensor of a record. suffix: its name behind the record's."""
+
+    role: str
+    suffix: str
+    info: Mapping[str, Any]
+
+
+def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -> None:
+    head = _json(file)
+    data = head.get("data") if isinstance(head, dict) else None
+    if not isinstance(data, dict):
+        raise DumpError(f"{file} is no dump of msprobe: it has no records under 'data'")
+    for key in ("framework", "task", "level"):
+        if isinstance(head.get(key), str):
+            dump.run.setdefault(key, head[key])
+    parents = _parents(dump, directory / CONSTRUCT) if file.name == DUMP else {}
+    stored = _stored(directory / DATA)
+    places: list[tuple[str, Mapping[str, Any], _Place]] = [
+        (key, record, _place(key, parents)) for key, record in data.items() if isinstance(record, dict)
+    ]
+    for order, (key, place, leaf) in enumerate(_in_order(places)):
+        info = leaf.info
+        dtype, shape = torch_dtype(str(info.get("dtype"))), info.get("shape")
+        if not isinstance(shape, list) or any(type(n) is not int for n in shape):
+            dump.skip(place.tap, "record without a shape", step, leaf.role)
+            continue
+        name = info.get("data_name")
+        read = None
+        if name:
+            read = _payload(dump, directory / DATA, name, stored, dtype, place.tap, leaf.role)
+        dump.add(
+            Tensor(
+                name=f"{key}.{leaf.suffix}" if leaf.suffix else key,
+                tap=place.tap,
+                role=leaf.role,
+                dtype=dtype,
+                shape=tuple(shape),
+                read=read,
+                cls=place.cls,
+                step=step,
+                rank=rank,
+                call=None if leaf.role.startswith(PARAM) else place.call,
+                stats=_stats(info, math.prod(shape)),
+                hash=f"crc32:{info['md5']}" if isinstance(info.get("md5"), str) else None,
+                order=order,
+            )
+        )
+
+
+def _json(file: Path) -> Any:
+    import orjson
+
+    try:
+        text = walk.read_text(file, _MAX_JSON)
+        try:
+            return orjson.loads(text)
+        except ValueError:  # orjson takes no NaN and no Infinity, which msprobe writes
+            return json.loads(text)
+    except OSError as e:
+        raise DumpError(f"cannot read {file}: {e.strerror or e}") from None
+    except (ValueError, RecursionError) as e:
+        raise DumpError(f"{file} is damaged: {str(e)[:120]}") from None
+
+
+def _parents(dump: ForeignDump, file: Path) -> dict[str, str]:
+    """Record → the record that called it."""
+    if not file.is_file():
+        dump.problem(f"{CONSTRUCT} is missing: API calls are not placed in the modules that made them")
+        return {}
+    found = _json(file)
+    if not isinstance(found, dict):
+        raise DumpError(f"{file} is damaged: not the JSON object it should be")
+    return {k: (v[0] if isinstance(v, list) and v else v) for k, v in found.items()}
+
+
+def _stored(directory: Path) -> set[str]:
+    try:
+        with os.scandir(directory) as entries:
+            return {e.name for e in entries if e.is_file(follow_symlinks=False)}
+    except OSError:
+        return set()
+
+
+def _place(key: str, parents: Mapping[str, Any]) -> _Place:
+    if match := _MODULE.fullmatch(key):
+        path = match[1] or ROOT_TAP
+        tap = path if match[3] == "forward" else f"backward.{path}"
+        return _Place(tap, match[2], int(match[4] or 0), tap, True, match[3] == "parameters_grad")
+    if match := _API.fullmatch(key):
+        cls = match[1]
+        head, _, name = cls.partition(".")
+        leaf = f"{head}:{name.replace('.', '_')}" if name else head
+        backward = match[3] == "backward"
+        caller = parents.get(key) or parents.get(f"{match[1]}.{match[2]}.forward")
+        inside = _MODULE.fullmatch(caller) if isinstance(caller, str) else None
+        path = "" if inside is None else inside[1] or ROOT_TAP
+        tap = f"{path}.{leaf}" if path and path != ROOT_TAP else leaf
+        prefix = "backward." if backward else ""
+        # Numbered where it was called: the number in the name counts calls of the whole step.
+        return _Place(prefix + tap, cls, None if path else int(match[2]), prefix + path if path else "", False)
+    return _Place(key.removesuffix(".debug"), "", None, "", False)
+
+
+def _in_order(places: list[tuple[str, Mapping[str, Any], _Place]]) -> Iterator[tuple[str, _Place, _Leaf]]:
+    """The tensors in the order of execution. Records are written when they end; a module began, with its weights and
+    its inputs, before the first record inside it."""
+    began: dict[str, int] = {}
+    keyed: list[tuple[tuple[int, int, int, int], str, _Place, _Leaf]] = []
+    for i, (key, record, place) in enumerate(places):
+        above = place.inside
+        while above:
+            began.setdefault(above, i)
+            above = above.rpartition(".")[0]
+        start = began.pop(place.inside, i) if place.module and not place.grads else i
+        depth = place.inside.count(".") if place.module else 1 << 20
+        for n, leaf in enumerate(_leaves(record, place)):
+            early = leaf.role.startswith(("input", PARAM))
+            keyed.append(((start, 0, depth, n) if early else (i, 1, 0, n), key, place, leaf))
+    for _, key, place, leaf in sorted(keyed, key=lambda item: item[0]):
+        yield key, place, leaf
+
+
+def _leaves(record: Mapping[str, Any], place: _Place) -> Iterator[_Leaf]:
+    if "dtype" in record:  # what save() of level debug wrote
+        yield _Leaf(VALUE, "", record)
+        return
+    if place.grads:
+        for name, value in record.items():
+            for suffix, info in _tensors(value, ()):
+                rest = suffix[1:] if suffix[:1] == ("0",) else suffix
+                yield _Leaf(".".join(("output", str(name), *rest)), ".".join((str(name), *rest)), info)
+        return
+    known = [s for s in (_ORDER if record.keys() & _SECTIONS.keys() else ()) if s in record]
+    for section in known:
+        role, word = _SECTIONS[section]
+        for suffix, info in _tensors(record[section], ()):
+            yield _Leaf(".".join((role, *suffix)), ".".join((word, *suffix)), info)
+    if not known:
+        for suffix, info in _tensors(record, ()):
+            yield _Leaf(".".join((VALUE, *suffix)), ".".join(suffix), info)
+
+
+def _tensors(value: Any, suffix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    if len(suffix) > _MAX_NESTED:
+        return
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _tensors(item, (*suffix, str(i)))
+    elif isinstance(value, dict):
+        if "dtype" in value and "shape" in value:
+            yield suffix or ("0",), value
+            return
+        if "type" in value and "value" in value:
+            return  # a number or a text
+        for key, item in value.items():
+            yield from _tensors(item, (*suffix, str(key)))
+
+
+def _stats(info: Mapping[str, Any], count: int) -> Stats | None:
+    """msprobe takes its statistics in the tensor's own dtype, infinities and NaN included, and none of bool."""
+    values = [info.get(k) for k in ("Min", "Max", "Mean", "Norm")]
+    if all(v is None for v in values):
+        return None
+    numbers = [float(v) if isinstance(v, (int, float)) else None for v in values]
+    ends = [v for v in numbers[:2] if v is not None]
+    nan = int(any(math.isnan(v) for v in ends))
+    finite = [v if v is not None and math.isfinite(v) else None for v in numbers]
+    return Stats(count, finite[0], finite[1], finite[2], finite[3], nan, sum(math.isinf(v) for v in ends))
+
+
+# --- payloads --------------------------------------------------------------------------------------------------------
+
+
+def _payload(
+    dump: ForeignDump, directory: Path, name: Any, stored: set[str], dtype: str, tap: str, role: str
+) -> Read | None:
+    if not isinstance(name, str) or os.path.basename(name) != name or "\\" in name or name in ("", ".", ".."):
+        dump.skip(tap, OUTSIDE, role=role)
+        dump.problem(f"{tap} {role}: its data_name {str(name)[:80]!r} leads out of the dump: not read")
+        return None
+    if name not in stored:
+        dump.skip(tap, LOST, role=role)
+        return None
+    path = directory / name
+    if path.suffix == ".npy":
+        return lambda: as_dtype(*single.read_npy(path), dtype, path)
+    return lambda: as_dtype(*torchfile.read_tensor(path), dtype, path)
+
+
+def as_dtype(bits: np.ndarray, found: str, dtype: str, path: Path) -> np.ndarray:
+    """The bits of ``dtype`` from those of the file: the same, or of bfloat16 and 8-bit floats that numpy stored as
+    float32. Raises DumpError."""
+    if found == dtype or dtype not in DTYPES:
+        return bits
+    if found == "float32" and dtype == "bfloat16":
+        whole = np.ascontiguousarray(bits).view(np.uint32)
+        if not (whole & 0xFFFF).any():
+            return (whole >> 16).astype(np.uint16)
+    raise DumpError(f"{path} holds {found} where {dtype} was announced")
