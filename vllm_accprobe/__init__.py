@@ -20,7 +20,9 @@ _WHERE = {
     "set_label": "vllm_accprobe.labels",
     "set_task_id": "vllm_accprobe.labels",
     "open_dump": "vllm_accprobe.formats",
+    "begin_dump": "vllm_accprobe.capture.op_dump",
     "compare": "vllm_accprobe.compare.engine",
+    "end_dump": "vllm_accprobe.capture.op_dump",
 }
 
 __all__ = [
@@ -29,7 +31,9 @@ __all__ = [
     "Probe",
     "ProbeConfig",
     "__version__",
+    "begin_dump",
     "compare",
+    "end_dump",
     "gen_id",
     "open_dump",
     "register_hook",
