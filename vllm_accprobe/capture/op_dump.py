@@ -2,8 +2,8 @@
 
 The problem: somebody wants to see what one function does, in a script or in the middle of a server's forward, where it
 runs again and again (torch_xray's guide pastes the two calls into a model's ``forward``). The idea: each stretch from
-begin to end is a step of one dump, which stays open until ``end_dump(close=True)`` or the process ends; begun again with
-the same path, it goes on. The operator tap is the one of served models; names of modules come from ``model``, if given.
+begin to end is a step of one dump, which stays open until ``end_dump(close=True)`` or the process ends; begun again
+with the same path, it goes on. The operator tap is the one of served models; names of modules come from ``model``.
 Not here: what is captured of a call (ops.py).
 """
 
