@@ -69,6 +69,8 @@ def origin_entry(
         key = int(c.keys[at])
         request, where = setting.name(key)
         phase = places.phase(key)
+        if not request:  # a tensor that is compared as a whole
+            request = where = phase = None
     value, limit, worst = size_of(c, at)
     if trace.kind == PARAM:
         found = next((p for p, _ in pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
@@ -86,7 +88,7 @@ def origin_entry(
         "evidence": c.evidence,
         "rows": len(c.keys),
         "worst": worst,
-        "shape": shape_of(c, setting, places, chosen or {}),
+        "shape": "" if len(c.keys) and request is None else shape_of(c, setting, places, chosen or {}),
     }
 
 

@@ -29,6 +29,8 @@ from vllm_accprobe.judge.trace import INPUT, OUTPUT, PARAM, Trace
 
 AFTER_ANOTHER = {COLUMNS: 2.0, GAIN: 3.0, GROWTH: 3.0}
 """How strong a hidden sign must be (looks.Hidden.strength) behind another origin."""
+BACKWARD = "backward."
+"""What the places of backward runs begin with."""
 _NONE = np.zeros(0, np.int64)
 
 
@@ -137,6 +139,9 @@ class _Search:
         sources = inputs + mine[PARAM] + self._silent(tap)
         if not inputs:
             sources += self._around(tap, sink)
+        if tap.startswith(BACKWARD):  # what a backward run reads besides gradients, the forward run kept for it
+            forward = self.by_tap.get(tap.removeprefix(BACKWARD), {})
+            sources += [t for kind in (INPUT, PARAM, OUTPUT) for t in forward.get(kind, ())]
         return sources
 
     def _inside(self, tap: str, sink: Trace) -> list[Trace]:
