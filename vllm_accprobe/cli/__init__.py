@@ -18,8 +18,10 @@ import typer
 
 COMMANDS = (
     "compare", "opcheck", "opdiff", "calibrate", "summary", "show", "convert", "repair", "doctor", "labels", "run",
-    "errcheck",
+    "errcheck", "formats",
 )  # fmt: skip
+MODULES = {"formats": "formats_command"}
+"""Commands whose module and function are called otherwise."""
 TRACEBACK = "ACCPROBE_TRACEBACK"
 """Environment variable: 1 shows the traceback of an internal error."""
 
@@ -36,7 +38,8 @@ def build() -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_root)
     for name in COMMANDS:
-        app.command(name)(getattr(importlib.import_module(f"{__name__}.{name}"), name))
+        module = MODULES.get(name, name)
+        app.command(name)(getattr(importlib.import_module(f"{__name__}.{module}"), module))
     return app
 
 

@@ -44,6 +44,9 @@ def identity(dumps: Sequence[Any], *choices: Any) -> str:
 
 def _files(root: Path) -> list[list[Any]]:
     found = []
+    if root.is_file():
+        state = root.stat()
+        return [[root.name, state.st_size, state.st_mtime_ns]]
     for directory, _, names in os.walk(root):
         for name in names:
             if name == NAME:  # results may be written into the dump's own directory
