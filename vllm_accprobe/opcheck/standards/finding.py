@@ -53,8 +53,10 @@ class Finding:
 
     @property
     def severity(self) -> float:
-        """The largest of what was judged."""
-        return max((j.severity for j in self.judged), default=0.0)
+        """The largest of what was judged; the ratio of small values' errors, which says how many and not how far, only
+        where nothing else is beyond its limit."""
+        far = [j.severity for j in self.judged if j.name != "small_value_ratio"]
+        return max(far, default=0.0) or max((j.severity for j in self.judged), default=0.0)
 
 
 def worst(statuses: Sequence[str]) -> str:

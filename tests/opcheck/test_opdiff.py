@@ -1,0 +1,400 @@
+"""accprobe opdiff: two machines' csv joined and judged, in all formats, and everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_accprobe import cli
+from vllm_accprobe.opcheck.measures import Measures, measure
+
+ID = ("op", "class", "tap", "call", "role", "step", "rank", "dtype", "shape")
+REFERENCE = np.random.default_rng(1).standard_normal((8, 100))
+
+
+def bfloat16(x):
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def row(op="aten.exp.default", *, factor=1.0, role="output.0", call=0, dtype="bfloat16", status="pass", message="",
+        cls=None, **changes):  # fmt: skip
+    """A row of opcheck.csv: REFERENCE times ``factor``, rounded to ``dtype``, measured."""
+    g = np.round(REFERENCE * 10) if dtype == "int64" else REFERENCE
+    m = g * factor
+    m = {"bfloat16": bfloat16, "float32": np.float32, "int64": np.int64, "float64": np.float64}[dtype](m)
+    if op in EXACT:  # what only moves values is exact: its reference is what the captured dtype holds
+        g = bfloat16(g).astype(np.float64)
+    found = measure(g, m, dtype)
+    values = dict(zip(ID, (op, cls or op, "model.layers.0.x", call, role, 0, 0, dtype, "[8, 100]"), strict=True))
+    values |= {n: getattr(found, n) for n in Measures.FIELDS} | {"status": status, "message": message}
+    return {k: "" if v is None else v for k, v in (values | changes).items()}
+
+
+EXACT = ("aten.sort.default",)
+
+
+def unmeasured(op, status, message, **changes):
+    return row(op, status=status, message=message, **dict.fromkeys(Measures.FIELDS, "")) | changes
+
+
+def write(path: Path, rows, drop=()):
+    names = [n for n in rows[0] if n not in drop]
+    with path.open("w", encoding="utf-8", newline="") as f:
+        writer = csv.DictWriter(f, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def read(path: Path):
+    with path.open(encoding="utf-8", newline="") as f:
+        return list(csv.DictReader(f))
+
+
+class Out:
+    """What a run printed and wrote."""
+
+    def __init__(self, tmp_path, capsys, *options):
+        self.dir = tmp_path / "out"
+        self.code = cli.main(["opdiff", *map(str, options), "--out", str(self.dir)])
+        self.stdout, self.stderr = capsys.readouterr()
+
+    def __getattr__(self, name):
+        return read(self.dir / f"{name}.csv")
+
+
+@pytest.fixture
+def opdiff(tmp_path, capsys):
+    """Judges rows, or two files, and gives what came of it."""
+
+    def run(golden, mine, *options):
+        files = [
+            side if isinstance(side, Path) else write(tmp_path / f"{name}.csv", side)
+            for name, side in (("gpu", golden), ("npu", mine))
+        ]
+        return Out(tmp_path, capsys, *files, *options)
+
+    return run
+
+
+FIVE = {
+    "absolute threshold": "aten.mul.Tensor", "benchmark ratio": "RMSNorm", "binary consistency": "aten.sort.default",
+    "ULP": "aten.mm.default", "dual-1000": "aten.convolution.default",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("standard", ["msprobe", "msprobe-1.0"])
+def test_the_five_algorithms_pass_and_fail(opdiff, standard):
+    """3 % too large on mine's side is an error by each; the right kernel passes."""
+    # Half a step of bfloat16 is more than 0.001 and fails the absolute threshold of small values in release 1.0.
+    dtype = {"absolute threshold": "float32", "dual-1000": "float32"}
+    golden = [row(op, dtype=dtype.get(a, "bfloat16")) for a, op in FIVE.items()]
+    bad = [row(op, dtype=dtype.get(a, "bfloat16"), factor=1.03) for a, op in FIVE.items()]
+    good = opdiff(golden, golden, "--standard", standard)
+    assert good.code == 0, good.stdout
+    assert [(r["algorithm"], r["status"]) for r in good.details] == [(a, "pass") for a in FIVE]
+    assert good.stdout.startswith(f"pass: 5 of 5 outputs judged by {standard}, none is wrong beside golden")
+    wrong = opdiff(golden, bad, "--standard", standard)
+    assert wrong.code == 1
+    assert [(r["algorithm"], r["status"]) for r in wrong.details] == [(a, "error") for a in FIVE]
+    assert all(r["message"] for r in wrong.details)
+    assert [r["forward"] for r in wrong.result] == ["error"] * 5
+    assert wrong.stdout.startswith("fail: 5 of 5 outputs judged by " + standard + ", 5 wrong in 5 operators, worst ")
+    for op in FIVE.values():
+        one = opdiff(
+            golden, [b if b["op"] == op else g for g, b in zip(golden, bad, strict=True)], "--standard", standard
+        )
+        assert {r["op"] for r in one.details if r["status"] == "error"} == {op}
+
+
+def test_details_hold_every_number_that_was_judged(opdiff):
+    golden, mine = row("RMSNorm"), row("RMSNorm", factor=1.03)
+    out = opdiff([golden], [mine])
+    (line,) = out.details
+    for label, measure_ in (("rmse_ratio", "normal_rmse"), ("mean_rel_ratio", "normal_mean_rel_err")):
+        assert float(line[label]) == pytest.approx(mine[measure_] / max(golden[measure_], 2**-8))
+        assert line[f"{label}_status"] == "error"
+    assert (line["api"], line["level"], line["error_balance_ratio_status"]) == ("npu_rms_norm", "L2", "pass")
+    for name in ("max_abs_err", "cosine", "rel_l2", "above_1e_1", "above_1e_6"):
+        assert (float(line[f"golden_{name}"]), float(line[f"mine_{name}"])) == (golden[name], mine[name])
+    assert list(line)[:9] == ["op", "class", "tap", "rank", "step", "call", "role", "dtype", "shape"]
+
+
+def test_outputs_of_a_call_become_one_row_of_result(opdiff):
+    def side(*factors):
+        roles = ("output.0", "output.1", "grad.input.x")
+        return [row(role=r, factor=f) for r, f in zip(roles, factors, strict=True)] + [row(call=1)]
+
+    out = opdiff(side(1, 1, 1), side(1, 1.1, 1))
+    assert [(r["call"], r["forward"], r["backward"], r["outputs"]) for r in out.result] == [
+        ("0", "error", "pass", "3"), ("1", "pass", "", "1")
+    ]  # fmt: skip
+    assert "times golden's" in out.result[0]["message"]
+    assert opdiff(side(1, 1, 1), side(1, 1, 1.1)).result[0]["backward"] == "error"
+
+
+def test_rows_of_one_side_are_counted_and_decide_nothing(opdiff):
+    out = opdiff([row("a.b"), row("a.c"), row("a.d")], [row("a.b"), row("a.e")])
+    assert out.code == 0
+    assert [(r["op"], r["status"], r["message"]) for r in out.details[1:]] == [
+        ("a.e", "skip", "only in npu.csv"), ("a.c", "skip", "only in gpu.csv"), ("a.d", "skip", "only in gpu.csv")
+    ]  # fmt: skip
+    assert "2  outputs: only in" in out.stdout
+    assert "gpu.csv (golden)" in out.stdout
+    assert {r["op"]: r["forward"] for r in out.result}["a.e"] == "skip"
+
+
+def test_a_call_that_was_made_twice_meets_its_own_turn(opdiff):
+    out = opdiff([row(), row(factor=1.1)], [row(), row(factor=1.1), row()])
+    assert [r["status"] for r in out.details] == ["pass", "pass", "skip"]
+
+
+def test_what_has_no_measures_says_why(opdiff):
+    good = row("a.good")
+    golden = [good, row("a.crash"), unmeasured("a.both", "error", "boom"), row("a.skip"), row("a.shape"),
+              unmeasured("a.gone", "skip", "no reference")]  # fmt: skip
+    mine = [
+        good, unmeasured("a.crash", "error", "RuntimeError: no kernel"), unmeasured("a.both", "error", "bang"),
+        row("a.skip", status="skip", message="an approximation"), row("a.shape", shape="[800]"), row("a.gone"),
+    ]  # fmt: skip
+    out = opdiff(golden, mine)
+    assert out.code == 1
+    assert [(r["status"], r["message"]) for r in out.details] == [
+        ("pass", ""),
+        ("error", "mine has no result: RuntimeError: no kernel"),
+        ("skip", "golden has no result: boom"),
+        ("skip", "mine: an approximation"),
+        ("skip", "shapes differ: golden [8, 100], mine [800]"),
+        ("skip", "golden: no reference"),
+    ]
+    assert "1  outputs: mine: an approximation" in out.stdout
+
+
+def test_dtypes_that_differ_are_said(opdiff):
+    out = opdiff([row(dtype="float32")], [row()])
+    assert out.details[0]["message"].endswith("golden is float32, mine bfloat16")
+    out = opdiff([row(dtype="float64")], [row(dtype="float64")])
+    assert (out.code, out.details[0]["message"]) == (3, "float64 is not judged by this standard")
+    assert out.stderr == "accprobe: nothing could be judged: float64 is not judged by this standard\n"
+
+
+def test_integers_are_binary_whatever_the_operator(opdiff):
+    out = opdiff(
+        [row("aten.mm.default", dtype="int64")] * 2, [row("aten.mm.default", dtype="int64", factor=f) for f in (1, 2)]
+    )
+    assert [(r["algorithm"], r["status"]) for r in out.details] == [
+        ("binary consistency", "pass"), ("binary consistency", "error")
+    ]  # fmt: skip
+
+
+def test_the_worst_comes_first(opdiff):
+    ops = [f"a.op{i}" for i in range(14)]
+    golden = [row(op) for op in ops]
+    mine = [row(op, factor=1 + 0.02 * (1 + i)) for i, op in enumerate(ops)]
+    out = opdiff(golden, mine)
+    shown = [line.split()[1] for line in out.stdout.splitlines() if line.startswith("  error ")]
+    assert shown == ops[:3:-1]
+    assert "... 4 more: details.csv has all, --verbose shows more" in out.stdout
+    assert "worst a.op13 model.layers.0.x output.0 (rank 0, step 0, call 0)" in out.stdout.splitlines()[0]
+    everything = opdiff(golden, mine, "--verbose").stdout
+    assert sum(line.startswith("  error ") for line in everything.splitlines()) == 14
+    page = (out.dir / "opdiff.md").read_text(encoding="utf-8")
+    assert page.index("a.op13") < page.index("a.op0")
+    assert "| a.op3 (op3) | 1 | 0 | 0 | 1 | 0 |" in page
+
+
+def test_an_algorithm_for_an_operator(opdiff):
+    golden, mine = [row("vendor.norm.default")], [row("vendor.norm.default", factor=1.03)]
+    assert opdiff(golden, mine).details[0]["algorithm"] == "benchmark ratio"
+    for name, said in (("ulp", "ULP"), ("absolute", "absolute threshold"), ("accumulative", "accumulative error"),
+                       ("dual-1000", "dual-1000"), ("binary", "binary consistency")):  # fmt: skip
+        assert opdiff(golden, mine, "--algorithm", f"no*={name}").details[0]["algorithm"] == said
+        assert opdiff(golden, mine, "--algorithm", f"vendor.*={name}").details[0]["algorithm"] == said
+
+
+def test_both_verdicts_side_by_side(opdiff):
+    def side(*statuses):
+        return [row(f"a.op{i}", status=s, message=f"{s} it is", measured=3, allowed=1) for i, s in enumerate(statuses)]
+
+    out = opdiff(side("pass", "pass", "fail", "fail", "pass"), side("pass", "fail", "fail", "pass", "warning"),
+                 "--standard", "operator")  # fmt: skip
+    assert [r["status"] for r in out.details] == ["pass", "error", "warning", "pass", "warning"]
+    assert out.details[1]["message"] == "fail it is"
+    assert out.code == 1
+    assert opdiff(side("fail"), side("fail"), "--standard", "operator").code == 0
+
+
+@pytest.mark.parametrize("standard", ["ait", "xray"])
+def test_other_tools_standards(opdiff, standard):
+    golden, mine = [row(dtype="float32")] * 2, [row(dtype="float32"), row(dtype="float32", factor=1.1)]
+    assert [r["status"] for r in opdiff(golden, mine, "--standard", standard).details] == ["pass", "error"]
+
+
+CHINESE = (
+    "API Name", "Bench Dtype", "DEVICE Dtype", "Shape", "余弦相似度", "最大绝对误差", "双百指标", "双千指标",
+    "双万指标", "二进制一致错误率", "误差均衡性", "均方根误差", "小值域错误占比", "相对误差最大值", "相对误差平均值",
+    "inf/nan错误率", "相对误差错误率", "绝对误差错误率", "ULP误差最大值", "ULP误差平均值", "ULP误差大于阈值占比", "Status", "Message",
+)  # fmt: skip
+ENGLISH = (
+    "API name", "Bench Dtype", "DEVICE Dtype", "Shape", "Cosine similarity", "Maximum absolute error",
+    "Dual-100 metric", "Dual-1000 metric", "Dual-10000 metric", "Binary consistency error rate", "Error balance",
+    "Root-mean-square error (RMSE)", "Error ratio in small value range", "Maximum relative error",
+    "Mean relative error", "inf/nan error rate", "Relative error rate", "Absolute error rate", "Maximum ULP error",
+    "Mean ULP error", "Proportion of ULP errors greater than the threshold", "Status", "Message",
+)  # fmt: skip
+SMALL, RMSE, TOP, MEAN, BALANCE = "小值域错误占比", "均方根误差", "相对误差最大值", "相对误差平均值", "误差均衡性"
+ULP, ULPS, BINARY, DUAL = "ULP误差平均值", "ULP误差大于阈值占比", "二进制一致错误率", "双千指标"
+INF, REL, ABS = "inf/nan错误率", "相对误差错误率", "绝对误差错误率"
+
+
+def details(tmp_path, name, header, f):
+    """What release 1.0.4 writes: each API has its own algorithm's columns, the others are a space. f: 1 is right."""
+    bad = f != 1
+    lines = (
+        ("Functional.softmax.0.forward.output.0", "bfloat16", {SMALL: 0.01 * f, RMSE: 0.1 * f, TOP: 0.1 * f,
+                                                               MEAN: 0.1 * f, BALANCE: 0.1, "Message": "fine\n"}),
+        ("Torch.mm.3.forward.output.0", "float32", {ULP: 50 * f, ULPS: 0.06 * f}),
+        ("Torch.mm.3.backward.output.0", "float32", {ULP: 1, ULPS: 0}),
+        ("Torch.mm.3.backward.output.1", None, {"Status": "SKIP", "Message": "requires_grad is False"}),
+        ("Tensor.mul_.1.forward.output.0", "float16", {INF: 0, REL: 0.1 * bad, ABS: 0}),
+        ("Torch.sort.0.forward.output.1", "int64", {BINARY: 0.2 * bad}),
+        ("Functional.conv2d.0.forward.output.0", "bfloat16", {DUAL: 0.9 if bad else 0.9995}),
+        ("Torch.linalg.inv.0.forward.output.0", "float64", {"余弦相似度": 1}),
+    )  # fmt: skip
+    path = tmp_path / name
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        for api, dtype, values in lines:
+            known = {"API Name": api, "DEVICE Dtype": f"torch.{dtype}" if dtype else " ", "Shape": "(4, 5)"}
+            known |= {"Status": "pass", **values}
+            writer.writerow([known.get(c, " ") for c in CHINESE])
+    return path
+
+
+@pytest.mark.parametrize("header", [CHINESE, ENGLISH])
+@pytest.mark.parametrize("standard", ["msprobe", "msprobe-1.0"])
+def test_msprobes_details(opdiff, tmp_path, header, standard):
+    gpu, npu = details(tmp_path, "a.csv", header, 1), details(tmp_path, "b.csv", header, 30)
+    out = opdiff(gpu, gpu, "--standard", standard)
+    assert out.code == 0
+    expected = [
+        ("softmax", "benchmark ratio"), ("mm", "ULP"), ("mm", "ULP"), ("mm", ""), ("mul_", "absolute threshold"),
+        ("sort", "binary consistency"), ("conv2d", "dual-1000"), ("linalg.inv", ""),
+    ]  # fmt: skip
+    assert [(r["api"], r["algorithm"]) for r in out.details] == expected
+    assert [r["status"] for r in out.details] == ["pass", "pass", "pass", "skip", "pass", "pass", "pass", "skip"]
+    out = opdiff(gpu, npu, "--standard", standard)
+    assert [r["status"] for r in out.details] == ["error", "error", "pass", "skip", "error", "error", "error", "skip"]
+    assert out.details[3]["message"] == "golden: requires_grad is False"
+    assert [(r["api_name"], r["forward"], r["backward"]) for r in out.result] == [
+        ("Functional.softmax.0", "error", ""), ("Torch.mm.3", "error", "pass"), ("Tensor.mul_.1", "error", ""),
+        ("Torch.sort.0", "error", ""), ("Functional.conv2d.0", "error", ""), ("Torch.linalg.inv.0", "skip", ""),
+    ]  # fmt: skip
+    assert out.code == 1
+
+
+def test_msprobes_files_have_no_measures_for_other_standards(opdiff, tmp_path):
+    gpu = details(tmp_path, "a.csv", CHINESE, 1)
+    out = opdiff(gpu, gpu, "--standard", "xray")
+    assert (out.code, out.stderr) == (3, "accprobe: nothing could be judged: golden has no counts above 1e-n\n")
+
+
+def test_a_csv_without_some_identifying_columns(opdiff, tmp_path):
+    """A generated test may know less of a call than opcheck did."""
+    golden = write(tmp_path / "a.csv", [row("a.b"), row("a.c")])
+    mine = write(tmp_path / "b.csv", [row("a.c")], ("step", "rank"))
+    out = opdiff(golden, mine)
+    assert [(r["op"], r["status"]) for r in out.details] == [("a.c", "pass"), ("a.b", "skip")]
+    assert "step" not in out.details[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"", "the file is empty"),
+        (b"\n1,2\n", "the first line is empty; a header is needed"),
+        (b"a,b\n1,2\n", "it has no column 'op'"),
+        (b"op,b\nmm,2\n", "it has no column 'dtype'"),
+        (b"op,dtype\nmm,float32\n", "it has no column of measures"),
+        (b"dtype,cosine\nfloat32,1\n", "it has no column 'op'"),
+        (b"op,op,dtype,cosine\n", "two columns are called 'op'"),
+        (b"op,dtype,cosine\nmm,float32\n", "line 2 has 2 cells instead of 3; is it whole?"),
+        (b"op,dtype,cosine\nmm,float32,1\nmm,float32,high\n", "line 3: cosine is 'high', which is no number"),
+        (b"op,dtype,cosine\nmm,\xff\xfe,1\n", "not UTF-8 text"),
+        (b"op,dtype,cosine\n" + b"m" * (1 << 21) + b",float32,1\n", "line 2 is no csv: field larger than field limit"),
+        (b"PK\x03\x04\x00\x00\x00", "opdiff reads opcheck.csv"),
+        (b"API Name,Status\nx,pass\n", "it has no column 'DEVICE Dtype'"),
+    ],
+)
+def test_bad_files_are_one_clear_line(opdiff, tmp_path, content, line):
+    bad = tmp_path / "bad.csv"
+    bad.write_bytes(content)
+    good = write(tmp_path / "good.csv", [row()])
+    for pair in ((bad, good), (good, bad)):
+        out = opdiff(*pair)
+        assert out.code == 2
+        assert line in out.stderr
+        assert str(bad) in out.stderr
+        assert out.stderr.count("\n") == 1
+        assert not list(tmp_path.glob("out/*"))
+
+
+def test_bad_usage(opdiff, tmp_path):
+    good, theirs = write(tmp_path / "good.csv", [row()]), details(tmp_path, "theirs.csv", CHINESE, 1)
+    for pair, options, line in (
+        ((good, tmp_path / "none.csv"), (), "none.csv: No such file or directory"),
+        ((good, tmp_path), (), "Is a directory"),
+        ((good, theirs), (), "theirs.csv is msprobe's: two files of one kind are needed"),
+        ((good, good), ("--standard", "strict"), "called 'strict'; msprobe, operator, msprobe-1.0, ait, xray are"),
+        ((good, good), ("--algorithm", "mm=fast"), "'mm=fast' is not GLOB=NAME with NAME one of absolute, benchmark"),
+        ((good, good), ("--algorithm", "mm"), "'mm' is not GLOB=NAME"),
+        ((good, good), ("--algorithm", "mm=ulp", "--standard", "xray"), "xray has no algorithms to choose from"),
+    ):
+        out = opdiff(*pair, *options)
+        assert (out.code, out.stderr.count("\n")) == (2, 1)
+        assert line in out.stderr
+
+
+def test_nothing_in_common(opdiff):
+    out = opdiff([row("a.b")], [row("a.c")])
+    assert (out.code, out.stderr) == (3, "accprobe: nothing could be judged: no output is in both files\n")
+    assert [r["message"] for r in out.details] == ["only in npu.csv", "only in gpu.csv"]
+
+
+def test_files_without_rows(opdiff, tmp_path):
+    empty = tmp_path / "empty.csv"
+    empty.write_text("op,dtype,cosine\n")
+    assert opdiff(empty, empty).stderr == "accprobe: nothing could be judged: the files have no rows\n"
+
+
+def test_hostile_text_stays_text(opdiff):
+    evil = "=HYPERLINK(1)"
+    golden = [row(evil, tap="a|b<script>\x1b[31m")]
+    out = opdiff(golden, [row(evil, tap="a|b<script>\x1b[31m", factor=2)])
+    assert out.details[0]["op"] == "'" + evil
+    assert out.result[0]["op"] == "'" + evil
+    assert "\x1b" not in out.stdout
+    page = (out.dir / "opdiff.md").read_text(encoding="utf-8")
+    assert "a\\|b&lt;script>\\x1b[31m" in page
+    assert "\x1b" not in page
+
+
+def test_no_torch_is_needed(tmp_path):
+    path = write(tmp_path / "a.csv", [row()])
+    code = (
+        "import json, sys; from vllm_accprobe import cli; code = cli.main(sys.argv[1:]);"
+        "print(json.dumps([code, sorted({n.split('.')[0] for n in sys.modules})]))"
+    )
+    command = [sys.executable, "-c", code, "opdiff", str(path), str(path), "-o", str(tmp_path / "o")]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    code, modules = json.loads(out.stdout.splitlines()[-1])
+    assert code == 0
+    assert not {"torch", "vllm", "pandas", "numba"} & set(modules)
