@@ -81,7 +81,13 @@ def _torch_and_atb(torch: Any, other: Any, types: Mapping[str, tuple[str, ...]])
             sources = tuple(place for s in m.torch if (place := _recorded(s, have)) is not None)
             if m.atb in wanted and len(sources) == len(m.torch) and _comparable(wanted[m.atb], sources, have):
                 pairs.setdefault(m.atb, (sources, m.why))
+    named = {tap: sources for (tap, role), (sources, _) in pairs.items() if role == "output.0"}
+    lines += [f"names: {tap} is {' with '.join(_called(s) for s in sources)}" for tap, sources in named.items()]
     return pairs, lines
+
+
+def _called(place: Place) -> str:
+    return place[0] if place[1].startswith("output") else f"{place[0]}/{place[1]}"
 
 
 def _graphs(records: Iterable[Record]) -> list[list[str]]:

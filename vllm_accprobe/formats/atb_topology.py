@@ -119,7 +119,7 @@ _QUANT = re.compile(r"w\d+a\d+|quant(ized)?|dequant(only)?|perchannel|pertoken|d
 
 def plain_kind(kind: str) -> str:
     """The type that a quantised operator stands for: LinearQuantOperation is LinearOperation."""
-    return _QUANT.sub("", kind).replace("NoQuant", "").replace("NoAdd", "AndAdd").replace("Only", "")
+    return _QUANT.sub("", kind.replace("NoQuant", "")).replace("NoAdd", "AndAdd")
 
 
 def _is_quantiser(n: Node) -> bool:

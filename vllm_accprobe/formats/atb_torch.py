@@ -135,17 +135,17 @@ class _Finder:
         residual = False
         for before, n in pairwise(leaves):
             kind = n.param.get("elewiseType")
-            linear = self.places.get((before.tap, "output.0")) if is_linear(before) else None
-            if kind == _ADD and linear is not None and self.adds_bias(n):
+            made = self.places.get((before.tap, "output.0"))
+            if kind == _ADD and made is not None and is_linear(before) and self.adds_bias(n):
                 del self.places[(before.tap, "output.0")]
-                self.put(n.tap, "output.0", linear[0], f"{linear[1]} with its bias")
+                self.put(n.tap, "output.0", made[0], f"{made[1]} with its bias")
             elif kind == _ADD and not residual and "norm2" in have:
                 residual = True
                 self.put(n.tap, "output.0", [(have["norm2"], "input.0")], "the residual stream is what norm2 takes")
             elif kind == _MUL and "down" in have:
                 self.put(n.tap, "output.0", [(have["down"], "input.0")], "gate times up is what down takes")
-            elif linear is not None and len(linear[0]) > 1 and re.search("split", n.kind, re.I):
-                for k, source in enumerate(linear[0]):
+            elif made is not None and len(made[0]) > 1 and re.search("split", n.kind, re.I):
+                for k, source in enumerate(made[0]):
                     self.put(n.tap, f"output.{k}", [source], "split")
 
     def adds_bias(self, n: Node) -> bool:

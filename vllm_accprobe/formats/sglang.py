@@ -149,7 +149,7 @@ def open(path: Path) -> ForeignDump:
 def _identity(f: walk.Found) -> tuple[Any, ...]:
     tags = parse_name(f.parts[-1])
     order = tuple(_number(tags.get(k, "")) for k in ("step", "rank", "dump_index"))
-    return (*order, sorted((k, v) for k, v in tags.items()))
+    return (*order, tuple(sorted(tags.items())))
 
 
 def _number(text: Any) -> int:
