@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError
+from vllm_accprobe.cli.options import CommandError, progress
 
 
 def opdiff(
@@ -38,7 +38,8 @@ def opdiff(
     try:
         diff, totals = open_diff(golden, mine, standard, algorithm), Totals()
         out.mkdir(parents=True, exist_ok=True)
-        difflines.write_details(diff, out / "details.csv", totals)
+        with progress("opdiff", diff.mine.count() // difflines.STEP) as done:
+            difflines.write_details(diff, out / "details.csv", totals, done)
     except SheetError as e:
         raise CommandError(str(e)) from None
     difflines.write_result(diff, out / "result.csv", totals)

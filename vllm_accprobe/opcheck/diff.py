@@ -10,7 +10,7 @@ second. Not here: reading the files (sheets.py), the standards (standards/), wha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -166,7 +166,6 @@ def _choice(text: str) -> tuple[str, str]:
 class Call:
     """What became of a call's outputs: their statuses, forward and backward, and the worst message."""
 
-    row: Row
     api: str
     forward: list[str] = field(default_factory=list)
     backward: list[str] = field(default_factory=list)
@@ -203,7 +202,7 @@ class Totals:
 
     def add(self, c: Compared) -> None:
         status, row = c.finding.status, c.row
-        self.calls.setdefault(row.group, Call(row, c.api)).add(c)
+        self.calls.setdefault(row.group, Call(c.api)).add(c)
         if c.side:
             self.alone[c.side] += 1
             return
@@ -230,12 +229,6 @@ class Totals:
     def _cut(self) -> None:
         self.worst.sort(key=lambda c: (c.finding.status != ERROR, -c.finding.severity, c.row.key))
         del self.worst[self.most :]
-
-
-def side_values(c: Compared) -> Mapping[str, Mapping[str, float | None]]:
-    """Both sides' measures by name, of the sides that have the output."""
-    both = (("golden", c.golden), ("mine", c.mine))
-    return {side: row.values for side, row in both if row is not None}
 
 
 def is_msprobe(diff: Diff) -> bool:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from vllm_accprobe.opcheck.diff import Call, Compared, Diff, Totals, is_msprobe, side_values
+from vllm_accprobe.opcheck.diff import Call, Compared, Diff, Totals, is_msprobe
 from vllm_accprobe.opcheck.standards import two_sided
 from vllm_accprobe.opcheck.standards.finding import ERROR, PASS, SKIP, WARNING
 from vllm_accprobe.opcheck.standards.pairs import DECADES
@@ -25,6 +25,8 @@ JUDGED = (
     "ulp_share", "ulp_share_ratio", "dual_1000", "error_balance",
 )  # fmt: skip
 BESIDE = ("max_abs_err", "cosine", "rel_l2", *DECADES)
+STEP = 1000
+"""Rows between two signs of progress."""
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -33,8 +35,9 @@ def identity(diff: Diff) -> tuple[str, ...]:
     return (*(("api_name",) if is_msprobe(diff) else diff.keys), "dtype", "shape")
 
 
-def write_details(diff: Diff, path: Path, totals: Totals) -> None:
-    """A row for each output of either file; adds all to ``totals``. Whole or not at all. Raises OSError, SheetError."""
+def write_details(diff: Diff, path: Path, totals: Totals, done: Callable[[], object] = lambda: None) -> None:
+    """A row for each output of either file; adds all to ``totals``. Whole or not at all. done: called every STEP rows.
+    Raises OSError, SheetError."""
     header = (
         *identity(diff), "api", "algorithm", "level", "status", "message",
         *(c for name in JUDGED for c in (name, f"{name}_status")),
@@ -42,8 +45,10 @@ def write_details(diff: Diff, path: Path, totals: Totals) -> None:
     )  # fmt: skip
 
     def cells() -> Iterator[list[object]]:
-        for c in diff.rows():
+        for number, c in enumerate(diff.rows(), 1):
             totals.add(c)
+            if not number % STEP:
+                done()
             yield _details(c)
 
     _write(path, header, cells())
@@ -55,8 +60,8 @@ def _details(c: Compared) -> list[object]:
     for name in JUDGED:
         found = judged.get(name)
         numbers += [found.value, found.status] if found else [None, None]
-    sides = side_values(c)
-    beside = [sides[side][name] if side in sides else None for name in BESIDE for side in ("golden", "mine")]
+    sides = (c.golden, c.mine)
+    beside = [None if side is None else side.value(name) for name in BESIDE for side in sides]
     row = c.row
     return [*row.key, row.dtype, row.shape, c.api, c.finding.algorithm, c.level, c.finding.status, c.finding.message,
             *numbers, *beside]  # fmt: skip

@@ -40,6 +40,10 @@ _MSPROBE: dict[str, tuple[str, ...]] = {
     "ulp_mean": ("ULP误差平均值", "Mean ULP error"),
     "ulp_share": ("ULP误差大于阈值占比", "Proportion of ULP errors greater than the threshold"),
 }
+_AT = {name: i for i, name in enumerate(Measures.FIELDS)}
+_ALL = (1 << len(Measures.FIELDS)) - 1
+_NOTHING = bytes(8 * len(Measures.FIELDS))
+_READ = ("status", "message", "measured", "allowed", "dtype", "shape", "DEVICE Dtype", "Shape", "Status", "Message")
 _LONGEST = 1 << 20
 """Characters of one cell; longer ones are no csv of ours or msprobe's."""
 
@@ -70,14 +74,21 @@ class Row:
     missing: int
 
     @property
-    def values(self) -> dict[str, float | None]:
-        """By the names of Measures."""
-        return {n: None if self.missing >> i & 1 else self.numbers[i] for i, n in enumerate(Measures.FIELDS)}
+    def values(self) -> dict[str, float]:
+        """What was measured, by the names of Measures."""
+        if not self.missing:
+            return dict(zip(Measures.FIELDS, self.numbers, strict=True))
+        return {n: self.numbers[i] for i, n in enumerate(Measures.FIELDS) if not self.missing >> i & 1}
+
+    def value(self, name: str) -> float | None:
+        """One of Measures, None where it was not measured."""
+        i = _AT[name]
+        return None if self.missing >> i & 1 else self.numbers[i]
 
     @property
     def measured(self) -> bool:
         """Whether there is any measure."""
-        return self.missing != (1 << len(Measures.FIELDS)) - 1
+        return self.missing != _ALL
 
 
 class Sheet:
@@ -104,6 +115,11 @@ class Sheet:
                 "accuracy_checking_details_*.csv"
             )
 
+        read = (*IDENTITY, *_READ, *self.keys)
+        self._read = tuple((n, i) for n, i in self._columns.items() if n in read)
+        # A measure with two spellings in one header is read from the later one that has it.
+        self._plan = tuple((_AT[n], at) for n, places in self._at.items() for at in places)
+
     def rows(self, keys: Sequence[str] = ()) -> Iterator[Row]:
         """One at a time. keys: other columns that identify a row, of those that the sheet has. Raises SheetError."""
         keys = tuple(keys) or self.keys
@@ -113,8 +129,13 @@ class Sheet:
         for number, cells in lines:
             if len(cells) != width:
                 raise SheetError(f"{self.path}: line {number} has {len(cells)} cells instead of {width}; is it whole?")
-            cell = {name: cells[i].strip() for name, i in self._columns.items()}
+            cell = {name: cells[i].strip() for name, i in self._read}
             yield self._msprobe(cell, cells, number) if self.kind == MSPROBE else self._ours(cell, cells, keys, number)
+
+    def count(self) -> int:
+        """About how many rows there are."""
+        with self.path.open("rb") as f:
+            return sum(block.count(b"\n") for block in iter(lambda: f.read(1 << 20), b""))
 
     def _header(self) -> dict[str, int]:
         for _, cells in self._lines():
@@ -149,16 +170,17 @@ class Sheet:
             csv.field_size_limit(old)
 
     def _numbers(self, cells: Sequence[str], number: int) -> tuple[array[float], int]:
-        numbers, missing = array("d", bytes(8 * len(Measures.FIELDS))), 0
-        for i, name in enumerate(Measures.FIELDS):
-            text = next((cells[at].strip() for at in self._at.get(name, ()) if cells[at].strip()), "")
-            if not text:
-                missing |= 1 << i
+        numbers, missing = array("d", _NOTHING), _ALL
+        for i, at in self._plan:
+            text = cells[at]
+            if not text or text.isspace():
                 continue
             try:
                 numbers[i] = float(text)
             except ValueError:
+                name = Measures.FIELDS[i]
                 raise SheetError(f"{self.path}: line {number}: {name} is {text[:40]!r}, which is no number") from None
+            missing &= ~(1 << i)
         return numbers, missing
 
     def _ours(self, cell: Mapping[str, str], cells: Sequence[str], keys: Sequence[str], number: int) -> Row:
@@ -183,7 +205,7 @@ class Sheet:
         api = ".".join(parts[1:-1]) if len(parts) in (3, 4) else name
         return Row(
             (name,), (call,), backward, api, "", api, cell[_DTYPE].removeprefix("torch."), cell.get("Shape", ""),
-            cell["Status"].lower(), cell.get("Message", cell.get("message", "")), 0.0, numbers, missing,
+            cell["Status"].lower(), cell.get("Message") or cell.get("message", ""), 0.0, numbers, missing,
         )  # fmt: skip
 
 
