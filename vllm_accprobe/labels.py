@@ -4,7 +4,8 @@ The problem: a model whose layers were replaced by an accelerator's own has two 
 the reference) and the accelerator's ("acl"), and only the program knows which belong together; the calls stay in its
 source, also in production. The idea: the same id makes a pair; while nothing captures, a call is one look at a global
 and a branch; what captures (a vLLM worker with the probe, a `Probe`, or `set_task_id` in a plain script) hands its
-taker to `bind`. Calls that torch.compile traces break no graph.
+taker to `bind`. The global is a small number, because torch.compile guards numbers and not functions: compiled code
+notices when labels are turned on or off.
 Not here: what happens to a labelled tensor (capture/labels.py), the comparison (compare/labels.py).
 """
 
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.compiler import is_compiling
 
 __all__ = ["close", "gen_id", "set_label", "set_task_id"]
@@ -25,9 +27,13 @@ TASK_ENV = "AIT_CMP_TASK_ID"
 _OFF = ("0", "false", "no", "off")
 _COMPILED = "data_compiled"
 Taker = Callable[[str, str, Any, "str | None"], None]
+Traced = Callable[[str, str], None]
+_NOTHING, _CAPTURES, _WHOLE_GRAPHS = 0, 1, 2
 
-_taker: Taker | None = None  # the one thing that a call looks at while nothing captures
-_takers: list[Taker] = []
+_mode = _NOTHING  # the one thing that a call looks at while nothing captures
+_takers: list[tuple[Taker, Traced | None]] = []
+_take: Any = None  # made by the first bind: they need torch._dynamo, whose import takes a second
+_note: Any = None
 _numbers = itertools.count()
 _tasks = itertools.count()
 _plain: Any = None
@@ -45,9 +51,12 @@ def set_label(data_src: str, data_id: str, data_val: Any = None, tensor_path: st
 
     Does nothing unless something captures. Never raises; what is wrong is said once and counted in the dump.
     """
-    taker = _taker
-    if taker is not None:
-        taker(data_src, data_id, data_val, tensor_path)
+    mode = _mode
+    if mode:
+        if mode == _WHOLE_GRAPHS and is_compiling():
+            _note(data_src, data_id)
+        else:
+            _take(data_src, data_id, data_val, tensor_path)
 
 
 def gen_id(name: str | None = None) -> str:
@@ -57,6 +66,8 @@ def gen_id(name: str | None = None) -> str:
         return name
     if is_compiling():  # the clock would break the graph; labels of one id are told apart by their order
         return _COMPILED
+    if not _mode:
+        return f"data_{next(_numbers)}"  # nobody will see it; asking the clock takes five times as long
     return f"data_{time.time_ns() / 1e9:.6f}_{next(_numbers)}"
 
 
@@ -72,7 +83,7 @@ def set_task_id() -> None:
         return
     os.environ[TASK_ENV] = f"{os.getpid()}_{next(_tasks)}"
     # The front end of a vLLM with the probe computes no model: its workers' labels are in the engine's dump.
-    if _taker is None and _plain is None and not os.environ.get("VLLM_ACCPROBE_RUN_ID"):
+    if not _mode and _plain is None and not os.environ.get("VLLM_ACCPROBE_RUN_ID"):
         from vllm_accprobe.capture.labels_plain import PlainLabels
 
         _plain = PlainLabels.start()
@@ -88,15 +99,35 @@ def close() -> None:
         plain.close()
 
 
-def bind(taker: Taker) -> None:
-    """From now on labels go to ``taker``, until `unbind`; then to the one before."""
-    global _taker
-    _takers.append(taker)
-    _taker = taker
+def bind(taker: Taker, traced: Traced | None = None) -> None:
+    """From now on labels go to ``taker``, until `unbind`; then to the one before.
+
+    traced: given where the engine compiles whole graphs, in which no label may break one: it is told, while
+    torch.compile traces, of each label that is left out there. Elsewhere a label is an eager part of compiled code.
+    """
+    global _take, _note
+    if _take is None:
+        _take = torch.compiler.disable(_to_taker)
+        _note = torch._dynamo.assume_constant_result(_to_traced)  # called while tracing, not by the graph
+    _takers.append((taker, traced))
+    _choose()
 
 
 def unbind(taker: Taker) -> None:
-    global _taker
-    if taker in _takers:
-        _takers.remove(taker)
-    _taker = _takers[-1] if _takers else None
+    _takers[:] = [pair for pair in _takers if pair[0] is not taker]
+    _choose()
+
+
+def _choose() -> None:
+    global _mode
+    _mode = _NOTHING if not _takers else _CAPTURES if _takers[-1][1] is None else _WHOLE_GRAPHS
+
+
+def _to_taker(source: str, name: str, value: Any, path: str | None) -> None:
+    if _takers:
+        _takers[-1][0](source, name, value, path)
+
+
+def _to_traced(source: str, name: str) -> None:
+    if _takers and _takers[-1][1] is not None:
+        _takers[-1][1](source, name)

@@ -60,10 +60,11 @@ class Labels:
         self._executions: dict[str, int] = {}
         self._files = 0
         self._copied = 0
-        self._taker = _whole_graphs(self._take, self._traced) if whole_graphs else torch.compiler.disable(self._take)
+        self._taker = self._take  # one object: a bound method is a new one each time it is asked for
+        self._whole_graphs = whole_graphs
 
     def open(self) -> None:
-        labels.bind(self._taker)
+        labels.bind(self._taker, self._traced if self._whole_graphs else None)
 
     def close(self) -> None:
         """Collects the files that labels named. To be called before the sink is closed. Never raises."""
@@ -203,15 +204,3 @@ def _wrong(source: Any, name: Any, value: Any, path: Any) -> str:
         return "tensor_path is no path"
     return ""
 
-
-def _whole_graphs(take: labels.Taker, traced: Callable[[str, str], None]) -> labels.Taker:
-    """``take`` for engines that compile whole graphs: what is traced is counted, once, at that moment."""
-    note = torch._dynamo.assume_constant_result(traced)  # called for real while tracing, not by the graph
-
-    def taker(source: str, name: str, value: Any, path: str | None) -> None:
-        if torch.compiler.is_compiling():
-            note(source, name)
-            return
-        take(source, name, value, path)
-
-    return taker
