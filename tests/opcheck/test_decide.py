@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from vllm_accprobe.compare import words
 from vllm_accprobe.compare.result import Comparison, Pair
 from vllm_accprobe.opcheck.decide import Proof, decide
 from vllm_accprobe.opcheck.prove import prove
@@ -59,3 +60,30 @@ def test_a_golden_that_is_wrong_alone_is_said() -> None:
     result = judged(comparison(), [checked("second")], [replace(checked("second"), status="pass")])
     assert (result.verdict, result.origins) == ("pass", [])
     assert any("in golden only, first second" in n for n in result.notes)
+
+
+@pytest.mark.parametrize(("also", "verdict"), [("", "pass"), ("second", "fail")])
+def test_what_is_only_large_is_acquitted_where_every_module_of_it_is_right(also: str, verdict: str) -> None:
+    found = comparison(verdict="fail")
+    beyond = [replace(p, status="fail") if p.tap in ("first", also) else p for p in found.pairs]
+    found = replace(found, pairs=beyond, notes=[words.NOBODY], first_divergence={"module": "first"})
+    result = judged(found, [], [checked("first", "pass"), checked("third", "pass")])
+    assert (result.verdict, result.origins) == (verdict, [])
+    if verdict == "pass":
+        assert {p.status for p in result.pairs} == {"pass"}
+        assert "1 pairs of 1 modules are beyond" in result.notes[0]
+        assert words.NOBODY not in result.notes
+        assert result.first_divergence is None
+    else:
+        assert words.NOBODY in result.notes
+
+
+def test_what_failed_for_another_reason_or_was_replayed_in_part_is_not_acquitted() -> None:
+    found = comparison(verdict="fail")
+    found = replace(found, pairs=[replace(p, status="fail") for p in found.pairs])
+    rows = [checked(t, "pass") for t in ("first", "second", "third")]
+    assert judged(found, [], rows).verdict == "fail"
+    found = replace(found, notes=[words.NOBODY])
+    assert decide(found, prove([], rows, partly=True)).verdict == "fail"
+    assert judged(found, [], [replace(rows[0], checked=3), *rows[1:]]).verdict == "fail"
+    assert judged(found, [], rows).verdict == "pass"
