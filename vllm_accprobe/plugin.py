@@ -47,6 +47,7 @@ def register() -> None:
     _announce()
     try:
         config = ProbeConfig.from_env()
+        _check_patches(config)
         _claim_directory(config)
     except ConfigError as error:
         # vLLM would print a traceback for any other exception; a start that is refused on purpose is one line.
@@ -80,6 +81,20 @@ def _announce() -> None:
             table.setdefault(name, lambda name=name: os.environ.get(name))
         else:
             table.setdefault(name, lambda: None)
+
+
+def _check_patches(config: Any) -> None:
+    """Refuses names and files that are no patches. Whether one fits this vLLM is seen, and said, in the workers."""
+    if not config.patches:
+        return
+    from vllm_accprobe.config import PREFIX, ConfigError
+    from vllm_accprobe.patching.schema import PatchError
+    from vllm_accprobe.patching.shipped import choose
+
+    try:
+        choose(config.patches)
+    except PatchError as error:
+        raise ConfigError(f"{PREFIX}PATCHES: {error}") from None
 
 
 def _claim_directory(config: Any) -> None:

@@ -28,6 +28,8 @@ class Layouts:
         self._hidden = hidden_size
         self._cache: dict[tuple[str, str], Layout] = {}
         self._known: dict[str, dict[int, Parts]] = {}
+        self.alias: dict[str, tuple[str, str]] = {}
+        """Taps that are no modules (patches) → the tap and role whose layout they have."""
         self.split = tp_size > 1
         """False where every tensor is whole, and nobody needs to ask."""
 
@@ -35,6 +37,7 @@ class Layouts:
         """The layout of a tensor of ``shape`` in ``role`` at module path ``tap``."""
         if self._size == 1:
             return REPLICATED
+        tap, role = self.alias.get(tap, (tap, role))
         key = (tap, role)
         layout = self._cache.get(key)
         if layout is None:

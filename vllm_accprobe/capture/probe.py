@@ -124,6 +124,11 @@ class Probe:
             session, self.root, rank, parts=lambda: {n: tap.part for tap in self._taps.taps for n in tap.names}
         )
         self._labels.open()
+        self._patches: Any = None
+        if config.patches:
+            from vllm_accprobe.capture.patches import apply_named
+
+            self._patches = apply_named(session, model, language_path(model), say)
         self._inner = model.__dict__.get("forward") or model.forward
 
         @functools.wraps(original)  # transformers' generate asks the forward's signature what the model takes
@@ -149,6 +154,8 @@ class Probe:
         session.end()
         self._foresight.undo()
         self._labels.close()
+        if self._patches is not None:
+            self._patches.close()
         self.model.__dict__["forward"] = self._inner
         if session.sink.steps:
             for tap, why in self._taps.never_fired():

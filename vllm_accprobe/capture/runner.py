@@ -112,6 +112,7 @@ class RunnerProbe:
         self._drafts: dict[str, int] = {}
         self._last: Callable[..., Any] | None = None
         self.labels: Labels | None = None
+        self.patches: Any = None
         self._closed = False
         for name in _QUIET:
             self._wrap(worker, name, self._quietly)
@@ -207,6 +208,10 @@ class RunnerProbe:
             outside=False,
         )
         self.labels.open()
+        if self.config.patches:
+            from vllm_accprobe.capture.patches import apply_named
+
+            self.patches = apply_named(session, model, language_prefix(model), say)
         if compiles(vllm_config):
             note = (
                 "left as configured by VLLM_ACCPROBE_GRAPHS=1" if self.config.graphs else "although eager was asked for"
@@ -427,6 +432,8 @@ class RunnerProbe:
                 self.taps.remove()
             if self.labels is not None:
                 self.labels.close()
+            if self.patches is not None:
+                self.patches.close()
             steps, tensors = sink.steps, sink.tensors
             sink.close(reason)
             done = sink.stopped or "closed"

@@ -17,8 +17,8 @@ from typing import Any
 import typer
 
 COMMANDS = (
-    "compare", "opcheck", "opdiff", "calibrate", "summary", "show", "convert", "repair", "doctor", "labels", "run",
-    "errcheck", "formats",
+    "compare", "opcheck", "gentest", "opdiff", "calibrate", "summary", "show", "convert", "repair",
+    "doctor", "labels", "run", "errcheck", "formats", "patches",
 )  # fmt: skip
 MODULES = {"formats": "formats_command"}
 """Commands whose module and function are called otherwise."""

@@ -1,0 +1,68 @@
+"""``accprobe patches list | check``: which patches there are, and which fit the installed source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from vllm_accprobe.cli.options import CommandError
+
+
+def patches(
+    action: str = typer.Argument(..., metavar="list|check", help="list: name them; check: compare with the source."),
+    which: list[str] = typer.Argument(None, metavar="[NAME|FILE.toml]...", help="Default: all that are shipped."),
+    source: Path = typer.Option(
+        None, "--source", metavar="DIR", help="A package's directory to check against, e.g. an unpacked wheel's vllm/."
+    ),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Every tap of every place."),
+) -> None:
+    """List patches, or check which of them fit the installed vLLM. Nothing is imported, run or changed.
+
+    VLLM_ACCPROBE_PATCHES=NAME,... applies them while the probe is on.
+    Exit code 0: all fit, 1: a place is refused, 2: bad usage or no patch, 3: there is nothing to check against.
+    """
+    from vllm_accprobe.patching.check import ABSENT, FITS, REFUSED, check, package_root, package_version
+    from vllm_accprobe.patching.schema import PatchError
+    from vllm_accprobe.patching.shipped import choose
+
+    if action not in ("list", "check"):
+        raise CommandError(f"patches {action}: write list or check")
+    try:
+        chosen = choose(which or ["all"])
+    except PatchError as error:
+        raise CommandError(str(error)) from None
+    if action == "list":
+        width = max(len(p.name) for p in chosen)
+        for p in chosen:
+            typer.echo(f"{p.name:<{width}}  {p.about}")
+            for target in p.targets if verbose else ():
+                taps = ", ".join(t.name for t in target.taps)
+                typer.echo(f"{'':<{width}}    {target.module}:{target.function}: {taps}")
+        raise typer.Exit(0)
+    roots = {}
+    if source is not None:
+        if not source.is_dir():
+            raise CommandError(f"--source: {source} is no directory")
+        roots[source.resolve().name] = source.resolve()
+    packages = dict.fromkeys(t.module.partition(".")[0] for p in chosen for t in p.targets)
+    found = {name: roots.get(name) or package_root(name) for name in packages}
+    for name, root in found.items():
+        if root is not None:
+            typer.echo(f"{name} {package_version(root, name) or 'of unknown version'}")
+    if not any(found.values()):
+        typer.echo(f"accprobe: {', '.join(packages)} not installed, no --source: nothing to check against", err=True)
+        raise typer.Exit(3)
+    refused = 0
+    for p in chosen:
+        outcomes = check(p, roots)
+        bad = [o for o in outcomes if o.status == REFUSED]
+        fits = [o for o in outcomes if o.status == FITS]
+        refused += len(bad)
+        word = "refused" if bad else "fits" if fits else "nothing of it here"
+        count = sum(len(o.target.taps) for o in fits)
+        typer.echo(f"{p.name}: {word}" + (f", {count} taps in {len(fits)} functions" if fits else ""))
+        for o in outcomes:
+            if o.status == REFUSED or (verbose and o.status != ABSENT) or (verbose and o.why):
+                typer.echo(f"  {o.target.function}: {o.status}" + (f": {o.why}" if o.why else ""))
+    raise typer.Exit(1 if refused else 0)
