@@ -23,6 +23,7 @@ from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import open_regular
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.foreign import numpy_dtype
+from vllm_accprobe.formats.walk import natural
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 SUFFIXES = (".h5", ".hdf5")
@@ -99,7 +100,8 @@ def datasets(path: Path, problem: Callable[[str], None]) -> Iterator[Dataset]:
     try:
         size = path.stat().st_size
         with _LIBRARY, h5py.File(path, "r") as file:
-            found = list(_walk(path, file.id, "", size, problem, 0, set()))
+            root = h5py.h5o.get_info(file.id)
+            found = list(_walk(path, file.id, "", size, problem, 0, {(root.fileno, root.addr)}))
     except (OSError, RuntimeError, ValueError, TypeError, KeyError) as e:
         raise DumpError(f"{path} cannot be read as HDF5: {_short(e)}") from None
     yield from found
@@ -136,9 +138,9 @@ def _names(path: Path, group: Any, prefix: str, problem: Callable[[str], None]) 
         group.links.iterate(names.append, idx_type=h5py.h5.INDEX_CRT_ORDER)
         return names
     group.links.iterate(names.append)
-    if len(names) > 1:
+    if len(names) > 1 and not all(n.isdigit() for n in names):
         problem(f"{path.name}: {prefix or '/'} does not record the order of creation: tensors are in order of name")
-    return names
+    return sorted(names, key=lambda n: natural(n.decode("utf-8", "replace")))
 
 
 def _dataset(path: Path, dataset: Any, group: str, name: str, size: int) -> Dataset:

@@ -194,7 +194,8 @@ class _Search:
         for source in [*sources, *(b for b in below if b.order < sink.order)]:
             if source is not sink:
                 found = self.influence.of(source, source.err, sink.vision, keys, mixing)
-                if source.weak:  # what is known to be wrong may be wrong by any amount
+                # What is known to be wrong may be wrong by any amount; and gradients are sums that cancel.
+                if source.weak or tap.startswith(BACKWARD):
                     found = np.where(found > source.limit, np.inf, found * self.standard.amplification)
                 np.maximum(explained, found, out=explained)
         rules = self.standard

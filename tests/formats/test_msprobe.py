@@ -1,0 +1,247 @@
+"""msprobe's dumps: places and order of execution, steps and ranks, the three kinds, and a real one made by the tool."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.peer_dumps import FIELDS, expected, unpack
+
+from vllm_accprobe.compare.engine import compare
+from vllm_accprobe.compare.result import NothingCompared
+from vllm_accprobe.dump.reader import DumpError
+from vllm_accprobe.formats import msprobe, open_dump
+
+MAKER = Path(__file__).with_name("make_msprobe_dump.py")
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("msprobe")
+    unpack("a_msprobe_tensor", where)
+    unpack("a_msprobe_stat", where)
+    return where
+
+
+def test_metrics_and_culprit(peers: Path) -> None:
+    pair = peers / "a_msprobe_tensor"
+    found = compare(pair / "golden", pair / "mine")
+    by_name = {p.golden: p for p in found.pairs}
+    wanted = expected("a_msprobe_tensor", "expected_plain.json")["tensors"]
+    for t in wanted:
+        row = by_name[t["name"].removeprefix("step0/")]
+        for f in FIELDS:
+            value = None if t[f] is None else pytest.approx(t[f], rel=1e-6, abs=1e-15)
+            assert getattr(row, f) == value, (t["name"], f)
+    assert len(wanted) == 8
+    assert (found.coverage["pairs"], found.coverage["skipped"]) == (357, {})
+    assert found.notes[0].startswith("different weights: 1 of 27 parameters differ, first model.layers.1.mlp.down_proj")
+    assert [(o["module"], o["role"]) for o in found.origins] == [("model.layers.1.mlp.down_proj", "param.weight")]
+
+
+def test_statistics_alone_name_the_weight_and_say_the_four_figures(peers: Path) -> None:
+    pair = peers / "a_msprobe_stat"
+    found = compare(pair / "golden", pair / "mine")
+    assert [(o["module"], o["role"]) for o in found.origins] == [("model.layers.1.mlp.down_proj", "param.weight")]
+    by_name = {p.golden: p for p in found.pairs}
+    for t in expected("a_msprobe_stat", "expected_plain.json")["statistics"]:
+        name = t["name"].replace(":input_args", ".input").replace(":", ".")
+        row = by_name[name]
+        said = row.message.partition("golden | mine: ")[2].split(", ")
+        assert said == [f"{k} {t[k]['golden']:.9g} | {t[k]['mine']:.9g}" for k in ("max", "min", "mean", "norm")]
+        assert (row.cosine, row.rel_l2) == (None, None)
+        if row.status == "pass":
+            assert row.message.startswith("no payload: judged by statistics")
+
+
+@pytest.mark.parametrize("sides", [("a_msprobe_stat", "a_msprobe_tensor"), ("a_msprobe_tensor", "a_msprobe_stat")])
+def test_statistics_against_tensors(peers: Path, sides: tuple[str, str]) -> None:
+    found = compare(peers / sides[0] / "golden", peers / sides[1] / "mine")
+    assert [(o["module"], o["role"]) for o in found.origins] == [("model.layers.1.mlp.down_proj", "param.weight")]
+    assert found.coverage["pairs"] == 357
+    clean = compare(peers / sides[0] / "golden", peers / sides[1] / "golden")
+    assert clean.verdict == "pass"
+    assert clean.coverage["pairs"] == 357
+
+
+def test_any_directory_and_the_file_itself(peers: Path) -> None:
+    root = peers / "a_msprobe_tensor" / "golden"
+    (rank,) = root.glob("step0/proc*")
+    names = [r.name for r in open_dump(root).records]
+    for inside in (root / "step0", rank, rank / "dump.json"):
+        dump = open_dump(inside)
+        assert [r.name for r in dump.records] == names
+        assert {r.step for r in dump.records} == {0, None}
+        assert dump.ranks == (0,)
+
+
+def test_order_of_execution(peers: Path) -> None:
+    records = sorted(open_dump(peers / "a_msprobe_tensor" / "golden").records, key=lambda r: r.seq)
+    at = {r.name: i for i, r in enumerate(r for r in records if r.step is not None)}
+    layer, mlp = "Module.model.layers.0.Qwen2DecoderLayer.forward.0", "Module.model.layers.0.mlp.Qwen2MLP.forward.0"
+    down = "Module.model.layers.0.mlp.down_proj.Linear.forward.0"
+    assert (at[f"{layer}.input.0"] < at[f"{mlp}.input.0"] < at[f"{down}.input.0"]
+            < at["Functional.linear.6.forward.input.0"] < at["Functional.linear.6.forward.output.0"]
+            < at[f"{down}.output.0"] < at[f"{mlp}.output.0"] < at[f"{layer}.output.0"])  # fmt: skip
+
+
+def record(**sections: Any) -> dict[str, Any]:
+    return sections
+
+
+def tensor(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2], "data_name": name, **more}
+
+
+def write(directory: Path, data: Any, values: dict[str, np.ndarray], construct: Any = None, **head: Any) -> Path:
+    (directory / "dump_tensor_data").mkdir(parents=True)
+    (directory / "dump.json").write_text(json.dumps({"task": "tensor", "data": data, **head}))
+    if construct is not None:
+        (directory / "construct.json").write_text(json.dumps(construct))
+    for name, value in values.items():
+        if name.endswith(".npy"):
+            np.save(directory / "dump_tensor_data" / name, value)
+        else:
+            torch.save(torch.from_numpy(value), directory / "dump_tensor_data" / name)
+    return directory
+
+
+def one(value: float, **head: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    name = "Module.a.Linear.forward.0.output.0.pt"
+    data = {"Module.a.Linear.forward.0": record(input_args=[], output=[tensor(name)])}
+    return data, {name: np.array([1.0, value], "f4")}
+
+
+def test_steps_and_ranks_in_one_comparison(tmp_path: Path) -> None:
+    for side in ("golden", "mine"):
+        for step in (0, 2):
+            for rank in (0, 1):
+                wrong = side == "mine" and (step, rank) == (2, 1)
+                write(tmp_path / side / f"step{step}" / f"rank{rank}", *one(step * 10 + rank + 0.5 * wrong))
+    found = compare(tmp_path / "golden", tmp_path / "mine")
+    assert [(p.step, p.rank, p.status) for p in found.pairs] == [
+        (0, 0, "pass"), (0, 1, "pass"), (2, 0, "pass"), (2, 1, "fail")
+    ]  # fmt: skip
+    assert found.first_divergence is not None
+    assert (found.first_divergence["step"], found.first_divergence["rank"]) == (2, 1)
+
+
+def test_steps_that_one_side_lacks_are_counted_and_not_compared(tmp_path: Path) -> None:
+    for step in (0, 1, 2):
+        write(tmp_path / "golden" / f"step{step}" / "rank0", *one(step))
+    for step in (1, 3):
+        write(tmp_path / "mine" / f"step{step}" / "rank0", *one(step))
+    found = compare(tmp_path / "golden", tmp_path / "mine")
+    assert [(p.step, p.status) for p in found.pairs] == [(1, "pass"), (3, "skip")]
+    assert "steps: 2 only in golden" in found.plan
+    assert (found.coverage["rows_only_golden"], found.coverage["rows_only_mine"]) == (2, 1)
+
+
+def test_an_api_is_numbered_in_the_module_that_calls_it(tmp_path: Path) -> None:
+    """One call more in the first module: msprobe's own numbers shift, ours do not."""
+    apis = {"golden": ["a", "b"], "mine": ["a", "a", "b"]}
+    for side, callers in apis.items():
+        data, values, construct = {}, {}, {}
+        for i, caller in enumerate(callers):
+            name = f"Torch.add.{i}.forward"
+            data[name] = record(input_args=[], output=[tensor(f"{name}.output.0.pt")])
+            values[f"{name}.output.0.pt"] = np.array([1.0, ord(caller)], "f4")
+            construct[name] = f"Module.{caller}.Block.forward.0"
+        write(tmp_path / side, data, values, construct)
+    found = compare(tmp_path / "golden", tmp_path / "mine")
+    assert {p.mine: (p.golden, p.status) for p in found.pairs} == {
+        "Torch.add.0.forward.output.0": ("Torch.add.0.forward.output.0", "pass"),
+        "Torch.add.2.forward.output.0": ("Torch.add.1.forward.output.0", "pass"),
+    }
+    assert found.coverage["skipped"] == {"golden has no such call": 1}
+
+
+def test_mindspore_dumps_are_npy(tmp_path: Path) -> None:
+    for side, off in (("golden", 0.0), ("mine", 0.001)):
+        name = "Cell.a.Dense.forward.0.output.0.npy"
+        info = tensor(name, type="mindspore.Tensor", dtype="BFloat16")
+        data = {"Cell.a.Dense.forward.0": record(input_args=[], output=[info])}
+        values = np.array([1.0, 2.0 + off], "f4").view("u4") >> 16 << 16
+        write(tmp_path / side / "step0" / "rank0", data, {name: values.view("f4")}, framework="mindspore")
+    dump = open_dump(tmp_path / "golden")
+    assert dump.run["framework"] == "mindspore"
+    assert (dump.records[0].dtype, dump.read(dump.records[0]).tolist()) == ("bfloat16", [0x3F80, 0x4000])
+    found = compare(tmp_path / "golden", tmp_path / "mine", standard="mindspore")
+    assert found.standard["name"] == "mindspore"
+    assert len(found.pairs) == 1
+
+
+def test_payloads_outside_missing_and_wrong(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.pt"
+    torch.save(torch.ones(2), secret)
+    names = ["../../secret.pt", str(secret), "gone.pt", "ok.pt"]
+    data = {f"Module.m{i}.Linear.forward.0": record(output=[tensor(n)]) for i, n in enumerate(names)}
+    write(tmp_path / "d", data, {"ok.pt": np.ones(2, "f4")})
+    dump = open_dump(tmp_path / "d")
+    assert [r.payload is not None for r in dump.records] == [False, False, False, True]
+    assert sorted(s.reason for s in dump.skips) == [msprobe.LOST, msprobe.OUTSIDE, msprobe.OUTSIDE]
+    assert sum("leads out of the dump" in p for p in dump.problems) == 2
+    found = compare(tmp_path / "d", tmp_path / "d")
+    assert [p.status for p in found.pairs] == ["skip", "skip", "skip", "pass"]
+    data = {"Module.a.Linear.forward.0": record(output=[tensor("a.pt")])}
+    write(tmp_path / "wrong", data, {"a.pt": np.ones(3, "f4")})
+    wrong = open_dump(tmp_path / "wrong")
+    with pytest.raises(DumpError, match="was announced"):
+        wrong.read(wrong.records[0])
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"data": 3}', "[" * 100_000])
+def test_damaged_json_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "dump.json").write_text(text)
+    with pytest.raises(DumpError, match=r"dump\.json"):
+        open_dump(tmp_path)
+
+
+def test_checksums_alone(tmp_path: Path) -> None:
+    for side, sums in (("golden", ("aa", "bb")), ("mine", ("aa", "cc"))):
+        data = {
+            f"Module.m{i}.Linear.forward.0": record(output=[{"dtype": "torch.float32", "shape": [2], "md5": s}])
+            for i, s in enumerate(sums)
+        }
+        write(tmp_path / side, data, {})
+    found = compare(tmp_path / "golden", tmp_path / "mine")
+    assert [(p.tap, p.status, p.message) for p in found.pairs] == [
+        ("m0", "pass", ""), ("m1", "fail", "checksums differ")
+    ]  # fmt: skip
+    assert [o["module"] for o in found.origins] == ["m1"]
+    shutil.rmtree(tmp_path / "mine")
+    bare = {"Module.m0.Linear.forward.0": record(output=[{"dtype": "torch.float32", "shape": [2]}])}
+    write(tmp_path / "mine", bare, {})
+    with pytest.raises(NothingCompared):
+        compare(tmp_path / "golden", tmp_path / "mine")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("msprobe") is None, reason="mindstudio-probe is not installed")
+@pytest.mark.parametrize(("task", "level", "summary"), [("tensor", "mix", "statistics"), ("statistics", "L0", "md5")])
+def test_a_real_dump(tmp_path: Path, task: str, level: str, summary: str) -> None:
+    """Forward and backward, modules and APIs, of the installed tool."""
+    out = tmp_path / "dump"
+    made = subprocess.run([sys.executable, str(MAKER), task, level, summary, str(out)], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-2000:]
+    found = compare(out / "step0", out / "step1")
+    assert found.coverage["skipped"] == {}
+    assert "steps: 1 paired by order (golden's 0 is mine's 1)" in found.plan
+    assert [(o["module"], o["role"]) for o in found.origins] == [("blocks.1.up", "param.weight")]
+    passed = {p.tap for p in found.pairs if p.status == "pass"}
+    assert "blocks.0.up" in passed
+    assert any(p.tap == "backward.blocks.0.up" for p in found.pairs)
+    if task == "tensor":
+        weight = next(p for p in found.pairs if (p.tap, p.role) == ("blocks.1.up", "param.weight"))
+        names = ("Module.blocks.1.up.Linear.forward.0.parameters.weight.pt",) * 2
+        values = [torch.load(next(out.glob(f"step{s}/*/dump_tensor_data/{n}"))) for s, n in enumerate(names)]
+        g, m = (v.detach().double() for v in values)
+        assert weight.rel_l2 == pytest.approx(((m - g).norm() / g.norm()).item(), rel=1e-12)
+        assert "backward.blocks.1.up.Functional:linear" in {p.tap for p in found.pairs}
