@@ -22,6 +22,7 @@ from vllm_accprobe.align.requests import RequestPlan, distinct, pair_requests
 from vllm_accprobe.align.shards import Member, MergePlan, Unmergeable, plan_merge
 from vllm_accprobe.align.steps import plan_steps
 from vllm_accprobe.align.tokens import Space, TokenPlan, align_rows
+from vllm_accprobe.compare.operators import set_apart
 from vllm_accprobe.dump.schema import Module, Record
 from vllm_accprobe.judge.flow import Key, Tree, add_parameters, depths, flow_order
 
@@ -115,6 +116,7 @@ class Plan:
 def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules | None = None) -> Plan:
     """The plan for two open dumps. taps: globs over tap names, separated by commas; None compares all. mapping: the
     user's rules for names (align.mapping.load_mapping)."""
+    golden, mine, apart = set_apart(golden, mine)
     stepwise = plan_steps(golden, mine)
     if stepwise is not None:
         golden, mine = stepwise.golden, stepwise.mine
@@ -134,7 +136,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
     names = pair_names(*places, by_order=not bridged.foreign)
     place = {key: i for i, key in enumerate(orders[1])}
     depth = depths(orders[1])
-    skipped = names.skips()
+    skipped = names.skips() + apart
     units = []
     for pair in names.pairs:
         for golden_role, mine_role, role_rule in pair.roles:
