@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_accprobe.capture.errcheck_file import (
+from vllm_accprobe.cli import main
+from vllm_accprobe.config import ConfigError, ProbeConfig
+from vllm_accprobe.dump.findings import (
     BAD_BAD,
     GOOD_BAD,
     ErrcheckError,
@@ -25,8 +27,6 @@ from vllm_accprobe.capture.errcheck_file import (
     sentence,
     write,
 )
-from vllm_accprobe.cli import main
-from vllm_accprobe.config import ConfigError, ProbeConfig
 
 ROW = {"request": "r1", "position": 45, "phase": "decode", "row": 3}
 FOUND = Finding(
@@ -119,7 +119,7 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from capture.test_errcheck_files import report
-from vllm_accprobe.capture.errcheck_file import write
+from vllm_accprobe.dump.findings import write
 root = Path(os.environ["VLLM_ACCPROBE_DIR"])
 assert os.environ["VLLM_ACCPROBE_ERRCHECK"] == sys.argv[3]
 assert "VLLM_ACCPROBE" not in os.environ

@@ -11,8 +11,8 @@ import pytest
 from support.captures import Engines
 from support.engine import EngineError, Run
 
-from vllm_accprobe.capture.errcheck_file import GOOD_BAD, PARAMETER, RankReport, earliest, lines, read
 from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.dump.findings import GOOD_BAD, PARAMETER, RankReport, earliest, lines, read
 from vllm_accprobe.dump.reader import open_dump
 
 pytestmark = pytest.mark.engine

@@ -4,7 +4,7 @@ The problem: whoever repairs the operator wants its inputs and outputs, but a ba
 nothing to do with it. The idea: the bad rows are located in the output; their segments, and nothing else, go through
 the same session and sink as any capture, so that `show`, `opcheck` and `gentest` read the result like any dump.
 Tensors without rows (tables) are left out and counted. Not here: when (errcheck.py), the file of findings
-(errcheck_file.py).
+(dump/findings.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.errcheck import Watch
-from vllm_accprobe.capture.errcheck_file import (
+from vllm_accprobe.capture.errcheck_step import BAD, GOOD, UNCHECKED, Alarm
+from vllm_accprobe.capture.layout import Layouts
+from vllm_accprobe.capture.rows import Space
+from vllm_accprobe.capture.session import Session, StepState
+from vllm_accprobe.capture.sink import Sink
+from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.findings import (
     BAD_BAD,
     GOOD_BAD,
     MOST_ROWS,
@@ -27,12 +33,6 @@ from vllm_accprobe.capture.errcheck_file import (
     UNSURE,
     Finding,
 )
-from vllm_accprobe.capture.errcheck_step import BAD, GOOD, UNCHECKED, Alarm
-from vllm_accprobe.capture.layout import Layouts
-from vllm_accprobe.capture.rows import Space
-from vllm_accprobe.capture.session import Session, StepState
-from vllm_accprobe.capture.sink import Sink
-from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Request, Segment, Step
 from vllm_accprobe.dump.writer import write_run_json
 

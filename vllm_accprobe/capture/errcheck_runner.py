@@ -3,7 +3,7 @@
 The problem: everything that capture has to know of vLLM's runner (what a step is, which row is whose, when a process
 ends) errcheck has to know, too, with or without a capture beside it, and for all requests. The idea: a second probe of
 the same kind around the same runner, with a Watch instead of a Session; nothing is written until something is bad.
-Not here: finding (errcheck.py), writing (errcheck_keep.py, errcheck_file.py).
+Not here: finding (errcheck.py), writing (errcheck_keep.py, dump/findings.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.errcheck import Watch
-from vllm_accprobe.capture.errcheck_file import Finding, RankReport, sentence, write
 from vllm_accprobe.capture.errcheck_keep import finding, keep
 from vllm_accprobe.capture.errcheck_step import Alarm, WatchedStep
 from vllm_accprobe.capture.errcheck_values import parameters
@@ -31,6 +30,7 @@ from vllm_accprobe.capture.runner import _WARMUP_IDS, RunnerProbe
 from vllm_accprobe.capture.say import say
 from vllm_accprobe.capture.session import HEAD, VISION
 from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges
+from vllm_accprobe.dump.findings import Finding, RankReport, sentence, write
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, hash_tokens
 
 EXIT = "exit"

@@ -10,7 +10,7 @@ import typer
 from vllm_accprobe.cli.options import CommandError
 
 if TYPE_CHECKING:
-    from vllm_accprobe.capture.errcheck_file import RankReport
+    from vllm_accprobe.dump.findings import RankReport
 
 _GRACE_S = 10.0
 """How long an engine that stops itself has for it before its command is told to end."""
@@ -34,8 +34,8 @@ def errcheck(
     Exit code 0: nothing bad, 1: something bad was found, 2: it could not be started, 3: nothing was watched; where
     nothing bad was found and the command failed, the command's own.
     """
-    from vllm_accprobe.capture.errcheck_file import ErrcheckError, alive, lines
-    from vllm_accprobe.capture.errcheck_file import read as read_reports
+    from vllm_accprobe.dump.findings import ErrcheckError, alive, lines
+    from vllm_accprobe.dump.findings import read as read_reports
 
     def reports(root: Path) -> list[RankReport]:
         try:
