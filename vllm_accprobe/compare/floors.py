@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,16 +92,22 @@ def _values(pair: Pair) -> list[tuple[str, float]]:
     return [(phase, v) for phase, v in found if v is not None and math.isfinite(v)]
 
 
-def told(pair: Pair, calibration: Calibration | None, model: float | None) -> Pair:
-    """The pair with its floor, where that comes from, and its error in units of it. model: of rounding, or None."""
-    if pair.worst_row_rel_l2 is None or pair.role.startswith("param.") or not pair.limit:
-        return pair
-    phase = pair.phase if pair.phase in ("prefill", "decode") else None
-    measured = calibration.floor(pair.tap, pair.role, phase) if calibration is not None else None
+def floor_of(
+    key: tuple[str, str, int],
+    phase: str | None,
+    worst: float | None,
+    limit: float,
+    calibration: Calibration | None,
+    model: float | None,
+) -> tuple[float | None, str | None, float | None]:
+    """(floor of a pair, where that comes from, its error in units of it). key: tap, role, call; worst: its worst row's
+    relative L2 error; model: of rounding, or None."""
+    if worst is None or key[1].startswith("param.") or not limit:
+        return None, None, None
+    known = phase if phase in ("prefill", "decode") else None
+    measured = calibration.floor(key[0], key[1], known) if calibration is not None else None
     floor, source = (measured, calibration.source) if measured and calibration is not None else (model, MODEL)
-    if not floor:
-        return pair
-    return replace(pair, floor=floor, floor_source=source, x_floor=pair.worst_row_rel_l2 / floor)
+    return (floor, source, worst / floor) if floor else (None, None, None)
 
 
 def sentence(calibration: Calibration | None, pairs: Sequence[Pair]) -> str:

@@ -16,11 +16,13 @@ import numpy as np
 
 from vllm_accprobe.compare import blame, floors, words
 from vllm_accprobe.compare.coverage import finished
+from vllm_accprobe.compare.holding import Holder
 from vllm_accprobe.compare.measured import Measured, MeasuredUnit, Part
 from vllm_accprobe.compare.params import is_computed
 from vllm_accprobe.compare.plan import SAMPLER, TOKEN
 from vllm_accprobe.compare.result import FAIL, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.compare.rows import RowLog
+from vllm_accprobe.compare.rowsets import RowSets
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
 from vllm_accprobe.judge.floor import flow_unit, is_exact
 from vllm_accprobe.judge.floor import unit as rounding_unit
@@ -29,7 +31,7 @@ from vllm_accprobe.judge.origin import Created, find_origins
 from vllm_accprobe.judge.routing import Rerouted, is_choice
 from vllm_accprobe.judge.standards import EXACT, Limits, Standard
 from vllm_accprobe.judge.trace import Trace, kind_of
-from vllm_accprobe.judge.verdict import RowErrors, row_errors
+from vllm_accprobe.judge.verdict import RowErrors
 from vllm_accprobe.metrics import oracle
 
 _NO_KEYS = np.zeros(0, np.int64)
@@ -60,6 +62,7 @@ class _Judge:
     def run(self) -> Comparison:
         setting = self.measured.setting
         self.unit = flow_unit(setting.dtypes)
+        self.holder, self.rowsets = Holder(self.standard, self.unit, self.floor), RowSets()
         self.tree = Tree(setting.classes, dict(setting.parent), dict(setting.children), dict(setting.mixing))
         for unit in self.measured.each():
             self._unit(unit)
@@ -145,121 +148,90 @@ class _Judge:
         found = [(p.keys, p.choices) for p in unit.parts if p.choices is not None and len(p.choices) == len(p.keys)]
         if found:
             self.chosen[unit.key[0]] = found
-        floor = self._row_floor(unit.parts)
-        keys: list[np.ndarray] = []
-        wrong: list[tuple[np.ndarray, ...]] = []
-        everywhere, limit, allowed, weak = 0.0, None, 0.0, False
+        parts = [p for p in unit.parts if not p.skip]
+        limits = self.holder.limits(unit, parts)
+        totals = [total for total, _ in limits]
+        errors = self.holder.errors(parts, self.holder.row_floor(unit.parts), totals)
+        notes = [self._reroute(unit, part, e) for part, e in zip(parts, errors, strict=True)]
+        facts = self._facts(unit, parts, errors, totals, notes)
+        judged = iter(zip(parts, errors, totals, facts, strict=True))
         for part in unit.parts:
             if part.skip:
                 self._skip(unit, part)
-                continue
-            limits, created = self._limits(unit, part)
-            limit = created.row if limit is None else max(limit, created.row)
-            allowed = max(allowed, limits.row)
-            weak |= part.stats is not None
-            errors = self._errors(part, 0.0 if part.whole else floor, limits)
-            note = self._reroute(unit, part, errors)
-            self._add(unit, part, errors, limits, note=note)
-            rows = self._keys_of(part)
-            keys.append(rows)
-            bad = np.flatnonzero(errors.err > 0)
-            if part.whole and len(bad):
-                if len(rows):
-                    most = np.full(len(rows), errors.err.max())
-                    wrong.append((rows, most, most, np.zeros(len(rows))))
-                else:
-                    everywhere = max(everywhere, float(errors.err.max()))
-            elif len(bad):
-                spread = errors.err if len(errors.err) == len(rows) else np.full(len(rows), errors.err[0])
-                bad = np.flatnonzero(spread > 0)
-                alike = len(errors.err) != len(rows)
-                rel, gain = (np.full(len(rows), a[0]) if alike else a for a in (errors.rel, errors.gain))
-                wrong.append((rows[bad], spread[bad], rel[bad], gain[bad]))
-        if limit is not None and unit.key[:2] != (SAMPLER, TOKEN):
-            self._trace(unit, keys, wrong, limit, everywhere, allowed, weak)
+            else:
+                self._add(unit, *next(judged))
+        if parts and unit.key[:2] != (SAMPLER, TOKEN):
+            rows = [self._keys_of(p) for p in parts]
+            wrong, everywhere = _wrong(parts, errors, rows)
+            allowed, created = (max(pair[i].row for pair in limits) for i in (0, 1))
+            weak = any(p.stats is not None for p in parts)
+            self._trace(unit, rows, wrong, created, everywhere, max(allowed, 0.0), weak)
 
     def _trace(
         self,
         unit: MeasuredUnit,
         keys: list[np.ndarray],
-        wrong: list[Any],
+        wrong: _Wrong,
         limit: float,
         everywhere: float = 0.0,
         allowed: float = 0.0,
         weak: bool = False,
     ) -> None:
-        seen = np.unique(np.concatenate(keys)) if keys else _NO_KEYS
-        k = np.concatenate([w[0] for w in wrong]) if wrong else _NO_KEYS
-        e, rel, gain = (np.concatenate([w[i] for w in wrong]) if wrong else np.zeros(0) for i in (1, 2, 3))
-        order = np.lexsort((e, k))
-        last = order[np.append(np.diff(k[order]) != 0, True)] if len(k) else order
+        rows = self.rowsets.of(keys)
+        at = rows.place[wrong.at]
+        if rows.distinct and len(at) == len(rows.seen):
+            bad = rows.seen  # all of them: the same array, which whoever compares knows again
+            order = np.empty(len(at), np.int64)
+            order[at] = np.arange(len(at))
+        else:
+            order = np.lexsort((wrong.err, at))
+            order = order[np.append(np.diff(at[order]) != 0, True)] if len(at) else order
+            bad = rows.seen[at[order]]
         tap, role, call = unit.key
-        keyed = (seen, k[last], e[last], everywhere, unit.vision, allowed, weak)
+        keyed = (rows.seen, bad, wrong.err[order], everywhere, unit.vision, allowed, weak)
         part = next((p for p in unit.parts if not p.skip), None)
         dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
         rounding = 0.0 if not dtypes or is_exact(*dtypes) else max(self.unit, *map(rounding_unit, dtypes))
-        signs = {"rel": rel[last], "gain": gain[last], "rounding": rounding, "columns": unit.columns}
-        width = part.width if part is not None else 1
-        self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, **signs, width=width))
+        signs = (wrong.rel[order], wrong.gain[order], rounding, unit.columns, part.width if part is not None else 1)
+        self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs))
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
         if part.equal is None:
             self._skip(unit, part)
             return
         limits = EXACT
-        errors = self._errors(part, 0.0, limits)
+        (errors,) = self.holder.errors([part], 0.0, [limits])
         if is_computed(unit.key[1]) and not part.equal:
-            limits = self._limits(unit, part)[1]
-            errors = self._errors(part, 0.0, limits)
+            limits = self.holder.limits(unit, [part])[0][1]
+            (errors,) = self.holder.errors([part], 0.0, [limits])
         if part.equal:  # alike but for the rounding to another dtype
             errors = replace(errors, err=np.zeros_like(errors.err))
-        self._add(unit, part, errors, limits)
+        self._add(unit, part, errors, limits, *self._facts(unit, [part], [errors], [limits], [""]))
         worst = float(errors.err.max()) if len(errors.err) else 0.0
-        self._trace(unit, [], [], limits.row, worst if worst > limits.row else 0.0)
+        self._trace(unit, [], _wrong([], [], [])[0], limits.row, worst if worst > limits.row else 0.0)
 
-    def _limits(self, unit: MeasuredUnit, part: Part) -> tuple[Limits, Limits]:
-        """(what may have piled up, what the tap may create) at a part."""
-        dtypes = part.dtype_golden or part.dtype_mine, part.dtype_mine
-        if is_exact(*dtypes):
-            return EXACT, EXACT
-        unit_here = max(self.unit, *(rounding_unit(d) for d in dtypes))
-        total = self.standard.total_limits(unit_here, part.width, unit.depth)
-        measured = self.floor.floor(*unit.key[:2], None) if self.floor is not None else None
-        if measured is not None:
-            total = total.at_least(MARGIN * measured)
-        return total, self.standard.created_limits(unit_here, part.width)
-
-    def _rounding_floor(self, unit: MeasuredUnit, part: Part) -> float:
-        """What honest rounding piles up to by here: one unit, growing with depth as the limits do."""
-        here = max(self.unit, *(rounding_unit(d) for d in (part.dtype_golden or part.dtype_mine, part.dtype_mine)))
-        return here * (1.0 + max(unit.depth, 0)) ** self.standard.growth
-
-    def _errors(self, part: Part, floor: float, limits: Limits) -> RowErrors:
-        if part.table is not None:
-            return row_errors(part.table, floor, part.width, self.standard, exact=limits.exact)
-        value = max(part.stats[0], part.stats[1] / self.standard.element) if part.stats else 0.0
-        err = np.array([np.inf if limits.exact and value > 0 else value])
-        return RowErrors(np.array([value]), np.ones(1), err, err, np.zeros(1, np.int8), np.zeros(1))
-
-    def _row_floor(self, parts: list[Part]) -> float:
-        """Rows whose norm is below this are not measured against their own norm alone."""
-        norms = [np.sqrt(p.table[:, oracle.GG]) for p in parts if p.table is not None and not p.whole]
-        norms += [np.full(min(len(p.keys), 1000), p.row_norm) for p in parts if p.identical and p.row_norm]
-        every = np.concatenate(norms) if norms else np.zeros(0)
-        every = every[every > 0]
-        width = next((p.width for p in parts if not p.skip), 1)
-        return self.standard.floor_share(width) * float(np.median(every)) if len(every) else 0.0
+    def _facts(
+        self, unit: MeasuredUnit, parts: list[Part], errors: list[RowErrors], limits: list[Limits], notes: list[str]
+    ) -> list[words.Facts]:
+        """What the pairs say besides names and limits."""
+        holder = self.holder
+        tables = [p.table for p in parts if p.table is not None]
+        metrics = iter(oracle.metrics_of_each(tables))
+        out = []
+        for part, worst, limit, note in zip(parts, holder.worst(parts, errors), limits, notes, strict=True):
+            model = None if limit.exact else holder.rounding_floor(unit, part)
+            phase = holder.phase(part)
+            floor = floors.floor_of(unit.key, phase, worst.rel, limit.row, self.floor, model)
+            out.append(words.Facts(worst, None if part.table is None else next(metrics), phase, floor, note))
+        return out
 
     def _keys_of(self, part: Part) -> np.ndarray:
         """The rows that a part speaks for: its own, or, without rows, all of its step."""
         return self.measured.setting.moments.get(part.moment, _NO_KEYS) if part.whole else part.keys
 
-    def _add(self, unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, *, note: str = "") -> None:
+    def _add(self, unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, facts: words.Facts) -> None:
         self.replicas += bool(part.replicas)
-        pair = words.make_pair(unit, part, errors, limits, self.measured.setting)
-        pair = replace(pair, message=words.join(pair.message, note)) if note else pair
-        model = None if limits.exact else self._rounding_floor(unit, part)
-        pair = floors.told(pair, self.floor, model)
+        pair = words.make_pair(unit, part, errors, limits, self.measured.setting, facts)
         self.pairs.append((pair, part.keys))
         self.log.add(pair, part.keys, errors.err, part.decode)
 
@@ -280,3 +252,37 @@ class _Judge:
         errors.err[mask], errors.rel[mask], errors.ratio[mask], errors.peak[mask] = 0.0, 0.0, 1.0, 0.0
         errors.gain[mask] = 0.0
         return f"{int(mask.sum())} rows after a router's near tie are not judged"
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    """The rows of a unit that have an error: at, which of its keys, one part after the other; what `Trace` says."""
+
+    at: np.ndarray
+    err: np.ndarray
+    rel: np.ndarray
+    gain: np.ndarray
+
+
+def _wrong(parts: list[Part], errors: list[RowErrors], keys: list[np.ndarray]) -> tuple[_Wrong, float]:
+    """The rows with an error, and the largest error that belongs to no row. keys: that each part speaks for."""
+    found: list[tuple[np.ndarray, ...]] = []
+    everywhere, start = 0.0, 0
+    for part, e, rows in zip(parts, errors, keys, strict=True):
+        n = len(rows)
+        if part.whole and (e.err > 0).any():
+            if n:
+                most = np.full(n, e.err.max())
+                found.append((np.arange(start, start + n), most, most, np.zeros(n)))
+            else:
+                everywhere = max(everywhere, float(e.err.max()))
+        elif not part.whole and len(e.err) == n:
+            bad = np.flatnonzero(e.err > 0)
+            found.append((start + bad, e.err[bad], e.rel[bad], e.gain[bad]))
+        elif not part.whole and e.err[0] > 0:
+            found.append((np.arange(start, start + n), *(np.full(n, v[0]) for v in (e.err, e.rel, e.gain))))
+        start += n
+    if not found:
+        none = np.zeros(0)
+        return _Wrong(np.zeros(0, np.int64), none, none, none), everywhere
+    return _Wrong(*(np.concatenate([f[i] for f in found]) for i in range(4))), everywhere

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.tokens import position, subject
+from vllm_accprobe.align.accepted import POSITION_BITS, POSITION_MASK
 from vllm_accprobe.compare.measure import Piece
 from vllm_accprobe.compare.plan import Plan, Unit
 from vllm_accprobe.compare.shelf import Shelf
@@ -75,7 +76,7 @@ class Part:
 
     @property
     def width(self) -> int:
-        return int(np.prod(self.feature, dtype=np.int64))
+        return prod(self.feature)
 
 
 @dataclass(slots=True)
@@ -136,8 +137,7 @@ class Setting:
 
     def name(self, key: int) -> tuple[str, int]:
         """(request label, position) of a row key."""
-        one = np.array([key])
-        return self.names[int(subject(one)[0])][0], int(position(one)[0])
+        return self.names[key >> POSITION_BITS][0], key & POSITION_MASK
 
 
 @dataclass

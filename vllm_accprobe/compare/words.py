@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from vllm_accprobe.compare.measured import MeasuredUnit, Part, Setting
 from vllm_accprobe.compare.plan import SAMPLER, TOKEN, Plan
-from vllm_accprobe.compare.result import FAIL, PASS, PHASE_MIXED, SKIP, Pair
+from vllm_accprobe.compare.result import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.compare.rows import RowTable
 from vllm_accprobe.compare.statistics import said as figures_said
 from vllm_accprobe.judge import flips
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.standards import Limits
-from vllm_accprobe.judge.verdict import METRICS, RowErrors, describe, value_and_limit
+from vllm_accprobe.judge.verdict import METRICS, RowErrors, Worst, describe, value_and_limit
 from vllm_accprobe.metrics import oracle
 
 ALL_SKIPPED = "all pairs were skipped"
@@ -32,18 +32,34 @@ NOBODY = (
     "rounding; a second run of golden's side (--floor) or a replay of the operators (--replay) tells which"
 )
 
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a pair says besides names and limits. metrics: None where values were not read. floor: (floor, where that
+    comes from, error in units of it). note: said behind everything else."""
+
+    worst: Worst
+    metrics: oracle.Metrics | None
+    phase: str | None
+    floor: tuple[float | None, str | None, float | None] = (None, None, None)
+    note: str = ""
+
+
 def join(*parts: str) -> str:
     return "; ".join(p for p in parts if p)
 
 
-def make_pair(unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: Setting) -> Pair:
+def make_pair(
+    unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: Setting, facts: Facts
+) -> Pair:
     """The row of compare.csv of a part that was compared."""
-    worst = int(errors.err.argmax()) if len(errors.err) else 0
-    wrong = bool(len(errors.err)) and not errors.err[worst] <= limits.row
+    worst = facts.worst
+    err, rows = worst.err, len(errors.err)
+    wrong = err is not None and not err <= limits.row
     request = at = None
-    if len(part.keys) and errors.err.size and errors.err[worst] > 0 and len(errors.err) == len(part.keys):
-        request, at = setting.name(int(part.keys[worst]))
-    decided = value_and_limit(errors, worst, limits) if part.table is not None and len(errors.err) else None
+    if len(part.keys) and err is not None and err > 0 and rows == len(part.keys):
+        request, at = setting.name(int(part.keys[worst.row]))
+    decided = value_and_limit(errors, worst.row, limits) if part.table is not None and rows else None
     clause = describe(*decided) if wrong and decided is not None else ""
     if wrong and part.table is None:
         clause = f"{part.by or 'statistics'} differ"
@@ -51,25 +67,27 @@ def make_pair(unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits,
         clause = f"no payload: judged by {part.by or 'statistics'}"
     if part.figures is not None:
         clause = join(clause, figures_said(part.figures))
-    prefill, decode = _phases(part, errors)
     return Pair(
         **_names(unit, part),
         shape=part.feature if part.whole else (len(part.keys), *part.feature),
-        **_metrics(part),
-        worst_row_rel_l2=_number(errors.rel.max()) if len(errors.rel) else None,
-        worst_row_norm_ratio=_furthest(errors.ratio),
+        **_metrics(part, facts.metrics),
+        worst_row_rel_l2=worst.rel,
+        worst_row_norm_ratio=worst.ratio,
         status=FAIL if wrong else PASS,
-        message=join(clause, part.replicas, part.note),
+        message=join(clause, part.replicas, part.note, facts.note),
         rows=None if part.whole else len(part.keys),
-        phase=_phase(part),
-        prefill_rel_l2=prefill,
-        decode_rel_l2=decode,
+        phase=facts.phase,
+        prefill_rel_l2=worst.prefill,
+        decode_rel_l2=worst.decode,
         worst_request=request,
         worst_position=at,
         limit=limits.row,
         identical=part.identical,
         elements=part.elements,
         kl=part.kl,
+        floor=facts.floor[0],
+        floor_source=facts.floor[1],
+        x_floor=facts.floor[2],
         **_decided(decided),
     )
 
@@ -99,7 +117,7 @@ def _names(unit: MeasuredUnit, part: Part) -> dict[str, Any]:
     }
 
 
-def _metrics(part: Part) -> dict[str, Any]:
+def _metrics(part: Part, m: oracle.Metrics | None) -> dict[str, Any]:
     if part.identical:
         return {
             "cosine": None if part.zero else 1.0,
@@ -111,16 +129,15 @@ def _metrics(part: Part) -> dict[str, Any]:
             "nonfinite": part.nonfinite,
             "nonfinite_mismatch": 0,
         }
-    if part.table is None:
+    if part.table is None or m is None:
         return {}
-    m = oracle.tensor_metrics(part.table)
     out: dict[str, Any] = {
-        "cosine": _number(m.cosine),
-        "max_abs_err": _number(m.max_abs_err),
-        "mean_abs_err": _number(m.mean_abs_err),
-        "rmse": _number(m.rmse),
-        "rel_l2": _number(m.rel_l2),
-        "max_rel_err": _number(m.max_rel_err),
+        "cosine": m.cosine,
+        "max_abs_err": m.max_abs_err,
+        "mean_abs_err": m.mean_abs_err,
+        "rmse": m.rmse,
+        "rel_l2": m.rel_l2,
+        "max_rel_err": m.max_rel_err,
         "nonfinite": m.nonfinite,
         "nonfinite_mismatch": m.nonfinite_mismatch,
     }
@@ -133,31 +150,6 @@ def _metrics(part: Part) -> dict[str, Any]:
         head = () if part.whole and len(part.table) == 1 else (row,)
         out |= {"max_abs_index": head + place, "max_abs_golden": golden, "max_abs_mine": mine}
     return out
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _furthest(ratio: np.ndarray) -> float | None:
-    return float(ratio[int(np.abs(ratio - 1.0).argmax())]) if len(ratio) else None
-
-
-def _phase(part: Part) -> str | None:
-    if part.whole or not len(part.decode):
-        return None
-    if part.decode.all():
-        return "decode"
-    return PHASE_MIXED if part.decode.any() else "prefill"
-
-
-def _phases(part: Part, errors: RowErrors) -> tuple[float | None, float | None]:
-    if part.whole or not len(part.decode):
-        return None, None
-    rel = errors.rel if len(errors.rel) == len(part.decode) else np.full(len(part.decode), errors.rel[0])
-    parts = [rel[~part.decode], rel[part.decode]]
-    first, second = (float(p.max()) if len(p) else None for p in parts)
-    return first, second
 
 
 def judged_tokens(pair: Pair, verdicts: Sequence[str]) -> Pair:

@@ -10,6 +10,8 @@ Not here: the limits (standards.py), the sums (metrics/).
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +34,19 @@ class RowErrors:
     err: np.ndarray
     measure: np.ndarray
     gain: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """What a pair says of its rows. row, err: the first row with the largest error. rel: the largest; ratio: the one
+    furthest from 1; prefill, decode: the largest rel of each phase. None where there is no such row."""
+
+    row: int = 0
+    err: float | None = None
+    rel: float | None = None
+    ratio: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
 
 
 def row_errors(table: np.ndarray, floor: float, width: int, standard: Standard, *, exact: bool = False) -> RowErrors:
@@ -84,3 +99,33 @@ def describe(metric: str, value: float, limit: float) -> str:
     if metric == "nonfinite":
         return "NaN or infinity on one side only"
     return f"row relative L2 {value:.3g} (limit {limit:.2g})"
+
+
+def alike(value: float, *, exact: bool) -> RowErrors:
+    """Of a tensor of which only one number is known, which stands for all rows."""
+    err = np.array([np.inf if exact and value > 0 else value])
+    return RowErrors(np.array([value]), np.ones(1), err, err, np.zeros(1, np.int8), np.zeros(1))
+
+
+def part_of(errors: RowErrors, start: int, stop: int) -> RowErrors:
+    """Some of the rows; the same numbers, not a copy."""
+    e, at = errors, slice(start, stop)
+    return RowErrors(e.rel[at], e.ratio[at], e.peak[at], e.err[at], e.measure[at], e.gain[at])
+
+
+def worst_of_each(found: Sequence[RowErrors]) -> list[Worst]:
+    """A Worst of each, without the phases: those with as many rows are looked through together."""
+    out = [Worst()] * len(found)
+    by_rows: dict[int, list[int]] = defaultdict(list)
+    for i, errors in enumerate(found):
+        by_rows[len(errors.err)].append(i)
+    for rows, these in by_rows.items():
+        if not rows:
+            continue
+        err, rel, ratio = (np.stack([getattr(found[i], name) for i in these]) for name in ("err", "rel", "ratio"))
+        lines = np.arange(len(these))
+        at, far = err.argmax(axis=1), np.abs(ratio - 1.0).argmax(axis=1)
+        columns = at, err[lines, at], rel.max(axis=1), ratio[lines, far]
+        for i, *values in zip(these, *(c.tolist() for c in columns), strict=True):
+            out[i] = Worst(*values)
+    return out

@@ -9,7 +9,10 @@ Not here: what a number means (judge/), how bits become numbers (dump/dtypes.py)
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
 
 import numpy as np
 
@@ -30,6 +33,7 @@ of |d|, elements with |g| <= 2**-23 left out, as in msit; unequal: how many have
 finite on both sides are left out everywhere."""
 WITHIN_100, WITHIN_1000, WITHIN_10000, CLOSE, ABOVE, SUM_REL, TOP_REL, SUM_ABS, TOP_ABS, UNEQUAL = range(10)
 CLOSE_ABS, CLOSE_REL, ABOVE_BOUND, TINY = 1e-8, 1e-5, 1e-3, 2.0**-23
+_TOGETHER = 1 << 15  # rows whose tables are summed up together
 _EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
@@ -159,19 +163,41 @@ def column_sums(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:
 
 def tensor_metrics(table: np.ndarray) -> Metrics:
     """The metrics of a whole tensor from its row table; without the place of the largest error (see `locate`)."""
-    n = float(table[:, N].sum())
-    gg, mm, gm, dd = (float(table[:, i].sum()) for i in (GG, MM, GM, DD))
-    worst_rel = float(table[:, MAX_REL].max()) if len(table) else -1.0
-    counts = int(table[:, NONFINITE].sum()), int(table[:, MISMATCH].sum())
+    return metrics_of_each([table])[0]
+
+
+def metrics_of_each(tables: Sequence[np.ndarray]) -> list[Metrics]:
+    """`tensor_metrics` of many tables: those with as many rows are summed up together, to the same sums."""
+    out: list[Metrics | None] = [None] * len(tables)
+    by_rows: dict[int, list[int]] = defaultdict(list)
+    for i, table in enumerate(tables):
+        by_rows[len(table)].append(i)
+    for rows, every in by_rows.items():
+        many = max(_TOGETHER // max(rows, 1), 1)
+        for first in range(0, len(every), many):
+            these = every[first : first + many]
+            # Each column as one stretch, so that numpy sums it as it would sum the column of one table.
+            columns = np.ascontiguousarray(np.stack([tables[i] for i in these]).transpose(2, 0, 1))
+            with np.errstate(invalid="ignore", over="ignore"):
+                sums = columns.sum(axis=2)
+            tops = columns[[MAX_D, MAX_REL]].max(axis=2) if rows else np.full((2, len(these)), -1.0)
+            for i, s, top in zip(these, sums.T.tolist(), tops.T.tolist(), strict=True):
+                out[i] = _metrics(s, *top)
+    return [m for m in out if m is not None]
+
+
+def _metrics(sums: list[float], max_d: float, max_rel: float) -> Metrics:
+    n, gg, mm, gm, dd, abs_d = (sums[i] for i in (N, GG, MM, GM, DD, ABS_D))
+    counts = int(sums[NONFINITE]), int(sums[MISMATCH])
     if not n:
         return Metrics(None, None, None, None, None, None, *counts)
     return Metrics(
-        cosine=gm / (np.sqrt(gg) * np.sqrt(mm)) if gg > 0 and mm > 0 else None,
-        max_abs_err=float(table[:, MAX_D].max()),
-        mean_abs_err=float(table[:, ABS_D].sum()) / n,
-        rmse=float(np.sqrt(dd / n)),
-        rel_l2=float(np.sqrt(dd) / np.sqrt(gg)) if gg > 0 else None,
-        max_rel_err=worst_rel if worst_rel >= 0 else None,
+        cosine=gm / (sqrt(gg) * sqrt(mm)) if gg > 0 and mm > 0 else None,
+        max_abs_err=max_d,
+        mean_abs_err=abs_d / n,
+        rmse=sqrt(dd / n),
+        rel_l2=sqrt(dd) / sqrt(gg) if gg > 0 else None,
+        max_rel_err=max_rel if max_rel >= 0 else None,
         nonfinite=counts[0],
         nonfinite_mismatch=counts[1],
     )
