@@ -86,7 +86,7 @@ def test_headers_that_are_refused(lines: tuple[str, ...], said: str) -> None:
 def test_dtypes_without_counterpart_are_skipped(tmp_path: Path) -> None:
     write(tmp_path / "0_Op/after/outtensor0.bin", np.zeros(4, np.int8), lines={"dtype": 29})
     write(tmp_path / "0_Op/after/outtensor1.bin", np.zeros(4, np.int8), lines={"data": "../elsewhere.bin"})
-    dump = open_dump(tmp_path)
+    dump = atb.open(tmp_path)
     assert dump.records == []
     reasons = sorted(s.reason for s in dump.skips)
     assert reasons == ["dtype that is not known here (acl:29)", "its values lie in another file"]

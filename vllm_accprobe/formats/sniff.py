@@ -68,6 +68,7 @@ def open_dump(path: str | Path) -> Dump:
         raise DumpError(f"cannot read {e.filename or path}: {e.strerror or e}") from None
     except (RecursionError, MemoryError):
         raise DumpError(f"{path} is damaged: nested too deep or larger than memory") from None
-    if not dump.records and dump.problems:
-        raise DumpError(f"{path} ({module.NAME}) has no tensor that can be read: {dump.problems[0]}")
+    if not dump.records:
+        why = [*dump.problems, *(f"{s.tap}: {s.reason}" for s in dump.skips), "it is empty"]
+        raise DumpError(f"{path} ({module.NAME}) has no tensor that can be read: {why[0][:300]}")
     return dump
