@@ -184,5 +184,5 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.Captu
     assert main(["opcheck", str(tmp_path / "d"), "--weights", str(tmp_path / "no")]) == 2
     said = capsys.readouterr()
     assert len(said.err.splitlines()) == 3
-    assert "no call matches --ops" in said.err
+    assert "no call matches" in said.err
     assert not (tmp_path / "o").exists()

@@ -10,72 +10,153 @@ import typer
 from vllm_accprobe.cli.options import CommandError, progress
 
 if TYPE_CHECKING:
-    from vllm_accprobe.opcheck.replay import Checked
+    from vllm_accprobe.opcheck.calls import Calls
+    from vllm_accprobe.opcheck.worker import Job
+
+_EXACT, _DEVICE = "float64", "device"
 
 
 def opcheck(
     dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
-    ops: list[str] = typer.Option([], "--ops", metavar="GLOB", help="Module classes or paths. Can be repeated."),
+    ops: list[str] = typer.Option([], "--ops", metavar="GLOB", help="Classes, operators or paths. Can be repeated."),
+    ids: str = typer.Option("", "--ids", metavar="IDS", help="Calls by opcheck.csv's column id, e.g. 0.0.57,0.1.3."),
     model: Path = typer.Option(
         None, "--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."
     ),
-    out: Path = typer.Option(Path("accprobe-opcheck"), "--out", "-o", help="Where opcheck.csv goes."),
+    standard: str = typer.Option(
+        "operator", "--standard", metavar="NAME", help="Whose limits: operator, msprobe, msprobe-1.0, ait, xray."
+    ),
+    against: str = typer.Option(
+        _EXACT, "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
+    ),
+    rerun: bool = typer.Option(False, "--rerun", help="Against vLLM's native code, or torch's, run here and now."),
+    backward: bool = typer.Option(False, "--backward", help="Gradients of the operators, too, against autograd's."),
+    kl: bool = typer.Option(False, "--kl", help="Measure the KL divergence of each output, too."),
+    seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn (statistics) and of gradients."),
+    processes: int = typer.Option(1, "-j", "--jobs", min=0, metavar="N", help="Processes; 0: none besides this one."),
+    resume: bool = typer.Option(False, "--resume", help="Go on with the run that was interrupted in --out."),
+    save: Path = typer.Option(None, "--save-failed", metavar="DIR", help="Failed calls go here, with tensors."),
+    out: Path = typer.Option(Path("accprobe-opcheck"), "--out", "-o", help="Where opcheck.csv and result.csv go."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show all modules that fail."),
 ) -> None:
-    """Run captured module calls again against references: which operator is wrong for its own inputs?
+    """Run captured calls again against references: which operator is wrong for its own inputs?
 
     Prints the wrong modules first, in the order of execution, then every class and all that was not checked, and writes
-    opcheck.csv (a row per output). Needs torch.
+    opcheck.csv (a row per output) and result.csv (a row per module or operator). Needs torch.
     Exit code 0: pass, 1: an operator is wrong, 2: unreadable input, 3: nothing could be checked.
     """
+    require_torch("opcheck")
+    from vllm_accprobe.opcheck import checked, table
+    from vllm_accprobe.opcheck.run import RunError, run
+    from vllm_accprobe.opcheck.totals import totals as count
+    from vllm_accprobe.opcheck.worker import Unavailable
+
+    job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save)
+    bar = _Bar()
+    try:
+        found = run(job, out, processes=processes, resume=resume, keep=table.from_cells, plan=bar.start, done=bar.one)
+    except (RunError, Unavailable) as why:
+        raise CommandError(str(why)) from None
+    finally:
+        bar.end()
+    for problem in found.problems:
+        typer.echo(f"note: {problem}", err=True)
+    rows = found.rows
+    totals = count(rows)
+    if not totals.checked and not totals.statuses.get(checked.FAIL):
+        reason = next(iter(totals.skipped), "no call matches" if ops or ids else "the dump holds no call")
+        typer.echo(f"accprobe: nothing could be checked: {reason}", err=True)
+        raise typer.Exit(3)
+    table.write_result(rows, out / "result.csv")
+    for line in table.lines(rows, totals, most=None if verbose else 10):
+        typer.echo(line)
+    typer.echo(f"written: {out / 'opcheck.csv'}, {out / 'result.csv'}")
+    raise typer.Exit(1 if totals.statuses.get(checked.FAIL) or totals.statuses.get(checked.ERROR) else 0)
+
+
+def _job(
+    dump: Path, model: Path | None, ops: list[str], ids: str, standard: str, against: str, rerun: bool, backward: bool,
+    kl: bool, seed: int, save: Path | None,
+) -> Job:  # fmt: skip
+    from vllm_accprobe.opcheck.standards import NAMES
+    from vllm_accprobe.opcheck.worker import AGAIN, DEVICE, EXACT, GOLDEN, Job
+
+    if standard not in ("operator", *NAMES):
+        raise CommandError(f"--standard: there is no {standard!r}; there are operator, {', '.join(NAMES)}")
+    if rerun and against != _EXACT:
+        raise CommandError("--rerun and --against: choose one")
+    if model is not None and not model.is_dir():
+        raise CommandError(f"--weights: {model} is no directory")
+    if not dump.is_dir():
+        raise CommandError(f"{dump}: no such directory")
+    golden = ""
+    if against not in (_EXACT, _DEVICE):
+        if not Path(against).is_dir():
+            raise CommandError(f"--against: {against!r} is neither float64 nor device nor a dump's directory")
+        golden = str(Path(against).resolve())
+    way = AGAIN if rerun else GOLDEN if golden else DEVICE if against == _DEVICE else EXACT
+    weights = model if model is not None else _model_of(_run_json(dump))
+    return Job(
+        str(dump.resolve()), str(weights.resolve()) if weights else "", tuple(ops), tuple(sorted(ids_of(ids))), way,
+        golden, standard, kl, backward, seed, str(save.resolve()) if save else "",
+    )  # fmt: skip
+
+
+class _Bar:
+    """A progress bar that learns its length later."""
+
+    def __init__(self) -> None:
+        from contextlib import ExitStack
+
+        self._stack = ExitStack()
+        self.one = lambda: None
+
+    def start(self, taps: int) -> None:
+        self.one = self._stack.enter_context(progress("opcheck", taps))
+
+    def end(self) -> None:
+        self._stack.close()
+
+
+def ids_of(text: str) -> frozenset[str]:
+    """``0.0.57,0.1.3`` as a set. Raises CommandError."""
+    import re
+
+    found = frozenset(filter(None, (part.strip() for part in text.split(","))))
+    for item in found:
+        if not re.fullmatch(r"\d+\.\d+\.\d+", item):
+            raise CommandError(f"--ids: {item!r} is no id; opcheck.csv's column id has them, for example 0.0.57")
+    return found
+
+
+def require_torch(command: str) -> None:
+    """Raises CommandError where torch is missing."""
     import importlib.util
 
     if importlib.util.find_spec("torch") is None:
-        raise CommandError("opcheck needs torch: install it beside accprobe (the CPU build will do)")
+        raise CommandError(f"{command} needs torch: install it beside accprobe (the CPU build will do)")
+
+
+def opened_calls(dump: Path, model: Path | None) -> Calls:
+    """The calls of a dump. Raises CommandError and DumpError."""
     from vllm_accprobe.formats import open_dump
-    from vllm_accprobe.opcheck import replay, table
     from vllm_accprobe.opcheck.calls import Calls
-    from vllm_accprobe.opcheck.reference import default_references
-    from vllm_accprobe.opcheck.totals import totals as count
 
     if model is not None and not model.is_dir():
         raise CommandError(f"--weights: {model} is no directory")
     opened = open_dump(dump)
-    calls = Calls(opened, model or _model_of(opened.run))
-    references = default_references()
-    with progress("opcheck", replay.count_taps(calls)) as done:
-        rows = [*replay.check_stored(calls, ops), *replay.check(calls, references, ops=ops, done=done)]
-    for problem in [*opened.problems, *calls.problems, *references.problems]:
-        typer.echo(f"note: {problem}", err=True)
-    totals = count(rows)
-    if not totals.checked:
-        why = next(iter(totals.skipped), "no call matches --ops" if ops else "the dump holds no module call")
-        typer.echo(f"accprobe: nothing could be checked: {why}", err=True)
-        raise typer.Exit(3)
-    out.mkdir(parents=True, exist_ok=True)
-    table.write_csv(rows, out / "opcheck.csv")
-    table.write_result(rows, out / "result.csv")
-    for line in table.lines(rows, totals, most=None if verbose else 10):
-        typer.echo(line)
-    typer.echo(f"written: {out / 'opcheck.csv'}")
-    raise typer.Exit(1 if totals.statuses.get(replay.FAIL) else 0)
+    return Calls(opened, model or _model_of(opened.run))
 
 
-def replayed(dump: Path) -> list[Checked]:
-    """All checks of a dump, for `compare --replay`. Raises CommandError without torch."""
-    import importlib.util
+def _run_json(dump: Path) -> object:
+    """run.json of a directory; None where it has none that can be read (opening the dump tells why)."""
+    import json
 
-    if importlib.util.find_spec("torch") is None:
-        raise CommandError("--replay needs torch: install it beside accprobe (the CPU build will do)")
-    from vllm_accprobe.formats import open_dump
-    from vllm_accprobe.opcheck import replay
-    from vllm_accprobe.opcheck.calls import Calls
-    from vllm_accprobe.opcheck.reference import default_references
-
-    opened = open_dump(dump)
-    calls = Calls(opened, _model_of(opened.run))
-    with progress("replaying", replay.count_taps(calls)) as done:
-        return list(replay.check(calls, default_references(), done=done))
+    try:
+        path = dump / "run.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < 1 << 24 else None
+    except (OSError, ValueError):
+        return None
 
 
 def _model_of(run: object) -> Path | None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from vllm_accprobe.dump.opcalls import SEPARATOR, is_operator
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ROOT_TAP, Module, OpCall, Record
 from vllm_accprobe.opcheck.history import Past
-from vllm_accprobe.opcheck.opcalls import NotKept, op_call
+from vllm_accprobe.opcheck.opcalls import STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.weights import Checkpoint, model_config
 
@@ -39,7 +40,7 @@ _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 @dataclass(frozen=True)
 class Captured:
     """One call: where it stands in the dump, the call itself, and its records by role. missing: why it cannot be
-    run; seq: its place in the order of execution where it has no record."""
+    run; seq: its place in the order of execution where it has no record; crashed: missing tells of a crash."""
 
     tap: str
     rank: int
@@ -49,6 +50,7 @@ class Captured:
     records: Mapping[str, Record]
     missing: str = ""
     seq: int = 0
+    crashed: bool = False
 
 
 def to_torch(array: np.ndarray, dtype: str) -> Any:
@@ -121,10 +123,16 @@ class Calls:
 
         return sorted(found, key=place)
 
-    def of(self, rank: int, tap: str) -> Iterator[Captured]:
-        """The calls of one tap, step by step. Records without payload make a call that says what it misses."""
+    def of(
+        self, rank: int, tap: str, *, begins: Callable[[int | None, int], object] = lambda step, call: None,
+        crashed: Mapping[tuple[int | None, int], str] = MappingProxyType({}),
+    ) -> Iterator[Captured]:  # fmt: skip
+        """The calls of one tap, step by step. Records without payload make a call that says what it misses.
+
+        begins: told step and ordinal of each call before anything of it is read; crashed: calls that are not to be
+        touched, with the reason."""
         if (rank, tap) in self._ops:
-            yield from self._of_operator(rank, tap)
+            yield from self._of_operator(rank, tap, begins, crashed)
             return
         calls = self._calls[rank, tap]
         cls = next(iter(next(iter(calls.values())).values())).cls
@@ -132,30 +140,49 @@ class Calls:
         past = Past(names) if names else None
         self._known.clear()
         for (step, n), records in sorted(calls.items()):
+            begins(step, n)
+            if (step, n) in crashed:
+                yield Captured(tap, rank, step, n, Call(tap, cls), records, crashed[step, n], crashed=True)
+                continue
             absent = [role for role, r in records.items() if r.payload is None]
             if absent:
                 empty = Call(tap, cls)
-                yield Captured(tap, rank, step, n, empty, records, "only statistics were captured")
+                yield Captured(tap, rank, step, n, empty, records, STATISTICS)
                 continue
-            what = self._call(rank, tap, cls, records)
+            what = self.call(rank, tap, cls, records, self.read)
             extra = self._extra(what, rank, tap, step, n)
             if past is not None:
                 extra |= self._cache(past, what, rank, step, records)
             yield Captured(tap, rank, step, n, replace(what, extra=extra), records)
 
-    def _of_operator(self, rank: int, tap: str) -> Iterator[Captured]:
+    def _of_operator(
+        self, rank: int, tap: str, begins: Callable[[int | None, int], object],
+        crashed: Mapping[tuple[int | None, int], str],
+    ) -> Iterator[Captured]:  # fmt: skip
         held = self._op_records.get((rank, tap), {})
         for op in self._ops[rank, tap]:
             records = held.get((op.step, op.call), {})
+            begins(op.step, op.call)
+            if (op.step, op.call) in crashed:
+                why = crashed[op.step, op.call]
+                yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, why, op.seq, True)
+                continue
             try:
-                what = op_call(op, records, self.read, self._param_record(rank))
+                what = op_call(op, records, self.read, self.param_record(rank))
             except NotKept as why:
                 yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, str(why), op.seq)
                 continue
             missing = "" if what.outputs else "nothing came out of it that was captured"
             yield Captured(tap, rank, op.step, op.call, what, records, missing, op.seq)
 
-    def _param_record(self, rank: int) -> Callable[[str], Record | None]:
+    def operator(self, captured: Captured) -> OpCall | None:
+        """The journal's line of an operator's call; None for a module's."""
+        ops = self._ops.get((captured.rank, captured.tap), ())
+        return next((o for o in ops if (o.step, o.call) == (captured.step, captured.call)), None)
+
+    def param_record(self, rank: int) -> Callable[[str], Record | None]:
+        """A function that finds the record of ``<tap>/param.<name>``."""
+
         def find(name: str) -> Record | None:
             tap, _, role = name.rpartition("/param.")
             return self._params.get((rank, tap), {}).get(role)
@@ -165,11 +192,14 @@ class Calls:
     def read(self, record: Record) -> Any:
         return to_torch(self.dump.read(record), record.dtype)
 
-    def _call(self, rank: int, tap: str, cls: str, records: Mapping[str, Record]) -> Call:
+    def call(
+        self, rank: int, tap: str, cls: str, records: Mapping[str, Record], read: Callable[[Record], Any]
+    ) -> Call:  # fmt: skip
+        """A module's call from its records. read: gives a record's tensor."""
         module = self.modules.get(rank, {}).get(tap)
         parent = self.modules.get(rank, {}).get(tap.rpartition(".")[0])
-        inputs = {r.removeprefix("input."): self.read(x) for r, x in records.items() if r.startswith("input.")}
-        outputs = {r: self.read(x) for r, x in records.items() if r.startswith(("output.", "inplace."))}
+        inputs = {r.removeprefix("input."): read(x) for r, x in records.items() if r.startswith("input.")}
+        outputs = {r: read(x) for r, x in records.items() if r.startswith(("output.", "inplace."))}
         return Call(
             name=tap,
             cls=cls,
@@ -313,7 +343,7 @@ class Calls:
         for rank in self.dump.ranks:
             records = self._calls.get((rank, tap), {}).get((step, n))
             if records and all(r.payload is not None for r in records.values()):
-                calls.append(self._call(rank, tap, what.cls, records))
+                calls.append(self.call(rank, tap, what.cls, records, self.read))
         return sorted(calls, key=lambda c: int(c.attrs.get("tp_rank", 0)))
 
     def _within(self, rank: int, tap: str, children: list[str], step: int) -> list[tuple[str, str, Record]]:

@@ -49,6 +49,15 @@ def _maybe(call: Call, name: str) -> Any | None:
     return call.params.get(name)
 
 
+def _rms(x: Any, weight: Any | None, eps: float) -> Any:
+    """F.rms_norm, or its formula in float32 where torch is older than 2.4."""
+    if hasattr(F, "rms_norm"):
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    wide = x.float()
+    y = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight.float()).to(x.dtype)
+
+
 # --- norms ------------------------------------------------------------------------------------------------------
 
 
@@ -63,9 +72,9 @@ def rms(call: Call) -> dict[str, Any]:
             out = torch.empty_like(x)
             kernel(out, x.contiguous(), w, eps)
             return {"output.0": out}
-        return {"output.0": F.rms_norm(x, x.shape[-1:], w, eps)}
+        return {"output.0": _rms(x, w, eps)}
     total = x + residual
-    return {"output.0": F.rms_norm(total, x.shape[-1:], w, eps), "output.1": total}
+    return {"output.0": _rms(total, w, eps), "output.1": total}
 
 
 @reference("GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm")
@@ -75,7 +84,7 @@ def gemma(call: Call) -> Any:
     x, eps = call.tensor("x", "hidden_states", "0"), float(call.attr("variance_epsilon", "eps"))
     residual = call.maybe("residual", "1")
     total = x if residual is None else x + residual
-    y = F.rms_norm(total.float(), x.shape[-1:], 1.0 + _weight(call).float(), eps).to(x.dtype)
+    y = _rms(total.float(), 1.0 + _weight(call).float(), eps).to(x.dtype)
     return {"output.0": y} | ({} if residual is None else {"output.1": total})
 
 

@@ -26,10 +26,16 @@ class NotKept(Exception):
     """An argument is not in the dump; the reason is the message."""
 
 
-def op_call(op: OpCall, records: Records, read: Callable[[Record], Any], param: Callable[[str], Record | None]) -> Call:
+STATISTICS = "only statistics were captured"
+
+
+def op_call(
+    op: OpCall, records: Records, read: Callable[[Record], Any], param: Callable[[str], Record | None],
+    draw: Callable[[Mapping[str, Any]], Any] | None = None,
+) -> Call:  # fmt: skip
     """``op`` as a Call. records: of this call, by role; read: a record's tensor; param: the record of
-    ``<tap>/param.<name>``. Raises NotKept."""
-    maker = _Maker(records, read, param)
+    ``<tap>/param.<name>``; draw: makes a tensor that was not kept, from its VALUE. Raises NotKept."""
+    maker = _Maker(records, read, param, draw)
     args = tuple(maker.value(v) for v in op.args)
     kwargs = {k: maker.value(v) for k, v in op.kwargs.items()}
     outputs = {r: read(x) for r, x in records.items() if r.startswith(("output.", "inplace."))}
@@ -37,8 +43,11 @@ def op_call(op: OpCall, records: Records, read: Callable[[Record], Any], param: 
 
 
 class _Maker:
-    def __init__(self, records: Records, read: Callable[[Record], Any], param: Callable[[str], Record | None]):
-        self.records, self.read, self.param = records, read, param
+    def __init__(
+        self, records: Records, read: Callable[[Record], Any], param: Callable[[str], Record | None],
+        draw: Callable[[Mapping[str, Any]], Any] | None,
+    ):  # fmt: skip
+        self.records, self.read, self.param, self.draw = records, read, param, draw
 
     def value(self, value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -71,5 +80,7 @@ class _Maker:
         shape, dtype = tuple(t.get("shape", ())), getattr(torch, str(t["dtype"]), None)
         if (t.get("fresh") or 0 in shape) and isinstance(dtype, torch.dtype) and math.prod(shape) <= _MOST:
             return torch.zeros(shape, dtype=dtype)
-        raise NotKept("only statistics were captured" if t.get("hash") else f"argument {role} was not kept")
+        if self.draw is not None and isinstance(dtype, torch.dtype) and math.prod(shape) <= _MOST:
+            return self.draw(t)
+        raise NotKept(STATISTICS if t.get("hash") else f"argument {role} was not kept")
 

@@ -9,9 +9,8 @@ Not here: where a call comes from (calls.py), how an error becomes a verdict (ve
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,13 +20,15 @@ from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.dump.select import row_space
 from vllm_accprobe.opcheck.calls import Calls, Captured
+from vllm_accprobe.opcheck.checked import COLUMNS, ERROR, FAIL, OURS, PASS, SKIP, WARNING, Checked, id_of, unchecked
 from vllm_accprobe.opcheck.measures import Measures, measure
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
 from vllm_accprobe.opcheck.verdict import Verdict, judge
 
-PASS, FAIL, SKIP, ERROR, WARNING = "pass", "fail", "skip", "error", "warning"
-OURS = "operator"
-"""Name of our own standard: verdict.py's."""
+__all__ = [
+    "COLUMNS", "ERROR", "FAIL", "PASS", "SKIP", "WARNING", "Checked", "Options", "check", "check_call", "check_stored",
+    "check_tap", "count_taps", "judged", "unchecked", "wanted",
+]  # fmt: skip
 Evaluate = Callable[[Captured], "Mapping[str, Expected] | Declined"]
 
 
@@ -41,60 +42,7 @@ class Options:
     ids: frozenset[str] = frozenset()
 
     def wants(self, c: Captured) -> bool:
-        return not self.ids or any(_id(c.rank, c.step, r.seq) in self.ids for r in c.records.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """One output of one call; table.py makes opcheck.csv of it. rows: in the tensor; checked: that had a reference;
-    unchecked_because: why the others had none.
-
-    created: rel_l2 of the worst row, reference against mine; measure, measured, allowed: of verdict.Verdict, in floors;
-    request, position, column: where, None where the measure does not say; message: for people; measures: of
-    measures.py, None where nothing was measured; algorithm: how another tool's standard came to the status."""
-
-    tap: str
-    cls: str
-    role: str
-    rank: int
-    step: int | None
-    call: int
-    seq: int
-    dtype: str
-    shape: tuple[int, ...]
-    rows: int
-    checked: int
-    unchecked_because: str
-    created: float | None
-    measure: str | None
-    measured: float | None
-    allowed: float | None
-    request: str | None
-    position: int | None
-    column: int | None
-    status: str
-    message: str
-    measures: Measures | None = None
-    algorithm: str = ""
-
-    @property
-    def severity(self) -> float:
-        """measured / allowed, 0 where nothing was measured."""
-        if self.measured is None or self.allowed is None:
-            return 0.0
-        return self.measured / self.allowed if self.allowed else (math.inf if self.measured else 0.0)
-
-    @property
-    def id(self) -> str:
-        """``rank.step.seq``, "" for a parameter."""
-        return _id(self.rank, self.step, self.seq) if self.step is not None else ""
-
-
-COLUMNS = tuple(f.name for f in fields(Checked))
-
-
-def _id(rank: int, step: int | None, seq: int) -> str:
-    return f"{rank}.{step}.{seq}"
+        return not self.ids or any(id_of(c.rank, c.step, r.seq) in self.ids for r in c.records.values())
 
 
 def wanted(globs: Iterable[str], tap: str, cls: str) -> bool:
@@ -119,14 +67,10 @@ def check(
         done()
 
 
-def check_tap(
-    calls: Calls, rank: int, tap: str, evaluate: Evaluate, options: Options,
-    begins: Callable[[Captured], object] = lambda c: None,
-) -> Iterator[Checked]:  # fmt: skip
-    """The rows of one tap, call by call. begins: told each call before it is evaluated."""
+def check_tap(calls: Calls, rank: int, tap: str, evaluate: Evaluate, options: Options) -> Iterator[Checked]:
+    """The rows of one tap, call by call."""
     for captured in calls.of(rank, tap):
         if options.wants(captured):
-            begins(captured)
             yield from check_call(calls.dump, captured, evaluate, options)
 
 
@@ -166,7 +110,7 @@ def count_taps(calls: Calls) -> int:
 def check_call(dump: Dump, captured: Captured, evaluate: Evaluate, options: Options) -> Iterator[Checked]:
     """The rows of one call: one per output that was captured; one that says why, where there is no reference."""
     if captured.missing:
-        yield _unchecked(captured, "", None, SKIP, captured.missing)
+        yield _unchecked(captured, "", None, ERROR if captured.crashed else SKIP, captured.missing)
         return
     outputs = {role: r for role, r in captured.records.items() if role.startswith(("output.", "inplace."))}
     if not outputs:
@@ -193,20 +137,6 @@ def _unchecked(c: Captured, role: str, record: Record | None, status: str, why: 
                      shape=record.shape if record is not None else ())  # fmt: skip
 
 
-def unchecked(
-    tap: str, cls: str, rank: int, step: int | None, call: int, seq: int, why: str, *, status: str = SKIP,
-    role: str = "", dtype: str = "", shape: tuple[int, ...] = (),
-) -> Checked:  # fmt: skip
-    """A row that has no verdict, and says why."""
-    empty: dict[str, Any] = dict.fromkeys(COLUMNS)
-    empty |= {
-        "tap": tap, "cls": cls, "role": role, "rank": rank, "step": step, "call": call, "shape": shape, "seq": seq,
-        "dtype": dtype, "rows": 0, "checked": 0, "unchecked_because": why, "status": status, "message": why,
-        "algorithm": "",
-    }  # fmt: skip
-    return Checked(**empty)
-
-
 def _seq(c: Captured, record: Record | None) -> int:
     """The output's place in the order of execution; the call's last where there is no output."""
     return record.seq if record is not None else max((r.seq for r in c.records.values()), default=c.seq)
@@ -220,7 +150,7 @@ def numbers(tensor: Any) -> Any:
     return tensor.double() if tensor.is_floating_point() else tensor.long()
 
 
-def _matrix(tensor: Any, row_dim: int) -> Any:
+def matrix(tensor: Any, row_dim: int) -> Any:
     """[rows, everything else]; a tensor without rows is one row."""
     if not tensor.dim():
         return tensor.reshape(1, 1)
@@ -234,10 +164,10 @@ def _checked(dump: Dump, c: Captured, role: str, record: Record, expected: Expec
     if tuple(expected.value.shape) != shape:
         raise ValueError(f"shape {list(expected.value.shape)} instead of {list(shape)}")
     row_dim = record.row_dim if record.rows is not None else 0
-    mine, reference = _matrix(numbers(captured), row_dim), _matrix(numbers(expected.value), row_dim)
+    mine, reference = matrix(numbers(captured), row_dim), matrix(numbers(expected.value), row_dim)
     noise = None
     if expected.noise is not None and not captured.is_complex():
-        noise = _matrix(numbers(expected.noise).expand(shape), row_dim)
+        noise = matrix(numbers(expected.noise).expand(shape), row_dim)
     rows = torch.arange(len(mine))
     if expected.rows is not None:
         rows = expected.rows.nonzero().flatten()
@@ -251,7 +181,7 @@ def _checked(dump: Dump, c: Captured, role: str, record: Record, expected: Expec
     request, position = _place(dump, record, at)
     left = expected.reason if expected.rows is not None and len(rows) < len(expected.rows) else ""
     count = len(rows) if expected.rows is None else len(expected.rows)
-    message = _message(v, request, position, expected, len(rows))
+    message = message_of(v, request, position, expected, len(rows))
     row = _row(c, record, v, measures, count, len(rows), left, (request, position), message)
     if expected.only_measured:
         return replace(row, status=SKIP, checked=0, unchecked_because=expected.only_measured,
@@ -273,12 +203,23 @@ def _row(
     c: Captured, record: Record, v: Verdict, measures: Measures, rows: int, checked: int, left: str,
     place: tuple[str | None, int | None], message: str,
 ) -> Checked:  # fmt: skip
+    what = record.role, record.dtype, record.shape, record.seq
+    return judged(c, what, v, measures, (rows, checked, left), message, place)
+
+
+def judged(
+    c: Captured, what: tuple[str, str, tuple[int, ...], int], v: Verdict, measures: Measures,
+    counts: tuple[int, int, str], message: str, place: tuple[str | None, int | None] = (None, None),
+) -> Checked:  # fmt: skip
+    """A row with a verdict. what: role, dtype, shape, seq; counts: rows, those that were checked, why the others were
+    not."""
+    role, dtype, shape, seq = what
     return Checked(
-        tap=c.tap, cls=c.what.cls, role=record.role, rank=c.rank, step=c.step, call=c.call, seq=record.seq,
-        dtype=record.dtype, shape=record.shape, rows=rows, checked=checked, unchecked_because=left,
-        created=v.worst_row_rel_l2, measure=v.measure, measured=v.value, allowed=v.limit,
-        request=place[0], position=place[1], column=v.column if v.column >= 0 else None,
-        status=PASS if v.passed else FAIL, message=message, measures=measures,
+        tap=c.tap, cls=c.what.cls, role=role, rank=c.rank, step=c.step, call=c.call, seq=seq, dtype=dtype, shape=shape,
+        rows=counts[0], checked=counts[1], unchecked_because=counts[2], created=v.worst_row_rel_l2, measure=v.measure,
+        measured=v.value, allowed=v.limit, request=place[0], position=place[1],
+        column=v.column if v.column >= 0 else None, status=PASS if v.passed else FAIL, message=message,
+        measures=measures,
     )  # fmt: skip
 
 
@@ -295,7 +236,7 @@ def _place(dump: Dump, record: Record, row: int) -> tuple[str | None, int | None
     return None, None
 
 
-def _message(
+def message_of(
     v: Verdict, request: str | None, position: int | None, expected: Expected, checked: int
 ) -> str:  # fmt: skip
     said = []

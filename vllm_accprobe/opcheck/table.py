@@ -13,9 +13,10 @@ import os
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
+from vllm_accprobe.opcheck.checked import ERROR, FAIL, PASS, SKIP, WARNING, Checked
 from vllm_accprobe.opcheck.measures import Measures
-from vllm_accprobe.opcheck.replay import ERROR, FAIL, PASS, SKIP, WARNING, Checked
 from vllm_accprobe.opcheck.totals import Totals
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -35,7 +36,7 @@ _measured = attrgetter(*Measures.FIELDS)
 
 def write_csv(rows: Iterable[Checked], path: Path) -> None:
     """opcheck.csv: UTF-8, a header line, floats with all digits; whole or not at all. Raises OSError."""
-    _write(path, COLUMNS, (cells(row) for row in rows))
+    write_rows(path, COLUMNS, (cells(row) for row in rows))
 
 
 def write_result(rows: Iterable[Checked], path: Path) -> None:
@@ -43,7 +44,7 @@ def write_result(rows: Iterable[Checked], path: Path) -> None:
     groups: dict[tuple[int, str, str], list[Checked]] = {}
     for row in rows:
         groups.setdefault((row.rank, row.tap, row.cls), []).append(row)
-    _write(path, RESULT, (_result(*key, group) for key, group in groups.items()))
+    write_rows(path, RESULT, (_result(*key, group) for key, group in groups.items()))
 
 
 def _result(rank: int, tap: str, cls: str, group: list[Checked]) -> list[object]:
@@ -52,10 +53,11 @@ def _result(rank: int, tap: str, cls: str, group: list[Checked]) -> list[object]
     worst = max((r.severity for r in group), default=0.0)
     message = max(bad, key=lambda r: r.severity).message if bad else ""
     calls = len({(r.step, r.call) for r in group})
-    return [_cell(x) for x in (cls, cls, tap, rank, calls, *counts, worst, message)]
+    return [cell(x) for x in (cls, cls, tap, rank, calls, *counts, worst, message)]
 
 
-def _write(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
+def write_rows(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
+    """A csv; whole or not at all. Raises OSError."""
     part = path.with_name(path.name + ".part")
     with part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
         writer = csv.writer(f, lineterminator="\n")
@@ -68,15 +70,46 @@ def cells(row: Checked) -> list[object]:
     """A row of opcheck.csv, in the order of COLUMNS."""
     empty = ("",) * len(Measures.FIELDS)
     measured = _measured(row.measures) if row.measures is not None else empty
-    return [_cell(v) for v in (*_identify(row), *measured, *_conclude(row))]
+    return [cell(v) for v in (*_identify(row), *measured, *_conclude(row))]
 
 
-def _cell(value: object) -> object:
+def from_cells(given: Sequence[Any]) -> Checked:
+    """The row that `cells` wrote, from its values or from their text in the csv; without its measures. Raises
+    ValueError."""
+    if len(given) != len(COLUMNS):
+        raise ValueError(f"a row has {len(given)} cells instead of {len(COLUMNS)}")
+    given_by: dict[str, Any] = {n: None if v == "" else v for n, v in zip(COLUMNS, given, strict=True)}
+
+    def whole(name: str) -> Any:
+        return None if given_by[name] is None else int(given_by[name])
+
+    def real(name: str) -> Any:
+        return None if given_by[name] is None else float(given_by[name])
+
+    def text(name: str) -> Any:
+        value = given_by[name]
+        return value[1:] if isinstance(value, str) and value[:1] == "'" and value[1:2] in _FORMULA else value
+
+    shape = tuple(int(n) for n in str(given_by["shape"] or "[]").strip("[]").split(",") if n.strip())
+    return Checked(
+        tap=text("tap") or "", cls=text("class") or "", role=text("role") or "", rank=whole("rank"), step=whole("step"),
+        call=whole("call"), seq=whole("seq"), dtype=text("dtype") or "", shape=shape, rows=whole("rows"),
+        checked=whole("checked"), unchecked_because=text("unchecked_because") or "", created=real("created"),
+        measure=text("measure"), measured=real("measured"), allowed=real("allowed"), request=text("request"),
+        position=whole("position"), column=whole("column"), status=text("status") or "", message=text("message") or "",
+        algorithm=text("algorithm") or "",
+    )  # fmt: skip
+
+
+def cell(value: object) -> object:
+    """One line of plain text: names come from dumps, and a spreadsheet would run a formula."""
     if isinstance(value, tuple):
         return "[" + ", ".join(map(str, value)) + "]"
-    if isinstance(value, str) and value.startswith(_FORMULA):  # a spreadsheet would run it; dumps may be hostile
-        return "'" + value
-    return value
+    if isinstance(value, str):
+        if not value.isprintable():
+            value = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+        return "'" + value if value.startswith(_FORMULA) else value
+    return float(value) if isinstance(value, float) else value  # numpy's floats write themselves in other ways
 
 
 def lines(rows: Sequence[Checked], totals: Totals, *, most: int | None = _MOST) -> list[str]:

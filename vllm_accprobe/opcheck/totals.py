@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_accprobe.opcheck.replay import FAIL, PASS, SKIP, WARNING, Checked
+from vllm_accprobe.opcheck.checked import FAIL, PASS, SKIP, WARNING, Checked
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,138 @@
+"""The folder that gentest writes: right where the engine was right, wrong where it was wrong, with torch alone."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from opcheck import torch_only
+from opcheck.opcheck_dumps import Maker
+from opcheck.test_opcheck_replay import build
+
+from vllm_accprobe.cli import main
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.opcheck.calls import Calls
+from vllm_accprobe.opcheck.reference import Call, Expected, References, reference
+from vllm_accprobe.opcheck.table import COLUMNS
+from vllm_accprobe.opcheck.testgen import write_case, write_folder
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return torch_only.site(tmp_path_factory.mktemp("only") / "site")
+
+
+def counts(text: str) -> dict[str, int]:
+    return {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", text.splitlines()[-1])}
+
+
+def test_a_clean_capture_passes_with_torch_and_pytest_alone(tmp_path: Path, site: Path) -> None:
+    build(tmp_path / "d")
+    assert main(["gentest", str(tmp_path / "d"), "--ops", "*", "-n", "8", "--out", str(tmp_path / "t")]) == 0
+    done = torch_only.run(site, tmp_path / "t", "--seed", "5", "--detail-csv", "cpu.csv")
+    assert done.returncode == 0, done.stdout + done.stderr
+    # norm, qkv, attention and o_proj once or more in three ways; attention is not drawn, and NobodyKnows is skipped
+    assert counts(done.stdout)["passed"] >= 10
+    with (tmp_path / "t/cpu.csv").open(newline="") as f:
+        rows = list(csv.DictReader(f))
+    assert tuple(rows[0]) == COLUMNS
+    checked = [r for r in rows if r["status"] == "pass"]
+    assert {r["op"] for r in checked} == {"RMSNorm", "QKVParallelLinear", "Attention", "RowParallelLinear"}
+    assert all(0.999 < float(r["cosine"]) <= 1 for r in checked)
+    assert main(["opdiff", str(tmp_path / "t/cpu.csv"), str(tmp_path / "t/cpu.csv"), "--out", str(tmp_path / "o")]) == 0
+
+
+def test_a_faulty_capture_fails_and_the_operator_itself_passes(tmp_path: Path, site: Path) -> None:
+    build(tmp_path / "d", "layers.0.self_attn.attn")
+    assert main(["gentest", str(tmp_path / "d"), "--failed", "--out", str(tmp_path / "t")]) == 0
+    assert len(list((tmp_path / "t/cases").glob("*.json"))) == 1
+    done = torch_only.run(site, tmp_path / "t")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert counts(done.stdout) == {"passed": 1, "failed": 1}
+    failure = next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
+    assert "test_Attention" in failure
+    assert "captured" in failure
+    assert "times honest rounding" in done.stdout
+
+
+def test_what_the_folder_cannot_do_is_one_line(tmp_path: Path, site: Path) -> None:
+    build(tmp_path / "d")
+    main(["gentest", str(tmp_path / "d"), "--ops", "RMSNorm", "-n", "1", "--out", str(tmp_path / "t")])
+    done = torch_only.run(site, tmp_path / "t", "--device", "nowhere")
+    assert done.returncode == 4
+    assert "--device nowhere:" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_the_written_files_are_clean(tmp_path: Path) -> None:
+    """Nothing of ours is imported, no path of this machine is told, and the linter has nothing to say."""
+    build(tmp_path / "d")
+    main(["gentest", str(tmp_path / "d"), "--ops", "RMSNorm", "-n", "1", "--out", str(tmp_path / "t")])
+    for path in (tmp_path / "t").rglob("*"):
+        if path.suffix in (".py", ".json", ".md"):
+            text = path.read_text()
+            assert "vllm_accprobe." not in text, path
+            assert str(tmp_path) not in text
+    ruff = Path(sys.executable).with_name("ruff")
+    if ruff.exists():
+        rules = ["--isolated", "--select", "E9,F", "--line-length", "120"]
+        subprocess.run([str(ruff), "check", *rules, str(tmp_path / "t")], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ([], 2, "say which calls"),
+        (["--ops", "Nothing"], 3, "no call matches"),
+        (["--failed"], 3, "no call failed"),
+        (["--ids", "x"], 2, "is no id"),
+        (["--ops", "*", "--weights", "nowhere"], 2, "no directory"),
+    ],
+)
+def test_the_command_says_what_it_cannot_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+) -> None:
+    build(tmp_path / "d")
+    assert main(["gentest", str(tmp_path / "d"), *arguments, "--out", str(tmp_path / "t")]) == code
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_folder_that_is_there_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build(tmp_path / "d")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/mine.txt").write_text("mine")
+    assert main(["gentest", str(tmp_path / "d"), "--ops", "*", "--out", str(tmp_path / "t")]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "t").iterdir()] == ["mine.txt"]
+
+
+@reference("Odd")
+def odd(call: Call) -> Expected:
+    return Expected(call.wide("x") * 3.0)
+
+
+def test_hostile_names_stay_names_and_a_users_reference_is_written_down(tmp_path: Path, site: Path) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    m = Maker(tmp_path / "d")
+    tap = "../../etc/'; import os #\n"
+    m.module(tap, "Odd")
+    m.step(0, [(0, 0, 4)])
+    m.call(tap, "Odd", {"x": x}, (x.double() * 3).bfloat16())
+    references = References([odd])
+    calls = Calls(open_dump(m.close()), None)
+    (tmp_path / "t/cases").mkdir(parents=True)
+    captured = next(calls.of(0, tap))
+    written = write_case(captured, references, tmp_path / "t/cases", 0)
+    write_folder([written], tmp_path / "t", "a test")
+    assert {p.parent for p in (tmp_path / "t").rglob("0000*")} == {tmp_path / "t/cases"}
+    tree = json.loads((tmp_path / f"t/cases/{written.name}.json").read_text())
+    assert set(tree["expected"]) == {"output.0"}
+    done = torch_only.run(site, tmp_path / "t")
+    assert counts(done.stdout) == {"passed": 1, "skipped": 1}, done.stdout + done.stderr

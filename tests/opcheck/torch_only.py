@@ -1,0 +1,49 @@
+"""A Python that can import torch, pytest and what these two require, and nothing else: no accprobe, vllm or numpy."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+_BOOT = """
+import importlib.util, sys
+sys.path.insert(0, sys.argv[1])
+for name in ("vllm_accprobe", "vllm", "numpy", "safetensors"):
+    assert importlib.util.find_spec(name) is None, name
+import pytest
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+
+def site(root: Path) -> Path:
+    """A directory of links to the installed files of torch, pytest and their requirements."""
+    root.mkdir()
+    waiting, seen = ["torch", "pytest"], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:  # for another platform
+            continue
+        for file in found.files or ():
+            top = file.parts[0]
+            if top not in ("..", "__pycache__") and not (root / top).exists():
+                (root / top).symlink_to(found.locate_file(top))
+        for line in found.requires or ():
+            required, _, marker = line.partition(";")
+            if "extra" not in marker:
+                waiting.append(re.split(r"[^A-Za-z0-9_.-]", required.strip())[0])
+    return root
+
+
+def run(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """pytest in ``folder``, isolated from this environment's other packages."""
+    command = [sys.executable, "-I", "-S", "-c", _BOOT, str(site), "-q", "-p", "no:cacheprovider", "-rf", *arguments]
+    env = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)

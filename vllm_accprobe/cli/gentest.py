@@ -1,0 +1,105 @@
+"""``accprobe gentest DUMP``: captured calls as a folder of tests that needs torch and pytest only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from vllm_accprobe.cli.options import CommandError, progress
+
+if TYPE_CHECKING:
+    from vllm_accprobe.opcheck.calls import Calls, Captured
+    from vllm_accprobe.opcheck.reference import References
+    from vllm_accprobe.opcheck.testgen import Written
+
+
+def gentest(
+    dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
+    failed: bool = typer.Option(False, "--failed", help="Calls that opcheck finds wrong, the worst of each module."),
+    ops: list[str] = typer.Option([], "--ops", metavar="GLOB", help="Classes, operators or paths. Can be repeated."),
+    ids: str = typer.Option("", "--ids", metavar="IDS", help="Calls by opcheck.csv's column id, e.g. 0.0.57,0.1.3."),
+    out: Path = typer.Option(Path("accprobe-gentest"), "--out", "-o", help="The folder to write; must not exist."),
+    most: int = typer.Option(50, "--most", "-n", min=1, help="At most so many calls."),
+    model: Path = typer.Option(
+        None, "--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."
+    ),
+) -> None:
+    """Write captured calls as tests: tensors, float64 references and one parametrised test per operator.
+
+    The folder runs with torch and pytest alone, on the machine whose kernel is in question: `pytest --device npu --load
+    torch_npu --detail-csv npu.csv`. Exit code 0: written, 2: bad usage or unreadable input, 3: no such call.
+    """
+    from vllm_accprobe.cli.opcheck import ids_of, opened_calls, require_torch
+
+    if not failed and not ops and not ids:
+        raise CommandError("say which calls: --failed, --ops GLOB or --ids IDS")
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+        raise CommandError(f"--out: {out} exists and is not empty")
+    require_torch("gentest")
+    from vllm_accprobe.opcheck.reference import default_references
+    from vllm_accprobe.opcheck.replay import Options
+    from vllm_accprobe.opcheck.testgen import write_case, write_folder
+
+    calls, references, options = opened_calls(dump, model), default_references(), Options(ids=ids_of(ids))
+    chosen = _failed(calls, references, ops, options) if failed else _matching(calls, ops, options, most)
+    written: list[Written] = []
+    left: list[str] = []
+    for captured in chosen:
+        if len(written) == most:
+            left.append("more calls than --most")
+            break
+        try:
+            if not written:
+                (out / "cases").mkdir(parents=True, exist_ok=True)
+            written.append(write_case(captured, references, out / "cases", len(written)))
+        except ValueError as why:
+            left.append(f"{captured.tap}: {why}")
+    for line in [*calls.dump.problems, *calls.problems, *references.problems, *left]:
+        typer.echo(f"note: {line}", err=True)
+    if not written:
+        typer.echo(f"accprobe: {'no call failed' if failed else 'no call matches'}: nothing was written", err=True)
+        raise typer.Exit(3)
+    write_folder(written, out, f"the dump {dump.resolve().name}")
+    operators = len({w.op for w in written})
+    typer.echo(f"written: {out}, {len(written)} calls of {operators} operators; run `pytest {out}` with torch alone")
+
+
+def _matching(calls: Calls, ops: list[str], options: object, most: int) -> Iterator[Captured]:
+    """Calls with all their tensors: as many of each tap as fit, the first ones."""
+    from vllm_accprobe.opcheck.replay import Options, wanted
+
+    assert isinstance(options, Options)
+    taps = [(rank, tap) for rank, tap, cls in calls.taps() if wanted(ops, tap, cls)]
+    share = max(most // max(len(taps), 1), 1) if not options.ids else most
+    with progress("gentest", len(taps)) as done:
+        for rank, tap in taps:
+            taken = 0
+            for captured in calls.of(rank, tap):
+                if taken < share and not captured.missing and options.wants(captured) and captured.what.outputs:
+                    taken += 1
+                    yield captured
+            done()
+
+
+def _failed(calls: Calls, references: References, ops: list[str], options: object) -> Iterator[Captured]:
+    """The worst wrong call of each tap, the worst tap first."""
+    from vllm_accprobe.opcheck.replay import FAIL, Checked, Options, check_tap, wanted
+
+    assert isinstance(options, Options)
+    worst: dict[tuple[int, str], Checked] = {}
+    taps = [(rank, tap) for rank, tap, cls in calls.taps() if wanted(ops, tap, cls)]
+    with progress("checking", len(taps)) as done:
+        for rank, tap in taps:
+            rows = check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), options)
+            bad = [r for r in rows if r.status == FAIL and r.step is not None]
+            if bad:
+                worst[rank, tap] = max(bad, key=lambda r: r.severity)
+            done()
+    for (rank, tap), row in sorted(worst.items(), key=lambda i: -i[1].severity):
+        for captured in calls.of(rank, tap):
+            if (captured.step, captured.call) == (row.step, row.call):
+                yield captured
+                break

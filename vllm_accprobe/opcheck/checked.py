@@ -1,0 +1,84 @@
+"""One output of one call, as checked: the row that everything after the check works with.
+
+Not here: how a row comes about (replay.py), how it is told (table.py). Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vllm_accprobe.opcheck.measures import Measures
+
+PASS, FAIL, SKIP, ERROR, WARNING = "pass", "fail", "skip", "error", "warning"
+OURS = "operator"
+"""Name of our own standard: verdict.py's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One output of one call; table.py makes opcheck.csv of it. rows: in the tensor; checked: that had a reference;
+    unchecked_because: why the others had none.
+
+    created: rel_l2 of the worst row, reference against mine; measure, measured, allowed: of verdict.Verdict, in floors;
+    request, position, column: where, None where the measure does not say; message: for people; measures: of
+    measures.py, None where nothing was measured; algorithm: how another tool's standard came to the status."""
+
+    tap: str
+    cls: str
+    role: str
+    rank: int
+    step: int | None
+    call: int
+    seq: int
+    dtype: str
+    shape: tuple[int, ...]
+    rows: int
+    checked: int
+    unchecked_because: str
+    created: float | None
+    measure: str | None
+    measured: float | None
+    allowed: float | None
+    request: str | None
+    position: int | None
+    column: int | None
+    status: str
+    message: str
+    measures: Measures | None = None
+    algorithm: str = ""
+
+    @property
+    def severity(self) -> float:
+        """measured / allowed, 0 where nothing was measured."""
+        if self.measured is None or self.allowed is None:
+            return 0.0
+        return self.measured / self.allowed if self.allowed else (math.inf if self.measured else 0.0)
+
+    @property
+    def id(self) -> str:
+        """``rank.step.seq``, "" for a parameter."""
+        return id_of(self.rank, self.step, self.seq) if self.step is not None else ""
+
+
+COLUMNS = tuple(f.name for f in fields(Checked))
+
+
+def id_of(rank: int, step: int | None, seq: int) -> str:
+    """What a person writes to mean this row: ``rank.step.seq``."""
+    return f"{rank}.{step}.{seq}"
+
+
+def unchecked(
+    tap: str, cls: str, rank: int, step: int | None, call: int, seq: int, why: str, *, status: str = SKIP,
+    role: str = "", dtype: str = "", shape: tuple[int, ...] = (),
+) -> Checked:  # fmt: skip
+    """A row that has no verdict, and says why."""
+    empty: dict[str, Any] = dict.fromkeys(COLUMNS)
+    empty |= {
+        "tap": tap, "cls": cls, "role": role, "rank": rank, "step": step, "call": call, "shape": shape, "seq": seq,
+        "dtype": dtype, "rows": 0, "checked": 0, "unchecked_because": why, "status": status, "message": why,
+        "algorithm": "",
+    }  # fmt: skip
+    return Checked(**empty)
