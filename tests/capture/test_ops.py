@@ -361,3 +361,14 @@ def test_odd_arguments_have_words(tmp_path: Path) -> None:
     assert any(v == {"complex": [0.0, 1.0]} for c in named(dump, "aten.mul.Tensor") for v in c.args)
     conjugated = [t for c in dump.ops for t in tensors(c.outputs) if t["dtype"] == "complex64"]
     assert conjugated
+
+
+def test_the_line_says_what_became_of_a_written_argument(tmp_path: Path) -> None:
+    for mode in ("trace", "full"):
+        model = Small(lambda self, x: x.clone().mul_(3.0))
+        dump = captured(tmp_path, model, torch.tensor([1.0, 5.0]), ops_mode=mode)
+        (times,) = named(dump, "aten.mul_.Tensor")
+        (x,) = (t for t in inputs(times) if t["role"] == "input.0")
+        assert x["written"] is True
+        assert (x["min"], x["max"], x["after"]["min"], x["after"]["max"]) == (1.0, 5.0, 3.0, 15.0)
+        assert x["hash"] != x["after"]["hash"] == next(tensors(times.outputs))["hash"]

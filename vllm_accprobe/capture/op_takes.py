@@ -162,22 +162,24 @@ class Takes:
     def take_changed(
         self, state: StepState, tap: str, op: str, role: str, call: int, tensor: torch.Tensor, keep: bool,
         before: Ticket, changed: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> Taken:  # fmt: skip
         """Takes ``tensor`` after the call in role ``inplace.<role>`` if it is no longer what ``before`` saw, and then
         calls ``changed``."""
         role = f"inplace.{role}"
         if keep and self._sink.direct and before.digest is not None:
             digest = self._express.take(state, self._sites_of(tap), tap, op, role, call, tensor, before.digest)
             if digest is not None:
-                if digest != before.digest:
-                    changed()
-                return
+                if digest == before.digest:
+                    return Taken()
+                changed()
+                return Taken({"hash": digest, "stats": self._sink.seen[digest + DTYPE_NAMES[tensor.dtype]]})
         event = self._line(state, tap, op, role, call)
         if keep:
             event["mutated"] = True
             self._sink.after(event, tensor, None, 0, before, lambda different: changed() if different else None)
         else:
             self._sink.look(event, tensor, Taken(None, lambda digest: changed() if digest != before.digest else None))
+        return Taken(event)
 
     def _sites_of(self, tap: str) -> Sites:
         found = self._sites.get(tap)

@@ -29,9 +29,10 @@ _UNLISTED = "not selected by VLLM_ACCPROBE_OPS_LIST"
 
 
 class _Call:
-    """One call on its way: its line so far, what was taken of it, and its written arguments as they were before."""
+    """One call on its way: its line so far, what was taken of it, its written arguments as they were before and as
+    they are after."""
 
-    __slots__ = ("before", "event", "keep", "number", "taken", "tap")
+    __slots__ = ("after", "before", "event", "keep", "number", "taken", "tap")
 
     def __init__(self, tap: str, number: int, keep: bool, event: dict[str, Any]):
         self.tap = tap
@@ -39,13 +40,17 @@ class _Call:
         self.keep = keep
         self.event = event
         self.taken: list[tuple[Taken, dict[str, Any]]] = []
-        self.before: list[tuple[str, torch.Tensor, Taken | None]] = []
+        self.before: list[tuple[str, torch.Tensor, Taken | None, dict[str, Any]]] = []
+        self.after: list[tuple[str, Taken, dict[str, Any]]] = []
 
     def line(self) -> dict[str, Any]:
         """The journal's line, when everything about its tensors is known."""
         for taken, about in self.taken:
             taken.add_to(about)
         event = self.event
+        for role, taken, about in self.after:
+            if role in event["mutates"]:
+                taken.add_to(about.setdefault("after", {}))
         event["args"] = [_settled(v) for v in event["args"]]
         event["kwargs"] = {name: _settled(v) for name, v in event["kwargs"].items()}
         event["outputs"] = [_settled(v) for v in event["outputs"]]
@@ -195,13 +200,13 @@ class Operators(TorchDispatchMode):
         if written and where in self._memory.fresh:
             about["fresh"] = True
             if operator.overwrites:
-                call.before.append((role, tensor, None))
+                call.before.append((role, tensor, None, about))
                 return
         weight = name is not None and not written
         taken = self._takes.take(state, call.tap, operator.name, role, call.number, tensor, call.keep, weight)
         call.taken.append((taken, about))
         if written:
-            call.before.append((role, tensor, taken))
+            call.before.append((role, tensor, taken, about))
 
     def _refused(self, call: _Call, role: str, tensor: torch.Tensor, where: int, about: dict[str, Any]) -> bool:
         reason = self._takes.refuses(tensor, where)
@@ -227,13 +232,14 @@ class Operators(TorchDispatchMode):
         """Takes what was changed in place and what came out, and queues the call's line."""
         mutates = call.event["mutates"]
         tap, op, number, keep = call.tap, operator.name, call.number, call.keep
-        for role, tensor, before in call.before:
+        for role, tensor, before, about in call.before:
             if before is None:  # nothing was there before: whatever it is, it is new
-                self._takes.take(state, tap, op, f"inplace.{role}", number, tensor, keep, False)
+                taken = self._takes.take(state, tap, op, f"inplace.{role}", number, tensor, keep, False)
                 mutates.append(role)
             else:
                 changed = _appends(mutates, role)
-                self._takes.take_changed(state, tap, op, role, number, tensor, keep, before, changed)
+                taken = self._takes.take_changed(state, tap, op, role, number, tensor, keep, before, changed)
+            call.after.append((role, taken, about))
         found: Found = []
         call.event["outputs"] = outputs(result, found)
         for role, tensor, about in found:

@@ -32,27 +32,39 @@ def summary(
     request: list[str] = REQUEST,
     csv: Path = typer.Option(None, "--csv", metavar="FILE", help="Write all chosen tensors there, full precision."),
     limit: int = typer.Option(200, "--limit", min=0, help="Rows of the table; 0 for all."),
+    ops: bool = typer.Option(False, "--ops", help="Operators only: calls, shapes, ranges."),
 ) -> None:
-    """List a dump's tensors with their statistics.
+    """List a dump's tensors with their statistics, and the operators that were called.
 
-    No payload is read, so this is quick on any dump."""
+    No payload is read, so this is quick on any dump. Tensors of operators are listed where a GLOB has '::'."""
     from vllm_accprobe.formats import open_dump
 
     opened = open_dump(dump)
-    chosen = selection(names or (), step, rank, request, role).apply(opened)
+    what = selection(names or (), step, rank, request, role)
+    calls: list[Any] = []
+    if getattr(opened, "ops", None):
+        from vllm_accprobe.cli import operators
+
+        calls = operators.chosen(opened, what)
+    chosen = [] if ops else what.apply(opened)
     if chosen and csv is not None:
         _write_csv(opened, chosen, csv)
     if chosen and csv is None:
-        shown = chosen[:limit] if limit else chosen
-        _print_table([_cells(i, r) for i, r in shown])
-        if len(shown) < len(chosen):
-            left = len(chosen) - len(shown)
+        taps = set() if any("::" in name for name in names or ()) else {call.tap for call in calls}
+        listed = [(i, r) for i, r in chosen if r.tap not in taps]
+        shown = listed[:limit] if limit else listed
+        if shown:
+            _print_table([_cells(i, r) for i, r in shown])
+        if len(shown) < len(listed):
+            left = len(listed) - len(shown)
             typer.echo(f"... {left:,} more: --limit 0 shows all, --csv FILE writes all, a GLOB or --step narrows down")
+    if calls and csv is None:
+        operators.show(opened, calls, limit)
     for line in about(opened, [r for _, r in chosen]):
         typer.echo(line)
     if csv is not None and chosen:
         typer.echo(f"written: {csv}")
-    if not chosen:
+    if not chosen and not calls:
         why = "the dump holds no tensors" if not opened.records else "no tensor matches what was asked for"
         typer.echo(f"accprobe: {why}", err=True)
         raise typer.Exit(3)

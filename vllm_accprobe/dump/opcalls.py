@@ -9,7 +9,9 @@ these words alone. The idea: an argument is a VALUE, a small closed language of 
     {"tensor": {"role", "dtype", "shape", "stride", "device", ...}}
                                    a tensor; "count", "min", "max", "mean", "l2", "nan", "inf" and "hash" where it was
                                    looked at; "fresh": true for memory that nobody has written to yet (an output buffer:
-                                   never stored); "param": "<tap>/param.<name>" for a parameter of the model
+                                   may hold anything); "param": "<tap>/param.<name>" for a parameter of the model;
+                                   "written": true for an argument that the operator may write to; "after": count,
+                                   min ... hash of what the call made of it
     {"list": [VALUE, ...]}         a list or a tuple
     {"dtype": "bfloat16"}, {"device": "cpu"}, {"layout": "strided"}, {"memory_format": "contiguous_format"}
     {"skipped": "<reason>", ...}   an argument that was not kept; role, dtype, shape, stride, device of a tensor stay
@@ -146,6 +148,10 @@ def _check_tensor(t: Any) -> None:
             or not all(type(n) is int and 0 <= n <= _MAX_INT for n in sizes)
         ):
             raise ValueError(f"{key} of {t['role'][:60]} is {short(sizes)}")
-    for key in ("min", "max", "mean", "l2"):
-        if t.get(key) is not None and type(t[key]) not in (int, float):
-            raise ValueError(f"{key} of {t['role'][:60]} is {short(t[key])}")
+    after = t.get("after")
+    if after is not None and not isinstance(after, dict):
+        raise ValueError(f"after of {t['role'][:60]} is {short(after)}")
+    for found in (t, after or {}):
+        for key in ("min", "max", "mean", "l2"):
+            if found.get(key) is not None and type(found[key]) not in (int, float):
+                raise ValueError(f"{key} of {t['role'][:60]} is {short(found[key])}")

@@ -1,0 +1,98 @@
+"""The operators' part of ``accprobe summary``: which were called, how often, on what, from the journals alone.
+
+The problem: a step has hundreds of operator calls, most of them alike. The idea: a row per operator: its calls, how
+many kept their tensors, from how many modules, in how many forms (shapes and dtypes of what went in), the commonest of
+them, and the range of what came out. Not here: tensors (summary.py), what an argument may be (dump/opcalls.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from vllm_accprobe.dump.reader import Dump
+    from vllm_accprobe.dump.schema import OpCall
+    from vllm_accprobe.dump.select import Selection
+
+COLUMNS = ("operator", "calls", "stored", "modules", "forms", "commonest input", "output min", "max", "NaN", "Inf")
+
+
+def chosen(dump: Dump, selection: Selection) -> list[OpCall]:
+    """The calls that a selection of tensors means: by names (operator or tap), steps, ranks and ordinals; none where
+    requests are chosen, whose rows operators do not know."""
+    from vllm_accprobe.dump.select import matches, within
+
+    if selection.requests or (selection.roles and not selection.names):
+        return []
+    known: dict[str, bool] = {}
+    found = []
+    for call in dump.ops:
+        wanted = known.get(call.tap)
+        if wanted is None:
+            wanted = known[call.tap] = matches(selection.names, (call.tap, call.op, call.op.rpartition(".")[0]))
+        steps = not selection.steps or (call.step is not None and within(selection.steps, call.step))
+        if wanted and steps and within(selection.ranks, call.rank) and within(selection.calls, call.call):
+            found.append(call)
+    return found
+
+
+def table(dump: Dump, calls: Sequence[OpCall]) -> list[list[str]]:
+    """The rows of the table, most calls first."""
+    from vllm_accprobe.dump.opcalls import inputs, tensors
+    from vllm_accprobe.report.text import num, safe
+
+    kept = {(r.rank, r.step, r.tap, r.call) for r in dump.records if r.payload is not None and "::" in r.tap}
+    by_op: dict[str, list[OpCall]] = {}
+    for call in calls:
+        by_op.setdefault(call.op, []).append(call)
+    rows = []
+    for op, mine in sorted(by_op.items(), key=lambda item: (-len(item[1]), item[0])):
+        forms = Counter(", ".join(_form(t) for t in inputs(call)) for call in mine)
+        out = [t for call in mine for t in tensors(call.outputs)]
+        out += [t["after"] for call in mine for t in inputs(call) if t["role"] in call.mutates and t.get("after")]
+        lows = [t["min"] for t in out if t.get("min") is not None]
+        highs = [t["max"] for t in out if t.get("max") is not None]
+        stored = sum((c.rank, c.step, c.tap, c.call) in kept for c in mine)
+        rows.append(
+            [safe(op), f"{len(mine):,}", f"{stored:,}", f"{len({(c.rank, c.module) for c in mine if c.module}):,}",
+             f"{len(forms):,}", safe(forms.most_common(1)[0][0], 60), num(min(lows, default=None), 4),
+             num(max(highs, default=None), 4), str(sum(_number(t.get("nan")) for t in out)),
+             str(sum(_number(t.get("inf")) for t in out))]
+        )  # fmt: skip
+    return rows
+
+
+def _form(tensor: dict[str, Any]) -> str:
+    return f"{tensor['dtype']}[{'x'.join(map(str, tensor['shape']))}]"
+
+
+def _number(value: Any) -> int:
+    return value if type(value) is int else 0
+
+
+def show(dump: Dump, calls: Sequence[OpCall], limit: int) -> None:
+    """Prints the table and a line about it."""
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from vllm_accprobe.report.text import count
+
+    rows = table(dump, calls)
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for name in COLUMNS:
+        text = name in ("operator", "commonest input")
+        grid.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
+    for row in rows[:limit] if limit else rows:
+        alarm = "red" if row[-2:] != ["0", "0"] else ""
+        grid.add_row(*(Text(cell, style=alarm) for cell in row))
+    Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(grid)
+    if limit and len(rows) > limit:
+        typer.echo(f"... {len(rows) - limit:,} more operators: --limit 0 shows all")
+    typer.echo(f"{count(len(calls), 'call')} of {count(len(rows), 'operator')}, of {len(dump.ops):,} captured")
