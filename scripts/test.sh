@@ -16,7 +16,8 @@ check() {  # name, command...
 check ruff "$PYTHON" -m ruff check .
 check mypy "$PYTHON" -m mypy
 check imports "$VENV/bin/lint-imports" --no-logo
-check pytest "$PYTHON" -m pytest --durations=15 "$@"
+# Two processes: engines in one, everything else in the other (tests/conftest.py); -n 0 runs them in one.
+check pytest "$PYTHON" -m pytest -n 2 --dist loadgroup --durations=25 "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
   echo "FAILED after $SECONDS s: ${failed[*]}"

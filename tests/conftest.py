@@ -1,0 +1,23 @@
+"""How the suite is spread over two processes.
+
+What starts a vLLM engine or a Ray cluster stays in one of them, one after the other, because engines are shared by
+session-scoped fixtures; it begins first, because it takes longest. Of all other tests a file is a piece."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        name = "engine" if _engine(item) else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(name))
+    if getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not _engine(item))
+
+
+def _engine(item: pytest.Item) -> bool:
+    fixtures = getattr(item, "fixturenames", ())
+    return "engines" in fixtures or any(item.get_closest_marker(name) for name in ("engine", "ray"))
