@@ -47,14 +47,15 @@ def check_target(patch: Patch, target: Target, roots: Mapping[str, Path]) -> Out
     try:
         if path is None:
             raise NotThere(f"no module {target.module}")
-        found = find_function(parse_file(path), target.function)
+        tree = parse_file(path)
+        found = find_function(tree, target.function)
     except NotThere as error:
         return Outcome(target, ABSENT if target.optional else REFUSED, str(error))
     try:
         function, classes = found
         if target.hashes and fingerprint(function) not in target.hashes:
             raise NotThere(f"its source has changed (it is {fingerprint(function)} now)")
-        compiled(tapped(function, insertions(patch, target)), classes, str(path), 0)
+        compiled(tree, function, tapped(function, insertions(patch, target)), classes, str(path), 0)
     except NotThere as error:
         return Outcome(target, REFUSED, str(error))
     except (SyntaxError, ValueError) as error:

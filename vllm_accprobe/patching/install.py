@@ -70,17 +70,18 @@ def install(
     if known is not None and known.function is not function:
         known = None
     original = known.original if known is not None else function.__code__
-    node, classes = find_function(parse_file(file), name)
+    tree = parse_file(file)
+    node, classes = find_function(tree, name)
     if hashes and fingerprint(node) not in hashes:
         raise NotThere(f"its source has changed (it is {fingerprint(node)} now)")
     flags = original.co_flags & _FUTURES
-    if not _same(compiled(node, classes, str(file), flags), original):
+    if not _same(compiled(tree, node, node, classes, str(file), flags), original):
         raise NotThere("the function in memory is not what its source says; does something else patch it, too?")
     mine = list(insertions)
     before = known.wanted if known is not None else {}
     others = [i for key, items in before.items() if key != id(listener) for i in items]
     union = list({i.key: i for i in [*others, *mine]}.values())
-    code = compiled(tapped(node, union), classes, str(file), flags)
+    code = compiled(tree, node, tapped(node, union), classes, str(file), flags)
     if code.co_freevars != original.co_freevars:
         raise NotThere("a tap would change what the function closes over")
     if not isinstance(hook, Hook):
@@ -140,7 +141,12 @@ def _unwrapped(found: Any, name: str) -> FunctionType | None:
 
 def _same(a: CodeType, b: CodeType) -> bool:
     fields = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_argcount", "co_kwonlyargcount")
-    return all(getattr(a, f) == getattr(b, f) for f in fields)
+    if any(getattr(a, f) != getattr(b, f) for f in fields) or len(a.co_consts) != len(b.co_consts):
+        return False
+    return all(
+        _same(x, y) if isinstance(x, CodeType) and isinstance(y, CodeType) else type(x) is type(y) and x == y
+        for x, y in zip(a.co_consts, b.co_consts, strict=True)
+    )
 
 
 def loaded(module: str) -> ModuleType | None:

@@ -2,8 +2,8 @@
 
 The problem: the function shall do exactly what it did, at the same lines of its file (for tracebacks), also when the
 look goes wrong. The idea: after (before) the anchor a call of one global name is inserted, in a ``try`` whose handler
-tells the same object; the whole is compiled inside a copy of its classes, so that ``super()`` and private names mean
-what they meant. Not here: where anchors are (source.py), whose code object it replaces (install.py).
+tells the same object; the whole is compiled in its place in its module, so that ``super()``, private names and calls of
+imported modules are compiled as they were. Not here: where anchors are (source.py), whose code it replaces (install.py).
 """
 
 from __future__ import annotations
@@ -69,30 +69,43 @@ def tapped(function: Function, insertions: Sequence[Insertion]) -> Function:
     return ast.fix_missing_locations(new)
 
 
-def compiled(function: Function, classes: Sequence[ast.ClassDef], filename: str, flags: int) -> CodeType:
-    """The code object of ``function``. flags: ``__future__`` features of its module. Raises NotThere."""
-    bare = copy.deepcopy(function)
-    bare.decorator_list = []
-    bare.returns = None
-    # Defaults belong to the function object; here they only have to be as many, and cost nothing.
-    bare.args.defaults = [ast.Constant(None) for _ in bare.args.defaults]
-    bare.args.kw_defaults = [None if d is None else ast.Constant(None) for d in bare.args.kw_defaults]
-    for arg in [*bare.args.posonlyargs, *bare.args.args, *bare.args.kwonlyargs, bare.args.vararg, bare.args.kwarg]:
-        if arg is not None:
-            arg.annotation = None
-    node: ast.stmt = bare
-    for outer in reversed(classes):
-        around = copy.copy(outer)
-        around.bases, around.keywords, around.body, around.decorator_list = [], [], [node], []
-        node = around
-    tree = ast.fix_missing_locations(ast.Module([node], []))
-    code = compile(tree, filename, "exec", flags, dont_inherit=True)
-    for name in [*(c.name for c in classes), function.name]:
-        inner = [c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name]
-        if len(inner) != 1:
-            raise NotThere(f"{name} could not be compiled by itself")
-        code = inner[0]
-    return code
+def compiled(
+    tree: ast.Module, function: Function, new: Function, classes: Sequence[ast.ClassDef], filename: str, flags: int
+) -> CodeType:
+    """The code object of ``new`` in the place of ``function`` in its module's ``tree``, which is changed back.
+
+    The whole module is compiled: what is imported at its top decides how calls in the function are compiled.
+    flags: ``__future__`` features of the module. Raises NotThere.
+    """
+    block, index = _block_of(tree, function)
+    block[index] = new
+    try:
+        code = compile(tree, filename, "exec", flags, dont_inherit=True)
+    finally:
+        block[index] = function
+    for outer in classes:
+        code = _inner(code, outer.name, _first_line(outer))
+    return _inner(code, function.name, _first_line(function))
+
+
+def _inner(code: CodeType, name: str, line: int) -> CodeType:
+    found = [c for c in code.co_consts if isinstance(c, CodeType) and (c.co_name, c.co_firstlineno) == (name, line)]
+    if len(found) != 1:
+        raise NotThere(f"{name} was not found again after compiling its module")
+    return found[0]
+
+
+def _first_line(node: Function | ast.ClassDef) -> int:
+    return min([node.lineno, *(d.lineno for d in node.decorator_list)])
+
+
+def _block_of(tree: ast.Module, function: Function) -> tuple[list[ast.stmt], int]:
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list) and any(one is function for one in block):
+                return block, next(i for i, one in enumerate(block) if one is function)
+    raise NotThere(f"{function.name} is not in its module")
 
 
 def _call(item: Insertion, me: str | None, value: ast.expr, where: ast.stmt) -> ast.stmt:
