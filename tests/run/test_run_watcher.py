@@ -57,7 +57,7 @@ def test_every_way_of_cutting_the_journal_counts_the_same(tmp_path: Path) -> Non
 
 
 def test_a_second_engines_dump_is_seen_and_an_older_one_is_not(tmp_path: Path) -> None:
-    Probe(Toy(), dir=str(tmp_path / "d.2")).close()
+    Probe(Toy(), dir=str(tmp_path / "d.2")).close()  # so that a second engine's is d.3
     watcher = Watcher(tmp_path / "d")
     for name in ("d", "d.3"):
         model = Toy()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON
 _PIECE = 4 << 20
 _PER_LOOK = 64 << 20
 """Bytes of a journal that one look reads at most: progress must not cost what capture costs."""
+_MOST = 100
 _RANK = re.compile(r"rank\d{4,9}", re.ASCII)
 _STEP, _TENSOR, _STOP, _END = (f'{{"event":"{kind}"'.encode() for kind in ("step", "tensor", "stop", "end"))
 _ERROR, _LABEL = (f'{{"event":"{kind}"'.encode() for kind in ("error", "label"))
@@ -105,19 +107,24 @@ class Watcher:
 
     def __init__(self, root: Path):
         self.root = root
-        self._before = set(self._beside())
+        # Numbers are given in rising order, so that the first one that is free ends the search.
+        self._before = {p for n in range(2, _MOST) if (p := self._numbered(n)).exists()}
         self._ranks: dict[Path, RankProgress] = {}
 
-    def _beside(self) -> list[Path]:
-        pattern = re.compile(re.escape(self.root.name) + r"\.\d{1,3}")
-        try:
-            return sorted(p for p in self.root.parent.iterdir() if pattern.fullmatch(p.name) and p.is_dir())
-        except OSError:
-            return []
+    def _numbered(self, number: int) -> Path:
+        return self.root.with_name(f"{self.root.name}.{number}")
+
+    def _beside(self) -> Iterator[Path]:
+        for number in range(2, _MOST):
+            place = self._numbered(number)
+            if place not in self._before:
+                if not place.is_dir():
+                    return
+                yield place
 
     def dumps(self) -> list[Path]:
         """The dumps that have appeared since this object was made."""
-        found = [self.root, *(p for p in self._beside() if p not in self._before)]
+        found = [self.root, *self._beside()]
         return [p for p in found if (p / RUN_JSON).exists() or any(_ranks_of(p))]
 
     def look(self) -> Progress:
