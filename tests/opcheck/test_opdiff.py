@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from vllm_accprobe import cli
+from vllm_accprobe.opcheck.gather import gathered
 from vllm_accprobe.opcheck.measures import Measures, measure
+from vllm_accprobe.opcheck.sheets import Sheet
 
 ID = ("op", "class", "tap", "call", "role", "step", "rank", "dtype", "shape")
 REFERENCE = np.random.default_rng(1).standard_normal((8, 100))
@@ -33,7 +35,7 @@ def row(op="aten.exp.default", *, factor=1.0, role="output.0", call=0, dtype="bf
         g = bfloat16(g).astype(np.float64)
     found = measure(g, m, dtype)
     values = dict(zip(ID, (op, cls or op, "model.layers.0.x", call, role, 0, 0, dtype, "[8, 100]"), strict=True))
-    values |= {n: getattr(found, n) for n in Measures.FIELDS} | {"status": status, "message": message}
+    values |= _measures(found) | {"status": status, "message": message}
     return {k: "" if v is None else v for k, v in (values | changes).items()}
 
 
@@ -178,8 +180,16 @@ def test_what_has_no_measures_says_why(opdiff):
 
 
 def test_dtypes_that_differ_are_said(opdiff):
-    out = opdiff([row(dtype="float32")], [row()])
-    assert out.details[0]["message"].endswith("golden is float32, mine bfloat16")
+    """A float32 kernel's errors are no measure of a bfloat16 kernel's; what mine alone decides is judged."""
+    golden = [row(op, dtype="float32") for op in ("aten.exp.default", "aten.mm.default", "aten.convolution.default")]
+    out = opdiff(golden, [row(r["op"]) for r in golden])
+    assert [(r["status"], r["message"]) for r in out.details] == [
+        ("skip", "dtypes differ: golden float32, mine bfloat16; errors have no ratio"),
+        ("pass", "golden is float32, mine bfloat16"),
+        ("error", out.details[2]["message"]),
+    ]
+    lucky = row("aten.mm.default", dtype="float32", ulp_share=0.9)
+    assert opdiff([lucky], [row("aten.mm.default", ulp_share=0.5)]).details[0]["status"] == "error"
     out = opdiff([row(dtype="float64")], [row(dtype="float64")])
     assert (out.code, out.details[0]["message"]) == (3, "float64 is not judged by this standard")
     assert out.stderr == "accprobe: nothing could be judged: float64 is not judged by this standard\n"
@@ -358,6 +368,8 @@ def test_bad_usage(opdiff, tmp_path):
         ((good, good), ("--algorithm", "mm=fast"), "'mm=fast' is not GLOB=NAME with NAME one of absolute, benchmark"),
         ((good, good), ("--algorithm", "mm"), "'mm' is not GLOB=NAME"),
         ((good, good), ("--algorithm", "mm=ulp", "--standard", "xray"), "xray has no algorithms to choose from"),
+        ((good, good), ("--by", "layer"), "--by: 'layer' is none of call, tap, operator"),
+        ((theirs, theirs), ("--by", "tap"), "--by tap: msprobe's files name calls, not modules"),
     ):
         out = opdiff(*pair, *options)
         assert (out.code, out.stderr.count("\n")) == (2, 1)
@@ -374,6 +386,72 @@ def test_files_without_rows(opdiff, tmp_path):
     empty = tmp_path / "empty.csv"
     empty.write_text("op,dtype,cosine\n")
     assert opdiff(empty, empty).stderr == "accprobe: nothing could be judged: the files have no rows\n"
+
+
+def test_runs_that_batched_differently_meet_by_tap_and_by_operator(opdiff):
+    """Nothing of the two meets call by call; all calls of a module together do, and a failed call is not lost."""
+
+    def side(rows, factor=1.0, fail=()):
+        made = []
+        for layer in range(2):
+            for step, n in enumerate(rows):
+                f = factor if layer else 1.0
+                r = row("RMSNorm", tap=f"layers.{layer}.norm", step=step, shape=f"[{n}, 100]", factor=f)
+                made.append(unmeasured("RMSNorm", "error", "boom", tap=r["tap"], step=step) if step in fail else r)
+        return made
+
+    golden, mine = side([8, 1, 1]), side([4, 2, 2, 3], factor=1.03)
+    apart = opdiff(golden, mine)
+    assert apart.code == 3
+    assert "6  outputs: shapes differ" in apart.stdout
+    assert "few calls meet; did the runs batch differently? --by tap" in apart.stdout
+    by_tap = opdiff(golden, mine, "--by", "tap")
+    assert by_tap.code == 1
+    assert [(r["tap"], r["status"]) for r in by_tap.details] == [("layers.0.norm", "pass"), ("layers.1.norm", "error")]
+    assert [(r["tap"], r["forward"], r["outputs"]) for r in by_tap.result] == [
+        ("layers.0.norm", "pass", "1"), ("layers.1.norm", "error", "1")
+    ]  # fmt: skip
+    by_operator = opdiff(golden, mine, "--by", "operator")
+    assert [(r["op"], r["status"]) for r in by_operator.details] == [("RMSNorm", "error")]
+    failed = opdiff(golden, side([4, 2, 2, 3], fail=(2,)), "--by", "tap")
+    assert {r["message"] for r in failed.details} == {"mine has no result: 1 of 4 calls: boom"}
+    assert failed.code == 1
+
+
+def test_gathered_measures_are_those_of_one_large_tensor(tmp_path):
+    """Of three calls as if they had been one; what a csv cannot know stays within the calls' own range."""
+    r = np.random.default_rng(5)
+    parts = [(g, bfloat16(g * 1.004)) for g in (r.standard_normal(n) * s for n, s in ((50, 1), (7, 30), (200, 0.1)))]
+    rows = [row("a.b", step=i) | _measures(measure(*p, "bfloat16")) for i, p in enumerate(parts)]
+    whole = measure(np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]), "bfloat16")
+    sheet = Sheet(write(tmp_path / "a.csv", rows))
+    (one,) = gathered(sheet.rows(("op", "role")))
+    loose = {"cosine", "rel_l2", "error_balance", "mean_rel_err", "kl"}
+    ends = ("rel_err_ratio", "abs_err_ratio", "small_value_err_ratio")
+    loose |= {n for n in Measures.FIELDS if "normal_" in n or n.endswith(ends)}
+    for name in Measures.FIELDS:
+        single = [float(r[name]) for r in rows if r[name] != ""]
+        if name in loose:
+            low, high = min(single, default=0.0), max(single, default=0.0)
+            assert low * (1 - 1e-9) <= (one.value(name) or 0.0) <= high * (1 + 1e-9), name
+    assert one.value("normal_max_rel_err") == pytest.approx(whole.normal_max_rel_err)
+
+
+def _measures(m):
+    return {n: "" if getattr(m, n) is None else getattr(m, n) for n in Measures.FIELDS}
+
+
+def test_gathering_leaves_out_what_was_skipped(opdiff):
+    skipped = row(step=1, status="skip", message="no reference", factor=9.0)
+    golden = [row(step=0), skipped, row("a.b", status="skip", message="why")]
+    out = opdiff(golden, golden, "--by", "tap")
+    assert [(r["status"], r["message"]) for r in out.details] == [("pass", ""), ("skip", "golden: why")]
+
+
+def test_nan_is_not_lost_in_a_maximum(opdiff):
+    golden, nan = [row(step=i) for i in range(3)], row(step=1, normal_max_rel_err="nan")
+    for mine in ([nan, row(step=2)], [row(step=2), nan]):
+        assert opdiff(golden, mine, "--by", "tap").details[0]["status"] == "error"
 
 
 def test_hostile_text_stays_text(opdiff):

@@ -21,6 +21,12 @@ def opdiff(
         metavar="GLOB=NAME",
         help="Judge these operators by absolute, benchmark, binary, ulp, dual-1000 or accumulative. Can be repeated.",
     ),
+    by: str = typer.Option(
+        "call",
+        "--by",
+        metavar="WHAT",
+        help="call: output by output; tap, operator: what a module or an operator did over all its calls.",
+    ),
     out: Path = typer.Option(Path("accprobe-opdiff"), "--out", "-o", help="Where the files go."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show the 200 worst outputs, not 10."),
 ) -> None:
@@ -36,7 +42,7 @@ def opdiff(
     from vllm_accprobe.opcheck.standards import ERROR
 
     try:
-        diff, totals = open_diff(golden, mine, standard, algorithm), Totals()
+        diff, totals = open_diff(golden, mine, standard, algorithm, by), Totals()
         out.mkdir(parents=True, exist_ok=True)
         with progress("opdiff", diff.mine.count() // difflines.STEP) as done:
             difflines.write_details(diff, out / "details.csv", totals, done)

@@ -4,7 +4,9 @@ The problem: a kernel's distance from a reference in float64 says little until o
 trusted is from the same reference. The idea: golden's rows are kept by what identifies them, mine's are streamed past
 them; each pair is judged by a standard for two machines, and everything that is not judged is a row with a reason.
 Where two rows of a file have one identity (a call that was made again), the first meets the first, the second the
-second. Not here: reading the files (sheets.py), the standards (standards/), what is printed (difflines.py).
+second. Servers that batched differently have no calls in common: `by` makes one row of a module's calls, or of an
+operator's, on each side (gather.py).
+Not here: reading the files (sheets.py), the standards (standards/), what is printed (difflines.py).
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from vllm_accprobe.opcheck.gather import gathered
 from vllm_accprobe.opcheck.sheets import MSPROBE, Row, Sheet, SheetError
 from vllm_accprobe.opcheck.standards import TWO_SIDED, apis, judge_two, pairs
-from vllm_accprobe.opcheck.standards.apis import api_of, level_of
+from vllm_accprobe.opcheck.standards.apis import algorithm_of, api_of, level_of
 from vllm_accprobe.opcheck.standards.finding import ERROR, PASS, SKIP, WARNING, Finding, Judged, skip, worst
 from vllm_accprobe.opcheck.standards.two_sided import RELEASES
 
 OPERATOR = "operator"
+CALL, TAP, OP = BY = ("call", "tap", "operator")
+_LEFT_OUT = {CALL: (), TAP: ("step", "call"), OP: ("tap", "rank", "step", "call")}
+SHAPES = "shapes differ"
 STANDARDS = ("msprobe", OPERATOR, *(s for s in TWO_SIDED if s != "msprobe"))
 ALGORITHMS = {
     "absolute": apis.ABSOLUTE, "benchmark": apis.BENCHMARK, "binary": apis.BINARY, "ulp": apis.ULP,
@@ -56,20 +62,21 @@ class Compared:
 
 @dataclass(frozen=True)
 class Diff:
-    """Two files under a standard. ``keys``: the columns that identify an output in both."""
+    """Two files under a standard. ``keys``: the columns that identify an output in both; by: one of BY."""
 
     golden: Sheet
     mine: Sheet
     standard: str
     algorithms: tuple[tuple[str, str], ...]
     keys: tuple[str, ...]
+    by: str = CALL
 
     def rows(self) -> Iterator[Compared]:
         """Mine's rows in their order, then those that only golden has. Raises SheetError on the way."""
         waiting: dict[tuple[str, ...], list[Row]] = {}
-        for row in self.golden.rows(self.keys):
+        for row in self._rows(self.golden):
             waiting.setdefault(row.key, []).append(row)
-        for row in self.mine.rows(self.keys):
+        for row in self._rows(self.mine):
             found = waiting.get(row.key)
             if found:
                 yield self._judge(found.pop(0), row)
@@ -78,6 +85,10 @@ class Diff:
         for left in waiting.values():
             for row in left:
                 yield self._alone(row, None)
+
+    def _rows(self, sheet: Sheet) -> Iterator[Row]:
+        rows = sheet.rows(self.keys)
+        return rows if self.by == CALL else gathered(rows)
 
     def _alone(self, golden: Row | None, mine: Row | None) -> Compared:
         only = self.mine if golden is None else self.golden
@@ -99,12 +110,19 @@ class Diff:
             return pairs.both(_own(golden), _own(mine))
         names = (api, mine.op, mine.cls)
         algorithm = next((a for glob, a in self.algorithms if any(fnmatchcase(n, glob) for n in names if n)), None)
-        return judge_two(self.standard, golden.values, mine.values, api, mine.dtype, algorithm=algorithm)
+        if golden.dtype == mine.dtype:
+            return judge_two(self.standard, golden.values, mine.values, api, mine.dtype, algorithm=algorithm)
+        if self.standard in RELEASES:
+            algorithm = algorithm or algorithm_of(api, mine.dtype)
+            if algorithm not in (apis.BENCHMARK, None):  # judged by mine alone: no share of golden's is a smaller one
+                theirs = {**golden.values, "ulp_share": 0.0}
+                return judge_two(self.standard, theirs, mine.values, api, mine.dtype, algorithm=algorithm)
+        return skip(algorithm or "", f"dtypes differ: golden {golden.dtype}, mine {mine.dtype}; errors have no ratio")
 
     def _unmeasured(self, golden: Row, mine: Row) -> Finding | None:
         """Why a pair cannot be judged, or that mine alone has no result; None where it can."""
         if golden.shape != mine.shape and golden.shape and mine.shape:
-            return skip("", f"shapes differ: golden {golden.shape}, mine {mine.shape}")
+            return skip("", f"{SHAPES}: golden {golden.shape}, mine {mine.shape}")
         if mine.shape in ("(0,)", "[0]"):
             return skip("", "empty tensor")
         for side, row, other in (("golden", golden, mine), ("mine", mine, golden)):
@@ -138,7 +156,9 @@ def _own(row: Row) -> Finding:
     return Finding(row.status, OPERATOR, row.message, (said,))
 
 
-def open_diff(golden: Path, mine: Path, standard: str = "msprobe", algorithms: Sequence[str] = ()) -> Diff:
+def open_diff(
+    golden: Path, mine: Path, standard: str = "msprobe", algorithms: Sequence[str] = (), by: str = CALL
+) -> Diff:
     """algorithms: ``GLOB=NAME``, over API names, operators and classes, NAME one of ALGORITHMS. Raises SheetError for
     files that are none or do not belong together, for unknown names, and OSError."""
     if standard not in STANDARDS:
@@ -149,10 +169,13 @@ def open_diff(golden: Path, mine: Path, standard: str = "msprobe", algorithms: S
     if sheets[0].kind != sheets[1].kind:
         kinds = " and ".join(f"{s.path} is {s.kind}'s" for s in sheets)
         raise SheetError(f"{kinds}: two files of one kind are needed")
-    keys = tuple(k for k in sheets[1].keys if k in sheets[0].keys)
+    if by not in BY or (by != CALL and sheets[0].kind == MSPROBE):
+        raise SheetError(f"--by: {by!r} is none of {', '.join(BY)}" if by not in BY else
+                         f"--by {by}: msprobe's files name calls, not modules; leave it out")  # fmt: skip
+    keys = tuple(k for k in sheets[1].keys if k in sheets[0].keys and k not in _LEFT_OUT[by])
     if not keys:
         raise SheetError(f"{mine}: no column identifies its rows that {golden} has, too (op, tap, call, role ...)")
-    return Diff(*sheets, standard, tuple(_choice(text) for text in algorithms), keys)
+    return Diff(*sheets, standard, tuple(_choice(text) for text in algorithms), keys, by)
 
 
 def _choice(text: str) -> tuple[str, str]:
@@ -209,7 +232,8 @@ class Totals:
         self.statuses[status] += 1
         self.operators.setdefault(_shown(row, c.api), Counter())[status] += 1
         if status == SKIP:
-            self.skipped[c.finding.message] += 1
+            message = c.finding.message
+            self.skipped[SHAPES if message.startswith(SHAPES) else message] += 1
             return
         self.algorithms[c.finding.algorithm or "no result"] += 1
         if status in (WARNING, ERROR):

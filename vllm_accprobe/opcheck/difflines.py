@@ -15,7 +15,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from vllm_accprobe.opcheck.diff import Call, Compared, Diff, Totals, is_msprobe
+from vllm_accprobe.opcheck.diff import CALL, SHAPES, Call, Compared, Diff, Totals, is_msprobe
+from vllm_accprobe.opcheck.sheets import OURS
 from vllm_accprobe.opcheck.standards import two_sided
 from vllm_accprobe.opcheck.standards.finding import ERROR, PASS, SKIP, WARNING
 from vllm_accprobe.opcheck.standards.pairs import DECADES
@@ -119,6 +120,9 @@ def sentence(diff: Diff, totals: Totals) -> str:
     """The first line."""
     paired = sum(totals.statuses.values())
     share = f"{totals.judged:,} of {paired:,} outputs judged by {diff.standard}"
+    alone = sum(totals.alone.values())
+    if alone:
+        share += f" ({alone:,} more are in one file only)"
     errors, warnings = totals.statuses[ERROR], totals.statuses[WARNING]
     more = f", {warnings:,} {'warning' if warnings == 1 else 'warnings'}" if warnings else ""
     if not errors:
@@ -146,6 +150,9 @@ def left_out(diff: Diff, totals: Totals) -> list[str]:
     for side, sheet in (("golden", diff.golden), ("mine", diff.mine)):
         if totals.alone[side]:
             out.append(f"  {totals.alone[side]:>7}  outputs: only in {safe(str(sheet.path))} ({side})")
+    apart = totals.skipped[SHAPES] + sum(totals.alone.values())
+    if diff.by == CALL and diff.golden.kind == OURS and apart > totals.judged:
+        out.append("  few calls meet; did the runs batch differently? --by tap judges a module's calls together")
     return ["", "not judged:", *out] if out else []
 
 

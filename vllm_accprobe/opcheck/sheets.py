@@ -41,7 +41,8 @@ _MSPROBE: dict[str, tuple[str, ...]] = {
     "ulp_share": ("ULP误差大于阈值占比", "Proportion of ULP errors greater than the threshold"),
 }
 _AT = {name: i for i, name in enumerate(Measures.FIELDS)}
-_ALL = (1 << len(Measures.FIELDS)) - 1
+ALL = (1 << len(Measures.FIELDS)) - 1
+"""A row's ``missing`` where nothing was measured."""
 _NOTHING = bytes(8 * len(Measures.FIELDS))
 _READ = ("status", "message", "measured", "allowed", "dtype", "shape", "DEVICE Dtype", "Shape", "Status", "Message")
 _LONGEST = 1 << 20
@@ -88,7 +89,7 @@ class Row:
     @property
     def measured(self) -> bool:
         """Whether there is any measure."""
-        return self.missing != _ALL
+        return self.missing != ALL
 
 
 class Sheet:
@@ -170,7 +171,7 @@ class Sheet:
             csv.field_size_limit(old)
 
     def _numbers(self, cells: Sequence[str], number: int) -> tuple[array[float], int]:
-        numbers, missing = array("d", _NOTHING), _ALL
+        numbers, missing = array("d", _NOTHING), ALL
         for i, at in self._plan:
             text = cells[at]
             if not text or text.isspace():
