@@ -205,7 +205,8 @@ def _metrics(sums: list[float], max_d: float, max_rel: float) -> Metrics:
 
 def locate(golden_row: np.ndarray, mine_row: np.ndarray) -> tuple[int, float, float]:
     """(index, golden value, mine value) of the first largest |d| among the finite positions of two 1-d arrays."""
-    g, m = golden_row.astype(np.float64), mine_row.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
+        g, m = golden_row.astype(np.float64), mine_row.astype(np.float64)
     finite = np.isfinite(g) & np.isfinite(m)
     d = np.where(finite, np.abs(np.where(finite, m, 0.0) - np.where(finite, g, 0.0)), -1.0)
     at = int(d.argmax())

@@ -1,0 +1,70 @@
+"""A few hundred spoilt files through every reader; scripts/fuzz_formats.py does ten thousand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fuzz_formats
+import pytest
+
+from vllm_accprobe.formats import open_dump, single
+
+FILES = 380
+COMPARED = 57
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[fuzz_formats.Seed]:
+    return fuzz_formats.seeds(tmp_path_factory.mktemp("fuzz"))
+
+
+def test_every_seed_can_be_read(seeds: list[fuzz_formats.Seed]) -> None:
+    kinds = set()
+    for root in {s.root for s in seeds}:
+        dump = open_dump(root)
+        kinds.add(dump.run["format"])
+        for record in dump.records:
+            if record.payload is not None:
+                dump.read(record)
+    assert kinds == {"torch_xray", "msprobe", "sglang", "msit", "atb", "torchair", "single file"}
+
+
+def test_only_one_clear_line_comes_out(seeds: list[fuzz_formats.Seed]) -> None:
+    assert fuzz_formats.run(seeds, FILES) == []
+
+
+def test_compared_with_the_file_as_it_was(seeds: list[fuzz_formats.Seed]) -> None:
+    assert fuzz_formats.run(seeds, COMPARED, 50_000, compared=True) == []
+
+
+def test_most_mutations_matter(seeds: list[fuzz_formats.Seed]) -> None:
+    """The same number makes the same file, and a file is seldom what it was."""
+    import random
+
+    seed = next(s for s in seeds if s.reader == "file.pt")
+    data = seed.file.read_bytes()
+    made = [fuzz_formats.mutate(data, data, random.Random(n)) for n in range(50)]
+    assert made == [fuzz_formats.mutate(data, data, random.Random(n)) for n in range(50)]
+    assert sum(m == data for m in made) < 10
+
+
+def test_a_reader_that_fails_is_found(seeds: list[fuzz_formats.Seed], monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(path: Path) -> object:
+        return {}[path.name]
+
+    monkeypatch.setattr(single, "items", careless)
+    only = [s for s in seeds if s.reader == "file.npy"]
+    (finding,) = fuzz_formats.run(only, 1)
+    assert finding.startswith("#0 file.npy ok.npy: Traceback")
+    assert "KeyError" in finding
+
+
+def test_a_reader_that_hangs_is_found(seeds: list[fuzz_formats.Seed], monkeypatch: pytest.MonkeyPatch) -> None:
+    def patient(path: Path) -> object:
+        while True:
+            pass
+
+    monkeypatch.setattr(single, "items", patient)
+    monkeypatch.setattr(fuzz_formats, "SECONDS", 1)
+    only = [s for s in seeds if s.reader == "file.npy"]
+    assert fuzz_formats.run(only, 1) == ["#0 file.npy ok.npy: no end after 1 s"]
