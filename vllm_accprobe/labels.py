@@ -100,7 +100,7 @@ def close() -> None:
 
 
 def bind(taker: Taker, traced: Traced | None = None) -> None:
-    """From now on labels go to ``taker``, until `unbind`; then to the one before.
+    """From now on labels go to ``taker`` too, until `unbind`: each dump that is open has all of them.
 
     traced: given where the engine compiles whole graphs, in which no label may break one: it is told, while
     torch.compile traces, of each label that is left out there. Elsewhere a label is an eager part of compiled code.
@@ -120,14 +120,16 @@ def unbind(taker: Taker) -> None:
 
 def _choose() -> None:
     global _mode
-    _mode = _NOTHING if not _takers else _CAPTURES if _takers[-1][1] is None else _WHOLE_GRAPHS
+    whole = any(traced is not None for _, traced in _takers)
+    _mode = _WHOLE_GRAPHS if whole else _CAPTURES if _takers else _NOTHING
 
 
 def _to_taker(source: str, name: str, value: Any, path: str | None) -> None:
-    if _takers:
-        _takers[-1][0](source, name, value, path)
+    for taker, _ in tuple(_takers):
+        taker(source, name, value, path)
 
 
 def _to_traced(source: str, name: str) -> None:
-    if _takers and _takers[-1][1] is not None:
-        _takers[-1][1](source, name)
+    for _, traced in tuple(_takers):
+        if traced is not None:
+            traced(source, name)

@@ -130,7 +130,7 @@ def test_mistakes_are_one_line_and_start_nothing(tmp_path: Path) -> None:
     cases = [
         (["--tokens", "x", "--", f"touch {marker}"], "VLLM_ACCPROBE_TOKENS=x: 'x' is not a number"),
         (["--atb", "--atb-ids", "x", "--", f"touch {marker}"], "--atb-ids=x: write operations as 2,3_1"),
-        (["--config", "no.toml", "--", f"touch {marker}"], "VLLM_ACCPROBE_CONFIG=no.toml: No such file"),
+        (["--config", "no.toml", "--", f"touch {marker}"], f"_CONFIG={tmp_path / 'no.toml'}: No such file"),
         (["--", "nosuchprogram"], "nosuchprogram: no such command"),
         ([], "Missing argument"),
     ]

@@ -149,6 +149,17 @@ def test_ticks_come_about_once_a_second() -> None:
     assert len(seen) == 2
 
 
+def test_a_broken_progress_leaves_nobody_behind() -> None:
+    seen: list[int] = []
+
+    def tick() -> None:
+        seen.append(1)
+        raise BrokenPipeError
+
+    assert run(["sleep 2.2; exit 6"], os.environ, tick=tick) == 6
+    assert len(seen) == 1
+
+
 def test_the_writers_are_waited_for() -> None:
     begin = time.monotonic()
     assert run(["true"], os.environ, busy=lambda: time.monotonic() < begin + 1.0) == 0

@@ -10,13 +10,14 @@ compared keeps its row, with the reason. Not here: csv and words (report/labels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.compare.label_sums import Side, Sums, measure
+from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.label_files import locate
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import ACL, LABEL_TAP, PTA, Label, Record, label_file, rank_dir, segment_name
@@ -27,23 +28,6 @@ from vllm_accprobe.judge.verdict import describe, row_errors, value_and_limit
 from vllm_accprobe.metrics import oracle
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
-_PIECE = 1 << 20
-"""Elements that are widened at a time."""
-_MAX_ROWS = 1 << 20
-"""Rows of a row table; a tensor with more is measured as one row per 2^20th of it."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side of a pair: its path for the table, dtype and shape ("" and () while unknown), where to read it."""
-
-    path: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    dump: Dump | None = None
-    record: Record | None = None
-    missing: str = ""
-    """Why it cannot be read, or ""."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +164,7 @@ def _pair(dump: Dump, pair: LabelPair, limit: float | None) -> LabelPair:
         if DTYPES[side.dtype].kind == "complex":
             return replace(pair, reason=f"{side.dtype} is not compared here")
     try:
-        found = _measure(golden, mine)
+        found = measure(golden, mine)
     except (DumpError, OSError, ValueError) as error:
         return replace(pair, reason=" ".join(str(error).split()))
     return _judged(dump, pair, golden, mine, found, limit)
@@ -193,64 +177,8 @@ def _same_hash(golden: Side, mine: Side) -> bool:
     return g.hash == m.hash and g.dtype == m.dtype and math.prod(g.shape) == math.prod(m.shape)
 
 
-@dataclass
-class _Sums:
-    """table: one row per row of the tensors (oracle.ROW_FIELDS); elements: oracle.ELEMENT_FIELDS."""
-
-    table: np.ndarray
-    elements: np.ndarray
-    width: int
-
-
-def _measure(golden: Side, mine: Side) -> _Sums:
-    """Raises DumpError."""
-    size = math.prod(golden.shape)
-    width = golden.shape[-1] if golden.shape == mine.shape and len(golden.shape) > 1 else size
-    if size // max(width, 1) > _MAX_ROWS:
-        width = size
-    rows = size // width
-    table = np.zeros((rows, len(oracle.ROW_FIELDS)))
-    elements = np.zeros(len(oracle.ELEMENT_FIELDS))
-    assert golden.dump is not None
-    assert golden.record is not None
-    assert mine.dump is not None
-    assert mine.record is not None
-    a, b = golden.dump.read(golden.record).reshape(-1), mine.dump.read(mine.record).reshape(-1)
-    for start, stop in _pieces(rows, width):
-        g = widen(a[start:stop], golden.dtype, as_float=True)
-        m = widen(b[start:stop], mine.dtype, as_float=True)
-        oracle.add_elements(elements, oracle.element_sums(g, m, 0.0))
-        if width <= _PIECE:
-            part = oracle.row_table(g.reshape(-1, width), m.reshape(-1, width))
-            table[start // width : stop // width] = part
-        else:
-            _add_row(table[start // width], oracle.row_table(g.reshape(1, -1), m.reshape(1, -1))[0])
-    return _Sums(table, elements, width)
-
-
-def _pieces(rows: int, width: int) -> Iterator[tuple[int, int]]:
-    """Stretches of at most _PIECE elements: of whole rows, or within one."""
-    if width <= _PIECE:
-        many = _PIECE // width * width
-        for start in range(0, rows * width, many):
-            yield start, min(start + many, rows * width)
-        return
-    for row in range(rows):
-        for start in range(row * width, (row + 1) * width, _PIECE):
-            yield start, min(start + _PIECE, (row + 1) * width)
-
-
-_SUMS = [oracle.N, oracle.GG, oracle.MM, oracle.GM, oracle.DD, oracle.ABS_D, oracle.NONFINITE, oracle.MISMATCH]
-_TOPS = [oracle.MAX_D, oracle.MAX_REL, oracle.PEAK]
-
-
-def _add_row(row: np.ndarray, more: np.ndarray) -> None:
-    row[_SUMS] += more[_SUMS]
-    row[_TOPS] = np.maximum(row[_TOPS], more[_TOPS])
-
-
 def _judged(
-    dump: Dump, pair: LabelPair, golden: Side, mine: Side, found: _Sums, limit: float | None
+    dump: Dump, pair: LabelPair, golden: Side, mine: Side, found: Sums, limit: float | None
 ) -> LabelPair:
     table, standard = found.table, Standard()
     total = table.sum(axis=0)

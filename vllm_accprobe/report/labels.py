@@ -14,7 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.compare.labels import FAIL, PASS, SKIP, Comparison, LabelPair, Side
+from vllm_accprobe.compare.label_sums import Side
+from vllm_accprobe.compare.labels import FAIL, PASS, SKIP, Comparison, LabelPair
 from vllm_accprobe.report.table import cell
 from vllm_accprobe.report.text import count, num, safe
 

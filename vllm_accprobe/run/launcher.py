@@ -75,7 +75,8 @@ def run(
         if waiter.ending and own_group and process.returncode < 0:
             # What dies of a signal has not told its children: `sh -c` leaves what it started.
             waiter.to_group(signal.SIGTERM)
-        while busy() and time.monotonic() < deadline:
+        arrived = waiter.arrived
+        while busy() and time.monotonic() < deadline and waiter.arrived < arrived + 2:  # somebody insists
             waiter.wait()
         if waiter.ending and own_group:
             waiter.to_group(signal.SIGTERM)  # what is left now has had its time
@@ -86,23 +87,31 @@ def run(
 
 
 class _Waiter:
-    """Waits for a moment, passes on what arrived meanwhile, ticks. ending: somebody asked the command to end."""
+    """Waits for a moment, passes on what arrived meanwhile, ticks. arrived: how many signals did."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], own_group: bool, watched: set[signal.Signals], tick: Callable[[], None]
     ):
         self._process, self._own_group, self._watched, self._tick = process, own_group, watched, tick
         self._next = time.monotonic() + TICK_S
-        self.ending = False
+        self.arrived = 0
+
+    @property
+    def ending(self) -> bool:
+        """Whether somebody asked the command to end."""
+        return self.arrived > 0
 
     def wait(self) -> None:
         info = signal.sigtimedwait(self._watched, _WAIT_S)
         if info is not None and info.si_signo != signal.SIGCHLD:
-            self.ending = True
+            self.arrived += 1
             self._pass_on(signal.Signals(info.si_signo), sent_by_process=info.si_code <= 0)
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + TICK_S
-            self._tick()
+            try:
+                self._tick()
+            except Exception:  # progress that cannot be shown must not leave a command behind that nobody waits for
+                self._next = float("inf")
 
     def _pass_on(self, number: signal.Signals, sent_by_process: bool) -> None:
         if self._own_group and (number != signal.SIGTERM or self._process.poll() is not None):

@@ -28,7 +28,8 @@ def environment(
     environ[ENV] = "1"
     for name, value in options.items():
         if value is not None:
-            environ[PREFIX + name.upper()] = value
+            # The command may work in another directory than this one.
+            environ[PREFIX + name.upper()] = os.path.abspath(value) if name == "config" else value
     config = ProbeConfig.from_env(environ)
     root = os.path.abspath(config.dir or default_dir())
     # With a run id of its own a command joins a run that others, on other machines, may have begun.

@@ -2,7 +2,8 @@
 
 Every ``mlp`` of the model is labelled by name: the reference is its output; the accelerator's own is the same through
 float32, given as a tensor in even layers and, in odd ones, written later into a file as ATB does it. What
-``ACCPROBE_LABELLED`` says is wrong: ``layer=2,rank=1`` scales the last row there by 1.05.
+``ACCPROBE_LABELLED`` says is wrong: ``layer=2,rank=1`` scales the last row there by 1.05. Beside it, torch_xray's guide
+was followed: where ``ACCPROBE_XRAY`` names a directory, execute_model makes and starts a PrecisionDebugger each time.
 """
 
 from __future__ import annotations
@@ -31,6 +32,26 @@ def register() -> None:
 
     load_model._labelled = True  # type: ignore[attr-defined]
     BaseModelLoader.load_model = load_model
+    if os.environ.get("ACCPROBE_XRAY"):
+        follow_the_guide()
+
+
+def follow_the_guide() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from vllm_accprobe import PrecisionDebugger
+
+    execute = GPUModelRunner.execute_model
+
+    def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        debugger = PrecisionDebugger(
+            dump_path=os.environ["ACCPROBE_XRAY"], hook_name="dump", rank=[0], step=[1],
+            model=self.model.model.layers[0], dump_torch_api=False,
+        )  # fmt: skip
+        debugger.start()
+        return execute(self, *args, **kwargs)
+
+    GPUModelRunner.execute_model = execute_model
 
 
 def labelled(forward: Any, layer: int) -> Any:
