@@ -81,14 +81,14 @@ def heat(comparison: Comparison, max_cells: int = MAX_CELLS) -> Heat:
     tap_of = np.array([number.get(p.tap, -1) for p in pairs], np.int64)
     step_of = np.array([-1 if p.step is None else p.step for p in pairs], np.int64)
     kept = np.flatnonzero(shown[rows.pair])
-    ratio = rows.ratio[kept]
+    ratio, owner = rows.ratio[kept], rows.request[kept].astype(np.int64)
     ratio = np.where(np.isnan(ratio), np.inf, ratio)
     worst = np.zeros(len(rows.requests))
-    np.maximum.at(worst, rows.request[kept], ratio)
-    present = np.unique(rows.request[kept])
+    np.maximum.at(worst, owner, ratio.astype(np.float64))  # of other types it takes ten times as long
+    present = np.flatnonzero(np.bincount(owner, minlength=len(worst)))
     ranked = sorted(present, key=lambda r: (-worst[r], rows.requests[r]))
-    by_request = np.argsort(rows.request[kept], kind="stable")
-    bounds = np.searchsorted(rows.request[kept][by_request], np.arange(len(rows.requests) + 1))
+    by_request = np.argsort(owner, kind="stable")
+    bounds = np.searchsorted(owner[by_request], np.arange(len(rows.requests) + 1))
     out: list[Request] = []
     cells = 0
     for r in ranked[:MAX_REQUESTS]:
@@ -110,12 +110,12 @@ def _request(
     width = max(1, -(-len(known) // MAX_BINS))
     start = known[::width]
     column = np.searchsorted(start, position, side="right") - 1
-    codes = np.zeros((taps, len(start)), np.uint8)
-    np.maximum.at(codes, (tap_of[rows.pair[at]], column), encode(ratio))
+    codes = np.zeros(taps * len(start), np.uint8)
+    np.maximum.at(codes, tap_of[rows.pair[at]] * len(start) + column, encode(ratio))  # one index is ten times as fast
     steps = step_of[rows.pair[at]]
     step0, step1 = np.full(len(start), np.iinfo(np.int32).max), np.full(len(start), -1)
     np.minimum.at(step0, column, steps)
     np.maximum.at(step1, column, steps)
     decode = np.zeros(len(start), np.int32)
     np.maximum.at(decode, column, rows.decode[at].astype(np.int32))
-    return Request(label, start, step0, step1, decode, width, codes, float(worst))
+    return Request(label, start, step0, step1, decode, width, codes.reshape(taps, -1), float(worst))

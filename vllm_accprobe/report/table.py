@@ -10,6 +10,8 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,10 @@ from vllm_accprobe.compare.result import COLUMNS, Pair
 if TYPE_CHECKING:
     from vllm_accprobe.compare.result import Comparison
 
+_NUMBER = ("int", "float", "bool", "int | None", "float | None")
+_WRITTEN = frozenset(f.name for f in fields(Pair) if str(f.type) not in _NUMBER)
+"""Columns whose values are no numbers: the others are written as they are."""
+_CHUNK = 4096
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -35,8 +41,19 @@ def cell(value: Any) -> Any:
 def rows(pairs: Iterable[Pair]) -> Iterator[tuple[Any, ...]]:
     """The cells of each pair in the order of COLUMNS."""
     get: Callable[[Pair], tuple[Any, ...]] = attrgetter(*COLUMNS)
-    for pair in pairs:
-        yield tuple(map(cell, get(pair)))
+    left = iter(pairs)
+    while chunk := list(islice(left, _CHUNK)):
+        columns = zip(COLUMNS, zip(*map(get, chunk), strict=True), strict=True)
+        yield from zip(*(_cells(values) if name in _WRITTEN else values for name, values in columns), strict=True)
+
+
+def _cells(values: tuple[Any, ...]) -> list[Any]:
+    """The cells of one column: most of its texts are the same few."""
+    try:
+        known = {value: cell(value) for value in set(values)}
+    except TypeError:  # a list has no hash
+        return list(map(cell, values))
+    return [known[value] for value in values]
 
 
 def write_csv(comparison: Comparison, path: str | Path) -> None:

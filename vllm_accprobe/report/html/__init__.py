@@ -14,6 +14,7 @@ import base64
 import hashlib
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -39,6 +40,7 @@ MAX_POINTS = 20_000
 
 SCRIPTS = ("base", "table", "tree", "pair", "chart", "heat", "boot")
 """The page's own scripts, in their order on the page."""
+_ENDS = re.compile("</script", re.IGNORECASE)
 
 
 def write_html(comparison: Comparison, path: str | Path, *, max_pairs: int = MAX_PAIRS) -> None:
@@ -51,9 +53,16 @@ def write_html(comparison: Comparison, path: str | Path, *, max_pairs: int = MAX
 
 def page(comparison: Comparison, *, max_pairs: int = MAX_PAIRS) -> str:
     """The page's whole text."""
-    shown = _shown_pairs(comparison.pairs, max_pairs)
-    points = depth(comparison)
+    with ThreadPoolExecutor(1, "accprobe-page") as packer:  # what is packed gives up the interpreter's lock
+        return _page(comparison, max_pairs, packer)
+
+
+def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor) -> str:
     plotly = plotly_js()
+    packed_plotly = packer.submit(packed, plotly or "", 4)  # 4 % larger than at level 6, in half the time
+    shown = _shown_pairs(comparison.pairs, max_pairs)
+    pairs = packer.submit(packed, columns_json([comparison.pairs[i] for i in shown]))
+    points = depth(comparison)
     scripts = {f"{name}_js": _asset(f"{name}.js") for name in SCRIPTS}
     culprit = comparison.origins[0] if comparison.origins else {}
     view = {
@@ -79,9 +88,9 @@ def page(comparison: Comparison, *, max_pairs: int = MAX_PAIRS) -> str:
         "coverage": sections.coverage(comparison),
         "plan": sections.plan(comparison),
         "runs": sections.runs(comparison),
-        "pairs_json": packed(columns_json([comparison.pairs[i] for i in shown])),
+        "pairs_json": pairs.result(),
         "view_json": packed(script_json(view)),
-        "plotly": f'<script type="application/gzip" id="plotly-js">{packed(plotly)}</script>' if plotly else "",
+        "plotly": f'<script type="application/gzip" id="plotly-js">{packed_plotly.result()}</script>' if plotly else "",
         **scripts,
     }
     return _fill(_asset("page.html"), holes)
@@ -101,7 +110,7 @@ def plotly_js() -> str | None:
         except (OSError, UnicodeDecodeError):
             continue
         # Either would end or open something in the page's own markup; no known release holds them.
-        if "</script" not in text.lower() and "<!--" not in text:
+        if not _ENDS.search(text) and "<!--" not in text:
             return text
     return None
 

@@ -39,9 +39,9 @@ def columns_json(pairs: Sequence[Pair]) -> str:
     return f'{{"n":{len(pairs)},"cols":{{{cols}}}}}'
 
 
-def packed(text: str) -> str:
+def packed(text: str, level: int = 6) -> str:
     """``text`` for a data block of the page: gzip as base64, which the page's script unpacks; the same every time."""
-    return base64.b64encode(gzip.compress(text.encode("utf-8"), compresslevel=6, mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(text.encode("utf-8"), compresslevel=level, mtime=0)).decode("ascii")
 
 
 def script_json(value: Any) -> str:
@@ -54,6 +54,8 @@ def inert(text: str) -> str:
 
 
 def _column(name: str, values: list[Any], bad: list[bool]) -> str:
+    if len(set(map(id, values))) == 1 and len(set(bad)) == 1:  # written once, as it would be below
+        values, bad = values[:1], bad[:1]
     if name in _NUMBERS:
         short, long = (".7g", ".10g") if name in _FINE else (".3g", ".6g")
         cells = [_number(v, long if b else short) for v, b in zip(values, bad, strict=True)]
@@ -62,15 +64,11 @@ def _column(name: str, values: list[Any], bad: list[bool]) -> str:
         return f'{{"v":[{",".join(cells)}]}}'
     index: dict[Any, int] = {}
     # Keyed by value and type: True, 1 and "1" are three texts.
-    where = [index.setdefault((type(v), _key(v)), len(index)) for v in values]
+    where = [index.setdefault((type(v), tuple(v) if type(v) is list else v), len(index)) for v in values]
     texts = [_text(key, " × " if name == "shape" else ", ") for _, key in index]
     if len(texts) <= 1:
         return f'{{"c":{script_json(texts[0] if texts else None)}}}'
     return f'{{"d":{script_json(texts)},"i":[{",".join(map(str, where))}]}}'
-
-
-def _key(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _number(value: Any, digits: str) -> str:

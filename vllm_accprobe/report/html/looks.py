@@ -107,6 +107,7 @@ def _worst_rows(comparison: Comparison, page_index: Mapping[int, int]) -> dict[s
     by_pair = np.argsort(rows.pair, kind="stable")
     bounds = np.searchsorted(rows.pair[by_pair], np.arange(len(pairs) + 1))
     out: dict[str, list[Any]] = {}
+    labels = {i: safe(label, 120) for i, label in enumerate(rows.requests)}
     for i in wanted:
         own = by_pair[bounds[i] : bounds[i + 1]]
         own = own[rows.error[own] != 0]  # NaN is not equal to 0 and stays
@@ -114,15 +115,10 @@ def _worst_rows(comparison: Comparison, page_index: Mapping[int, int]) -> dict[s
             continue
         key = np.where(np.isnan(rows.error[own]), np.inf, rows.error[own])
         worst = own[np.argsort(-key, kind="stable")[:MAX_ROWS]]
+        columns = (rows.request, rows.position, rows.decode, rows.error, rows.ratio)
         lines = [
-            [
-                safe(rows.requests[rows.request[w]], 120),
-                int(rows.position[w]),
-                "decode" if rows.decode[w] else "prefill",
-                _plain(float(rows.error[w])),
-                _plain(float(rows.ratio[w])),
-            ]
-            for w in worst
+            [labels[who], at, "decode" if decode else "prefill", _plain(error), _plain(ratio)]
+            for who, at, decode, error, ratio in zip(*(c[worst].tolist() for c in columns), strict=True)
         ]
         out[str(page_index[i])] = [len(own), *lines]
     return out
