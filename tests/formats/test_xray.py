@@ -36,8 +36,12 @@ def test_metrics_and_culprit(tmp_path: Path) -> None:
     assert (found.first_divergence["module"], found.first_divergence["role"]) == ("blocks.1.norm2", "param.weight")
     assert [(o["module"], o["class"]) for o in found.origins] == [("blocks.1.norm2", "LayerNorm")]
     # In the order of creation: what comes first after the weight is that module's output.
-    failed = sorted((p for p in found.pairs if p.status == "fail"), key=lambda p: p.order)
-    assert failed[1].golden == "blocks.1.norm2.LayerNorm.1.forward_output.0"
+    differ = sorted((p for p in found.pairs if p.rel_l2), key=lambda p: p.order)
+    assert differ[1].golden == "blocks.1.norm2.LayerNorm.1.forward_output.0"
+    # The model ran in bfloat16, which HDF5 does not have: that is what its numbers may differ by.
+    assert "golden: its float32 values are bfloat16 numbers: judged by what bfloat16 can hold" in found.notes
+    assert differ[1].dtype_golden == "float32"
+    assert differ[1].limit > 8 * 2.0**-9
 
 
 def test_classes_with_other_names_pair_and_the_report_says_so(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""``accprobe convert DUMP OUT --to h5|npz``. Not here: the containers (dump/export.py)."""
+"""``accprobe convert DUMP OUT --to h5|npz|safetensors|msprobe``. Not here: the containers (dump/export*.py)."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,21 +15,22 @@ from vllm_accprobe.cli.options import RANK, REQUEST, ROLE, STEP, CommandError, p
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
+    from vllm_accprobe.dump.schema import Record
 
-KINDS = ("h5", "npz")
+KINDS = ("h5", "npz", "safetensors", "msprobe")
 
 
 def convert(
-    dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
-    out: Path = typer.Argument(..., metavar="OUT", help="File for a dump of one rank, directory for several."),
+    dump: Path = typer.Argument(..., metavar="DUMP", help="A dump of any format (accprobe formats)."),
+    out: Path = typer.Argument(..., metavar="OUT", help="File for one rank, directory for several or msprobe."),
     names: list[str] = typer.Argument(None, metavar="[GLOB]...", help="Taps, e.g. '*.mlp.*'; '!...' excludes."),
-    to: str = typer.Option(None, "--to", metavar="h5|npz", help="Container; else by OUT's ending."),
+    to: str = typer.Option(None, "--to", metavar="h5|npz|safetensors|msprobe", help="Container; else by OUT's ending."),
     step: str = STEP,
     rank: str = RANK,
     role: list[str] = ROLE,
     request: list[str] = REQUEST,
 ) -> None:
-    """Export a dump to HDF5 (torch_xray's layout) or npz.
+    """Export a dump to HDF5 (torch_xray's layout), npz, safetensors or msprobe's layout.
 
     HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact."""
     from vllm_accprobe.dump import export
@@ -39,13 +41,16 @@ def convert(
         raise CommandError(f"--to: {kind or 'nothing'} is not one of {', '.join(KINDS)}")
     opened = open_dump(dump)
     chosen = [r for _, r in selection(names or (), step, rank, request, role, parameters=True).apply(opened)]
+    if kind == "msprobe" and chosen:
+        _to_msprobe(opened, chosen, out)
+        return
     stored = [r for r in chosen if r.payload is not None]
     if not stored:
         what = "only statistics, no values" if chosen else "no tensor that matches"
         typer.echo(f"accprobe: {dump} holds {what}: nothing to convert", err=True)
         raise typer.Exit(3)
     targets = _targets(opened, sorted({r.rank for r in stored}), out, kind)
-    write = export.write_h5 if kind == "h5" else export.write_npz
+    write = {"h5": export.write_h5, "npz": export.write_npz, "safetensors": export.write_safetensors}[kind]
     with progress("converting", len(stored)) as tick:
         for number, target in targets.items():
             with _whole(target) as path:
@@ -53,11 +58,27 @@ def convert(
     for number, target in targets.items():
         n = sum(r.rank == number for r in stored)
         typer.echo(f"rank {number}: {n:,} tensors, {size(target.stat().st_size)}: {target}")
-    if wide := export.widened(stored):
+    if kind != "safetensors" and (wide := export.widened(stored)):
         typer.echo(f"note: {wide:,} tensors of bfloat16 or 8-bit floats are float32 there (exact)")
     if len(chosen) > len(stored):
         typer.echo(f"skipped: {len(chosen) - len(stored):,} tensors of which only statistics were stored")
     for problem in opened.problems:
+        typer.echo(f"note: {problem}")
+
+
+def _to_msprobe(dump: Dump, records: list[Record], out: Path) -> None:
+    from vllm_accprobe.dump.export_msprobe import write_msprobe
+
+    if out.exists():
+        raise CommandError(f"{out} exists: nothing is overwritten; remove it or choose another name")
+    with progress("converting", len(records)) as tick, _whole(out) as path:
+        skipped = write_msprobe(dump, records, path, tick)
+    written = len(records) - sum(skipped.values())
+    ranks, steps = {r.rank for r in records}, {r.step for r in records if r.step is not None}
+    typer.echo(f"{written:,} tensors of {len(ranks)} ranks and {len(steps)} steps: {out}")
+    for reason, n in skipped.items():
+        typer.echo(f"skipped: {n:,} {reason}")
+    for problem in dump.problems:
         typer.echo(f"note: {problem}")
 
 
@@ -88,4 +109,6 @@ def _whole(target: Path) -> Iterator[Path]:
         yield part
         os.rename(part, target)
     finally:
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
         part.unlink(missing_ok=True)

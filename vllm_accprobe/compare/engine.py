@@ -31,7 +31,7 @@ from vllm_accprobe.compare.samples import take_samples
 from vllm_accprobe.compare.shelf import Shelf
 from vllm_accprobe.compare.workers import measure_all, unit_bytes
 from vllm_accprobe.formats import DumpError, open_dump
-from vllm_accprobe.formats.foreign import INDEPENDENT
+from vllm_accprobe.formats.foreign import INDEPENDENT, VALUES
 from vllm_accprobe.judge.calibration import Calibration
 from vllm_accprobe.judge.foreign import FOREIGN
 from vllm_accprobe.judge.standards import Standard, get_standard
@@ -212,7 +212,8 @@ class _Run:
             attrs={m.tap: dict(m.attrs) for modules in mine.modules.values() for m in modules},
             layers=plan.layers,
             dtypes=[] if golden.run.get(INDEPENDENT) or mine.run.get(INDEPENDENT)
-            else sorted({g.first.dtype for u in activations for g in (*u.golden[:1], *u.mine[:1])}),
+            else sorted({g.first.dtype for u in activations for g in (*u.golden[:1], *u.mine[:1])}
+                        | {str(d.run[VALUES]) for d in self.dumps if VALUES in d.run}),
             batches={s: (int(x.batch.get("requests", 0)), int(x.batch.get("tokens", 0)))
                      for (_, s), x in mine.steps.items()},
             nothing=words.nothing(self.dumps, plan, self.skipped),

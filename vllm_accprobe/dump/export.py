@@ -1,9 +1,9 @@
-"""A dump in the containers of other tools: HDF5 as torch_xray lays it out, npz, and single files.
+"""A dump in the containers of other tools: HDF5 as torch_xray lays it out, npz, safetensors, and single files.
 
 The problem: other people's scripts read HDF5 or npz, and neither knows bfloat16 or the 8-bit floats. The idea: records
 are written one at a time in the order of execution, those dtypes widened to float32, which is exact, and the original
-name and dtype kept as attributes where the container has some. Not here: which records (select.py), refusing to
-overwrite (cli/convert.py).
+name and dtype kept as attributes where the container has some.
+Not here: msprobe's layout (export_msprobe.py), which records (select.py), refusing to overwrite (cli/convert.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from .dtypes import DTYPES, widen
 from .reader import Dump
 from .schema import ROOT_TAP, Record
-from .segment import Entry, build_header
+from .segment import Entry, build_header, entry_room
 
 Tick = Callable[[], None]
 
@@ -124,19 +125,41 @@ def _class_ordinals(dump: Dump, records: list[Record]) -> dict[str, int]:
 def write_npz(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda: None) -> None:
     """``records`` with payload as ``step/tap/role#call`` (``param/...`` for parameters; of several ranks
     ``rank/step/...``), readable by ``numpy.load``. One tensor at a time is in memory."""
-    several = len({r.rank for r in records}) > 1
-    taken: set[str] = set()
     with zipfile.ZipFile(path, "x", allowZip64=True) as file:
-        for r in records:
-            step = "param" if r.step is None else str(r.step)
-            parts = [*([f"rank{r.rank}"] if several else []), step, _plain(r.tap), _plain(r.role)]
-            name = "/".join(part.replace("..", "__") for part in parts) + (f"#{r.call}" if r.call else "")
-            unique, n = name, 2
-            while unique in taken:
-                unique, n = f"{name}~{n}", n + 1
-            taken.add(unique)
-            with file.open(zipfile.ZipInfo(unique + ".npy"), "w", force_zip64=True) as member:
+        for r, name in zip(records, _file_names(records), strict=True):
+            with file.open(zipfile.ZipInfo(name + ".npy"), "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, portable(dump.read(r), r.dtype), allow_pickle=False)
+            tick()
+
+
+def _file_names(records: list[Record]) -> list[str]:
+    """A name for each record, no two alike."""
+    several = len({r.rank for r in records}) > 1
+    names: dict[str, None] = {}
+    for r in records:
+        step = "param" if r.step is None else str(r.step)
+        parts = [*([f"rank{r.rank}"] if several else []), step, _plain(r.tap), _plain(r.role)]
+        name = "/".join(part.replace("..", "__") for part in parts) + (f"#{r.call}" if r.call else "")
+        unique, n = name, 2
+        while unique in names:
+            unique, n = f"{name}~{n}", n + 1
+        names[unique] = None
+    return list(names)
+
+
+def write_safetensors(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda: None) -> None:
+    """``records`` with payload, in their own dtypes, named as in `write_npz`. One tensor at a time is in memory."""
+    entries, at = [], 0
+    for r, name in zip(records, _file_names(records), strict=True):
+        nbytes = prod(r.shape) * DTYPES[r.dtype].itemsize
+        entries.append(Entry(name, r.dtype, tuple(r.shape), at, nbytes))
+        at += nbytes
+    room = sum(entry_room(e.key, "", len(e.shape)) for e in entries) + 4096
+    room += -(8 + room) % 64
+    with open(path, "xb") as f:
+        f.write(room.to_bytes(8, "little") + build_header(entries, at, room))
+        for r in records:
+            f.write(np.ascontiguousarray(dump.read(r), DTYPES[r.dtype].storage).reshape(-1).view(np.uint8).data)
             tick()
 
 

@@ -34,6 +34,8 @@ INDEPENDENT = "independent"
 """In ``Dump.run``: true where the tensors are not those of one run, so that one says nothing about another."""
 UNKNOWN_DTYPE = "dtype that is not known here"
 ODD_SHAPE = "shape that no tensor has"
+VALUES = "values"
+"""In ``Dump.run``: the dtype whose numbers the tensors hold, where the file's own is wider."""
 Read = Callable[[], np.ndarray]
 
 

@@ -37,7 +37,7 @@ _LIBRARY = threading.Lock()
 class Dataset:
     """group: path of the group it stands in, "" for the root; name: its own; dtype: torch's name, or numpy's where
     torch has none; offset: of its bits in the file where they lie in one piece, else None; problem: why it cannot be
-    read, or ""; attributes: its texts and numbers."""
+    read, or ""; narrow: the dtype that its values had before HDF5, where `accprobe convert` noted it."""
 
     path: Path
     group: str
@@ -47,6 +47,7 @@ class Dataset:
     swap: bool
     offset: int | None
     problem: str = ""
+    narrow: str = ""
 
     @property
     def place(self) -> str:
@@ -56,7 +57,7 @@ class Dataset:
         """The bits: DTYPES[dtype].storage, C order. Raises DumpError, OSError."""
         if self.problem:
             raise DumpError(f"{self.path}: {self.place} {self.problem}")
-        info = DTYPES[self.dtype]
+        info = DTYPES["float32" if self.narrow else self.dtype]
         out = np.empty(self.shape, info.storage)
         if self.offset is None:
             self._through_library(out)
@@ -71,6 +72,8 @@ class Dataset:
                 done += n
         finally:
             os.close(fd)
+        if self.narrow:
+            return (out.view(np.uint32) >> 16).astype(np.uint16)
         if self.swap:
             (out.view(info.storage.type().real.dtype) if info.kind == "complex" else out).byteswap(inplace=True)
         return out
@@ -169,7 +172,21 @@ def _dataset(path: Path, dataset: Any, group: str, name: str, size: int) -> Data
         why = "holds less than it says"
     plain = layout == h5py.h5d.CONTIGUOUS and info.kind in ("float", "int") and not why and bool(nbytes)
     swap = dtype.byteorder == ">" and plain
-    return Dataset(path, group, name, torch_name, shape, swap, int(offset) if plain else None, why)
+    narrow = _noted(dataset) if plain and not swap and torch_name == "float32" else ""
+    return Dataset(path, group, name, narrow or torch_name, shape, swap, int(offset) if plain else None, why, narrow)
+
+
+def _noted(dataset: Any) -> str:
+    """``bfloat16`` where our own export widened that."""
+    import h5py
+
+    if not h5py.h5a.exists(dataset, b"dtype"):
+        return ""
+    try:
+        said = h5py.Dataset(dataset).attrs["dtype"]
+    except (OSError, TypeError, ValueError, KeyError, RuntimeError):
+        return ""
+    return "bfloat16" if isinstance(said, str) and said == "bfloat16" else ""
 
 
 def _short(error: Exception) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -34,6 +35,11 @@ HOW = f"a file that ends in {', '.join(SUFFIXES)}"
 MAX_HEADER = 64 << 20
 MAX_UNPACKED = 1 << 30
 """Bytes of a compressed member: what a small file may grow to."""
+_OURS = re.compile(
+    r"(?:rank(\d{1,9})/)?(\d{1,9}|param)/([^/]+)/((?:input|output|inplace|param)\.[^/#]+)(?:#(\d{1,9}))?(?:~\d+)?",
+    re.ASCII,
+)
+"""How `accprobe convert` names tensors."""
 _NPY = b"\x93NUMPY"
 _SAFE = {i.safetensors: i.name for i in DTYPES.values() if not i.tail and i.safetensors != "U8"} | {
     "U8": "uint8", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
@@ -68,6 +74,23 @@ def open(path: Path) -> ForeignDump:
 
 def add(dump: ForeignDump, item: Item, file: str, tap: str, *, alone: bool) -> None:
     """file: the path to be shown; alone: the file has one tensor, whose key then says nothing."""
+    if match := _OURS.fullmatch(item.key):
+        rank, step, place, role, call = match.groups()
+        dump.run.pop(INDEPENDENT, None)
+        dump.add(
+            Tensor(
+                name=f"{file}:{item.key}",
+                tap=place,
+                role=role,
+                dtype=item.dtype,
+                shape=item.shape,
+                read=item.read,
+                step=0 if step == "param" else int(step),
+                rank=int(rank or 0),
+                call=int(call or 0),
+            )
+        )
+        return
     key = "" if alone else item.key
     dump.add(
         Tensor(
