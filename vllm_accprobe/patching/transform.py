@@ -3,7 +3,7 @@
 The problem: the function shall do exactly what it did, at the same lines of its file (for tracebacks), also when the
 look goes wrong. The idea: after (before) the anchor a call of one global name is inserted, in a ``try`` whose handler
 tells the same object; the whole is compiled in its place in its module, so that ``super()``, private names and calls of
-imported modules are compiled as they were. Not here: where anchors are (source.py), whose code it replaces (install.py).
+imported modules are compiled as they were. Not here: where anchors are (source.py), who gets the code (install.py).
 """
 
 from __future__ import annotations
