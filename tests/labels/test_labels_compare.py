@@ -78,6 +78,16 @@ def test_what_passes(made: Path, pta: object, acl: object, status: str, reason: 
         assert status == "fail" or found.reason == ""
 
 
+def test_equal_tensors_are_not_read(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair(BASE, BASE.clone())
+    pair(torch.zeros(3), torch.zeros(3), "zeros")
+    labels.close()
+    dump = open_dump(made)
+    monkeypatch.setattr(dump, "read", None)
+    for p in compare_labels(dump).pairs:
+        assert (p.status, p.compared, p.cosine, p.max_rel, p.rel_euclid) == ("pass", True, 1.0, 0.0, 0.0)
+
+
 def test_a_bad_row_among_many_is_seen(made: Path) -> None:
     rng = np.random.default_rng(3)
     golden = torch.from_numpy(rng.normal(size=(2000, 64)).astype(np.float32))

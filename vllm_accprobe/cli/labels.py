@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError
+from vllm_accprobe.cli.options import CommandError, progress
 
 
 def labels(
@@ -27,7 +27,7 @@ def labels(
     """
     import os
 
-    from vllm_accprobe.compare.labels import compare_labels
+    from vllm_accprobe.compare.labels import compare_labels, count_pairs
     from vllm_accprobe.dump.schema import LABEL_TAP
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.report import labels as report
@@ -39,7 +39,8 @@ def labels(
             raise CommandError(f"--acl: {directory} is no directory")
     opened = open_dump(dump)
     roots = [*acl, *(Path(d) for name in ENVS if (d := os.environ.get(name)) and Path(d).is_dir())]
-    found = compare_labels(opened, roots, limit)
+    with progress("comparing", count_pairs(opened)) as done:
+        found = compare_labels(opened, roots, limit, done)
     for problem in opened.problems:
         typer.echo(f"note: {problem}", err=True)
     if not found.pairs and not found.unpaired:
