@@ -1,4 +1,5 @@
-"""Labels inside a real vLLM on two ranks: each knows its step, rank, request and position; files are collected."""
+"""Labels inside a real vLLM on two ranks: each knows its step, rank, request and position; files are collected. Beside
+them, torch_xray's PrecisionDebugger as its users paste it into execute_model."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ def labelled(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "ACCPROBE_LABELLED": "layer=2,rank=1",
         "ATB_OUTPUT_DIR": str(root / "atb"),
+        "ACCPROBE_XRAY": str(root / "xray"),
     }
     host = EngineHost(root / "log", env)
     try:
@@ -107,6 +109,20 @@ def test_the_command(labelled: Run, tmp_path: Path, capsys: pytest.CaptureFixtur
     with open(tmp_path / "labels.csv", newline="") as f:
         rows = list(csv.DictReader(f))
     assert {row["cmp_flag"] for row in rows} == {"True"}
+
+
+def test_a_debugger_in_execute_model_as_in_torch_xrays_guide(labelled: Run) -> None:
+    """On the chosen rank, the first step of the chosen module; its labels too."""
+    assert labelled.dump is not None
+    dump = open_dump(labelled.dump.parent / "xray")
+    assert dump.problems == []
+    assert dump.ranks == (0,)
+    assert {step for _, step in dump.steps} == {1}
+    taps = {r.tap for r in dump.records}
+    assert {"<root>", "self_attn.qkv_proj", "mlp.down_proj", "label:mlp.0"} <= taps
+    assert not any(tap.startswith("label:mlp.1") for tap in taps)
+    tokens = sum(len(ask.ids) for ask in FIVE)
+    assert next(r for r in dump.records if r.name == "<root>/output.0").shape[0] == tokens
 
 
 def test_a_labelled_model_computes_what_it_did(engines: Engines, labelled: Run) -> None:
