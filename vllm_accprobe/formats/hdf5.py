@@ -102,6 +102,8 @@ def datasets(path: Path, problem: Callable[[str], None]) -> Iterator[Dataset]:
 
     try:
         size = path.stat().st_size
+        if not is_hdf5(path):
+            raise DumpError(f"{path} {'is no HDF5 file' if size else 'is empty'}")
         with _LIBRARY, h5py.File(path, "r") as file:
             root = h5py.h5o.get_info(file.id)
             found = list(_walk(path, file.id, "", size, problem, 0, {(root.fileno, root.addr)}))

@@ -33,7 +33,7 @@ _CALL = re.compile(r"(.*)\.call(\d{1,9})$", re.ASCII)
 
 def recognise(path: Path) -> bool:
     if path.is_file():
-        return path.suffix.lower() in hdf5.SUFFIXES and hdf5.is_hdf5(path)
+        return path.suffix.lower() in hdf5.SUFFIXES or hdf5.is_hdf5(path)
     return bool(_files(path))
 
 
