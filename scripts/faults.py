@@ -60,9 +60,9 @@ def main() -> int:
 
     try:
         if args.judge_only:
-            judge_kept(root, cases, clean, done)
+            judge_kept(root, cases, clean, done, not args.no_replay)
         else:
-            _run(root, cases, clean, done, args.jobs)
+            _run(root, cases, clean, done, args.jobs, not args.no_replay)
     finally:
         if keep is None:
             shutil.rmtree(root, ignore_errors=True)
@@ -78,13 +78,14 @@ def _totals(outcomes: list[Outcome]) -> Totals:
     return totals(outcomes, [c.name for c in CASES if c.subtle], EASY)
 
 
-def _run(root: Path, cases: list, clean: list, done, jobs: int) -> None:
+def _run(root: Path, cases: list, clean: list, done, jobs: int, replay: bool) -> None:
     """One model after another, or ``jobs`` models at a time: their engines are apart, so that goldens are shared."""
 
     def one(model: str) -> None:
         bench = Bench(root, root / f"_log-{model}")
         try:
-            run_cases(bench, [c for c in cases if c.model == model], [p for p in clean if p[0] == model], done)
+            mine = [c for c in cases if c.model == model]
+            run_cases(bench, mine, [p for p in clean if p[0] == model], done, replay)
         finally:
             bench.close()
 
@@ -101,6 +102,7 @@ def _arguments() -> argparse.Namespace:
         "--keep", type=Path, metavar="DIR", help="keep all pairs there; runs found there are not redone"
     )
     parser.add_argument("--judge-only", type=Path, metavar="DIR", help="judge the pairs kept in DIR; starts no engine")
+    parser.add_argument("--no-replay", action="store_true", help="judge by comparing alone; the command replays as well")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there, too")
     parser.add_argument("--list", action="store_true", help="print the cases and do nothing")
     return parser.parse_args()

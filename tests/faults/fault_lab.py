@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -131,8 +132,8 @@ def link(at: Path, to: Path) -> None:
     at.symlink_to(Path("..") / to.parent.name / to.name)
 
 
-def judge(case: Case, golden: Path, mine: Path, run_s: float = 0.0) -> Outcome:
-    """Compares a faulty pair and looks for the planted module."""
+def judge(case: Case, golden: Path, mine: Path, run_s: float = 0.0, replay: bool = True) -> Outcome:
+    """Compares a faulty pair, as the command does, and looks for the planted module."""
     began = time.monotonic()
     base: dict[str, Any] = {
         "name": case.name,
@@ -142,7 +143,7 @@ def judge(case: Case, golden: Path, mine: Path, run_s: float = 0.0) -> Outcome:
         "expected": case.expected,
         "run_s": run_s,
     }
-    result = _compare(golden, mine)
+    result = _compare(golden, mine, replay)
     if isinstance(result, str):
         return Outcome(**base, verdict=result)
     modules = [o["module"] for o in result.origins]
@@ -164,7 +165,7 @@ def judge(case: Case, golden: Path, mine: Path, run_s: float = 0.0) -> Outcome:
     )
 
 
-def judge_clean(model: str, ways: tuple[str, str], golden: Path, mine: Path) -> Outcome:
+def judge_clean(model: str, ways: tuple[str, str], golden: Path, mine: Path, replay: bool = True) -> Outcome:
     began = time.monotonic()
     base: dict[str, Any] = {
         "name": f"clean {model}",
@@ -173,7 +174,7 @@ def judge_clean(model: str, ways: tuple[str, str], golden: Path, mine: Path) -> 
         "mine": ways[1],
         "expected": (),
     }
-    result = _compare(golden, mine)
+    result = _compare(golden, mine, replay)
     if isinstance(result, str):
         return Outcome(**base, verdict=result)
     blamed = result.origins[0] if result.origins else {}
@@ -203,12 +204,16 @@ def around(result: Any, module: str) -> str:
     return ", ".join(f"{role} {v / BF16:.3g}{' FAIL' if role in failed else ''}" for role, v in worst.items())
 
 
-def _compare(golden: Path, mine: Path) -> Any:
+def _compare(golden: Path, mine: Path, replay: bool) -> Any:
     """The Comparison, or what went wrong in one line: the other cases still count."""
+    from vllm_accprobe.cli.replaying import replayed
     from vllm_accprobe.compare.engine import compare
 
     try:
-        return compare(golden.resolve(), mine)
+        result = compare(golden.resolve(), mine)
+        with tempfile.TemporaryDirectory() as out:
+            asked = None if replay else False
+            return replayed(result, golden.resolve(), mine, Path(out), asked=asked, taps=None, mapping=None)
     except Exception as e:
         return f"error: {type(e).__name__}: {e}".splitlines()[0]
 
@@ -322,7 +327,11 @@ def save(root: Path, outcomes: Sequence[Outcome], order: Sequence[str]) -> list[
 
 
 def run_cases(
-    bench: Bench, cases: Sequence[Case], clean: Sequence[tuple[str, str, str]], done: Callable[[Outcome], None]
+    bench: Bench,
+    cases: Sequence[Case],
+    clean: Sequence[tuple[str, str, str]],
+    done: Callable[[Outcome], None],
+    replay: bool = True,
 ) -> None:
     """Runs and judges the given cases and clean pairs; ``done`` gets each outcome as it comes."""
     for case in cases:
@@ -331,23 +340,28 @@ def run_cases(
         except RuntimeError as e:
             done(_broken(case, e))
             continue
-        done(judge(case, golden, mine, seconds))
+        done(judge(case, golden, mine, seconds, replay))
     for model, first, second in clean:
-        done(judge_clean(model, (first, second), bench.clean_run(model, first), bench.clean_run(model, second)))
+        runs = [bench.clean_run(model, way) for way in (first, second)]
+        done(judge_clean(model, (first, second), *runs, replay=replay))
 
 
 def judge_kept(
-    root: Path, cases: Sequence[Case], clean: Sequence[tuple[str, str, str]], done: Callable[[Outcome], None]
+    root: Path,
+    cases: Sequence[Case],
+    clean: Sequence[tuple[str, str, str]],
+    done: Callable[[Outcome], None],
+    replay: bool = True,
 ) -> None:
     """Judges the pairs that an earlier run kept under ``root``, without an engine; what is not there is left out."""
     for case in cases:
         golden, mine = root / "_runs" / f"{case.model}-{case.golden}", root / case.name / "mine"
         if (mine / "run.json").exists() and (golden / "run.json").exists():
-            done(judge(case, golden, mine))
+            done(judge(case, golden, mine, replay=replay))
     for model, first, second in clean:
         runs = [root / "_runs" / f"{model}-{way}" for way in (first, second)]
         if all((run / "run.json").exists() for run in runs):
-            done(judge_clean(model, (first, second), *runs))
+            done(judge_clean(model, (first, second), *runs, replay=replay))
 
 
 def _broken(case: Case, error: Exception) -> Outcome:

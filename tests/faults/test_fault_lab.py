@@ -157,7 +157,7 @@ def test_only_what_was_kept_is_judged(bench: Bench, tmp_path: Path, monkeypatch:
         {"module": "m", "created": 3.0, "floor": 0.5, "shape": "only rows of decode"},
     ]
     result = SimpleNamespace(verdict="fail", origins=origins, pairs=[])
-    monkeypatch.setattr(fault_lab, "_compare", lambda golden, mine: result)
+    monkeypatch.setattr(fault_lab, "_compare", lambda golden, mine, replay: result)
     done: list[Outcome] = []
     cases = [replace(case, words=("decode",)), replace(case, name="not kept")]
     judge_kept(tmp_path, cases, [("qwen2", "serial", "mixed")], done.append)
