@@ -102,7 +102,7 @@ def _arguments() -> argparse.Namespace:
         "--keep", type=Path, metavar="DIR", help="keep all pairs there; runs found there are not redone"
     )
     parser.add_argument("--judge-only", type=Path, metavar="DIR", help="judge the pairs kept in DIR; starts no engine")
-    parser.add_argument("--no-replay", action="store_true", help="judge by comparing alone; the command replays as well")
+    parser.add_argument("--no-replay", action="store_true", help="judge by comparing alone, without a replay")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there, too")
     parser.add_argument("--list", action="store_true", help="print the cases and do nothing")
     return parser.parse_args()
