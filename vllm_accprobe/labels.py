@@ -75,8 +75,8 @@ def set_task_id() -> None:
     """Begins a task: call it before each round of a conversation.
 
     Tells accelerator libraries to write into a directory of this task. In a script that runs neither vLLM nor a
-    `Probe`, the first call opens a dump for the labels, in ``VLLM_ACCPROBE_DIR`` or ./accprobe/<UTC time>, and each
-    further one begins a step in it. Does nothing with ``VLLM_ACCPROBE=0``.
+    `Probe`, labels count from the first call on: the first of them opens a dump, in ``VLLM_ACCPROBE_DIR`` or
+    ./accprobe/<UTC time>, in which each task is a step. Does nothing with ``VLLM_ACCPROBE=0``.
     """
     global _plain
     if os.environ.get("VLLM_ACCPROBE", "").strip().lower() in _OFF:
@@ -86,7 +86,7 @@ def set_task_id() -> None:
     if not _mode and _plain is None and not os.environ.get("VLLM_ACCPROBE_RUN_ID"):
         from vllm_accprobe.capture.labels_plain import PlainLabels
 
-        _plain = PlainLabels.start()
+        _plain = PlainLabels()
     if _plain is not None:
         _plain.begin_task()
 
@@ -111,6 +111,11 @@ def bind(taker: Taker, traced: Traced | None = None) -> None:
         _note = torch._dynamo.assume_constant_result(_to_traced)  # called while tracing, not by the graph
     _takers.append((taker, traced))
     _choose()
+
+
+def others(taker: Taker) -> bool:
+    """Whether labels go to somebody else too."""
+    return any(one is not taker for one, _ in _takers)
 
 
 def unbind(taker: Taker) -> None:

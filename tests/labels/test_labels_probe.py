@@ -149,6 +149,21 @@ def test_off_a_call_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_task_alone_opens_nothing_and_an_engine_that_comes_later_has_the_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ACCPROBE_DIR", str(tmp_path / "d"))
+    set_task_id()
+    assert not (tmp_path / "d").exists()
+    model = Labelled()
+    with Probe(model, dir=str(tmp_path / "d")):  # as an engine's own dump would take the directory
+        set_task_id()
+        model(IDS)
+    assert len([r for r in open_dump(tmp_path / "d").records if r.tap == "label:layer.1"]) == 2
+    labels.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
 def compiled(fullgraph: bool) -> object:
     torch._dynamo.reset()
 

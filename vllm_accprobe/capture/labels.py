@@ -60,7 +60,7 @@ class Labels:
         self._executions: dict[str, int] = {}
         self._files = 0
         self._copied = 0
-        self._taker = self._take  # one object: a bound method is a new one each time it is asked for
+        self._taker = self.take  # one object: a bound method is a new one each time it is asked for
         self._whole_graphs = whole_graphs
 
     def open(self) -> None:
@@ -76,7 +76,8 @@ class Labels:
 
     # --- one label ---------------------------------------------------------------------------------------------
 
-    def _take(self, source: str, name: str, value: Any, path: str | None) -> None:
+    def take(self, source: str, name: str, value: Any, path: str | None) -> None:
+        """What ``set_label`` was given. Never raises."""
         session = self._session
         state = session.state
         if value is None and isinstance(path, (str, os.PathLike)):

@@ -16,10 +16,11 @@ import time
 from datetime import datetime, timezone
 from multiprocessing import util as mp_util
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from vllm_accprobe import __version__
+from vllm_accprobe import __version__, labels
 from vllm_accprobe.capture.labels import Labels
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.places import free_directory
@@ -32,28 +33,69 @@ from vllm_accprobe.dump.writer import write_run_json
 
 
 class PlainLabels:
-    """The open dump of this process's labels: a step for each task."""
+    """This process's labels outside of vLLM and Probe: a step for each task. The dump is opened by the first label,
+    because a script that calls ``set_task_id`` may yet build an engine, whose own dump then has the labels."""
 
-    @staticmethod
-    def start() -> PlainLabels | None:
-        """Opens it; None, with one line said, where a setting is wrong or the directory cannot be used."""
+    def __init__(self) -> None:
+        self.root: Path | None = None
+        self._tasks = -1
+        self._session: Session | None = None
+        self._labels: Labels | None = None
+        self._closed = False
+        self._first: labels.Taker = self._open_first
+        labels.bind(self._first)
+        atexit.register(self.close)
+        mp_util.Finalize(None, self.close, exitpriority=100)
+
+    def begin_task(self) -> None:
+        self._tasks += 1
+        if self._session is not None and self._labels is not None:
+            self._session.end()
+            try:
+                self._labels.collect()
+            except Exception as error:
+                self._session.fail("collecting the labels' files", error)
+            self._begin()
+
+    def close(self) -> None:
+        labels.unbind(self._first)
+        if self._closed or self._session is None or self._labels is None:
+            return
+        self._closed = True
+        session = self._session
+        session.end()
+        self._labels.close()
+        session.dead = session.dead or "closed"
+        session.sink.close("closed")
+        if not session.fired:
+            say(f"NO label was captured in {self._tasks + 1} tasks; the dump in {self.root} is empty")
+
+    # --- the first label ---------------------------------------------------------------------------------------
+
+    def _open_first(self, source: str, name: str, value: Any, path: str | None) -> None:
+        if labels.others(self._first):
+            return
+        labels.unbind(self._first)  # whatever comes of it, it is tried once
         try:
             config = ProbeConfig.from_env()
             rank, world = _place()
-            return PlainLabels(config, rank, world) if in_ranges(config.ranks, rank) else None
+            if in_ranges(config.ranks, rank):
+                self._open(config, rank, world)
         except ConfigError as error:
             say(str(error))
         except Exception as error:
             say(f"labels: {type(error).__name__}: {error}; they are NOT captured")
-        return None
+        if self._labels is not None:
+            self._labels.take(source, name, value, path)
 
-    def __init__(self, config: ProbeConfig, rank: int, world: int):
-        self.root = free_directory(Path(os.path.abspath(config.dir or default_dir())), rank, "these labels go")
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def _open(self, config: ProbeConfig, rank: int, world: int) -> None:
+        root = Path(os.path.abspath(config.dir or default_dir()))
+        self.root = root = free_directory(root, rank, "these labels go")
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
         parallel = {"world_size": world, "tp": [0, 1], "pp": [0, 1], "dp": [0, 1], "ep": [0, 1]}
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         write_run_json(
-            self.root,
+            root,
             {
                 "tool": "accprobe",
                 "versions": {"accprobe": __version__, "python": platform.python_version(), "torch": torch.__version__},
@@ -69,39 +111,21 @@ class PlainLabels:
             "schema": 1, "rank": rank, **parallel, "pid": os.getpid(), "host": socket.gethostname(), "device": "",
             "time": time.time(),
         }  # fmt: skip
-        sink = Sink(config, self.root, rank, start, self._stopped)
-        self.session = Session(config, sink, Layouts({}, 0, 1), say, lambda state, part, rows: None)
-        self.labels = Labels(self.session, self.root, rank)
-        self.labels.open()
-        self._tasks = -1
-        self._closed = False
-        atexit.register(self.close)
-        mp_util.Finalize(None, self.close, exitpriority=100)
-        say(f"labels go to {self.root}")
+        sink = Sink(config, root, rank, start, self._stopped)
+        self._session = Session(config, sink, Layouts({}, 0, 1), say, lambda state, part, rows: None)
+        self._labels = Labels(self._session, root, rank)
+        self._labels.open()
+        self._begin()
+        say(f"labels go to {root}")
 
-    def begin_task(self) -> None:
-        self.session.end()
-        try:
-            self.labels.collect()
-        except Exception as error:
-            self.session.fail("collecting the labels' files", error)
-        self._tasks += 1
-        if in_ranges(self.session.config.steps, self._tasks):
-            self.session.begin(Step(self._tasks, {}, time.time()), [], self._tasks == 0)
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self.session.end()
-        self.labels.close()
-        self.session.dead = self.session.dead or "closed"
-        self.session.sink.close("closed")
-        if not self.session.fired:
-            say(f"NO label was captured in {self._tasks + 1} tasks; the dump in {self.root} is empty")
+    def _begin(self) -> None:
+        session = self._session
+        if session is not None and in_ranges(session.config.steps, self._tasks):
+            session.begin(Step(self._tasks, {}, time.time()), [], self._tasks == 0)
 
     def _stopped(self, reason: str) -> None:
-        self.session.stop(reason)
+        if self._session is not None:
+            self._session.stop(reason)
 
 
 def _place() -> tuple[int, int]:
