@@ -18,6 +18,7 @@ import numpy as np
 from vllm_accprobe.dump.schema import Layout
 
 ONE, CAT, SUM = "one", "cat", "sum"
+TAKEN_FOR_COPIES = "layout unknown: ranks of one shape"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,8 @@ def _unknown(members: Sequence[Member], order: Sequence[int], other: tuple[int, 
         return MergePlan(ONE, (order[0],), first.shape, note="layout unknown: all ranks hold the same")
     if len(members) < first.layout.size:
         raise Unmergeable("layout unknown and not every rank was captured")
+    if same_shape and first.hash is None and first.shape == other:  # values will tell whether these are copies
+        return MergePlan(ONE, (order[0],), first.shape, copies=(tuple(order),), note=TAKEN_FOR_COPIES)
     if same_shape and other is not None and len(other) == len(first.shape):
         ratio = [(d, o / n) for d, (n, o) in enumerate(zip(first.shape, other, strict=True)) if n and o != n]
         if len(ratio) == 1 and ratio[0][1] == len(members):

@@ -17,6 +17,7 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import Space
 from vllm_accprobe.compare import statistics
+from vllm_accprobe.compare.copies import settle
 from vllm_accprobe.compare.index import Indices
 from vllm_accprobe.compare.plan import SAMPLER, TOKEN, Group, Unit
 from vllm_accprobe.compare.read import Block, Loader, cut_shape, find_cut
@@ -266,8 +267,10 @@ class Measurer:
             flat = [Block(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
             sides = flat[0].data, g.dtype, one, flat[1].data, m.dtype, one
             piece.table = kernel.rows(*sides, widen, elements=_elements(piece))
+            found = settle((self.golden, self.mine), (partner, piece.group), flat, piece.table)
+            piece.table, flat, piece.replicas = found
             if self.kl:
-                piece.softmax = oracle.softmax_sums(widen(flat[0].data, g.dtype), widen(flat[1].data, m.dtype))
+                piece.softmax = oracle.softmax_sums(*(widen(b.data, b.dtype) for b in flat))
             self._locate(piece, piece.table, one, flat[0], one, flat[1], one)
 
     def _check_replicas(
