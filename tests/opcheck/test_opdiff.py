@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from vllm_accprobe import cli
 from vllm_accprobe.opcheck.gather import gathered
 from vllm_accprobe.opcheck.measures import Measures, measure
-from vllm_accprobe.opcheck.sheets import Sheet
+from vllm_accprobe.opcheck.sheets import Sheet, SheetError
 
 ID = ("op", "class", "tap", "call", "role", "step", "rank", "dtype", "shape")
 REFERENCE = np.random.default_rng(1).standard_normal((8, 100))
@@ -146,7 +148,7 @@ def test_rows_of_one_side_are_counted_and_decide_nothing(opdiff):
     out = opdiff([row("a.b"), row("a.c"), row("a.d")], [row("a.b"), row("a.e")])
     assert out.code == 0
     assert [(r["op"], r["status"], r["message"]) for r in out.details[1:]] == [
-        ("a.e", "skip", "only in npu.csv"), ("a.c", "skip", "only in gpu.csv"), ("a.d", "skip", "only in gpu.csv")
+        ("a.e", "skip", "only in mine"), ("a.c", "skip", "only in golden"), ("a.d", "skip", "only in golden")
     ]  # fmt: skip
     assert "2  outputs: only in" in out.stdout
     assert "gpu.csv (golden)" in out.stdout
@@ -358,6 +360,29 @@ def test_bad_files_are_one_clear_line(opdiff, tmp_path, content, line):
         assert not list(tmp_path.glob("out/*"))
 
 
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(0, 1 << 30), st.lists(st.tuples(st.integers(0, 4000), st.binary(max_size=6)), max_size=6), st.booleans()
+)
+def test_spoilt_files_are_read_or_refused_in_one_line(tmp_path, cut, edits, theirs):
+    """Bytes overwritten anywhere, the end cut off: rows, or a SheetError with the file's name."""
+    path = tmp_path / "spoilt.csv"
+    if not path.exists():
+        write(path, [row(), row(op='a,"b')])
+        details(tmp_path, "theirs.csv", CHINESE, 2)
+        (tmp_path / "ours").write_bytes(path.read_bytes())
+    data = bytearray((tmp_path / ("theirs.csv" if theirs else "ours")).read_bytes())
+    for at, what in edits:
+        data[at % len(data) : at % len(data) + len(what)] = what
+    path.write_bytes(data[: cut % (2 * len(data))])
+    said = ""
+    try:
+        assert all(len(r.numbers) == len(Measures.FIELDS) for r in Sheet(path).rows())
+    except SheetError as e:
+        said = str(e)
+    assert not said or (str(path) in said and "\n" not in said)
+
+
 def test_bad_usage(opdiff, tmp_path):
     good, theirs = write(tmp_path / "good.csv", [row()]), details(tmp_path, "theirs.csv", CHINESE, 1)
     for pair, options, line in (
@@ -379,7 +404,7 @@ def test_bad_usage(opdiff, tmp_path):
 def test_nothing_in_common(opdiff):
     out = opdiff([row("a.b")], [row("a.c")])
     assert (out.code, out.stderr) == (3, "accprobe: nothing could be judged: no output is in both files\n")
-    assert [r["message"] for r in out.details] == ["only in npu.csv", "only in gpu.csv"]
+    assert [r["message"] for r in out.details] == ["only in mine", "only in golden"]
 
 
 def test_files_without_rows(opdiff, tmp_path):

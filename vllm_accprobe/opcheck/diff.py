@@ -91,9 +91,9 @@ class Diff:
         return rows if self.by == CALL else gathered(rows)
 
     def _alone(self, golden: Row | None, mine: Row | None) -> Compared:
-        only = self.mine if golden is None else self.golden
-        row = mine if mine is not None else golden
-        return Compared(golden, mine, _api(row) if row else "", "", skip("", f"only in {only.path.name}"))
+        row = golden if mine is None else mine
+        only = "golden" if mine is None else "mine"
+        return Compared(golden, mine, _api(row) if row else "", "", skip("", f"only in {only}"))
 
     def _judge(self, golden: Row, mine: Row) -> Compared:
         api = _api(mine)
