@@ -1,0 +1,184 @@
+"""Operators of the real engine: each captured call of PyTorch, made again from the dump, gives the same bits.
+
+One engine per kind of model (dense, experts, latent attention, pictures) with VLLM_ACCPROBE_OPS=1. Making a call again
+proves its arguments, their strides and what it changed in place, without any word of the tap about itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.captures import FIVE, VISION, Engines, explain
+
+from vllm_accprobe.dump.opcalls import inputs
+from vllm_accprobe.dump.reader import Dump, open_dump
+from vllm_accprobe.dump.schema import OpCall, Record
+
+pytestmark = pytest.mark.engine
+
+MODELS = {
+    "qwen2": {"_C.onednn_mm.default", "_C.rotary_embedding.default", "vllm.unified_attention_with_output.default"},
+    "qwen2-moe": {"_C.cpu_fused_moe.default", "aten.topk.default", "aten.softmax.int"},
+    "deepseek-v2": {"vllm.unified_mla_attention_with_output.default", "_C.mla_decode_kvcache.default", "aten.bmm.out"},
+    "qwen2.5-vl": {"aten.scaled_dot_product_attention.default", "vllm.torch_sdpa_wrapper.default", "aten.gelu.default"},
+}
+"""Operators that only a capture of this kind of model, opened opaque operators included, can show."""
+
+
+@pytest.fixture(scope="module")
+def dumps(engines: Engines) -> Any:
+    """By model: the run, and its dump."""
+    done: dict[str, Any] = {}
+
+    def of(model: str) -> Any:
+        if model not in done:
+            asks = VISION if model == "qwen2.5-vl" else FIVE
+            run = engines.run(f"{model}-operators", model, asks, env={"VLLM_ACCPROBE_OPS": "1"})
+            done[model] = run, open_dump(run.dump)
+        return done[model]
+
+    return of
+
+
+class Again:
+    """Makes captured calls again."""
+
+    def __init__(self, dump: Dump) -> None:
+        self.dump = dump
+        taps = {call.tap for call in dump.ops}
+        self.records = {(r.step, r.tap, r.call, r.role): r for r in dump.records if r.tap in taps}
+
+    def tensor(self, record: Record, stride: list[int]) -> torch.Tensor:
+        bits = self.dump.read(record).copy()
+        flat = torch.from_numpy(bits.reshape(-1).view("u1")).view(getattr(torch, record.dtype))
+        dense = flat.view(record.shape)
+        span = 1 + sum((n - 1) * s for n, s in zip(record.shape, stride, strict=True)) if dense.numel() else 0
+        out = torch.zeros(span, dtype=dense.dtype).as_strided(record.shape, stride)
+        return out.copy_(dense) if 0 not in stride else dense
+
+    def value(self, call: OpCall, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if "tensor" in value:
+            t = value["tensor"]
+            record = self.records.get((call.step, call.tap, call.call, t["role"]))
+            if record is None:
+                assert t.get("fresh"), (call.tap, t)
+                return torch.empty_strided(t["shape"], t["stride"], dtype=getattr(torch, t["dtype"]))
+            return self.tensor(record, t["stride"])
+        if "list" in value:
+            return [self.value(call, v) for v in value["list"]]
+        if "float" in value:
+            return float(value["float"])
+        if "skipped" in value:
+            raise LookupError(value["skipped"])
+        ((kind, word),) = value.items()
+        return torch.device(word) if kind == "device" else getattr(torch, word)
+
+    def differs(self, call: OpCall) -> str | None:
+        """Runs ``call``; what came out otherwise than in the dump, or None. LookupError: an argument was not kept."""
+        namespace, name, overload = call.op.split(".")
+        args = [self.value(call, v) for v in call.args]
+        kwargs = {k: self.value(call, v) for k, v in call.kwargs.items()}
+        result = getattr(getattr(getattr(torch.ops, namespace), name), overload)(*args, **kwargs)
+        found = {f"output.{i}": t for i, t in enumerate(result if isinstance(result, (tuple, list)) else [result])}
+        for role in call.mutates:
+            key = role.partition(".")[2]
+            found[f"inplace.{role}"] = args[int(key)] if key.isdigit() else kwargs[key]
+        for role, mine in found.items():
+            record = self.records.get((call.step, call.tap, call.call, role))
+            if record is None:
+                continue
+            bits = mine.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if mine.numel() else b""
+            if bits != self.dump.read(record).tobytes():
+                return role
+        return None
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_pytorchs_operators_give_the_same_bits_again(dumps: Any, model: str) -> None:
+    _, dump = dumps(model)
+    assert dump.problems == []
+    assert dump.errors == []
+    again = Again(dump)
+    seen: Counter[str] = Counter()
+    odd: dict[str, str] = {}
+    with torch.inference_mode():
+        for call in dump.ops:
+            # One call of each operator in each module and step is proof enough, and takes seconds.
+            if not call.op.startswith("aten.") or call.call or call.step not in (0, 3):
+                continue
+            try:
+                role = again.differs(call)
+            except LookupError as why:
+                seen[str(why)] += 1
+                continue
+            seen["made again"] += 1
+            if role is not None:
+                odd[f"{call.tap} step {call.step}"] = role
+    assert odd == {}
+    assert seen["made again"] > 100
+    assert sum(seen.values()) - seen["made again"] == seen["the KV cache"], seen
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_what_a_model_calls_is_there_with_its_place(dumps: Any, model: str) -> None:
+    run, dump = dumps(model)
+    ops = {call.op for call in dump.ops}
+    assert MODELS[model] <= ops
+    assert {call.step for call in dump.ops} == set(range(int(run.metrics["steps"])))
+    modules = {m.tap for m in dump.modules[0]}
+    assert {call.module for call in dump.ops} <= {None, *modules}
+    by_step = Counter(call.step for call in dump.ops if call.step)
+    assert len(set(by_step.values())) == 1, by_step  # every decode step calls the same operators
+    reasons: Counter[str] = Counter()
+    for skip in dump.skips:
+        reasons[skip.reason] += skip.count
+    attention = [call for call in dump.ops if call.op.startswith("vllm.unified") and "attention" in call.op]
+    layers = len({call.module for call in attention})
+    assert layers == {"qwen2": 4, "qwen2-moe": 3, "deepseek-v2": 3, "qwen2.5-vl": 3}[model]
+    assert len(attention) == layers * run.metrics["steps"]
+    assert all("output" in {r.split(".")[0] for r in c.mutates} or c.mutates for c in attention)
+    assert reasons["a tensor of an operator: the KV cache"] > 0
+    assert reasons["a view, computes nothing"] > len(dump.ops) / 2
+
+
+def test_modules_and_tokens_are_what_they_are_without(engines: Engines, dumps: Any, compared: Any) -> None:
+    run, _ = dumps("qwen2")
+    plain = engines.run("qwen2-no-operators", "qwen2", FIVE)
+    assert run.tokens == plain.tokens
+    result = compared(plain, run)
+    assert result.verdict == "pass", explain(result)
+    assert all(pair.identical for pair in result.pairs)
+    assert result.coverage["skipped"]["operator calls are in one of the dumps only"] > 1000
+
+
+def test_a_sample_is_small_and_complete_and_another_run_is_clean(engines: Engines, dumps: Any, compared: Any) -> None:
+    full, _ = dumps("qwen2")
+    env = {"VLLM_ACCPROBE_OPS": "1", "VLLM_ACCPROBE_OPS_MODE": "sample", "VLLM_ACCPROBE_OPS_CALLS": "2"}
+    run = engines.run("qwen2-operators-sample", "qwen2", FIVE, env=env)
+    dump = open_dump(run.dump)
+    kept: dict[str, set[tuple[int, str, int]]] = {}
+    for r in dump.records:
+        if "::" in r.tap and r.step is not None:
+            kept.setdefault(r.cls, set()).add((r.step, r.tap, r.call))
+    calls = Counter(call.op for call in dump.ops)
+    assert {op: len(found) for op, found in kept.items()} == {op: min(n, 2) for op, n in calls.items() if op in kept}
+    assert set(calls) - set(kept) <= {"aten.fill_.Tensor"}
+    assert all("min" in t for c in dump.ops for t in inputs(c) if t["shape"] and 0 not in t["shape"]
+               and not t.get("fresh"))  # fmt: skip
+    assert _stored(run.dump) < 0.7 * _stored(full.dump)
+    result = compared(full, run)
+    assert result.verdict == "pass", explain(result)
+    assert {p.tap for p in result.pairs if p.cls == "aten.silu.default"} == {
+        tap for _, tap, _ in kept["aten.silu.default"]
+    }
+    assert all(p.identical for p in result.pairs if "::" in p.tap)
+
+
+def _stored(dump: Path) -> int:
+    return sum(file.stat().st_size for file in dump.rglob("*.safetensors"))
