@@ -26,7 +26,8 @@ def of_runner(session: Session, taps: Taps, model: torch.nn.Module, runner: Any,
         session.sink.skip("::", "operators inside compiled or captured graphs cannot be seen")
         session.say("operators are not captured: the engine compiles or captures graphs (VLLM_ACCPROBE_GRAPHS=1)")
         return
-    _watch(session, taps, model, stored, lambda: _caches(getattr(runner, "kv_caches", None)))
+    offloads = _offloads(getattr(runner, "vllm_config", None))
+    _watch(session, taps, model, stored, lambda: _caches(getattr(runner, "kv_caches", None)), moves=offloads)
 
 
 def of_model(session: Session, taps: Taps, model: torch.nn.Module, stored: bool) -> None:
@@ -35,14 +36,32 @@ def of_model(session: Session, taps: Taps, model: torch.nn.Module, stored: bool)
 
 
 def _watch(
-    session: Session, taps: Taps, model: torch.nn.Module, stored: bool, caches: Callable[[], Iterable[torch.Tensor]]
+    session: Session,
+    taps: Taps,
+    model: torch.nn.Module,
+    stored: bool,
+    caches: Callable[[], Iterable[torch.Tensor]],
+    moves: bool = False,
 ) -> None:
+    """moves: weights of several layers take turns in one piece of memory, so that an address does not tell whose."""
+
     def named() -> Iterator[tuple[str, str, torch.Tensor]]:
-        return ((path, name, tensor) for path, _, name, tensor in named_tensors(model))
+        return ((path, name, t) for path, _, name, t in named_tensors(model) if not moves)
 
     config = session.config
     chosen = frozenset().union(*(tap.chosen for tap in taps.taps)) if config.modules else None
     session.ops = Operators(session, Memory(named, caches, stored), chosen, bool(config.requests or config.tokens))
+
+
+def _offloads(vllm_config: Any) -> bool:
+    """Whether vLLM keeps weights in host memory and brings them when they are needed."""
+    config = getattr(vllm_config, "offload_config", None)
+    sizes = [
+        getattr(getattr(config, "uva", None), "cpu_offload_gb", 0),
+        getattr(getattr(config, "prefetch", None), "offload_group_size", 0),
+        getattr(getattr(vllm_config, "cache_config", None), "cpu_offload_gb", 0),
+    ]
+    return any(isinstance(size, (int, float)) and size > 0 for size in sizes)
 
 
 def _caches(value: Any) -> Iterator[torch.Tensor]:
