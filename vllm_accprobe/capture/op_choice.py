@@ -28,8 +28,8 @@ _DENIED = {
     "moves a value to the host": ("aten.item.*", "aten._local_scalar_dense.*", "aten.is_nonzero.*", "aten.equal.*"),
     "asks or marks, computes nothing": (
         "prim.*", "profiler.*", "aten.record_stream.*", "aten.is_*", "aten._has_*", "aten.size.*", "aten.stride.*",
-        "aten.sym_*", "aten.numel.*", "aten.dim.*", "aten.lift*", "aten.detach*", "aten._pin_memory.*", "aten.pin_memory.*",
-        "aten._assert*",
+        "aten.sym_*", "aten.numel.*", "aten.dim.*", "aten.lift*", "aten.detach*", "aten._pin_memory.*",
+        "aten.pin_memory.*", "aten._assert*",
     ),
 }  # fmt: skip
 FRESH = ("aten.empty", "aten.new_empty", "aten._empty")
