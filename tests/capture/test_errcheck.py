@@ -32,7 +32,7 @@ class Watched:
         self.steps = 0
 
     def run(self, *args: Any, rows: int = 8, **kwargs: Any) -> Any:
-        self.watch.begin(WatchedStep(self.steps, rows, False))
+        self.watch.begin(WatchedStep(self.steps, rows))
         self.steps += 1
         result = self.model(*args, **kwargs)
         self.watch.end()
@@ -336,7 +336,7 @@ def test_numbers_of_three_steps_may_be_on_their_way() -> None:
 
     watch._slots.fetch = late  # type: ignore[union-attr, method-assign]
     for step in range(4):
-        watch.begin(WatchedStep(step, 8, False))
+        watch.begin(WatchedStep(step, 8))
         model(IDS)
         watch.end()
     assert [e.waited for e in events] == [1, 1, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import stat
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from support.captures import Engines
 from support.engine import EngineError, Run
 
+from vllm_accprobe.cli import main
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.findings import GOOD_BAD, PARAMETER, RankReport, earliest, lines, read
 from vllm_accprobe.dump.reader import open_dump
@@ -66,10 +68,11 @@ def check_dump(run: Run, row: int) -> None:
     assert run.dump is not None
     dump = open_dump(run.dump)
     assert dump.problems == []
-    assert {r.name for r in dump.records} == {
-        "model.layers.2.mlp.down_proj/input.input_", "model.layers.2.mlp.down_proj/output.0",
-    }  # fmt: skip
-    for record in dump.records:
+    tap = "model.layers.2.mlp.down_proj"
+    assert {r.name for r in dump.records} == {f"{tap}/{n}" for n in ("input.input_", "output.0", "param.weight")}
+    (weight,) = [r for r in dump.records if r.step is None]
+    assert (weight.payload, weight.shape) == (None, (128, 256))  # its values are the checkpoint's
+    for record in [r for r in dump.records if r.step is not None]:
         assert record.shape[0] == 1
         values = widen(np.array(dump.read(record)), record.dtype)
         assert int(np.isnan(values).sum()) == (1 if record.role == "output.0" else 0)
@@ -82,6 +85,11 @@ def check_dump(run: Run, row: int) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
     for path in run.dump.rglob("*.*"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    out = run.dump.parent / "errcheck-opcheck"
+    assert main(["opcheck", str(run.dump), "--out", str(out)]) == 1  # a replay has numbers where the engine has NaN
+    with (out / "opcheck.csv").open() as file:
+        (line,) = list(csv.DictReader(file))
+    assert (line["status"], tap in line.values()) == ("fail", True)
 
 
 def test_overflow_beside_a_capture(engines: Engines) -> None:
@@ -98,7 +106,7 @@ def test_overflow_beside_a_capture(engines: Engines) -> None:
     whole = open_dump(run.dump)
     assert whole.problems == []
     assert len(whole.records) > 1000
-    assert {r.tap for r in open_dump(run.dump / "errcheck").records} == {first.tap}
+    assert {r.tap for r in open_dump(run.dump / "errcheck").records} == {first.tap}  # parameters, too
 
 
 def test_a_bad_weight_is_said_and_exit_stops_the_engine(engines: Engines) -> None:
@@ -126,6 +134,7 @@ def test_a_nan_of_rank_1_only(engines: Engines) -> None:
     assert first.first is not None
     assert first.first.tap == "model.layers.2.self_attn.attn"
     assert first.first.rows[0]["request"] == "ask-4"
+    assert [i["role"] for i in first.first.inputs] == ["input.query", "input.key", "input.value"]
     zero = found[0].first
     assert zero is not None
     assert (zero.tap, zero.step, zero.verdict) == ("model.layers.2.self_attn.o_proj", first.first.step, GOOD_BAD)
@@ -133,6 +142,6 @@ def test_a_nan_of_rank_1_only(engines: Engines) -> None:
     assert text.startswith("first: NaN in model.layers.2.self_attn.attn output.0 [Attention], step 3")
     assert "\nrank 0: NaN in model.layers.2.self_attn.o_proj" in text
     assert json.loads((root / "run.json").read_text())["parallel"]["tp"][1] == 2
-    assert {(r.rank, r.tap) for r in open_dump(root).records} == {
+    assert {(r.rank, r.tap) for r in open_dump(root).records if r.step is not None} == {
         (0, "model.layers.2.self_attn.o_proj"), (1, "model.layers.2.self_attn.attn"),
     }  # fmt: skip

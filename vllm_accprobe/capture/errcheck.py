@@ -141,6 +141,9 @@ class Watch:
     def around(self, _: Any, tap: Tap, original: Callable[..., Any]) -> Callable[..., Any]:
         """``original`` with its outputs checked while a step is watched; otherwise one attribute and a branch."""
         is_compiling = torch.compiler.is_compiling
+        known = getattr(original, "__accprobe__", None)
+        if isinstance(known, Tap):  # a capture's wrapper takes anything: the names are those of what is inside
+            tap.inputs = known.inputs
         owner = getattr(original, "__self__", None)
         place = Place(self, tap, leaf=not (isinstance(owner, torch.nn.Module) and any(True for _ in owner.children())))
 
@@ -164,20 +167,11 @@ class Watch:
 
         return forward
 
-    def reduce(self, step: WatchedStep, tensor: torch.Tensor, part: str, check: Callable[[], Check]) -> bool:
-        """One reduction. True if the tensor is bad; in deferred mode that is not known yet, and False."""
-        dtype = tensor.dtype
-        limit = LIMITS.get(dtype)
+    def is_bad(self, tensor: torch.Tensor, part: str) -> bool:
+        """One reduction, read at once."""
+        limit = LIMITS.get(tensor.dtype)
         if limit is None:
-            top = FP8_TOPS.get(dtype)
-            if top is None:
-                return False
-            return self._reduce_fp8(step, tensor, top, check)
-        if tensor.requires_grad:  # outside of vLLM
-            tensor = tensor.detach()
-        if self._slots is not None:
-            torch.aminmax(tensor, out=self._slots.take(step.checks, dtype, check()))
-            return False
+            return tensor.dtype in FP8_TOPS and bool(self._fp8(tensor) > 0)
         pair = torch.aminmax(tensor)
         high = pair[1].item()
         if not self.rule.overflow:
@@ -185,18 +179,26 @@ class Watch:
         # NaN is in both numbers; comparing with it is false.
         return not (high < limit and (part == HEAD or pair[0].item() > -limit))
 
-    def _reduce_fp8(self, step: WatchedStep, tensor: torch.Tensor, top: int, check: Callable[[], Check]) -> bool:
-        """As numbers of float32: the share at the maximum, and infinity where there is anything beyond it."""
+    def defer(self, step: WatchedStep, tensor: torch.Tensor, check: Check) -> None:
+        """One reduction into the buffer; its numbers are read when the step's have arrived."""
+        assert self._slots is not None
+        if tensor.dtype in LIMITS:
+            if tensor.requires_grad:  # outside of vLLM
+                tensor = tensor.detach()
+            torch.aminmax(tensor, out=self._slots.take(step.checks, tensor.dtype, check))
+        elif tensor.dtype in FP8_TOPS:
+            low, high = self._slots.take(step.checks, torch.float32, check)
+            low.fill_(0.0)
+            high.copy_(self._fp8(tensor))
+
+    def _fp8(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Infinity where the tensor is bad, else 0: without waiting for a device."""
         bits = tensor.contiguous().view(torch.uint8) & 0x7F
-        share = (bits >= top).float().mean()
-        worst = torch.where((bits > top).any(), torch.inf, share / FP8_SHARE if self.rule.overflow else 0.0)
-        high = torch.where(worst > 1.0, torch.inf, 0.0)
-        if self._slots is None:
-            return bool(high > 0)
-        low, slot = self._slots.take(step.checks, torch.float32, check())
-        low.fill_(0.0)
-        slot.copy_(high)
-        return False
+        top = FP8_TOPS[tensor.dtype]
+        bad = (bits > top).any()
+        if self.rule.overflow:
+            bad = bad | ((bits >= top).float().mean() > FP8_SHARE)
+        return torch.where(bad, torch.inf, 0.0)
 
     def _assess(self, step: WatchedStep, tensor: torch.Tensor, part: str) -> Badness:
         return self.rule.assess(real_rows(step, tensor) if part == LANGUAGE else tensor, part)
@@ -215,7 +217,7 @@ class Watch:
         own = {memory(tensor) for _, tensor in results}
         inputs = []
         for role, tensor in call.tap.inputs(call.args, call.kwargs):
-            found = call.copies.get(role)
+            found = call.copies.get(role) if call.copies is not None else None
             if found is None and memory(tensor) in own:
                 inputs.append(Input(role, None, UNKNOWN))
                 continue
@@ -224,7 +226,9 @@ class Watch:
                 inputs.append(Input(role, tensor, UNCHECKED))
                 continue
             counts = self._assess(step, tensor, check.part)
-            if counts and role in call.known:  # checked as an output, and changed in place since
+            was = step.seen.get(id(tensor))
+            if counts and was is not None and was[1] <= call.begun and was[0]() is tensor:
+                # It was good when it was checked as an output, and has been changed in place since (deferred mode).
                 inputs.append(Input(role, None, GOOD))
             else:
                 inputs.append(Input(role, tensor, BAD if counts else GOOD, counts))

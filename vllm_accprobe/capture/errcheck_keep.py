@@ -21,6 +21,8 @@ import torch
 from vllm_accprobe.capture.errcheck import Watch
 from vllm_accprobe.capture.errcheck_step import BAD, GOOD, UNCHECKED, Alarm
 from vllm_accprobe.capture.layout import Layouts
+from vllm_accprobe.capture.memory import DTYPE_NAMES
+from vllm_accprobe.capture.params import sample_hash
 from vllm_accprobe.capture.rows import Space
 from vllm_accprobe.capture.session import Session, StepState
 from vllm_accprobe.capture.sink import Sink
@@ -33,12 +35,20 @@ from vllm_accprobe.dump.findings import (
     UNSURE,
     Finding,
 )
-from vllm_accprobe.dump.schema import Request, Segment, Step
+from vllm_accprobe.dump.schema import ROOT_TAP, Request, Segment, Step
 from vllm_accprobe.dump.writer import write_run_json
 
 FindSpace = Callable[[str, int], "Space | None"]
 """The space of a tensor with so many rows in a part of the model, or None."""
 MAX_GB = 1.0
+
+
+def fingerprint(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    """The line of a parameter without its values, tap and layout."""
+    return {
+        "event": "param", "role": f"param.{name}", "call": 0, "seq": 0, "rows": None, "row_dim": 0,
+        "dtype": DTYPE_NAMES.get(tensor.dtype, ""), "shape": list(tensor.shape), "sample": sample_hash(tensor),
+    }  # fmt: skip
 
 
 def finding(
@@ -145,9 +155,12 @@ def keep(
     rows: Sequence[int],
     find_space: FindSpace,
     requests: Mapping[int, Request],
+    params: Sequence[dict[str, Any]],
     say: Callable[[str], None],
 ) -> str:
-    """Writes the alarm's call as this rank's dump under ``root``. Returns how it went, as part of a sentence."""
+    """Writes the alarm's call as this rank's dump under ``root``. Returns how it went, as part of a sentence.
+
+    params: fingerprints of the module's parameters; their values are the checkpoint's."""
     rank = int(parallel["rank"])
     write_run_json(root, run)
     config = ProbeConfig(enabled=True, dir=str(root), max_gb=MAX_GB)
@@ -172,9 +185,16 @@ def keep(
     step = Step(alarm.step.number, {"tokens": alarm.step.rows}, time.time())
     state = session.begin(step, [r for number, r in sorted(requests.items()) if number in concerned], False)
     assert state is not None
-    module = watch.modules.get(alarm.tap)
-    if module is not None:
-        sink.module(module)
+    for tap in (alarm.tap, alarm.tap.rpartition(".")[0]):  # the parent has numbers that a replay needs
+        if tap in watch.modules:
+            sink.module(watch.modules[tap])
+    path = "" if alarm.tap == ROOT_TAP else alarm.tap
+    for event in params:
+        whole = {**event, "tap": alarm.tap, "class": alarm.cls}
+        layout = layouts.of_param(path, event["role"].removeprefix("param."), tuple(event["shape"]))
+        if layout.size > 1 or layout.kind != "replicated":
+            whole["layout"] = layout.to_event()
+        sink.param(whole, None)
     for item in alarm.inputs:
         if item.tensor is None:
             sink.skip(alarm.tap, "changed in place before it could be kept", item.role)

@@ -78,42 +78,42 @@ class Place:
         if self.calls < _LEARNING:
             self.calls += 1
             self._learn(args, kwargs, results)
-        seen, kept = step.seen, None
+        seen, held, call = step.seen, False, None
         for role, tensor in results:
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
-            before_it = seen.get(id(tensor))
-            if before_it is not None and before_it[1] > begun and before_it[0]() is tensor:
+            number_of = id(tensor)
+            known = seen.get(number_of)
+            if known is not None and known[0]() is not tensor:
+                known = None
+            if known is not None and known[2] > begun:
                 continue
             step.order = order = step.order + 1
             x = tensor if step.padded == step.rows or part != LANGUAGE else real_rows(step, tensor)
-
-            def check(role: str = role, order: int = order) -> Check:
-                nonlocal kept
-                if kept is None and self._may_hold(step, name, results):
-                    known = self._known(step, args, kwargs, begun) if watch.deferred else frozenset()
-                    kept = Call(tap, name, number, part, args, kwargs, result, copies or {}, known)
-                return Check(order, name, number, role, part, tap.cls, step.last, kept)
-
-            if watch.reduce(step, x, part, check):
-                watch.raise_alarm(step, check())
+            if watch.deferred:
+                if not held:
+                    held = True
+                    if self._may_hold(step, name, results):
+                        call = Call(tap, args, kwargs, result, copies, begun)
+                watch.defer(step, x, Check(order, name, number, role, part, tap.cls, step.last, call))
+            elif watch.is_bad(x, part):
+                call = Call(tap, args, kwargs, result, copies, begun)
+                watch.raise_alarm(step, Check(order, name, number, role, part, tap.cls, step.last, call))
                 if watch.now is not step:
                     return
-            seen[id(tensor)] = (weakref.ref(tensor), order)
+            if known is None:
+                seen[number_of] = (weakref.ref(tensor), order, order)
+            else:
+                seen[number_of] = (known[0], known[1], order)
             step.last = name
 
-    def _known(
-        self, step: WatchedStep, args: tuple[Any, ...], kwargs: dict[str, Any], begun: int
-    ) -> frozenset[str]:
-        found = ((role, tensor, step.seen.get(id(tensor))) for role, tensor in self.tap.inputs(args, kwargs))
-        return frozenset(role for role, t, was in found if was is not None and was[1] <= begun and was[0]() is t)
-
     def _may_hold(self, step: WatchedStep, name: str, results: list[tuple[str, torch.Tensor]]) -> bool:
-        """In deferred mode whether this call may be held until the numbers are there."""
+        """Whether this call may be held until the numbers are there."""
         watch = self.watch
-        if not watch.deferred or watch.armed == name:
+        if watch.armed == name:
             return True
-        step.held += sum(tensor.nbytes for _, tensor in results)
+        for _, tensor in results:
+            step.held += tensor.nbytes
         return step.held <= watch.hold_bytes
 
     def _learn(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +19,14 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.errcheck import Watch
-from vllm_accprobe.capture.errcheck_keep import finding, keep
+from vllm_accprobe.capture.errcheck_keep import finding, fingerprint, keep
 from vllm_accprobe.capture.errcheck_step import Alarm, WatchedStep
 from vllm_accprobe.capture.errcheck_values import parameters
 from vllm_accprobe.capture.hooks import Taps
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.loading import before_packing
+from vllm_accprobe.capture.memory import DTYPE_NAMES
+from vllm_accprobe.capture.params import own_tensors
 from vllm_accprobe.capture.releases import compiles, hidden_size, images_of, language_prefix, parallel_of, run_info
 from vllm_accprobe.capture.rows import Item, Scheduled, Space, logits_space, token_space, vision_space
 from vllm_accprobe.capture.runner import _WARMUP_IDS, RunnerProbe
@@ -36,6 +39,7 @@ from vllm_accprobe.dump.schema import ROOT_TAP, Request, hash_tokens
 EXIT = "exit"
 SUBDIR = "errcheck"
 _PLACES = 100
+_REPORT_S = 10.0
 _LATE_STEPS = 4
 """Steps for which a finished request is remembered, because numbers of a device come late."""
 
@@ -76,12 +80,13 @@ class ErrcheckProbe(RunnerProbe):
         self.stop: Finding | None = None
         self.first: Finding | None = None
         self.bad_parameters: dict[str, list[str]] = {}
-        self._looked: set[str] = set()
+        self._loaded: dict[str, list[dict[str, Any]]] = {}
+        self._written = time.monotonic()
         self._later = 0
         self._places: Counter[str] = Counter()
         self._prompts: dict[str, Any] = {}
         self._leaving: deque[list[str]] = deque()
-        self._report_fails = False
+        self._report_fails = self._said_off = False
         self._layouts: Layouts | None = None
         self._run: dict[str, Any] = {}
         everything = dataclasses.replace(config, requests=(), tokens=(), steps=(), modules=())
@@ -112,9 +117,13 @@ class ErrcheckProbe(RunnerProbe):
             self._off("the loaded weights", error)
 
     def _look(self, path: str, module: torch.nn.Module) -> None:
-        if path in self._looked:
+        if path in self._loaded:
             return
-        self._looked.add(path)
+        self._loaded[path] = [
+            fingerprint(name, tensor)
+            for name, tensor in own_tensors(module)
+            if tensor.dtype in DTYPE_NAMES and tensor.layout is torch.strided and not tensor.is_quantized
+        ]
         for name, bad in parameters(module):
             text = f"{path or ROOT_TAP}.{name}: {bad.nan:,} NaN, {bad.inf:,} Inf"
             self.bad_parameters.setdefault(path or ROOT_TAP, []).append(text)
@@ -182,9 +191,12 @@ class ErrcheckProbe(RunnerProbe):
 
     def _finish(self, watch: Watch) -> None:
         watch.end()
-        if watch.dead is not None and not self._report_fails:
-            self._report_fails = True
-            self._write("off", watch.dead)
+        if watch.dead is not None:
+            if not self._said_off:
+                self._said_off = True
+                self._write("off", watch.dead)
+        elif time.monotonic() - self._written > _REPORT_S:  # so that a killed rank has left how far it came
+            self._write("watching")
 
     def _begin_step(self, watch: Watch, out: Any) -> None:
         counts: dict[str, int] = out.num_scheduled_tokens
@@ -198,7 +210,7 @@ class ErrcheckProbe(RunnerProbe):
             self._seen_steps += 1
             if self._seen_steps == 1:  # the KV cache has its memory by now
                 watch.hold_bytes = hold_bytes(torch.device(getattr(self.runner, "device", "cpu")))
-            watch.begin(WatchedStep(self._step, total, False))
+            watch.begin(WatchedStep(self._step, total))
         self._leaving.append([name for name in out.finished_req_ids if name not in counts])
         if len(self._leaving) > _LATE_STEPS:
             for name in self._leaving.popleft():
@@ -251,9 +263,11 @@ class ErrcheckProbe(RunnerProbe):
         else:
             assert self._layouts is not None
             try:
+                params = self._loaded.get("" if alarm.tap == ROOT_TAP else alarm.tap, [])
                 kept = keep(
-                    self.root, self._run, self.parallel, watch, self._layouts, alarm, rows, spaces, requests, say
-                )
+                    self.root, self._run, self.parallel, watch, self._layouts, alarm, rows, spaces, requests, params,
+                    say,
+                )  # fmt: skip
             except Exception as error:  # a full disk, mostly: the finding itself is worth saying all the same
                 kept = f"not kept: {type(error).__name__}: {error}"
         self.first = dataclasses.replace(found, tensors=kept)
@@ -282,6 +296,7 @@ class ErrcheckProbe(RunnerProbe):
         say(f"errcheck: {where} failed ({type(error).__name__}: {error}): it is off on this rank; serving goes on")
 
     def _write(self, state: str, why: str = "") -> None:
+        self._written = time.monotonic()
         try:
             write(
                 self.root,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,14 +50,13 @@ class WatchedStep:
     """What is known of a step while it runs. rows: real token rows; padded: rows of the root's input."""
 
     __slots__ = (
-        "calls", "checks", "held", "inside", "last", "note", "number", "order", "padded", "prefill", "rows", "seen",
+        "calls", "checks", "held", "inside", "last", "note", "number", "order", "padded", "rows", "seen",
         "stack",
     )  # fmt: skip
 
-    def __init__(self, number: int, rows: int, prefill: bool, note: Any = None):
+    def __init__(self, number: int, rows: int, note: Any = None):
         self.number = number
         self.rows = rows
-        self.prefill = prefill
         self.note = note
         self.padded = rows
         self.order = 0
@@ -66,29 +65,25 @@ class WatchedStep:
         self.inside: str | None = None
         self.stack: list[str] = []
         self.calls: dict[str, int] = {}
-        self.seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.seen: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        """Checked outputs by identity: the object, and when it was checked first and last."""
         self.checks: dict[torch.dtype, list[Check]] = {}
 
 
-@dataclass(frozen=True)
-class Call:
-    """References to what went in and out of one call. copies: inputs that it changes in place, as they were; known:
-    inputs that were checked as outputs before (deferred mode: by the time anybody looks they may have changed)."""
+class Call(NamedTuple):
+    """References to what went in and out of one call. copies: inputs that it changes in place, as they were; begun: the
+    step's order when it began."""
 
     tap: Tap
-    name: str
-    number: int
-    part: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
-    copies: dict[str, torch.Tensor]
-    known: frozenset[str] = frozenset()
+    copies: dict[str, torch.Tensor] | None
+    begun: int
 
 
-@dataclass(frozen=True)
-class Check:
-    """A reduction whose numbers have not arrived. call: None where the step's memory for references was spent."""
+class Check(NamedTuple):
+    """One reduction. call: None where the step's memory for references was spent."""
 
     order: int
     name: str
