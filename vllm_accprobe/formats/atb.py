@@ -18,7 +18,8 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from vllm_accprobe.formats.ge_dump import fill
 NAME = "atb"
 HOW = "a directory with */before|after/intensor<k>.bin|outtensor<k>.bin, or ATB's statistic.csv"
 _MAX_HEADER = 64 << 10
+_USUAL_HEADER = 1 << 10
 _MAX_DIMS = 32
 _DTYPES = {
     0: "float32",
@@ -81,9 +83,14 @@ class AtbHeader:
 def read_header(path: Path) -> AtbHeader:
     """The header of an ATB .bin, checked against the file's size. Raises DumpError, one line."""
     try:
-        with os.fdopen(open_regular(path), "rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            data = f.read(_MAX_HEADER)
+        fd = open_regular(path)
+        try:
+            size = os.fstat(fd).st_size
+            data = os.pread(fd, _USUAL_HEADER, 0)
+            if b"$End=" not in data:
+                data = os.pread(fd, _MAX_HEADER, 0)
+        finally:
+            os.close(fd)
     except OSError as e:
         raise DumpError(f"cannot read {path}: {e.strerror or e}") from None
     try:
@@ -94,6 +101,21 @@ def read_header(path: Path) -> AtbHeader:
 
 def parse_header(data: bytes, size: int) -> AtbHeader:
     """``data``: the file's first bytes; ``size``: of the file. Raises ValueError with a short reason."""
+    end = data.find(b"\n", data.find(b"$End=")) if b"$End=" in data else -1
+    found = _parse(data[: end + 1] if end >= 0 else data)
+    if found.stored:
+        needed = math.prod(found.shape) * DTYPES[found.dtype].itemsize if found.dtype in DTYPES else 0
+        if needed > size - found.offset:
+            if size > found.offset or found.stats is None:
+                what = f"dims {list(found.shape)} of {found.dtype} need {needed} bytes"
+                raise ValueError(f"{what}, the file holds {size - found.offset} after its header")
+            return replace(found, stored=False)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _parse(data: bytes) -> AtbHeader:
+    """A dump has a hundred thousand files and some dozens of headers."""
     values: dict[str, str] = {}
     at = 0
     while True:
@@ -112,14 +134,7 @@ def parse_header(data: bytes, size: int) -> AtbHeader:
     dtype = _DTYPES.get(code, f"acl:{code}")
     form = _integer(values.get("format", "2"), "format", -1, 1 << 16)
     stats = _stats(values, shape)
-    if values.get("data"):
-        return AtbHeader(dtype, shape, form, at, False, stats)
-    needed = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else 0
-    stored = needed <= size - at
-    if not stored and (size > at or stats is None):
-        what = f"dims {list(shape)} of {dtype} need {needed} bytes"
-        raise ValueError(f"{what}, the file holds {size - at} after its header")
-    return AtbHeader(dtype, shape, form, at, stored, stats)
+    return AtbHeader(dtype, shape, form, at, not values.get("data"), stats)
 
 
 def _shape(text: str | None) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def open(path: Path) -> ForeignDump:
         dump = GeDump(path)
         match = _is_ge(path.name)
         assert match is not None
-        _add_file(dump, walk.Found((path.name,), path), (match[1], match[2]), 0, 0, strict=True)
+        _add_file(dump, walk.Found((path.name,), str(path)), (match[1], match[2]), 0, 0, strict=True)
         return dump
     links: list[str] = []
     listed = list(walk.files(path, _wanted, links))

@@ -25,7 +25,11 @@ class Found:
     """A plain file. parts: the names of the directories between the root and it, then its own."""
 
     parts: tuple[str, ...]
-    path: Path
+    where: str
+
+    @property
+    def path(self) -> Path:
+        return Path(self.where)
 
     @property
     def name(self) -> str:
@@ -42,21 +46,23 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
 def files(root: Path, wanted: Callable[[str], bool] | None = None, links: list[str] | None = None) -> Iterator[Found]:
     """Every plain file under ``root`` whose own name is ``wanted``, directories in natural order. links: gets the
     names of what was passed over because it is a link. Raises OSError for a directory that cannot be listed."""
-    stack: list[tuple[tuple[str, ...], Path]] = [((), root)]
+    stack: list[tuple[tuple[str, ...], str]] = [((), str(root))]
     while stack:
         parts, directory = stack.pop()
         below = []
         with os.scandir(directory) as entries:
-            listed = sorted(entries, key=lambda e: natural(e.name))
+            listed = list(entries)
+        if len(listed) > 1:
+            listed.sort(key=lambda e: natural(e.name))
         for entry in listed:
             if entry.is_symlink():
                 if links is not None:
                     links.append("/".join((*parts, entry.name)))
             elif entry.is_dir(follow_symlinks=False):
                 if len(parts) < MAX_DEPTH:
-                    below.append(((*parts, entry.name), Path(entry.path)))
+                    below.append(((*parts, entry.name), entry.path))
             elif entry.is_file(follow_symlinks=False) and (wanted is None or wanted(entry.name)):
-                yield Found((*parts, entry.name), Path(entry.path))
+                yield Found((*parts, entry.name), entry.path)
         stack += reversed(below)
 
 
