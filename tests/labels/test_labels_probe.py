@@ -90,6 +90,14 @@ def test_names_used_twice_are_told_apart_by_order(tmp_path: Path) -> None:
     assert not np.array_equal(calls["pta", 0], calls["pta", 1])
 
 
+def test_of_a_part_of_a_rank_nobody_says_that_it_is_whole() -> None:
+    from vllm_accprobe.capture.layout import Layouts
+
+    layouts = Layouts({}, 1, 2, hidden_size=8)
+    kinds = [layouts.of(f"label:{n}", "pta", (5, n)).kind for n in (8, 4)]
+    assert kinds == ["replicated", "unknown"]
+
+
 def test_ids() -> None:
     assert gen_id("attn.3") == "attn.3"
     made = {gen_id() for _ in range(100)}

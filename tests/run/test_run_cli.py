@@ -37,8 +37,8 @@ writer = RankWriter(config.dir, 0, {}, budget_bytes=1 << 20)
 for step in range(int(sys.argv[2])):
     writer.line({"event": "step", "step": step})
     writer.line({"event": "tensor", "step": step, "tap": "a", "role": "output.0", "dtype": "float32", "shape": [1]})
-print("captured", flush=True)
 try:
+    print("captured", flush=True)
     time.sleep(float(sys.argv[1]))
 except KeyboardInterrupt:
     time.sleep(0.5)
@@ -76,6 +76,18 @@ def test_a_script_with_a_probe(tmp_path: Path) -> None:
     assert again.stderr == (
         f"accprobe: --dir={tmp_path / 'out'} already holds a dump; name another directory, or remove it\n"
     )
+
+
+def test_a_script_that_names_its_own_directory(tmp_path: Path) -> None:
+    """torch_xray's spelling: dump_path is in the script."""
+    script = SCRIPT.replace("from vllm_accprobe import Probe\n", "").replace("with Probe(model):", "if True:")
+    script = script.replace("model = Toy()", "model = Toy()\nfrom vllm_accprobe import PrecisionDebugger\n"
+                            "d = PrecisionDebugger(dump_path='own', hook_name='dump', step=[1], model=model)\n"
+                            "d.start()")  # fmt: skip
+    done = accprobe("--", sys.executable, "-c", script, "0", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"accprobe: dump: {tmp_path / 'own'}" in done.stderr
+    assert "accprobe: 1 step, " in done.stderr
 
 
 def test_ctrl_c_is_the_commands_and_the_dump_is_closed(tmp_path: Path) -> None:

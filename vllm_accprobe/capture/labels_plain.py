@@ -23,7 +23,7 @@ import torch
 from vllm_accprobe import __version__, labels
 from vllm_accprobe.capture.labels import Labels
 from vllm_accprobe.capture.layout import Layouts
-from vllm_accprobe.capture.places import free_directory
+from vllm_accprobe.capture.places import announce, free_directory
 from vllm_accprobe.capture.say import say
 from vllm_accprobe.capture.session import Session
 from vllm_accprobe.capture.sink import Sink
@@ -116,6 +116,7 @@ class PlainLabels:
         self._labels = Labels(self._session, root, rank)
         self._labels.open()
         self._begin()
+        announce(root)
         say(f"labels go to {root}")
 
     def _begin(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_accprobe.dump.schema import REPLICATED, Layout
+from vllm_accprobe.dump.schema import LABEL_TAP, REPLICATED, Layout
 
 Parts = tuple[tuple[int, int], ...]
 
@@ -82,6 +82,9 @@ class Layouts:
 
     def _find(self, tap: str, role: str, shape: tuple[int, ...]) -> Layout:
         module = self._modules.get(tap)
+        if tap.startswith(LABEL_TAP):  # taken anywhere in the model: only hidden states are known to be whole
+            whole = len(shape) < 2 or shape[-1] == self._hidden
+            return REPLICATED if whole else self._unknown()
         if module is None or not shape:  # the sampler: every rank samples for itself, and must agree
             return REPLICATED
         if len(shape) == 1 or type(module).__name__ == "LogitsProcessor":

@@ -1,11 +1,13 @@
-"""A place for one rank's dump where the directory that was named may be taken.
+"""Where one rank's dump goes when the directory that was named may be taken, and who is told of it.
 
 Scripts of other tools are run again and again with one path, and so find their last run's dump there. It is never
-written over, and never mixed with: the next free directory beside it is taken, and said.
+written over, and never mixed with: the next free directory beside it is taken, and said. `accprobe run` learns of dumps
+that a script puts elsewhere than it was told from a file that it names in the environment.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from vllm_accprobe.capture.say import say
@@ -13,6 +15,22 @@ from vllm_accprobe.config import ConfigError
 from vllm_accprobe.dump.schema import rank_dir
 
 _MOST = 1000
+REGISTER = "ACCPROBE_RUN_REGISTER"
+"""Environment variable: a file to which each dump's directory is appended, a line each. Not for users."""
+
+
+def announce(root: Path) -> None:
+    """Tells `accprobe run`, if this process is its command's, that ``root`` is a dump. Never raises."""
+    register = os.environ.get(REGISTER)
+    if register:
+        try:
+            fd = os.open(register, os.O_WRONLY | os.O_APPEND)
+            try:
+                os.write(fd, f"{root}\n".encode(errors="surrogateescape"))
+            finally:
+                os.close(fd)
+        except OSError:
+            return
 
 
 def free_directory(root: Path, rank: int, what: str) -> Path:

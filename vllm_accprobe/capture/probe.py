@@ -29,6 +29,7 @@ from vllm_accprobe.capture.images import Foresight, images_of, language_path, pl
 from vllm_accprobe.capture.labels import Labels
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.params import Parameters
+from vllm_accprobe.capture.places import announce
 from vllm_accprobe.capture.rows import (
     Item,
     Requests,
@@ -97,6 +98,7 @@ class Probe:
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_run_json(self.root, self._run_info(device))
+            announce(self.root)
         except OSError as error:
             raise ConfigError(
                 f"dir={self.root}: {error.strerror or error}; name a directory that can be written"

@@ -49,12 +49,13 @@ def run(
     is the exit code here; 2: it could not be started, 3: it ended with 0 and nothing was captured.
     """
     import os
+    import tempfile
     import time
 
     from vllm_accprobe.run import atb as atb_room
     from vllm_accprobe.run.launcher import LaunchError, command_line
     from vllm_accprobe.run.launcher import run as launch
-    from vllm_accprobe.run.settings import environment
+    from vllm_accprobe.run.settings import REGISTER, environment
     from vllm_accprobe.run.watcher import Watcher
 
     given = {
@@ -80,11 +81,14 @@ def run(
         command_line(command, environ)
         if atb:
             output.mkdir(mode=0o700, parents=True, exist_ok=True)
-        watcher, status, began = Watcher(root), _Status(settings, quiet), time.time()
-        code = launch(command, environ, tick=lambda: status.show(watcher.look()), busy=watcher.writing)
+        with tempfile.NamedTemporaryFile(prefix="accprobe-run-") as register:
+            environ[REGISTER] = register.name
+            watcher, status, began = Watcher(root, _path(register.name)), _Status(settings, quiet), time.time()
+            code = launch(command, environ, tick=lambda: status.show(watcher.look()), busy=watcher.writing)
+            status.clear()
+            watcher.settle()
     except LaunchError as error:
         raise CommandError(str(error)) from None
-    status.clear()
     files = 0
     if atb:
         files, nbytes = atb_room.collect(root, environ, began)

@@ -103,10 +103,13 @@ class Progress:
 
 
 class Watcher:
-    """Watches the dump that is to appear at ``root``, and those beside it (``root.2``: a second engine's)."""
+    """Watches the dump that is to appear at ``root``, those beside it (``root.2``: a second engine's), and those that
+    the command writes elsewhere by its own settings, which it announces in the file ``register``."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, register: Path | None = None):
         self.root = root
+        self._register = register
+        self._settled: list[Path] | None = None
         # Numbers are given in rising order, so that the first one that is free ends the search.
         self._before = {p for n in range(2, _MOST) if (p := self._numbered(n)).exists()}
         self._ranks: dict[Path, RankProgress] = {}
@@ -124,8 +127,23 @@ class Watcher:
 
     def dumps(self) -> list[Path]:
         """The dumps that have appeared since this object was made."""
-        found = [self.root, *self._beside()]
+        if self._settled is not None:
+            return self._settled
+        found = list(dict.fromkeys([self.root, *self._beside(), *self._announced()]))
         return [p for p in found if (p / RUN_JSON).exists() or any(_ranks_of(p))]
+
+    def settle(self) -> None:
+        """No further dump appears from now on, and the register may go."""
+        self._settled = self.dumps()
+
+    def _announced(self) -> list[Path]:
+        if self._register is None:
+            return []
+        try:
+            lines = self._register.read_bytes()[: 1 << 20].decode(errors="surrogateescape").splitlines()
+        except OSError:
+            return []
+        return [Path(line) for line in lines[:_MOST] if os.path.isabs(line) and os.path.isdir(line)]
 
     def look(self) -> Progress:
         """Reads what is new."""
