@@ -200,7 +200,7 @@ def test_masks_and_forbidden_tokens_do_not_alarm(deferred: bool) -> None:
     spoil(model.mask, put(float("nan"), 2, 3))
     third = Watched(model, deferred=deferred)
     third.run(torch.arange(8), torch.arange(8))
-    assert ("input.attention_mask", UNCHECKED) in [(i.role, i.state) for i in third.only().inputs]
+    assert ("input.attention_mask", GOOD) in [(i.role, i.state) for i in third.only().inputs]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -251,11 +251,13 @@ def test_rule_by_hand() -> None:
 def test_bad_parameters_and_not_masks() -> None:
     module = torch.nn.Linear(3, 2)
     module.register_buffer("attn_mask", torch.full((2, 2), float("-inf")))
+    module.register_buffer("workspace", torch.full((2, 2), float("nan")), persistent=False)
     assert parameters(module) == []
     with torch.no_grad():
+        module.bias[0] = float("nan")
         module.weight[1, 2] = float("nan")
         module.weight[0, 0] = float("-inf")
-    assert parameters(module) == [("weight", Badness(1, 1))]
+    assert parameters(module) == [("weight", Badness(1, 1)), ("bias", Badness(1, 0))]
 
 
 def test_a_large_step_is_not_held_and_the_next_one_is() -> None:

@@ -222,10 +222,12 @@ class Watch:
                 inputs.append(Input(role, None, UNKNOWN))
                 continue
             tensor = tensor if found is None else found
-            if is_mask(role) or not tensor.is_floating_point():
+            if not tensor.is_floating_point():
                 inputs.append(Input(role, tensor, UNCHECKED))
                 continue
             counts = self._assess(step, tensor, check.part)
+            if is_mask(role):  # -inf belongs there
+                counts = Badness(counts.nan)
             was = step.seen.get(id(tensor))
             if counts and was is not None and was[1] <= call.begun and was[0]() is tensor:
                 # It was good when it was checked as an output, and has been changed in place since (deferred mode).

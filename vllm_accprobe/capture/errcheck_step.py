@@ -15,7 +15,8 @@ from vllm_accprobe.capture.calls import Tap
 from vllm_accprobe.capture.errcheck_values import Badness
 
 GOOD, BAD, UNKNOWN, UNCHECKED = "good", "bad", "unknown", "not checked"
-"""States of an input: ``unknown``: changed in place by the call before anybody looked; ``not checked``: a mask."""
+"""States of an input: ``unknown``: changed in place by the call before anybody looked; ``not checked``: no
+floating-point numbers."""
 
 
 @dataclass(frozen=True)

@@ -87,15 +87,21 @@ def is_mask(role: str) -> bool:
 
 
 def parameters(module: torch.nn.Module) -> list[tuple[str, Badness]]:
-    """Parameters and buffers of ``module`` itself that are not finite. Reads each once. Saturation is no error here:
-    a mask among the buffers may well hold the smallest number there is."""
+    """Parameters of ``module`` itself, and buffers that a checkpoint may hold, that are not finite. Reads each once.
+
+    Other buffers are workspaces, often without a value yet. Saturation is no error here, nor is Inf in a mask or bias.
+    """
     found = []
-    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is None or tensor.device.type == "meta" or not tensor.numel() or is_mask(name):
+    temporary = module._non_persistent_buffers_set
+    buffers = [(name, buffer) for name, buffer in module._buffers.items() if name not in temporary]
+    for name, tensor in [*module._parameters.items(), *buffers]:
+        if tensor is None or tensor.device.type == "meta" or not tensor.numel():
             continue
         if tensor.dtype in LIMITS and tensor.layout is torch.strided:
             low, high = torch.aminmax(tensor.detach())
-            if not bool(torch.isfinite(low)) or not bool(torch.isfinite(high)):
-                bad = Badness(int(tensor.isnan().sum()), int(tensor.isinf().sum()))
+            if bool(torch.isfinite(low)) and bool(torch.isfinite(high)):
+                continue
+            bad = Badness(int(tensor.isnan().sum()), 0 if is_mask(name) else int(tensor.isinf().sum()))
+            if bad:
                 found.append((name, bad))
     return found

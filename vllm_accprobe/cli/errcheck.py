@@ -103,7 +103,7 @@ def _print(text: list[str]) -> None:
 
 
 def _code(found: list[RankReport], code: int) -> int:
-    if any(r.first is not None or r.parameters for r in found):
+    if any(r.first is not None for r in found):
         return 1
     if not any(r.steps for r in found):
         return code or 3
