@@ -30,6 +30,8 @@ FINGERPRINT = "a parameter, kept as a fingerprint"
 _CARRIED = ("hash", "stats", "seg", "off", "nbytes", "shape", "dtype")
 _SMALL = 1 << 18
 """Weights of so many bytes are hashed as often as they are seen: that is quicker than a sample."""
+_ALIKE = 32
+"""How many calls of an operator in one module and step are told apart when it comes to what is known of them."""
 Event = dict[str, Any]
 
 
@@ -118,7 +120,7 @@ class Takes:
         # Operators' tensors have no rows and no layout; else they are like those of modules.
         plain: Any = SimpleNamespace(sink=sink, layout_event=lambda *_: None)
         self._express = Express(plain, lambda *_: (None, 0))
-        self._sites: dict[str, Sites] = {}
+        self._sites: dict[tuple[str, int], Sites] = {}
 
     def forget_weights(self) -> None:
         """After weights were loaded anew."""
@@ -146,7 +148,7 @@ class Takes:
         if weight and tensor.nbytes > _SMALL:
             return self._weight(state, tap, op, role, call, tensor, keep)
         if keep and self._sink.direct:
-            digest = self._express.take(state, self._sites_of(tap), tap, op, role, call, tensor)
+            digest = self._express.take(state, self._sites_of(tap, call), tap, op, role, call, tensor)
             if digest is not None:
                 key = digest + DTYPE_NAMES[tensor.dtype]
                 cell = self._sink.seen[key]
@@ -167,7 +169,7 @@ class Takes:
         calls ``changed``."""
         role = f"inplace.{role}"
         if keep and self._sink.direct and before.digest is not None:
-            digest = self._express.take(state, self._sites_of(tap), tap, op, role, call, tensor, before.digest)
+            digest = self._express.take(state, self._sites_of(tap, call), tap, op, role, call, tensor, before.digest)
             if digest is not None:
                 if digest == before.digest:
                     return Taken()
@@ -181,10 +183,12 @@ class Takes:
             self._sink.look(event, tensor, Taken(None, lambda digest: changed() if digest != before.digest else None))
         return Taken(event)
 
-    def _sites_of(self, tap: str) -> Sites:
-        found = self._sites.get(tap)
+    def _sites_of(self, tap: str, call: int) -> Sites:
+        """What is known of the tensors of this call: one module's calls of an operator differ, steps are alike."""
+        key = tap, call % _ALIKE
+        found = self._sites.get(key)
         if found is None:
-            found = self._sites[tap] = {}
+            found = self._sites[key] = {}
         return found
 
     def _line(self, state: StepState, tap: str, op: str, role: str, call: int) -> Event:

@@ -1,0 +1,82 @@
+"""Tensors of a device take a detour over another thread: what is written is the same, word for word."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy import Toy
+
+from vllm_accprobe.capture import probe as probe_module
+from vllm_accprobe.capture.probe import Probe
+from vllm_accprobe.capture.sink import Sink
+from vllm_accprobe.dump.reader import Dump, open_dump
+
+
+def made(out: Path, mode: str) -> Dump:
+    model = Toy(layers=2)
+    model.big = torch.nn.Parameter(torch.arange(1 << 17, dtype=torch.float32).reshape(8, -1), requires_grad=False)
+    original = model.forward
+
+    def forward(input_ids: torch.Tensor) -> Any:
+        x = torch.ones(2, 8) @ model.big
+        x.mul_(input_ids.sum())
+        y = torch.empty(2)
+        torch.sum(x, 1, out=y)
+        return original(input_ids)
+
+    model.forward = forward  # type: ignore[method-assign]
+    with Probe(model, dir=out, ops=True, ops_mode=mode) as probe, torch.inference_mode():
+        for k in range(3):
+            probe.model(torch.tensor([[1, 2, 3 + k]]))
+    dump = open_dump(out)
+    assert dump.problems == []
+    assert dump.errors == []
+    return dump
+
+
+@pytest.mark.parametrize("mode", ["full", "trace"])
+def test_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    direct = made(tmp_path / "direct", mode)
+    monkeypatch.setattr(probe_module, "Sink", functools.partial(Sink, staged=True))
+    staged = made(tmp_path / "staged", mode)
+    # (numbers of the sequence may have gaps where a written argument turned out to be unchanged)
+    assert [(c.tap, c.call, c.args, c.kwargs, c.outputs, sorted(c.mutates)) for c in staged.ops] == [
+        (c.tap, c.call, c.args, c.kwargs, c.outputs, sorted(c.mutates)) for c in direct.ops
+    ]
+
+    def tensors(dump: Dump) -> list[Any]:
+        return [(r.step, r.tap, r.call, r.role, r.dtype, r.shape, r.hash, r.mutated, r.payload is None)
+                for r in dump.records if "::" in r.tap]  # fmt: skip
+
+    assert sorted(tensors(staged), key=str) == sorted(tensors(direct), key=str)
+    assert (len(tensors(direct)) > 100) == (mode == "full")
+    changed = [c for c in direct.ops if c.op == "aten.mul_.Tensor" and c.module == "<root>"]
+    assert [c.mutates for c in changed] == [("input.0",)] * 3
+
+
+def test_a_large_weight_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(300, 300), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight
+
+    model = Model()
+    with Probe(model, dir=tmp_path / "d", ops=True), torch.inference_mode():
+        for k in range(3):
+            model(torch.ones(1, 300))
+            if k == 1:
+                model.weight.fill_(2.0)  # weights were loaded anew
+    dump = open_dump(tmp_path / "d")
+    calls = [c for c in dump.ops if "mm" in c.op or "matmul" in c.op]
+    assert [c.args[1]["tensor"]["max"] for c in calls] == [1.0, 1.0, 2.0]
+    assert [c.outputs[0]["tensor"]["max"] for c in calls] == [300.0, 300.0, 600.0]
+    weights = [r for r in dump.records if r.role == "input.1" and r.tap == calls[0].tap]
+    assert [dump.read(r).max() for r in weights] == [1.0, 1.0, 2.0]
+    assert weights[0].payload == weights[1].payload != weights[2].payload
