@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.peer_dumps import FIELDS, expected, unpack
 
+from vllm_accprobe.align import steps
 from vllm_accprobe.compare.engine import compare
 from vllm_accprobe.compare.result import NothingCompared
 from vllm_accprobe.dump.reader import DumpError
@@ -140,8 +141,9 @@ def test_steps_that_one_side_lacks_are_counted_and_not_compared(tmp_path: Path) 
     for step in (1, 3):
         write(tmp_path / "mine" / f"step{step}" / "rank0", *one(step))
     found = compare(tmp_path / "golden", tmp_path / "mine")
-    assert [(p.step, p.status) for p in found.pairs] == [(1, "pass"), (3, "skip")]
+    assert [(p.step, p.status) for p in found.pairs] == [(1, "pass")]
     assert "steps: 2 only in golden" in found.plan
+    assert found.coverage["skipped"] == {steps.NO_STEP: 1, steps.NO_STEP_MINE: 2}
     assert (found.coverage["rows_only_golden"], found.coverage["rows_only_mine"]) == (2, 1)
 
 

@@ -95,6 +95,7 @@ class Plan:
     skipped: Counter[str] = field(default_factory=Counter)
     ranks: tuple[int, int] = (1, 1)
     mapped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def odd_copies(self) -> int:
         """Tensors of golden that several ranks should hold alike and, by their hashes, do not; those of mine are
@@ -136,7 +137,8 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
     names = pair_names(*places, by_order=not bridged.foreign)
     place = {key: i for i, key in enumerate(orders[1])}
     depth = depths(orders[1])
-    skipped = names.skips() + apart
+    skipped = names.skips() + apart + (stepwise.skipped if stepwise is not None else Counter())
+    notes = stepwise.notes if stepwise is not None else []
     units = []
     for pair in names.pairs:
         for golden_role, mine_role, role_rule in pair.roles:
@@ -156,7 +158,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
     classes = {p.mine.tap: p.mine.cls for p in names.pairs}
     tree = Tree.of(list(dict.fromkeys(u.key[0] for u in units)), classes, _spans(units))
     ranks = (len(golden.ranks), len(mine.ranks))
-    return Plan(requests, tokens, names, units, tree, max(depth, default=0), skipped, ranks, bridged.lines)
+    return Plan(requests, tokens, names, units, tree, max(depth, default=0), skipped, ranks, bridged.lines, notes)
 
 
 class _Side:

@@ -256,6 +256,7 @@ def static_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
     for side, left in (("golden", plan.requests.only_golden), ("mine", plan.requests.only_mine)):
         if left:
             out.append(f"{len(left)} requests have no partner and were not compared: only in {side}")
+    out += plan.notes
     out += _dtypes(plan)
     if odd := plan.odd_copies():
         out.append(f"{odd} tensors that all ranks should hold alike differ between the ranks of golden")
