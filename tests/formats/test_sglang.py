@@ -125,6 +125,14 @@ def test_partial_sums_of_two_groups(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dump.read(dump.records[0]), [[1.0, 1.0, 21.0, 21.0]] * 3)
 
 
+def test_ranks_without_groups(tmp_path: Path) -> None:
+    """The dumper outside of SGLang: nothing but ranks."""
+    for rank in range(3):
+        _save(tmp_path, "x", rank, torch.full((2, 1), float(rank)), "t h[tp]", {})
+    dump = open_dump(tmp_path)
+    assert [(r.layout.kind, r.layout.index, r.layout.size) for r in dump.records] == [("shard", i, 3) for i in range(3)]
+
+
 def test_values_that_are_no_tensors_are_counted(tmp_path: Path) -> None:
     _save(tmp_path, "x", 0, torch.ones(2), None, {})
     torch.save({"value": 3, "meta": {}}, tmp_path / "step=0___rank=0___dump_index=2___name=n.pt")

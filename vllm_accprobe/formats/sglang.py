@@ -205,6 +205,10 @@ def _add(dump: ForeignDump, key: tuple[Any, ...], call: int, members: Mapping[in
         except ValueError as e:
             dump.problem(f"{ODD_NOTE}: {str(e)[:60]!r} of {tap}")
     axes = {r: _axes(m.meta) for r, m in members.items()}
+    groups = {c.group for c in dims.cuts} if dims is not None else set()
+    if len(groups) == 1 and len(members) > 1 and not any(axes.values()):
+        # Outside of its runtime the dumper knows ranks and no groups; then the one that is cut is all of them.
+        axes = {r: {next(iter(groups)): (i, len(members))} for i, r in enumerate(sorted(members))}
     plans = {r: _layout(m, axes[r], dims, len(members)) for r, m in members.items()}
     joined = None
     if dims is not None and any(p is None for p in plans.values()):
