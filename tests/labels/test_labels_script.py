@@ -144,11 +144,18 @@ def test_summary_and_compare_know_labels(chat: Path, tmp_path: Path, capsys: pyt
     assert main(["compare", str(chat / "dump"), str(chat / "dump"), "--out", str(tmp_path)]) == 0
 
 
-def test_off_writes_nothing(tmp_path: Path) -> None:
-    code = "import torch; from vllm_accprobe import *; set_task_id(); set_label('pta', gen_id(), torch.ones(2))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"VLLM_ACCPROBE": "0"}, capture_output=True
-    )
-    assert done.returncode == 0
-    assert done.stderr == b""
+def test_off_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    from vllm_accprobe import gen_id, set_label, set_task_id
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VLLM_ACCPROBE", "0")
+    monkeypatch.delenv("AIT_CMP_TASK_ID", raising=False)
+    set_task_id()
+    set_label("pta", gen_id(), torch.ones(2))
+    assert "AIT_CMP_TASK_ID" not in os.environ
+    assert capsys.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []

@@ -115,6 +115,14 @@ def test_a_second_run_never_writes_over_the_first(tmp_path: Path, caplog: pytest
     assert steps(open_dump(tmp_path / "d")) == steps(open_dump(tmp_path / "d.2")) == [1]
 
 
+def test_it_is_announced_to_accprobe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register = tmp_path / "register"
+    register.touch()
+    monkeypatch.setenv("ACCPROBE_RUN_REGISTER", str(register))
+    PrecisionDebugger(dump_path=tmp_path / "d", model=Toy()).start()
+    assert register.read_text() == f"{tmp_path / 'd'}\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -79,15 +79,15 @@ def test_a_script_with_a_probe(tmp_path: Path) -> None:
 
 
 def test_a_script_that_names_its_own_directory(tmp_path: Path) -> None:
-    """torch_xray's spelling: dump_path is in the script."""
-    script = SCRIPT.replace("from vllm_accprobe import Probe\n", "").replace("with Probe(model):", "if True:")
-    script = script.replace("model = Toy()", "model = Toy()\nfrom vllm_accprobe import PrecisionDebugger\n"
-                            "d = PrecisionDebugger(dump_path='own', hook_name='dump', step=[1], model=model)\n"
-                            "d.start()")  # fmt: skip
-    done = accprobe("--", sys.executable, "-c", script, "0", cwd=tmp_path)
+    elsewhere = (
+        "import os\nfrom vllm_accprobe.capture.places import announce\n"
+        "os.environ['VLLM_ACCPROBE_DIR'] = os.path.abspath('own')\n"
+        "announce(os.path.abspath('own'))\n"
+    )
+    done = accprobe("--", sys.executable, "-c", elsewhere + QUICK, "0", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"accprobe: dump: {tmp_path / 'own'}" in done.stderr
-    assert "accprobe: 1 step, " in done.stderr
+    assert done.stderr.splitlines()[-1] == f"accprobe: dump: {tmp_path / 'own'}"
+    assert "accprobe: 2 steps, 2 tensors, 1 rank, " in done.stderr
 
 
 def test_ctrl_c_is_the_commands_and_the_dump_is_closed(tmp_path: Path) -> None:
