@@ -1,9 +1,9 @@
 """In which order the modules of a torch dump ran, where nobody wrote it down.
 
 The problem: a tree of modules is in the order of declaration (attention, mlp, norms), and the first wrong tensor is
-only the first if the order is that of execution. The idea: what one module gave out and another took in is the same tensor,
-so that equal statistics tell who ran first among the children of one module; where these tell nothing, the order in
-which modules of such names usually run does, and then the declaration.
+only the first if the order is that of execution. The idea: what one module gave out and another took in is the same
+tensor, so that equal statistics tell who ran first among the children of one module; where these tell nothing, the
+order in which modules of such names usually run does, and then the declaration.
 Not here: where the statistics come from (msit.py).
 """
 
