@@ -385,9 +385,11 @@ def test_spoilt_files_are_read_or_refused_in_one_line(tmp_path, cut, edits, thei
 
 def test_bad_usage(opdiff, tmp_path):
     good, theirs = write(tmp_path / "good.csv", [row()]), details(tmp_path, "theirs.csv", CHINESE, 1)
+    (tmp_path / "empty").mkdir()
     for pair, options, line in (
         ((good, tmp_path / "none.csv"), (), "none.csv: No such file or directory"),
-        ((good, tmp_path), (), "Is a directory"),
+        ((good, tmp_path), (), "2 files may be meant (good.csv, theirs.csv); name one"),
+        ((good, tmp_path / "empty"), (), "no csv file is in this folder"),
         ((good, theirs), (), "theirs.csv is msprobe's: two files of one kind are needed"),
         ((good, good), ("--standard", "strict"), "called 'strict'; msprobe, operator, msprobe-1.0, ait, xray are"),
         ((good, good), ("--algorithm", "mm=fast"), "'mm=fast' is not GLOB=NAME with NAME one of absolute, benchmark"),
@@ -399,6 +401,19 @@ def test_bad_usage(opdiff, tmp_path):
         out = opdiff(*pair, *options)
         assert (out.code, out.stderr.count("\n")) == (2, 1)
         assert line in out.stderr
+
+
+def test_a_folder_stands_for_its_csv(opdiff, tmp_path):
+    """opcheck writes result.csv beside opcheck.csv, msprobe its result beside the details."""
+    ours, theirs = tmp_path / "a", tmp_path / "b"
+    for folder in (ours, theirs):
+        folder.mkdir()
+    write(ours / "opcheck.csv", [row()])
+    (ours / "result.csv").write_text("op,pass\nmm,1\n")
+    details(theirs, "accuracy_checking_details_20260101.csv", CHINESE, 1)
+    (theirs / "accuracy_checking_result_20260101.csv").write_text("API name\nx\n")
+    assert opdiff(ours, ours / "opcheck.csv").code == 0
+    assert opdiff(theirs, theirs).code == 0
 
 
 def test_nothing_in_common(opdiff):

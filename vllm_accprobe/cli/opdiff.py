@@ -10,7 +10,9 @@ from vllm_accprobe.cli.options import CommandError, progress
 
 
 def opdiff(
-    golden: Path = typer.Argument(..., metavar="GOLDEN.csv", help="Of the machine that is trusted, a GPU perhaps."),
+    golden: Path = typer.Argument(
+        ..., metavar="GOLDEN.csv", help="Of the machine that is trusted, a GPU perhaps; or its folder."
+    ),
     mine: Path = typer.Argument(..., metavar="MINE.csv", help="Of the other, an NPU or XPU perhaps."),
     standard: str = typer.Option(
         "msprobe", "--standard", metavar="NAME", help="msprobe, msprobe-1.0, operator (both verdicts), ait or xray."

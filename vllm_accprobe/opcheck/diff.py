@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from vllm_accprobe.opcheck.gather import gathered
-from vllm_accprobe.opcheck.sheets import MSPROBE, Row, Sheet, SheetError
+from vllm_accprobe.opcheck.sheets import MSPROBE, Row, Sheet, SheetError, in_folder
 from vllm_accprobe.opcheck.standards import TWO_SIDED, apis, judge_two, pairs
 from vllm_accprobe.opcheck.standards.apis import algorithm_of, api_of, level_of
 from vllm_accprobe.opcheck.standards.finding import ERROR, PASS, SKIP, WARNING, Finding, Judged, skip, worst
@@ -159,13 +159,14 @@ def _own(row: Row) -> Finding:
 def open_diff(
     golden: Path, mine: Path, standard: str = "msprobe", algorithms: Sequence[str] = (), by: str = CALL
 ) -> Diff:
-    """algorithms: ``GLOB=NAME``, over API names, operators and classes, NAME one of ALGORITHMS. Raises SheetError for
-    files that are none or do not belong together, for unknown names, and OSError."""
+    """golden, mine: csv files, or folders with one. algorithms: ``GLOB=NAME``, over API names, operators and classes,
+    NAME one of ALGORITHMS. Raises SheetError for files that are none or do not belong together, for unknown names, and
+    OSError."""
     if standard not in STANDARDS:
         raise SheetError(f"--standard: no standard for two machines is called {standard!r}; {', '.join(STANDARDS)} are")
     if algorithms and standard not in RELEASES:
         raise SheetError(f"--algorithm: {standard} has no algorithms to choose from; {', '.join(RELEASES)} have")
-    sheets = Sheet(golden), Sheet(mine)
+    sheets = Sheet(in_folder(golden)), Sheet(in_folder(mine))
     if sheets[0].kind != sheets[1].kind:
         kinds = " and ".join(f"{s.path} is {s.kind}'s" for s in sheets)
         raise SheetError(f"{kinds}: two files of one kind are needed")

@@ -49,8 +49,25 @@ _LONGEST = 1 << 20
 """Characters of one cell; longer ones are no csv of ours or msprobe's."""
 
 
+_IN_FOLDERS = ("opcheck.csv", "accuracy_checking_details_*.csv", "*.csv")
+
+
 class SheetError(ValueError):
     """One line: which file, where, what is wrong, what to do."""
+
+
+def in_folder(path: Path) -> Path:
+    """``path``, or where it is a folder the one csv in it that opdiff is for. Raises SheetError for none or several."""
+    if not path.is_dir():
+        return path
+    for pattern in _IN_FOLDERS:
+        found = sorted(p for p in path.glob(pattern) if p.is_file())
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(p.name for p in found[:3])
+            raise SheetError(f"{path}: {len(found)} files may be meant ({names}{' ...' * (len(found) > 3)}); name one")
+    raise SheetError(f"{path}: no csv file is in this folder")
 
 
 @dataclass(frozen=True, slots=True)
