@@ -32,7 +32,7 @@ class Meeting:
     """The rows of one tensor of mine that lie among some golden tensors; arrays of one length, in mine's order.
 
     used: numbers of the golden tensors that hold one. row: of mine; number, other: golden's tensor and its row. keys,
-    decode: of the rows. aligned: one golden tensor, and each row meets the row of the same place. complete: all rows of
+    decode: of the rows. places: for each tensor in ``used``, where its rows stand in these arrays. aligned: one golden tensor, and each row meets the row of the same place. complete: all rows of
     mine's tensor are here; both: and all of the golden's.
     """
 
@@ -45,6 +45,7 @@ class Meeting:
     aligned: bool
     complete: bool
     both: bool
+    places: tuple[np.ndarray, ...] = ()
 
 
 class Indices:
@@ -77,7 +78,8 @@ class Indices:
         aligned = len(used) == 1 and np.array_equal(other, kept)
         complete = len(kept) == len(rows.keys)
         both = aligned and complete and len(self.sides[0].rows[wheres[used[0]]].keys) == len(kept)
-        return Meeting(used, kept, number, other, rows.keys[kept], rows.decode[kept], aligned, complete, both)
+        places = tuple(np.flatnonzero(number == i) for i in used)
+        return Meeting(used, kept, number, other, rows.keys[kept], rows.decode[kept], aligned, complete, both, places)
 
     def index(self, wheres: tuple[Space, ...]) -> Index:
         """Where each kept row lies among ``wheres``; the last one counts where a row lies in several."""

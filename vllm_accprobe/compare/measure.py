@@ -38,6 +38,7 @@ and say the same."""
 ROW_COUNT = "its row count disagrees with the row map"
 UNKNOWN_DTYPE = "complex numbers are not compared"
 _EMPTY = np.zeros(0, np.int64)
+_TINY = float(np.finfo(np.float64).tiny)
 
 
 @dataclass
@@ -149,13 +150,18 @@ class Measurer:
                 piece.skip = NO_PAYLOAD
             return
         kept, number, row = met.row, met.number, met.other
-        table = np.zeros((len(kept), len(oracle.ROW_FIELDS)))
-        for i in met.used:
+        table: np.ndarray | None = None
+        for i, places in zip(met.used, met.places, strict=True):
             size = max(row_bytes(golden[i]), row_bytes(piece.group))
-            for part in stretches(np.flatnonzero(number == i), size):
+            for part in stretches(places, size):
                 g, g_rows = self.rows[0].load(golden[i], cuts[0], row[part])
                 m, m_rows = self.rows[1].load(piece.group, cuts[1], kept[part])
-                table[part] = found = self._table(g, g_rows, m, m_rows, unit, piece)
+                found = self._table(g, g_rows, m, m_rows, unit, piece)
+                if len(part) == len(kept):
+                    table = found
+                else:
+                    table = np.zeros((len(kept), len(oracle.ROW_FIELDS))) if table is None else table
+                    table[part] = found
                 self._columns(piece, found, g, g_rows, m, m_rows, unit)
                 self._locate(piece, found, part, g, g_rows, m, m_rows)
         piece.table = table
@@ -185,19 +191,18 @@ class Measurer:
         rows = np.flatnonzero(table[:, oracle.DD])
         if not len(rows) or is_choice(unit.key[1]) or is_weight(unit.key[1]):
             return
-        if len(rows) > COLUMN_ROWS:
-            far = table[rows, oracle.DD] / np.maximum(table[rows, oracle.GG], np.finfo(np.float64).tiny)
-            rows = np.sort(rows[np.argpartition(far, -COLUMN_ROWS)[-COLUMN_ROWS:]])
         if all(DTYPES[b.dtype].kind == "float" for b in (g, m)):
-            Measurer._structure(piece, table, g, g_rows, m, m_rows)
+            Measurer._structure(piece, rows, g, g_rows, m, m_rows)
+        if len(rows) > COLUMN_ROWS:
+            far = table[rows, oracle.DD] / np.maximum(table[rows, oracle.GG], _TINY)
+            rows = np.sort(rows[np.argpartition(far, -COLUMN_ROWS)[-COLUMN_ROWS:]])
         if piece.columns is None:
             piece.columns = np.zeros((2, m.data.shape[1]))
         kernel.add_columns(g.data, g.dtype, g_rows[rows], m.data, m.dtype, m_rows[rows], widen, piece.columns)
 
     @staticmethod
-    def _structure(piece: Piece, table: np.ndarray, g: Block, g_rows: np.ndarray, m: Block, m_rows: np.ndarray) -> None:
+    def _structure(piece: Piece, rows: np.ndarray, g: Block, g_rows: np.ndarray, m: Block, m_rows: np.ndarray) -> None:
         """Adds to the piece's sums by which a fault is told from rounding (metrics/structure.py)."""
-        rows = np.flatnonzero(table[:, oracle.DD])
         rows = rows[structure.chosen(len(rows), m.data.shape[1])]
         sums = kernel.structure_sums(g.data, g.dtype, g_rows[rows], m.data, m.dtype, m_rows[rows], widen)
         piece.structure = sums if piece.structure is None else piece.structure + sums

@@ -124,13 +124,23 @@ def _check(golden: np.ndarray, golden_rows: np.ndarray, mine: np.ndarray, mine_r
     if len(golden_rows) != len(mine_rows):
         raise ValueError(f"{len(golden_rows)} rows of golden and {len(mine_rows)} of mine")
     for index, side in ((golden_rows, golden), (mine_rows, mine)):
-        if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(side)):
+        # Seen without a sign, a negative number is a very large one.
+        if len(index) and int(_rows(index).view(np.uint64).max()) >= len(side):
             raise IndexError(f"row index outside an array of {len(side)} rows")
+
+
+def _rows(index: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(index, np.int64)
 
 
 def _side(data: np.ndarray, dtype: str, rows: np.ndarray, widen: Widen) -> tuple[Any, ...]:
     flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    return flat, _kind(dtype), _table(dtype, widen), rows.astype(np.int64)
+    return flat, _kind(dtype), _table(dtype, widen), _writeable(_rows(rows))
+
+
+def _writeable(rows: np.ndarray) -> np.ndarray:
+    """Arrays that may only be read are another type to the compiler, and would be compiled for once more."""
+    return rows if rows.flags.writeable else rows.copy()
 
 
 def _loops(golden: np.ndarray, *dtypes: str) -> Any:

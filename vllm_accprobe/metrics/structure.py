@@ -9,6 +9,8 @@ Not here: what is out of the ordinary (judge/hidden.py); sums over rows (oracle.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 FIELDS = 6
@@ -16,10 +18,13 @@ ELEMENTS = 1 << 18
 """Elements of one tensor that are looked at: 64 rows of 4096."""
 
 
+@lru_cache(256)
 def chosen(rows: int, width: int) -> np.ndarray:
-    """Indices of the rows to look at, int64, evenly spread."""
+    """Indices of the rows to look at, int64, evenly spread; to be read only."""
     n = min(rows, max(ELEMENTS // max(width, 1), 16))
-    return np.unique(np.linspace(0, rows - 1, n).astype(np.int64)) if rows else np.zeros(0, np.int64)
+    found = np.unique(np.linspace(0, rows - 1, n).astype(np.int64)) if rows else np.zeros(0, np.int64)
+    found.setflags(write=False)
+    return found
 
 
 def structure(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:
