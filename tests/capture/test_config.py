@@ -36,12 +36,19 @@ def test_environment_sets_every_field() -> None:
             "VLLM_ACCPROBE_REQUESTS": "my-*",
             "VLLM_ACCPROBE_GRAPHS": "1",
             "VLLM_ACCPROBE_MAX_GB": "0.5",
+            "VLLM_ACCPROBE_OPS": "1",
+            "VLLM_ACCPROBE_OPS_MODE": "sample",
+            "VLLM_ACCPROBE_OPS_LIST": "aten.*,!aten.mul*",
+            "VLLM_ACCPROBE_OPS_CALLS": "7",
+            "VLLM_ACCPROBE_OPS_MAX_MB": "1.5",
+            "VLLM_ACCPROBE_SEED": "42",
             "HOME": "/",
         }
     )
     assert config == ProbeConfig(
         enabled=True, dir="out", task="stats", tokens=((0, 4), (7, 7)), steps=((0, 3),), ranks=((1, 1),),
         modules=("layers", "!*.3"), parts=("output",), requests=("my-*",), graphs=True, max_gb=0.5,
+        ops=True, ops_mode="sample", ops_list=("aten.*", "!aten.mul*"), ops_calls=7, ops_max_mb=1.5, seed=42,
     )  # fmt: skip
     assert config.budget_bytes == 500_000_000
     assert not config.capture_inputs

@@ -62,10 +62,13 @@ def test_a_call_comes_back_with_its_tensors(tmp_path: Path) -> None:
         [{"tensor": {"role": 3, "dtype": "float32", "shape": [1]}}],
         [{"tensor": {"role": "input.0", "dtype": "float32", "shape": [1], "min": "low"}}],
         {"0": 1},
+        [{"skipped": 3}],
+        [{"skipped": "too large", "role": "input.0", "dtype": "float32", "shape": ["9"]}],
+        [tensor("input.0", 2, after={"max": "high"})],
     ],
 )
 def test_other_words_are_refused(args: Any) -> None:
-    with pytest.raises(ValueError, match=r"argument|shape|args|role|min"):
+    with pytest.raises(ValueError, match=r"argument|shape|args|role|min|max|skipped"):
         op_call(0, event(args=args))
 
 

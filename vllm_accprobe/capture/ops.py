@@ -32,13 +32,14 @@ class _Call:
     """One call on its way: its line so far, what was taken of it, its written arguments as they were before and as
     they are after."""
 
-    __slots__ = ("after", "before", "event", "keep", "number", "taken", "tap")
+    __slots__ = ("after", "before", "event", "keep", "number", "refused", "taken", "tap")
 
     def __init__(self, tap: str, number: int, keep: bool, event: dict[str, Any]):
         self.tap = tap
         self.number = number
         self.keep = keep
         self.event = event
+        self.refused = False
         self.taken: list[tuple[Taken, dict[str, Any]]] = []
         self.before: list[tuple[str, torch.Tensor, Taken | None, dict[str, Any]]] = []
         self.after: list[tuple[str, Taken, dict[str, Any]]] = []
@@ -51,6 +52,8 @@ class _Call:
         for role, taken, about in self.after:
             if role in event["mutates"]:
                 taken.add_to(about.setdefault("after", {}))
+        if not self.refused:
+            return event
         event["args"] = [_settled(v) for v in event["args"]]
         event["kwargs"] = {name: _settled(v) for name, v in event["kwargs"].items()}
         event["outputs"] = [_settled(v) for v in event["outputs"]]
@@ -213,6 +216,7 @@ class Operators(TorchDispatchMode):
         if reason is None:
             return False
         about["skipped"] = reason
+        call.refused = True
         self._session.sink.skip(call.tap, f"a tensor of an operator: {reason}", role)
         return True
 

@@ -113,6 +113,8 @@ def _check(value: Any, depth: int = 0) -> None:
         raise ValueError(f"an argument is {short(value)}")
     if "skipped" in value:
         string(value, "skipped")
+        if "role" in value:
+            _check_tensor(value)
     elif "tensor" in value:
         _check_tensor(value["tensor"])
     elif "list" in value:
