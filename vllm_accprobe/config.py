@@ -347,11 +347,11 @@ def _nearest(name: str, valid: tuple[str, ...]) -> str:
 class DumpConfig:
     """The seed's spelling of a configuration (ait's and msit's ``DumpConfig``): what register_hook() takes.
 
-    dump_path: directory, by default ./accprobe/<UTC time>; token_range: token ordinals (default: the prompt only, as in
-    ait); module_list: classes or globs of modules, [] for all; tensor_part: 0 inputs, 1 outputs, 2 both; device_id: only
-    this device; dump_last_logits: the logits only; mode: "module", "api" (operator calls too) or both; api_list:
-    operators, with "api"; dump_weight: parameters' payloads too; layer_name: a glob over module paths, besides
-    module_list.
+    dump_path: directory, by default VLLM_ACCPROBE_DIR or ./accprobe/<UTC time>; token_range: token ordinals (default:
+    the prompt only, as in ait); module_list: classes or globs of modules, [] for all; tensor_part: 0 inputs, 1 outputs,
+    2 both; device_id: only this device; dump_last_logits: the logits only; mode: "module", "api" (operator calls too)
+    or both; api_list: operators, with "api"; dump_weight: parameters' payloads too; layer_name: a glob over module
+    paths, besides module_list.
     """
 
     dump_path: str | None = None
@@ -378,8 +378,10 @@ class DumpConfig:
             if word not in ("module", "api"):
                 raise ConfigError(f"mode={word}: known are module and api{_nearest(str(word), ('module', 'api'))}")
         values: dict[str, Any] = {"modules": names, "parts": parts, "tokens": self.token_range or (0,)}
-        if self.dump_path:
-            values["dir"] = self.dump_path
+        # Without a path of its own: where `accprobe run` or the environment wants it.
+        path = self.dump_path or os.environ.get(PREFIX + "DIR")
+        if path:
+            values["dir"] = path
         if "api" in mode:
             values |= {"ops": True, "ops_list": list(self.api_list or ())}
         return ProbeConfig.from_kwargs(**values)

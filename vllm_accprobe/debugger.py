@@ -145,7 +145,10 @@ class PrecisionDebugger:
             try:
                 return inner(*args, **kwargs)
             finally:
-                self._after_forward()
+                try:
+                    self._after_forward()
+                except Exception as error:
+                    self._give_up(f"PrecisionDebugger could not end a step ({type(error).__name__}: {error})")
 
         # Around the Probe's own wrapper, and taken off with it: a step is over when the model has returned.
         forward.__wrapped__ = inner  # type: ignore[attr-defined]

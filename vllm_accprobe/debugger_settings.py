@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,35 +74,37 @@ def read_settings(
     of_msprobe = config_path is not None or task is not None or level is not None
     notes: list[str] = []
     values: dict[str, Any] = {"dir": _directory(dump_path or file.get("dump_path"))}
-    kind = str(task or file.get("task") or "tensor")
-    if kind not in _TASKS:
-        raise ConfigError(f"task={kind}: {_INSTEAD.get(kind, 'known are tensor and statistics')}")
-    values["task"] = _TASKS[kind]
+    kind = task or file.get("task")
+    if kind and kind not in _TASKS:
+        raise ConfigError(f"task={kind}: {_INSTEAD.get(str(kind), 'known are tensor and statistics')}")
+    if kind:
+        values["task"] = _TASKS[kind]
     depth = str(level or file.get("level") or "L0")
     if depth not in _LEVELS:
         raise ConfigError(f"level={depth}: known are L0, L1 and mix; single tensors are labelled with set_label")
-    values["ranks"] = _numbers("rank", rank if rank is not None else file.get("rank"))
+    if dump_torch_api or _LEVELS[depth]:
+        values["ops"] = True
+    ranks = _numbers("rank", rank if rank is not None else file.get("rank"))
+    if ranks:
+        values["ranks"] = ranks
     steps = _numbers("step", step if step is not None else file.get("step"))
-    _of_task(file.get(kind), values, notes)
+    _of_task(file.get(kind or "tensor"), values, notes)
     ignored = sorted(key for key in file if key in _NO_EFFECT)
     odd = sorted(key for key in file if key not in _KEYS)
     notes += [f"{', '.join(ignored)} of the config file have no effect here"] if ignored else []
     notes += [f"{', '.join(odd)} of the config file are not known here, and have no effect"] if odd else []
-    values["ops"] = bool(dump_torch_api) or _LEVELS[depth]
-    try:
-        config = ProbeConfig.from_kwargs(**values)
-    except ConfigError as error:
-        if not values["ops"]:
-            raise
-        config = ProbeConfig.from_kwargs(**{**values, "ops": False})
-        notes.append(f"operator calls are not captured: {error}")
+    given = ProbeConfig.from_kwargs(**values)
+    # What the script leaves open is the environment's, where it has the probe on (`accprobe run -- python script.py`).
+    base = ProbeConfig.from_env()
+    config = replace(base, **{name: getattr(given, name) for name in values}) if base.enabled else given
     return Settings(config, steps, 0 if of_msprobe else 1, of_msprobe, tuple(notes))
 
 
 def _directory(named: Any) -> str:
+    """Absolute: it is what tells one debugger from another."""
     if named:
         return os.path.abspath(os.path.expanduser(str(named)))
-    return os.environ.get("VLLM_ACCPROBE_DIR", "") or _default()
+    return os.path.abspath(os.environ.get("VLLM_ACCPROBE_DIR", "") or _default())
 
 
 def _default() -> str:

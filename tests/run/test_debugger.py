@@ -115,6 +115,29 @@ def test_a_second_run_never_writes_over_the_first(tmp_path: Path, caplog: pytest
     assert steps(open_dump(tmp_path / "d")) == steps(open_dump(tmp_path / "d.2")) == [1]
 
 
+def test_operator_calls_too(tmp_path: Path) -> None:
+    model = Toy()
+    debugger = PrecisionDebugger(dump_path=tmp_path / "d", hook_name="dump", model=model, dump_torch_api=True)
+    debugger.start()
+    model(IDS)
+    debugger.close()
+    assert any(op.op.startswith("aten") for op in open_dump(tmp_path / "d").ops)
+
+
+def test_what_is_left_open_is_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("", "1"), ("_DIR", str(tmp_path / "env")), ("_TASK", "stats"), ("_MODULES", "norm")):
+        monkeypatch.setenv(f"VLLM_ACCPROBE{name}", value)
+    for path, where in ((None, "env"), (tmp_path / "own", "own")):
+        model = Toy()
+        debugger = PrecisionDebugger(dump_path=path, hook_name="dump", model=model)
+        debugger.start()
+        model(IDS)
+        debugger.close()
+        records = [r for r in open_dump(tmp_path / where).records if r.step is not None]
+        assert {r.tap for r in records} == {"norm"}
+        assert all(r.payload is None for r in records)
+
+
 def test_it_is_announced_to_accprobe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     register = tmp_path / "register"
     register.touch()
