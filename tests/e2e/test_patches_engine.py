@@ -131,7 +131,6 @@ def test_a_fault_is_named_and_a_patch_that_does_not_fit_is_refused(
     [
         ("llama", {"q_rotated", "k_rotated", "v", "heads", "stream_after_attention"}, r"model\.layers\.\d+.*"),
         ("qwen2-moe", {"q_rotated", "router_logits", "topk_ids", "topk_weights"}, r"model\.layers\.\d+.*"),
-        ("mixtral", {"q_rotated", "router_logits", "topk_ids", "topk_weights"}, r"model\.layers\.\d+.*"),
         ("deepseek-v2", {"latent_normed", "k_rope_in", "q_rotated", "k_rope_rotated", "heads", "topk_ids"},
          r"model\.layers\.\d+.*"),
     ],
