@@ -121,6 +121,7 @@ def test_nothing_captured_is_an_error_only_where_the_command_had_none(tmp_path: 
 def test_what_the_command_gets(tmp_path: Path) -> None:
     show = "env | grep -E 'VLLM_(ACCPROBE|PLUGINS)' | sort"
     options = ["--tokens", "0-4", "--task", "stats", "--max-gb", "3", "--ops", "--eager", "--requests", "a,b"]
+    options += ["--set", "ops_mode=trace", "--set", "SEED=3"]
     done = accprobe("-d", "out", *options, "--", show, cwd=tmp_path, VLLM_ACCPROBE_STEPS="0-1", VLLM_PLUGINS="other")
     assert done.stdout.splitlines() == [
         "VLLM_ACCPROBE=1",
@@ -128,7 +129,9 @@ def test_what_the_command_gets(tmp_path: Path) -> None:
         "VLLM_ACCPROBE_GRAPHS=0",
         "VLLM_ACCPROBE_MAX_GB=3",
         "VLLM_ACCPROBE_OPS=1",
+        "VLLM_ACCPROBE_OPS_MODE=trace",
         "VLLM_ACCPROBE_REQUESTS=a,b",
+        "VLLM_ACCPROBE_SEED=3",
         "VLLM_ACCPROBE_STEPS=0-1",
         "VLLM_ACCPROBE_TASK=stats",
         "VLLM_ACCPROBE_TOKENS=0-4",
@@ -143,6 +146,8 @@ def test_mistakes_are_one_line_and_start_nothing(tmp_path: Path) -> None:
         (["--tokens", "x", "--", f"touch {marker}"], "VLLM_ACCPROBE_TOKENS=x: 'x' is not a number"),
         (["--atb", "--atb-ids", "x", "--", f"touch {marker}"], "--atb-ids=x: write operations as 2,3_1"),
         (["--config", "no.toml", "--", f"touch {marker}"], f"_CONFIG={tmp_path / 'no.toml'}: No such file"),
+        (["--set", "tokns=3", "--", f"touch {marker}"], "VLLM_ACCPROBE_TOKNS is not a setting of accprobe; did"),
+        (["--set", "tokens", "--", f"touch {marker}"], "--set tokens: write NAME=VALUE"),
         (["--", "nosuchprogram"], "nosuchprogram: no such command"),
         ([], "Missing argument"),
     ]

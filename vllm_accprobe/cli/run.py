@@ -29,6 +29,7 @@ def run(
     max_gb: str = typer.Option(None, "--max-gb", help="Disk budget per rank."),
     ops: bool = typer.Option(None, "--ops/--no-ops", help="Capture operator calls too."),
     graphs: bool = typer.Option(None, "--graphs/--eager", help="Leave compiled and captured graphs as configured."),
+    more: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="Any other setting, e.g. ops_mode=dedup."),
     config: str = typer.Option(None, "--config", metavar="FILE", help="A TOML file with such settings."),
     atb: bool = typer.Option(False, "--atb", help="Let Ascend's ATB write its tensors too; they go to DIR/atb."),
     atb_ids: str = typer.Option("", "--atb-ids", help="Operations, e.g. 2,3_1; all by default."),
@@ -61,7 +62,7 @@ def run(
     given = {
         "dir": dir, "task": task, "tokens": tokens, "steps": steps, "ranks": ranks, "modules": modules, "parts": parts,
         "requests": requests, "max_gb": max_gb, "config": config, "ops": _flag(ops), "graphs": _flag(graphs),
-    }  # fmt: skip
+    } | _settings(more)  # fmt: skip
     environ, settings, notes = environment(given, os.environ)
     root = _path(settings.dir)
     if atb:
@@ -157,6 +158,17 @@ def _summary(found: Progress) -> str:
 
 def _count(n: int, what: str) -> str:
     return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def _settings(words: list[str]) -> dict[str, str | None]:
+    """``ops_mode=dedup`` as a setting. Raises CommandError; an unknown name is refused where all are read."""
+    found: dict[str, str | None] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise CommandError(f"--set {word}: write NAME=VALUE, for example ops_mode=dedup")
+        found[name.lower()] = value
+    return found
 
 
 def _flag(value: bool | None) -> str | None:
