@@ -134,8 +134,7 @@ def _two_atb(golden: Any, mine: Any) -> tuple[Rules, bool, list[str]] | None:
     sides = _places(golden.records), _places(mine.records)
     if {tap for tap, _ in sides[0]} == {tap for tap, _ in sides[1]}:
         return None
-    forests = [atb_topology.tree([t for taps in _graphs(d.records) for t in taps], d.topology) for d in (golden, mine)]
-    same = atb_topology.atb_to_atb(*forests)
+    same = atb_topology.atb_to_atb(*(_forest(d) for d in (golden, mine)))
     pairs: Pairs = {}
     left = 0
     for (tap, role), record in sides[1].items():
@@ -150,6 +149,12 @@ def _two_atb(golden: Any, mine: Any) -> tuple[Rules, bool, list[str]] | None:
     if left:
         lines.append(f"mapping: {left} tensors that are integers on one side and numbers on the other: not compared")
     return _rules("operators of two ATB graphs", pairs), False, lines
+
+
+def _forest(dump: Any) -> list[atb_topology.Node]:
+    taps = dict.fromkeys(t for graph in _graphs(dump.records) for t in graph)
+    counting = {r.tap for r in dump.records if r.role == "output.0" and r.dtype in ("int8", "uint8")}
+    return atb_topology.tree(taps, dump.topology, counting)
 
 
 # --- torchair ---

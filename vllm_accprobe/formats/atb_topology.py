@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -24,7 +24,8 @@ _MAX_JSON = 64 << 20
 
 @dataclass
 class Node:
-    """An operator and what runs inside, in order of execution. kind: its type; param: of the topology."""
+    """An operator and what runs inside, in order of execution. kind: its type; param, names (of tensors): of the
+    topology; counts: whether its first output holds integers of 8 bits."""
 
     tap: str
     kind: str
@@ -32,6 +33,7 @@ class Node:
     param: Mapping[str, Any] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     children: list[Node] = field(default_factory=list)
+    counts: bool = False
 
     def leaves(self) -> list[Node]:
         return [leaf for c in self.children for leaf in c.leaves()] if self.children else [self]
@@ -85,8 +87,10 @@ def _flatten(node: Mapping[str, Any], above: str, out: dict[str, Mapping[str, An
             _flatten(child, f"{tap}.", out, depth + 1)
 
 
-def tree(taps: Iterable[str], topology: Mapping[str, Mapping[str, Any]]) -> list[Node]:
-    """The operators that ``taps`` name, as a forest in order of execution."""
+def tree(
+    taps: Iterable[str], topology: Mapping[str, Mapping[str, Any]], counting: Container[str] = ()
+) -> list[Node]:
+    """The operators that ``taps`` name, as a forest in order of execution. counting: those that give int8."""
     root = Node("", "", 0)
     known = {"": root}
 
@@ -98,7 +102,7 @@ def tree(taps: Iterable[str], topology: Mapping[str, Mapping[str, Any]]) -> list
             param = spec.get("param")
             names = [n for key in ("inTensors", "outTensors") for n in _texts(spec.get(key))]
             node = Node(tap, kind, int(index) if index.isdecimal() else 0, param if isinstance(param, Mapping) else {},
-                        tuple(names))  # fmt: skip
+                        tuple(names), counts=tap in counting)  # fmt: skip
             known[tap] = node
             at(above).children.append(node)
         return known[tap]
@@ -122,12 +126,6 @@ def plain_kind(kind: str) -> str:
     return _QUANT.sub("", kind.replace("NoQuant", "")).replace("NoAdd", "AndAdd")
 
 
-def _is_quantiser(n: Node) -> bool:
-    """Only turns numbers into integers or back, which the other graph does not do."""
-    bare = plain_kind(n.kind)
-    return n.param.get("elewiseType") in (3, 11, 12, 13) or bare in ("", "Operation", "Elewise")
-
-
 def atb_to_atb(golden: Sequence[Node], mine: Sequence[Node]) -> dict[str, str]:
     """mine's tap → golden's, for operators of two graphs that are the same, level by level in order."""
     out: dict[str, str] = {}
@@ -138,16 +136,18 @@ def atb_to_atb(golden: Sequence[Node], mine: Sequence[Node]) -> dict[str, str]:
 def _lay(golden: Sequence[Node], mine: Sequence[Node], out: dict[str, str]) -> None:
     while len(golden) == 1 and len(mine) > 1 and golden[0].children:
         golden = golden[0].children
-    sides = [[n for n in side if n.children or not _is_quantiser(n)] for side in (golden, mine)]
-    kinds = [[_signature(n) for n in side] for side in sides]
+    kinds = [[_signature(n) for n in side] for side in (golden, mine)]
     for block in SequenceMatcher(None, kinds[0], kinds[1], autojunk=False).get_matching_blocks():
         for i in range(block.size):
-            g, m = sides[0][block.a + i], sides[1][block.b + i]
+            g, m = golden[block.a + i], mine[block.b + i]
             out[m.tap] = g.tap
             _lay(g.children, m.children, out)
 
 
 def _signature(n: Node) -> str:
+    """What must agree: an operator that quantises, or what its elementwise type is, is not one that adds."""
     kind = n.param.get("elewiseType")
     own = plain_kind(n.kind)
-    return f"{own}:{kind}" if kind is not None and own.startswith("Elewise") else own
+    if not own.startswith("Elewise"):
+        return own
+    return f"{own}:{kind}:{n.counts}"
