@@ -117,26 +117,48 @@ def _report(path: Path) -> RankReport:
     try:
         with path.open("rb") as file:
             data = json.loads(file.read(_MOST_BYTES))
-        if not isinstance(data, dict) or data.pop("schema", None) != 1 or type(data.get("rank")) is not int:
-            raise ErrcheckError(f"{path}: no findings of errcheck")
-        first = data.pop("first", None)
-        report = RankReport(**{f.name: _tuple(data[f.name]) for f in fields(RankReport) if f.name in data})
-        if first is not None:
-            finding = Finding(**{f.name: _tuple(first[f.name]) for f in fields(Finding) if f.name in first})
-            if type(finding.step) is not int or type(finding.order) is not int:
-                raise TypeError
-            return RankReport(**{**{f.name: getattr(report, f.name) for f in fields(RankReport)}, "first": finding})
-        return report
+        if not isinstance(data, dict) or data.get("schema") != 1:
+            raise ValueError
+        values = _values(data, RankReport(rank=0))
+        if values["first"] is not None:
+            values["first"] = Finding(**_values(values["first"], _LIKE))
+        return RankReport(**values)
     except OSError as error:
         raise ErrcheckError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        if isinstance(error, ErrcheckError):
-            raise
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise ErrcheckError(f"{path}: no findings of errcheck") from None
 
 
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+_LIKE = Finding(0, 0, 0.0, "", "", "", 0, "", 0, 0, 0, "")
+_NAMES = ("rows", "inputs")
+"""Fields that are lists of small dicts; other lists are of strings, or, for a shape, of numbers."""
+
+
+def _values(data: Any, like: RankReport | Finding) -> dict[str, Any]:
+    """The fields of a dataclass from JSON, each of the type that it has in ``like``. Raises ValueError, KeyError."""
+    if not isinstance(data, dict):
+        raise ValueError
+    found: dict[str, Any] = {}
+    for f in fields(like):
+        sample, value = getattr(like, f.name), data[f.name]
+        if isinstance(sample, tuple):
+            item = dict if f.name in _NAMES else int if f.name == "shape" else str
+            if not isinstance(value, list) or not all(type(v) is item for v in value):
+                raise ValueError
+            value = tuple(value)
+        elif isinstance(sample, Mapping):
+            if not isinstance(value, dict) or not all(type(v) is int for v in value.values()):
+                raise ValueError
+        elif isinstance(sample, float):
+            value = float(value) if type(value) in (int, float) else _refuse()
+        elif sample is not None and type(value) is not type(sample):
+            raise ValueError
+        found[f.name] = value
+    return found
+
+
+def _refuse() -> float:
+    raise ValueError
 
 
 def alive(reports: Sequence[RankReport]) -> bool:
@@ -220,5 +242,5 @@ def lines(reports: Sequence[RankReport]) -> list[str]:
 
 
 def _counts(values: Mapping[str, Any]) -> str:
-    words = [f"{values[k]:,} {k}" for k in ("nan", "inf", "saturated") if values.get(k)]
+    words = [f"{values[k]:,} {k}" for k in ("nan", "inf", "saturated") if type(values.get(k)) is int and values[k]]
     return f" ({', '.join(words)})" if words else ""
