@@ -177,3 +177,17 @@ def test_labels_without_touching_the_source(tmp_path: Path) -> None:
     for pair in result.pairs:
         assert pair.rel_euclid == pytest.approx(1.0)
         assert pair.cosine == pytest.approx(1.0)
+
+
+def test_whole_graphs_compile_and_leave_the_taps_out(tmp_path: Path) -> None:
+    """vLLM compiles with fullgraph: a patched function must not break the graph."""
+    (tmp_path / "block.toml").write_text(BLOCK)
+    model = Toy()
+    hidden, positions = torch.ones(4, 8), torch.arange(4)
+    with torch.inference_mode():
+        expected, _ = model.layers[0](hidden, positions=positions)
+        with Probe(Toy(layers=0), dir=str(tmp_path / "d"), patches=str(tmp_path / "block.toml")):
+            assert HOOK in vars(toy)
+            compiled = torch.compile(model.layers[0].forward, fullgraph=True, backend="eager")
+            made, _ = compiled(hidden, positions=positions)
+    torch.testing.assert_close(made, expected)
