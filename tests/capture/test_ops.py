@@ -387,3 +387,16 @@ def test_operators_of_steps_with_other_peoples_rows_are_left_out(tmp_path: Path)
     assert left > 10
     ids = [r for r in dump.records if r.role == "input.input_ids" and r.tap == "<root>"]
     assert [dump.read(r).reshape(-1).tolist() for r in ids] == [[1, 2, 3], [7, 8, 1]]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_compiled_function_runs_as_it_is_written(tmp_path: Path, warm: bool) -> None:
+    compiled = torch.compile(lambda x: (x * 2 + 1).sum(), backend="eager", dynamic=True)
+    model = Small(lambda self, x: compiled(x * 3))
+    if warm:
+        assert model(torch.ones(3)).item() == 21.0
+    dump = captured(tmp_path, model, torch.ones(3), torch.ones(4))
+    expected = ["aten.mul.Tensor", "aten.mul.Tensor", "aten.add.Tensor", "aten.sum.default"]
+    assert [c.op for c in dump.ops] == expected * 2
+    assert read(dump, dump.ops[-1], "output.0") == 28.0
+    assert model(torch.ones(5)).item() == 35.0
