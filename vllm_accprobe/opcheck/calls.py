@@ -34,6 +34,7 @@ _PAST = {
     "MLAAttention": ("kv_c_normed", "k_pe"),
 }
 _SUMMED = ("RowParallelLinear", "VocabParallelEmbedding")
+_SUMMED_INSIDE = ("MoERunner", "FusedMoE", "SharedFusedMoE")
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
@@ -159,6 +160,7 @@ class Calls:
         self, rank: int, tap: str, begins: Callable[[int | None, int], object],
         crashed: Mapping[tuple[int | None, int], str],
     ) -> Iterator[Captured]:  # fmt: skip
+        self._known.clear()
         held = self._op_records.get((rank, tap), {})
         for op in self._ops[rank, tap]:
             records = held.get((op.step, op.call), {})
@@ -172,6 +174,9 @@ class Calls:
             except NotKept as why:
                 yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, str(why), op.seq)
                 continue
+            if not op.op.startswith("aten.") and op.module is not None:
+                module = self.modules.get(rank, {}).get(op.module)
+                what = replace(what, params=self.params(rank, op.module, module))
             missing = "" if what.outputs else "nothing came out of it that was captured"
             yield Captured(tap, rank, op.step, op.call, what, records, missing, op.seq)
 
@@ -299,10 +304,28 @@ class Calls:
             extra |= self._other("router_logits", rank, f"{block}.gate", step, n, "output.0")
             extra |= self._other("router_logits", rank, f"{block.rpartition('.')[0]}.gate", step, n, "output.0")
             extra["gate"] = self._gate_params(rank, block)
-        children = self._children.get((rank, tap))
-        if children:
-            extra["children"], extra["read"] = self._within(rank, tap, children, step), self.read
+        extra |= self._inside(rank, tap, step)
+        if what.cls in _SUMMED_INSIDE and len(self.dump.ranks) > 1:
+            extra |= self._parts(what, rank, tap, step, n, extra)
         return extra
+
+    def _inside(self, rank: int, tap: str, step: int) -> dict[str, Any]:
+        children = self._children.get((rank, tap))
+        return {"children": self._within(rank, tap, children, step), "read": self.read} if children else {}
+
+    def _parts(self, what: Call, rank: int, tap: str, step: int, n: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """The other ranks' calls of a block whose parts each have a share of the sum: how many, and they."""
+        mine = self._calls[rank, tap][step, n].get("output.0")
+        inner = [r for _, role, r in extra.get("children", ()) if role == "output.0" and r.layout.kind == "partial"]
+        if mine is None or mine.layout.kind == "partial" or not inner:
+            return {}
+        ranks = []
+        for other in self.dump.ranks:
+            records = self._calls.get((other, tap), {}).get((step, n))
+            if records and all(r.payload is not None for r in records.values()):
+                part = self.call(other, tap, what.cls, records, self.read)
+                ranks.append(replace(part, extra=self._inside(other, tap, step)))
+        return {"partial": inner[-1].layout.size, "ranks": ranks}
 
     def _other(self, name: str, rank: int, tap: str, step: int, n: int, role: str) -> dict[str, Any]:
         record = self._calls.get((rank, tap), {}).get((step, n), {}).get(role)

@@ -70,6 +70,8 @@ def closed(call: Call, references: References) -> Call:
             for path, role, r in extra["children"]
         ]
         extra["read"] = _value
+    if "ranks" in extra:
+        extra["ranks"] = [closed(rank, references) for rank in extra["ranks"]]
     return replace(call, extra=extra)
 
 

@@ -23,6 +23,8 @@ from vllm_accprobe.opcheck.references.aten import of, outputs_by_role, tensors_b
 from vllm_accprobe.opcheck.references.attention import attention_settings
 from vllm_accprobe.opcheck.references.moe import activation_of
 
+_HANDLES = ("onednn", "_mm_handler", "custom_ar", "quick_ar")
+"""Operators that are given addresses as integers: to run them again would crash."""
 _X = ("x", "input_", "input", "hidden_states", "0")
 
 
@@ -322,6 +324,8 @@ def experts(call: Call) -> Any:
 @reference("*.*", "torch.ops.*")
 def operator(call: Call) -> dict[str, Any]:
     """An aten or vendor operator itself, on the device of its tensors."""
+    if any(word in call.cls for word in _HANDLES):
+        raise Declined("takes a handle of the process that was captured")
     function = of(call.cls)
     devices = [t.device for t in tensors_by_role(call.args, call.kwargs).values()]
     device = devices[0] if devices else torch.device("cpu")

@@ -61,7 +61,8 @@ class _Maker:
         if "complex" in value:
             return complex(*(float(self.value(p)) for p in value["complex"]))
         if "skipped" in value:
-            raise NotKept(f"argument {value.get('role') or '?'} was not kept: {value['skipped']}")
+            what = f"argument {value['role']}" if value.get("role") else "an argument"
+            raise NotKept(f"{what} was not kept: {value['skipped']}")
         kind, word = next(iter(value.items()))
         if kind == "device":
             return torch.device("cpu")  # where it ran is no part of what it computes

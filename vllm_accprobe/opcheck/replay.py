@@ -9,7 +9,7 @@ Not here: where a call comes from (calls.py), how an error becomes a verdict (ve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -158,9 +158,17 @@ def matrix(tensor: Any, row_dim: int) -> Any:
     return tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1) if tensor.numel() else tensor.reshape(0, 1)
 
 
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    """A captured tensor may have lost, or kept, dimensions of one element."""
+    return [n for n in shape if n != 1]
+
+
 def _checked(dump: Dump, c: Captured, role: str, record: Record, expected: Expected, options: Options) -> Checked:
     captured = c.what.outputs.get(role, c.what.inputs.get(role.removeprefix("input.")))
     shape = record.shape
+    if tuple(expected.value.shape) != shape and _without_ones(expected.value.shape) == _without_ones(shape):
+        noise = None if expected.noise is None else expected.noise.expand(expected.value.shape).reshape(shape)
+        expected = replace(expected, value=expected.value.reshape(shape), noise=noise)
     if tuple(expected.value.shape) != shape:
         raise ValueError(f"shape {list(expected.value.shape)} instead of {list(shape)}")
     row_dim = record.row_dim if record.rows is not None else 0

@@ -10,7 +10,8 @@ from types import ModuleType
 
 FAMILIES = (
     "norms", "linear", "activations", "rotary", "embedding", "sampling", "attention", "mla", "moe",
-    "vision", "composite", "collectives", "aten",
+    "vision", "composite", "collectives", "hf", "aten",
+    "engine_ops",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
 
 Inside = Sequence[tuple[str, str, Any]]
 
@@ -25,9 +25,9 @@ def _inside(call: Call) -> Inside:
     return found
 
 
-def _same(call: Call, role: str, child: str, child_role: str) -> Expected | None:
-    """Output ``role`` handed on from the last output of the child whose path ends so; None where it was not
-    captured."""
+def same(call: Call, role: str, child: str, child_role: str) -> Expected | None:
+    """The value of output ``role`` handed on from the last output of the child whose path ends so; None where it was
+    not captured."""
     read = call.extra.get("read")
     out = call.outputs.get(role)
     for path, r, record in reversed(_inside(call)):
@@ -48,15 +48,15 @@ def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> 
         if last and role == "output.0" and ran_last != child and not ran_last.startswith(f"{child}."):
             continue
         if role in call.outputs and role not in found:
-            same = _same(call, role, child, child_role)
-            if same is not None:
-                found[role] = same
+            held = same(call, role, child, child_role)
+            if held is not None:
+                found[role] = held
     if not found:
         raise Declined("a block whose parts do not tell what it hands on")
     return found
 
 
-def _unscaled(call: Call) -> None:
+def unscaled(call: Call) -> None:
     """Engines apply a routed scaling factor in the experts, behind them or, in float16, in the layers around."""
     if call.config.get("routed_scaling_factor") not in (None, 1, 1.0):
         raise Declined("where the routed scaling factor is applied was not recorded")
@@ -64,10 +64,12 @@ def _unscaled(call: Call) -> None:
 
 @reference("*DecoderLayer")
 def decoder_layer(call: Call) -> dict[str, Expected]:
-    """Of layers that hand on (hidden, residual); those that add the residual themselves are declined."""
+    """Of layers that hand on (hidden, residual); those that add the residual themselves: hf.py."""
     if "output.1" not in call.outputs:
-        raise Declined("a layer that adds its residual itself")
-    _unscaled(call)
+        from vllm_accprobe.opcheck.references.hf import residual_layer
+
+        return residual_layer(call)
+    unscaled(call)
     return _handed_on(
         call,
         ("output.0", _inside(call)[-1][0].partition(".")[0], "output.0"),
@@ -99,7 +101,7 @@ def mlp(call: Call) -> dict[str, Expected]:
 
 def _gated(call: Call, gate: Any) -> Expected:
     read = call.extra["read"]
-    down = _same(call, "output.0", "down_proj", "output.0")
+    down = same(call, "output.0", "down_proj", "output.0")
     if down is None:
         raise Declined("a block whose parts do not tell what it hands on")
     y = down.value * read(gate).double().sigmoid()
@@ -108,35 +110,53 @@ def _gated(call: Call, gate: Any) -> Expected:
 
 @reference("MoERunner", "FusedMoE", "SharedFusedMoE")
 def experts(call: Call) -> dict[str, Expected]:
-    """Routed and shared experts added up."""
-    routed = _same(call, "output.0", "routed_experts.quant_method", "output.0")
+    """Routed and shared experts added up; over the ranks where each of them has a part."""
+    if not call.extra.get("partial"):
+        return {"output.0": _experts(call)}
+    parts = [_experts(rank) for rank in call.extra.get("ranks", ())]
+    if len(parts) != call.extra["partial"]:
+        raise Declined("adds up over ranks, and not all of them were captured")
+    value = sum(p.value for p in parts)
+    noises = [p.value.abs() * call.unit for p in parts]
+    return {"output.0": Expected(value, combined(*noises, *(p.noise for p in parts)))}
+
+
+def _experts(call: Call) -> Expected:
+    routed = same(call, "output.0", "routed_experts.quant_method", "output.0")
     if routed is None:
         raise Declined("a block whose parts do not tell what it hands on")
-    _unscaled(call)
-    shared = _same(call, "output.0", "_shared_experts._layer", "output.0")
+    unscaled(call)
+    shared = same(call, "output.0", "_shared_experts._layer", "output.0")
     if shared is None:
-        return {"output.0": routed}
+        return routed
     y = routed.value + shared.value
-    return {"output.0": Expected(y, call.unit * 0.5 * y.abs())}
+    return Expected(y, call.unit * 0.5 * y.abs())
 
 
-@reference("*MoE", "*MoeSparseMoeBlock", "*SparseMoeBlock")
+@reference("*MoE", "*MoeSparseMoeBlock", "*SparseMoeBlock", "*Moe")
 def moe_block(call: Call) -> dict[str, Expected]:
-    _unscaled(call)
+    inside = {path for path, _, _ in _inside(call)}
+    if "experts" in inside and ("shared_expert" in inside or "shared_experts" in inside):
+        from vllm_accprobe.opcheck.references.hf import mixture
+
+        return mixture(call)
+    unscaled(call)
     return _handed_on(call, ("output.0", "experts", "output.0"))
 
 
 @reference("*Model")
 def model(call: Call) -> dict[str, Expected]:
-    return _handed_on(call, ("output.0", "norm", "output.0"), ("output.0", "final_layernorm", "output.0"))
+    names = ("norm", "final_layernorm")
+    return _handed_on(
+        call, *((role, n, "output.0") for n in names for role in ("output.0", "output.last_hidden_state"))
+    )  # fmt: skip
 
 
 @reference("*ForCausalLM", "*ForConditionalGeneration")
 def causal_lm(call: Call) -> dict[str, Expected]:
-    """The head runs behind it, in another call."""
-    return _handed_on(
-        call, ("output.0", "model", "output.0"), ("output.0", "language_model.model", "output.0"), last=False
-    )
+    """vLLM's head runs behind it, in another call; transformers' is inside."""
+    places = [("output.0", "model", "output.0"), ("output.0", "language_model.model", "output.0")]
+    return _handed_on(call, *places, ("output.logits", "lm_head", "output.0"), last=False)
 
 
 @reference("*VisionPatchEmbed", "*PatchEmbed")
@@ -153,10 +173,25 @@ def patch_embed(call: Call) -> dict[str, Expected]:
 @reference("*VisionBlock")
 def vision_block(call: Call) -> dict[str, Expected]:
     """The residual that its second norm gave, and the MLP's output, added."""
-    down, stream = (_same(call, "output.0", *place) for place in (("mlp", "output.0"), ("norm2", "output.1")))
+    down, stream = (same(call, "output.0", *place) for place in (("mlp", "output.0"), ("norm2", "output.1")))
     if down is None or stream is None:
         raise Declined("a block whose parts do not tell what it hands on")
     return {"output.0": Expected(down.value + stream.value)}
+
+
+@reference("*VisionTransformer")
+def vision_transformer(call: Call) -> dict[str, Expected]:
+    """The merger's rows, perhaps in another order (windows are undone behind it): each of them once."""
+    merged = same(call, "output.0", "merger", "output.0")
+    out = call.outputs.get("output.0")
+    if merged is None or out is None or out.dim() != 2:
+        raise Declined("a block whose parts do not tell what it hands on")
+    rows: dict[tuple[float, ...], list[int]] = {}
+    for k, row in enumerate(merged.value.tolist()):
+        rows.setdefault(tuple(row), []).append(k)
+    order = [rows.get(tuple(row), [-1]).pop() if rows.get(tuple(row)) else -1 for row in out.double().tolist()]
+    left = iter(sorted(set(range(len(order))) - set(order)))
+    return {"output.0": Expected(merged.value[[k if k >= 0 else next(left) for k in order]], None, 0.0)}
 
 
 @reference("*PatchMerger", "Sequential")

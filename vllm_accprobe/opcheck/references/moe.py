@@ -10,6 +10,7 @@ result and the sum may be rounded. Not here: shared experts, which are modules o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -117,6 +118,21 @@ def routed_experts(call: Call) -> dict[str, Expected]:
     return found
 
 
+def routing_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What config.json says of routing, as keyword arguments of `route`; None where it does not say."""
+    renormalize = config.get("norm_topk_prob", _RENORMALIZES.get(str(config.get("model_type"))))
+    if not config or renormalize is None:
+        return None
+    grouped = config.get("topk_method") not in (None, "greedy")
+    return {
+        "scoring": str(config.get("scoring_func") or "softmax"),
+        "renormalize": bool(renormalize),
+        "groups": int(config.get("n_group") or 1) if grouped else 1,
+        "top_groups": int(config.get("topk_group") or 1) if grouped else 1,
+        "factor": float(config.get("routed_scaling_factor") or 1.0),
+    }
+
+
 def _routing(call: Call, experts: int) -> Expected | None:
     """What the router should have said, in the order in which mine said it: an expert that should not be chosen has
     0."""
@@ -124,25 +140,14 @@ def _routing(call: Call, experts: int) -> Expected | None:
     ids, k = call.tensor("topk_ids"), call.tensor("topk_ids").shape[1]
     if logits is None or not config or logits.shape != (len(ids), experts):
         return None
-    factor = float(config.get("routed_scaling_factor") or 1.0)
-    renormalize = config.get("norm_topk_prob", _RENORMALIZES.get(str(config.get("model_type"))))
-    if renormalize is None:
-        return None
+    settings = routing_settings(config)
     bias = call.extra.get("gate", {}).get("e_score_correction_bias")
-    if factor != 1.0 or (config.get("topk_method") == "noaux_tc" and bias is None):
-        return None
-    grouped = config.get("topk_method") not in (None, "greedy")
+    if settings is None or settings["factor"] != 1.0 or (config.get("topk_method") == "noaux_tc" and bias is None):
+        return None  # with a factor, whether it is in the weights or behind the experts was not recorded
     step = unit(str(logits.dtype).removeprefix("torch."))  # some routers work in the dtype of their logits
     weights, clear = route(
-        logits.double(),
-        k,
-        tie=4 * step,
-        scoring=str(config.get("scoring_func") or "softmax"),
-        renormalize=bool(renormalize),
-        bias=None if bias is None else bias.double(),
-        groups=int(config.get("n_group") or 1) if grouped else 1,
-        top_groups=int(config.get("topk_group") or 1) if grouped else 1,
-    )
+        logits.double(), k, tie=4 * step, bias=None if bias is None else bias.double(), **settings
+    )  # fmt: skip
     at = ids.long().clamp(min=0)
     value = torch.where(ids >= 0, weights.gather(1, at), 0.0)
     return Expected(value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason="two experts are tied")

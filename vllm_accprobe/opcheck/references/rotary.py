@@ -136,6 +136,10 @@ def token_angles(call: Call, dim: int) -> tuple[Any, float]:
 @reference("*RotaryEmbedding", "MRotaryEmbeddingInterleaved")
 def rotary(call: Call) -> dict[str, Expected]:
     """Of query and key, [tokens, heads * size] or [tokens, heads, size]; channels past rotary_dim pass through."""
+    if "inv_freq" in call.params and call.maybe("query", "1") is None:
+        from vllm_accprobe.opcheck.references.hf import rotary_tables
+
+        return rotary_tables(call)
     head, neox = int(call.attr("head_size")), bool(call.attr("is_neox_style", default=True))
     dim = int(call.attr("rotary_dim", default=head))
     cache = call.params.get("cos_sin_cache")
