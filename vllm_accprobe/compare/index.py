@@ -32,8 +32,9 @@ class Meeting:
     """The rows of one tensor of mine that lie among some golden tensors; arrays of one length, in mine's order.
 
     used: numbers of the golden tensors that hold one. row: of mine; number, other: golden's tensor and its row. keys,
-    decode: of the rows. places: for each tensor in ``used``, where its rows stand in these arrays. aligned: one golden tensor, and each row meets the row of the same place. complete: all rows of
-    mine's tensor are here; both: and all of the golden's.
+    decode: of the rows. places: for each tensor in ``used``, where its rows stand in these arrays. aligned: one golden
+    tensor, and each row meets the row of the same place. complete: all rows of mine's tensor are here; both: and all
+    of the golden's.
     """
 
     used: tuple[int, ...]

@@ -4,18 +4,20 @@ The problem: plain numpy reads each array a dozen times and makes a float64 copy
 loops of loops.py read each element once; which rows meet is given as two index lists, so that gathering makes no copy
 either. bfloat16, float16, float32 and 8-bit floats run there; everything else, and a Python without numba, goes to
 oracle.py.
-Not here: the meaning of the columns (oracle.ROW_FIELDS), the loops (loops.py).
+Not here: the meaning of the columns (oracle.ROW_FIELDS), the loops (loops.py), where their machine code comes from
+(native.py).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.metrics import oracle, structure
+from vllm_accprobe.metrics import native, oracle, structure
 
 _SHIFT16, _HALF, _PLAIN32, _TABLE8 = range(4)
 _KINDS = {"bfloat16": _SHIFT16, "float16": _HALF, "float32": _PLAIN32}
@@ -88,7 +90,7 @@ def add_columns(
         sums += oracle.column_sums(widen(golden[golden_rows], golden_dtype), widen(mine[mine_rows], mine_dtype))
     elif len(mine_rows):
         sides = *_side(golden, golden_dtype, golden_rows, widen), *_side(mine, mine_dtype, mine_rows, widen)
-        loops.columns(*sides, sums[0], sums[1])
+        loops.columns(*sides, sums)
 
 
 def structure_sums(
@@ -111,10 +113,8 @@ def structure_sums(
     if loops is None:
         return structure.structure(widen(golden[golden_rows], golden_dtype), widen(mine[mine_rows], mine_dtype))
     sums = np.zeros((structure.FIELDS, golden.shape[1]))
-    found = np.zeros((structure.FIELDS - 1, golden.shape[1]))
     sides = *_side(golden, golden_dtype, golden_rows, widen), *_side(mine, mine_dtype, mine_rows, widen)
-    sums[4] = loops.structure(*sides, found, 0)
-    sums[[0, 1, 2, 3, 5]] = found
+    loops.structure(*sides, sums)
     return sums
 
 
@@ -170,14 +170,48 @@ def _table(dtype: str, widen: Widen) -> np.ndarray:
     return _TABLES[dtype]
 
 
+_LOCK = threading.Lock()
+
+
 @cache
 def _compiled() -> Any:
-    """The compiled loops, or None where numba is missing. Compiled once per machine (numba's cache on disk)."""
+    """The compiled loops, or None where numba is missing. Compiled once per machine (native.py)."""
+    with _LOCK:  # of many threads that come first, one compiles
+        return _find_loops()
+
+
+@cache
+def _find_loops() -> Any:
+    try:
+        return native.loops()
+    except native.Unusable:
+        pass
     try:
         from vllm_accprobe.metrics import loops
     except ImportError:
         return None
-    return loops
+    return _ByNumba(loops)
+
+
+class _ByNumba:
+    """The loops as numba runs them, with new buffers for each call."""
+
+    def __init__(self, loops: Any):
+        self._loops = loops
+
+    def rows(self, *given: Any) -> None:
+        self._loops.rows(*given, *_buffers(int(given[8][0, 0])))
+
+    def columns(self, *given: Any) -> None:
+        self._loops.columns(*given, *_buffers(0)[:2])
+
+    def structure(self, *given: Any) -> None:
+        self._loops.structure(*given, *_buffers(given[8].shape[1])[:2])
+
+
+def _buffers(width: int) -> tuple[np.ndarray, ...]:
+    size = max(width, native.BLOCK)
+    return tuple(np.empty(size, t) for t in (np.uint32, np.uint32, np.float64, np.float64))
 
 
 def warm_up() -> None:

@@ -1,0 +1,116 @@
+"""The loops' machine code on disk: the same numbers as numba's own, never run where it does not belong."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.metrics import kernel, native
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="machine code is kept on Linux only")
+pytest.importorskip("numba")
+
+
+@pytest.fixture(scope="module")
+def loops():
+    return native.loops()
+
+
+def sides(width, rows=9):
+    random = np.random.default_rng(width)
+    g = random.standard_normal((rows, width)).astype(np.float32)
+    m = (g * (1 + 2**-7 * random.standard_normal(g.shape))).astype(np.float32)
+    g[1, 0], m[2, -1] = np.inf, np.nan
+    order = random.permutation(rows)
+    return g, order, m, np.arange(rows)
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 2048, 2050, 5000])
+def test_the_same_bits_as_when_numba_runs_them(loops, width):
+    from vllm_accprobe.metrics import loops as compiled
+
+    g, gi, m, mi = sides(width)
+    flat = [a.reshape(-1).view(np.uint8) for a in (g, m)]
+    table = np.zeros(1, np.uint32)
+    both = flat[0], 2, table, gi, flat[1], 2, table, mi
+    for way in ("rows", "columns", "structure"):
+        found = []
+        for run in (loops, kernel._ByNumba(compiled)):
+            out = np.zeros((len(gi), 11) if way == "rows" else (2 if way == "columns" else 6, width))
+            if way == "rows":
+                out[:, 0] = width
+            elements = np.zeros(10)
+            getattr(run, way)(*both, out, *((2.0**-23, elements) if way == "rows" else ()))
+            found.append((out, elements))
+        np.testing.assert_array_equal(found[0][0], found[1][0])
+        np.testing.assert_array_equal(found[0][1], found[1][1])
+
+
+def test_the_block_is_the_compiled_one():
+    from vllm_accprobe.metrics import bits
+
+    assert native.BLOCK == bits.BLOCK
+
+
+def test_a_comparison_does_not_import_numba(loops):
+    code = (
+        "import sys\nimport numpy as np\n"
+        "from vllm_accprobe.dump.dtypes import widen\nfrom vllm_accprobe.metrics import kernel\n"
+        "a, at = np.ones((2, 8), np.float32), np.arange(2)\n"
+        "kernel.rows(a, 'float32', at, a, 'float32', at, widen)\n"
+        "assert type(kernel._compiled()).__name__ == 'Loops' and 'numba' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_file_that_is_damaged_or_anothers_is_not_read(loops, tmp_path):
+    made = {"rows": ("symbol", ["sqrt"], b"code")}
+    path = tmp_path / "x.bin"
+
+    def write(body, **other):
+        head = {"name": "x.bin", "hash": native.hashlib.blake2b(b"code", digest_size=16).hexdigest(),
+                "loops": [["rows", "symbol", ["sqrt"], 4]]} | other  # fmt: skip
+        path.write_bytes(json.dumps(head).encode() + b"\n" + body)
+        return native._read(path, "x.bin")
+
+    assert write(b"code") == made
+    assert write(b"codf") is None
+    assert write(b"cod") is None
+    assert write(b"code", name="y.bin") is None
+    path.write_bytes(b"\xff\xfe no json")
+    assert native._read(path, "x.bin") is None
+    assert native._read(tmp_path / "missing", "missing") is None
+
+
+def test_a_directory_that_others_may_write_is_left_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    mine = tmp_path / "vllm-accprobe"
+    mine.mkdir(mode=0o700)
+    assert mine in native._directories()
+    mine.chmod(0o777)
+    assert mine not in native._directories()
+
+
+def test_a_symbol_that_nobody_knows_is_no_machine_code(loops):
+    import ctypes
+
+    import llvmlite.binding as llvm
+
+    with pytest.raises(native.Unusable, match="unknown symbol accprobe_nobody"):
+        native._define({"accprobe_nobody"}, llvm, ctypes)
+
+
+def test_numba_takes_over_where_there_is_none(monkeypatch):
+    def none():
+        raise native.Unusable("not here")
+
+    monkeypatch.setattr(native, "loops", none)
+    found = kernel._find_loops.__wrapped__()
+    assert isinstance(found, kernel._ByNumba)
+    monkeypatch.setattr(kernel, "_compiled", lambda: found)
+    g, gi, m, mi = sides(33)
+    args = g, "float32", gi, m, "float32", mi, widen
+    np.testing.assert_allclose(kernel.rows(*args), kernel.rows(*args, compiled=False), rtol=1e-12)

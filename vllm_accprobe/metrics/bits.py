@@ -1,0 +1,142 @@
+"""Stored bits into float32, block by block: the first half of the compiled loops; importing this module needs numba.
+
+The problem: bfloat16, float16 and 8-bit floats must become numbers at the speed of memory, and positions that are not
+finite must be found on the way. The idea: an integer maximum over a block's bits tells whether all are finite, so that
+a clean block (nearly all are) runs through loops without branches.
+What it takes to get vector code out of LLVM, each measured: maxima through llvm.maxnum with nnan and nsz (only ever of
+finite numbers); slices before loops, because an index that may be negative is checked for it; integer results narrowed
+back to 32 bits, because numba widens them.
+Not here: sums (loops.py), the machine code on disk (native.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+SHIFT16, HALF, PLAIN32, TABLE8 = range(4)
+BLOCK = 2048
+"""Elements that are turned into float32 at a time: both sides and what is made of them stay in the nearest caches."""
+KEPT_ELSEWHERE = sys.platform == "linux"
+"""There native.py keeps the machine code; numba's own cache would not notice a change in another file than its own."""
+# Sums may be reordered (that is what vector code does); NaN and infinity keep their meaning.
+FAST = {"reassoc", "contract", "nsz"}
+
+
+def compiled(function: Any) -> Any:
+    options = {"nogil": True, "fastmath": FAST, "error_model": "numpy"}
+    if KEPT_ELSEWHERE:
+        return njit(**options)(function)
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # no place to cache in: a read-only installation without a home
+        return njit(**options)(function)
+
+
+def extreme_of(name: str) -> Any:
+    @intrinsic
+    def extreme(typing: Any, a: Any, b: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            kind = values[0].type
+            function = builder.module.declare_intrinsic(name, [kind], ir.FunctionType(kind, [kind, kind]))
+            return builder.call(function, values, fastmath=("nnan", "nsz"))
+
+        return types.float64(types.float64, types.float64), build
+
+    return extreme
+
+
+larger = extreme_of("llvm.maxnum")
+smaller = extreme_of("llvm.minnum")
+
+
+@compiled
+def load(row: Any, kind: int, table: Any, out: Any) -> Any:
+    """Bits of one block into float32 bits; whether all of them are finite numbers (if not, ``out`` is not filled)."""
+    top = np.uint32(0)
+    if kind == 0:
+        half = row.view(np.uint16)
+        high = np.uint16(0)
+        for i in range(half.size):
+            b = np.uint16(half[i] & np.uint16(0x7FFF))
+            high = b if b > high else high
+        if high >= 0x7F80:
+            return False
+        for i in range(half.size):
+            out[i] = np.uint32(half[i]) << np.uint32(16)
+        return True
+    if kind == 1:
+        half = row.view(np.uint16)
+        high = np.uint16(0)
+        for i in range(half.size):
+            b = np.uint16(half[i] & np.uint16(0x7FFF))
+            high = b if b > high else high
+        if high >= 0x7C00:
+            return False
+        # Exponent and fraction in the place of float32's; the factor makes up for the bias, exact for subnormals too.
+        wide = out.view(np.float32)
+        for i in range(half.size):
+            u = np.uint32(half[i])
+            out[i] = ((u & np.uint32(0x7FFF)) << np.uint32(13)) | ((u & np.uint32(0x8000)) << np.uint32(16))
+        for i in range(half.size):
+            wide[i] = wide[i] * np.float32(2.0**112)
+        return True
+    if kind == 2:
+        word = row.view(np.uint32)
+        for i in range(word.size):
+            w = word[i]
+            out[i] = w
+            u = np.uint32(w & np.uint32(0x7FFFFFFF))
+            top = u if u > top else top
+        return top < 0x7F800000
+    for i in range(row.size):
+        w = table[row[i]]
+        out[i] = w
+        u = np.uint32(w & np.uint32(0x7FFFFFFF))
+        top = u if u > top else top
+    return top < 0x7F800000
+
+
+@compiled
+def load_any(row: Any, kind: int, table: Any, out: Any) -> None:
+    """The same for bits that may be NaN or infinite."""
+    if kind == 0:
+        half = row.view(np.uint16)
+        for i in range(half.size):
+            out[i] = np.uint32(half[i]) << np.uint32(16)
+    elif kind == 1:
+        half = row.view(np.uint16)
+        for i in range(half.size):
+            u = np.uint32(half[i])
+            sign = (u & np.uint32(0x8000)) << np.uint32(16)
+            if u & np.uint32(0x7C00) == np.uint32(0x7C00):
+                out[i] = sign | np.uint32(0x7F800000) | ((u & np.uint32(0x03FF)) << np.uint32(13))
+            else:
+                out[i] = ((u & np.uint32(0x7FFF)) << np.uint32(13)) | sign
+                out.view(np.float32)[i] *= np.float32(2.0**112)
+    elif kind == 2:
+        word = row.view(np.uint32)
+        for i in range(word.size):
+            out[i] = word[i]
+    else:
+        for i in range(row.size):
+            out[i] = table[row[i]]
+
+
+@compiled
+def leave_out(g: Any, m: Any) -> Any:
+    """Zeroes positions that are not finite on both sides: (how many, how many of them differ)."""
+    out, differ = 0, 0
+    for i in range(g.size):
+        if not (np.isfinite(g[i]) and np.isfinite(m[i])):
+            out += 1
+            if not (g[i] == m[i] or (g[i] != g[i] and m[i] != m[i])):
+                differ += 1
+            g[i] = np.float32(0)
+            m[i] = np.float32(0)
+    return out, differ
