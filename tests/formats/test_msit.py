@@ -135,6 +135,17 @@ def test_what_cannot_be_read_is_counted(tmp_path: Path) -> None:
     assert len(dump.problems) == 3
 
 
+def test_an_atb_dump_beside_it_is_said(tmp_path: Path) -> None:
+    _module(tmp_path / "ait_dump", "0_1", 0, "root.a", output=torch.ones(2))
+    (tmp_path / "ait_dump/tensors").mkdir()
+    for path in (tmp_path, tmp_path / "ait_dump"):
+        dump = open_dump(path)
+        assert [r.tap for r in dump.records] == ["a"]
+        said = "holds an ATB dump, not read with the torch dump beside it: name it instead"
+        assert dump.problems == [f"{tmp_path}/ait_dump/tensors {said}"]
+    assert open_dump(tmp_path / "ait_dump/torch_tensors").problems == []
+
+
 def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     for run in ("msit_dump_1", "msit_dump_2"):
         _module(tmp_path / run, "0_1", 0, "root.a", output=torch.ones(2))

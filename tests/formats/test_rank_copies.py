@@ -91,6 +91,18 @@ def test_pieces_that_nobody_wrote_down(tmp_path: Path) -> None:
     assert only(two, one)[0] == "pass"
 
 
+@pytest.mark.parametrize("fault", [False, True])
+def test_fewer_heads_than_ranks(tmp_path: Path, fault: bool) -> None:
+    """Two heads over four ranks: neighbours hold the same head, and the note does not say so."""
+    heads = [np.ascontiguousarray(X[:, 4 * h : 4 * h + 4]) for h in (0, 0, 1, 1)]
+    golden = sglang(tmp_path / "g", "t kv_heads[tp]", X)
+    if fault:
+        heads[2] = heads[2] + np.float32(0.1)
+    status, _, rel = only(golden, sglang(tmp_path / "m", "t kv_heads[tp]", *heads))
+    assert status == ("fail" if fault else "pass")
+    assert rel == pytest.approx(0.1 * np.sqrt(24) / np.linalg.norm(X) if fault else 0, rel=1e-4)
+
+
 def test_ranks_pair_one_by_one_where_both_sides_have_them(tmp_path: Path) -> None:
     parts = X[:, :4].copy(), X[:, 4:].copy()
     golden = msit(tmp_path / "g", r0=parts[0], r1=parts[1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def plan_merge(members: Sequence[Member], other: tuple[int, ...] | None = None) 
         use = tuple(g[0] for g in groups)
         return MergePlan(SUM if len(use) > 1 else ONE, use, members[use[0]].shape, copies=_copies(groups))
     if kind == "shard":
-        return _sharded(members, groups)
+        return _sharded(_repeated(members, other), groups)
     raise Unmergeable(f"layout {kind!r} is not known")
 
 
@@ -133,6 +133,22 @@ def _unknown(members: Sequence[Member], order: Sequence[int], other: tuple[int, 
             note = f"layout unknown: joined along dim {dim} by shape"
             return MergePlan(CAT, tuple(order), shape, dim, pieces, note=note)
     raise Unmergeable("layout unknown: ranks differ and shapes do not tell how to join them")
+
+
+def _repeated(members: Sequence[Member], other: tuple[int, ...] | None) -> Sequence[Member]:
+    """Heads may be fewer than ranks, and then neighbouring ranks hold the same; where nobody wrote that down (another
+    tool's dump, without hashes), the other side's size tells."""
+    first = members[0]
+    layout, shape = first.layout, first.shape
+    if other is None or first.hash is not None or len(layout.parts) != 1 or layout.parts[0][1] != 1:
+        return members
+    if layout.dim is None or len(other) != len(shape) or not -len(shape) <= layout.dim < len(shape):
+        return members
+    whole, wanted = layout.size * shape[layout.dim], other[layout.dim]
+    if not wanted or whole % wanted or whole == wanted or layout.size % (whole // wanted):
+        return members
+    parts = ((layout.parts[0][0], whole // wanted),)
+    return [replace(m, layout=replace(m.layout, parts=parts)) for m in members]
 
 
 def _sharded(members: Sequence[Member], groups: Sequence[Sequence[int]]) -> MergePlan:

@@ -69,6 +69,10 @@ def open(path: Path) -> ForeignDump:
         _sort(f, processes, dump)
     one_run({p[:-1] for p in processes}, path)
     ranks = number_ranks(list(processes))
+    for head in sorted({p[:-1] for p in processes}):
+        beside = path.joinpath(*head).parent / "tensors" if head[-1:] == ("torch_tensors",) else None
+        if beside is not None and path in beside.parents and beside.is_dir():
+            dump.problem(f"{beside} holds an ATB dump, not read with the torch dump beside it: name it instead")
     for key, process in processes.items():
         _add_process(dump, process, ranks[key])
     if sentence := walk.links_sentence(links):
