@@ -343,11 +343,12 @@ class ErrcheckProbe(RunnerProbe):
 
 
 def hold_bytes(device: torch.device) -> int:
-    """How much of a step may be held by reference: a quarter of the device's free memory, at most 1 GiB."""
+    """How much of a step may be held by reference: an eighth of the device's free memory, at most 1 GiB. Two steps, or
+    three, may be waiting for their numbers at a time."""
     if device.type == "cpu":
         return 1 << 28
     try:
         free, _ = torch.get_device_module(device).mem_get_info(device)
-        return int(min(free // 4, 1 << 30))
+        return int(min(free // 8, 1 << 30))
     except Exception:
         return 1 << 28
