@@ -9,8 +9,8 @@ it), on the real rows only.
   hand as they were, and nothing has to be held for later.
 - On a device the numbers go into a buffer that is copied to the host once per step and read when it has arrived, one or
   two steps later. To have the tensors then, the step's calls are held by reference (no copy) up to ``hold_bytes``: a
-  decode step of some tens of requests on a 60-layer model fits, a long prefill does not. What was not held is said, and that tap is ARMED: its
-  calls, and only its, are held in all later steps, so that a fault that comes again is kept.
+  decode step of some tens of requests on a 60-layer model fits, a long prefill does not. What was not held is said,
+  and that tap is ARMED: its calls, and only its, are held in all later steps, so that a fault that comes again is kept.
 
 Inputs that a module changes in place (it gives back the same memory) are cloned before the call, from its third call
 on. A tensor that a module hands on as a child gave it (the same object, checked during the call) is not checked again.
