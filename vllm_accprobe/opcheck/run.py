@@ -82,9 +82,8 @@ def _begin(job: Job, out: Path, resume: bool) -> list[Cells]:
     """Writes the settings, and gives the rows that are there already, the part file cut to them."""
     settings, part = out / SETTINGS, out / PART
     asked = {"job": job.to_json(), "journals": _journals(Path(job.dump))}
-    if resume and not part.exists() and (out / DONE).exists() and settings.exists():
-        os.replace(out / DONE, part)  # finished: all of it is kept, and its last tap checked once more
-    if not resume or not part.exists():
+    finished = not part.exists() and (out / DONE).exists() and settings.exists()
+    if not resume or not (finished or part.exists()):
         settings.write_text(json.dumps(asked), encoding="utf-8")
         part.unlink(missing_ok=True)
         return []
@@ -95,7 +94,9 @@ def _begin(job: Job, out: Path, resume: bool) -> list[Cells]:
     if before != json.loads(json.dumps(asked)):
         changed = [k for k, v in before["job"].items() if v != json.loads(json.dumps(asked["job"])).get(k)]
         what = f"other options ({', '.join(changed)})" if changed else "a dump that has changed since"
-        raise RunError(f"--resume: {part} was begun with {what}; start again without --resume")
+        raise RunError(f"--resume: what is in {out} was begun with {what}; start again without --resume")
+    if finished:
+        os.replace(out / DONE, part)  # all of it is kept, and its last tap checked once more
     return _cut(part)
 
 
