@@ -5,8 +5,8 @@ is used: the tensors of a step are compared as they are, flattened. Steps pair b
 both dumps, by order where two tools did, which count from 0 or from 1. To all that comes after, a step is one row: of
 one subject per rank, at the step's place, so that what went wrong in one step may explain the next through attention.
 Ranks whose layout nobody wrote down meet rank by rank where both sides have the same ranks; else their pieces are
-joined as align/shards.py can. From the step on whose token ids (or other whole numbers that go in first) differ, the runs are
-about different texts: those steps are left out, and said.
+joined as align/shards.py can. From the step on whose token ids (or other whole numbers that go in first) differ, the
+runs are about different texts: those steps are left out, and said.
 Not here: names (names.py), shapes that differ (compare/measure.py).
 """
 
@@ -57,6 +57,7 @@ class StepPlan:
     cell: Callable[[Record], Cell]
     skipped: Counter[str]
     notes: list[str]
+    pairs: tuple[tuple[int, int], ...] = ()
 
 
 class Rowless(View):
@@ -109,7 +110,7 @@ def plan_steps(golden: Any, mine: Any) -> StepPlan | None:
     names_of: dict[int, tuple[str, int | None]] = dict.fromkeys(ranks, ("", None))
     both = [Side(r, of_rank, 0) for r in rows]
     tokens = StepTokens(both[0], both[1], names_of, [], 0, {}, said=tuple(said))
-    return StepPlan(*sides, RequestPlan([], [], [], []), tokens, cell, +skipped, notes)
+    return StepPlan(*sides, RequestPlan([], [], [], []), tokens, cell, +skipped, notes, tuple(pairs))
 
 
 def _keep(side: Rowless, without: set[int]) -> int:

@@ -3,7 +3,7 @@
 The problem: a comparison that goes wrong silently pairs the wrong things. The idea: everything that is decided from
 names, row maps, layouts and shapes is decided here, as plain values that print as lines: units (one tap, role and call
 on both sides), each with its groups (the ranks' records of one step). What cannot be compared has its reason.
-Not here: reading and computing (engine.py); the rules themselves (align/).
+Not here: how ranks' pieces are joined (joining.py), reading and computing (engine.py); the rules themselves (align/).
 """
 
 from __future__ import annotations
@@ -19,47 +19,17 @@ from vllm_accprobe.align.derived import Derived
 from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import NamePlan, Place, pair_names
 from vllm_accprobe.align.requests import RequestPlan, distinct, pair_requests
-from vllm_accprobe.align.shards import Member, MergePlan, Unmergeable, plan_merge
 from vllm_accprobe.align.steps import plan_steps
-from vllm_accprobe.align.tokens import Space, TokenPlan, align_rows
+from vllm_accprobe.align.tokens import TokenPlan, align_rows
+from vllm_accprobe.compare.joining import Group, Joining, Moment, merged, widths_of
 from vllm_accprobe.compare.operators import set_apart
 from vllm_accprobe.dump.schema import Module, Record
 from vllm_accprobe.judge.flow import Key, Tree, add_parameters, depths, flow_order
 
+__all__ = ["SAMPLER", "TOKEN", "TOP_IDS", "TOP_LOGITS", "Group", "Moment", "Plan", "Unit", "make_plan"]
+
 SAMPLER = "sampler"
 TOKEN, TOP_LOGITS, TOP_IDS = "output.token", "output.top_logits", "output.top_ids"
-Moment = tuple[int, "int | None"]
-"""(cell, step)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One side's records of one tensor in one step, by rank. ``merge`` is None where ``problem`` says why."""
-
-    records: tuple[Record, ...]
-    moment: Moment
-    where: Space | None
-    merge: MergePlan | None
-    problem: str = ""
-    row_dim: int = 0
-
-    @property
-    def first(self) -> Record:
-        return self.records[self.merge.use[0] if self.merge else 0]
-
-    @property
-    def readable(self) -> bool:
-        return self.merge is not None and all(self.records[i].payload is not None for i in self.merge.use)
-
-    @property
-    def fingerprint(self) -> tuple[Any, ...] | None:
-        """Equal for two groups with the same bits in the same pieces; None where a hash is missing."""
-        if self.merge is None:
-            return None
-        used = [self.records[i] for i in self.merge.use]
-        if any(r.hash is None for r in used):
-            return None
-        return (self.merge.kind, self.merge.pieces, used[0].dtype, used[0].shape, tuple(r.hash for r in used))
 
 
 @dataclass(frozen=True)
@@ -139,6 +109,10 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
     depth = depths(orders[1])
     skipped = names.skips() + apart + (stepwise.skipped if stepwise is not None else Counter())
     notes = stepwise.notes if stepwise is not None else []
+    partners = None
+    if stepwise is not None:
+        partners = dict(stepwise.pairs), {m: g for g, m in stepwise.pairs}
+    joining = Joining((widths_of(golden), widths_of(mine)), partners)
     units = []
     for pair in names.pairs:
         for golden_role, mine_role, role_rule in pair.roles:
@@ -150,7 +124,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
                     continue
                 rule = pair.rule if role_rule == "exact" else f"{pair.rule}, roles by {role_rule}"
                 rule = next((r.rule for _, by in found for r in by.values() if isinstance(r, Derived)), rule)
-                golden_groups, mine_groups = _merged(found, sides[1].groups[key])
+                golden_groups, mine_groups = merged(found, sides[1].groups[key], joining)
                 golden_key = (pair.golden.tap, golden_role, call)
                 at = place[key] if key in place else place[(*key[:2], 0)]  # a weight of a later step
                 units.append(Unit(key, golden_key, pair.mine.cls, rule, at, depth[at], golden_groups, mine_groups))
@@ -233,58 +207,6 @@ def _spans(units: Iterable[Unit]) -> dict[str, tuple[int, int]]:
 
 def _wanted(tap: str, taps: str | None) -> bool:
     return taps is None or any(fnmatchcase(tap, glob.strip()) for glob in taps.split(","))
-
-
-def _merged(
-    golden: list[tuple[Moment, dict[int, Record]]], mine: Mapping[Moment, dict[int, Record]]
-) -> tuple[list[Group], list[Group]]:
-    """Groups of both sides. Where a layout is unknown, the other side's shape may tell how to join the pieces."""
-    hints = [_hint([by for _, by in golden]), _hint(mine.values())]
-    usual = _row_dims([r for _, by in golden for r in by.values()] + [r for by in mine.values() for r in by.values()])
-    left = [_group(moment, by, hints[1], usual) for moment, by in golden]
-    return left, [_group(moment, by, hints[0], usual) for moment, by in mine.items()]
-
-
-def _row_dims(records: Iterable[Record]) -> dict[int, int]:
-    """Along which dimension the rows of one tap and role lie, by the number of dimensions, from the records where no
-    other dimension has their size: three rows of three-dimensional rotary positions are a square in which capture
-    cannot tell. Two engines may give one tensor different numbers of dimensions."""
-    votes: dict[int, Counter[int]] = defaultdict(Counter)
-    for r in records:
-        if r.rows is not None and not _square(r):
-            votes[len(r.shape)][r.row_dim] += 1
-    return {dims: found.most_common(1)[0][0] for dims, found in votes.items()}
-
-
-def _square(record: Record) -> bool:
-    dim, shape = record.row_dim, record.shape
-    return dim < len(shape) and shape.count(shape[dim]) > 1
-
-
-def _hint(groups: Iterable[dict[int, Record]]) -> Record | None:
-    for by in groups:
-        if len(by) == 1:
-            return next(iter(by.values()))
-    return None
-
-
-def _group(moment: Moment, by: dict[int, Record], hint: Record | None, usuals: Mapping[int, int]) -> Group:
-    records = tuple(by[rank] for rank in sorted(by))
-    first = records[0]
-    where = None if first.rows is None or first.step is None else (moment[0], first.step, first.rows)
-    dim, usual = first.row_dim, usuals.get(len(first.shape))
-    if usual is not None and _square(first) and usual < len(first.shape) and first.shape[usual] == first.shape[dim]:
-        dim = usual
-    other = None
-    if hint is not None and len(hint.shape) == len(first.shape):
-        other = hint.shape
-        if first.rows is not None and hint.row_dim == first.row_dim < len(other):
-            other = (*other[: first.row_dim], first.shape[first.row_dim], *other[first.row_dim + 1 :])
-    try:
-        members = [Member(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
-        return Group(records, moment, where, plan_merge(members, other), row_dim=dim)
-    except Unmergeable as e:
-        return Group(records, moment, where, None, str(e), dim)
 
 
 def _copies_differ(group: Group) -> bool:
