@@ -31,7 +31,7 @@ from vllm_accprobe.compare.samples import take_samples
 from vllm_accprobe.compare.shelf import Shelf
 from vllm_accprobe.compare.workers import measure_all, unit_bytes
 from vllm_accprobe.formats import DumpError, open_dump
-from vllm_accprobe.formats.foreign import INDEPENDENT, VALUES
+from vllm_accprobe.formats.foreign import INDEPENDENT, VALUES, ForeignDump
 from vllm_accprobe.judge.calibration import Calibration
 from vllm_accprobe.judge.foreign import FOREIGN
 from vllm_accprobe.judge.standards import Standard, get_standard
@@ -179,6 +179,10 @@ class _Run:
             return measure_all(self.dumps, Indices(sides), units, kl=self.kl)
         from vllm_accprobe.compare.cluster import measure_on
 
+        for side, dump in zip(("golden", "mine"), self.dumps, strict=True):
+            if isinstance(dump, ForeignDump):
+                raise CompareError(f"--ray spreads accprobe's own dumps only, and {side} is one of {dump.kind}: leave it "
+                                   "out, or give the machine that runs this all files")  # fmt: skip
         return measure_on(self.ray, self.dumps, sides, units, kl=self.kl)
 
     def _note(self, unit: MeasuredUnit) -> None:
