@@ -181,8 +181,8 @@ class _Run:
 
         for side, dump in zip(("golden", "mine"), self.dumps, strict=True):
             if isinstance(dump, ForeignDump):
-                raise CompareError(f"--ray spreads accprobe's own dumps only, and {side} is one of {dump.kind}: leave it "
-                                   "out, or give the machine that runs this all files")  # fmt: skip
+                raise CompareError(f"--ray spreads accprobe's own dumps only, and {side} is one of {dump.kind}: "
+                                   "compare without --ray where all files can be read")  # fmt: skip
         return measure_on(self.ray, self.dumps, sides, units, kl=self.kl)
 
     def _note(self, unit: MeasuredUnit) -> None:
