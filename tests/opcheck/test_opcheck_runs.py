@@ -100,7 +100,7 @@ def test_killed_at_half_resume_ends_with_the_same_csv(
     assert main(["opcheck", str(dump), "--out", str(half), "--resume"]) == 1
     assert (half / "opcheck.csv").read_bytes() == (whole / "opcheck.csv").read_bytes()
     assert (half / "result.csv").read_bytes() == (whole / "result.csv").read_bytes()
-    assert main(["opcheck", str(dump), "-j", "0", "--out", str(half), "--resume"]) == 1  # finished: nothing is lost
+    assert main(["opcheck", str(dump), "--out", str(half), "--resume"]) == 1  # finished: nothing is lost
     assert (half / "opcheck.csv").read_bytes() == (whole / "opcheck.csv").read_bytes()
 
 
