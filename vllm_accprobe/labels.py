@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ _NOTHING, _CAPTURES, _WHOLE_GRAPHS = 0, 1, 2
 
 _mode = _NOTHING  # the one thing that a call looks at while nothing captures
 _takers: list[tuple[Taker, Traced | None]] = []
-_take: Any = None  # made by the first bind: they need torch._dynamo, whose import takes a second
+_take: Any = None  # see _prepare
 _note: Any = None
 _numbers = itertools.count()
 _tasks = itertools.count()
@@ -105,10 +106,11 @@ def bind(taker: Taker, traced: Traced | None = None) -> None:
     traced: given where the engine compiles whole graphs, in which no label may break one: it is told, while
     torch.compile traces, of each label that is left out there. Elsewhere a label is an eager part of compiled code.
     """
-    global _take, _note
-    if _take is None:
-        _take = torch.compiler.disable(_to_taker)
-        _note = torch._dynamo.assume_constant_result(_to_traced)  # called while tracing, not by the graph
+    global _take
+    if traced is not None or "torch._dynamo" in sys.modules:
+        _prepare()
+    elif _take is None:
+        _take = _first_take
     _takers.append((taker, traced))
     _choose()
 
@@ -127,6 +129,23 @@ def _choose() -> None:
     global _mode
     whole = any(traced is not None for _, traced in _takers)
     _mode = _WHOLE_GRAPHS if whole else _CAPTURES if _takers else _NOTHING
+
+
+def _prepare() -> None:
+    """Makes what compiled code may call. It needs torch._dynamo, whose import takes a second that captures without
+    torch.compile can do without."""
+    global _take, _note
+    if _note is None:
+        _take = torch.compiler.disable(_to_taker)
+        _note = torch._dynamo.assume_constant_result(_to_traced)  # called while tracing, not by the graph
+
+
+def _first_take(source: str, name: str, value: Any, path: str | None) -> None:
+    if "torch._dynamo" not in sys.modules:
+        _to_taker(source, name, value, path)
+        return
+    _prepare()
+    _take(source, name, value, path)
 
 
 def _to_taker(source: str, name: str, value: Any, path: str | None) -> None:
