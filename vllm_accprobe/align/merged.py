@@ -38,11 +38,11 @@ def plan_merged(
     """How ``members`` of unknown layout make a merged projection of the shape ``other``, blocks in the order of one
     rank; None where they are no such thing. record: one of them. widths: of what each tap takes in on one rank. Raises
     Unmergeable."""
-    kind = _kind(record)
-    shape = members[0].shape
-    if kind is None or len(members) < 2 or any(m.layout.kind != "unknown" or m.shape != shape for m in members):
+    shape = members[0].shape if members else ()
+    if len(members) < 2 or any(m.layout.kind != "unknown" or m.shape != shape for m in members):
         return None
-    if other is None or len(other) != len(shape):
+    kind = _kind(record)
+    if kind is None or other is None or len(other) != len(shape):
         return None
     dims = [d for d, (n, o) in enumerate(zip(shape, other, strict=True)) if n != o]
     if len(dims) != 1 or other[dims[0]] < shape[dims[0]]:

@@ -125,7 +125,8 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
         if isinstance(head.get(key), str):
             dump.run.setdefault(key, head[key])
     parents = _parents(dump, directory / CONSTRUCT) if file.name == DUMP else {}
-    stored = _stored(directory / DATA)
+    data_dir = str(directory / DATA)
+    stored = _stored(data_dir)
     places: list[tuple[str, Mapping[str, Any], _Place]] = [
         (key, record, _place(key, parents)) for key, record in data.items() if isinstance(record, dict)
     ]
@@ -138,7 +139,7 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
         name = info.get("data_name")
         read = None
         if name:
-            read = _payload(dump, directory / DATA, name, stored, dtype, place.tap, leaf.role)
+            read = _payload(dump, data_dir, name, stored, dtype, place.tap, leaf.role)
         dump.add(
             Tensor(
                 name=f"{key}.{leaf.suffix}" if leaf.suffix else key,
@@ -184,7 +185,7 @@ def _parents(dump: ForeignDump, file: Path) -> dict[str, str]:
     return {k: (v[0] if isinstance(v, list) and v else v) for k, v in found.items()}
 
 
-def _stored(directory: Path) -> set[str]:
+def _stored(directory: str) -> set[str]:
     try:
         with os.scandir(directory) as entries:
             return {e.name for e in entries if e.is_file(follow_symlinks=False)}
@@ -283,7 +284,7 @@ def _stats(info: Mapping[str, Any], count: int) -> Stats | None:
 
 
 def _payload(
-    dump: ForeignDump, directory: Path, name: Any, stored: set[str], dtype: str, tap: str, role: str
+    dump: ForeignDump, directory: str, name: Any, stored: set[str], dtype: str, tap: str, role: str
 ) -> Read | None:
     if not isinstance(name, str) or os.path.basename(name) != name or "\\" in name or name in ("", ".", ".."):
         dump.skip(tap, OUTSIDE, role=role)
@@ -292,10 +293,13 @@ def _payload(
     if name not in stored:
         dump.skip(tap, LOST, role=role)
         return None
-    path = directory / name
-    if path.suffix == ".npy":
-        return lambda: as_dtype(*single.read_npy(path), dtype, path)
-    return lambda: as_dtype(*torchfile.read_tensor(path), dtype, path)
+    reader = single.read_npy if name.endswith(".npy") else torchfile.read_tensor
+
+    def read() -> np.ndarray:
+        path = Path(directory, name)
+        return as_dtype(*reader(path), dtype, path)
+
+    return read
 
 
 def as_dtype(bits: np.ndarray, found: str, dtype: str, path: Path) -> np.ndarray:
