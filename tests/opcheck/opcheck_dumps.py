@@ -76,7 +76,7 @@ class Maker:
         array = stored(tensor)
         self._alive.append(array)
         self.writer.put([(array.ctypes.data, array.nbytes)], {
-            **event, "call": 0, "dtype": name(tensor), "shape": list(tensor.shape),
+            "call": 0, **event, "dtype": name(tensor), "shape": list(tensor.shape),
         })  # fmt: skip
 
     def close(self) -> Path:

@@ -1,0 +1,234 @@
+"""Captured operator calls: their arguments come back, they replay, and what is wrong is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opcheck.opcheck_dumps import Maker, name
+
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.opcheck.calls import Calls
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References, default_references, reference
+from vllm_accprobe.opcheck.replay import Checked, check
+from vllm_accprobe.opcheck.totals import totals
+
+G = torch.Generator().manual_seed(3)
+X, W, Y = (torch.randn(*s, generator=G).bfloat16() for s in ((9, 24), (24, 16), (9, 24)))
+
+SKIPPED = {"skipped": "the KV cache", "role": "input.0", "dtype": "bfloat16", "shape": [9, 24], "stride": [24, 1]}
+
+
+def tensor(role: str, t: torch.Tensor, **more: Any) -> dict[str, Any]:
+    return {"tensor": {"role": role, "dtype": name(t), "shape": list(t.shape), "stride": list(t.stride()),
+                       "device": "npu:0", **more}}  # fmt: skip
+
+
+class OpMaker(Maker):
+    def op(self, op: str, args: list[Any], outputs: dict[str, torch.Tensor], *, kwargs: dict[str, Any] | None = None,
+           module: str | None = None, call: int = 0, mutates: tuple[str, ...] = ()) -> None:  # fmt: skip
+        """args: VALUES, or tensors, whose role is their place; outputs: by role."""
+        tap, values = f"{module or ''}::{op}", []
+        held: dict[str, torch.Tensor] = {}
+        for k, a in enumerate(args):
+            if isinstance(a, torch.Tensor):
+                held[f"input.{k}"] = a
+                a = tensor(f"input.{k}", a)
+            values.append(a)
+        self._seq += 1
+        results = [tensor(r, t) for r, t in outputs.items() if r.startswith("output.")]
+        self.writer.line({
+            "event": "op", "step": self._step, "tap": tap, "op": op, "call": call, "seq": self._seq, "module": module,
+            "args": values, "kwargs": kwargs or {}, "outputs": results, "mutates": list(mutates),
+        })  # fmt: skip
+        for role, t in (held | outputs).items():
+            where = {"event": "tensor", "step": self._step, "tap": tap, "class": op, "role": role, "seq": self._seq}
+            self._put({**where, "call": call}, t)
+
+
+def rows(root: Path, *calls: tuple[Any, ...], references: References | None = None, **how: Any) -> list[Checked]:
+    m = OpMaker(root)
+    m.module("layers.0.norm", "RMSNorm")
+    m.step(0, [(0, 0, 9)])
+    for k, (op, args, outputs) in enumerate(calls):
+        m.op(op, args, outputs, call=k, **how)
+    opened = Calls(open_dump(m.close()), None)
+    return list(check(opened, references or default_references()))
+
+
+def test_scalars_lists_dtypes_and_devices_reach_the_operator(tmp_path: Path) -> None:
+    wide = X.double()
+    pair = {"list": [tensor("input.0.0", X), tensor("input.0.1", Y)]}
+    m = OpMaker(tmp_path / "d")
+    m.step(0, [(0, 0, 9)])
+    m.op("aten.sum.dim_IntList", [X, {"list": [1]}, True], {"output.0": wide.sum(1, keepdim=True).float()},
+         kwargs={"dtype": {"dtype": "float32"}})  # fmt: skip
+    m.op("aten.clamp.default", [X, {"float": "-inf"}, 0.5], {"output.0": wide.clamp(max=0.5).bfloat16()})
+    m.op("aten.full.default", [{"list": [2, 3]}, 1.5], {"output.0": torch.full((2, 3), 1.5)},
+         kwargs={"device": {"device": "npu:0"}, "layout": {"layout": "strided"}, "pin_memory": False})  # fmt: skip
+    m.op("aten.cat.default", [pair, 1], {"input.0.0": X, "input.0.1": Y, "output.0": torch.cat((X, Y), 1)})
+    m.op("aten.topk.default", [X, 3], dict(zip(("output.0", "output.1"), X.topk(3), strict=True)))
+    found = list(check(Calls(open_dump(m.close()), None), default_references()))
+    assert [(r.cls, r.role, r.status) for r in found] == [
+        ("aten.sum.dim_IntList", "output.0", "pass"),
+        ("aten.clamp.default", "output.0", "pass"),
+        ("aten.full.default", "output.0", "pass"),
+        ("aten.cat.default", "output.0", "pass"),
+        ("aten.topk.default", "output.0", "pass"),
+        ("aten.topk.default", "output.1", "pass"),
+    ]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_wrong_column_of_a_product_is_found_and_an_honest_one_is_not(tmp_path: Path, wrong: bool) -> None:
+    out = (X.double() @ W.double()).bfloat16()
+    if wrong:
+        out[:, 5] *= 1.05
+    (row,) = rows(tmp_path / "d", ("aten.mm.default", [X, W], {"output.0": out}))
+    assert row.status == ("fail" if wrong else "pass")
+    if wrong:
+        assert (row.measure, row.column) == ("column", 5)
+
+
+def test_what_is_changed_in_place_is_an_output(tmp_path: Path) -> None:
+    total = (X.double() + Y.double()).bfloat16()
+    calls = [("aten.add_.Tensor", [X, Y], {"output.0": total, "inplace.input.0": total}),
+             ("aten.add_.Tensor", [X, Y], {"output.0": total, "inplace.input.0": X})]  # fmt: skip
+    found = rows(tmp_path / "d", *calls, mutates=("input.0",))
+    assert [(r.role, r.status) for r in found] == [
+        ("output.0", "pass"), ("inplace.input.0", "pass"), ("output.0", "pass"), ("inplace.input.0", "fail"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "status"), [("nearest", "pass"), ("towards zero", "fail")])
+def test_a_cast_must_round_to_nearest_to_the_bit(tmp_path: Path, how: str, status: str) -> None:
+    x = torch.randn(8, 64, generator=G)
+    cut = (x.view(torch.int32) & -(1 << 16)).view(torch.float32).bfloat16()
+    out = x.bfloat16() if how == "nearest" else cut
+    (row,) = rows(tmp_path / "d", ("aten.to.dtype", [x, {"dtype": "bfloat16"}], {"output.0": out}))
+    assert (row.status, row.measure) == (status, "exact")
+
+
+def test_a_float32_sum_that_cancels_has_the_noise_of_its_terms(tmp_path: Path) -> None:
+    """The sum of large numbers that cancel: float32 is off by far more than the result's own rounding."""
+    x = torch.randn(64, 512, generator=G)
+    x = torch.cat((x * 1000, -x * 1000 + torch.randn(64, 512, generator=G) * 1e-3), 1)
+    (row,) = rows(tmp_path / "d", ("aten.sum.dim_IntList", [x, {"list": [1]}], {"output.0": x.sum(1)}))
+    assert row.status == "pass"
+    (row,) = rows(tmp_path / "e", ("aten.sum.dim_IntList", [x, {"list": [1]}], {"output.0": x.sum(1) + 1.0}))
+    assert row.status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "why"),
+    [
+        ("aten.mm.default", [SKIPPED, W], "argument input.0 was not kept: the KV cache"),
+        ("aten.add.Tensor", [X, {"skipped": "a LayerName"}], "an argument was not kept: a LayerName"),
+        ("aten.bernoulli.default", [X], "an operator that draws random numbers"),
+        ("aten.nobody.default", [X], "this torch has no operator aten.nobody.default"),
+        ("vendor.fused.default", [X], "no reference for vendor.fused.default"),
+        ("aten.mm.default", [X, X], "its own CPU kernel refuses"),
+        ("_C.get_scheduler_metadata.default", [2], "it plans the work of a kernel and computes nothing"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_checked_is_skipped_by_name(tmp_path: Path, op: str, args: list[Any], why: str) -> None:
+    (row,) = rows(tmp_path / "d", (op, args, {"output.0": X}))
+    assert row.status == "skip"
+    assert row.message.startswith(why)
+    assert list(totals([row]).skipped.values()) == [1]
+
+
+@pytest.mark.parametrize("spelling", ["torch.ops.vendor.fused", "vendor.fused", "vendor.fused.default"])
+def test_a_vendors_operator_finds_the_users_reference(tmp_path: Path, spelling: str) -> None:
+    @reference(spelling)
+    def fused(call: Call) -> Expected:
+        return Expected(call.args[0].double() * call.args[1])
+
+    (row,) = rows(tmp_path / "d", ("vendor.fused.default", [X, 2.5], {"output.0": (X.double() * 2.5).bfloat16()}),
+                  references=References([fused]))  # fmt: skip
+    assert row.status == "pass"
+
+
+def test_vllms_kernels_against_hand_made_outputs(tmp_path: Path) -> None:
+    """Each with an honest output and with one that is off by a few per cent."""
+    g = torch.Generator().manual_seed(1)
+    x, r, w = (torch.randn(*s, generator=g).bfloat16() for s in ((12, 64), (12, 64), (64,)))
+    fresh = tensor("input.0", x, fresh=True)
+
+    def norm(t: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(t, (64,), w.double(), 1e-6)
+
+    a, b = x.double().chunk(2, -1)
+    gated = torch.nn.functional.silu(a) * b
+    total = x.double() + r.double()
+    table, starts = torch.tensor([[5, 7], [2, 9]], dtype=torch.int32), torch.tensor([0, 3, 4], dtype=torch.int32)
+    positions = torch.tensor([3, 4, 5, 6])
+    slots = torch.tensor([5 * 4 + 3, 7 * 4 + 0, 7 * 4 + 1, 9 * 4 + 2, -1])
+    before = torch.full((5,), -1)
+    calls = {
+        "rms_norm": ([fresh, x, w, 1e-6], {"inplace.input.0": norm(x.double())}),
+        "fused_add_rms_norm": ([x, r, w, 1e-6], {"inplace.input.0": norm(total), "inplace.input.1": total}),
+        "silu_and_mul": ([tensor("input.0", x[:, :32], fresh=True), x], {"inplace.input.0": gated}),
+        "gelu_new": ([fresh, x], {"inplace.input.0": torch.nn.functional.gelu(x.double(), approximate="tanh")}),
+        "greedy_argmax": ([x], {"output.0": x.argmax(-1)}),
+        "compute_slot_mapping_kernel_impl": ([starts, positions, table, before, 4], {"inplace.input.3": slots}),
+    }
+
+    def spoilt(t: torch.Tensor) -> torch.Tensor:
+        return t * 1.05 if t.is_floating_point() else t + (t == t.flatten()[0])
+
+    for wrong in (False, True):
+        m = OpMaker(tmp_path / str(wrong))
+        m.step(0, [(0, 0, 9)])
+        for op, (args, outputs) in calls.items():
+            given = {k: spoilt(v) for k, v in outputs.items()} if wrong else outputs
+            m.op(f"_C.{op}.default", args, {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()})
+        found = list(check(Calls(open_dump(m.close()), None), default_references()))
+        assert len(found) == 7
+        assert {r.status for r in found} == {"fail" if wrong else "pass"}, [(r.cls, r.status, r.message) for r in found]
+
+
+def test_rotary_kernel_turns_both_in_place(tmp_path: Path) -> None:
+    g = torch.Generator().manual_seed(2)
+    positions, head = torch.tensor([0, 3, 7]), 8
+    q, k = (torch.randn(3, n * head, generator=g) for n in (4, 2))
+    angle = torch.arange(16.0).unsqueeze(1) * (1e4 ** -(torch.arange(0, head, 2) / head))
+    cache = torch.cat((angle.cos(), angle.sin()), -1)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        """As complex numbers: an independent way."""
+        h = x.double().reshape(3, -1, head)
+        z = torch.complex(h[..., : head // 2], h[..., head // 2 :])
+        z = z * torch.polar(torch.ones(3, 1, head // 2, dtype=torch.float64), angle[positions].double().unsqueeze(1))
+        return torch.cat((z.real, z.imag), -1).reshape(x.shape).float()
+
+    m = OpMaker(tmp_path / "d")
+    m.step(0, [(0, 0, 3)])
+    m.op("_C.rotary_embedding.default", [positions, q, k, head, cache, True],
+         {"inplace.input.1": turned(q), "inplace.input.2": turned(k)})  # fmt: skip
+    m.op("_C.rotary_embedding.default", [positions, q, k, head, cache, True],
+         {"inplace.input.1": turned(q), "inplace.input.2": turned(k).roll(head, 1)}, call=1)  # fmt: skip
+    found = list(check(Calls(open_dump(m.close()), None), default_references()))
+    assert [r.status for r in found] == ["pass", "pass", "pass", "fail"]
+
+
+def test_a_parameter_is_found_under_its_module(tmp_path: Path) -> None:
+    m = OpMaker(tmp_path / "d")
+    m.module("lin", "Linear")
+    m.param("lin", "Linear", weight=W)
+    m.step(0, [(0, 0, 9)])
+    m.op("aten.mm.default", [X, tensor("input.1", W, param="lin/param.weight")],
+         {"output.0": (X.double() @ W.double()).bfloat16()}, module="lin")  # fmt: skip
+    (row,) = check(Calls(open_dump(m.close()), None), default_references())
+    assert (row.tap, row.status) == ("lin::aten.mm.default", "pass")
+
+
+def test_a_handle_is_never_given_to_a_kernel_again() -> None:
+    from vllm_accprobe.opcheck import native
+
+    call = Call("t", "_C.onednn_mm.default", args=(X, Y, None, torch.tensor(0xDEAD)), outputs={"output.0": X})
+    found = References([native]).evaluate(call)
+    assert isinstance(found, Declined)
+    assert found.reason == "takes a handle of the process that was captured"
