@@ -345,3 +345,53 @@ def test_numbers_of_three_steps_may_be_on_their_way() -> None:
     assert [a.step.number for a in watched.alarms] == [1]
     watch.poll(wait=True)
     assert [a.step.number for a in watched.alarms] == [1, 2, 3]
+
+
+def test_a_tensor_that_is_handed_on_is_reduced_once(deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class HandsOn(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.inner(x), x
+
+    reduced: list[int] = []
+    aminmax = torch.aminmax
+
+    def counted(tensor: torch.Tensor, **how: Any) -> Any:
+        reduced.append(id(tensor))
+        return aminmax(tensor, **how)
+
+    model = torch.nn.Sequential(HandsOn(), torch.nn.Identity())
+    watched = Watched(model, deferred=deferred)
+    monkeypatch.setattr(torch, "aminmax", counted)
+    with torch.inference_mode():
+        watched.run(torch.ones(8, 4))
+    # The linear's output once, the block's input, which it gives back, once; again in Identity, which might have
+    # changed both in place; not again in the whole, to which both were handed on.
+    assert len(reduced) == 4
+    assert watched.said == []
+
+
+def test_findings_of_the_head_are_named_by_logits_rows() -> None:
+    from vllm_accprobe.capture.errcheck_keep import cut, finding
+    from vllm_accprobe.capture.rows import Space
+    from vllm_accprobe.dump.schema import Request, Segment
+
+    model = Padded()
+    spoil(model.lm_head, put(float("nan"), 3, 2))
+    watched = Watched(model)
+    watched.run(torch.arange(8), torch.arange(8))
+    segments = [Segment(7, 20, 2, 0, "prefill"), Segment(9, 44, 3, 2, "decode")]
+    space = Space("logits", 5, 5, [(0, 5)], segments, token_rows=[4, 5, 11, 12, 13])
+    requests = {7: Request(7, "a", "a-1", "", 22), 9: Request(9, "b", "b-1", "", 40)}
+    found, rows = finding(watched.watch, watched.only(), space, requests, [])
+    assert rows == [3]
+    assert found.rows == ({"request": "b", "position": 45, "phase": "decode", "row": 3},)
+    assert (found.bad_rows, found.all_rows, found.verdict) == (1, 5, "good in, bad out")
+    small = cut(space, [0, 1, 3])
+    assert small.ranges == [(0, 2), (3, 4)]
+    assert [(s.req, s.pos, s.n, s.row) for s in small.segments] == [(7, 20, 2, 0), (9, 45, 1, 3)]
+    assert (small.n, small.token_rows, small.whole) == (3, [4, 5, 12], False)
+    assert cut(space, []) is space
