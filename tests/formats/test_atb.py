@@ -170,6 +170,7 @@ def test_torch_against_atb(packed: Path, mapping: str) -> None:
     assert check_metrics(expected("e_atb_vs_torch"), found, "golden", "mine") == 23
     assert found.first_divergence is not None
     assert found.first_divergence["module"] == "3_Qwen_layer.1_Attention.5_LinearOperation"
+    assert found.first_divergence["golden"].endswith("weights/root.model.layers.0.self_attn.o_proj.weight.pth")
     assert [o["module"] for o in found.origins] == ["3_Qwen_layer.1_Attention.5_LinearOperation"]
     assert "names: 3_Qwen_layer.1_Attention.5_LinearOperation is model.layers.0.self_attn.o_proj" in found.plan
 

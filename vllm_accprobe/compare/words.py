@@ -201,6 +201,9 @@ def first_divergence(pairs: Sequence[Pair], rows: RowTable | None = None) -> dic
         "value": value if not p.role.startswith("param.") else p.rel_l2,
         "limit": p.limit,
     }
+    own = f"{p.tap}/{p.role}" + (f"#{p.call}" if p.call else "")
+    if not {p.golden, p.mine} <= {own}:  # a name of another tool or engine: where to look
+        out |= {"golden": p.golden, "mine": p.mine}
     if p.measure is not None and not p.role.startswith("param."):
         out |= {"metric": p.measure, "value": p.measured, "limit": p.allowed}
     beyond = np.zeros(0, np.int64) if rows is None else np.flatnonzero((rows.pair == i) & (rows.ratio > 1))
