@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir, parse_ranges
+from vllm_accprobe.config import RUN_ID, ConfigError, ProbeConfig, default_dir, parse_ranges
 
 _TASKS = {"tensor": "tensor", "statistics": "stats", "stats": "stats"}
 _INSTEAD = {
@@ -95,8 +95,10 @@ def read_settings(
     notes += [f"{', '.join(odd)} of the config file are not known here, and have no effect"] if odd else []
     given = ProbeConfig.from_kwargs(**values)
     # What the script leaves open is the environment's, where it has the probe on (`accprobe run -- python script.py`).
+    # Inside vLLM those settings are the plugin's: its globs name modules of the whole model, not of the one given here.
     base = ProbeConfig.from_env()
-    config = replace(base, **{name: getattr(given, name) for name in values}) if base.enabled else given
+    ours = base.enabled and not os.environ.get(RUN_ID)
+    config = replace(base, **{name: getattr(given, name) for name in values}) if ours else given
     return Settings(config, steps, 0 if of_msprobe else 1, of_msprobe, tuple(notes))
 
 

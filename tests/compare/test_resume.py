@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from synthetic_model import capture, scaled, write
 
-from vllm_accprobe.compare import wire, workers
+from vllm_accprobe.compare import resume, wire, workers
 from vllm_accprobe.compare.engine import compare
 from vllm_accprobe.compare.measured import MeasuredUnit, Part
 from vllm_accprobe.compare.resume import NAME, Finished, forget, identity
@@ -84,7 +84,8 @@ def test_a_file_of_another_comparison_begins_anew(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_torn_end_is_cut_off(tmp_path):
+def test_a_torn_end_is_cut_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(resume, "PATIENCE", 0.0)
     first = Finished(tmp_path, "one")
     first.add([unit("a")])
     first.add([unit("b")])
@@ -117,6 +118,7 @@ def test_the_identity_follows_the_dumps_and_the_choices(dumps, tmp_path):
 
 def test_what_is_measured_is_not_measured_again(dumps, tmp_path, monkeypatch):
     fresh = compare(*dumps)
+    monkeypatch.setattr(resume, "PATIENCE", 0.0)
     compare(*dumps, resume=tmp_path)
 
     real, measured = workers.UnitMeasurer.measure, []
@@ -131,6 +133,21 @@ def test_what_is_measured_is_not_measured_again(dumps, tmp_path, monkeypatch):
     assert not any(p.table is not None for unit in measured for p in unit.parts)
     assert len(measured) < len(fresh.measured.units) / 2
     assert json.dumps(again.to_json()) == json.dumps(fresh.to_json())
+
+
+def test_what_took_no_time_is_written_only_where_it_ended_early(dumps, tmp_path, monkeypatch):
+    monkeypatch.setattr(resume, "PATIENCE", 3600.0)
+    compare(*dumps, resume=tmp_path)
+    opened = [open_dump(d) for d in dumps]
+    assert Finished(tmp_path, identity(opened, None, None, False)).done == {}
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_accprobe.compare.engine.judge", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        compare(*dumps, resume=tmp_path)
+    assert len(Finished(tmp_path, identity(opened, None, None, False)).done) > 20
 
 
 SLOW = """

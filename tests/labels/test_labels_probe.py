@@ -221,3 +221,39 @@ def test_where_whole_graphs_are_compiled_a_label_is_counted_as_skipped(tmp_path:
         whole.close()
     skips = {s.tap: s.reason for s in open_dump(tmp_path / "d").skips}
     assert skips["label:named"] == skips["label:data_compiled"] == "a label inside a compiled graph"
+
+
+def test_many_files_are_collected_while_the_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of earlier steps only, by their executions, without searching for each."""
+    import os
+
+    from vllm_accprobe.capture import labels as room
+
+    monkeypatch.setattr(room, "_MANY", 4)
+    monkeypatch.setenv("ATB_OUTPUT_DIR", str(tmp_path / "atb"))
+    searches = []
+    locate = room.locate
+    monkeypatch.setattr(room, "locate", lambda label, roots: searches.append(roots) or locate(label, roots))
+    model, steps = Toy(), 40
+    norm = model.norm.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        step = len(list((tmp_path / "atb").rglob("a.npy")))
+        set_label("acl", "x", tensor_path="0_M/after/a.npy")
+        place = tmp_path / "atb" / "tensors" / f"0_{os.getpid()}" / str(step) / "0_M" / "after"
+        place.mkdir(parents=True)
+        np.save(place / "a.npy", np.full(3, step))
+        return norm(x)
+
+    model.norm.forward = forward
+    with Probe(model, dir=str(tmp_path / "d"), modules="norm") as probe:
+        for step in range(steps):
+            model(IDS)
+            if step == 20:
+                assert probe._labels._files > 10
+    dump = open_dump(tmp_path / "d")
+    assert len(dump.labels) == steps
+    for (_, step, *_), label in dump.labels.items():
+        copy = np.load(tmp_path / "d" / "rank0000" / f"label-{label.file:05d}.npy")
+        assert copy.tolist() == [step] * 3
+    assert sum(tmp_path / "atb" in roots for roots in searches) == 1

@@ -162,6 +162,12 @@ def test_a_reference_beyond_the_range_is_infinite():
     assert measure(g, np.array([7e4, -1e6, 65503, 1.0], np.float32), "bfloat16").nonfinite == 0
 
 
+def test_one_reference_beyond_the_range_does_not_hide_the_others():
+    found = measure(np.array([1e300, 3.0, 4.0]), np.array([INF, 3.0, 4.5]), "bfloat16")
+    assert found.cosine == pytest.approx(27 / (5 * math.sqrt(29.25)))
+    assert (found.rel_l2, found.nonfinite_mismatch) == (0.1, 0)
+
+
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64, np.uint64, np.bool_])
 def test_integers_are_compared_exactly(kind):
     top = 1 if kind is np.bool_ else np.iinfo(kind).max
@@ -191,6 +197,27 @@ def test_an_empty_tensor_has_no_measure():
         "elements", "nonfinite", "nonfinite_mismatch", *(f"above_1e_{n}" for n in range(1, 7))
     }  # fmt: skip
     assert not any(found.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int64", "float64"])
+def test_equal_blocks_count_like_all_others(dtype):
+    """The second block differs in one element; the first is skipped over as equal, but for what it counts."""
+    g = np.round(np.random.default_rng(2).standard_normal(measures.BLOCK + 10) * 4)
+    m = g.copy()
+    m[-1] += 1
+    kind = np.int64 if dtype == "int64" else np.float64
+    found, expected = asdict(measure(g.astype(kind), m.astype(kind), dtype)), _one_by_one(g, m, dtype)
+    for name in ("cosine", "rel_l2", "mean_rel_err", "dual_1000", "ait_share", "rel_err_ratio", "normal_rmse"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+
+
+def _one_by_one(g, m, dtype):
+    old = measures.BLOCK
+    measures.BLOCK = len(g)
+    try:
+        return asdict(measure(g, m, dtype))
+    finally:
+        measures.BLOCK = old
 
 
 def test_nothing_finite():

@@ -138,6 +138,17 @@ def test_what_is_left_open_is_the_environments(tmp_path: Path, monkeypatch: pyte
         assert all(r.payload is None for r in records)
 
 
+def test_inside_vllm_the_environments_settings_are_the_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("", "1"), ("_RUN_ID", "1-a"), ("_MODULES", "lm_head")):
+        monkeypatch.setenv(f"VLLM_ACCPROBE{name}", value)
+    model = Toy()
+    debugger = PrecisionDebugger(dump_path=tmp_path / "d", hook_name="dump", model=model)
+    debugger.start()
+    model(IDS)
+    debugger.close()
+    assert {"norm", "<root>"} <= {r.tap for r in open_dump(tmp_path / "d").records}
+
+
 def test_it_is_announced_to_accprobe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     register = tmp_path / "register"
     register.touch()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from vllm_accprobe.dump.label_files import locate
 from vllm_accprobe.dump.schema import ACL, LABEL_TAP, PTA, Label, label_file, rank_dir
 
 _MAX_ID = 400
+_MANY = 512
+"""Labels that wait for their files before those of earlier steps are looked for."""
+_CLOSE_S = 10.0
+"""How long a capture that ends looks for files: a server's processes are given half a minute to end."""
 ROOT_ENVS = ("ATB_OUTPUT_DIR", "ACLTRANSFORMER_HOME_PATH", "ASDOPS_LOG_TO_FILE_DIR")
 """Environment variables that name the directories accelerator libraries write to."""
 
@@ -57,6 +62,8 @@ class Labels:
         self._outside = outside
         self._said: set[str] = set()
         self._pending: list[Label] = []
+        self._next_look = _MANY
+        self._above: dict[str, Path] = {}  # by path: the directory in which executions are numbered
         self._executions: dict[str, int] = {}
         self._files = 0
         self._copied = 0
@@ -137,17 +144,28 @@ class Labels:
         task = os.environ.get(labels.TASK_ENV, "")
         call = self._call(state, tap, source)
         label = Label(self._rank, state.number, tap, source, call, path, os.getpid(), task, self._executions[path])
+        if len(self._pending) >= self._next_look:
+            self.collect(before=state.number)
+            self._next_look = 2 * len(self._pending) + _MANY  # where nothing comes, looking must not become the work
         self._pending.append(label)
         self._session.fired.add(tap)
         self._line(label)
 
-    def collect(self, *, final: bool = False) -> None:
-        """Copies the files that are there by now. ``final``: of those that are not, the journal says why."""
+    def collect(self, *, final: bool = False, before: int | None = None) -> None:
+        """Copies the files that are there by now. ``final``: of those that are not, the journal says why. ``before``:
+        only of steps in front of this one, whose files nobody writes any more."""
         waiting, self._pending = self._pending, []
+        deadline = time.monotonic() + _CLOSE_S
         roots = [Path(value) for name in ROOT_ENVS if (value := os.environ.get(name))]
         roots += [self._directory.parent / "atb", Path.cwd()]
         for label in waiting:
-            file, reason = self._place(label, roots)
+            if before is not None and label.step >= before:
+                self._pending.append(label)
+                continue
+            if time.monotonic() > deadline:
+                file, reason = None, f"looking for files took longer than {_CLOSE_S:.0f} s"
+            else:
+                file, reason = self._place(label, roots)
             ending = file.suffix.lower().lstrip(".") if file is not None else ""
             if file is not None and ending not in LABEL_ENDINGS:
                 file, reason = None, f"a file of unknown kind: expected .{', .'.join(LABEL_ENDINGS)}"
@@ -166,7 +184,17 @@ class Labels:
         path = Path(label.path)
         if path.is_absolute():
             return (path, "") if path.is_file() else (None, "its file was not found")
-        return locate(label, [root for root in roots if root.is_dir()])
+        above = self._above.get(label.path)
+        if above is not None:  # where the last execution's was, and without a search, unless there is none
+            found, _ = locate(label, [above / str(label.execution)])
+            if found is not None:
+                return found, ""
+        found, reason = locate(label, [root for root in roots if root.is_dir()])
+        if found is not None:
+            front = found.parents[len(path.parts) - 1]
+            if front.name == str(label.execution):
+                self._above[label.path] = front.parent
+        return found, reason
 
     def _copy(self, file: Path, ending: str) -> str:
         """Copies into the dump, within what is left of the budget; why not, or ""."""

@@ -75,7 +75,10 @@ def compare(
     try:
         result = judge(run.measure(progress, finished), rules, log, floor)
         result = result if other is None else foreign.apply(result, other)
-        return replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
+        result = replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
+        if finished is not None:
+            finished.close(needed=False)
+        return result
     except DumpError as e:
         raise CompareError(str(e)) from None
     finally:

@@ -3,7 +3,8 @@
 The problem: comparing a terabyte takes an hour, and a lost connection should not cost it. The idea: units that are
 measured are appended to a file beside the results; the same command finds them there again. The file begins with what
 the results depend on (both dumps' journals and segments by name, size and time, the choice of taps, the release); if
-any of it differs the file begins anew. It is removed when the results are written.
+any of it differs the file begins anew. It is removed when the results are written. What is done within a few seconds
+is not worth a file: it is written down only where it takes longer, or ends early.
 Not here: how units become bytes (wire.py).
 """
 
@@ -13,6 +14,7 @@ import hashlib
 import json
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from vllm_accprobe.compare.measured import MeasuredUnit
 from vllm_accprobe.judge.flow import Key
 
 NAME = "measured.part"
+PATIENCE = 2.0
+"""Seconds before anything is written."""
 
 
 def identity(dumps: Sequence[Any], *choices: Any) -> str:
@@ -70,6 +74,8 @@ class Finished:
         self.done: dict[Key, MeasuredUnit] = {}
         self.problem = ""
         self.directory = directory
+        self._waiting: list[MeasuredUnit] = []
+        self._begin = time.monotonic() + PATIENCE
         self._path = directory / NAME
         self._fd = -1
         try:
@@ -83,16 +89,26 @@ class Finished:
             self._fail(e)
 
     def add(self, units: Sequence[MeasuredUnit]) -> None:
+        self._waiting += units
+        if time.monotonic() >= self._begin:
+            self._write()
+
+    def close(self, *, needed: bool = True) -> None:
+        """needed: False where the results are there, so that what has not been written need not be."""
+        if needed:
+            self._write()
+        self._waiting.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self) -> None:
+        units, self._waiting = self._waiting, []
         if self._fd >= 0 and units:
             try:
                 self._append(wire.pack(units))
             except OSError as e:
                 self._fail(e)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
     def _append(self, data: bytes) -> None:
         view = memoryview(data)

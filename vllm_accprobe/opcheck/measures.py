@@ -162,12 +162,13 @@ def measure(
         raise ValueError(f"the reference has shape {list(reference.shape)}, mine has {list(mine.shape)}")
     g, m = _flat(reference), _flat(mine)
     dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
-    counts = _Sums(dtype, (current, v1, ACCUMULATIVE))
     with np.errstate(all="ignore"):  # overflow to infinity and NaN from infinity are what is being measured
-        scale = _scale(g, m)
-        for a, b in _blocks(g, m):
-            counts.add(a, b, scale)
-        return counts.measures(scale, _kl(g, m, dtype) if kl else None)
+        counts = _Sums(dtype, (current, v1, ACCUMULATIVE), 1.0).all(g, m)
+        top = max(counts.top_g, counts.top_m)
+        if top > 0 and not 1e-100 < top < 1e120:  # squares of the largest and smallest doubles are none
+            power = math.ldexp(1.0, -math.frexp(top)[1])
+            counts = _Sums(dtype, (current, v1, ACCUMULATIVE), power).all(g, m)
+        return counts.measures(_kl(g, m, dtype) if kl else None)
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
@@ -205,23 +206,11 @@ def _distance(g: np.ndarray, m: np.ndarray, wide_g: np.ndarray, wide_m: np.ndarr
     return wide_m - wide_g
 
 
-def _scale(g: np.ndarray, m: np.ndarray) -> float:
-    """A power of two that keeps squares within float64, 1 for all but the largest and smallest float64 tensors."""
-    if g.dtype.itemsize < 8 and m.dtype.itemsize < 8:
-        return 1.0
-    top = 0.0
-    for pair in _blocks(g, m):
-        for x in pair:
-            finite = np.abs(x[np.isfinite(x)].astype(np.float64))
-            top = max(top, float(finite.max()) if len(finite) else 0.0)
-    return 1.0 if top == 0 or 1e-100 < top < 1e120 else math.ldexp(1.0, -math.frexp(top)[1])
-
-
 class _Sums:
-    """What the blocks add up to."""
+    """What the blocks add up to. scale: a power of two that all is multiplied by before it is squared."""
 
-    def __init__(self, dtype: str, domains: tuple[Domain, ...]):
-        self.dtype = dtype
+    def __init__(self, dtype: str, domains: tuple[Domain, ...], scale: float):
+        self.dtype, self.scale = dtype, scale
         self.eps = EPS.get(dtype, EPS["float16"])
         self.domains = [_Split(d.of(dtype)) for d in domains]
         self.n = self.nonfinite = self.mismatch = self.unequal = self.more = self.less = self.ait = self.steep = 0
@@ -230,22 +219,47 @@ class _Sums:
         self.nonzero = 0
         self.dual, self.above = [0, 0, 0], [0] * 6
 
-    def add(self, g: np.ndarray, m: np.ndarray, scale: float) -> None:
+    def all(self, g: np.ndarray, m: np.ndarray) -> _Sums:
+        """Itself, after everything."""
+        for begin in range(0, len(g), BLOCK):
+            self.add(g[begin : begin + BLOCK], m[begin : begin + BLOCK])
+        return self
+
+    def add(self, g: np.ndarray, m: np.ndarray) -> None:
         self.n += len(g)
         wide, cast = _in_range(g, self.dtype)
         wide_m = m.astype(np.float64)
+        exact = (g, m) if g.dtype.kind in "iub" else (wide, wide_m)  # large integers are not equal where doubles are
+        same = exact[0] == exact[1]
+        if same.all() and np.isfinite(wide).all() and (cast is wide or (cast == wide).all()):
+            self._add_equal(wide)
+            return
+        same |= np.isnan(wide) & np.isnan(wide_m)
         d = _distance(g, m, wide, wide_m)
         self.more += int(np.count_nonzero(wide_m > cast))
         self.less += int(np.count_nonzero(wide_m < cast))
-        exact = (g, m) if g.dtype.kind in "iub" else (wide, wide_m)  # large integers are not equal where doubles are
-        same = (exact[0] == exact[1]) | (np.isnan(wide) & np.isnan(wide_m))
         self.unequal += len(g) - int(np.count_nonzero(same))
         finite = np.isfinite(wide) & np.isfinite(wide_m)
         if not finite.all():
             self._add_nonfinite(wide[~finite], wide_m[~finite], int(np.count_nonzero(~finite & same)))
             wide, wide_m, d = wide[finite], wide_m[finite], d[finite]
         if len(wide):
-            self._add_finite(wide, wide_m, d, scale)
+            self._add_finite(wide, wide_m, d)
+
+    def _add_equal(self, g: np.ndarray) -> None:
+        """As `_add_finite` where mine is the reference."""
+        a, x = np.abs(g), g if self.scale == 1.0 else g * self.scale
+        square = _dot(x, x)
+        self.gg, self.mm, self.gm = self.gg + square, self.mm + square, self.gm + square
+        top, nonzero = float(a.max()), int(np.count_nonzero(a))
+        self.top_g, self.top_m = max(self.top_g, top), max(self.top_m, top)
+        self.top_d, self.top_ulp = max(self.top_d, 0.0), max(self.top_ulp, 0.0 if self.dtype in ULP else -1.0)
+        self.nonzero += nonzero
+        self.top_rel = max(self.top_rel, 0.0) if nonzero else self.top_rel
+        self.dual = [x + len(g) for x in self.dual]
+        self.ait += len(g)
+        for split in self.domains:
+            split.smalls += int(np.count_nonzero(a <= split.small))
 
     def _add_nonfinite(self, g: np.ndarray, m: np.ndarray, same: int) -> None:
         self.nonfinite += len(g)
@@ -261,25 +275,27 @@ class _Sums:
             consistent = (rel <= split.rtol) | (np.isnan(g) & np.isnan(m))
             split.inf_nan += len(g) - int(np.count_nonzero(consistent))
 
-    def _add_finite(self, g: np.ndarray, m: np.ndarray, d: np.ndarray, scale: float) -> None:
+    def _add_finite(self, g: np.ndarray, m: np.ndarray, d: np.ndarray) -> None:
         a, e = np.abs(g), np.abs(d)
-        x, y, z = (g, m, d) if scale == 1.0 else (g * scale, m * scale, d * scale)
-        self.gg, self.mm = self.gg + float(x @ x), self.mm + float(y @ y)
-        self.gm, self.dd = self.gm + float(x @ y), self.dd + float(z @ z)
+        x, y, z = (g, m, d) if self.scale == 1.0 else (g * self.scale, m * self.scale, d * self.scale)
+        self.gg, self.mm, self.gm = self.gg + _dot(x, x), self.mm + _dot(y, y), self.gm + _dot(x, y)
+        self.dd += _dot(z, z)
         self.abs_d += float(e.sum())
-        self.top_g, self.top_m = max(self.top_g, float(a.max())), max(self.top_m, float(np.abs(m).max()))
-        self.top_d = max(self.top_d, float(e.max()))
-        nonzero = a != 0
-        plain = e[nonzero] / a[nonzero]
-        if len(plain):
-            self.nonzero += len(plain)
+        self.top_g, self.top_m = max(self.top_g, float(a.max())), max(self.top_m, float(m.max()), -float(m.min()))
+        largest = float(e.max())
+        self.top_d = max(self.top_d, largest)
+        nonzero = int(np.count_nonzero(a))
+        if nonzero:
+            plain = e / a if nonzero == len(a) else e[a != 0] / a[a != 0]
+            self.nonzero += nonzero
             self.rel += float(plain.sum())
             self.top_rel = max(self.top_rel, float(plain.max()))
         rel = e / (a + self.eps)
         for i, part in enumerate((1e-2, 1e-3, 1e-4)):
             self.dual[i] += int(np.count_nonzero(rel < part))
         for i in range(6):
-            self.above[i] += int(np.count_nonzero(e > 10.0 ** -(i + 1)))
+            if largest > 10.0 ** -(i + 1):
+                self.above[i] += int(np.count_nonzero(e > 10.0 ** -(i + 1)))
         self.ait += int(np.count_nonzero((e <= AIT.get(self.dtype, AIT["float16"]) * a) | (a <= TINY)))
         self._add_ulp(g, e)
         for split in self.domains:
@@ -295,7 +311,7 @@ class _Sums:
         self.top_ulp = max(self.top_ulp, float(ulp.max()))
         self.steep += int(np.count_nonzero(ulp > ULP_BOUND.get(self.dtype, 1.0)))
 
-    def measures(self, scale: float, kl: float | None) -> Measures:
+    def measures(self, kl: float | None) -> Measures:
         n, seen = self.n, self.n - self.nonfinite
         has_ulp = self.dtype in ULP
         current, v1, acc = self.domains
@@ -318,7 +334,7 @@ class _Sums:
             max_abs_reference=top(self.top_g), max_abs_mine=top(self.top_m),
             cosine=max(-1.0, min(1.0, self.gm / length)) if length else None,
             max_abs_err=top(self.top_d), mean_abs_err=mean(self.abs_d, seen),
-            rmse=math.sqrt(self.dd / seen) / scale if seen else None,
+            rmse=math.sqrt(self.dd / seen) / self.scale if seen else None,
             rel_l2=math.sqrt(self.dd) / math.sqrt(self.gg) if self.gg else (0.0 if seen and not self.dd else None),
             max_rel_err=top(self.top_rel), mean_rel_err=mean(self.rel, self.nonzero),
             dual_100=share(self.dual[0]), dual_1000=share(self.dual[1]), dual_10000=share(self.dual[2]),
@@ -334,6 +350,10 @@ class _Sums:
             ait_share=share(self.ait), above_1e_1=self.above[0], above_1e_2=self.above[1], above_1e_3=self.above[2],
             above_1e_4=self.above[3], above_1e_5=self.above[4], above_1e_6=self.above[5], kl=kl,
         )  # fmt: skip
+
+
+def _dot(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b)
 
 
 class _Split:
