@@ -173,7 +173,7 @@ class ErrcheckProbe(RunnerProbe):
         result = original(scheduler_output, *args, **kwargs)
         if watch.deferred and watch.now is not None:
             try:
-                watch.now.note = (list(self._rows_of_requests()), list(self._vision_items()))
+                watch.now.note = (list(self.batch.rows()), list(self.batch.items()))
             except Exception as error:
                 watch.fail("the order of the rows", error)
         if getattr(self.runner, "sample_tokens", None) is None:
@@ -201,7 +201,7 @@ class ErrcheckProbe(RunnerProbe):
     def _begin_step(self, watch: Watch, out: Any) -> None:
         counts: dict[str, int] = out.num_scheduled_tokens
         total = int(out.total_num_scheduled_tokens)
-        self._batch, self._scheduled, self._v2_batch, self._items = None, out, None, []
+        self.batch.begin(out)
         for new in out.scheduled_new_reqs:
             self._register(new)
         self.requests.unsent.clear()
@@ -239,8 +239,8 @@ class ErrcheckProbe(RunnerProbe):
             if not again:
                 return
         note = alarm.step.note
-        batch: list[Scheduled] = note[0] if note else self._rows_of_requests()
-        items: list[Item] = note[1] if note else self._vision_items() if alarm.part == VISION else []
+        batch: list[Scheduled] = note[0] if note else self.batch.rows()
+        items: list[Item] = note[1] if note else self.batch.items() if alarm.part == VISION else []
 
         def spaces(part: str, rows: int) -> Space | None:
             if part == VISION:
@@ -249,7 +249,7 @@ class ErrcheckProbe(RunnerProbe):
                 return logits_space(self.config, self.requests, batch)
             space = token_space(self.config, self.requests, batch, alarm.step.padded)
             if note is None:
-                space.ids, space.positions = self._token_buffers(space.src)
+                space.ids, space.positions = self.batch.buffers(space.src)
             return space
 
         requests = self._requests(batch)

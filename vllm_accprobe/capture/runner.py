@@ -1,10 +1,10 @@
-"""Attach to vLLM's model runner: which execute_model is a step, which steps are armed, where the batch stands.
+"""Attach to vLLM's model runner: which execute_model is a step, and which steps are armed.
 
 The problem: V1 and V2 runners, vendors' copies of them and ten releases differ in everything but a few names, and
 engines run dummy, profile and warm-up batches through the same code. The idea: wrap the runner INSTANCE after the
 worker has made it, so that the class does not matter; read the scheduler's output, which all share, to decide if a
-step is wanted; and read the order of the rows from the runner only when a tap fires. Whatever is missing is said,
-not guessed. This is the only room that knows vLLM's runner. Not here: taps (hooks.py), row arithmetic (rows.py).
+step is wanted. Whatever is missing is said, not guessed. Only this module, batch.py and releases.py know vLLM's runner.
+Not here: taps (hooks.py), the order of the rows (batch.py), row arithmetic (rows.py).
 """
 
 from __future__ import annotations
@@ -20,38 +20,29 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.batch import Batch
 from vllm_accprobe.capture.hooks import Taps
 from vllm_accprobe.capture.labels import Labels
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.loading import before_packing
 from vllm_accprobe.capture.params import Parameters
+from vllm_accprobe.capture.places import free_directory
 from vllm_accprobe.capture.releases import (
     compiles,
-    device_buffer,
     hidden_size,
     images_of,
     language_prefix,
     parallel_of,
-    placeholders,
     run_info,
     starts,
 )
-from vllm_accprobe.capture.rows import (
-    Item,
-    Requests,
-    Scheduled,
-    Space,
-    logits_space,
-    token_space,
-    vision_space,
-    wanted_at_all,
-)
+from vllm_accprobe.capture.rows import Requests, Space, wanted_at_all
 from vllm_accprobe.capture.sampling import Sampling
 from vllm_accprobe.capture.say import say
-from vllm_accprobe.capture.session import HEAD, VISION, Session, StepState
+from vllm_accprobe.capture.session import Session, StepState
 from vllm_accprobe.capture.sink import Sink
 from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir, in_ranges
-from vllm_accprobe.dump.schema import Step, rank_dir
+from vllm_accprobe.dump.schema import Step
 from vllm_accprobe.dump.writer import write_run_json
 
 _QUIET = ("compile_or_warm_up_model", "determine_available_memory", "initialize_from_config", "execute_dummy_batch")
@@ -95,6 +86,7 @@ class RunnerProbe:
         self.worker = worker
         self.parallel = parallel
         self.requests = Requests(config)
+        self.batch = Batch(config, self.requests, runner)
         self.session: Session | None = None
         self.taps: Taps | None = None
         self.parameters: Parameters | None = None
@@ -105,12 +97,6 @@ class RunnerProbe:
         self._step = -1
         self._seen_steps = 0
         self._armed_steps = 0
-        self._batch: list[Scheduled] | None = None
-        self._scheduled: Any = None
-        self._v2_batch: Any = None
-        self._items: list[Item] = []
-        self._drafts: dict[str, int] = {}
-        self._last: Callable[..., Any] | None = None
         self.labels: Labels | None = None
         self.patches: Any = None
         self._closed = False
@@ -192,7 +178,7 @@ class RunnerProbe:
         assert self.parameters is not None
         self.taps = Taps(session)
         self.taps.attach(model, language_prefix(model))
-        self.sampling = Sampling(session, runner, model, self._rows_of_requests)
+        self.sampling = Sampling(session, runner, model, self.batch.rows)
         self.parameters.rest()
         if self.config.ops:
             from vllm_accprobe.capture.op_places import of_runner
@@ -224,21 +210,14 @@ class RunnerProbe:
     def _open(self, device: torch.device, run: dict[str, Any]) -> tuple[Path, Sink]:
         """The rank's place in the dump. A second engine of the same process gets a directory beside the first one's."""
         rank = self.parallel["rank"]
-        root = Path(os.path.abspath(self.root))
-        for number in range(1, 1000):
-            place = root if number == 1 else root.with_name(f"{root.name}.{number}")
-            if (place / rank_dir(rank)).exists():
-                continue
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_run_json(place, run)
-            if number > 1:
-                say(f"{root} already holds rank {rank}; this engine's dump goes to {place}")
-            start = {
-                "schema": 1, "rank": rank, **{k: v for k, v in self.parallel.items() if k != "rank"},
-                "pid": os.getpid(), "host": socket.gethostname(), "device": str(device), "time": time.time(),
-            }  # fmt: skip
-            return place, Sink(self.config, place, rank, start, self._stopped, device)
-        raise OSError(f"{root} and 998 directories beside it already hold rank {rank}")
+        place = free_directory(Path(os.path.abspath(self.root)), rank, "this engine's dump goes")
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_run_json(place, run)
+        start = {
+            "schema": 1, "rank": rank, **{k: v for k, v in self.parallel.items() if k != "rank"},
+            "pid": os.getpid(), "host": socket.gethostname(), "device": str(device), "time": time.time(),
+        }  # fmt: skip
+        return place, Sink(self.config, place, rank, start, self._stopped, device)
 
     def _stopped(self, reason: str) -> None:
         if self.session is not None:
@@ -282,16 +261,13 @@ class RunnerProbe:
     def _prepare_inputs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """V2: the batch, which is otherwise a local of execute_model. (V1's method of this name is private.)"""
         batch = original(*args, **kwargs)
-        self._v2_batch = batch
+        self.batch.prepared(batch)
         return batch
 
     def _begin(self, session: Session, out: Any) -> None:
         counts: dict[str, int] = out.num_scheduled_tokens
         total = int(out.total_num_scheduled_tokens)
-        self._batch = None
-        self._scheduled = out
-        self._v2_batch = None
-        self._items = []
+        self.batch.begin(out)
         for new in out.scheduled_new_reqs:
             self._register(new)
         if total and not any(name.startswith(_WARMUP_IDS) for name in counts):
@@ -319,82 +295,8 @@ class RunnerProbe:
         length = len(ids) if ids is not None else int(getattr(getattr(new, "prompt_embeds", None), "shape", (0,))[0])
         self.requests.add(new.req_id, ids, length, images_of(new))
 
-    def _rows_of_requests(self) -> list[Scheduled]:
-        """The batch in row order. Valid once the runner has prepared its inputs, that is when a tap fires."""
-        if self._batch is None:
-            out, v2 = self._scheduled, self._v2_batch
-            drafts = {
-                name: len(ids) for name, ids in (getattr(out, "scheduled_spec_decode_tokens", None) or {}).items()
-            }
-            if v2 is not None:
-                names = list(v2.req_ids)
-                begins = [int(n) for n in v2.num_computed_tokens_np[: len(names)]]
-                known = {n: int(k) for n, k in zip(names, v2.prefill_len_np, strict=False)}
-                counts = [int(n) for n in v2.num_scheduled_tokens[: len(names)]]
-            else:
-                names = list(self.runner.input_batch.req_ids)
-                before = starts(out)
-                begins = [before.get(name, 0) for name in names]
-                states = self.runner.requests
-                known = {name: int(states[name].num_tokens) for name in names if name in states}
-                counts = [int(out.num_scheduled_tokens[name]) for name in names]
-            if sum(counts) != int(out.total_num_scheduled_tokens):
-                raise RuntimeError(
-                    f"rows do not add up: the runner has {sum(counts)} rows for {names}, "
-                    f"the scheduler {out.total_num_scheduled_tokens}"
-                )
-            self._batch = [
-                Scheduled(name, start, n, drafts.get(name, 0), known.get(name))
-                for name, start, n in zip(names, begins, counts, strict=True)
-            ]
-        return self._batch
-
     def _find_space(self, state: StepState, part: str, rows: int) -> Space | None:
-        batch = self._rows_of_requests()
-        if part == VISION:
-            return vision_space(self.config, self.requests, self._vision_items(), rows)
-        if part == HEAD:
-            space = logits_space(self.config, self.requests, batch)
-            return space
-        padded = int(getattr(self._v2_batch, "num_tokens_after_padding", 0) or 0)
-        space = token_space(self.config, self.requests, batch, max(padded, rows if rows > 1 else 0))
-        ids, positions = self._token_buffers(space.src)
-        space.ids, space.positions = ids, positions
-        return space
-
-    def _token_buffers(self, n: int) -> tuple[Any, Any]:
-        """The runner's own buffers of token ids and (unless host arithmetic is exact) positions of the ``n`` rows."""
-        source = self._v2_batch if self._v2_batch is not None else self.runner
-        ids = device_buffer(getattr(source, "input_ids", None))
-        positions = device_buffer(getattr(source, "positions", None))
-        if positions is not None and positions.dim() != 1:  # several axes, or a vendor's own form
-            positions = None
-        return (ids[:n] if ids is not None else None), (positions[:n] if positions is not None else None)
-
-    def _vision_items(self) -> list[Item]:
-        """The encoder's inputs of this step in the order in which the runner batches them."""
-        if not self._items:
-            scheduled = getattr(self._scheduled, "scheduled_encoder_inputs", None) or {}
-            for name, indices in scheduled.items():
-                features = self._features(name)
-                for index in indices:
-                    feature = features[index]
-                    if getattr(feature, "data", True) is not None:
-                        self._items.append(
-                            Item(name, index, str(getattr(feature, "modality", "image")), placeholders(feature))
-                        )
-            self._items.sort(key=lambda item: item.modality)
-        return self._items
-
-    def _features(self, name: str) -> Any:
-        states = getattr(self.runner, "requests", None)
-        if isinstance(states, dict) and name in states:
-            return states[name].mm_features
-        cache = getattr(self.runner, "encoder_cache", None)  # V2 keeps them here
-        features = getattr(cache, "mm_features", None)
-        if isinstance(features, dict) and name in features:
-            return features[name]
-        return next(new.mm_features for new in self._scheduled.scheduled_new_reqs if new.req_id == name)
+        return self.batch.space(part, rows)
 
     def _announce_rows(self, session: Session, state: StepState) -> None:
         """No tap fired (a captured graph, or a filter): the step's rows are written all the same."""

@@ -1,0 +1,129 @@
+"""The rows of the step that runs, in the order in which vLLM's runner computes them.
+
+The problem: which request a row belongs to is decided by the runner when it prepares its inputs; V1 keeps the answer
+in its input batch, V2 in a local of execute_model, and the scheduler's output has other orders. The idea: hold the
+scheduler's output, and ask the runner only when a tap fires; its answer must add up to what was scheduled, or it is an
+error that is said. Not here: which steps are wanted (runner.py), what other releases call things (releases.py),
+arithmetic on rows (rows.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_accprobe.capture.releases import device_buffer, placeholders, starts
+from vllm_accprobe.capture.rows import Item, Requests, Scheduled, Space, logits_space, token_space, vision_space
+from vllm_accprobe.capture.session import HEAD, VISION
+from vllm_accprobe.config import ProbeConfig
+
+
+class Batch:
+    """The batch of one worker's current step.
+
+    Args:
+        config: which requests and tokens are wanted.
+        requests: all that the scheduler has named.
+        runner: vLLM's model runner, of either generation.
+    """
+
+    def __init__(self, config: ProbeConfig, requests: Requests, runner: Any):
+        self._config = config
+        self._requests = requests
+        self._runner = runner
+        self._scheduled: Any = None
+        self._prepared: Any = None
+        self._rows: list[Scheduled] | None = None
+        self._items: list[Item] = []
+
+    def begin(self, out: Any) -> None:
+        """A step begins with the scheduler's output ``out``; what was known of the last one is forgotten."""
+        self._scheduled = out
+        self._prepared = self._rows = None
+        self._items = []
+
+    def prepared(self, batch: Any) -> None:
+        """V2's own batch of this step, whose rows are in the order of computation."""
+        self._prepared = batch
+
+    def rows(self) -> list[Scheduled]:
+        """The requests in row order. Valid once the runner has prepared its inputs, that is when a tap fires.
+
+        Raises:
+            RuntimeError: the runner's rows are not as many as the scheduler's.
+        """
+        if self._rows is None:
+            out, v2 = self._scheduled, self._prepared
+            drafts = {
+                name: len(ids) for name, ids in (getattr(out, "scheduled_spec_decode_tokens", None) or {}).items()
+            }
+            if v2 is not None:
+                names = list(v2.req_ids)
+                begins = [int(n) for n in v2.num_computed_tokens_np[: len(names)]]
+                known = {n: int(k) for n, k in zip(names, v2.prefill_len_np, strict=False)}
+                counts = [int(n) for n in v2.num_scheduled_tokens[: len(names)]]
+            else:
+                names = list(self._runner.input_batch.req_ids)
+                before = starts(out)
+                begins = [before.get(name, 0) for name in names]
+                states = self._runner.requests
+                known = {name: int(states[name].num_tokens) for name in names if name in states}
+                counts = [int(out.num_scheduled_tokens[name]) for name in names]
+            if sum(counts) != int(out.total_num_scheduled_tokens):
+                raise RuntimeError(
+                    f"rows do not add up: the runner has {sum(counts)} rows for {names}, "
+                    f"the scheduler {out.total_num_scheduled_tokens}"
+                )
+            self._rows = [
+                Scheduled(name, start, n, drafts.get(name, 0), known.get(name))
+                for name, start, n in zip(names, begins, counts, strict=True)
+            ]
+        return self._rows
+
+    def space(self, part: str, rows: int) -> Space | None:
+        """The row space of a tensor with ``rows`` rows in ``part`` of the model (session.py's words for parts)."""
+        batch = self.rows()
+        if part == VISION:
+            return vision_space(self._config, self._requests, self.items(), rows)
+        if part == HEAD:
+            return logits_space(self._config, self._requests, batch)
+        padded = int(getattr(self._prepared, "num_tokens_after_padding", 0) or 0)
+        space = token_space(self._config, self._requests, batch, max(padded, rows if rows > 1 else 0))
+        space.ids, space.positions = self.buffers(space.src)
+        return space
+
+    def buffers(self, n: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The runner's own buffers of token ids and (unless host arithmetic is exact) positions of the first ``n``
+        rows: integers of shape [n], on the runner's device."""
+        source = self._prepared if self._prepared is not None else self._runner
+        ids = device_buffer(getattr(source, "input_ids", None))
+        positions = device_buffer(getattr(source, "positions", None))
+        if positions is not None and positions.dim() != 1:  # several axes, or a vendor's own form
+            positions = None
+        return (ids[:n] if ids is not None else None), (positions[:n] if positions is not None else None)
+
+    def items(self) -> list[Item]:
+        """The encoder's inputs of this step in the order in which the runner batches them."""
+        if not self._items:
+            scheduled = getattr(self._scheduled, "scheduled_encoder_inputs", None) or {}
+            for name, indices in scheduled.items():
+                features = self._features(name)
+                for index in indices:
+                    feature = features[index]
+                    if getattr(feature, "data", True) is not None:
+                        self._items.append(
+                            Item(name, index, str(getattr(feature, "modality", "image")), placeholders(feature))
+                        )
+            self._items.sort(key=lambda item: item.modality)
+        return self._items
+
+    def _features(self, name: str) -> Any:
+        states = getattr(self._runner, "requests", None)
+        if isinstance(states, dict) and name in states:
+            return states[name].mm_features
+        cache = getattr(self._runner, "encoder_cache", None)  # V2 keeps them here
+        features = getattr(cache, "mm_features", None)
+        if isinstance(features, dict) and name in features:
+            return features[name]
+        return next(new.mm_features for new in self._scheduled.scheduled_new_reqs if new.req_id == name)
