@@ -29,8 +29,9 @@ _X = ("x", "input_", "input", "hidden_states", "0")
 
 
 def on(call: Call, device: Any) -> Call:
-    """``call`` with all its tensors on ``device``, and its device arguments naming it."""
-    moved: Call = mapped(call, lambda t: t.to(device))
+    """``call`` with all its tensors on ``device``, and its device arguments naming it. A tensor that has a shape and no
+    values (an output, where inputs are drawn) stays as it is."""
+    moved: Call = mapped(call, lambda t: t if t.is_meta else t.to(device))
     return moved
 
 
@@ -252,6 +253,8 @@ def attention(call: Call) -> Any:
     settings = attention_settings(call, heads, head)
     if settings["cap"] or settings["sinks"] is not None or settings["slopes"] is not None:
         raise Declined("soft caps, sinks and ALiBi have no torch kernel")
+    if "cache" not in call.extra:
+        raise Declined("the keys and values that it looked back at were not captured")
     captured = call.outputs["output.0"]
     q = call.tensor("query").reshape(captured.shape[0], heads, head)
     out = None

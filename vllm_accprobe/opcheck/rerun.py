@@ -147,7 +147,7 @@ def forward_native(call: Call) -> dict[str, Any] | None:
         names = _PLACED.get(call.cls, ("x", "input", "0"))
         given = [call.inputs[n].clone() for n in names if n in call.inputs]
         with torch.no_grad():
-            result = cls.forward_native(module, *given)
+            result = module.forward_native(*given)  # bound, or static as some of vLLM's are
     except Exception:  # another version of vLLM needs more than was recorded: torch's operators stand in
         return None
     values = result if isinstance(result, (tuple, list)) else (result,)

@@ -1,0 +1,221 @@
+"""Other things to check against: a golden dump, this machine's own code, drawn inputs, gradients."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opcheck.test_opcheck_replay import build
+
+from vllm_accprobe.cli import main
+from vllm_accprobe.dump.schema import Record
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.opcheck import backward, drawn, native
+from vllm_accprobe.opcheck.calls import Calls, Captured
+from vllm_accprobe.opcheck.checked import Checked
+from vllm_accprobe.opcheck.random_inputs import WEAKER, Moments, draw
+from vllm_accprobe.opcheck.reference import Call, Declined, References, default_references, reference
+from vllm_accprobe.opcheck.replay import Options
+from vllm_accprobe.opcheck.rerun import forward_native
+
+
+def table(out: Path) -> list[dict[str, str]]:
+    with (out / "opcheck.csv").open(newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def run(dump: Path, out: Path, *arguments: str) -> tuple[int, dict[str, set[str]]]:
+    """Exit code, and the statuses of each operator."""
+    code = main(["opcheck", str(dump), "-j", "0", "--out", str(out), *arguments])
+    found: dict[str, set[str]] = {}
+    for r in table(out):
+        found.setdefault(r["op"], set()).add(r["status"])
+    return code, found
+
+
+def test_against_a_golden_only_equal_inputs_decide(tmp_path: Path) -> None:
+    """mine's o_proj is scaled: its inputs are golden's. Behind a wrong attention, o_proj has other inputs."""
+    golden = build(tmp_path / "g")
+    code, found = run(build(tmp_path / "m", "layers.0.self_attn.o_proj"), tmp_path / "o", "--against", str(golden))
+    assert code == 1
+    assert {op for op, s in found.items() if s == {"fail"}} == {"RowParallelLinear"}
+    assert found["Attention"] == {"pass"}
+    assert found["NobodyKnows"] == {"pass"}  # golden needs no reference
+    code, found = run(build(tmp_path / "n", "layers.0.self_attn.attn"), tmp_path / "p", "--against", str(golden))
+    assert code == 1
+    assert found["Attention"] == {"pass", "fail"}
+    assert found["RowParallelLinear"] == {"pass", "skip"}
+    (skipped,) = {r["message"] for r in table(tmp_path / "p") if r["status"] == "skip"}
+    assert skipped == "golden's call had other inputs: what differs need not have been created here"
+    assert all(r["rel_l2"] for r in table(tmp_path / "p") if r["status"] == "skip")  # measured all the same
+
+
+@pytest.mark.parametrize("fault", ["", "layers.0.norm", "layers.0.self_attn.attn"])
+def test_rerun_finds_what_this_machine_would_not_have_given(tmp_path: Path, fault: str) -> None:
+    code, found = run(build(tmp_path / "d", fault), tmp_path / "o", "--rerun")
+    assert code == (1 if fault else 0)
+    wrong = {"layers.0.norm": "RMSNorm", "layers.0.self_attn.attn": "Attention"}
+    assert {op for op, s in found.items() if "fail" in s} == ({wrong[fault]} if fault else set())
+    assert found["NobodyKnows"] == {"skip"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
+def test_vllms_native_code_is_its_own_and_torchs_agrees() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, r, w = (torch.randn(*s, generator=g).bfloat16() for s in ((6, 32), (6, 32), (32,)))
+    norm = Call("n", "RMSNorm", inputs={"x": x, "residual": r}, params={"weight": w},
+                attrs={"variance_epsilon": 1e-5, "hidden_size": 32},
+                outputs={"output.0": x, "output.1": r})  # fmt: skip
+    calls = [norm, Call("a", "SiluAndMul", inputs={"x": x}, outputs={"output.0": x})]
+    natives = References([native])
+    for call in calls:
+        theirs, ours = forward_native(call), natives.evaluate(call)
+        assert theirs is not None
+        assert not isinstance(ours, Declined)
+        for role, value in theirs.items():
+            assert torch.allclose(value.double(), ours[role].value.double(), rtol=2**-7, atol=2**-7)
+    assert forward_native(replace(norm, cls="Nobody")) is None
+    assert forward_native(replace(norm, attrs={}, inputs={})) is None
+
+
+# --- drawn inputs ------------------------------------------------------------------------------------------------
+
+
+def statistics_only(root: Path) -> Calls:
+    """The calls of a dump as VLLM_ACCPROBE_TASK=stats leaves it: no payload but parameters'."""
+    calls = Calls(open_dump(build(root)), None)
+    for steps in calls._calls.values():
+        for records in steps.values():
+            for role, r in records.items():
+                records[role] = replace(r, payload=None)
+    return calls
+
+
+def drawn_rows(calls: Calls, seed: int = 0) -> dict[str, list[Checked]]:
+    found: dict[str, list[Checked]] = {}
+    for rank, tap, cls in calls.taps():
+        for captured in calls.of(rank, tap):
+            assert drawn.possible(captured)
+            found.setdefault(cls, []).extend(
+                drawn.check(calls, captured, default_references(), "cpu", seed, Options())
+            )
+    return found
+
+
+def test_statistics_are_checked_with_drawn_inputs_and_say_so(tmp_path: Path) -> None:
+    calls = statistics_only(tmp_path / "d")
+    first, again, other = (drawn_rows(calls, seed) for seed in (0, 0, 1))
+    for cls in ("RMSNorm", "QKVParallelLinear", "RowParallelLinear"):
+        assert [r.status for r in first[cls]] == ["pass"] * 3
+        assert all(WEAKER in r.message for r in first[cls])
+        assert [r.measured for r in first[cls]] == [r.measured for r in again[cls]]
+        assert [r.measured for r in first[cls]] != [r.measured for r in other[cls]]
+    assert {r.status for r in first["Attention"] + first["NobodyKnows"]} == {"skip"}
+    assert first["Attention"][0].message.endswith("drawn: the keys and values that it looked back at were not captured")
+
+
+def test_a_wrong_kernel_of_this_machine_shows_on_drawn_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = statistics_only(tmp_path / "d")
+    right = native.linear
+
+    @reference("RowParallelLinear")
+    def wrong(call: Call) -> dict[str, Any]:
+        return {k: v * 1.02 for k, v in right(call).items()}
+
+    monkeypatch.setattr(native, "linear", wrong)
+    assert [r.status for r in drawn_rows(calls)["RowParallelLinear"]] == ["fail"] * 3
+
+
+def test_what_is_drawn_keeps_to_the_moments() -> None:
+    g = torch.Generator().manual_seed(0)
+    x = draw((400, 50), "bfloat16", Moments(-1.0, 4.0, 1.0, 0.5), g)
+    assert x.dtype == torch.bfloat16
+    assert float(x.min()) >= -1
+    assert float(x.max()) <= 4
+    assert abs(float(x.double().mean()) - 1.0) < 0.02
+    assert abs(float(x.double().std()) - 0.5) < 0.02
+    ids = draw((1000,), "int64", Moments(3, 6, None, None), g)
+    assert sorted(set(ids.tolist())) == [3, 4, 5, 6]
+    for shape, dtype in (((1 << 20, 1 << 20), "float32"), ((2,), "no_dtype")):
+        with pytest.raises(Declined, match="can be drawn"):
+            draw(shape, dtype, Moments(None, None, None, None), g)
+
+
+# --- gradients ---------------------------------------------------------------------------------------------------
+
+
+def captured(call: Call) -> Captured:
+    """A Captured of which only the call counts."""
+    records: Mapping[str, Record] = {}
+    return Captured(call.name, 0, 0, 0, call, records)
+
+
+def gradients(call: Call) -> dict[str, Checked]:
+    return {r.role: r for r in backward.check(captured(call), default_references())}
+
+
+def test_gradients_agree_with_autograd_in_float64() -> None:
+    g = torch.Generator().manual_seed(5)
+    x, w = torch.randn(16, 64, generator=g).bfloat16(), torch.randn(64, generator=g).bfloat16()
+    m = torch.randn(32, 64, generator=g).bfloat16()
+    out = {"output.0": x}
+    norm = Call("n", "RMSNorm", inputs={"x": x}, params={"weight": w}, attrs={"eps": 1e-5}, outputs=out)
+    linear = Call("l", "Linear", inputs={"x": x}, params={"weight": m}, outputs={"output.0": (x.float() @ m.float().T)
+                  .bfloat16()})  # fmt: skip
+    gate = Call("a", "SiluAndMul", inputs={"x": x}, outputs={"output.0": x[:, :32]})
+    product = Call("p", "aten.mm.default", args=(x, m.T), outputs=linear.outputs)
+    for call, roles in (
+        (norm, {"grad.input.x", "grad.param.weight"}), (linear, {"grad.input.x", "grad.param.weight"}),
+        (gate, {"grad.input.x"}), (product, {"grad.input.0", "grad.input.1"}),
+    ):  # fmt: skip
+        found = gradients(call)
+        assert set(found) == roles
+        assert {r.status for r in found.values()} == {"pass"}, found
+        assert all(r.severity > 0.01 for r in found.values())
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            ctx.save_for_backward(x)
+            return torch.relu(x)
+
+        @staticmethod
+        def backward(ctx: Any, up: Any) -> Any:  # type: ignore[override]
+            return up * 0.97  # also where x < 0
+
+    @reference("ReLU")
+    def relu(call: Call) -> Any:
+        return Wrong.apply(call.tensor("x"))
+
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    call = Call("r", "ReLU", inputs={"x": x}, outputs={"output.0": torch.relu(x)})
+    assert {r.status for r in gradients(call).values()} == {"pass"}
+    monkeypatch.setattr(native, "relu", relu)
+    assert {r.status for r in gradients(call).values()} == {"fail"}
+
+
+def test_what_has_no_gradient_says_so() -> None:
+    x = torch.randn(4, 8)
+    ids = Call("e", "aten.argmax.default", args=(x, 1), outputs={"output.0": x.argmax(1)})
+    (row,) = backward.check(captured(ids), default_references())
+    assert (row.status, row.message) == ("skip", "no gradient: its output is no floating-point tensor")
+    block = Call("b", "LlamaMLP", inputs={"x": x}, outputs={"output.0": x})
+    (row,) = backward.check(captured(block), default_references())
+    assert row.status == "skip"
+
+
+def test_the_command_checks_gradients(tmp_path: Path) -> None:
+    code, _ = run(build(tmp_path / "d"), tmp_path / "o", "--backward", "--ops", "RMSNorm")
+    assert code == 0
+    roles = [r["role"] for r in table(tmp_path / "o")]
+    assert roles == ["output.0", "grad.input.x", "grad.param.weight"] * 3
