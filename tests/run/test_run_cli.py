@@ -140,6 +140,16 @@ def test_what_the_command_gets(tmp_path: Path) -> None:
     assert "VLLM_PLUGINS did not contain accprobe" in done.stderr
 
 
+def test_options_after_the_commands_first_word_are_its_own(tmp_path: Path) -> None:
+    """Also without ``--``, and also those that we have, too."""
+    code = "import sys; print(sys.argv[1:])"
+    for words in (["run", "-d", "out"], ["run", "-d", "out", "--"], ["errcheck", "-d", "out"]):
+        argv = [ACCPROBE, *words, sys.executable, "-c", code, "--quiet", "--", "-x"]
+        done = subprocess.run(argv, cwd=tmp_path, env=environ({}), text=True, capture_output=True, check=False)
+        assert done.stdout.startswith("['--quiet', '--', '-x']\n"), done.stderr
+        assert done.returncode == 3, done.stderr
+
+
 def test_mistakes_are_one_line_and_start_nothing(tmp_path: Path) -> None:
     marker = tmp_path / "started"
     cases = [

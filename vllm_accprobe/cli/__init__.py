@@ -22,6 +22,8 @@ COMMANDS = (
 )  # fmt: skip
 MODULES = {"formats": "formats_command"}
 """Commands whose module and function are called otherwise."""
+STARTERS = ("run", "errcheck")
+"""Commands that start one: what follows its first word, options too, belongs to it, with or without ``--``."""
 TRACEBACK = "ACCPROBE_TRACEBACK"
 """Environment variable: 1 shows the traceback of an internal error."""
 
@@ -39,7 +41,8 @@ def build() -> typer.Typer:
     app.callback(invoke_without_command=True)(_root)
     for name in COMMANDS:
         module = MODULES.get(name, name)
-        app.command(name)(getattr(importlib.import_module(f"{__name__}.{module}"), module))
+        settings = {"allow_interspersed_args": name not in STARTERS}
+        app.command(name, context_settings=settings)(getattr(importlib.import_module(f"{__name__}.{module}"), module))
     return app
 
 
