@@ -5,7 +5,7 @@ layers carry their partition as plain attributes (also in subclasses of other ve
 are described directly, and what lies between them (activations, rotary embedding, attention, per-head norms) inherits
 from the parallel linear layer beside it whose size it has. What cannot be told is ``unknown``: analysis then
 compares the ranks' copies instead of trusting a guess.
-Not here: undoing a layout (align/shards.py).
+Not here: what a single layer says of itself (cuts.py), undoing a layout (align/shards.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_accprobe.capture import cuts
+from vllm_accprobe.capture.cuts import Parts
 from vllm_accprobe.dump.schema import LABEL_TAP, REPLICATED, Layout
-
-Parts = tuple[tuple[int, int], ...]
 
 
 class Layouts:
@@ -49,27 +49,27 @@ class Layouts:
         module = self._modules.get(tap)
         if module is None or not shape:
             return REPLICATED
-        local = _local_experts(module, name)  # also where there is no tensor parallelism beside it
+        local = cuts.local_experts(module, name)  # also where there is no tensor parallelism beside it
         if local is not None:
             index, size, held = local
             known = sum(n for n, _ in held) == shape[0]
             return Layout("shard", "ep", index, size, 0, held) if known else Layout("unknown", "ep", index, size)
-        if self._size == 1 or _own_tp_size(module) == 1:
+        if self._size == 1 or cuts.own_tp_size(module) == 1:
             return REPLICATED
-        expert = _expert_parts(module, name)
+        expert = cuts.expert_parts(module, name)
         if expert is not None:
-            return self._shard(*expert) if _matches(shape, *expert) else self._unknown()
-        out = _output_parts(module)
+            return self._shard(*expert) if cuts.matches(shape, *expert) else self._unknown()
+        out = cuts.output_parts(module)
         if out is not None:
             total = sum(n for n, _ in out)
             if name == "bias" or len(shape) == 1:
                 return self._shard(-1, out) if shape[-1] == total else REPLICATED
             if shape[-2] == total:
-                return self._shard(-2, out, _vocab(module))
+                return self._shard(-2, out, cuts.vocab(module))
             if shape[-1] == total:  # some kernels keep the weight transposed
-                return self._shard(-1, out, _vocab(module))
+                return self._shard(-1, out, cuts.vocab(module))
             return self._unknown()
-        parts = _input_parts(module)
+        parts = cuts.input_parts(module)
         if parts is not None:
             if len(shape) == 1:
                 return REPLICATED
@@ -90,14 +90,14 @@ class Layouts:
         if len(shape) == 1 or type(module).__name__ == "LogitsProcessor":
             return REPLICATED  # positions, ids, gathered logits: there is no feature dimension to cut
         incoming = role.startswith(("input", "inplace"))
-        if _is_vocab(module):
+        if cuts.is_vocab(module):
             if not incoming and shape[-1] == module.num_embeddings_per_partition:  # used as lm_head
-                return self._shard(-1, _output_parts(module) or (), _vocab(module))
+                return self._shard(-1, cuts.output_parts(module) or (), cuts.vocab(module))
             return REPLICATED
-        if _is_linear(module):
-            if _own_tp_size(module) == 1:
+        if cuts.is_linear(module):
+            if cuts.own_tp_size(module) == 1:
                 return REPLICATED
-            out, parts = _output_parts(module), _input_parts(module)
+            out, parts = cuts.output_parts(module), cuts.input_parts(module)
             if parts is not None:
                 if incoming:
                     return self._shard(-1, parts) if shape[-1] == parts[0][0] else REPLICATED
@@ -109,7 +109,7 @@ class Layouts:
             if out is not None and not incoming and not getattr(module, "gather_output", False):
                 return self._shard(-1, out) if shape[-1] == sum(n for n, _ in out) else self._unknown()
             return REPLICATED
-        if not incoming and (_reduces_later(module) or _sums_later(module) or self._inside_experts(tap, shape)):
+        if not incoming and (cuts.reduces_later(module) or cuts.sums_later(module) or self._inside_experts(tap, shape)):
             # Analysis takes a "partial" tensor that is the same on all ranks for a reduced one, so a block that sums
             # its experts itself is described correctly too.
             return Layout("partial", "tp", self._rank, self._size)
@@ -124,7 +124,7 @@ class Layouts:
         # A block as a whole takes and gives hidden states; its inner leaves work on slices. With equal sizes this
         # decides: parents and norms are taken as replicated, leaves as slices.
         whole = self._hidden is not None and shape[-1] == self._hidden
-        if whole and (_has_children(module) or "norm" in type(module).__name__.lower()):
+        if whole and (cuts.has_children(module) or "norm" in type(module).__name__.lower()):
             return REPLICATED
         parent = tap.rpartition(".")[0]
         known = self._neighbours(parent)
@@ -132,7 +132,7 @@ class Layouts:
             known = self._neighbours(parent.rpartition(".")[0])
         qkv = self._qkv(parent) or self._qkv(tap)
         if qkv is not None:
-            q, k, v = (int(n) for n in _qkv_sizes(qkv))
+            q, k, v = (int(n) for n in cuts.qkv_sizes(qkv))
             replicas = int(getattr(qkv, "num_kv_head_replicas", 1))
             word = role.rpartition(".")[2]
             if shape[-1] == q + k + v:
@@ -177,13 +177,13 @@ class Layouts:
             known = {}
             children = getattr(self._modules.get(parent), "_modules", {}) or {}
             for child in children.values():
-                if child is None or not _is_linear(child) or _own_tp_size(child) == 1:
+                if child is None or not cuts.is_linear(child) or cuts.own_tp_size(child) == 1:
                     continue
-                parts = _input_parts(child)
+                parts = cuts.input_parts(child)
                 if parts is not None:
                     known.setdefault(parts[0][0], parts)
                     continue
-                out = _output_parts(child)
+                out = cuts.output_parts(child)
                 if out is not None and not getattr(child, "gather_output", False):
                     known.setdefault(sum(n for n, _ in out), out)
             self._known[parent] = known
@@ -209,104 +209,3 @@ class Layouts:
 
     def _unknown(self) -> Layout:
         return Layout("unknown", "tp", self._rank, self._size)
-
-
-def _own_tp_size(module: Any) -> int:
-    return int(getattr(module, "tp_size", 0) or 0)
-
-
-def _is_linear(module: Any) -> bool:
-    return hasattr(module, "output_partition_sizes") or hasattr(module, "input_size_per_partition")
-
-
-def _is_vocab(module: Any) -> bool:
-    return hasattr(module, "num_embeddings_per_partition")
-
-
-def _vocab(module: Any) -> int | None:
-    return int(module.org_vocab_size) if _is_vocab(module) and hasattr(module, "org_vocab_size") else None
-
-
-def _has_children(module: Any) -> bool:
-    return bool(getattr(module, "_modules", None))
-
-
-def _qkv_sizes(module: Any) -> tuple[int, int, int]:
-    head = int(module.head_size)
-    v_head = int(getattr(module, "v_head_size", head))
-    return int(module.num_heads) * head, int(module.num_kv_heads) * head, int(module.num_kv_heads) * v_head
-
-
-def _sums_later(module: Any) -> bool:
-    """A block around a row-parallel layer that leaves the all-reduce to somebody further out (shared experts)."""
-    children = (getattr(module, "_modules", None) or {}).values()
-    return any(
-        hasattr(c, "input_is_parallel") and getattr(c, "reduce_results", True) is False and _own_tp_size(c) > 1
-        for c in children
-    )
-
-
-def _output_parts(module: Any) -> Parts | None:
-    """The blocks of a column-parallel output on this rank, or None if the output is not cut."""
-    if hasattr(module, "num_kv_head_replicas"):
-        q, k, v = _qkv_sizes(module)
-        replicas = int(module.num_kv_head_replicas)
-        return ((q, 1), (k, replicas), (v, replicas))
-    if _is_vocab(module):
-        return ((int(module.num_embeddings_per_partition), 1),)
-    if not hasattr(module, "gather_output"):  # row-parallel and replicated layers
-        return None
-    sizes = getattr(module, "output_partition_sizes", None)
-    return tuple((int(n), 1) for n in sizes) if sizes else None
-
-
-def _input_parts(module: Any) -> Parts | None:
-    """The one block of a row-parallel input on this rank, or None."""
-    if not hasattr(module, "input_is_parallel"):
-        return None
-    return ((int(module.input_size_per_partition), 1),)
-
-
-def _expert_parts(module: Any, name: str) -> tuple[int, Parts] | None:
-    """Fused experts: w13 holds gate and up of each expert one after the other, w2 is cut along its input."""
-    if not (hasattr(module, "local_num_experts") or hasattr(module, "intermediate_size_per_partition")):
-        return None
-    size = getattr(module, "intermediate_size_per_partition", None)
-    if size is None:
-        return None
-    size = int(size)
-    if name.startswith("w13_weight"):
-        return -2, ((size, 1), (size, 1))
-    if name.startswith("w2_weight"):
-        return -1, ((size, 1),)
-    return None
-
-
-def _local_experts(module: Any, name: str) -> tuple[int, int, Parts] | None:
-    """This rank's place, the number of ranks, and the blocks of its experts, where whole experts are dealt out.
-
-    vLLM gives each rank one run of experts (linear) or every n-th (round robin). A whole is put together block by
-    block, so blocks of one expert are right for the second. With load balancing experts move and are stored twice:
-    no blocks, which makes the layout unknown.
-    """
-    parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", module)
-    if not getattr(parallel, "use_ep", False) or not name.startswith(("w13_", "w2_")):
-        return None
-    size, index = int(getattr(parallel, "ep_size", 1) or 1), int(getattr(parallel, "ep_rank", 0) or 0)
-    count = int(getattr(module, "local_num_experts", 0) or 0)
-    if size == 1 or not count:
-        return None
-    if getattr(module, "enable_eplb", False) or getattr(parallel, "enable_eplb", False):
-        return index, size, ()
-    manager = getattr(module, "expert_map_manager", module)
-    strategy = getattr(manager, "placement_strategy", getattr(module, "expert_placement_strategy", "linear"))
-    return index, size, ((1, 1),) * count if strategy == "round_robin" else ((count, 1),)
-
-
-def _matches(shape: tuple[int, ...], dim: int, parts: Parts) -> bool:
-    return len(shape) >= -dim and shape[dim] == sum(n for n, _ in parts)
-
-
-def _reduces_later(module: Any) -> bool:
-    """Fused experts of vLLM before 0.28 leave the all-reduce to the model."""
-    return hasattr(module, "global_num_experts") and getattr(module, "reduce_results", True) is False

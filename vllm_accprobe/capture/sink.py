@@ -4,7 +4,7 @@ The problem: hundreds of tensors per step, most of them seen twice (an output is
 some with rows that nobody asked for, some on a device, while the model waits. The idea: one hash per tensor decides
 whether its bytes are new in this step; only new bytes are copied, straight into the writer's block; everything else
 is a journal line that points at them. Tensors of a device take the detour over Staging and arrive here on its thread.
-Not here: blocks and files (dump/writer.py), which rows are which (rows.py), what is tapped (hooks.py).
+Not here: blocks and files (dump/writer.py), which rows are which (rows.py, rowmaps.py), what is tapped (hooks.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.memory import DTYPE_NAMES, LAZY, Ranges, Scratch, digest, selected
+from vllm_accprobe.capture.rowmaps import RowMaps
 from vllm_accprobe.capture.rows import Space
 from vllm_accprobe.capture.staging import Staging
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.schema import Module, Request, Segment, Step
+from vllm_accprobe.dump.schema import Module, Request, Step
 from vllm_accprobe.dump.stats import StatsCell, moments_at, warm_up
 from vllm_accprobe.dump.writer import RankWriter
 
@@ -33,19 +34,6 @@ def _event(kind: str, value: Any) -> dict[str, Any]:
         item = getattr(value, f.name)
         if item is not None and item != ():
             event[f.name] = item
-    return event
-
-
-def _segment(segment: Segment) -> dict[str, Any]:
-    event: dict[str, Any] = {
-        "req": segment.req,
-        "pos": segment.pos,
-        "n": segment.n,
-        "row": segment.row,
-        "phase": segment.phase,
-    }
-    if segment.image is not None:
-        event["image"] = segment.image
     return event
 
 
@@ -79,8 +67,7 @@ class Sink:
         warm_up()
         self.seen: dict[str, StatsCell] = {}
         self.lasting: dict[str, StatsCell] = {}  # of parameters: their bytes are stored once per run
-        self._token_ids: list[int] = []
-        self._positions: list[int] = []
+        self._rowmaps = RowMaps()
         self.scratch = Scratch()
         self.skipped: Counter[tuple[str, str | None, str]] = Counter()
         self.tensors = 0
@@ -133,39 +120,15 @@ class Sink:
 
     def rows(self, step: int, space: Space) -> None:
         """The row map of ``space``; token ids (and true positions) come from its tensors as they are at this moment."""
-        event = {"event": "rows", "step": step, "space": space.name, "src_rows": space.src}
-        segments = list(space.segments)
-        ranges = list(space.ranges)
+        tensors, finish = self._rowmaps.of(step, space)
 
-        token_rows = list(space.token_rows)
+        def arrived(hosts: Sequence[torch.Tensor]) -> None:
+            self.writer.line(finish(hosts))
 
-        def finish(arrived: Sequence[torch.Tensor]) -> None:
-            named = dict(zip(names, arrived, strict=True))
-            if "ids" in named:
-                self._token_ids = named["ids"].tolist()
-                event["ids"] = [i for start, stop in ranges for i in self._token_ids[start:stop]]
-            # Asynchronous speculation corrects positions on the device after the scheduler has guessed them.
-            if "positions" in named:
-                self._positions = named["positions"].tolist()
-                rows = [s.row for s in segments]
-            else:
-                rows = _firsts(segments, token_rows)
-            if token_rows and self._token_ids:
-                event["ids"] = [self._token_ids[row] for row in token_rows]
-            found = segments
-            if rows and self._positions:
-                found = [
-                    dataclasses.replace(s, pos=int(self._positions[r])) for s, r in zip(segments, rows, strict=True)
-                ]
-            event["segments"] = [_segment(s) for s in found]
-            self.writer.line(event)
-
-        names = [name for name, tensor in (("ids", space.ids), ("positions", space.positions)) if tensor is not None]
-        tensors = [getattr(space, name) for name in names]
         if self._staging is None:
-            finish(tensors)
+            arrived(tensors)
         else:
-            self._staging.stage(tensors, finish)
+            self._staging.stage(tensors, arrived)
 
     def skip(self, tap: str, reason: str, role: str | None = None, count: int = 1) -> None:
         """Counted here and written once, at close: a skip that repeats every step is one line."""
@@ -332,8 +295,7 @@ class Sink:
     def _new_step(self) -> None:
         self.seen.clear()
         self.seen.update(self.lasting)
-        self._token_ids = []
-        self._positions = []
+        self._rowmaps.new_step()
 
     def _then(self, action: Callable[[], None]) -> None:
         if self._staging is None:
@@ -353,14 +315,3 @@ class Ticket:
 
     def __init__(self) -> None:
         self.digest: str | None = None
-
-
-def _firsts(segments: Sequence[Segment], token_rows: Sequence[int]) -> list[int]:
-    """The token row of each segment's first row; empty where the space's rows are no tokens."""
-    if not token_rows:
-        return []
-    firsts, at = [], 0
-    for segment in segments:
-        firsts.append(token_rows[at])
-        at += segment.n
-    return firsts
