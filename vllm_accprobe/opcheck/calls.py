@@ -24,6 +24,7 @@ from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ROOT_TAP, Module, OpCall, Record
 from vllm_accprobe.opcheck.history import Past
 from vllm_accprobe.opcheck.opcalls import STATISTICS, NotKept, op_call
+from vllm_accprobe.opcheck.prefix import Prefix, prefixes
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.weights import Checkpoint, model_config
 
@@ -82,7 +83,7 @@ class Calls:
         for op in dump.ops:
             self._ops.setdefault((op.rank, op.tap), []).append(op)
         for r in dump.records:
-            if is_operator(r.tap):
+            if is_operator(r.tap) or (r.rank, r.tap) in self._ops:
                 self._op_records.setdefault((r.rank, r.tap), {}).setdefault((r.step, r.call), {})[r.role] = r
             elif r.step is None:
                 self._params.setdefault((r.rank, r.tap), {})[r.role.removeprefix("param.")] = r
@@ -102,6 +103,7 @@ class Calls:
         self._packed = any(r.shape == (0,) for r in dump.records if r.step is None)
         self._checkpoint = self._open(model)
         self._known: dict[tuple[int, str], Mapping[str, Any]] = {}
+        self._shared: dict[int, Mapping[int, Prefix]] = {}
 
     def _open(self, model: Path | None) -> Checkpoint | None:
         if model is None or not model.is_dir():
@@ -138,7 +140,7 @@ class Calls:
         calls = self._calls[rank, tap]
         cls = next(iter(next(iter(calls.values())).values())).cls
         names = _PAST.get(cls)
-        past = Past(names) if names else None
+        past = Past(names, self._prefixes(rank)) if names else None
         self._known.clear()
         for (step, n), records in sorted(calls.items()):
             begins(step, n)
@@ -174,7 +176,7 @@ class Calls:
             except NotKept as why:
                 yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, str(why), op.seq)
                 continue
-            if not op.op.startswith("aten.") and op.module is not None:
+            if is_operator(op.tap) and not op.op.startswith("aten.") and op.module is not None:
                 module = self.modules.get(rank, {}).get(op.module)
                 what = replace(what, params=self.params(rank, op.module, module))
             missing = "" if what.outputs else "nothing came out of it that was captured"
@@ -275,6 +277,11 @@ class Calls:
                     yield rank, tap, module.cls if module else record.cls, record, value
 
     # --- what other records tell -------------------------------------------------------------------------------
+
+    def _prefixes(self, rank: int) -> Mapping[int, Prefix]:
+        if rank not in self._shared:
+            self._shared[rank] = prefixes(self.dump, rank)
+        return self._shared[rank]
 
     def _cache(self, past: Past, what: Call, rank: int, step: int, records: Mapping[str, Record]) -> dict[str, Any]:
         record = next((r for role, r in records.items() if role == f"input.{past.names[0]}"), None)

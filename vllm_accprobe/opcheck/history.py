@@ -2,9 +2,9 @@
 
 The problem: attention reads what earlier steps wrote into a paged cache that nobody stores. The idea: what they wrote
 was captured as the inputs of the same module; put by request and position, it is the cache as it should be. A row has
-its history if all positions before it were captured; after a prefix hit, or when capture began late, it has not, and
-that is said. Positions computed again (preemption, rejected drafts) replace what was there. Not here: the arithmetic
-(references/attention.py, references/mla.py).
+its history if all positions before it were captured, after a prefix hit as rows of the request that computed them
+(prefix.py); when capture began late it has not, and that is said. Positions computed again (preemption, rejected
+drafts) replace what was there. Not here: the arithmetic (references/attention.py, references/mla.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.dump.schema import RowSpace
+from vllm_accprobe.opcheck.prefix import Prefix
 
 INCOMPLETE = "its request's earlier rows are not in the dump (prefix hit, or capture began late)"
 _MOST = 1 << 22
@@ -25,9 +26,10 @@ _MOST = 1 << 22
 @dataclass
 class Past:
     """What one tap of one rank has written so far: per request, tensors [positions, ...] by name, and which are
-    real."""
+    real. shared: by request, the beginning that another one computed."""
 
     names: tuple[str, ...]
+    shared: Mapping[int, Prefix] = field(default_factory=dict)
     written: dict[int, dict[str, Any]] = field(default_factory=dict)
     known: dict[int, Any] = field(default_factory=dict)
 
@@ -54,6 +56,26 @@ class Past:
             self.known[s.req] = known
             start += s.n
 
+    def inherit(self, req: int) -> None:
+        """Gives ``req`` the beginning that another request computed. Where several did and their values differ, it
+        cannot be told which ones the cache kept: it gets none."""
+        prefix = self.shared.get(req)
+        if prefix is None or bool(self.known[req][: prefix.n].any()):
+            return
+        donors = []
+        for donor in prefix.donors:
+            if donor in self.known:
+                self.inherit(donor)
+                if len(self.known[donor]) >= prefix.n and bool(self.known[donor][: prefix.n].all()):
+                    donors.append(self.written[donor])
+        for name in self.names if donors else ():
+            first = donors[0][name][: prefix.n]
+            if not all(torch.equal(first, other[name][: prefix.n]) for other in donors[1:]):
+                return
+        for name in self.names if donors else ():
+            self.written[req][name][: prefix.n] = donors[0][name][: prefix.n]
+            self.known[req][: prefix.n] = True
+
     def view(self, space: RowSpace) -> Cache:
         return Cache(self, space)
 
@@ -73,6 +95,7 @@ class Cache:
         for s in self._space.segments:
             at = torch.arange(start, start + s.n)
             start += s.n
+            self._past.inherit(s.req)
             known = self._past.known[s.req]
             stop = s.pos + s.n
             if not causal:
