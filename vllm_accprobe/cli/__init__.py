@@ -111,5 +111,3 @@ def explain(error: Exception) -> tuple[str, int]:
 def _one_line(value: object) -> str:
     text = " ".join(str(value).split())
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
