@@ -87,3 +87,14 @@ def test_what_failed_for_another_reason_or_was_replayed_in_part_is_not_acquitted
     assert decide(found, prove([], rows, partly=True)).verdict == "fail"
     assert judged(found, [], [replace(rows[0], checked=3), *rows[1:]]).verdict == "fail"
     assert judged(found, [], rows).verdict == "pass"
+
+
+@pytest.mark.parametrize(
+    ("tap", "role", "verdict"), [("first", "output.1", "fail"), ("sampler", "output.token", "pass")]
+)
+def test_a_module_with_a_call_that_nobody_checked_is_not_acquitted(tap: str, role: str, verdict: str) -> None:
+    found = comparison(verdict="fail")
+    beyond = [replace(p, status="fail") if p.tap == "first" else p for p in found.pairs]
+    found = replace(found, pairs=beyond, notes=[words.NOBODY])
+    unread = replace(checked(tap, "skip", rows=0), role=role)
+    assert judged(found, [], [checked("first", "pass"), checked("sampler", "pass"), unread]).verdict == verdict
