@@ -18,7 +18,9 @@ from typing import Any
 _OFF = ("", "0", "false", "no", "off")
 _patched: set[str] = set()
 GRACE_S = 30.0
-"""How long a front end waits for an engine that has been told to end, at least."""
+"""How long a front end waits for an engine that has been told to end and still writes its dump, at least."""
+SETTLE_S = 5.0
+"""How long it waits for one that has closed its dump, or never had one, at least."""
 
 
 def _wanted() -> bool:
@@ -160,11 +162,32 @@ def _patch_shutdown() -> None:
 
     def shutdown(procs: Any, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         if timeout is not None:
-            kwargs["timeout"] = max(float(timeout), GRACE_S)
+            _end(procs, float(timeout))
+            kwargs["timeout"] = 0.0
         return original(procs, *args, **kwargs)
 
     utils.shutdown = shutdown
     _patched.add("shutdown")
+
+
+def _end(procs: Any, timeout: float) -> None:
+    """Tells processes to end and waits for them: ``timeout``, and longer while they write."""
+    import time
+    from pathlib import Path
+
+    from vllm_accprobe.dump.closing import writing
+
+    root = os.environ.get("VLLM_ACCPROBE_DIR", "")
+    begin = time.monotonic()
+    for process in procs:
+        if process.is_alive():
+            process.terminate()
+    while (running := [process for process in procs if process.is_alive()]) and time.monotonic() - begin < max(
+        timeout, GRACE_S
+    ):
+        if time.monotonic() - begin >= max(timeout, SETTLE_S) and not (root and writing(Path(root))):
+            return
+        running[0].join(0.2)
 
 
 def _patch_workers() -> None:

@@ -1,0 +1,90 @@
+"""Who ends an engine waits for what it writes, and not for what it does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_accprobe import plugin
+from vllm_accprobe.dump.closing import writing
+
+ENGINE = """
+import signal, sys, time
+from pathlib import Path
+from vllm_accprobe.dump.lines import JournalFile
+root, writes, then = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+(root / "rank0000").mkdir(parents=True)
+journal = JournalFile(root / "rank0000")
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+print("ready", flush=True)
+while not told:
+    time.sleep(0.01)
+time.sleep(writes)
+journal.close()
+while then == "hangs":
+    time.sleep(1)
+"""
+
+
+class Engine:
+    """A process with the face of those that vLLM ends."""
+
+    def __init__(self, root: Path, writes: float, then: str):
+        argv = [sys.executable, "-c", ENGINE, str(root), str(writes), then]
+        self._process = subprocess.Popen(argv, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"ready\n"
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def join(self, timeout: float) -> None:
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pass
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("root", "writes", "then", "least", "alive"),
+    [
+        ("d", 1.5, "hangs", 1.4, True),  # longer than the settling time, because it writes
+        ("d", 0.0, "hangs", 0.5, True),  # it has written: no reason to wait for half a minute
+        ("d", 0.0, "ends", 0.0, False),
+        ("d.2", 1.5, "hangs", 1.4, True),  # a second engine's dump
+        ("d/errcheck", 1.5, "hangs", 1.4, True),
+    ],
+)
+def test_a_front_end_waits_while_a_dump_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, writes: float, then: str, least: float, alive: bool
+) -> None:
+    monkeypatch.setenv("VLLM_ACCPROBE_DIR", str(tmp_path / "d"))
+    monkeypatch.setattr(plugin, "SETTLE_S", 0.5)
+    engine = Engine(tmp_path / root, writes, then)
+    try:
+        assert writing(tmp_path / "d")
+        begin = time.monotonic()
+        plugin._end([engine], 0.0)
+        assert least <= time.monotonic() - begin < 15
+        assert engine.is_alive() is alive
+        assert not writing(tmp_path / "d")
+    finally:
+        engine.kill()
+
+
+def test_nothing_that_can_be_asked(tmp_path: Path) -> None:
+    assert not writing(tmp_path / "nowhere")
+    (tmp_path / "errcheck-rank0000.json").write_text("no report")
+    assert not writing(tmp_path)
