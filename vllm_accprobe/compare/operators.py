@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_accprobe.align.derived import View
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.opcalls import SEPARATOR, inputs
+from vllm_accprobe.dump.opcalls import SEPARATOR, inputs, is_operator
 from vllm_accprobe.dump.schema import Record
 
 ONE_SIDE = "operator calls are in one of the dumps only"
@@ -57,7 +57,8 @@ class _Side:
     """What the decision needs of one dump."""
 
     def __init__(self, dump: Any):
-        ops = getattr(dump, "ops", ())
+        # Another tool's API records (msprobe) are the model's own calls, named by module: nothing of them is set apart.
+        ops = [call for call in getattr(dump, "ops", ()) if is_operator(call.tap)]
         self.taps = {call.tap for call in ops}
         self.fresh: set[tuple[int, Place]] = set()
         self.shapes: dict[Place, tuple[int, ...]] = {}
