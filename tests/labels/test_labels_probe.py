@@ -144,7 +144,7 @@ def test_a_failure_inside_ends_the_capture_and_not_the_model(
     model = Labelled()
     expected = model(IDS)["logits"]
     with Probe(model, dir=str(tmp_path / "d")) as probe:
-        monkeypatch.setattr(probe._labels, "_part", lambda state: 1 / 0)
+        monkeypatch.setattr(probe._beside.labels, "_part", lambda state: 1 / 0)
         assert torch.equal(model(IDS)["logits"], expected)
     assert "ZeroDivisionError" in caplog.text
     assert "ZeroDivisionError" in open_dump(tmp_path / "d").stops[0].reason
@@ -250,7 +250,7 @@ def test_many_files_are_collected_while_the_model_runs(tmp_path: Path, monkeypat
         for step in range(steps):
             model(IDS)
             if step == 20:
-                assert probe._labels._files > 10
+                assert probe._beside.labels._files > 10
     dump = open_dump(tmp_path / "d")
     assert len(dump.labels) == steps
     for (_, step, *_), label in dump.labels.items():

@@ -1,10 +1,9 @@
 """The same capture on any torch model outside vLLM, so that a transformers model can be the golden.
 
-The problem: a plain model has no scheduler; its batch is a rectangle, its decode steps are calls with a cache. The
-idea: each call of the root is a step; rows are the (batch, position) pairs of ``input_ids`` that the attention mask
-keeps, flattened so that tensors look like vLLM's; a request is a batch row, recognised by the hash of its prompt,
-which is what a vLLM dump of the same prompt carries. A model without token ids is captured whole, its calls counted
-as token ordinals. Not here: taps and sink, which are shared with vLLM's runner (runner.py).
+The problem: a plain model has no scheduler that says what a step is and who asked. The idea: each call of the root is a
+step; its rows and requests are those of a rectangle of token ids (rectangle.py), and have the same keys as in a vLLM
+dump of the same prompt. A model without token ids is captured whole, its calls counted as token ordinals. Not here:
+taps and sink, which are shared with vLLM's runner (runner.py).
 """
 
 from __future__ import annotations
@@ -24,24 +23,19 @@ from typing import Any
 import torch
 
 from vllm_accprobe import __version__
+from vllm_accprobe.capture.beside import put_on
 from vllm_accprobe.capture.hooks import Taps
-from vllm_accprobe.capture.images import Foresight, images_of, language_path, placeholder
-from vllm_accprobe.capture.labels import Labels
+from vllm_accprobe.capture.images import Foresight, language_path
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.params import Parameters
 from vllm_accprobe.capture.places import announce
+from vllm_accprobe.capture.rectangle import Rectangle
 from vllm_accprobe.capture.rows import (
-    Item,
     Requests,
-    Scheduled,
-    Space,
-    logits_space,
-    token_space,
-    vision_space,
     wanted_at_all,
 )
 from vllm_accprobe.capture.say import say
-from vllm_accprobe.capture.session import HEAD, VISION, Session, StepState
+from vllm_accprobe.capture.session import Session
 from vllm_accprobe.capture.sink import Sink
 from vllm_accprobe.config import ConfigError, DumpConfig, ProbeConfig, default_dir, in_ranges
 from vllm_accprobe.dump.schema import Step
@@ -71,14 +65,7 @@ class Probe:
         self.model = model
         self.root = Path(os.path.abspath(config.dir or default_dir()))
         self._step = -1
-        self._batch: list[Scheduled] = []
-        self._grid: tuple[int, int] | None = None
-        self._keep: list[int] = []
-        self._ids: torch.Tensor | None = None
-        self._names: list[str] = []
-        self._items: list[Item] = []
         self._begun = False
-        self._count = 0
         self._closed = False
         self.paused = False
         """Calls of the model are not steps while this is set."""
@@ -109,28 +96,18 @@ class Probe:
         }  # fmt: skip
         sink = Sink(config, self.root, rank, start, self._stopped, device)
         modules = dict(model.named_modules(remove_duplicate=False))
-        self.session = session = Session(config, sink, Layouts(modules, 0, 1), say, self._find_space)
-        session.flatten = self._flatten
         self.requests = Requests(config)
+        self._rectangle = rectangle = Rectangle(config, self.requests, model)
+        self.session = session = Session(config, sink, Layouts(modules, 0, 1), say, rectangle.space)
+        session.flatten = rectangle.flatten
         original = model.forward
         self._parameters = list(inspect.signature(original).parameters)
         self._taps = Taps(session)
         self._taps.attach(model, language_path(model))
         parameters = Parameters(session, model, say)
         parameters.rest()
-        if config.ops:
-            from vllm_accprobe.capture.op_places import of_model
-
-            of_model(session, self._taps, model, parameters.stored)
-        self._labels = Labels(
-            session, self.root, rank, parts=lambda: {n: tap.part for tap in self._taps.taps for n in tap.names}
-        )
-        self._labels.open()
-        self._patches: Any = None
-        if config.patches:
-            from vllm_accprobe.capture.patches import apply_named
-
-            self._patches = apply_named(session, model, language_path(model), say)
+        prefix = language_path(model)
+        self._beside = put_on(session, self._taps, model, prefix, self.root, rank, stored=parameters.stored)
         self._inner = model.__dict__.get("forward") or model.forward
 
         @functools.wraps(original)  # transformers' generate asks the forward's signature what the model takes
@@ -155,9 +132,7 @@ class Probe:
         session = self.session
         session.end()
         self._foresight.undo()
-        self._labels.close()
-        if self._patches is not None:
-            self._patches.close()
+        self._beside.close()
         self.model.__dict__["forward"] = self._inner
         if session.sink.steps:
             for tap, why in self._taps.never_fired():
@@ -200,85 +175,17 @@ class Probe:
     def _begin(self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._step = max(self._step + 1, self.next_step or 0)
         values = dict(zip(self._parameters, args, strict=False)) | kwargs
-        ids = values.get("input_ids")
-        self._grid = None
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        chosen = in_ranges(self.config.steps, self._step)
+        if not self._rectangle.begin(values):
             # No tokens: one call, one token ordinal, as ait counts them.
-            if in_ranges(self.config.steps, self._step) and in_ranges(self.config.tokens, self._step):
+            if chosen and in_ranges(self.config.tokens, self._step):
                 session.begin(Step(self._step, {"requests": 1}, time.time()), [], self._step == 0)
             return
-        host = ids.detach().cpu()
-        batch, length = host.shape
-        past = _past_length(values)
-        mask = values.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape == (batch, past + length):
-            real = mask.detach().cpu().bool()
-        else:
-            real = torch.ones(batch, past + length, dtype=torch.bool)
-        if past == 0 or len(self._names) != batch:
-            self._names = []
-            token = placeholder(self.model)
-            for row in range(batch):
-                prompt = host[row][real[row, past:]].tolist()
-                name = f"call-{self._count}"
-                self._count += 1
-                images = images_of(prompt, token) if past == 0 else ()
-                self.requests.add(name, prompt, int(real[row, :past].sum()) + len(prompt), images)
-                self._names.append(name)
-        self._batch, self._keep = [], []
-        for row, name in enumerate(self._names):
-            columns = torch.nonzero(real[row, past:]).flatten().tolist()
-            self._batch.append(Scheduled(name, int(real[row, :past].sum()), len(columns)))
-            self._keep += [row * length + column for column in columns]
-        self._items = []
-        if past == 0:  # later steps have no images to encode
-            for name in self._names:
-                request = self.requests.get(name)
-                for k, image in enumerate(request.images if request else ()):
-                    self._items.append(Item(name, k, "image", image.n))
-        self._grid = (batch, length)
-        self._ids = host.reshape(-1)[self._keep]
-        triples = [(part.internal, part.start, part.n) for part in self._batch]
-        if in_ranges(self.config.steps, self._step) and wanted_at_all(self.config, self.requests, triples):
-            session.begin(
-                Step(self._step, {"requests": batch, "tokens": len(self._keep)}, time.time()),
-                self.requests.unsent,
-                past == 0,
-            )
-
-    def _flatten(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B, S, ...] or [B, H, S, ...] → [kept B*S, ...]; the last position only, [B, 1, ...], → [B, ...].
-
-        [1, S, ...] in a larger batch is meant for every row of it (cosines of the positions)."""
-        if self._grid is None or tensor.dim() < 2:
-            return tensor
-        batch, length = self._grid
-        if tensor.shape[0] == 1 and batch > 1 and tensor.dim() == 3 and tensor.shape[1] == length:
-            tensor = tensor.expand(batch, *tensor.shape[1:])
-        if tensor.shape[0] != batch:
-            return tensor
-        for dim in range(1, tensor.dim()):
-            if tensor.shape[dim] == length:
-                rows = tensor.movedim(dim, 1).flatten(0, 1)
-                if len(self._keep) != rows.shape[0]:
-                    rows = rows[torch.tensor(self._keep, device=rows.device)]
-                return rows
-        if tensor.shape[1] == 1:
-            return tensor.flatten(0, 1)
-        return tensor
-
-    def _find_space(self, state: StepState, part: str, rows: int) -> Space | None:
-        if self._grid is None:
-            return None
-        if part == VISION:
-            return vision_space(self.config, self.requests, self._items, rows) if self._items else None
-        if part == HEAD and rows == len(self._batch) != len(self._keep):
-            return logits_space(self.config, self.requests, self._batch)
-        space = token_space(self.config, self.requests, self._batch, 0)
-        space.ids = self._ids
-        if part == HEAD:  # the head saw every position: the same rows under the name of its space
-            space.name, space.announced = "logits", False
-        return space
+        batch = self._rectangle.batch
+        triples = [(part.internal, part.start, part.n) for part in batch]
+        if chosen and wanted_at_all(self.config, self.requests, triples):
+            size = {"requests": len(batch), "tokens": sum(part.n for part in batch)}
+            session.begin(Step(self._step, size, time.time()), self.requests.unsent, self._rectangle.prompts)
 
     def _run_info(self, device: torch.device) -> dict[str, Any]:
         config = getattr(self.model, "config", None)
@@ -328,18 +235,6 @@ def register_hook(
 def _from_environment() -> ProbeConfig:
     config = ProbeConfig.from_env()
     return config if config.enabled else ProbeConfig.from_kwargs()
-
-
-def _past_length(values: dict[str, Any]) -> int:
-    """Tokens already in the cache, by the cache's own word."""
-    past = values.get("past_key_values")
-    length = getattr(past, "get_seq_length", None)
-    if callable(length):
-        return int(length())
-    position = values.get("cache_position")
-    if isinstance(position, torch.Tensor) and position.numel():
-        return int(position.reshape(-1)[0])
-    return 0
 
 
 def _rank() -> int:

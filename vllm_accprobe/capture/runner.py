@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.batch import Batch
+from vllm_accprobe.capture.beside import Beside, put_on
 from vllm_accprobe.capture.hooks import Taps
-from vllm_accprobe.capture.labels import Labels
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.loading import before_packing
 from vllm_accprobe.capture.params import Parameters
@@ -91,14 +91,12 @@ class RunnerProbe:
         self.taps: Taps | None = None
         self.parameters: Parameters | None = None
         self._paths: dict[int, str] = {}
-        self.sampling: Sampling | None = None
         self.root = Path(config.dir or default_dir())
         self._quiet = 0
         self._step = -1
         self._seen_steps = 0
         self._armed_steps = 0
-        self.labels: Labels | None = None
-        self.patches: Any = None
+        self.beside: Beside | None = None
         self._closed = False
         for name in _QUIET:
             self._wrap(worker, name, self._quietly)
@@ -178,27 +176,14 @@ class RunnerProbe:
         assert self.parameters is not None
         self.taps = Taps(session)
         self.taps.attach(model, language_prefix(model))
-        self.sampling = Sampling(session, runner, model, self.batch.rows)
+        Sampling(session, runner, model, self.batch.rows)
         self.parameters.rest()
-        if self.config.ops:
-            from vllm_accprobe.capture.op_places import of_runner
-
-            of_runner(session, self.taps, model, runner, self.parameters.stored, compiles(vllm_config))
-        taps = self.taps
-        self.labels = Labels(
-            session,
-            Path(os.path.abspath(self.root)),
-            self.parallel["rank"],
-            parts=lambda: {name: tap.part for tap in taps.taps for name in tap.names},
-            whole_graphs=compiles(vllm_config),
-            outside=False,
-        )
-        self.labels.open()
-        if self.config.patches:
-            from vllm_accprobe.capture.patches import apply_named
-
-            self.patches = apply_named(session, model, language_prefix(model), say)
-        if compiles(vllm_config):
+        compiled = compiles(vllm_config)
+        self.beside = put_on(
+            session, self.taps, model, language_prefix(model), self.root, self.parallel["rank"],
+            stored=self.parameters.stored, runner=runner, compiled=compiled,
+        )  # fmt: skip
+        if compiled:
             note = (
                 "left as configured by VLLM_ACCPROBE_GRAPHS=1" if self.config.graphs else "although eager was asked for"
             )
@@ -332,10 +317,8 @@ class RunnerProbe:
                     for tap, why in self.taps.never_fired():
                         sink.skip(tap, why)
                 self.taps.remove()
-            if self.labels is not None:
-                self.labels.close()
-            if self.patches is not None:
-                self.patches.close()
+            if self.beside is not None:
+                self.beside.close()
             steps, tensors = sink.steps, sink.tensors
             sink.close(reason)
             done = sink.stopped or "closed"
