@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,6 +23,7 @@ from vllm_accprobe.align.steps import plan_steps
 from vllm_accprobe.align.tokens import TokenPlan, align_rows
 from vllm_accprobe.compare.joining import Group, Joining, Moment, merged, widths_of
 from vllm_accprobe.compare.operators import set_apart
+from vllm_accprobe.compare.unsummed import WHOLE, Loose, loose, unsummed_taps
 from vllm_accprobe.dump.schema import Module, Record
 from vllm_accprobe.judge.flow import Key, Tree, add_parameters, depths, flow_order
 
@@ -93,22 +94,24 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
         golden, mine = stepwise.golden, stepwise.mine
     bridged = bridge(golden, mine, mapping)
     golden, mine = bridged.golden, bridged.mine
+    shares = loose(golden), loose(mine)
     tokens: TokenPlan
     if stepwise is not None:
         requests, tokens = stepwise.requests, stepwise.tokens
-        sides = [_grouped(d, stepwise.cell, parameters=True) for d in (golden, mine)]
+        sides = [_grouped(d, stepwise.cell, s, parameters=True) for d, s in zip((golden, mine), shares, strict=True)]
     else:
         requests = pair_requests(distinct(golden.requests), distinct(mine.requests))
         tokens = align_rows(golden, mine, requests, (_sampled(golden), _sampled(mine)))
         cells = tokens.golden.cells, tokens.mine.cells
-        sides = [_grouped(d, _cell_of(c)) for d, c in zip((golden, mine), cells, strict=True)]
+        sides = [_grouped(d, _cell_of(c), s) for d, c, s in zip((golden, mine), cells, shares, strict=True)]
     orders = [_order(golden, sides[0]), _order(mine, sides[1])]
     places = _places(golden, orders[0], taps), _places(mine, orders[1], taps)
     names = pair_names(*places, by_order=not bridged.foreign)
     place = {key: i for i, key in enumerate(orders[1])}
     depth = depths(orders[1])
     skipped = names.skips() + apart + (stepwise.skipped if stepwise is not None else Counter())
-    notes = stepwise.notes if stepwise is not None else []
+    notes = list(stepwise.notes) if stepwise is not None else []
+    notes += _said_unsummed("golden", golden, shares[0]) + _said_unsummed("mine", mine, shares[1])
     partners = None
     if stepwise is not None:
         partners = dict(stepwise.pairs), {m: g for g, m in stepwise.pairs}
@@ -160,13 +163,24 @@ def _cell_of(cells: Mapping[int, int]) -> Callable[[Record], int]:
     return lambda r: cells.get(r.rank, 0)
 
 
-def _grouped(dump: Any, cell_of: Callable[[Record], int], *, parameters: bool = False) -> _Side:
-    """parameters: those of different cells are different, too."""
+def _grouped(dump: Any, cell_of: Callable[[Record], int], shares: Loose, *, parameters: bool = False) -> _Side:
+    """shares: partial sums that count as wholes (unsummed.py). parameters: different cells' are different, too."""
     groups: dict[Key, dict[Moment, dict[int, Record]]] = {}
     for r in dump.records:
+        if shares and r.layout.kind == "partial" and (r.rank, r.step, r.hash) in shares:
+            r = replace(r, layout=WHOLE)
         cell = cell_of(r) if r.step is not None or parameters else 0
         groups.setdefault((r.tap, r.role, r.call), {}).setdefault((cell, r.step), {})[r.rank] = r
     return _Side(groups)
+
+
+def _said_unsummed(side: str, dump: Any, shares: Loose) -> list[str]:
+    taps = unsummed_taps(dump, shares) if shares else []
+    if not taps:
+        return []
+    more = f" and of {len(taps) - 1} more" if len(taps) > 1 else ""
+    what = f"nobody adds up the ranks' partial sums of {taps[0]}{more} in {side}"
+    return [f"{what}: each rank goes on with its own share"]
 
 
 def _order(dump: Any, side: _Side) -> list[Key]:
