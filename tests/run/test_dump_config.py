@@ -47,11 +47,19 @@ def test_bad_values(value: dict[str, object], line: str) -> None:
         DumpConfig("d", **value).to_probe()  # type: ignore[arg-type]
 
 
-def test_another_device_is_left_alone(tmp_path: Path) -> None:
+def test_another_device_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Toy()
     register_hook(model, DumpConfig(str(tmp_path / "d"), device_id=1))
     model(IDS)
     assert not (tmp_path / "d").exists()
+    assert "this device or rank is not asked for" in caplog.text
+
+
+def test_it_says_where_the_dump_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    register_hook(Toy(), DumpConfig(str(tmp_path / "d"))).close()
+    assert f"register_hook: the dump goes to {tmp_path / 'd'}" in caplog.text
+    with pytest.raises(ConfigError, match="the first argument is a str"):
+        register_hook("model", DumpConfig(str(tmp_path / "e")))  # type: ignore[arg-type]
 
 
 def test_a_probe_without_settings_takes_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

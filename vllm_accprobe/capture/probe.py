@@ -225,11 +225,18 @@ def register_hook(
     ``hook_name`` is another spelling of ``hook_type``.
 
     Raises:
-        ConfigError: a setting is wrong, or ``hook_type`` is not "dump_data".
+        ConfigError: a setting is wrong, ``model`` is no module, or ``hook_type`` is not "dump_data".
     """
     if (hook_name or hook_type) != "dump_data":
         raise ConfigError(f"hook_type={hook_name or hook_type}: only 'dump_data' exists")
-    return Probe(model, config or DumpConfig())
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"register_hook: the first argument is a {type(model).__name__}, not a torch.nn.Module")
+    probe = Probe(model, config or DumpConfig())
+    if probe.session is not None:
+        say(f"register_hook: the dump goes to {probe.root}")
+    else:
+        say("register_hook: this device or rank is not asked for (device_id, ranks): nothing is captured here")
+    return probe
 
 
 def _from_environment() -> ProbeConfig:
