@@ -4,151 +4,34 @@ The problem: the same settings come as environment variables (a served model), a
 and as keyword arguments (a script). The idea: ProbeConfig is the only form that the rest of the house knows; each
 spelling is parsed field by field by the same functions, and every mistake is one line that names the setting and the
 nearest valid one. Precedence: environment over file over default.
-Not here: what the settings do (capture/), nor the seed's DumpConfig semantics beyond translating it.
+Not here: what the settings do (capture/), nor how a value is spelt (config_values.py).
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from vllm_accprobe import config_values as words
+from vllm_accprobe.config_values import Ranges, in_ranges, matches, parse_ranges
+
+__all__ = [
+    "ENV", "PREFIX", "RUN_ID", "ConfigError", "DumpConfig", "ProbeConfig", "Ranges", "default_dir", "environment_names",
+    "in_ranges", "matches", "parse_ranges",
+]  # fmt: skip
 
 ENV = "VLLM_ACCPROBE"
 PREFIX = ENV + "_"
 RUN_ID = PREFIX + "RUN_ID"
 """Set by the front end for its workers, so that they know a running start from an old dump. Not for users."""
 
-PRESETS = ("vision", "layers", "attention", "mlp", "norm", "linear", "logits", "all")
-TASKS = ("tensor", "stats")
-PARTS = ("input", "output", "params")
-ERRCHECK = ("overflow", "nan", "exit")
-OPS_MODES = ("trace", "dedup", "sample", "full")
-
 
 class ConfigError(ValueError):
     """A setting is wrong. The message is one line: which, what is wrong, what would be right."""
-
-
-Ranges = tuple[tuple[int, int], ...]
-"""Closed integer ranges in rising order; empty means all."""
-
-
-def parse_ranges(value: object) -> Ranges:
-    """``"0-4,7"``, ``[0, 1, "5-9"]`` or ``3`` → ((0, 4), (7, 7)). Empty or "all" → (). Raises ValueError."""
-    if isinstance(value, bool):
-        raise ValueError("expected numbers such as 0-4,7")
-    items = value if isinstance(value, (list, tuple, set, range)) else str(value).split(",")
-    spans: list[tuple[int, int]] = []
-    for item in items:
-        if isinstance(item, (list, tuple)) and len(item) == 2:
-            item = f"{item[0]}-{item[1]}"
-        text = str(item).strip()
-        if text in ("", "all", "*"):
-            continue
-        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", text)
-        if not match:
-            raise ValueError(f"{text!r} is not a number or a range such as 0-4")
-        low = int(match[1])
-        high = int(match[2]) if match[2] else low
-        if high < low:
-            raise ValueError(f"range {text!r} ends before it begins")
-        spans.append((low, high))
-    return tuple(sorted(spans))
-
-
-def in_ranges(ranges: Ranges, value: int) -> bool:
-    return not ranges or any(low <= value <= high for low, high in ranges)
-
-
-def _globs(value: object) -> tuple[str, ...]:
-    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    globs = tuple(str(item).strip() for item in items if str(item).strip())
-    return () if globs in (("all",), ("*",)) else globs
-
-
-def _choice(options: tuple[str, ...]) -> Callable[[object], str]:
-    def parse(value: object) -> str:
-        text = str(value).strip().lower()
-        if text not in options:
-            raise ValueError(f"{text!r} is not one of {', '.join(options)}{_nearest(text, options)}")
-        return text
-
-    return parse
-
-
-def _parts(value: object) -> tuple[str, ...]:
-    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    parts = tuple(dict.fromkeys(_choice(PARTS)(item) for item in items if str(item).strip()))
-    if not parts:
-        raise ValueError(f"name at least one of {', '.join(PARTS)}")
-    return parts
-
-
-def _flag(value: object) -> bool:
-    text = str(value).strip().lower()
-    if text in ("1", "true", "yes", "on"):
-        return True
-    if text in ("0", "false", "no", "off", ""):
-        return False
-    raise ValueError(f"{text!r} is neither 1 nor 0")
-
-
-def _errcheck(value: object) -> tuple[str, ...]:
-    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    words = [str(item).strip().lower() for item in items if str(item).strip()]
-    if all(word in ("0", "false", "no", "off") for word in words):
-        return ()
-    if words == ["1"]:
-        words = ["overflow", "nan"]
-    kinds = tuple(dict.fromkeys(_choice(ERRCHECK)(word) for word in words))
-    if kinds == ("exit",):
-        raise ValueError("name overflow, nan or both besides exit")
-    return kinds
-
-
-def _names(value: object) -> tuple[str, ...]:
-    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    return tuple(dict.fromkeys(str(item).strip() for item in items if str(item).strip()))
-
-
-def _gigabytes(value: object) -> float:
-    try:
-        number = float(str(value))
-    except ValueError:
-        raise ValueError(f"{value!r} is not a number of gigabytes") from None
-    if not 0 < number < 1e6:
-        raise ValueError(f"{value!r} is not a sensible number of gigabytes (0 < GB < 1000000)")
-    return number
-
-
-def _megabytes(value: object) -> float:
-    try:
-        number = float(str(value))
-    except ValueError:
-        raise ValueError(f"{value!r} is not a number of megabytes") from None
-    if not 0 < number < 1e9:
-        raise ValueError(f"{value!r} is not a sensible number of megabytes (0 < MB < 1000000000)")
-    return number
-
-
-def _natural(value: object) -> int:
-    text = str(value).strip()
-    if isinstance(value, bool) or not re.fullmatch(r"\d{1,15}", text):
-        raise ValueError(f"{text!r} is not a whole number such as 5")
-    return int(text)
-
-
-def _path(value: object) -> str:
-    text = os.path.expanduser(str(value).strip())
-    if not text or "\0" in text:
-        raise ValueError("the path is empty")
-    return text
 
 
 @dataclass(frozen=True)
@@ -234,7 +117,7 @@ class ProbeConfig:
         known = environment_names()
         for name in environ:
             if name.startswith(PREFIX) and name not in known:
-                raise ConfigError(f"{name} is not a setting of accprobe{_nearest(name, known)}")
+                raise ConfigError(f"{name} is not a setting of accprobe{words.nearest(name, known)}")
         base: dict[str, Any] = {}
         if environ.get(PREFIX + "CONFIG"):
             base = _from_toml(environ[PREFIX + "CONFIG"])
@@ -255,25 +138,25 @@ class ProbeConfig:
 
 
 _PARSERS: dict[str, Callable[[object], Any]] = {
-    "enabled": _flag,
-    "dir": _path,
-    "task": _choice(TASKS),
+    "enabled": words.flag,
+    "dir": words.path,
+    "task": words.choice(words.TASKS),
     "tokens": parse_ranges,
     "steps": parse_ranges,
     "ranks": parse_ranges,
-    "modules": _globs,
-    "parts": _parts,
-    "requests": _globs,
-    "graphs": _flag,
-    "ops": _flag,
-    "max_gb": _gigabytes,
-    "ops_mode": _choice(OPS_MODES),
-    "ops_list": _globs,
-    "ops_calls": _natural,
-    "ops_max_mb": _megabytes,
-    "seed": _natural,
-    "errcheck": _errcheck,
-    "patches": _names,
+    "modules": words.globs,
+    "parts": words.parts,
+    "requests": words.globs,
+    "graphs": words.flag,
+    "ops": words.flag,
+    "max_gb": words.amount("gigabytes", "GB", 10**6),
+    "ops_mode": words.choice(words.OPS_MODES),
+    "ops_list": words.globs,
+    "ops_calls": words.natural,
+    "ops_max_mb": words.amount("megabytes", "MB", 10**9),
+    "seed": words.natural,
+    "errcheck": words.errcheck,
+    "patches": words.names,
 }
 
 
@@ -290,23 +173,11 @@ def default_dir(now: datetime | None = None) -> str:
     return str(Path("accprobe") / now.strftime("%Y%m%dT%H%M%SZ"))
 
 
-def matches(globs: tuple[str, ...], names: tuple[str, ...]) -> bool:
-    """Whether one of ``names`` is chosen: the last glob that matches decides; only exclusions choose the rest."""
-    if not globs:
-        return True
-    chosen = all(glob.startswith("!") for glob in globs)
-    for glob in globs:
-        wanted = not glob.startswith("!")
-        if any(fnmatchcase(name, glob.lstrip("!")) for name in names):
-            chosen = wanted
-    return chosen
-
-
 def _parser(name: str) -> Callable[[object], Any]:
     try:
         return _PARSERS[name]
     except KeyError:
-        raise ConfigError(f"{name!r} is not a setting of accprobe{_nearest(name, tuple(_PARSERS))}") from None
+        raise ConfigError(f"{name!r} is not a setting of accprobe{words.nearest(name, tuple(_PARSERS))}") from None
 
 
 def _parsed(key: str, parse: Callable[[object], Any], value: object) -> Any:
@@ -333,19 +204,14 @@ def _from_toml(path: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in table.items():
         if name not in _PARSERS:
-            raise ConfigError(f"{key}={path}: {name!r} is not a setting{_nearest(name, tuple(_PARSERS))}")
+            raise ConfigError(f"{key}={path}: {name!r} is not a setting{words.nearest(name, tuple(_PARSERS))}")
         values[name] = _parsed(f"{path}: {name}", _PARSERS[name], value)
     return values
 
 
-def _nearest(name: str, valid: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 @dataclass(frozen=True)
 class DumpConfig:
-    """The seed's spelling of a configuration (ait's and msit's ``DumpConfig``): what register_hook() takes.
+    """ait's and msit's spelling of a configuration: what register_hook() takes.
 
     dump_path: directory, by default VLLM_ACCPROBE_DIR or ./accprobe/<UTC time>; token_range: token ordinals (default:
     the prompt only, as in ait); module_list: classes or globs of modules, [] for all; tensor_part: 0 inputs, 1 outputs,
@@ -376,7 +242,7 @@ class DumpConfig:
         mode = (self.mode,) if isinstance(self.mode, str) else tuple(self.mode or ("module",))
         for word in mode:
             if word not in ("module", "api"):
-                raise ConfigError(f"mode={word}: known are module and api{_nearest(str(word), ('module', 'api'))}")
+                raise ConfigError(f"mode={word}: known are module and api{words.nearest(str(word), ('module', 'api'))}")
         values: dict[str, Any] = {"modules": names, "parts": parts, "tokens": self.token_range or (0,)}
         # Without a path of its own: where `accprobe run` or the environment wants it.
         path = self.dump_path or os.environ.get(PREFIX + "DIR")
