@@ -61,7 +61,7 @@ def patches(
         refused += len(bad)
         word = "refused" if bad else "fits" if fits else "nothing of it here"
         count = sum(len(o.target.taps) for o in fits)
-        typer.echo(f"{p.name}: {word}" + (f", {count} taps in {len(fits)} function{"s" * (len(fits) > 1)}" if fits else ""))
+        typer.echo(f"{p.name}: {word}" + (f", {count} taps in {len(fits)} functions" if fits else ""))
         for o in outcomes:
             if o.status == REFUSED or (verbose and o.status != ABSENT) or (verbose and o.why):
                 typer.echo(f"  {o.target.function}: {o.status}" + (f": {o.why}" if o.why else ""))
