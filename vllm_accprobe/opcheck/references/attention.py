@@ -6,7 +6,8 @@ cap c tanh(s/c) [Gemma 2, arXiv 2408.00118]; ALiBi: slope * (j - i) [Press et al
 logit per head that takes probability and gives nothing [gpt-oss's published code]. No paged cache is needed: keys and
 values are those that the request itself computed, at positions from 0 on, as captured (``extra["cache"]``, see
 opcheck/history.py). Rows whose history is incomplete have no reference. Noise: probabilities rounded to the values'
-dtype before they meet them, p * (v - o) each.
+dtype before they meet them, p * (v - o) each; where a kernel rounds scores as well (torch's ``_math``), those too.
+torch's own attention operators are told their arguments by name, from the operator's schema.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.references.aten import of
 
 
 def alibi_slopes(heads: int) -> Any:
@@ -177,3 +179,42 @@ def encoder_attention(call: Call) -> Expected:
 def _runs(q: Any, k: Any, v: Any, ends: Sequence[int], scale: float, step: float) -> tuple[Any, Any]:
     parts = [attend(q[a:b], k[a:b], v[a:b], scale, step=step) for a, b in pairwise(ends) if b > a]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+@reference("aten.*scaled_dot_product*attention*", "torch.ops.aten.*scaled_dot_product*attention*")
+def fused_attention(call: Call) -> dict[str, Expected]:
+    """torch's attention operators, whichever kernel: q [..., heads, n, d], k, v [..., kv heads, m, ...]; a mask is
+    added, or, where it is bool, says what is seen. Second output: log-sum-exp of the scores, where a kernel gives it;
+    kernels for 16 bits take an exponential of some 15 bits."""
+    if "backward" in call.cls:
+        raise Declined("a backward kernel of attention")
+    found = of(call.cls)
+    schema = getattr(found, "_schema", None) or found.default._schema
+    given = {a.name: v for a, v in zip(schema.arguments, call.args, strict=False)} | dict(call.kwargs)
+    if given.get("dropout_p") or given.get("dropout_mask") is not None:
+        raise Declined("an operator that draws random numbers")
+    q, k, v = (given[n].double() for n in ("query", "key", "value"))
+    if q.dim() > 2 and k.shape[-3] != q.shape[-3]:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scale = given.get("scale")
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else float(scale))
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
+    if given.get("is_causal"):
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    p = torch.softmax(scores, -1)
+    out = p @ v
+    rounded = torch.full_like(p, call.unit * call.unit)
+    if "math" in call.cls:
+        rounded = rounded + (call.unit * torch.nan_to_num(scores, neginf=0.0)).square()
+    w = p * p * rounded
+    spread = w @ (v * v) - 2 * out * (w @ v) + out * out * w.sum(-1, keepdim=True)
+    expected = {"output.0": Expected(out, spread.clamp(min=0.0).sqrt())}
+    sums = call.outputs.get("output.1")
+    if sums is not None and sums.is_floating_point() and tuple(sums.shape) == tuple(scores.shape[:-1]):
+        lse = torch.logsumexp(scores, -1)
+        largest = torch.nan_to_num(scores, neginf=0.0).abs().amax(-1)
+        coarse = 2.0**-15 if call.unit > 2.0**-20 else 0.0
+        expected["output.1"] = Expected(lse, coarse + 2.0**-20 * (1 + largest))
+    return expected
