@@ -28,6 +28,8 @@ from vllm_accprobe.opcheck.table import COLUMNS, cell, cells
 from vllm_accprobe.opcheck.worker import STORED, Bench, Job, Tap
 
 PART, DONE, SETTINGS = "opcheck.csv.part", "opcheck.csv", "opcheck.json"
+_AT_ONCE = 8
+"""Processes that are started before it is known how many taps there are."""
 _CRASHES = 20
 """Of one tap; then the rest of it is given up."""
 Cells = list[Any]
@@ -179,17 +181,24 @@ class _Team:
 
     def __init__(self, job: Job, processes: int):
         self.job = job
-        first = _Process(job)
-        answer = first.hear()
-        if answer is None:
-            first.close()
-            raise RunError(f"opcheck's process {_died(first)} while it opened the dump")
-        if "error" in answer:
-            first.close()
-            raise RunError(answer["error"])
+        started = [_Process(job) for _ in range(min(max(1, processes), _AT_ONCE))]  # all import torch at the same time
+        try:
+            answer = started[0].hear()
+            if answer is None:
+                raise RunError(f"opcheck's process {_died(started[0])} while it opened the dump")
+            if "error" in answer:
+                raise RunError(answer["error"])
+        except BaseException:
+            for process in started:
+                process.close()
+            raise
         self.taps: list[Tap] = [(t[0], t[1], t[2]) for t in answer["taps"]]
         self.problems: list[str] = list(answer["problems"])
-        self._workers: list[_Process | None] = [first, *(None,) * (max(1, min(processes, len(self.taps))) - 1)]
+        useful = max(1, min(processes, len(self.taps)))
+        self._workers: list[_Process | None] = [*started[:useful], *(None,) * (useful - len(started))]
+        for process in started[useful:]:
+            process.close()
+        self._fresh = set(range(1, len(started)))
 
     def close(self) -> None:
         for process in self._workers:
@@ -231,11 +240,12 @@ class _Team:
         crashed: list[tuple[int | None, int, str]] = []
         while True:
             process = self._workers[w]
-            if process is None:
-                process = self._workers[w] = _Process(self.job)
+            if process is None or w in self._fresh:
+                self._fresh.discard(w)
+                process = self._workers[w] = process or _Process(self.job)
                 answer = process.hear()
                 if answer is None or "error" in answer:
-                    raise RunError(f"opcheck's process cannot start again: {(answer or {}).get('error', 'it died')}")
+                    raise RunError(f"opcheck's process cannot start: {(answer or {}).get('error', 'it died')}")
             rows, at, failed = process.check(tap, crashed, self.problems)
             if failed == "":
                 return rows
