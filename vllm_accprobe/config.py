@@ -27,7 +27,8 @@ __all__ = [
 ENV = "VLLM_ACCPROBE"
 PREFIX = ENV + "_"
 RUN_ID = PREFIX + "RUN_ID"
-"""Set by the front end for its workers, so that they know a running start from an old dump. Not for users."""
+"""Set by the front end for its workers, so that they know a running start from an old dump. Users set it only for
+several front ends of one run (docs/capture.md)."""
 
 
 class ConfigError(ValueError):

@@ -1,4 +1,4 @@
-"""The seed's example on a real model, a plain script: a chat loop, set_task_id, a patched model file, both levels."""
+"""ait's example on a real model, a plain script: a chat loop, set_task_id, a patched model file, both levels."""
 
 from __future__ import annotations
 

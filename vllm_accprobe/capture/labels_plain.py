@@ -1,6 +1,6 @@
 """A dump for the labels of a plain script, which has neither vLLM nor a Probe.
 
-The problem: the seed's example is a chat loop that calls ``set_task_id`` and a patched model file that labels tensors;
+The problem: ait's example is a chat loop that calls ``set_task_id`` and a patched model file that labels tensors;
 nobody attaches anything to the model. The idea: a session without a model, whose steps are the tasks. Settings come
 from the environment. Not here: the public functions (labels.py), what a label does (labels.py of this room).
 """

@@ -1,6 +1,6 @@
 """labels.csv, labels.json and the lines on the terminal.
 
-The csv has the columns of the seed's ``aclcmp`` report, in its order; what else is known (step, rank, worst row) is in
+The csv has the columns of ait's ``aclcmp`` report, in its order; what else is known (step, rank, worst row) is in
 the json. Not here: measuring and judging (compare/labels.py).
 """
 
@@ -24,7 +24,7 @@ COLUMNS = (
     "cosine_similarity", "max_relative_error", "mean_relative_error", "relative_euclidean_distance",
     "cmp_fail_reason",
 )  # fmt: skip
-"""Meaning, from the seed: cmp_flag: whether the pair was compared; cmp_fail_reason: why it was not, or why it fails."""
+"""Meaning, as in ait: cmp_flag: whether the pair was compared; cmp_fail_reason: why it was not, or why it fails."""
 
 
 def row(pair: LabelPair) -> list[Any]:
