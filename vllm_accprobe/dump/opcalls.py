@@ -13,6 +13,8 @@ these words alone. The idea: an argument is a VALUE, a small closed language of 
                                    "written": true for an argument that the operator may write to; "after": count,
                                    min ... hash of what the call made of it
     {"list": [VALUE, ...]}         a list or a tuple
+    {"slice": [1, null, 2]}, {"ellipsis": true}
+                                   of an index, in other tools' dumps (formats/); no journal has them
     {"dtype": "bfloat16"}, {"device": "cpu"}, {"layout": "strided"}, {"memory_format": "contiguous_format"}
     {"skipped": "<reason>", ...}   an argument that was not kept; role, dtype, shape, stride, device of a tensor stay
 

@@ -7,7 +7,8 @@ call more elsewhere moves nothing; inputs stand in the order of execution before
 places of their own, ``backward.<path>``.
 Layout: ``[step<S>/][rank<R>|proc<PID>/]{dump,stack,construct}.json`` or ``debug.json``, payloads in
 ``dump_tensor_data/<data_name>`` beside it (``dump_data_dir`` is another machine's path and is not used).
-Not here: the payloads' files (torchfile.py, single.py), writing (dump/export_msprobe.py).
+Not here: the arguments of API calls (msprobe_calls.py), the payloads' files (torchfile.py, single.py), writing
+(dump/export_msprobe.py).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.dump.schema import ROOT_TAP, Stats
-from vllm_accprobe.formats import single, torchfile, walk
+from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Stats
+from vllm_accprobe.formats import msprobe_calls, single, torchfile, walk
 from vllm_accprobe.formats.foreign import PARAM, VALUE, ForeignDump, Read, Tensor, torch_dtype
 
 NAME = "msprobe"
@@ -130,6 +131,7 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
     places: list[tuple[str, Mapping[str, Any], _Place]] = [
         (key, record, _place(key, parents)) for key, record in data.items() if isinstance(record, dict)
     ]
+    numbers: dict[str, tuple[int, int]] = {}
     for order, (key, place, leaf) in enumerate(_in_order(places)):
         info = leaf.info
         dtype, shape = torch_dtype(str(info.get("dtype"))), info.get("shape")
@@ -140,7 +142,7 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
         read = None
         if name:
             read = _payload(dump, data_dir, name, stored, dtype, place.tap, leaf.role)
-        dump.add(
+        record = dump.add(
             Tensor(
                 name=f"{key}.{leaf.suffix}" if leaf.suffix else key,
                 tap=place.tap,
@@ -157,6 +159,23 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
                 order=order,
             )
         )
+        if record is not None:
+            numbers.setdefault(key, (record.call, order))
+    _add_calls(dump, places, numbers, step, rank)
+
+
+def _add_calls(
+    dump: ForeignDump, places: list[tuple[str, Mapping[str, Any], _Place]], numbers: Mapping[str, tuple[int, int]],
+    step: int, rank: int,
+) -> None:  # fmt: skip
+    """The API calls of a rank and step. numbers: by record, the call's number and its place in the order."""
+    framework = str(dump.run.get("framework", ""))
+    for key, record, place in places:
+        if place.module or key not in numbers or not record.keys() & _SECTIONS.keys() or not key.endswith(".forward"):
+            continue
+        args, kwargs = msprobe_calls.arguments(record)
+        op, (call, seq) = msprobe_calls.operator_name(place.cls, framework), numbers[key]
+        dump.ops.append(OpCall(rank, step, place.tap, op, call, seq, place.inside or None, args, kwargs, ()))
 
 
 def _json(file: Path) -> Any:

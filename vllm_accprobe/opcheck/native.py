@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vllm_accprobe.opcheck import mint
 from vllm_accprobe.opcheck.case import mapped
 from vllm_accprobe.opcheck.reference import Call, Declined, reference
 from vllm_accprobe.opcheck.references import rotary as turns
+from vllm_accprobe.opcheck.references.api import ready, torch_function
 from vllm_accprobe.opcheck.references.aten import of, outputs_by_role, tensors_by_role
 from vllm_accprobe.opcheck.references.attention import attention_settings
 from vllm_accprobe.opcheck.references.moe import activation_of
@@ -343,3 +345,16 @@ def operator(call: Call) -> dict[str, Any]:
     args, kwargs = [placed(a) for a in call.args], {k: placed(v) for k, v in call.kwargs.items()}
     result = function(*args, **kwargs)
     return outputs_by_role(result, args, kwargs)
+
+
+@reference("Functional.*", "Torch.*", "Tensor.*")
+def api(call: Call) -> dict[str, Any]:
+    """A function of torch that msprobe recorded."""
+    call = ready(mapped(call, lambda t: t.clone()))
+    result = torch_function(call.cls)(*call.args, **call.kwargs)
+    return outputs_by_role(result, call.args, call.kwargs)
+
+
+@reference(*(f"{head}.*" for head in mint.HEADS))
+def mindspores(call: Call) -> dict[str, Any]:
+    return mint.run(call)

@@ -38,7 +38,8 @@ def op_call(
     maker = _Maker(records, read, param, draw)
     args = tuple(maker.value(v) for v in op.args)
     kwargs = {k: maker.value(v) for k, v in op.kwargs.items()}
-    outputs = {r: read(x) for r, x in records.items() if r.startswith(("output.", "inplace."))}
+    held = {r: x for r, x in records.items() if r.startswith(("output.", "inplace."))}
+    outputs = {r: read(x) for r, x in held.items() if x.payload is not None or draw is not None}
     return Call(op.tap, op.op, args=args, kwargs=kwargs, outputs=outputs)
 
 
@@ -64,6 +65,10 @@ class _Maker:
             what = f"argument {value['role']}" if value.get("role") else "an argument"
             raise NotKept(f"{what} was not kept: {value['skipped']}")
         kind, word = next(iter(value.items()))
+        if kind == "slice":
+            return slice(*word)
+        if kind == "ellipsis":
+            return ...
         if kind == "device":
             return torch.device("cpu")  # where it ran is no part of what it computes
         found = getattr(torch, str(word), None)
@@ -83,5 +88,6 @@ class _Maker:
             return torch.zeros(shape, dtype=dtype)
         if self.draw is not None and isinstance(dtype, torch.dtype) and math.prod(shape) <= _MOST:
             return self.draw(t)
-        raise NotKept(STATISTICS if t.get("hash") else f"argument {role} was not kept")
+        looked_at = t.get("hash") is not None or t.get("min") is not None
+        raise NotKept(STATISTICS if looked_at else f"argument {role} was not kept")
 

@@ -176,7 +176,7 @@ class References:
         fits = [g for g in self._globs if any(fnmatchcase(s, g) for s in spellings)]
         if not fits:
             return Declined(f"no reference for {name}")
-        return self._globs[max(fits, key=lambda g: sum(c not in "*?" for c in g))]
+        return self._globs[max(fits, key=lambda g: sum(c not in "*?" for c in g.removeprefix("torch.ops.")))]
 
     def evaluate(self, call: Call) -> dict[str, Expected] | Declined:
         """The exact outputs of ``call`` by role, or why there are none. Never raises for what a reference does."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,12 @@ import torch
 
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
-from vllm_accprobe.opcheck import native
+from vllm_accprobe.opcheck import mint, native
 from vllm_accprobe.opcheck.calls import Captured, to_torch
 from vllm_accprobe.opcheck.case import closed
+from vllm_accprobe.opcheck.checked import SKIP, Checked, unchecked
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References, combined
+from vllm_accprobe.opcheck.replay import Options, check_call
 
 OTHER_INPUTS = "golden's call had other inputs: what differs need not have been created here"
 
@@ -86,6 +88,25 @@ class Again(Device):
         if found is None:
             return super().evaluate(captured)
         return _rounded(captured.what, found, self.references.evaluate(captured.what))
+
+
+def by_mindspore(dump: Dump, captured: Captured, references: References, options: Options) -> Iterator[Checked]:
+    """Rows ``mindspore.<role>`` of a call of ``mint``: what MindSpore gives here and now, against the reference."""
+    try:
+        made = mint.run(captured.what)
+        by = f"run here by {mint.described()}"
+    except Declined as why:
+        c = captured
+        yield unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, c.seq, why.reason, status=SKIP, role="mindspore")
+        return
+    given = {role: t for role, t in made.items() if role in captured.records}
+    records = {
+        role: replace(r, dtype=str(given[role].dtype).removeprefix("torch."), shape=tuple(given[role].shape))
+        for role, r in captured.records.items() if role in given
+    }  # fmt: skip
+    again = replace(captured, what=replace(captured.what, outputs=given), records=records)
+    for row in check_call(dump, again, lambda c: references.evaluate(c.what), options):
+        yield replace(row, role=f"mindspore.{row.role}", message=f"{row.message}; {by}".lstrip("; "))
 
 
 class Golden:

@@ -58,7 +58,7 @@ class Bench:
 
     def __init__(self, job: Job):
         from vllm_accprobe.formats import open_dump
-        from vllm_accprobe.opcheck import rerun
+        from vllm_accprobe.opcheck import mint, rerun
         from vllm_accprobe.opcheck.calls import Calls
         from vllm_accprobe.opcheck.reference import default_references
         from vllm_accprobe.opcheck.replay import Options
@@ -66,6 +66,10 @@ class Bench:
         self.job, self.options = job, Options(job.standard, job.kl, frozenset(job.ids))
         self.calls = Calls(open_dump(Path(job.dump)), Path(job.model) if job.model else None)
         self.references = default_references()
+        said = mint.note({op.op for op in self.calls.dump.ops})
+        self._mint = mint.installed()
+        if said and not job.golden:
+            self.calls.problems.append(said)
         self.device = "cpu"
         self.source: Any = None
         if job.against == DEVICE:
@@ -107,7 +111,7 @@ class Bench:
                 yield cells(row)
 
     def _check(self, captured: Any) -> Iterator[Any]:
-        from vllm_accprobe.opcheck import backward, drawn
+        from vllm_accprobe.opcheck import backward, drawn, mint, rerun
         from vllm_accprobe.opcheck.replay import check_call
 
         if captured.missing and not captured.crashed and drawn.possible(captured):
@@ -115,6 +119,8 @@ class Bench:
             return
         evaluate = self.source.evaluate if self.source else lambda c: self.references.evaluate(c.what)
         yield from check_call(self.calls.dump, captured, evaluate, self.options)
+        if self.source is None and self._mint and not captured.missing and mint.is_mint(captured.what.cls):
+            yield from rerun.by_mindspore(self.calls.dump, captured, self.references, self.options)
         if self.job.backward and not captured.missing:
             yield from backward.check(captured, self.references, self.device, self.job.seed)
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 FAMILIES = (
     "norms", "linear", "activations", "rotary", "embedding", "sampling", "attention", "mla", "moe",
-    "vision", "composite", "collectives", "hf", "aten",
+    "vision", "composite", "collectives", "hf", "aten", "api",
     "engine_ops",
 )  # fmt: skip
 

@@ -23,6 +23,13 @@ _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
 _BITS = ("nan_to_num", "nextafter", "frexp", "as_strided", "set_", "is_same_size", "view_as_real_copy")
 """What they give depends on the dtype's own range or on memory, so that a wider dtype is another operator."""
+_OUTSIDE = ("from_file", "save", "load_tensor", "record_stream", "warn", "_print")
+_ELSEWHERE = (
+    "prim", "debugprims", "profiler", "debug_mode_ops", "c10d", "_c10d_functional", "_c10d_functional_autograd",
+    "c10d_functional", "symm_mem", "inductor", "rpc", "export",
+)  # fmt: skip
+"""Operators, and namespaces of them, that reach for files, streams, other processes: a name comes from a dump, and a
+dump may come from a stranger."""
 _CASTS = ("to", "_to_copy", "copy_", "copy", "type_as")
 """Rounding itself: what comes out is known to the bit."""
 _WIDER = 16.0
@@ -36,12 +43,16 @@ def of(name: str) -> Any:
     parts = name.removeprefix("torch.ops.").split(".")
     if not 2 <= len(parts) <= 3 or not all(p.isidentifier() for p in parts):
         raise Declined(f"{name} is no operator's name")
+    if parts[0] in _ELSEWHERE or parts[1] in _OUTSIDE:
+        raise Declined("an operator that reaches outside of its tensors")
     found = torch.ops
     try:
         for part in parts:
             found = getattr(found, part)
     except (AttributeError, RuntimeError):
         raise Declined(f"this torch has no operator {name}") from None
+    if not isinstance(found, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        raise Declined(f"{name} is no operator's name")
     return found
 
 
@@ -111,7 +122,12 @@ def itself(call: Call) -> dict[str, Expected]:
         raise Declined("an operator whose result has no defined values")
     if base in _BITS or parts[1:] == ["view", "dtype"]:
         raise Declined("an operator whose result depends on the dtype's bits")
-    function = of(call.cls)
+    return in_float64(call, of(call.cls), base in _CASTS)
+
+
+def in_float64(call: Call, function: Any, cast: bool = False) -> dict[str, Expected]:
+    """What ``function`` gives for the arguments of ``call`` in float64, float32 where it has no kernel for that; the
+    outputs that were captured, or all where none was. cast: it only rounds. Raises Declined."""
     why = ""
     for real, imaginary in ((torch.float64, torch.complex128), (torch.float32, torch.complex64)):
         args = raised(list(call.args), real, imaginary)
@@ -123,11 +139,13 @@ def itself(call: Call) -> dict[str, Expected]:
             continue
         if not found:
             raise Declined("its result holds no tensor")
-        return _expected(call, function, found, real, imaginary)
+        return _expected(call, function, found, real, imaginary, cast)
     raise Declined(f"its own CPU kernel refuses: {why}")
 
 
-def _expected(call: Call, function: Any, found: dict[str, Any], real: Any, imaginary: Any) -> dict[str, Expected]:
+def _expected(
+    call: Call, function: Any, found: dict[str, Any], real: Any, imaginary: Any, cast: bool
+) -> dict[str, Expected]:  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     args = _moved(raised(list(call.args), real, imaginary), generator)
     kwargs = {k: _moved(raised(v, real, imaginary), generator) for k, v in call.kwargs.items()}
@@ -143,7 +161,7 @@ def _expected(call: Call, function: Any, found: dict[str, Any], real: Any, imagi
         if value.is_floating_point():
             value = value.double()
             given = call.outputs.get(role)
-            if given is not None and call.cls.removeprefix("torch.ops.").split(".")[1] in _CASTS:
+            if given is not None and cast:
                 expected[role] = Expected(value.to(given.dtype).double(), unit=0.0)
                 continue
             noise = _spread(value, other)

@@ -1,0 +1,98 @@
+"""msprobe's API records as operator calls, so that they can be run again.
+
+The problem: a record of an API (``Functional.linear.0.forward``, ``Mint.add.3.forward``) holds its arguments as a list
+and a dictionary of descriptions, tensors and plain values mixed. The idea: the same VALUES that our own dumps use for
+operators (dump/opcalls.py), with the roles that the record's tensors have. What cannot be said in them is an argument
+that was not kept. In a dump of MindSpore, methods and ``ops`` bear PyTorch's names and are other functions; they get
+names of their own. Not here: the records (msprobe.py), which function a name means (opcheck/references/api.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_accprobe.formats.foreign import torch_dtype
+
+MINDSPORE = "mindspore"
+_OTHERS = {"Tensor": "mindspore.Tensor", "Functional": "mindspore.ops"}
+_PLAIN = ("int", "bool", "str", "NoneType", "None")
+_INDEX = (int, type(None))
+_DEEPEST = 6
+
+
+def operator_name(cls: str, framework: str) -> str:
+    """The name of an API in ``OpCall.op``: msprobe's own, ``Functional.linear``, ``Mint.add``; of MindSpore's
+    ``Tensor.add`` and ``Functional.add`` ``mindspore.Tensor.add`` and ``mindspore.ops.add``."""
+    head, dot, rest = cls.partition(".")
+    return f"{_OTHERS[head]}.{rest}" if framework == MINDSPORE and dot and head in _OTHERS else cls
+
+
+def arguments(record: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(positional, by keyword) VALUES of a record's arguments; a tensor's role is its record's, ``input.<place>``."""
+    given = record.get("input_args", record.get("input"))
+    args = tuple(_value(v, f"input.{i}", 0) for i, v in enumerate(_listed(given)))
+    kwargs = record.get("input_kwargs")
+    named = kwargs.items() if isinstance(kwargs, dict) else ()
+    return args, {str(k): _value(v, f"input.{k}", 0) for k, v in named}
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else () if value is None else (value,)
+
+
+def _value(value: Any, role: str, depth: int) -> Any:
+    if depth > _DEEPEST:
+        return {"skipped": "nested too deeply", "role": role}
+    if isinstance(value, list):
+        return {"list": [_value(v, f"{role}.{i}", depth + 1) for i, v in enumerate(value)]}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return _float(value)
+    if not isinstance(value, dict):
+        return {"skipped": "of an unknown kind", "role": role}
+    if "dtype" in value and "shape" in value:
+        return _tensor(value, role)
+    if "type" in value and "value" in value:
+        return _described(str(value["type"]), value["value"], role)
+    return {"skipped": "a dictionary", "role": role}
+
+
+def _tensor(info: Mapping[str, Any], role: str) -> Any:
+    shape = info["shape"]
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        return {"skipped": "a tensor without a shape", "role": role}
+    dtype = torch_dtype(str(info["dtype"]))
+    found: dict[str, Any] = {"role": role, "dtype": dtype, "shape": shape, "count": math.prod(shape)}
+    for ours, theirs in (("min", "Min"), ("max", "Max"), ("mean", "Mean"), ("l2", "Norm")):
+        number = info.get(theirs)
+        if isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number):
+            found[ours] = number
+    return {"tensor": found}
+
+
+def _described(kind: str, value: Any, role: str) -> Any:
+    """``{"type": kind, "value": value}``."""
+    if kind in _PLAIN and (value is None or isinstance(value, (bool, int, str))):
+        return value
+    if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return _float(float(value))
+    if kind.endswith(".dtype") and isinstance(value, str):
+        return {"dtype": torch_dtype(value)}
+    if kind == "torch.device" and isinstance(value, str):
+        return {"device": value}
+    if kind == "torch.memory_format" and isinstance(value, str):
+        return {"memory_format": value.removeprefix("torch.")}
+    if kind == "torch.Size" and isinstance(value, list) and all(type(n) is int for n in value):
+        return {"list": list(value)}
+    if kind == "slice" and isinstance(value, list) and len(value) == 3 and all(type(n) in _INDEX for n in value):
+        return {"slice": list(value)}
+    if kind == "ellipsis":
+        return {"ellipsis": True}
+    return {"skipped": f"a {kind[:40]}", "role": role}
+
+
+def _float(value: float) -> Any:
+    return value if math.isfinite(value) else {"float": repr(value)}
