@@ -44,14 +44,35 @@ def test_equals_the_oracle_on_close_values(dtype):
         g, m = g.astype(DTYPES[dtype].storage), m.astype(DTYPES[dtype].storage)
     at = np.arange(6)
     sums = np.zeros((2, len(oracle.ELEMENT_FIELDS)))
-    got, want = (
-        kernel.rows(g, dtype, at, m, dtype, at, widen, elements=sums[i], compiled=not i) for i in (0, 1)
-    )
+    got, want = (kernel.rows(g, dtype, at, m, dtype, at, widen, elements=sums[i], compiled=not i) for i in (0, 1))
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
     np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
     assert 0 < sums[0, oracle.CLOSE] < sums[0, oracle.WITHIN_1000] < sums[0, oracle.WITHIN_100] < 6 * 777
     assert got[4].tolist() == [777, 0, 0, 0, 0, 0, 0, -1, 0, 0, 0]
     assert np.isinf(got[2, oracle.PEAK])
+
+
+@pytest.mark.parametrize("width", [8, 64, 72, 2048, 2056, 4096])
+@pytest.mark.parametrize("md", ["bfloat16", "float32"])
+def test_rows_of_whole_vectors(width, md):
+    """Rows next to each other, of which some have positions left out, some are 0 on one side or on both."""
+    rng = np.random.default_rng(width)
+    g = rng.standard_normal((70, width)).astype(np.float32)
+    m = g * (1 + 2**-9 * rng.standard_normal(g.shape).astype(np.float32))
+    g[3], g[5], m[5], m[9] = 0, 0, 0, 0
+    g[11, -1], m[11, 0], m[12], g[13, ::2] = np.nan, np.inf, np.nan, 0
+    g[20], m[20] = 1e-9, 1.1e-9  # below what msit looks at
+    if md == "bfloat16":
+        m = (m.view(np.uint32) >> 16).astype(np.uint16)
+    at = np.arange(70)
+    sums = np.zeros((2, len(oracle.ELEMENT_FIELDS)))
+    got, want = (kernel.rows(g, "float32", at, m, md, at, widen, elements=sums[i], compiled=not i) for i in (0, 1))
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
+    np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
+    assert got[3, oracle.MAX_REL] == -1
+    assert np.isinf(got[3, oracle.PEAK])
+    assert got[12, oracle.NONFINITE] == width
+    assert got[11, oracle.N] == width - 2
 
 
 def test_integers_go_to_the_oracle():

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.metrics.bits import BLOCK, compiled, larger, leave_out, load, load_any, smaller
+from vllm_accprobe.metrics.vectors import LANES, add_rows
 
 
 @compiled
@@ -79,9 +80,8 @@ def _peak(q: Any, rel: Any, scale: float) -> float:
 
 
 @compiled
-def _finish(line: Any, width: int, q: Any, rel: Any) -> None:
-    """The columns that need the whole row: counts of finite positions, largest relative error, peak."""
-    line[0] = width - line[8]
+def _finish(line: Any, q: Any, rel: Any) -> None:
+    """The columns that need the whole row: largest relative error, peak."""
     if line[1] > 0.0:
         if line[6] > 0.0:
             line[10] = _peak(q, rel, 1.0 / np.sqrt(line[1] / max(line[0], 1.0)))
@@ -92,12 +92,8 @@ def _finish(line: Any, width: int, q: Any, rel: Any) -> None:
 
 
 @compiled
-def _add(line: Any, g: Any, m: Any, clean: bool, q: Any, rel: Any) -> None:
+def _add(line: Any, g: Any, m: Any, q: Any, rel: Any) -> None:
     """One row's part in a block: ``line`` takes it in."""
-    if not clean:
-        out, differ = leave_out(g, m)
-        line[8] += out
-        line[9] += differ
     gg, mm, gm, dd, ad, top, far = _sums(g, m, q, rel)
     line[1] += gg
     line[2] += mm
@@ -106,6 +102,15 @@ def _add(line: Any, g: Any, m: Any, clean: bool, q: Any, rel: Any) -> None:
     line[5] += ad
     line[6] = max(line[6], top)
     line[7] = max(line[7], far)
+
+
+@compiled
+def _leave_out(line: Any, g: Any, m: Any) -> None:
+    """Counts in ``line`` what is not finite on both sides, and makes it zeros, which add nothing to any sum."""
+    out, differ = leave_out(g, m)
+    line[0] -= out
+    line[8] += out
+    line[9] += differ
 
 
 @compiled
@@ -148,13 +153,21 @@ def rows(
                 load_any(m_bits, mk, mt, mw)
             gf, mf = gw.view(np.float32), mw.view(np.float32)
             part = n // run
-            for k in range(run):
-                here, there = k * part, (k + 1) * part
-                to_q, to_rel = q[start + here : start + there], rel[start + here : start + there]
-                _add(out[r + k], gf[here:there], mf[here:there], clean, to_q, to_rel)
-                if start + part == width:
-                    _finish(out[r + k], width, q[here : here + width], rel[here : here + width])
-            _elements(gf, q[start : start + n], rel[start : start + n], eps, elements)
+            if not clean:
+                for k in range(run):
+                    _leave_out(out[r + k], gf[k * part : (k + 1) * part], mf[k * part : (k + 1) * part])
+            qs, rels = q[start : start + n], rel[start : start + n]
+            if part % LANES == 0:
+                add_rows(gf, mf, qs, rels, out, r, run, part, part == width, eps, elements, g_bits, gs, m_bits, ms)
+            else:
+                for k in range(run):
+                    here, there = k * part, (k + 1) * part
+                    _add(out[r + k], gf[here:there], mf[here:there], qs[here:there], rels[here:there])
+                    if part == width:
+                        _finish(out[r + k], qs[here:there], rels[here:there])
+                _elements(gf, qs, rels, eps, elements)
+            if part < width == start + part:
+                _finish(out[r], q[:width], rel[:width])
         r += run
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 BLOCK = 2048  # bits.BLOCK, which cannot be imported without numba; tested to be equal
-SOURCES = ("bits.py", "loops.py", "export.py")
+SOURCES = ("bits.py", "vectors.py", "loops.py", "export.py")
 _STUBBED = ("numba_", "NRT_")
 _MAGIC = "accprobe loops 1"
 _MOST = 32 << 20

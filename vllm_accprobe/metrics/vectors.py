@@ -1,0 +1,214 @@
+"""Whole rows of finite numbers, as vector code that is written out; importing this module needs numba.
+
+The problem: rows may be short. What a compiler puts around each loop (arguments on the stack, checks that arrays do not
+overlap, four vectors per sum to be folded) costs more than 64 elements do. The idea: one function for all rows of a
+block, whose loops are LLVM's own instructions: sums and maxima of a row in one vector each, folded once, then the peak
+while the row is still in the nearest cache; meanwhile the next block is on its way there, which is worth a quarter of
+the speed. LLVM cuts the vectors into what the processor has.
+Not here: what is not finite, and rows or parts of rows that are no multiple of a vector (loops.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.cgutils import get_or_insert_function
+from numba.extending import intrinsic
+
+LANES = 8
+"""Numbers in a vector: one of AVX-512's registers in float64, several of a smaller processor's."""
+_WIDTH = 11
+"""Columns of a row table."""
+_SUMS = ("contract", "nsz", "reassoc")
+_WORD, _ONE = ir.IntType(64), ir.DoubleType()
+_WIDE, _NARROW = ir.VectorType(_ONE, LANES), ir.VectorType(ir.FloatType(), LANES)
+_ZERO, _INFINITE = ir.Constant(_WIDE, [0.0] * LANES), ir.Constant(_WIDE, [float("inf")] * LANES)
+
+
+@intrinsic
+def add_rows(
+    typing: Any, g: Any, m: Any, q: Any, rel: Any, out: Any, first: Any, n: Any, width: Any, whole: Any, eps: Any,
+    elements: Any, g_bits: Any, g_size: Any, m_bits: Any, m_size: Any,
+) -> Any:  # fmt: skip
+    """Takes n rows of ``width`` finite numbers into the row table ``out`` from row ``first`` on.
+
+    g, m: float32, the rows one after the other, ``width`` a multiple of LANES. q, rel: float64, become |d| and
+    |d| / |g|, inf where g is 0. out: float64 [rows, 11], n is right: gg, mm, gm, dd, abs_d, max_d and max_rel take the
+    rows in. whole: these are whole rows and not parts: max_rel and peak are finished too. elements: float64 [10], takes
+    in oracle.ELEMENT_FIELDS with ``eps``. g_bits, m_bits: uint8, what the numbers were made of, g_size and m_size bytes
+    each; as many that lie behind them are on their way to the cache afterwards. None of it is checked.
+    """
+
+    def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        arrays = [
+            context.make_array(t)(context, builder, v).data
+            for t, v in zip(signature.args, values, strict=True)
+            if isinstance(t, types.Array)
+        ]
+        *sides, table, total, g_bits, m_bits = arrays
+        start, rows, size, done, eps = values[5:10]
+        every = builder.mul(rows, size)
+        ahead = [(builder.gep(b, [builder.mul(every, s)]), s) for b, s in ((g_bits, values[12]), (m_bits, values[14]))]
+
+        def places(row: Any, of: Sequence[Any]) -> list[Any]:
+            """Where the row begins in each array and in the table."""
+            at, line = builder.mul(row, size), builder.mul(builder.add(start, row), ir.Constant(_WORD, _WIDTH))
+            return [*(builder.gep(a, [at]) for a in of), builder.gep(table, [line])]
+
+        with _Counted(builder, rows, 1, [_ZERO] * 10) as loop:
+            *both, d, r, line = places(loop.at, sides)
+            at = builder.mul(loop.at, size)
+            following = [(builder.gep(b, [builder.mul(at, s)]), s) for b, s in ahead]
+            found, loop.following = _sums(builder, both, d, r, size, _spread(builder, eps), loop.sums, following)
+            _take_in(builder, builder.gep(line, [ir.Constant(_WORD, 1)]), found, (5, 6))
+        # Apart, so that one row's root and quotient are on their way while the others are added up.
+        with builder.if_then(done), _Counted(builder, rows, 1, []) as again:
+            d, r, line = places(again.at, sides[2:])
+            _finish(builder, d, r, line, size)
+        tops = (6, 8)
+        _take_in(builder, total, [_fold(builder, v, largest=i in tops) for i, v in enumerate(loop.following)], tops)
+        return context.get_dummy_value()
+
+    numbers = types.int64, types.int64, types.int64, types.boolean, types.float64
+    bits = g_bits, types.int64, m_bits, types.int64
+    return types.void(g, m, q, rel, out, *numbers, elements, *bits), build
+
+
+class _Counted:
+    """for at in range(0, stop, step), stop above 0. sums: vectors that begin as given and become ``following``."""
+
+    def __init__(self, builder: Any, stop: Any, step: int, begin: Sequence[Any]):
+        self.builder, self.stop, self.step, self.begin = builder, stop, step, begin
+
+    def __enter__(self) -> _Counted:
+        before, self.loop = self.builder.basic_block, self.builder.append_basic_block()
+        self.builder.branch(self.loop)
+        self.builder.position_at_end(self.loop)
+        self.at = self.builder.phi(_WORD)
+        self.at.add_incoming(ir.Constant(_WORD, 0), before)
+        self.sums = [self.builder.phi(_WIDE) for _ in self.begin]
+        for s, value in zip(self.sums, self.begin, strict=True):
+            s.add_incoming(value, before)
+        self.following: Sequence[Any] = self.sums
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        after = self.builder.append_basic_block()
+        here, following = self.builder.basic_block, self.builder.add(self.at, ir.Constant(_WORD, self.step))
+        self.at.add_incoming(following, here)
+        for s, new in zip(self.sums, self.following, strict=True):
+            s.add_incoming(new, here)
+        self.builder.cbranch(self.builder.icmp_signed("<", following, self.stop), self.loop, after)
+        self.builder.position_at_end(after)
+
+
+def _sums(
+    builder: Any, both: Sequence[Any], q: Any, rel: Any, size: Any, eps: Any, elements: Any, ahead: Any
+) -> tuple[Any, Any]:
+    """Of one row: (sums of g*g, m*m, g*m, d*d, |d|, the largest |d| and |d| / |g|; elements with those of the row)."""
+    with _Counted(builder, size, LANES, [*[_ZERO] * 7, *elements]) as loop:
+        for bits, width in ahead:
+            _prefetch(builder, builder.gep(bits, [builder.mul(loop.at, width)]))
+        x, y = (builder.fpext(_load(builder, a, loop.at, _NARROW, 4), _WIDE) for a in both)
+        d, a = (_call(builder, "fabs", v) for v in (builder.fsub(y, x), x))
+        ratio, some = builder.fdiv(d, a), builder.fcmp_ordered(">", a, _ZERO)
+        for value, array in ((d, q), (builder.select(some, ratio, _INFINITE), rel)):
+            builder.store(value, builder.bitcast(builder.gep(array, [loop.at]), _WIDE.as_pointer()), align=8)
+        products = [builder.fmul(*pair, flags=_SUMS) for pair in ((x, x), (y, y), (x, y), (d, d))]
+        new = [builder.fadd(s, v, flags=_SUMS) for s, v in zip(loop.sums[:5], (*products, d), strict=True)]
+        tops = d, builder.select(some, ratio, _ZERO)
+        new += [_call(builder, "maxnum", s, v) for s, v in zip(loop.sums[5:7], tops, strict=True)]
+        loop.following = new + _elements(builder, a, d, ratio, eps, loop.sums[7:])
+    return [_fold(builder, v, largest=i >= 5) for i, v in enumerate(loop.following[:7])], loop.following[7:]
+
+
+def _elements(builder: Any, a: Any, d: Any, ratio: Any, eps: Any, sums: Sequence[Any]) -> list[Any]:
+    """oracle.ELEMENT_FIELDS with one vector more. a: |g|; d: |d|; ratio: d / a."""
+    bound = builder.fadd(a, eps)
+    close = builder.fadd(builder.fmul(a, _all(1e-5), flags=_SUMS), _all(1e-8), flags=_SUMS)
+    held = [builder.fcmp_ordered("<", d, builder.fmul(bound, _all(share))) for share in (1e-2, 1e-3, 1e-4)]
+    held += [builder.fcmp_ordered("<=", d, close), builder.fcmp_ordered(">", d, _all(1e-3))]
+    new = [_counted(builder, s, h) for s, h in zip(sums[:5], held, strict=True)]
+    seen = builder.fcmp_ordered(">", a, _all(2.0**-23))
+    for i, value in enumerate((ratio, d)):
+        kept = builder.select(seen, value, _ZERO)
+        new += [builder.fadd(sums[5 + 2 * i], kept, flags=_SUMS), _call(builder, "maxnum", sums[6 + 2 * i], kept)]
+    return [*new, _counted(builder, sums[9], builder.fcmp_ordered(">", d, _ZERO))]
+
+
+def _counted(builder: Any, count: Any, held: Any) -> Any:
+    return builder.select(held, builder.fadd(count, _all(1.0)), count)
+
+
+def _take_in(builder: Any, cells: Any, values: Sequence[Any], tops: Sequence[int]) -> None:
+    """Adds values to cells one after the other; of those in ``tops`` the larger stays."""
+    for i, value in enumerate(values):
+        cell = builder.gep(cells, [ir.Constant(_WORD, i)])
+        old = builder.load(cell)
+        builder.store(_call(builder, "maxnum", old, value) if i in tops else builder.fadd(old, value), cell)
+
+
+def _finish(builder: Any, q: Any, rel: Any, line: Any, size: Any) -> None:
+    """The columns max_rel and peak of a row, as _finish of loops.py has them."""
+    cells = [builder.gep(line, [ir.Constant(_WORD, i)]) for i in range(_WIDTH)]
+    n, gg, top = (builder.load(cells[i]) for i in (0, 1, 6))
+    zero, endless = ir.Constant(_ONE, 0.0), ir.Constant(_ONE, float("inf"))
+    some = builder.fcmp_ordered(">", gg, zero)
+    n = _call(builder, "maxnum", n, ir.Constant(_ONE, 1.0))
+    rms = _call(builder, "sqrt", builder.fdiv(gg, n))
+    scale = builder.select(some, builder.fdiv(ir.Constant(_ONE, 1.0), rms), zero)
+    spread = _spread(builder, scale)
+    with _Counted(builder, size, LANES, [_ZERO]) as loop:
+        d, r = (_load(builder, array, loop.at, _WIDE, 8) for array in (q, rel))
+        least = _call(builder, "minnum", r, builder.fmul(d, spread))
+        loop.following = [_call(builder, "maxnum", loop.sums[0], least)]
+    peak = _fold(builder, loop.following[0], largest=True)
+    without = builder.select(builder.fcmp_ordered(">", top, zero), endless, zero)
+    builder.store(builder.select(some, peak, without), cells[10])
+    builder.store(builder.select(some, builder.load(cells[7]), ir.Constant(_ONE, -1.0)), cells[7])
+
+
+def _fold(builder: Any, vector: Any, *, largest: bool) -> Any:
+    """A vector's sum, or its largest number: halves upon halves."""
+    n = LANES
+    while n > 1:
+        n //= 2
+        masks = [ir.Constant(ir.VectorType(ir.IntType(32), n), list(range(k, k + n))) for k in (0, n)]
+        low, high = (builder.shuffle_vector(vector, vector, mask) for mask in masks)
+        vector = _call(builder, "maxnum", low, high) if largest else builder.fadd(low, high, flags=_SUMS)
+    return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+
+
+def _all(value: float) -> Any:
+    return ir.Constant(_WIDE, [value] * LANES)
+
+
+def _spread(builder: Any, value: Any) -> Any:
+    """A vector of one number."""
+    vector = builder.insert_element(ir.Constant(_WIDE, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+
+def _prefetch(builder: Any, at: Any) -> None:
+    """Processors see by themselves what will be read next, but not beyond a page, which a block is."""
+    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+    typed = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], typed)
+    reading, near, data = (ir.Constant(word, n) for n in (0, 3, 1))
+    builder.call(function, [builder.bitcast(at, byte), reading, near, data])
+
+
+def _load(builder: Any, array: Any, at: Any, kind: Any, align: int) -> Any:
+    return builder.load(builder.bitcast(builder.gep(array, [at]), kind.as_pointer()), align=align)
+
+
+def _call(builder: Any, name: str, *values: Any) -> Any:
+    """One of LLVM's functions of floating point. Maxima and minima are only ever of numbers."""
+    kind = values[0].type
+    suffix = "f64" if kind == _ONE else f"v{kind.count}f64"
+    typed = ir.FunctionType(kind, [kind] * len(values))
+    function = get_or_insert_function(builder.module, typed, f"llvm.{name}.{suffix}")
+    return builder.call(function, values, fastmath=("nnan", "nsz") if name in ("maxnum", "minnum") else ())
