@@ -239,6 +239,35 @@ def cache(site: Site) -> None:
     impl.do_kv_cache_update = wrapped
 
 
+def slot(site: Site) -> None:
+    """Keys and values of the chosen rows go into the KV cache ``factor`` slots further on."""
+    impl, rows = site.module.impl, site.rows()
+    update = impl.do_kv_cache_update
+    signature = inspect.signature(update)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        slots = bound.arguments["slot_mapping"]
+        bound.arguments["slot_mapping"] = slots + int(site.fault.factor) * rows.mask(len(slots)).to(slots)
+        return update(*bound.args, **bound.kwargs)
+
+    impl.do_kv_cache_update = wrapped
+
+
+def block(site: Site) -> None:
+    """Block number ``factor`` of the KV cache is 0 whenever it was written to."""
+    impl = site.module.impl
+    update = impl.do_kv_cache_update
+    signature = inspect.signature(update)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = update(*args, **kwargs)
+        signature.bind(*args, **kwargs).arguments["kv_cache"][int(site.fault.factor)] = 0
+        return result
+
+    impl.do_kv_cache_update = wrapped
+
+
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
@@ -309,7 +338,7 @@ KINDS: dict[str, Callable[[Site], None]] = {
     for f in (
         *(scale, add, zero, nan, coarse, stale, logits, head),
         *(product, short, low_sum, bias),
-        *(eps, act, rope, angle, attn, cache, expert),
+        *(eps, act, rope, angle, attn, cache, slot, block, expert),
         *(weight, noise, setting),
     )
 }

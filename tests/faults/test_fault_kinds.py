@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import accprobe_fault_rows
 import pytest
@@ -182,6 +183,37 @@ def test_what_goes_into_the_cache() -> None:
     plant(Root(holder), Fault("cache", "inner", factor=0.0))
     holder.impl.do_kv_cache_update(None, torch.ones(2, 1), torch.ones(2, 1), None)
     assert holder.impl.written == [[0.0, 0.0], [0.0, 0.0]]
+
+
+class Paged(torch.nn.Module):
+    """Attention's cache alone: three blocks of two slots, a key and a value each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = torch.zeros(3, 2, 2)
+        self.impl = SimpleNamespace(do_kv_cache_update=self.update)
+
+    def update(self, layer: object, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        kv_cache.view(6, 2)[slot_mapping] = torch.stack([key, value], -1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.impl.do_kv_cache_update(self, x, x + 10, kv_cache=self.cache, slot_mapping=torch.tensor([2, 3, 4]))
+        return self.cache.flatten()
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (Fault("slot", "inner", factor=1, rows="position:2"), [0, 0, 0, 0, 1, 11, 2, 12, 0, 0, 3, 13]),
+        (Fault("slot", "inner", factor=-1, rows="position:0"), [0, 0, 1, 11, 0, 0, 2, 12, 3, 13, 0, 0]),
+        (Fault("block", "inner", factor=1), [0, 0, 0, 0, 0, 0, 0, 0, 3, 13, 0, 0]),
+    ],
+)
+def test_wrong_slots_and_a_zeroed_block(
+    monkeypatch: pytest.MonkeyPatch, fault: Fault, expected: list[float]
+) -> None:  # fmt: skip
+    monkeypatch.setattr(accprobe_fault_rows, "_query_starts", lambda: torch.tensor([0, 3]))
+    assert run(Paged(), fault, torch.tensor([1.0, 2.0, 3.0])).tolist() == expected
 
 
 @pytest.mark.parametrize(

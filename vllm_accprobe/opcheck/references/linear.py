@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
 from vllm_accprobe.opcheck.references.quantised import activation_noise, weight_of
 
@@ -19,7 +21,10 @@ _SUM32 = 2.0**-24
 
 def product(x: Any, weight: Any, x_noise: Any | None = None) -> Expected:
     """x @ weight.T in float64 with the noise of a float32 sum, and of x where that was rounded."""
-    noise = _SUM32 * x.shape[-1] ** 0.5 * (x.abs() @ weight.abs().T)
+    size = (x.abs().float() @ weight.abs().float().T).double()  # how large an error may be need not be known exactly
+    if not bool(torch.isfinite(size).all()):
+        size = x.abs() @ weight.abs().T
+    noise = _SUM32 * x.shape[-1] ** 0.5 * size
     if x_noise is not None:
         noise = combined(noise, ((x_noise * x_noise) @ (weight * weight).T).sqrt())
     return Expected(x @ weight.T, noise)
