@@ -130,6 +130,32 @@ def test_an_operator_that_reaches_outside_is_not_run(name: str, tmp_path: Path) 
     assert not target.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs"),
+    [
+        ("aten.repeat", (torch.ones(2), [1 << 20, 1 << 20]), {}),
+        ("aten.full", ([1 << 40], 1.0), {"device": torch.device("cpu")}),
+        ("aten.arange", (1 << 50,), {"device": torch.device("cpu")}),
+        ("Tensor.repeat", (torch.ones(2), 1 << 40), {}),
+        ("Functional.pad", (torch.ones(2), [0, 1 << 45]), {}),
+    ],
+)
+def test_a_number_from_a_dump_does_not_decide_how_much_memory_is_taken(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    call = Call("a", name, args=args, kwargs=kwargs, outputs={"output.0": torch.ones(2)})
+    found = default_references().evaluate(call)
+    assert isinstance(found, Declined)
+    assert found.reason == "it would make far more than was captured"
+
+
+def test_large_numbers_that_make_nothing_large_are_no_obstacle() -> None:
+    x = torch.randn(6, 3)
+    for name, args in (("aten.slice.Tensor", (x, 0, 2, (1 << 63) - 1)), ("Tensor.clamp", (x, -(1 << 40), 1 << 40))):
+        call = Call("a", name, args=args, outputs={"output.0": x})
+        assert not isinstance(default_references().evaluate(call), Declined)
+
+
 def test_arguments_become_values() -> None:
     args, kwargs = msprobe_calls.arguments({
         "input_args": [

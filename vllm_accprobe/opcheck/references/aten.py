@@ -12,6 +12,7 @@ bit. Operators that draw random numbers, hold no tensor, or depend on a dtype's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -128,6 +129,7 @@ def itself(call: Call) -> dict[str, Expected]:
 def in_float64(call: Call, function: Any, cast: bool = False) -> dict[str, Expected]:
     """What ``function`` gives for the arguments of ``call`` in float64, float32 where it has no kernel for that; the
     outputs that were captured, or all where none was. cast: it only rounds. Raises Declined."""
+    _check_size(call, function)
     why = ""
     for real, imaginary in ((torch.float64, torch.complex128), (torch.float32, torch.complex64)):
         args = raised(list(call.args), real, imaginary)
@@ -141,6 +143,42 @@ def in_float64(call: Call, function: Any, cast: bool = False) -> dict[str, Expec
             raise Declined("its result holds no tensor")
         return _expected(call, function, found, real, imaginary, cast)
     raise Declined(f"its own CPU kernel refuses: {why}")
+
+
+def _check_size(call: Call, function: Any) -> None:
+    """Raises Declined where large numbers among the arguments would make more than what was captured: a number in a
+    dump must not be what decides how much memory is taken."""
+    values = [*call.args, *call.kwargs.values()]
+    if max((_product(v) for v in values), default=0) <= _LARGE:
+        return
+    held = sum(t.numel() for t in (*tensors_by_role(call.args, call.kwargs).values(), *call.outputs.values()))
+    try:
+        made = function(*_on_meta(list(call.args)), **{k: _on_meta(v) for k, v in call.kwargs.items()})
+        size = sum(t.numel() for t in outputs_by_role(made, (), {}).values())
+    except Exception as error:
+        raise Declined(f"how much it would make is not known: {type(error).__name__}") from None
+    if size > _LARGE + 4 * held:
+        raise Declined("it would make far more than was captured")
+
+
+_LARGE = 1 << 24
+
+
+def _product(value: Any) -> int:
+    """Of the sizes in a list, or a number itself; 0 for anything else."""
+    if isinstance(value, int):
+        return abs(value)
+    if isinstance(value, (list, tuple)) and value and all(isinstance(v, int) for v in value):
+        return math.prod(max(abs(v), 1) for v in value)
+    return max((_product(v) for v in value), default=0) if isinstance(value, (list, tuple)) else 0
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return type(value)(_on_meta(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 
 def _expected(
