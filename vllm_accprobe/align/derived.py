@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.mapping import CAT, ROPE, SUM
-from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.dtypes import DTYPES, put_into, widen
 from vllm_accprobe.dump.schema import Layout, Payload, Record, Stats
 
 COMPUTED = -1
@@ -193,15 +193,7 @@ def read(dump: Any, record: Record, out: np.ndarray | None = None) -> np.ndarray
         return np.asarray(dump.read(record, out))
     if len(record.parts) == 1 and not record.transpose:
         return read(dump, record.parts[0], out)
-    value = _make(dump, record)
-    if out is None:
-        return value
-    flat = out.reshape(-1).view(np.uint8)
-    if flat.size < value.nbytes:
-        raise ValueError(f"out has {flat.size} bytes, {record.name} needs {value.nbytes}")
-    target = flat[: value.nbytes].view(value.dtype).reshape(value.shape)
-    target[...] = value
-    return target
+    return put_into(out, _make(dump, record), record.name)
 
 
 def _make(dump: Any, record: Derived) -> np.ndarray:

@@ -116,6 +116,21 @@ _FLOAT8: dict[str, tuple[int, int, str]] = {
 }
 
 
+def put_into(out: np.ndarray | None, bits: np.ndarray, name: str) -> np.ndarray:
+    """``bits`` in the memory of ``out``, a contiguous array of any dtype, or as they are where there is none.
+
+    Returns an array of the dtype and shape of ``bits``. Raises ValueError, with ``name``, where ``out`` is too small.
+    """
+    if out is None:
+        return bits
+    flat = out.reshape(-1).view(np.uint8)
+    if flat.size < bits.nbytes:
+        raise ValueError(f"out has {flat.size} bytes, {name} needs {bits.nbytes}")
+    target = flat[: bits.nbytes].view(bits.dtype).reshape(bits.shape)
+    target[...] = bits
+    return target
+
+
 def widen(array: np.ndarray, dtype: str, *, as_float: bool = False) -> np.ndarray:
     """The numbers that ``array``, stored bits of torch dtype ``dtype``, stands for: exact, same shape, a new array
     unless nothing had to change.

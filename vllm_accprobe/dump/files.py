@@ -40,6 +40,17 @@ def open_regular(path: Path) -> int:
     return fd
 
 
+def read_into(fd: int, offset: int, target: memoryview) -> bool:
+    """Fills ``target``, bytes, from ``offset`` of an open file on; False where the file ends before. Raises OSError."""
+    done = 0
+    while done < len(target):
+        n = os.preadv(fd, [target[done:]], offset + done)
+        if n == 0:
+            return False
+        done += n
+    return True
+
+
 def segment_data(path: Path) -> SegmentData:
     """Start and size of the data of a segment file, finished or ``.part``. Raises DumpError."""
     try:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from .dtypes import DTYPES
-from .files import DumpError, SegmentData, open_regular
+from .files import DumpError, SegmentData, open_regular, read_into
 from .journal import RankReader, check_schema
 from .schema import (
     RUN_JSON,
@@ -122,15 +122,11 @@ class Dump:
         data = self.data.get(key)
         if data is None:
             raise DumpError(f"{record.name} is not a record of {self.path}")
-        offset, done = data.start + record.payload.off + skip, 0
         try:
             fd, shared = self._open(key, data)
             try:
-                while done < len(target):
-                    n = os.preadv(fd, [target[done:]], offset + done)
-                    if n == 0:
-                        raise DumpError(f"{data.path} has become shorter since the dump was opened")
-                    done += n
+                if not read_into(fd, data.start + record.payload.off + skip, target):
+                    raise DumpError(f"{data.path} has become shorter since the dump was opened")
             finally:
                 if not shared:
                     os.close(fd)

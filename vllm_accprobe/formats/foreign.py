@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.dtypes import DTYPES, put_into
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import Layout, Module, Payload, Record, Skip, Stats, Step
 
@@ -182,12 +182,7 @@ class ForeignDump(Dump):
     def _into(record: Record, bits: np.ndarray, out: np.ndarray | None) -> np.ndarray:
         if out is None:
             return np.ascontiguousarray(bits).reshape(bits.shape)
-        flat = out.reshape(-1).view(np.uint8)
-        if flat.size < bits.nbytes:
-            raise ValueError(f"out has {flat.size} bytes, {record.name} needs {bits.nbytes}")
-        target = flat[: bits.nbytes].view(bits.dtype).reshape(bits.shape)
-        target[...] = bits
-        return target
+        return put_into(out, bits, record.name)
 
 
 def torch_dtype(name: str) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.files import DumpError, open_regular
+from vllm_accprobe.dump.files import DumpError, open_regular, read_into
 from vllm_accprobe.formats import protobuf
 
 _MAX_HEADER = 16 << 20
@@ -221,12 +221,8 @@ def fill(path: Path, offset: int, out: np.ndarray) -> None:
     try:
         fd = open_regular(path)
         try:
-            done = 0
-            while done < len(target):
-                n = os.preadv(fd, [target[done:]], offset + done)
-                if n == 0:
-                    raise DumpError(f"{path} is shorter than its header says")
-                done += n
+            if not read_into(fd, offset, target):
+                raise DumpError(f"{path} is shorter than its header says")
         finally:
             os.close(fd)
     except OSError as e:

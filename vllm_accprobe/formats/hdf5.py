@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.files import open_regular
+from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.foreign import numpy_dtype
 from vllm_accprobe.formats.walk import natural
@@ -63,13 +63,10 @@ class Dataset:
             self._through_library(out)
             return out
         view = out.reshape(-1).view(np.uint8).data
-        fd, done = open_regular(self.path), 0
+        fd = open_regular(self.path)
         try:
-            while done < len(view):
-                n = os.preadv(fd, [view[done:]], self.offset + done)
-                if n == 0:
-                    raise DumpError(f"{self.path} is shorter than it says: not all of it was written or copied")
-                done += n
+            if not read_into(fd, self.offset, view):
+                raise DumpError(f"{self.path} is shorter than it says: not all of it was written or copied")
         finally:
             os.close(fd)
         if self.narrow:

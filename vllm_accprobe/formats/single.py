@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.files import open_regular
+from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import torchfile
 from vllm_accprobe.formats.foreign import INDEPENDENT, VALUE, ForeignDump, Read, Tensor, numpy_dtype
@@ -36,10 +36,12 @@ MAX_HEADER = 64 << 20
 MAX_UNPACKED = 1 << 30
 """Bytes of a compressed member: what a small file may grow to."""
 _OURS = re.compile(
-    r"(?:rank(\d{1,9})/)?(\d{1,9}|param)/([^/]+)/((?:input|output|inplace|param)\.[^/#]+)(?:#(\d{1,9}))?(?:~\d+)?",
+    r"(?:rank(\d{1,9})/)?(\d{1,9}|param)/([^/]+)/((?:input|output|inplace|param|grad|value)(?:\.[^/#]+)?)(?:#(\d{1,9}))?(?:~\d+)?",
     re.ASCII,
 )
 """How `accprobe convert` names tensors."""
+_RANK_FILE = re.compile(r"globalrank-(\d{1,9})_localrank-\d{1,9}", re.ASCII)
+"""How it names one rank's file, where there are several."""
 _NPY = b"\x93NUMPY"
 _SAFE = {i.safetensors: i.name for i in DTYPES.values() if not i.tail and i.safetensors != "U8"} | {
     "U8": "uint8", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
@@ -76,7 +78,10 @@ def add(dump: ForeignDump, item: Item, file: str, tap: str, *, alone: bool) -> N
     """file: the path to be shown; alone: the file has one tensor, whose key then says nothing."""
     if match := _OURS.fullmatch(item.key):
         rank, step, place, role, call = match.groups()
-        dump.run.pop(INDEPENDENT, None)
+        if rank is None and (said := _RANK_FILE.fullmatch(tap.rpartition("/")[2])):
+            rank = said[1]
+        if role != VALUE:
+            dump.run.pop(INDEPENDENT, None)
         dump.add(
             Tensor(
                 name=f"{file}:{item.key}",
@@ -301,13 +306,10 @@ def _plain_read(path: Path, offset: int, nbytes: int, dtype: str, shape: tuple[i
 def _bytes_of(path: Path, offset: int, nbytes: int) -> np.ndarray:
     """uint8 [nbytes] of a file from ``offset`` on; the caller has held it against the file's size."""
     data = np.empty(nbytes, np.uint8)
-    fd, done = open_regular(path), 0
+    fd = open_regular(path)
     try:
-        while done < nbytes:
-            n = os.preadv(fd, [data.data[done:]], offset + done)
-            if n == 0:
-                raise DumpError(f"{path} has become shorter since it was opened")
-            done += n
+        if not read_into(fd, offset, data.data):
+            raise DumpError(f"{path} has become shorter since it was opened")
     finally:
         os.close(fd)
     return data

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.files import open_regular
+from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import unpickle
 from vllm_accprobe.formats.unpickle import Function, PickleError
@@ -116,13 +116,8 @@ def fill(path: Path, offset: int, target: np.ndarray, fd: int | None) -> None:
         with opened(path) as own:
             fill(path, offset, target, own)
         return
-    view = target.reshape(-1).view(np.uint8).data
-    done = 0
-    while done < len(view):
-        n = os.preadv(fd, [view[done:]], offset + done)
-        if n == 0:
-            raise DumpError(f"{path} is shorter than it says: not all of it was written or copied")
-        done += n
+    if not read_into(fd, offset, target.reshape(-1).view(np.uint8).data):
+        raise DumpError(f"{path} is shorter than it says: not all of it was written or copied")
 
 
 def storage_of(id: Any) -> Storage:
