@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.attach import on_worker
 from vllm_accprobe.capture.errcheck import Watch
 from vllm_accprobe.capture.errcheck_keep import finding, fingerprint, keep
 from vllm_accprobe.capture.errcheck_step import Alarm, WatchedStep
@@ -27,12 +28,12 @@ from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.loading import before_packing
 from vllm_accprobe.capture.memory import DTYPE_NAMES
 from vllm_accprobe.capture.params import own_tensors
-from vllm_accprobe.capture.releases import compiles, hidden_size, images_of, language_prefix, parallel_of, run_info
+from vllm_accprobe.capture.releases import compiles, hidden_size, images_of, language_prefix, run_info
 from vllm_accprobe.capture.rows import Item, Scheduled, Space, logits_space, token_space, vision_space
 from vllm_accprobe.capture.runner import _WARMUP_IDS, RunnerProbe
 from vllm_accprobe.capture.say import say
 from vllm_accprobe.capture.session import HEAD, VISION
-from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges
+from vllm_accprobe.config import ConfigError, ProbeConfig
 from vllm_accprobe.dump.findings import Finding, RankReport, sentence, write
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, hash_tokens
 
@@ -51,18 +52,7 @@ class ErrcheckExit(RuntimeError):
 def attach(wrapper: Any) -> ErrcheckProbe | None:
     """Called in each worker after init_device, after the capture's own attach. Never raises."""
     try:
-        config = ProbeConfig.from_env()
-        worker = getattr(wrapper, "worker", wrapper)
-        runner = getattr(worker, "model_runner", None)
-        if runner is None:
-            say(f"{type(worker).__name__} has no model_runner after init_device: errcheck is off on this rank")
-            return None
-        parallel = parallel_of(getattr(wrapper, "vllm_config", None) or runner.vllm_config)
-        if not in_ranges(config.ranks, parallel["rank"]):
-            return None
-        probe = ErrcheckProbe(config, worker, runner, parallel)
-        wrapper.__dict__["_accprobe_errcheck"] = probe
-        return probe
+        return on_worker(wrapper, ErrcheckProbe, "_accprobe_errcheck", "errcheck is off on this rank")
     except ConfigError as error:
         say(str(error))
     except Exception as error:

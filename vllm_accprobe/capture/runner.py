@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.attach import on_worker
 from vllm_accprobe.capture.batch import Batch
 from vllm_accprobe.capture.beside import Beside, put_on
 from vllm_accprobe.capture.hooks import Taps
@@ -27,15 +28,7 @@ from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.loading import before_packing
 from vllm_accprobe.capture.params import Parameters
 from vllm_accprobe.capture.places import free_directory
-from vllm_accprobe.capture.releases import (
-    compiles,
-    hidden_size,
-    images_of,
-    language_prefix,
-    parallel_of,
-    run_info,
-    starts,
-)
+from vllm_accprobe.capture.releases import compiles, hidden_size, images_of, language_prefix, run_info, starts
 from vllm_accprobe.capture.rows import Requests, Space, wanted_at_all
 from vllm_accprobe.capture.sampling import Sampling
 from vllm_accprobe.capture.say import say
@@ -51,21 +44,10 @@ _WARMUP_IDS = ("_warmup_", "_v2_mixed_warmup")
 
 
 def attach(wrapper: Any) -> RunnerProbe | None:
-    """Called in each worker after init_device. Returns the probe, or None if this rank is not captured. Never raises
-    for anything but a wrong setting: the server then starts without the probe, and says so."""
+    """Called in each worker after init_device. Returns the probe, or None if this rank is not captured. Never raises:
+    where something is wrong the server starts without the probe, and says so."""
     try:
-        config = ProbeConfig.from_env()
-        worker = getattr(wrapper, "worker", wrapper)
-        runner = getattr(worker, "model_runner", None)
-        if runner is None:
-            say(f"{type(worker).__name__} has no model_runner after init_device: NOTHING will be captured on this rank")
-            return None
-        parallel = parallel_of(getattr(wrapper, "vllm_config", None) or runner.vllm_config)
-        if not in_ranges(config.ranks, parallel["rank"]):
-            return None
-        probe = RunnerProbe(config, worker, runner, parallel)
-        wrapper.__dict__["_accprobe"] = probe
-        return probe
+        return on_worker(wrapper, RunnerProbe, "_accprobe", "NOTHING will be captured on this rank")
     except ConfigError as error:
         say(str(error))
         return None

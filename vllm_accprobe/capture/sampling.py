@@ -16,7 +16,7 @@ import torch
 
 from vllm_accprobe.capture.rows import Scheduled
 from vllm_accprobe.capture.selection import chooses
-from vllm_accprobe.capture.session import HEAD, Session, StepState
+from vllm_accprobe.capture.session import HEAD, Session
 from vllm_accprobe.dump.schema import Module
 
 SAMPLER = "sampler"
@@ -84,26 +84,27 @@ class Sampling:
         return logits
 
     def _sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        state = self._session.state
-        try:
-            if state is not None and self._session.config.capture_inputs:
-                state.taking += 1
-                self._settings(state)
-                state.taking -= 1
-        except Exception as error:
-            self._session.fail(SAMPLER, error)
+        if self._session.config.capture_inputs:
+            self._aside(self._settings)
         output = original(*args, **kwargs)
-        try:
-            state = self._session.state
-            if state is not None and self._session.config.capture_outputs:
-                state.taking += 1
-                self._tokens(output)
-                state.taking -= 1
-        except Exception as error:
-            self._session.fail(SAMPLER, error)
+        if self._session.config.capture_outputs:
+            self._aside(self._tokens, output)
         return output
 
-    def _settings(self, state: StepState) -> None:
+    def _aside(self, take: Callable[..., None], *args: Any) -> None:
+        """Takes something of the step, if there is one; the operators that this calls are none of the model's."""
+        state = self._session.state
+        if state is None:
+            return
+        state.taking += 1
+        try:
+            take(*args)
+        except Exception as error:
+            self._session.fail(SAMPLER, error)
+        finally:
+            state.taking -= 1
+
+    def _settings(self) -> None:
         """What each row is sampled with, where not all are greedy. (V1: the batch holds it, one entry per request.)"""
         metadata = getattr(getattr(self._runner, "input_batch", None), "sampling_metadata", None)
         if metadata is None or getattr(metadata, "all_greedy", True):
