@@ -71,9 +71,6 @@ class Choice:
         """Whether the globs over taps (those with ``::``) choose calls of tap ``module::op``."""
         return not self._taps or matches(self._taps, (tap, tap.rpartition(".")[0]))
 
-    def has_globs_over_taps(self) -> bool:
-        return bool(self._taps)
-
     def seen(self, signature: Hashable) -> bool:
         """Mode ``dedup``: whether a call like this one was written before; remembers it."""
         key = hash(signature)

@@ -83,9 +83,6 @@ class Requests:
         self._by_id.pop(internal, None)
         self._wanted.pop(internal, None)
 
-    def any_wanted(self) -> bool:
-        return any(self._wanted.values())
-
 
 @dataclass
 class Space:

@@ -10,7 +10,6 @@ Not here: how any format is laid out (its own module), which one a path is (snif
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -215,20 +214,3 @@ _SPELLINGS = {
     "f8_e4m3": "float8_e4m3fn", "f8_e5m2": "float8_e5m2", "float8_e4m3": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2", "float8_e8m0": "float8_e8m0fnu", "cfloat": "complex64", "cdouble": "complex128",
 }  # fmt: skip
-
-
-class Once:
-    """The value of a function, computed when first asked for, by whichever thread: for a file that holds several
-    tensors. It is kept; keep indices so, not payloads."""
-
-    def __init__(self, make: Callable[[], Any]):
-        self._make = make
-        self._lock = threading.Lock()
-        self._value: Any = None
-        self._known = False
-
-    def __call__(self) -> Any:
-        with self._lock:
-            if not self._known:
-                self._value, self._known = self._make(), True
-            return self._value
