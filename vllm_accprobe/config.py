@@ -75,14 +75,17 @@ class ProbeConfig:
 
     @property
     def budget_bytes(self) -> int:
+        """``max_gb`` in bytes."""
         return int(self.max_gb * 1e9)
 
     @property
     def capture_inputs(self) -> bool:
+        """Whether modules' inputs are taken."""
         return not self.parts or "input" in self.parts
 
     @property
     def capture_outputs(self) -> bool:
+        """Whether modules' outputs are taken."""
         return not self.parts or "output" in self.parts
 
     def wants_param_payloads(self, total_bytes: int) -> bool:
@@ -105,6 +108,7 @@ class ProbeConfig:
             )
 
     def to_json(self) -> dict[str, Any]:
+        """All fields by name, as run.json keeps them."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
@@ -135,6 +139,7 @@ class ProbeConfig:
         return cls(**{name: _parsed(name, _parser(name), value) for name, value in values.items()})
 
     def with_dir(self, path: str | Path) -> ProbeConfig:
+        """The same settings with another dump directory."""
         return replace(self, dir=str(path))
 
 

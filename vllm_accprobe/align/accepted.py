@@ -21,10 +21,12 @@ POSITION_MASK = (1 << POSITION_BITS) - 1
 
 
 def subject(keys: np.ndarray) -> np.ndarray:
+    """Subjects of row keys: int64 of any shape to the same."""
     return keys >> POSITION_BITS
 
 
 def position(keys: np.ndarray) -> np.ndarray:
+    """Positions of row keys: int64 of any shape to the same."""
     return keys & POSITION_MASK
 
 

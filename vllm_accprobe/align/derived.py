@@ -37,6 +37,7 @@ class Derived(Record):
 
     @property
     def name(self) -> str:
+        """As its own engine spells it, with what was done to it."""
         return self.label
 
 

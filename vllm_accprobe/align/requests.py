@@ -31,6 +31,7 @@ class RequestPlan:
     images_differ: list[tuple[Request, Request]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
+        """The plan in sentences: how many requests paired by which rule, and who is left."""
         rules: dict[str, int] = defaultdict(int)
         for _, _, rule in self.pairs:
             rules[rule] += 1

@@ -43,6 +43,7 @@ class StepTokens(TokenPlan):
     said: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
+        """The plan in sentences."""
         return list(self.said)
 
 

@@ -89,11 +89,13 @@ class TokenPlan:
         return self.names[key >> POSITION_BITS][0], key & POSITION_MASK
 
     def lines(self) -> list[str]:
+        """The plan in sentences: tokens compared, requests that flip, rows left out and why."""
         lines = [f"tokens: {self.tokens_compared} sampled tokens compared, {len(self.flips)} requests flip"]
         return lines + [f"rows: {n} {what} left out" for what, n in self.skipped.items() if n]
 
 
 def make_key(subject_id: int, pos: int) -> int:
+    """One integer for a row: the subject (a request, or one of its images) above, the position below."""
     return (subject_id << POSITION_BITS) | pos
 
 

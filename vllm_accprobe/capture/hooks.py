@@ -65,6 +65,7 @@ class Taps:
                 self._wrap_apply(module, [t for t in taps if "lm_head" in t] or taps, cls)
 
     def remove(self) -> None:
+        """Takes all taps off the model, the last one first."""
         while self._undo:
             self._undo.pop()()
 

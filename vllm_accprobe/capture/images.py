@@ -101,6 +101,7 @@ class Foresight:
         module.__dict__[name] = value
 
         def undo() -> None:
+            """Puts back what was wrapped, the last one first."""
             if before is None:
                 module.__dict__.pop(name, None)
             else:

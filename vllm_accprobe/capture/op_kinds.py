@@ -46,6 +46,7 @@ class Operator:
 
     @property
     def writes(self) -> bool:
+        """Whether its schema lets it write to an argument."""
         return bool(self._writes)
 
     def written(self, role: str) -> bool:

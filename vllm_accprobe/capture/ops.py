@@ -83,6 +83,7 @@ class Operators(TorchDispatchMode):
         self.calls = 0
 
     def forget_weights(self) -> None:
+        """Memory that held weights may hold others now: they are looked at anew."""
         self._takes.forget_weights()
 
     def forget_calls(self) -> None:

@@ -69,6 +69,7 @@ class Parameters:
             self._record(path, type(module).__name__, name, tensor)
 
     def rest(self) -> None:
+        """Records all parameters that were not recorded while they were loaded."""
         for path, cls, name, tensor in named_tensors(self._model):
             self._record(path, cls, name, tensor)
 

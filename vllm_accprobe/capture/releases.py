@@ -26,6 +26,7 @@ def starts(out: Any) -> dict[str, int]:
 
 
 def images_of(new: Any) -> tuple[Image, ...]:
+    """The multi-modal items of a new request, by content hash and place in its prompt."""
     images = []
     for feature in getattr(new, "mm_features", None) or ():
         position = feature.mm_position
@@ -35,6 +36,7 @@ def images_of(new: Any) -> tuple[Image, ...]:
 
 
 def placeholders(feature: Any) -> int:
+    """How many rows of the language model one multi-modal item takes."""
     position = feature.mm_position
     count = getattr(position, "get_num_embeds", None)  # a method, a property, or not there: by release
     if callable(count):
@@ -51,6 +53,7 @@ def device_buffer(value: Any) -> torch.Tensor | None:
 
 
 def hidden_size(vllm_config: Any) -> int | None:
+    """Width of the hidden states, or None where a model has no single one."""
     try:
         return int(vllm_config.model_config.get_hidden_size())
     except Exception:  # pooling and encoder models have no single answer
@@ -74,6 +77,7 @@ def language_prefix(model: torch.nn.Module) -> str:
 
 
 def compiles(vllm_config: Any) -> bool:
+    """Whether the engine compiles or captures graphs: modules inside them run no Python."""
     if getattr(vllm_config.model_config, "enforce_eager", False):
         return False
     mode = getattr(vllm_config.compilation_config, "mode", None)
@@ -102,12 +106,14 @@ def parallel_of(vllm_config: Any) -> dict[str, Any]:
 
 
 def platform_name() -> str:
+    """Class of vLLM's platform, a vendor's perhaps."""
     from vllm.platforms import current_platform
 
     return type(current_platform).__name__
 
 
 def device_name(device: torch.device) -> str:
+    """What the device calls itself, else its type."""
     if device.type == "cpu":
         return platform.processor() or platform.machine()
     try:

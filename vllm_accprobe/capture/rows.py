@@ -73,9 +73,11 @@ class Requests:
         return request
 
     def get(self, internal: str) -> Request | None:
+        """The request of vLLM's own id, or None once it was forgotten."""
         return self._by_id.get(internal)
 
     def wanted(self, internal: str) -> bool:
+        """Whether the settings choose this request; False for one that is not known."""
         return self._wanted.get(internal, False)
 
     def forget(self, internal: str) -> None:

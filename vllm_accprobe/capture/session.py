@@ -92,6 +92,7 @@ class Session:
         return self.state
 
     def end(self) -> None:
+        """The step is over: taps let everything pass until the next one begins."""
         self.state = None
 
     def operators(self) -> contextlib.AbstractContextManager[Any]:

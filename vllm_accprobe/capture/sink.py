@@ -84,6 +84,7 @@ class Sink:
 
     @property
     def stopped(self) -> str | None:
+        """Why nothing more is written, or None."""
         return self.writer.stopped
 
     # --- lines -------------------------------------------------------------------------------------------------
@@ -97,17 +98,20 @@ class Sink:
             self._staging.stage((), lambda _: self.writer.line(event))
 
     def step(self, step: Step) -> None:
+        """A step begins; bytes of the last one, parameters' excepted, are no longer known."""
         self.steps += 1
         self._then(self._new_step)
         self.line(_event("step", step) | {"batch": dict(step.batch)})
 
     def request(self, request: Request) -> None:
+        """A request's line, once, before the first row map that names it."""
         event = _event("request", request)
         if request.images:
             event["images"] = [dataclasses.asdict(image) for image in request.images]
         self.line(event)
 
     def module(self, module: Module) -> None:
+        """A tap's line."""
         self.line(
             {
                 "event": "module",
@@ -135,6 +139,7 @@ class Sink:
         self.skipped[tap, role, reason] += count
 
     def error(self, where: str, message: str, step: int | None) -> None:
+        """A failure that was survived; a message of at most 2,000 characters is kept."""
         self.line({"event": "error", "where": where, "message": message[:2000], "step": step})
 
     # --- tensors -----------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ def lines(finding: Finding) -> list[str]:
 
 
 def summary(findings: list[Finding]) -> str:
+    """The last line: whether a capture would work."""
     errors = sum(f.level == "error" for f in findings)
     warnings = sum(f.level == "warning" for f in findings)
     said = "a capture would work" if not errors else f"a capture would NOT work: {errors} error{'s' * (errors > 1)}"

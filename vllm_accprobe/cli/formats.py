@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 class Format(str, enum.Enum):
+    """What stdout gets."""
     terminal = "terminal"
     json = "json"
     markdown = "markdown"

@@ -50,6 +50,7 @@ def selection(
     call: str = "",
     parameters: bool = False,
 ) -> Selection:
+    """The tensors that a command's options choose. Raises CommandError for a range that is none."""
     from vllm_accprobe.dump.select import Selection
 
     return Selection(

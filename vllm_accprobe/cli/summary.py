@@ -113,6 +113,7 @@ def _cells(index: int, r: Record) -> list[str]:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
+    """``8x64``, or ``scalar``."""
     return "x".join(map(str, shape)) if shape else "scalar"
 
 

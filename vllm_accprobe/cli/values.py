@@ -29,6 +29,7 @@ _CHUNK = 1 << 20
 
 
 def stats_line(r: Record) -> str:
+    """Extremes, mean and deviation, and NaN and Inf where there are any, in one line."""
     from vllm_accprobe.report.text import num
 
     s = r.stats
@@ -39,6 +40,7 @@ def stats_line(r: Record) -> str:
 
 
 def header(dump: Dump, r: Record) -> list[str]:
+    """What is said of one tensor before its values."""
     from vllm_accprobe.report.text import num, safe
 
     shape = "x".join(map(str, r.shape)) or "scalar"

@@ -18,4 +18,5 @@ class Finding:
     todo: str = ""
 
     def to_json(self) -> dict[str, str]:
+        """As `accprobe doctor --json` prints it."""
         return asdict(self)

@@ -35,6 +35,7 @@ FIELDS = {
 
 
 def main() -> None:
+    """Prints the answers as one line of JSON; for a process of its own, in which vLLM may be imported."""
     answers: dict[str, Any] = {}
     for name, question in (
         ("version", _version),

@@ -33,6 +33,7 @@ class DTypeInfo:
 
     @property
     def itemsize(self) -> int:
+        """Bytes of one element."""
         return int(self.storage.itemsize)
 
 

@@ -43,6 +43,7 @@ Event = Mapping[str, Any]
 
 
 def integer(e: Event, key: str, default: int | None = None, top: int = _MAX_INT) -> int:
+    """A whole number from 0 to ``top``. Raises ValueError."""
     value = e.get(key, default)
     if type(value) is not int or not 0 <= value <= top:
         raise ValueError(f"{key} is {short(value)}, not a number from 0 to {top}")
@@ -50,6 +51,7 @@ def integer(e: Event, key: str, default: int | None = None, top: int = _MAX_INT)
 
 
 def string(e: Event, key: str, default: str | None = None) -> str:
+    """Text, interned: a dump says few things often. Raises ValueError."""
     value = e.get(key, default)
     if not isinstance(value, str):
         raise ValueError(f"{key} is {short(value)}, not a string")
@@ -57,10 +59,12 @@ def string(e: Event, key: str, default: str | None = None) -> str:
 
 
 def optional_string(e: Event, key: str) -> str | None:
+    """Text or None. Raises ValueError."""
     return None if e.get(key) is None else string(e, key)
 
 
 def optional_integer(e: Event, key: str) -> int | None:
+    """A whole number or None. Raises ValueError."""
     return None if e.get(key) is None else integer(e, key)
 
 
@@ -161,6 +165,7 @@ def _is_pair(p: Any) -> bool:
 
 
 def request(e: Event) -> Request:
+    """A ``request`` event. Raises ValueError."""
     images = tuple(
         Image(string(i, "hash", ""), integer(i, "pos", 0), integer(i, "n", 0, MAX_ROWS)) for i in _dicts(e, "images")
     )
@@ -176,6 +181,7 @@ def request(e: Event) -> Request:
 
 
 def row_space(e: Event) -> RowSpace:
+    """A ``rows`` event, of at most MAX_ROWS rows. Raises ValueError."""
     segments = []
     total = 0
     for s in _dicts(e, "segments"):
@@ -197,6 +203,7 @@ def row_space(e: Event) -> RowSpace:
 
 
 def step(e: Event) -> Step:
+    """A ``step`` event. Raises ValueError."""
     batch = e.get("batch") or {}
     if not isinstance(batch, dict):
         raise ValueError(f"batch is {short(batch)}")
@@ -205,6 +212,7 @@ def step(e: Event) -> Step:
 
 
 def module(e: Event) -> Module:
+    """A ``module`` event. Raises ValueError."""
     attrs = e.get("attrs") or {}
     if not isinstance(attrs, dict):
         raise ValueError(f"attrs is {short(attrs)}")
@@ -212,15 +220,18 @@ def module(e: Event) -> Module:
 
 
 def skip(e: Event) -> Skip:
+    """A ``skip`` event. Raises ValueError."""
     tap, role, count = string(e, "tap", ""), optional_string(e, "role"), integer(e, "count", 1)
     return Skip(tap, string(e, "reason"), optional_integer(e, "step"), role, count)
 
 
 def stop(e: Event) -> Stop:
+    """A ``stop`` event. Raises ValueError."""
     return Stop(string(e, "reason"), optional_integer(e, "step"))
 
 
 def end(e: Event) -> End:
+    """An ``end`` event. Raises ValueError."""
     skipped = e.get("skipped") or {}
     if not isinstance(skipped, dict) or not all(type(v) is int for v in skipped.values()):
         raise ValueError(f"skipped is {short(skipped)}")
@@ -233,6 +244,7 @@ LABEL_ENDINGS = ("bin", "npy", "npz", "pt", "pth", "safetensors")
 
 
 def label(rank: int, e: Event) -> Label:
+    """A ``label`` event of rank ``rank``. Raises ValueError."""
     ending, file = string(e, "ending", ""), optional_integer(e, "file")
     if file is not None and ending not in LABEL_ENDINGS:
         raise ValueError(f"ending is {short(ending)}")
@@ -272,5 +284,6 @@ def _dicts(e: Event, key: str) -> list[dict[str, Any]]:
 
 
 def short(value: Any) -> str:
+    """A value for a sentence, cut at 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

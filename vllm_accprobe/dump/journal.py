@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 def check_schema(e: dict[str, Any], where: Path) -> None:
+    """Raises DumpError where the journal's first line names no schema, or one of a later accprobe."""
     schema = e.get("schema")
     if type(schema) is not int or schema < 1:
         raise DumpError(f"{where}: schema is {events.short(schema)}, not a number: not a dump of accprobe")
@@ -60,6 +61,7 @@ class RankReader:
         self.unreadable: str | None = None
 
     def read(self) -> None:
+        """Reads the journal to its end, or to where it is torn; what is not understood is counted."""
         try:
             for number, line, length in journal_lines(self.directory / JOURNAL):
                 if number:

@@ -129,6 +129,7 @@ class JournalFile:
             self._reserve = None
 
     def close(self) -> None:
+        """Syncs and closes the file; later calls do nothing. Raises OSError."""
         if self._fd >= 0:
             try:
                 os.fsync(self._fd)

@@ -20,6 +20,7 @@ Event = dict[str, Any]
 
 
 def xxh3_128() -> Any:
+    """A new hash."""
     import xxhash  # here, so that a journal without payloads does without it
 
     return xxhash.xxh3_128()
@@ -51,6 +52,7 @@ class Pending:
         self.digest.update((ctypes.c_char * nbytes).from_address(address))
 
     def finished(self) -> Event:
+        """The event with hash and statistics, once all its bytes have passed."""
         digest = self.event.get("hash")
         if not isinstance(digest, str):
             digest = (self.digest or xxh3_128()).hexdigest()
@@ -65,6 +67,7 @@ class Pending:
         return self.event
 
     def entry(self) -> Entry:
+        """Its entry in the segment's header."""
         e = self.event
         return Entry(entry_key(e), str(e["dtype"]), tuple(e["shape"]), e["off"], e["nbytes"])
 

@@ -26,10 +26,12 @@ TOKENS, LOGITS = "tokens", "logits"
 
 
 def rank_dir(rank: int) -> str:
+    """Name of a rank's directory in the dump."""
     return f"rank{rank:04d}"
 
 
 def segment_name(index: int) -> str:
+    """Name of a finished segment."""
     return f"seg-{index:05d}.safetensors"
 
 
@@ -90,6 +92,7 @@ class Layout:
     valid: int | None = None
 
     def to_event(self) -> dict[str, Any]:
+        """The keys of a line's ``layout``; those that are the default may be missing."""
         event: dict[str, Any] = {"kind": self.kind}
         if self.size > 1 or self.kind != "replicated":
             event |= {"group": self.group, "index": self.index, "size": self.size}
@@ -101,6 +104,7 @@ class Layout:
 
     @classmethod
     def from_event(cls, e: Mapping[str, Any] | None) -> Layout:
+        """The layout of a line. Raises KeyError, TypeError and ValueError for what is none."""
         if not e:
             return REPLICATED
         return cls(
@@ -177,6 +181,7 @@ class RowSpace:
 
     @property
     def n(self) -> int:
+        """How many rows are stored."""
         return sum(s.n for s in self.segments)
 
 

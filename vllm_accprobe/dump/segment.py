@@ -48,6 +48,7 @@ class Entry:
 
 
 def part_name(index: int) -> str:
+    """Name of a segment that is being written."""
     return segment_name(index) + ".part"
 
 

@@ -61,6 +61,8 @@ class Selection:
 
 
 def names_request(globs: Sequence[str], request: Request) -> bool:
+    """Whether one of ``globs`` matches an id of ``request``, or is the beginning (6 digits or more) of its prompt's
+    hash."""
     return any(
         fnmatchcase(request.id, g)
         or fnmatchcase(request.internal_id, g)
@@ -76,6 +78,7 @@ def holds(dump: Dump, record: Record, requests: set[tuple[int, int]]) -> bool:
 
 
 def row_space(dump: Dump, record: Record) -> RowSpace | None:
+    """Which rows a record has, or None where that is not known."""
     if record.rows is None or record.step is None:
         return None
     return dump.rows.get((record.rank, record.step, record.rows))
@@ -108,4 +111,5 @@ def matches(globs: Sequence[str], names: Sequence[str]) -> bool:
 
 
 def within(ranges: Ranges, value: int) -> bool:
+    """Whether ``value`` lies in one of the closed ``ranges``; in none at all everything does."""
     return not ranges or any(low <= value <= high for low, high in ranges)

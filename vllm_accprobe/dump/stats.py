@@ -50,6 +50,7 @@ class StatsCell:
 
     @property
     def value(self) -> Stats | None:
+        """The statistics, or None while they are not computed."""
         if self._value is None and self.sums is not None:
             self._value = Stats(**in_words(self.sums))
         return self._value

@@ -32,6 +32,7 @@ class TensorTemplate:
         self.room = entry_room(event["tap"], event["role"], len(self.shape))
 
     def entry(self, step: int, call: int, payload: Payload) -> Entry:
+        """The tensor's entry in a segment's header."""
         return Entry(f"{step}|{self.name}|{call}", self.dtype, self.shape, payload.off, payload.nbytes)
 
 

@@ -41,6 +41,7 @@ class RankProgress:
     tail: bytes = b""
 
     def look(self) -> None:
+        """Reads on where the last look ended, a bounded piece of it, and counts lines by what they say."""
         try:
             with open(self.path, "rb") as f:
                 f.seek(self.offset)
