@@ -208,7 +208,7 @@ def pair_roles(golden: Sequence[str], mine: Sequence[str], *, several: bool = Tr
     Parameters are never paired by order: two weights that only share a place in a list are not the same weight.
     """
     pairs = [(r, r, EXACT) for r in mine if r in golden]
-    for kind in ("input.", "inplace.", "output."):
+    for kind in ("input.", "inplace.", "output.", "grad."):
         gs = [r for r in golden if r.startswith(kind) and r not in mine]
         ms = [r for r in mine if r.startswith(kind) and r not in golden]
         if gs and len(gs) == len(ms) and (several or len(gs) == 1):

@@ -27,6 +27,8 @@ def meet(golden: Any, mine: Any, rules: Rules | None) -> tuple[Rules, bool, list
     """(rules, whether they say how golden's places are made of mine's, lines to say) for two dumps that need it; None
     for others, or where the user's own rules are for them."""
     kinds = [str(getattr(d, "family", "")) for d in (golden, mine)]
+    if "" in kinds and _alike(golden, mine):
+        return None
     types = rules.types if rules is not None else {}
     if rules is not None and not types:
         return None
@@ -47,6 +49,12 @@ def meet(golden: Any, mine: Any, rules: Rules | None) -> tuple[Rules, bool, list
         lines = [f"mapping: {len(fused)} tensors of fused operators, by the names of what they fuse"]
         return (_rules("fused operators", fused), False, lines) if fused else None
     return None
+
+
+def _alike(golden: Any, mine: Any) -> bool:
+    """Whether the two call most places the same: one was converted from the other's tool."""
+    taps = [{r.tap for r in d.records} for d in (golden, mine)]
+    return 2 * len(taps[0] & taps[1]) > min(map(len, taps))
 
 
 def _rules(origin: str, pairs: Pairs) -> Rules:

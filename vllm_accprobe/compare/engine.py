@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.files import take_names
 from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
 from vllm_accprobe.compare import blame, foreign, words
 from vllm_accprobe.compare.coverage import coverage
@@ -109,7 +110,7 @@ def open_both(golden: str | Path | Any, mine: str | Path | Any) -> tuple[Any, An
         opened = [open_dump(d) if isinstance(d, (str, Path)) else d for d in (golden, mine)]
     except DumpError as e:
         raise CompareError(str(e)) from None
-    return opened[0], opened[1]
+    return take_names(opened[0], opened[1])
 
 
 def find_mapping(mapping: str | Path | Rules | None) -> Rules | None:

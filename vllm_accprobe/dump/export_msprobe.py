@@ -4,7 +4,8 @@ The problem: msprobe knows module records with numbered inputs and outputs, ours
 name. The idea: all tensors of a module's call become one record ``Module.<path>.<Class>.forward.<call>``; inputs with a
 number go to input_args, those with a name to input_kwargs; a parameter stands with its module's first call.
 Layout: ``step<S>/rank<R>/{dump,stack,construct}.json`` and ``dump_tensor_data/<data_name>.pt``, as msprobe 26.2 writes.
-What its layout has no place for is returned to be counted: values before an in-place change.
+A weight that is listed again, by a later step or another caller, stands in a later step. What its layout has no place
+for is returned to be counted: values before an in-place change, gradients of a tensor, weights beyond the last step.
 Not here: the .pt files (torchzip.py), reading such dumps (formats/msprobe.py).
 """
 
@@ -24,6 +25,8 @@ from .schema import ROOT_TAP, Record
 from .torchzip import save_pt
 
 IN_PLACE = "values before an in-place change, which msprobe has no place for"
+GRADIENTS = "gradients that are no run's own outputs, which msprobe has no place for"
+LISTED = "weights listed more often than there are steps, which msprobe has no place for"
 _UNSAFE = re.compile(r"[^\w.\-]", re.ASCII)
 _LONGEST = 180
 """Of a file's name; longer ones are numbered."""
@@ -48,13 +51,16 @@ def write_msprobe(
     for r in records:
         if r.role.startswith("inplace."):
             skipped[IN_PLACE] += 1
+        elif r.role.startswith("grad"):
+            skipped[GRADIENTS] += 1
         else:
             by_rank.setdefault(r.rank, []).append(r)
     root.mkdir(parents=True)
     for rank, found in sorted(by_rank.items()):
         steps = sorted({r.step for r in found if r.step is not None}) or [0]
-        for step in steps:
-            own = [r for r in found if r.step == step or (r.step is None and step == steps[0])]
+        skipped += Counter(LISTED for r in found if r.step is None and r.call >= len(steps))
+        for number, step in enumerate(steps):
+            own = [r for r in found if r.step == step or (r.step is None and r.call == number)]
             _write_step(dump, own, root / f"step{step}" / f"rank{rank}", tick)
     return skipped
 

@@ -20,12 +20,12 @@ import numpy as np
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.formats import hdf5
-from vllm_accprobe.formats.foreign import VALUES, ForeignDump, Tensor
+from vllm_accprobe.formats.foreign import VALUE, VALUES, ForeignDump, Tensor
 
 NAME = "torch_xray"
 HOW = "an .h5 file, or a directory with globalrank-<r>_localrank-<l>.h5; a group per step in it"
 _FILE = re.compile(r"globalrank-(\d{1,9})(?:_localrank-\d+)?.*\.(?:h5|hdf5)", re.ASCII)
-_PART = re.compile(r"(?:^|\.)(forward|backward)_(input|output|params?|inplace|grad_input|grad_output)s?\.(.+)$")
+_PART = re.compile(r"(?:^|\.)(forward|backward)_(input|output|params?|inplace|grad(?:_(?:in|out)put)?|value)s?\.(.+)$")
 _LOOKS, _LARGEST, _ENOUGH = 8, 64 << 20, 256
 """Tensors that are looked at for their precision, bytes of one, numbers that it takes."""
 _CALL = re.compile(r"(.*)\.call(\d{1,9})$", re.ASCII)
@@ -122,7 +122,7 @@ def place_of(name: str) -> tuple[str, str, str, int | None]:
     tap = ".".join(parts) or ROOT_TAP
     if match[1] == "backward":
         tap = f"backward.{tap}"
-    return tap, cls, f"{role}.{match[3]}", call
+    return tap, cls, role if role == VALUE else f"{role}.{match[3]}", call
 
 
 def _is_class(word: str, parts: int) -> bool:

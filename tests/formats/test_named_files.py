@@ -1,0 +1,155 @@
+"""Files that bear other tools' names, and what a conversion must not lose: places, ranks, gradients, later weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from vllm_accprobe.align.files import take_names
+from vllm_accprobe.cli import main
+from vllm_accprobe.compare.engine import compare
+from vllm_accprobe.formats import open_dump
+
+NAMES = [
+    f"layers.{i}.proj.Linear.0.forward_{part}" for i in (0, 1) for part in ("params.weight", "input.0", "output.0")
+]
+
+
+def arrays(step: int) -> dict[str, np.ndarray]:
+    """Weights are those of every step."""
+    rngs = {True: np.random.default_rng(0), False: np.random.default_rng(step)}
+    return {name: rngs["params" in name].standard_normal((5, 4)).astype(np.float32) for name in NAMES}
+
+
+@pytest.fixture
+def h5(tmp_path: Path) -> Path:
+    with h5py.File(tmp_path / "golden.h5", "w", track_order=True) as file:
+        for step in (1, 2):
+            group = file.create_group(str(step), track_order=True)
+            for name, value in arrays(step).items():
+                group[name] = value
+    return tmp_path / "golden.h5"
+
+
+@pytest.mark.parametrize("above", ["{step}", "copied/step{step}", "run/{step}/rank0"])
+def test_a_folder_of_npy_takes_the_places_that_its_names_say(h5: Path, tmp_path: Path, above: str) -> None:
+    wrong = "layers.0.proj.Linear.0.forward_output.0"
+    for step in (1, 2):
+        where = tmp_path / "mine" / above.format(step=step)
+        where.mkdir(parents=True)
+        for name, value in arrays(step).items():
+            np.save(where / f"{name}.npy", value * np.float32(1.5 if (step, name) == (2, wrong) else 1))
+    found = compare(h5, tmp_path / "mine")
+    assert len(found.pairs) == 2 * len(NAMES)
+    assert found.first_divergence is not None
+    assert (found.first_divergence["module"], found.first_divergence["role"]) == ("layers.0.proj", "output.0")
+    assert found.first_divergence["step"] == 2
+    (pair,) = [p for p in found.pairs if p.status == "fail"]
+    assert pair.golden == wrong
+    assert pair.rel_l2 == pytest.approx(0.5, rel=1e-6)
+
+
+def test_an_archive_with_names_for_keys_and_one_name_without_a_partner(h5: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", **arrays(1), other=np.zeros(3, np.float32))
+    golden, mine = take_names(open_dump(h5), open_dump(tmp_path / "mine.npz"))
+    assert [(r.tap, r.role, r.step) for r in mine.records[:3]] == [
+        ("layers.0.proj", "param.weight", None), ("layers.0.proj", "input.0", 1), ("layers.0.proj", "output.0", 1),
+    ]  # fmt: skip
+    assert mine.records[-1].tap == "mine.other"
+    assert mine.problems == ["6 of its 7 tensors bear names of the other dump's, whose places they take"]
+    assert golden.records == open_dump(h5).records
+
+
+def test_one_tensor_meets_one_dataset_whatever_they_are_called(tmp_path: Path) -> None:
+    a = np.arange(12, dtype=np.float64).reshape(3, 4)
+    save_file({"weight": a}, tmp_path / "a.safetensors")
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        file["something"] = a * 2
+    (pair,) = compare(tmp_path / "a.safetensors", tmp_path / "b.h5").pairs
+    assert pair.rel_l2 == 1
+    assert pair.status == "fail"
+
+
+def test_files_without_such_names_stay_what_they_are(h5: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    np.save(tmp_path / "mine" / "a.npy", np.zeros(3))
+    np.save(tmp_path / "mine" / "b.npy", np.zeros(3))
+    before = open_dump(tmp_path / "mine")
+    assert take_names(open_dump(h5), before)[1] is before
+
+
+def convert(dump: Path, out: Path, kind: str) -> Path:
+    assert main(["convert", str(dump), str(out), "--to", kind]) in (0, None)
+    return out
+
+
+def msprobe(root: Path, rank: int, step: int, weight: float) -> None:
+    where = root / f"step{step}" / f"rank{rank}" / "dump_tensor_data"
+    where.mkdir(parents=True)
+    module, api = "Module.up.Linear.forward.0", "Functional.silu.0.forward"
+
+    def tensor(name: str, value: float) -> dict[str, object]:
+        torch.save(torch.full((2, 3), float(value)), where / f"{name}.pt")
+        return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2, 3], "data_name": f"{name}.pt"}
+
+    data = {
+        module: {
+            "input_args": [tensor(f"{module}.input.0", 1 + rank)], "input_kwargs": {},
+            "output": [tensor(f"{module}.output.0", 2 + rank)],
+            "parameters": {"weight": tensor(f"{module}.parameters.weight", weight)},
+        },
+        api: {
+            "input_args": [tensor(f"{api}.input.0", 2 + rank)], "input_kwargs": {},
+            "output": [tensor(f"{api}.output.0", 3 + rank + step)],
+        },
+    }  # fmt: skip
+    head = {"task": "tensor", "level": "mix", "framework": "pytorch", "dump_data_dir": None, "data": data}
+    (where.parent / "dump.json").write_text(json.dumps(head))
+    (where.parent / "construct.json").write_text(json.dumps({module: None, api: None}))
+
+
+def test_api_records_of_several_ranks_are_compared(tmp_path: Path) -> None:
+    for side, weight in (("golden", 1.0), ("mine", 1.0)):
+        for rank in (0, 1):
+            msprobe(tmp_path / side, rank, 0, weight)
+    other = tmp_path / "mine/step0/rank1/dump_tensor_data/Functional.silu.0.forward.output.0.pt"
+    torch.save(torch.full((2, 3), 9.0), other)
+    found = compare(tmp_path / "golden", tmp_path / "mine")
+    assert not found.coverage["skipped"]
+    assert [(p.golden, p.rank) for p in found.pairs if p.status == "fail"] == [
+        ("Functional.silu.0.forward.output.0", 1)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["h5", "npz", "safetensors", "msprobe"])
+def test_ranks_and_weights_of_later_steps_survive_a_conversion(tmp_path: Path, kind: str) -> None:
+    for rank in (0, 1):
+        for step in (0, 1):
+            msprobe(tmp_path / "dump", rank, step, 1.0 + step)
+    found = compare(tmp_path / "dump", convert(tmp_path / "dump", tmp_path / "out", kind))
+    assert found.verdict == "pass"
+    assert len(found.pairs) == 2 * 2 * 5
+    assert not found.coverage["skipped"]
+
+
+def test_gradients_survive_a_conversion_or_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    for i, name in enumerate(("x", "grad__x", "param__up.weight", "grad__up.weight")):
+        meta = {"step": 0, "rank": 0, "dump_index": i, "name": name}
+        torch.save({"value": torch.full((2, 2), 1.0 + i), "meta": meta},
+                   dump / f"step=0___rank=0___dump_index={i}___name={name}.pt")  # fmt: skip
+    for kind in ("h5", "npz", "safetensors"):
+        found = compare(dump, convert(dump, tmp_path / kind, kind))
+        assert (found.verdict, len(found.pairs)) == ("pass", 4)
+        assert not found.coverage["skipped"]
+    capsys.readouterr()
+    found = compare(dump, convert(dump, tmp_path / "msprobe", "msprobe"))
+    assert "skipped: 2 gradients" in capsys.readouterr().out
+    assert (found.verdict, len(found.pairs)) == ("pass", 2)
