@@ -4,7 +4,8 @@ The problem: capture (inside vLLM) and analysis (anywhere) share nothing but fil
 those files must be said once. The idea: plain frozen dataclasses, one per kind of journal line; the JSON keys are the
 field names, except that ``cls`` is spelt ``class`` and that the three fields of a payload stand in the tensor's line
 itself. docs/dump-format.md says the same in prose. Not here: how bytes reach the disk (writer.py), how a line becomes
-one of these (events.py), what a dtype's bits mean (dtypes.py).
+one of these (events.py), how a tensor is a part of a whole (layouts.py, whose words are these too), what a dtype's bits
+mean (dtypes.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from .layouts import REPLICATED as REPLICATED
+from .layouts import Layout
 
 SCHEMA = 1
 ROOT_TAP = "<root>"
@@ -65,60 +69,6 @@ class Stats:
         if n <= 0 or self.mean is None or self.l2 is None:
             return None
         return float(max(self.l2 * self.l2 / n - self.mean * self.mean, 0.0) ** 0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How this rank's tensor is a part of the whole.
-
-    kind:
-      ``replicated``  every rank of the group holds the whole
-      ``shard``       the whole is cut along ``dim`` (counted from the end, e.g. -1)
-      ``partial``     the whole is the sum over the ranks (a row-parallel product before its all-reduce)
-      ``unknown``     capture could not tell; analysis compares replicas or guesses from shapes, and says so
-    group: ``tp`` or ``ep``: the ranks in question; ``index`` of ``size`` is this rank's place in it.
-    parts: for ``shard``: the blocks along ``dim`` in this rank's tensor, in order, as [local size, replicas]. A QKV
-      projection has three, q, k and v; ``replicas`` > 1 says that so many neighbouring ranks hold the same block (KV
-      heads fewer than ranks). The whole is, block by block, the concatenation over every replicas-th rank.
-    valid: for ``shard``: how much of the whole is real along ``dim`` (a vocabulary without its padding), or None.
-    """
-
-    kind: str
-    group: str = "tp"
-    index: int = 0
-    size: int = 1
-    dim: int | None = None
-    parts: tuple[tuple[int, int], ...] = ()
-    valid: int | None = None
-
-    def to_event(self) -> dict[str, Any]:
-        """The keys of a line's ``layout``; those that are the default may be missing."""
-        event: dict[str, Any] = {"kind": self.kind}
-        if self.size > 1 or self.kind != "replicated":
-            event |= {"group": self.group, "index": self.index, "size": self.size}
-        if self.kind == "shard":
-            event |= {"dim": self.dim, "parts": [list(p) for p in self.parts]}
-            if self.valid is not None:
-                event["valid"] = self.valid
-        return event
-
-    @classmethod
-    def from_event(cls, e: Mapping[str, Any] | None) -> Layout:
-        """The layout of a line. Raises KeyError, TypeError and ValueError for what is none."""
-        if not e:
-            return REPLICATED
-        return cls(
-            kind=str(e["kind"]),
-            group=str(e.get("group", "tp")),
-            index=int(e.get("index", 0)),
-            size=int(e.get("size", 1)),
-            dim=None if e.get("dim") is None else int(e["dim"]),
-            parts=tuple((int(n), int(r)) for n, r in e.get("parts", ())),
-            valid=None if e.get("valid") is None else int(e["valid"]),
-        )
-
-
-REPLICATED = Layout("replicated")
 
 
 @dataclass(frozen=True, slots=True)
