@@ -248,10 +248,10 @@ def test_given_cosines_by_transformers() -> None:
 _FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
-def flash(seed: int, n: int = 300, **how: Any) -> Call:
+def flash(seed: int, n: int = 300, dtype: torch.dtype = torch.bfloat16, **how: Any) -> Call:
     """A call of torch's kernel, two thirds of whose rows lie beyond the first block of keys."""
     g = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(2, 4, n, 64, generator=g).bfloat16() for _ in range(3))
+    q, k, v = (torch.randn(2, 4, n, 64, generator=g).to(dtype) for _ in range(3))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, **how)
     return Call("a", _FLASH, args=(q, k, v, 0.0, True), kwargs=how, outputs={"output.0": out, "output.1": lse})
 
@@ -268,9 +268,10 @@ def worst(call: Call) -> list[float]:
     return [v.value / v.limit for v in verdicts]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_torchs_bfloat16_kernel_is_within_its_roundings(seed: int) -> None:
-    assert max(worst(flash(seed))) < 0.8
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("seed", range(3))
+def test_torchs_own_kernels_are_within_their_roundings(seed: int, dtype: torch.dtype) -> None:
+    assert max(worst(flash(seed, dtype=dtype))) < 0.9
 
 
 @pytest.mark.parametrize(("factor", "least"), [(1.02, 1.5), (0.98, 1.5), (1.1, 8.0)])

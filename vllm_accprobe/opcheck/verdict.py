@@ -70,27 +70,31 @@ def judge(
     rounding's relative error if it is not dtype's; common: relative error that a row may share."""
     u = unit(dtype) if last is None else last
     finite = torch.isfinite(reference) & torch.isfinite(mine)
-    odd = ~finite
-    same = (reference == mine) | (torch.isnan(reference) & torch.isnan(mine))
-    count, differ = int(odd.sum()), int((odd & ~same).sum())
-    y = torch.where(finite, reference, 0).double()
-    d = torch.where(finite, mine - reference, 0).double()
+    count = differ = 0
+    if bool(finite.all()):
+        y, d = reference.double(), (mine - reference).double()
+    else:
+        same = (reference == mine) | (torch.isnan(reference) & torch.isnan(mine))
+        wrong = ~finite & ~same
+        count, differ = int((~finite).sum()), int(wrong.sum())
+        y = torch.where(finite, reference, 0).double()
+        d = torch.where(finite, mine - reference, 0).double()
     power, error = (y * y).sum(1), (d * d).sum(1)
     rel = _ratio(error, power).sqrt()
     worst = float(rel.max()) if len(rel) else 0.0
 
     def verdict(measure: str, value: float, limit: float, row: int, column: int) -> Verdict:
-        return Verdict(not value > limit, measure, value, limit, row, column, count, differ, worst)
+        return Verdict(value <= limit, measure, value, limit, row, column, count, differ, worst)
 
     if differ:
-        return verdict(NONFINITE, float(differ), 0.0, int((odd & ~same).sum(1).argmax()), -1)
+        return verdict(NONFINITE, float(differ), 0.0, int(wrong.sum(1).argmax()), -1)
     if not u:
         wrong = d != 0
         at = int(wrong.sum(1).argmax()) if wrong.numel() else -1
         return verdict(EXACT, float(wrong.sum()), 0.0, at, int(wrong[at].int().argmax()) if at >= 0 else -1)
     square = (u * y) ** 2 + _TINY.get(dtype, 0.0) ** 2
     if noise is not None:
-        square = square + torch.where(finite, noise, 0.0) ** 2
+        square = square + (torch.where(finite, noise, 0.0) if count else noise) ** 2
     gains = _gains(d, y, square, common)
     if common:
         square = square + (common * y) ** 2

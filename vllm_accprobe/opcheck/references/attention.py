@@ -216,5 +216,5 @@ def fused_attention(call: Call) -> dict[str, Expected]:
         lse = torch.logsumexp(scores, -1)
         largest = torch.nan_to_num(scores, neginf=0.0).abs().amax(-1)
         coarse = 2.0**-15 if call.unit > 2.0**-20 else 0.0
-        expected["output.1"] = Expected(lse, coarse + 2.0**-20 * (1 + largest))
+        expected["output.1"] = Expected(lse, coarse + 2.0**-20 * (1 + largest), common=coarse)
     return expected
