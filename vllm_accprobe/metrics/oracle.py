@@ -34,6 +34,7 @@ finite on both sides are left out everywhere."""
 WITHIN_100, WITHIN_1000, WITHIN_10000, CLOSE, ABOVE, SUM_REL, TOP_REL, SUM_ABS, TOP_ABS, UNEQUAL = range(10)
 CLOSE_ABS, CLOSE_REL, ABOVE_BOUND, TINY = 1e-8, 1e-5, 1e-3, 2.0**-23
 _TOGETHER = 1 << 15  # rows whose tables are summed up together
+_STRETCH = 1 << 18  # elements of a row that are float64 at a time
 _EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
@@ -205,12 +206,18 @@ def _metrics(sums: list[float], max_d: float, max_rel: float) -> Metrics:
 
 def locate(golden_row: np.ndarray, mine_row: np.ndarray) -> tuple[int, float, float]:
     """(index, golden value, mine value) of the first largest |d| among the finite positions of two 1-d arrays."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
-        g, m = golden_row.astype(np.float64), mine_row.astype(np.float64)
-    finite = np.isfinite(g) & np.isfinite(m)
-    d = np.where(finite, np.abs(np.where(finite, m, 0.0) - np.where(finite, g, 0.0)), -1.0)
-    at = int(d.argmax())
-    return at, float(g[at]), float(m[at])
+    at, largest = 0, -1.0
+    for begin in range(0, len(golden_row), _STRETCH):  # a whole tensor is one row: float64 of it all would not fit
+        part = slice(begin, begin + _STRETCH)
+        with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
+            g, m = golden_row[part].astype(np.float64), mine_row[part].astype(np.float64)
+        finite = np.isfinite(g) & np.isfinite(m)
+        d = np.where(finite, np.abs(np.where(finite, m, 0.0) - np.where(finite, g, 0.0)), -1.0)
+        here = int(d.argmax())
+        if d[here] > largest:
+            at, largest = begin + here, float(d[here])
+    with np.errstate(invalid="ignore"):
+        return at, float(golden_row[at]), float(mine_row[at])
 
 
 def tensor(golden: np.ndarray, mine: np.ndarray) -> Metrics:
