@@ -209,9 +209,8 @@ class _ByNumba:
         self._loops.structure(*given, *_buffers(given[8].shape[1])[:2])
 
 
-def _buffers(width: int) -> tuple[np.ndarray, ...]:
-    size = max(width, native.BLOCK)
-    return tuple(np.empty(size, t) for t in (np.uint32, np.uint32, np.float64, np.float64))
+def _buffers(width: int) -> list[np.ndarray]:
+    return native.buffers(max(width, native.BLOCK))
 
 
 def warm_up() -> None:

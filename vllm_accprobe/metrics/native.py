@@ -28,6 +28,8 @@ SOURCES = ("bits.py", "vectors.py", "loops.py", "export.py")
 _STUBBED = ("numba_", "NRT_")
 _MAGIC = "accprobe loops 1"
 _MOST = 32 << 20
+_LINE = 64
+"""Bytes of a line of the cache."""
 
 
 class Unusable(Exception):
@@ -67,9 +69,22 @@ class Loops:
         own = self._own
         if getattr(own, "width", 0) < width:
             own.width = max(width, BLOCK)
-            own.arrays = [np.empty(own.width, t) for t in (np.uint32, np.uint32, np.float64, np.float64)]
+            own.arrays = buffers(own.width)
             own.at = tuple(a.ctypes.data for a in own.arrays)
         return own.at  # type: ignore[no-any-return]
+
+
+def buffers(width: int) -> list[np.ndarray]:
+    """The loops' four buffers. Each begins with a cache line, because vectors that lie across two of them cost twice as
+    much, and not at the same place of a page as another, which processors take for the same place until they know."""
+    out, at = [], 0
+    kinds = [np.dtype(t) for t in (np.uint32, np.uint32, np.float64, np.float64)]
+    room = np.empty(sum(width * k.itemsize + 2048 for k in kinds) + _LINE, np.uint8)
+    at = -room.ctypes.data % _LINE
+    for kind in kinds:
+        out.append(room[at : at + width * kind.itemsize].view(kind))
+        at += -(-width * kind.itemsize // _LINE) * _LINE + 1024
+    return out
 
 
 def loops() -> Loops:

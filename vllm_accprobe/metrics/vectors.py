@@ -22,6 +22,9 @@ LANES = 8
 """Numbers in a vector: one of AVX-512's registers in float64, several of a smaller processor's."""
 _WIDTH = 11
 """Columns of a row table."""
+_DIGITS = 14
+"""Bits of a count: three of them fit into a float64, so that all sums fit into the processor's registers. Counts go up
+to bits.BLOCK."""
 _SUMS = ("contract", "nsz", "reassoc")
 _WORD, _ONE = ir.IntType(64), ir.DoubleType()
 _WIDE, _NARROW = ir.VectorType(_ONE, LANES), ir.VectorType(ir.FloatType(), LANES)
@@ -39,7 +42,8 @@ def add_rows(
     |d| / |g|, inf where g is 0. out: float64 [rows, 11], n is right: gg, mm, gm, dd, abs_d, max_d and max_rel take the
     rows in. whole: these are whole rows and not parts: max_rel and peak are finished too. elements: float64 [10], takes
     in oracle.ELEMENT_FIELDS with ``eps``. g_bits, m_bits: uint8, what the numbers were made of, g_size and m_size bytes
-    each; as many that lie behind them are on their way to the cache afterwards. None of it is checked.
+    each; as many that lie behind them are on their way to the cache afterwards. No more than bits.BLOCK numbers.
+    None of it is checked.
     """
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -58,7 +62,7 @@ def add_rows(
             at, line = builder.mul(row, size), builder.mul(builder.add(start, row), ir.Constant(_WORD, _WIDTH))
             return [*(builder.gep(a, [at]) for a in of), builder.gep(table, [line])]
 
-        with _Counted(builder, rows, 1, [_ZERO] * 10) as loop:
+        with _Counted(builder, rows, 1, [_ZERO] * 6) as loop:
             *both, d, r, line = places(loop.at, sides)
             at = builder.mul(loop.at, size)
             following = [(builder.gep(b, [builder.mul(at, s)]), s) for b, s in ahead]
@@ -68,8 +72,7 @@ def add_rows(
         with builder.if_then(done), _Counted(builder, rows, 1, []) as again:
             d, r, line = places(again.at, sides[2:])
             _finish(builder, d, r, line, size)
-        tops = (6, 8)
-        _take_in(builder, total, [_fold(builder, v, largest=i in tops) for i, v in enumerate(loop.following)], tops)
+        _take_in(builder, total, _unpacked(builder, loop.following), (6, 8))
         return context.get_dummy_value()
 
     numbers = types.int64, types.int64, types.int64, types.boolean, types.float64
@@ -126,21 +129,34 @@ def _sums(
 
 
 def _elements(builder: Any, a: Any, d: Any, ratio: Any, eps: Any, sums: Sequence[Any]) -> list[Any]:
-    """oracle.ELEMENT_FIELDS with one vector more. a: |g|; d: |d|; ratio: d / a."""
+    """The sums behind oracle.ELEMENT_FIELDS with one vector more: two of three counts each (_DIGITS), then sums
+    and maxima of ratio and d. a: |g|; d: |d|; ratio: d / a."""
     bound = builder.fadd(a, eps)
     close = builder.fadd(builder.fmul(a, _all(1e-5), flags=_SUMS), _all(1e-8), flags=_SUMS)
     held = [builder.fcmp_ordered("<", d, builder.fmul(bound, _all(share))) for share in (1e-2, 1e-3, 1e-4)]
     held += [builder.fcmp_ordered("<=", d, close), builder.fcmp_ordered(">", d, _all(1e-3))]
-    new = [_counted(builder, s, h) for s, h in zip(sums[:5], held, strict=True)]
+    held.append(builder.fcmp_ordered(">", d, _ZERO))
+    new = list(sums[:2])
+    for i, h in enumerate(held):
+        count = new[i // 3]
+        new[i // 3] = builder.select(h, builder.fadd(count, _all(float(1 << _DIGITS * (i % 3)))), count)
     seen = builder.fcmp_ordered(">", a, _all(2.0**-23))
     for i, value in enumerate((ratio, d)):
         kept = builder.select(seen, value, _ZERO)
-        new += [builder.fadd(sums[5 + 2 * i], kept, flags=_SUMS), _call(builder, "maxnum", sums[6 + 2 * i], kept)]
-    return [*new, _counted(builder, sums[9], builder.fcmp_ordered(">", d, _ZERO))]
+        new += [builder.fadd(sums[2 + 2 * i], kept, flags=_SUMS), _call(builder, "maxnum", sums[3 + 2 * i], kept)]
+    return new
 
 
-def _counted(builder: Any, count: Any, held: Any) -> Any:
-    return builder.select(held, builder.fadd(count, _all(1.0)), count)
+def _unpacked(builder: Any, sums: Sequence[Any]) -> list[Any]:
+    """oracle.ELEMENT_FIELDS of what `_elements` has added up."""
+    counts = []
+    for vector in sums[:2]:
+        packed = builder.fptosi(_fold(builder, vector, largest=False), _WORD)
+        for k in range(3):
+            one = builder.lshr(packed, ir.Constant(_WORD, _DIGITS * k))
+            counts.append(builder.sitofp(builder.and_(one, ir.Constant(_WORD, (1 << _DIGITS) - 1)), _ONE))
+    others = [_fold(builder, v, largest=i % 2 == 1) for i, v in enumerate(sums[2:])]
+    return [*counts[:5], *others, counts[5]]
 
 
 def _take_in(builder: Any, cells: Any, values: Sequence[Any], tops: Sequence[int]) -> None:
