@@ -191,3 +191,22 @@ def test_the_good_files_of_the_set(home: Path) -> None:
         assert dump.records, path.name
         for record in dump.records:
             assert np.isfinite(dump.read(record).astype(np.float64)).all()
+
+
+def test_nothing_small_becomes_large(tmp_path: Path) -> None:
+    """256 kB that would be 256 MB: refused by name, with what to do where it is honest; less is read."""
+    import h5py
+
+    from vllm_accprobe.formats import DumpError, open_dump
+
+    for megabytes, refused in ((32, False), (96, True)):
+        array = np.zeros(megabytes << 18, np.float32)
+        np.savez_compressed(tmp_path / "x.npz", array)
+        with h5py.File(tmp_path / "x.h5", "w") as file:
+            file.create_dataset("x", data=array, chunks=(1 << 18,), compression="gzip")
+        for name, advice in (("x.npz", "numpy.savez"), ("x.h5", "h5repack")):
+            if refused:
+                with pytest.raises(DumpError, match=advice):
+                    open_dump(tmp_path / name)
+            else:
+                assert len(open_dump(tmp_path / name).records) == 1

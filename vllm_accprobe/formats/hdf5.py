@@ -24,11 +24,10 @@ from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.foreign import numpy_dtype
 from vllm_accprobe.formats.walk import natural
+from vllm_accprobe.formats.zipindex import too_much
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 SUFFIXES = (".h5", ".hdf5")
-_MOST_PACKED = 1100
-"""Deflate packs at most 1032 to one."""
 _MAX_DEPTH = 32
 _LIBRARY = threading.Lock()
 
@@ -165,8 +164,8 @@ def _dataset(path: Path, dataset: Any, group: str, name: str, size: int) -> Data
         why = "lies in another file, which is not opened"
     elif layout == h5py.h5d.CONTIGUOUS and nbytes and (offset is None or offset + nbytes > size):
         why = "was never written, or the file is shorter than it says"
-    elif layout == h5py.h5d.CHUNKED and nbytes > _MOST_PACKED * dataset.get_storage_size() + (64 << 10):
-        why = "was never written, or holds less than it says"
+    elif layout == h5py.h5d.CHUNKED and too_much(dataset.get_storage_size(), nbytes):
+        why = "was never written, or is packed as no tensor of numbers is (h5repack -f NONE unpacks it)"
     elif layout == h5py.h5d.COMPACT and nbytes > 1 << 16:
         why = "holds less than it says"
     plain = layout == h5py.h5d.CONTIGUOUS and info.kind in ("float", "int") and not why and bool(nbytes)

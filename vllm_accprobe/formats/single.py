@@ -27,7 +27,7 @@ from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import torchfile
 from vllm_accprobe.formats.foreign import INDEPENDENT, VALUE, ForeignDump, Read, Tensor, numpy_dtype
-from vllm_accprobe.formats.zipindex import DEFLATED, STORED, Member, Unpacker, ZipError, index
+from vllm_accprobe.formats.zipindex import DEFLATED, STORED, Member, Unpacker, ZipError, index, too_much
 
 NAME = "single file"
 SUFFIXES = (".pt", ".pth", ".npy", ".npz", ".bin", ".safetensors")
@@ -239,8 +239,9 @@ def _npz_items(path: Path, fd: int, members: dict[str, Member]) -> Iterator[Item
         where = f"{path}: {name[:80]!r}"
         if member.method not in (STORED, DEFLATED):
             raise DumpError(f"{where} is packed by method {member.method}, which is not known here")
-        if member.method == DEFLATED and (member.size > 1100 * member.packed + 4096 or member.size > MAX_UNPACKED):
-            raise DumpError(f"{where} would grow from {member.packed:,} to {member.size:,} bytes: not unpacked")
+        if member.method == DEFLATED and (too_much(member.packed, member.size) or member.size > MAX_UNPACKED):
+            raise DumpError(f"{where} would grow from {member.packed:,} to {member.size:,} bytes: not unpacked "
+                            "(numpy.savez stores it as it is)")  # fmt: skip
         begin = Unpacker(member, fd).read(min(12, member.size))
         begin = Unpacker(member, fd).read(min(_npy_room(begin), member.size))
         header = npy_header(begin, where)

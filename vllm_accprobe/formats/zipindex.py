@@ -23,6 +23,8 @@ _ENTRY = struct.Struct("<4xHHHHHHIIIHHHHHII")
 two attributes, where the local header is."""
 STORED, DEFLATED = 0, 8
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+_MUCH, _DENSE = 64 << 20, 250
+"""Bytes from which on what is packed must be no smaller than one byte for so many."""
 
 
 class ZipError(DumpError):
@@ -146,6 +148,12 @@ def index(fd: int, size: int) -> dict[str, Member]:
         members.setdefault(name, Member(name, method, packed, whole, header))
         at = end
     return members
+
+
+def too_much(packed: int, whole: int) -> bool:
+    """Whether what is packed would grow more than a tensor of numbers does: deflate's own limit is 1032 to one, and
+    what is large and nearly all zeros is a trap far more often than a dump."""
+    return whole > 1100 * packed + (64 << 10) or (whole > _MUCH and whole > _DENSE * packed)
 
 
 def _end_record(fd: int, size: int) -> tuple[int, bytes]:
