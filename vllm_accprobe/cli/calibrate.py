@@ -8,9 +8,11 @@ import typer
 
 
 def calibrate(
-    golden: Path = typer.Argument(..., help="The dump to trust."),
-    others: list[Path] = typer.Argument(..., help="Further runs of the same model and requests on golden's side."),
-    out: Path = typer.Option(Path("accprobe-floor"), "--out", "-o", help="Where calibration.json goes."),
+    golden: Path = typer.Argument(..., metavar="GOLDEN", help="The dump to trust."),
+    others: list[Path] = typer.Argument(
+        ..., metavar="OTHER", help="Further runs of the same model and requests on golden's side."
+    ),
+    out: Path = typer.Option(Path("accprobe-floor"), "--out", "-o", metavar="DIR", help="Where calibration.json goes."),
 ) -> None:
     """Measure the floor: run golden's side again with another batching, chunking, dtype or number of ranks.
 
@@ -21,7 +23,7 @@ def calibrate(
 
     found = engine.calibrate(golden, others)
     path = found.save(out)
-    typer.echo(f"{len(found.floors)} tensors from {len(found.runs)} runs ({found.source})")
+    typer.echo(f"{len(found.floors)} tensors from {len(found.runs)} run{'s' * (len(found.runs) != 1)} ({found.source})")
     for tap, worst in sorted(found.origins.items(), key=lambda o: -o[1])[:10]:
         typer.echo(f"golden's own runs differ at {tap}: {worst:.3g}; as much of it is no origin")
     typer.echo(f"wrote {path}")

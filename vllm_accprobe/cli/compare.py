@@ -12,32 +12,49 @@ from vllm_accprobe.cli.formats import FORMAT, Format, say
 
 
 def compare(
-    golden: Path = typer.Argument(None, help="The dump to trust."),
-    mine: Path = typer.Argument(None, help="The dump to judge."),
+    golden: Path = typer.Argument(None, metavar="GOLDEN", help="The dump to trust."),
+    mine: Path = typer.Argument(None, metavar="MINE", help="The dump to judge."),
     out: Path = typer.Option(
-        None, "--out", "-o", help="Where compare.csv, .json and .html go: accprobe-report, or where --rejudge reads."
+        None,
+        "--out",
+        "-o",
+        metavar="DIR",
+        help="Where compare.csv, .json and .html go: accprobe-report, or where --rejudge reads.",
     ),
     op_mapping_file: Path = typer.Option(
-        None, "--op-mapping-file", help="YAML or JSON: which place of mine is which of golden, see docs/mapping.md."
+        None,
+        "--op-mapping-file",
+        metavar="FILE",
+        help="YAML or JSON: which place of mine is which of golden, see docs/mapping.md.",
     ),
-    taps: str = typer.Option(None, "--taps", help="Only taps that match one of these globs, comma separated."),
+    taps: str = typer.Option(
+        None, "--taps", metavar="GLOBS", help="Only taps that match one of these globs, comma separated."
+    ),
     standard: str = typer.Option(
         "accprobe",
         "--standard",
+        metavar="NAME",
         help="The limits: accprobe or strict; or another tool's: xray, msprobe, msprobe-1.0, ait, mindspore.",
     ),
     floor: list[Path] = typer.Option(
-        [], "--floor", help="Another run of golden's side, or what `accprobe calibrate` made. May be given repeatedly."
+        [],
+        "--floor",
+        metavar="DIR",
+        help="Another run of golden's side, or what `accprobe calibrate` made. May be given repeatedly.",
     ),
     plan: bool = typer.Option(False, "--plan", help="Only say what would be compared with what, and write nothing."),
-    ray: str = typer.Option(None, "--ray", help="Measure on the machines of the Ray cluster at this address."),
+    ray: str = typer.Option(
+        None, "--ray", metavar="ADDRESS", help="Measure on the machines of the Ray cluster at this address."
+    ),
     replay: bool = typer.Option(
         None,
         "--replay/--no-replay",
         help="Run both sides' operators again against references, which decides. Needs torch. By default all of a "
         "small pair, and of a large one that fails what is suspected.",
     ),
-    rejudge: Path = typer.Option(None, "--rejudge", help="Judge a saved comparison (an --out) again, without dumps."),
+    rejudge: Path = typer.Option(
+        None, "--rejudge", metavar="DIR", help="Judge a saved comparison (an --out) again, without dumps."
+    ),
     form: Format = FORMAT,
     quiet: bool = typer.Option(False, "--quiet", "-q", help="On the terminal, only the verdict and its notes."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="On the terminal, leave nothing out."),

@@ -21,7 +21,9 @@ def gentest(
     failed: bool = typer.Option(False, "--failed", help="Calls that opcheck finds wrong, the worst of each module."),
     ops: list[str] = typer.Option([], "--ops", metavar="GLOB", help="Classes, operators or paths. Can be repeated."),
     ids: str = typer.Option("", "--ids", metavar="IDS", help="Calls by opcheck.csv's column id, e.g. 0.0.57,0.1.3."),
-    out: Path = typer.Option(Path("accprobe-gentest"), "--out", "-o", help="The folder to write; must not exist."),
+    out: Path = typer.Option(
+        Path("accprobe-gentest"), "--out", "-o", metavar="DIR", help="The folder to write; must not exist."
+    ),
     most: int = typer.Option(50, "--most", "-n", min=1, help="At most so many calls."),
     model: Path = typer.Option(
         None, "--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."

@@ -11,7 +11,9 @@ from vllm_accprobe.cli.options import CommandError, progress
 
 def labels(
     dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
-    out: Path = typer.Option(Path("accprobe-labels"), "--out", "-o", help="Where labels.csv and labels.json go."),
+    out: Path = typer.Option(
+        Path("accprobe-labels"), "--out", "-o", metavar="DIR", help="Where labels.csv and labels.json go."
+    ),
     acl: list[Path] = typer.Option(
         [], "--acl", metavar="DIR", help="Where the accelerator's library wrote the files that labels name. Repeatable."
     ),

@@ -36,7 +36,9 @@ def opcheck(
     processes: int = typer.Option(1, "-j", "--jobs", min=0, metavar="N", help="Processes; 0: none besides this one."),
     resume: bool = typer.Option(False, "--resume", help="Go on with the run that was interrupted in --out."),
     save: Path = typer.Option(None, "--save-failed", metavar="DIR", help="Failed calls go here, with tensors."),
-    out: Path = typer.Option(Path("accprobe-opcheck"), "--out", "-o", help="Where opcheck.csv and result.csv go."),
+    out: Path = typer.Option(
+        Path("accprobe-opcheck"), "--out", "-o", metavar="DIR", help="Where opcheck.csv and result.csv go."
+    ),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show all modules that fail."),
 ) -> None:
     """Run captured calls again against references: which operator is wrong for its own inputs?

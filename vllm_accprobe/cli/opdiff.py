@@ -29,7 +29,9 @@ def opdiff(
         metavar="WHAT",
         help="call: output by output; tap, operator: what a module or an operator did over all its calls.",
     ),
-    out: Path = typer.Option(Path("accprobe-opdiff"), "--out", "-o", help="Where the files go."),
+    out: Path = typer.Option(
+        Path("accprobe-opdiff"), "--out", "-o", metavar="DIR", help="Where the files go."
+    ),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show the 200 worst outputs, not 10."),
 ) -> None:
     """Join two machines' opcheck.csv, generated tests' csv or msprobe's accuracy_checking_details.
