@@ -130,6 +130,6 @@ def test_a_rectangle_drops_padding_and_knows_its_requests_again() -> None:
     assert rectangle.begin({"input_ids": ids[:, :1], "past_key_values": cache, "attention_mask": mask})
     assert not rectangle.prompts
     assert [(p.internal, p.start, p.n) for p in rectangle.batch] == [("call-0", 2, 1), ("call-1", 3, 1)]
-    assert rectangle.space(None, VISION, 2) is None  # type: ignore[arg-type]
+    assert rectangle.space(VISION, 2) is None
     assert not rectangle.begin({"inputs_embeds": torch.zeros(2, 3, 1)})
     assert rectangle.flatten(torch.zeros(2, 3)).shape == (2, 3)

@@ -24,7 +24,7 @@ from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.memory import DTYPE_NAMES
 from vllm_accprobe.capture.params import sample_hash
 from vllm_accprobe.capture.rows import Space
-from vllm_accprobe.capture.session import Session, StepState
+from vllm_accprobe.capture.session import Session
 from vllm_accprobe.capture.sink import Sink
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.findings import (
@@ -172,7 +172,7 @@ def keep(
     full = find_space(alarm.part, tensor.shape[0] if tensor.dim() else 0)
     chosen = cut(full, rows) if full is not None else None
 
-    def spaces(state: StepState, part: str, size: int) -> Space | None:
+    def spaces(part: str, size: int) -> Space | None:
         # Another kind of rows in a vision tower (patches before merging): the bad ones are not known there.
         if chosen is None or (part == alarm.part and part == "vision" and size != chosen.src):
             return None

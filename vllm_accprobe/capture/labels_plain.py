@@ -112,7 +112,7 @@ class PlainLabels:
             "time": time.time(),
         }  # fmt: skip
         sink = Sink(config, root, rank, start, self._stopped)
-        self._session = Session(config, sink, Layouts({}, 0, 1), say, lambda state, part, rows: None)
+        self._session = Session(config, sink, Layouts({}, 0, 1), say, lambda part, rows: None)
         self._labels = Labels(self._session, root, rank)
         self._labels.open()
         self._begin()

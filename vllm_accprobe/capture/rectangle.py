@@ -16,7 +16,7 @@ import torch
 
 from vllm_accprobe.capture.images import images_of, placeholder
 from vllm_accprobe.capture.rows import Item, Requests, Scheduled, Space, logits_space, token_space, vision_space
-from vllm_accprobe.capture.session import HEAD, VISION, StepState
+from vllm_accprobe.capture.session import HEAD, VISION
 from vllm_accprobe.config import ProbeConfig
 
 
@@ -101,7 +101,7 @@ class Rectangle:
             return tensor.flatten(0, 1)
         return tensor
 
-    def space(self, state: StepState, part: str, rows: int) -> Space | None:
+    def space(self, part: str, rows: int) -> Space | None:
         """The row space of a tensor with ``rows`` rows in ``part`` of the model; None where it has no rows."""
         if self._grid is None:
             return None

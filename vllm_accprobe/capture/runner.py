@@ -29,10 +29,10 @@ from vllm_accprobe.capture.loading import before_packing
 from vllm_accprobe.capture.params import Parameters
 from vllm_accprobe.capture.places import free_directory
 from vllm_accprobe.capture.releases import compiles, hidden_size, images_of, language_prefix, run_info, starts
-from vllm_accprobe.capture.rows import Requests, Space, wanted_at_all
+from vllm_accprobe.capture.rows import Requests, wanted_at_all
 from vllm_accprobe.capture.sampling import Sampling
 from vllm_accprobe.capture.say import say
-from vllm_accprobe.capture.session import Session, StepState
+from vllm_accprobe.capture.session import LANGUAGE, Session, StepState
 from vllm_accprobe.capture.sink import Sink
 from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir, in_ranges
 from vllm_accprobe.dump.schema import Step
@@ -141,7 +141,7 @@ class RunnerProbe:
         self.root, sink = self._open(device, run_info(runner, model, device, self.parallel, self.config.to_json()))
         modules = dict(model.named_modules(remove_duplicate=False))
         layouts = Layouts(modules, self.parallel["tp"][0], self.parallel["tp"][1], hidden_size(vllm_config))
-        self.session = Session(self.config, sink, layouts, say, self._find_space)
+        self.session = Session(self.config, sink, layouts, say, self.batch.space)
         self.parameters = Parameters(self.session, model, say)
 
     def _attach_model(self) -> None:
@@ -262,12 +262,9 @@ class RunnerProbe:
         length = len(ids) if ids is not None else int(getattr(getattr(new, "prompt_embeds", None), "shape", (0,))[0])
         self.requests.add(new.req_id, ids, length, images_of(new))
 
-    def _find_space(self, state: StepState, part: str, rows: int) -> Space | None:
-        return self.batch.space(part, rows)
-
     def _announce_rows(self, session: Session, state: StepState) -> None:
         """No tap fired (a captured graph, or a filter): the step's rows are written all the same."""
-        space = self._find_space(state, "language", 0)
+        space = self.batch.space(LANGUAGE, 0)
         if space is not None and space.n:
             session.sink.rows(state.number, space)
 

@@ -54,8 +54,8 @@ class StepState:
 class Session:
     """Ties configuration, sink and layouts of one rank together.
 
-    find_spaces(state, part, rows): asked for the Space of a tensor with ``rows`` rows in a part of the model when
-    the state has none yet; may return None. See Driver classes in runner.py and probe.py.
+    find_space(part, rows): asked for the Space of a tensor with ``rows`` rows in a part of the model when the step has
+    none yet; may return None. See batch.py and rectangle.py.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Session:
         sink: Sink,
         layouts: Layouts,
         say: Callable[[str], None],
-        find_space: Callable[[StepState, str, int], Space | None],
+        find_space: Callable[[str, int], Space | None],
     ):
         self.config = config
         self.takes_inputs, self.takes_outputs = config.capture_inputs, config.capture_outputs
@@ -234,7 +234,7 @@ class Session:
         name = LOGITS if part == HEAD else TOKENS
         space = state.spaces.get(name)
         if space is None:
-            space = self._find_space(state, part, shape[0])
+            space = self._find_space(part, shape[0])
             if space is None:
                 return None, 0
             state.spaces[name] = space
@@ -253,7 +253,7 @@ class Session:
         for dim in range(min(2, len(shape))):
             rows = shape[dim]
             key = f"{VISION}:{rows}"
-            found = state.spaces.get(key) or self._find_space(state, VISION, rows)
+            found = state.spaces.get(key) or self._find_space(VISION, rows)
             if found is None:
                 continue
             # several row counts can be the same kind of row; the journal knows each kind once
@@ -267,7 +267,7 @@ class Session:
 
     def whole_step(self, state: StepState) -> bool:
         """Whether all rows of the step are wanted."""
-        space = state.spaces.get(TOKENS) or self._find_space(state, LANGUAGE, 0)
+        space = state.spaces.get(TOKENS) or self._find_space(LANGUAGE, 0)
         if space is not None:
             state.spaces.setdefault(TOKENS, space)
         return space is None or space.whole
