@@ -11,7 +11,7 @@ from vllm_accprobe.dump.schema import ROOT_TAP, Module
 from vllm_accprobe.judge.flips import NEAR_TIE, RANDOM, SAMPLED, UNKNOWN, UPSTREAM, Best, judge_flip
 from vllm_accprobe.judge.floor import flow_unit, is_exact, unit
 from vllm_accprobe.judge.flow import Tree, add_parameters, depths, flow_order, mixes
-from vllm_accprobe.judge.routing import Rerouted, is_choice, is_weight
+from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice, is_weight
 from vllm_accprobe.judge.standards import Standard
 from vllm_accprobe.judge.trace import Trace
 from vllm_accprobe.judge.verdict import ELEMENT, NONFINITE, RATIO, ROW, row_errors
@@ -155,8 +155,22 @@ def test_a_choice_is_a_near_tie_only_if_what_the_router_read_differs_within_its_
 
 
 def test_roles_of_routing():
-    chosen = [is_choice(f"input.{r}") for r in ("topk_ids", "top_k_indices", "expert_ids", "input_ids")]
-    assert chosen == [True, True, True, False]
-    assert is_weight("input.topk_weights")
-    assert not is_weight("param.weight")
+    names = ("topk_ids", "top_k_indices", "top_k_index", "expert_ids", "input_ids")
+    assert [is_choice(f"input.{r}", "Experts") for r in names] == [True, True, True, True, False]
+    assert is_weight("input.topk_weights", "Experts")
+    assert not is_weight("param.weight", "Linear")
+
+
+def test_outputs_of_a_router_of_transformers_are_logits_weights_and_experts():
+    router = "DeepseekV3TopkRouter", "Qwen3MoeTopKRouter", "Linear"
+    assert [is_weight("output.1", c) for c in router] == [True, True, False]
+    assert [is_choice("output.2", c) for c in router] == [True, True, False]
+    assert not any(is_weight("output.0", c) or is_choice("output.0", c) for c in router)
+
+
+def test_chosen_experts_are_judged_before_their_weights():
+    names = ("l.gate/output.0", "l.gate/output.1", "l.gate/output.2", "l.experts/input.topk_weights", "norm/input.x")
+    units = [SimpleNamespace(key=(*n.split("/"), 0), cls="TopkRouter" if "gate" in n else "Experts") for n in names]
+    order = [u.key[0] + "/" + u.key[1] for u in choices_first(units)]
+    assert order == [names[i] for i in (0, 2, 1, 3, 4)]
     assert math.isclose(Standard().floor_share(1), 1.0)

@@ -55,6 +55,8 @@ class Indices:
     def __init__(self, sides: tuple[Side, Side]):
         self.sides = sides
         self.batches = [_batches(s) for s in sides]
+        self.left_out = frozenset((w[0], w[1]) for s in sides[1:] for w, rows in s.rows.items() if not rows.keep.all())
+        """Mine's moments with rows that are not compared: (cell, step)."""
         self._known: dict[tuple[Space, ...], Index] = {}
         self._met: dict[tuple[Space, tuple[Space, ...]], Meeting | None] = {}
 

@@ -28,7 +28,7 @@ from vllm_accprobe.judge.floor import flow_unit, is_exact
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.origin import Created, find_origins
-from vllm_accprobe.judge.routing import Rerouted, is_choice
+from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice
 from vllm_accprobe.judge.standards import EXACT, Limits, Standard
 from vllm_accprobe.judge.trace import Trace, kind_of
 from vllm_accprobe.judge.verdict import RowErrors
@@ -64,7 +64,7 @@ class _Judge:
         self.unit = flow_unit(setting.dtypes)
         self.holder, self.rowsets = Holder(self.standard, self.unit, self.floor), RowSets()
         self.tree = Tree(setting.classes, dict(setting.parent), dict(setting.children), dict(setting.mixing))
-        for unit in self.measured.each():
+        for unit in choices_first(self.measured.each()):
             self._unit(unit)
         if self._nothing():
             raise NothingCompared(self._why_nothing())
@@ -240,18 +240,27 @@ class _Judge:
 
     def _reroute(self, unit: MeasuredUnit, part: Part, errors: RowErrors) -> str:
         """Finds rows sent to other experts at a near tie, and leaves the rows that come after one unjudged."""
-        if part.whole or len(errors.err) != len(part.keys):
+        if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
+            if not self.rerouted.after(self._keys_of(part)).any():
+                return ""
+            _forgive(errors, np.ones(len(errors.err), bool))
+            return "not judged: its step has rows after a router's near tie, and it does not say which are theirs"
+        if len(errors.err) != len(part.keys):
             return ""
-        if is_choice(unit.key[1]):
+        if is_choice(unit.key[1], unit.cls):
             other = np.flatnonzero(errors.err > 0)
             excused = other[self.rerouted.near_ties(part.keys[other], unit, self.traces)] if len(other) else other
             self.rerouted.add(part.keys[excused])
         mask = self.rerouted.after(part.keys)
         if not mask.any():
             return ""
-        errors.err[mask], errors.rel[mask], errors.ratio[mask], errors.peak[mask] = 0.0, 0.0, 1.0, 0.0
-        errors.gain[mask] = 0.0
+        _forgive(errors, mask)
         return f"{int(mask.sum())} rows after a router's near tie are not judged"
+
+
+def _forgive(errors: RowErrors, mask: np.ndarray) -> None:
+    errors.err[mask], errors.rel[mask], errors.ratio[mask], errors.peak[mask] = 0.0, 0.0, 1.0, 0.0
+    errors.gain[mask] = 0.0
 
 
 @dataclass(frozen=True)

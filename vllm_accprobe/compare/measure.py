@@ -8,6 +8,7 @@ Not here: limits and words (judge/, engine.py), parameters (params.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -28,6 +29,7 @@ from vllm_accprobe.judge.routing import is_choice, is_weight
 from vllm_accprobe.metrics import kernel, oracle, structure
 
 NO_ROWS_LEFT = "only superseded rows or rows after a flipped token"
+BY_EXPERT = "its rows are sorted by expert"
 NO_PARTNER = "no row of it in golden"
 NO_PAYLOAD = "statistics only, and other rows in the batch"
 OTHER_BATCH = "tensor without rows in a step with another batch"
@@ -78,6 +80,11 @@ class Piece:
         return prod(self.feature)
 
 
+_SORTED = re.compile(r"(^|\.)experts\.(?!\d)")
+"""Taps inside a container that runs all experts at once: rows that no row map describes stand in an order that follows
+from the routing of all others."""
+
+
 class Measurer:
     """Measures units of one plan, in one thread. Holds nothing between units but buffers and indices of row keys."""
 
@@ -102,6 +109,8 @@ class Measurer:
                 piece.skip = problem or ROW_COUNT
             elif DTYPES[group.first.dtype].kind == "complex":
                 piece.skip = UNKNOWN_DTYPE
+            elif group.where is None and group.moment[1] is not None and _SORTED.search(unit.key[0]):
+                piece.skip = BY_EXPERT
             elif group.where is None:
                 self._whole(piece, usable)
             elif not self._fits(1, group):
@@ -138,7 +147,7 @@ class Measurer:
         if prod(shapes[0]) != prod(shapes[1]):
             piece.skip = OTHER_WIDTH
             return
-        if is_choice(unit.key[1]) and piece.group.readable and DTYPES[piece.group.first.dtype].kind == "int":
+        if is_choice(unit.key[1], unit.cls) and piece.group.readable and DTYPES[piece.group.first.dtype].kind == "int":
             chosen, at = self.rows[1].load(piece.group, cuts[1], met.row)
             piece.choices = widen(chosen.data[at], chosen.dtype).astype(np.int64)
         if met.aligned and self._same(piece, first, met.complete):
@@ -171,7 +180,7 @@ class Measurer:
         self, g: Block, g_rows: np.ndarray, m: Block, m_rows: np.ndarray, unit: Unit, piece: Piece | None = None
     ) -> np.ndarray:
         """The row table; ``piece``: takes the sums over elements, where their order means something."""
-        if is_choice(unit.key[1]) or is_weight(unit.key[1]):  # a set of experts has no order
+        if is_choice(unit.key[1], unit.cls) or is_weight(unit.key[1], unit.cls):  # a set of experts has no order
             sides = (widen(g.data[g_rows], g.dtype), widen(m.data[m_rows], m.dtype))
             return oracle.row_table(*(np.sort(s, axis=1) for s in sides))
         elements = None if piece is None else _elements(piece)
@@ -189,7 +198,7 @@ class Measurer:
     ) -> None:
         """Adds to the piece's column sums, where the order of the columns means something."""
         rows = np.flatnonzero(table[:, oracle.DD])
-        if not len(rows) or is_choice(unit.key[1]) or is_weight(unit.key[1]):
+        if not len(rows) or is_choice(unit.key[1], unit.cls) or is_weight(unit.key[1], unit.cls):
             return
         if all(DTYPES[b.dtype].kind == "float" for b in (g, m)):
             Measurer._structure(piece, rows, g, g_rows, m, m_rows)
@@ -253,6 +262,9 @@ class Measurer:
             same = [g for g in same if g.moment[1] == piece.group.moment[1]]
         if not same:
             piece.skip = OTHER_BATCH
+            return
+        if piece.group.moment in self.indices.left_out:  # which part of it is of such rows, nobody knows
+            piece.skip = NO_ROWS_LEFT
             return
         partner = same[-1]
         assert partner.merge is not None

@@ -12,7 +12,7 @@ Not here: flipped tokens, which are the same at the end of the model (flips.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,17 +21,39 @@ import numpy as np
 from vllm_accprobe.align.tokens import position, subject
 from vllm_accprobe.judge.trace import Trace
 
-_CHOICE = re.compile(r"(top_?k|expert)_?(ids|indices|idx)$")
+_CHOICE = re.compile(r"(top_?k|expert)_?(ids|indices|index|idx)$")
 _WEIGHT = re.compile(r"(top_?k|expert)_?(weights?|scores|vals?|values)$")
 
 
-def is_choice(role: str) -> bool:
-    """Whether a tensor of this role holds the numbers of chosen experts."""
-    return bool(_CHOICE.search(role))
+_ROUTER = re.compile(r"Top[kK]Router$")
+"""transformers' routers give logits, weights and experts, in this order and without names."""
 
 
-def is_weight(role: str) -> bool:
-    return bool(_WEIGHT.search(role))
+def is_choice(role: str, cls: str) -> bool:
+    """Whether a tensor of this role, of a module of this class, holds the numbers of chosen experts."""
+    return bool(_CHOICE.search(role)) or (role == "output.2" and bool(_ROUTER.search(cls)))
+
+
+def is_weight(role: str, cls: str) -> bool:
+    return bool(_WEIGHT.search(role)) or (role == "output.1" and bool(_ROUTER.search(cls)))
+
+
+def choices_first(units: Iterable[Any]) -> Iterator[Any]:
+    """``units`` (measured.MeasuredUnit, in order of the flow), each tap's chosen experts before their weights: a row
+    that was sent elsewhere at a near tie has other weights, which need not be near."""
+    held: list[Any] = []
+    for unit in units:
+        if held and held[0].key[0] != unit.key[0]:
+            yield from held
+            held = []
+        if is_weight(unit.key[1], unit.cls):
+            held.append(unit)
+            continue
+        yield unit
+        if is_choice(unit.key[1], unit.cls):
+            yield from held
+            held = []
+    yield from held
 
 
 @dataclass

@@ -94,7 +94,7 @@ def experts(call: Call) -> Expected:
     if w13.dim() != 3 or w13.shape[2] != x.shape[-1] or w13.shape[1] != 2 * w2.shape[2]:
         raise Declined("the experts' weights have an unknown form")
     weights = moe.dense(call.tensor("top_k_weights", "2"), call.tensor("top_k_index", "1"), len(w13))
-    y, noise = moe.expert_mlps(x, weights, w13, w2, moe.activation_of(call), call.unit)
+    y, noise = moe.expert_mlps(x, weights, w13, w2, moe.activation_of(call), call.unit, apart=True)
     return Expected(y, noise)
 
 

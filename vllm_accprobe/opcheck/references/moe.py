@@ -69,8 +69,12 @@ def dense(weights: Any, ids: Any, experts: int) -> Any:
     return out.scatter_add(1, ids.long().clamp(min=0), torch.where(ids >= 0, weights.double(), 0.0))
 
 
-def expert_mlps(x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float) -> tuple[Any, Any]:
-    """(sum, noise): x [tokens, h], weights [tokens, experts], w13 [experts, 2 i, h] gates first, w2 [experts, h, i]."""
+def expert_mlps(
+    x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float, *, apart: bool = False
+) -> tuple[Any, Any]:
+    """(sum, noise): x [tokens, h], weights [tokens, experts], w13 [experts, 2 i, h] gates first, w2 [experts, h, i].
+    apart: each step is an operator of its own and rounds: the activation, and the product with a row's weight, too."""
+    more = 1 if apart else 0
     out = torch.zeros(len(x), w2.shape[1], dtype=torch.float64)
     square = torch.zeros_like(out)
     for e in range(len(w13)):
@@ -79,11 +83,11 @@ def expert_mlps(x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float) 
             continue
         gate, up = (x[at] @ w13[e].double().T).chunk(2, -1)
         hidden = act(gate) * up
-        inner = 3 * (step * hidden) ** 2
+        inner = (3 + more) * (step * hidden) ** 2
         w = w2[e].double()
         y, scale = hidden @ w.T, weights[at, e].unsqueeze(-1)
         out[at] += scale * y
-        square[at] += scale**2 * (inner @ (w * w).T + (step * y) ** 2)
+        square[at] += scale**2 * (inner @ (w * w).T + (1 + more) * (step * y) ** 2)
     return out, (square + (step * out) ** 2).sqrt()
 
 
