@@ -19,6 +19,7 @@ import torch
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.dump.select import row_space
+from vllm_accprobe.opcheck.attention_causes import cause
 from vllm_accprobe.opcheck.calls import Calls, Captured
 from vllm_accprobe.opcheck.checked import COLUMNS, ERROR, FAIL, OURS, PASS, SKIP, WARNING, Checked, id_of, unchecked
 from vllm_accprobe.opcheck.measures import Measures, measure
@@ -194,6 +195,9 @@ def _checked(dump: Dump, c: Captured, role: str, record: Record, expected: Expec
     if expected.only_measured:
         return replace(row, status=SKIP, checked=0, unchecked_because=expected.only_measured,
                        message=expected.only_measured)  # fmt: skip
+    if row.status == FAIL and c.what.cls == "Attention":
+        why = cause(c.what, expected)
+        row = replace(row, message=f"{row.message}; {why}" if why else row.message)
     return row if options.standard == OURS else by_standard(row, options.standard)
 
 
