@@ -15,6 +15,7 @@ from vllm_accprobe.align.files import take_names
 from vllm_accprobe.cli import main
 from vllm_accprobe.compare.engine import compare
 from vllm_accprobe.formats import open_dump
+from vllm_accprobe.report import facts, github, terminal
 
 NAMES = [
     f"layers.{i}.proj.Linear.0.forward_{part}" for i in (0, 1) for part in ("params.weight", "input.0", "output.0")
@@ -153,3 +154,32 @@ def test_gradients_survive_a_conversion_or_are_counted(tmp_path: Path, capsys: p
     found = compare(dump, convert(dump, tmp_path / "msprobe", "msprobe"))
     assert "skipped: 2 gradients" in capsys.readouterr().out
     assert (found.verdict, len(found.pairs)) == ("pass", 2)
+
+
+def test_files_differ_and_create_nothing(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.ones((3, 4), np.float32))
+    np.save(tmp_path / "b.npy", np.full((3, 4), 1.5, np.float32))
+    found = compare(tmp_path / "a.npy", tmp_path / "b.npy")
+    assert facts.headline(found).startswith("FAIL: b differs: row relative L2 0.5, limit ")
+    assert "creates" not in "\n".join(terminal.lines(found))
+    assert "creates" not in "\n".join(github.lines(found))
+    assert "evidence: the values alone; files do not say what went into them" in terminal.lines(found)
+
+
+def test_statistics_of_a_weight_say_how_far_off_it_is_at_least(tmp_path: Path) -> None:
+    name = "Module.up.Linear.forward.0"
+    for side, norm in (("golden", 4.0), ("mine", 5.0)):
+        where = tmp_path / side / "step0" / "rank0"
+        where.mkdir(parents=True)
+        info = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2, 3]}
+        weight = info | {"Max": norm, "Min": 0.0, "Mean": 1.0, "Norm": norm}
+        data = {name: {"input_args": [], "input_kwargs": {}, "output": [], "parameters": {"weight": weight}}}
+        head = {"task": "statistics", "level": "L0", "framework": "pytorch", "dump_data_dir": None, "data": data}
+        (where / "dump.json").write_text(json.dumps(head))
+        (where / "construct.json").write_text(json.dumps({name: None}))
+    found = compare(tmp_path / "golden", tmp_path / "mine")
+    assert found.first_divergence is not None
+    assert (found.first_divergence["metric"], found.first_divergence["value"]) == ("statistics", 0.25)
+    said = "up/param.weight, rank 0, relative L2 (of statistics, a lower bound) 0.25, limit 0"
+    assert facts.divergence(found) == said
+    assert facts.headline(found) == "FAIL: up (Linear) creates the error: param.weight, values differ that must be equal"

@@ -46,7 +46,7 @@ class Facts:
 
 
 def join(*parts: str) -> str:
-    return "; ".join(p for p in parts if p)
+    return "; ".join(filter(None, parts))
 
 
 def make_pair(
@@ -201,6 +201,8 @@ def first_divergence(pairs: Sequence[Pair], rows: RowTable | None = None) -> dic
         "value": value if not p.role.startswith("param.") else p.rel_l2,
         "limit": p.limit,
     }
+    if p.max_abs_err is None and value is not None and "statistics" in p.message:
+        return out | {"metric": "statistics", "value": value, "golden": p.golden, "mine": p.mine}
     own = f"{p.tap}/{p.role}" + (f"#{p.call}" if p.call else "")
     if not {p.golden, p.mine} <= {own}:  # a name of another tool or engine: where to look
         out |= {"golden": p.golden, "mine": p.mine}

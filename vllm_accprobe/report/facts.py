@@ -29,6 +29,7 @@ METRICS = {
     "exact": "values differ that must be equal",
     "nonfinite": "NaN or Inf on one side only",
     "rel_l2": "relative L2",
+    "statistics": "relative L2 (of statistics, a lower bound)",
     "max_abs_err": "largest absolute error",
     "nonfinite_mismatch": "NaN or Inf on one side only, elements",
 }
@@ -36,6 +37,9 @@ METRICS = {
 
 UNMEASURABLE = "NaN or Inf on one side only, or values that differ and must be equal"
 """What an infinite error means."""
+
+FILE = "value"
+"""The role of a tensor that is a file's or was saved alone (formats/foreign.py): it has no inputs and no outputs."""
 
 SHORT = {
     "row_rel_l2": "row L2",
@@ -113,6 +117,11 @@ def worst(comparison: Comparison, n: int = 10) -> list[Pair]:
     return heapq.nsmallest(n, failed, key=lambda p: (-severity(p), p.order, p.step if p.step is not None else -1))
 
 
+def blame(origin: Mapping[str, Any]) -> str:
+    """What an origin does. A file's tensor, of which nobody knows what went in, is not said to create anything."""
+    return "differs" if origin.get("role") == FILE else "creates the error"
+
+
 def origin_title(origin: Mapping[str, Any]) -> str:
     """``model.layers.3.mlp.down_proj (RowParallelLinear)``."""
     title = safe(origin.get("module", "?"))
@@ -121,7 +130,7 @@ def origin_title(origin: Mapping[str, Any]) -> str:
 
 def origin_detail(origin: Mapping[str, Any]) -> str:
     """Where and how much: ``output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)``."""
-    parts = [safe(origin["role"], 80)] if origin.get("role") else []
+    parts = [safe(origin["role"], 80)] if origin.get("role") and origin["role"] != FILE else []
     where = place(origin.get("request"), origin.get("position"), origin.get("phase"))
     if where:
         parts.append(where)
@@ -129,7 +138,7 @@ def origin_detail(origin: Mapping[str, Any]) -> str:
     if created is None:
         parts.append("the values differ")
     elif isinstance(created, float) and not math.isfinite(created):
-        parts.append(UNMEASURABLE)
+        parts.append(METRICS["exact"] if str(origin.get("role")).startswith("param.") else UNMEASURABLE)
     else:
         parts.append(f"{created_as(origin)} {against(created, origin.get('floor'))}")
     return ", ".join(parts)
@@ -151,7 +160,7 @@ def divergence(comparison: Comparison) -> str | None:
     d = comparison.first_divergence
     if not d:
         return None
-    name = safe(d.get("module", "?")) + (f"/{safe(d['role'], 80)}" if d.get("role") else "")
+    name = safe(d.get("module", "?")) + (f"/{safe(d['role'], 80)}" if d.get("role") and d["role"] != FILE else "")
     parts = [name]
     parts += [f"{key} {safe(d[key], 20)}" for key in ("rank", "step") if d.get(key) is not None]
     where = place(d.get("request"), d.get("position"), d.get("phase"))
@@ -160,8 +169,8 @@ def divergence(comparison: Comparison) -> str | None:
     value = d.get("value")
     if d.get("metric") in ("exact", "nonfinite"):
         parts.append(METRICS[d["metric"]])
-    elif value is None:
-        parts.append(safe(d.get("metric") or "values differ"))
+    elif value is None:  # another tool's standard says its reason, ours had nothing to measure
+        parts.append("values differ" if d.get("metric") in METRICS else safe(d.get("metric") or "values differ"))
     else:
         metric = str(d.get("metric") or "error")
         parts.append(f"{METRICS.get(metric) or safe(metric)} {against(value, d.get('limit'))}")
@@ -188,7 +197,7 @@ def headline(comparison: Comparison) -> str:
 def _failure(comparison: Comparison, c: Counts) -> str:
     if comparison.origins:
         origin = comparison.origins[0]
-        return f"{origin_title(origin)} creates the error: {origin_detail(origin)}"
+        return f"{origin_title(origin)} {blame(origin)}: {origin_detail(origin)}"
     if first := divergence(comparison):
         return f"no single operator stands out as the origin; the error is first seen at {first}"
     if c.failed:

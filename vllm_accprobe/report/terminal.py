@@ -92,6 +92,8 @@ def _other(origin: Any) -> str:
 
 
 def _evidence(origin: Any) -> str:
+    if origin.get("role") == facts.FILE:
+        return "evidence: the values alone; files do not say what went into them"
     said = {
         "replay": "replaying the operator on mine's own inputs does not give mine's output",
         "jump": "its output is further off than its inputs explain",

@@ -54,7 +54,7 @@ def verdict(comparison: Comparison) -> str:
     kind = f' <span class="cls">{_e(origin["class"], 80)}</span>' if origin.get("class") else ""
     head = (
         f'<h1>{badge}<span><code class="culprit">{_breakable(origin.get("module", "?"))}</code>{kind} '
-        f'<span class="does">creates the error</span></span></h1>'
+        f'<span class="does">{facts.blame(origin)}</span></span></h1>'
     )
     cells = [
         _fact("Tensor", origin.get("role")),
