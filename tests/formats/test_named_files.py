@@ -182,4 +182,6 @@ def test_statistics_of_a_weight_say_how_far_off_it_is_at_least(tmp_path: Path) -
     assert (found.first_divergence["metric"], found.first_divergence["value"]) == ("statistics", 0.25)
     said = "up/param.weight, rank 0, relative L2 (of statistics, a lower bound) 0.25, limit 0"
     assert facts.divergence(found) == said
-    assert facts.headline(found) == "FAIL: up (Linear) creates the error: param.weight, values differ that must be equal"
+    assert (
+        facts.headline(found) == "FAIL: up (Linear) creates the error: param.weight, values differ that must be equal"
+    )
