@@ -14,6 +14,7 @@ import json
 import zipfile
 from collections.abc import Callable
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,10 @@ def save(measured: Measured, directory: Path) -> Path:
         "places": [out.put(a) for a in s.places],
         "moments": [[list(m), out.put(keys)] for m, keys in s.moments.items()],
     }
+    plain, arrays = attrgetter(*_PLAIN), attrgetter(*_PART_ARRAYS)
     units = []
     for u in measured.each():
-        parts = [
-            [[getattr(p, name) for name in _PLAIN], [out.put(getattr(p, name)) for name in _PART_ARRAYS]]
-            for p in u.parts
-        ]
+        parts = [[plain(p), list(map(out.put, arrays(p)))] for p in u.parts]
         head = [list(u.key), u.cls, u.rule, u.order, u.depth, u.is_param, u.vision]
         units.append([head, parts, [out.put(u.columns), out.put(u.far)]])
     text = json.dumps({"version": VERSION, "plain": _PLAIN, "setting": setting, "units": units}, default=_plain)

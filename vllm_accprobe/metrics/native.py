@@ -61,7 +61,7 @@ class Loops:
     def _run(self, name: str, sides: list[Any], out: np.ndarray, width: int, eps: float, elements: np.ndarray) -> None:
         g, gk, gt, gi, m, mk, mt, mi = sides
         arrays = g, gt, gi, m, mt, mi, out, elements
-        g_at, gt_at, gi_at, m_at, mt_at, mi_at, out_at, elements_at = (a.ctypes.data for a in arrays)
+        g_at, gt_at, gi_at, m_at, mt_at, mi_at, out_at, elements_at = map(_address, arrays)
         head = g_at, g.size, gk, gt_at, gi_at, m_at, m.size, mk, mt_at, mi_at
         self._call[name](*head, len(gi), out_at, width, eps, elements_at, *self._buffers(width))
 
@@ -72,6 +72,10 @@ class Loops:
             own.arrays = buffers(own.width)
             own.at = tuple(a.ctypes.data for a in own.arrays)
         return own.at  # type: ignore[no-any-return]
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]  # three times as fast as array.ctypes
 
 
 def buffers(width: int) -> list[np.ndarray]:

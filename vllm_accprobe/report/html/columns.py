@@ -15,6 +15,7 @@ import gzip
 import json
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from vllm_accprobe.compare.result import COLUMNS, Pair
@@ -35,7 +36,7 @@ _NUMBERS = frozenset(
 def columns_json(pairs: Sequence[Pair]) -> str:
     """``{"n": int, "cols": {field: column}}`` as JSON text that is safe inside a script element."""
     bad = [p.status == "fail" for p in pairs]
-    cols = ",".join(f"{json.dumps(name)}:{_column(name, [getattr(p, name) for p in pairs], bad)}" for name in COLUMNS)
+    cols = ",".join(f"{json.dumps(name)}:{_column(name, list(map(attrgetter(name), pairs)), bad)}" for name in COLUMNS)
     return f'{{"n":{len(pairs)},"cols":{{{cols}}}}}'
 
 
