@@ -111,9 +111,11 @@ def _split(
 def _rows(
     captured: Captured, role: str, record: Record, expected: Expected, group: Group
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(reference, mine's output), float64 [rows, width]."""
+    """(reference, mine's output), float64 [rows, width]. A reference may know one of the inputs, too: which experts a
+    router should have named."""
     outputs: Mapping[str, Any] = captured.what.outputs
-    arrays = [as_numbers(expected.value.expand(record.shape)), as_numbers(outputs[role])]
+    value = outputs[role] if role in outputs else captured.what.inputs[role.removeprefix("input.")]
+    arrays = [as_numbers(expected.value.expand(record.shape)), as_numbers(value)]
     wide = [np.moveaxis(a.astype(np.float64), group.row_dim, 0) for a in arrays]
     first, second = (a.reshape(a.shape[0], -1) for a in wide)
     return first, second
