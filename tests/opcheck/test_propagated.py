@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import torch
 from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.cli import main
+from vllm_accprobe.opcheck.propagated import _rows
+from vllm_accprobe.opcheck.reference import Expected
 
 ROWS, WIDTH = 12, 64
 
@@ -56,3 +59,12 @@ def test_the_two_errors_of_a_wrong_module_with_wrong_inputs(tmp_path: Path) -> N
     assert created > 0.2
     assert 0.005 < passed < 0.1
     assert np.isfinite(origin["floor"])
+
+
+def test_what_a_reference_says_of_an_input_is_split_as_well() -> None:
+    """A router's weights are an input of the experts, and a reference knows what they should have been."""
+    what = SimpleNamespace(outputs={}, inputs={"topk_weights": torch.tensor([[0.5, 0.25], [0.75, 0.25]])})
+    expected = Expected(torch.tensor([[0.5, 0.5], [0.75, 0.25]]))
+    record, group = SimpleNamespace(shape=(2, 2)), SimpleNamespace(row_dim=0)
+    exact, mine = _rows(SimpleNamespace(what=what), "input.topk_weights", record, expected, group)
+    assert (exact - mine).tolist() == [[0.0, 0.25], [0.0, 0.0]]
