@@ -9,7 +9,7 @@ import pytest
 from vllm_accprobe.align.tokens import Flip, make_key
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 from vllm_accprobe.judge.flips import NEAR_TIE, RANDOM, SAMPLED, UNKNOWN, UPSTREAM, Best, judge_flip
-from vllm_accprobe.judge.floor import flow_unit, is_exact, unit
+from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask, unit
 from vllm_accprobe.judge.flow import Tree, add_parameters, depths, flow_order, mixes
 from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice, is_weight
 from vllm_accprobe.judge.standards import Standard
@@ -174,3 +174,8 @@ def test_chosen_experts_are_judged_before_their_weights():
     order = [u.key[0] + "/" + u.key[1] for u in choices_first(units)]
     assert order == [names[i] for i in (0, 2, 1, 3, 4)]
     assert math.isclose(Standard().floor_share(1), 1.0)
+
+
+def test_masks_hold_the_lowest_number_of_their_dtype():
+    roles = ("input.attention_mask", "input.causal_mask", "input.hidden_states", "param.mask_token")
+    assert [is_mask(r) for r in roles] == [True, True, False, False]

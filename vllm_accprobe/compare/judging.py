@@ -24,7 +24,7 @@ from vllm_accprobe.compare.result import FAIL, PASS, CompareError, Comparison, N
 from vllm_accprobe.compare.rows import RowLog
 from vllm_accprobe.compare.rowsets import RowSets
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
-from vllm_accprobe.judge.floor import flow_unit, is_exact
+from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.origin import Created, find_origins
@@ -191,7 +191,8 @@ class _Judge:
         keyed = (rows.seen, bad, wrong.err[order], everywhere, unit.vision, allowed, weak)
         part = next((p for p in unit.parts if not p.skip), None)
         dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
-        rounding = 0.0 if not dtypes or is_exact(*dtypes) else max(self.unit, *map(rounding_unit, dtypes))
+        unread = not dtypes or is_exact(*dtypes) or is_mask(role)
+        rounding = 0.0 if unread else max(self.unit, *map(rounding_unit, dtypes))
         signs = (wrong.rel[order], wrong.gain[order], rounding, unit.columns, part.width if part is not None else 1)
         self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs))
 

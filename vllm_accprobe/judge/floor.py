@@ -38,6 +38,12 @@ def is_exact(golden: str, mine: str) -> bool:
     return unit(golden) == 0.0 or unit(mine) == 0.0
 
 
+def is_mask(role: str) -> bool:
+    """Whether a tensor of this role hides places with the lowest number of its dtype, which is another in each dtype:
+    a factor that all its values share, and no sign of an error."""
+    return role.endswith("mask")
+
+
 def flow_unit(dtypes: Iterable[str]) -> float:
     """The unit of a whole model: of the coarsest dtype among its activations' ``dtypes``, 8-bit floats left out.
 
