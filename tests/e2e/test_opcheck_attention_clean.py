@@ -1,0 +1,36 @@
+"""Attention of clean real engines, in every phase, is right against the cache that is put together from the dump."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from support.captures import Engines
+from test_clean_pairs import SHARED_START
+
+from vllm_accprobe.cli import main
+from vllm_accprobe.dump.reader import open_dump
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("way", ["chunked", "prefix"])
+def test_attention_of_chunks_hits_and_decode_passes(engines: Engines, tmp_path: Path, way: str) -> None:
+    """Both captures are those of test_clean_pairs.py."""
+    if way == "chunked":
+        run = engines.run("chunk16", how="together", max_num_batched_tokens=16)
+    else:
+        run = engines.run("prefix", asks=SHARED_START, how="serial", enable_prefix_caching=True, block_size=32)
+        assert run.metrics["prefix_hits"] == 2 * 64
+    assert main(["opcheck", str(run.dump), "-j", "0", "--ops", "Attention", "--out", str(tmp_path)]) == 0
+    with (tmp_path / "opcheck.csv").open(newline="") as f:
+        rows = list(csv.DictReader(f))
+    dump = open_dump(run.dump)
+    spaces = [s for (_, _, name), s in dump.rows.items() if name == "tokens"]
+    assert {r["status"] for r in rows} == {"pass"}
+    assert len(rows) == 4 * len(spaces)  # four layers, and no step without its row
+    assert all(r["rows"] == r["checked"] for r in rows)
+    assert {s.phase for space in spaces for s in space.segments} == {"prefill", "decode"}
+    later = [s for space in spaces for s in space.segments if s.phase == "prefill" and s.pos]
+    assert len(later) >= 2  # prompts that went on behind a chunk or a hit
