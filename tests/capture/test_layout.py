@@ -62,6 +62,16 @@ def test_attention_at_tp2() -> None:
     assert of("self_attn", "output.0", (5, 128)).kind == "replicated"
 
 
+def test_queries_as_wide_as_a_hidden_state_are_slices_all_the_same() -> None:
+    """Four heads of 64 at a hidden size of 128: what two ranks hold of the queries is 128 wide."""
+    block = attention(2, 4, 2, 64, 128)
+    block._modules["rotary_emb"]._modules["apply_rotary_emb"] = module("ApplyRotaryEmb")
+    of = layouts(2, 0, {"self_attn": block}, 128).of
+    for role in ("input.query", "inplace.query", "output.0"):
+        assert of("self_attn.rotary_emb", role, (5, 128)).parts == ((128, 1),)
+    assert of("self_attn", "output.0", (5, 128)).kind == "replicated"
+
+
 def test_kv_heads_fewer_than_ranks_are_replicated_among_neighbours() -> None:
     of = layouts(4, 3, {"self_attn": attention(4, 8, 2, 16, 128)}, 128).of
     assert of("self_attn.qkv_proj", "output.0", (5, 64)).parts == ((32, 1), (16, 2), (16, 2))

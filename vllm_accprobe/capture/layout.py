@@ -124,7 +124,9 @@ class Layouts:
         # A block as a whole takes and gives hidden states; its inner leaves work on slices. With equal sizes this
         # decides: parents and norms are taken as replicated, leaves as slices.
         whole = self._hidden is not None and shape[-1] == self._hidden
-        if whole and (cuts.has_children(module) or "norm" in type(module).__name__.lower()):
+        # vLLM's rotary embeddings have a child and are no blocks: their queries may be as wide as a hidden state.
+        name = type(module).__name__.lower()
+        if whole and ((cuts.has_children(module) and "rotary" not in name) or "norm" in name):
             return REPLICATED
         parent = tap.rpartition(".")[0]
         known = self._neighbours(parent)
