@@ -185,3 +185,27 @@ def test_statistics_of_a_weight_say_how_far_off_it_is_at_least(tmp_path: Path) -
     assert (
         facts.headline(found) == "FAIL: up (Linear) creates the error: param.weight, values differ that must be equal"
     )
+
+
+@pytest.mark.parametrize("kind", ["h5", "npz", "safetensors", "msprobe"])
+def test_outputs_with_names_do_not_take_the_place_of_numbered_ones(tmp_path: Path, kind: str) -> None:
+    """A backward run's record lists the gradients of weights, which have names, before or after its outputs."""
+    where = tmp_path / "dump" / "step0" / "rank0" / "dump_tensor_data"
+    where.mkdir(parents=True)
+
+    def tensor(name: str, value: float) -> dict[str, object]:
+        torch.save(torch.full((4,), value), where / f"{name}.pt")
+        return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [4], "data_name": f"{name}.pt"}
+
+    norm = "Module.norm.LayerNorm"
+    data = {
+        f"{norm}.parameters_grad": {p: [tensor(f"{norm}.parameters_grad.{p}", v)] for p, v in (("w", 1.0), ("b", 2.0))},
+        f"{norm}.backward.0": {"input": [tensor(f"{norm}.backward.0.input.0", 3.0)],
+                               "output": [tensor(f"{norm}.backward.0.output.0", 4.0)]},
+    }  # fmt: skip
+    head = {"task": "tensor", "level": "L0", "framework": "pytorch", "dump_data_dir": None, "data": data}
+    (where.parent / "dump.json").write_text(json.dumps(head))
+    (where.parent / "construct.json").write_text(json.dumps(dict.fromkeys(data)))
+    found = compare(tmp_path / "dump", convert(tmp_path / "dump", tmp_path / "out", kind))
+    assert found.verdict == "pass"
+    assert len(found.pairs) == 4

@@ -9,6 +9,7 @@ Not here: msprobe's layout (export_msprobe.py), which records (select.py), refus
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from .schema import ROOT_TAP, Record
 from .segment import Entry, build_header, entry_room
 
 Tick = Callable[[], None]
+_NUMBERED = re.compile(r"\d{1,6}(?:\.\d{1,6})*", re.ASCII)
 
 
 def portable(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -64,6 +66,11 @@ def h5_names(dump: Dump, records: list[Record]) -> list[tuple[str, str]]:
     first = min((r.step for r in records if r.step is not None), default=0)
     ordinals = _class_ordinals(dump, ordered)
     numbers: dict[tuple[Any, ...], int] = defaultdict(int)
+    for r in ordered:  # what has a name of its own gets the numbers behind those that are taken
+        kind, _, rest = r.role.partition(".")
+        if r.step is not None and _NUMBERED.fullmatch(rest):
+            key = (r.step, r.tap, r.call, kind)
+            numbers[key] = max(numbers[key], int(rest.partition(".")[0]) + 1)
     taken: set[tuple[str, str]] = set()
     result = []
     for r in ordered:
@@ -75,8 +82,9 @@ def h5_names(dump: Dump, records: list[Record]) -> list[tuple[str, str]]:
             leaf = f"forward_params.{_plain(rest)}"
         else:
             key = (r.step, r.tap, r.call, kind)
-            leaf = f"forward_{_plain(kind)}.{numbers[key]}"
-            numbers[key] += 1
+            if not _NUMBERED.fullmatch(rest):
+                rest, numbers[key] = str(numbers[key]), numbers[key] + 1
+            leaf = f"forward_{_plain(kind)}.{rest}"
         place = (str(first if r.step is None else r.step), f"{module}.{leaf}")
         n = 2
         while place in taken:

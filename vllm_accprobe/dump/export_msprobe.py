@@ -126,7 +126,7 @@ class _Names:
 
 def _record(dump: Dump, call: _Call, data_dir: Path, names: _Names, tick: Callable[[], None]) -> dict[str, Any]:
     out: dict[str, Any] = {"input_args": [], "input_kwargs": {}, "output": []}
-    for r in sorted(call.records, key=lambda r: r.seq):
+    for r in sorted(call.records, key=lambda r: (not r.role.rpartition(".")[2].isdecimal(), r.seq)):  # names last
         kind, _, rest = r.role.partition(".")
         info: dict[str, Any] = _info(r)
         if kind == "param":
