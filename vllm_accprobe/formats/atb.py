@@ -29,6 +29,7 @@ from vllm_accprobe.formats.foreign import ForeignDump, Tensor, torch_dtype
 __all__ = ["HOW", "NAME", "AtbDump", "AtbHeader", "open", "parse_header", "read_header", "read_tensor", "recognise"]
 NAME = "atb"
 HOW = "a directory with */before|after/intensor<k>.bin|outtensor<k>.bin, or ATB's statistic.csv"
+ODD_LINE = "line of a table that is not understood"
 _FILE = re.compile(r"(in|out)tensor(\d{1,6})\.bin", re.I | re.ASCII)
 _OPERATOR = re.compile(r"(\d{1,9})_(.+)", re.ASCII)
 _WHEN = ("before", "after")
@@ -225,4 +226,5 @@ def _add_table(dump: AtbDump, f: walk.Found) -> None:
         label = f"{f.name}:{r[0]}/{r[1]}/{r[2]}/{role}"
         dump.add(Tensor(label, tap, role, torch_dtype(r[7]), shape, cls=names[-1], step=step, rank=rank, stats=stats))
     if bad:
+        dump.skip(f.name, ODD_LINE, count=bad)
         dump.problem(f"{f.name}: {bad} lines are not understood")
