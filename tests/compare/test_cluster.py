@@ -36,9 +36,9 @@ def dumps(tmp_path_factory):
     return write(capture(together=False), root / "golden"), write(capture(chunk=4, faults=fault), root / "mine")
 
 
-def kill_one_soon(done):
-    """Kills the process of one of our workers as soon as there is one."""
-    for _ in range(600):
+def kill_one_soon(done, over):
+    """Kills the process of one of our workers as soon as there is one; on a busy machine that takes its time."""
+    while not over.is_set():
         for entry in os.listdir("/proc"):
             if entry.isdigit():
                 try:
@@ -55,11 +55,14 @@ def kill_one_soon(done):
 
 def test_two_machines_and_a_killed_worker_give_the_same_csv(machines, dumps, tmp_path, monkeypatch):
     monkeypatch.setattr(cluster.measure_on, "__defaults__", (1,))
-    killed = []
-    killer = threading.Thread(target=kill_one_soon, args=(killed,))
+    killed, over = [], threading.Event()
+    killer = threading.Thread(target=kill_one_soon, args=(killed, over))
     killer.start()
-    far = compare(*dumps, ray=machines.address)
-    killer.join()
+    try:
+        far = compare(*dumps, ray=machines.address)
+    finally:
+        over.set()
+        killer.join()
     assert len(killed) == 1
     write_csv(far, tmp_path / "far.csv")
     write_csv(compare(*dumps), tmp_path / "near.csv")

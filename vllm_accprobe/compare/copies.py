@@ -17,12 +17,11 @@ from vllm_accprobe.align.shards import ONE, TAKEN_FOR_COPIES
 from vllm_accprobe.compare.plan import Group
 from vllm_accprobe.compare.read import Block, Loader
 from vllm_accprobe.dump.dtypes import DTYPES, widen
-from vllm_accprobe.metrics import kernel, oracle
+from vllm_accprobe.metrics import oracle, wide
 
 NEARER = 1 / 16
 """How much of one rank's squared error the sum over ranks may have, to be taken in its place."""
 SUMMED = "the sum over ranks is compared"
-_ONE = np.zeros(1, np.int64)
 
 
 def settle(
@@ -82,7 +81,7 @@ def _with(flat: list[Block], side: int, block: Block) -> list[Block]:
 
 def _table(flat: list[Block]) -> np.ndarray:
     g, m = flat
-    return np.asarray(kernel.rows(g.data, g.dtype, _ONE, m.data, m.dtype, _ONE, widen))
+    return wide.row(g.data, g.dtype, m.data, m.dtype, widen)
 
 
 def _error(table: np.ndarray) -> tuple[float, float]:

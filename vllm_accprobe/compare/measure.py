@@ -26,7 +26,7 @@ from vllm_accprobe.compare.stream import RowReader, row_bytes, stretches
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.judge.routing import is_choice, is_weight
-from vllm_accprobe.metrics import kernel, oracle, structure
+from vllm_accprobe.metrics import kernel, oracle, structure, wide
 
 NO_ROWS_LEFT = "only superseded rows or rows after a flipped token"
 BY_EXPERT = "its rows are sorted by expert"
@@ -282,8 +282,7 @@ class Measurer:
             g, m = self.golden.load(partner), self.mine.load(piece.group)
             one = np.zeros(1, np.int64)
             flat = [Block(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
-            sides = flat[0].data, g.dtype, one, flat[1].data, m.dtype, one
-            piece.table = kernel.rows(*sides, widen, elements=_elements(piece))
+            piece.table = wide.row(flat[0].data, g.dtype, flat[1].data, m.dtype, widen, elements=_elements(piece))
             found = settle((self.golden, self.mine), (partner, piece.group), flat, piece.table)
             piece.table, flat, piece.replicas = found
             if self.kl:
