@@ -152,9 +152,10 @@ def test_what_took_no_time_is_written_only_where_it_ended_early(dumps, tmp_path,
 
 SLOW = """
 import sys, time
-from vllm_accprobe.compare import workers
+from vllm_accprobe.compare import resume, workers
 from vllm_accprobe.cli import main
 workers._MOST = 2
+resume.PATIENCE = 0.0
 real = workers.UnitMeasurer.measure
 def slow(self, unit):
     time.sleep(0.05)

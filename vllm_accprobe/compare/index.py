@@ -57,6 +57,8 @@ class Indices:
         self.batches = [_batches(s) for s in sides]
         self.left_out = frozenset((w[0], w[1]) for s in sides[1:] for w, rows in s.rows.items() if not rows.keep.all())
         """Mine's moments with rows that are not compared: (cell, step)."""
+        self.kept = frozenset(w for w, rows in sides[1].rows.items() if rows.keep.any())
+        """Mine's spaces that have a row to compare. Asked for every tensor, hence asked of numpy once."""
         self._known: dict[tuple[Space, ...], Index] = {}
         self._met: dict[tuple[Space, tuple[Space, ...]], Meeting | None] = {}
 

@@ -131,7 +131,7 @@ class Measurer:
 
     def _rows(self, piece: Piece, golden: list[Group], wheres: tuple[Space, ...], unit: Unit) -> None:
         assert piece.group.where is not None
-        if not self.sides[1].rows[piece.group.where].keep.any():
+        if piece.group.where not in self.indices.kept:
             piece.skip = NO_ROWS_LEFT
             return
         met = self.indices.meet(piece.group.where, wheres)
