@@ -4,7 +4,8 @@ The problem: a call is scattered over a dump: its inputs and outputs are records
 elsewhere, perhaps under another path, what it looked back at was written by earlier steps, what its ranks added up by
 other ranks. The idea: `Calls` indexes the dump once and builds one `Captured` at a time, tap by tap in the order of the
 model and within a tap step by step, so that a cache can be filled on the way. Everything becomes a torch tensor of the
-captured dtype. Not here: what is done with a call (replay.py).
+captured dtype. Not here: a module's parameters (parameters.py), what is done with a call
+(replay.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,14 +23,14 @@ import torch
 
 from vllm_accprobe.dump.opcalls import SEPARATOR, is_operator
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import ROOT_TAP, Module, OpCall, Record
+from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Record
 from vllm_accprobe.opcheck.history import Past
 from vllm_accprobe.opcheck.opcalls import STATISTICS, NotKept, op_call
+from vllm_accprobe.opcheck.parameters import Parameters
 from vllm_accprobe.opcheck.prefix import Prefix, prefixes
 from vllm_accprobe.opcheck.reference import Call
-from vllm_accprobe.opcheck.weights import Checkpoint, model_config
+from vllm_accprobe.opcheck.weights import model_config
 
-_ALIAS = "another name of a captured module"
 _PAST = {
     "Attention": ("key", "value"),
     "EncoderOnlyAttention": ("key", "value"),
@@ -76,7 +78,6 @@ class Calls:
         self.dump = dump
         self.problems: list[str] = []
         self.modules = {rank: {m.tap: m for m in modules} for rank, modules in dump.modules.items()}
-        self._params: dict[tuple[int, str], dict[str, Record]] = {}
         self._calls: dict[tuple[int, str], dict[tuple[int, int], dict[str, Record]]] = {}
         self._ops: dict[tuple[int, str], list[OpCall]] = {}
         self._op_records: dict[tuple[int, str], dict[tuple[int | None, int], dict[str, Record]]] = {}
@@ -85,9 +86,7 @@ class Calls:
         for r in dump.records:
             if is_operator(r.tap) or (r.rank, r.tap) in self._ops:
                 self._op_records.setdefault((r.rank, r.tap), {}).setdefault((r.step, r.call), {})[r.role] = r
-            elif r.step is None:
-                self._params.setdefault((r.rank, r.tap), {})[r.role.removeprefix("param.")] = r
-            else:
+            elif r.step is not None:
                 self._calls.setdefault((r.rank, r.tap), {}).setdefault((r.step, r.call), {})[r.role] = r
         self._children: dict[tuple[int, str], list[str]] = {}
         for rank, tap in self._calls:
@@ -98,21 +97,11 @@ class Calls:
                 parent = parent.rpartition(".")[0]
                 self._children.setdefault((rank, parent), []).append(tap)
         self._common: dict[tuple[int, str], Mapping[str, Any]] = {}
-        self._aliases = {s.tap for s in dump.skips if s.reason == _ALIAS}
         self.config = model_config(model)
-        self._packed = any(r.shape == (0,) for r in dump.records if r.step is None)
-        self._checkpoint = self._open(model)
-        self._known: dict[tuple[int, str], Mapping[str, Any]] = {}
+        self.parameters = Parameters(dump, model, self.modules, self.read)
+        if self.parameters.problem:
+            self.problems.append(self.parameters.problem)
         self._shared: dict[int, Mapping[int, Prefix]] = {}
-
-    def _open(self, model: Path | None) -> Checkpoint | None:
-        if model is None or not model.is_dir():
-            return None
-        try:
-            return Checkpoint(model)
-        except Exception as error:  # safetensors raises errors of its own
-            self.problems.append(f"the checkpoint in {model} cannot be read: {error}")
-            return None
 
     def taps(self) -> list[tuple[int, str, str]]:
         """(rank, tap, class) of everything that was called, ranks after one another, in the order of the model."""
@@ -141,7 +130,7 @@ class Calls:
         cls = next(iter(next(iter(calls.values())).values())).cls
         names = _PAST.get(cls)
         past = Past(names, self._prefixes(rank)) if names else None
-        self._known.clear()
+        self.parameters.forget()
         for (step, n), records in sorted(calls.items()):
             begins(step, n)
             if (step, n) in crashed:
@@ -162,7 +151,7 @@ class Calls:
         self, rank: int, tap: str, begins: Callable[[int | None, int], object],
         crashed: Mapping[tuple[int | None, int], str],
     ) -> Iterator[Captured]:  # fmt: skip
-        self._known.clear()
+        self.parameters.forget()
         held = self._op_records.get((rank, tap), {})
         for op in self._ops[rank, tap]:
             records = held.get((op.step, op.call), {})
@@ -172,13 +161,12 @@ class Calls:
                 yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, why, op.seq, True)
                 continue
             try:
-                what = op_call(op, records, self.read, self.param_record(rank))
+                what = op_call(op, records, self.read, partial(self.parameters.record, rank))
             except NotKept as why:
                 yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, str(why), op.seq)
                 continue
             if is_operator(op.tap) and not op.op.startswith("aten.") and op.module is not None:
-                module = self.modules.get(rank, {}).get(op.module)
-                what = replace(what, params=self.params(rank, op.module, module))
+                what = replace(what, params=self.parameters.of(rank, op.module))
             missing = "" if what.outputs else "nothing came out of it that was captured"
             yield Captured(tap, rank, op.step, op.call, what, records, missing, op.seq)
 
@@ -186,15 +174,6 @@ class Calls:
         """The journal's line of an operator's call; None for a module's."""
         ops = self._ops.get((captured.rank, captured.tap), ())
         return next((o for o in ops if (o.step, o.call) == (captured.step, captured.call)), None)
-
-    def param_record(self, rank: int) -> Callable[[str], Record | None]:
-        """A function that finds the record of ``<tap>/param.<name>``."""
-
-        def find(name: str) -> Record | None:
-            tap, _, role = name.rpartition("/param.")
-            return self._params.get((rank, tap), {}).get(role)
-
-        return find
 
     def read(self, record: Record) -> Any:
         return to_torch(self.dump.read(record), record.dtype)
@@ -211,7 +190,7 @@ class Calls:
             name=tap,
             cls=cls,
             inputs=inputs,
-            params=self.params(rank, tap, module),
+            params=self.parameters.of(rank, tap),
             attrs=dict(module.attrs) if module else {},
             parent=dict(parent.attrs) if parent else {},
             config=self._config(tap),
@@ -222,59 +201,6 @@ class Calls:
         part = "vision_config" if tap.startswith(("visual", "vision", "model.visual")) else "text_config"
         inner = self.config.get(part)
         return {**self.config, **inner} if isinstance(inner, dict) else self.config
-
-    # --- parameters --------------------------------------------------------------------------------------------
-
-    def params(self, rank: int, tap: str, module: Module | None) -> Mapping[str, Any]:
-        """A module's tensors: the dump's, and the checkpoint's where those are no longer what a formula needs."""
-        if (rank, tap) in self._known:
-            return self._known[rank, tap]
-        owner = self._owner(rank, tap, module)
-        found = {}
-        for name, record in self._params.get((rank, owner), {}).items():
-            whole = int(module.attrs.get("tp_size", 1)) == 1 if module else True
-            packed = self._packed and name in ("w13_weight", "w2_weight")
-            value = None
-            if whole and self._checkpoint is not None and (record.payload is None or record.shape == (0,) or packed):
-                value = self._checkpoint.get(tap, name)
-                if value is None:
-                    value = self._checkpoint.get(owner, name)
-            if value is None and record.payload is not None and not packed:
-                value = self.read(record)
-            if value is not None:
-                found[name] = value
-        self._known[rank, tap] = found
-        return found
-
-    def _owner(self, rank: int, tap: str, module: Module | None) -> str:
-        """The path under which a module's parameters were recorded: a module with two names has them under one."""
-        if (rank, tap) in self._params:
-            return tap
-        if tap.endswith(".quant_method"):
-            return tap.rpartition(".")[0]
-        last = tap.rpartition(".")[2]
-        best, length = tap, 0
-        for r, other in self._params:
-            if r != rank or other not in self._aliases or not other.rpartition(".")[2].endswith(last):
-                continue
-            named = self.modules.get(rank, {}).get(other)
-            if module is None or named is None or (named.cls, named.attrs) != (module.cls, module.attrs):
-                continue
-            common = _common(tap, other)
-            if common > length:
-                best, length = other, common
-        return best
-
-    def stored(self) -> Iterator[tuple[int, str, str, Record, Any | None]]:
-        """(rank, tap, class, record, the checkpoint's tensor or None) of each parameter that the dump holds whole."""
-        if self._checkpoint is None:
-            return
-        for (rank, tap), params in self._params.items():
-            module = self.modules.get(rank, {}).get(tap)
-            for name, record in params.items():
-                if record.payload is not None and record.layout.kind == "replicated" and 0 not in record.shape:
-                    value = self._checkpoint.get(tap, name)
-                    yield rank, tap, module.cls if module else record.cls, record, value
 
     # --- what other records tell -------------------------------------------------------------------------------
 
@@ -304,13 +230,14 @@ class Calls:
             for other in ("logits_processor", "language_model.logits_processor"):
                 extra |= self._other("logits", rank, other, step, n, "output.0")
         if what.cls == "MLAAttention":
-            weight = self.params(rank, f"{tap}.kv_b_proj", self.modules.get(rank, {}).get(f"{tap}.kv_b_proj"))
+            weight = self.parameters.of(rank, f"{tap}.kv_b_proj")
             extra |= {"kv_b_proj": weight["weight"]} if weight.get("weight") is not None else {}
         if tap.endswith(".routed_experts.quant_method"):
             block = tap.removesuffix(".routed_experts.quant_method")
             extra |= self._other("router_logits", rank, f"{block}.gate", step, n, "output.0")
             extra |= self._other("router_logits", rank, f"{block.rpartition('.')[0]}.gate", step, n, "output.0")
-            extra["gate"] = self._gate_params(rank, block)
+            gates = (f"{block}.gate", f"{block.rpartition('.')[0]}.gate")
+            extra["gate"] = {n: t for g in gates for n, t in self._bias(rank, g).items()}
         extra |= self._inside(rank, tap, step)
         if what.cls in _SUMMED_INSIDE and len(self.dump.ranks) > 1:
             extra |= self._parts(what, rank, tap, step, n, extra)
@@ -360,13 +287,11 @@ class Calls:
             self._common[rank, cls] = {key: c.most_common(1)[0][0] for key, c in values.items()}
         return self._common[rank, cls]
 
-    def _gate_params(self, rank: int, block: str) -> dict[str, Any]:
-        found = {}
-        for tap in (f"{block}.gate", f"{block.rpartition('.')[0]}.gate"):
-            for name, record in self._params.get((rank, tap), {}).items():
-                if name == "e_score_correction_bias" and record.payload is not None:
-                    found[name] = self.read(record)
-        return found
+    def _bias(self, rank: int, gate: str) -> dict[str, Any]:
+        """The correction that a router adds before it chooses, where there is one."""
+        name = "e_score_correction_bias"
+        record = self.parameters.record(rank, f"{gate}/param.{name}")
+        return {name: self.read(record)} if record is not None and record.payload is not None else {}
 
     def _ranks(self, what: Call, tap: str, step: int, n: int) -> list[Call]:
         calls = []
@@ -385,16 +310,6 @@ class Calls:
                 if s == step:
                     found += [(child[start:], role, r) for role, r in records.items() if not role.startswith("input.")]
         return sorted(found, key=lambda f: f[2].seq)
-
-
-def _common(a: str, b: str) -> int:
-    """How many leading components two paths share."""
-    n = 0
-    for x, y in zip(a.split("."), b.split("."), strict=False):
-        if x != y:
-            break
-        n += 1
-    return n
 
 
 def as_numbers(tensor: Any) -> np.ndarray:

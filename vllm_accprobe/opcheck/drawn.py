@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def _call(calls: Calls, captured: Captured, generator: Any) -> Call:
 
     operator = calls.operator(captured)
     if operator is not None:
-        return op_call(operator, captured.records, read, calls.param_record(captured.rank), value)
+        return op_call(operator, captured.records, read, partial(calls.parameters.record, captured.rank), value)
     return calls.call(captured.rank, captured.tap, captured.what.cls, captured.records, read)
 
 

@@ -2,8 +2,8 @@
 
 The problem: each standard for operators counts something of its own (steps of the last place, errors of small values,
 decades), and a machine without accprobe must count the same. The idea: one pass over the flat tensors in blocks, in
-float64, from which all measures come; one file that needs numpy and nothing of ours, so that a generated test carries
-it along. g is the reference, m is mine, d = m - g.
+float64, from which all measures come; one file that needs numpy and nothing of ours, so that it can be carried along.
+g is the reference, m is mine, d = m - g.
 
 What holds everywhere: a reference beyond the range of mine's dtype counts as infinite, because an honest kernel
 overflows there. Positions where g or m is not finite are left out of sums, maxima and ULPs. In shares of all elements
@@ -13,7 +13,8 @@ wrong otherwise. A measure that has no position to be taken at is None, or 0 whe
 Sources: msprobe's documents of accuracy_checking_details.csv, releases 1.0.4 and 26.2, and for what these leave open
 msprobe 26.2's behaviour; ait's opcheck for ait_share; torch_xray's counts above 1e-n. docs/opcheck-standards.md has
 the formulas side by side and where msprobe's code differs from its documents.
-Not here: what a measure's value means (standards/).
+Not here: the same with torch alone, which a generated test carries (plainmeasures.py: its numbers stand there once
+more, and a test holds measure against measure), what a measure's value means (standards/).
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def check_stored(calls: Calls, ops: Iterable[str] = ()) -> Iterator[Checked]:
     A parameter that a loader keeps in another form (permuted, folded) is nothing like the checkpoint's; one that is off
     by less than half its size is a wrong weight, and fails."""
     globs = tuple(ops)
-    for rank, tap, cls, record, value in calls.stored():
+    for rank, tap, cls, record, value in calls.parameters.stored():
         if value is None or not wanted(globs, tap, cls):
             continue
         empty = Call(tap, cls)
