@@ -194,8 +194,8 @@ def _number_of_text(out: bytearray, rng: random.Random) -> None:
 def attempt(seed: Seed, data: bytes, golden: Path | None = None) -> str:
     """Opens and reads the dump with ``data`` in place of its file, and compares it with ``golden``; "" where that ended
     as it should, else what came."""
-    from vllm_accprobe.compare.engine import compare
-    from vllm_accprobe.compare.result import CompareError
+    from vllm_accprobe.comparison.engine import compare
+    from vllm_accprobe.comparison.result import CompareError
     from vllm_accprobe.formats import DumpError, open_dump
 
     seed.file.write_bytes(data)

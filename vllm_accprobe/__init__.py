@@ -21,7 +21,7 @@ _WHERE = {
     "set_task_id": "vllm_accprobe.labels",
     "open_dump": "vllm_accprobe.formats",
     "begin_dump": "vllm_accprobe.capture.op_dump",
-    "compare": "vllm_accprobe.compare.engine",
+    "compare": "vllm_accprobe.comparison.engine",
     "end_dump": "vllm_accprobe.capture.op_dump",
 }
 

@@ -6,7 +6,7 @@ source, also in production. The idea: the same id makes a pair; while nothing ca
 and a branch; what captures (a vLLM worker with the probe, a `Probe`, or `set_task_id` in a plain script) hands its
 taker to `bind`. The global is a small number, because torch.compile guards numbers and not functions: compiled code
 notices when labels are turned on or off.
-Not here: what happens to a labelled tensor (capture/labels.py), the comparison (compare/labels.py).
+Not here: what happens to a labelled tensor (capture/labels.py), the comparison (comparison/labels.py).
 """
 
 from __future__ import annotations

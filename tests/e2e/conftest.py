@@ -30,7 +30,7 @@ def compared() -> Callable[[Run, Run], Any]:
         assert golden.dump is not None
         assert mine.dump is not None
         if key not in done:
-            from vllm_accprobe.compare.engine import compare
+            from vllm_accprobe.comparison.engine import compare
 
             done[key] = compare(golden.dump, mine.dump)
         return done[key]

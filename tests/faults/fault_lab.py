@@ -207,7 +207,7 @@ def around(result: Any, module: str) -> str:
 def _compare(golden: Path, mine: Path, replay: bool) -> Any:
     """The Comparison, or what went wrong in one line: the other cases still count."""
     from vllm_accprobe.cli.replaying import replayed
-    from vllm_accprobe.compare.engine import compare
+    from vllm_accprobe.comparison.engine import compare
 
     try:
         result = compare(golden.resolve(), mine)

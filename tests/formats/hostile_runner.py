@@ -77,6 +77,6 @@ if __name__ == "__main__":
     import pandas  # noqa: F401
 
     import vllm_accprobe.cli
-    import vllm_accprobe.compare.engine  # noqa: F401
+    import vllm_accprobe.comparison.engine  # noqa: F401
 
     print(json.dumps([run(case) for case in json.load(sys.stdin)]))

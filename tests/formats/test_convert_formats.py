@@ -16,7 +16,7 @@ from cli.cli_dumps import make
 from safetensors.torch import load_file
 
 from vllm_accprobe import cli
-from vllm_accprobe.compare.engine import compare
+from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump import torchzip
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.formats import open_dump, torchfile

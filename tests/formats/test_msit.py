@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.peer_dumps import check_metrics, expected, unpack
 
-from vllm_accprobe.compare.engine import compare
+from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats import module_order, open_dump
 

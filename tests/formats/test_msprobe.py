@@ -16,8 +16,8 @@ import torch
 from support.peer_dumps import FIELDS, expected, unpack
 
 from vllm_accprobe.align import steps
-from vllm_accprobe.compare.engine import compare
-from vllm_accprobe.compare.result import NothingCompared
+from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.comparison.result import NothingCompared
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import msprobe, open_dump
 

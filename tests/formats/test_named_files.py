@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from vllm_accprobe.align.files import take_names
 from vllm_accprobe.cli import main
-from vllm_accprobe.compare.engine import compare
+from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.report import facts, github, terminal
 

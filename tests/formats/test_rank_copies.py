@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_accprobe.compare.engine import compare
+from vllm_accprobe.comparison.engine import compare
 
 RNG = np.random.default_rng(5)
 UNKNOWN = "layout unknown: ranks of one shape"

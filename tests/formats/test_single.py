@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from support.peer_dumps import FIELDS, expected, unpack
 
-from vllm_accprobe.compare.engine import compare
+from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import open_dump, single, torchfile
 
@@ -264,7 +264,7 @@ def test_files_that_are_named_differently_meet(tmp_path: Path) -> None:
     (row,) = compare(tmp_path / "a.npy", tmp_path / "b.pth").pairs
     assert (row.status, row.max_abs_err, row.golden, row.mine) == ("fail", 0.5, "a.npy", "b.pth")
     torch.save(torch.tensor([1.0, 2.0, 3.0]), tmp_path / "c.pth")
-    from vllm_accprobe.compare.result import NothingCompared
+    from vllm_accprobe.comparison.result import NothingCompared
 
     with pytest.raises(NothingCompared, match="shapes differ"):
         compare(tmp_path / "a.npy", tmp_path / "c.pth")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.peer_dumps import check_metrics, expected, unpack
 
-from vllm_accprobe.compare.engine import compare
+from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats import ge_dump, open_dump, protobuf, torchair
 
@@ -309,7 +309,7 @@ def test_fx_against_ge_without_its_graph(pair: Path, tmp_path: Path) -> None:
     source = next((pair / "ge_mine").rglob("Mm_8*".replace("Mm_8*", "MatMulV2.Mm_8.*")))
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / source.name).write_bytes(source.read_bytes())
-    from vllm_accprobe.compare.result import NothingCompared
+    from vllm_accprobe.comparison.result import NothingCompared
 
     with pytest.raises(NothingCompared):
         compare(pair / "fx_golden", tmp_path)

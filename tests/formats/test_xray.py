@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.peer_dumps import FIELDS, expected, unpack
 
-from vllm_accprobe.compare.engine import compare
+from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import hdf5, open_dump, xray
 

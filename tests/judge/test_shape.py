@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from judge_dumps import HEAD, HEADS, VOCAB, capture, scaled
 
-from vllm_accprobe.compare.engine import compare
+from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.judge.shape import Rows, sentence
 from vllm_accprobe.metrics.structure import structure
 

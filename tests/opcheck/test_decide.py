@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_accprobe.compare import words
-from vllm_accprobe.compare.result import Comparison, Pair
+from vllm_accprobe.comparison import words
+from vllm_accprobe.comparison.result import Comparison, Pair
 from vllm_accprobe.opcheck.decide import Proof, decide
 from vllm_accprobe.opcheck.prove import prove
 from vllm_accprobe.opcheck.replay import COLUMNS, Checked

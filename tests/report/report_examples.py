@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.compare.result import Comparison, Pair
-from vllm_accprobe.compare.rows import RowTable, Sample
+from vllm_accprobe.comparison.result import Comparison, Pair
+from vllm_accprobe.comparison.rows import RowTable, Sample
 
 LAYER_TAPS = [
     ("input_layernorm", "RMSNorm"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from report_examples import comparison, hostile, pair, realistic
 
-from vllm_accprobe.compare.result import COLUMNS
+from vllm_accprobe.comparison.result import COLUMNS
 
 
 def test_frame_has_every_pair_and_column_with_numbers_as_numbers():
@@ -52,7 +52,7 @@ def test_markup_is_small_says_the_verdict_and_holds_no_script():
 
 def test_nothing_heavy_is_imported_before_it_is_used():
     code = (
-        "import sys; import vllm_accprobe.report.notebook, vllm_accprobe.compare.result\n"
+        "import sys; import vllm_accprobe.report.notebook, vllm_accprobe.comparison.result\n"
         "print(sorted({'pandas', 'plotly', 'torch', 'vllm'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,7 +5,7 @@ import math
 
 from report_examples import comparison, pair
 
-from vllm_accprobe.compare.result import COLUMNS
+from vllm_accprobe.comparison.result import COLUMNS
 from vllm_accprobe.report.table import write_csv
 
 FIRST = (

@@ -5,7 +5,7 @@ caches differ between two runs of one prompt. The idea: a row's name is (request
 vision tower, packed into one int64; everything else drops out. A row counts if its token is the one the request finally
 took at that position (a rejected draft is not) and no later step computed the same row again. From the first
 sampled token that differs between the runs, a request's rows have different inputs and are not comparable.
-Not here: how requests pair (requests.py), names (names.py), ranks (shards.py), reading tensors (compare/).
+Not here: how requests pair (requests.py), names (names.py), ranks (shards.py), reading tensors (comparison/).
 """
 
 from __future__ import annotations

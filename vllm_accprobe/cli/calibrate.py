@@ -19,7 +19,7 @@ def calibrate(
     The file has a few numbers per tap. Carry it to the other machine and give it to `accprobe compare --floor`.
     Exit code 0: done, 2: unreadable input, or runs that do not belong together.
     """
-    from vllm_accprobe.compare import engine
+    from vllm_accprobe.comparison import engine
 
     found = engine.calibrate(golden, others)
     path = found.save(out)

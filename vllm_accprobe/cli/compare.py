@@ -71,15 +71,15 @@ def compare(
     # Records, pairs and what hangs on them stay until the end, and looking through all of them now and then for what
     # has gone costs a tenth of the time that a pair of equal dumps takes.
     gc.set_threshold(100_000, 50, 50)
-    from vllm_accprobe.compare import engine
-    from vllm_accprobe.compare.result import PASS, CompareError
+    from vllm_accprobe.comparison import engine
+    from vllm_accprobe.comparison.result import PASS, CompareError
 
     _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray or replay))
     if out is not None and out.exists() and not out.is_dir():
         raise CompareError(f"--out {out} is a file: name a directory for compare.csv, compare.json and compare.html")
     rules = engine.find_mapping(op_mapping_file)
     if plan:
-        from vllm_accprobe.compare.plan import make_plan
+        from vllm_accprobe.comparison.plan import make_plan
 
         for line in make_plan(*engine.open_both(golden, mine), taps=taps, mapping=rules).lines():
             typer.echo(line)
@@ -87,7 +87,7 @@ def compare(
     import json
 
     from vllm_accprobe.cli import replaying
-    from vllm_accprobe.compare import resume, saved
+    from vllm_accprobe.comparison import resume, saved
 
     if rejudge is not None:
         home = rejudge if rejudge.is_dir() else rejudge.parent
@@ -116,7 +116,7 @@ def compare(
 
 
 def _check_arguments(golden: Path | None, mine: Path | None, rejudge: Path | None, other: bool) -> None:
-    from vllm_accprobe.compare.result import CompareError
+    from vllm_accprobe.comparison.result import CompareError
 
     if rejudge is None and (golden is None or mine is None):
         raise CompareError("give two dumps, GOLDEN and MINE, or --rejudge DIR; accprobe compare --help says more")
@@ -127,8 +127,8 @@ def _check_arguments(golden: Path | None, mine: Path | None, rejudge: Path | Non
 @contextlib.contextmanager
 def _tidy(out: Path) -> Iterator[None]:
     """Where there is nothing to compare, nothing stays behind."""
-    from vllm_accprobe.compare import resume
-    from vllm_accprobe.compare.result import NothingCompared
+    from vllm_accprobe.comparison import resume
+    from vllm_accprobe.comparison.result import NothingCompared
 
     there = out.exists()
     try:

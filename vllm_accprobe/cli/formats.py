@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from vllm_accprobe.compare.result import Comparison
+    from vllm_accprobe.comparison.result import Comparison
 
 
 class Format(str, enum.Enum):

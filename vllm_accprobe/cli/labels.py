@@ -29,7 +29,7 @@ def labels(
     """
     import os
 
-    from vllm_accprobe.compare.labels import compare_labels, count_pairs
+    from vllm_accprobe.comparison.labels import compare_labels, count_pairs
     from vllm_accprobe.dump.schema import LABEL_TAP
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.report import labels as report

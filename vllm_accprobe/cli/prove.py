@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _write(golden: Path, mine: Path, out: Path, ops: list[str], mapping: Path | None) -> None:
     from vllm_accprobe.cli.opcheck import _model_of
     from vllm_accprobe.cli.options import progress
-    from vllm_accprobe.compare.engine import find_mapping
+    from vllm_accprobe.comparison.engine import find_mapping
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.opcheck import prove, replay
     from vllm_accprobe.opcheck.calls import Calls

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.cli.options import CommandError
 
 if TYPE_CHECKING:
-    from vllm_accprobe.compare.result import Comparison
+    from vllm_accprobe.comparison.result import Comparison
 
 SMALL = 256 << 20
 """Bytes of both dumps' tensors up to which everything is replayed without being asked."""

@@ -4,7 +4,7 @@ The problem: a label gives the end of a path (``0_Model/0_Layer/3_Attention/afte
 directories of its own choice in front of it: process id, task id, device and process, number of the execution. The
 idea: every directory below the given roots is asked whether the path continues there, and of the places found the one
 is taken whose directories name this task, else this process, and then this execution. Nothing outside the roots is ever
-looked at, whatever the path says. Not here: copying (capture/labels.py), reading (compare/labels.py).
+looked at, whatever the path says. Not here: copying (capture/labels.py), reading (comparison/labels.py).
 """
 
 from __future__ import annotations

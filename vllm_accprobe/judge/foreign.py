@@ -10,7 +10,7 @@ machine's csv, which these rules do not. torch_xray: its example table; the docu
 table all of Max Err 0.0156 fail and none of 0.0078, so 0.01 is taken; IsClose is torch.isclose with its defaults and
 GtNum counts |d| > 1e-3. ait: msit's seven metrics, which come without any verdict: the status stays our own.
 MindSpore: section 4.1 of its pre-check's document.
-Not here: the sums (metrics/oracle.py), pairs and files (compare/foreign.py).
+Not here: the sums (metrics/oracle.py), pairs and files (comparison/foreign.py).
 """
 
 from __future__ import annotations

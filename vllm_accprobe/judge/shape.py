@@ -4,7 +4,7 @@ The problem: "relative L2 0.03 at o_proj" does not tell a kernel team where to l
 of 4" does. The idea: rows are split into bad and good by what was created in them, and the simplest condition that
 separates them is said: a phase, one position, positions from some number on, a batch size, a chunk, a request, an
 expert. Columns likewise: one, a range, whole heads. Where the error is a multiple of the values, the factor is said.
-Numbers count from 0. Not here: who is to blame (origin.py), what a batch was (compare/).
+Numbers count from 0. Not here: who is to blame (origin.py), what a batch was (comparison/).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ too. A module of mine that is wrong for its own inputs is an origin with the evi
 those that are only inferred; what golden does as well is how both engines compute, or a reference that does not fit: it
 is told, not blamed. What two replays prove is a plain value, made where torch is (prove.py), kept as JSON, and put into
 a comparison here, without torch.
-Not here: the replays and the proof (prove.py), the comparison (compare/).
+Not here: the replays and the proof (prove.py), the comparison (comparison/).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from vllm_accprobe.compare import words
-from vllm_accprobe.compare.result import FAIL, PASS, SKIP, Comparison
+from vllm_accprobe.comparison import words
+from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Comparison
 
 NAME = "replay.json"
 SCHEMA = 1

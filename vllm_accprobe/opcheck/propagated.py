@@ -19,9 +19,9 @@ import numpy as np
 
 from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.shards import ONE
-from vllm_accprobe.compare.index import Indices
-from vllm_accprobe.compare.plan import Group, Plan, Unit, make_plan
-from vllm_accprobe.compare.read import Loader
+from vllm_accprobe.comparison.index import Indices
+from vllm_accprobe.comparison.plan import Group, Plan, Unit, make_plan
+from vllm_accprobe.comparison.read import Loader
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record

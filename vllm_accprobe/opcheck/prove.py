@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from vllm_accprobe.compare.plan import SAMPLER, TOKEN, TOP_IDS
+from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, TOP_IDS
 from vllm_accprobe.opcheck.decide import Blame, Proof
 from vllm_accprobe.opcheck.propagated import Split
 from vllm_accprobe.opcheck.replay import FAIL, PASS, Checked

@@ -4,7 +4,7 @@ The problem: some dumps keep only fingerprints of parameters, and some engines p
 any more. The idea: the checkpoint's tensors under the engine's names: what vLLM fuses is put together from its parts
 (q, k and v; gate and up; the experts), and paths that differ are rewritten. Only for unsharded modules: a rank's part
 cannot be told from here. safetensors alone are read, nothing is unpickled.
-Not here: whether the dump's own parameters are right (compare/params.py).
+Not here: whether the dump's own parameters are right (comparison/params.py).
 """
 
 from __future__ import annotations

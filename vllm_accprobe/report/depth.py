@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.report.facts import value_of
 
 if TYPE_CHECKING:
-    from vllm_accprobe.compare.result import Comparison, Pair
+    from vllm_accprobe.comparison.result import Comparison, Pair
 
 PHASES = ("prefill", "decode", "other")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|layer|block|h)\.(\d{1,6})(?:\.|$)")

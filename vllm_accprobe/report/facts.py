@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.report.text import against, count, num, place, ratio, safe
 
 if TYPE_CHECKING:
-    from vllm_accprobe.compare.result import Comparison, Pair
+    from vllm_accprobe.comparison.result import Comparison, Pair
 
 
 METRICS = {

@@ -15,7 +15,7 @@ from vllm_accprobe.report import facts, markdown
 from vllm_accprobe.report.text import count, safe
 
 if TYPE_CHECKING:
-    from vllm_accprobe.compare.result import Comparison
+    from vllm_accprobe.comparison.result import Comparison
 
 MAX_ANNOTATIONS = 10
 """GitHub shows ten errors and ten warnings of a step; a notice more says what is left out."""

@@ -15,7 +15,7 @@ from vllm_accprobe.report import facts, terminal
 from vllm_accprobe.report.text import MISSING, count, num, place, safe
 
 if TYPE_CHECKING:
-    from vllm_accprobe.compare.result import Comparison
+    from vllm_accprobe.comparison.result import Comparison
 
 MAX_LIST = 10
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.compare.result import COLUMNS, Pair
+from vllm_accprobe.comparison.result import COLUMNS, Pair
 from vllm_accprobe.report import facts, terminal
 from vllm_accprobe.report.depth import depth
 from vllm_accprobe.report.html.sections import escaped
 from vllm_accprobe.report.text import MISSING, num, safe
 
 if TYPE_CHECKING:
-    from vllm_accprobe.compare.result import Comparison
+    from vllm_accprobe.comparison.result import Comparison
 
 _INTEGERS = tuple(f.name for f in fields(Pair) if str(f.type) in ("int", "int | None"))
 _FLOATS = tuple(f.name for f in fields(Pair) if str(f.type) == "float | None" and f.name in COLUMNS)

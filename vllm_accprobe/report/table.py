@@ -2,7 +2,7 @@
 
 The problem: people sort and filter this file in other tools, so it must be plain, complete and exact. The idea: the
 fields of the dataclass are the columns, floats are written with all their digits (``repr``), None is an empty cell,
-tuples are JSON lists (``[8, 64]``). Not here: which pairs there are (compare/), what is worth saying (facts.py).
+tuples are JSON lists (``[8, 64]``). Not here: which pairs there are (comparison/), what is worth saying (facts.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.compare.result import COLUMNS, Pair
+from vllm_accprobe.comparison.result import COLUMNS, Pair
 
 if TYPE_CHECKING:
-    from vllm_accprobe.compare.result import Comparison
+    from vllm_accprobe.comparison.result import Comparison
 
 _NUMBER = ("int", "float", "bool", "int | None", "float | None")
 _WRITTEN = frozenset(f.name for f in fields(Pair) if str(f.type) not in _NUMBER)

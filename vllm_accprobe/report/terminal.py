@@ -18,7 +18,7 @@ from vllm_accprobe.report.text import MISSING, count, num, place, safe, times
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vllm_accprobe.compare.result import Comparison, Pair
+    from vllm_accprobe.comparison.result import Comparison, Pair
 
 QUIET, NORMAL, FULL = 0, 1, 2
 """Verbosity: verdict and notes only; the usual report; nothing left out (plan, all origins and taps)."""

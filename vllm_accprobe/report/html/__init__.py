@@ -29,7 +29,7 @@ from vllm_accprobe.report.html.looks import heat_json, looks_json, page_indices,
 from vllm_accprobe.report.text import safe
 
 if TYPE_CHECKING:
-    from vllm_accprobe.compare.result import Comparison, Pair
+    from vllm_accprobe.comparison.result import Comparison, Pair
 
 MAX_PAIRS = 300_000
 """More pairs than this make a page that opens slowly; the worst ones are kept, the page says what is left out."""

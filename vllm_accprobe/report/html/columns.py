@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-from vllm_accprobe.compare.result import COLUMNS, Pair
+from vllm_accprobe.comparison.result import COLUMNS, Pair
 from vllm_accprobe.report.text import safe
 
 _FINE = frozenset({"cosine", "worst_row_norm_ratio", "measured"})

@@ -19,7 +19,7 @@ from vllm_accprobe.report.heat import Heat
 from vllm_accprobe.report.text import safe
 
 if TYPE_CHECKING:
-    from vllm_accprobe.compare.result import Comparison
+    from vllm_accprobe.comparison.result import Comparison
 
 NAME = 400
 MAX_PAIRS = 2_000

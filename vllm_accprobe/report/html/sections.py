@@ -15,7 +15,7 @@ from vllm_accprobe.report import facts
 from vllm_accprobe.report.text import MISSING, count, num, safe, times
 
 if TYPE_CHECKING:
-    from vllm_accprobe.compare.result import Comparison
+    from vllm_accprobe.comparison.result import Comparison
 
 MAX_LIST = 200
 """Lines of one list on the page; compare.json has them all."""

@@ -1,0 +1,181 @@
+"""Planted faults: the module that makes the error is named, at the token where it does, and nobody else is."""
+
+import numpy as np
+import pytest
+from synthetic_model import PROMPTS, Tiny, capture, scaled
+
+from vllm_accprobe.comparison.engine import compare
+
+LEAVES = [
+    "model.embed_tokens",
+    "model.layers.0.input_layernorm",
+    "model.layers.1.self_attn.qkv_proj",
+    "model.layers.1.self_attn.attn",
+    "model.layers.0.self_attn.o_proj",
+    "model.layers.2.post_attention_layernorm",
+    "model.layers.1.mlp.gate_up_proj",
+    "model.layers.2.mlp.act_fn",
+    "model.layers.2.mlp.down_proj",
+    "model.norm",
+    "logits_processor",
+]
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return capture(together=False)
+
+
+def modules(result):
+    return [o["module"] for o in result.origins]
+
+
+@pytest.mark.parametrize("noise", [0.0, 2.0**-11])
+@pytest.mark.parametrize("tap", LEAVES)
+def test_a_leaf_is_named_alone(golden, tap, noise):
+    result = compare(golden, capture(chunk=4, faults={tap: scaled(1.08)}, noise=noise))
+    assert result.verdict == "fail"
+    assert modules(result) == [tap]
+    origin = result.origins[0]
+    first = 9 if tap == "logits_processor" else 0  # logits exist at the last token of the prompt only
+    assert (origin["role"], origin["evidence"]) == ("output.0", "jump")
+    assert (origin["position"], origin["phase"]) == (first, "prefill") or origin["request"] != "a"
+    assert origin["created"] > origin["floor"]
+    assert result.first_divergence["module"] == tap
+
+
+@pytest.mark.parametrize("where", ["residual", "output"])
+def test_what_a_parent_does_between_its_children_is_the_parents(golden, where):
+    result = compare(golden, capture(faults={f"layers.1:{where}": scaled(1.1)}))
+    assert modules(result) == ["model.layers.1"]
+    place = {"residual": "model.layers.1.post_attention_layernorm/input.x", "output": "output.0"}[where]
+    assert result.origins[0]["role"] == place
+
+
+def test_one_position_and_what_follows_from_it(golden):
+    fault = scaled(1.5, lambda at, decode: at == 4)
+    result = compare(golden, capture(faults={"model.layers.1.mlp.down_proj": fault}, chunk=3))
+    assert modules(result) == ["model.layers.1.mlp.down_proj"]
+    assert (result.origins[0]["position"], result.origins[0]["rows"]) == (4, 3)  # of three requests
+    later = [p for p in result.pairs if p.tap == "model.layers.2.self_attn.attn" and p.role == "output.0"]
+    assert max(p.worst_row_rel_l2 for p in later) > 0  # consequences through attention, not blamed
+
+
+def test_decode_only(golden):
+    fault = scaled(1.2, lambda at, decode: decode)
+    result = compare(golden, capture(faults={"model.layers.0.mlp.act_fn": fault}, chunk=4))
+    assert modules(result) == ["model.layers.0.mlp.act_fn"]
+    assert (result.origins[0]["phase"], result.origins[0]["position"]) in [("decode", len(p)) for p in PROMPTS.values()]
+
+
+def test_one_element_of_a_wide_row(golden):
+    def fault(values, positions, decode):
+        values[:, 7] += 0.6 * np.sqrt((values**2).mean(axis=1))
+        return values
+
+    result = compare(golden, capture(faults={"model.layers.1.mlp.gate_up_proj": fault}))
+    assert modules(result) == ["model.layers.1.mlp.gate_up_proj"]
+
+
+def test_two_independent_faults_in_order_of_the_data_flow(golden):
+    faults = {
+        "model.layers.2.mlp.down_proj": scaled(1.3, lambda at, decode: at == 1),
+        "model.layers.0.self_attn.o_proj": scaled(1.3, lambda at, decode: at == 5),
+    }
+    result = compare(golden, capture(faults=faults))
+    assert modules(result) == ["model.layers.0.self_attn.o_proj", "model.layers.2.mlp.down_proj"]
+
+
+def test_nan_on_one_side_never_passes(golden):
+    def fault(values, positions, decode):
+        values[positions == 3, 0] = np.nan
+        return values
+
+    result = compare(golden, capture(faults={"model.layers.1.self_attn.o_proj": fault}))
+    assert modules(result) == ["model.layers.1.self_attn.o_proj"]
+    assert (result.origins[0]["position"], result.origins[0]["evidence"]) == (3, "values")
+    pair = next(p for p in result.pairs if p.tap == "model.layers.1.self_attn.o_proj" and p.role == "output.0")
+    assert (pair.status, pair.nonfinite_mismatch) == ("fail", 3)
+    assert pair.message == "NaN or infinity on one side only"
+
+
+def test_different_weights_are_found_first_and_said_first(golden):
+    def weights(w):
+        w["model.layers.1.mlp.down_proj"][3, 5] += 1.0
+
+    result = compare(golden, capture(weights=weights))
+    first = "different weights: 1 of 14 parameters differ, first model.layers.1.mlp.down_proj param.weight"
+    assert result.notes[0].startswith(first)
+    assert modules(result) == ["model.layers.1.mlp.down_proj"]
+    origin = result.origins[0]
+    assert (origin["role"], origin["evidence"], origin["position"]) == ("param.weight", "values", None)
+    assert result.first_divergence["role"] == "param.weight"
+    assert result.verdict == "fail"
+
+
+def test_a_weight_of_a_module_that_never_runs_explains_its_user(golden):
+    def weights(w):
+        w["lm_head"][:] *= 1.25
+
+    result = compare(golden, capture(weights=weights))
+    assert modules(result) == ["lm_head"]
+
+
+def test_a_sampler_that_does_not_take_the_best_logit(golden):
+    result = compare(golden, capture(sampler=lambda best, at: np.where(at == 11, (best + 7) % 64, best)))
+    assert modules(result) == ["sampler"]
+    origin = result.origins[0]
+    assert (origin["request"], origin["position"], origin["phase"]) == ("a", 11, "decode")
+    (flip,) = result.tokens["flipped"]
+    assert (flip["request"], flip["ordinal"], flip["why"]) == ("a", 3, "sampler")
+    assert flip["golden_margin"] == flip["mine_margin"] > 0
+    assert all(p.status == "pass" for p in result.pairs if p.role != "output.token")
+
+
+def test_a_flip_that_follows_from_a_fault_is_not_the_samplers(golden):
+    result = compare(golden, capture(faults={"model.norm": lambda v, p, d: v[:, ::-1]}))
+    assert modules(result) == ["model.norm"]
+    assert {f["why"] for f in result.tokens["flipped"]} == {"logits differ beyond the limit"}
+
+
+def test_tokens_sampled_at_random_are_not_judged():
+    def dice(best, at):
+        return (best + at) % 64
+
+    def other(best, at):
+        return (best + 2 * at) % 64
+
+    result = compare(capture(sampler=dice), capture(sampler=other))
+    assert result.verdict == "pass"
+    assert {f["why"] for f in result.tokens["flipped"]} == {"sampled at random"}
+    assert result.notes == ["3 requests were not sampled greedily: their flipped tokens are not judged"]
+
+
+def test_ranks_that_should_be_equal_and_are_not(golden):
+    tap = "model.layers.1.post_attention_layernorm"
+    result = compare(golden, capture(tp=2, rank_fault=f"{tap}/output.0"))
+    assert modules(result) == [tap]
+    assert result.verdict == "fail"
+    pair = next(p for p in result.pairs if p.tap == tap and p.role == "output.0")
+    assert "ranks differ (rank 1 from rank 0)" in pair.message
+    assert result.notes == ["4 tensors that all ranks should hold alike differ between the ranks of mine"]
+
+
+def test_a_fault_behind_tensor_parallel_ranks(golden):
+    result = compare(golden, capture(tp=2, faults={"model.layers.2.self_attn.qkv_proj": scaled(1.1)}, chunk=4))
+    assert modules(result) == ["model.layers.2.self_attn.qkv_proj"]
+
+
+def test_a_fault_in_a_row_that_another_request_reads_from_the_cache():
+    """b reads positions 0-3 from a's cache; a's fault there is not blamed on what b computes later."""
+    prompts = {"a": [4, 4, 2, 8, 1, 9], "b": [4, 4, 2, 8, 30, 31]}
+    golden = capture(prompts=prompts, together=False)
+    fault = scaled(2.0, lambda at, decode: at == 2)
+    tiny = Tiny(faults={"model.layers.0.self_attn.o_proj": fault})
+    for name, prompt in prompts.items():
+        tiny.request(name, prompt)
+    tiny.step([("a", 6, [])])
+    tiny.share("b", "a", 4)
+    result = compare(golden, tiny.finish())
+    assert modules(result) == ["model.layers.0.self_attn.o_proj"]
+    assert result.origins[0]["request"] == "a"

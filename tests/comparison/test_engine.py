@@ -1,0 +1,187 @@
+"""Dumps on disk, dumps without payloads, dumps with nothing in common, and what the result looks like."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from synthetic_model import PROMPTS, MemoryDump, capture, scaled, write
+
+from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.comparison.measure import NO_PAYLOAD, ROW_COUNT
+from vllm_accprobe.comparison.plan import make_plan
+from vllm_accprobe.comparison.result import COLUMNS, CompareError, NothingCompared, Pair
+from vllm_accprobe.dump.schema import Image, RowSpace, Segment
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return capture(together=False)
+
+
+@pytest.fixture(scope="module")
+def faulty():
+    return capture(chunk=4, faults={"model.layers.1.mlp.down_proj": scaled(1.1)})
+
+
+@pytest.fixture(scope="module")
+def on_disk(golden, faulty, tmp_path_factory):
+    root = tmp_path_factory.mktemp("dumps")
+    return write(golden, root / "golden"), write(faulty, root / "mine")
+
+
+def test_the_real_reader_gives_the_same_result(golden, faulty, on_disk):
+    memory, disk = compare(golden, faulty), compare(*on_disk)
+    assert disk.origins == memory.origins
+    assert disk.coverage == memory.coverage
+    assert [replace(p, order=0) for p in disk.pairs] == [replace(p, order=0) for p in memory.pairs]
+
+
+def test_compare_json(on_disk):
+    result = compare(*on_disk)
+    data = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert list(data) == [
+        "schema", "verdict", "golden", "mine", "notes", "standard", "coverage", "first_divergence", "origins", "tokens",
+    ]  # fmt: skip
+    assert data["verdict"] == "fail"
+    assert data["origins"][0] | {"created": 0, "request": "", "position": 0, "worst": 0} == {
+        "module": "model.layers.1.mlp.down_proj", "class": "RowParallelLinear", "role": "output.0", "request": "",
+        "position": 0, "phase": "prefill", "created": 0, "propagated": 0.0, "floor": 4 * 2**-8, "evidence": "jump",
+        "rows": result.coverage["rows_compared"], "worst": 0, "shape": "all rows, scale 1.1",
+    }  # fmt: skip
+    assert set(data["coverage"]) == {
+        "pairs", "rows_compared", "rows_only_golden", "rows_only_mine", "taps_only_golden", "taps_only_mine", "skipped",
+    }  # fmt: skip
+    assert COLUMNS[:7] == ("golden", "mine", "step", "rank", "dtype_golden", "dtype_mine", "shape")
+
+
+def test_pairs_carry_the_numbers_of_their_rows(golden):
+    def fault(values, positions, decode):
+        values[positions == 2, 5] += 3.0
+        return values
+
+    result = compare(golden, capture(together=False, faults={"model.norm": fault}))
+    pair = next(p for p in result.pairs if p.tap == "model.norm" and p.role == "output.0" and p.rows == 10)
+    assert (pair.mine, pair.shape, pair.phase, pair.status) == ("model.norm/output.0", (10, 32), "prefill", "fail")
+    assert (pair.worst_request, pair.worst_position, pair.max_abs_index) == ("a", 2, (2, 5))
+    assert pair.max_abs_mine - pair.max_abs_golden == pair.max_abs_err == pytest.approx(3.0, rel=0.01)
+    assert pair.mean_abs_err == pytest.approx(pair.max_abs_err / 320)
+    assert (pair.decode_rel_l2, pair.prefill_rel_l2) == (None, pair.worst_row_rel_l2)
+    assert pair.worst_row_rel_l2 == pytest.approx(3 / 32**0.5, rel=0.02)  # a normalised row has norm sqrt(width)
+
+
+def test_statistics_alone_still_find_the_fault(golden, tmp_path):
+    bare = write(golden, tmp_path / "golden", payloads=False)
+    assert compare(bare, write(golden, tmp_path / "same", payloads=False)).verdict == "pass"
+    faulty = capture(together=False, faults={"model.layers.1.mlp.down_proj": scaled(1.2)})
+    result = compare(bare, write(faulty, tmp_path / "mine", payloads=False))
+    assert [o["module"] for o in result.origins] == ["model.layers.1.mlp.down_proj"]
+    pair = next(p for p in result.pairs if p.tap == "model.layers.1.mlp.down_proj" and p.role == "output.0")
+    assert (pair.status, pair.message.partition(";")[0], pair.cosine) == ("fail", "statistics differ", None)
+    batched = compare(bare, write(capture(chunk=4), tmp_path / "chunked", payloads=False))
+    assert batched.coverage["skipped"][NO_PAYLOAD] > 0
+
+
+def test_only_some_taps(golden, faulty):
+    result = compare(golden, faulty, taps="model.layers.1.mlp*, model.norm")
+    assert {p.tap for p in result.pairs} == {
+        "model.norm", *(f"model.layers.1.mlp{x}" for x in ("", ".gate_up_proj", ".act_fn", ".down_proj")),
+    }  # fmt: skip
+    assert result.origins[0]["module"] == "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("mine", "taps", "why"),
+    [
+        ({"prompts": {"a": [1, 2], "b": [3], "c": [4]}}, None, "same ids but different prompt tokens"),
+        ({"prompts": {"x": [1, 2]}}, None, "no request of one dump has the same prompt"),
+        ({}, "nowhere.*", "no tap of one dump has a partner"),
+    ],
+)
+def test_nothing_to_compare_is_said_in_one_line(golden, mine, taps, why):
+    with pytest.raises(NothingCompared, match=why) as error:
+        compare(golden, capture(**mine), taps=taps)
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_dump(golden, tmp_path):
+    with pytest.raises(NothingCompared, match="holds no tensors"):
+        compare(golden, MemoryDump(tmp_path, problems=["rank 0 was not closed"]))
+    with pytest.raises(CompareError, match="does not exist"):
+        compare(golden, tmp_path / "nowhere")
+    with pytest.raises(CompareError, match="unknown standard 'lax': known are accprobe, strict"):
+        compare(golden, golden, standard="lax")
+
+
+def test_a_row_map_that_disagrees_with_its_tensors_is_not_trusted(golden):
+    broken = capture(together=False)
+    key = (0, 0, "tokens")
+    space = broken.rows[key]
+    broken.rows[key] = RowSpace(0, "tokens", 99, (*space.segments, Segment(0, 50, 1 << 26, 10)), space.ids)
+    result = compare(golden, broken)
+    assert result.coverage["skipped"][ROW_COUNT] > 0
+    assert result.verdict == "pass"
+    broken.rows[key] = RowSpace(0, "tokens", 99, (*space.segments[:-1], Segment(77, 9, 1, 9)), space.ids)
+    assert compare(golden, broken).verdict == "pass"  # a row of an unknown request belongs to nobody
+
+
+def test_the_plan_reads_no_tensor_but_the_sampled_tokens(golden, faulty):
+    golden.reads = faulty.reads = 0
+    lines = make_plan(golden, faulty).lines()
+    assert "requests: 3 paired by id and prompt" in lines
+    assert "names: 40 taps paired by exact" in lines
+    assert golden.reads == sum(r.role == "output.token" for r in golden.records)
+
+
+def vision(group, values):
+    """A dump with a vision tower: images of 4 and 2 rows, batched as ``group`` says."""
+    dump = MemoryDump("memory")
+    sizes = {"cat": 4, "dog": 2}
+    for i, (name, n) in enumerate(sizes.items()):
+        request = capture(prompts={name: [5, 6, 7]}).requests[(0, 0)]
+        dump.requests[(0, i)] = replace(request, req=i, id=name, internal_id=name, images=(Image(name, 1, n // 2),))
+    for step, images in enumerate(group):
+        at, segments, rows = 0, [], []
+        for name in images:
+            segments.append(Segment(list(sizes).index(name), 0, sizes[name], at, "prefill", 0))
+            at += sizes[name]
+            rows.append(values[name])
+        dump.rows[(0, step, "vision/2")] = RowSpace(step, "vision/2", at, tuple(segments))
+        dump.add(0, step, "visual.blocks.0", "input.x", np.concatenate(rows), "float32", 1, "vision/2")
+        dump.add(0, step, "visual.blocks.0", "output.0", np.concatenate(rows) * 2, "float32", 2, "vision/2", row_dim=0)
+        lengths = np.cumsum([0, *(sizes[n] for n in images)])
+        dump.add(0, step, "visual.blocks.0", "input.cu_seqlens", lengths, "int32", 0, None)
+    return dump
+
+
+def test_images_pair_by_content_however_they_were_batched():
+    rng = np.random.default_rng(1)
+    values = {"cat": rng.standard_normal((4, 8)), "dog": rng.standard_normal((2, 8))}
+    one = vision([["cat", "dog"]], values)
+    two = vision([["dog"], ["cat"]], values)
+    result = compare(one, two)
+    assert result.verdict == "pass"
+    assert result.coverage["rows_compared"] == 6
+    assert result.coverage["skipped"]["tensor without rows in a step with another batch"] == 2
+    assert compare(one, vision([["cat", "dog"]], values)).coverage["skipped"] == {}
+    wrong = {**values, "dog": values["dog"] + 0.1}
+    bad = compare(one, vision([["dog"], ["cat"]], wrong))
+    assert (bad.origins[0]["request"], bad.origins[0]["role"]) == ("dog", "input.x")
+
+
+def test_pair_has_a_default_for_everything_a_skipped_pair_lacks():
+    pair = Pair("", "x/output.0", 0, 0, None, "float32", (2,))
+    assert (pair.status, pair.cosine, pair.identical) == ("skip", None, False)
+
+
+def test_same_prompt_twice_pairs_by_ordinal():
+    def twice():
+        from synthetic_model import Tiny
+
+        tiny = Tiny()
+        for i, name in enumerate(("u", "v")):
+            tiny.request(name, PROMPTS["b"], ordinal=i)
+        return tiny.finish()
+
+    result = compare(twice(), twice())
+    assert (result.verdict, result.coverage["rows_compared"]) == ("pass", 18)

@@ -1,0 +1,185 @@
+"""A comparison that was killed goes on where it stopped, and gives the same table."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from synthetic_model import capture, scaled, write
+
+from vllm_accprobe.comparison import resume, wire, workers
+from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.comparison.measured import MeasuredUnit, Part
+from vllm_accprobe.comparison.resume import NAME, Finished, forget, identity
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.report.table import write_csv
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory):
+    root = tmp_path_factory.mktemp("dumps")
+    fault = {"model.layers.1.mlp.down_proj": scaled(1.1)}
+    return write(capture(together=False), root / "golden"), write(capture(chunk=4, faults=fault), root / "mine")
+
+
+def unit(tap="a", **more):
+    keys = np.arange(3)
+    table = np.array([[np.inf, -0.0, 1 / 3]])
+    part = {"golden": "g", "mine": "m", "step": 0, "rank": None, "moment": (0, 1), "dtype_golden": None,
+            "dtype_mine": "bfloat16", "call": 0, "feature": (4,), "keys": keys, "table": table,
+            "worst": (0, 1, float("nan"), 2.5)}  # fmt: skip
+    made = MeasuredUnit((tap, "output.0", 0), "C", "exact", 1, 0, False, False, [Part(**part | more)] * 2)
+    return made
+
+
+def said(units):
+    names = Part.__dataclass_fields__
+    return repr([(u.key, u.columns, [[getattr(p, n) for n in names] for p in u.parts]) for u in units])
+
+
+def test_units_come_back_as_they_were():
+    units = [unit(), unit("b", table=None, keys=np.zeros(0, np.int64))]
+    units[1].columns = np.array([[1.5], [np.nan]])
+    ((text, data, end),) = wire.frames(wire.pack(units))
+    back = wire.unpack(text, data, {})
+    assert said(back) == said(units)
+    assert type(back[0].key) is type(back[0].parts[0].moment) is tuple
+    assert back[0].parts[0].keys is back[0].parts[1].keys
+    assert end == len(wire.pack(units))
+
+
+def test_a_torn_frame_is_not_there_and_a_damaged_one_neither():
+    one, two = wire.pack([unit("a")]), wire.pack([unit("b")])
+    whole = one + two
+    assert len(list(wire.frames(whole))) == 2
+    cuts = len(whole) - 1, len(one), len(one) - 1, 5, 0
+    assert [len(list(wire.frames(whole[:n]))) for n in cuts] == [1, 1, 0, 0, 0]
+    bad = bytearray(whole)
+    bad[len(one) + 60] ^= 1
+    assert len(list(wire.frames(bytes(bad)))) == 1
+
+
+@pytest.mark.parametrize("arrays", [[["|O", [1], 0]], [["<f8", [99], 0]], [["<f8", [1], -8]], "x", [[1]]])
+def test_made_up_frames_are_refused(arrays):
+    with pytest.raises(ValueError):
+        wire.unpack({"units": [], "arrays": arrays}, b"\0" * 16)
+
+
+def test_a_file_of_another_comparison_begins_anew(tmp_path):
+    first = Finished(tmp_path, "one")
+    first.add([unit("a")])
+    first.close()
+    again = Finished(tmp_path, "one")
+    assert list(again.done) == [("a", "output.0", 0)]
+    again.close()
+    other = Finished(tmp_path, "two")
+    assert other.done == {}
+    other.close()
+    assert Finished(tmp_path, "one").done == {}
+    forget(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torn_end_is_cut_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(resume, "PATIENCE", 0.0)
+    first = Finished(tmp_path, "one")
+    first.add([unit("a")])
+    first.add([unit("b")])
+    first.close()
+    path = tmp_path / NAME
+    os.truncate(path, path.stat().st_size - 3)
+    second = Finished(tmp_path, "one")
+    assert [k[0] for k in second.done] == ["a"]
+    second.add([unit("c")])
+    second.close()
+    assert [k[0] for k in Finished(tmp_path, "one").done] == ["a", "c"]
+
+
+def test_where_nothing_can_be_written_the_comparison_goes_on(tmp_path, dumps):
+    (tmp_path / NAME).mkdir()
+    assert "begin anew" in Finished(tmp_path, "one").problem
+    assert compare(*dumps, resume=tmp_path).verdict == "fail"
+
+
+def test_the_identity_follows_the_dumps_and_the_choices(dumps, tmp_path):
+    opened = [open_dump(d) for d in dumps]
+    first = identity(opened, None)
+    assert identity([open_dump(d) for d in dumps], None) == first
+    assert identity(opened, "model.*") != first
+    assert identity(opened[::-1], None) != first
+    journal = next((dumps[1]).rglob("journal.jsonl"))
+    os.utime(journal, (1, 1))
+    assert identity(opened, None) != first
+
+
+def test_what_is_measured_is_not_measured_again(dumps, tmp_path, monkeypatch):
+    fresh = compare(*dumps)
+    monkeypatch.setattr(resume, "PATIENCE", 0.0)
+    compare(*dumps, resume=tmp_path)
+
+    real, measured = workers.UnitMeasurer.measure, []
+
+    def watched(self, unit):
+        measured.append(real(self, unit))
+        return measured[-1]
+
+    monkeypatch.setattr(workers.UnitMeasurer, "measure", watched)
+    again = compare(*dumps, resume=tmp_path)
+    # What agrees by its hashes is not remembered, because nothing is read for it.
+    assert not any(p.table is not None for unit in measured for p in unit.parts)
+    assert len(measured) < len(fresh.measured.units) / 2
+    assert json.dumps(again.to_json()) == json.dumps(fresh.to_json())
+
+
+def test_what_took_no_time_is_written_only_where_it_ended_early(dumps, tmp_path, monkeypatch):
+    monkeypatch.setattr(resume, "PATIENCE", 3600.0)
+    compare(*dumps, resume=tmp_path)
+    opened = [open_dump(d) for d in dumps]
+    assert Finished(tmp_path, identity(opened, None, None, False)).done == {}
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_accprobe.comparison.engine.judge", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        compare(*dumps, resume=tmp_path)
+    assert len(Finished(tmp_path, identity(opened, None, None, False)).done) > 20
+
+
+SLOW = """
+import sys, time
+from vllm_accprobe.comparison import resume, workers
+from vllm_accprobe.cli import main
+workers._MOST = 2
+resume.PATIENCE = 0.0
+real = workers.UnitMeasurer.measure
+def slow(self, unit):
+    time.sleep(0.05)
+    return real(self, unit)
+workers.UnitMeasurer.measure = slow
+sys.argv = ["accprobe", "compare", *sys.argv[1:]]
+main()
+"""
+
+
+def test_killed_midway_and_run_again_gives_the_same_csv(dumps, tmp_path):
+    out = tmp_path / "out"
+    child = subprocess.Popen([sys.executable, "-c", SLOW, *map(str, dumps), "--out", str(out)])
+    path, deadline = out / NAME, time.monotonic() + 60
+    while not (path.exists() and path.stat().st_size > 20_000) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert not (out / "compare.csv").exists()
+    finished = Finished(out, identity([open_dump(d) for d in dumps], None, None, False))
+    assert finished.done
+    finished.close()
+    subprocess.run([sys.executable, "-m", "vllm_accprobe.cli", "compare", *map(str, dumps), "--out", str(out)],
+                   stdout=subprocess.DEVNULL, check=False)  # fmt: skip
+    write_csv(compare(*dumps), tmp_path / "fresh.csv")
+    assert (out / "compare.csv").read_bytes() == (tmp_path / "fresh.csv").read_bytes()
+    assert not path.exists()

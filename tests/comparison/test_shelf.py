@@ -1,0 +1,52 @@
+"""Row tables beyond the bound lie on disk, and nothing about the result tells."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from synthetic_model import capture, scaled
+
+from vllm_accprobe.comparison import engine, saved
+from vllm_accprobe.comparison import shelf as shelf_module
+from vllm_accprobe.comparison.shelf import Shelf
+
+
+def test_arrays_beyond_the_bound_go_to_disk_and_stay_what_they_were(tmp_path, monkeypatch):
+    monkeypatch.setattr(shelf_module, "CHUNK", 1 << 16)
+    shelf = Shelf(tmp_path, bound=1000)
+    made = [np.random.default_rng(i).standard_normal((i * 37 % 50, 11)) for i in range(60)]
+    kept = [shelf.keep(a) for a in made]
+    shelf.rest()
+    for a, b in zip(made, kept, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert shelf.in_memory <= 1000
+    assert shelf.in_memory + shelf.on_disk == sum(a.nbytes for a in made)
+    assert list(tmp_path.iterdir()) == []  # the files have no names: nothing stays behind a crash
+
+
+def test_a_table_larger_than_a_chunk_and_a_directory_that_cannot_be_written(tmp_path):
+    large = np.arange(float(shelf_module.CHUNK // 8 + 5))
+    np.testing.assert_array_equal(Shelf(tmp_path, bound=0).keep(large), large)
+    nowhere = Shelf(tmp_path / "none", bound=0)
+    assert nowhere.keep(large[:10]) is not None
+    assert (nowhere.on_disk, nowhere.in_memory) == (0, 80)
+
+
+@pytest.mark.parametrize("bound", [0, 5000])
+def test_the_result_is_the_same(tmp_path, monkeypatch, bound):
+    golden, mine = capture(), capture(faults={"model.layers.1.mlp.down_proj": scaled(1.1)})
+    plain = engine.compare(golden, mine)
+    monkeypatch.setattr(engine, "Shelf", lambda directory: Shelf(tmp_path, bound))
+    spilled = engine.compare(golden, mine)
+    assert spilled.measured.shelf.on_disk > 0
+    assert json.dumps(spilled.to_json()) == json.dumps(plain.to_json())
+    assert spilled.pairs == plain.pairs
+    for name in ("pair", "request", "position", "error", "ratio"):
+        np.testing.assert_array_equal(getattr(spilled.rows, name), getattr(plain.rows, name))
+    a, b = tmp_path / "a", tmp_path / "b"
+    for directory, result in ((a, plain), (b, spilled)):
+        directory.mkdir()
+        saved.save(result.measured, directory)
+    again = [replace(engine.rejudge(saved.load(d)), measured=None) for d in (a, b)]
+    assert again[0].pairs == again[1].pairs == plain.pairs

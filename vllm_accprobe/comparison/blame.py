@@ -1,0 +1,259 @@
+"""Origins and flipped tokens as they stand in the result.
+
+The problem: what judge/ finds is keys and arrays; a reader wants a request, a position and one entry per module. The
+idea: `Places` answers where and when a row was computed; the rest turns each finding into its entry, and makes the
+pairs agree with it, so that no table calls a culprit clean.
+Not here: the finding itself (judge/origin.py, judge/flips.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.tokens import Flip, position, subject
+from vllm_accprobe.comparison import words
+from vllm_accprobe.comparison.measured import Setting
+from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, TOP_IDS, TOP_LOGITS, Plan, Unit
+from vllm_accprobe.comparison.read import Loader
+from vllm_accprobe.comparison.result import FAIL, PASS, Pair
+from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.judge import flips as rules
+from vllm_accprobe.judge import shape
+from vllm_accprobe.judge.looks import Look
+from vllm_accprobe.judge.origin import Created
+from vllm_accprobe.judge.trace import OUTPUT, PARAM, Trace
+
+Compared = list[tuple[Pair, np.ndarray]]
+"""Each pair with the keys of its rows."""
+Chosen = dict[str, "list[tuple[np.ndarray, np.ndarray]]"]
+"""Tap that is told which experts to use → (keys [n], experts [n, k]) of its tensors."""
+
+
+class Places:
+    """Where mine computed each row."""
+
+    def __init__(self, setting: Setting):
+        self.known, self.steps, self.decode = setting.places
+
+    def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(index into the sorted places, whether it is there) of each key."""
+        at = np.minimum(np.searchsorted(self.known, keys), max(len(self.known) - 1, 0))
+        return at, (self.known[at] == keys if len(self.known) else np.zeros(len(keys), bool))
+
+    def earliest(self, keys: np.ndarray) -> int:
+        """The index of the key that was computed first: in the earliest step, at the lowest position."""
+        at, there = self.find(keys)
+        step = np.where(there, self.steps[at], 0) if len(self.known) else np.zeros(len(keys))
+        return int(np.lexsort((position(keys), step))[0])
+
+    def phase(self, key: int) -> str | None:
+        at, there = self.find(np.array([key]))
+        if not there[0]:
+            return None
+        return "decode" if self.decode[at[0]] else "prefill"
+
+
+def origin_entry(
+    c: Created, setting: Setting, places: Places, pairs: Compared, chosen: Chosen | None = None
+) -> dict[str, Any]:
+    """compare.json's entry of an origin: its first row, and how many rows it has and how bad the worst is."""
+    trace = c.trace
+    request = where = phase = None
+    at = 0
+    if len(c.keys):
+        at = places.earliest(c.keys)
+        key = int(c.keys[at])
+        request, where = setting.name(key)
+        phase = places.phase(key)
+        if not request:  # a tensor that is compared as a whole
+            request = where = phase = None
+    value, limit, worst = size_of(c, at)
+    if trace.kind == PARAM:
+        found = next((p for p, _ in pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
+        value = found.rel_l2 if found is not None and found.rel_l2 is not None else value
+    return {
+        "module": c.tap,
+        "class": setting.classes.get(c.tap, ""),
+        "role": trace.role if trace.tap == c.tap else f"{trace.tap}/{trace.role}",
+        "request": request,
+        "position": where,
+        "phase": phase,
+        "created": value,
+        "propagated": float(c.explained[at]),
+        "floor": limit,
+        "evidence": c.evidence,
+        "rows": len(c.keys),
+        "worst": worst,
+        "shape": "" if len(c.keys) and request is None else shape_of(c, setting, places, chosen or {}),
+    }
+
+
+def size_of(c: Created, at: int = 0) -> tuple[float, float, float]:
+    """(error of the first row, what it was held against, error of the worst row), as relative L2 errors.
+
+    A row that a lone element or its norm condemned, while its relative L2 error is within the limit, is given in
+    verdict.py's common unit. A hidden error is that of the rows or columns that show it, against what it took.
+    """
+    trace = c.trace
+    if c.hidden is not None:
+        return c.hidden.size, c.hidden.size / c.hidden.strength, c.hidden.size
+    err = c.err
+    if len(trace.rel) == len(trace.keys) and len(trace.keys) and len(c.keys):
+        rel = trace.rel[np.minimum(np.searchsorted(trace.keys, c.keys), len(trace.keys) - 1)]
+        err = np.where(rel > trace.limit, rel, err)
+    return float(err[at]), trace.limit, float(err.max())
+
+
+def shape_of(c: Created, setting: Setting, places: Places, chosen: Chosen) -> str:
+    """The error's shape in words (judge/shape.py)."""
+    if c.trace.kind == PARAM:
+        return ""
+    attrs = setting.attrs.get(c.trace.tap) or setting.attrs.get(c.tap) or {}
+    logits = "logits" in c.trace.tap or "lm_head" in c.trace.tap
+    rows = None
+    if c.look is not None and len(c.look.keys):
+        rows = _shape_rows(c, c.look, setting, places, chosen)
+    return shape.sentence(rows, c.trace.columns, attrs, tail="the vocabulary's tail" if logits else "")
+
+
+def _shape_rows(c: Created, look: Look, setting: Setting, places: Places, chosen: Chosen) -> shape.Rows:
+    at, there = places.find(look.keys)
+    step = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
+    counts = [setting.batches.get(int(s), (-1, -1)) for s in step.tolist()]
+    made = np.sqrt(np.maximum(look.err**2 - np.where(np.isfinite(look.before), look.before, 0.0) ** 2, 0.0))
+    made[~np.isfinite(look.err)] = np.inf
+    if len(c.keys):  # the measure that condemned a row may be another one than its relative error
+        guilty = np.isin(look.keys, c.keys)
+        made[guilty & (made == 0)] = look.err[guilty & (made == 0)]
+    who, where = subject(look.keys), position(look.keys)
+    decode = places.decode[at] & there if len(places.known) else np.zeros(len(look.keys), bool)
+    return shape.Rows(
+        made=made,
+        gain=look.gain,
+        position=where,
+        request=who,
+        decode=decode,
+        batch=np.array([n for n, _ in counts]),
+        tokens=np.array([n for _, n in counts]),
+        chunk=np.where(decode, 0, _chunks(who, step)),
+        names={int(s): setting.names[int(s)][0] for s in np.unique(who)},
+        experts=_experts(c.tap, look.keys, chosen),
+    )
+
+
+def _experts(tap: str, keys: np.ndarray, chosen: Chosen) -> np.ndarray | None:
+    """int64 [len(keys), k]: the experts of each row, -1 where not known; None for a tap outside of experts."""
+    for told, found in chosen.items():
+        root = told.partition(".experts")
+        if not (tap == told or (root[1] and tap.startswith(root[0] + root[1]))):
+            continue
+        known, experts = np.concatenate([k for k, _ in found]), np.concatenate([e for _, e in found])
+        order = np.argsort(known, kind="stable")
+        known, experts = known[order], experts[order]
+        at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+        return np.where((known[at] == keys)[:, None], experts[at], -1)
+    return None
+
+
+def _chunks(who: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """For each row the number of its step among those that computed its request, from 1."""
+    out = np.zeros(len(who), np.int64)
+    for one in np.unique(who):
+        mine = who == one
+        out[mine] = np.searchsorted(np.unique(step[mine]), step[mine]) + 1
+    return out
+
+
+def condemn(created: Sequence[Created], pairs: Compared) -> Compared:
+    """The pairs in which an error was created fail, also where so much may have piled up by then."""
+    guilty: dict[tuple[str, str, int], list[Created]] = {}
+    for c in created:
+        guilty.setdefault((c.trace.tap, c.trace.role, c.trace.call), []).append(c)
+    out = []
+    for pair, keys in pairs:
+        for c in guilty.get((pair.tap, pair.role, pair.call), ()):
+            mask = np.isin(c.keys, keys)
+            if pair.status == PASS and mask.any():
+                most, limit = float(c.err[mask].max()), c.trace.limit
+                what = f"creates an error of {most:.3g} (limit {limit:.2g} for one operator)"
+                if c.hidden is not None:  # within fixed limits, but not what this operator does elsewhere
+                    most, limit, _ = size_of(c)
+                    what = f"creates an error of {most:.3g}, where {limit:.2g} would be usual ({c.hidden.how})"
+                pair = replace(pair, status=FAIL, message=words.join(what, pair.message), limit=limit)
+                pair = replace(pair, measure="created", measured=most, allowed=limit)
+        out.append((pair, keys))
+    return out
+
+
+def judge_flips(
+    setting: Setting, traces: Sequence[Trace], places: Places, pairs: Compared
+) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]], Compared]:
+    """(entries of ``tokens.flipped``, the sampler as [(order, origin)] where it is one, the pairs with verdicts)."""
+    entries: list[dict[str, Any]] = []
+    guilty: list[tuple[int, dict[str, Any]]] = []
+    verdicts: dict[int, str] = {}
+    for found in setting.flips:
+        flip = Flip(**found["flip"])
+        golden, mine = (None if b is None else rules.Best(*map(np.array, b)) for b in found["best"])
+        why = rules.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key))
+        request, where = setting.name(flip.key)
+        entries.append(rules.flip_entry(flip, request, golden, mine, why))
+        verdicts[flip.key] = why
+        if why == rules.SAMPLED:
+            cls = setting.classes.get(SAMPLER, "")
+            guilty.append((flip.key, words.sampler_origin(cls, request, where, places.phase(flip.key))))
+    out = []
+    for pair, keys in pairs:
+        if (pair.tap, pair.role) == (SAMPLER, TOKEN) and pair.status in (PASS, FAIL):
+            pair = words.judged_tokens(pair, [why for key, why in verdicts.items() if key in keys])
+        out.append((pair, keys))
+    if not guilty:
+        return entries, [], out
+    first = places.earliest(np.array([key for key, _ in guilty]))
+    return entries, [(setting.sampler_order, guilty[first][1] | {"rows": len(guilty)})], out
+
+
+def best_logits(plan: Plan, loaders: tuple[Loader, Loader]) -> list[dict[str, Any]]:
+    """For each flipped token {"flip": its fields, "best": [golden's, mine's]}, each [logits, ids] or None."""
+    units = {u.key[1]: u for u in plan.units if u.key[0] == SAMPLER}
+    found = []
+    for flip in plan.tokens.flips:
+        best = [_best(plan, side, units, loaders[side], flip.key) for side in (0, 1)]
+        lists = [None if b is None else [b.logits.tolist(), b.ids.tolist()] for b in best]
+        found.append({"flip": asdict(flip), "best": lists})
+    return found
+
+
+def _logits_agree(traces: Sequence[Trace], key: int) -> bool | None:
+    """Whether a row of the logits is within limits, by all that shows it; None where nothing does."""
+    known: bool | None = None
+    for t in traces:
+        if t.kind == OUTPUT and (t.tap == SAMPLER or "logits" in t.tap or "lm_head" in t.tap) and key in t.seen:
+            at = np.flatnonzero(t.keys == key)
+            known = (known is not False) and not (len(at) and t.err[at[0]] > t.allowed)
+    return known
+
+
+def _best(plan: Plan, side: int, units: dict[str, Unit], loader: Loader, key: int) -> rules.Best | None:
+    rows = [_row(plan, side, units.get(role), loader, key) for role in (TOP_LOGITS, TOP_IDS)]
+    return rules.Best(rows[0], rows[1]) if rows[0] is not None and rows[1] is not None else None
+
+
+def _row(plan: Plan, side: int, unit: Unit | None, loader: Loader, key: int) -> np.ndarray | None:
+    """One row's numbers, of the last group that holds it."""
+    if unit is None:
+        return None
+    tokens = (plan.tokens.golden, plan.tokens.mine)[side]
+    for group in reversed(unit.mine if side else unit.golden):
+        rows = tokens.rows.get(group.where) if group.where else None
+        if rows is None or not group.readable:
+            continue
+        at = np.flatnonzero((rows.keys == key) & rows.keep)
+        if len(at):
+            block = loader.load(group)
+            return np.asarray(widen(block.data[int(at[0])], block.dtype, as_float=True))
+    return None

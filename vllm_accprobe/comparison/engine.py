@@ -1,0 +1,231 @@
+"""Two dumps in, a Comparison out: measuring.
+
+The problem: reading and measuring cost minutes, judging costs seconds and is done again with other limits. The idea:
+the plan's units are measured by workers into plain values (measured.py), from which judging.py makes the result.
+Not here: each of those matters (plan.py, workers.py, measure.py, coverage.py), the verdict (judging.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.files import take_names
+from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
+from vllm_accprobe.comparison import blame, foreign, words
+from vllm_accprobe.comparison.coverage import coverage
+from vllm_accprobe.comparison.floors import gather
+from vllm_accprobe.comparison.index import Indices
+from vllm_accprobe.comparison.judging import judge
+from vllm_accprobe.comparison.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
+from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, TOP_IDS, Plan, Unit, make_plan
+from vllm_accprobe.comparison.read import Loader
+from vllm_accprobe.comparison.result import CompareError, Comparison
+from vllm_accprobe.comparison.resume import Finished, identity
+from vllm_accprobe.comparison.rows import RowLog
+from vllm_accprobe.comparison.samples import take_samples
+from vllm_accprobe.comparison.shelf import Shelf
+from vllm_accprobe.comparison.workers import measure_all, unit_bytes
+from vllm_accprobe.formats import DumpError, open_dump
+from vllm_accprobe.formats.foreign import INDEPENDENT, VALUES, ForeignDump
+from vllm_accprobe.judge.calibration import Calibration
+from vllm_accprobe.judge.foreign import FOREIGN
+from vllm_accprobe.judge.standards import Standard, get_standard
+
+IDS_ONLY = "ids of the best logits (used for flipped tokens only)"
+Progress = Callable[[int, int], None]
+
+
+def compare(
+    golden: str | Path | Any,
+    mine: str | Path | Any,
+    *,
+    standard: str | Standard = "accprobe",
+    taps: str | None = None,
+    mapping: str | Path | Rules | None = None,
+    progress: Progress | None = None,
+    resume: str | Path | None = None,
+    ray: str | None = None,
+    floors: Sequence[str | Path] = (),
+) -> Comparison:
+    """Compares two dumps (paths, or what `open_dump` gives).
+
+    standard: a name in judge.standards.STANDARDS or judge.foreign.FOREIGN, or a Standard. taps: globs over tap
+    names, comma separated.
+    mapping: a file or rules that say which place of mine is which of golden (docs/mapping.md).
+    progress: called with (bytes done, bytes in all) of both sides, read or known to be equal. Raises CompareError, one
+    line, and NothingCompared. resume: a directory that remembers what is measured until resume.forget is called.
+    ray: address of a Ray cluster whose machines do the measuring. floors: further runs of golden's side, dumps or what
+    `calibrate` made, from which is known what honest runs differ by (judge/calibration.py).
+    """
+    rules, other = find_standard(standard)
+    dumps = open_both(golden, mine)
+    floor = gather(dumps[0], floors, compare)
+    plan = make_plan(*dumps, taps=taps, mapping=find_mapping(mapping))
+    kl = other is not None and FOREIGN[other].needs_kl
+    run = _Run(dumps, plan, ray=ray, kl=kl)
+    log = RowLog()
+    finished = None
+    if resume is not None:
+        finished = Finished(Path(resume), identity(dumps, taps, mapping, kl))
+    try:
+        result = judge(run.measure(progress, finished), rules, log, floor)
+        result = result if other is None else foreign.apply(result, other)
+        result = replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
+        if finished is not None:
+            finished.close(needed=False)
+        return result
+    except DumpError as e:
+        raise CompareError(str(e)) from None
+    finally:
+        if finished is not None:
+            finished.close()
+
+
+def rejudge(
+    measured: Measured, *, standard: str | Standard = "accprobe", floors: Sequence[str | Path] = ()
+) -> Comparison:
+    """Judges a saved comparison (saved.load) again, by any standard, without tensors. floors: calibrations only."""
+    rules, other = find_standard(standard)
+    result = judge(measured, rules, None, gather(None, floors, compare))
+    return result if other is None else foreign.apply(result, other)
+
+
+def calibrate(golden: str | Path | Any, runs: Sequence[str | Path]) -> Calibration:
+    """What golden and further honest ``runs`` of its own side differ by. Raises CompareError."""
+    found = gather(open_both(golden, golden)[0], runs, compare)
+    if found is None:
+        raise CompareError("give at least one further run of golden's side: another batching, dtype or reduction order")
+    return found
+
+
+def open_both(golden: str | Path | Any, mine: str | Path | Any) -> tuple[Any, Any]:
+    """Opens what is a path; raises CompareError for what cannot be read."""
+    try:
+        opened = [open_dump(d) if isinstance(d, (str, Path)) else d for d in (golden, mine)]
+    except DumpError as e:
+        raise CompareError(str(e)) from None
+    return take_names(opened[0], opened[1])
+
+
+def find_mapping(mapping: str | Path | Rules | None) -> Rules | None:
+    """Reads a mapping file; raises CompareError, one line, for what cannot be used."""
+    try:
+        return load_mapping(mapping) if isinstance(mapping, (str, Path)) else mapping
+    except MappingError as e:
+        raise CompareError(str(e)) from None
+
+
+def find_standard(standard: str | Standard) -> tuple[Standard, str | None]:
+    """(our own rules, the name of another tool's standard or None). Raises CompareError."""
+    if isinstance(standard, Standard):
+        return standard, None
+    if standard in FOREIGN:
+        return Standard(), standard
+    try:
+        return get_standard(standard), None
+    except KeyError as e:
+        raise CompareError(f"{e.args[0]}, {', '.join(FOREIGN)}") from None
+
+
+def _shelve(unit: MeasuredUnit, shelf: Shelf) -> None:
+    for part in unit.parts:
+        if part.table is not None:
+            part.table = shelf.keep(part.table)
+
+
+@dataclass
+class _Run:
+    dumps: tuple[Any, Any]
+    plan: Plan
+    skipped: Counter[str] = field(default_factory=Counter)
+    compared: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    ray: str | None = None
+    kl: bool = False
+
+    def __post_init__(self) -> None:
+        self.loaders = Loader(self.dumps[0], 64 << 20), Loader(self.dumps[1], 64 << 20)
+
+    def measure(self, progress: Progress | None = None, finished: Finished | None = None) -> Measured:
+        wanted = [u for u in self.plan.units if u.key[:2] != (SAMPLER, TOP_IDS)]
+        ids = sum(len(u.mine) for u in self.plan.units if u.key[:2] == (SAMPLER, TOP_IDS))
+        if ids:
+            self.skipped[IDS_ONLY] += ids
+        known = dict(finished.done) if finished is not None else {}
+        missing = [u for u in wanted if u.key not in known]
+        sizes = {u.key: unit_bytes(u) for u in wanted} if progress is not None else {}
+        total, done = sum(sizes.values()), sum(sizes[k] for k in known if k in sizes)
+        shelf = Shelf(finished.directory if finished is not None else None)
+        for unit in known.values():
+            _shelve(unit, shelf)
+        for batch in self._measured(missing):
+            known.update((u.key, u) for u in batch)
+            if finished is not None:  # what was not read is measured again in no time
+                finished.add([u for u in batch if any(p.table is not None for p in u.parts)])
+            for unit in batch:
+                _shelve(unit, shelf)
+            if progress is not None:
+                done += sum(sizes[u.key] for u in batch)
+                progress(done, total)
+        units = [known[u.key] for u in wanted]
+        for unit in units:
+            self._note(unit)
+        return Measured(self._setting(), units, shelf)
+
+    def _measured(self, units: list[Unit]) -> Iterator[list[MeasuredUnit]]:
+        sides = self.plan.tokens.golden, self.plan.tokens.mine
+        if self.ray is None:
+            return measure_all(self.dumps, Indices(sides), units, kl=self.kl)
+        from vllm_accprobe.comparison.cluster import measure_on
+
+        for side, dump in zip(("golden", "mine"), self.dumps, strict=True):
+            if isinstance(dump, ForeignDump):
+                raise CompareError(f"--ray spreads accprobe's own dumps only, and {side} is one of {dump.kind}: "
+                                   "compare without --ray where all files can be read")  # fmt: skip
+        return measure_on(self.ray, self.dumps, sides, units, kl=self.kl)
+
+    def _note(self, unit: MeasuredUnit) -> None:
+        """What coverage needs to know of a measured unit."""
+        for part in unit.parts:
+            if part.skip:
+                self.skipped[part.skip] += 1
+            elif not part.whole and not unit.is_param:
+                self.compared.setdefault(part.family, []).append(part.keys)
+
+    def _setting(self) -> Setting:
+        plan, (golden, mine) = self.plan, self.dumps
+        tree, tokens = plan.tree, plan.tokens
+        activations = [u for u in plan.units if not u.is_param]
+        return Setting(
+            golden_path=str(golden.path),
+            mine_path=str(mine.path),
+            golden_run=dict(golden.run),
+            mine_run=dict(mine.run),
+            plan=plan.lines(),
+            notes=words.static_notes(self.dumps, plan),
+            coverage=coverage(plan, self.dumps, self.compared, self.skipped),
+            tokens_compared=tokens.tokens_compared,
+            flips=blame.best_logits(plan, self.loaders),
+            names=dict(tokens.names),
+            images={k: list(v) for k, v in tokens.images.items()},
+            parent=tree.parent,
+            children=tree.children,
+            mixing=tree.mixing,
+            classes=dict(tree.classes),
+            attrs={m.tap: dict(m.attrs) for modules in mine.modules.values() for m in modules},
+            layers=plan.layers,
+            dtypes=[] if golden.run.get(INDEPENDENT) or mine.run.get(INDEPENDENT)
+            else sorted({g.first.dtype for u in activations for g in (*u.golden[:1], *u.mine[:1])}
+                        | {str(d.run[VALUES]) for d in self.dumps if VALUES in d.run}),
+            batches={s: (int(x.batch.get("requests", 0)), int(x.batch.get("tokens", 0)))
+                     for (_, s), x in mine.steps.items()},
+            nothing=words.nothing(self.dumps, plan, self.skipped),
+            sampler_order=next((u.order for u in plan.units if u.key[:2] == (SAMPLER, TOKEN)), len(plan.units)),
+            places=places_of(plan),
+            moments=moments_of(plan),
+        )  # fmt: skip

@@ -1,0 +1,298 @@
+"""A measured comparison in, a Comparison out.
+
+The problem: limits, blame, ties and words must meet in one result, and the same result must come from a file as from
+the tensors. The idea: one pass in order of the data flow, unit by unit: hold each part against the limits, keep the
+pair (words and numbers) and its trace (errors by row); then blame from the traces, flips from the samplers' best
+logits, and the verdict from all of it.
+Not here: measuring (engine.py), each of those matters (judge/, blame.py, coverage.py, words.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.comparison import blame, floors, words
+from vllm_accprobe.comparison.coverage import finished
+from vllm_accprobe.comparison.holding import Holder
+from vllm_accprobe.comparison.measured import Measured, MeasuredUnit, Part
+from vllm_accprobe.comparison.params import is_computed
+from vllm_accprobe.comparison.plan import SAMPLER, TOKEN
+from vllm_accprobe.comparison.result import FAIL, PASS, CompareError, Comparison, NothingCompared
+from vllm_accprobe.comparison.rows import RowLog
+from vllm_accprobe.comparison.rowsets import RowSets
+from vllm_accprobe.judge.calibration import MARGIN, Calibration
+from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
+from vllm_accprobe.judge.floor import unit as rounding_unit
+from vllm_accprobe.judge.flow import Tree
+from vllm_accprobe.judge.origin import Created, find_origins
+from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice
+from vllm_accprobe.judge.standards import EXACT, Limits, Standard
+from vllm_accprobe.judge.trace import Trace, kind_of
+from vllm_accprobe.judge.verdict import RowErrors
+from vllm_accprobe.metrics import oracle
+
+_NO_KEYS = np.zeros(0, np.int64)
+
+
+def judge(
+    measured: Measured, standard: Standard, log: RowLog | None = None, floor: Calibration | None = None
+) -> Comparison:
+    """The verdict on what was measured. log: filled with errors by row. floor: what golden's own runs differ by.
+
+    Raises CompareError for a floor that fits nothing, and NothingCompared.
+    """
+    return _Judge(measured, standard, log or RowLog(), floor).run()
+
+
+@dataclass
+class _Judge:
+    measured: Measured
+    standard: Standard
+    log: RowLog
+    floor: Calibration | None = None
+    pairs: blame.Compared = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    replicas: int = 0
+    rerouted: Rerouted = field(default_factory=Rerouted)
+    chosen: blame.Chosen = field(default_factory=dict)
+
+    def run(self) -> Comparison:
+        setting = self.measured.setting
+        self.unit = flow_unit(setting.dtypes)
+        self.holder, self.rowsets = Holder(self.standard, self.unit, self.floor), RowSets()
+        self.tree = Tree(setting.classes, dict(setting.parent), dict(setting.children), dict(setting.mixing))
+        for unit in choices_first(self.measured.each()):
+            self._unit(unit)
+        if self._nothing():
+            raise NothingCompared(self._why_nothing())
+        self._check_floor()
+        places = blame.Places(setting)
+        created = find_origins(self.traces, self.tree, self.standard, setting.images)
+        created, excused = self._not_excused(created)
+        first = {c.tap: c for c in reversed(created)}  # a tap is named once, by the first tensor that shows it
+        named = [c for c in created if first[c.tap] is c]
+        origins = [(c.trace.order, blame.origin_entry(c, setting, places, self.pairs, self.chosen)) for c in named]
+        judged = blame.condemn(created, self.pairs)
+        flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged)
+        origins = sorted(origins + sampler, key=lambda o: o[0])
+        pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
+        failed = any(p.status == FAIL for p in pairs)
+        rows = self.log.table(pairs, setting.names)
+        about_floor = [s for s in (floors.sentence(self.floor, pairs), excused) if s]
+        return Comparison(
+            golden_path=setting.golden_path,
+            mine_path=setting.mine_path,
+            golden_run=setting.golden_run,
+            mine_run=setting.mine_run,
+            pairs=pairs,
+            coverage=finished(setting.coverage, pairs, self.rerouted.rows),
+            first_divergence=words.first_divergence(pairs, rows),
+            origins=[o for _, o in origins],
+            tokens={"compared": setting.tokens_compared, "flipped": flipped},
+            verdict=FAIL if failed or origins else PASS,
+            notes=words.notes([*setting.notes, *about_floor], pairs, flipped, self.replicas, origins),
+            plan=setting.plan,
+            standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),
+            rows=rows,
+            measured=self.measured,
+        )
+
+    def _why_nothing(self) -> str:
+        why = self.measured.setting.nothing
+        if why.endswith(words.ALL_SKIPPED) and any(p.status == PASS for p, _ in self.pairs):
+            return "nothing could be compared but parameters: no captured row of one dump has a partner in the other"
+        return why
+
+    def _not_excused(self, created: list[Created]) -> tuple[list[Created], str]:
+        """Without what golden's own runs create as strongly; and a sentence about these."""
+        if self.floor is None:
+            return created, ""
+        kept = [c for c in created if not self.floor.excuses(c.tap, blame.size_of(c)[2])]
+        taps = sorted({c.tap for c in created} - {c.tap for c in kept})
+        if not taps:
+            return created, ""
+        what = f"{len(taps)} taps create errors that golden's own runs show as well, first {taps[0]}"
+        return kept, what + ": not taken for origins"
+
+    def _check_floor(self) -> None:
+        if self.floor is None or any(self.floor.floor(p.tap, p.role, None) is not None for p, _ in self.pairs):
+            return
+        known = {(p.tap, p.role) for p, _ in self.pairs}
+        if not known & set(self.floor.floors):
+            raise CompareError("the floor fits none of the tensors compared: it was made with another model")
+
+    def _floor_facts(self) -> dict[str, Any]:
+        if self.floor is None:
+            return {}
+        return {"floor": self.floor.source, "floor_runs": list(self.floor.runs), "floor_margin": MARGIN}
+
+    def _nothing(self) -> bool:
+        """Equal weights alone are no comparison where activations were captured and none of them has a partner."""
+        judged = [p for p, _ in self.pairs if p.status in (PASS, FAIL)]
+        seen = self.measured.setting.coverage
+        # Rows that one side has alone: both were to compute, and one was killed before it did.
+        left = seen.get("rows_only_golden") or seen.get("rows_only_mine")
+        ran = bool(left) or any(not u.is_param for u in self.measured.units) or not self.measured.units
+        return not any(not p.role.startswith("param.") or not ran or p.status == FAIL for p in judged)
+
+    # --- units -------------------------------------------------------------------------------------------------
+
+    def _unit(self, unit: MeasuredUnit) -> None:
+        if unit.is_param:
+            for part in unit.parts:
+                self._param(unit, part)
+            return
+        found = [(p.keys, p.choices) for p in unit.parts if p.choices is not None and len(p.choices) == len(p.keys)]
+        if found:
+            self.chosen[unit.key[0]] = found
+        parts = [p for p in unit.parts if not p.skip]
+        limits = self.holder.limits(unit, parts)
+        totals = [total for total, _ in limits]
+        errors = self.holder.errors(parts, self.holder.row_floor(unit.parts), totals)
+        notes = [self._reroute(unit, part, e) for part, e in zip(parts, errors, strict=True)]
+        facts = self._facts(unit, parts, errors, totals, notes)
+        judged = iter(zip(parts, errors, totals, facts, strict=True))
+        for part in unit.parts:
+            if part.skip:
+                self._skip(unit, part)
+            else:
+                self._add(unit, *next(judged))
+        if parts and unit.key[:2] != (SAMPLER, TOKEN):
+            rows = [self._keys_of(p) for p in parts]
+            wrong, everywhere = _wrong(parts, errors, rows)
+            allowed, created = (max(pair[i].row for pair in limits) for i in (0, 1))
+            weak = any(p.stats is not None for p in parts)
+            self._trace(unit, rows, wrong, created, everywhere, max(allowed, 0.0), weak)
+
+    def _trace(
+        self,
+        unit: MeasuredUnit,
+        keys: list[np.ndarray],
+        wrong: _Wrong,
+        limit: float,
+        everywhere: float = 0.0,
+        allowed: float = 0.0,
+        weak: bool = False,
+    ) -> None:
+        rows = self.rowsets.of(keys)
+        at = rows.place[wrong.at]
+        if rows.distinct and len(at) == len(rows.seen):
+            bad = rows.seen  # all of them: the same array, which whoever compares knows again
+            order = np.empty(len(at), np.int64)
+            order[at] = np.arange(len(at))
+        else:
+            order = np.lexsort((wrong.err, at))
+            order = order[np.append(np.diff(at[order]) != 0, True)] if len(at) else order
+            bad = rows.seen[at[order]]
+        tap, role, call = unit.key
+        keyed = (rows.seen, bad, wrong.err[order], everywhere, unit.vision, allowed, weak)
+        part = next((p for p in unit.parts if not p.skip), None)
+        dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
+        unread = not dtypes or is_exact(*dtypes) or is_mask(role)
+        rounding = 0.0 if unread else max(self.unit, *map(rounding_unit, dtypes))
+        signs = (wrong.rel[order], wrong.gain[order], rounding, unit.columns, part.width if part is not None else 1)
+        self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs))
+
+    def _param(self, unit: MeasuredUnit, part: Part) -> None:
+        if part.equal is None:
+            self._skip(unit, part)
+            return
+        limits = EXACT
+        (errors,) = self.holder.errors([part], 0.0, [limits])
+        if is_computed(unit.key[1]) and not part.equal:
+            limits = self.holder.limits(unit, [part])[0][1]
+            (errors,) = self.holder.errors([part], 0.0, [limits])
+        if part.equal:  # alike but for the rounding to another dtype
+            errors = replace(errors, err=np.zeros_like(errors.err))
+        self._add(unit, part, errors, limits, *self._facts(unit, [part], [errors], [limits], [""]))
+        worst = float(errors.err.max()) if len(errors.err) else 0.0
+        self._trace(unit, [], _wrong([], [], [])[0], limits.row, worst if worst > limits.row else 0.0)
+
+    def _facts(
+        self, unit: MeasuredUnit, parts: list[Part], errors: list[RowErrors], limits: list[Limits], notes: list[str]
+    ) -> list[words.Facts]:
+        """What the pairs say besides names and limits."""
+        holder = self.holder
+        tables = [p.table for p in parts if p.table is not None]
+        metrics = iter(oracle.metrics_of_each(tables))
+        out = []
+        for part, worst, limit, note in zip(parts, holder.worst(parts, errors), limits, notes, strict=True):
+            model = None if limit.exact else holder.rounding_floor(unit, part)
+            phase = holder.phase(part)
+            floor = floors.floor_of(unit.key, phase, worst.rel, limit.row, self.floor, model)
+            out.append(words.Facts(worst, None if part.table is None else next(metrics), phase, floor, note))
+        return out
+
+    def _keys_of(self, part: Part) -> np.ndarray:
+        """The rows that a part speaks for: its own, or, without rows, all of its step."""
+        return self.measured.setting.moments.get(part.moment, _NO_KEYS) if part.whole else part.keys
+
+    def _add(self, unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, facts: words.Facts) -> None:
+        self.replicas += bool(part.replicas)
+        pair = words.make_pair(unit, part, errors, limits, self.measured.setting, facts)
+        self.pairs.append((pair, part.keys))
+        self.log.add(pair, part.keys, errors.err, part.decode)
+
+    def _skip(self, unit: MeasuredUnit, part: Part) -> None:
+        self.pairs.append((words.skipped_pair(unit, part), _NO_KEYS))
+
+    def _reroute(self, unit: MeasuredUnit, part: Part, errors: RowErrors) -> str:
+        """Finds rows sent to other experts at a near tie, and leaves the rows that come after one unjudged."""
+        if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
+            if not self.rerouted.after(self._keys_of(part)).any():
+                return ""
+            _forgive(errors, np.ones(len(errors.err), bool))
+            return "not judged: its step has rows after a router's near tie, and it does not say which are theirs"
+        if len(errors.err) != len(part.keys):
+            return ""
+        if is_choice(unit.key[1], unit.cls):
+            other = np.flatnonzero(errors.err > 0)
+            excused = other[self.rerouted.near_ties(part.keys[other], unit, self.traces)] if len(other) else other
+            self.rerouted.add(part.keys[excused])
+        mask = self.rerouted.after(part.keys)
+        if not mask.any():
+            return ""
+        _forgive(errors, mask)
+        return f"{int(mask.sum())} rows after a router's near tie are not judged"
+
+
+def _forgive(errors: RowErrors, mask: np.ndarray) -> None:
+    errors.err[mask], errors.rel[mask], errors.ratio[mask], errors.peak[mask] = 0.0, 0.0, 1.0, 0.0
+    errors.gain[mask] = 0.0
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    """The rows of a unit that have an error: at, which of its keys, one part after the other; what `Trace` says."""
+
+    at: np.ndarray
+    err: np.ndarray
+    rel: np.ndarray
+    gain: np.ndarray
+
+
+def _wrong(parts: list[Part], errors: list[RowErrors], keys: list[np.ndarray]) -> tuple[_Wrong, float]:
+    """The rows with an error, and the largest error that belongs to no row. keys: that each part speaks for."""
+    found: list[tuple[np.ndarray, ...]] = []
+    everywhere, start = 0.0, 0
+    for part, e, rows in zip(parts, errors, keys, strict=True):
+        n = len(rows)
+        if part.whole and (e.err > 0).any():
+            if n:
+                most = np.full(n, e.err.max())
+                found.append((np.arange(start, start + n), most, most, np.zeros(n)))
+            else:
+                everywhere = max(everywhere, float(e.err.max()))
+        elif not part.whole and len(e.err) == n:
+            bad = np.flatnonzero(e.err > 0)
+            found.append((start + bad, e.err[bad], e.rel[bad], e.gain[bad]))
+        elif not part.whole and e.err[0] > 0:
+            found.append((np.arange(start, start + n), *(np.full(n, v[0]) for v in (e.err, e.rel, e.gain))))
+        start += n
+    if not found:
+        none = np.zeros(0)
+        return _Wrong(np.zeros(0, np.int64), none, none, none), everywhere
+    return _Wrong(*(np.concatenate([f[i] for f in found]) for i in range(4))), everywhere
