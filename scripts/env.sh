@@ -86,3 +86,11 @@ _begin=$SECONDS
 _make_env
 echo "environment: $((SECONDS - _begin)) s"
 export PATH="$VENV/bin:$PATH"
+
+# ACCPROBE_TEST_KERNELS=avx2 makes everything that runs from here on compute with these kernels; see tests/support/kernels.py.
+if [ -n "${ACCPROBE_TEST_KERNELS:-}" ]; then
+  export ACCPROBE_TEST_KERNELS
+  _forced="$("$PYTHON" "$ROOT/tests/support/kernels.py")" || exit 2
+  while IFS= read -r _line; do [ -n "$_line" ] && export "${_line?}"; done <<<"$_forced"
+  echo "kernels: forced to $ACCPROBE_TEST_KERNELS" >&2
+fi

@@ -20,4 +20,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _engine(item: pytest.Item) -> bool:
     fixtures = getattr(item, "fixturenames", ())
-    return "engines" in fixtures or any(item.get_closest_marker(name) for name in ("engine", "ray"))
+    marked = any(item.get_closest_marker(name) for name in ("engine", "ray"))
+    return marked or any(name.endswith("engines") for name in fixtures)

@@ -8,17 +8,43 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import kernels
 from support.captures import Engines
 from support.engine import Run
 
 
 @pytest.fixture(scope="session")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def engines_by_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Engines]]:
+    """Engines that compute with the kernels of that name (support/kernels.py); made when first asked for."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
-    engines = Engines(tmp_path_factory.mktemp("engines"))
-    yield engines
-    engines.close()
+    made: dict[str, Engines] = {}
+
+    def of(name: str) -> Engines:
+        if name not in made:
+            made[name] = Engines(tmp_path_factory.mktemp(f"engines-{name}"), name)
+        return made[name]
+
+    yield of
+    for engines in made.values():
+        engines.close()
+
+
+@pytest.fixture(scope="session")
+def engines(engines_by_kernels: Callable[[str], Engines]) -> Engines:
+    """With this machine's kernels, or those that the whole suite is forced to."""
+    return engines_by_kernels(kernels.NATIVE)
+
+
+@pytest.fixture(scope="session", params=[kernels.NATIVE, "avx2"])
+def each_engines(request: pytest.FixtureRequest, engines_by_kernels: Callable[[str], Engines]) -> Engines:
+    """This machine's kernels, and the least that vLLM has: what passes here must pass where those are the best."""
+    name = request.param
+    if name != kernels.NATIVE and (kernels.current() == name or kernels.best() == name):
+        pytest.skip(f"{name} is what this suite computes with anyway")
+    if not kernels.possible(name):
+        pytest.skip(f"this processor has no {name}")
+    return engines_by_kernels(name)
 
 
 @pytest.fixture(scope="session")

@@ -52,9 +52,9 @@ def everything(asks: list[Ask]) -> dict[str, set[int]]:
     return {hash_tokens(a.ids): set(range(len(a.ids) + a.max_tokens - 1)) for a in asks}
 
 
-def test_chunked_and_batched_against_one_at_a_time(engines: Engines, compared: Any) -> None:
-    golden = engines.serial()
-    mine = engines.run("chunk16", how="together", max_num_batched_tokens=16)
+def test_chunked_and_batched_against_one_at_a_time(each_engines: Engines, compared: Any) -> None:
+    golden = each_engines.serial()
+    mine = each_engines.run("chunk16", how="together", max_num_batched_tokens=16)
     assert golden.metrics["widest"] == 1
     assert mine.metrics["widest"] == 5
     assert mine.metrics["steps"] > 221 / 16  # 221 prompt tokens, at most 16 a step
@@ -67,14 +67,14 @@ def test_chunked_and_batched_against_one_at_a_time(engines: Engines, compared: A
     assert result.tokens["flipped"] == []
 
 
-def test_requests_that_join_while_others_decode(engines: Engines, compared: Any) -> None:
-    mine = engines.run("staggered", how="staggered", max_num_batched_tokens=32)
-    assert_clean(compared(engines.serial(), mine))
+def test_requests_that_join_while_others_decode(each_engines: Engines, compared: Any) -> None:
+    mine = each_engines.run("staggered", how="staggered", max_num_batched_tokens=32)
+    assert_clean(compared(each_engines.serial(), mine))
 
 
-def test_prefix_cache_hits(engines: Engines, compared: Any) -> None:
-    golden = engines.run("shared-start", asks=SHARED_START, how="serial")
-    mine = engines.run("prefix", asks=SHARED_START, how="serial", enable_prefix_caching=True, block_size=32)
+def test_prefix_cache_hits(each_engines: Engines, compared: Any) -> None:
+    golden = each_engines.run("shared-start", asks=SHARED_START, how="serial")
+    mine = each_engines.run("prefix", asks=SHARED_START, how="serial", enable_prefix_caching=True, block_size=32)
     assert mine.metrics["prefix_hits"] == 128  # two blocks of 32, for the second and for the third request
     result = compared(golden, mine)
     assert_clean(result, rows_missing=True)
@@ -82,71 +82,71 @@ def test_prefix_cache_hits(engines: Engines, compared: Any) -> None:
     assert result.coverage["rows_only_mine"] == 0
 
 
-def test_ngram_speculation(engines: Engines, compared: Any) -> None:
-    golden = engines.run("guessable", asks=GUESSABLE)
+def test_ngram_speculation(each_engines: Engines, compared: Any) -> None:
+    golden = each_engines.run("guessable", asks=GUESSABLE)
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    mine = engines.run("ngram", asks=GUESSABLE, speculative_config=config)
+    mine = each_engines.run("ngram", asks=GUESSABLE, speculative_config=config)
     assert mine.metrics["accepted"] > 0
     assert mine.metrics["drafted"] > mine.metrics["accepted"]  # some guesses were wrong: their rows must not count
     assert_clean(compared(golden, mine), rows_missing=True)
 
 
-def test_forced_preemption(engines: Engines, compared: Any) -> None:
-    golden = engines.run("long", asks=LONG, how="serial")
-    mine = engines.run("preempted", asks=LONG, num_gpu_blocks_override=9, block_size=32, max_model_len=256)
+def test_forced_preemption(each_engines: Engines, compared: Any) -> None:
+    golden = each_engines.run("long", asks=LONG, how="serial")
+    mine = each_engines.run("preempted", asks=LONG, num_gpu_blocks_override=9, block_size=32, max_model_len=256)
     assert mine.metrics["preemptions"] > 0
     assert positions(mine, "model.layers.1.mlp.down_proj") == everything(LONG)
     assert_clean(compared(golden, mine))
 
 
-def test_another_block_size(engines: Engines, compared: Any) -> None:
-    assert_clean(compared(engines.serial(), engines.run("block64", block_size=64)))
+def test_another_block_size(each_engines: Engines, compared: Any) -> None:
+    assert_clean(compared(each_engines.serial(), each_engines.run("block64", block_size=64)))
 
 
-def test_two_ranks_against_one(engines: Engines, compared: Any) -> None:
+def test_two_ranks_against_one(each_engines: Engines, compared: Any) -> None:
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    mine = engines.run("tp2", host="tp2", **two)
-    result = compared(engines.serial(), mine)
+    mine = each_engines.run("tp2", host="tp2", **two)
+    result = compared(each_engines.serial(), mine)
     assert result.verdict == "pass", explain(result)
     assert result.coverage["rows_compared"] > 0
     # And with the sides changed: shards are merged on either.
-    back = compared(mine, engines.serial())
+    back = compared(mine, each_engines.serial())
     assert back.verdict == "pass", explain(back)
 
 
-def test_latent_attention_on_two_ranks(engines: Engines, compared: Any) -> None:
+def test_latent_attention_on_two_ranks(each_engines: Engines, compared: Any) -> None:
     """A rotary head is as wide as a slice of o_proj's input: layouts that go by size alone are wrong there."""
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    result = compared(engines.serial("deepseek-v2"), engines.run("mla-tp2", "deepseek-v2", host="tp2", **two))
+    result = compared(each_engines.serial("deepseek-v2"), each_engines.run("mla-tp2", "deepseek-v2", host="tp2", **two))
     assert result.verdict == "pass", explain(result)
     assert any(p.tap.endswith("mla_attn.rotary_emb") and p.status == "pass" for p in result.pairs)
 
 
-def test_v1_against_v2_runner(engines: Engines, compared: Any) -> None:
-    mine = engines.run("v2", host="v2")
-    assert_clean(compared(engines.serial(), mine))
+def test_v1_against_v2_runner(each_engines: Engines, compared: Any) -> None:
+    mine = each_engines.run("v2", host="v2")
+    assert_clean(compared(each_engines.serial(), mine))
 
 
-def test_float32_golden_against_bfloat16(engines: Engines, compared: Any) -> None:
-    golden = engines.run("float32", how="serial", dtype="float32")
-    result = compared(golden, engines.serial())
+def test_float32_golden_against_bfloat16(each_engines: Engines, compared: Any) -> None:
+    golden = each_engines.run("float32", how="serial", dtype="float32")
+    result = compared(golden, each_engines.serial())
     assert result.verdict == "pass", explain(result)
     assert {p.dtype_golden for p in result.pairs if p.status == "pass" and p.role.startswith("output")} >= {"float32"}
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen2-moe", "deepseek-v2"])
-def test_other_architectures_chunked(engines: Engines, compared: Any, model: str) -> None:
-    mine = engines.run(f"{model}-chunk", model, how="together", max_num_batched_tokens=24)
-    result = compared(engines.serial(model), mine)
+def test_other_architectures_chunked(each_engines: Engines, compared: Any, model: str) -> None:
+    mine = each_engines.run(f"{model}-chunk", model, how="together", max_num_batched_tokens=24)
+    result = compared(each_engines.serial(model), mine)
     assert_clean(result)
     taps = {p.tap for p in result.pairs}
     wanted = {"llama": "self_attn.attn", "qwen2-moe": "mlp.experts", "deepseek-v2": "self_attn.mla_attn"}[model]
     assert any(wanted in tap for tap in taps), sorted(taps)
 
 
-def test_vision_language(engines: Engines, compared: Any) -> None:
-    golden = engines.serial("qwen2.5-vl", VISION)
-    mine = engines.run("vl-together", "qwen2.5-vl", VISION)
+def test_vision_language(each_engines: Engines, compared: Any) -> None:
+    golden = each_engines.serial("qwen2.5-vl", VISION)
+    mine = each_engines.run("vl-together", "qwen2.5-vl", VISION)
     result = compared(golden, mine)
     assert_clean(result)
     patches = [p for p in result.pairs if p.tap == "visual.blocks.1" and p.role.startswith("output")]

@@ -45,10 +45,10 @@ def golden(engines: Engines, case: Case) -> Run:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in DOZEN], ids=lambda c: c.name)
-def test_planted_module_is_named_first(engines: Engines, compared: Any, case: Case) -> None:
+def test_planted_module_is_named_first(each_engines: Engines, compared: Any, case: Case) -> None:
     asks = VISION if case.model == "qwen2.5-vl" else FIVE
-    mine = engines.run(f"fault-{case.name}", case.model, asks, fault=case.faults, max_num_batched_tokens=48)
-    result = compared(golden(engines, case), mine)
+    mine = each_engines.run(f"fault-{case.name}", case.model, asks, fault=case.faults, max_num_batched_tokens=48)
+    result = compared(golden(each_engines, case), mine)
     assert result.verdict == "fail"
     assert result.origins, explain(result)
     assert result.origins[0]["module"] in case.expected, explain(result)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from support import kernels
 from support.engine import TP2_ENV, V2_ENV, Ask, EngineHost, Run
 from support.prompts import prompt, prompts
 from tiny_model import make
@@ -21,10 +22,13 @@ VISION = [
 
 
 class Engines:
-    """Makes captures and remembers them by name. Hosts are started when first needed."""
+    """Makes captures and remembers them by name. Hosts are started when first needed.
 
-    def __init__(self, root: Path) -> None:
+    forced: the kernels that they compute with, see kernels.py."""
+
+    def __init__(self, root: Path, forced: str = kernels.NATIVE) -> None:
         self.root = root
+        self.forced = forced
         self._hosts: dict[str, EngineHost] = {}
         self._runs: dict[str, Run] = {}
 
@@ -35,7 +39,7 @@ class Engines:
         """``v1``; ``v2``: the V2 model runner; ``tp2``: two ranks, one core each; ``bare``: no probe."""
         if kind not in self._hosts:
             env: Mapping[str, str] = {"v1": {}, "bare": {}, "v2": V2_ENV, "tp2": TP2_ENV}[kind]
-            self._hosts[kind] = EngineHost(self.root / f"{kind}.log", env, probe=kind != "bare")
+            self._hosts[kind] = EngineHost(self.root / f"{kind}.log", env, probe=kind != "bare", forced=self.forced)
         return self._hosts[kind]
 
     def run(

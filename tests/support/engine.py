@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support import kernels
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 420
 
@@ -55,11 +57,19 @@ class Run:
 class EngineHost:
     """A child process that builds engines one after another. ``extra_env`` is set before vLLM is imported.
 
-    probe: False for a bare engine, VLLM_ACCPROBE unset.
+    probe: False for a bare engine, VLLM_ACCPROBE unset. forced: the kernels it computes with, see kernels.py.
     """
 
-    def __init__(self, log: Path, extra_env: Mapping[str, str] | None = None, *, probe: bool = True) -> None:
+    def __init__(
+        self,
+        log: Path,
+        extra_env: Mapping[str, str] | None = None,
+        *,
+        probe: bool = True,
+        forced: str = kernels.NATIVE,
+    ) -> None:
         self.log = log
+        self.forced = forced
         self.extra_env = {"VLLM_ACCPROBE": "1"} if probe else {}
         self.extra_env |= extra_env or {}
         self._process: subprocess.Popen[str] | None = None
@@ -151,7 +161,7 @@ class EngineHost:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=env | self.extra_env,
+                env=env | kernels.environment(self.forced, env) | self.extra_env,
                 start_new_session=True,  # so that a stuck engine can be killed with all of its ranks
             )
 
