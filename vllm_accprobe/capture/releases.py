@@ -52,6 +52,36 @@ def device_buffer(value: Any) -> torch.Tensor | None:
     return device_side if isinstance(device_side, torch.Tensor) else None
 
 
+def positions_of(source: Any) -> torch.Tensor | None:
+    """The positions of this step's rows as the runner computed them: integers, [rows or more]; None where it keeps none
+    of one axis.
+
+    A tensor was computed on the device, for every model (V1 from 0.19.1, V2). A pair of host and device memory (V1 of
+    0.11 to 0.18, Kunlun 0.11.1, Ascend 0.18) was computed on the host, corrections by speculation included; its device
+    side stays zero for models with M-RoPE or XD-RoPE, which copy their own positions instead: the host's is read.
+    """
+    value = getattr(source, "positions", None)
+    if not isinstance(value, torch.Tensor):
+        value = getattr(value, "cpu", None)
+    return value if isinstance(value, torch.Tensor) and value.dim() == 1 else None
+
+
+def guesses(vllm_config: Any) -> bool:
+    """Whether the scheduler's positions may be too high: with asynchronous scheduling it counts drafts as accepted."""
+    return getattr(vllm_config, "speculative_config", None) is not None
+
+
+def prefill_lengths(runner: Any, batch: Any) -> list[int]:
+    """V2: how many tokens of each row's request were known when it joined, in the order of ``batch.req_ids``.
+
+    V2's batch has them from 0.23 on; before, they stand in the runner's request states, by slot.
+    """
+    lengths = getattr(batch, "prefill_len_np", None)
+    if lengths is None:
+        lengths = runner.req_states.prefill_len.np[batch.idx_mapping_np[: len(batch.req_ids)]]
+    return [int(n) for n in lengths[: len(batch.req_ids)]]
+
+
 def hidden_size(vllm_config: Any) -> int | None:
     """Width of the hidden states, or None where a model has no single one."""
     try:
