@@ -44,6 +44,12 @@ class Batch:
         self._prepared = self._rows = None
         self._items = []
 
+    def revised(self, out: Any) -> None:
+        """What the runner makes of the scheduler's output, where it works with a copy of its own."""
+        if self._scheduled is not None and out is not self._scheduled:
+            self._scheduled = out
+            self._rows = None
+
     def prepared(self, batch: Any) -> None:
         """V2's own batch of this step, whose rows are in the order of computation."""
         self._prepared = batch
@@ -89,15 +95,15 @@ class Batch:
             return vision_space(self._config, self._requests, self.items(), rows)
         if part == HEAD:
             logits = logits_space(self._config, self._requests, batch)
-            logits.floors = self._floors(batch)
+            logits.floors = self.floors(batch)
             return logits
         padded = int(getattr(self._prepared, "num_tokens_after_padding", 0) or 0)
         space = token_space(self._config, self._requests, batch, max(padded, rows if rows > 1 else 0))
         space.ids, space.positions = self.buffers(space.src)
-        space.floors = self._floors(batch)
+        space.floors = self.floors(batch)
         return space
 
-    def _floors(self, batch: list[Scheduled]) -> dict[int, int]:
+    def floors(self, batch: list[Scheduled]) -> dict[int, int]:
         """How far back a request's rows may be corrected: to the end of its prompt, and only where there are drafts."""
         if not self._guesses:
             return {}

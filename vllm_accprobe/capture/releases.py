@@ -8,6 +8,7 @@ wrapping.
 from __future__ import annotations
 
 import platform
+import sys
 from datetime import datetime, timezone
 from typing import Any
 
@@ -69,6 +70,33 @@ def positions_of(source: Any) -> torch.Tensor | None:
 def guesses(vllm_config: Any) -> bool:
     """Whether the scheduler's positions may be too high: with asynchronous scheduling it counts drafts as accepted."""
     return getattr(vllm_config, "speculative_config", None) is not None
+
+
+def refusal(runner: Any) -> str:
+    """Why the rows of this runner's tensors cannot be told apart, in a few words; "" where they can."""
+    config = getattr(getattr(runner, "vllm_config", None), "parallel_config", None)
+    if int(getattr(config, "prefill_context_parallel_size", 1) or 1) > 1:
+        return "prefill context parallelism deals a prompt's rows to several ranks"
+    if getattr(config, "enable_dbo", False) or int(getattr(config, "ubatch_size", 0) or 0) > 1:
+        return "dual-batch overlap (--enable-dbo) runs a batch in pieces, on two threads"
+    kind = type(runner).__name__
+    if not hasattr(runner, "prepare_inputs"):
+        return "" if hasattr(runner, "input_batch") else f"{kind} has no input_batch: whose rows are whose is unknown"
+    if "prefill_len_np" in _batch_fields(runner):
+        return ""
+    states = getattr(runner, "req_states", None)
+    if states is None:
+        return f"{kind} has no req_states: how long its prompts are is unknown"
+    return "" if hasattr(getattr(states, "prefill_len", None), "np") else f"{kind} has no req_states.prefill_len.np"
+
+
+def _batch_fields(runner: Any) -> set[str]:
+    """V2: the fields of the class InputBatch that this runner's module, or one that it derives from, works with."""
+    for kind in type(runner).__mro__:
+        found = getattr(sys.modules.get(kind.__module__), "InputBatch", None)
+        if hasattr(found, "__dataclass_fields__"):
+            return set(found.__dataclass_fields__)
+    return set()
 
 
 def prefill_lengths(runner: Any, batch: Any) -> list[int]:
