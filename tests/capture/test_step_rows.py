@@ -8,7 +8,6 @@ from __future__ import annotations
 from types import SimpleNamespace as Plain
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fake_runners import EarlyV2, HostPositions, LaterV2

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.attach import on_worker
+from vllm_accprobe.capture.eager import compiles
 from vllm_accprobe.capture.errcheck import Watch
 from vllm_accprobe.capture.errcheck_keep import finding, fingerprint, keep
 from vllm_accprobe.capture.errcheck_step import Alarm, WatchedStep
@@ -28,7 +29,7 @@ from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.loading import before_packing
 from vllm_accprobe.capture.memory import DTYPE_NAMES
 from vllm_accprobe.capture.params import own_tensors
-from vllm_accprobe.capture.releases import compiles, hidden_size, images_of, language_prefix, run_info
+from vllm_accprobe.capture.releases import hidden_size, images_of, language_prefix, run_info
 from vllm_accprobe.capture.rows import Item, Scheduled, Space, logits_space, token_space, vision_space
 from vllm_accprobe.capture.runner import _WARMUP_IDS, RunnerProbe
 from vllm_accprobe.capture.say import say
@@ -138,7 +139,11 @@ class ErrcheckProbe(RunnerProbe):
         self.taps.attach(model, language_prefix(model))
         self.watch = watch
         self._write("watching")
-        seen = "" if not compiles(runner.vllm_config) else "; modules inside compiled or captured graphs are not seen"
+        seen = (
+            ""
+            if not compiles(runner.vllm_config, model)
+            else "; modules inside compiled or captured graphs are not seen"
+        )
         say(f"errcheck: {', '.join(self.kinds)} in {len(self.taps.taps)} modules{seen}; findings go to {self.root}")
 
     def _settle_place(self) -> None:

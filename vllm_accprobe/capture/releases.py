@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe import __version__
+from vllm_accprobe.capture.eager import facts
 from vllm_accprobe.dump.schema import Image
 
 
@@ -93,9 +94,9 @@ def refusal(runner: Any) -> str:
 def _batch_fields(runner: Any) -> set[str]:
     """V2: the fields of the class InputBatch that this runner's module, or one that it derives from, works with."""
     for kind in type(runner).__mro__:
-        found = getattr(sys.modules.get(kind.__module__), "InputBatch", None)
-        if hasattr(found, "__dataclass_fields__"):
-            return set(found.__dataclass_fields__)
+        batch: Any = getattr(sys.modules.get(kind.__module__), "InputBatch", None)
+        if hasattr(batch, "__dataclass_fields__"):
+            return set(batch.__dataclass_fields__)
     return set()
 
 
@@ -132,17 +133,6 @@ def language_prefix(model: torch.nn.Module) -> str:
         if module is language:
             return path
     return ""
-
-
-def compiles(vllm_config: Any) -> bool:
-    """Whether the engine compiles or captures graphs: modules inside them run no Python."""
-    if getattr(vllm_config.model_config, "enforce_eager", False):
-        return False
-    mode = getattr(vllm_config.compilation_config, "mode", None)
-    if mode is None:
-        mode = getattr(vllm_config.compilation_config, "level", 0)
-    graphs = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
-    return bool(int(mode or 0)) or bool(graphs is not None and getattr(graphs, "value", 0))
 
 
 def parallel_of(vllm_config: Any) -> dict[str, Any]:
@@ -205,7 +195,7 @@ def run_info(
         "parallel": {k: v for k, v in parallel.items() if k != "rank"},
         "engine": {
             "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
-            "eager": not compiles(config),
+            **facts(config, model),
             "block_size": getattr(config.cache_config, "block_size", None),
             "max_num_batched_tokens": getattr(config.scheduler_config, "max_num_batched_tokens", None),
             "async_scheduling": getattr(config.scheduler_config, "async_scheduling", None),

@@ -23,27 +23,20 @@ import torch
 from vllm_accprobe.capture.attach import on_worker
 from vllm_accprobe.capture.batch import Batch
 from vllm_accprobe.capture.beside import Beside, put_on
+from vllm_accprobe.capture.eager import compiled_modules, compiles
 from vllm_accprobe.capture.hooks import Taps
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.loading import before_packing
 from vllm_accprobe.capture.params import Parameters
 from vllm_accprobe.capture.places import free_directory
-from vllm_accprobe.capture.releases import (
-    compiles,
-    hidden_size,
-    images_of,
-    language_prefix,
-    refusal,
-    run_info,
-    starts,
-)
+from vllm_accprobe.capture.releases import hidden_size, images_of, language_prefix, refusal, run_info, starts
 from vllm_accprobe.capture.rows import Requests, wanted_at_all
 from vllm_accprobe.capture.sampling import Sampling
 from vllm_accprobe.capture.say import say
 from vllm_accprobe.capture.session import LANGUAGE, Session, StepState
 from vllm_accprobe.capture.sink import Sink
 from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir, in_ranges
-from vllm_accprobe.dump.schema import Step
+from vllm_accprobe.dump.schema import ROOT_TAP, Step
 from vllm_accprobe.dump.writer import write_run_json
 
 _QUIET = ("compile_or_warm_up_model", "determine_available_memory", "initialize_from_config", "execute_dummy_batch")
@@ -181,18 +174,22 @@ class RunnerProbe:
         self.taps.attach(model, language_prefix(model))
         Sampling(session, runner, model, self.batch.rows)
         self.parameters.rest()
-        compiled = compiles(vllm_config)
+        compiled = compiles(vllm_config, model)
         self.beside = put_on(
             session, self.taps, model, language_prefix(model), self.root, self.parallel["rank"],
             stored=self.parameters.stored, runner=runner, compiled=compiled,
         )  # fmt: skip
-        if compiled:
-            note = (
-                "left as configured by VLLM_ACCPROBE_GRAPHS=1" if self.config.graphs else "although eager was asked for"
-            )
+        if compiled and self.config.graphs:
             say(
-                f"the engine compiles or captures graphs ({note}): "
+                "the engine compiles or captures graphs (left as configured by VLLM_ACCPROBE_GRAPHS=1): "
                 "modules inside them are not seen, and are counted as skipped"
+            )
+        elif compiled:
+            inside = compiled_modules(model)
+            session.sink.skip(ROOT_TAP, "the engine is compiled although eager was asked for", count=len(inside) or 1)
+            say(
+                f"THE ENGINE IS COMPILED although eager was asked for ({', '.join(inside[:3]) or 'as a whole'}): MOST "
+                "MODULES WILL NOT BE SEEN; start vLLM with --enforce-eager and no compilation config"
             )
 
     def _open(self, device: torch.device, run: dict[str, Any]) -> tuple[Path, Sink]:
