@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import Record
-from vllm_accprobe.dump.select import row_space
+from vllm_accprobe.dump.select import matches, row_space
 from vllm_accprobe.opcheck import grid
 from vllm_accprobe.opcheck.attention_causes import cause
 from vllm_accprobe.opcheck.calls import Calls, Captured
@@ -48,9 +47,9 @@ class Options:
 
 
 def wanted(globs: Iterable[str], tap: str, cls: str) -> bool:
-    """Whether a tap is asked for: globs over classes, operators and paths; all if there are none."""
-    globs = tuple(globs)
-    return not globs or any(fnmatchcase(cls, g) or fnmatchcase(tap, g) for g in globs)
+    """Whether a tap is asked for: globs over classes, operators (``.default`` may be left out) and paths, ``!`` excludes
+    and the last that matches decides; all if there are none."""
+    return matches(tuple(globs), (cls, tap, cls.removesuffix(".default"), tap.removesuffix(".default")))
 
 
 def check(
