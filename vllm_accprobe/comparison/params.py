@@ -18,7 +18,7 @@ from vllm_accprobe.align.shards import ONE
 from vllm_accprobe.comparison import statistics
 from vllm_accprobe.comparison.measure import OTHER_WIDTH, UNKNOWN_DTYPE, Piece
 from vllm_accprobe.comparison.plan import Group, Unit
-from vllm_accprobe.comparison.read import Block, Loader, cut_shape, find_cut
+from vllm_accprobe.comparison.read import Block, Loader, cut_shape, find_cut, same_bits
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.standards import Standard
@@ -90,6 +90,7 @@ def _compare(piece: Piece, g: Group, m: Group, golden: Loader, mine: Loader, sta
         r = int(piece.table[:, oracle.MAX_D].argmax())
         values = [widen(x[r], data[2], as_float=True) for x in data[:2]]
         piece.worst = (r, *oracle.locate(*values))
+    piece.same_bits = not differ.any() and same_bits(a, at, b, at)
     return ParamResult(piece, not differ.any(), "values")
 
 

@@ -95,6 +95,15 @@ class Loader:
         return Block(np.ascontiguousarray(whole).reshape(rows, width), dtype, feature)
 
 
+def same_bits(golden: Block, golden_rows: np.ndarray, mine: Block, mine_rows: np.ndarray) -> bool:
+    """Whether the rows hold the same stored bits: -0 is not 0 here, and a number of another dtype never the same."""
+    if golden.dtype != mine.dtype:
+        return False
+    bits = f"u{golden.data.itemsize}"
+    g, m = (b.data.view(bits)[rows] for b, rows in ((golden, golden_rows), (mine, mine_rows)))
+    return bool(np.array_equal(g, m))
+
+
 def find_cut(golden: Group, mine: Group) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
     """Where one side has lost its padding and the other has not, how to cut the other: (golden's cut, mine's cut)."""
     assert golden.merge is not None

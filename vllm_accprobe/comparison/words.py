@@ -67,10 +67,13 @@ def make_pair(
         clause = f"no payload: judged by {part.by or 'statistics'}"
     if part.figures is not None:
         clause = join(clause, figures_said(part.figures))
+    numbers = _metrics(part, facts.metrics)
+    # Without a finite position there is no largest error, and all there is to compare are the NaNs.
+    same = bool(numbers) and not numbers["max_abs_err"] and not numbers["nonfinite_mismatch"]
     return Pair(
         **_names(unit, part),
         shape=part.feature if part.whole else (len(part.keys), *part.feature),
-        **_metrics(part, facts.metrics),
+        **numbers,
         worst_row_rel_l2=worst.rel,
         worst_row_norm_ratio=worst.ratio,
         status=FAIL if wrong else PASS,
@@ -82,7 +85,8 @@ def make_pair(
         worst_request=request,
         worst_position=at,
         limit=limits.row,
-        identical=part.identical,
+        identical=same,
+        bit_identical=same and (part.identical or part.same_bits),
         elements=part.elements,
         kl=part.kl,
         floor=facts.floor[0],
