@@ -62,6 +62,9 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; the console script exits with it. Prints errors as one line."""
+    from vllm_accprobe.children import ignore_settings_here
+
+    ignore_settings_here()
     try:
         given = None if arguments is None else list(arguments)
         result = build()(args=given, prog_name="accprobe", standalone_mode=False)

@@ -132,11 +132,17 @@ def ids_of(text: str) -> frozenset[str]:
 
 
 def require_torch(command: str) -> None:
-    """Raises CommandError where torch is missing."""
+    """Raises CommandError where torch is missing. Unless told otherwise it will use one thread: small products are no
+    slower for it, and threads that wait for one another in a loop take the other cores."""
     import importlib.util
+    import os
+
+    from vllm_accprobe.children import ONE_THREAD
 
     if importlib.util.find_spec("torch") is None:
         raise CommandError(f"{command} needs torch: install it beside accprobe (the CPU build will do)")
+    for name, value in ONE_THREAD.items():
+        os.environ.setdefault(name, value)
 
 
 def opened_calls(dump: Path, model: Path | None) -> Calls:
