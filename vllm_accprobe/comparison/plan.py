@@ -23,6 +23,7 @@ from vllm_accprobe.align.tokens import TokenPlan, align_rows
 from vllm_accprobe.comparison.joining import Group, Joining, Moment, merged, widths_of
 from vllm_accprobe.comparison.operators import set_apart
 from vllm_accprobe.comparison.unsummed import WHOLE, Loose, loose, unsummed_taps
+from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Module, Record
 from vllm_accprobe.dump.select import matches
 from vllm_accprobe.judge.flow import Key, Tree, add_parameters, depths, flow_order
@@ -239,7 +240,10 @@ def _sampled(dump: Any) -> Any:
         r = records.get((rank, step))
         if r is None or r.payload is None or r.rows is None:
             return None
-        tokens = dump.read(r).reshape(-1)
+        try:
+            tokens = dump.read(r).reshape(-1)
+        except DumpError:  # said where the tensor itself is compared
+            return None
         return tokens if r.shape and len(tokens) == r.shape[0] else None
 
     return sampled
