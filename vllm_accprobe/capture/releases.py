@@ -18,7 +18,6 @@ from vllm_accprobe import __version__
 from vllm_accprobe.capture.eager import facts
 from vllm_accprobe.dump.schema import Image
 
-
 BATCH_FIELDS = (
     "req_ids", "num_scheduled_tokens", "num_tokens", "num_tokens_after_padding", "input_ids", "positions",
 )  # fmt: skip

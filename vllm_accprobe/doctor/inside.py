@@ -116,7 +116,7 @@ def _runner(module: str, methods: Sequence[str], reads: Sequence[str]) -> dict[s
 
 
 def _batch(runner: Any) -> list[str]:
-    """What the V2 runner of module ``runner`` lacks to tell its rows: fields of its InputBatch, and prompts' lengths."""
+    """What V2 runner module ``runner`` lacks to tell its rows: fields of its InputBatch, and prompts' lengths."""
     from vllm_accprobe.capture.releases import BATCH_FIELDS, PREFILL, SLOTS
 
     have = getattr(runner.InputBatch, "__dataclass_fields__", {})
