@@ -111,6 +111,14 @@ def test_rows_that_do_not_add_up_are_an_error_with_both_numbers() -> None:
         batch.rows()
 
 
+def test_a_request_of_which_the_scheduler_says_nothing_is_an_error() -> None:
+    """Before, it was taken to begin at position 0."""
+    out = scheduled()
+    out.scheduled_cached_reqs = Plain(req_ids=[], num_computed_tokens=[])
+    with pytest.raises(RuntimeError, match="the scheduler does not say where old begins"):
+        begun(old_runner(), out).rows()
+
+
 def test_a_new_step_forgets_the_last_one() -> None:
     runner = old_runner()
     batch = begun(runner, scheduled())

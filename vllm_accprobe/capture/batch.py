@@ -82,6 +82,9 @@ class Batch:
                     f"the scheduler {out.total_num_scheduled_tokens}"
                 )
             before = starts(out)
+            strange = [name for name in names if name not in before]
+            if strange:
+                raise RuntimeError(f"the scheduler does not say where {', '.join(strange)} begins")
             self._rows = [
                 Scheduled(name, before[name], n, drafts.get(name, 0), known.get(name))
                 for name, n in zip(names, counts, strict=True)

@@ -18,6 +18,13 @@ from vllm_accprobe import __version__
 from vllm_accprobe.capture.eager import facts
 from vllm_accprobe.dump.schema import Image
 
+BATCH_FIELDS = (
+    "req_ids", "num_scheduled_tokens", "num_tokens", "num_tokens_after_padding", "input_ids", "positions",
+)  # fmt: skip
+"""What capture reads of V2's InputBatch in every release. How long a prompt is, it has from 0.23 on (``PREFILL``);
+before, the runner's request states have it (``SLOTS`` says where)."""
+PREFILL, SLOTS = "prefill_len_np", "idx_mapping_np"
+
 
 def starts(out: Any) -> dict[str, int]:
     """Tokens computed before this step, by request."""
@@ -83,7 +90,11 @@ def refusal(runner: Any) -> str:
     kind = type(runner).__name__
     if not hasattr(runner, "prepare_inputs"):
         return "" if hasattr(runner, "input_batch") else f"{kind} has no input_batch: whose rows are whose is unknown"
-    if "prefill_len_np" in _batch_fields(runner):
+    fields = _batch_fields(runner)
+    missing = [name for name in BATCH_FIELDS if fields and name not in fields]
+    if missing:
+        return f"the InputBatch of {kind} lacks {', '.join(missing)}"
+    if PREFILL in fields:
         return ""
     states = getattr(runner, "req_states", None)
     if states is None:
@@ -105,9 +116,9 @@ def prefill_lengths(runner: Any, batch: Any) -> list[int]:
 
     V2's batch has them from 0.23 on; before, they stand in the runner's request states, by slot.
     """
-    lengths = getattr(batch, "prefill_len_np", None)
+    lengths = getattr(batch, PREFILL, None)
     if lengths is None:
-        lengths = runner.req_states.prefill_len.np[batch.idx_mapping_np[: len(batch.req_ids)]]
+        lengths = runner.req_states.prefill_len.np[getattr(batch, SLOTS)[: len(batch.req_ids)]]
     return [int(n) for n in lengths[: len(batch.req_ids)]]
 
 

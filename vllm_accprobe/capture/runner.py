@@ -95,7 +95,7 @@ class RunnerProbe:
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, name, None)
-        if original is None:
+        if not callable(original):
             return
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
