@@ -23,6 +23,7 @@ import torch
 from vllm_accprobe.capture.attach import on_worker
 from vllm_accprobe.capture.batch import Batch
 from vllm_accprobe.capture.beside import Beside, put_on
+from vllm_accprobe.capture.dealing import Dealing, deals
 from vllm_accprobe.capture.hooks import Taps
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.loading import before_packing
@@ -79,6 +80,7 @@ class RunnerProbe:
         self._seen_steps = 0
         self._armed_steps = 0
         self.beside: Beside | None = None
+        self.dealing: Dealing | None = None
         self._closed = False
         for name in _QUIET:
             self._wrap(worker, name, self._quietly)
@@ -142,6 +144,7 @@ class RunnerProbe:
         modules = dict(model.named_modules(remove_duplicate=False))
         layouts = Layouts(modules, self.parallel["tp"][0], self.parallel["tp"][1], hidden_size(vllm_config))
         self.session = Session(self.config, sink, layouts, say, self.batch.space)
+        self.session.deal = lambda: self.batch.deal
         self.parameters = Parameters(self.session, model, say)
 
     def _attach_model(self) -> None:
@@ -158,8 +161,12 @@ class RunnerProbe:
         assert self.parameters is not None
         self.taps = Taps(session)
         self.taps.attach(model, language_prefix(model))
-        Sampling(session, runner, model, self.batch.rows)
+        Sampling(session, runner, model, self.batch)
         self.parameters.rest()
+        if deals(vllm_config):
+            self.dealing = Dealing(self.batch)
+            if not self.dealing.seen:
+                self.batch.blind()
         compiled = compiles(vllm_config)
         self.beside = put_on(
             session, self.taps, model, language_prefix(model), self.root, self.parallel["rank"],
@@ -298,6 +305,8 @@ class RunnerProbe:
                 self.taps.remove()
             if self.beside is not None:
                 self.beside.close()
+            if self.dealing is not None:
+                self.dealing.close()
             steps, tensors = sink.steps, sink.tensors
             sink.close(reason)
             done = sink.stopped or "closed"
