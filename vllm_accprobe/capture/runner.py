@@ -87,6 +87,7 @@ class RunnerProbe:
         self._wrap(runner, "execute_model", self._execute_model)
         self._wrap(runner, "sample_tokens", self._sample_tokens)
         self._wrap(runner, "prepare_inputs", self._prepare_inputs)
+        self._wrap(runner, "propose_draft_token_ids", self._draft)
         self._wrap(runner, "load_model", self._load_model)
         # vLLM ends processes in several ways: its own shutdown (plugin.py), the interpreter's, and multiprocessing's.
         atexit.register(self.close, "process exit")
@@ -162,6 +163,7 @@ class RunnerProbe:
         self.taps = Taps(session)
         self.taps.attach(model, language_prefix(model))
         Sampling(session, runner, model, self.batch)
+        self._wrap(getattr(runner, "speculator", None), "propose", self._draft)  # V2
         self.parameters.rest()
         if deals(vllm_config):
             self.dealing = Dealing(self.batch)
@@ -231,6 +233,18 @@ class RunnerProbe:
                 return original(*args, **kwargs)
         finally:
             session.end()
+
+    def _draft(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A draft model shares instances with the model (rotary embedding, embedding, head, activations): what it calls
+        is none of the model's."""
+        session = self.session
+        if session is None or session.state is None:
+            return original(*args, **kwargs)
+        state, session.state = session.state, None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            session.state = state if session.dead is None else None
 
     def _prepare_inputs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """V2: the batch, which is otherwise a local of execute_model. (V1's method of this name is private.)"""
