@@ -51,6 +51,16 @@ def test_ids_that_are_written_as_floating_point_are_compared() -> None:
     assert KIND not in result.coverage["skipped"]
 
 
+@pytest.mark.parametrize("forbidden", [-np.inf, np.finfo(np.float32).min])
+def test_a_mask_of_booleans_against_one_that_is_added(forbidden: float) -> None:
+    allowed = PIXELS > 99
+    added = np.where(allowed, 0.0, forbidden).astype(np.float32)
+    result = compare(seen(allowed, "bool"), seen(added, "float32"))
+    assert result.verdict == "pass"
+    assert result.coverage["skipped"][KIND] == 1
+    assert compare(seen(allowed, "bool"), seen(allowed, "float32")).verdict == "pass"
+
+
 def test_an_output_of_another_kind_is_still_wrong() -> None:
     role = "output.1"
     assert compare(seen(PIXELS, "uint8", role=role), seen(NORMALISED, "bfloat16", role=role)).verdict == "fail"

@@ -40,9 +40,9 @@ class Dealing:
         self._undo: list[Callable[[], None]] = []
         self.seen: set[str] = set()
         wrapped: dict[int, Callable[..., Any]] = {}
-        for module in list(sys.modules.values()):
+        for path, module in list(sys.modules.items()):
             names = getattr(module, "__dict__", None)
-            if not getattr(module, "__name__", "").startswith("vllm") or not isinstance(names, dict):
+            if not path.startswith("vllm") or not isinstance(names, dict):
                 continue
             for name in [n for n in names if n.startswith(_NAME)]:
                 original = names[name]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.batch import Batch
-from vllm_accprobe.capture.masks import Grammar, grammar_of
+from vllm_accprobe.capture.masks import TRACE, Grammar, grammar_of
 from vllm_accprobe.capture.selection import chooses
 from vllm_accprobe.capture.session import HEAD, Session
 from vllm_accprobe.dump.schema import MASKS_KNOWN, Module
@@ -125,7 +125,7 @@ class Sampling:
         state = self._session.state
         assert state is not None
         found = self._batch.masks(self._grammar)
-        state.masked = bool(found)
+        state.masked = bool(found) and not any(TRACE in one["by"] for one in found)  # whose tokens no logits chose
         if found:
             self._session.sink.line({"event": "masks", "step": state.number, "masked": found})
 

@@ -17,6 +17,8 @@ from vllm_accprobe.comparison.read import Block
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Stats
 
+_MOST = 2.0**53
+"""Beyond this, floating point has no room for every integer."""
 OTHER_KIND = "inputs of another kind of number (integers against fractions)"
 
 
@@ -27,11 +29,13 @@ def mixed(unit: Unit, golden: Group, mine: Group) -> bool:
 
 
 def fractions(blocks: Iterable[tuple[Block, np.ndarray]]) -> bool:
-    """Whether a block of floating point holds, in its rows, numbers that are not whole."""
+    """Whether a block of floating point holds, in its rows, numbers that no integer can be: not whole, or beyond all
+    ids (what is added to scores where a mask of booleans forbids)."""
     for block, rows in blocks:
         if DTYPES[block.dtype].kind == "float":
             values = widen(block.data[rows], block.dtype, as_float=True)
-            if not ((values == np.rint(values)) | np.isnan(values)).all():
+            whole = (values == np.rint(values)) & (np.abs(values) <= _MOST)
+            if not (whole | np.isnan(values)).all():
                 return True
     return False
 
