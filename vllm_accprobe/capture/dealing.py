@@ -29,6 +29,16 @@ def deals(vllm_config: Any) -> bool:
     return mode == "data" and int(getattr(vllm_config.parallel_config, "tensor_parallel_size", 1) or 1) > 1
 
 
+def watch_dealing(batch: Batch, vllm_config: Any) -> Dealing | None:
+    """What tells ``batch`` of each deal, or None for an engine that does not deal images out."""
+    if not deals(vllm_config):
+        return None
+    dealing = Dealing(batch)
+    if not dealing.seen:
+        batch.blind()
+    return dealing
+
+
 class Dealing:
     """Wraps the functions that deal, wherever vLLM's modules hold them, until ``close``.
 

@@ -3,20 +3,19 @@
 The problem: a comparison that silently compares half of the rows looks like a pass. The idea: rows are counted once
 each, not once per tensor: as sets of keys, text rows together and each vision space for itself; every skip is counted
 under its reason, those of the captures too.
-Not here: why a pair was skipped (measure.py).
+Not here: why a pair was skipped (measure.py), how many pairs there are (result.py: Counts).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from vllm_accprobe.align.tokens import Side
 from vllm_accprobe.comparison.plan import Plan
-from vllm_accprobe.comparison.result import SKIP, Pair
 from vllm_accprobe.dump.schema import DEALT
 
 TEXT = "text"
@@ -51,7 +50,6 @@ def coverage(
         for skip in dump.skips:
             reasons[f"{side}: {skip.reason}"] += skip.count
     return {
-        "pairs": 0,
         "rows_compared": both,
         "rows_only_golden": golden,
         "rows_only_mine": mine,
@@ -61,10 +59,9 @@ def coverage(
     }
 
 
-def finished(measured: Mapping[str, Any], pairs: Iterable[Pair], rerouted: int) -> dict[str, Any]:
-    """``coverage`` with the number of judged pairs. rerouted: rows after a router's near tie."""
-    skipped = dict(measured["skipped"]) | ({NEAR_TIE: rerouted} if rerouted else {})
-    return dict(measured) | {"pairs": sum(p.status != SKIP for p in pairs), "skipped": skipped}
+def finished(measured: Mapping[str, Any], rerouted: int) -> dict[str, Any]:
+    """``coverage`` with what judging adds. rerouted: rows after a router's near tie."""
+    return dict(measured) | {"skipped": dict(measured["skipped"]) | ({NEAR_TIE: rerouted} if rerouted else {})}
 
 
 def _rows(side: Side) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ from vllm_accprobe.align.requests import identity
 from vllm_accprobe.align.tokens import Flip
 from vllm_accprobe.comparison.joining import Group, alone
 from vllm_accprobe.comparison.plan import MASKED_IDS, MASKED_LOGITS, SAMPLER, TOP_IDS, TOP_LOGITS, Plan
-from vllm_accprobe.comparison.read import Loader
+from vllm_accprobe.comparison.read import Loader, Unread
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.schema import LOGITS, MASKS_KNOWN
 
@@ -90,6 +90,9 @@ def _row(plan: Plan, side: int, groups: Sequence[Group], loader: Loader, key: in
             continue
         at = np.flatnonzero((rows.keys == key) & rows.keep)
         if len(at):
-            block = loader.load(group)
+            try:
+                block = loader.load(group)
+            except Unread:
+                continue
             return np.asarray(widen(block.data[int(at[0])], block.dtype, as_float=True))
     return None

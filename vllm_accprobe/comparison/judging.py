@@ -89,7 +89,7 @@ class _Judge:
             golden_run=setting.golden_run,
             mine_run=setting.mine_run,
             pairs=pairs,
-            coverage=finished(setting.coverage, pairs, self.rerouted.rows),
+            coverage=finished(setting.coverage, self.rerouted.rows),
             first_divergence=words.first_divergence(pairs, rows),
             origins=[o for _, o in origins],
             tokens={"compared": setting.tokens_compared, "flipped": flipped},

@@ -21,7 +21,7 @@ from vllm_accprobe.comparison import kinds, statistics
 from vllm_accprobe.comparison.copies import settle
 from vllm_accprobe.comparison.index import Indices
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, Group, Unit
-from vllm_accprobe.comparison.read import Block, Loader, cut_shape, find_cut
+from vllm_accprobe.comparison.read import UNREAD, Block, Loader, Unread, cut_shape, find_cut, same_bits
 from vllm_accprobe.comparison.stream import RowReader, row_bytes, stretches
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Stats
@@ -70,6 +70,7 @@ class Piece:
     worst: tuple[int, int, float, float] | None = None  # row, flat index in the row, golden, mine
     replicas: str = ""
     whole: bool = False  # without rows
+    same_bits: bool = False  # both were read, and their bits are equal
 
     @property
     def rows(self) -> int:
@@ -111,12 +112,16 @@ class Measurer:
                 piece.skip = UNKNOWN_DTYPE
             elif group.where is None and group.moment[1] is not None and _SORTED.search(unit.key[0]):
                 piece.skip = BY_EXPERT
-            elif group.where is None:
-                self._whole(piece, usable, unit)
-            elif not self._fits(1, group):
+            elif group.where is not None and not self._fits(1, group):
                 piece.skip = ROW_COUNT
             else:
-                self._rows(piece, with_rows, wheres, unit)
+                try:
+                    if group.where is None:
+                        self._whole(piece, usable, unit)
+                    else:
+                        self._rows(piece, with_rows, wheres, unit)
+                except Unread:  # nothing of a pair that was read in part
+                    piece = Piece(group, piece.golden, feature=piece.feature, whole=piece.whole, skip=UNREAD)
             yield piece
         self.golden.forget()
         self.mine.forget()
@@ -166,6 +171,7 @@ class Measurer:
                 piece.skip = kinds.OTHER_KIND
                 return
         table: np.ndarray | None = None
+        piece.same_bits = True
         for i, places in zip(met.used, met.places, strict=True):
             size = max(row_bytes(golden[i]), row_bytes(piece.group))
             for part in stretches(places, size):
@@ -177,6 +183,7 @@ class Measurer:
                 else:
                     table = np.zeros((len(kept), len(oracle.ROW_FIELDS))) if table is None else table
                     table[part] = found
+                piece.same_bits = piece.same_bits and _equal(found) and same_bits(g, g_rows, m, m_rows)
                 self._columns(piece, found, g, g_rows, m, m_rows, unit)
                 self._locate(piece, found, part, g, g_rows, m, m_rows)
         piece.table = table
@@ -297,6 +304,7 @@ class Measurer:
             piece.table = wide.row(flat[0].data, g.dtype, flat[1].data, m.dtype, widen, elements=_elements(piece))
             found = settle((self.golden, self.mine), (partner, piece.group), flat, piece.table)
             piece.table, flat, piece.replicas = found
+            piece.same_bits = _equal(piece.table) and same_bits(flat[0], one, flat[1], one)
             if self.kl:
                 piece.softmax = oracle.softmax_sums(*(widen(b.data, b.dtype) for b in flat))
             self._locate(piece, piece.table, one, flat[0], one, flat[1], one)
@@ -325,6 +333,11 @@ class Measurer:
                 piece.table[places[worse]] = other[worse]
             odd, first = piece.group.records[member].rank, piece.group.first.rank
             piece.replicas = f"ranks differ (rank {odd} from rank {first})"
+
+
+def _equal(table: np.ndarray) -> bool:
+    """Whether all numbers of these rows are equal; only then their bits can be, and are worth a look."""
+    return not (table[:, oracle.MAX_D].any() or table[:, oracle.MISMATCH].any())
 
 
 def _elements(piece: Piece) -> np.ndarray:

@@ -41,7 +41,8 @@ class Part:
     not read. figures: golden's and mine's (max, min, mean, norm), where they decided. kl: KL divergence, None where not
     measured. choices:
     int64 [rows, k], the experts that mine chose, of a tensor that holds such. nonfinite: count where identical; zero:
-    all of it is 0. equal, by: parameters: equal to the bit, and how that is known. skip: why nothing was compared.
+    all of it is 0. same_bits: both were read, and their bits are equal. equal, by: parameters: equal to the bit, and
+    how that is known. skip: why nothing was compared.
     """
 
     golden: str
@@ -73,6 +74,7 @@ class Part:
     kl: float | None = None
     choices: np.ndarray | None = None
     figures: tuple[tuple[float | None, ...], ...] | None = None
+    same_bits: bool = False
 
     @property
     def width(self) -> int:
@@ -203,6 +205,7 @@ def part_of(piece: Piece, *, equal: bool | None = None, by: str = "", family: st
         skip=piece.skip,
         elements=None if piece.elements is None else tuple(piece.elements.tolist()),
         choices=piece.choices,
+        same_bits=piece.same_bits,
         kl=None if piece.softmax is None else oracle.kl_divergence(piece.softmax),
     )
 

@@ -17,6 +17,7 @@ import numpy as np
 from vllm_accprobe.comparison import harmless
 from vllm_accprobe.comparison.measured import MeasuredUnit, Part, Setting
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, Plan
+from vllm_accprobe.comparison.read import UNREAD
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.rows import RowTable
 from vllm_accprobe.comparison.statistics import said as figures_said
@@ -68,10 +69,13 @@ def make_pair(
         clause = f"no payload: judged by {part.by or 'statistics'}"
     if part.figures is not None:
         clause = join(clause, figures_said(part.figures))
+    numbers = _metrics(part, facts.metrics)
+    # Without a finite position there is no largest error, and all there is to compare are the NaNs.
+    same = bool(numbers) and not numbers["max_abs_err"] and not numbers["nonfinite_mismatch"]
     return Pair(
         **_names(unit, part),
         shape=part.feature if part.whole else (len(part.keys), *part.feature),
-        **_metrics(part, facts.metrics),
+        **numbers,
         worst_row_rel_l2=worst.rel,
         worst_row_norm_ratio=worst.ratio,
         status=FAIL if wrong else PASS,
@@ -83,7 +87,8 @@ def make_pair(
         worst_request=request,
         worst_position=at,
         limit=limits.row,
-        identical=part.identical,
+        identical=same,
+        bit_identical=same and (part.identical or part.same_bits),
         elements=part.elements,
         kl=part.kl,
         floor=facts.floor[0],
@@ -307,4 +312,5 @@ def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
     if golden.requests and mine.requests and not plan.requests.pairs:
         return "nothing could be compared: no request of one dump has the same prompt as one of the other"
     reasons = ", ".join(f"{reason} ({n})" for reason, n in skipped.most_common(3))
-    return f"nothing could be compared: {reasons or ALL_SKIPPED}"
+    why = next((f": {d.unread[0]}" for d in dumps if skipped.get(UNREAD) and d.unread), "")
+    return f"nothing could be compared: {reasons or ALL_SKIPPED}{why}"

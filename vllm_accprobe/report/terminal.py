@@ -111,7 +111,7 @@ def first_divergence(comparison: Comparison, full: bool = False) -> list[str]:
 
 def worst_pairs(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:
     """A table of the ``n`` worst failed pairs."""
-    failed = facts.counts(comparison).failed
+    failed = comparison.counts.failed
     if not failed:
         return []
     shown = facts.worst(comparison, n)
@@ -186,7 +186,7 @@ def coverage(comparison: Comparison, full: bool = False, n: int = 3) -> list[str
         out += [f"  only in {side}: {safe(tap)}" for tap in shown]
         if len(shown) < len(taps):
             out.append(f"  … {len(taps) - len(shown):,} more only in {side}: compare.json, coverage.taps_only_{side}")
-    out += [f"  skipped, {reason}: {number:,}" for reason, number in facts.skip_rows(comparison)]
+    out += [f"  {what}: {number:,}" for what, number in facts.skip_rows(comparison)]
     return out
 
 
