@@ -20,8 +20,8 @@ from vllm_accprobe import config_values as words
 from vllm_accprobe.config_values import Ranges, in_ranges, matches, parse_ranges
 
 __all__ = [
-    "ENV", "PREFIX", "RUN_ID", "ConfigError", "DumpConfig", "ProbeConfig", "Ranges", "default_dir", "environment_names",
-    "in_ranges", "matches", "parse_ranges",
+    "ENV", "PREFIX", "REPLICAS", "RUN_ID", "ConfigError", "DumpConfig", "ProbeConfig", "Ranges", "default_dir",
+    "environment_names", "in_ranges", "matches", "parse_ranges",
 ]  # fmt: skip
 
 ENV = "VLLM_ACCPROBE"
@@ -29,6 +29,8 @@ PREFIX = ENV + "_"
 RUN_ID = PREFIX + "RUN_ID"
 """Set by the front end for its workers, so that they know a running start from an old dump. Users set it only for
 several front ends of one run (docs/capture.md)."""
+REPLICAS = PREFIX + "REPLICAS"
+"""Set by the front end for its workers: how many data-parallel replicas there are. Not for users."""
 
 
 class ConfigError(ValueError):
@@ -168,7 +170,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
 
 def environment_names() -> tuple[str, ...]:
     """All environment names that belong to accprobe."""
-    names = [ENV, PREFIX + "CONFIG", RUN_ID]
+    names = [ENV, PREFIX + "CONFIG", RUN_ID, REPLICAS]
     names += [PREFIX + name.upper() for name in _PARSERS if name != "enabled"]
     return tuple(names)
 

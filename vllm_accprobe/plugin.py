@@ -58,6 +58,7 @@ def register() -> None:
         raise SystemExit(2) from None
     if not config.graphs:
         _patch_engine_args()
+    _tell_replicas()
     _patch_workers()
     _patch_shutdown()
 
@@ -148,6 +149,29 @@ def _patch_engine_args() -> None:
 
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
     _patched.add("args")
+
+
+def _tell_replicas() -> None:
+    """Lets the workers know how many data-parallel replicas there are: vLLM tells an engine of a dense model that it is
+    the only one, and then nobody would miss a replica's rank in the dump."""
+    if "replicas" in _patched:
+        return
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+
+        original = EngineArgs.create_engine_config
+    except (ImportError, AttributeError):
+        return  # said already, or left as configured
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_accprobe.config import REPLICAS
+
+        made = original(self, *args, **kwargs)
+        os.environ[REPLICAS] = str(getattr(getattr(made, "parallel_config", None), "data_parallel_size", 1) or 1)
+        return made
+
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    _patched.add("replicas")
 
 
 def _patch_shutdown() -> None:

@@ -5,6 +5,7 @@ import pytest
 from synthetic_model import PROMPTS, Tiny, capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.dump.schema import Mask
 
 LEAVES = [
     "model.embed_tokens",
@@ -136,6 +137,40 @@ def test_a_flip_that_follows_from_a_fault_is_not_the_samplers(golden):
     result = compare(golden, capture(faults={"model.norm": lambda v, p, d: v[:, ::-1]}))
     assert modules(result) == ["model.norm"]
     assert {f["why"] for f in result.tokens["flipped"]} == {"logits differ beyond the limit"}
+
+
+GRAMMAR = Mask(("a grammar",), "0" * 32)
+FORBIDDEN = list(range(0, 64, 2))
+
+
+def test_a_grammar_on_one_side_is_not_the_samplers_fault(golden):
+    result = compare(golden, capture(mask={11: (GRAMMAR, FORBIDDEN)}))
+    assert result.verdict == "pass"
+    assert modules(result) == []
+    flips = {f["request"]: f for f in result.tokens["flipped"]}
+    assert {f["why"] for f in flips.values()} == {"logits were masked"}
+    assert flips["a"]["masked"] == {"mine": ["a grammar"]}
+    (note,) = result.notes
+    assert note.startswith("logits were masked by a grammar in mine only (request 'a', generated token 3")
+    back = compare(capture(mask={11: (GRAMMAR, FORBIDDEN)}), capture(mask={}))
+    assert back.notes[0].startswith("logits were masked by a grammar in golden only")
+
+
+def test_a_sampler_that_is_wrong_under_the_same_grammar_is_found():
+    masked = {"mask": {11: (GRAMMAR, FORBIDDEN)}}
+    assert compare(capture(**masked), capture(**masked)).tokens["flipped"] == []
+    result = compare(capture(**masked), capture(sampler=lambda best, at: np.where(at == 11, 2, best), **masked))
+    assert modules(result) == ["sampler"]
+    assert {f["why"] for f in result.tokens["flipped"]} == {"sampler"}
+
+
+def test_a_mask_that_is_not_applied_is_the_samplers_fault():
+    """The same grammar, by its hash, and another set of tokens left."""
+    result = compare(capture(mask={11: (GRAMMAR, FORBIDDEN)}), capture(mask={11: (GRAMMAR, [])}))
+    assert modules(result) == ["sampler"]
+    other = compare(capture(mask={11: (GRAMMAR, FORBIDDEN)}), capture(mask={11: (Mask(("a grammar",), "1" * 32), [])}))
+    assert other.verdict == "pass"
+    assert other.notes[0].startswith("logits were masked by a grammar on both sides, otherwise in mine than in golden")
 
 
 def test_tokens_sampled_at_random_are_not_judged():

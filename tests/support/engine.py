@@ -33,12 +33,18 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. ``image``: (width, height, seed) of a made-up picture, for the image token in the prompt."""
+    """One request. ``image``: (width, height, seed) of a made-up picture, for the image token in the prompt;
+    ``images``: several. ``audio``: (seconds, seed) of noise, for an encoder-decoder model, whose decoder gets ``ids``.
+    ``sampling``: further arguments of vllm.SamplingParams; ``structured``: those of its StructuredOutputsParams."""
 
     ids: Sequence[int]
     max_tokens: int = 8
     id: str | None = None
     image: tuple[int, int, int] | None = None
+    images: Sequence[tuple[int, int, int]] = ()
+    audio: tuple[float, int] | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    structured: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -119,20 +119,37 @@ def _drive(
 
 def _prompt(ask: dict[str, Any]) -> dict[str, Any]:
     prompt: dict[str, Any] = {"prompt_token_ids": ask["ids"]}
-    if ask["image"]:
+    pictures = [ask["image"], *ask["images"]] if ask["image"] else ask["images"]
+    if pictures:
+        prompt["multi_modal_data"] = {"image": [_picture(*picture) for picture in pictures]}
+    if ask["audio"]:
         import numpy as np
-        from PIL import Image
 
-        width, height, seed = ask["image"]
-        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        prompt["multi_modal_data"] = {"image": Image.fromarray(pixels)}
+        seconds, seed = ask["audio"]
+        noise = np.random.default_rng(seed).normal(0, 0.1, int(seconds * 16000)).astype(np.float32)
+        encoder = {"prompt": "", "multi_modal_data": {"audio": (noise, 16000)}}
+        return {"encoder_prompt": encoder, "decoder_prompt": prompt}
     return prompt
+
+
+def _picture(width: int, height: int, seed: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 def _sampling(ask: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0.0, max_tokens=ask["max_tokens"], ignore_eos=True, detokenize=False)
+    more: dict[str, Any] = dict(ask["sampling"])
+    if ask["structured"]:
+        from vllm.sampling_params import StructuredOutputsParams
+
+        more["structured_outputs"] = StructuredOutputsParams(**ask["structured"])
+    usual = {"temperature": 0.0, "max_tokens": ask["max_tokens"], "ignore_eos": True, "detokenize": False}
+    return SamplingParams(**(usual | more))
 
 
 def _pooling() -> Any:

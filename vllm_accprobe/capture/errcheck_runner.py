@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.attach import on_worker
+from vllm_accprobe.capture.dealing import deals
 from vllm_accprobe.capture.eager import compiles
 from vllm_accprobe.capture.errcheck import Watch
 from vllm_accprobe.capture.errcheck_keep import finding, fingerprint, keep
@@ -170,7 +171,7 @@ class ErrcheckProbe(RunnerProbe):
         result = original(scheduler_output, *args, **kwargs)
         if watch.deferred and watch.now is not None:
             try:
-                watch.now.note = (list(self.batch.rows()), list(self.batch.items()))
+                watch.now.note = (list(self.batch.rows()), self._images())
             except Exception as error:
                 watch.fail("the order of the rows", error)
         if result is not None or getattr(self.runner, "sample_tokens", None) is None:
@@ -226,6 +227,10 @@ class ErrcheckProbe(RunnerProbe):
         self.requests.add(new.req_id, None, length, images_of(new))
         self._prompts[new.req_id] = ids
 
+    def _images(self) -> list[Item]:
+        """The images of the step; none where they are dealt out to ranks, and rows of the encoder are one rank's."""
+        return [] if deals(self.runner.vllm_config) else list(self.batch.items())
+
     # --- findings ----------------------------------------------------------------------------------------------
 
     def _alarm(self, alarm: Alarm) -> None:
@@ -241,7 +246,7 @@ class ErrcheckProbe(RunnerProbe):
                 return
         note = alarm.step.note
         batch: list[Scheduled] = note[0] if note else self.batch.rows()
-        items: list[Item] = note[1] if note else self.batch.items() if alarm.part == VISION else []
+        items: list[Item] = note[1] if note else self._images() if alarm.part == VISION else []
 
         def spaces(part: str, rows: int) -> Space | None:
             if part == VISION:

@@ -7,6 +7,7 @@ wrapping.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from datetime import datetime, timezone
@@ -16,6 +17,7 @@ import torch
 
 from vllm_accprobe import __version__
 from vllm_accprobe.capture.eager import facts
+from vllm_accprobe.config import REPLICAS
 from vllm_accprobe.dump.schema import Image
 
 BATCH_FIELDS = (
@@ -146,8 +148,25 @@ def language_prefix(model: torch.nn.Module) -> str:
     return ""
 
 
+def replica_of(config: Any) -> tuple[int, int]:
+    """(which data-parallel replica this is, how many there are), of vLLM's parallel configuration.
+
+    An engine of a dense model is told nothing of its siblings from 0.14.1 on: rank 0 of 1 in each. Only
+    ``data_parallel_index`` stays, and the front end knows the number (plugin.py)."""
+    if getattr(config, "distributed_executor_backend", None) == "external_launcher":
+        return 0, 1  # ranks and world_size are those of all replicas already
+    index = getattr(config, "data_parallel_index", None)
+    if index is None:
+        index = getattr(config, "data_parallel_rank", 0)
+    index = int(index or 0)
+    told = os.environ.get(REPLICAS, "")
+    size = max(int(getattr(config, "data_parallel_size", 1) or 1), int(told) if told.isdecimal() else 1)
+    return index, max(size, index + 1)
+
+
 def parallel_of(vllm_config: Any) -> dict[str, Any]:
-    """Global rank and [rank, size] in each group, as far as the process groups exist."""
+    """Global rank, ranks in all, and [rank, size] in each group, as far as the process groups exist; of replicas that
+    have no group together (dense models), too."""
     from vllm import distributed
 
     config = vllm_config.parallel_config
@@ -159,8 +178,9 @@ def parallel_of(vllm_config: Any) -> dict[str, Any]:
         except Exception:  # not initialised, or not known to this release
             groups[name] = [0, 1]
     world = int(config.world_size)
-    replica = int(getattr(config, "data_parallel_rank", 0) or 0)
-    replicas = int(getattr(config, "data_parallel_size", 1) or 1)
+    replica, replicas = replica_of(config)
+    if groups["dp"][1] < replicas:
+        groups["dp"] = [replica, replicas]
     return {"rank": int(config.rank) + replica * world, "world_size": world * replicas, **groups}
 
 

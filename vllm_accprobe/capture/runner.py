@@ -23,6 +23,7 @@ import torch
 from vllm_accprobe.capture.attach import on_worker
 from vllm_accprobe.capture.batch import Batch
 from vllm_accprobe.capture.beside import Beside, put_on
+from vllm_accprobe.capture.dealing import Dealing, watch_dealing
 from vllm_accprobe.capture.eager import compiled_modules, compiles
 from vllm_accprobe.capture.hooks import Taps
 from vllm_accprobe.capture.layout import Layouts
@@ -80,6 +81,7 @@ class RunnerProbe:
         self._seen_steps = 0
         self._armed_steps = 0
         self.beside: Beside | None = None
+        self.dealing: Dealing | None = None
         self._closed = self._refused = False
         for name in _QUIET:
             self._wrap(worker, name, self._quietly)
@@ -87,6 +89,7 @@ class RunnerProbe:
         self._wrap(runner, "sample_tokens", self._sample_tokens)
         self._wrap(runner, "pool", self._sample_tokens)
         self._wrap(runner, "prepare_inputs", self._prepare_inputs)
+        self._wrap(runner, "propose_draft_token_ids", self._draft)
         self._wrap(runner, "_update_states", self._update_states)
         self._wrap(runner, "load_model", self._load_model)
         # vLLM ends processes in several ways: its own shutdown (plugin.py), the interpreter's, and multiprocessing's.
@@ -156,6 +159,7 @@ class RunnerProbe:
         modules = dict(model.named_modules(remove_duplicate=False))
         layouts = Layouts(modules, self.parallel["tp"][0], self.parallel["tp"][1], hidden_size(vllm_config))
         self.session = Session(self.config, sink, layouts, say, self.batch.space)
+        self.session.deal = lambda: self.batch.deal
         self.parameters = Parameters(self.session, model, say)
 
     def _attach_model(self) -> None:
@@ -172,8 +176,10 @@ class RunnerProbe:
         assert self.parameters is not None
         self.taps = Taps(session)
         self.taps.attach(model, language_prefix(model))
-        Sampling(session, runner, model, self.batch.rows)
+        Sampling(session, runner, model, self.batch)
+        self._wrap(getattr(runner, "speculator", None), "propose", self._draft)  # V2
         self.parameters.rest()
+        self.dealing = watch_dealing(self.batch, vllm_config)
         compiled = compiles(vllm_config, model)
         self.beside = put_on(
             session, self.taps, model, language_prefix(model), self.root, self.parallel["rank"],
@@ -247,6 +253,18 @@ class RunnerProbe:
                 return original(*args, **kwargs)
         finally:
             session.end()
+
+    def _draft(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A draft model shares instances with the model (rotary embedding, embedding, head, activations): what it calls
+        is none of the model's."""
+        session = self.session
+        if session is None or session.state is None:
+            return original(*args, **kwargs)
+        state, session.state = session.state, None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            session.state = state if session.dead is None else None
 
     def _prepare_inputs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """V2: the batch, which is otherwise a local of execute_model. (V1's method of this name is private.)"""
@@ -327,6 +345,8 @@ class RunnerProbe:
                 self.taps.remove()
             if self.beside is not None:
                 self.beside.close()
+            if self.dealing is not None:
+                self.dealing.close()
             steps, tensors = sink.steps, sink.tensors
             sink.close(reason)
             done = sink.stopped or "closed"

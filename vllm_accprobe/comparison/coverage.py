@@ -16,6 +16,7 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import Side
 from vllm_accprobe.comparison.plan import Plan
+from vllm_accprobe.dump.schema import DEALT
 
 TEXT = "text"
 NEAR_TIE = "rows after a router's near tie"
@@ -23,8 +24,8 @@ _NONE = np.zeros(0, np.int64)
 
 
 def family(space: str) -> str:
-    """Rows of tokens and of logits are the same rows; a vision space's are its own."""
-    return space if space.startswith("vision") else TEXT
+    """Rows of tokens and of logits are the same rows; a vision space's are its own, whatever rank computed them."""
+    return space.partition(DEALT)[0] if space.startswith("vision") else TEXT
 
 
 def coverage(

@@ -17,13 +17,14 @@ import numpy as np
 
 from vllm_accprobe.align.files import take_names
 from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
-from vllm_accprobe.comparison import blame, foreign, words
+from vllm_accprobe.comparison import foreign, words
 from vllm_accprobe.comparison.coverage import coverage
+from vllm_accprobe.comparison.flipped import best_logits
 from vllm_accprobe.comparison.floors import gather
 from vllm_accprobe.comparison.index import Indices
 from vllm_accprobe.comparison.judging import judge
 from vllm_accprobe.comparison.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
-from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, TOP_IDS, Plan, Unit, make_plan
+from vllm_accprobe.comparison.plan import LOOKED_UP, SAMPLER, TOKEN, Plan, Unit, make_plan
 from vllm_accprobe.comparison.read import Loader
 from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.resume import Finished, identity
@@ -158,8 +159,9 @@ class _Run:
         self.loaders = Loader(self.dumps[0], 64 << 20), Loader(self.dumps[1], 64 << 20)
 
     def measure(self, progress: Progress | None = None, finished: Finished | None = None) -> Measured:
-        wanted = [u for u in self.plan.units if u.key[:2] != (SAMPLER, TOP_IDS)]
-        ids = sum(len(u.mine) for u in self.plan.units if u.key[:2] == (SAMPLER, TOP_IDS))
+        looked_up = {(SAMPLER, role) for role in LOOKED_UP}
+        wanted = [u for u in self.plan.units if u.key[:2] not in looked_up]
+        ids = sum(len(u.mine) for u in self.plan.units if u.key[:2] in looked_up)
         if ids:
             self.skipped[IDS_ONLY] += ids
         known = dict(finished.done) if finished is not None else {}
@@ -216,7 +218,7 @@ class _Run:
             notes=words.static_notes(self.dumps, plan),
             coverage=coverage(plan, self.dumps, self.compared, self.skipped),
             tokens_compared=tokens.tokens_compared,
-            flips=blame.best_logits(plan, self.loaders),
+            flips=best_logits(plan, self.loaders, self.dumps),
             names=dict(tokens.names),
             images={k: list(v) for k, v in tokens.images.items()},
             parent=tree.parent,
@@ -232,6 +234,8 @@ class _Run:
                      for (_, s), x in mine.steps.items()},
             nothing=words.nothing(self.dumps, plan, self.skipped),
             sampler_order=next((u.order for u in plan.units if u.key[:2] == (SAMPLER, TOKEN)), len(plan.units)),
+            other_images=[g.id for g, _ in plan.requests.images_differ],
+            rehashed=plan.requests.rehashed,
             places=places_of(plan),
             moments=moments_of(plan),
         )  # fmt: skip

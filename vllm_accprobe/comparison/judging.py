@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.comparison import blame, floors, words
+from vllm_accprobe.comparison import blame, floors, harmless, words
 from vllm_accprobe.comparison.coverage import finished
 from vllm_accprobe.comparison.holding import Holder
 from vllm_accprobe.comparison.measured import Measured, MeasuredUnit, Part
@@ -81,6 +81,7 @@ class _Judge:
         pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
         failed = any(p.status == FAIL for p in pairs)
         rows = self.log.table(pairs, setting.names)
+        images = harmless.images(setting, self.measured.units, pairs)
         about_floor = [s for s in (floors.sentence(self.floor, pairs), excused) if s]
         return Comparison(
             golden_path=setting.golden_path,
@@ -93,7 +94,7 @@ class _Judge:
             origins=[o for _, o in origins],
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
             verdict=FAIL if failed or origins else PASS,
-            notes=words.notes([*setting.notes, *about_floor], pairs, flipped, self.replicas, origins),
+            notes=words.notes([*setting.notes, *images, *about_floor], pairs, flipped, self.replicas, origins),
             plan=setting.plan,
             standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),
             rows=rows,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.tokens import Space
-from vllm_accprobe.comparison import statistics
+from vllm_accprobe.comparison import kinds, statistics
 from vllm_accprobe.comparison.copies import settle
 from vllm_accprobe.comparison.index import Indices
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, Group, Unit
@@ -116,7 +116,10 @@ class Measurer:
                 piece.skip = ROW_COUNT
             else:
                 try:
-                    self._whole(piece, usable) if group.where is None else self._rows(piece, with_rows, wheres, unit)
+                    if group.where is None:
+                        self._whole(piece, usable, unit)
+                    else:
+                        self._rows(piece, with_rows, wheres, unit)
                 except Unread:  # nothing of a pair that was read in part
                     piece = Piece(group, piece.golden, feature=piece.feature, whole=piece.whole, skip=UNREAD)
             yield piece
@@ -156,11 +159,17 @@ class Measurer:
             return
         if not (piece.group.readable and all(g.readable for g in piece.golden)):
             if met.both:
-                self._statistics(piece, first)
+                self._statistics(piece, first, unit)
             else:
                 piece.skip = NO_PAYLOAD
             return
         kept, number, row = met.row, met.number, met.other
+        if kinds.mixed(unit, first, piece.group):
+            used = zip(met.used, met.places, strict=True)
+            blocks = [self.rows[0].load(golden[i], cuts[0], row[at]) for i, at in used]
+            if kinds.fractions([*blocks, self.rows[1].load(piece.group, cuts[1], kept)]):
+                piece.skip = kinds.OTHER_KIND
+                return
         table: np.ndarray | None = None
         piece.same_bits = True
         for i, places in zip(met.used, met.places, strict=True):
@@ -245,9 +254,12 @@ class Measurer:
         piece.identical = True
         return True
 
-    def _statistics(self, piece: Piece, golden: Group) -> None:
+    def _statistics(self, piece: Piece, golden: Group, unit: Unit) -> None:
         g = statistics.statistics_of(golden, self.golden)
         m = statistics.statistics_of(piece.group, self.mine)
+        if kinds.mixed(unit, golden, piece.group) and (kinds.fractional(g) or kinds.fractional(m)):
+            piece.skip = kinds.OTHER_KIND
+            return
         if g is not None and m is not None and statistics.common(g, m):
             piece.stat_error = statistics.statistics_error(g, m)
             piece.figures = statistics.figures(g), statistics.figures(m)
@@ -258,7 +270,7 @@ class Measurer:
         else:
             piece.stat_error, piece.by = (0.0 if equal else float("inf"), 0.0), "checksums"
 
-    def _whole(self, piece: Piece, golden: list[Group]) -> None:
+    def _whole(self, piece: Piece, golden: list[Group], unit: Unit) -> None:
         """A tensor without rows: against the golden's of a step with the same batch."""
         batch = self.indices.batches[1].get(piece.group.moment)
         same = [g for g in golden if g.where is None and self.indices.batches[0].get(g.moment) == batch]
@@ -281,9 +293,12 @@ class Measurer:
         elif self._same(piece, partner, True):
             pass
         elif not (piece.group.readable and partner.readable):
-            self._statistics(piece, partner)
+            self._statistics(piece, partner, unit)
         else:
             g, m = self.golden.load(partner), self.mine.load(piece.group)
+            if kinds.mixed(unit, partner, piece.group) and kinds.fractions((b, np.arange(len(b.data))) for b in (g, m)):
+                piece.skip = kinds.OTHER_KIND
+                return
             one = np.zeros(1, np.int64)
             flat = [Block(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
             piece.table = wide.row(flat[0].data, g.dtype, flat[1].data, m.dtype, widen, elements=_elements(piece))

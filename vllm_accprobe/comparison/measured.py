@@ -110,7 +110,8 @@ class Setting:
     skipped: by reason, found while planning and measuring. flips: one dict per flipped token with both sides' best
     logits. batches: step → (requests, tokens) of mine. places: all comparable rows of mine as sorted keys, with the
     first step that computed each and whether it was decoding. moments: (cell, step) → keys of its rows.
-    nothing: the line to say when there is nothing to judge.
+    nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
+    hashes; rehashed: as RequestPlan's.
     """
 
     golden_path: str
@@ -134,6 +135,8 @@ class Setting:
     batches: dict[int, tuple[int, int]]
     nothing: str
     sampler_order: int
+    other_images: list[str] = field(default_factory=list)
+    rehashed: bool = False
     places: tuple[np.ndarray, np.ndarray, np.ndarray] = (NO_KEYS, NO_KEYS, NO_FLAGS)
     moments: dict[Moment, np.ndarray] = field(default_factory=dict)
 

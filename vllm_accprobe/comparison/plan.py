@@ -19,19 +19,26 @@ from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import NamePlan, Place, pair_names
 from vllm_accprobe.align.requests import RequestPlan, distinct, pair_requests
 from vllm_accprobe.align.steps import plan_steps
-from vllm_accprobe.align.tokens import TokenPlan, align_rows
+from vllm_accprobe.align.tokens import TokenPlan, align_rows, own_cell
 from vllm_accprobe.comparison.joining import Group, Joining, Moment, merged, widths_of
 from vllm_accprobe.comparison.operators import set_apart
 from vllm_accprobe.comparison.unsummed import WHOLE, Loose, loose, unsummed_taps
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.dump.schema import Module, Record
+from vllm_accprobe.dump.schema import OWN, Module, Record
 from vllm_accprobe.dump.select import matches
 from vllm_accprobe.judge.flow import Key, Tree, add_parameters, depths, flow_order
 
-__all__ = ["SAMPLER", "TOKEN", "TOP_IDS", "TOP_LOGITS", "Group", "Moment", "Plan", "Unit", "make_plan"]
+__all__ = [
+    "LOOKED_UP", "MASKED_IDS", "MASKED_LOGITS", "SAMPLER", "TOKEN", "TOP_IDS", "TOP_LOGITS", "Group", "Moment", "Plan",
+    "Unit", "make_plan",
+]  # fmt: skip
 
 SAMPLER = "sampler"
 TOKEN, TOP_LOGITS, TOP_IDS = "output.token", "output.top_logits", "output.top_ids"
+MASKED_LOGITS, MASKED_IDS = "output.masked_logits", "output.masked_ids"
+"""What masks left of the logits, in steps with any: two runs need not mask alike."""
+LOOKED_UP = (TOP_IDS, MASKED_LOGITS, MASKED_IDS)
+"""Roles of the sampler that are looked at where a token flips, and not compared."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,7 @@ class _Side:
 
 
 def _cell_of(cells: Mapping[int, int]) -> Callable[[Record], int]:
-    return lambda r: cells.get(r.rank, 0)
+    return lambda r: own_cell(r.rank) if r.layout.kind == OWN else cells.get(r.rank, 0)
 
 
 def _grouped(dump: Any, cell_of: Callable[[Record], int], shares: Loose, *, parameters: bool = False) -> _Side:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.comparison import harmless
 from vllm_accprobe.comparison.measured import MeasuredUnit, Part, Setting
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, Plan
 from vllm_accprobe.comparison.read import UNREAD
@@ -248,6 +249,7 @@ def notes(
     whys = Counter(f["why"] for f in flipped)
     if whys[flips.RANDOM]:
         out.append(f"{whys[flips.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
+    out += harmless.masked(flipped)
     if whys[flips.UNKNOWN]:
         out.append(f"{whys[flips.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
     return out
@@ -261,8 +263,6 @@ def static_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
         out.append(f"different models: {names[0][:80]} in golden, {names[1][:80]} in mine")
     for g, m in plan.requests.different:
         out.append(f"request {g.id!r} has different prompt tokens ({g.prompt_len} and {m.prompt_len}): not compared")
-    for g, _ in plan.requests.images_differ:
-        out.append(f"request {g.id!r} has different images")
     for side, left in (("golden", plan.requests.only_golden), ("mine", plan.requests.only_mine)):
         if left:
             out.append(f"{len(left)} requests have no partner and were not compared: only in {side}")

@@ -18,7 +18,7 @@ try:
 except ImportError:  # three times slower, nothing else
     orjson = None  # type: ignore[assignment]
 
-from . import events
+from . import events, image_calls
 from .files import MISSING, DumpError, find_segment, journal_lines
 from .opcalls import op_call, replaced
 from .schema import JOURNAL, SCHEMA, Layout, OpCall, Record, Skip, rank_dir
@@ -125,6 +125,8 @@ class RankReader:
             dump.steps[rank, value.step] = value
         elif kind == "module":
             dump.modules.setdefault(rank, []).append(value)
+        elif kind == "masks":
+            dump.masks.update({(rank, value.step, req): by for req, by in value.masked.items()})
         elif kind == "skip":
             dump.skips.append(value)
         elif kind == "stop":
@@ -176,6 +178,10 @@ class RankReader:
                 odd += 1
         if odd:
             self.dump.problems.append(f"rank {self.rank}: {_tensors(odd)} without a row map that fits: rows not known")
+        for i in image_calls.unnamed(self.records, self.dump.rows):
+            r = self.records[i]
+            self.records[i] = replace(r, rows=None)
+            self.dump.skips.append(Skip(r.tap, image_calls.REASON, r.step, r.role))
 
     def _report(self) -> None:
         say, rank = self.dump.problems.append, f"rank {self.rank}"
