@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cli.test_children import left_behind
 from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.dump.reader import open_dump
@@ -141,6 +143,16 @@ def test_what_a_second_process_that_died_had_is_checked_again(
     rows = pair.check_both(sides, table, [], told)
     assert [len(r) for r in rows] == [len(STEPS) * 5] * 2
     assert len(died) == len(STEPS) * len(CLASSES) * 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found through /proc")
+def test_a_second_process_dies_with_the_first(tmp_path: Path) -> None:
+    code = (
+        "import time\nfrom vllm_accprobe.opcheck import pair\n"
+        "with pair._shared(2) as queue: pair._second(queue, lambda k: time.sleep(600)); time.sleep(600)"
+    )
+    words = [sys.executable, "-c", code]
+    assert left_behind(words, f"second-{os.getpid()}", {}, signal.SIGKILL, tmp_path, 1) == []
 
 
 def part(table: References, call: Call, inputs: dict, out: torch.Tensor, rows: slice) -> dict[str, Expected]:
