@@ -13,8 +13,8 @@ if sys.argv[:1] == ["-m"] and "vllm_accprobe" in "".join(sys.orig_argv[-len(sys.
     # path, and that may be a stranger's dump with a numpy.py in it. Where we are is known by now.
     del sys.path[0]
 
-import importlib
-from typing import Any
+import importlib  # noqa: E402
+from typing import Any  # noqa: E402
 
 __version__ = "0.1.0"
 

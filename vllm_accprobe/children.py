@@ -74,13 +74,13 @@ class Child(subprocess.Popen[str]):
 def main() -> None:
     """What a child does first. sys.argv: HOME, the pipe's number, the module, its words."""
     pipe, module, words = int(sys.argv[2]), sys.argv[3], sys.argv[4:]
-    _end_with(pipe)
+    end_with(pipe)
     ignore_settings_here()
     sys.argv[:] = [module, *words]
     sys.exit(importlib.import_module(module).main())
 
 
-def _end_with(pipe: int) -> None:
+def end_with(pipe: int) -> None:
     """Ends this process when the other end of ``pipe`` is closed, now or later."""
     import select
     import threading

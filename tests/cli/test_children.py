@@ -21,7 +21,7 @@ PARENT = "import sys, time; from vllm_accprobe.children import Child; c = Child(
 BY_THREAD = (
     "import os, sys, time, vllm_accprobe.children as c\n"
     "def no(pipe): raise OSError\n"
-    "c._killed_by_kernel = no; c._end_with(0); time.sleep(600)"
+    "c._killed_by_kernel = no; c.end_with(0); time.sleep(600)"
 )
 COMMANDS = {
     "compare": "compare golden mine --out report",

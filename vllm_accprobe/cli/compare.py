@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.formats import FORMAT, Format, say
+from vllm_accprobe.cli.formats import FORMAT, Format, say, say_before
 
 
 def compare(
@@ -97,9 +97,11 @@ def compare(
     else:
         out = out or Path("accprobe-report")
         choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "floors": floor}
-        with _progress() as advance, _tidy(out):
-            result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]
-        result = replaying.replayed(result, golden, mine, out, asked=replay, taps=taps, mapping=op_mapping_file)
+        asked = replaying.Asked(golden, mine, replay, taps, op_mapping_file)
+        with replaying.begun(asked) as begun:
+            with _progress() as advance, _tidy(out):
+                result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]
+            result = replaying.replayed(result, asked, begun, out, say_before if form is Format.terminal else _nothing)
 
     from vllm_accprobe.report import html, table
 
@@ -122,6 +124,10 @@ def _check_arguments(golden: Path | None, mine: Path | None, rejudge: Path | Non
         raise CompareError("give two dumps, GOLDEN and MINE, or --rejudge DIR; accprobe compare --help says more")
     if rejudge is not None and (golden is not None or other):
         raise CompareError("--rejudge judges what was measured: it takes no dumps, no --taps and no --plan")
+
+
+def _nothing(result: object) -> None:
+    """What is read by programs holds the last verdict alone."""
 
 
 @contextlib.contextmanager

@@ -68,19 +68,20 @@ def selection(
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Any]:
-    """A function that counts one more done: with a bar where stderr is a terminal, silently in a pipe."""
+def progress(title: str, total: int, steps: bool = False) -> Iterator[Any]:
+    """A function that counts one more done, or with ``steps`` is told how many are: with a bar where stderr is a
+    terminal, silently in a pipe."""
     import sys
 
     if not sys.stderr.isatty() or total < 2:
-        yield lambda: None
+        yield lambda *done: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
+        yield (lambda done: bar.update(task, completed=done)) if steps else (lambda: bar.advance(task))
 
 
 def size(nbytes: float) -> str:

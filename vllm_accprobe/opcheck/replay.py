@@ -36,11 +36,13 @@ Evaluate = Callable[[Captured], "Mapping[str, Expected] | Declined"]
 @dataclass(frozen=True)
 class Options:
     """standard: whose limits decide, OURS or one of standards/; kl: measure the KL divergence too; ids: only these
-    calls, as ``rank.step.seq`` of one of their records, all if empty."""
+    calls, as ``rank.step.seq`` of one of their records, all if empty; measured: with all of measures.py, which
+    standards other than OURS need."""
 
     standard: str = OURS
     kl: bool = False
     ids: frozenset[str] = frozenset()
+    measured: bool = True
 
     def wants(self, c: Captured) -> bool:
         return not self.ids or any(id_of(c.rank, c.step, r.seq) in self.ids for r in c.records.values())
@@ -188,7 +190,9 @@ def _checked(dump: Dump, c: Captured, role: str, record: Record, expected: Expec
         noise = noise[rows] if noise is not None else None
     dtype = grid.name_of(captured)  # the record's, or the coarser one whose numbers it holds
     v = judge(reference, mine, dtype, noise=noise, last=expected.unit, common=expected.common)
-    measures = measure(reference.numpy(), mine.numpy(), dtype, kl=options.kl)
+    measures = None
+    if options.measured or options.standard != OURS:
+        measures = measure(reference.numpy(), mine.numpy(), dtype, kl=options.kl)
     at = int(rows[v.row]) if v.row >= 0 else -1
     request, position = _place(dump, record, at)
     left = expected.reason if expected.rows is not None and len(rows) < len(expected.rows) else ""
@@ -221,7 +225,7 @@ def by_standard(row: Checked, standard: str) -> Checked:
 
 
 def _row(
-    c: Captured, record: Record, v: Verdict, measures: Measures, rows: int, checked: int, left: str,
+    c: Captured, record: Record, v: Verdict, measures: Measures | None, rows: int, checked: int, left: str,
     place: tuple[str | None, int | None], message: str,
 ) -> Checked:  # fmt: skip
     what = record.role, record.dtype, record.shape, record.seq
@@ -229,7 +233,7 @@ def _row(
 
 
 def judged(
-    c: Captured, what: tuple[str, str, tuple[int, ...], int], v: Verdict, measures: Measures,
+    c: Captured, what: tuple[str, str, tuple[int, ...], int], v: Verdict, measures: Measures | None,
     counts: tuple[int, int, str], message: str, place: tuple[str | None, int | None] = (None, None),
 ) -> Checked:  # fmt: skip
     """A row with a verdict. what: role, dtype, shape, seq; counts: rows, those that were checked, why the others were
