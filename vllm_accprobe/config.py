@@ -208,7 +208,11 @@ def _from_toml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{key}={path}: {error.strerror or error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{key}={path}: not a TOML file: {error}") from None
-    table = table.get("accprobe", table) if isinstance(table.get("accprobe"), dict) else table
+    if isinstance(table.get("accprobe"), dict):  # a file shared with others; what is ours stands in our table
+        for name in table:
+            if name in _PARSERS:
+                raise ConfigError(f"{key}={path}: {name} stands outside of the table [accprobe]: move it there")
+        table = table["accprobe"]
     values: dict[str, Any] = {}
     for name, value in table.items():
         if name not in _PARSERS:
@@ -251,6 +255,8 @@ class DumpConfig:
         for word in mode:
             if word not in ("module", "api"):
                 raise ConfigError(f"mode={word}: known are module and api{words.nearest(str(word), ('module', 'api'))}")
+        if self.api_list and "api" not in mode:
+            raise ConfigError("api_list chooses operators, and mode is 'module': write mode=['module', 'api'] or 'api'")
         values: dict[str, Any] = {"modules": names, "parts": parts, "tokens": self.token_range or (0,)}
         # Without a path of its own: where `accprobe run` or the environment wants it.
         path = self.dump_path or os.environ.get(PREFIX + "DIR")

@@ -10,6 +10,8 @@ import typer
 
 from vllm_accprobe.cli.formats import FORMAT, Format, say, say_before
 
+DEFAULT = "accprobe-report"
+
 
 def compare(
     golden: Path = typer.Argument(None, metavar="GOLDEN", help="The dump to trust."),
@@ -72,11 +74,13 @@ def compare(
     # has gone costs a tenth of the time that a pair of equal dumps takes.
     gc.set_threshold(100_000, 50, 50)
     from vllm_accprobe.comparison import engine
-    from vllm_accprobe.comparison.result import PASS, CompareError
+    from vllm_accprobe.comparison.result import PASS
 
     _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray or replay))
-    if out is not None and out.exists() and not out.is_dir():
-        raise CompareError(f"--out {out} is a file: name a directory for compare.csv, compare.json and compare.html")
+    _check_dumps(golden, mine, floor)
+    if not plan:
+        home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
+        _check_out(out or home or Path(DEFAULT), [d for d in (golden, mine, *floor) if d is not None], rejudge is None)
     rules = engine.find_mapping(op_mapping_file)
     if plan:
         from vllm_accprobe.comparison.plan import make_plan
@@ -95,7 +99,7 @@ def compare(
         result = replaying.remembered(result, home) if replay is not False else result
         out = out or home
     else:
-        out = out or Path("accprobe-report")
+        out = out or Path(DEFAULT)
         choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "floors": floor}
         asked = replaying.Asked(golden, mine, replay, taps, op_mapping_file)
         with replaying.begun(asked) as begun:
@@ -115,6 +119,33 @@ def compare(
     written = [out / name for name in ("compare.csv", "compare.json", "compare.html")]
     say(result, form, 0 if quiet else 2 if verbose else 1, written)
     raise typer.Exit(0 if result.verdict == PASS else 1)
+
+
+def _check_dumps(golden: Path | None, mine: Path | None, floors: list[Path]) -> None:
+    from vllm_accprobe.cli.same import refuse_same
+
+    if golden is None or mine is None:
+        return
+    refuse_same(("GOLDEN", golden), ("MINE", mine))
+    for floor in floors:  # of what is judged, a floor would excuse all that is wrong with it
+        refuse_same(("--floor", floor), ("GOLDEN", golden))
+        refuse_same(("--floor", floor), ("MINE", mine))
+
+
+def _check_out(out: Path, dumps: list[Path], measured: bool) -> None:
+    """measured: what was measured is written, too."""
+    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.comparison.result import COLUMNS
+
+    ours = {
+        "compare.csv": outputs.csv_with(*COLUMNS[:7]),
+        "compare.json": outputs.SCHEMA_AND_VERDICT,
+        "compare.html": outputs.matching("<title>[^<]*accprobe"),
+    }
+    if measured:
+        ours["measured.npz"] = lambda head: head[30:38] == b"meta.npy"
+        ours["replay.json"] = outputs.matching(r"\A\{\"blamed\":")
+    outputs.check(out, ours, dumps=dumps)
 
 
 def _check_arguments(golden: Path | None, mine: Path | None, rejudge: Path | None, other: bool) -> None:

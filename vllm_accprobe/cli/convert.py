@@ -33,12 +33,14 @@ def convert(
     """Export a dump to HDF5 (torch_xray's layout), npz, safetensors or msprobe's layout.
 
     HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact."""
+    from vllm_accprobe.cli import outputs
     from vllm_accprobe.dump import export
     from vllm_accprobe.formats import open_dump
 
     kind = to or out.suffix.lstrip(".")
     if kind not in KINDS:
         raise CommandError(f"--to: {kind or 'nothing'} is not one of {', '.join(KINDS)}")
+    outputs.check_place(out, [dump], "OUT")
     opened = open_dump(dump)
     chosen = [r for _, r in selection(names or (), step, rank, request, role, parameters=True).apply(opened)]
     if kind == "msprobe" and chosen:

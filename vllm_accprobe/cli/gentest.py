@@ -34,12 +34,14 @@ def gentest(
     The folder runs with torch and pytest alone, on the machine whose kernel is in question: `pytest --device npu --load
     torch_npu --detail-csv npu.csv`. Exit code 0: written, 2: bad usage or unreadable input, 3: no such call.
     """
+    from vllm_accprobe.cli import outputs
     from vllm_accprobe.cli.opcheck import ids_of, opened_calls, require_torch
 
     if not failed and not ops and not ids:
         raise CommandError("say which calls: --failed, --ops GLOB or --ids IDS")
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise CommandError(f"--out: {out} exists and is not empty")
+    outputs.check_place(out, [dump])
     require_torch("gentest")
     from vllm_accprobe.opcheck import grid
     from vllm_accprobe.opcheck.reference import default_references

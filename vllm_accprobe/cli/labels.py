@@ -29,6 +29,7 @@ def labels(
     """
     import os
 
+    from vllm_accprobe.cli import outputs
     from vllm_accprobe.comparison.labels import compare_labels, count_pairs
     from vllm_accprobe.dump.schema import LABEL_TAP
     from vllm_accprobe.formats import open_dump
@@ -39,6 +40,8 @@ def labels(
     for directory in acl:
         if not directory.is_dir():
             raise CommandError(f"--acl: {directory} is no directory")
+    ours = {"labels.csv": outputs.csv_with(*report.COLUMNS), "labels.json": outputs.SCHEMA_AND_VERDICT}
+    outputs.check(out, ours, dumps=[dump])
     opened = open_dump(dump)
     roots = [*acl, *(Path(d) for name in ENVS if (d := os.environ.get(name)) and Path(d).is_dir())]
     with progress("comparing", count_pairs(opened)) as done:

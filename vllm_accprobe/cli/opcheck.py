@@ -54,6 +54,7 @@ def opcheck(
     from vllm_accprobe.opcheck.worker import Unavailable
 
     job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save)
+    _check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
     bar = _Bar()
     try:
         found = run(job, out, processes=processes, resume=resume, keep=table.from_cells, plan=bar.start, done=bar.one)
@@ -76,10 +77,25 @@ def opcheck(
     raise typer.Exit(1 if totals.statuses.get(checked.FAIL) or totals.statuses.get(checked.ERROR) else 0)
 
 
+def _check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
+    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.opcheck import run, table
+
+    rows = outputs.csv_with(*table.COLUMNS[:9])
+    ours = {
+        run.DONE: rows, run.PART: rows, "result.csv": outputs.csv_with(*table.RESULT),
+        run.SETTINGS: outputs.matching(r"\A\{\"job\":"),
+    }  # fmt: skip
+    outputs.check(out, ours, dumps=dumps)
+    if save is not None:
+        outputs.check_place(save, dumps, "--save-failed")
+
+
 def _job(
     dump: Path, model: Path | None, ops: list[str], ids: str, standard: str, against: str, rerun: bool, backward: bool,
     kl: bool, seed: int, save: Path | None,
 ) -> Job:  # fmt: skip
+    from vllm_accprobe.cli.same import refuse_same
     from vllm_accprobe.opcheck.standards import NAMES
     from vllm_accprobe.opcheck.worker import AGAIN, DEVICE, EXACT, GOLDEN, Job
 
@@ -95,6 +111,7 @@ def _job(
     if against not in (_EXACT, _DEVICE):
         if not Path(against).is_dir():
             raise CommandError(f"--against: {against!r} is neither float64 nor device nor a dump's directory")
+        refuse_same(("DUMP", dump), ("--against", Path(against)))
         golden = str(Path(against).resolve())
     way = AGAIN if rerun else GOLDEN if golden else DEVICE if against == _DEVICE else EXACT
     weights = model if model is not None else _model_of(_run_json(dump))

@@ -40,13 +40,22 @@ def opdiff(
     result.csv (a row per call) and opdiff.md.
     Exit code 0: pass, 1: an output is wrong, 2: unreadable input, 3: nothing could be judged.
     """
+    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.cli.same import refuse_same
     from vllm_accprobe.opcheck import difflines
     from vllm_accprobe.opcheck.diff import Totals, open_diff
     from vllm_accprobe.opcheck.sheets import SheetError
     from vllm_accprobe.opcheck.standards import ERROR
 
+    ours = {
+        "details.csv": outputs.matching(r"\A[^\n]*,dtype,shape,api,algorithm,level,status,message,"),
+        "result.csv": outputs.matching(r"\A[^\n]*,api,forward,backward,outputs,algorithm,message\n"),
+        "opdiff.md": outputs.matching(r"\A# [^\n]*\n\nGolden: `"),
+    }
     try:
         diff, totals = open_diff(golden, mine, standard, algorithm, by), Totals()
+        refuse_same(("GOLDEN", diff.golden.path), ("MINE", diff.mine.path), "file")
+        outputs.check(out, ours)
         out.mkdir(parents=True, exist_ok=True)
         with progress("opdiff", diff.mine.count() // difflines.STEP) as done:
             difflines.write_details(diff, out / "details.csv", totals, done)

@@ -53,6 +53,8 @@ def run(
     import tempfile
     import time
 
+    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.formats.sniff import is_own
     from vllm_accprobe.run import atb as atb_room
     from vllm_accprobe.run.launcher import LaunchError, command_line
     from vllm_accprobe.run.launcher import run as launch
@@ -65,6 +67,8 @@ def run(
     } | _settings(more)  # fmt: skip
     environ, settings, notes = environment(given, os.environ)
     root = _path(settings.dir)
+    if not is_own(root):  # its own earlier dump: who writes it says so
+        outputs.check_place(root, option="--dir")
     if atb:
         options = atb_room.AtbOptions(
             atb_ids, atb_range, atb_op, atb_time, atb_part, atb_child, atb_tiling, atb_describe, atb_type, atb_device

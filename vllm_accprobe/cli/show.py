@@ -35,7 +35,7 @@ def show(
     save: Path = typer.Option(None, "--save", metavar="FILE", help="Save the tensor, or its rows: .npy, .safetensors."),
 ) -> None:
     """Show one tensor: statistics, histogram, chosen rows; or save it."""
-    from vllm_accprobe.cli import values
+    from vllm_accprobe.cli import outputs, values
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.report.text import count, safe
 
@@ -45,6 +45,8 @@ def show(
         raise CommandError(f"--save: {save} must end in .npy or .safetensors")
     if save is not None and save.exists():
         raise CommandError(f"--save: {save} exists: nothing is overwritten; choose another name")
+    if save is not None:
+        outputs.check_place(save, [dump], "--save")
     wanted_rows, positions = ranges(rows, "--rows"), ranges(position, "--position")
     opened = open_dump(dump)
     name = _resolve(opened, tap)

@@ -39,6 +39,8 @@ def summary(
     No payload is read, so this is quick on any dump. Tensors of operators are listed where a GLOB has '::'."""
     from vllm_accprobe.formats import open_dump
 
+    if csv is not None:
+        _check_csv(csv, dump)
     opened = open_dump(dump)
     what = selection(names or (), step, rank, request, role)
     calls: list[Any] = []
@@ -135,13 +137,21 @@ def _print_table(rows: list[list[str]]) -> None:
     Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(table)
 
 
+def _check_csv(path: Path, dump: Path) -> None:
+    from vllm_accprobe.cli import outputs
+
+    if path.is_dir():
+        raise CommandError(f"--csv: {path} is a directory; name a file")
+    outputs.check_place(path, [dump], "--csv")
+    if path.is_symlink() or (path.exists() and not outputs.is_ours(path, outputs.csv_with(*COLUMNS[:-2], "nan"))):
+        raise CommandError(f"--csv: {path} is not of this command: nothing is overwritten; name another file")
+
+
 def _write_csv(dump: Dump, chosen: list[tuple[int, Record]], path: Path) -> None:
     import csv as csv_module
 
     from vllm_accprobe.dump.select import row_space
 
-    if path.is_dir():
-        raise CommandError(f"--csv: {path} is a directory; name a file")
     with open(path, "w", newline="", encoding="utf-8") as f:
         writer = csv_module.writer(f)
         writer.writerow([*COLUMNS[:-2], "nan", "inf", *MORE])

@@ -115,7 +115,7 @@ def open_both(golden: str | Path | Any, mine: str | Path | Any) -> tuple[Any, An
     except DumpError as e:
         raise CompareError(str(e)) from None
     for dump in opened:  # statistics may be there still, but they are not what was asked for
-        if dump.unread and not any(r.payload is not None for r in dump.records):
+        if getattr(dump, "unread", None) and not any(r.payload is not None for r in dump.records):
             raise NothingCompared(f"nothing could be compared: {nothing_readable(dump)}")
     return take_names(opened[0], opened[1])
 
