@@ -12,7 +12,7 @@ from vllm_accprobe.judge.flips import NEAR_TIE, RANDOM, SAMPLED, UNKNOWN, UPSTRE
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask, unit
 from vllm_accprobe.judge.flow import Tree, add_parameters, depths, flow_order, mixes
 from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice, is_weight
-from vllm_accprobe.judge.standards import Standard
+from vllm_accprobe.judge.standards import Standard, get_standard
 from vllm_accprobe.judge.trace import Trace
 from vllm_accprobe.judge.verdict import ELEMENT, NONFINITE, RATIO, ROW, row_errors
 from vllm_accprobe.metrics import oracle
@@ -33,20 +33,38 @@ def test_limits_grow_with_the_root_of_the_depth():
     s = Standard()
     assert s.created_limits(2.0**-8, 4096).row == 4 / 256
     assert s.total_limits(2.0**-8, 4096, 3).row == 8 / 256 * 2
-    assert s.created_limits(2.0**-8, 4096).ratio == 4 / 256 * (0.25 + 4 / 64)
+    assert s.created_limits(2.0**-8, 256).ratio == 4 / 256 * (0.25 + 4 / 16)
+    assert get_standard("strict").created_limits(2.0**-8, 4096).ratio == 1 / 256 * (0.25 + 4 / 64)
     assert s.created_limits(2.0**-8, 4).ratio == 4 / 256
 
 
+def test_a_wide_row_may_be_truncated_twice_but_not_by_the_strict_standard():
+    """As vLLM's AVX2 attention does it: its probabilities, and what it gives out."""
+    random = np.random.default_rng(0)
+    unit, width = 2.0**-8, 8192
+    g = random.standard_normal((50, width)).astype(np.float32)
+    mine = g
+    for _ in range(2):
+        other = random.uniform(1.0, 2.0, g.shape).astype(np.float32)  # so that what is truncated twice changes twice
+        mine = ((mine * other).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) / other
+    table = oracle.row_table(g, mine)
+    for name, allowed in (("accprobe", True), ("strict", False)):
+        rules = get_standard(name)
+        errors = row_errors(table, 0.0, width, rules)
+        assert (errors.ratio < 1.0).all()
+        assert (errors.err <= rules.created_limits(unit, width).row).all() == allowed, name
+
+
 def test_a_row_fails_by_the_measure_that_shows_the_fault():
-    g = np.random.default_rng(0).standard_normal((4, 1024))
+    g = np.random.default_rng(0).standard_normal((4, 512))
     m = g * 1.02
-    m[1] = g[1] + 0.02 * np.random.default_rng(1).standard_normal(1024)
+    m[1] = g[1] + 0.02 * np.random.default_rng(1).standard_normal(512)
     m[2] = g[2]
     m[2, 5] += 1.0
     m[3, 0] = np.nan
-    errors = row_errors(oracle.row_table(g, m), 0.0, 1024, Standard())
+    errors = row_errors(oracle.row_table(g, m), 0.0, 512, Standard())
     assert errors.measure.tolist() == [RATIO, ROW, ELEMENT, NONFINITE]
-    assert errors.err[0] == pytest.approx(0.02 / (0.25 + 4 / 32))
+    assert errors.err[0] == pytest.approx(0.02 / (0.25 + 4 / 512**0.5))
     assert np.isinf(errors.err[3])
 
 

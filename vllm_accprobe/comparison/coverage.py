@@ -17,9 +17,12 @@ import numpy as np
 from vllm_accprobe.align.tokens import Side
 from vllm_accprobe.comparison.plan import Plan
 from vllm_accprobe.comparison.result import SKIP, Pair
+from vllm_accprobe.judge.routing import Rerouted
 
 TEXT = "text"
 NEAR_TIE = "rows after a router's near tie"
+UNRULED = "choices of experts left out: golden does not take its highest logits, which tell no margin then"
+UNKNOWN = "choices of experts that differ without the router's logits in both dumps: no near tie is shown"
 _NONE = np.zeros(0, np.int64)
 
 
@@ -60,9 +63,11 @@ def coverage(
     }
 
 
-def finished(measured: Mapping[str, Any], pairs: Iterable[Pair], rerouted: int) -> dict[str, Any]:
-    """``coverage`` with the number of judged pairs. rerouted: rows after a router's near tie."""
-    skipped = dict(measured["skipped"]) | ({NEAR_TIE: rerouted} if rerouted else {})
+def finished(measured: Mapping[str, Any], pairs: Iterable[Pair], rerouted: Rerouted) -> dict[str, Any]:
+    """``coverage`` with the number of judged pairs, of rows after a router's near tie, and of choices without a
+    margin."""
+    counts = {NEAR_TIE: rerouted.rows, UNRULED: rerouted.unruled, UNKNOWN: rerouted.unknown}
+    skipped = dict(measured["skipped"]) | {why: n for why, n in counts.items() if n}
     return dict(measured) | {"pairs": sum(p.status != SKIP for p in pairs), "skipped": skipped}
 
 

@@ -40,8 +40,11 @@ class Part:
     elements: metrics.oracle.ELEMENT_FIELDS, sums over all elements for other tools' standards; None where values were
     not read. figures: golden's and mine's (max, min, mean, norm), where they decided. kl: KL divergence, None where not
     measured. choices:
-    int64 [rows, k], the experts that mine chose, of a tensor that holds such. nonfinite: count where identical; zero:
-    all of it is 0. equal, by: parameters: equal to the bit, and how that is known. skip: why nothing was compared.
+    int64 [rows, k], the experts that mine chose, of a tensor that holds such; margins: float64 [rows, 3], how clearly
+    either side chose (judge.routing.margins), None where the router's logits are not in both dumps or all choices are
+    alike. nonfinite: count where identical; own_nonfinite: whether mine's tensor holds NaN or infinity, None where
+    nobody counted; zero: all of it is 0. equal, by: parameters: equal to the bit, and how that is known. skip: why
+    nothing was compared.
     """
 
     golden: str
@@ -72,6 +75,8 @@ class Part:
     elements: tuple[float, ...] | None = None
     kl: float | None = None
     choices: np.ndarray | None = None
+    margins: np.ndarray | None = None
+    own_nonfinite: bool | None = None
     figures: tuple[tuple[float | None, ...], ...] | None = None
 
     @property
@@ -200,6 +205,8 @@ def part_of(piece: Piece, *, equal: bool | None = None, by: str = "", family: st
         skip=piece.skip,
         elements=None if piece.elements is None else tuple(piece.elements.tolist()),
         choices=piece.choices,
+        margins=piece.margins,
+        own_nonfinite=None if not stats or None in stats else any(s.nan + s.inf for s in stats if s is not None),
         kl=None if piece.softmax is None else oracle.kl_divergence(piece.softmax),
     )
 

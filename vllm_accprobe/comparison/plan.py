@@ -21,6 +21,7 @@ from vllm_accprobe.align.names import NamePlan, Place, pair_names
 from vllm_accprobe.align.requests import RequestPlan, distinct, pair_requests
 from vllm_accprobe.align.steps import plan_steps
 from vllm_accprobe.align.tokens import TokenPlan, align_rows
+from vllm_accprobe.comparison.choices import with_routers
 from vllm_accprobe.comparison.joining import Group, Joining, Moment, merged, widths_of
 from vllm_accprobe.comparison.operators import set_apart
 from vllm_accprobe.comparison.unsummed import WHOLE, Loose, loose, unsummed_taps
@@ -35,7 +36,10 @@ TOKEN, TOP_LOGITS, TOP_IDS = "output.token", "output.top_logits", "output.top_id
 
 @dataclass(frozen=True)
 class Unit:
-    """All of one (tap, role, call) of mine, with the golden's groups that may hold its rows."""
+    """All of one (tap, role, call) of mine, with the golden's groups that may hold its rows.
+
+    router: of chosen experts, the groups (golden's, mine's) of the logits by which they were chosen, where both are
+    there."""
 
     key: Key
     golden_key: Key
@@ -45,6 +49,7 @@ class Unit:
     depth: int
     golden: list[Group]
     mine: list[Group]
+    router: tuple[list[Group], list[Group]] | None = None
 
     @property
     def is_param(self) -> bool:
@@ -132,6 +137,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
                 at = place[key] if key in place else place[(*key[:2], 0)]  # a weight of a later step
                 units.append(Unit(key, golden_key, pair.mine.cls, rule, at, depth[at], golden_groups, mine_groups))
     units.sort(key=lambda u: u.order)
+    units = with_routers(units)
     classes = {p.mine.tap: p.mine.cls for p in names.pairs}
     tree = Tree.of(list(dict.fromkeys(u.key[0] for u in units)), classes, _spans(units))
     ranks = (len(golden.ranks), len(mine.ranks))

@@ -24,10 +24,10 @@ from vllm_accprobe.comparison.measured import Measured, MeasuredUnit, Part, Sett
 from vllm_accprobe.comparison.result import CompareError
 
 NAME = "measured.npz"
-VERSION = 4
+VERSION = 5
 _OFTEN = 32 << 20
 _POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
-_PART_ARRAYS = ("keys", "decode", "table", "choices")
+_PART_ARRAYS = ("keys", "decode", "table", "choices", "margins")
 _PLAIN = tuple(f.name for f in fields(Part) if f.name not in _PART_ARRAYS)
 
 
