@@ -205,7 +205,7 @@ class _Judge:
         part = next((p for p in unit.parts if not p.skip), None)
         dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
         unread = not dtypes or is_exact(*dtypes) or is_mask(role)
-        rounding = 0.0 if unread else max(self.unit, *map(rounding_unit, dtypes))
+        rounding = 0.0 if unread else self.holder.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
         signs = (wrong.rel[order], wrong.gain[order], rounding, unit.columns, part.width if part is not None else 1)
         known = (wrong.broken[order], wrong.own[order], spoilt)
         self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs, *known))

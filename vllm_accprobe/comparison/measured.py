@@ -86,7 +86,7 @@ class Part:
 
 @dataclass(slots=True)
 class MeasuredUnit:
-    """All parts of one (tap, role, call), in order of steps.
+    """All parts of one (tap, role, call), in order of steps. depth, gap: as plan.Unit.
 
     columns: float64 [6, width] (metrics.structure's sums over some rows of all parts). far: float64 [2, width], the
     sums of d*d and of g*g over the rows that are furthest apart. None where nothing differed, or they were not taken.
@@ -102,6 +102,7 @@ class MeasuredUnit:
     parts: list[Part] = field(default_factory=list)
     columns: np.ndarray | None = None
     far: np.ndarray | None = None
+    gap: int = 0
 
 
 @dataclass
@@ -165,7 +166,7 @@ def unit_of(
     unit: Unit, parts: Sequence[Part], columns: np.ndarray | None = None, far: np.ndarray | None = None
 ) -> MeasuredUnit:
     place = unit.key, unit.cls, unit.rule, unit.order, unit.depth
-    return MeasuredUnit(*place, unit.is_param, unit.vision, list(parts), columns, far)
+    return MeasuredUnit(*place, unit.is_param, unit.vision, list(parts), columns, far, unit.gap)
 
 
 def part_of(piece: Piece, *, equal: bool | None = None, by: str = "", family: str = "text") -> Part:

@@ -89,6 +89,11 @@ class Standard:
         """What may have piled up after ``depth`` layers."""
         return self._limits(self.total * unit * (1.0 + max(depth, 0)) ** self.growth, width)
 
+    def gap_limits(self, unit: float, width: int, layers: int) -> Limits:
+        """What operators that nobody saw, of ``layers`` layers, may add: as much as may pile up in these."""
+        one = self.created_limits(unit, width)
+        return one.at_least(self.total_limits(unit, width, layers).row) if layers else one
+
     def _limits(self, row: float, width: int) -> Limits:
         return Limits(row, row * self.ratio_factor(width), row * self.element)
 
