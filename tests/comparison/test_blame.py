@@ -6,6 +6,7 @@ from synthetic_model import PROMPTS, Tiny, capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.schema import Mask
+from vllm_accprobe.report import html, markdown, terminal
 
 LEAVES = [
     "model.embed_tokens",
@@ -98,6 +99,54 @@ def test_nan_on_one_side_never_passes(golden):
     pair = next(p for p in result.pairs if p.tap == "model.layers.1.self_attn.o_proj" and p.role == "output.0")
     assert (pair.status, pair.nonfinite_mismatch) == ("fail", 3)
     assert pair.message == "NaN or infinity on one side only"
+
+
+def not_a_number(chosen):
+    """A Fault: NaN in one element of the rows that ``chosen(positions)`` names."""
+
+    def fault(values, positions, decode):
+        values[chosen(positions), 0] = np.nan
+        return values
+
+    return fault
+
+
+def test_every_step_from_numbers_to_nan_is_an_origin_whatever_came_before(golden):
+    faults = {
+        "model.layers.0.mlp.down_proj": scaled(1.5),  # wrong in every row from here on
+        "model.layers.1.self_attn.o_proj": not_a_number(lambda at: at == 5),
+        "model.layers.2.mlp.down_proj": not_a_number(lambda at: at <= 6),  # from position 5 on NaN comes in already
+    }
+    result = compare(golden, capture(faults=faults))
+    assert modules(result) == list(faults)
+    assert [o["nonfinite"] for o in result.origins] == [0, 3, 15]
+    assert [(o["position"], o["evidence"]) for o in result.origins[1:]] == [(5, "values"), (0, "values")]
+    counted = (
+        "2 operators turn finite inputs into NaN or infinity, in 18 rows: "
+        "model.layers.1.self_attn.o_proj (3), model.layers.2.mlp.down_proj (15)"
+    )
+    assert terminal.lines(result)[0] == f"note: {counted}"
+    assert result.to_json()["notes"] == [counted]
+    assert any(counted in line for line in markdown.lines(result)[:8])
+    page = html.page(result)
+    assert counted in page[: page.index("<table")]
+
+
+def test_nan_that_a_weight_brings_is_no_step(golden):
+    def weights(w):
+        w["model.layers.1.mlp.down_proj"][3, 5] = np.nan
+
+    result = compare(golden, capture(weights=weights))
+    assert modules(result) == ["model.layers.1.mlp.down_proj"]
+    assert result.origins[0]["nonfinite"] == 0
+    assert not any("NaN" in note for note in result.notes)
+
+
+def test_nan_of_golden_alone_is_no_step_of_mine(golden):
+    faulty = capture(faults={"model.layers.1.self_attn.o_proj": not_a_number(lambda at: at == 3)})
+    result = compare(faulty, golden)
+    assert modules(result) == ["model.layers.1.self_attn.o_proj"]
+    assert result.origins[0]["nonfinite"] == 0
 
 
 def test_different_weights_are_found_first_and_said_first(golden):

@@ -1,4 +1,4 @@
-"""The synthetic transformer of tests/compare, for the tests of this room."""
+"""The synthetic transformer of tests/comparison, for the tests of this room."""
 
 import sys
 from pathlib import Path

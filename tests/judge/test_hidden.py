@@ -146,10 +146,21 @@ def test_a_factor_that_came_in_is_not_created_among_layers_that_truncate():
     assert judged_among_truncating(1.011, fronts=(0.72, 0.72 + 2.8, 0.73, 0.72)) == [None] * 4
 
 
-def test_too_few_layers_tell_no_spread():
-    assert kin.spread_at_most([1.0, 1.1]) == np.inf
+def test_layers_that_agree_by_chance_accuse_nobody():
+    """Two layers whose gains are equal to a thousandth, and one that one truncation would explain."""
+    looks = [truncated(i, front=0.72) for i in range(3)]
+    for one, gain in zip(looks, (-1.44, -1.441, -0.75), strict=True):
+        one.gain = one.gain - np.median(one.gain) + gain * UNIT
+    assert [Peers(looks).judge(x) for x in looks] == [None] * 3
+    looks[2].gain = looks[2].gain + 0.8 * UNIT  # two truncations less, and there is no more than two
+    found = Peers(looks).judge(looks[2])
+    assert found is not None
+    assert found.how == GAIN
+
+
+def test_the_spread_of_one_more_value():
     random = np.random.default_rng(3)
-    for n in (3, 4, 8, 28):  # the true deviation is 1: the bound holds for 19 samples in 20, and is not idle
-        bounds = np.array([kin.spread_at_most(random.standard_normal(n)) for _ in range(2000)])
-        bounds /= (1 + 1 / n) ** 0.5
-        assert 0.93 < (bounds >= 1.0).mean() < 0.97, n
+    for n in (2, 4, 28):
+        off = [random.standard_normal(n + 1) for _ in range(4000)]
+        expected = np.mean([(v[-1] - v[:-1].mean()) ** 2 for v in off])
+        assert np.mean([kin.spread(v[:-1]) ** 2 for v in off]) == pytest.approx(expected, rel=0.1)

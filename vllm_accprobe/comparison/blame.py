@@ -86,8 +86,18 @@ def origin_entry(
         "evidence": c.evidence,
         "rows": len(c.keys),
         "worst": worst,
+        "nonfinite": 0,
         "shape": "" if len(c.keys) and request is None else shape_of(c, setting, places, chosen or {}),
     }
+
+
+def steps_of(created: Sequence[Created]) -> dict[str, int]:
+    """Of each tap how many rows it makes NaN or infinite, of inputs that are neither."""
+    rows: dict[str, list[np.ndarray]] = {}
+    for c in created:
+        if len(c.steps):
+            rows.setdefault(c.tap, []).append(c.steps)
+    return {tap: len(np.unique(np.concatenate(found))) for tap, found in rows.items()}
 
 
 def size_of(c: Created, at: int = 0) -> tuple[float, float, float]:

@@ -17,9 +17,12 @@ import numpy as np
 from vllm_accprobe.align.tokens import Side
 from vllm_accprobe.comparison.plan import Plan
 from vllm_accprobe.dump.schema import DEALT
+from vllm_accprobe.judge.routing import Rerouted
 
 TEXT = "text"
 NEAR_TIE = "rows after a router's near tie"
+UNRULED = "choices of experts left out: golden does not take its highest logits, which tell no margin then"
+UNKNOWN = "choices of experts that differ without the router's logits in both dumps: no near tie is shown"
 _NONE = np.zeros(0, np.int64)
 
 
@@ -59,9 +62,11 @@ def coverage(
     }
 
 
-def finished(measured: Mapping[str, Any], rerouted: int) -> dict[str, Any]:
-    """``coverage`` with what judging adds. rerouted: rows after a router's near tie."""
-    return dict(measured) | {"skipped": dict(measured["skipped"]) | ({NEAR_TIE: rerouted} if rerouted else {})}
+def finished(measured: Mapping[str, Any], rerouted: Rerouted) -> dict[str, Any]:
+    """``coverage`` with what judging adds: rows after a router's near tie, and choices without a margin."""
+    counts = {NEAR_TIE: rerouted.rows, UNRULED: rerouted.unruled, UNKNOWN: rerouted.unknown}
+    skipped = dict(measured["skipped"]) | {why: n for why, n in counts.items() if n}
+    return dict(measured) | {"skipped": skipped}
 
 
 def _rows(side: Side) -> dict[str, np.ndarray]:

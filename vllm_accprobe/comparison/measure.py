@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.tokens import Space
-from vllm_accprobe.comparison import kinds, statistics
+from vllm_accprobe.comparison import choices, kinds, statistics
 from vllm_accprobe.comparison.copies import settle
 from vllm_accprobe.comparison.index import Indices
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, Group, Unit
@@ -60,6 +60,7 @@ class Piece:
     elements: np.ndarray | None = None
     softmax: np.ndarray | None = None  # oracle.softmax_sums
     choices: np.ndarray | None = None  # int64 [rows, k]: what mine chose, of a tensor of chosen experts
+    margins: np.ndarray | None = None  # float64 [rows, 3], judge.routing.margins, of the same
     structure: np.ndarray | None = None  # metrics.structure's sums over some of the rows
     identical: bool = False
     stat_error: tuple[float, float] | None = None
@@ -185,6 +186,12 @@ class Measurer:
                     table[part] = found
                 piece.same_bits = piece.same_bits and _equal(found) and same_bits(g, g_rows, m, m_rows)
                 self._columns(piece, found, g, g_rows, m, m_rows, unit)
+                if piece.choices is not None and unit.router is not None and found[:, oracle.MAX_D].any():
+                    chosen_at = (golden[i], cuts[0], row[part]), (piece.group, cuts[1], kept[part])
+                    margins = choices.margins(self.rows, unit.router, chosen_at, self._fits)
+                    if margins is not None:
+                        piece.margins = np.full((len(kept), 3), np.nan) if piece.margins is None else piece.margins
+                        piece.margins[part] = margins
                 self._locate(piece, found, part, g, g_rows, m, m_rows)
         piece.table = table
         self._check_replicas(piece, [(golden[i], number == i) for i in met.used], row, kept, cuts, unit)

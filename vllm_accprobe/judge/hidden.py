@@ -22,6 +22,7 @@ import numpy as np
 from vllm_accprobe.judge import kin
 from vllm_accprobe.judge.columns import Columns
 from vllm_accprobe.judge.looks import COLUMNS, FEW, GAIN, GROWTH, NARROW, Hidden, Known, Look, Thresholds
+from vllm_accprobe.judge.standards import TRUNCATED
 
 
 class Peers:
@@ -102,14 +103,14 @@ class Peers:
             return None
         here, known = self._known[id(look)], self._facts(others)
         off = min((here.gain - o.gain for o in known), key=abs)
-        if abs(off) <= self.rules.gain * look.unit:
+        if abs(off) <= TRUNCATED * look.unit:
             return None
         passed = max(kin.passed_on(look.passed, o.passed) for o in others)
         noise = max(float(np.median(o.before)) for o in (look, *others)) ** 2
         need = max(
-            self.rules.gain * look.unit,
+            TRUNCATED * look.unit,
             self.rules.sure * max(float(np.hypot(here.gain_error, o.gain_error)) for o in known),
-            self.rules.outlier * kin.spread_at_most([o.gain for o in known]),
+            self.rules.outlier * kin.spread([o.gain for o in known]),
             self.rules.through * max(passed, noise),
         )
         strength = abs(off) / need

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class Created:
     """An origin: rows ``keys`` of ``trace`` (none for a parameter), with what came in front of them.
 
     hidden: the sign by which an error was found that lies within fixed limits (hidden.py). look: all rows of the trace
-    with what stood in front of them."""
+    with what stood in front of them. steps: keys of the rows where NaN or infinity comes out and none went in."""
 
     tap: str
     trace: Trace
@@ -49,6 +49,7 @@ class Created:
     evidence: str
     hidden: Hidden | None = None
     look: Look | None = None
+    steps: np.ndarray = field(default_factory=lambda: _NONE)
 
 
 def find_origins(
@@ -193,7 +194,12 @@ class _Search:
             for c in self.found[child]:
                 everywhere = 0.0 if len(c.keys) else np.inf
                 err = np.full(len(c.keys), np.inf)
-                out.append(replace(c.trace, keys=c.keys, err=err, everywhere=everywhere))
+                broken = (
+                    np.isin(c.keys, c.trace.keys[c.trace.broken])
+                    if len(c.trace.broken)
+                    else np.zeros(len(c.keys), bool)
+                )
+                out.append(replace(c.trace, keys=c.keys, err=err, everywhere=everywhere, broken=broken))
         return out
 
     def _check(self, tap: str, sink: Trace, sources: list[Trace], mixing: bool, below: list[Trace]) -> None:
@@ -214,11 +220,32 @@ class _Search:
         share = np.where(explained > sink.limit, rules.wild, rules.amplification)
         created = (err > sink.limit + share * explained) & (explained < rules.garbage)
         created &= ~(np.isinf(err) & (explained > max(sink.limit, 0.0)))
+        # What makes NaN of numbers, however wrong these are, is at fault too; so is a choice against its own logits.
+        steps = self._steps(sink, keys, [*sources, *below], mixing)
+        created |= steps
+        if len(sink.own) == len(bad):
+            created |= sink.own[bad]
         if created.any():
             evidence = "values" if np.isinf(err[created]).any() else "jump"
-            self.found[tap].append(Created(tap, sink, keys[created], err[created], explained[created], evidence))
+            rows = keys[created], err[created], explained[created]
+            self.found[tap].append(Created(tap, sink, *rows, evidence, steps=keys[steps]))
         else:
             self._check_hidden(tap, sink, below)
+
+    def _steps(self, sink: Trace, keys: np.ndarray, sources: Sequence[Trace], mixing: bool) -> np.ndarray:
+        """bool [len(keys)]: rows of ``sink`` that hold NaN or infinity, while nothing that can influence them does."""
+        broken = (
+            np.isin(keys, sink.keys[sink.broken]) if len(sink.broken) == len(sink.keys) else np.zeros(len(keys), bool)
+        )
+        for source in sources:
+            if source is sink or not broken.any() or source.order > sink.order:
+                continue
+            if source.spoilt:
+                return np.zeros(len(keys), bool)
+            if source.broken.any():
+                flags = replace(source, everywhere=0.0)
+                broken &= self.influence.of(flags, source.broken.astype(np.float64), sink.vision, keys, mixing) == 0
+        return broken
 
     def _check_hidden(self, tap: str, sink: Trace, below: list[Trace]) -> None:
         look = self.looks.get((tap, id(sink)))

@@ -113,6 +113,12 @@ def part_of(errors: RowErrors, start: int, stop: int) -> RowErrors:
     return RowErrors(e.rel[at], e.ratio[at], e.peak[at], e.err[at], e.measure[at], e.gain[at])
 
 
+def rows_of(errors: RowErrors, mask: np.ndarray) -> RowErrors:
+    """Those of the rows that ``mask`` chooses."""
+    e = errors
+    return RowErrors(e.rel[mask], e.ratio[mask], e.peak[mask], e.err[mask], e.measure[mask], e.gain[mask])
+
+
 def worst_of_each(found: Sequence[RowErrors]) -> list[Worst]:
     """A Worst of each, without the phases: those with as many rows are looked through together."""
     out = [Worst()] * len(found)
