@@ -135,10 +135,14 @@ def _patch_engine_args() -> None:
         return
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self, "enforce_eager", True):
-            self.enforce_eager = True
+        from vllm_accprobe.capture.eager import make_eager
+
+        changed = make_eager(self)
+        if changed:
+            asked = ", ".join(what for what in changed if what != "enforce_eager")
             _say(
                 "the engine is made eager so that every module is seen (VLLM_ACCPROBE_GRAPHS=1 leaves it as configured)"
+                + (f"; it was given {asked}" if asked else "")
             )
         return original(self, *args, **kwargs)
 

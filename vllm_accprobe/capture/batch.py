@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.releases import device_buffer, placeholders, starts
+from vllm_accprobe.capture.releases import device_buffer, guesses, placeholders, positions_of, prefill_lengths, starts
 from vllm_accprobe.capture.rows import Item, Requests, Scheduled, Space, logits_space, token_space, vision_space
 from vllm_accprobe.capture.session import HEAD, VISION
 from vllm_accprobe.config import ProbeConfig
@@ -32,6 +32,7 @@ class Batch:
         self._config = config
         self._requests = requests
         self._runner = runner
+        self._guesses = guesses(getattr(runner, "vllm_config", None))
         self._scheduled: Any = None
         self._prepared: Any = None
         self._rows: list[Scheduled] | None = None
@@ -42,6 +43,12 @@ class Batch:
         self._scheduled = out
         self._prepared = self._rows = None
         self._items = []
+
+    def revised(self, out: Any) -> None:
+        """What the runner makes of the scheduler's output, where it works with a copy of its own."""
+        if self._scheduled is not None and out is not self._scheduled:
+            self._scheduled = out
+            self._rows = None
 
     def prepared(self, batch: Any) -> None:
         """V2's own batch of this step, whose rows are in the order of computation."""
@@ -60,24 +67,24 @@ class Batch:
             }
             if v2 is not None:
                 names = list(v2.req_ids)
-                begins = [int(n) for n in v2.num_computed_tokens_np[: len(names)]]
-                known = {n: int(k) for n, k in zip(names, v2.prefill_len_np, strict=False)}
+                known = dict(zip(names, prefill_lengths(self._runner, v2), strict=True))
                 counts = [int(n) for n in v2.num_scheduled_tokens[: len(names)]]
+                rows = int(v2.num_tokens)
             else:
                 names = list(self._runner.input_batch.req_ids)
-                before = starts(out)
-                begins = [before.get(name, 0) for name in names]
                 states = self._runner.requests
                 known = {name: int(states[name].num_tokens) for name in names if name in states}
                 counts = [int(out.num_scheduled_tokens[name]) for name in names]
-            if sum(counts) != int(out.total_num_scheduled_tokens):
+                rows = sum(counts)
+            if not rows == sum(counts) == int(out.total_num_scheduled_tokens):
                 raise RuntimeError(
-                    f"rows do not add up: the runner has {sum(counts)} rows for {names}, "
+                    f"rows do not add up: the runner has {rows} rows for {names}, "
                     f"the scheduler {out.total_num_scheduled_tokens}"
                 )
+            before = starts(out)
             self._rows = [
-                Scheduled(name, start, n, drafts.get(name, 0), known.get(name))
-                for name, start, n in zip(names, begins, counts, strict=True)
+                Scheduled(name, before[name], n, drafts.get(name, 0), known.get(name))
+                for name, n in zip(names, counts, strict=True)
             ]
         return self._rows
 
@@ -87,20 +94,28 @@ class Batch:
         if part == VISION:
             return vision_space(self._config, self._requests, self.items(), rows)
         if part == HEAD:
-            return logits_space(self._config, self._requests, batch)
+            logits = logits_space(self._config, self._requests, batch)
+            logits.floors = self.floors(batch)
+            return logits
         padded = int(getattr(self._prepared, "num_tokens_after_padding", 0) or 0)
         space = token_space(self._config, self._requests, batch, max(padded, rows if rows > 1 else 0))
         space.ids, space.positions = self.buffers(space.src)
+        space.floors = self.floors(batch)
         return space
 
+    def floors(self, batch: list[Scheduled]) -> dict[int, int]:
+        """How far back a request's rows may be corrected: to the end of its prompt, and only where there are drafts."""
+        if not self._guesses:
+            return {}
+        found = (self._requests.get(part.internal) for part in batch)
+        return {request.req: request.prompt_len for request in found if request is not None}
+
     def buffers(self, n: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The runner's own buffers of token ids and (unless host arithmetic is exact) positions of the first ``n``
-        rows: integers of shape [n], on the runner's device."""
+        """The runner's own buffers of token ids and positions of the first ``n`` rows: integers of shape [n], on the
+        runner's device or in host memory. (What the positions may say is limited by rowmaps.py.)"""
         source = self._prepared if self._prepared is not None else self._runner
         ids = device_buffer(getattr(source, "input_ids", None))
-        positions = device_buffer(getattr(source, "positions", None))
-        if positions is not None and positions.dim() != 1:  # several axes, or a vendor's own form
-            positions = None
+        positions = positions_of(source)
         return (ids[:n] if ids is not None else None), (positions[:n] if positions is not None else None)
 
     def items(self) -> list[Item]:

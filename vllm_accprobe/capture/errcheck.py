@@ -44,6 +44,7 @@ from vllm_accprobe.capture.errcheck_step import (
     real_rows,
 )
 from vllm_accprobe.capture.errcheck_values import FP8_SHARE, FP8_TOPS, LIMITS, Badness, Rule, is_mask
+from vllm_accprobe.capture.op_aside import Aside
 from vllm_accprobe.capture.session import HEAD, LANGUAGE
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Module
@@ -90,6 +91,7 @@ class Watch:
         self._device = device
         self.deferred = deferred or device.type != "cpu"
         self._slots: Slots | None = Slots(device) if self.deferred else None
+        self._aside = Aside()
 
     def module(self, module: Module) -> None:
         self.modules[module.tap] = module
@@ -147,6 +149,8 @@ class Watch:
         owner = getattr(original, "__self__", None)
         place = Place(self, tap, leaf=not (isinstance(owner, torch.nn.Module) and any(True for _ in owner.children())))
 
+        aside = self._aside
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
@@ -154,13 +158,15 @@ class Watch:
             if step is None:
                 return original(*args, **kwargs)
             try:
-                entered = place.enter(step, args, kwargs)
+                with aside:
+                    entered = place.enter(step, args, kwargs)
             except Exception as error:
                 self.fail(tap.names[0], error)
                 return original(*args, **kwargs)
             result = original(*args, **kwargs)
             try:
-                place.leave(step, entered, args, kwargs, result)
+                with aside:
+                    place.leave(step, entered, args, kwargs, result)
             except Exception as error:
                 self.fail(tap.names[0], error)
             return result

@@ -94,6 +94,7 @@ class Labels:
             if self._outside and session.dead is None:
                 session.sink.skip(f"{LABEL_TAP}{name}"[:_MAX_ID], "a label outside of the model's forward")
             return
+        state.taking += 1  # copies that are made here are none of the model's operators
         try:
             wrong = _wrong(source, name, value, path)
             if wrong:
@@ -108,6 +109,8 @@ class Labels:
                 self._promise(state, source, LABEL_TAP + name, os.fspath(path or ""))
         except Exception as error:
             session.fail(f"set_label({source!r}, {name!r})", error)
+        finally:
+            state.taking -= 1
 
     def _where_taken(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the side, host or device, whose tensors this session takes."""

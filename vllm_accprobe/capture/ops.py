@@ -81,6 +81,8 @@ class Operators(TorchDispatchMode):
         self._step: StepState | None = None
         self._inside: list[str] = []
         self.calls = 0
+        self.asides = 0
+        """Of other probes that are at work right now (op_aside.py)."""
 
     def forget_weights(self) -> None:
         """Memory that held weights may hold others now: they are looked at anew."""
@@ -94,7 +96,7 @@ class Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         session = self._session
         state = session.state
-        if state is None or state.taking:
+        if state is None or state.taking or self.asides:
             return func(*args, **kwargs)
         call = operator = None
         try:

@@ -110,10 +110,13 @@ class Patches:
         spec = self._specs.get(key)
         if spec is None:
             return
+        state.taking += 1  # copies that are made here are none of the model's operators
         try:
             self._take(session, state, spec, owner, value)
         except Exception as error:
             session.fail(f"the patched place {key}", error)
+        finally:
+            state.taking -= 1
 
     def failed(self, key: str, error: BaseException) -> None:
         """The value could not be read. Counted; the model does not notice."""

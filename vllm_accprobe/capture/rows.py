@@ -92,7 +92,8 @@ class Space:
 
     src: rows the model computed for real; padded: rows its tensors may have; whole: every one of them is kept.
     ids, positions: tensors with one number per token row (tokens space only); token_rows: the token row of each kept
-    row of another space (logits).
+    row of another space (logits). floors: by request number, the lowest position that its rows may turn out to have
+    where the scheduler guessed with drafts; empty where the scheduler's positions are exact.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Space:
     ids: Any = None
     positions: Any = None
     token_rows: list[int] = field(default_factory=list)
+    floors: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.n = sum(stop - start for start, stop in self.ranges)

@@ -28,7 +28,7 @@ def compare(
         help="YAML or JSON: which place of mine is which of golden, see docs/mapping.md.",
     ),
     taps: str = typer.Option(
-        None, "--taps", metavar="GLOBS", help="Only taps that match one of these globs, comma separated."
+        None, "--taps", metavar="GLOBS", help="Only taps that match these globs, comma separated; '!...' excludes."
     ),
     standard: str = typer.Option(
         "accprobe",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def gentest(
     dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
     failed: bool = typer.Option(False, "--failed", help="Calls that opcheck finds wrong, the worst of each module."),
-    ops: list[str] = typer.Option([], "--ops", metavar="GLOB", help="Classes, operators or paths. Can be repeated."),
+    ops: list[str] = typer.Option([], "--ops", metavar="GLOB", help="Classes, operators, paths; '!...' excludes. Can be repeated."),
     ids: str = typer.Option("", "--ids", metavar="IDS", help="Calls by opcheck.csv's column id, e.g. 0.0.57,0.1.3."),
     out: Path = typer.Option(
         Path("accprobe-gentest"), "--out", "-o", metavar="DIR", help="The folder to write; must not exist."
@@ -41,6 +41,7 @@ def gentest(
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise CommandError(f"--out: {out} exists and is not empty")
     require_torch("gentest")
+    from vllm_accprobe.opcheck import grid
     from vllm_accprobe.opcheck.reference import default_references
     from vllm_accprobe.opcheck.replay import Options
     from vllm_accprobe.opcheck.testgen import write_case, write_folder
@@ -49,6 +50,7 @@ def gentest(
     chosen = _failed(calls, references, ops, options) if failed else _matching(calls, ops, options, most)
     written: list[Written] = []
     left: list[str] = []
+    wider = 0
     for captured in chosen:
         if len(written) == most:
             left.append("more calls than --most")
@@ -57,8 +59,14 @@ def gentest(
             if not written:
                 (out / "cases").mkdir(parents=True, exist_ok=True)
             written.append(write_case(captured, references, out / "cases", len(written)))
+            wider += any(
+                r.dtype != grid.name_of(captured.what.outputs[role])
+                for role, r in captured.records.items() if role in captured.what.outputs
+            )  # fmt: skip
         except ValueError as why:
             left.append(f"{captured.tap}: {why}")
+    if wider:
+        left.append(f"{wider} calls hold numbers of a coarser dtype than their tensors': the tests have them in that")
     for line in [*calls.dump.problems, *calls.problems, *references.problems, *left]:
         typer.echo(f"note: {line}", err=True)
     if not written:

@@ -18,7 +18,7 @@ _EXACT, _DEVICE = "float64", "device"
 
 def opcheck(
     dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
-    ops: list[str] = typer.Option([], "--ops", metavar="GLOB", help="Classes, operators or paths. Can be repeated."),
+    ops: list[str] = typer.Option([], "--ops", metavar="GLOB", help="Classes, operators, paths; '!...' excludes. Can be repeated."),
     ids: str = typer.Option("", "--ids", metavar="IDS", help="Calls by opcheck.csv's column id, e.g. 0.0.57,0.1.3."),
     model: Path = typer.Option(
         None, "--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."
@@ -132,11 +132,17 @@ def ids_of(text: str) -> frozenset[str]:
 
 
 def require_torch(command: str) -> None:
-    """Raises CommandError where torch is missing."""
+    """Raises CommandError where torch is missing. Unless told otherwise it will use one thread: small products are no
+    slower for it, and threads that wait for one another in a loop take the other cores."""
     import importlib.util
+    import os
+
+    from vllm_accprobe.children import ONE_THREAD
 
     if importlib.util.find_spec("torch") is None:
         raise CommandError(f"{command} needs torch: install it beside accprobe (the CPU build will do)")
+    for name, value in ONE_THREAD.items():
+        os.environ.setdefault(name, value)
 
 
 def opened_calls(dump: Path, model: Path | None) -> Calls:

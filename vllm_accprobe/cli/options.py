@@ -22,10 +22,13 @@ class CommandError(Exception):
 
 STEP = typer.Option("", "--step", metavar="RANGES", help="Engine steps, e.g. 0-3,7.")
 RANK = typer.Option("", "--rank", metavar="RANGES", help="Global ranks, e.g. 0,2-3.")
-ROLE = typer.Option([], "--role", metavar="GLOB", help="E.g. output.0 or 'input.*'. Can be repeated.")
+ROLE = typer.Option([], "--role", metavar="GLOB", help="E.g. output.0 or 'input.*'; '!...' excludes. Can be repeated.")
 CALL = typer.Option("", "--call", metavar="RANGES", help="Ordinals of the tap's calls within a step.")
 REQUEST = typer.Option(
-    [], "--request", metavar="GLOB", help="Only tensors with rows of these requests: id, or start of the prompt's hash."
+    [],
+    "--request",
+    metavar="GLOB",
+    help="Only tensors with rows of these requests: id, or start of the prompt's hash; '!...' excludes.",
 )
 
 

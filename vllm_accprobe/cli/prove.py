@@ -1,4 +1,4 @@
-"""Two dumps replayed for `compare`, in a process of its own: ``python -m vllm_accprobe.cli.prove``.
+"""Two dumps replayed for `compare`, in a process of its own.
 
 The problem: a comparison must run where there is no torch, start at once, and outlive whatever a replay runs into. The
 idea: this program replays both dumps, weighs mine against golden, splits the errors of those who are blamed, and writes
@@ -16,7 +16,7 @@ from pathlib import Path
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0 when the proof is written, else 2 and one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m vllm_accprobe.cli.prove")
+    parser = argparse.ArgumentParser(prog="vllm_accprobe.cli.prove")
     parser.add_argument("golden", type=Path)
     parser.add_argument("mine", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -56,7 +56,3 @@ def _write(golden: Path, mine: Path, out: Path, ops: list[str], mapping: Path | 
     part = out.with_name(out.name + ".part")
     part.write_text(proof.to_json(), encoding="utf-8")
     part.replace(out)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -124,12 +124,22 @@ def _run(arguments: list[str], ops: Sequence[str], mapping: Path | None) -> str:
     """What the process said last on stderr if it failed, else ""."""
     import subprocess
 
+    from vllm_accprobe.children import ONE_THREAD, Child
+
     more = [x for glob in ops for x in ("--ops", glob)]
     more += ["--op-mapping-file", str(mapping)] if mapping is not None else []
-    command = [sys.executable, "-m", "vllm_accprobe.cli.prove", *more, *arguments]
     shown = None if sys.stderr.isatty() else subprocess.PIPE  # a bar on a terminal
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=shown, text=True, check=False)
-    if done.returncode == 0:
+    process = Child(
+        "vllm_accprobe.cli.prove", *more, *arguments, env={**os.environ, **ONE_THREAD}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=shown,
+    )  # fmt: skip
+    with process:
+        try:
+            _, said = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode == 0:
         return ""
-    lines = [line for line in (done.stderr or "").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else f"its process ended with {done.returncode}"
+    lines = [line for line in (said or "").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else f"its process ended with {process.returncode}"

@@ -18,7 +18,7 @@ from vllm_accprobe.align.tokens import Flip, position, subject
 from vllm_accprobe.comparison import words
 from vllm_accprobe.comparison.measured import Setting
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, TOP_IDS, TOP_LOGITS, Plan, Unit
-from vllm_accprobe.comparison.read import Loader
+from vllm_accprobe.comparison.read import Loader, Unread
 from vllm_accprobe.comparison.result import FAIL, PASS, Pair
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.judge import flips as rules
@@ -254,6 +254,9 @@ def _row(plan: Plan, side: int, unit: Unit | None, loader: Loader, key: int) -> 
             continue
         at = np.flatnonzero((rows.keys == key) & rows.keep)
         if len(at):
-            block = loader.load(group)
+            try:
+                block = loader.load(group)
+            except Unread:
+                continue
             return np.asarray(widen(block.data[int(at[0])], block.dtype, as_float=True))
     return None

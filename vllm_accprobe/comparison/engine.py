@@ -25,13 +25,13 @@ from vllm_accprobe.comparison.judging import judge
 from vllm_accprobe.comparison.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, TOP_IDS, Plan, Unit, make_plan
 from vllm_accprobe.comparison.read import Loader
-from vllm_accprobe.comparison.result import CompareError, Comparison
+from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.resume import Finished, identity
 from vllm_accprobe.comparison.rows import RowLog
 from vllm_accprobe.comparison.samples import take_samples
 from vllm_accprobe.comparison.shelf import Shelf
 from vllm_accprobe.comparison.workers import measure_all, unit_bytes
-from vllm_accprobe.formats import DumpError, open_dump
+from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, open_dump
 from vllm_accprobe.formats.foreign import INDEPENDENT, VALUES, ForeignDump
 from vllm_accprobe.judge.calibration import Calibration
 from vllm_accprobe.judge.foreign import FOREIGN
@@ -105,11 +105,17 @@ def calibrate(golden: str | Path | Any, runs: Sequence[str | Path]) -> Calibrati
 
 
 def open_both(golden: str | Path | Any, mine: str | Path | Any) -> tuple[Any, Any]:
-    """Opens what is a path; raises CompareError for what cannot be read."""
+    """Opens what is a path; raises CompareError for what cannot be read, and NothingCompared where none of a dump's
+    files can be."""
     try:
         opened = [open_dump(d) if isinstance(d, (str, Path)) else d for d in (golden, mine)]
+    except NothingReadable as e:
+        raise NothingCompared(f"nothing could be compared: {e}") from None
     except DumpError as e:
         raise CompareError(str(e)) from None
+    for dump in opened:  # statistics may be there still, but they are not what was asked for
+        if dump.unread and not any(r.payload is not None for r in dump.records):
+            raise NothingCompared(f"nothing could be compared: {nothing_readable(dump)}")
     return take_names(opened[0], opened[1])
 
 

@@ -21,7 +21,7 @@ from vllm_accprobe.comparison import statistics
 from vllm_accprobe.comparison.copies import settle
 from vllm_accprobe.comparison.index import Indices
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, Group, Unit
-from vllm_accprobe.comparison.read import Block, Loader, cut_shape, find_cut, same_bits
+from vllm_accprobe.comparison.read import UNREAD, Block, Loader, Unread, cut_shape, find_cut, same_bits
 from vllm_accprobe.comparison.stream import RowReader, row_bytes, stretches
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Stats
@@ -112,12 +112,13 @@ class Measurer:
                 piece.skip = UNKNOWN_DTYPE
             elif group.where is None and group.moment[1] is not None and _SORTED.search(unit.key[0]):
                 piece.skip = BY_EXPERT
-            elif group.where is None:
-                self._whole(piece, usable)
-            elif not self._fits(1, group):
+            elif group.where is not None and not self._fits(1, group):
                 piece.skip = ROW_COUNT
             else:
-                self._rows(piece, with_rows, wheres, unit)
+                try:
+                    self._whole(piece, usable) if group.where is None else self._rows(piece, with_rows, wheres, unit)
+                except Unread:  # nothing of a pair that was read in part
+                    piece = Piece(group, piece.golden, feature=piece.feature, whole=piece.whole, skip=UNREAD)
             yield piece
         self.golden.forget()
         self.mine.forget()

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from vllm_accprobe.align.bridge import bridge
@@ -24,7 +23,9 @@ from vllm_accprobe.align.tokens import TokenPlan, align_rows
 from vllm_accprobe.comparison.joining import Group, Joining, Moment, merged, widths_of
 from vllm_accprobe.comparison.operators import set_apart
 from vllm_accprobe.comparison.unsummed import WHOLE, Loose, loose, unsummed_taps
+from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Module, Record
+from vllm_accprobe.dump.select import matches
 from vllm_accprobe.judge.flow import Key, Tree, add_parameters, depths, flow_order
 
 __all__ = ["SAMPLER", "TOKEN", "TOP_IDS", "TOP_LOGITS", "Group", "Moment", "Plan", "Unit", "make_plan"]
@@ -86,7 +87,7 @@ class Plan:
 
 
 def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules | None = None) -> Plan:
-    """The plan for two open dumps. taps: globs over tap names, separated by commas; None compares all. mapping: the
+    """The plan for two open dumps. taps: globs over tap names, separated by commas, ``!`` excludes; None compares all. mapping: the
     user's rules for names (align.mapping.load_mapping)."""
     golden, mine, apart = set_apart(golden, mine)
     stepwise = plan_steps(golden, mine)
@@ -220,7 +221,7 @@ def _spans(units: Iterable[Unit]) -> dict[str, tuple[int, int]]:
 
 
 def _wanted(tap: str, taps: str | None) -> bool:
-    return taps is None or any(fnmatchcase(tap, glob.strip()) for glob in taps.split(","))
+    return taps is None or matches([glob.strip() for glob in taps.split(",")], (tap,))
 
 
 def _copies_differ(group: Group) -> bool:
@@ -239,7 +240,10 @@ def _sampled(dump: Any) -> Any:
         r = records.get((rank, step))
         if r is None or r.payload is None or r.rows is None:
             return None
-        tokens = dump.read(r).reshape(-1)
+        try:
+            tokens = dump.read(r).reshape(-1)
+        except DumpError:  # said where the tensor itself is compared
+            return None
         return tokens if r.shape and len(tokens) == r.shape[0] else None
 
     return sampled

@@ -16,6 +16,7 @@ import numpy as np
 
 from vllm_accprobe.comparison.measured import MeasuredUnit, Part, Setting
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, Plan
+from vllm_accprobe.comparison.read import UNREAD
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.rows import RowTable
 from vllm_accprobe.comparison.statistics import said as figures_said
@@ -311,4 +312,5 @@ def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
     if golden.requests and mine.requests and not plan.requests.pairs:
         return "nothing could be compared: no request of one dump has the same prompt as one of the other"
     reasons = ", ".join(f"{reason} ({n})" for reason, n in skipped.most_common(3))
-    return f"nothing could be compared: {reasons or ALL_SKIPPED}"
+    why = next((f": {d.unread[0]}" for d in dumps if skipped.get(UNREAD) and d.unread), "")
+    return f"nothing could be compared: {reasons or ALL_SKIPPED}{why}"

@@ -139,7 +139,3 @@ def _engine_args() -> list[str]:
 
 def _capture() -> str:
     return str(importlib.import_module("vllm_accprobe.capture.runner").__name__)
-
-
-if __name__ == "__main__":
-    main()

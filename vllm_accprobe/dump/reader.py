@@ -54,7 +54,8 @@ class Dump:
     requests by (rank, req), steps by (rank, step), rows by (rank, step, space); labels, those in files of their own, by
     (rank, step, tap, role, call); modules, stops and ends by rank;
     problems: sentences on what is missing, damaged or ignored; bad_lines: how many of each rank's journal were not
-    understood; data: where each (rank, segment) lies.
+    understood; unread: a sentence for each file that is there and cannot be read; data: where each (rank, segment)
+    lies.
     """
 
     def __init__(self, path: Path, run: dict[str, Any]):
@@ -73,6 +74,7 @@ class Dump:
         self.ends: dict[int, End] = {}
         self.errors: list[dict[str, Any]] = []
         self.problems: list[str] = []
+        self.unread: list[str] = []
         self.bad_lines: dict[int, int] = {}
         self.starts: dict[int, dict[str, Any]] = {}
         self.data: dict[tuple[int, int], SegmentData] = {}

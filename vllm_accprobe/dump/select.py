@@ -23,8 +23,8 @@ Ranges = tuple[tuple[int, int], ...]
 class Selection:
     """Empty means all. names: globs over the tap, ``tap/role`` or the record's whole name, ``!`` excludes and the last
     that matches decides; steps, ranks, calls: ranges with both ends in; requests: globs over a request's id, or the
-    beginning of its prompt's hash; roles: globs. Parameters have no step: where steps are given they are chosen only if
-    ``parameters`` is set."""
+    beginning of its prompt's hash; roles: globs; in both ``!`` as with names. Parameters have no step: where steps are
+    given they are chosen only if ``parameters`` is set."""
 
     names: tuple[str, ...] = ()
     steps: Ranges = ()
@@ -61,14 +61,10 @@ class Selection:
 
 
 def names_request(globs: Sequence[str], request: Request) -> bool:
-    """Whether one of ``globs`` matches an id of ``request``, or is the beginning (6 digits or more) of its prompt's
-    hash."""
-    return any(
-        fnmatchcase(request.id, g)
-        or fnmatchcase(request.internal_id, g)
-        or (len(g) >= 6 and request.prompt.startswith(g))
-        for g in globs
-    )
+    """Whether ``globs`` choose ``request``: one matches an id of it, or is the beginning (6 digits or more) of its
+    prompt's hash; ``!`` and several as in `matches`."""
+    begun = [p for g in globs if len(p := g.lstrip("!")) >= 6 and request.prompt.startswith(p)]
+    return matches(globs, (request.id, request.internal_id, *begun))
 
 
 def holds(dump: Dump, record: Record, requests: set[tuple[int, int]]) -> bool:

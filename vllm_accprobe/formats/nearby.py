@@ -1,7 +1,7 @@
 """A path beside a dump: one folder too high, one too low, or one of its files.
 
-The problem: who types a path often names the folder that holds the dump, a rank's folder in it, or its run.json. Read as
-a folder of single files, each of these opens, under names that meet nothing. The idea: before such a folder is taken
+The problem: who types a path often names the folder that holds the dump, a rank's folder in it, or its run.json. Read
+as a folder of single files, each of these opens, under names that meet nothing. The idea: before such a folder is taken
 for what it looks like, see whether a dump with a form of its own lies around it or in it. One that is alone there is
 taken, and the dump says so; of several the names are told. Only names are looked at, links are not followed, and the
 search ends after some thousand names. Not here: what each format looks like (sniff.py).
@@ -49,7 +49,7 @@ def around(path: Path) -> Path | None:
 
 
 def below(path: Path, is_dump: Callable[[Path], bool]) -> list[Path]:
-    """The folders in ``path`` that ``is_dump``, at most three levels down, in order of their names; none inside another."""
+    """The folders in ``path`` that ``is_dump``, at most three levels down, ordered by name; none inside another."""
     found: list[Path] = []
     level, seen = [path], 0
     for _ in range(_DEPTH):
@@ -79,8 +79,8 @@ def only(path: Path, found: list[Path]) -> tuple[Path, str]:
 
 
 def own(path: Path) -> tuple[Path, str]:
-    """The dump of accprobe that ``path`` is, lies in or holds, and what to say where that is another path; else ``path``
-    itself. Raises DumpError where it holds several, or does not exist."""
+    """The dump of accprobe that ``path`` is, lies in or holds, and what to say where that is another path; else
+    ``path`` itself. Raises DumpError where it holds several, or does not exist."""
     if not path.exists():
         raise DumpError(f"{path} does not exist: name a dump's directory or file")
     if is_own(path):

@@ -42,13 +42,19 @@ def open(path: Path) -> ForeignDump:
     dump = ForeignDump(path, NAME)
     files = [path] if path.is_file() else _files(path)
     ranks: dict[int, Path] = {}
+    for name, why in _odd(path):
+        dump.unreadable(f"{path / name}: {why}", name, rank=_rank(name))
     for i, file in enumerate(files):
-        match = _FILE.fullmatch(file.name)
-        rank = int(match[1]) if match else i
+        rank = _rank(file.name, i)
         if rank in ranks:
             raise DumpError(f"{path} has two files of rank {rank}, {ranks[rank].name} and {file.name}: keep one")
         ranks[rank] = file
-        _add(dump, file, rank)
+        try:
+            _add(dump, file, rank)
+        except DumpError as e:
+            if path.is_file():
+                raise
+            dump.unreadable(e, file.name, rank=rank)
     if narrow := stored_wider(dump):
         dump.run[VALUES] = narrow
         dump.problem(f"its float32 values are {narrow} numbers: judged by what {narrow} can hold")
@@ -63,21 +69,41 @@ def stored_wider(dump: ForeignDump) -> str:
     seen = np.zeros(0, np.uint32)
     for r in outputs[::step][:_LOOKS]:
         if r.payload is not None and r.payload.nbytes <= _LARGEST:
-            seen = np.concatenate([seen, dump.read(r).reshape(-1)[:4096].view(np.uint32)])
+            try:
+                values = dump.read(r)
+            except DumpError:  # said where it is compared
+                continue
+            seen = np.concatenate([seen, values.reshape(-1)[:4096].view(np.uint32)])
     seen = seen[(seen << 1) != 0]
     if len(seen) < _ENOUGH:
         return ""
     if not (seen & 0xFFFF).any():
         return "bfloat16"
-    values = seen.view(np.float32)
+    floats = seen.view(np.float32)
     with np.errstate(over="ignore"):
-        return "float16" if (values.astype(np.float16).astype(np.float32) == values).all() else ""
+        return "float16" if (floats.astype(np.float16).astype(np.float32) == floats).all() else ""
 
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     return sorted(p for p in path.iterdir() if _FILE.fullmatch(p.name) and not p.is_symlink() and p.is_file())
+
+
+def _odd(path: Path) -> list[tuple[str, str]]:
+    """(name, why) of what has the name of a rank's file and is none."""
+    found = []
+    for p in sorted(p for p in path.iterdir() if _FILE.fullmatch(p.name)) if path.is_dir() else ():
+        if p.is_symlink():
+            found.append((p.name, "a link, not followed (a dump's files lie in the dump)"))
+        elif not p.is_file():
+            found.append((p.name, "a directory in place of a file" if p.is_dir() else "not a plain file"))
+    return found
+
+
+def _rank(name: str, otherwise: int = 0) -> int:
+    match = _FILE.fullmatch(name)
+    return int(match[1]) if match else otherwise
 
 
 def _add(dump: ForeignDump, file: Path, rank: int) -> None:

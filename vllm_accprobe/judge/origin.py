@@ -66,6 +66,7 @@ class _Search:
             self.by_tap[t.tap][t.kind].append(t)
         self.found: dict[str, list[Created]] = defaultdict(list)
         self.looks: dict[tuple[str, int], Look] = {}
+        self.means: dict[int, float] = {}
 
     def run(self) -> list[Created]:
         self._look()
@@ -97,9 +98,12 @@ class _Search:
     def _look_at(self, tap: str, sink: Trace, sources: list[Trace]) -> Look:
         mixing = self.tree.mixing.get(tap, True)
         before, gain = np.zeros(len(sink.seen)), np.zeros(len(sink.seen))
+        passed: dict[str, float] = {}
         for source in sources:
             if source is sink:
                 continue
+            kind = kind_of_place(source.tap, source.role)
+            passed[kind] = max(self._mean_gain(source), passed.get(kind, 0.0), key=abs)
             # What has few elements multiplies whole rows: a gate, the weights of the chosen experts.
             factor = np.maximum(np.abs(source.gain), source.rel) if source.width < NARROW else np.abs(source.gain)
             for what, values, out in (("rel", source.rel, before), ("gain", factor, gain)):
@@ -110,7 +114,15 @@ class _Search:
         columns = [s.columns for s in sources if s.columns is not None and s is not sink]
         cls = self.tree.classes.get(tap, "")
         rows = sink.seen, err, slope, before, gain
-        return Look(tap, _role(tap, sink), cls, sink.rounding, *rows, sink.width, sink.columns, columns, mixing)
+        return Look(tap, _role(tap, sink), cls, sink.rounding, *rows, sink.width, sink.columns, columns, mixing, passed)
+
+    def _mean_gain(self, source: Trace) -> float:
+        """The median of its rows' gains; 0 where there are none."""
+        if id(source) not in self.means:
+            known = len(source.gain) == len(source.keys) > 0
+            mean = float(np.median(spread(source.seen, source.keys, source.gain))) if known else 0.0
+            self.means[id(source)] = mean if np.isfinite(mean) else 0.0
+        return self.means[id(source)]
 
     def _places(self, tap: str) -> list[tuple[Trace, list[Trace]]]:
         """Where ``tap`` itself may create an error, with what is in front: its outputs, and between its children."""

@@ -24,6 +24,7 @@ from vllm_accprobe.opcheck.calls import Captured
 from vllm_accprobe.opcheck.case import closed
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
+from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.aten import of, outputs_by_role, tensors_by_role
 from vllm_accprobe.opcheck.replay import SKIP, Checked, judged, matrix, message_of, numbers, unchecked
 from vllm_accprobe.opcheck.verdict import judge
@@ -67,7 +68,8 @@ def _gradients(call: Call, references: References, device: str, seed: int) -> It
         wanted = up.double() * (1.0 + step * (2.0 * sign - 1.0)) if moved else up.double()
         wide, leaves = _leaves(call, torch.float64, "cpu", step if moved else 0.0)
         if "." in call.cls:
-            result = outputs_by_role(of(call.cls)(*wide.args, **wide.kwargs), (), {})
+            wide, function = _called(wide)
+            result = outputs_by_role(function(*wide.args, **wide.kwargs), (), {})
             return _grad(result["output.0"], leaves, wanted)
         expected = references.evaluate(wide)
         if isinstance(expected, Declined):
@@ -89,6 +91,14 @@ def _gradients(call: Call, references: References, device: str, seed: int) -> It
             change = torch.maximum(change, change.square().mean(-1, keepdim=True).sqrt())
         change = change + step * exact[name].square().mean().sqrt()
         yield name, exact[name], theirs[name], change
+
+
+def _called(call: Call) -> tuple[Call, Any]:
+    """(the call, its arguments as the function takes them; the function): of an operator, or of an API that msprobe
+    recorded. Raises Declined."""
+    if call.cls.rpartition(".")[0] in api.HEADS:
+        return api.ready(call), api.torch_function(call.cls)
+    return call, of(call.cls)
 
 
 def _grad(output: Any, leaves: Mapping[str, Any], up: Any) -> dict[str, Any]:

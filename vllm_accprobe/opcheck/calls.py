@@ -4,12 +4,13 @@ The problem: a call is scattered over a dump: its inputs and outputs are records
 elsewhere, perhaps under another path, what it looked back at was written by earlier steps, what its ranks added up by
 other ranks. The idea: `Calls` indexes the dump once and builds one `Captured` at a time, tap by tap in the order of the
 model and within a tap step by step, so that a cache can be filled on the way. Everything becomes a torch tensor of the
-captured dtype. Not here: a module's parameters (parameters.py), what is done with a call
-(replay.py).
+captured dtype, or of the coarser one whose numbers it holds (grid.py). Not here: a module's parameters
+(parameters.py), what is done with a call (replay.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,8 +23,9 @@ import numpy as np
 import torch
 
 from vllm_accprobe.dump.opcalls import SEPARATOR, is_operator
-from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Record
+from vllm_accprobe.opcheck import grid
 from vllm_accprobe.opcheck.history import Past
 from vllm_accprobe.opcheck.opcalls import STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.parameters import Parameters
@@ -55,6 +57,8 @@ class Captured:
     missing: str = ""
     seq: int = 0
     crashed: bool = False
+
+UNREAD = "a payload of it cannot be read"
 
 
 def to_torch(array: np.ndarray, dtype: str) -> Any:
@@ -97,6 +101,7 @@ class Calls:
                 parent = parent.rpartition(".")[0]
                 self._children.setdefault((rank, parent), []).append(tap)
         self._common: dict[tuple[int, str], Mapping[str, Any]] = {}
+        self._keeps: Mapping[str, str] | None = None
         self.config = model_config(model)
         self.parameters = Parameters(dump, model, self.modules, self.read)
         if self.parameters.problem:
@@ -141,11 +146,16 @@ class Calls:
                 empty = Call(tap, cls)
                 yield Captured(tap, rank, step, n, empty, records, STATISTICS)
                 continue
-            what = self.call(rank, tap, cls, records, self.read)
-            extra = self._extra(what, rank, tap, step, n)
+            try:
+                what = self.call(rank, tap, cls, records, self.read)
+                extra = self._extra(what, rank, tap, step, n)
+            except DumpError as why:  # one payload of it, or of what it needs, cannot be read
+                yield Captured(tap, rank, step, n, Call(tap, cls), records, f"{UNREAD} ({why})")
+                continue
             if past is not None:
                 extra |= self._cache(past, what, rank, step, records)
-            yield Captured(tap, rank, step, n, replace(what, extra=extra), records)
+            what = grid.settled(replace(what, extra=extra), self.keeps)
+            yield Captured(tap, rank, step, n, what, records)
 
     def _of_operator(
         self, rank: int, tap: str, begins: Callable[[int | None, int], object],
@@ -162,18 +172,47 @@ class Calls:
                 continue
             try:
                 what = op_call(op, records, self.read, partial(self.parameters.record, rank))
-            except NotKept as why:
-                yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, str(why), op.seq)
+            except (NotKept, DumpError) as why:
+                missing = f"{UNREAD} ({why})" if isinstance(why, DumpError) else str(why)
+                yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, missing, op.seq)
                 continue
             if is_operator(op.tap) and not op.op.startswith("aten.") and op.module is not None:
                 what = replace(what, params=self.parameters.of(rank, op.module))
             missing = "" if what.outputs else "nothing came out of it that was captured"
-            yield Captured(tap, rank, op.step, op.call, what, records, missing, op.seq)
+            yield Captured(tap, rank, op.step, op.call, grid.settled(what, self.keeps), records, missing, op.seq)
 
     def operator(self, captured: Captured) -> OpCall | None:
         """The journal's line of an operator's call; None for a module's."""
         ops = self._ops.get((captured.rank, captured.tap), ())
         return next((o for o in ops if (o.step, o.call) == (captured.step, captured.call)), None)
+
+    def keeps(self) -> Mapping[str, str]:
+        """Container → the coarser dtype whose numbers this dump keeps in it (grid.kept); reads some calls once."""
+        if self._keeps is None:
+            self._keeps = grid.kept(self._looked_at(), {r.dtype for r in self.dump.records})
+        return self._keeps
+
+    def _looked_at(self) -> Iterator[grid.Sight]:
+        for rank, tap, cls in grid.spread(self.taps()):
+            try:
+                yield from grid.sights(tap, self._bare(rank, tap, cls))
+            except (NotKept, ValueError, DumpError):
+                continue
+
+    def _bare(self, rank: int, tap: str, cls: str) -> Call:
+        """The first call of a tap, what goes in and what comes out. Raises NotKept, ValueError, DumpError."""
+        if (rank, tap) in self._ops:
+            op = self._ops[rank, tap][0]
+            records = self._op_records.get((rank, tap), {}).get((op.step, op.call), {})
+        else:
+            op, (_, records) = None, min(self._calls[rank, tap].items(), key=lambda c: c[0])
+        if any(r.payload is None or math.prod(r.shape) > grid.LARGEST for r in records.values()):
+            raise NotKept("not looked at")
+        if op is not None:
+            return op_call(op, records, self.read, partial(self.parameters.record, rank))
+        read = {role: self.read(r) for role, r in records.items()}
+        inputs = {role: t for role, t in read.items() if role.startswith("input.")}
+        return Call(tap, cls, inputs, outputs={role: t for role, t in read.items() if role not in inputs})
 
     def read(self, record: Record) -> Any:
         return to_torch(self.dump.read(record), record.dtype)

@@ -6,6 +6,8 @@ Not here: how a row comes about (replay.py), how it is told (table.py). Needs no
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,7 +25,9 @@ class Checked:
 
     created: rel_l2 of the worst row, reference against mine; measure, measured, allowed: of verdict.Verdict, in floors;
     request, position, column: where, None where the measure does not say; message: for people; measures: of
-    measures.py, None where nothing was measured; algorithm: how another tool's standard came to the status."""
+    measures.py, None where nothing was measured; algorithm: how another tool's standard came to the status. dtype: that
+    of the numbers, by which they are judged; stored: of the dump's tensor where that is a wider one (grid.py), else
+    ""."""
 
     tap: str
     cls: str
@@ -48,6 +52,7 @@ class Checked:
     message: str
     measures: Measures | None = None
     algorithm: str = ""
+    stored: str = ""
 
     @property
     def severity(self) -> float:
@@ -70,6 +75,15 @@ def id_of(rank: int, step: int | None, seq: int) -> str:
     return f"{rank}.{step}.{seq}"
 
 
+def grids(rows: Iterable[Checked]) -> list[str]:
+    """Sentences on the outputs that were judged as numbers of a coarser dtype than their tensors'."""
+    found = Counter((r.stored, r.dtype) for r in rows if r.stored)
+    return [
+        f"{n:,} {'output is a tensor' if n == 1 else 'outputs are tensors'} of {stored} that hold{'s' * (n == 1)} "
+        f"{dtype} numbers: judged by what {dtype} can hold" for (stored, dtype), n in found.most_common()
+    ]  # fmt: skip
+
+
 def unchecked(
     tap: str, cls: str, rank: int, step: int | None, call: int, seq: int, why: str, *, status: str = SKIP,
     role: str = "", dtype: str = "", shape: tuple[int, ...] = (),
@@ -79,6 +93,6 @@ def unchecked(
     empty |= {
         "tap": tap, "cls": cls, "role": role, "rank": rank, "step": step, "call": call, "shape": shape, "seq": seq,
         "dtype": dtype, "rows": 0, "checked": 0, "unchecked_because": why, "status": status, "message": why,
-        "algorithm": "",
+        "algorithm": "", "stored": "",
     }  # fmt: skip
     return Checked(**empty)

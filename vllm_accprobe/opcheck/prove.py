@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, TOP_IDS
+from vllm_accprobe.opcheck.checked import grids
 from vllm_accprobe.opcheck.decide import Blame, Proof
 from vllm_accprobe.opcheck.propagated import Split
 from vllm_accprobe.opcheck.replay import FAIL, PASS, Checked
@@ -47,6 +48,7 @@ def prove(
         right=frozenset(right),
         checked=sum(c.status in (FAIL, PASS) for c in mine),
         partly=partly,
+        notes=tuple(grids(mine)),
     )
 
 

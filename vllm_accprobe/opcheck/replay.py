@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import Record
-from vllm_accprobe.dump.select import row_space
+from vllm_accprobe.dump.select import matches, row_space
+from vllm_accprobe.opcheck import grid
 from vllm_accprobe.opcheck.attention_causes import cause
 from vllm_accprobe.opcheck.calls import Calls, Captured
 from vllm_accprobe.opcheck.checked import COLUMNS, ERROR, FAIL, OURS, PASS, SKIP, WARNING, Checked, id_of, unchecked
@@ -47,9 +47,9 @@ class Options:
 
 
 def wanted(globs: Iterable[str], tap: str, cls: str) -> bool:
-    """Whether a tap is asked for: globs over classes, operators and paths; all if there are none."""
-    globs = tuple(globs)
-    return not globs or any(fnmatchcase(cls, g) or fnmatchcase(tap, g) for g in globs)
+    """Whether a tap is asked for: globs over classes, operators (``.default`` may be left out) and paths, ``!`` excludes
+    and the last that matches decides; all if there are none."""
+    return matches(tuple(globs), (cls, tap, cls.removesuffix(".default"), tap.removesuffix(".default")))
 
 
 def check(
@@ -87,18 +87,20 @@ def check_stored(calls: Calls, ops: Iterable[str] = ()) -> Iterator[Checked]:
         empty = Call(tap, cls)
         captured = Captured(tap, rank, None, record.call, empty, {record.role: record})
         mine = calls.read(record)
-        value = value.to(mine.dtype)
+        held = grid.narrowed(mine, calls.keeps().get(record.dtype, record.dtype))
+        mine = mine if held is None else held
+        value, dtype = value.to(mine.dtype), grid.name_of(mine)
         if value.shape != mine.shape:
             yield _unchecked(captured, record.role, record, SKIP, OTHER_FORM)
             continue
-        wide, held = numbers(value).reshape(1, -1), numbers(mine).reshape(1, -1)
-        v = judge(wide, held, record.dtype, last=0.0)
-        measures = measure(wide.numpy(), held.numpy(), record.dtype)
+        wide, given = numbers(value).reshape(1, -1), numbers(mine).reshape(1, -1)
+        v = judge(wide, given, dtype, last=0.0)
+        measures = measure(wide.numpy(), given.numpy(), dtype)
         if not v.passed and not (measures.rel_l2 is not None and measures.rel_l2 <= 0.5):
             yield _unchecked(captured, record.role, record, SKIP, OTHER_FORM)
             continue
-        message = "" if v.passed else f"{v.value:.0f} of {held.numel()} values are not the checkpoint's"
-        yield _row(captured, record, v, measures, 1, 1, "", (None, None), message)
+        message = "" if v.passed else f"{v.value:.0f} of {given.numel()} values are not the checkpoint's"
+        yield _on_grid(_row(captured, record, v, measures, 1, 1, "", (None, None), message), record, dtype)
 
 
 OTHER_FORM = "a parameter that the engine keeps in another form than the checkpoint"
@@ -184,14 +186,16 @@ def _checked(dump: Dump, c: Captured, role: str, record: Record, expected: Expec
             return _unchecked(c, role, record, SKIP, expected.reason or "no row has a reference")
         mine, reference = mine[rows], reference[rows]
         noise = noise[rows] if noise is not None else None
-    v = judge(reference, mine, record.dtype, noise=noise, last=expected.unit, common=expected.common)
-    measures = measure(reference.numpy(), mine.numpy(), record.dtype, kl=options.kl)
+    dtype = grid.name_of(captured)  # the record's, or the coarser one whose numbers it holds
+    v = judge(reference, mine, dtype, noise=noise, last=expected.unit, common=expected.common)
+    measures = measure(reference.numpy(), mine.numpy(), dtype, kl=options.kl)
     at = int(rows[v.row]) if v.row >= 0 else -1
     request, position = _place(dump, record, at)
     left = expected.reason if expected.rows is not None and len(rows) < len(expected.rows) else ""
     count = len(rows) if expected.rows is None else len(expected.rows)
     message = message_of(v, request, position, expected, len(rows))
     row = _row(c, record, v, measures, count, len(rows), left, (request, position), message)
+    row = _on_grid(row, record, dtype)
     if expected.only_measured:
         return replace(row, status=SKIP, checked=0, unchecked_because=expected.only_measured,
                        message=expected.only_measured)  # fmt: skip
@@ -199,6 +203,11 @@ def _checked(dump: Dump, c: Captured, role: str, record: Record, expected: Expec
         why = cause(c.what, expected)
         row = replace(row, message=f"{row.message}; {why}" if why else row.message)
     return row if options.standard == OURS else by_standard(row, options.standard)
+
+
+def _on_grid(row: Checked, record: Record, dtype: str) -> Checked:
+    """``row`` of numbers of ``dtype``, which may be coarser than the tensor's."""
+    return row if dtype == record.dtype else replace(row, dtype=dtype, stored=record.dtype)
 
 
 def by_standard(row: Checked, standard: str) -> Checked:

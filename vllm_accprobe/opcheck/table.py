@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.opcheck.checked import ERROR, FAIL, PASS, SKIP, WARNING, Checked
+from vllm_accprobe.opcheck.checked import ERROR, FAIL, PASS, SKIP, WARNING, Checked, grids
 from vllm_accprobe.opcheck.measures import Measures
 from vllm_accprobe.opcheck.totals import Totals
 
@@ -24,10 +24,11 @@ _MOST = 10
 _ID = ("cls", "cls", "tap", "call", "role", "step", "rank", "dtype", "shape")
 _MORE = (
     "status", "message", "algorithm", "measure", "measured", "allowed", "created", "request", "position", "column",
-    "rows", "checked", "unchecked_because", "seq", "id",
+    "rows", "checked", "unchecked_because", "seq", "id", "stored",
 )  # fmt: skip
 COLUMNS = ("op", "class", *_ID[2:], *Measures.FIELDS, *_MORE)
-"""Of opcheck.csv: what identifies an output, how far it is off, and what that means. op: the operator or the class."""
+"""Of opcheck.csv: what identifies an output, how far it is off, and what that means. op: the operator or the class;
+stored: the tensor's dtype where its numbers are of the coarser one in ``dtype``."""
 RESULT = ("op", "class", "tap", "rank", "calls", "pass", "warning", "fail", "skip", "error", "worst", "message")
 """Of result.csv: outputs by status; worst: the largest share of what is allowed."""
 _identify, _conclude = attrgetter(*_ID), attrgetter(*_MORE)
@@ -97,7 +98,7 @@ def from_cells(given: Sequence[Any]) -> Checked:
         checked=whole("checked"), unchecked_because=text("unchecked_because") or "", created=real("created"),
         measure=text("measure"), measured=real("measured"), allowed=real("allowed"), request=text("request"),
         position=whole("position"), column=whole("column"), status=text("status") or "", message=text("message") or "",
-        algorithm=text("algorithm") or "",
+        algorithm=text("algorithm") or "", stored=text("stored") or "",
     )  # fmt: skip
 
 
@@ -132,6 +133,7 @@ def lines(rows: Sequence[Checked], totals: Totals, *, most: int | None = _MOST) 
             part = f"{worst.severity:.2f}" if worst.severity < 1e4 else "far beyond"
             exact = " (must be equal)" if worst.measure == "exact" else f" ({worst.measure})"
             out.append(f"{_safe(cls, 36):<36} {len(verdicts):>14} {len(verdicts) - bad:>6} {bad:>6}  {part}{exact}")
+    out += [f"note: {said}" for said in grids(rows)]
     skipped = [f"  {n:>7}  calls: {_safe(why)}" for why, n in totals.skipped.items()]
     skipped += [f"  {n:>7}  rows of checked calls: {_safe(why)}" for why, n in totals.rows_skipped.items()]
     skipped += [f"  {n:>7}  outputs of checked calls: {_safe(why)}" for why, n in totals.outputs_skipped.items()]

@@ -1,0 +1,100 @@
+"""``!`` excludes, in every command that takes globs; and gradients of API calls that msprobe recorded."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from cli.cli_dumps import make
+from opcheck.test_opcheck_replay import build
+from support.peer_dumps import unpack
+
+from vllm_accprobe.cli import main
+from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.dump.select import Selection
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.opcheck.replay import wanted
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as f:
+        return list(csv.DictReader(f))
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("chosen") / "d")
+
+
+CHOICES = [
+    (["!RMSNorm"], {"QKVParallelLinear", "Attention", "RowParallelLinear", "NobodyKnows"}),
+    (["!RMSNorm", "!*Linear"], {"Attention", "NobodyKnows"}),
+    (["*", "!*attn*"], {"RMSNorm", "NobodyKnows"}),
+    (["!*", "Attention"], {"Attention"}),
+    (["layers.0.*", "!*.odd", "!*_proj"], {"RMSNorm", "Attention"}),
+]
+
+
+@pytest.mark.parametrize(("globs", "classes"), CHOICES)
+def test_opcheck_and_gentest_leave_out_what_is_excluded(
+    dump: Path, tmp_path: Path, globs: list[str], classes: set[str]
+) -> None:
+    asked = [x for g in globs for x in ("--ops", g)]
+    assert main(["opcheck", str(dump), *asked, "-j", "0", "--out", str(tmp_path / "o")]) == 0
+    assert {r["class"] for r in rows(tmp_path / "o/opcheck.csv")} - {"TinyForCausalLM"} == classes
+    assert main(["gentest", str(dump), *asked, "--out", str(tmp_path / "t")]) == 0
+    cases = {p.name.split("-")[1] for p in (tmp_path / "t/cases").glob("*.json")}
+    assert cases - {"TinyForCausalLM"} == classes
+
+
+def test_an_operator_is_named_with_and_without_its_overload() -> None:
+    tap = ("model.norm::aten.mul.Tensor", "aten.mul.Tensor")
+    assert wanted(["aten.mul*"], *tap)
+    assert not wanted(["!aten.mul*"], *tap)
+    plain = ("model.up::aten.mm.default", "aten.mm.default")
+    assert wanted(["aten.mm"], *plain)
+    assert not wanted(["*", "!aten.mm"], *plain)
+    assert wanted(["model.up::aten.mm"], *plain)
+
+
+def test_compare_leaves_out_taps(tmp_path: Path) -> None:
+    root = make(tmp_path / "d")
+    mine = make(tmp_path / "m")
+    everything = {p.tap for p in compare(root, mine).pairs}
+    without = {p.tap for p in compare(root, mine, taps="!*layernorm, !model.embed_tokens").pairs}
+    assert without == {t for t in everything if not t.endswith("layernorm")} - {"model.embed_tokens"}
+    assert {p.tap for p in compare(root, mine, taps="model.*, !*layernorm").pairs} == {
+        t for t in everything if t.startswith("model.") and not t.endswith("layernorm")
+    }
+
+
+def test_requests_and_roles_are_excluded(tmp_path: Path) -> None:
+    opened = open_dump(make(tmp_path / "d"))
+    hashed = next(iter(opened.requests.values())).prompt
+
+    def steps(*requests: str) -> int:
+        return len(Selection(requests=requests).apply(opened))
+
+    alone = {glob: steps(glob) for glob in ("chat-1", "chat-2", "chat-*")}
+    assert alone["chat-1"] > 0
+    assert steps("!chat-2") == alone["chat-1"]
+    assert steps("chat-*", "!chat-1") == alone["chat-2"]
+    assert steps(f"!{hashed[:8]}") == alone["chat-2"]
+    roles = Counter(r.role.partition(".")[0] for _, r in Selection(roles=("!input.*",)).apply(opened))
+    assert "input" not in roles
+    assert roles["output"] > 0
+
+
+def test_gradients_of_api_calls(tmp_path: Path) -> None:
+    golden = unpack("a_msprobe_tensor", tmp_path) / "golden"
+    assert main(["opcheck", str(golden), "--backward", "-j", "0", "--out", str(tmp_path / "o")]) == 0
+    found = [r for r in rows(tmp_path / "o/opcheck.csv") if r["role"].startswith("grad.")]
+    assert not [r["message"] for r in found if "this torch has no operator" in r["message"]]
+    of_linear = [(r["role"], r["status"]) for r in found if r["op"] == "Functional.linear"]
+    assert Counter(of_linear) == {
+        ("grad.input.0", "pass"): 15, ("grad.input.1", "pass"): 15, ("grad.input.2", "pass"): 6,
+    }  # fmt: skip
+    softmax = {r["role"]: r["status"] for r in found if r["op"] == "Functional.softmax"}
+    assert softmax == {"grad.input.0": "pass"}

@@ -1,0 +1,278 @@
+"""On which grid a tensor's numbers lie: bfloat16 numbers in a float32 tensor are rounded as bfloat16 is.
+
+The problem: HDF5, npz and numpy know no bfloat16 and no 8-bit floats, and tools that write them store float32. The unit
+of an honest rounding is then 2**-8 and not 2**-18, and a right operator is called wrong by a factor of hundreds. The
+idea: a value of float32 at random lies on bfloat16's grid with probability 2**-16 (16 bits of its significand must be
+0), so that n of them do with 2**-16n: where that is below 2**-64, the tensor holds numbers of the coarser dtype, and it
+becomes one of that dtype, which is exact. Everything that asks for a dtype afterwards, limits, standards, kernels that
+run the call again, is then right by itself. The same for any container and any coarser float.
+
+Few-valued tensors (zeros, ones, small integers, powers of two, all in steps of one size) prove nothing; the call's
+other tensors, then the dump's other calls tell. And a float32 kernel that rounds to bfloat16 is wrong, although its
+output lies on the grid: so an output's grid counts only if what went in lies on it as well, or if the call names that
+dtype (a cast), or if the dump as a whole keeps such numbers in the wider dtype. Not here: what the unit decides
+(verdict.py), in which direction a kernel rounds (rounding.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import Call
+
+BITS = {"float8_e5m2": 3, "float8_e4m3fn": 4, "bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
+"""Significant bits of the dtypes between which a grid is looked for, the leading one counted; the coarsest first."""
+PROOF = 64
+"""Bits that must be 0 by chance: among a million tensors one is mistaken with probability 2**-44 (derived)."""
+LOOK, FIRST = 4096, 256
+"""Values that are looked at for a proof, and that usually are enough to see that there is none (chosen)."""
+_TAPS, _SAMPLE, LARGEST = 3, 64, 1 << 22
+"""For the dump as a whole: taps that must show it, calls that are looked at, elements of one tensor (chosen)."""
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Tensor = Any  # a torch.Tensor
+
+
+def coarser(dtype: str) -> list[str]:
+    """The dtypes with fewer significant bits that this torch has, the coarsest first."""
+    bits = BITS.get(dtype, 0)
+    return [name for name, n in BITS.items() if n < bits and hasattr(torch, name)]
+
+
+def name_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def narrowed(tensor: Tensor, dtype: str) -> Tensor | None:
+    """``tensor`` in ``dtype``, None where that changes a value (NaN equals NaN)."""
+    if name_of(tensor) == dtype:
+        return tensor
+    small = tensor.to(getattr(torch, dtype))
+    back = small.to(tensor.dtype)
+    same = back == tensor
+    if not bool(same.all()) and not bool((same | (torch.isnan(back) & torch.isnan(tensor))).all()):
+        return None
+    return small
+
+
+def lies_on(tensor: Tensor) -> str:
+    """The coarsest float dtype on whose grid all finite values provably lie, the tensor's own where no coarser one
+    holds them; "" where the values prove nothing, and for what is no float."""
+    own = name_of(tensor)
+    if own not in BITS or tensor.is_meta:
+        return ""
+    flat = tensor.detach().reshape(-1)
+    first = flat[:: max(len(flat) // FIRST, 1)][:FIRST]
+    if not (names := coarser(own)) or _has_own_bits(first, names[-1]):
+        return own if len(flat) else ""
+    first = _finite(first)
+    names = [n for n in names if narrowed(first, n) is not None]
+    if not names:
+        return own
+    seen = _finite(flat[:: max(len(flat) // LOOK, 1)][:LOOK])
+    proof = [n for n in names if _proves(seen, n, BITS[own])]
+    for name in [*proof, *(n for n in names if n not in proof)]:
+        if narrowed(_finite(flat), name) is not None:
+            return name if name in proof else ""
+    return own
+
+
+def _has_own_bits(values: Tensor, finest: str) -> bool:
+    """Whether a finite one has bits that ``finest`` drops: the quick answer for nearly every tensor."""
+    own = name_of(values)
+    words = values.view(_WORDS[values.element_size()])
+    hits = (words & ((1 << (BITS[own] - BITS[finest])) - 1)) != 0
+    return bool((hits & torch.isfinite(values)).any())
+
+
+def _finite(values: Tensor) -> Tensor:
+    """The finite ones, without zeros: those are on every grid."""
+    return values[torch.isfinite(values) & (values != 0)]
+
+
+def _proves(values: Tensor, dtype: str, container: int) -> bool:
+    """Whether values, finite and not 0, that lie on ``dtype``'s grid cannot do so by chance or by being simple. A
+    number counts that uses the lower half of the dtype's bits; the numbers must not all be multiples of one step below
+    2**bits of it, as small integers are."""
+    bits = BITS[dtype]
+    mantissa, exponent = torch.frexp(values.double().abs().unique())
+    whole = torch.ldexp(mantissa, torch.tensor(bits)).long()  # an integer: the grid's significand
+    lowest = whole & -whole
+    busy = int((lowest < 1 << (bits // 2)).sum())
+    if busy * (container - bits) < PROOF:
+        return False
+    smallest = exponent - bits + torch.log2(lowest.double()).long()  # of the lowest bit that is set
+    return int(exponent.max() - smallest.min()) > bits
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one call shows. given, made: `lies_on` of the float tensors that went in and of an output; computed: the
+    output is none of the inputs."""
+
+    tap: str
+    given: tuple[str, ...]
+    made: str
+    container: str
+    computed: bool
+
+
+def sights(tap: str, call: Call) -> Iterable[Sight]:
+    """One for each output of a call; large tensors are left out."""
+    inputs = [t for t in _inputs(call) if t.numel() <= LARGEST]
+    given = tuple(filter(None, map(lies_on, inputs)))
+    for output in call.outputs.values():
+        if output.numel() <= LARGEST and name_of(output) in BITS:
+            same = any(t.shape == output.shape and t.dtype == output.dtype and torch.equal(t, output) for t in inputs)
+            yield Sight(tap, given, lies_on(output), name_of(output), not same)
+
+
+def kept(seen: Iterable[Sight], declared: Iterable[str]) -> dict[str, str]:
+    """Container → the dtype whose numbers a dump keeps in it, where its calls tell. A coarser one: what computes from
+    numbers of the grid gives numbers of the grid, at three taps or more and in half of the calls or more. A genuine
+    float32 model has such inputs (its embeddings come from a bfloat16 checkpoint) and not such outputs: where three
+    taps tell and it is no coarser one, it is the container's own. declared: dtypes of the dump's tensors; a dump that
+    has some in the coarser dtype keeps that dtype as it is."""
+    found: dict[str, str] = {}
+    has = set(declared)
+    views = [s for s in seen if s.made and s.given and s.computed]
+    for container in sorted({s.container for s in views}):
+        for name in coarser(container):
+            on = [s for s in views if s.container == container and _all_on(s.given, name)]
+            both = [s for s in on if BITS[s.made] <= BITS[name]]
+            if name not in has and len({s.tap for s in both}) >= _TAPS and 2 * len(both) >= len(on):
+                found.setdefault(container, name)
+        if len({s.tap for s in views if s.container == container}) >= _TAPS:
+            found.setdefault(container, container)
+    return found
+
+
+def _all_on(states: Iterable[str], dtype: str) -> bool:
+    return all(BITS[s] <= BITS[dtype] for s in states)
+
+
+def settled(call: Call, keeps: Callable[[], Mapping[str, str]]) -> Call:
+    """``call`` with its tensors in the dtypes whose numbers they hold. keeps: gives `kept` of the whole dump, asked
+    only where the call does not tell. Tensors are told apart: a float32 weight beside bfloat16 activations stays one.
+    """
+    states = {role: lies_on(t) for role, t in call.outputs.items()}
+    doubtful = {
+        role: t for role, t in call.outputs.items()
+        if name_of(t) in BITS and coarser(name_of(t)) and states[role] != name_of(t)
+    }  # fmt: skip
+    if not any(states[role] for role in doubtful) and not _widened(call, doubtful, keeps):
+        return call
+    inputs = list(_inputs(call))
+    given = {id(t): lies_on(t) for t in inputs}
+    told = [s for s in given.values() if s]
+    grids: dict[str, str] = {}
+    for role, t in doubtful.items():
+        state = states[role]
+        if state and (_named(call, state) or _credible(call, name_of(t), state, told, keeps)):
+            grids[role] = state
+    outputs = dict(call.outputs)
+    for role, t in doubtful.items():
+        name = grids.get(role) or ("" if states[role] else _silent(t, grids, call.outputs, inputs, given, keeps))
+        small = narrowed(t, name) if name else None
+        if small is not None:
+            outputs[role], grids[role] = small, name
+    if not grids:
+        return call
+    return _with(replace(call, outputs=outputs), _Narrow(call, grids))
+
+
+def _widened(call: Call, outputs: Mapping[str, Tensor], keeps: Callable[[], Mapping[str, str]]) -> bool:
+    """Whether few-valued outputs alone may be of a coarser dtype: the call's inputs lie on such a grid, or there are
+    none that tell and the dump keeps such numbers."""
+    if not any(t.numel() for t in outputs.values()):
+        return False
+    told = [(t, s) for t in _inputs(call) if (s := lies_on(t))]
+    if told:
+        return any(s != name_of(t) for t, s in told)
+    return any(container != name for container, name in keeps().items())
+
+
+def _silent(
+    t: Tensor, grids: Mapping[str, str], outputs: Mapping[str, Tensor], inputs: list[Tensor],
+    given: Mapping[int, str], keeps: Callable[[], Mapping[str, str]],
+) -> str:  # fmt: skip
+    """The grid of an output whose own values prove nothing: that of the call's other outputs, of what went in, of the
+    dump, in this order; only of the same container."""
+    near = [grid for role, grid in grids.items() if outputs[role].dtype == t.dtype]
+    if not near:
+        states = [given[id(x)] for x in inputs if x.dtype == t.dtype and given[id(x)]]
+        if states and name_of(t) not in states:
+            near = states
+        elif not states and name_of(t) in keeps():
+            near = [keeps()[name_of(t)]]
+    grid = max(near, key=lambda n: BITS[n], default="")
+    return "" if grid == name_of(t) else grid
+
+
+def _credible(
+    call: Call, container: str, dtype: str, told: list[str], keeps: Callable[[], Mapping[str, str]]
+) -> bool:  # fmt: skip
+    """Whether an output that lies on the grid of ``dtype`` was rounded to it by right: all that went in lies there, or
+    the dump keeps such numbers; where neither tells, the call's weights do."""
+    if told and _all_on(told, dtype):
+        return True
+    found = keeps().get(container)
+    if found is not None:
+        return found != container and BITS[dtype] <= BITS[found]
+    weights = [s for s in map(lies_on, call.params.values()) if s]
+    return not told and bool(weights) and _all_on(weights, dtype)
+
+
+def _named(call: Call, dtype: str) -> bool:
+    """Whether a call is told to give ``dtype``: a cast."""
+    wanted = getattr(torch, dtype)
+    return any(a is wanted for a in (*call.args, *call.kwargs.values()))
+
+
+def _inputs(call: Call) -> Iterable[Tensor]:
+    """The float tensors that go in: a module's, or an operator's arguments."""
+    return (t for t in _tensors([*call.inputs.values(), *call.args, *call.kwargs.values()]) if name_of(t) in BITS)
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _tensors(v)
+
+
+class _Narrow:
+    """What goes in, in the dtypes that it holds: on the outputs' grid where it lies there, on its own where that is
+    finer, unchanged where it is the container's or another container."""
+
+    def __init__(self, call: Call, grids: Mapping[str, str]):
+        self.containers = {call.outputs[role].dtype: grid for role, grid in grids.items()}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self(v) for v in value)
+        if not isinstance(value, torch.Tensor) or value.dtype not in self.containers:
+            return value
+        grid, state = self.containers[value.dtype], lies_on(value)
+        target = state if state and BITS[state] > BITS[grid] else grid
+        small = narrowed(value, target)
+        return value if small is None else small
+
+
+def _with(call: Call, change: _Narrow) -> Call:
+    extra = {k: change(v) if isinstance(v, torch.Tensor) else v for k, v in call.extra.items()}
+    return replace(
+        call, inputs={k: change(v) for k, v in call.inputs.items()}, args=tuple(change(a) for a in call.args),
+        kwargs={k: change(v) for k, v in call.kwargs.items()}, params={k: change(v) for k, v in call.params.items()},
+        extra=extra,
+    )  # fmt: skip
+
+
+def spread(items: list[Any]) -> list[Any]:
+    """As many of them as are looked at for the dump as a whole, evenly."""
+    return items[:: max(math.ceil(len(items) / _SAMPLE), 1)]
