@@ -192,7 +192,8 @@ def open_dump(path: str | Path) -> Dump:
     except OSError as e:
         raise DumpError(f"cannot list {path}: {e.strerror or e}") from None
     if missing_run and not ranks:
-        raise DumpError(f"{path} is not a dump: it has neither {RUN_JSON} nor a rank directory")
+        raise DumpError(f"{path} is no dump of accprobe: it has neither {RUN_JSON} nor a rank directory; "
+                        "name the directory that VLLM_ACCPROBE_DIR named")  # fmt: skip
     if missing_run:
         dump.problems.append(f"{RUN_JSON} is missing: versions and settings of the run are not known")
     for r in sorted(odd):
