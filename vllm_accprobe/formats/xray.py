@@ -6,7 +6,8 @@ path, a class and a number; the path is the place, so that two classes at one pa
 path too is paired in the order of execution (align/names.py), which is the order in which the datasets were created.
 Layout: ``globalrank-<r>_localrank-<l>.h5``, a group per step, in it datasets ``path.Class.n.forward_input.<i>``,
 ``...forward_output.<i>``, ``...forward_params.<name>``, the parts ``Class.n`` or ``n`` missing in some releases. HDF5
-has no bfloat16: torch_xray stores float32. `accprobe convert` writes such files, with the dtype as an attribute.
+has no bfloat16: torch_xray stores float32. `accprobe convert` writes such files, with what these names cannot say as an
+attribute (dump/notes.py).
 Not here: HDF5 itself (hdf5.py).
 """
 
@@ -17,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_accprobe.dump import notes
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.formats import hdf5
-from vllm_accprobe.formats.foreign import VALUE, VALUES, ForeignDump, Tensor
+from vllm_accprobe.formats.foreign import UNKNOWN, VALUE, VALUES, ForeignDump, Tensor
 
 NAME = "torch_xray"
 HOW = "an .h5 file, or a directory with globalrank-<r>_localrank-<l>.h5; a group per step in it"
@@ -84,10 +86,13 @@ def _add(dump: ForeignDump, file: Path, rank: int) -> None:
     for d in hdf5.datasets(file, dump.problem):
         step = d.group.strip("/").rpartition("/")[2]
         tap, cls, role, call = place_of(d.name)
+        noted = notes.record(d.notes) if d.notes else None
+        if noted is not None:
+            tap, cls, role, call = noted.tap, noted.cls, noted.role, noted.call
         if d.problem:
             dump.skip(tap, f"HDF5: a dataset {d.problem}", None, role)
             continue
-        dump.add(
+        record = dump.add(
             Tensor(
                 name=d.name,
                 tap=tap,
@@ -99,8 +104,11 @@ def _add(dump: ForeignDump, file: Path, rank: int) -> None:
                 step=int(step) if step.isdecimal() and len(step) < 10 else 0,
                 rank=rank,
                 call=call,
+                layout=UNKNOWN if noted is None else noted.layout,
             )
         )
+        if record is not None:
+            dump.noted(rank, notes.module(d.notes.get("module")), notes.op(rank, d.notes.get("op")), record)
 
 
 def place_of(name: str) -> tuple[str, str, str, int | None]:
