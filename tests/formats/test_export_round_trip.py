@@ -165,7 +165,8 @@ def test_every_dtype_and_shape(tmp_path: Path, kind: str) -> None:
         event = {"event": "tensor", "step": 0, "tap": "all", "class": "Everything", "role": f"input.{name}", "call": 0,
                  "seq": len(alive), "dtype": name, "shape": [2, 3]}  # fmt: skip
         m.writer.put([(alive[-1].ctypes.data, alive[-1].nbytes)], event)
-    m.call("all", "Everything", {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3)}, rows=None)
+    none = {"empty": torch.zeros(0, 3), "none": torch.zeros(2, 0), "no_ids": torch.zeros(0, dtype=torch.int64)}
+    m.call("all", "Everything", {"scalar": torch.tensor(2.5), **none}, torch.zeros(0, 3), rows=None)
     m.close()
     out = tmp_path / kind
     assert main(["convert", str(own), str(out), "--to", kind]) == 0

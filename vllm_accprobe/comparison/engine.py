@@ -31,7 +31,7 @@ from vllm_accprobe.comparison.rows import RowLog
 from vllm_accprobe.comparison.samples import take_samples
 from vllm_accprobe.comparison.shelf import Shelf
 from vllm_accprobe.comparison.workers import measure_all, unit_bytes
-from vllm_accprobe.formats import DumpError, open_dump
+from vllm_accprobe.formats import DumpError, held, open_dump
 from vllm_accprobe.formats.foreign import INDEPENDENT, VALUES, ForeignDump
 from vllm_accprobe.judge.calibration import Calibration
 from vllm_accprobe.judge.foreign import FOREIGN
@@ -108,6 +108,8 @@ def open_both(golden: str | Path | Any, mine: str | Path | Any) -> tuple[Any, An
     """Opens what is a path; raises CompareError for what cannot be read."""
     try:
         opened = [open_dump(d) if isinstance(d, (str, Path)) else d for d in (golden, mine)]
+        for dump in opened:
+            held.look(dump)
     except DumpError as e:
         raise CompareError(str(e)) from None
     return take_names(opened[0], opened[1])

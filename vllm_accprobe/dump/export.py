@@ -187,7 +187,7 @@ def write_safetensors(dump: Dump, records: list[Record], path: Path, tick: Tick 
     room = sum(entry_room(e.key, "", len(e.shape)) for e in entries) + 4096 + 2 * sum(map(len, metadata.values()))
     room += -(8 + room) % 64
     with open(path, "xb") as f:
-        f.write(room.to_bytes(8, "little") + build_header(entries, at, room, metadata))
+        f.write(room.to_bytes(8, "little") + build_header(entries, at, room, metadata, once=False))
         for r in records:
             f.write(np.ascontiguousarray(dump.read(r), DTYPES[r.dtype].storage).reshape(-1).view(np.uint8).data)
             tick()

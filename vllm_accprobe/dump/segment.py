@@ -67,13 +67,17 @@ def entry_room(tap: str, role: str, ndim: int) -> int:
 
 
 def build_header(
-    entries: Iterable[Entry], data_bytes: int, room: int, metadata: Mapping[str, str] = MappingProxyType({})
-) -> bytes:  # fmt: skip
+    entries: Iterable[Entry],
+    data_bytes: int,
+    room: int,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+    once: bool = True,
+) -> bytes:
     """The header, exactly ``room`` bytes, for ``entries`` within ``data_bytes`` of data.
 
-    Entries of the same bytes are listed once. A dtype that is not known, or a shape that does not fit the bytes, is
-    listed as plain bytes. metadata: what else the header says of the file. Raises ValueError when entries overlap,
-    reach past the data, or do not fit into ``room``.
+    Entries of the same bytes are listed once, unless ``once`` is False (tensors without elements share a place). A
+    dtype that is not known, or a shape that does not fit the bytes, is listed as plain bytes. metadata: what else the
+    header says of the file. Raises ValueError when entries overlap, reach past the data, or do not fit into ``room``.
     """
     names: list[str] = []
     descriptions: list[str] = []  # text at once: thousands of small dicts are a feast for the garbage collector
@@ -95,7 +99,7 @@ def build_header(
         descriptions.append(f'{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}')
 
     for e in sorted(entries, key=lambda e: (e.off, e.off + e.nbytes)):
-        if (e.off, e.nbytes) == last:
+        if (e.off, e.nbytes) == last and once:
             continue
         last = (e.off, e.nbytes)
         if e.off < end or e.nbytes < 0:

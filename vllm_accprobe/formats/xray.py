@@ -16,20 +16,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
-
 from vllm_accprobe.dump import notes
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP
-from vllm_accprobe.formats import hdf5
-from vllm_accprobe.formats.foreign import UNKNOWN, VALUE, VALUES, ForeignDump, Tensor
+from vllm_accprobe.formats import hdf5, held
+from vllm_accprobe.formats.foreign import UNKNOWN, VALUE, ForeignDump, Tensor
 
 NAME = "torch_xray"
 HOW = "an .h5 file, or a directory with globalrank-<r>_localrank-<l>.h5; a group per step in it"
 _FILE = re.compile(r"globalrank-(\d{1,9})(?:_localrank-\d+)?.*\.(?:h5|hdf5)", re.ASCII)
 _PART = re.compile(r"(?:^|\.)(forward|backward)_(input|output|params?|inplace|grad(?:_(?:in|out)put)?|value)s?\.(.+)$")
-_LOOKS, _LARGEST, _ENOUGH = 8, 64 << 20, 256
-"""Tensors that are looked at for their precision, bytes of one, numbers that it takes."""
 _CALL = re.compile(r"(.*)\.call(\d{1,9})$", re.ASCII)
 
 
@@ -51,29 +47,8 @@ def open(path: Path) -> ForeignDump:
             raise DumpError(f"{path} has two files of rank {rank}, {ranks[rank].name} and {file.name}: keep one")
         ranks[rank] = file
         _add(dump, file, rank)
-    if narrow := stored_wider(dump):
-        dump.run[VALUES] = narrow
-        dump.problem(f"its float32 values are {narrow} numbers: judged by what {narrow} can hold")
+    held.look(dump)
     return dump
-
-
-def stored_wider(dump: ForeignDump) -> str:
-    """The narrower dtype whose numbers the float32 outputs are, "" where they are not: HDF5 has no bfloat16, and what a
-    model may honestly differ by follows from what it computed in. Looks at a few thousand numbers."""
-    outputs = [r for r in dump.records if r.role.startswith("output") and r.dtype == "float32"]
-    step = max(len(outputs) // _LOOKS, 1)
-    seen = np.zeros(0, np.uint32)
-    for r in outputs[::step][:_LOOKS]:
-        if r.payload is not None and r.payload.nbytes <= _LARGEST:
-            seen = np.concatenate([seen, dump.read(r).reshape(-1)[:4096].view(np.uint32)])
-    seen = seen[(seen << 1) != 0]
-    if len(seen) < _ENOUGH:
-        return ""
-    if not (seen & 0xFFFF).any():
-        return "bfloat16"
-    values = seen.view(np.float32)
-    with np.errstate(over="ignore"):
-        return "float16" if (values.astype(np.float16).astype(np.float32) == values).all() else ""
 
 
 def _files(path: Path) -> list[Path]:
