@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 
 import numpy as np
 import pytest
@@ -216,7 +217,9 @@ def test_convert_to_h5_in_the_layout_of_torch_xray(dump, tmp_path, capsys):
         data = f["2"]["model.layers.0.mlp.down_proj.RowParallelLinear.0.forward_input.0"]
         assert data.dtype == np.float32
         assert data[()].tolist() == value(2, 3, 0, 2).tolist()
-        assert dict(data.attrs) == {"tap": TAPS[3][0], "role": "input.x", "dtype": "bfloat16"}
+        noted = {"tap": TAPS[3][0], "role": "input.x", "dtype": "bfloat16"}
+        assert {k: v for k, v in data.attrs.items() if k != "accprobe"} == noted
+        assert json.loads(data.attrs["accprobe"]) == {**noted, "call": 0, "class": TAPS[3][1]}
     assert main(["convert", str(dump), str(out)]) == 2
     assert "exists: nothing is overwritten" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir() if "part" in p.name] == []

@@ -1,9 +1,9 @@
 """Operators that another probe calls inside the model's forward are none of the model's.
 
-The problem: errcheck reduces every output where it appears, inside the forward whose operators are captured, so that its
-``aten.aminmax`` looked like the model's. The idea: whoever computes something of its own there says so to the operator
-taps that are listening, which are asked for on torch's stack of dispatch modes; where none is, that is one call into C.
-What a session's own taps compute is told by ``StepState.taking``. Not here: the operator tap (ops.py).
+The problem: errcheck reduces every output where it appears, inside the forward whose operators are captured, so that
+its ``aten.aminmax`` looked like the model's. The idea: whoever computes something of its own there says so to the
+operator taps that are listening, which are found on torch's stack of dispatch modes; where none is, that is one call
+into C. What a session's own taps compute is told by ``StepState.taking``. Not here: the operator tap (ops.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def gentest(
     dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
     failed: bool = typer.Option(False, "--failed", help="Calls that opcheck finds wrong, the worst of each module."),
-    ops: list[str] = typer.Option([], "--ops", metavar="GLOB", help="Classes, operators, paths; '!...' excludes. Can be repeated."),
+    ops: list[str] = typer.Option(
+        [], "--ops", metavar="GLOB", help="Classes, operators, paths; '!...' excludes. Can be repeated."
+    ),
     ids: str = typer.Option("", "--ids", metavar="IDS", help="Calls by opcheck.csv's column id, e.g. 0.0.57,0.1.3."),
     out: Path = typer.Option(
         Path("accprobe-gentest"), "--out", "-o", metavar="DIR", help="The folder to write; must not exist."

@@ -18,7 +18,9 @@ _EXACT, _DEVICE = "float64", "device"
 
 def opcheck(
     dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
-    ops: list[str] = typer.Option([], "--ops", metavar="GLOB", help="Classes, operators, paths; '!...' excludes. Can be repeated."),
+    ops: list[str] = typer.Option(
+        [], "--ops", metavar="GLOB", help="Classes, operators, paths; '!...' excludes. Can be repeated."
+    ),
     ids: str = typer.Option("", "--ids", metavar="IDS", help="Calls by opcheck.csv's column id, e.g. 0.0.57,0.1.3."),
     model: Path = typer.Option(
         None, "--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."

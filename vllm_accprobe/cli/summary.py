@@ -36,12 +36,14 @@ def summary(
 ) -> None:
     """List a dump's tensors with their statistics, and the operators that were called.
 
-    No payload is read, so this is quick on any dump. Tensors of operators are listed where a GLOB has '::'."""
-    from vllm_accprobe.formats import open_dump
+    No payload is read (of another tool's dump a few, to tell bfloat16 numbers in float32), so this is quick on any
+    dump. Tensors of operators are listed where a GLOB has '::'."""
+    from vllm_accprobe.formats import held, open_dump
 
     if csv is not None:
         _check_csv(csv, dump)
     opened = open_dump(dump)
+    held.look(opened)
     what = selection(names or (), step, rank, request, role)
     calls: list[Any] = []
     if getattr(opened, "ops", None):

@@ -32,7 +32,7 @@ from vllm_accprobe.comparison.rows import RowLog
 from vllm_accprobe.comparison.samples import take_samples
 from vllm_accprobe.comparison.shelf import Shelf
 from vllm_accprobe.comparison.workers import measure_all, unit_bytes
-from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, open_dump
+from vllm_accprobe.formats import DumpError, NothingReadable, held, nothing_readable, open_dump
 from vllm_accprobe.formats.foreign import INDEPENDENT, VALUES, ForeignDump
 from vllm_accprobe.judge.calibration import Calibration
 from vllm_accprobe.judge.foreign import FOREIGN
@@ -110,6 +110,8 @@ def open_both(golden: str | Path | Any, mine: str | Path | Any) -> tuple[Any, An
     files can be."""
     try:
         opened = [open_dump(d) if isinstance(d, (str, Path)) else d for d in (golden, mine)]
+        for dump in opened:
+            held.look(dump)
     except NothingReadable as e:
         raise NothingCompared(f"nothing could be compared: {e}") from None
     except DumpError as e:

@@ -102,8 +102,8 @@ class Plan:
 
 
 def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules | None = None) -> Plan:
-    """The plan for two open dumps. taps: globs over tap names, separated by commas, ``!`` excludes; None compares all. mapping: the
-    user's rules for names (align.mapping.load_mapping)."""
+    """The plan for two open dumps. taps: globs over tap names, separated by commas, ``!`` excludes; None compares all.
+    mapping: the user's rules for names (align.mapping.load_mapping)."""
     golden, mine, apart = set_apart(golden, mine)
     stepwise = plan_steps(golden, mine)
     if stepwise is not None:

@@ -2,7 +2,7 @@
 
 The problem: other people's scripts read HDF5 or npz, and neither knows bfloat16 or the 8-bit floats. The idea: records
 are written one at a time in the order of execution, those dtypes widened to float32, which is exact, and the original
-name and dtype kept as attributes where the container has some.
+name and dtype kept as attributes where the container has some (notes.py).
 Not here: msprobe's layout (export_msprobe.py), which records (select.py), refusing to overwrite (cli/convert.py).
 """
 
@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from . import notes
 from .dtypes import DTYPES, widen
 from .reader import Dump
-from .schema import ROOT_TAP, Record
+from .schema import ROOT_TAP, Module, OpCall, Record
 from .segment import Entry, build_header, entry_room
 
 Tick = Callable[[], None]
@@ -46,10 +47,14 @@ def write_h5(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda:
 
     n numbers the modules of one class under one parent. A parameter stands before its module's first tensor of the
     first step, or, if its module has none, at that step's end. A tap's later calls in a step have ``.call<c>`` after n.
+    What these names cannot say is noted (notes.py) in an attribute ``accprobe`` of each dataset; of a module, and of an
+    operator's call, in that of its first one.
     """
     import h5py
 
     names = h5_names(dump, records)
+    modules = {(rank, m.tap): m for rank, found in dump.modules.items() for m in found}
+    calls = {(op.rank, op.step, op.tap, op.call): op for op in dump.ops}
     with h5py.File(path, "x", track_order=True) as file:
         for r, (group, name) in zip(_execution_order(records), names, strict=True):
             where = file.get(group)
@@ -57,7 +62,18 @@ def write_h5(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda:
                 where = file.create_group(group, track_order=True)
             data = where.create_dataset(name, data=portable(dump.read(r), r.dtype))
             data.attrs["tap"], data.attrs["role"], data.attrs["dtype"] = r.tap, r.role, r.dtype
+            _note(data, r, modules.pop((r.rank, r.tap), None), calls.pop((r.rank, r.step, r.tap, r.call), None))
             tick()
+
+
+def _note(data: Any, r: Record, module: Module | None, op: OpCall | None) -> None:
+    found = notes.of_record(r)
+    more = ({"module": notes.of_module(module)} if module else {}) | ({"op": notes.of_op(op)} if op else {})
+    for note in (found | more, found):  # a call with endless lists is left out rather than the tensor's place
+        text = notes.text(note)
+        if len(text) <= notes.LONGEST:
+            data.attrs[notes.NAME] = np.bytes_(text)
+            return
 
 
 def h5_names(dump: Dump, records: list[Record]) -> list[tuple[str, str]]:
@@ -156,16 +172,22 @@ def _file_names(records: list[Record]) -> list[str]:
 
 
 def write_safetensors(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda: None) -> None:
-    """``records`` with payload, in their own dtypes, named as in `write_npz`. One tensor at a time is in memory."""
-    entries, at = [], 0
+    """``records`` with payload, in their own dtypes, named as in `write_npz`. One tensor at a time is in memory.
+
+    Dtypes that the format does not know (complex, some 8-bit floats) are noted in its metadata, ``accprobe.dtypes``."""
+    entries, at, odd = [], 0, {}
     for r, name in zip(records, _file_names(records), strict=True):
-        nbytes = prod(r.shape) * DTYPES[r.dtype].itemsize
+        info = DTYPES[r.dtype]
+        nbytes = prod(r.shape) * info.itemsize
         entries.append(Entry(name, r.dtype, tuple(r.shape), at, nbytes))
         at += nbytes
-    room = sum(entry_room(e.key, "", len(e.shape)) for e in entries) + 4096
+        if info.tail or (info.safetensors == "U8" and r.dtype != "uint8"):
+            odd[name] = r.dtype
+    metadata = {notes.DTYPES: notes.text(odd).decode()} if odd else {}
+    room = sum(entry_room(e.key, "", len(e.shape)) for e in entries) + 4096 + 2 * sum(map(len, metadata.values()))
     room += -(8 + room) % 64
     with open(path, "xb") as f:
-        f.write(room.to_bytes(8, "little") + build_header(entries, at, room))
+        f.write(room.to_bytes(8, "little") + build_header(entries, at, room, metadata, once=False))
         for r in records:
             f.write(np.ascontiguousarray(dump.read(r), DTYPES[r.dtype].storage).reshape(-1).view(np.uint8).data)
             tick()

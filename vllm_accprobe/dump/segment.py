@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quote
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 try:
@@ -65,11 +66,18 @@ def entry_room(tap: str, role: str, ndim: int) -> int:
     return (length if tap.isascii() else 6 * length) + 20 * ndim + 250
 
 
-def build_header(entries: Iterable[Entry], data_bytes: int, room: int) -> bytes:
+def build_header(
+    entries: Iterable[Entry],
+    data_bytes: int,
+    room: int,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+    once: bool = True,
+) -> bytes:
     """The header, exactly ``room`` bytes, for ``entries`` within ``data_bytes`` of data.
 
-    Entries of the same bytes are listed once. A dtype that is not known, or a shape that does not fit the bytes, is
-    listed as plain bytes. Raises ValueError when entries overlap, reach past the data, or do not fit into ``room``.
+    Entries of the same bytes are listed once, unless ``once`` is False (tensors without elements share a place). A
+    dtype that is not known, or a shape that does not fit the bytes, is listed as plain bytes. metadata: what else the
+    header says of the file. Raises ValueError when entries overlap, reach past the data, or do not fit into ``room``.
     """
     names: list[str] = []
     descriptions: list[str] = []  # text at once: thousands of small dicts are a feast for the garbage collector
@@ -91,7 +99,7 @@ def build_header(entries: Iterable[Entry], data_bytes: int, room: int) -> bytes:
         descriptions.append(f'{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}')
 
     for e in sorted(entries, key=lambda e: (e.off, e.off + e.nbytes)):
-        if (e.off, e.nbytes) == last:
+        if (e.off, e.nbytes) == last and once:
             continue
         last = (e.off, e.nbytes)
         if e.off < end or e.nbytes < 0:
@@ -105,17 +113,18 @@ def build_header(entries: Iterable[Entry], data_bytes: int, room: int) -> bytes:
         raise ValueError(f"the last tensor ends at byte {end} of {data_bytes}")
     if end < data_bytes:
         add("__pad_end", "U8", (data_bytes - end,), end, data_bytes)
-    text = _joined(names, descriptions)
+    text = _joined(names, descriptions, metadata)
     if len(text) > room:  # short names cost less than entry_room says of any name
-        text = _joined([f"t{i}" for i in range(len(names))], descriptions)
+        text = _joined([f"t{i}" for i in range(len(names))], descriptions, metadata)
     if len(text) > room:
         raise ValueError(f"a header of {len(text)} bytes does not fit into the {room} reserved")
     return text + b" " * (room - len(text))
 
 
-def _joined(names: list[str], descriptions: list[str]) -> bytes:
+def _joined(names: list[str], descriptions: list[str], metadata: Mapping[str, str]) -> bytes:
     listed = (f"{quote(name)}:{text}" for name, text in zip(names, descriptions, strict=True))
-    return ",".join(['{"__metadata__":{"format":"accprobe"}', *listed]).encode() + b"}"
+    about = ",".join(f"{quote(k)}:{quote(v)}" for k, v in {"format": "accprobe", **metadata}.items())
+    return ",".join([f'{{"__metadata__":{{{about}}}', *listed]).encode() + b"}"
 
 
 def _file_dtype(e: Entry) -> tuple[str, tuple[int, ...]]:

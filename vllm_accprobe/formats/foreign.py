@@ -11,7 +11,7 @@ Not here: how any format is laid out (its own module), which one a path is (snif
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES, put_into
 from vllm_accprobe.dump.reader import Dump, DumpError
-from vllm_accprobe.dump.schema import Layout, Module, Payload, Record, Skip, Stats, Step
+from vllm_accprobe.dump.schema import Layout, Module, OpCall, Payload, Record, Skip, Stats, Step
 
 FOREIGN = -2
 """The segment number of a payload that lies in another tool's file."""
@@ -154,6 +154,15 @@ class ForeignDump(Dump):
         """Something missing, damaged or ignored; said before any number."""
         if sentence not in self.problems:
             self.problems.append(sentence)
+
+    def noted(self, rank: int, module: Module | None, op: OpCall | None, record: ForeignRecord) -> None:
+        """What an export of ours noted beside ``record``: the module of its tap, the operator's call that it is of."""
+        modules = self.modules[rank]
+        if module is not None and module.tap == record.tap:
+            at = next(i for i, m in enumerate(modules) if m.tap == module.tap)
+            modules[at] = module
+        if op is not None and (op.tap, op.call, op.step) == (record.tap, record.call, record.step):
+            self.ops.append(replace(op, seq=record.seq))
 
     def _call(self, t: Tensor, step: int | None) -> int:
         place = (t.rank, step, t.tap, t.role)

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump import notes
+from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.foreign import numpy_dtype
@@ -30,13 +31,16 @@ MAGIC = b"\x89HDF\r\n\x1a\n"
 SUFFIXES = (".h5", ".hdf5")
 _MAX_DEPTH = 32
 _LIBRARY = threading.Lock()
+NAME = notes.NAME.encode()
+"""The attribute with what `accprobe convert` noted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
     """group: path of the group it stands in, "" for the root; name: its own; dtype: torch's name, or numpy's where
     torch has none; offset: of its bits in the file where they lie in one piece, else None; problem: why it cannot be
-    read, or ""; narrow: the dtype that its values had before HDF5, where `accprobe convert` noted it."""
+    read, or ""; narrow: the dtype that its values had before HDF5, where `accprobe convert` noted it; notes: what else
+    that noted (dump/notes.py)."""
 
     path: Path
     group: str
@@ -47,6 +51,7 @@ class Dataset:
     offset: int | None
     problem: str = ""
     narrow: str = ""
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -56,11 +61,11 @@ class Dataset:
         """The bits: DTYPES[dtype].storage, C order. Raises DumpError, OSError."""
         if self.problem:
             raise DumpError(f"{self.path}: {self.place} {self.problem}")
-        info = DTYPES["float32" if self.narrow else self.dtype]
+        info = DTYPES["float32" if self.narrow else self.dtype]  # a narrow dtype's numbers are float32 in the file
         out = np.empty(self.shape, info.storage)
         if self.offset is None:
             self._through_library(out)
-            return out
+            return self._narrowed(out)
         view = out.reshape(-1).view(np.uint8).data
         fd = open_regular(self.path)
         try:
@@ -69,10 +74,24 @@ class Dataset:
         finally:
             os.close(fd)
         if self.narrow:
-            return (out.view(np.uint32) >> 16).astype(np.uint16)
+            return self._narrowed(out)
         if self.swap:
             (out.view(info.storage.type().real.dtype) if info.kind == "complex" else out).byteswap(inplace=True)
         return out
+
+    def _narrowed(self, values: np.ndarray) -> np.ndarray:
+        """The bits of ``narrow`` from float32 values; as they are where there is none. Raises DumpError."""
+        if not self.narrow:
+            return values
+        if self.narrow == "bfloat16":
+            return (values.view(np.uint32) >> 16).astype(np.uint16)
+        table = widen(np.arange(256, dtype=np.uint8), self.narrow).astype(np.float32).view(np.uint32)
+        order = np.argsort(table, kind="stable")
+        words = values.view(np.uint32)
+        at = np.minimum(np.searchsorted(table[order], words), 255)
+        if not (table[order][at] == words).all():
+            raise DumpError(f"{self.path}: {self.place} is noted as {self.narrow} and holds other numbers")
+        return order[at].astype(np.uint8)
 
     def _through_library(self, out: np.ndarray) -> None:
         import h5py
@@ -170,12 +189,40 @@ def _dataset(path: Path, dataset: Any, group: str, name: str, size: int) -> Data
         why = "holds less than it says"
     plain = layout == h5py.h5d.CONTIGUOUS and info.kind in ("float", "int") and not why and bool(nbytes)
     swap = dtype.byteorder == ">" and plain
-    narrow = _noted(dataset) if plain and not swap and torch_name == "float32" else ""
-    return Dataset(path, group, name, narrow or torch_name, shape, swap, int(offset) if plain else None, why, narrow)
+    noted = _notes(dataset)
+    wide = torch_name == "float32" and not swap and not why
+    narrow = _narrow(noted) if noted else _noted(dataset) if wide and plain else ""
+    narrow = narrow if wide else ""
+    return Dataset(path, group, name, narrow or torch_name, shape, swap, int(offset) if plain else None, why, narrow,
+                   noted)  # fmt: skip
+
+
+def _notes(dataset: Any) -> Mapping[str, Any]:
+    """What our own export noted, {} otherwise: one attribute of text of a fixed length."""
+    import h5py
+
+    if not h5py.h5a.exists(dataset, NAME):
+        return {}
+    try:
+        attribute = h5py.h5a.open(dataset, NAME)
+        if attribute.dtype.kind != "S" or attribute.shape != () or attribute.dtype.itemsize > notes.LONGEST:
+            return {}
+        text = np.empty((), attribute.dtype)
+        attribute.read(text)
+    except (OSError, TypeError, ValueError, RuntimeError):
+        return {}
+    return notes.parsed(text.item())
+
+
+def _narrow(noted: Mapping[str, Any]) -> str:
+    """The dtype whose numbers are float32 in the file, "" where its own is it."""
+    said = noted.get("dtype")
+    narrow = isinstance(said, str) and (said == "bfloat16" or said.startswith("float8")) and said in DTYPES
+    return str(said) if narrow else ""
 
 
 def _noted(dataset: Any) -> str:
-    """``bfloat16`` where our own export widened that."""
+    """``bfloat16`` where an export of ours without notes widened that."""
     import h5py
 
     if not h5py.h5a.exists(dataset, b"dtype"):

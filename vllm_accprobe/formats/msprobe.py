@@ -17,14 +17,15 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump import notes
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Stats
+from vllm_accprobe.dump.schema import ROOT_TAP, Layout, OpCall, Stats
 from vllm_accprobe.formats import msprobe_calls, walk
-from vllm_accprobe.formats.foreign import PARAM, VALUE, ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.foreign import PARAM, UNKNOWN, VALUE, ForeignDump, Tensor, torch_dtype
 from vllm_accprobe.formats.msprobe_files import DATA, LOST, OUTSIDE, names_in, payload
 
 __all__ = ["HOW", "LOST", "NAME", "OUTSIDE", "open", "recognise"]
@@ -129,14 +130,16 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
         if isinstance(head.get(key), str):
             dump.run.setdefault(key, head[key])
     parents = _parents(dump, directory / CONSTRUCT) if file.name == DUMP else {}
+    noted = _Notes(head.get(notes.NAME), rank, step)
     data_dir = str(directory / DATA)
     stored = names_in(dump, data_dir)
     places: list[tuple[str, Mapping[str, Any], _Place]] = [
-        (key, record, _place(key, parents)) for key, record in data.items() if isinstance(record, dict)
-    ]
+        (key, record, noted.place(key, _place(key, parents))) for key, record in data.items()
+        if isinstance(record, dict)
+    ]  # fmt: skip
     numbers: dict[str, tuple[int, int]] = {}
     for order, (key, place, leaf) in enumerate(_in_order(places)):
-        info = leaf.info
+        info, role = leaf.info, noted.role(key, leaf)
         dtype, shape = torch_dtype(str(info.get("dtype"))), info.get("shape")
         if not isinstance(shape, list) or any(type(n) is not int for n in shape):
             dump.skip(place.tap, "record without a shape", step, leaf.role)
@@ -149,7 +152,7 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
             Tensor(
                 name=f"{key}.{leaf.suffix}" if leaf.suffix else key,
                 tap=place.tap,
-                role=leaf.role,
+                role=role,
                 dtype=dtype,
                 shape=tuple(shape),
                 read=read,
@@ -159,26 +162,77 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
                 call=None if leaf.role.startswith(PARAM) else place.call,
                 stats=_stats(info, math.prod(shape)),
                 hash=f"crc32:{info['md5']}" if isinstance(info.get("md5"), str) else None,
+                layout=noted.layout(key, role),
                 order=order,
             )
         )
         if record is not None:
             numbers.setdefault(key, (record.call, order))
-    _add_calls(dump, places, numbers, step, rank)
+    _add_calls(dump, places, numbers, noted, step, rank)
+    noted.describe(dump)
 
 
 def _add_calls(
     dump: ForeignDump, places: list[tuple[str, Mapping[str, Any], _Place]], numbers: Mapping[str, tuple[int, int]],
-    step: int, rank: int,
+    noted: _Notes, step: int, rank: int,
 ) -> None:  # fmt: skip
     """The API calls of a rank and step. numbers: by record, the call's number and its place in the order."""
     framework = str(dump.run.get("framework", ""))
     for key, record, place in places:
         if place.module or key not in numbers or not record.keys() & _SECTIONS.keys() or not key.endswith(".forward"):
             continue
+        if (op := noted.op(key)) is not None:
+            dump.ops.append(replace(op, seq=numbers[key][1]))
+            continue
         args, kwargs = msprobe_calls.arguments(record)
-        op, (call, seq) = msprobe_calls.operator_name(place.cls, framework), numbers[key]
-        dump.ops.append(OpCall(rank, step, place.tap, op, call, seq, place.inside or None, args, kwargs, ()))
+        name, (call, seq) = msprobe_calls.operator_name(place.cls, framework), numbers[key]
+        dump.ops.append(OpCall(rank, step, place.tap, name, call, seq, place.inside or None, args, kwargs, ()))
+
+
+class _Notes:
+    """What `accprobe convert` noted in a dump.json (dump/notes.py); nothing where another tool wrote it."""
+
+    def __init__(self, found: Any, rank: int, step: int):
+        found = found if isinstance(found, dict) else {}
+        records = found.get("records")
+        self._records: Mapping[str, Any] = records if isinstance(records, dict) else {}
+        modules = found.get("modules")
+        self._modules = [m for m in map(notes.module, modules if isinstance(modules, list) else ()) if m is not None]
+        self._rank, self._step = rank, step
+
+    def _of(self, key: str) -> Mapping[str, Any]:
+        found = self._records.get(key)
+        return found if isinstance(found, dict) else {}
+
+    def place(self, key: str, place: _Place) -> _Place:
+        said = notes.record({**self._of(key), "role": ""})
+        if said is None:
+            return place
+        inside = said.tap if place.module else place.inside
+        return replace(place, tap=said.tap, cls=said.cls, call=said.call, inside=inside)
+
+    def role(self, key: str, leaf: _Leaf) -> str:
+        roles = self._of(key).get("roles")
+        said = roles.get(leaf.suffix) if isinstance(roles, dict) else None
+        return said if isinstance(said, str) else leaf.role
+
+    def layout(self, key: str, role: str) -> Layout:
+        if key not in self._records:
+            return UNKNOWN
+        layouts = self._of(key).get("layouts")
+        said = notes.record({"tap": "", "role": "", "layout": layouts.get(role) if isinstance(layouts, dict) else None})
+        return said.layout if said is not None else UNKNOWN
+
+    def op(self, key: str) -> OpCall | None:
+        said = self._of(key).get("op")
+        return notes.op(self._rank, {**said, "step": self._step}) if isinstance(said, dict) else None
+
+    def describe(self, dump: ForeignDump) -> None:
+        """Gives the modules their numbers."""
+        known = {m.tap: m for m in self._modules}
+        modules = dump.modules.setdefault(self._rank, [])
+        seen = {m.tap for m in modules}
+        modules[:] = [known.get(m.tap, m) for m in modules] + [m for t, m in known.items() if t not in seen]
 
 
 def _json(file: Path) -> Any:

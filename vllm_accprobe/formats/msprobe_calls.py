@@ -23,9 +23,12 @@ _DEEPEST = 6
 
 
 def operator_name(cls: str, framework: str) -> str:
-    """The name of an API in ``OpCall.op``: msprobe's own, ``Functional.linear``, ``Mint.add``; of MindSpore's
+    """The name of an API in ``OpCall.op``: msprobe's own, ``Functional.linear``, ``Mint.add``; of ``Aten.mm.default``
+    the operator's, ``aten.mm.default``; of MindSpore's
     ``Tensor.add`` and ``Functional.add`` ``mindspore.Tensor.add`` and ``mindspore.ops.add``."""
     head, dot, rest = cls.partition(".")
+    if head == "Aten" and rest:
+        return f"aten.{rest}"
     return f"{_OTHERS[head]}.{rest}" if framework == MINDSPORE and dot and head in _OTHERS else cls
 
 
@@ -83,8 +86,10 @@ def _described(kind: str, value: Any, role: str) -> Any:
         return {"dtype": torch_dtype(value)}
     if kind == "torch.device" and isinstance(value, str):
         return {"device": value}
-    if kind == "torch.memory_format" and isinstance(value, str):
-        return {"memory_format": value.removeprefix("torch.")}
+    if kind in ("torch.memory_format", "torch.layout") and isinstance(value, str):
+        return {kind.removeprefix("torch."): value.removeprefix("torch.")}
+    if kind == "complex" and isinstance(value, list) and [type(v) in (int, float) for v in value] == [True, True]:
+        return {"complex": [_float(float(v)) for v in value]}
     if kind == "torch.Size" and isinstance(value, list) and all(type(n) is int for n in value):
         return {"list": list(value)}
     if kind == "slice" and isinstance(value, list) and len(value) == 3 and all(type(n) in _INDEX for n in value):

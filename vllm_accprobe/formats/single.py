@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.dump import notes
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
@@ -308,6 +309,8 @@ def _safetensors_items(path: Path, fd: int, size: int) -> Iterator[Item]:
         header = json.loads(os.pread(fd, length, 8))
         entries = [(k, v) for k, v in header.items() if k != "__metadata__"]
         listed = [(k, v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for k, v in entries]
+        about = header.get("__metadata__")
+        noted = notes.parsed(str(about.get(notes.DTYPES, "")).encode()) if isinstance(about, dict) else {}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise DumpError(f"{path} has a damaged safetensors header") from None
     end, room = 0, size - 8 - length
@@ -316,6 +319,10 @@ def _safetensors_items(path: Path, fd: int, size: int) -> Iterator[Item]:
             raise DumpError(f"{path} has a damaged safetensors header")
         dtype = _SAFE.get(kind, kind)
         info = DTYPES.get(dtype)
+        said = DTYPES.get(str(noted.get(key, "")))
+        rest = len(shape) - len(said.tail) if said is not None else 0
+        if said is not None and said.safetensors == kind and shape[rest:] == said.tail:
+            dtype, info, shape = said.name, said, shape[:rest]
         if start < end or stop > room or (info is not None and stop - start != prod(shape) * info.itemsize):
             raise DumpError(f"{path}: {key[:80]!r} does not lie where its header says: damaged, or made up")
         end = stop

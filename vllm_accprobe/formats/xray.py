@@ -6,7 +6,8 @@ path, a class and a number; the path is the place, so that two classes at one pa
 path too is paired in the order of execution (align/names.py), which is the order in which the datasets were created.
 Layout: ``globalrank-<r>_localrank-<l>.h5``, a group per step, in it datasets ``path.Class.n.forward_input.<i>``,
 ``...forward_output.<i>``, ``...forward_params.<name>``, the parts ``Class.n`` or ``n`` missing in some releases. HDF5
-has no bfloat16: torch_xray stores float32. `accprobe convert` writes such files, with the dtype as an attribute.
+has no bfloat16: torch_xray stores float32. `accprobe convert` writes such files, with what these names cannot say as an
+attribute (dump/notes.py).
 Not here: HDF5 itself (hdf5.py).
 """
 
@@ -15,19 +16,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
-
+from vllm_accprobe.dump import notes
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP
-from vllm_accprobe.formats import hdf5
-from vllm_accprobe.formats.foreign import VALUE, VALUES, ForeignDump, Tensor
+from vllm_accprobe.formats import hdf5, held
+from vllm_accprobe.formats.foreign import UNKNOWN, VALUE, ForeignDump, Tensor
 
 NAME = "torch_xray"
 HOW = "an .h5 file, or a directory with globalrank-<r>_localrank-<l>.h5; a group per step in it"
 _FILE = re.compile(r"globalrank-(\d{1,9})(?:_localrank-\d+)?.*\.(?:h5|hdf5)", re.ASCII)
 _PART = re.compile(r"(?:^|\.)(forward|backward)_(input|output|params?|inplace|grad(?:_(?:in|out)put)?|value)s?\.(.+)$")
-_LOOKS, _LARGEST, _ENOUGH = 8, 64 << 20, 256
-"""Tensors that are looked at for their precision, bytes of one, numbers that it takes."""
 _CALL = re.compile(r"(.*)\.call(\d{1,9})$", re.ASCII)
 
 
@@ -55,33 +53,8 @@ def open(path: Path) -> ForeignDump:
             if path.is_file():
                 raise
             dump.unreadable(e, file.name, rank=rank)
-    if narrow := stored_wider(dump):
-        dump.run[VALUES] = narrow
-        dump.problem(f"its float32 values are {narrow} numbers: judged by what {narrow} can hold")
+    held.look(dump)
     return dump
-
-
-def stored_wider(dump: ForeignDump) -> str:
-    """The narrower dtype whose numbers the float32 outputs are, "" where they are not: HDF5 has no bfloat16, and what a
-    model may honestly differ by follows from what it computed in. Looks at a few thousand numbers."""
-    outputs = [r for r in dump.records if r.role.startswith("output") and r.dtype == "float32"]
-    step = max(len(outputs) // _LOOKS, 1)
-    seen = np.zeros(0, np.uint32)
-    for r in outputs[::step][:_LOOKS]:
-        if r.payload is not None and r.payload.nbytes <= _LARGEST:
-            try:
-                values = dump.read(r)
-            except DumpError:  # said where it is compared
-                continue
-            seen = np.concatenate([seen, values.reshape(-1)[:4096].view(np.uint32)])
-    seen = seen[(seen << 1) != 0]
-    if len(seen) < _ENOUGH:
-        return ""
-    if not (seen & 0xFFFF).any():
-        return "bfloat16"
-    floats = seen.view(np.float32)
-    with np.errstate(over="ignore"):
-        return "float16" if (floats.astype(np.float16).astype(np.float32) == floats).all() else ""
 
 
 def _files(path: Path) -> list[Path]:
@@ -110,10 +83,13 @@ def _add(dump: ForeignDump, file: Path, rank: int) -> None:
     for d in hdf5.datasets(file, dump.problem):
         step = d.group.strip("/").rpartition("/")[2]
         tap, cls, role, call = place_of(d.name)
+        noted = notes.record(d.notes) if d.notes else None
+        if noted is not None:
+            tap, cls, role, call = noted.tap, noted.cls, noted.role, noted.call
         if d.problem:
             dump.skip(tap, f"HDF5: a dataset {d.problem}", None, role)
             continue
-        dump.add(
+        record = dump.add(
             Tensor(
                 name=d.name,
                 tap=tap,
@@ -125,8 +101,11 @@ def _add(dump: ForeignDump, file: Path, rank: int) -> None:
                 step=int(step) if step.isdecimal() and len(step) < 10 else 0,
                 rank=rank,
                 call=call,
+                layout=UNKNOWN if noted is None else noted.layout,
             )
         )
+        if record is not None:
+            dump.noted(rank, notes.module(d.notes.get("module")), notes.op(rank, d.notes.get("op")), record)
 
 
 def place_of(name: str) -> tuple[str, str, str, int | None]:

@@ -260,7 +260,9 @@ class Calls:
 
     def _extra(self, what: Call, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
         extra: dict[str, Any] = {"usual": self._usual(rank, what.cls)}
-        if what.cls in _SUMMED and int(what.attrs.get("tp_size", 1)) > 1:
+        if what.cls in _SUMMED and "tp_size" not in what.attrs:  # another tool's dump: is its output a summand?
+            extra["apart"] = len(self.dump.ranks) > 1
+        elif what.cls in _SUMMED and int(what.attrs["tp_size"]) > 1:
             extra["ranks"] = self._ranks(what, tap, step, n)
         if what.cls == "LogitsProcessor":
             head = tap.rpartition("logits_processor")[0] + "lm_head"

@@ -105,7 +105,7 @@ def layer(call: Call) -> Any:
 @reference("GroupNorm")
 def group(call: Call) -> Any:
     w, b = _maybe(call, "weight"), _maybe(call, "bias")
-    return F.group_norm(call.tensor("input", "x"), int(call.attr("num_groups")), w, b, float(call.attr("eps")))
+    return F.group_norm(call.tensor("input", "x", "0"), int(call.attr("num_groups")), w, b, float(call.attr("eps")))
 
 
 # --- products ---------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def linear(call: Call) -> dict[str, Any]:
 
 @reference("Conv2dLayer", "Conv3dLayer", "Conv2d", "Conv3d")
 def convolution(call: Call) -> Any:
-    x, w = call.tensor("x", "input"), _weight(call)
+    x, w = call.tensor("x", "input", "0"), _weight(call)
     stride = list(call.attr("stride", default=list(w.shape[2:])))
     padding, groups = call.attrs.get("padding", 0), int(call.attr("groups", default=1))
     if isinstance(padding, str):
@@ -222,12 +222,12 @@ def tanh(call: Call) -> Any:
 
 @reference("Softmax")
 def softmax(call: Call) -> Any:
-    return torch.softmax(call.tensor("input", "x"), int(call.attr("dim", default=-1)))
+    return torch.softmax(call.tensor("input", "x", "0"), int(call.attr("dim", default=-1)))
 
 
 @reference("LogSoftmax")
 def log_softmax(call: Call) -> Any:
-    return torch.log_softmax(call.tensor("input", "x"), int(call.attr("dim", default=-1)))
+    return torch.log_softmax(call.tensor("input", "x", "0"), int(call.attr("dim", default=-1)))
 
 
 # --- attention --------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def encoder_attention(call: Call) -> Any:
     captured = call.outputs["output.0"]
     heads, kv, head = (int(call.attr(n)) for n in ("num_heads", "num_kv_heads", "head_size"))
     settings = attention_settings(call, heads, head)
-    q, k, v = (call.tensor(n) for n in ("query", "key", "value"))
+    q, k, v = (call.tensor(n, str(i)) for i, n in enumerate(("query", "key", "value")))
     n = q.shape[0]
     q, k, v = q.reshape(n, -1, heads, head), k.reshape(n, -1, kv, head), v.reshape(n, -1, kv, head)
     ends = [int(e) for e in call.tensor("cu_seqlens")] if "cu_seqlens" in call.inputs else [0, q.shape[1]]

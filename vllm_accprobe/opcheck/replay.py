@@ -49,8 +49,8 @@ class Options:
 
 
 def wanted(globs: Iterable[str], tap: str, cls: str) -> bool:
-    """Whether a tap is asked for: globs over classes, operators (``.default`` may be left out) and paths, ``!`` excludes
-    and the last that matches decides; all if there are none."""
+    """Whether a tap is asked for: globs over classes, operators (``.default`` may be left out) and paths; ``!``
+    excludes, and the last that matches decides; all if there are none."""
     return matches(tuple(globs), (cls, tap, cls.removesuffix(".default"), tap.removesuffix(".default")))
 
 

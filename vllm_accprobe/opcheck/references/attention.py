@@ -162,7 +162,7 @@ def encoder_attention(call: Call) -> Expected:
     ends."""
     captured = call.outputs["output.0"]
     heads, kv, head = (int(call.attr(n)) for n in ("num_heads", "num_kv_heads", "head_size"))
-    q, k, v = (call.wide(n) for n in ("query", "key", "value"))
+    q, k, v = (call.wide(n, str(i)) for i, n in enumerate(("query", "key", "value")))
     batch = q.shape[0]
     q, k, v = q.reshape(batch, -1, heads, head), k.reshape(batch, -1, kv, head), v.reshape(batch, -1, kv, head)
     ends = [0, q.shape[1]]

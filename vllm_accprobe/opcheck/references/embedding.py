@@ -27,6 +27,8 @@ def embedding(call: Call) -> Expected:
     ids = call.tensor(*_IDS)
     if "Scaled" in call.cls:
         raise Declined("attribute embed_scale was not recorded")
+    if call.extra.get("apart"):
+        raise Declined("whether it adds up over ranks was not recorded")
     size = int(call.attr("tp_size", default=1))
     if size == 1:
         table = call.param("weight")

@@ -71,6 +71,8 @@ def column(call: Call) -> dict[str, Expected]:
 @reference("RowParallelLinear", by_rows=True)
 def row(call: Call) -> dict[str, Expected]:
     """This rank's partial sum, or with reduce_results the sum over the ranks, each of which may be rounded."""
+    if call.extra.get("apart"):
+        raise Declined("whether it adds up over ranks was not recorded")
     size = int(call.attr("tp_size", default=1))
     if size == 1 or not call.attr("reduce_results", default=True):
         bias = _bias(call) if int(call.attr("tp_rank", default=0)) == 0 else None

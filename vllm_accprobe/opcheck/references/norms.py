@@ -81,7 +81,7 @@ def gemma_rms(call: Call) -> dict[str, Expected]:
 
 @reference("RMSNormGated", "*RMSNormGated")
 def gated_rms(call: Call) -> Expected:
-    x = call.wide("x", "hidden_states")
+    x = call.wide("x", "hidden_states", "0")
     eps, weight = float(call.attr(*_EPS)), _weight(call)
     z = call.inputs.get("z", call.inputs.get("gate"))
     if z is None:
@@ -113,7 +113,7 @@ def layer(call: Call) -> Expected:
 
 @reference("GroupNorm")
 def group(call: Call) -> Expected:
-    x = call.wide("input", "x")
+    x = call.wide("input", "x", "0")
     groups = int(call.attr("num_groups"))
     if x.shape[1] % groups:
         raise Declined("its channels are no multiple of its groups")

@@ -165,7 +165,7 @@ def rotary(call: Call) -> dict[str, Expected]:
 @reference("ApplyRotaryEmb")
 def apply_rotary(call: Call) -> Expected:
     """x [..., tokens, heads, size] turned by given cosines and sines [tokens, size / 2]."""
-    x, cos, sin = call.wide("x"), call.wide("cos"), call.wide("sin")
+    x, cos, sin = call.wide("x", "0"), call.wide("cos", "1"), call.wide("sin", "2")
     neox = bool(call.attr("is_neox_style", default=True))
     dim = 2 * cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)

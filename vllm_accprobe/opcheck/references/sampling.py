@@ -40,12 +40,12 @@ def probabilities(logits: Any, temperature: float = 1.0, top_k: int = 0, top_p: 
 
 @reference("Softmax")
 def softmax(call: Call) -> Expected:
-    return Expected(torch.softmax(call.wide("input", "x"), int(call.attr("dim", default=-1))))
+    return Expected(torch.softmax(call.wide("input", "x", "0"), int(call.attr("dim", default=-1))))
 
 
 @reference("LogSoftmax")
 def log_softmax(call: Call) -> Expected:
-    return Expected(torch.log_softmax(call.wide("input", "x"), int(call.attr("dim", default=-1))))
+    return Expected(torch.log_softmax(call.wide("input", "x", "0"), int(call.attr("dim", default=-1))))
 
 
 @reference("Sampler")

@@ -17,7 +17,7 @@ from vllm_accprobe.opcheck.references.linear import product
 
 @reference("FusedMMInputNorm")
 def input_norm(call: Call) -> Expected:
-    x, weight, bias = call.wide("pixel_values"), call.param("weight"), call.param("bias")
+    x, weight, bias = call.wide("pixel_values", "0"), call.param("weight"), call.param("bias")
     if x.dim() != 2 or x.shape[1] % len(weight):
         raise Declined("its pixels have an unknown form")
     by_channel = x.reshape(len(x), len(weight), -1)
@@ -29,7 +29,7 @@ def input_norm(call: Call) -> Expected:
 @reference("Conv2dLayer", "Conv3dLayer", "Conv2d", "Conv3d")
 def convolution(call: Call) -> Expected:
     """Of kernels as large as their stride: the output tells, because each input is used once."""
-    x, weight = call.wide("x", "input"), call.param("weight")
+    x, weight = call.wide("x", "input", "0"), call.param("weight")
     out, dims = call.outputs["output.0"], weight.dim() - 2
     kernel, grid = list(weight.shape[2:]), list(out.shape[2:])
     if x.dim() != dims + 2 or list(x.shape[2:]) != [g * k for g, k in zip(grid, kernel, strict=True)]:

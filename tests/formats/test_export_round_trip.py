@@ -1,0 +1,173 @@
+"""Every record of a dump is there again after `accprobe convert`, in each container: its place, its bits, its call."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from opcheck.opcheck_dumps import Maker
+from support.peer_dumps import unpack
+
+from vllm_accprobe import Probe
+from vllm_accprobe.cli import main
+from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import OpCall, Record
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.opcheck.calls import Calls
+from vllm_accprobe.opcheck.reference import default_references
+from vllm_accprobe.opcheck.replay import check
+
+KINDS = ("h5", "npz", "safetensors", "msprobe")
+NOTED = ("h5", "msprobe")
+"""Containers with room for what a name cannot say: classes, layouts, dtypes, operators' calls."""
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+class Inner(torch.nn.Module):
+    """Takes a tuple, a list, names and numbers, and gives nested things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.eps = 1e-5
+
+    def forward(self, pair: Any, *rest: torch.Tensor, scale: float, mask: torch.Tensor, many: list[Any]) -> Any:
+        out = torch.addmm(many[0], pair[0], self.weight, beta=scale)
+        out.mul_(2.0)
+        both = torch.cat([out, many[1].to(torch.float32)], dim=-1).masked_fill(mask, -float("inf"))
+        return out, (rest[0].half(), [both.to(torch.bfloat16), torch.topk(both, 2, dim=-1)]), {"kept": mask}
+
+
+class Outer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.conv = torch.nn.Conv3d(2, 4, (1, 2, 2), stride=(1, 2, 2))
+
+    def forward(self, x: torch.Tensor, picture: torch.Tensor) -> Any:
+        mask = torch.zeros(x.shape[0], 12, dtype=torch.bool).index_fill(1, torch.tensor([3]), True)
+        first = self.inner((x, x + 1), x, scale=0.5, mask=mask, many=[x, x[:, :4].double()])
+        second = self.inner((first[0], x), x, scale=1.0, mask=~mask, many=[x, x[:, ::2].bfloat16()])
+        return Pair(second, self.conv(picture)), torch.tensor(3.5), torch.zeros(0, 4)
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("own") / "dump"
+    torch.manual_seed(0)
+    model = Outer()
+    with Probe(model, dir=str(out), ops=True, parts=("input", "output", "params")), torch.inference_mode():
+        for n in (5, 3):
+            model(torch.randn(n, 8), torch.randn(1, 2, 3, 4, 4))
+    return out
+
+
+def place(r: Record) -> tuple[Any, ...]:
+    return r.rank, r.step, r.tap, r.role, r.call
+
+
+def called(dump: Dump) -> dict[tuple[Any, ...], OpCall]:
+    return {(o.rank, o.step, o.tap, o.call): o for o in dump.ops}
+
+
+def hold(own: Dump, theirs: Dump, kind: str) -> int:
+    """Asserts that nothing is lost and nothing added. Returns how many tensors there are."""
+    stored = {place(r): r for r in own.records if r.payload is not None}
+    found = {place(r): r for r in theirs.records}
+    assert found.keys() == stored.keys()
+    for where, r in stored.items():
+        other = found[where]
+        assert other.shape == r.shape, where
+        if kind in NOTED:
+            assert (other.cls, other.layout) == (r.cls, r.layout), where
+        if kind != "npz":
+            assert other.dtype == r.dtype, where
+        values = [d.read(x) for d, x in ((own, r), (theirs, other))]
+        if other.dtype != r.dtype:  # npz has no bfloat16 and no 8-bit floats
+            values = [widen(v, x.dtype) for v, x in zip(values, (r, other), strict=True)]
+        assert values[0].tobytes() == values[1].tobytes(), where
+    if kind in NOTED:
+        ours, again = called(own), called(theirs)
+        assert again.keys() == {k for k in ours if any(place(r)[1:3] == k[1:3] for r in stored.values())}
+        for where, op in again.items():
+            was = ours[where]
+            assert (op.op, op.module, op.args, op.kwargs) == (was.op, was.module, was.args, was.kwargs), where
+    return len(stored)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_capture_of_modules_and_operators(captured: Path, tmp_path: Path, kind: str) -> None:
+    out = tmp_path / kind
+    assert main(["convert", str(captured), str(out), "--to", kind]) == 0
+    own = open_dump(captured)
+    roles = {r.role for r in own.records}
+    assert {"input.pair.0", "input.mask", "output.1.0", "param.weight", "inplace.input.0"} <= roles, sorted(roles)
+    assert hold(own, open_dump(out), kind) > 100
+
+
+@pytest.mark.parametrize("kind", NOTED)
+def test_what_opcheck_says_of_an_export_is_what_it_says_of_the_dump(captured: Path, tmp_path: Path, kind: str) -> None:
+    out = tmp_path / kind
+    assert main(["convert", str(captured), str(out), "--to", kind]) == 0
+    said = []
+    for path in (captured, out):
+        rows = check(Calls(open_dump(path), None), default_references())
+        said.append(sorted((r.rank, r.step or 0, r.tap, r.call, r.role, r.status, r.message, r.dtype) for r in rows))
+    assert said[1] == said[0]
+    conv = [s for s in said[1] if s[2] == "conv"]
+    assert [s[5] for s in conv] == ["pass", "pass"]
+    assert sum(s[5] == "pass" for s in said[1] if "::" in s[2]) > 20
+
+
+@pytest.mark.parametrize("kind", NOTED)
+@pytest.mark.parametrize("tool", ["a_msprobe_tensor", "d_xray_h5", "mindspore"])
+def test_another_tools_dump(tmp_path: Path, tool: str, kind: str) -> None:
+    source = unpack(tool, tmp_path)
+    source /= "golden" if tool != "mindspore" else "tensor"
+    out = tmp_path / kind
+    assert main(["convert", str(source), str(out), "--to", kind]) == 0
+    assert hold(open_dump(source), open_dump(out), kind) > 10
+
+
+def test_api_records_stay_api_records(captured: Path, tmp_path: Path) -> None:
+    import json
+
+    golden, out = unpack("a_msprobe_tensor", tmp_path) / "golden", tmp_path / "again"
+    assert main(["convert", str(golden), str(out), "--to", "msprobe"]) == 0
+    heads = [json.loads(next(d.rglob("dump.json")).read_text())["data"] for d in (golden, out)]
+    assert heads[1].keys() == heads[0].keys()
+    parents = [json.loads(next(d.rglob("construct.json")).read_text()) for d in (golden, out)]
+    inside = [{k: v for k, v in p.items() if k.startswith("Functional.")} for p in parents]
+    assert inside[1] == {k: v[0] if isinstance(v, list) else v for k, v in inside[0].items()}
+    assert main(["convert", str(captured), str(tmp_path / "own"), "--to", "msprobe"]) == 0
+    data = json.loads(next((tmp_path / "own").rglob("step0/rank0/dump.json")).read_text())["data"]
+    addmm = data["Aten.addmm.default.0.forward"]
+    assert [a["type"] for a in addmm["input_args"]] == ["torch.Tensor"] * 3
+    assert addmm["input_kwargs"]["beta"] == {"type": "float", "value": 0.5}
+    assert not [k for k in data if k.startswith("Module.") and "aten" in k]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_dtype_and_shape(tmp_path: Path, kind: str) -> None:
+    own = tmp_path / "own"
+    m = Maker(own)
+    m.module("all", "Everything")
+    m.step(0, [(0, 0, 2)])
+    raw = np.random.default_rng(3).integers(0, 2, 6 * 16).astype(np.uint8)
+    alive = []
+    for name, info in DTYPES.items():
+        alive.append(raw[: 6 * info.storage.itemsize].copy())
+        event = {"event": "tensor", "step": 0, "tap": "all", "class": "Everything", "role": f"input.{name}", "call": 0,
+                 "seq": len(alive), "dtype": name, "shape": [2, 3]}  # fmt: skip
+        m.writer.put([(alive[-1].ctypes.data, alive[-1].nbytes)], event)
+    none = {"empty": torch.zeros(0, 3), "none": torch.zeros(2, 0), "no_ids": torch.zeros(0, dtype=torch.int64)}
+    m.call("all", "Everything", {"scalar": torch.tensor(2.5), **none}, torch.zeros(0, 3), rows=None)
+    m.close()
+    out = tmp_path / kind
+    assert main(["convert", str(own), str(out), "--to", kind]) == 0
+    assert hold(open_dump(own), open_dump(out), kind) >= 10
