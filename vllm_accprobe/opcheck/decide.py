@@ -50,7 +50,7 @@ class Blame:
 class Proof:
     """What two replays prove. shared: modules that are as far off in golden; only_golden: wrong there alone; right:
     taps of mine whose every row was checked and is right; checked: outputs of mine with a verdict; partly: only what
-    the comparison suspects was replayed."""
+    the comparison suspects was replayed; notes: sentences on what mine's outputs were judged by."""
 
     blamed: tuple[Blame, ...]
     shared: tuple[str, ...]
@@ -58,6 +58,7 @@ class Proof:
     right: frozenset[str]
     checked: int
     partly: bool = False
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         plain = asdict(self) | {"schema": SCHEMA, "right": sorted(self.right)}
@@ -72,7 +73,8 @@ class Proof:
                 raise ValueError("not a replay of this version")
             blamed = tuple(_blame(b) for b in value["blamed"])
             names = [tuple(str(t) for t in value[k]) for k in ("shared", "only_golden", "right")]
-            return Proof(blamed, names[0], names[1], frozenset(names[2]), int(value["checked"]), bool(value["partly"]))
+            return Proof(blamed, names[0], names[1], frozenset(names[2]), int(value["checked"]), bool(value["partly"]),
+                         tuple(str(n) for n in value.get("notes", ())))  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a replay of this version ({error})") from None
 
@@ -101,6 +103,7 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
     where = " at and below what is suspected" if proof.partly else ""
     wrong = f"{_modules(len(proved))} wrong for its own inputs"
     notes = [f"replay: {proof.checked} outputs of mine checked{where}, {wrong}"]
+    notes += [f"replay: {said}" for said in proof.notes]
     if shared:
         notes.append(f"replay: {_modules(len(shared))} as far off in golden, first {shared[0]}: not blamed")
     if only:
