@@ -26,7 +26,7 @@ def opcheck(
         None, "--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."
     ),
     standard: str = typer.Option(
-        "operator", "--standard", metavar="NAME", help="Whose limits: operator, msprobe, msprobe-1.0, ait, xray."
+        "operator", "--standard", metavar="NAME", help="Limits: operator, strict, msprobe, msprobe-1.0, ait, xray."
     ),
     against: str = typer.Option(
         _EXACT, "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
@@ -98,11 +98,13 @@ def _job(
     kl: bool, seed: int, save: Path | None,
 ) -> Job:  # fmt: skip
     from vllm_accprobe.cli.same import refuse_same
+    from vllm_accprobe.opcheck.checked import OURS, STRICT
     from vllm_accprobe.opcheck.standards import NAMES
     from vllm_accprobe.opcheck.worker import AGAIN, DEVICE, EXACT, GOLDEN, Job
 
-    if standard not in ("operator", *NAMES):
-        raise CommandError(f"--standard: there is no {standard!r}; there are operator, {', '.join(NAMES)}")
+    known = (OURS, STRICT, *NAMES)
+    if standard not in known:
+        raise CommandError(f"--standard: there is no {standard!r}; there are {', '.join(known)}")
     if rerun and against != _EXACT:
         raise CommandError("--rerun and --against: choose one")
     if model is not None and not model.is_dir():
