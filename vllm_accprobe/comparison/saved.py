@@ -152,7 +152,8 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
         tap, role, call = head[0]
         cls, rule, order, depth, is_param, vision, gap = head[1:]
         key = tap, role, call
-        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, *map(get, columns), gap=gap))
+        sums, far = map(get, columns)
+        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, sums, far, gap))
     return Measured(Setting(**raw), units)
 
 
