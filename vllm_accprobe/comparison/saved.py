@@ -152,8 +152,8 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
         tap, role, call = head[0]
         cls, rule, order, depth, is_param, vision, gap = head[1:]
         key = tap, role, call
-        sums = get(columns[0]), get(columns[1])
-        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, *sums, gap))
+        sums, far = map(get, columns)
+        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, sums, far, gap))
     return Measured(Setting(**raw), units)
 
 
