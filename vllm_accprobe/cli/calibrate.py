@@ -17,10 +17,12 @@ def calibrate(
     """Measure the floor: run golden's side again with another batching, chunking, dtype or number of ranks.
 
     The file has a few numbers per tap. Carry it to the other machine and give it to `accprobe compare --floor`.
-    Exit code 0: done, 2: unreadable input, or runs that do not belong together.
+    Exit code 0: done, 2: unreadable input, or runs that do not belong together, 3: nothing of them could be compared.
     """
+    from vllm_accprobe.cli.options import writable
     from vllm_accprobe.comparison import engine
 
+    writable(out)
     found = engine.calibrate(golden, others)
     path = found.save(out)
     typer.echo(f"{len(found.floors)} tensors from {len(found.runs)} run{'s' * (len(found.runs) != 1)} ({found.source})")

@@ -9,6 +9,9 @@ from pathlib import Path
 import typer
 
 from vllm_accprobe.cli.formats import FORMAT, Format, say
+from vllm_accprobe.cli.options import writable
+
+DEFAULT_OUT = "accprobe-report"
 
 
 def compare(
@@ -78,6 +81,8 @@ def compare(
     if out is not None and out.exists() and not out.is_dir():
         raise CompareError(f"--out {out} is a file: name a directory for compare.csv, compare.json and compare.html")
     rules = engine.find_mapping(op_mapping_file)
+    if not plan and rejudge is None:
+        writable(out or Path(DEFAULT_OUT))
     if plan:
         from vllm_accprobe.comparison.plan import make_plan
 
@@ -95,7 +100,7 @@ def compare(
         result = replaying.remembered(result, home) if replay is not False else result
         out = out or home
     else:
-        out = out or Path("accprobe-report")
+        out = out or Path(DEFAULT_OUT)
         choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "floors": floor}
         with _progress() as advance, _tidy(out):
             result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]
