@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import RANK, REQUEST, ROLE, STEP, CommandError, progress, selection, size
+from vllm_accprobe.cli.options import RANK, REQUEST, ROLE, STEP, CommandError, progress, selection, size, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
@@ -41,6 +41,7 @@ def convert(
     if kind not in KINDS:
         raise CommandError(f"--to: {kind or 'nothing'} is not one of {', '.join(KINDS)}")
     outputs.check_place(out, [dump], "OUT")
+    writable(out.parent if out.suffix == f".{kind}" or kind == "msprobe" else out, "OUT")
     opened = open_dump(dump)
     chosen = [r for _, r in selection(names or (), step, rank, request, role, parameters=True).apply(opened)]
     if kind == "msprobe" and chosen:

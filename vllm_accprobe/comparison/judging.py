@@ -69,7 +69,7 @@ class _Judge:
         for unit in choices_first(self.measured.each()):
             self._unit(unit)
         if self._nothing():
-            raise NothingCompared(self._why_nothing())
+            raise NothingCompared(f"{self._why_nothing()} (golden {setting.golden_path}, mine {setting.mine_path})")
         self._check_floor()
         places = blame.Places(setting)
         created = find_origins(self.traces, self.tree, self.standard, setting.images)

@@ -121,7 +121,8 @@ def load(directory: Path) -> Measured:
             f"{path} does not exist: --rejudge takes a directory that `accprobe compare` wrote"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, zipfile.BadZipFile) as e:
-        raise CompareError(f"{path} cannot be read as a saved comparison ({str(e)[:100]}){again}") from None
+        why = f" ({str(e)[:100]})" if isinstance(e, OSError) else ""
+        raise CompareError(f"{path} is no whole measured.npz of `accprobe compare`{why}{again}") from None
 
 
 def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
