@@ -248,7 +248,6 @@ _EXPERTS = [
         _fault("route", _MIX1, 1, rows="decode"),
         "transformers",
         culprits=(f"{_MIX1}.routed_experts", _MIX1),
-        words=("decode",),
     ),
     Case(
         "expert-weight",
