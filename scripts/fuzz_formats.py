@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Spoils files of other tools in many ways and opens them: only DumpError may come out, soon, in little memory.
+"""Spoils files of other tools in many ways and opens them: only DumpError may come out, soon, in little memory, and of
+one file among several not even that.
 
     python scripts/fuzz_formats.py [--count 10000] [--seed 0] [--only sglang,atb] [--keep DIR]
 
@@ -35,15 +36,18 @@ _WORDS = [
     *(b"\x00", b"\xff" * 8, b"$End=1\n", b"=", b'"', b"\n"),
 ]
 _NUMBERS = [0, 1, 127, 128, 255, 1 << 15, (1 << 16) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, (1 << 64) - 1]
+_PAYLOADS = (".pt", ".pth", ".bin", ".npy")
 
 
 @dataclass(frozen=True)
 class Seed:
-    """A small dump. reader: which format reads it; root: what is opened; file: the part that is spoilt."""
+    """A small dump. reader: which format reads it; root: what is opened; file: the part that is spoilt; one_of_many:
+    others like it stand beside it, so that whatever it has become, the dump can be opened."""
 
     reader: str
     root: Path
     file: Path
+    one_of_many: bool = False
 
 
 def seeds(where: Path) -> list[Seed]:
@@ -61,7 +65,9 @@ def seeds(where: Path) -> list[Seed]:
                 target = root / Path(m.name).relative_to(archive)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(where / "all" / m.name, target)
-        found.extend(Seed(reader, root / inside, f) for f in sorted(root.rglob("*")) if f.is_file())
+        files = [f for f in sorted(root.rglob("*")) if f.is_file()]
+        payloads = [f for f in files if f.suffix in _PAYLOADS or f.suffix[1:].isdecimal()]
+        found.extend(Seed(reader, root / inside, f, f in payloads and len(payloads) > 1) for f in files)
 
     take("sglang", "b_sglang_tp", "mine", lambda n: "dump_index=8_" in n or "dump_index=24" in n, 4)
     take("msit", "c_msit_torch", "golden", lambda n: "root.model.norm" in n or n.endswith("model_tree.json"), 8)
@@ -200,6 +206,7 @@ def attempt(seed: Seed, data: bytes, golden: Path | None = None) -> str:
 
     seed.file.write_bytes(data)
     signal.alarm(SECONDS)
+    dump = None
     try:
         dump = open_dump(seed.root)
         for record in dump.records:
@@ -217,6 +224,8 @@ def attempt(seed: Seed, data: bytes, golden: Path | None = None) -> str:
         return f"a message of {len(long)} characters" if len(long) > 2000 else ""
     except (DumpError, CompareError) as e:
         text = str(e)
+        if seed.one_of_many and dump is None:
+            return f"one spoilt file refused the dump: {text[:300]}"
         return "" if "\n" not in text and len(text) < 2000 else f"DumpError of {len(text)} characters: {text[:200]!r}"
     except Exception:
         return traceback.format_exc(limit=-4)

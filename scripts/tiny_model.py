@@ -153,6 +153,44 @@ def _qwen2_5_vl(c: dict[str, Any]) -> Iterator[Weight]:
     yield from _dense(bias=True)(c)
 
 
+def _whisper(c: dict[str, Any]) -> Iterator[Weight]:
+    """As checkpoints have it: no bias of k_proj, and no head, which is the decoder's embedding."""
+    h = c["d_model"]
+
+    def attention(p: str) -> Iterator[Weight]:
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            yield _linear(f"{p}.{name}", h, h)
+            if name != "k_proj":
+                yield f"{p}.{name}.bias", (h,), 0.1
+        yield from norm(f"{p}_layer_norm")
+
+    def norm(p: str) -> Iterator[Weight]:
+        yield _norm(p, h)
+        yield f"{p}.bias", (h,), 0.1
+
+    def mlp(p: str, inner: int) -> Iterator[Weight]:
+        for name, out, in_ in (("fc1", inner, h), ("fc2", h, inner)):
+            yield _linear(f"{p}.{name}", out, in_, gain=1.5)
+            yield f"{p}.{name}.bias", (out,), 0.1
+        yield from norm(f"{p}.final_layer_norm")
+
+    for name, in_ in (("conv1", c["num_mel_bins"]), ("conv2", h)):
+        yield f"model.encoder.{name}.weight", (h, in_, 3), 1 / (3 * in_) ** 0.5
+        yield f"model.encoder.{name}.bias", (h,), 0.1
+    yield "model.encoder.embed_positions.weight", (c["max_source_positions"], h), 1.0
+    for i in range(c["encoder_layers"]):
+        yield from attention(f"model.encoder.layers.{i}.self_attn")
+        yield from mlp(f"model.encoder.layers.{i}", c["encoder_ffn_dim"])
+    yield from norm("model.encoder.layer_norm")
+    yield "model.decoder.embed_tokens.weight", (c["vocab_size"], h), 0.2  # the head, too: logits of about 2
+    yield "model.decoder.embed_positions.weight", (c["max_target_positions"], h), 0.5
+    for i in range(c["decoder_layers"]):
+        yield from attention(f"model.decoder.layers.{i}.self_attn")
+        yield from attention(f"model.decoder.layers.{i}.encoder_attn")
+        yield from mlp(f"model.decoder.layers.{i}", c["decoder_ffn_dim"])
+    yield from norm("model.decoder.layer_norm")
+
+
 def _base(arch: str, model_type: str, **more: Any) -> dict[str, Any]:
     config = {
         "architectures": [arch],
@@ -238,6 +276,28 @@ _VISION = {
 }
 VISION_TOKENS = {"vision_start_token_id": 4, "vision_end_token_id": 5, "image_token_id": 6, "video_token_id": 7}
 
+_WHISPER = {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "vocab_size": VOCAB,
+    "d_model": 128,
+    "num_mel_bins": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 256,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 256,
+    "max_source_positions": 100,  # two seconds, where the real one has 1500 for thirty
+    "max_target_positions": 128,
+    "activation_function": "gelu",
+    "decoder_start_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
 MODELS: dict[str, TinyModel] = {
     "qwen2": TinyModel(_base("Qwen2ForCausalLM", "qwen2"), _dense(bias=True)),
     "llama": TinyModel(_base("LlamaForCausalLM", "llama", num_hidden_layers=3), _dense(bias=False)),
@@ -258,6 +318,7 @@ MODELS: dict[str, TinyModel] = {
         ),
         _qwen2_5_vl,
     ),
+    "whisper": TinyModel(_WHISPER, _whisper),
     "bench-h1024": TinyModel(
         _base(
             "Qwen2ForCausalLM",
@@ -273,7 +334,8 @@ MODELS: dict[str, TinyModel] = {
     ),
 }
 """``qwen2``: dense, GQA. ``qwen2-moe``, ``mixtral``: experts. ``deepseek-v2``: MLA, one dense and two expert layers.
-``qwen2.5-vl``: vision tower and M-RoPE. ``bench-h1024``: 8 layers of hidden size 1024, for the benchmarks."""
+``qwen2.5-vl``: vision tower and M-RoPE. ``whisper``: audio encoder and decoder.
+``bench-h1024``: 8 layers of hidden size 1024, for the benchmarks."""
 
 
 def make(name: str, path: str | Path, *, seed: int = 0, **overrides: Any) -> Path:
@@ -284,7 +346,7 @@ def make(name: str, path: str | Path, *, seed: int = 0, **overrides: Any) -> Pat
     """
     import torch
     from safetensors.torch import save_file
-    from tiny_tokenizer import write_image_processor, write_tokenizer
+    from tiny_tokenizer import write_audio_processor, write_image_processor, write_tokenizer
 
     model, path = MODELS[name], Path(path)
     config = model.config | overrides
@@ -301,6 +363,8 @@ def make(name: str, path: str | Path, *, seed: int = 0, **overrides: Any) -> Pat
     write_tokenizer(path, vocab_size=config["vocab_size"])
     if "vision_config" in config:
         write_image_processor(path, config["vision_config"])
+    if "num_mel_bins" in config:
+        write_audio_processor(path, mels=config["num_mel_bins"], frames=config["max_source_positions"])
     greedy = {"do_sample": False, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     (path / "generation_config.json").write_text(json.dumps(greedy))
     save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})

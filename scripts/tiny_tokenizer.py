@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with a chat template, made on the spot, and an image processor's config beside it.
+"""A byte-level BPE tokenizer with a chat template, made on the spot, and an image or audio processor's config.
 
 The problem: `vllm serve` wants a tokenizer that can chat, and nothing may be downloaded. The idea: 256 bytes, a few
 special tokens, and merges learned from a paragraph kept here, so that any text can be encoded and any token decoded.
@@ -86,3 +86,23 @@ def write_image_processor(path: Path, vision: dict[str, Any]) -> None:
     video = image | {"video_processor_type": "Qwen2VLVideoProcessor"}
     video.pop("image_processor_type")
     (path / "video_preprocessor_config.json").write_text(json.dumps(video, indent=2))
+
+
+def write_audio_processor(path: Path, *, mels: int, frames: int) -> None:
+    """Write the feature extractor's config of a Whisper with ``mels`` mel bins and ``frames`` rows in its encoder, each
+    of 20 ms: two windows of 10 ms."""
+    rate = 16000
+    audio: dict[str, Any] = {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "processor_class": "WhisperProcessor",
+        "feature_size": mels,
+        "sampling_rate": rate,
+        "hop_length": rate // 100,
+        "n_fft": rate // 40,
+        "chunk_length": frames // 50,
+        "n_samples": frames * rate // 50,
+        "nb_max_frames": 2 * frames,
+        "padding_value": 0.0,
+        "return_attention_mask": False,
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(audio, indent=2))

@@ -5,8 +5,16 @@ The public names are loaded when first used, so that ``import vllm_accprobe`` co
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+import sys
+
+_SAFE = bool(sys.flags.isolated) or bool(getattr(sys.flags, "safe_path", False))
+if sys.argv[:1] == ["-m"] and "vllm_accprobe" in "".join(sys.orig_argv[-len(sys.argv) :][:1]) and not _SAFE:
+    # `python -m vllm_accprobe.cli`, which Python is about to look for: it has put the current directory first on the
+    # path, and that may be a stranger's dump with a numpy.py in it. Where we are is known by now.
+    del sys.path[0]
+
+import importlib  # noqa: E402
+from typing import Any  # noqa: E402
 
 __version__ = "0.1.0"
 

@@ -20,8 +20,8 @@ from vllm_accprobe import config_values as words
 from vllm_accprobe.config_values import Ranges, in_ranges, matches, parse_ranges
 
 __all__ = [
-    "ENV", "PREFIX", "RUN_ID", "ConfigError", "DumpConfig", "ProbeConfig", "Ranges", "default_dir", "environment_names",
-    "in_ranges", "matches", "parse_ranges",
+    "ENV", "PREFIX", "REPLICAS", "RUN_ID", "ConfigError", "DumpConfig", "ProbeConfig", "Ranges", "default_dir",
+    "environment_names", "in_ranges", "matches", "parse_ranges",
 ]  # fmt: skip
 
 ENV = "VLLM_ACCPROBE"
@@ -29,6 +29,8 @@ PREFIX = ENV + "_"
 RUN_ID = PREFIX + "RUN_ID"
 """Set by the front end for its workers, so that they know a running start from an old dump. Users set it only for
 several front ends of one run (docs/capture.md)."""
+REPLICAS = PREFIX + "REPLICAS"
+"""Set by the front end for its workers: how many data-parallel replicas there are. Not for users."""
 
 
 class ConfigError(ValueError):
@@ -168,7 +170,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
 
 def environment_names() -> tuple[str, ...]:
     """All environment names that belong to accprobe."""
-    names = [ENV, PREFIX + "CONFIG", RUN_ID]
+    names = [ENV, PREFIX + "CONFIG", RUN_ID, REPLICAS]
     names += [PREFIX + name.upper() for name in _PARSERS if name != "enabled"]
     return tuple(names)
 
@@ -206,7 +208,11 @@ def _from_toml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{key}={path}: {error.strerror or error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{key}={path}: not a TOML file: {error}") from None
-    table = table.get("accprobe", table) if isinstance(table.get("accprobe"), dict) else table
+    if isinstance(table.get("accprobe"), dict):  # a file shared with others; what is ours stands in our table
+        for name in table:
+            if name in _PARSERS:
+                raise ConfigError(f"{key}={path}: {name} stands outside of the table [accprobe]: move it there")
+        table = table["accprobe"]
     values: dict[str, Any] = {}
     for name, value in table.items():
         if name not in _PARSERS:
@@ -249,6 +255,8 @@ class DumpConfig:
         for word in mode:
             if word not in ("module", "api"):
                 raise ConfigError(f"mode={word}: known are module and api{words.nearest(str(word), ('module', 'api'))}")
+        if self.api_list and "api" not in mode:
+            raise ConfigError("api_list chooses operators, and mode is 'module': write mode=['module', 'api'] or 'api'")
         values: dict[str, Any] = {"modules": names, "parts": parts, "tokens": self.token_range or (0,)}
         # Without a path of its own: where `accprobe run` or the environment wants it.
         path = self.dump_path or os.environ.get(PREFIX + "DIR")

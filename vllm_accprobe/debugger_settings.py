@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.config import RUN_ID, ConfigError, ProbeConfig, default_dir, parse_ranges
+from vllm_accprobe.config_values import nearest
 
 _TASKS = {"tensor": "tensor", "statistics": "stats", "stats": "stats"}
 _INSTEAD = {
@@ -32,6 +33,24 @@ _NO_EFFECT = (
     "is_regex", "seed", "is_deterministic",
 )  # fmt: skip
 _KEYS |= {*_NO_EFFECT, *_TASKS, *_INSTEAD}
+_SENDS = "calls are sent nowhere; capture a dump and run `accprobe opcheck DUMP`"
+_IN_BLOCK = {
+    "scope": "choose modules with list, or VLLM_ACCPROBE_MODULES",
+    "tensor_list": "in a capture of statistics no tensor is kept; capture again with task tensor and these in list",
+    "slice": "whole tensors are kept; `accprobe show --rows` prints a part of one",
+    "bench_path": "compare two dumps with `accprobe compare`",
+    "file_format": "payloads are safetensors; `accprobe convert` writes other formats",
+    "backward_input": "backward is not captured: serving has none",
+    "stat_cal_mode": "statistics are taken where the tensor lies",
+    "device": "statistics are taken where the tensor lies",
+    **dict.fromkeys(("online_run_ut", "online_run_ut_recompute", "is_online", "nfs_path", "host", "port", "tls_path",
+                     "rank_list"), _SENDS),
+}  # fmt: skip
+"""msprobe's keys of a task's block that do nothing here → what to do instead."""
+_BLOCK = ("list", "data_mode", "summary_mode", "request_id")
+_SIDES = ("all", "input", "output", "forward", "backward")
+_MODES = ("statistics", "md5", "xor")
+"""Of msprobe's statistics: every dump has statistics and hashes."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +107,12 @@ def read_settings(
     if ranks:
         values["ranks"] = ranks
     steps = _numbers("step", step if step is not None else file.get("step"))
-    _of_task(file.get(kind or "tensor"), values, notes)
+    block = str(kind or "tensor")
+    _of_task(block, file.get(block), values, notes)
     ignored = sorted(key for key in file if key in _NO_EFFECT)
     odd = sorted(key for key in file if key not in _KEYS)
-    notes += [f"{', '.join(ignored)} of the config file have no effect here"] if ignored else []
-    notes += [f"{', '.join(odd)} of the config file are not known here, and have no effect"] if odd else []
+    notes += [f"{', '.join(ignored)} of the config file: no effect here"] if ignored else []
+    notes += [f"{key} of the config file is not known here{nearest(key, tuple(_KEYS))}: ignored" for key in odd]
     given = ProbeConfig.from_kwargs(**values)
     # What the script leaves open is the environment's, where it has the probe on (`accprobe run -- python script.py`).
     # Inside vLLM those settings are the plugin's: its globs name modules of the whole model, not of the one given here.
@@ -139,26 +159,55 @@ def _read(path: Path) -> dict[str, Any]:
     return table
 
 
-def _of_task(block: Any, values: dict[str, Any], notes: list[str]) -> None:
-    """msprobe's settings of one task: which modules, and which side of them."""
-    if not isinstance(block, Mapping):
+def _of_task(name: str, block: Any, values: dict[str, Any], notes: list[str]) -> None:
+    """msprobe's settings of one task: which modules, which side of them, whose requests. Raises ConfigError for a
+    value of these that cannot be; whatever else stands there is one note each."""
+    if block is None:
         return
-    wanted = block.get("list") or ()
-    if isinstance(wanted, Sequence) and not isinstance(wanted, str) and wanted:
-        values["modules"] = [_module(str(name)) for name in wanted]
-    if block.get("scope"):
-        notes.append("scope has no effect here: choose modules with list, or VLLM_ACCPROBE_MODULES")
-    modes = block.get("data_mode") or ["all"]
-    modes = [modes] if isinstance(modes, str) else list(modes)
+    if not isinstance(block, Mapping):
+        what = f"{name} of the config file is {str(block)[:40]!r}"
+        raise ConfigError(f"{what}, not a JSON object with list and data_mode")
+    wanted = _texts(f"{name}.list", block.get("list"))
+    if wanted:
+        values["modules"] = [_module(word) for word in wanted]
+    requests = _texts(f"{name}.request_id", block.get("request_id"))
+    if requests:
+        values["requests"] = requests
+    modes = _texts(f"{name}.data_mode", block.get("data_mode")) or ["all"]
+    for mode in modes:
+        if mode not in _SIDES:
+            raise ConfigError(f"{name}.data_mode={mode}: known are {', '.join(_SIDES)}{nearest(mode, _SIDES)}")
     if "backward" in modes:
         notes.append("backward is not captured: serving has none")
     sides = [mode for mode in ("input", "output") if mode in modes]
     if sides and "all" not in modes:
         values["parts"] = sides
+    if block.get("summary_mode", "statistics") not in _MODES:
+        held = "every dump has min, max, mean, l2 norm and hashes"
+        notes.append(f"summary_mode of the config file's {name} block is ignored: {held}")
+    for key, value in block.items():
+        if key in _BLOCK or (key in _IN_BLOCK and value in (None, [], {}, "", False)):  # a template's empty places
+            continue
+        known = _IN_BLOCK.get(str(key))
+        about = f"{str(key)[:40]} of the config file's {name} block"
+        if known is None:
+            notes.append(f"{about} is not known here{nearest(str(key), (*_BLOCK, *_IN_BLOCK))}: ignored")
+        else:
+            notes.append(f"{about} is ignored: {known}")
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    """A text, or a list of texts; [] of nothing. Raises ConfigError."""
+    found = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(found, list) or not all(isinstance(v, str) for v in found):
+        raise ConfigError(f"{name}={str(value)[:60]}: a list of names is expected")
+    return [v for v in found if v]
 
 
 def _module(name: str) -> str:
     """``Module.model.layers.0.mlp.Qwen2MLP.forward.0`` is the module's path, anything else a part of one."""
+    if name.startswith("name-regex("):
+        raise ConfigError(f"list: {name[:60]}: no regular expressions here; give a part of the name, or a glob")
     words = name.split(".")
     if words[0] in ("Module", "Cell") and len(words) > 3 and words[-2] in ("forward", "backward"):
         return ".".join(words[1:-3])

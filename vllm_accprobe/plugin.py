@@ -58,6 +58,7 @@ def register() -> None:
         raise SystemExit(2) from None
     if not config.graphs:
         _patch_engine_args()
+    _tell_replicas()
     _patch_workers()
     _patch_shutdown()
 
@@ -135,15 +136,42 @@ def _patch_engine_args() -> None:
         return
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self, "enforce_eager", True):
-            self.enforce_eager = True
+        from vllm_accprobe.capture.eager import make_eager
+
+        changed = make_eager(self)
+        if changed:
+            asked = ", ".join(what for what in changed if what != "enforce_eager")
             _say(
                 "the engine is made eager so that every module is seen (VLLM_ACCPROBE_GRAPHS=1 leaves it as configured)"
+                + (f"; it was given {asked}" if asked else "")
             )
         return original(self, *args, **kwargs)
 
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
     _patched.add("args")
+
+
+def _tell_replicas() -> None:
+    """Lets the workers know how many data-parallel replicas there are: vLLM tells an engine of a dense model that it is
+    the only one, and then nobody would miss a replica's rank in the dump."""
+    if "replicas" in _patched:
+        return
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+
+        original = EngineArgs.create_engine_config
+    except (ImportError, AttributeError):
+        return  # said already, or left as configured
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_accprobe.config import REPLICAS
+
+        made = original(self, *args, **kwargs)
+        os.environ[REPLICAS] = str(getattr(getattr(made, "parallel_config", None), "data_parallel_size", 1) or 1)
+        return made
+
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    _patched.add("replicas")
 
 
 def _patch_shutdown() -> None:

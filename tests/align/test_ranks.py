@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compare.synthetic_model import LAYERS, MemoryDump, capture
+from comparison.synthetic_model import LAYERS, MemoryDump, capture
 
 from vllm_accprobe.align.shards import Member, merge, plan_merge
 from vllm_accprobe.comparison.engine import compare

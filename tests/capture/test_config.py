@@ -93,7 +93,13 @@ def test_environment_wins_over_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("tokn = 1", "'tokn' is not a setting; did you mean tokens?"), ("a = ", "not a TOML file")],
+    [
+        ("tokn = 1", "'tokn' is not a setting; did you mean tokens?"),
+        ("a = ", "not a TOML file"),
+        ('tokens = "0-4"\n[accprobe]\ndir = "d"', "tokens stands outside of the table [accprobe]: move it there"),
+        ('[acprobe]\ndir = "d"', "'acprobe' is not a setting"),
+        ('[accprobe]\ndirectory = "d"', "'directory' is not a setting"),
+    ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "probe.toml"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_accprobe.capture import rowmaps
 from vllm_accprobe.capture.rows import Space
 from vllm_accprobe.capture.sink import Sink, Ticket
 from vllm_accprobe.config import ProbeConfig
@@ -49,6 +50,7 @@ def test_positions_and_ids_come_from_the_device_at_that_moment(sink: Sink, tmp_p
         "tokens", 3, 3, [(0, 3)], [Segment(0, 0, 2, 0), Segment(1, 9, 1, 2, "decode")], ids=ids, positions=positions
     )
     logits = Space("logits", 2, 2, [(0, 2)], [Segment(0, 1, 1, 0), Segment(1, 9, 1, 1, "decode")], token_rows=[1, 2])
+    tokens.floors = logits.floors = {0: 4, 1: 4}
     sink.rows(0, tokens)
     sink.rows(0, logits)
     ids.zero_()  # the engine uses its buffers again in the next step
@@ -60,6 +62,39 @@ def test_positions_and_ids_come_from_the_device_at_that_moment(sink: Sink, tmp_p
     found = dump.rows[0, 0, "logits"]
     assert found.ids == (6, 8)
     assert [s.pos for s in found.segments] == [1, 7]
+
+
+@pytest.mark.parametrize(
+    ("said", "floors"),
+    [
+        ([0, 0, 0, 0, 0], {}),  # M-RoPE: a buffer that nobody fills
+        ([0, 0, 0, 0, 0], {0: 4, 1: 4}),  # the same with drafts
+        ([0, 1, 7, 8, 9], {}),  # without drafts the scheduler does not guess
+        ([0, 1, 3, 4, 5], {0: 4, 1: 4}),  # before the request's own first token
+        ([0, 1, 10, 11, 12], {0: 4, 1: 4}),  # more than it was given
+        ([0, 1, 7, 9, 8], {0: 4, 1: 4}),  # not one after the other: another order of the rows
+    ],
+)
+def test_positions_that_cannot_be_are_not_believed(
+    sink: Sink, tmp_path: Path, said: list[int], floors: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request's two prompt tokens, and three rows of the second at 9 to 11."""
+    lines: list[str] = []
+    monkeypatch.setattr(rowmaps, "say", lines.append)
+    tokens = Space(
+        "tokens", 5, 5, [(0, 5)], [Segment(0, 0, 2, 0), Segment(1, 9, 3, 2, "decode")],
+        ids=torch.arange(5), positions=torch.tensor(said), floors=floors,
+    )  # fmt: skip
+    sink.rows(0, tokens)
+    sink.rows(1, tokens)
+    dump = closed(sink, tmp_path)
+    assert [s.pos for s in dump.rows[0, 0, "tokens"].segments] == [0, 9]
+    (skip,) = dump.skips
+    wrong = 2 if said[1] == 0 else 1  # segments, in each of two steps
+    assert (skip.tap, skip.role, skip.count) == ("<root>", "positions", 2 * wrong)
+    assert skip.reason == "the runner's positions could not be, the scheduler's were taken"
+    (line,) = lines
+    assert "the scheduler's are taken" in line
 
 
 def test_only_the_kept_rows_are_stored_along_any_dimension(sink: Sink, tmp_path: Path) -> None:

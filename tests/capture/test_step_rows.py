@@ -8,9 +8,9 @@ from __future__ import annotations
 from types import SimpleNamespace as Plain
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from fake_runners import EarlyV2, HostPositions, LaterV2
 
 from vllm_accprobe.capture.batch import Batch
 from vllm_accprobe.capture.rectangle import Rectangle
@@ -59,34 +59,64 @@ def test_the_older_runner_orders_rows_by_its_input_batch() -> None:
     assert [(s.req, s.pos, s.n, s.row) for s in logits.segments] == [(1, 9, 1, 0), (0, 4, 1, 1)]
 
 
-def test_the_newer_runner_orders_rows_by_what_it_prepared() -> None:
-    ids, positions = torch.arange(8), torch.tensor([0, 1, 2, 3, 4, 9, 0, 0])
-    batch = begun(Plain(), scheduled())
-    batch.prepared(
-        Plain(
-            req_ids=["new", "old"],
-            num_computed_tokens_np=np.array([0, 9, 77]),  # buffers are longer than the batch
-            prefill_len_np=np.array([5, 9, 77]),
-            num_scheduled_tokens=np.array([5, 1, 77]),
-            num_tokens_after_padding=8,
-            input_ids=ids,
-            positions=positions,
-        )
-    )
-    assert batch.rows() == [Scheduled("new", 0, 5, 0, 5), Scheduled("old", 9, 1, 0, 9)]
+@pytest.mark.parametrize("runner_class", [EarlyV2, LaterV2])
+def test_the_newer_runner_orders_rows_by_what_it_prepared(runner_class: type[EarlyV2]) -> None:
+    """Its own batch has no starts and no prompt lengths before 0.23; both are known all the same."""
+    runner = runner_class(slots={"old": 1, "new": 6}, prefill={"old": 9, "new": 8})
+    out = scheduled()  # five tokens of the eight that the new request is to be given
+    batch = begun(runner, out)
+    prepared = runner.prepare_inputs(out)
+    prepared.num_tokens_after_padding = 8
+    prepared.input_ids, prepared.positions = torch.arange(8), torch.tensor([9, 0, 1, 2, 3, 4, 0, 0])
+    batch.prepared(prepared)
+    assert batch.rows() == [Scheduled("old", 9, 1, 0, 9), Scheduled("new", 0, 5, 0, 8)]
     space = batch.space(LANGUAGE, 8)
     assert space is not None
     assert (space.src, space.padded) == (6, 8)
     assert space.ids is not None
     assert space.ids.tolist() == [0, 1, 2, 3, 4, 5]
     assert space.positions is not None
-    assert space.positions.tolist() == [0, 1, 2, 3, 4, 9]
+    assert space.positions.tolist() == [9, 0, 1, 2, 3, 4]
+
+
+def test_fewer_rows_than_scheduled_are_an_error() -> None:
+    """Adaptive verification (0.32, gpu/input_batch.py): num_scheduled_tokens is an upper bound of what is computed."""
+    runner = LaterV2(slots={"old": 1, "new": 6}, prefill={"old": 9, "new": 5})
+    batch = begun(runner, out := scheduled())
+    prepared = runner.prepare_inputs(out)
+    prepared.num_tokens = 4
+    batch.prepared(prepared)
+    with pytest.raises(RuntimeError, match=r"rows do not add up: the runner has 4 rows for \['old', 'new'\]"):
+        batch.rows()
+
+
+@pytest.mark.parametrize("uses_mrope", [False, True])
+def test_positions_are_those_that_the_runner_computed(uses_mrope: bool) -> None:
+    """With M-RoPE the device's side of the pair stays zero: it is not what the model was given."""
+    runner = HostPositions(["old", "new"], {"old": 10, "new": 5}, uses_mrope)
+    batch = begun(runner, out := scheduled())
+    runner.prepare({"old": 9, "new": 0}, out.num_scheduled_tokens)
+    assert bool(runner.positions.gpu.any()) is not uses_mrope
+    space = batch.space(LANGUAGE, 6)
+    assert space is not None
+    assert space.positions is not None
+    assert space.positions.tolist() == [9, 0, 1, 2, 3, 4]
+    assert space.ids is not None
+    assert space.ids.tolist() == [100, 101, 102, 103, 104, 105]
 
 
 def test_rows_that_do_not_add_up_are_an_error_with_both_numbers() -> None:
     batch = begun(old_runner(), scheduled(total=7))
     with pytest.raises(RuntimeError, match=r"the runner has 6 rows for \['old', 'new'\], the scheduler 7"):
         batch.rows()
+
+
+def test_a_request_of_which_the_scheduler_says_nothing_is_an_error() -> None:
+    """Before, it was taken to begin at position 0."""
+    out = scheduled()
+    out.scheduled_cached_reqs = Plain(req_ids=[], num_computed_tokens=[])
+    with pytest.raises(RuntimeError, match="the scheduler does not say where old begins"):
+        begun(old_runner(), out).rows()
 
 
 def test_a_new_step_forgets_the_last_one() -> None:

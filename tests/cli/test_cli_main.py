@@ -59,7 +59,7 @@ def test_help_lists_every_command():
         (["summary"], "Missing argument 'DUMP'"),
         (["summary", "here", "--stepp", "1"], "No such option"),
         (["summary", "here", "--limit", "many"], "Invalid value for '--limit'"),
-        (["summary", "nowhere"], "nowhere does not exist: expected the directory that VLLM_ACCPROBE_DIR named"),
+        (["summary", "nowhere"], "nowhere does not exist: name a dump's directory or file"),
         (["repair", "nowhere"], "nowhere does not exist"),
         (["show", "nowhere", "tap"], "nowhere does not exist"),
         (["convert", "nowhere", "out.h5"], "nowhere does not exist"),

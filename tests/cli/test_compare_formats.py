@@ -7,7 +7,7 @@ import pytest
 
 from vllm_accprobe.cli import main
 
-sys.path.insert(0, str(__import__("pathlib").Path(__file__).parents[1] / "compare"))
+sys.path.insert(0, str(__import__("pathlib").Path(__file__).parents[1] / "comparison"))
 from synthetic_model import capture, scaled, write
 
 

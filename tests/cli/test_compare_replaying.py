@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_dumps_that_are_no_capture_of_a_model_are_not_replayed(tmp_path: Path) -
 def test_a_replay_that_dies_leaves_the_comparison_and_says_so(
     pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(replaying.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     code, said = compared(pair, tmp_path / "out")
     assert code == 0
     assert "replay: failed and decides nothing: its process ended with 1" in said["notes"]
@@ -109,3 +110,58 @@ def test_a_proof_that_is_none_is_refused(pair: tuple, tmp_path: Path, capsys: py
         (tmp_path / "out" / NAME).write_text(text)
         assert main(["compare", "--rejudge", str(tmp_path / "out"), "-q"]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_verdict_before_the_replay_is_said_first_and_not_to_programs(
+    pair: tuple, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:  # fmt: skip
+    assert main(["compare", *pair, "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("before replay: PASS: 6 pairs")
+    assert "before replay" not in said.out
+    assert "FAIL: second" in said.out
+    assert main(["compare", *pair, "--out", str(tmp_path / "out"), "--format", "json"]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["verdict"] == "fail"
+    assert "before replay" not in said.err
+    assert main(["compare", *pair, "--out", str(tmp_path / "out"), "--no-replay"]) == 0
+    assert "before replay" not in capsys.readouterr().err
+
+
+def test_a_small_pairs_replay_begins_beside_the_comparison_and_ends_with_it(
+    pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:  # fmt: skip
+    from vllm_accprobe.comparison import engine
+    from vllm_accprobe.comparison.result import NothingCompared
+
+    begun: list[replaying.Replay] = []
+    plain = replaying.Replay.__init__
+    monkeypatch.setattr(replaying.Replay, "__init__", lambda self, *a: (begun.append(self), plain(self, *a))[1])
+
+    def nothing(*given: object, **more: object) -> None:
+        assert [r._process.poll() for r in begun] == [None]
+        raise NothingCompared("nothing in common")
+
+    monkeypatch.setattr(engine, "compare", nothing)
+    assert main(["compare", *pair, "--out", str(tmp_path / "out")]) == 3
+    assert begun[0]._process.returncode == -9
+    assert capsys.readouterr().err == "accprobe: nothing in common\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_replay_computes_with_one_thread(pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are processors wait for one another in a loop: ten times the processor time."""
+    seen = []
+    plain = replaying.Replay.result
+
+    def result(self: replaying.Replay) -> tuple[str, str]:
+        environ = Path(f"/proc/{self._process.pid}/environ").read_bytes().decode().split("\0")
+        seen.append({x for x in environ if x.endswith("_THREADS=1")})
+        return plain(self)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setattr(replaying.Replay, "result", result)
+    compared(pair, tmp_path / "out")
+    assert len(seen) == 1
+    names = ("OMP_NUM", "MKL_NUM", "OPENBLAS_NUM", "NUMBA_NUM")
+    assert {f"{name}_THREADS=1" for name in names} <= seen[0]

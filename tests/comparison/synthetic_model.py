@@ -6,7 +6,7 @@ dump is an object with the reader's face and everything in memory; `write` puts 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from vllm_accprobe.comparison.params import round_to_bfloat16
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import (
     DECODE,
+    MASKS_KNOWN,
     PREFILL,
     REPLICATED,
     ROOT_TAP,
     Layout,
+    Mask,
     Module,
     Payload,
     Record,
@@ -62,6 +64,7 @@ class MemoryDump:
     steps: dict[Any, Step] = field(default_factory=dict)
     rows: dict[Any, RowSpace] = field(default_factory=dict)
     modules: dict[int, list[Module]] = field(default_factory=dict)
+    masks: dict[Any, Mask] = field(default_factory=dict)
     skips: list[Any] = field(default_factory=list)
     stops: dict[int, Any] = field(default_factory=dict)
     ends: dict[int, Any] = field(default_factory=dict)
@@ -114,12 +117,15 @@ class Tiny:
 
     faults: tap → Fault on the tap's output; ``layers.1:residual`` etc. name the additions between the modules.
     dtype: what results are rounded to and stored in. tp: ranks of the dump. noise: relative size of honest errors
-    that another machine would make, added to each result before rounding.
+    that another machine would make, added to each result before rounding. mask: position → (what masks the logits
+    there, the ids that it forbids); None: a probe that does not write masks down.
     """
 
     def __init__(self, *, faults: dict[str, Fault] | None = None, dtype: str = "bfloat16", tp: int = 1,
                  noise: float = 0.0, weights: Callable[[dict[str, np.ndarray]], None] | None = None,
-                 sampler: Any = None, rank_fault: str | None = None, params: bool = True):  # fmt: skip
+                 sampler: Any = None, rank_fault: str | None = None, params: bool = True,
+                 mask: Mapping[int, tuple[Mask, list[int]]] | None = None):  # fmt: skip
+        self.mask = mask
         self.faults, self.dtype, self.tp, self.noise = faults or {}, dtype, tp, noise
         self.sampler, self.rank_fault = sampler, rank_fault
         self.random = np.random.default_rng(99)
@@ -147,6 +153,8 @@ class Tiny:
         taps = (*head, *self._layer_taps(), *tail)
         for rank in range(tp):
             self.dump.modules[rank] = [Module(tap, cls_of(tap), index) for index, tap in enumerate(taps)]
+            if mask is not None:
+                self.dump.modules[rank].append(Module("sampler", "Sampler", 1 << 20, {MASKS_KNOWN: True}))
         if params:
             for name, w in self.weights.items():
                 for rank in range(tp):
@@ -302,6 +310,8 @@ class Tiny:
         order = np.argsort(-logits, axis=1, kind="stable")[:, :5]
         self._put("sampler", "output.top_logits", np.take_along_axis(logits, order, 1), dtype="float32", rows="logits")
         self._put("sampler", "output.top_ids", order, dtype="int32", rows="logits")
+        if self.mask is not None and any(p in self.mask for p in self.positions[logit_rows]):
+            order = self._masked(batch, logits, self.positions[logit_rows])
         best = order[:, 0].copy()
         if self.sampler is not None:
             best = self.sampler(best, self.positions[logit_rows])
@@ -320,6 +330,22 @@ class Tiny:
             s.computed += len(new) - 1  # the accepted drafts; the caller adds n
             s.ids += new
         self._put("sampler", "output.token", tokens, dtype="int64", rows="logits")
+
+    def _masked(self, batch: Any, logits: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """The best ids after masks, which are noted."""
+        left = logits.copy()
+        names = [n for n, m, _ in batch if self.sequences[n].computed + m >= len(self.sequences[n].ids)]
+        for row, (name, p) in enumerate(zip(names, at.tolist(), strict=True)):
+            if p in (self.mask or {}):
+                mask, forbidden = self.mask[p]
+                left[row, forbidden] = -np.inf
+                req = self.sequences[name].request.req
+                self.dump.masks |= {(rank, self.step_number, req): mask for rank in range(self.tp)}
+        order = np.argsort(-left, axis=1, kind="stable")[:, :5]
+        best = np.take_along_axis(left, order, 1)
+        self._put("sampler", "output.masked_logits", best, dtype="float32", rows="logits")
+        self._put("sampler", "output.masked_ids", order, dtype="int32", rows="logits")
+        return order
 
     # --- one tap -----------------------------------------------------------------------------------------------
 

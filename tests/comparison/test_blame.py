@@ -5,6 +5,8 @@ import pytest
 from synthetic_model import PROMPTS, Tiny, capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.dump.schema import Mask
+from vllm_accprobe.report import html, markdown, terminal
 
 LEAVES = [
     "model.embed_tokens",
@@ -99,6 +101,54 @@ def test_nan_on_one_side_never_passes(golden):
     assert pair.message == "NaN or infinity on one side only"
 
 
+def not_a_number(chosen):
+    """A Fault: NaN in one element of the rows that ``chosen(positions)`` names."""
+
+    def fault(values, positions, decode):
+        values[chosen(positions), 0] = np.nan
+        return values
+
+    return fault
+
+
+def test_every_step_from_numbers_to_nan_is_an_origin_whatever_came_before(golden):
+    faults = {
+        "model.layers.0.mlp.down_proj": scaled(1.5),  # wrong in every row from here on
+        "model.layers.1.self_attn.o_proj": not_a_number(lambda at: at == 5),
+        "model.layers.2.mlp.down_proj": not_a_number(lambda at: at <= 6),  # from position 5 on NaN comes in already
+    }
+    result = compare(golden, capture(faults=faults))
+    assert modules(result) == list(faults)
+    assert [o["nonfinite"] for o in result.origins] == [0, 3, 15]
+    assert [(o["position"], o["evidence"]) for o in result.origins[1:]] == [(5, "values"), (0, "values")]
+    counted = (
+        "2 operators turn finite inputs into NaN or infinity, in 18 rows: "
+        "model.layers.1.self_attn.o_proj (3), model.layers.2.mlp.down_proj (15)"
+    )
+    assert terminal.lines(result)[0] == f"note: {counted}"
+    assert result.to_json()["notes"] == [counted]
+    assert any(counted in line for line in markdown.lines(result)[:8])
+    page = html.page(result)
+    assert counted in page[: page.index("<table")]
+
+
+def test_nan_that_a_weight_brings_is_no_step(golden):
+    def weights(w):
+        w["model.layers.1.mlp.down_proj"][3, 5] = np.nan
+
+    result = compare(golden, capture(weights=weights))
+    assert modules(result) == ["model.layers.1.mlp.down_proj"]
+    assert result.origins[0]["nonfinite"] == 0
+    assert not any("NaN" in note for note in result.notes)
+
+
+def test_nan_of_golden_alone_is_no_step_of_mine(golden):
+    faulty = capture(faults={"model.layers.1.self_attn.o_proj": not_a_number(lambda at: at == 3)})
+    result = compare(faulty, golden)
+    assert modules(result) == ["model.layers.1.self_attn.o_proj"]
+    assert result.origins[0]["nonfinite"] == 0
+
+
 def test_different_weights_are_found_first_and_said_first(golden):
     def weights(w):
         w["model.layers.1.mlp.down_proj"][3, 5] += 1.0
@@ -136,6 +186,40 @@ def test_a_flip_that_follows_from_a_fault_is_not_the_samplers(golden):
     result = compare(golden, capture(faults={"model.norm": lambda v, p, d: v[:, ::-1]}))
     assert modules(result) == ["model.norm"]
     assert {f["why"] for f in result.tokens["flipped"]} == {"logits differ beyond the limit"}
+
+
+GRAMMAR = Mask(("a grammar",), "0" * 32)
+FORBIDDEN = list(range(0, 64, 2))
+
+
+def test_a_grammar_on_one_side_is_not_the_samplers_fault(golden):
+    result = compare(golden, capture(mask={11: (GRAMMAR, FORBIDDEN)}))
+    assert result.verdict == "pass"
+    assert modules(result) == []
+    flips = {f["request"]: f for f in result.tokens["flipped"]}
+    assert {f["why"] for f in flips.values()} == {"logits were masked"}
+    assert flips["a"]["masked"] == {"mine": ["a grammar"]}
+    (note,) = result.notes
+    assert note.startswith("logits were masked by a grammar in mine only (request 'a', generated token 3")
+    back = compare(capture(mask={11: (GRAMMAR, FORBIDDEN)}), capture(mask={}))
+    assert back.notes[0].startswith("logits were masked by a grammar in golden only")
+
+
+def test_a_sampler_that_is_wrong_under_the_same_grammar_is_found():
+    masked = {"mask": {11: (GRAMMAR, FORBIDDEN)}}
+    assert compare(capture(**masked), capture(**masked)).tokens["flipped"] == []
+    result = compare(capture(**masked), capture(sampler=lambda best, at: np.where(at == 11, 2, best), **masked))
+    assert modules(result) == ["sampler"]
+    assert {f["why"] for f in result.tokens["flipped"]} == {"sampler"}
+
+
+def test_a_mask_that_is_not_applied_is_the_samplers_fault():
+    """The same grammar, by its hash, and another set of tokens left."""
+    result = compare(capture(mask={11: (GRAMMAR, FORBIDDEN)}), capture(mask={11: (GRAMMAR, [])}))
+    assert modules(result) == ["sampler"]
+    other = compare(capture(mask={11: (GRAMMAR, FORBIDDEN)}), capture(mask={11: (Mask(("a grammar",), "1" * 32), [])}))
+    assert other.verdict == "pass"
+    assert other.notes[0].startswith("logits were masked by a grammar on both sides, otherwise in mine than in golden")
 
 
 def test_tokens_sampled_at_random_are_not_judged():

@@ -79,3 +79,17 @@ def test_files_that_no_machine_has_are_named(machines, dumps, monkeypatch):
 def test_no_cluster_is_one_clear_line(dumps):
     with pytest.raises(CompareError, match=r"no Ray cluster at '127\.0\.0\.1:1'"):
         compare(*dumps, ray="127.0.0.1:1")
+
+
+def test_no_worker_takes_python_from_the_directory_of_the_command(machines, dumps, tmp_path, monkeypatch):
+    """It may be a stranger's dump. Ray tells its workers to look for modules there."""
+    mark = tmp_path / "mark"
+    for name in ("numpy", "llvmlite", "vllm_accprobe"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write(__name__ + ' ')\n")
+    monkeypatch.chdir(tmp_path)
+    try:
+        result = compare(*dumps, ray=machines.address)
+    finally:
+        assert not mark.exists(), mark.read_text()
+    assert result.pairs
+    assert os.getcwd() == os.path.realpath(tmp_path)

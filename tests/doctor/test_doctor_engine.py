@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from vllm_accprobe.doctor import engine
+from vllm_accprobe.doctor import engine, inside
 from vllm_accprobe.doctor.finding import ERROR, OK, WARNING
 
 GOOD = {
@@ -62,6 +62,60 @@ def test_a_runner_that_is_not_used_may_lack_what_it_likes():
     runners = {"value": {"V1": {"there": True, "missing": []}, "V2": {"there": True, "missing": ["prepare_inputs"]}}}
     assert levels(runners=runners)["model runner"] == WARNING
     assert levels(runners=runners, default_runner={"value": "V2 or V1, by model"})["model runner"] == ERROR
+
+
+LATER = """
+from dataclasses import dataclass
+
+@dataclass
+class InputBatch:
+    req_ids: list
+    idx_mapping_np: object
+    num_scheduled_tokens: object
+    num_tokens: int
+    num_tokens_after_padding: int
+    input_ids: object
+    positions: object
+    num_computed_tokens_np: object
+    prefill_len_np: object
+
+class RequestState:
+    def __init__(self):
+        self.prefill_len = object()
+
+class GPUModelRunner:
+    def __init__(self):
+        self.req_states = RequestState()
+    def load_model(self): ...
+    def execute_model(self): ...
+    def prepare_inputs(self): ...
+"""
+"""The V2 runner of vLLM 0.23 (v1/worker/gpu/model_runner.py, input_batch.py, states.py), as far as capture reads it."""
+EARLY = LATER.replace("    num_computed_tokens_np: object\n    prefill_len_np: object\n", "")
+"""That of 0.13 to 0.22.1."""
+
+
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        (LATER, []),
+        (EARLY, []),
+        (
+            EARLY.replace("self.prefill_len", "self.prefill"),
+            ["InputBatch.prefill_len_np and RequestState.prefill_len"],
+        ),
+        (LATER.replace("    positions: object\n", ""), ["InputBatch.positions"]),
+        (LATER.replace("prepare_inputs", "prepare"), ["prepare_inputs"]),
+        (LATER.replace("self.req_states", "self.states"), ["self.req_states"]),
+    ],
+)
+def test_what_the_newer_runner_lacks_is_found_in_its_own_classes(tmp_path, monkeypatch, source, missing):
+    (tmp_path / "v2_runner_of_a_release.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "v2_runner_of_a_release", raising=False)
+    _, methods, reads = inside.RUNNERS["V2"]
+    assert inside._runner("v2_runner_of_a_release", methods, reads) == {"there": True, "missing": missing}
+    monkeypatch.delitem(sys.modules, "v2_runner_of_a_release")
 
 
 def test_no_platform_is_an_error():

@@ -206,7 +206,7 @@ def test_a_row_map_that_does_not_fit_is_dropped(tmp_path):
     [
         (lambda p: None, "does not exist"),
         (lambda p: p.write_text("x"), "is not a directory"),
-        (lambda p: p.mkdir(), "is not a dump: it has neither run.json nor a rank directory"),
+        (lambda p: p.mkdir(), "is no dump of accprobe: it has neither run.json nor a rank directory"),
         (lambda p: (p.mkdir(), (p / "run.json").write_text("[1]")), "run.json is damaged"),
         (lambda p: (p.mkdir(), (p / "run.json").write_text("{" * 10_000)), "run.json is damaged"),
         (lambda p: (p.mkdir(), (p / "run.json").mkdir()), "cannot read"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import kernels
+from support import counts, kernels
 from support.captures import Engines
 from support.engine import Run
 
@@ -48,7 +48,8 @@ def each_engines(request: pytest.FixtureRequest, engines_by_kernels: Callable[[s
 
 
 @pytest.fixture(scope="session")
-def compared() -> Callable[[Run, Run], Any]:
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run, Run], Any]:
+    """Two runs' Comparison, made once; what is shown of it adds up (support/counts.py)."""
     done: dict[tuple[Path | None, Path | None], Any] = {}
 
     def once(golden: Run, mine: Run) -> Any:
@@ -59,6 +60,7 @@ def compared() -> Callable[[Run, Run], Any]:
             from vllm_accprobe.comparison.engine import compare
 
             done[key] = compare(golden.dump, mine.dump)
+            counts.check(done[key], tmp_path_factory.mktemp("counts"))
         return done[key]
 
     return once

@@ -293,6 +293,21 @@ def expert(site: Site) -> None:
     wrap_forward(site.module, around)
 
 
+def route(site: Site) -> None:
+    """A router sends the chosen rows to experts whose numbers are ``factor`` too large (beyond the last: from 0 on),
+    with the weights of the right ones.
+
+    module: one whose ``router`` chooses by ``router_logits``."""
+    rows, select = site.rows(), site.module.router.select_experts
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        weights, ids = select(*args, **kwargs)
+        logits = inspect.signature(select).bind(*args, **kwargs).arguments["router_logits"]
+        return weights, site.pick(ids, (ids + int(site.fault.factor)) % logits.shape[-1], rows)
+
+    site.module.router.select_experts = wrapped
+
+
 def _top_k(module: Any) -> int:
     """The experts per token of a MoE block, whose attribute's place differs between vLLM versions."""
     for candidate in (module, *module.modules()):
@@ -338,7 +353,7 @@ KINDS: dict[str, Callable[[Site], None]] = {
     for f in (
         *(scale, add, zero, nan, coarse, stale, logits, head),
         *(product, short, low_sum, bias),
-        *(eps, act, rope, angle, attn, cache, slot, block, expert),
+        *(eps, act, rope, angle, attn, cache, slot, block, expert, route),
         *(weight, noise, setting),
     )
 }

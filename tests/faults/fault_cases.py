@@ -230,6 +230,26 @@ _EXPERTS = [
         words=("expert 3",),
     ),
     Case(
+        "wrong-experts",
+        "qwen2-moe",
+        _fault("route", _MOE1, 1, rows="position>=8"),
+        "float32",
+        culprits=(f"{_MOE1}.routed_experts", _MOE1),
+    ),
+    Case(
+        "wrong-experts-same-kind",
+        "qwen2-moe",
+        _fault("route", _MOE1, 3, rows="position>=8"),
+        culprits=(f"{_MOE1}.routed_experts", _MOE1),
+    ),
+    Case(
+        "wrong-experts-decode",
+        "mixtral",
+        _fault("route", _MIX1, 1, rows="decode"),
+        "transformers",
+        culprits=(f"{_MIX1}.routed_experts", _MIX1),
+    ),
+    Case(
         "expert-weight",
         "qwen2-moe",
         _fault("noise", f"{_MOE1}.routed_experts", 0.05, param="w2_weight", expert=5),

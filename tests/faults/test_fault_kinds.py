@@ -160,6 +160,28 @@ class Dispatched(torch.nn.Module):
         return kwargs["x"]
 
 
+class Chooser(torch.nn.Module):
+    """A block with a router, as vLLM's: an object that is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = SimpleNamespace(select_experts=self.select)
+
+    def select(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(router_logits.topk(2))
+
+    def forward(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.router.select_experts(hidden_states=logits, router_logits=logits)
+
+
+def test_experts_that_are_not_those_of_the_highest_logits() -> None:
+    chooser = Chooser()
+    plant(Root(chooser), Fault("route", "inner", factor=1))
+    weights, ids = chooser(torch.tensor([[1.0, 3.0, 2.0], [9.0, 7.0, 8.0]]))
+    assert ids.tolist() == [[2, 0], [1, 0]]
+    assert weights.tolist() == [[3.0, 2.0], [9.0, 8.0]]
+
+
 def test_only_rows_of_one_expert_by_keyword() -> None:
     experts = Dispatched()
     plant(Root(experts), Fault("expert", "inner", factor=2.0, expert=3))

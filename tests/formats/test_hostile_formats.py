@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -52,6 +53,18 @@ MORE = {
     "fx_object": "an FX array of objects",
 }
 
+NOTHING_LEFT = (
+    "ge_length",
+    "ge_shape",
+    "atb_long_header",
+    "atb_shape",
+    "sglang_pickle",
+    "msit_pickle",
+    "fifo",
+    "fx_object",
+)
+"""Dumps that are recognised, and whose one file cannot be read: exit code 3, of the others 2."""
+
 
 class _Run:
     def __reduce__(self) -> Any:
@@ -98,8 +111,9 @@ def _more(root: Path) -> None:
 
 def _golden(home: Path, path: str) -> Path:
     case = home / path
-    if path == "hostile_names":
-        return case
+    if path == "hostile_names":  # against a copy of itself
+        copy = home / "hostile_names_copy"
+        return copy if copy.exists() else Path(shutil.copytree(case, copy))
     if case.is_dir():
         return home / "_ok_msprobe"
     return home / f"_ok/ok{case.suffix if case.suffix != '.pth' else '.pt'}"
@@ -133,8 +147,8 @@ def _check_harmless(result: dict[str, Any], path: str) -> None:
     assert outside == [], path
 
 
-def _check_refused(result: dict[str, Any], path: str) -> None:
-    assert result["code"] == 2, (path, result["code"], result["err"][-500:])
+def _check_refused(result: dict[str, Any], path: str, code: int = 2) -> None:
+    assert result["code"] == code, (path, result["code"], result["err"][-500:])
     lines = result["err"].strip().splitlines()
     assert len(lines) == 1, (path, lines)
     assert lines[0].startswith("accprobe: "), lines
@@ -157,7 +171,7 @@ def test_hostile(results: dict[str, dict[str, Any]], path: str, expect: str) -> 
 def test_more_that_is_hostile(results: dict[str, dict[str, Any]], case: str) -> None:
     result = results[f"more/{case}"]
     _check_harmless(result, case)
-    _check_refused(result, case)
+    _check_refused(result, case, 3 if case in NOTHING_LEFT else 2)
 
 
 def test_what_is_skipped_is_named(results: dict[str, dict[str, Any]]) -> None:

@@ -20,6 +20,7 @@ from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.result import NothingCompared
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import msprobe, open_dump
+from vllm_accprobe.formats.foreign import UNREADABLE
 
 MAKER = Path(__file__).with_name("make_msprobe_dump.py")
 
@@ -196,7 +197,9 @@ def test_payloads_outside_missing_and_wrong(tmp_path: Path) -> None:
     data = {"Module.a.Linear.forward.0": record(output=[tensor("a.pt")])}
     write(tmp_path / "wrong", data, {"a.pt": np.ones(3, "f4")})
     wrong = open_dump(tmp_path / "wrong")
-    with pytest.raises(DumpError, match="was announced"):
+    assert [s.reason for s in wrong.skips] == [UNREADABLE]
+    assert "a.pt holds [3] where [2] was announced" in wrong.problems[-1]
+    with pytest.raises(DumpError, match="only statistics were stored"):
         wrong.read(wrong.records[0])
 
 

@@ -62,7 +62,7 @@ def test_an_archive_with_names_for_keys_and_one_name_without_a_partner(h5: Path,
     assert [(r.tap, r.role, r.step) for r in mine.records[:3]] == [
         ("layers.0.proj", "param.weight", None), ("layers.0.proj", "input.0", 1), ("layers.0.proj", "output.0", 1),
     ]  # fmt: skip
-    assert mine.records[-1].tap == "mine.other"
+    assert mine.records[-1].tap == "other"
     assert mine.problems == ["6 of its 7 tensors bear names of the other dump's, whose places they take"]
     assert golden.records == open_dump(h5).records
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from vllm_accprobe.judge import kin
 from vllm_accprobe.judge.hidden import Peers
 from vllm_accprobe.judge.looks import COLUMNS, GAIN, GROWTH, Look
 from vllm_accprobe.metrics.structure import chosen, structure
@@ -84,6 +85,7 @@ def test_too_few_rows_and_infinite_errors_are_left_to_others():
 def test_a_gain_that_came_in_is_not_created():
     looks = [look(i, fault=(lambda g: 0.01 * g) if i == 1 else None) for i in range(4)]
     looks[1].gain_before = np.full(ROWS, 0.006)
+    looks[1].passed = {"model.layers.*.up|output.0": 0.006}
     found = Peers(looks).judge(looks[1])
     assert found is None or found.how != GAIN
 
@@ -101,3 +103,64 @@ def test_rows_are_chosen_evenly():
     assert len(chosen(1000, 1 << 18)) == 16
     assert chosen(1000, 4096)[[0, -1]].tolist() == [0, 999]
     assert len(chosen(0, 8)) == 0
+
+
+def truncated(layer, *, scale=1.0, front=0.0, seed=0):
+    """An operator that rounds toward zero twice, as vLLM's AVX2 attention does: its probabilities and its result.
+
+    front: mean gain of its input, in roundings."""
+    random = np.random.default_rng((seed, layer))
+    g = random.standard_normal((ROWS, WIDTH)).astype(np.float32)
+    mine = g * np.float32(scale) * (1 + np.float32(0.002) * random.standard_normal(g.shape).astype(np.float32))
+    for _ in range(2):
+        mine = (mine.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) * np.float32(1.0001)
+    d = mine.astype(np.float64) - g
+    gg = (g.astype(np.float64) ** 2).sum(1)
+    err, gain = np.sqrt((d * d).sum(1) / gg), (d * g).sum(1) / gg
+    before, brought = np.full(ROWS, 0.008), np.full(ROWS, 0.005)
+    tap, passed = f"model.layers.{layer}.attn", {"model.layers.*.attn|input.0": front * UNIT}
+    rows = np.arange(ROWS), err, gain, before, brought
+    return Look(tap, "output.0", "Attention", UNIT, *rows, WIDTH, mixing=True, passed=passed)
+
+
+def judged_among_truncating(scale, fronts=(0.72, 0.71, 0.73, 0.72), seed=0):
+    looks = [truncated(i, scale=scale if i == 1 else 1.0, front=f, seed=seed) for i, f in enumerate(fronts)]
+    return [Peers(looks).judge(x) for x in looks]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_layers_that_all_truncate_are_silent(seed):
+    assert judged_among_truncating(1.0, seed=seed) == [None] * 4
+
+
+@pytest.mark.parametrize("scale", [1.011, 0.989])
+def test_a_factor_among_layers_that_all_truncate(scale):
+    before, found, *after = judged_among_truncating(scale)
+    assert found is not None
+    assert found.how == GAIN
+    assert found.size == pytest.approx(0.011, rel=0.2)
+    assert [before, *after] == [None] * 3
+
+
+def test_a_factor_that_came_in_is_not_created_among_layers_that_truncate():
+    assert judged_among_truncating(1.011, fronts=(0.72, 0.72 + 2.8, 0.73, 0.72)) == [None] * 4
+
+
+def test_layers_that_agree_by_chance_accuse_nobody():
+    """Two layers whose gains are equal to a thousandth, and one that one truncation would explain."""
+    looks = [truncated(i, front=0.72) for i in range(3)]
+    for one, gain in zip(looks, (-1.44, -1.441, -0.75), strict=True):
+        one.gain = one.gain - np.median(one.gain) + gain * UNIT
+    assert [Peers(looks).judge(x) for x in looks] == [None] * 3
+    looks[2].gain = looks[2].gain + 0.8 * UNIT  # two truncations less, and there is no more than two
+    found = Peers(looks).judge(looks[2])
+    assert found is not None
+    assert found.how == GAIN
+
+
+def test_the_spread_of_one_more_value():
+    random = np.random.default_rng(3)
+    for n in (2, 4, 28):
+        off = [random.standard_normal(n + 1) for _ in range(4000)]
+        expected = np.mean([(v[-1] - v[:-1].mean()) ** 2 for v in off])
+        assert np.mean([kin.spread(v[:-1]) ** 2 for v in off]) == pytest.approx(expected, rel=0.1)

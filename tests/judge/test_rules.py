@@ -7,13 +7,24 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.align.tokens import Flip, make_key
-from vllm_accprobe.dump.schema import ROOT_TAP, Module
-from vllm_accprobe.judge.flips import NEAR_TIE, RANDOM, SAMPLED, UNKNOWN, UPSTREAM, Best, judge_flip
+from vllm_accprobe.comparison.remarks import remarks
+from vllm_accprobe.dump.schema import ROOT_TAP, Module, Skip
+from vllm_accprobe.judge.flips import MASKED, NEAR_TIE, RANDOM, SAMPLED, UNKNOWN, UPSTREAM, Best, Masking, judge_flip
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask, unit
-from vllm_accprobe.judge.flow import Tree, add_parameters, depths, flow_order, mixes
-from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice, is_weight
-from vllm_accprobe.judge.standards import Standard
+from vllm_accprobe.judge.flow import Tree, add_parameters, flow_order, mixes
+from vllm_accprobe.judge.routing import (
+    Choices,
+    Rerouted,
+    choices_first,
+    in_front_of,
+    is_choice,
+    is_logits,
+    is_weight,
+    margins,
+)
+from vllm_accprobe.judge.standards import Standard, get_standard
 from vllm_accprobe.judge.trace import Trace
+from vllm_accprobe.judge.unseen import Layers, gaps, unseen_taps
 from vllm_accprobe.judge.verdict import ELEMENT, NONFINITE, RATIO, ROW, row_errors
 from vllm_accprobe.metrics import oracle
 
@@ -33,20 +44,38 @@ def test_limits_grow_with_the_root_of_the_depth():
     s = Standard()
     assert s.created_limits(2.0**-8, 4096).row == 4 / 256
     assert s.total_limits(2.0**-8, 4096, 3).row == 8 / 256 * 2
-    assert s.created_limits(2.0**-8, 4096).ratio == 4 / 256 * (0.25 + 4 / 64)
+    assert s.created_limits(2.0**-8, 256).ratio == 4 / 256 * (0.25 + 4 / 16)
+    assert get_standard("strict").created_limits(2.0**-8, 4096).ratio == 1 / 256 * (0.25 + 4 / 64)
     assert s.created_limits(2.0**-8, 4).ratio == 4 / 256
 
 
+def test_a_wide_row_may_be_truncated_twice_but_not_by_the_strict_standard():
+    """As vLLM's AVX2 attention does it: its probabilities, and what it gives out."""
+    random = np.random.default_rng(0)
+    unit, width = 2.0**-8, 8192
+    g = random.standard_normal((50, width)).astype(np.float32)
+    mine = g
+    for _ in range(2):
+        other = random.uniform(1.0, 2.0, g.shape).astype(np.float32)  # so that what is truncated twice changes twice
+        mine = ((mine * other).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) / other
+    table = oracle.row_table(g, mine)
+    for name, allowed in (("accprobe", True), ("strict", False)):
+        rules = get_standard(name)
+        errors = row_errors(table, 0.0, width, rules)
+        assert (errors.ratio < 1.0).all()
+        assert (errors.err <= rules.created_limits(unit, width).row).all() == allowed, name
+
+
 def test_a_row_fails_by_the_measure_that_shows_the_fault():
-    g = np.random.default_rng(0).standard_normal((4, 1024))
+    g = np.random.default_rng(0).standard_normal((4, 512))
     m = g * 1.02
-    m[1] = g[1] + 0.02 * np.random.default_rng(1).standard_normal(1024)
+    m[1] = g[1] + 0.02 * np.random.default_rng(1).standard_normal(512)
     m[2] = g[2]
     m[2, 5] += 1.0
     m[3, 0] = np.nan
-    errors = row_errors(oracle.row_table(g, m), 0.0, 1024, Standard())
+    errors = row_errors(oracle.row_table(g, m), 0.0, 512, Standard())
     assert errors.measure.tolist() == [RATIO, ROW, ELEMENT, NONFINITE]
-    assert errors.err[0] == pytest.approx(0.02 / (0.25 + 4 / 32))
+    assert errors.err[0] == pytest.approx(0.02 / (0.25 + 4 / 512**0.5))
     assert np.isinf(errors.err[3])
 
 
@@ -82,9 +111,45 @@ def test_parameters_stand_before_their_module_or_behind_its_neighbour():
     )  # fmt: skip
 
 
+def depths(layers, flow):
+    return [len(layers.passed(key)) for key in flow]
+
+
 def test_depth_counts_numbered_blocks():
     flow = keys("embed/output.0", "m.layers.0/input.x", "m.layers.0.mlp/output.0", "m.layers.1.mlp/output.0", "norm/o")
-    assert depths(flow) == [0, 1, 1, 2, 2]
+    assert depths(Layers(flow, []), flow) == [0, 1, 1, 2, 2]
+
+
+def test_layers_that_nobody_saw_are_passed_by_what_comes_behind_them():
+    taps = [ROOT_TAP, "m", "m.embed", *(f"m.layers.{i}" for i in range(4)), "m.norm", "logits_processor"]
+    modules = [Module(tap, "X", i) for i, tap in enumerate(taps)]
+    skips = [Skip("m", "compiled by torch.compile: what is inside cannot be seen")]
+    skips += [Skip(f"m.layers.{i}", "never called in a captured step") for i in range(4)]
+    skips += [Skip("visual.blocks.0", "never called in a captured step")]  # and not inside of what is compiled
+    dump = SimpleNamespace(skips=skips, modules={0: modules})
+    unseen = unseen_taps(dump)
+    assert unseen == ["m", "m.embed", *(f"m.layers.{i}" for i in range(4)), "m.norm"]
+
+    compiled = keys(f"{ROOT_TAP}/input.ids", f"{ROOT_TAP}/output.0", "logits_processor/input.x", "sampler/output.token")
+    layers = Layers(compiled, modules, unseen)
+    assert depths(layers, compiled) == [0, 4, 4, 4]
+    passed = [layers.passed(key) for key in compiled]
+    assert gaps(passed, [key[0] for key in compiled], [True] * 4) == [0, 4, 0, 0]
+
+    some = keys(
+        "m.embed/output.0", "m.layers.2/input.x", "m.layers.2/output.0", "m.norm/param.weight", "m.norm/input.x"
+    )
+    layers = Layers(some, modules, [t for t in unseen if t not in {key[0] for key in some}])
+    assert depths(layers, some) == [0, 3, 3, 3, 4]
+    passed = [layers.passed(key) for key in some]
+    assert gaps(passed, [key[0] for key in some], [True, True, True, False, True]) == [0, 2, 0, 0, 1]
+
+
+def test_what_may_be_added_in_a_gap_is_what_may_pile_up_in_its_layers():
+    s, unit = Standard(), 2.0**-8
+    assert s.gap_limits(unit, 256, 0) == s.created_limits(unit, 256)
+    assert s.gap_limits(unit, 256, 3).row == s.total_limits(unit, 256, 3).row == 16 * unit
+    assert s.gap_limits(unit, 256, 3).ratio == pytest.approx(4 * s.created_limits(unit, 256).ratio)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +200,38 @@ def test_whose_fault_a_flip_is(golden, mine, tokens, agree, why):
     assert judge_flip(golden, mine, Flip(0, 1, 3, 2, *tokens), agree) == why
 
 
+GRAMMAR = ("a grammar",)
+NONE_LEFT = best([1.5, 0.5], [7, 8])
+"""A row whose best logits, tokens 5 and 6, are forbidden."""
+
+
+@pytest.mark.parametrize(
+    ("masks", "tokens", "why"),
+    [
+        # 2.0 and 1.0 for the tokens 5 and 6 on both sides; what was left where something masked
+        ((Masking(()), Masking(GRAMMAR, None, NONE_LEFT)), (5, 7), MASKED),
+        ((Masking(GRAMMAR, None, NONE_LEFT), Masking(())), (7, 5), MASKED),
+        ((Masking(None), Masking(GRAMMAR, None, NONE_LEFT)), (5, 7), MASKED),  # an older golden says nothing
+        ((Masking(()), Masking(GRAMMAR, None, NONE_LEFT)), (5, 8), SAMPLED),  # not the best of what was left
+        ((Masking(()), Masking(GRAMMAR, None, NONE_LEFT)), (6, 7), RANDOM),
+        ((Masking(()), Masking(GRAMMAR)), (5, 7), MASKED),  # drafts: what was left is not recorded
+        ((Masking(GRAMMAR), Masking(GRAMMAR)), (7, 8), UNKNOWN),
+        ((Masking(GRAMMAR, "a", NONE_LEFT), Masking(GRAMMAR, "a", NONE_LEFT)), (7, 8), SAMPLED),
+        ((Masking(GRAMMAR, "a", NONE_LEFT), Masking(GRAMMAR, "a", best([0.5, 0.1], [8, 9]))), (7, 8), SAMPLED),
+        ((Masking(GRAMMAR, "a", NONE_LEFT), Masking(GRAMMAR, "b", best([0.5, 0.1], [8, 9]))), (7, 8), MASKED),
+        ((Masking(GRAMMAR, "a", best([1.5, 1.497], [7, 8])), Masking(GRAMMAR, "a", best([1.5, 1.498], [8, 7]))),
+         (7, 8), NEAR_TIE),
+        ((Masking(("penalties",), None, best([1.5, 0.2], [7, 8])),
+          Masking(("penalties",), None, best([1.5, 0.2], [8, 7]))), (7, 8), MASKED),  # penalties of another size
+        ((Masking(()), Masking(())), (5, 6), SAMPLED),
+    ],
+)  # fmt: skip
+def test_whose_fault_a_flip_of_masked_logits_is(masks, tokens, why):
+    plain = best([2.0, 1.0], [5, 6])
+    assert judge_flip(plain, plain, Flip(0, 1, 3, 2, *tokens), True, masks) == why
+    assert judge_flip(plain, plain, Flip(0, 1, 3, 2, *tokens), False, masks) == UPSTREAM
+
+
 def test_margin():
     assert best([2.5, 1.0], [1, 2]).margin == 1.5
     assert best([2.5], [1]).margin is None
@@ -152,6 +249,73 @@ def test_a_choice_is_a_near_tie_only_if_what_the_router_read_differs_within_its_
     later = np.array([make_key(0, 2), make_key(0, 3), make_key(0, 9), make_key(1, 9)])
     assert rerouted.after(later).tolist() == [False, True, True, False]
     assert rerouted.rows == 2
+
+
+LOGITS = np.array([[3.0, 2.0, 1.99, 0.0]] * 6)
+"""Of golden; experts 1 and 2 are nearly equal."""
+MOVED = np.array([
+    [3.0, 1.99, 2.0, 0.0],  # the near tie went the other way
+    [3.0, 2.0, 1.99, 0.0],
+    [3.0, 2.0, 1.99, 0.0],
+    [3.0, 2.0, 1.99, 0.0],
+    [0.0, 3.0, 1.0, 2.0],  # far from golden's, and chosen by
+    [3.0, np.nan, 1.99, 0.0],
+])  # fmt: skip
+TOOK = np.array([[0, 1]] * 3 + [[0, 3]] + [[0, 1]] * 2), np.array([[0, 2], [1, 0], [0, 3], [0, 1], [3, 1], [0, 2]])
+"""What both took: a near tie; the same; mine a clearly lower one; golden; by other logits; by one that is NaN."""
+
+
+def test_margins_by_hand():
+    found = margins(TOOK[0], TOOK[1], LOGITS, MOVED)
+    same = [np.nan] * 3
+    expected = [[0.01, 0.01, 2.0], same, [2.0, -2.0, 2.0], [-2.0, 2.0, 2.0], [3.0, 2.0, 3.0], same]
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    assert np.isnan(margins(TOOK[0], TOOK[1] + 4, LOGITS, MOVED)).all()  # experts without a logit
+
+
+def test_only_a_near_tie_that_margins_show_is_excused():
+    rows = np.array([make_key(i, 3) for i in range(6)])
+    near = np.full(6, 0.01)
+    near[4] = 0.5  # these logits are beyond their limit: an operator before is wrong
+    router = Trace("m.l.0.mlp.gate", "output.0", 0, "output", 1, 0.0156, rows, rows, near, allowed=0.03)
+    unit = SimpleNamespace(key=("m.l.0.mlp.experts.quant_method", "input.topk_ids", 0), order=5)
+    rerouted = Rerouted()
+    excused, wrong = rerouted.judge(rows, margins(*TOOK, LOGITS, MOVED), 2.0**-8, unit, [router])
+    assert excused.tolist() == [True, False, False, True, False, False]
+    assert wrong.tolist() == [False, False, True, False, False, False]
+    assert (rerouted.wrong, rerouted.unruled, rerouted.unknown) == (1, 1, 2)
+    assert remarks([], rerouted) == [
+        "wrong experts are chosen in 1 row: mine leaves an expert to which its own router gives a clearly higher logit",
+        "1 row went to other experts and are not judged from there on: golden itself does not take its highest logits "
+        "(groups, a bias), so no margin shows a near tie",
+        "2 rows went to other experts, which counts as an error: without the router's logits in both dumps nothing "
+        "shows a near tie; capture the router (gate), too",
+    ]
+    excused, wrong = Rerouted().judge(rows, None, 2.0**-8, unit, [router])
+    assert not excused.any()
+    assert not wrong.any()
+
+
+def test_equal_logits_may_be_taken_in_any_order():
+    logits = np.array([[1.0, 2.0, 1.0]])
+    found = margins(np.array([[1, 0]]), np.array([[1, 2]]), logits, logits)
+    said = Choices.of(found, 1, 2.0**-8)
+    assert (said.tie.tolist(), said.wrong.tolist(), said.unruled.tolist()) == ([True], [False], [False])
+
+
+def test_which_logits_belong_to_which_choice():
+    vllm, mixtral = "m.l.1.mlp.experts.routed_experts.quant_method", "m.l.1.moe.experts.routed_experts.quant_method"
+    logits = [("m.l.1.mlp.gate", "output.0", "GateLinear"), ("m.l.1.mlp.experts", "input.router_logits", "MoERunner")]
+    assert all(is_logits(*one) and in_front_of(one[0], vllm) for one in logits)
+    assert not any(in_front_of(one[0], mixtral) for one in logits)
+    assert is_logits("l.router", "output.0", "Qwen3MoeTopKRouter")
+    assert in_front_of("l.router", "l.router")
+    others = [
+        ("m.l.1.mlp.shared_expert_gate", "output.0"),
+        ("m.l.1.mlp.gate", "input.x"),
+        ("m.l.1.gate_up", "output.0"),
+    ]
+    assert not any(is_logits(*one, "Linear") for one in others)
 
 
 def test_roles_of_routing():

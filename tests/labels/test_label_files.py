@@ -70,6 +70,35 @@ def test_several_that_fit_are_no_guess(tmp_path: Path) -> None:
     assert why == "2 files fit: a, b ..."
 
 
+def test_roots_that_lie_in_one_another_find_a_file_once(tmp_path: Path) -> None:
+    """The library's directory below the current one, the same one by a link and by another spelling, a second name."""
+    file = put(tmp_path / "out/atb", "tensors/thread_4")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    out = tmp_path / "out"
+    for roots in ([out / "atb", out], [out, out / "atb"], [out, tmp_path / "link"], [out, out / "atb/.."], [out, out]):
+        found, why = locate(label(), roots)
+        assert why == "", roots
+        assert found is not None
+        assert found.samefile(file)
+    other = out / "brought/thread_4"
+    (other / "0_Model/3_Attention/after").mkdir(parents=True)
+    os.link(file, other / PATH)
+    assert locate(label(), [out])[1] == ""
+    put(tmp_path / "out/atb", "tensors/thread_5")
+    assert locate(label(), [out, out / "atb"])[1].startswith("2 files fit: ")
+
+
+def test_of_the_spellings_the_one_counts_that_says_whose_it_is(tmp_path: Path) -> None:
+    """A root may itself be the directory of the process, or of the execution."""
+    mine, other = (put(tmp_path, f"tensors/0_{pid}/3") for pid in (77, 78))
+    roots = [tmp_path / "tensors/0_77", tmp_path / "tensors/0_78", tmp_path]
+    for order in (roots, roots[::-1]):
+        found, _ = locate(label(execution=3), order)
+        assert found is not None
+        assert found.samefile(mine)
+        assert not found.samefile(other)
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     assert locate(label(), [tmp_path, tmp_path / "missing"]) == (None, "its file was not found")
 

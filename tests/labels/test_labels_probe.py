@@ -223,6 +223,34 @@ def test_where_whole_graphs_are_compiled_a_label_is_counted_as_skipped(tmp_path:
     assert skips["label:named"] == skips["label:data_compiled"] == "a label inside a compiled graph"
 
 
+def test_the_librarys_directory_below_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are looked through; the file is one."""
+    from vllm_accprobe.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATB_OUTPUT_DIR", "atb")
+    model = Toy()
+    norm = model.norm.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        set_label("pta", "x", torch.full((3,), 2.0))
+        set_label("acl", "x", tensor_path="0_M/after/a.npy")
+        set_label("pta", "late", torch.full((3,), 5.0))
+        set_label("acl", "late", tensor_path="0_M/after/late.npy")
+        place = Path("atb/tensors/thread_4/0_M/after")
+        place.mkdir(parents=True)
+        np.save(place / "a.npy", np.full(3, 2, np.float32))
+        return norm(x)
+
+    model.norm.forward = forward
+    with Probe(model, dir="d", modules="norm"):
+        model(IDS)
+    np.save("atb/tensors/thread_4/0_M/after/late.npy", np.full(3, 5, np.float32))
+    (label,) = [x for x in open_dump(tmp_path / "d").labels.values() if x.path.endswith("a.npy")]
+    assert (label.file is not None, label.reason) == (True, "")
+    assert main(["labels", "d", "--acl", ".", "--acl", str(tmp_path / "atb"), "--out", "out"]) == 0
+
+
 def test_many_files_are_collected_while_the_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of earlier steps only, by their executions, without searching for each."""
     import os

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -141,7 +142,8 @@ def test_tasks_are_steps_and_files_lie_in_the_dump(chat: Path) -> None:
 def test_summary_and_compare_know_labels(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["summary", str(chat / "dump")]) == 0
     assert "label:data_" in capsys.readouterr().out
-    assert main(["compare", str(chat / "dump"), str(chat / "dump"), "--out", str(tmp_path)]) == 0
+    shutil.copytree(chat / "dump", tmp_path / "copy")
+    assert main(["compare", str(chat / "dump"), str(tmp_path / "copy"), "--out", str(tmp_path / "out")]) == 0
 
 
 def test_off_writes_nothing(

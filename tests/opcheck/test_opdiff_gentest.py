@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,8 @@ def diff(folder, golden, mine, *options):
 
 
 def test_the_right_kernels_pass_by_all_five_algorithms(folder):
-    code, rows = diff(folder, "gpu.csv", "gpu.csv")
+    shutil.copy(folder / "gpu.csv", folder / "gpu2.csv")
+    code, rows = diff(folder, "gpu.csv", "gpu2.csv")
     assert code == 0
     assert {r["op"]: r["algorithm"] for r in rows if r["role"] == "output.0"} == ALGORITHMS
     assert {r["status"] for r in rows} == {"pass"}

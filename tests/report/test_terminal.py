@@ -19,7 +19,7 @@ def test_failure_names_the_culprit_in_one_sentence():
 
 def test_whole_report_of_a_failure():
     pairs = [
-        pair(tap="a", status="pass", identical=True, order=0),
+        pair(tap="a", status="pass", identical=True, bit_identical=True, order=0),
         pair(tap="b", status="fail", worst_row_rel_l2=0.032, order=1, worst_request="a", worst_position=17, step=4),
         pair(tap="c", status="fail", worst_row_rel_l2=0.21, cosine=0.977951, order=2, mine="c2/output.0"),
         pair(tap="d", status="fail", nonfinite_mismatch=2, worst_row_rel_l2=0.001, order=3, step=None, limit=None),
@@ -43,7 +43,6 @@ def test_whole_report_of_a_failure():
         notes=["the weights differ: 1 of 57 parameters"],
         plan=["names: 5 exact"],
         coverage={
-            "pairs": 4,
             "rows_compared": 1200,
             "rows_only_golden": 16,
             "rows_only_mine": 0,
@@ -81,8 +80,9 @@ def test_whole_report_of_a_failure():
         "  request 'a', generated token 5: golden 311 (margin 0.41), mine 42 (margin –)",
         "",
         "coverage:",
-        "  pairs: 4 (1 pass, 4 fail, 1 skip)",
-        "  bit-identical pairs: 1",
+        "  pairs compared: 5 (1 pass, 4 fail)",
+        "  pairs identical: 1 (1 bit-identical)",
+        "  pairs skipped: 1",
         "  rows compared: 1,200",
         "  rows only in golden: 16",
         "  rows only in mine: 0",
@@ -93,9 +93,10 @@ def test_whole_report_of_a_failure():
         "  only in mine: y",
         "  only in mine: z",
         "  … 1 more only in mine: compare.json, coverage.taps_only_mine",
-        "  skipped, no rows in common: 7",
-        "  skipped, a: 2",
-        "  skipped, b: 2",
+        "  pairs skipped, no rows in common: 1",
+        "  left out, no rows in common: 6",
+        "  left out, a: 2",
+        "  left out, b: 2",
     ]
     assert terminal.lines(result, terminal.QUIET) == [
         "note: the weights differ: 1 of 57 parameters",
@@ -125,7 +126,7 @@ def test_pass_says_what_it_rests_on():
         coverage={"pairs": 2, "rows_compared": 12345},
     )
     assert facts.headline(result) == (
-        "PASS: 2 pairs and 12,345 rows agree within the standard 'accprobe' (1 bit-identical, 1 skipped)"
+        "PASS: 2 pairs and 12,345 rows agree within the standard 'accprobe' (1 identical, 1 more skipped)"
     )
 
 

@@ -12,6 +12,7 @@ from capture.toy import Toy
 
 from vllm_accprobe import PrecisionDebugger
 from vllm_accprobe.config import ConfigError
+from vllm_accprobe.debugger_settings import read_settings
 from vllm_accprobe.dump.reader import Dump, open_dump
 
 IDS = torch.tensor([[3, 1, 4, 1]])
@@ -185,13 +186,77 @@ def test_what_has_no_effect_is_noted_once(tmp_path: Path, caplog: pytest.LogCapt
         debugger.start(Toy(), token_range=[0, 1])
     lines = [r.getMessage() for r in caplog.records if "PrecisionDebugger: " in r.getMessage()]
     assert [line.partition("PrecisionDebugger: ")[2].partition(":")[0] for line in lines] == [
-        "scope has no effect here",
         "backward is not captured",
-        "async_dump of the config file have no effect here",
-        "odd of the config file are not known here, and have no effect",
+        "scope of the config file's tensor block is ignored",
+        "async_dump of the config file",
+        "odd of the config file is not known here",
         "start() ignores token_range",
         f"the dump goes to {tmp_path / 'd'}",
     ]
+
+
+UNSUPPORTED = {
+    "online_run_ut": True, "online_run_ut_recompute": True, "is_online": True, "nfs_path": "/mnt", "host": "10.0.0.1",
+    "port": 8888, "tls_path": "./tls", "rank_list": [0], "scope": ["a", "b"], "tensor_list": ["relu"],
+    "slice": [{"dim": 0}], "bench_path": "/bench", "file_format": "npy", "backward_input": ["x"],
+    "stat_cal_mode": "device", "device": "host",
+    "lsit": ["mlp"], "who_knows": 1,
+}  # fmt: skip
+
+
+def _notes(**file: object) -> list[str]:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as config:
+        json.dump({"dump_path": "d", **file}, config)
+        config.flush()
+        return list(read_settings(config.name).notes)
+
+
+@pytest.mark.parametrize("task", ["tensor", "statistics"])
+def test_each_key_of_a_task_that_does_nothing_is_one_note(task: str) -> None:
+    notes = _notes(**{"task": task, task: {"list": ["mlp"], "data_mode": ["all"], **UNSUPPORTED}})
+    assert len(notes) == len(UNSUPPORTED), notes
+    for key, note in zip(UNSUPPORTED, notes, strict=True):
+        assert note.startswith(f"{key} of the config file's {task} block is "), note
+        assert "ignored" in note
+    assert "run `accprobe opcheck DUMP`" in notes[0]
+    assert notes[-2] == f"lsit of the config file's {task} block is not known here; did you mean list?: ignored"
+
+
+def test_the_empty_places_of_a_template_say_nothing() -> None:
+    """msprobe's own config.json, as it is shipped."""
+    block = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics", "tensor_list": [],
+             "online_run_ut": False, "nfs_path": "", "host": "", "tls_path": ""}  # fmt: skip
+    assert _notes(task="statistics", rank=[], step=[], level="L1", statistics=block, tensor={"port": 1}) == []
+
+
+def test_what_means_something_here_is_taken(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    block = {"list": ["mlp"], "data_mode": "input", "summary_mode": "md5", "request_id": "chat-7"}
+    config.write_text(json.dumps({"task": "statistics", "dump_path": str(tmp_path / "d"), "statistics": block}))
+    found = read_settings(config)
+    assert (found.probe.modules, found.probe.parts, found.probe.requests) == (("*mlp*",), ("input",), ("chat-7",))
+    assert found.probe.task == "stats"
+    assert found.notes == ()
+    assert "summary_mode of the config file's statistics block is ignored" in _notes(
+        task="statistics", statistics={"summary_mode": ["max"]})[0]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("block", "line"),
+    [
+        (5, r"tensor of the config file is '5', not a JSON object with list and data_mode"),
+        ({"list": 5}, r"tensor.list=5: a list of names is expected"),
+        ({"list": [5]}, r"tensor.list=\[5\]: a list of names is expected"),
+        ({"list": ["name-regex(.*mlp)"]}, r"list: name-regex\(\.\*mlp\): no regular expressions here"),
+        ({"data_mode": ["inputs"]}, r"tensor.data_mode=inputs: known are all, .*; did you mean input\?"),
+        ({"request_id": {}}, r"tensor.request_id=\{\}: a list of names is expected"),
+    ],
+)
+def test_a_value_of_a_task_that_cannot_be(block: object, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        _notes(task="tensor", tensor=block)
 
 
 def test_a_rank_that_is_not_asked_for_writes_nothing(tmp_path: Path) -> None:

@@ -47,6 +47,19 @@ def test_bad_values(value: dict[str, object], line: str) -> None:
         DumpConfig("d", **value).to_probe()  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (({"dump_path": "d"}, {}), "the configuration is a dict, not a DumpConfig or ProbeConfig"),
+        ((DumpConfig("d"), {"tokens": "0-4"}), "not both: tokens had no effect"),
+        ((DumpConfig("d", api_list=["aten.mm"]), {}), "api_list chooses operators, and mode is 'module'"),
+    ],
+)
+def test_nothing_that_is_given_vanishes(given: tuple[object, dict[str, object]], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        Probe(Toy(), given[0], **given[1])
+
+
 def test_another_device_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Toy()
     register_hook(model, DumpConfig(str(tmp_path / "d"), device_id=1))

@@ -115,6 +115,15 @@ def test_what_appeared_is_counted_and_the_old_librarys_is_brought(tmp_path: Path
     assert (tmp_path / "d" / "atb" / "tensors" / "thread_1" / "a.bin").read_bytes() == b"12345"
 
 
+def test_a_file_with_two_names_is_counted_once(tmp_path: Path) -> None:
+    """The old library's home below ATB's directory: what is brought beside it is the same file."""
+    home = tmp_path / "atb/old"
+    (home / "tensors").mkdir(parents=True)
+    (home / "tensors/a.bin").write_bytes(b"12345")
+    for _ in range(2):
+        assert collect(tmp_path, {"ACLTRANSFORMER_HOME_PATH": str(home)}, 0.0) == (1, 5)
+
+
 def test_an_empty_directory_does_not_stay(tmp_path: Path) -> None:
     (tmp_path / "d" / "atb").mkdir(parents=True)
     assert collect(tmp_path / "d", {}, since=0) == (0, 0)

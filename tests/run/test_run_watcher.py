@@ -35,6 +35,18 @@ def test_it_follows_a_capture(tmp_path: Path) -> None:
     assert 0 < found.nbytes <= files
 
 
+def test_a_dump_that_is_announced_by_another_spelling_is_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    register = tmp_path / "register"
+    register.write_text(f"{tmp_path / 'link/d'}\n{tmp_path / 'd'}\n{tmp_path / 'link/e'}\n")
+    watcher = Watcher(tmp_path / "d", register)
+    for name in ("d", "e"):
+        (tmp_path / name / "rank0000").mkdir(parents=True)
+        (tmp_path / name / "rank0000/journal.jsonl").write_text("")
+    assert watcher.dumps() == [tmp_path / "d", tmp_path / "link/e"]
+    assert watcher.look().ranks == 2
+
+
 def test_every_way_of_cutting_the_journal_counts_the_same(tmp_path: Path) -> None:
     evil = '{"event":"tensor"} {"event":"end"'
     lines = [

@@ -33,17 +33,24 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. ``image``: (width, height, seed) of a made-up picture, for the image token in the prompt."""
+    """One request. ``image``: (width, height, seed) of a made-up picture, for the image token in the prompt;
+    ``images``: several. ``audio``: (seconds, seed) of noise, for an encoder-decoder model, whose decoder gets ``ids``.
+    ``sampling``: further arguments of vllm.SamplingParams; ``structured``: those of its StructuredOutputsParams."""
 
     ids: Sequence[int]
     max_tokens: int = 8
     id: str | None = None
     image: tuple[int, int, int] | None = None
+    images: Sequence[tuple[int, int, int]] = ()
+    audio: tuple[float, int] | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    structured: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one engine left: ``dump`` (None where nothing was written), sampled ids per request, counters.
+    """What one engine left: ``dump`` (None where nothing was written), sampled ids per request, counters, and for a
+    pooling model its embedding of each request.
 
     metrics: preemptions, prefix_hits (tokens), drafted and accepted (speculative tokens), steps, widest (most requests
     in one step), build_s and serve_s (seconds).
@@ -52,6 +59,7 @@ class Run:
     dump: Path | None
     tokens: list[list[int]]
     metrics: dict[str, float] = field(default_factory=dict)
+    vectors: list[list[float]] = field(default_factory=list)
 
 
 class EngineHost:
@@ -84,13 +92,15 @@ class EngineHost:
         how: str = "together",
         env: Mapping[str, str] | None = None,
         sabotage: bool = False,
+        dummies: bool = False,
         **engine: Any,
     ) -> Run:
         """Build an engine for ``model`` with the probe writing to ``out``, send ``asks``, shut it down.
 
         how: ``together`` (all at once), ``serial`` (each when the one before has finished), ``staggered`` (a new one
         every second step). env: VLLM_ACCPROBE_* of this engine. sabotage: the probe fails at its
-        first tap. engine: arguments of vllm.LLM, over small defaults.
+        first tap. dummies: an invented batch after every step, as a replica computes that has nothing to do.
+        engine: arguments of vllm.LLM, over small defaults; ``runner="pooling"`` asks for embeddings.
         Raises EngineError.
         """
         job = {
@@ -102,12 +112,13 @@ class EngineHost:
             "env": dict(env or {}),
             "engine": engine,
             "sabotage": sabotage,
+            "dummies": dummies,
         }
         answer = self._call(job)
         if "error" in answer:
             raise EngineError(f"{answer['error']}\n{self._tail()}")
         written = out if (out / "run.json").exists() else None
-        return Run(written, answer["tokens"], answer["metrics"])
+        return Run(written, answer["tokens"], answer["metrics"], answer["vectors"])
 
     def close(self) -> None:
         process, self._process = self._process, None

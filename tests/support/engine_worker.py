@@ -49,12 +49,14 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("sabotage"):
         _sabotage(engine)
     try:
-        tokens, steps, widest = _drive(engine, job["asks"], job["how"])
+        pools = job["engine"].get("runner") == "pooling"
+        answers, steps, widest = _drive(engine, job["asks"], job["how"], pools, job["dummies"])
         metrics = {m.name: getattr(m, "value", 0) for m in llm.get_metrics() if hasattr(m, "value")}
     finally:
         _end(llm)
     return {
-        "tokens": tokens,
+        "tokens": [] if pools else answers,
+        "vectors": answers if pools else [],
         "metrics": {
             "preemptions": metrics.get("vllm:num_preemptions", 0),
             "prefix_hits": metrics.get("vllm:prefix_cache_hits", 0),
@@ -87,10 +89,12 @@ def _limit_files(megabytes: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-def _drive(engine: Any, asks: list[dict[str, Any]], how: str) -> tuple[list[list[int]], int, int]:
+def _drive(
+    engine: Any, asks: list[dict[str, Any]], how: str, pools: bool, dummies: bool
+) -> tuple[list[list[Any]], int, int]:
     names = [ask["id"] or f"ask-{i}" for i, ask in enumerate(asks)]
     waiting = list(zip(names, asks, strict=True))
-    done: dict[str, list[int]] = {}
+    done: dict[str, list[Any]] = {}
     steps = widest = 0
     while waiting or engine.has_unfinished_requests():
         running = engine.get_num_unfinished_requests()
@@ -101,32 +105,57 @@ def _drive(engine: Any, asks: list[dict[str, Any]], how: str) -> tuple[list[list
         else:
             join = int(steps % 2 == 0 or not running)
         for name, ask in waiting[:join]:
-            engine.add_request(name, _prompt(ask), _sampling(ask))
+            engine.add_request(name, _prompt(ask), _pooling() if pools else _sampling(ask))
         del waiting[:join]
         widest = max(widest, engine.get_num_unfinished_requests())
         for output in engine.step():
             if output.finished:
-                done[output.request_id] = list(output.outputs[0].token_ids)
+                done[output.request_id] = output.outputs.data.tolist() if pools else list(output.outputs[0].token_ids)
+        if dummies:
+            engine.model_executor.collective_rpc("execute_dummy_batch")
         steps += 1
     return [done[name] for name in names], steps, widest
 
 
 def _prompt(ask: dict[str, Any]) -> dict[str, Any]:
     prompt: dict[str, Any] = {"prompt_token_ids": ask["ids"]}
-    if ask["image"]:
+    pictures = [ask["image"], *ask["images"]] if ask["image"] else ask["images"]
+    if pictures:
+        prompt["multi_modal_data"] = {"image": [_picture(*picture) for picture in pictures]}
+    if ask["audio"]:
         import numpy as np
-        from PIL import Image
 
-        width, height, seed = ask["image"]
-        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        prompt["multi_modal_data"] = {"image": Image.fromarray(pixels)}
+        seconds, seed = ask["audio"]
+        noise = np.random.default_rng(seed).normal(0, 0.1, int(seconds * 16000)).astype(np.float32)
+        encoder = {"prompt": "", "multi_modal_data": {"audio": (noise, 16000)}}
+        return {"encoder_prompt": encoder, "decoder_prompt": prompt}
     return prompt
+
+
+def _picture(width: int, height: int, seed: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 def _sampling(ask: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0.0, max_tokens=ask["max_tokens"], ignore_eos=True, detokenize=False)
+    more: dict[str, Any] = dict(ask["sampling"])
+    if ask["structured"]:
+        from vllm.sampling_params import StructuredOutputsParams
+
+        more["structured_outputs"] = StructuredOutputsParams(**ask["structured"])
+    usual = {"temperature": 0.0, "max_tokens": ask["max_tokens"], "ignore_eos": True, "detokenize": False}
+    return SamplingParams(**(usual | more))
+
+
+def _pooling() -> Any:
+    from vllm import PoolingParams
+
+    return PoolingParams(task="embed")
 
 
 def _end(llm: Any) -> None:

@@ -169,6 +169,9 @@ def parse_mapping(data: Any, origin: str) -> Rules:
         raise MappingError(f"{origin}: expected a mapping of patterns to templates")
     if not all(isinstance(k, str) for k in data):
         raise MappingError(f"{origin}: keys must be strings")
+    ours = isinstance(data.get("rename"), Mapping) or _is_rules(data.get("rules"))
+    if ours and (odd := sorted(set(data) - {"rename", "rules"})):
+        raise MappingError(f"{origin}: {odd[0]!r} beside 'rename' and 'rules' is not known: put patterns into 'rules'")
     if not set(data) <= {"rename", "rules"}:
         own = tuple(_rule({"mine": k, "golden": v}, f"{origin}: {k}") for k, v in data.items())
         return Rules(origin, (), own, types=_types(data))
@@ -184,6 +187,10 @@ def parse_mapping(data: Any, origin: str) -> Rules:
     return Rules(origin, tuple(pairs), tuple(_rule(r, f"{origin}: rule {i + 1}") for i, r in enumerate(rules)))
 
 
+def _is_rules(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(rule, Mapping) for rule in value)
+
+
 def _types(data: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """ait's op mapping, ``{"LinearOperation": ["Linear"]}``; {} for a file that cannot be one."""
     plain = {k: [v] if isinstance(v, str) else v for k, v in data.items()}
@@ -196,7 +203,9 @@ _KEYS = {"mine", "golden", "roles", "join", "dim", "transpose", "alone"}
 
 
 def _rule(spec: Any, where: str) -> Rule:
-    if not isinstance(spec, Mapping) or "mine" not in spec or not set(spec) <= _KEYS:
+    if isinstance(spec, Mapping) and (odd := sorted(map(str, set(spec) - _KEYS))):
+        raise MappingError(f"{where}: {odd[0]!r} is not known; known are {', '.join(sorted(_KEYS))}")
+    if not isinstance(spec, Mapping) or "mine" not in spec:
         raise MappingError(f"{where}: expected the keys mine, golden, and perhaps {', '.join(sorted(_KEYS)[1:])}")
     pattern = spec["mine"]
     _check_pattern(pattern, where)
@@ -219,8 +228,11 @@ def _rule(spec: Any, where: str) -> Rule:
         parts = [Part(r, _sources(v, golden, f"{where}: role {r}"), *how) for r, v in roles.items()]
     else:
         raise MappingError(f"{where}: roles must map mine's roles to golden's")
+    alone = spec.get("alone", False)
+    if not isinstance(alone, bool):
+        raise MappingError(f"{where}: alone must be true or false, not {alone!r}")
     label = f"{pattern} ← {', '.join(golden) or 'roles'}"
-    return Rule(pattern, tuple(parts), label, bool(spec.get("alone", False)))
+    return Rule(pattern, tuple(parts), label, alone)
 
 
 def _sources(value: Any, golden: Sequence[str], where: str) -> tuple[Source, ...]:

@@ -30,6 +30,18 @@ class RequestPlan:
     different: list[tuple[Request, Request]]
     images_differ: list[tuple[Request, Request]] = field(default_factory=list)
 
+    @property
+    def rehashed(self) -> bool:
+        """Whether images differ by their hashes in every request that has any, and in nothing else that is known of
+        them: so it is where two releases hash one image in two ways."""
+        both = [(g, m) for g, m, _ in self.pairs if g.images and m.images]
+        return bool(both) and all(
+            len(g.images) == len(m.images)
+            and all(a.hash and b.hash and a.hash != b.hash and (a.pos, a.n) == (b.pos, b.n)
+                    for a, b in zip(g.images, m.images, strict=True))
+            for g, m in both
+        )  # fmt: skip
+
     def lines(self) -> list[str]:
         """The plan in sentences: how many requests paired by which rule, and who is left."""
         rules: dict[str, int] = defaultdict(int)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_accprobe.dump.schema import Layout
+from vllm_accprobe.dump.schema import OWN, Layout
 
 ONE, CAT, SUM = "one", "cat", "sum"
 TAKEN_FOR_COPIES = "layout unknown: ranks of one shape"
@@ -73,6 +73,10 @@ def plan_merge(members: Sequence[Member], other: tuple[int, ...] | None = None) 
     order = sorted(range(len(members)), key=lambda i: (layouts[i].index, members[i].rank))
     if kind == "replicated":
         return _replicated(members, order)
+    if kind == OWN:
+        if len(members) > 1:
+            raise Unmergeable("ranks hold images of their own")
+        return MergePlan(ONE, (0,), members[0].shape)
     if kind == "unknown":
         return _unknown(members, order, other)
     groups = _by_index(layouts, order)

@@ -29,7 +29,7 @@ from vllm_accprobe.align.accepted import (
     valid_rows,
 )
 from vllm_accprobe.align.requests import RequestPlan, identity
-from vllm_accprobe.dump.schema import DECODE, Request, RowSpace
+from vllm_accprobe.dump.schema import DEALT, DECODE, Request, RowSpace
 
 SUPERSEDED = "superseded rows (rejected drafts, recomputed rows)"
 AFTER_FLIP = "rows after a flipped token"
@@ -164,7 +164,7 @@ def _side(dump: Any, subjects: _Subjects, sampled: Sampled) -> _Raw:
     cells, members = find_cells(dump)
     spaces: dict[Space, Any] = {}
     for (rank, step, name), space in sorted(dump.rows.items(), key=lambda item: (item[0][1], item[0][0], item[0][2])):
-        where = (cells[rank], step, name)
+        where = (own_cell(rank) if DEALT in name else cells[rank], step, name)
         # A few bytes of a journal can claim any number of rows; only ids, one each, show that they were really there.
         if where not in spaces and space.n <= max(len(space.ids), _UNPROVEN_ROWS):
             spaces[where] = _number(dump, rank, space, subjects)
@@ -181,7 +181,8 @@ def find_cells(dump: Any) -> tuple[dict[int, Cell], dict[Cell, list[int]]]:
     """Ranks that computed the same rows (tensor and pipeline parallel) share a cell; data-parallel ones do not."""
     maps: dict[int, dict[tuple[int, str], Any]] = {rank: {} for rank in dump.ranks}
     for (rank, step, name), space in dump.rows.items():
-        maps[rank][(step, name)] = _canonical(dump, rank, space)
+        if DEALT not in name:
+            maps[rank][(step, name)] = _canonical(dump, rank, space)
     cells: dict[int, Cell] = {}
     members: dict[Cell, list[int]] = {}
     for rank in sorted(maps):
@@ -196,6 +197,11 @@ def find_cells(dump: Any) -> tuple[dict[int, Cell], dict[Cell, list[int]]]:
             cells[rank] = len(members)
             members[cells[rank]] = [rank]
     return cells, members
+
+
+def own_cell(rank: int) -> Cell:
+    """The cell of what ``rank`` has for itself: images that were dealt to it, beside the rows that it shares."""
+    return -1 - rank
 
 
 def _canonical(dump: Any, rank: int, space: RowSpace) -> Any:

@@ -9,12 +9,25 @@ arithmetic on rows (rows.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.releases import device_buffer, placeholders, starts
-from vllm_accprobe.capture.rows import Item, Requests, Scheduled, Space, logits_space, token_space, vision_space
+from vllm_accprobe.capture.masks import Grammar, grammar_of, masks_of
+from vllm_accprobe.capture.releases import device_buffer, guesses, placeholders, positions_of, prefill_lengths, starts
+from vllm_accprobe.capture.rows import (
+    Deal,
+    Item,
+    Requests,
+    Run,
+    Scheduled,
+    Space,
+    dealt_space,
+    logits_space,
+    token_space,
+    vision_space,
+)
 from vllm_accprobe.capture.session import HEAD, VISION
 from vllm_accprobe.config import ProbeConfig
 
@@ -32,16 +45,30 @@ class Batch:
         self._config = config
         self._requests = requests
         self._runner = runner
+        self._guesses = guesses(getattr(runner, "vllm_config", None))
         self._scheduled: Any = None
         self._prepared: Any = None
         self._rows: list[Scheduled] | None = None
         self._items: list[Item] = []
+        self._taken = 0
+        self._deals = 0
+        self._usual: Deal | None = None
+        self.deal: Deal | None = None
+        """What this rank's encoder computes at the moment, where images are dealt out to ranks."""
 
     def begin(self, out: Any) -> None:
         """A step begins with the scheduler's output ``out``; what was known of the last one is forgotten."""
         self._scheduled = out
         self._prepared = self._rows = None
         self._items = []
+        self.deal = self._usual
+        self._taken = self._deals = 0
+
+    def revised(self, out: Any) -> None:
+        """What the runner makes of the scheduler's output, where it works with a copy of its own."""
+        if self._scheduled is not None and out is not self._scheduled:
+            self._scheduled = out
+            self._rows = None
 
     def prepared(self, batch: Any) -> None:
         """V2's own batch of this step, whose rows are in the order of computation."""
@@ -60,48 +87,94 @@ class Batch:
             }
             if v2 is not None:
                 names = list(v2.req_ids)
-                begins = [int(n) for n in v2.num_computed_tokens_np[: len(names)]]
-                known = {n: int(k) for n, k in zip(names, v2.prefill_len_np, strict=False)}
+                known = dict(zip(names, prefill_lengths(self._runner, v2), strict=True))
                 counts = [int(n) for n in v2.num_scheduled_tokens[: len(names)]]
+                rows = int(v2.num_tokens)
             else:
                 names = list(self._runner.input_batch.req_ids)
-                before = starts(out)
-                begins = [before.get(name, 0) for name in names]
                 states = self._runner.requests
                 known = {name: int(states[name].num_tokens) for name in names if name in states}
                 counts = [int(out.num_scheduled_tokens[name]) for name in names]
-            if sum(counts) != int(out.total_num_scheduled_tokens):
+                rows = sum(counts)
+            if not rows == sum(counts) == int(out.total_num_scheduled_tokens):
                 raise RuntimeError(
-                    f"rows do not add up: the runner has {sum(counts)} rows for {names}, "
+                    f"rows do not add up: the runner has {rows} rows for {names}, "
                     f"the scheduler {out.total_num_scheduled_tokens}"
                 )
+            before = starts(out)
+            strange = [name for name in names if name not in before]
+            if strange:
+                raise RuntimeError(f"the scheduler does not say where {', '.join(strange)} begins")
             self._rows = [
-                Scheduled(name, start, n, drafts.get(name, 0), known.get(name))
-                for name, start, n in zip(names, begins, counts, strict=True)
+                Scheduled(name, before[name], n, drafts.get(name, 0), known.get(name))
+                for name, n in zip(names, counts, strict=True)
             ]
         return self._rows
 
     def space(self, part: str, rows: int) -> Space | None:
         """The row space of a tensor with ``rows`` rows in ``part`` of the model (session.py's words for parts)."""
         batch = self.rows()
+        if part == VISION and self.deal is not None:
+            return dealt_space(self._config, self._requests, self.deal, rows)
         if part == VISION:
             return vision_space(self._config, self._requests, self.items(), rows)
         if part == HEAD:
-            return logits_space(self._config, self._requests, batch)
+            logits = logits_space(self._config, self._requests, batch)
+            logits.floors = self.floors(batch)
+            return logits
         padded = int(getattr(self._prepared, "num_tokens_after_padding", 0) or 0)
         space = token_space(self._config, self._requests, batch, max(padded, rows if rows > 1 else 0))
         space.ids, space.positions = self.buffers(space.src)
+        space.floors = self.floors(batch)
         return space
 
+    def dealt(self, runs: Callable[[list[Item]], tuple[int, tuple[Run, ...]] | None]) -> None:
+        """The encoder begins with images that are dealt out. runs: gets the items that no call has taken yet; how many
+        this one takes, and what of them is this rank's. Never raises: what cannot be told has rows without names."""
+        if self._scheduled is None:
+            return
+        self._deals += 1
+        try:
+            found = runs(self.items()[self._taken :])
+        except Exception:  # an older or a vendor's way to deal
+            found = None
+        self._taken += len(self.items()) if found is None else found[0]  # after a call that nobody knows: none either
+        self.deal = Deal(self._deals, None if found is None else found[1])
+
+    def gathered(self) -> None:
+        """The encoder has ended, and every rank has what all have computed."""
+        self.deal = self._usual
+
+    def blind(self) -> None:
+        """Images are dealt out, and nobody will say when: no row of an encoder can be told."""
+        self.deal = self._usual = Deal(0, None)
+
+    def floors(self, batch: list[Scheduled]) -> dict[int, int]:
+        """How far back a request's rows may be corrected: to the end of its prompt, and only where there are drafts."""
+        if not self._guesses:
+            return {}
+        found = (self._requests.get(part.internal) for part in batch)
+        return {request.req: request.prompt_len for request in found if request is not None}
+
     def buffers(self, n: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The runner's own buffers of token ids and (unless host arithmetic is exact) positions of the first ``n``
-        rows: integers of shape [n], on the runner's device."""
+        """The runner's own buffers of token ids and positions of the first ``n`` rows: integers of shape [n], on the
+        runner's device or in host memory. (What the positions may say is limited by rowmaps.py.)"""
         source = self._prepared if self._prepared is not None else self._runner
         ids = device_buffer(getattr(source, "input_ids", None))
-        positions = device_buffer(getattr(source, "positions", None))
-        if positions is not None and positions.dim() != 1:  # several axes, or a vendor's own form
-            positions = None
+        positions = positions_of(source)
         return (ids[:n] if ids is not None else None), (positions[:n] if positions is not None else None)
+
+    def masks(self, grammar: Grammar) -> list[dict[str, Any]]:
+        """Which of the chosen requests have their logits masked in this step, and by what, as the journal says it.
+        grammar: those that a grammar constrains, where somebody was told."""
+        names = [part.internal for part in self.rows()]
+        grammar = grammar or grammar_of([self._scheduled])
+        found = masks_of(self._runner, self._prepared, names, grammar)
+        return [
+            {"req": request.req, "by": list(found[name])} | ({"grammar": mask} if (mask := grammar.get(name)) else {})
+            for name in names
+            if name in found and (request := self._requests.get(name)) is not None and self._requests.wanted(name)
+        ]
 
     def items(self) -> list[Item]:
         """The encoder's inputs of this step in the order in which the runner batches them."""

@@ -66,7 +66,7 @@ def put_on(
         session,
         Path(os.path.abspath(root)),
         rank,
-        parts=lambda: {name: tap.part for tap in taps.taps for name in tap.names},
+        parts=lambda: {name: part for tap in taps.taps for name, part in tap.parts.items()},
         whole_graphs=compiled,
         outside=runner is None,  # an engine's warm-up makes many, which nobody misses
     )

@@ -2,7 +2,8 @@
 
 The problem: a kernel may change its inputs in place, a module may have several names or be called twice, the model may
 raise, and all of this is asked hundreds of times per step. The idea: inputs are taken before the forward runs, outputs
-after; the first calls of each kind are checked by hash for inputs that were changed in place, and from then on only
+after; of several names that one counts which lies in the module that is running, and with it the part of the model; the
+first calls of each kind are checked by hash for inputs that were changed in place, and from then on only
 those that were. Whatever goes wrong here ends the capture and never the call. Not here: which modules (hooks.py), what
 happens to a tensor (session.py, express.py, sink.py).
 """
@@ -24,16 +25,26 @@ _CHECKS = 2
 
 
 class Tap:
-    """One wrapped callable of one module: its names, its class, the names of its arguments, what was seen of it."""
+    """One wrapped callable of one module: its names, its class, the names of its arguments, what was seen of it.
 
-    __slots__ = ("checks", "chosen", "cls", "inputs", "is_root", "names", "part", "sites")
+    parts: in which part of the model each name lies (session.py's words): one instance may stand in a vision tower and
+    in the language model, as vLLM's activations do.
+    """
+
+    __slots__ = ("checks", "chosen", "cls", "inputs", "is_root", "names", "parts", "sites")
 
     def __init__(
-        self, names: list[str], cls: str, forward: Callable[..., Any], part: str, chosen: frozenset[str], is_root: bool
+        self,
+        names: list[str],
+        cls: str,
+        forward: Callable[..., Any],
+        parts: Mapping[str, str],
+        chosen: frozenset[str],
+        is_root: bool,
     ):
         self.names = names
         self.cls = cls
-        self.part = part
+        self.parts = parts
         self.chosen = chosen
         self.is_root = is_root
         self.inputs = Inputs(*argument_names(forward))
@@ -91,14 +102,16 @@ _Call = tuple[str, int, str, "str | None", "_Taken | None"]
 
 def _enter(session: Session, state: StepState, tap: Tap, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
     name = tap.names[0] if len(tap.names) == 1 else tap.name(state.stack)
+    part = tap.parts[name]
     number = state.calls.get(name, 0)
     state.calls[name] = number + 1
     before = state.inside
     if tap.is_root:
         state.inside = LANGUAGE
-    elif tap.part == HEAD:
+    elif part == HEAD:
         state.inside = HEAD
-    part = HEAD if state.inside == HEAD else tap.part
+    if state.inside == HEAD:
+        part = HEAD
     state.stack.append(name)
     taken: _Taken | None = None
     if name in tap.chosen:

@@ -141,7 +141,7 @@ def cut(space: Space, rows: Sequence[int]) -> Space:
             at += 1
     return Space(
         space.name, space.src, space.padded, ranges, segments, ids=space.ids, positions=space.positions,
-        token_rows=token_rows,
+        token_rows=token_rows, floors=space.floors,
     )  # fmt: skip
 
 

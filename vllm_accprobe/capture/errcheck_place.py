@@ -49,7 +49,7 @@ class Place:
         if tap.is_root:
             step.inside = LANGUAGE
             step.padded = padded_rows(step.rows, tap.inputs(args, kwargs))
-        elif tap.part == HEAD:
+        elif tap.parts[name] == HEAD:
             step.inside = HEAD
         step.stack.append(name)
         copies = None
@@ -68,7 +68,7 @@ class Place:
     ) -> None:
         name, number, begun, before, copies = entered
         tap, watch = self.tap, self.watch
-        part = HEAD if step.inside == HEAD else tap.part
+        part = HEAD if step.inside == HEAD else tap.parts[name]
         if step.stack and step.stack[-1] == name:
             step.stack.pop()
         step.inside = before

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.attach import on_worker
+from vllm_accprobe.capture.dealing import deals
+from vllm_accprobe.capture.eager import compiles
 from vllm_accprobe.capture.errcheck import Watch
 from vllm_accprobe.capture.errcheck_keep import finding, fingerprint, keep
 from vllm_accprobe.capture.errcheck_step import Alarm, WatchedStep
@@ -28,7 +30,7 @@ from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.loading import before_packing
 from vllm_accprobe.capture.memory import DTYPE_NAMES
 from vllm_accprobe.capture.params import own_tensors
-from vllm_accprobe.capture.releases import compiles, hidden_size, images_of, language_prefix, run_info
+from vllm_accprobe.capture.releases import hidden_size, images_of, language_prefix, run_info
 from vllm_accprobe.capture.rows import Item, Scheduled, Space, logits_space, token_space, vision_space
 from vllm_accprobe.capture.runner import _WARMUP_IDS, RunnerProbe
 from vllm_accprobe.capture.say import say
@@ -87,6 +89,8 @@ class ErrcheckProbe(RunnerProbe):
     # --- the model ---------------------------------------------------------------------------------------------
 
     def _load_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._refuses("errcheck is off on this rank"):
+            return original(*args, **kwargs)
         with before_packing(self._look_at_layer):
             result = original(*args, **kwargs)
         try:
@@ -136,7 +140,11 @@ class ErrcheckProbe(RunnerProbe):
         self.taps.attach(model, language_prefix(model))
         self.watch = watch
         self._write("watching")
-        seen = "" if not compiles(runner.vllm_config) else "; modules inside compiled or captured graphs are not seen"
+        seen = (
+            ""
+            if not compiles(runner.vllm_config, model)
+            else "; modules inside compiled or captured graphs are not seen"
+        )
         say(f"errcheck: {', '.join(self.kinds)} in {len(self.taps.taps)} modules{seen}; findings go to {self.root}")
 
     def _settle_place(self) -> None:
@@ -153,9 +161,9 @@ class ErrcheckProbe(RunnerProbe):
 
     def _execute_model(self, original: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         watch = self.watch
+        self._end_step()
         if watch is None or watch.dead is not None or self._quiet or kwargs.get("dummy_run"):
             return original(scheduler_output, *args, **kwargs)
-        self._finish(watch)
         try:
             self._begin_step(watch, scheduler_output)
         except Exception as error:
@@ -163,10 +171,10 @@ class ErrcheckProbe(RunnerProbe):
         result = original(scheduler_output, *args, **kwargs)
         if watch.deferred and watch.now is not None:
             try:
-                watch.now.note = (list(self.batch.rows()), list(self.batch.items()))
+                watch.now.note = (list(self.batch.rows()), self._images())
             except Exception as error:
                 watch.fail("the order of the rows", error)
-        if getattr(self.runner, "sample_tokens", None) is None:
+        if result is not None or getattr(self.runner, "sample_tokens", None) is None:
             self._finish(watch)
         self._stop_if_asked()
         return result
@@ -178,6 +186,10 @@ class ErrcheckProbe(RunnerProbe):
             if self.watch is not None:
                 self._finish(self.watch)
                 self._stop_if_asked()
+
+    def _end_step(self) -> None:
+        if self.watch is not None:
+            self._finish(self.watch)
 
     def _finish(self, watch: Watch) -> None:
         watch.end()
@@ -215,6 +227,10 @@ class ErrcheckProbe(RunnerProbe):
         self.requests.add(new.req_id, None, length, images_of(new))
         self._prompts[new.req_id] = ids
 
+    def _images(self) -> list[Item]:
+        """The images of the step; none where they are dealt out to ranks, and rows of the encoder are one rank's."""
+        return [] if deals(self.runner.vllm_config) else list(self.batch.items())
+
     # --- findings ----------------------------------------------------------------------------------------------
 
     def _alarm(self, alarm: Alarm) -> None:
@@ -230,16 +246,18 @@ class ErrcheckProbe(RunnerProbe):
                 return
         note = alarm.step.note
         batch: list[Scheduled] = note[0] if note else self.batch.rows()
-        items: list[Item] = note[1] if note else self.batch.items() if alarm.part == VISION else []
+        items: list[Item] = note[1] if note else self._images() if alarm.part == VISION else []
 
         def spaces(part: str, rows: int) -> Space | None:
             if part == VISION:
                 return vision_space(self.config, self.requests, items, rows)
             if part == HEAD:
-                return logits_space(self.config, self.requests, batch)
-            space = token_space(self.config, self.requests, batch, alarm.step.padded)
-            if note is None:
-                space.ids, space.positions = self.batch.buffers(space.src)
+                space = logits_space(self.config, self.requests, batch)
+            else:
+                space = token_space(self.config, self.requests, batch, alarm.step.padded)
+                if note is None:
+                    space.ids, space.positions = self.batch.buffers(space.src)
+            space.floors = self.batch.floors(batch)
             return space
 
         requests = self._requests(batch)

@@ -59,9 +59,9 @@ class Taps:
                     self._session.sink.skip(tap, "not selected by VLLM_ACCPROBE_MODULES")
             if not needed:
                 continue
-            part = self._part(paths[0], cls, language_prefix)
-            self._wrap_forward(module, taps, cls, part, chosen)
-            if chosen and part != VISION and _is_head(paths, cls, module):
+            parts = {path or ROOT_TAP: self._part(path, cls, language_prefix) for path in paths}
+            self._wrap_forward(module, taps, cls, parts, chosen)
+            if chosen and any(part != VISION for part in parts.values()) and _is_head(paths, cls, module):
                 self._wrap_apply(module, [t for t in taps if "lm_head" in t] or taps, cls)
 
     def remove(self) -> None:
@@ -87,7 +87,7 @@ class Taps:
         return LANGUAGE if language_prefix.startswith(path + ".") else VISION
 
     def _wrap_forward(
-        self, module: torch.nn.Module, taps: list[str], cls: str, part: str, chosen: frozenset[str]
+        self, module: torch.nn.Module, taps: list[str], cls: str, parts: dict[str, str], chosen: frozenset[str]
     ) -> None:
         if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList)):
             if chosen:
@@ -100,7 +100,7 @@ class Taps:
             self._session.sink.skip(taps[0], "a TorchScript module, its forward cannot be wrapped")
             return
         original = module.forward
-        tap = Tap(taps, cls, original, part, chosen, taps[0] == ROOT_TAP)
+        tap = Tap(taps, cls, original, parts, chosen, taps[0] == ROOT_TAP)
         before = module.__dict__.get("forward")
         module.__dict__["forward"] = self._around(self._session, tap, original)
         self.taps.append(tap)
@@ -119,7 +119,7 @@ class Taps:
         if method is None or not hasattr(method, "apply"):
             return
         original = method.apply
-        tap = Tap(taps[:1], cls, original, HEAD, frozenset(taps[:1]), False)
+        tap = Tap(taps[:1], cls, original, {taps[0]: HEAD}, frozenset(taps[:1]), False)
         around = self._around(self._session, tap, original)
 
         def apply(*args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ class Layouts:
         self._known: dict[str, dict[int, Parts]] = {}
         self.alias: dict[str, tuple[str, str]] = {}
         """Taps that are no modules (patches) → the tap and role whose layout they have."""
+        self.place = (tp_rank, tp_size)
         self.split = tp_size > 1
         """False where every tensor is whole, and nobody needs to ask."""
 

@@ -55,6 +55,11 @@ class Probe:
     """
 
     def __init__(self, model: torch.nn.Module, config: ProbeConfig | DumpConfig | None = None, **kwargs: Any):
+        if config is not None and kwargs:
+            raise ConfigError(f"give a configuration or keyword arguments, not both: {sorted(kwargs)[0]} had no effect")
+        if config is not None and not isinstance(config, (DumpConfig, ProbeConfig)):
+            raise ConfigError(f"the configuration is a {type(config).__name__}, not a DumpConfig or ProbeConfig: write "
+                              "DumpConfig(dump_path=...)")  # fmt: skip
         if isinstance(config, DumpConfig):
             device_id = config.device_id
             config = config.to_probe()

@@ -1,9 +1,12 @@
 """Row maps as journal lines: which row is which token, as the device has it.
 
 The problem: token ids, and positions where speculation corrects them after the scheduler has guessed, stand in the
-runner's buffers only; a space of other rows (logits) speaks of the same tokens. The idea: a line is planned when its
-space is known, and finished when copies of these buffers have reached host memory, in the order of the steps; what the
-tokens space brought serves the step's other spaces. Not here: which rows a space has (rows.py), the copy (staging.py).
+runner's buffers only; a space of other rows (logits) speaks of the same tokens. And a buffer may hold nothing: what is
+read there is believed only as far as it can be true. The idea: a line is planned when its space is known, with the
+scheduler's positions, and finished when copies of these buffers have reached host memory, in the order of the steps;
+what the tokens space brought serves the step's other spaces. A position may go back to where the request's own tokens
+began, and only where drafts are in play; whatever else differs is not believed, and is counted.
+Not here: which rows a space has (rows.py), where the runner keeps positions (releases.py), the copy (staging.py).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.rows import Space
+from vllm_accprobe.capture.say import say
 from vllm_accprobe.dump.schema import Segment
 
 Finish = Callable[[Sequence[torch.Tensor]], dict[str, Any]]
@@ -26,6 +30,8 @@ class RowMaps:
     def __init__(self) -> None:
         self._ids: list[int] = []
         self._positions: list[int] = []
+        self.disbelieved = 0
+        """Segments whose positions the runner gave otherwise than can be."""
 
     def new_step(self) -> None:
         """Forgets the last step's tokens; in its place among the finished ones."""
@@ -37,6 +43,7 @@ class RowMaps:
         line of their copies in host memory."""
         event = {"event": "rows", "step": step, "space": space.name, "src_rows": space.src}
         segments, ranges, token_rows = list(space.segments), list(space.ranges), list(space.token_rows)
+        floors = dict(space.floors)
         found = [(name, tensor) for name in ("ids", "positions") if (tensor := getattr(space, name)) is not None]
 
         def finish(hosts: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -54,13 +61,31 @@ class RowMaps:
                 event["ids"] = [self._ids[row] for row in token_rows]
             true = segments
             if rows and self._positions:
-                true = [
-                    dataclasses.replace(s, pos=int(self._positions[r])) for s, r in zip(segments, rows, strict=True)
-                ]
+                true = [self._corrected(s, r, floors.get(s.req)) for s, r in zip(segments, rows, strict=True)]
             event["segments"] = [_segment(s) for s in true]
             return event
 
         return [tensor for _, tensor in found], finish
+
+    def _corrected(self, segment: Segment, row: int, floor: int | None) -> Segment:
+        """The segment where the runner's positions, from token row ``row`` on, say that it is.
+
+        floor: the lowest position to which it may be corrected; None where the scheduler's is exact.
+        """
+        said = self._positions[row : row + segment.n]
+        first = said[0] if said else -1
+        if said == list(range(first, first + segment.n)):
+            if first == segment.pos:
+                return segment
+            if floor is not None and floor <= first < segment.pos:
+                return dataclasses.replace(segment, pos=first)
+        if not self.disbelieved:
+            say(
+                f"the runner's positions are not the scheduler's ({first} and {segment.pos}, the first time): the "
+                "scheduler's are taken; if rows seem to be others' in this dump, report this vLLM's version"
+            )
+        self.disbelieved += 1
+        return segment
 
 
 def _segment(segment: Segment) -> dict[str, Any]:

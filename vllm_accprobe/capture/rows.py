@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_accprobe.config import ProbeConfig, in_ranges
-from vllm_accprobe.dump.schema import DECODE, LOGITS, PREFILL, TOKENS, Image, Request, Segment, hash_tokens
+from vllm_accprobe.dump.schema import DEALT, DECODE, LOGITS, PREFILL, TOKENS, Image, Request, Segment, hash_tokens
 
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _FRONT = re.compile(r"^(cmpl|chatcmpl|embd|resp|score|rerank|classify|pool)-(?=.)")
@@ -92,7 +92,8 @@ class Space:
 
     src: rows the model computed for real; padded: rows its tensors may have; whole: every one of them is kept.
     ids, positions: tensors with one number per token row (tokens space only); token_rows: the token row of each kept
-    row of another space (logits).
+    row of another space (logits). floors: by request number, the lowest position that its rows may turn out to have
+    where the scheduler guessed with drafts; empty where the scheduler's positions are exact.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Space:
     ids: Any = None
     positions: Any = None
     token_rows: list[int] = field(default_factory=list)
+    floors: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.n = sum(stop - start for start, stop in self.ranges)
@@ -211,37 +213,71 @@ class Item:
     placeholders: int
 
 
+@dataclass(frozen=True)
+class Run:
+    """``n`` placeholders of ``item`` from its ``first`` on; an item of None is padding, whose rows are nobody's."""
+
+    item: Item | None
+    first: int
+    n: int
+
+
+@dataclass(frozen=True)
+class Deal:
+    """What one rank computes of a step's items, where they are dealt out to ranks. number: of the call in the step,
+    from 1; runs: in the order of its rows, None where nobody knows."""
+
+    number: int
+    runs: tuple[Run, ...] | None
+
+
 def vision_space(config: ProbeConfig, requests: Requests, items: Sequence[Item], rows: int) -> Space | None:
     """The rows of a vision tensor with ``rows`` rows over ``items``, or None if they cannot be told apart.
 
     A tower computes k rows for each placeholder token (patches before merging, one after), or one row per image.
     Rows within an image are counted from 0 in the tower's own order, which depends on the image's grid only.
     """
-    total = sum(item.placeholders for item in items)
-    if not items or not total:
+    return _vision(config, requests, [Run(item, 0, item.placeholders) for item in items], rows)
+
+
+def dealt_space(config: ProbeConfig, requests: Requests, deal: Deal, rows: int) -> Space | None:
+    """The rows of a vision tensor on a rank that computes ``deal``: as vision_space, and its name ends with ``#`` and
+    the number of the deal. Rows of an image that is cut are counted from where the image begins."""
+    space = None if deal.runs is None else _vision(config, requests, deal.runs, rows)
+    if space is not None:
+        space.name += f"{DEALT}{deal.number}"
+    return space
+
+
+def _vision(config: ProbeConfig, requests: Requests, runs: Sequence[Run], rows: int) -> Space | None:
+    total = sum(run.n for run in runs)
+    if not total or not rows:
         return None
+    whole = all(run.item is not None and run.n == run.item.placeholders for run in runs)
     if rows % total == 0:
-        name, counts = f"vision/{rows // total}", [item.placeholders * (rows // total) for item in items]
-    elif rows == len(items):
-        name, counts = "vision/image", [1] * len(items)
-    elif rows == total + len(items):  # one class token per image in front
-        name, counts = "vision/class", [item.placeholders + 1 for item in items]
-    elif rows and total % rows == 0:
+        k = rows // total
+        name, counts = f"vision/{k}", [(run.first * k, run.n * k) for run in runs]
+    elif whole and rows == len(runs):
+        name, counts = "vision/image", [(0, 1) for _ in runs]
+    elif whole and rows == total + len(runs):  # one class token per image in front
+        name, counts = "vision/class", [(0, run.n + 1) for run in runs]
+    elif total % rows == 0:
         k = total // rows
-        if any(item.placeholders % k for item in items):
+        if any(run.n % k or run.first % k for run in runs):
             return None
-        name, counts = f"vision/1:{k}", [item.placeholders // k for item in items]
+        name, counts = f"vision/1:{k}", [(run.first // k, run.n // k) for run in runs]
     else:
         return None
     ranges: list[tuple[int, int]] = []
     segments: list[Segment] = []
     row = 0
     chosen = in_ranges(config.tokens, 0)
-    for item, count in zip(items, counts, strict=True):
-        request = requests.get(item.internal)
-        if chosen and request is not None and requests.wanted(item.internal):
+    for run, (first, count) in zip(runs, counts, strict=True):
+        item = run.item
+        request = None if item is None else requests.get(item.internal)
+        if chosen and item is not None and request is not None and requests.wanted(item.internal):
             _extend(ranges, row, row + count)
-            segments.append(Segment(request.req, 0, count, row, PREFILL, item.index))
+            segments.append(Segment(request.req, first, count, row, PREFILL, item.index))
         row += count
     return Space(name, row, row, ranges, segments)
 

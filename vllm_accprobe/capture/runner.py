@@ -23,19 +23,21 @@ import torch
 from vllm_accprobe.capture.attach import on_worker
 from vllm_accprobe.capture.batch import Batch
 from vllm_accprobe.capture.beside import Beside, put_on
+from vllm_accprobe.capture.dealing import Dealing, watch_dealing
+from vllm_accprobe.capture.eager import compiled_modules, compiles
 from vllm_accprobe.capture.hooks import Taps
 from vllm_accprobe.capture.layout import Layouts
 from vllm_accprobe.capture.loading import before_packing
 from vllm_accprobe.capture.params import Parameters
 from vllm_accprobe.capture.places import free_directory
-from vllm_accprobe.capture.releases import compiles, hidden_size, images_of, language_prefix, run_info, starts
+from vllm_accprobe.capture.releases import hidden_size, images_of, language_prefix, refusal, run_info, starts
 from vllm_accprobe.capture.rows import Requests, wanted_at_all
 from vllm_accprobe.capture.sampling import Sampling
 from vllm_accprobe.capture.say import say
 from vllm_accprobe.capture.session import LANGUAGE, Session, StepState
 from vllm_accprobe.capture.sink import Sink
 from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir, in_ranges
-from vllm_accprobe.dump.schema import Step
+from vllm_accprobe.dump.schema import ROOT_TAP, Step
 from vllm_accprobe.dump.writer import write_run_json
 
 _QUIET = ("compile_or_warm_up_model", "determine_available_memory", "initialize_from_config", "execute_dummy_batch")
@@ -79,12 +81,16 @@ class RunnerProbe:
         self._seen_steps = 0
         self._armed_steps = 0
         self.beside: Beside | None = None
-        self._closed = False
+        self.dealing: Dealing | None = None
+        self._closed = self._refused = False
         for name in _QUIET:
             self._wrap(worker, name, self._quietly)
         self._wrap(runner, "execute_model", self._execute_model)
         self._wrap(runner, "sample_tokens", self._sample_tokens)
+        self._wrap(runner, "pool", self._sample_tokens)
         self._wrap(runner, "prepare_inputs", self._prepare_inputs)
+        self._wrap(runner, "propose_draft_token_ids", self._draft)
+        self._wrap(runner, "_update_states", self._update_states)
         self._wrap(runner, "load_model", self._load_model)
         # vLLM ends processes in several ways: its own shutdown (plugin.py), the interpreter's, and multiprocessing's.
         atexit.register(self.close, "process exit")
@@ -92,7 +98,7 @@ class RunnerProbe:
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, name, None)
-        if original is None:
+        if not callable(original):
             return
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -103,6 +109,7 @@ class RunnerProbe:
         setattr(owner, name, wrapped)
 
     def _quietly(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._end_step()
         self._quiet += 1
         try:
             return original(*args, **kwargs)
@@ -112,6 +119,8 @@ class RunnerProbe:
     # --- the model ---------------------------------------------------------------------------------------------
 
     def _load_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._refuses("NOTHING will be captured on this rank"):
+            return original(*args, **kwargs)
         with before_packing(self._look_at_layer):
             result = original(*args, **kwargs)
         try:
@@ -119,6 +128,14 @@ class RunnerProbe:
         except Exception as error:
             self._give_up("attaching to the model", error)
         return result
+
+    def _refuses(self, without: str) -> bool:
+        """Whether this runner's rows cannot be told apart, which is known before its model is loaded; said once."""
+        why = refusal(self.runner)
+        if why and not self._refused:
+            say(f"{why}: {without}; serving goes on")
+        self._refused = bool(why)
+        return self._refused
 
     def _look_at_layer(self, model: torch.nn.Module, layer: torch.nn.Module) -> None:
         """A layer whose weights are loaded and not yet packed."""
@@ -142,6 +159,7 @@ class RunnerProbe:
         modules = dict(model.named_modules(remove_duplicate=False))
         layouts = Layouts(modules, self.parallel["tp"][0], self.parallel["tp"][1], hidden_size(vllm_config))
         self.session = Session(self.config, sink, layouts, say, self.batch.space)
+        self.session.deal = lambda: self.batch.deal
         self.parameters = Parameters(self.session, model, say)
 
     def _attach_model(self) -> None:
@@ -158,20 +176,26 @@ class RunnerProbe:
         assert self.parameters is not None
         self.taps = Taps(session)
         self.taps.attach(model, language_prefix(model))
-        Sampling(session, runner, model, self.batch.rows)
+        Sampling(session, runner, model, self.batch)
+        self._wrap(getattr(runner, "speculator", None), "propose", self._draft)  # V2
         self.parameters.rest()
-        compiled = compiles(vllm_config)
+        self.dealing = watch_dealing(self.batch, vllm_config)
+        compiled = compiles(vllm_config, model)
         self.beside = put_on(
             session, self.taps, model, language_prefix(model), self.root, self.parallel["rank"],
             stored=self.parameters.stored, runner=runner, compiled=compiled,
         )  # fmt: skip
-        if compiled:
-            note = (
-                "left as configured by VLLM_ACCPROBE_GRAPHS=1" if self.config.graphs else "although eager was asked for"
-            )
+        if compiled and self.config.graphs:
             say(
-                f"the engine compiles or captures graphs ({note}): "
+                "the engine compiles or captures graphs (left as configured by VLLM_ACCPROBE_GRAPHS=1): "
                 "modules inside them are not seen, and are counted as skipped"
+            )
+        elif compiled:
+            inside = compiled_modules(model)
+            session.sink.skip(ROOT_TAP, "the engine is compiled although eager was asked for", count=len(inside) or 1)
+            say(
+                f"THE ENGINE IS COMPILED although eager was asked for ({', '.join(inside[:3]) or 'as a whole'}): MOST "
+                "MODULES WILL NOT BE SEEN; start vLLM with --enforce-eager and no compilation config"
             )
 
     def _open(self, device: torch.device, run: dict[str, Any]) -> tuple[Path, Sink]:
@@ -196,9 +220,9 @@ class RunnerProbe:
 
     def _execute_model(self, original: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         session = self.session
+        self._end_step()
         if session is None or session.dead is not None or self._quiet or kwargs.get("dummy_run"):
             return original(scheduler_output, *args, **kwargs)
-        session.end()
         try:
             self._begin(session, scheduler_output)
         except Exception as error:
@@ -209,11 +233,16 @@ class RunnerProbe:
             state = session.state
             if state is not None and not state.spaces:
                 self._announce_rows(session, state)
-            if getattr(self.runner, "sample_tokens", None) is None:
-                session.end()
+            if result is not None or getattr(self.runner, "sample_tokens", None) is None:
+                session.end()  # an answer (pooling, a pipeline's first ranks): nobody will ask for tokens
         except Exception as error:
             self._give_up("ending a step", error)
         return result
+
+    def _end_step(self) -> None:
+        """Whatever runs next, it is not of the step that may still be open."""
+        if self.session is not None:
+            self.session.end()
 
     def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         session = self.session
@@ -225,11 +254,29 @@ class RunnerProbe:
         finally:
             session.end()
 
+    def _draft(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A draft model shares instances with the model (rotary embedding, embedding, head, activations): what it calls
+        is none of the model's."""
+        session = self.session
+        if session is None or session.state is None:
+            return original(*args, **kwargs)
+        state, session.state = session.state, None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            session.state = state if session.dead is None else None
+
     def _prepare_inputs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """V2: the batch, which is otherwise a local of execute_model. (V1's method of this name is private.)"""
         batch = original(*args, **kwargs)
         self.batch.prepared(batch)
         return batch
+
+    def _update_states(self, original: Callable[..., Any], out: Any, *args: Any, **kwargs: Any) -> Any:
+        """V1: with drafts that only the device knows, the runner works with a copy of ``out``, and makes it smaller."""
+        result = original(out, *args, **kwargs)
+        self.batch.revised(out)
+        return result
 
     def _begin(self, session: Session, out: Any) -> None:
         counts: dict[str, int] = out.num_scheduled_tokens
@@ -298,6 +345,8 @@ class RunnerProbe:
                 self.taps.remove()
             if self.beside is not None:
                 self.beside.close()
+            if self.dealing is not None:
+                self.dealing.close()
             steps, tensors = sink.steps, sink.tensors
             sink.close(reason)
             done = sink.stopped or "closed"

@@ -4,7 +4,8 @@ The problem: a flipped token is an error only if its margin was wide, and the sa
 idea: the model's ``compute_logits`` is where rows become logits rows; its result gives the best ids and values on
 the device at once (before penalties and grammars change it in place). The runner's sampling method then gives the
 tokens. They are ordinary records of a tap called ``sampler``, as are temperature, top-k and top-p where not all rows
-are greedy. Not here: what a flip means (judge).
+are greedy. In a step in which anything masks logits (masks.py), the journal says so by request, and the best logits
+that are left are taken as well. Not here: what a flip means (judge).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.rows import Scheduled
+from vllm_accprobe.capture.batch import Batch
+from vllm_accprobe.capture.masks import TRACE, Grammar, grammar_of
 from vllm_accprobe.capture.selection import chooses
 from vllm_accprobe.capture.session import HEAD, Session
-from vllm_accprobe.dump.schema import Module
+from vllm_accprobe.dump.schema import MASKS_KNOWN, Module
 
 SAMPLER = "sampler"
 BEST = 5
@@ -28,21 +30,30 @@ _SETTINGS = ("temperature", "top_k", "top_p")
 class Sampling:
     """Wraps ``model.compute_logits`` and the runner's ``_sample`` (V1) or ``sample`` (V2)."""
 
-    def __init__(self, session: Session, runner: Any, model: Any, batch: Callable[[], list[Scheduled]]):
+    def __init__(self, session: Session, runner: Any, model: Any, batch: Batch):
         self._session = session
         self._runner = runner
         self._batch = batch
+        self._grammar: Grammar = {}
         self._cls = type(getattr(runner, "sampler", None)).__name__
         self._calls = 0
         if not chooses(session.config, SAMPLER, self._cls):
             return
-        session.sink.module(Module(SAMPLER, self._cls, 1 << 20))
+        session.sink.module(Module(SAMPLER, self._cls, 1 << 20, {MASKS_KNOWN: True}))
         self._wrap(model, "compute_logits", self._compute_logits)
         method = "_sample" if hasattr(runner, "_sample") else "sample"
         if hasattr(runner, method):
             self._wrap(runner, method, self._sample)
         else:
             session.sink.skip(SAMPLER, "this runner has neither _sample nor sample")
+        if getattr(runner, "sample_tokens", None) is not None:
+            self._wrap(runner, "sample_tokens", self._sample_tokens)
+        # What goes into the last stage that leaves the best logit the best: V1's sample, V2's result of all stages.
+        sampler = getattr(runner, "sampler", None)
+        if hasattr(sampler, "apply_sampling_params"):
+            self._wrap(sampler, "apply_sampling_params", self._after_masks)
+        elif hasattr(sampler, "sample"):
+            self._wrap(sampler, "sample", self._before_sample)
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, name, None)
@@ -83,7 +94,12 @@ class Sampling:
             self._session.fail("the logits", error)
         return logits
 
+    def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._grammar = grammar_of((*args, *kwargs.values()))
+        return original(*args, **kwargs)
+
     def _sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._aside(self._masks)
         if self._session.config.capture_inputs:
             self._aside(self._settings)
         output = original(*args, **kwargs)
@@ -104,12 +120,46 @@ class Sampling:
         finally:
             state.taking -= 1
 
+    def _masks(self) -> None:
+        """Tells the journal whose logits are masked in this step; most steps cost a look into empty dicts."""
+        state = self._session.state
+        assert state is not None
+        found = self._batch.masks(self._grammar)
+        state.masked = bool(found) and not any(TRACE in one["by"] for one in found)  # whose tokens no logits chose
+        if found:
+            self._session.sink.line({"event": "masks", "step": state.number, "masked": found})
+
+    def _before_sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._aside(self._left, args[0] if args else kwargs.get("logits"))
+        return original(*args, **kwargs)
+
+    def _after_masks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        logits = original(*args, **kwargs)
+        self._aside(self._left, logits)
+        return logits
+
+    def _left(self, logits: Any) -> None:
+        """The best logits after all masks, as the sampler sees them."""
+        state = self._session.state
+        if state is None or not state.masked or not self._session.config.capture_outputs:
+            return
+        state.masked = False  # once in a step
+        batch = self._batch.rows()
+        if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or len(logits) < len(batch):
+            return
+        if any(part.drafts for part in batch):
+            self._session.sink.skip(SAMPLER, "logits left by masks, in a step with drafts", "output.masked_logits")
+            return
+        best = torch.topk(logits[: len(batch)], min(BEST, logits.shape[-1]), dim=-1)
+        self._record("output.masked_logits", best.values.float())
+        self._record("output.masked_ids", best.indices.int())
+
     def _settings(self) -> None:
         """What each row is sampled with, where not all are greedy. (V1: the batch holds it, one entry per request.)"""
         metadata = getattr(getattr(self._runner, "input_batch", None), "sampling_metadata", None)
         if metadata is None or getattr(metadata, "all_greedy", True):
             return
-        batch = self._batch()
+        batch = self._batch.rows()
         if any(part.drafts for part in batch):
             self._session.sink.skip(SAMPLER, "settings by request, and rows by draft", "input.temperature")
             return
@@ -130,7 +180,7 @@ class Sampling:
         if isinstance(count, torch.Tensor) and sampled.shape[1] > 1:
             place = torch.arange(sampled.shape[1], device=sampled.device)
             sampled = torch.where(place[None, :] < count[: sampled.shape[0], None], sampled, -1)
-        batch = self._batch()
+        batch = self._batch.rows()
         width = sampled.shape[1]
         if all(part.drafts == 0 for part in batch):
             tokens = sampled[: len(batch), 0]

@@ -18,10 +18,10 @@ import torch
 
 from vllm_accprobe.capture.express import Express, Sites
 from vllm_accprobe.capture.layout import Layouts
-from vllm_accprobe.capture.rows import Space
+from vllm_accprobe.capture.rows import Deal, Space
 from vllm_accprobe.capture.sink import Sink, Ticket
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.schema import LOGITS, ROOT_TAP, TOKENS, Request, Step
+from vllm_accprobe.dump.schema import DEALT, LOGITS, OWN, ROOT_TAP, TOKENS, Layout, Request, Step
 
 if TYPE_CHECKING:
     from vllm_accprobe.capture.ops import Operators
@@ -35,9 +35,10 @@ class StepState:
     """What taps need during one armed step. Created once per step; its spaces are filled when first needed.
 
     ``rows``: how many token rows there are, where all of them are wanted and none is padding; -1 before that is known
-    and where it is not so. ``taking``: a tap is at work, whose own operators are none of the model."""
+    and where it is not so. ``taking``: a tap is at work, whose own operators are none of the model. ``masked``:
+    something masks logits in this step, and what it leaves is still to be taken."""
 
-    __slots__ = ("calls", "inside", "number", "prefill", "rows", "seq", "spaces", "stack", "taking")
+    __slots__ = ("calls", "inside", "masked", "number", "prefill", "rows", "seq", "spaces", "stack", "taking")
 
     def __init__(self, number: int, prefill: bool):
         self.number = number
@@ -45,6 +46,7 @@ class StepState:
         self.seq = 0
         self.rows = -1
         self.taking = 0
+        self.masked = False
         self.calls: dict[str, int] = {}
         self.stack: list[str] = []
         self.inside: str | None = None
@@ -76,6 +78,8 @@ class Session:
         self.fired: set[str] = set()
         self.ops: Operators | None = None
         self._find_space = find_space
+        self.deal: Callable[[], Deal | None] = lambda: None
+        """What this rank's encoder computes at the moment, where images are dealt out to ranks (dealing.py)."""
         self.flatten: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Brings a batched tensor into rows (probe.py); None where tensors already are rows of tokens."""
         self.express = Express(self, self._token_rows)
@@ -205,10 +209,15 @@ class Session:
             "event": "tensor", "step": state.number, "tap": tap, "class": cls, "role": role, "call": call, "seq": seq,
             "rows": None if space is None else space.name, "row_dim": dim,
         }  # fmt: skip
-        layout = self.layout_event(tap, role, shape)
+        dealt = part == VISION and self.deal() is not None
+        layout = self.own_layout() if dealt else self.layout_event(tap, role, shape)
         if layout is not None:
             event["layout"] = layout
         return event, space, dim
+
+    def own_layout(self) -> dict[str, Any]:
+        """What a line says of a tensor of images that were dealt to this rank."""
+        return Layout(OWN, "tp", *self.layouts.place).to_event()
 
     def layout_event(self, tap: str, role: str, shape: torch.Size) -> dict[str, Any] | None:
         """What a line says of how the tensor is split; None where it is whole."""
@@ -250,16 +259,18 @@ class Session:
         (q and k stacked in front of the patches, as the vision rotary embedding gets them, are 2 rows of something.)
         """
         few: tuple[Space | None, int] = (None, 0)
+        deal = self.deal()
         for dim in range(min(2, len(shape))):
             rows = shape[dim]
-            key = f"{VISION}:{rows}"
+            key = f"{VISION}:{'' if deal is None else deal.number}:{rows}"
             found = state.spaces.get(key) or self._find_space(VISION, rows)
             if found is None:
                 continue
             # several row counts can be the same kind of row; the journal knows each kind once
             same = next((s for s in state.spaces.values() if s.name == found.name and s.src == found.src), found)
             state.spaces[key] = same
-            if same.name not in ("vision/image", "vision/class") and not same.name.startswith("vision/1:"):
+            kind = same.name.partition(DEALT)[0]
+            if kind not in ("vision/image", "vision/class") and not kind.startswith("vision/1:"):
                 return same, dim
             if dim == 0 and len(shape) > 1:  # a short vector (cu_seqlens) has no rows
                 few = (same, dim)

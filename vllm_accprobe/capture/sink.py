@@ -23,7 +23,7 @@ from vllm_accprobe.capture.rowmaps import RowMaps
 from vllm_accprobe.capture.rows import Space
 from vllm_accprobe.capture.staging import Staging
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.schema import Module, Request, Step
+from vllm_accprobe.dump.schema import ROOT_TAP, Module, Request, Step
 from vllm_accprobe.dump.stats import StatsCell, moments_at, warm_up
 from vllm_accprobe.dump.writer import RankWriter
 
@@ -288,6 +288,9 @@ class Sink:
             self._closed = True
         if self._staging is not None:
             self._staging.close()
+        if self._rowmaps.disbelieved:
+            why = "the runner's positions could not be, the scheduler's were taken"
+            self.skip(ROOT_TAP, why, "positions", self._rowmaps.disbelieved)
         totals: Counter[str] = Counter()
         for (tap, role, why), count in self.skipped.items():
             event = {"event": "skip", "tap": tap, "reason": why, "count": count}

@@ -62,6 +62,9 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; the console script exits with it. Prints errors as one line."""
+    from vllm_accprobe.children import ignore_settings_here
+
+    ignore_settings_here()
     try:
         given = None if arguments is None else list(arguments)
         result = build()(args=given, prog_name="accprobe", standalone_mode=False)
@@ -93,7 +96,7 @@ def explain(error: Exception) -> tuple[str, int]:
         usage: Any = error
         command = usage.ctx.command_path if getattr(usage, "ctx", None) else "accprobe"
         return f"{_one_line(usage.format_message())} (see `{command} --help`)", 2
-    if "NothingCompared" in kinds:
+    if kinds & {"NothingCompared", "NothingReadable"}:
         return _one_line(error), 3
     if kinds & {"DumpError", "CompareError", "ConfigError", "CommandError"}:
         return _one_line(error), 2

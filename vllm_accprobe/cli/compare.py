@@ -8,7 +8,10 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.formats import FORMAT, Format, say
+from vllm_accprobe.cli.formats import FORMAT, Format, say, say_before
+from vllm_accprobe.cli.options import writable
+
+DEFAULT = "accprobe-report"
 
 
 def compare(
@@ -72,12 +75,16 @@ def compare(
     # has gone costs a tenth of the time that a pair of equal dumps takes.
     gc.set_threshold(100_000, 50, 50)
     from vllm_accprobe.comparison import engine
-    from vllm_accprobe.comparison.result import PASS, CompareError
+    from vllm_accprobe.comparison.result import PASS
 
     _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray or replay))
-    if out is not None and out.exists() and not out.is_dir():
-        raise CompareError(f"--out {out} is a file: name a directory for compare.csv, compare.json and compare.html")
+    _check_dumps(golden, mine, floor)
+    if not plan:
+        home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
+        _check_out(out or home or Path(DEFAULT), [d for d in (golden, mine, *floor) if d is not None], rejudge is None)
     rules = engine.find_mapping(op_mapping_file)
+    if not plan and rejudge is None:
+        writable(out or Path(DEFAULT))
     if plan:
         from vllm_accprobe.comparison.plan import make_plan
 
@@ -95,11 +102,13 @@ def compare(
         result = replaying.remembered(result, home) if replay is not False else result
         out = out or home
     else:
-        out = out or Path("accprobe-report")
+        out = out or Path(DEFAULT)
         choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "floors": floor}
-        with _progress() as advance, _tidy(out):
-            result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]
-        result = replaying.replayed(result, golden, mine, out, asked=replay, taps=taps, mapping=op_mapping_file)
+        asked = replaying.Asked(golden, mine, replay, taps, op_mapping_file)
+        with replaying.begun(asked) as begun:
+            with _progress() as advance, _tidy(out):
+                result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]
+            result = replaying.replayed(result, asked, begun, out, say_before if form is Format.terminal else _nothing)
 
     from vllm_accprobe.report import html, table
 
@@ -115,6 +124,33 @@ def compare(
     raise typer.Exit(0 if result.verdict == PASS else 1)
 
 
+def _check_dumps(golden: Path | None, mine: Path | None, floors: list[Path]) -> None:
+    from vllm_accprobe.cli.same import refuse_same
+
+    if golden is None or mine is None:
+        return
+    refuse_same(("GOLDEN", golden), ("MINE", mine))
+    for floor in floors:  # of what is judged, a floor would excuse all that is wrong with it
+        refuse_same(("--floor", floor), ("GOLDEN", golden))
+        refuse_same(("--floor", floor), ("MINE", mine))
+
+
+def _check_out(out: Path, dumps: list[Path], measured: bool) -> None:
+    """measured: what was measured is written, too."""
+    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.comparison.result import COLUMNS
+
+    ours = {
+        "compare.csv": outputs.csv_with(*COLUMNS[:7]),
+        "compare.json": outputs.SCHEMA_AND_VERDICT,
+        "compare.html": outputs.matching("<title>[^<]*accprobe"),
+    }
+    if measured:
+        ours["measured.npz"] = lambda head: head[30:38] == b"meta.npy"
+        ours["replay.json"] = outputs.matching(r"\A\{\"blamed\":")
+    outputs.check(out, ours, dumps=dumps)
+
+
 def _check_arguments(golden: Path | None, mine: Path | None, rejudge: Path | None, other: bool) -> None:
     from vllm_accprobe.comparison.result import CompareError
 
@@ -122,6 +158,10 @@ def _check_arguments(golden: Path | None, mine: Path | None, rejudge: Path | Non
         raise CompareError("give two dumps, GOLDEN and MINE, or --rejudge DIR; accprobe compare --help says more")
     if rejudge is not None and (golden is not None or other):
         raise CompareError("--rejudge judges what was measured: it takes no dumps, no --taps and no --plan")
+
+
+def _nothing(result: object) -> None:
+    """What is read by programs holds the last verdict alone."""
 
 
 @contextlib.contextmanager

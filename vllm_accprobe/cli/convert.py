@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import RANK, REQUEST, ROLE, STEP, CommandError, progress, selection, size
+from vllm_accprobe.cli.options import RANK, REQUEST, ROLE, STEP, CommandError, progress, selection, size, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
@@ -33,12 +33,15 @@ def convert(
     """Export a dump to HDF5 (torch_xray's layout), npz, safetensors or msprobe's layout.
 
     HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact."""
+    from vllm_accprobe.cli import outputs
     from vllm_accprobe.dump import export
     from vllm_accprobe.formats import open_dump
 
     kind = to or out.suffix.lstrip(".")
     if kind not in KINDS:
         raise CommandError(f"--to: {kind or 'nothing'} is not one of {', '.join(KINDS)}")
+    outputs.check_place(out, [dump], "OUT")
+    writable(out.parent if out.suffix == f".{kind}" or kind == "msprobe" else out, "OUT")
     opened = open_dump(dump)
     chosen = [r for _, r in selection(names or (), step, rank, request, role, parameters=True).apply(opened)]
     if kind == "msprobe" and chosen:

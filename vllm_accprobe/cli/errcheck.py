@@ -49,6 +49,8 @@ def errcheck(
         if not read.is_dir():
             raise CommandError(f"--read: {read} is no directory")
         found = reports(read)
+        if not found:
+            raise CommandError(f"--read: {read} holds no findings of errcheck: name the --dir of that run")
         _print(lines(found))
         raise typer.Exit(_code(found, 0))
     if not command:
@@ -58,6 +60,7 @@ def errcheck(
     import signal
     import time
 
+    from vllm_accprobe.cli import outputs
     from vllm_accprobe.config import ENV, PREFIX, ProbeConfig, default_dir
     from vllm_accprobe.run.launcher import LaunchError
     from vllm_accprobe.run.launcher import run as launch
@@ -71,6 +74,7 @@ def errcheck(
     root = Path(config.dir or default_dir()).absolute()
     if (root / "run.json").exists() or list(root.glob("errcheck-rank*.json")):
         raise CommandError(f"--dir={root} already holds a dump or findings; name another directory")
+    outputs.check_place(root, option="--dir")
     environ[PREFIX + "DIR"] = str(root)
     plugins = environ.get("VLLM_PLUGINS")
     if plugins is not None and "accprobe" not in [p.strip() for p in plugins.split(",")]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 class Format(str, enum.Enum):
     """What stdout gets."""
+
     terminal = "terminal"
     json = "json"
     markdown = "markdown"
@@ -56,3 +57,10 @@ def say(comparison: Comparison, form: Format, verbosity: int, written: Iterable[
     if verbosity > 0:
         for path in written:
             typer.echo(f"wrote {path}", err=form is not Format.terminal)
+
+
+def say_before(comparison: Comparison) -> None:
+    """Prints the verdict by comparison to stderr, while a replay that may change it goes on."""
+    from vllm_accprobe.report import facts
+
+    typer.echo(f"before replay: {facts.headline(comparison)}", err=True)

@@ -15,19 +15,15 @@ def formats_command(
 ) -> None:
     """List the formats of dumps that can be read, or say which one PATH is.
 
-    Every command that takes a dump takes any of them, and finds out by itself."""
+    Every command that takes a dump takes any of them, and finds out by itself.
+    Exit code 0: it is known, 2: it is no dump."""
     from vllm_accprobe.formats import sniff
 
     if path is not None:
-        from vllm_accprobe.dump.reader import DumpError
-
-        if not path.exists():
-            raise DumpError(f"{path} does not exist: name a dump's directory or file")
-        module = None if sniff.is_own(path) else sniff.recognise(path)
-        if module is None and not sniff.is_own(path):
-            typer.echo(f"accprobe: {path} is of no format that is known", err=True)
-            raise typer.Exit(3)
+        _, module, said = sniff.find(path)
         typer.echo(sniff.OWN if module is None else module.NAME)
+        if said:
+            typer.echo(f"note: {said}", err=True)
         return
     rows = [(sniff.OWN, sniff.OWN_HOW), *((m.NAME, m.HOW) for m in sniff.formats())]
     width = max(len(name) for name, _ in rows)

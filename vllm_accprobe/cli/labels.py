@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, progress
+from vllm_accprobe.cli.options import CommandError, progress, writable
 
 
 def labels(
@@ -29,6 +29,7 @@ def labels(
     """
     import os
 
+    from vllm_accprobe.cli import outputs
     from vllm_accprobe.comparison.labels import compare_labels, count_pairs
     from vllm_accprobe.dump.schema import LABEL_TAP
     from vllm_accprobe.formats import open_dump
@@ -39,6 +40,9 @@ def labels(
     for directory in acl:
         if not directory.is_dir():
             raise CommandError(f"--acl: {directory} is no directory")
+    ours = {"labels.csv": outputs.csv_with(*report.COLUMNS), "labels.json": outputs.SCHEMA_AND_VERDICT}
+    outputs.check(out, ours, dumps=[dump])
+    writable(out)
     opened = open_dump(dump)
     roots = [*acl, *(Path(d) for name in ENVS if (d := os.environ.get(name)) and Path(d).is_dir())]
     with progress("comparing", count_pairs(opened)) as done:
@@ -56,7 +60,7 @@ def labels(
     typer.echo(f"written: {', '.join(map(str, written))}")
     verdict = report.verdict(found)
     if verdict is None:
-        typer.echo(f"accprobe: no pair of {LABEL_TAP}* could be compared", err=True)
+        typer.echo(f"accprobe: {dump}: no pair of {LABEL_TAP}* could be compared", err=True)
     raise typer.Exit({"pass": 0, "fail": 1, None: 3}[verdict])
 
 

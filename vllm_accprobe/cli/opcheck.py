@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, progress
+from vllm_accprobe.cli.options import CommandError, progress, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls import Calls
@@ -26,7 +26,7 @@ def opcheck(
         None, "--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."
     ),
     standard: str = typer.Option(
-        "operator", "--standard", metavar="NAME", help="Whose limits: operator, msprobe, msprobe-1.0, ait, xray."
+        "operator", "--standard", metavar="NAME", help="Limits: operator, strict, msprobe, msprobe-1.0, ait, xray."
     ),
     against: str = typer.Option(
         _EXACT, "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
@@ -55,7 +55,9 @@ def opcheck(
     from vllm_accprobe.opcheck.totals import totals as count
     from vllm_accprobe.opcheck.worker import Unavailable
 
+    writable(out)
     job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save)
+    _check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
     bar = _Bar()
     try:
         found = run(job, out, processes=processes, resume=resume, keep=table.from_cells, plan=bar.start, done=bar.one)
@@ -69,7 +71,7 @@ def opcheck(
     totals = count(rows)
     if not totals.checked and not totals.statuses.get(checked.FAIL):
         reason = next(iter(totals.skipped), "no call matches" if ops or ids else "the dump holds no call")
-        typer.echo(f"accprobe: nothing could be checked: {reason}", err=True)
+        typer.echo(f"accprobe: {dump}: nothing could be checked: {reason}", err=True)
         raise typer.Exit(3)
     table.write_result(rows, out / "result.csv")
     for line in table.lines(rows, totals, most=None if verbose else 10):
@@ -78,25 +80,43 @@ def opcheck(
     raise typer.Exit(1 if totals.statuses.get(checked.FAIL) or totals.statuses.get(checked.ERROR) else 0)
 
 
+def _check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
+    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.opcheck import run, table
+
+    rows = outputs.csv_with(*table.COLUMNS[:9])
+    ours = {
+        run.DONE: rows, run.PART: rows, "result.csv": outputs.csv_with(*table.RESULT),
+        run.SETTINGS: outputs.matching(r"\A\{\"job\":"),
+    }  # fmt: skip
+    outputs.check(out, ours, dumps=dumps)
+    if save is not None:
+        outputs.check_place(save, dumps, "--save-failed")
+
+
 def _job(
     dump: Path, model: Path | None, ops: list[str], ids: str, standard: str, against: str, rerun: bool, backward: bool,
     kl: bool, seed: int, save: Path | None,
 ) -> Job:  # fmt: skip
+    from vllm_accprobe.cli.same import refuse_same
+    from vllm_accprobe.opcheck.checked import OURS, STRICT
     from vllm_accprobe.opcheck.standards import NAMES
     from vllm_accprobe.opcheck.worker import AGAIN, DEVICE, EXACT, GOLDEN, Job
 
-    if standard not in ("operator", *NAMES):
-        raise CommandError(f"--standard: there is no {standard!r}; there are operator, {', '.join(NAMES)}")
+    known = (OURS, STRICT, *NAMES)
+    if standard not in known:
+        raise CommandError(f"--standard: there is no {standard!r}; there are {', '.join(known)}")
     if rerun and against != _EXACT:
         raise CommandError("--rerun and --against: choose one")
     if model is not None and not model.is_dir():
         raise CommandError(f"--weights: {model} is no directory")
-    if not dump.is_dir():
-        raise CommandError(f"{dump}: no such directory")
+    if not dump.exists():
+        raise CommandError(f"{dump} does not exist: name a dump's directory or file")
     golden = ""
     if against not in (_EXACT, _DEVICE):
         if not Path(against).is_dir():
             raise CommandError(f"--against: {against!r} is neither float64 nor device nor a dump's directory")
+        refuse_same(("DUMP", dump), ("--against", Path(against)))
         golden = str(Path(against).resolve())
     way = AGAIN if rerun else GOLDEN if golden else DEVICE if against == _DEVICE else EXACT
     weights = model if model is not None else _model_of(_run_json(dump))
@@ -134,11 +154,17 @@ def ids_of(text: str) -> frozenset[str]:
 
 
 def require_torch(command: str) -> None:
-    """Raises CommandError where torch is missing."""
+    """Raises CommandError where torch is missing. Unless told otherwise it will use one thread: small products are no
+    slower for it, and threads that wait for one another in a loop take the other cores."""
     import importlib.util
+    import os
+
+    from vllm_accprobe.children import ONE_THREAD
 
     if importlib.util.find_spec("torch") is None:
         raise CommandError(f"{command} needs torch: install it beside accprobe (the CPU build will do)")
+    for name, value in ONE_THREAD.items():
+        os.environ.setdefault(name, value)
 
 
 def opened_calls(dump: Path, model: Path | None) -> Calls:

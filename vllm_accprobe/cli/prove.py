@@ -1,30 +1,40 @@
-"""Two dumps replayed for `compare`, in a process of its own: ``python -m vllm_accprobe.cli.prove``.
+"""Two dumps replayed for `compare`, in a process of its own.
 
 The problem: a comparison must run where there is no torch, start at once, and outlive whatever a replay runs into. The
-idea: this program replays both dumps, weighs mine against golden, splits the errors of those who are blamed, and writes
-the Proof as JSON. No command of its own: `accprobe opcheck` is what people use.
-Not here: when it is asked for (replaying.py), what a proof is (opcheck/decide.py).
+idea: this program (started as a child, children.py) replays both dumps, weighs mine against golden, splits the errors
+of those who are blamed, and writes lines of JSON to its standard output: ``{"done": n, "of": m}`` on the way and
+``{"proof": ...}`` at the end. No command of its own: `accprobe opcheck` is what people use.
+Not here: when it is asked for (replaying.py), what a proof is (opcheck/decide.py), how the work is shared
+(opcheck/pair.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Exit code 0 when the proof is written, else 2 and one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m vllm_accprobe.cli.prove")
+    parser = argparse.ArgumentParser(prog="vllm_accprobe.cli.prove")
     parser.add_argument("golden", type=Path)
     parser.add_argument("mine", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ops", action="append", default=[])
     parser.add_argument("--op-mapping-file", type=Path)
-    given = parser.parse_args(arguments)
+    given = parser.parse_args()
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel prints must not meet the lines
+
+    def say(**message: Any) -> None:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+
     try:
-        _write(given.golden, given.mine, given.out, given.ops, given.op_mapping_file)
+        say(proof=_proof(given.golden, given.mine, given.ops, given.op_mapping_file, _Told(say)))
     except Exception as error:
         from vllm_accprobe.cli import explain
 
@@ -33,12 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _write(golden: Path, mine: Path, out: Path, ops: list[str], mapping: Path | None) -> None:
+class _Told:
+    """Says how far it is, a hundred times at most: nobody may be reading yet."""
+
+    def __init__(self, say: Any):
+        self._say, self._last = say, -1
+
+    def __call__(self, done: int, of: int) -> None:
+        if done * 100 // max(of, 1) != self._last:
+            self._last = done * 100 // max(of, 1)
+            self._say(done=done, of=of)
+
+
+def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told: _Told) -> str:
     from vllm_accprobe.cli.opcheck import _model_of
-    from vllm_accprobe.cli.options import progress
     from vllm_accprobe.comparison.engine import find_mapping
     from vllm_accprobe.formats import open_dump
-    from vllm_accprobe.opcheck import prove, replay
+    from vllm_accprobe.opcheck import pair, prove
     from vllm_accprobe.opcheck.calls import Calls
     from vllm_accprobe.opcheck.propagated import split_errors
     from vllm_accprobe.opcheck.reference import default_references
@@ -46,17 +67,9 @@ def _write(golden: Path, mine: Path, out: Path, ops: list[str], mapping: Path | 
     dumps = [open_dump(path) for path in (golden, mine)]
     sides = [Calls(dump, _model_of(dump.run)) for dump in dumps]
     references = default_references()
-    with progress("replaying", sum(replay.count_taps(calls) for calls in sides)) as done:
-        rows = [list(replay.check(calls, references, ops=ops, done=done)) for calls in sides]
+    rows = pair.check_both(sides, references, ops, told)
     found = prove.wrong(rows[1])
     alike = prove.shared(prove.wrong(rows[0]), found)
     blamed = sorted((c for tap, c in found.items() if tap not in alike), key=lambda c: c.seq)
     splits = split_errors(dumps[0], sides[1], references, blamed, find_mapping(mapping))
-    proof = prove.prove(rows[0], rows[1], splits, partly=bool(ops))
-    part = out.with_name(out.name + ".part")
-    part.write_text(proof.to_json(), encoding="utf-8")
-    part.replace(out)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return prove.prove(rows[0], rows[1], splits, partly=bool(ops)).to_json()

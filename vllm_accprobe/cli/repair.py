@@ -10,10 +10,16 @@ import typer
 def repair(
     dump: Path = typer.Argument(..., metavar="DUMP", help="Directory that a killed run left behind."),
 ) -> None:
-    """Finish the files that a killed run left behind."""
-    from vllm_accprobe.dump.repair import repair as run
+    """Finish the files that a killed run left behind.
 
-    done = run(dump)
+    Exit code 0: all of it is finished, 2: no dump of accprobe, or it is still written, 3: nobody wrote into it."""
+    from vllm_accprobe.dump.repair import repair as run
+    from vllm_accprobe.formats.nearby import own
+
+    place, said = own(dump)
+    if said:
+        typer.echo(f"note: {said}", err=True)
+    done = run(place)
     for r in done:
         if not r.needed:
             typer.echo(f"rank {r.rank}: closed in order, nothing to do")
@@ -23,5 +29,5 @@ def repair(
         extra = [f"{r.segments} segment file(s) finished", *extra]
         typer.echo(f"rank {r.rank}: {r.tensors} tensors readable; {', '.join(extra)}")
     if not done:
-        typer.echo("no rank has written anything")
+        typer.echo(f"accprobe: {place}: no rank has written anything", err=True)
         raise typer.Exit(3)

@@ -1,65 +1,145 @@
 """``accprobe compare`` with a replay: when operators are run again, and the process that does it.
 
-The problem: a replay decides who is wrong, but it needs torch, takes seconds for a small dump and hours for a large
-one. The idea: unless told otherwise a small pair is replayed whole; of a large one, what the comparison suspects, if
-it fails; and never where torch or the values are missing. It runs in a process of its own: `compare` imports no torch,
-and a replay that dies leaves the comparison as it was, with a note. What it proved is kept beside the comparison, for
-`--rejudge`. Not here: the replay (prove.py), what it means (opcheck/decide.py).
+The problem: a replay decides who is wrong, but it needs torch, which takes longer to import than a small pair to
+compare, and hours for a large one. The idea: unless told otherwise a small pair is replayed whole, and that begins
+beside the comparison; of a large one, what the comparison suspects, if it fails; and never where torch or the values
+are missing. It runs in a process of its own: `compare` imports no torch, and a replay that dies leaves the comparison
+as it was, with a note. What it proved is kept beside the comparison, for `--rejudge`. Not here: the replay (prove.py),
+what it means (opcheck/decide.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.cli.options import CommandError
+from vllm_accprobe.cli.options import CommandError, progress
 
 if TYPE_CHECKING:
+    from vllm_accprobe.children import Child
     from vllm_accprobe.comparison.result import Comparison
 
 SMALL = 256 << 20
 """Bytes of both dumps' tensors up to which everything is replayed without being asked."""
 SUSPECTS = 8
+_MOST_RUN = 1 << 24
+"""Bytes of a run.json that is looked at before anything is opened."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `compare` was given. replay: True replays everything, False nothing, None as the module says; taps: only
+    these, the globs of `--taps`."""
+
+    golden: Path
+    mine: Path
+    replay: bool | None
+    taps: str | None
+    mapping: Path | None
+
+    @property
+    def globs(self) -> list[str]:
+        return [glob.strip() for glob in self.taps.split(",")] if self.taps else []
+
+
+class Replay:
+    """A replay that has begun."""
+
+    def __init__(self, asked: Asked, ops: Sequence[str]):
+        import subprocess
+
+        from vllm_accprobe.children import ONE_THREAD, Child
+
+        more = [x for glob in ops for x in ("--ops", glob)]
+        more += ["--op-mapping-file", str(asked.mapping)] if asked.mapping is not None else []
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  no pipe: nobody reads it while the comparison runs
+        self._process: Child = Child(
+            "vllm_accprobe.cli.prove", *more, "--", str(asked.golden), str(asked.mine), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=self._stderr, env={**os.environ, **ONE_THREAD},
+        )  # fmt: skip
+
+    def result(self) -> tuple[str, str]:
+        """Waits, with a bar on a terminal: (the proof's text, "") or ("", what the process said last)."""
+        proof = ""
+        assert self._process.stdout is not None
+        lines = (json.loads(line) for line in self._process.stdout if line.endswith("\n"))
+        first: dict[str, Any] = next(lines, {})
+        with progress("replaying", int(first.get("of", 0)), steps=True) as to:
+            for message in lines:
+                proof = message.get("proof", proof)
+                if "done" in message:
+                    to(message["done"])
+        code = self._process.wait()
+        if code == 0 and proof:
+            return proof, ""
+        self._stderr.seek(0)
+        said = [x for x in self._stderr.read().decode("utf-8", "replace").splitlines() if x.strip()]
+        return "", said[-1].strip() if said else f"its process ended with {code}"
+
+    def close(self) -> None:
+        """Ends it, whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._stderr.close()
+
+
+@contextlib.contextmanager
+def begun(asked: Asked) -> Iterator[Replay | None]:
+    """A replay beside the comparison, where it is known already that all will be replayed; else None."""
+    early = asked.replay is not False and (asked.replay or _small(asked)) and _torch()
+    replay = Replay(asked, asked.globs) if early else None
+    try:
+        yield replay
+    finally:
+        if replay is not None:
+            replay.close()
 
 
 def replayed(
-    result: Comparison,
-    golden: Path,
-    mine: Path,
-    out: Path,
-    *,
-    asked: bool | None,
-    taps: str | None,
-    mapping: Path | None,
-) -> Comparison:
+    result: Comparison, asked: Asked, replay: Replay | None, out: Path,
+    before: Callable[[Comparison], object] = lambda result: None,
+) -> Comparison:  # fmt: skip
     """``result`` of comparing these dumps, with what a replay proves, which is written to ``out``/replay.json.
 
-    asked: True replays everything, False nothing, None as the module says. taps: only these, the globs of `--taps`.
+    replay: what `begun` gave; before: called with ``result`` where a replay will decide, before it is waited for.
     Raises CommandError where it was asked for and there is no torch or it fails."""
-    ops = _chosen(result, golden, mine, asked, taps)
+    ops = _chosen(result, asked)
     if ops is None:
         return result
     if not _torch():
-        if asked:
+        if asked.replay:
             raise CommandError("--replay needs torch: install it beside accprobe (the CPU build will do)")
         return result
     from vllm_accprobe.opcheck.decide import NAME, Proof, decide
 
+    before(result)
+    late = Replay(asked, ops) if replay is None else None
+    try:
+        text, said = (replay or late).result()  # type: ignore[union-attr]
+    finally:
+        if late is not None:
+            late.close()
     out.mkdir(parents=True, exist_ok=True)
     path = out / NAME
     path.unlink(missing_ok=True)
-    said = _run([str(golden), str(mine), "--out", str(path)], ops, mapping)
     try:
-        proof = Proof.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        proof = Proof.from_json(text)
+    except ValueError:
         why = said or "it ended without a result"
-        if asked:
+        if asked.replay:
             raise CommandError(f"--replay: {why}") from None
         return replace(result, notes=[*result.notes, f"replay: failed and decides nothing: {why}"])
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
     return decide(result, proof)
 
 
@@ -82,20 +162,33 @@ def _torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def _chosen(
-    result: Comparison, golden: Path, mine: Path, asked: bool | None, taps: str | None
-) -> list[str] | None:  # fmt: skip
+def _chosen(result: Comparison, asked: Asked) -> list[str] | None:
     """Globs over taps to replay, empty for all; None for no replay."""
-    limited = [glob.strip() for glob in taps.split(",")] if taps else []
-    if asked is not None:
-        return limited if asked else None
+    if asked.replay is not None:
+        return asked.globs if asked.replay else None
     if not all(_captured(run) for run in (result.golden_run, result.mine_run)):
         return None
-    if stored(golden) + stored(mine) <= SMALL:
-        return limited
+    if _bytes(asked) <= SMALL:
+        return asked.globs
     suspects = [str(o["module"]) for o in result.origins[:SUSPECTS]]
     globs = [g for tap in suspects for g in (_literal(tap), _literal(tap) + ".*")]
     return globs or None
+
+
+def _small(asked: Asked) -> bool:
+    """Whether `_chosen` will choose all, by what can be told before the dumps are opened."""
+    try:
+        paths = [side / "run.json" for side in (asked.golden, asked.mine)]
+        if any(path.stat().st_size > _MOST_RUN for path in paths):
+            return False
+        runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    except (OSError, ValueError, RecursionError):
+        return False
+    return all(isinstance(run, dict) and _captured(run) for run in runs) and _bytes(asked) <= SMALL
+
+
+def _bytes(asked: Asked) -> int:
+    return stored(asked.golden) + stored(asked.mine)
 
 
 def _captured(run: dict[str, Any]) -> bool:
@@ -118,18 +211,3 @@ def stored(dump: Path) -> int:
 
 def _literal(tap: str) -> str:
     return tap.replace("[", "[[]")
-
-
-def _run(arguments: list[str], ops: Sequence[str], mapping: Path | None) -> str:
-    """What the process said last on stderr if it failed, else ""."""
-    import subprocess
-
-    more = [x for glob in ops for x in ("--ops", glob)]
-    more += ["--op-mapping-file", str(mapping)] if mapping is not None else []
-    command = [sys.executable, "-m", "vllm_accprobe.cli.prove", *more, *arguments]
-    shown = None if sys.stderr.isatty() else subprocess.PIPE  # a bar on a terminal
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=shown, text=True, check=False)
-    if done.returncode == 0:
-        return ""
-    lines = [line for line in (done.stderr or "").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else f"its process ended with {done.returncode}"

@@ -3,13 +3,13 @@
 The problem: what judge/ finds is keys and arrays; a reader wants a request, a position and one entry per module. The
 idea: `Places` answers where and when a row was computed; the rest turns each finding into its entry, and makes the
 pairs agree with it, so that no table calls a culprit clean.
-Not here: the finding itself (judge/origin.py, judge/flips.py).
+Not here: the finding itself (judge/origin.py, judge/flips.py), what was recorded of a flipped token (flipped.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,8 @@ import numpy as np
 from vllm_accprobe.align.tokens import Flip, position, subject
 from vllm_accprobe.comparison import words
 from vllm_accprobe.comparison.measured import Setting
-from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, TOP_IDS, TOP_LOGITS, Plan, Unit
-from vllm_accprobe.comparison.read import Loader
+from vllm_accprobe.comparison.plan import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, Pair
-from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.judge import flips as rules
 from vllm_accprobe.judge import shape
 from vllm_accprobe.judge.looks import Look
@@ -88,8 +86,18 @@ def origin_entry(
         "evidence": c.evidence,
         "rows": len(c.keys),
         "worst": worst,
+        "nonfinite": 0,
         "shape": "" if len(c.keys) and request is None else shape_of(c, setting, places, chosen or {}),
     }
+
+
+def steps_of(created: Sequence[Created]) -> dict[str, int]:
+    """Of each tap how many rows it makes NaN or infinite, of inputs that are neither."""
+    rows: dict[str, list[np.ndarray]] = {}
+    for c in created:
+        if len(c.steps):
+            rows.setdefault(c.tap, []).append(c.steps)
+    return {tap: len(np.unique(np.concatenate(found))) for tap, found in rows.items()}
 
 
 def size_of(c: Created, at: int = 0) -> tuple[float, float, float]:
@@ -179,7 +187,9 @@ def condemn(created: Sequence[Created], pairs: Compared) -> Compared:
             mask = np.isin(c.keys, keys)
             if pair.status == PASS and mask.any():
                 most, limit = float(c.err[mask].max()), c.trace.limit
-                what = f"creates an error of {most:.3g} (limit {limit:.2g} for one operator)"
+                gap = c.trace.gap
+                where = f"{gap} unseen layer{'s' * (gap > 1)}" if gap else "one operator"
+                what = f"creates an error of {most:.3g} (limit {limit:.2g} for {where})"
                 if c.hidden is not None:  # within fixed limits, but not what this operator does elsewhere
                     most, limit, _ = size_of(c)
                     what = f"creates an error of {most:.3g}, where {limit:.2g} would be usual ({c.hidden.how})"
@@ -198,10 +208,13 @@ def judge_flips(
     verdicts: dict[int, str] = {}
     for found in setting.flips:
         flip = Flip(**found["flip"])
-        golden, mine = (None if b is None else rules.Best(*map(np.array, b)) for b in found["best"])
-        why = rules.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key))
+        golden, mine = (_as_best(b) for b in found["best"])
+        sides = [rules.Masking(None if by is None else tuple(by), grammar, _as_best(left))
+                 for by, grammar, left in found.get("masks") or [(None, None, None)] * 2]  # fmt: skip
+        masks = sides[0], sides[1]
+        why = rules.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks)
         request, where = setting.name(flip.key)
-        entries.append(rules.flip_entry(flip, request, golden, mine, why))
+        entries.append(rules.flip_entry(flip, request, golden, mine, why, masks))
         verdicts[flip.key] = why
         if why == rules.SAMPLED:
             cls = setting.classes.get(SAMPLER, "")
@@ -217,15 +230,8 @@ def judge_flips(
     return entries, [(setting.sampler_order, guilty[first][1] | {"rows": len(guilty)})], out
 
 
-def best_logits(plan: Plan, loaders: tuple[Loader, Loader]) -> list[dict[str, Any]]:
-    """For each flipped token {"flip": its fields, "best": [golden's, mine's]}, each [logits, ids] or None."""
-    units = {u.key[1]: u for u in plan.units if u.key[0] == SAMPLER}
-    found = []
-    for flip in plan.tokens.flips:
-        best = [_best(plan, side, units, loaders[side], flip.key) for side in (0, 1)]
-        lists = [None if b is None else [b.logits.tolist(), b.ids.tolist()] for b in best]
-        found.append({"flip": asdict(flip), "best": lists})
-    return found
+def _as_best(lists: Any) -> rules.Best | None:
+    return None if lists is None else rules.Best(*map(np.array, lists))
 
 
 def _logits_agree(traces: Sequence[Trace], key: int) -> bool | None:
@@ -236,24 +242,3 @@ def _logits_agree(traces: Sequence[Trace], key: int) -> bool | None:
             at = np.flatnonzero(t.keys == key)
             known = (known is not False) and not (len(at) and t.err[at[0]] > t.allowed)
     return known
-
-
-def _best(plan: Plan, side: int, units: dict[str, Unit], loader: Loader, key: int) -> rules.Best | None:
-    rows = [_row(plan, side, units.get(role), loader, key) for role in (TOP_LOGITS, TOP_IDS)]
-    return rules.Best(rows[0], rows[1]) if rows[0] is not None and rows[1] is not None else None
-
-
-def _row(plan: Plan, side: int, unit: Unit | None, loader: Loader, key: int) -> np.ndarray | None:
-    """One row's numbers, of the last group that holds it."""
-    if unit is None:
-        return None
-    tokens = (plan.tokens.golden, plan.tokens.mine)[side]
-    for group in reversed(unit.mine if side else unit.golden):
-        rows = tokens.rows.get(group.where) if group.where else None
-        if rows is None or not group.readable:
-            continue
-        at = np.flatnonzero((rows.keys == key) & rows.keep)
-        if len(at):
-            block = loader.load(group)
-            return np.asarray(widen(block.data[int(at[0])], block.dtype, as_float=True))
-    return None

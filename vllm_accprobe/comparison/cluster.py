@@ -38,8 +38,13 @@ File = tuple[int, int, int]
 
 
 def measure_on(
-    address: str, dumps: tuple[Any, Any], sides: tuple[Side, Side], units: Sequence[Unit], limit: int = BATCH,
-    *, kl: bool = False,
+    address: str,
+    dumps: tuple[Any, Any],
+    sides: tuple[Side, Side],
+    units: Sequence[Unit],
+    limit: int = BATCH,
+    *,
+    kl: bool = False,
 ) -> Iterator[list[MeasuredUnit]]:
     """As workers.measure_all. address: as for ray.init, ``auto`` or ``host:port``. Raises CompareError."""
     ray = _ray()
@@ -200,13 +205,27 @@ def _knock(address: str) -> None:
 
 
 @contextmanager
+def _away() -> Iterator[None]:
+    """For a moment, another current directory. Ray's workers look for modules where the driver is when it connects: a
+    dump may come from a stranger, with a numpy.py in it. Beside this package they find what the driver has found."""
+    here = os.open(".", os.O_RDONLY)
+    try:
+        os.chdir(Path(__file__).resolve().parents[2])
+        yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
+
+
+@contextmanager
 def _connected(ray: Any, address: str) -> Iterator[None]:
     """A connection for as long as it takes, unless there is one."""
     own = not ray.is_initialized()
     if own:
         try:
             _knock(address)
-            ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+            with _away():
+                ray.init(address=address, logging_level="ERROR", log_to_driver=False)
         except (OSError, ValueError, RuntimeError) as e:
             raise CompareError(f"no Ray cluster at {address!r}: {_last_line(e)}") from None
     try:

@@ -3,29 +3,32 @@
 The problem: a comparison that silently compares half of the rows looks like a pass. The idea: rows are counted once
 each, not once per tensor: as sets of keys, text rows together and each vision space for itself; every skip is counted
 under its reason, those of the captures too.
-Not here: why a pair was skipped (measure.py).
+Not here: why a pair was skipped (measure.py), how many pairs there are (result.py: Counts).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from vllm_accprobe.align.tokens import Side
 from vllm_accprobe.comparison.plan import Plan
-from vllm_accprobe.comparison.result import SKIP, Pair
+from vllm_accprobe.dump.schema import DEALT
+from vllm_accprobe.judge.routing import Rerouted
 
 TEXT = "text"
 NEAR_TIE = "rows after a router's near tie"
+UNRULED = "choices of experts left out: golden does not take its highest logits, which tell no margin then"
+UNKNOWN = "choices of experts that differ without the router's logits in both dumps: no near tie is shown"
 _NONE = np.zeros(0, np.int64)
 
 
 def family(space: str) -> str:
-    """Rows of tokens and of logits are the same rows; a vision space's are its own."""
-    return space if space.startswith("vision") else TEXT
+    """Rows of tokens and of logits are the same rows; a vision space's are its own, whatever rank computed them."""
+    return space.partition(DEALT)[0] if space.startswith("vision") else TEXT
 
 
 def coverage(
@@ -50,7 +53,6 @@ def coverage(
         for skip in dump.skips:
             reasons[f"{side}: {skip.reason}"] += skip.count
     return {
-        "pairs": 0,
         "rows_compared": both,
         "rows_only_golden": golden,
         "rows_only_mine": mine,
@@ -60,10 +62,11 @@ def coverage(
     }
 
 
-def finished(measured: Mapping[str, Any], pairs: Iterable[Pair], rerouted: int) -> dict[str, Any]:
-    """``coverage`` with the number of judged pairs. rerouted: rows after a router's near tie."""
-    skipped = dict(measured["skipped"]) | ({NEAR_TIE: rerouted} if rerouted else {})
-    return dict(measured) | {"pairs": sum(p.status != SKIP for p in pairs), "skipped": skipped}
+def finished(measured: Mapping[str, Any], rerouted: Rerouted) -> dict[str, Any]:
+    """``coverage`` with what judging adds: rows after a router's near tie, and choices without a margin."""
+    counts = {NEAR_TIE: rerouted.rows, UNRULED: rerouted.unruled, UNKNOWN: rerouted.unknown}
+    skipped = dict(measured["skipped"]) | {why: n for why, n in counts.items() if n}
+    return dict(measured) | {"skipped": skipped}
 
 
 def _rows(side: Side) -> dict[str, np.ndarray]:

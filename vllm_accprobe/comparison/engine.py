@@ -17,21 +17,22 @@ import numpy as np
 
 from vllm_accprobe.align.files import take_names
 from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
-from vllm_accprobe.comparison import blame, foreign, words
+from vllm_accprobe.comparison import foreign, words
 from vllm_accprobe.comparison.coverage import coverage
+from vllm_accprobe.comparison.flipped import best_logits
 from vllm_accprobe.comparison.floors import gather
 from vllm_accprobe.comparison.index import Indices
 from vllm_accprobe.comparison.judging import judge
 from vllm_accprobe.comparison.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
-from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, TOP_IDS, Plan, Unit, make_plan
+from vllm_accprobe.comparison.plan import LOOKED_UP, SAMPLER, TOKEN, Plan, Unit, make_plan
 from vllm_accprobe.comparison.read import Loader
-from vllm_accprobe.comparison.result import CompareError, Comparison
+from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.resume import Finished, identity
 from vllm_accprobe.comparison.rows import RowLog
 from vllm_accprobe.comparison.samples import take_samples
 from vllm_accprobe.comparison.shelf import Shelf
 from vllm_accprobe.comparison.workers import measure_all, unit_bytes
-from vllm_accprobe.formats import DumpError, held, open_dump
+from vllm_accprobe.formats import DumpError, NothingReadable, held, nothing_readable, open_dump
 from vllm_accprobe.formats.foreign import INDEPENDENT, VALUES, ForeignDump
 from vllm_accprobe.judge.calibration import Calibration
 from vllm_accprobe.judge.foreign import FOREIGN
@@ -98,20 +99,26 @@ def rejudge(
 
 def calibrate(golden: str | Path | Any, runs: Sequence[str | Path]) -> Calibration:
     """What golden and further honest ``runs`` of its own side differ by. Raises CompareError."""
-    found = gather(open_both(golden, golden)[0], runs, compare)
+    found = gather(open_both(golden, golden)[0], runs, compare, "")
     if found is None:
         raise CompareError("give at least one further run of golden's side: another batching, dtype or reduction order")
     return found
 
 
 def open_both(golden: str | Path | Any, mine: str | Path | Any) -> tuple[Any, Any]:
-    """Opens what is a path; raises CompareError for what cannot be read."""
+    """Opens what is a path; raises CompareError for what cannot be read, and NothingCompared where none of a dump's
+    files can be."""
     try:
         opened = [open_dump(d) if isinstance(d, (str, Path)) else d for d in (golden, mine)]
         for dump in opened:
             held.look(dump)
+    except NothingReadable as e:
+        raise NothingCompared(f"nothing could be compared: {e}") from None
     except DumpError as e:
         raise CompareError(str(e)) from None
+    for dump in opened:  # statistics may be there still, but they are not what was asked for
+        if getattr(dump, "unread", None) and not any(r.payload is not None for r in dump.records):
+            raise NothingCompared(f"nothing could be compared: {nothing_readable(dump)}")
     return take_names(opened[0], opened[1])
 
 
@@ -154,8 +161,9 @@ class _Run:
         self.loaders = Loader(self.dumps[0], 64 << 20), Loader(self.dumps[1], 64 << 20)
 
     def measure(self, progress: Progress | None = None, finished: Finished | None = None) -> Measured:
-        wanted = [u for u in self.plan.units if u.key[:2] != (SAMPLER, TOP_IDS)]
-        ids = sum(len(u.mine) for u in self.plan.units if u.key[:2] == (SAMPLER, TOP_IDS))
+        looked_up = {(SAMPLER, role) for role in LOOKED_UP}
+        wanted = [u for u in self.plan.units if u.key[:2] not in looked_up]
+        ids = sum(len(u.mine) for u in self.plan.units if u.key[:2] in looked_up)
         if ids:
             self.skipped[IDS_ONLY] += ids
         known = dict(finished.done) if finished is not None else {}
@@ -212,7 +220,7 @@ class _Run:
             notes=words.static_notes(self.dumps, plan),
             coverage=coverage(plan, self.dumps, self.compared, self.skipped),
             tokens_compared=tokens.tokens_compared,
-            flips=blame.best_logits(plan, self.loaders),
+            flips=best_logits(plan, self.loaders, self.dumps),
             names=dict(tokens.names),
             images={k: list(v) for k, v in tokens.images.items()},
             parent=tree.parent,
@@ -228,6 +236,8 @@ class _Run:
                      for (_, s), x in mine.steps.items()},
             nothing=words.nothing(self.dumps, plan, self.skipped),
             sampler_order=next((u.order for u in plan.units if u.key[:2] == (SAMPLER, TOKEN)), len(plan.units)),
+            other_images=[g.id for g, _ in plan.requests.images_differ],
+            rehashed=plan.requests.rehashed,
             places=places_of(plan),
             moments=moments_of(plan),
         )  # fmt: skip

@@ -57,7 +57,12 @@ class Holder:
         measured = self.floor.floor(*unit.key[:2], None) if self.floor is not None else None
         if measured is not None:
             total = total.at_least(MARGIN * measured)
-        return total, self.standard.created_limits(unit_here, part.width)
+        return total, self.standard.gap_limits(unit_here, part.width, unit.gap)
+
+    def operators(self, unit: MeasuredUnit) -> float:
+        """How many times one operator's error may be made in front of this place: 1, or more where layers lie between
+        that nobody saw."""
+        return self.standard.gap_limits(1.0, 1, unit.gap).row / self.standard.created_limits(1.0, 1).row
 
     def rounding_floor(self, unit: MeasuredUnit, part: Part) -> float:
         """What honest rounding piles up to by here: one unit, growing with depth as the limits do."""

@@ -16,8 +16,9 @@ from typing import Any
 from vllm_accprobe.align.merged import plan_merged
 from vllm_accprobe.align.shards import Member, MergePlan, Unmergeable, plan_merge
 from vllm_accprobe.align.tokens import Space
-from vllm_accprobe.dump.schema import Record
+from vllm_accprobe.dump.schema import OWN, Record
 
+DEALT_OUT = "of images that were dealt out to ranks, and without rows"
 Moment = tuple[int, "int | None"]
 """(cell, step)."""
 
@@ -84,6 +85,13 @@ def merged(
     return sides[0], sides[1]
 
 
+def alone(record: Record, cell: int) -> Group:
+    """One rank's record as a group of its own, for a tensor that only one side has."""
+    where = None if record.rows is None or record.step is None else (cell, record.step, record.rows)
+    members = [Member(record.rank, record.layout, record.shape, record.dtype, record.hash)]
+    return Group((record,), (cell, record.step), where, plan_merge(members), row_dim=record.row_dim)
+
+
 def _row_dims(records: Iterable[Record]) -> dict[int, int]:
     """Along which dimension the rows of one tap and role lie, by the number of dimensions, from the records where no
     other dimension has their size: three rows of three-dimensional rotary positions are a square in which capture
@@ -122,6 +130,8 @@ def _group(
         other = alike
         if first.rows is not None and hint.row_dim == first.row_dim < len(other):
             other = (*other[: first.row_dim], first.shape[first.row_dim], *other[first.row_dim + 1 :])
+    if where is None and first.layout.kind == OWN:
+        return Group(records, moment, where, None, DEALT_OUT, dim)
     try:
         members = [Member(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
         merge = plan_merged(first, members, other, widths) or plan_merge(members, other)

@@ -14,15 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.comparison import blame, floors, words
+from vllm_accprobe.comparison import blame, floors, harmless, words
 from vllm_accprobe.comparison.coverage import finished
 from vllm_accprobe.comparison.holding import Holder
 from vllm_accprobe.comparison.measured import Measured, MeasuredUnit, Part
 from vllm_accprobe.comparison.params import is_computed
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN
+from vllm_accprobe.comparison.remarks import remarks
 from vllm_accprobe.comparison.result import FAIL, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.rows import RowLog
 from vllm_accprobe.comparison.rowsets import RowSets
+from vllm_accprobe.comparison.wrong import Wrong, forgive, wrong_rows
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
 from vllm_accprobe.judge.floor import unit as rounding_unit
@@ -31,7 +33,7 @@ from vllm_accprobe.judge.origin import Created, find_origins
 from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice
 from vllm_accprobe.judge.standards import EXACT, Limits, Standard
 from vllm_accprobe.judge.trace import Trace, kind_of
-from vllm_accprobe.judge.verdict import RowErrors
+from vllm_accprobe.judge.verdict import RowErrors, rows_of
 from vllm_accprobe.metrics import oracle
 
 _NO_KEYS = np.zeros(0, np.int64)
@@ -67,7 +69,7 @@ class _Judge:
         for unit in choices_first(self.measured.each()):
             self._unit(unit)
         if self._nothing():
-            raise NothingCompared(self._why_nothing())
+            raise NothingCompared(f"{self._why_nothing()} (golden {setting.golden_path}, mine {setting.mine_path})")
         self._check_floor()
         places = blame.Places(setting)
         created = find_origins(self.traces, self.tree, self.standard, setting.images)
@@ -75,12 +77,17 @@ class _Judge:
         first = {c.tap: c for c in reversed(created)}  # a tap is named once, by the first tensor that shows it
         named = [c for c in created if first[c.tap] is c]
         origins = [(c.trace.order, blame.origin_entry(c, setting, places, self.pairs, self.chosen)) for c in named]
+        steps = blame.steps_of(created)
+        for _, entry in origins:
+            entry["nonfinite"] = steps.get(entry["module"], 0)
         judged = blame.condemn(created, self.pairs)
         flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged)
         origins = sorted(origins + sampler, key=lambda o: o[0])
         pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
         failed = any(p.status == FAIL for p in pairs)
         rows = self.log.table(pairs, setting.names)
+        images = harmless.images(setting, self.measured.units, pairs)
+        said = remarks([o for _, o in origins], self.rerouted)
         about_floor = [s for s in (floors.sentence(self.floor, pairs), excused) if s]
         return Comparison(
             golden_path=setting.golden_path,
@@ -88,12 +95,12 @@ class _Judge:
             golden_run=setting.golden_run,
             mine_run=setting.mine_run,
             pairs=pairs,
-            coverage=finished(setting.coverage, pairs, self.rerouted.rows),
+            coverage=finished(setting.coverage, self.rerouted),
             first_divergence=words.first_divergence(pairs, rows),
             origins=[o for _, o in origins],
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
             verdict=FAIL if failed or origins else PASS,
-            notes=words.notes([*setting.notes, *about_floor], pairs, flipped, self.replicas, origins),
+            notes=words.notes([*setting.notes, *images, *about_floor, *said], pairs, flipped, self.replicas, origins),
             plan=setting.plan,
             standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),
             rows=rows,
@@ -152,7 +159,8 @@ class _Judge:
         limits = self.holder.limits(unit, parts)
         totals = [total for total, _ in limits]
         errors = self.holder.errors(parts, self.holder.row_floor(unit.parts), totals)
-        notes = [self._reroute(unit, part, e) for part, e in zip(parts, errors, strict=True)]
+        settled = [self._reroute(unit, part, e) for part, e in zip(parts, errors, strict=True)]
+        notes = [s.note for s in settled]
         facts = self._facts(unit, parts, errors, totals, notes)
         judged = iter(zip(parts, errors, totals, facts, strict=True))
         for part in unit.parts:
@@ -162,7 +170,12 @@ class _Judge:
                 self._add(unit, *next(judged))
         if parts and unit.key[:2] != (SAMPLER, TOKEN):
             rows = [self._keys_of(p) for p in parts]
-            wrong, everywhere = _wrong(parts, errors, rows)
+            for i, mask in enumerate(s.left for s in settled):
+                if mask is not None:  # a row that is not judged is not one without an error: nothing is learned from it
+                    rows[i] = rows[i][~mask]
+                    errors[i] = errors[i] if parts[i].whole else rows_of(errors[i], ~mask)
+            own = np.concatenate([s.own for s in settled])
+            wrong, everywhere = wrong_rows(parts, errors, rows, own)
             allowed, created = (max(pair[i].row for pair in limits) for i in (0, 1))
             weak = any(p.stats is not None for p in parts)
             self._trace(unit, rows, wrong, created, everywhere, max(allowed, 0.0), weak)
@@ -171,11 +184,12 @@ class _Judge:
         self,
         unit: MeasuredUnit,
         keys: list[np.ndarray],
-        wrong: _Wrong,
+        wrong: Wrong,
         limit: float,
         everywhere: float = 0.0,
         allowed: float = 0.0,
         weak: bool = False,
+        spoilt: bool = False,
     ) -> None:
         rows = self.rowsets.of(keys)
         at = rows.place[wrong.at]
@@ -192,9 +206,10 @@ class _Judge:
         part = next((p for p in unit.parts if not p.skip), None)
         dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
         unread = not dtypes or is_exact(*dtypes) or is_mask(role)
-        rounding = 0.0 if unread else max(self.unit, *map(rounding_unit, dtypes))
+        rounding = 0.0 if unread else self.holder.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
         signs = (wrong.rel[order], wrong.gain[order], rounding, unit.columns, part.width if part is not None else 1)
-        self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs))
+        known = (wrong.broken[order], wrong.own[order], spoilt, unit.gap)
+        self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs, *known))
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
         if part.equal is None:
@@ -209,7 +224,9 @@ class _Judge:
             errors = replace(errors, err=np.zeros_like(errors.err))
         self._add(unit, part, errors, limits, *self._facts(unit, [part], [errors], [limits], [""]))
         worst = float(errors.err.max()) if len(errors.err) else 0.0
-        self._trace(unit, [], _wrong([], [], [])[0], limits.row, worst if worst > limits.row else 0.0)
+        spoilt = part.table is not None and bool(part.table[:, oracle.MISMATCH].any())
+        none = wrong_rows([], [], [])[0]
+        self._trace(unit, [], none, limits.row, worst if worst > limits.row else 0.0, spoilt=spoilt)
 
     def _facts(
         self, unit: MeasuredUnit, parts: list[Part], errors: list[RowErrors], limits: list[Limits], notes: list[str]
@@ -239,60 +256,37 @@ class _Judge:
     def _skip(self, unit: MeasuredUnit, part: Part) -> None:
         self.pairs.append((words.skipped_pair(unit, part), _NO_KEYS))
 
-    def _reroute(self, unit: MeasuredUnit, part: Part, errors: RowErrors) -> str:
+    def _reroute(self, unit: MeasuredUnit, part: Part, errors: RowErrors) -> _Settled:
         """Finds rows sent to other experts at a near tie, and leaves the rows that come after one unjudged."""
         if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
-            if not self.rerouted.after(self._keys_of(part)).any():
-                return ""
-            _forgive(errors, np.ones(len(errors.err), bool))
-            return "not judged: its step has rows after a router's near tie, and it does not say which are theirs"
+            keys = self._keys_of(part)
+            if not self.rerouted.after(keys).any():
+                return _Settled()
+            forgive(errors, np.ones(len(errors.err), bool))
+            why = "not judged: its step has rows after a router's near tie, and it does not say which are theirs"
+            return _Settled(why, np.ones(len(keys), bool))
         if len(errors.err) != len(part.keys):
-            return ""
+            return _Settled()
+        wrong = np.zeros(len(part.keys), bool)
         if is_choice(unit.key[1], unit.cls):
             other = np.flatnonzero(errors.err > 0)
-            excused = other[self.rerouted.near_ties(part.keys[other], unit, self.traces)] if len(other) else other
-            self.rerouted.add(part.keys[excused])
-        mask = self.rerouted.after(part.keys)
+            found = None if part.margins is None else part.margins[other]
+            excused, bad = self.rerouted.judge(part.keys[other], found, self.unit, unit, self.traces)
+            self.rerouted.add(part.keys[other[excused]])
+            wrong[other[bad]] = True
+        mask = self.rerouted.after(part.keys) & ~wrong
+        own = part.keys[wrong]
         if not mask.any():
-            return ""
-        _forgive(errors, mask)
-        return f"{int(mask.sum())} rows after a router's near tie are not judged"
-
-
-def _forgive(errors: RowErrors, mask: np.ndarray) -> None:
-    errors.err[mask], errors.rel[mask], errors.ratio[mask], errors.peak[mask] = 0.0, 0.0, 1.0, 0.0
-    errors.gain[mask] = 0.0
+            return _Settled("", None, own)
+        forgive(errors, mask)
+        return _Settled(f"{int(mask.sum())} rows after a router's near tie are not judged", mask, own)
 
 
 @dataclass(frozen=True)
-class _Wrong:
-    """The rows of a unit that have an error: at, which of its keys, one part after the other; what `Trace` says."""
+class _Settled:
+    """What choices of experts make of a part. note: for its pair. left: bool [rows], which are not judged. own: keys of
+    the rows whose choice is wrong by mine's own logits."""
 
-    at: np.ndarray
-    err: np.ndarray
-    rel: np.ndarray
-    gain: np.ndarray
-
-
-def _wrong(parts: list[Part], errors: list[RowErrors], keys: list[np.ndarray]) -> tuple[_Wrong, float]:
-    """The rows with an error, and the largest error that belongs to no row. keys: that each part speaks for."""
-    found: list[tuple[np.ndarray, ...]] = []
-    everywhere, start = 0.0, 0
-    for part, e, rows in zip(parts, errors, keys, strict=True):
-        n = len(rows)
-        if part.whole and (e.err > 0).any():
-            if n:
-                most = np.full(n, e.err.max())
-                found.append((np.arange(start, start + n), most, most, np.zeros(n)))
-            else:
-                everywhere = max(everywhere, float(e.err.max()))
-        elif not part.whole and len(e.err) == n:
-            bad = np.flatnonzero(e.err > 0)
-            found.append((start + bad, e.err[bad], e.rel[bad], e.gain[bad]))
-        elif not part.whole and e.err[0] > 0:
-            found.append((np.arange(start, start + n), *(np.full(n, v[0]) for v in (e.err, e.rel, e.gain))))
-        start += n
-    if not found:
-        none = np.zeros(0)
-        return _Wrong(np.zeros(0, np.int64), none, none, none), everywhere
-    return _Wrong(*(np.concatenate([f[i] for f in found]) for i in range(4))), everywhere
+    note: str = ""
+    left: np.ndarray | None = None
+    own: np.ndarray = field(default_factory=lambda: _NO_KEYS)

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.tokens import Space
-from vllm_accprobe.comparison import statistics
+from vllm_accprobe.comparison import choices, kinds, statistics
 from vllm_accprobe.comparison.copies import settle
 from vllm_accprobe.comparison.index import Indices
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, Group, Unit
-from vllm_accprobe.comparison.read import Block, Loader, cut_shape, find_cut
+from vllm_accprobe.comparison.read import UNREAD, Block, Loader, Unread, cut_shape, find_cut, same_bits
 from vllm_accprobe.comparison.stream import RowReader, row_bytes, stretches
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Stats
@@ -60,6 +60,7 @@ class Piece:
     elements: np.ndarray | None = None
     softmax: np.ndarray | None = None  # oracle.softmax_sums
     choices: np.ndarray | None = None  # int64 [rows, k]: what mine chose, of a tensor of chosen experts
+    margins: np.ndarray | None = None  # float64 [rows, 3], judge.routing.margins, of the same
     structure: np.ndarray | None = None  # metrics.structure's sums over some of the rows
     identical: bool = False
     stat_error: tuple[float, float] | None = None
@@ -70,6 +71,7 @@ class Piece:
     worst: tuple[int, int, float, float] | None = None  # row, flat index in the row, golden, mine
     replicas: str = ""
     whole: bool = False  # without rows
+    same_bits: bool = False  # both were read, and their bits are equal
 
     @property
     def rows(self) -> int:
@@ -111,12 +113,16 @@ class Measurer:
                 piece.skip = UNKNOWN_DTYPE
             elif group.where is None and group.moment[1] is not None and _SORTED.search(unit.key[0]):
                 piece.skip = BY_EXPERT
-            elif group.where is None:
-                self._whole(piece, usable)
-            elif not self._fits(1, group):
+            elif group.where is not None and not self._fits(1, group):
                 piece.skip = ROW_COUNT
             else:
-                self._rows(piece, with_rows, wheres, unit)
+                try:
+                    if group.where is None:
+                        self._whole(piece, usable, unit)
+                    else:
+                        self._rows(piece, with_rows, wheres, unit)
+                except Unread:  # nothing of a pair that was read in part
+                    piece = Piece(group, piece.golden, feature=piece.feature, whole=piece.whole, skip=UNREAD)
             yield piece
         self.golden.forget()
         self.mine.forget()
@@ -154,12 +160,19 @@ class Measurer:
             return
         if not (piece.group.readable and all(g.readable for g in piece.golden)):
             if met.both:
-                self._statistics(piece, first)
+                self._statistics(piece, first, unit)
             else:
                 piece.skip = NO_PAYLOAD
             return
         kept, number, row = met.row, met.number, met.other
+        if kinds.mixed(unit, first, piece.group):
+            used = zip(met.used, met.places, strict=True)
+            blocks = [self.rows[0].load(golden[i], cuts[0], row[at]) for i, at in used]
+            if kinds.fractions([*blocks, self.rows[1].load(piece.group, cuts[1], kept)]):
+                piece.skip = kinds.OTHER_KIND
+                return
         table: np.ndarray | None = None
+        piece.same_bits = True
         for i, places in zip(met.used, met.places, strict=True):
             size = max(row_bytes(golden[i]), row_bytes(piece.group))
             for part in stretches(places, size):
@@ -171,7 +184,14 @@ class Measurer:
                 else:
                     table = np.zeros((len(kept), len(oracle.ROW_FIELDS))) if table is None else table
                     table[part] = found
+                piece.same_bits = piece.same_bits and _equal(found) and same_bits(g, g_rows, m, m_rows)
                 self._columns(piece, found, g, g_rows, m, m_rows, unit)
+                if piece.choices is not None and unit.router is not None and found[:, oracle.MAX_D].any():
+                    chosen_at = (golden[i], cuts[0], row[part]), (piece.group, cuts[1], kept[part])
+                    margins = choices.margins(self.rows, unit.router, chosen_at, self._fits)
+                    if margins is not None:
+                        piece.margins = np.full((len(kept), 3), np.nan) if piece.margins is None else piece.margins
+                        piece.margins[part] = margins
                 self._locate(piece, found, part, g, g_rows, m, m_rows)
         piece.table = table
         self._check_replicas(piece, [(golden[i], number == i) for i in met.used], row, kept, cuts, unit)
@@ -241,9 +261,12 @@ class Measurer:
         piece.identical = True
         return True
 
-    def _statistics(self, piece: Piece, golden: Group) -> None:
+    def _statistics(self, piece: Piece, golden: Group, unit: Unit) -> None:
         g = statistics.statistics_of(golden, self.golden)
         m = statistics.statistics_of(piece.group, self.mine)
+        if kinds.mixed(unit, golden, piece.group) and (kinds.fractional(g) or kinds.fractional(m)):
+            piece.skip = kinds.OTHER_KIND
+            return
         if g is not None and m is not None and statistics.common(g, m):
             piece.stat_error = statistics.statistics_error(g, m)
             piece.figures = statistics.figures(g), statistics.figures(m)
@@ -254,7 +277,7 @@ class Measurer:
         else:
             piece.stat_error, piece.by = (0.0 if equal else float("inf"), 0.0), "checksums"
 
-    def _whole(self, piece: Piece, golden: list[Group]) -> None:
+    def _whole(self, piece: Piece, golden: list[Group], unit: Unit) -> None:
         """A tensor without rows: against the golden's of a step with the same batch."""
         batch = self.indices.batches[1].get(piece.group.moment)
         same = [g for g in golden if g.where is None and self.indices.batches[0].get(g.moment) == batch]
@@ -277,14 +300,18 @@ class Measurer:
         elif self._same(piece, partner, True):
             pass
         elif not (piece.group.readable and partner.readable):
-            self._statistics(piece, partner)
+            self._statistics(piece, partner, unit)
         else:
             g, m = self.golden.load(partner), self.mine.load(piece.group)
+            if kinds.mixed(unit, partner, piece.group) and kinds.fractions((b, np.arange(len(b.data))) for b in (g, m)):
+                piece.skip = kinds.OTHER_KIND
+                return
             one = np.zeros(1, np.int64)
             flat = [Block(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
             piece.table = wide.row(flat[0].data, g.dtype, flat[1].data, m.dtype, widen, elements=_elements(piece))
             found = settle((self.golden, self.mine), (partner, piece.group), flat, piece.table)
             piece.table, flat, piece.replicas = found
+            piece.same_bits = _equal(piece.table) and same_bits(flat[0], one, flat[1], one)
             if self.kl:
                 piece.softmax = oracle.softmax_sums(*(widen(b.data, b.dtype) for b in flat))
             self._locate(piece, piece.table, one, flat[0], one, flat[1], one)
@@ -313,6 +340,11 @@ class Measurer:
                 piece.table[places[worse]] = other[worse]
             odd, first = piece.group.records[member].rank, piece.group.first.rank
             piece.replicas = f"ranks differ (rank {odd} from rank {first})"
+
+
+def _equal(table: np.ndarray) -> bool:
+    """Whether all numbers of these rows are equal; only then their bits can be, and are worth a look."""
+    return not (table[:, oracle.MAX_D].any() or table[:, oracle.MISMATCH].any())
 
 
 def _elements(piece: Piece) -> np.ndarray:

@@ -40,8 +40,11 @@ class Part:
     elements: metrics.oracle.ELEMENT_FIELDS, sums over all elements for other tools' standards; None where values were
     not read. figures: golden's and mine's (max, min, mean, norm), where they decided. kl: KL divergence, None where not
     measured. choices:
-    int64 [rows, k], the experts that mine chose, of a tensor that holds such. nonfinite: count where identical; zero:
-    all of it is 0. equal, by: parameters: equal to the bit, and how that is known. skip: why nothing was compared.
+    int64 [rows, k], the experts that mine chose, of a tensor that holds such; margins: float64 [rows, 3], how clearly
+    either side chose (judge.routing.margins), None where the router's logits are not in both dumps or all choices are
+    alike. nonfinite: count where identical; own_nonfinite: whether mine's tensor holds NaN or infinity, None where
+    nobody counted; zero: all of it is 0. same_bits: both were read, and their bits are equal. equal, by: parameters:
+    equal to the bit, and how that is known. skip: why nothing was compared.
     """
 
     golden: str
@@ -72,7 +75,10 @@ class Part:
     elements: tuple[float, ...] | None = None
     kl: float | None = None
     choices: np.ndarray | None = None
+    margins: np.ndarray | None = None
+    own_nonfinite: bool | None = None
     figures: tuple[tuple[float | None, ...], ...] | None = None
+    same_bits: bool = False
 
     @property
     def width(self) -> int:
@@ -81,7 +87,7 @@ class Part:
 
 @dataclass(slots=True)
 class MeasuredUnit:
-    """All parts of one (tap, role, call), in order of steps.
+    """All parts of one (tap, role, call), in order of steps. depth, gap: as plan.Unit.
 
     columns: float64 [6, width] (metrics.structure's sums over some rows of all parts). far: float64 [2, width], the
     sums of d*d and of g*g over the rows that are furthest apart. None where nothing differed, or they were not taken.
@@ -97,6 +103,7 @@ class MeasuredUnit:
     parts: list[Part] = field(default_factory=list)
     columns: np.ndarray | None = None
     far: np.ndarray | None = None
+    gap: int = 0
 
 
 @dataclass
@@ -108,7 +115,8 @@ class Setting:
     skipped: by reason, found while planning and measuring. flips: one dict per flipped token with both sides' best
     logits. batches: step → (requests, tokens) of mine. places: all comparable rows of mine as sorted keys, with the
     first step that computed each and whether it was decoding. moments: (cell, step) → keys of its rows.
-    nothing: the line to say when there is nothing to judge.
+    nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
+    hashes; rehashed: as RequestPlan's.
     """
 
     golden_path: str
@@ -132,6 +140,8 @@ class Setting:
     batches: dict[int, tuple[int, int]]
     nothing: str
     sampler_order: int
+    other_images: list[str] = field(default_factory=list)
+    rehashed: bool = False
     places: tuple[np.ndarray, np.ndarray, np.ndarray] = (NO_KEYS, NO_KEYS, NO_FLAGS)
     moments: dict[Moment, np.ndarray] = field(default_factory=dict)
 
@@ -160,7 +170,7 @@ def unit_of(
     unit: Unit, parts: Sequence[Part], columns: np.ndarray | None = None, far: np.ndarray | None = None
 ) -> MeasuredUnit:
     place = unit.key, unit.cls, unit.rule, unit.order, unit.depth
-    return MeasuredUnit(*place, unit.is_param, unit.vision, list(parts), columns, far)
+    return MeasuredUnit(*place, unit.is_param, unit.vision, list(parts), columns, far, unit.gap)
 
 
 def part_of(piece: Piece, *, equal: bool | None = None, by: str = "", family: str = "text") -> Part:
@@ -200,6 +210,9 @@ def part_of(piece: Piece, *, equal: bool | None = None, by: str = "", family: st
         skip=piece.skip,
         elements=None if piece.elements is None else tuple(piece.elements.tolist()),
         choices=piece.choices,
+        same_bits=piece.same_bits,
+        margins=piece.margins,
+        own_nonfinite=None if not stats or None in stats else any(s.nan + s.inf for s in stats if s is not None),
         kl=None if piece.softmax is None else oracle.kl_divergence(piece.softmax),
     )
 

@@ -18,7 +18,7 @@ from vllm_accprobe.align.shards import ONE
 from vllm_accprobe.comparison import statistics
 from vllm_accprobe.comparison.measure import OTHER_WIDTH, UNKNOWN_DTYPE, Piece
 from vllm_accprobe.comparison.plan import Group, Unit
-from vllm_accprobe.comparison.read import Block, Loader, cut_shape, find_cut
+from vllm_accprobe.comparison.read import UNREAD, Block, Loader, Unread, cut_shape, find_cut, same_bits
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.standards import Standard
@@ -50,6 +50,8 @@ def compare_params(unit: Unit, golden: Loader, mine: Loader, standard: Standard)
         g = next((g for g in unit.golden if g.moment == m.moment), unit.golden[-1])
         try:
             found.append(_compare(Piece(m, [g], whole=True), g, m, golden, mine, standard))
+        except Unread:
+            found.append(ParamResult(Piece(m, [g], whole=True, skip=UNREAD), None))
         finally:
             golden.forget()
             mine.forget()
@@ -90,6 +92,7 @@ def _compare(piece: Piece, g: Group, m: Group, golden: Loader, mine: Loader, sta
         r = int(piece.table[:, oracle.MAX_D].argmax())
         values = [widen(x[r], data[2], as_float=True) for x in data[:2]]
         piece.worst = (r, *oracle.locate(*values))
+    piece.same_bits = not differ.any() and same_bits(a, at, b, at)
     return ParamResult(piece, not differ.any(), "values")
 
 

@@ -19,23 +19,37 @@ from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import NamePlan, Place, pair_names
 from vllm_accprobe.align.requests import RequestPlan, distinct, pair_requests
 from vllm_accprobe.align.steps import plan_steps
-from vllm_accprobe.align.tokens import TokenPlan, align_rows
+from vllm_accprobe.align.tokens import TokenPlan, align_rows, own_cell
+from vllm_accprobe.comparison.choices import with_routers
 from vllm_accprobe.comparison.joining import Group, Joining, Moment, merged, widths_of
 from vllm_accprobe.comparison.operators import set_apart
 from vllm_accprobe.comparison.unsummed import WHOLE, Loose, loose, unsummed_taps
-from vllm_accprobe.dump.schema import Module, Record
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.schema import OWN, Module, Record
 from vllm_accprobe.dump.select import matches
-from vllm_accprobe.judge.flow import Key, Tree, add_parameters, depths, flow_order
+from vllm_accprobe.judge.flow import Key, Tree, add_parameters, flow_order
+from vllm_accprobe.judge.unseen import Layers, gaps, unseen_taps
 
-__all__ = ["SAMPLER", "TOKEN", "TOP_IDS", "TOP_LOGITS", "Group", "Moment", "Plan", "Unit", "make_plan"]
+__all__ = [
+    "LOOKED_UP", "MASKED_IDS", "MASKED_LOGITS", "SAMPLER", "TOKEN", "TOP_IDS", "TOP_LOGITS", "Group", "Moment", "Plan",
+    "Unit", "make_plan",
+]  # fmt: skip
 
 SAMPLER = "sampler"
 TOKEN, TOP_LOGITS, TOP_IDS = "output.token", "output.top_logits", "output.top_ids"
+MASKED_LOGITS, MASKED_IDS = "output.masked_logits", "output.masked_ids"
+"""What masks left of the logits, in steps with any: two runs need not mask alike."""
+LOOKED_UP = (TOP_IDS, MASKED_LOGITS, MASKED_IDS)
+"""Roles of the sampler that are looked at where a token flips, and not compared."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """All of one (tap, role, call) of mine, with the golden's groups that may hold its rows."""
+    """All of one (tap, role, call) of mine, with the golden's groups that may hold its rows.
+
+    depth: layers passed; gap: those of them that were passed unseen since the compared tensor before (judge/unseen.py).
+    router: of chosen experts, the groups (golden's, mine's) of the logits by which they were chosen, where both are
+    there."""
 
     key: Key
     golden_key: Key
@@ -45,6 +59,8 @@ class Unit:
     depth: int
     golden: list[Group]
     mine: list[Group]
+    router: tuple[list[Group], list[Group]] | None = None
+    gap: int = 0
 
     @property
     def is_param(self) -> bool:
@@ -108,7 +124,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
     places = _places(golden, orders[0], taps), _places(mine, orders[1], taps)
     names = pair_names(*places, by_order=not bridged.foreign)
     place = {key: i for i, key in enumerate(orders[1])}
-    depth = depths(orders[1])
+    layers = [Layers(o, _modules(d), unseen_taps(d)) for d, o in zip((golden, mine), orders, strict=True)]
     skipped = names.skips() + apart + (stepwise.skipped if stepwise is not None else Counter())
     notes = list(stepwise.notes) if stepwise is not None else []
     notes += _said_unsummed("golden", golden, shares[0]) + _said_unsummed("mine", mine, shares[1])
@@ -130,12 +146,24 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
                 golden_groups, mine_groups = merged(found, sides[1].groups[key], joining)
                 golden_key = (pair.golden.tap, golden_role, call)
                 at = place[key] if key in place else place[(*key[:2], 0)]  # a weight of a later step
-                units.append(Unit(key, golden_key, pair.mine.cls, rule, at, depth[at], golden_groups, mine_groups))
+                units.append(Unit(key, golden_key, pair.mine.cls, rule, at, 0, golden_groups, mine_groups))
     units.sort(key=lambda u: u.order)
+    units = with_routers(_with_depths(units, orders[1], layers))
     classes = {p.mine.tap: p.mine.cls for p in names.pairs}
     tree = Tree.of(list(dict.fromkeys(u.key[0] for u in units)), classes, _spans(units))
     ranks = (len(golden.ranks), len(mine.ranks))
-    return Plan(requests, tokens, names, units, tree, max(depth, default=0), skipped, ranks, bridged.lines, notes)
+    return Plan(
+        requests,
+        tokens,
+        names,
+        units,
+        tree,
+        max((u.depth for u in units), default=0),
+        skipped,
+        ranks,
+        bridged.lines,
+        notes,
+    )
 
 
 class _Side:
@@ -160,7 +188,7 @@ class _Side:
 
 
 def _cell_of(cells: Mapping[int, int]) -> Callable[[Record], int]:
-    return lambda r: cells.get(r.rank, 0)
+    return lambda r: own_cell(r.rank) if r.layout.kind == OWN else cells.get(r.rank, 0)
 
 
 def _grouped(dump: Any, cell_of: Callable[[Record], int], shares: Loose, *, parameters: bool = False) -> _Side:
@@ -209,6 +237,20 @@ def _places(dump: Any, ordered: Iterable[Key], taps: str | None) -> list[Place]:
     return [Place(tap, classes.get(tap, ""), tuple(rs), tuple(sorted(params[tap]))) for tap, rs in roles.items()]
 
 
+def _with_depths(units: list[Unit], order: list[Key], layers: list[Layers]) -> list[Unit]:
+    """``units`` with what lies in front of each, by the dump that shows more of it."""
+    counts = [not u.is_param for u in units]
+    passed, between = [], []
+    for side, known in enumerate(layers):
+        keys = [u.key if side else u.golden_key for u in units]
+        passed.append([known.passed(key) for key in keys])
+        between.append(gaps(passed[side], [tap for tap, _, _ in keys], counts))
+    return [
+        replace(u, depth=max(len(g), len(m)), gap=max(gap))
+        for u, g, m, *gap in zip(units, *passed, *between, strict=True)
+    ]
+
+
 def _spans(units: Iterable[Unit]) -> dict[str, tuple[int, int]]:
     """The first call's stretch of the data flow, of taps that were seen going in and coming out."""
     seen: dict[str, list[tuple[int, bool]]] = defaultdict(list)
@@ -239,7 +281,10 @@ def _sampled(dump: Any) -> Any:
         r = records.get((rank, step))
         if r is None or r.payload is None or r.rows is None:
             return None
-        tokens = dump.read(r).reshape(-1)
+        try:
+            tokens = dump.read(r).reshape(-1)
+        except DumpError:  # said where the tensor itself is compared
+            return None
         return tokens if r.shape and len(tokens) == r.shape[0] else None
 
     return sampled

@@ -3,7 +3,8 @@
 The problem: a tensor may lie in pieces on several ranks, with its rows along any dimension, and golden tensors are
 needed many times. The idea: `Loader` joins the pieces as the plan says, turns rows to the front and keeps what it made
 in a cache bounded by bytes; nothing else holds payloads, so a dump of any size is compared in the same memory.
-Not here: which rows are wanted (engine.py).
+A payload that cannot be read (a file that is damaged inside, or closed to us) is remembered in its dump and raised as
+`Unread`: whoever compares leaves that pair out and goes on. Not here: which rows are wanted (engine.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from vllm_accprobe.align.derived import read
 from vllm_accprobe.align.shards import SUM, merge
 from vllm_accprobe.comparison.plan import Group
 from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.dump.files import DumpError
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,25 @@ class Block:
     data: np.ndarray
     dtype: str
     feature: tuple[int, ...]
+
+
+UNREAD = "payload that cannot be read"
+_NAMED = 3
+
+
+class Unread(Exception):
+    """A payload could not be read; what it was stands in its dump's problems."""
+
+
+def unread(dump: Any, error: Exception) -> Unread:
+    """Remembers in ``dump`` that something of it could not be read, as a problem that names it; there may be thousands,
+    of which the first are named. Called by many threads: the worst that can happen is one sentence too many."""
+    why = " ".join(str(error).split())
+    if why not in dump.unread:
+        dump.unread.append(why)
+        if sum(p in dump.unread for p in dump.problems) < _NAMED:
+            dump.problems.append(why)
+    return Unread(why)
 
 
 class Loader:
@@ -40,7 +61,8 @@ class Loader:
         self.payload_bytes = 0
 
     def load(self, group: Group, cut: tuple[int, int] | None = None) -> Block:
-        """The whole of ``group``; ``cut`` = (dimension, size): without padding that the other side does not have."""
+        """The whole of ``group``; ``cut`` = (dimension, size): without padding that the other side does not have.
+        Raises Unread."""
         key = (id(group), cut)
         if key in self._kept:
             self._kept.move_to_end(key)
@@ -75,8 +97,11 @@ class Loader:
         return self._rows(group, whole, dtype, cut)
 
     def _read(self, group: Group, member: int) -> np.ndarray:
-        record = group.records[member]
-        data = read(self._dump, record)
+        """Raises Unread."""
+        try:
+            data = read(self._dump, group.records[member])
+        except (DumpError, OSError) as error:
+            raise unread(self._dump, error) from None
         self.payload_bytes += data.nbytes
         return data
 
@@ -93,6 +118,15 @@ class Loader:
             rows, feature = whole.shape[0], whole.shape[1:]
         width = int(np.prod(feature, dtype=np.int64))
         return Block(np.ascontiguousarray(whole).reshape(rows, width), dtype, feature)
+
+
+def same_bits(golden: Block, golden_rows: np.ndarray, mine: Block, mine_rows: np.ndarray) -> bool:
+    """Whether the rows hold the same stored bits: -0 is not 0 here, and a number of another dtype never the same."""
+    if golden.dtype != mine.dtype:
+        return False
+    bits = f"u{golden.data.itemsize}"
+    g, m = (b.data.view(bits)[rows] for b, rows in ((golden, golden_rows), (mine, mine_rows)))
+    return bool(np.array_equal(g, m))
 
 
 def find_cut(golden: Group, mine: Group) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:

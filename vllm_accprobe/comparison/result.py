@@ -8,7 +8,9 @@ Not here: how the numbers come about (engine.py), what they mean (judge/), how t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,7 +41,9 @@ class Pair:
     status: pass, fail or skip; message: why, in words. order: place in the data flow, small is early.
     rule: how the names were paired. rows: how many rows were compared (None for tensors without rows).
     phase: prefill, decode, mixed or None. worst_request, worst_position: of the worst row.
-    limit: what worst_row_rel_l2 was held against (0.0: exact equality). identical: equal hashes, nothing was read.
+    limit: what worst_row_rel_l2 was held against (0.0: exact equality). identical: the numbers compared are equal, in
+    whatever dtype and file they lie (NaN equals NaN); bit_identical: so are their stored bits, by hash or by reading.
+    Neither where only statistics, checksums or samples were there to compare.
     measure, measured, allowed: which measure decided (judge.verdict.METRICS, or ``created``), its value in the row that
     decided, and its own limit; a norm ratio may be off by ``allowed`` from 1. floor: the worst row that honest rounding
     and batching alone would give, floor_source: how that is known (judge/calibration.py), x_floor: worst_row_rel_l2 in
@@ -82,6 +86,7 @@ class Pair:
     max_abs_mine: float | None = None
     limit: float | None = None
     identical: bool = False
+    bit_identical: bool = False
     measure: str | None = None
     measured: float | None = None
     allowed: float | None = None
@@ -95,6 +100,36 @@ class Pair:
 _NO_COLUMNS = ("elements", "kl")
 COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Pair) if f.name not in _NO_COLUMNS)
 """Names of compare.csv's columns, in order."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many pairs there are of each kind: the only place that counts them, for all that is printed and written.
+
+    total: rows of compare.csv, compared + skipped; compared: passed + failed; identical: of those compared, whichever
+    their status; bit_identical: of those identical. skip_reasons: adds up to ``skipped``."""
+
+    passed: int
+    failed: int
+    skipped: int
+    identical: int
+    bit_identical: int
+    skip_reasons: dict[str, int]
+
+    @property
+    def compared(self) -> int:
+        return self.passed + self.failed
+
+    @property
+    def total(self) -> int:
+        return self.compared + self.skipped
+
+
+def count_pairs(pairs: list[Pair]) -> Counts:
+    status = Counter(p.status for p in pairs)
+    reasons = Counter(p.message for p in pairs if p.status == SKIP)
+    known = [p.bit_identical for p in pairs if p.identical and p.status != SKIP]
+    return Counts(status[PASS], status[FAIL], status[SKIP], len(known), sum(known), dict(reasons))
 
 
 @dataclass(frozen=True)
@@ -131,6 +166,18 @@ class Comparison:
     samples: tuple[Sample, ...] = ()
     foreign: Foreign | None = None
     measured: Measured | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        c = self.counts
+        counted = {"pairs": c.compared, "pairs_passed": c.passed, "pairs_failed": c.failed, "pairs_skipped": c.skipped,
+                   "pairs_identical": c.identical, "pairs_bit_identical": c.bit_identical}  # fmt: skip
+        # Whoever changes a pair's status makes a new Comparison, and its coverage must not tell of the old one.
+        others = {k: v for k, v in self.coverage.items() if k not in counted}
+        object.__setattr__(self, "coverage", counted | others)
+
+    @cached_property
+    def counts(self) -> Counts:
+        return count_pairs(self.pairs)
 
     def to_json(self) -> dict[str, Any]:
         """compare.json (schema 1). Numbers that JSON cannot hold become the strings "nan", "inf" and "-inf"."""

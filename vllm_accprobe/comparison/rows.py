@@ -29,9 +29,9 @@ class RowTable:
 
     pair: int32, index into ``Comparison.pairs``. request: int32, index into ``requests``, the labels (``a``, or
     ``a, image 0`` for rows of a vision tower). position: int64, of the token in its request, or of the row in its
-    image. decode: bool. error: float32, in units of a relative L2 error (judge/verdict.py), 0 where the bits agree,
+    image. decode: bool. error: float32, in units of a relative L2 error (judge/verdict.py), 0 where the numbers agree,
     infinite where NaNs differ. ratio: float32, error over the pair's limit; NaN where the pair has none. There are no
-    entries at all where every row of every pair agrees to the bit.
+    entries at all where every row of every pair agrees.
     """
 
     requests: tuple[str, ...]
@@ -89,7 +89,7 @@ class RowLog:
     def table(self, pairs: Sequence[Pair], names: Names) -> RowTable:
         """``pairs`` in their final order, with their final limits."""
         found = [(i, self._entries[_name(p)], p.limit) for i, p in enumerate(pairs) if _name(p) in self._entries]
-        if not any(entry[1].any() for _, entry, _ in found):  # all agrees to the bit: no row has anything to tell
+        if not any(entry[1].any() for _, entry, _ in found):  # all agrees: no row has anything to tell
             found = []
         owners = np.unique(np.concatenate([np.zeros(0, np.int64), *(np.unique(subject(e[0])) for _, e, _ in found)]))
         labels = tuple(_label(*names.get(int(s), (str(int(s)), None))) for s in owners)

@@ -15,11 +15,10 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import Side
 from vllm_accprobe.comparison.plan import Group, Plan, Unit
-from vllm_accprobe.comparison.read import Loader, find_cut
+from vllm_accprobe.comparison.read import Loader, Unread, find_cut
 from vllm_accprobe.comparison.result import FAIL, Pair
 from vllm_accprobe.comparison.rows import RowLog, Sample
 from vllm_accprobe.dump.dtypes import widen
-from vllm_accprobe.formats import DumpError
 
 VALUES = 256
 OTHER_ROWS = 15
@@ -36,7 +35,7 @@ def take_samples(
         unit = units.get((pairs[i].tap, pairs[i].role, pairs[i].call))
         try:
             sample = None if unit is None else _sample(i, pairs[i], unit, plan, loaders, log)
-        except (DumpError, OSError):
+        except Unread:
             sample = None
         if sample is not None:
             out.append(sample)

@@ -24,10 +24,10 @@ from vllm_accprobe.comparison.measured import Measured, MeasuredUnit, Part, Sett
 from vllm_accprobe.comparison.result import CompareError
 
 NAME = "measured.npz"
-VERSION = 4
+VERSION = 5
 _OFTEN = 32 << 20
 _POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
-_PART_ARRAYS = ("keys", "decode", "table", "choices")
+_PART_ARRAYS = ("keys", "decode", "table", "choices", "margins")
 _PLAIN = tuple(f.name for f in fields(Part) if f.name not in _PART_ARRAYS)
 
 
@@ -92,7 +92,7 @@ def save(measured: Measured, directory: Path) -> Path:
     units = []
     for u in measured.each():
         parts = [[plain(p), list(map(out.put, arrays(p)))] for p in u.parts]
-        head = [list(u.key), u.cls, u.rule, u.order, u.depth, u.is_param, u.vision]
+        head = [list(u.key), u.cls, u.rule, u.order, u.depth, u.is_param, u.vision, u.gap]
         units.append([head, parts, [out.put(u.columns), out.put(u.far)]])
     text = json.dumps({"version": VERSION, "plain": _PLAIN, "setting": setting, "units": units}, default=_plain)
     path, part = directory / NAME, directory / (NAME + ".part")
@@ -121,7 +121,8 @@ def load(directory: Path) -> Measured:
             f"{path} does not exist: --rejudge takes a directory that `accprobe compare` wrote"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, zipfile.BadZipFile) as e:
-        raise CompareError(f"{path} cannot be read as a saved comparison ({str(e)[:100]}){again}") from None
+        why = f" ({str(e)[:100]})" if isinstance(e, OSError) else ""
+        raise CompareError(f"{path} is no whole measured.npz of `accprobe compare`{why}{again}") from None
 
 
 def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
@@ -150,9 +151,10 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
                 values[name] = None if values[name] is None else tuple(values[name])
             made.append(Part(**values, **dict(zip(_PART_ARRAYS, map(get, arrays), strict=True))))
         tap, role, call = head[0]
-        cls, rule, order, depth, is_param, vision = head[1:]
+        cls, rule, order, depth, is_param, vision, gap = head[1:]
         key = tap, role, call
-        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, *map(get, columns)))
+        sums, far = map(get, columns)
+        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, sums, far, gap))
     return Measured(Setting(**raw), units)
 
 

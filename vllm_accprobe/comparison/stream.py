@@ -17,8 +17,9 @@ import numpy as np
 
 from vllm_accprobe.align.shards import CAT, ONE
 from vllm_accprobe.comparison.plan import Group
-from vllm_accprobe.comparison.read import Block, Loader
+from vllm_accprobe.comparison.read import Block, Loader, unread
 from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Record
 
 STRETCH = 4 << 20
@@ -37,7 +38,7 @@ class RowReader:
         self._read = getattr(dump, "read_rows", None)
 
     def load(self, group: Group, cut: tuple[int, int] | None, rows: np.ndarray) -> tuple[Block, np.ndarray]:
-        """(block, where the wanted ``rows`` of the group, int64 and not empty, lie in it)."""
+        """(block, where the wanted ``rows`` of the group, int64 and not empty, lie in it). Raises read.Unread."""
         start, stop = int(rows.min()), int(rows.max()) + 1
         if cut is not None or not self._streams(group) or stop - start > max(_SPARSE * len(rows), 64):
             return self._loader.load(group, cut), rows
@@ -64,7 +65,10 @@ class RowReader:
         return plan.kind == ONE or (plan.kind == CAT and plan.dim != 0)
 
     def _part(self, group: Group, member: int, start: int, stop: int, out: np.ndarray) -> np.ndarray:
-        found: np.ndarray = self._dump.read_rows(group.records[member], slice(start, stop), out)
+        try:
+            found: np.ndarray = self._dump.read_rows(group.records[member], slice(start, stop), out)
+        except (DumpError, OSError) as error:
+            raise unread(self._dump, error) from None
         self._loader.payload_bytes += found.nbytes
         return found
 

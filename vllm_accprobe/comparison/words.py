@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.comparison import harmless
 from vllm_accprobe.comparison.measured import MeasuredUnit, Part, Setting
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN, Plan
+from vllm_accprobe.comparison.read import UNREAD
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.rows import RowTable
 from vllm_accprobe.comparison.statistics import said as figures_said
@@ -67,10 +69,13 @@ def make_pair(
         clause = f"no payload: judged by {part.by or 'statistics'}"
     if part.figures is not None:
         clause = join(clause, figures_said(part.figures))
+    numbers = _metrics(part, facts.metrics)
+    # Without a finite position there is no largest error, and all there is to compare are the NaNs.
+    same = bool(numbers) and not numbers["max_abs_err"] and not numbers["nonfinite_mismatch"]
     return Pair(
         **_names(unit, part),
         shape=part.feature if part.whole else (len(part.keys), *part.feature),
-        **_metrics(part, facts.metrics),
+        **numbers,
         worst_row_rel_l2=worst.rel,
         worst_row_norm_ratio=worst.ratio,
         status=FAIL if wrong else PASS,
@@ -82,7 +87,8 @@ def make_pair(
         worst_request=request,
         worst_position=at,
         limit=limits.row,
-        identical=part.identical,
+        identical=same,
+        bit_identical=same and (part.identical or part.same_bits),
         elements=part.elements,
         kl=part.kl,
         floor=facts.floor[0],
@@ -243,6 +249,7 @@ def notes(
     whys = Counter(f["why"] for f in flipped)
     if whys[flips.RANDOM]:
         out.append(f"{whys[flips.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
+    out += harmless.masked(flipped)
     if whys[flips.UNKNOWN]:
         out.append(f"{whys[flips.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
     return out
@@ -256,8 +263,6 @@ def static_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
         out.append(f"different models: {names[0][:80]} in golden, {names[1][:80]} in mine")
     for g, m in plan.requests.different:
         out.append(f"request {g.id!r} has different prompt tokens ({g.prompt_len} and {m.prompt_len}): not compared")
-    for g, _ in plan.requests.images_differ:
-        out.append(f"request {g.id!r} has different images")
     for side, left in (("golden", plan.requests.only_golden), ("mine", plan.requests.only_mine)):
         if left:
             out.append(f"{len(left)} requests have no partner and were not compared: only in {side}")
@@ -293,6 +298,12 @@ def _dtypes(plan: Plan) -> list[str]:
     return [f"dtypes differ ({g} in golden, {m} in mine, {n} tensors): compared exactly, with the limits of {coarse}"]
 
 
+def _examples(dumps: tuple[Any, Any]) -> list[str]:
+    """A tap of either dump, one with values of the model where there is one."""
+    found = [next((r for r in d.records if r.step is not None), d.records[0]).tap for d in dumps]
+    return ["".join(c if c.isprintable() else "?" for c in tap[:120]) for tap in found]
+
+
 def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
     """One line for NothingCompared: the likeliest reason first."""
     golden, mine = dumps
@@ -303,8 +314,13 @@ def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
     if plan.requests.different and not plan.requests.pairs:
         return "nothing could be compared: the requests have the same ids but different prompt tokens"
     if not plan.names.pairs:
-        return "nothing could be compared: no tap of one dump has a partner in the other (or --taps matches none)"
+        there = _examples(dumps)
+        return (
+            "nothing could be compared: no tap of one dump has a partner in the other (or --taps matches none); "
+            f"golden has {there[0]}, mine {there[1]}, for example"
+        )
     if golden.requests and mine.requests and not plan.requests.pairs:
         return "nothing could be compared: no request of one dump has the same prompt as one of the other"
     reasons = ", ".join(f"{reason} ({n})" for reason, n in skipped.most_common(3))
-    return f"nothing could be compared: {reasons or ALL_SKIPPED}"
+    why = next((f": {d.unread[0]}" for d in dumps if skipped.get(UNREAD) and d.unread), "")
+    return f"nothing could be compared: {reasons or ALL_SKIPPED}{why}"

@@ -13,43 +13,48 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_accprobe.children import Child
 from vllm_accprobe.doctor.finding import ERROR, OK, WARNING, Finding
 from vllm_accprobe.doctor.inside import MARKER
 
 Answers = dict[str, Any]
-
-_PROGRAM = (
-    # Without the working directory: a folder named vllm in it is not what `vllm serve` imports.
-    "import sys; sys.path[:] = [p for p in sys.path if p]; from vllm_accprobe.doctor.inside import main; main()"
-)
+INSIDE = "vllm_accprobe.doctor.inside"
 
 
 def ask(environ: Mapping[str, str], *, timeout: float, command: list[str] | None = None) -> Answers:
     """The answers of inside.py by question, each ``{"value": ...}`` or ``{"error": str}``; ``{"failed": str}`` if the
-    process did not answer within ``timeout`` seconds. Never raises for what the process does."""
+    process did not answer within ``timeout`` seconds. command: another one that answers. Never raises for what the
+    process does."""
     # The probe stays off in there: the doctor looks, it does not claim a dump directory.
     env = {k: v for k, v in environ.items() if not k.startswith("VLLM_ACCPROBE")}
     env["VLLM_LOGGING_LEVEL"] = "ERROR"
-    command = command or [sys.executable, "-c", _PROGRAM]
+    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        done = subprocess.run(
-            command, env=env, timeout=timeout, capture_output=True, text=True, errors="replace", check=False,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        # A folder named vllm in the working directory is not what `vllm serve` imports: a Child does not either.
+        with Child(INSIDE, env=env, **how) if command is None else _other(command, env, how) as process:
+            try:
+                said_out, said_err = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
     except subprocess.TimeoutExpired:
         return {"failed": f"importing vLLM did not end within {timeout:g} s"}
     except OSError as error:
-        return {"failed": f"{command[0]}: {error.strerror or error}"}
-    for line in reversed(done.stdout.splitlines()):
+        return {"failed": f"{command[0] if command else sys.executable}: {error.strerror or error}"}
+    for line in reversed(said_out.splitlines()):
         if line.startswith(MARKER):
             try:
                 answers = json.loads(line[len(MARKER) :])
             except ValueError:
                 break
             return answers if isinstance(answers, dict) else {"failed": "the answer cannot be read"}
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-    return {"failed": f"importing vLLM ended with {how}" + (f": {said[-1][:300]}" if said else "")}
+    said = [line.strip() for line in said_err.splitlines() if line.strip()]
+    end = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
+    return {"failed": f"importing vLLM ended with {end}" + (f": {said[-1][:300]}" if said else "")}
+
+
+def _other(command: list[str], env: Mapping[str, str], how: Mapping[str, Any]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, env=env, text=True, errors="replace", **how)
 
 
 def findings(answers: Answers) -> list[Finding]:

@@ -19,15 +19,19 @@ MARKER = "accprobe-doctor:"
 
 WORKER = ("vllm.v1.worker.worker_base", "vllm.worker.worker_base")
 RUNNERS = {
-    "V1": ("vllm.v1.worker.gpu_model_runner", ("load_model", "execute_model", "get_model"), ("self.input_batch",)),
-    "V2": ("vllm.v1.worker.gpu.model_runner", ("load_model", "execute_model", "prepare_inputs"), ()),
+    "V1": (
+        "vllm.v1.worker.gpu_model_runner",
+        ("load_model", "execute_model", "get_model"),
+        ("self.input_batch", "self.requests", "self.positions"),
+    ),
+    "V2": ("vllm.v1.worker.gpu.model_runner", ("load_model", "execute_model", "prepare_inputs"), ("self.req_states",)),
 }
 """Module of each runner's GPUModelRunner, the methods that capture wraps, and what it reads from the instance."""
 
 FIELDS = {
     "SchedulerOutput": (
         "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens",
-        "scheduled_encoder_inputs",
+        "scheduled_encoder_inputs", "finished_req_ids",
     ),
     "NewRequestData": ("req_id", "prompt_token_ids", "num_computed_tokens"),
     "CachedRequestData": ("req_ids", "num_computed_tokens"),
@@ -101,12 +105,25 @@ def _runner(module: str, methods: Sequence[str], reads: Sequence[str]) -> dict[s
     except ImportError:
         return {"there": False}
     try:
-        cls = importlib.import_module(module).GPUModelRunner
+        imported = importlib.import_module(module)
+        cls = imported.GPUModelRunner
         source = inspect.getsource(cls) if reads else ""
     except Exception as error:
         return {"there": True, "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     missing = [m for m in methods if not callable(getattr(cls, m, None))]
-    return {"there": True, "missing": missing + [r for r in reads if r not in source]}
+    missing += [r for r in reads if r not in source]
+    return {"there": True, "missing": missing + ([] if hasattr(cls, "_prepare_inputs") else _batch(imported))}
+
+
+def _batch(runner: Any) -> list[str]:
+    """What V2 runner module ``runner`` lacks to tell its rows: fields of its InputBatch, and prompts' lengths."""
+    from vllm_accprobe.capture.releases import BATCH_FIELDS, PREFILL, SLOTS
+
+    have = getattr(runner.InputBatch, "__dataclass_fields__", {})
+    missing = [f"InputBatch.{name}" for name in BATCH_FIELDS if name not in have]
+    states = getattr(runner, "RequestState", None)
+    held = SLOTS in have and states is not None and "self.prefill_len" in inspect.getsource(states)
+    return missing + ([] if PREFILL in have or held else [f"InputBatch.{PREFILL} and RequestState.prefill_len"])
 
 
 def _default_runner() -> str:
@@ -134,12 +151,9 @@ def _scheduler() -> list[str]:
 def _engine_args() -> list[str]:
     args = importlib.import_module("vllm.engine.arg_utils").EngineArgs
     missing = [] if callable(getattr(args, "create_engine_config", None)) else ["create_engine_config"]
-    return missing + ([] if "enforce_eager" in getattr(args, "__dataclass_fields__", {}) else ["enforce_eager"])
+    have = getattr(args, "__dataclass_fields__", {})
+    return missing + [name for name in ("enforce_eager", "compilation_config") if name not in have]
 
 
 def _capture() -> str:
     return str(importlib.import_module("vllm_accprobe.capture.runner").__name__)
-
-
-if __name__ == "__main__":
-    main()

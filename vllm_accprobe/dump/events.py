@@ -22,6 +22,8 @@ from .schema import (
     Image,
     Label,
     Layout,
+    Mask,
+    Masks,
     Module,
     Payload,
     Record,
@@ -38,6 +40,8 @@ MAX_ROWS = 1 << 26
 """Stored rows of one row space, and elements along any dimension of a vision item: more is no step of a model."""
 _MAX_DIMS = 32
 _MAX_INT = 1 << 53
+_WORD = 200
+"""Characters of a word that says what masked logits: it stands in sentences."""
 
 Event = Mapping[str, Any]
 
@@ -225,6 +229,17 @@ def skip(e: Event) -> Skip:
     return Skip(tap, string(e, "reason"), optional_integer(e, "step"), role, count)
 
 
+def masks(e: Event) -> Masks:
+    """A ``masks`` event. Raises ValueError."""
+    masked: dict[int, Mask] = {}
+    for m in _dicts(e, "masked"):
+        by = m.get("by") or []
+        if not isinstance(by, list) or not all(isinstance(word, str) for word in by):
+            raise ValueError(f"by is {short(by)}")
+        masked[integer(m, "req")] = Mask(tuple(sys.intern(w[:_WORD]) for w in by), optional_string(m, "grammar"))
+    return Masks(integer(e, "step"), masked)
+
+
 def stop(e: Event) -> Stop:
     """A ``stop`` event. Raises ValueError."""
     return Stop(string(e, "reason"), optional_integer(e, "step"))
@@ -269,6 +284,7 @@ PLAIN: dict[str, Callable[[Event], Any]] = {
     "rows": row_space,
     "step": step,
     "module": module,
+    "masks": masks,
     "skip": skip,
     "stop": stop,
     "end": end,

@@ -16,6 +16,7 @@ from .schema import segment_name
 from .segment import MAX_HEADER, part_name
 
 MAX_LINE = 32 << 20
+MISSING = "is missing"
 
 
 class DumpError(Exception):
@@ -61,7 +62,7 @@ def segment_data(path: Path) -> SegmentData:
         finally:
             os.close(fd)
     except FileNotFoundError:
-        raise DumpError(f"{path.name} is missing") from None
+        raise DumpError(f"{path.name} {MISSING}") from None
     except OSError as e:
         raise DumpError(f"{path.name} cannot be opened: {e.strerror or e}") from None
     header = int.from_bytes(word, "little")

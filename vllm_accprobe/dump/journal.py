@@ -18,13 +18,16 @@ try:
 except ImportError:  # three times slower, nothing else
     orjson = None  # type: ignore[assignment]
 
-from . import events
-from .files import DumpError, find_segment, journal_lines
+from . import events, image_calls
+from .files import MISSING, DumpError, find_segment, journal_lines
 from .opcalls import op_call, replaced
-from .schema import JOURNAL, SCHEMA, Layout, OpCall, Record, rank_dir
+from .schema import JOURNAL, SCHEMA, Layout, OpCall, Record, Skip, rank_dir
 
 if TYPE_CHECKING:
     from .reader import Dump
+
+LOST = "payload that is not in its file"
+"""The reason under which they are counted; their statistics and hashes are there still."""
 
 
 def check_schema(e: dict[str, Any], where: Path) -> None:
@@ -122,6 +125,8 @@ class RankReader:
             dump.steps[rank, value.step] = value
         elif kind == "module":
             dump.modules.setdefault(rank, []).append(value)
+        elif kind == "masks":
+            dump.masks.update({(rank, value.step, req): by for req, by in value.masked.items()})
         elif kind == "skip":
             dump.skips.append(value)
         elif kind == "stop":
@@ -133,6 +138,7 @@ class RankReader:
         """Only a payload that its file really holds stays with its record."""
         lost: Counter[str] = Counter()
         failed: dict[int, str] = {}
+        first: dict[str, Record] = {}
         for i, r in enumerate(self.records):
             if r.payload is None or r.payload.nbytes == 0:
                 continue
@@ -144,14 +150,21 @@ class RankReader:
                 except DumpError as error:
                     failed[seg] = str(error)
             if data is None:
-                lost[failed[seg]] += 1
+                reason = failed[seg]
             elif r.payload.off + r.payload.nbytes > data.size:
-                lost[f"{data.path.name} ends before them"] += 1
+                reason = f"{data.path.name} ends before them"
             else:
                 continue
+            if not lost[reason]:
+                first[reason] = r
+            lost[reason] += 1
             self.records[i] = replace(r, payload=None)
         for reason, n in lost.items():
-            self.dump.problems.append(f"rank {self.rank}: {_tensors(n)} lost the payload: {reason}")
+            said = f"rank {self.rank}: {_tensors(n)} lost the payload: {reason}"
+            self.dump.problems.append(said)
+            self.dump.skips.append(Skip(first[reason].tap, LOST, first[reason].step, first[reason].role, n))
+            if not reason.endswith(MISSING):
+                self.dump.unread.append(said)
 
     def _check_rows(self) -> None:
         """A row map that does not fit its tensor would lead analysis astray: the tensor then has no rows."""
@@ -165,6 +178,10 @@ class RankReader:
                 odd += 1
         if odd:
             self.dump.problems.append(f"rank {self.rank}: {_tensors(odd)} without a row map that fits: rows not known")
+        for i in image_calls.unnamed(self.records, self.dump.rows):
+            r = self.records[i]
+            self.records[i] = replace(r, rows=None)
+            self.dump.skips.append(Skip(r.tap, image_calls.REASON, r.step, r.role))
 
     def _report(self) -> None:
         say, rank = self.dump.problems.append, f"rank {self.rank}"

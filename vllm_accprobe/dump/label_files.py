@@ -4,7 +4,8 @@ The problem: a label gives the end of a path (``0_Model/0_Layer/3_Attention/afte
 directories of its own choice in front of it: process id, task id, device and process, number of the execution. The
 idea: every directory below the given roots is asked whether the path continues there, and of the places found the one
 is taken whose directories name this task, else this process, and then this execution. Nothing outside the roots is ever
-looked at, whatever the path says. Not here: copying (capture/labels.py), reading (comparison/labels.py).
+looked at, whatever the path says. Roots may lie in one another (the library's directory below the current one): a file
+that is found from several is one file. Not here: copying (capture/labels.py), reading (comparison/labels.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def locate(label: Label, roots: Sequence[Path]) -> tuple[Path | None, str]:
         return (found[0], "") if found else (None, "its file lies outside the directories that were named")
     if found:
         return found[0], ""
-    places = [(root, front) for root in roots for front in _fronts(root, asked)]
+    places = _once([(root, front) for root in roots for front in _fronts(root, asked)], asked)
     for names in (_names_task, _names_process):
         chosen = [p for p in places if any(names(label, part) for part in p[1].parts)]
         if chosen:
@@ -40,6 +41,20 @@ def locate(label: Label, roots: Sequence[Path]) -> tuple[Path | None, str]:
     if any(_OWNED.fullmatch(part) for _, front in places for part in front.parts):
         return None, f"only other processes than {label.pid} have written such a file"
     return _of_execution(label, places, asked) if places else (None, "its file was not found")
+
+
+def _once(places: Sequence[tuple[Path, Path]], asked: PurePosixPath) -> list[tuple[Path, Path]]:
+    """Each real file once, by the place with the most directories in front of it: these tell whose it is."""
+    found: dict[tuple[int, int], tuple[Path, Path]] = {}
+    for root, front in places:
+        file = _spelled(root / front, asked)
+        if file is None:  # gone since
+            continue
+        state = file.stat()
+        before = found.get((state.st_dev, state.st_ino))
+        if before is None or len(front.parts) > len(before[1].parts):
+            found[state.st_dev, state.st_ino] = (root, front)
+    return list(found.values())
 
 
 _OWNED = re.compile(r"\d+_\d+")

@@ -20,6 +20,7 @@ class Layout:
       ``replicated``  every rank of the group holds the whole
       ``shard``       the whole is cut along ``dim`` (counted from the end, e.g. -1)
       ``partial``     the whole is the sum over the ranks (a row-parallel product before its all-reduce)
+      ``own``         each rank has a tensor of its own, of the images that were dealt to it; its rows say which
       ``unknown``     capture could not tell; analysis compares replicas or guesses from shapes, and says so
     group: ``tp`` or ``ep``: the ranks in question; ``index`` of ``size`` is this rank's place in it.
     parts: for ``shard``: the blocks along ``dim`` in this rank's tensor, in order, as [local size, replicas]. A QKV
@@ -64,3 +65,4 @@ class Layout:
 
 
 REPLICATED = Layout("replicated")
+OWN = "own"

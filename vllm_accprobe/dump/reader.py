@@ -27,6 +27,7 @@ from .schema import (
     RUN_JSON,
     End,
     Label,
+    Mask,
     Module,
     OpCall,
     Record,
@@ -43,6 +44,8 @@ __all__ = ["Dump", "DumpError", "open_dump", "reopen"]
 
 _MAX_RUN_JSON = 16 << 20
 _MAX_OPEN = 200
+_MAX_RANKS = 1 << 16
+"""Ranks that a run may claim to have had: more is no run, and a set of them should not fill the memory."""
 _RANK = re.compile(r"rank(\d{4,9})", re.ASCII)
 
 
@@ -51,10 +54,12 @@ class Dump:
 
     run: run.json; starts: the first line of each rank's journal; records: all ranks, journal order within a rank;
     ops: calls of operators, all ranks, journal order within a rank;
-    requests by (rank, req), steps by (rank, step), rows by (rank, step, space); labels, those in files of their own, by
+    requests by (rank, req), steps by (rank, step), rows by (rank, step, space); masks by (rank, step, req),
+    what changed the request's logits before sampling; labels, those in files of their own, by
     (rank, step, tap, role, call); modules, stops and ends by rank;
     problems: sentences on what is missing, damaged or ignored; bad_lines: how many of each rank's journal were not
-    understood; data: where each (rank, segment) lies.
+    understood; unread: a sentence for each file that is there and cannot be read; data: where each (rank, segment)
+    lies.
     """
 
     def __init__(self, path: Path, run: dict[str, Any]):
@@ -66,6 +71,7 @@ class Dump:
         self.requests: dict[tuple[int, int], Request] = {}
         self.steps: dict[tuple[int, int], Step] = {}
         self.rows: dict[tuple[int, int, str], RowSpace] = {}
+        self.masks: dict[tuple[int, int, int], Mask] = {}
         self.modules: dict[int, list[Module]] = {}
         self.labels: dict[tuple[int, int, str, str, int], Label] = {}
         self.skips: list[Skip] = []
@@ -73,6 +79,7 @@ class Dump:
         self.ends: dict[int, End] = {}
         self.errors: list[dict[str, Any]] = []
         self.problems: list[str] = []
+        self.unread: list[str] = []
         self.bad_lines: dict[int, int] = {}
         self.starts: dict[int, dict[str, Any]] = {}
         self.data: dict[tuple[int, int], SegmentData] = {}
@@ -185,7 +192,8 @@ def open_dump(path: str | Path) -> Dump:
     except OSError as e:
         raise DumpError(f"cannot list {path}: {e.strerror or e}") from None
     if missing_run and not ranks:
-        raise DumpError(f"{path} is not a dump: it has neither {RUN_JSON} nor a rank directory")
+        raise DumpError(f"{path} is no dump of accprobe: it has neither {RUN_JSON} nor a rank directory; "
+                        "name the directory that VLLM_ACCPROBE_DIR named")  # fmt: skip
     if missing_run:
         dump.problems.append(f"{RUN_JSON} is missing: versions and settings of the run are not known")
     for r in sorted(odd):
@@ -195,7 +203,23 @@ def open_dump(path: str | Path) -> Dump:
         RankReader(dump, rank).read()
     if not ranks:
         dump.problems.append("no rank has written anything")
+    elif absent := _absent_ranks(dump):
+        dump.problems.append(absent)
     return dump
+
+
+def _absent_ranks(dump: Dump) -> str:
+    """A sentence about ranks that the run had and the dump has not; "" where none is missing, or nobody can know."""
+    sizes = [n for start in dump.starts.values() if type(n := start.get("world_size")) is int and 0 < n <= _MAX_RANKS]
+    absent = sorted(set(range(max(sizes, default=0))) - set(dump.ranks))
+    if not absent:
+        return ""
+    probe = dump.run.get("probe")
+    chosen = probe.get("ranks") if isinstance(probe, dict) else None
+    why = "VLLM_ACCPROBE_RANKS chose others" if chosen else "never started, or written elsewhere?"
+    named = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+    ranks, are = ("rank", "is") if len(absent) == 1 else ("ranks", "are")
+    return f"{ranks} {named} of {max(sizes)} {are} missing ({why}): nothing of what was computed there is compared"
 
 
 def _read_run(path: Path) -> tuple[dict[str, Any], bool]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .layouts import OWN as OWN
 from .layouts import REPLICATED as REPLICATED
 from .layouts import Layout
 
@@ -27,6 +28,8 @@ PREFILL, DECODE = "prefill", "decode"
 
 TOKENS, LOGITS = "tokens", "logits"
 """Names of the two row spaces that every step of a language model has. Others: ``vision/<k>``, see RowSpace."""
+DEALT = "#"
+"""Stands in the name of a vision space whose images were dealt out to ranks: ``vision/4#1`` is this rank's own."""
 
 
 def rank_dir(rank: int) -> str:
@@ -120,7 +123,8 @@ class RowSpace:
     The stored rows are the segments one after the other. ``ids`` holds one token id per stored row (tokens and logits
     spaces; empty elsewhere). ``src_rows`` is the number of rows the model computed, padding included.
     ``vision/<k>`` spaces hold k rows per placeholder token as a fraction string: ``vision/4`` patches, ``vision/1``
-    merged patches, ``vision/image`` one row per image.
+    merged patches, ``vision/image`` one row per image. Behind ``#`` stands a number where the encoder's images were
+    dealt out to ranks (in the n-th call of the step): the rows are this rank's, and other ranks have others.
     """
 
     step: int
@@ -154,6 +158,29 @@ class Module:
     cls: str
     index: int
     attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+MASKS_KNOWN = "masks_known"
+"""Attribute of the tap ``sampler`` in captures that say which logits were masked: there, no line means none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What changed one row of logits. by: in words, sorted: ``a grammar``, ``bad words`` ... see capture/masks.py;
+    grammar: xxh3-128 of the grammar's bitmask: equal ones allow the same tokens; None where that is not known."""
+
+    by: tuple[str, ...]
+    grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """``{"event": "masks"}``: whose logits something changed in ``step`` between the model and the sampler.
+
+    by request's number: what did."""
+
+    step: int
+    masked: Mapping[int, Mask]
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,10 +84,10 @@ def _is_process(parts: tuple[str, ...], i: int) -> bool:
 def open(path: Path) -> AtbDump:
     """Opens an ATB dump: reads every header, no payload. Raises DumpError where nothing can be read."""
     dump = AtbDump(path)
-    links: list[str] = []
+    passed = walk.Passed()
     entries: list[tuple[Place, tuple[float, ...], walk.Found]] = []
     tables: list[walk.Found] = []
-    for f in walk.files(path, lambda n: bool(_FILE.fullmatch(n)) or n == STATISTICS, links):
+    for f in walk.files(path, lambda n: bool(_FILE.fullmatch(n)) or n == STATISTICS, passed):
         if f.parts[-1] == STATISTICS:
             tables.append(f)
         elif _is_tensor(f.parts):
@@ -106,8 +106,7 @@ def open(path: Path) -> AtbDump:
     if not entries:
         for table in tables:
             _add_table(dump, table)
-    if sentence := walk.links_sentence(links):
-        dump.problem(sentence)
+    passed.tell(dump)
     return dump
 
 
@@ -153,8 +152,7 @@ def _add(dump: AtbDump, f: walk.Found, where: Place, rank: int, step: int) -> No
     try:
         header = read_header(f.path)
     except DumpError as e:
-        dump.skip(tap, "file that cannot be read", step, role)
-        dump.problem(str(e))
+        dump.unreadable(e, tap, step, role)
         return
     if not header.stored and header.stats is None:
         dump.skip(tap, ELSEWHERE, step, role)
@@ -206,8 +204,9 @@ def _add_table(dump: AtbDump, f: walk.Found) -> None:
     Format, Shape, Max, Min, Mean, Norm, Tensor Path."""
     try:
         rows = list(csv.reader(io.StringIO(walk.read_text(f.path))))
-    except (ValueError, csv.Error) as e:
-        dump.problem(f"{f.name}: {e}")
+    except (OSError, ValueError, csv.Error) as e:
+        why = e.strerror or e if isinstance(e, OSError) else e
+        dump.unreadable(f"{f.name} cannot be read: {why}", f.name)
         return
     processes = number_ranks([(*f.parts[:-1], r[0]) for r in rows[1:] if len(r) >= _COLUMNS - 1])
     bad = 0

@@ -43,7 +43,12 @@ def load_topology(taps: set[str], path: Path, problem: Callable[[str], None]) ->
     """tap → node of the topology that lies beside the tensors and fits most of ``taps``, as plain values; {} where none
     does. problem: is told what does not parse."""
     best: dict[str, Mapping[str, Any]] = {}
-    for file in _json_files(path):
+    try:
+        files = _json_files(path)
+    except OSError as e:
+        problem(f"{e.filename or path} cannot be listed ({e.strerror or e}): no topology")
+        return best
+    for file in files:
         try:
             data = json.loads(walk.read_text(file, _MAX_JSON))
         except (OSError, ValueError, RecursionError) as e:
@@ -65,7 +70,7 @@ def _json_files(path: Path) -> list[Path]:
         heads = [root, *(d for d in _directories(root) if (d / "tensors").is_dir())]
         for head in heads:
             if head.name != "tensors" and (head / "model").is_dir():
-                return [f.path for f in walk.files(head / "model", lambda n: n.endswith(".json"))]
+                return [f.path for f in walk.files(head / "model", lambda n: n.endswith(".json"), walk.Passed())]
     return []
 
 

@@ -17,7 +17,6 @@ from vllm_accprobe.formats.foreign import INDEPENDENT, VALUE, ForeignDump, Tenso
 SUFFIXES = (*single.SUFFIXES, *hdf5.SUFFIXES)
 NAME = "folder"
 HOW = f"a directory with files that end in {', '.join(SUFFIXES)}"
-UNREADABLE = "file that cannot be read"
 
 
 def recognise(path: Path) -> bool:
@@ -27,9 +26,9 @@ def recognise(path: Path) -> bool:
 def open(path: Path) -> ForeignDump:
     """Raises DumpError."""
     dump = ForeignDump(path, NAME, {INDEPENDENT: True})
-    links: list[str] = []
+    passed = walk.Passed()
     stems: dict[str, list[walk.Found]] = {}
-    for found in walk.files(path, lambda name: Path(name).suffix.lower() in SUFFIXES, links):
+    for found in walk.files(path, lambda name: Path(name).suffix.lower() in SUFFIXES, passed):
         stems.setdefault(found.name.rpartition(".")[0], []).append(found)
     for stem, files in stems.items():
         for found in files:  # of two files that differ by their endings alone, each is a place
@@ -37,10 +36,8 @@ def open(path: Path) -> ForeignDump:
             try:
                 _add(dump, found, name.replace("/", "."))
             except DumpError as e:
-                dump.skip(name, UNREADABLE)
-                dump.problem(str(e))
-    if said := walk.links_sentence(links):
-        dump.problem(said)
+                dump.unreadable(e, name)
+    passed.tell(dump)
     return dump
 
 

@@ -31,6 +31,9 @@ VALUE = "value"
 """The role of a tensor of which nobody said what it is: a file's."""
 INDEPENDENT = "independent"
 """In ``Dump.run``: true where the tensors are not those of one run, so that one says nothing about another."""
+UNREADABLE = "file that cannot be read"
+"""The reason under which such files are counted; the dump's problems name the first ones."""
+_NAMED = 3
 UNKNOWN_DTYPE = "dtype that is not known here"
 ODD_SHAPE = "shape that no tensor has"
 VALUES = "values"
@@ -129,6 +132,24 @@ class ForeignDump(Dump):
         """Counts what the dump has and cannot be compared, by a short stable ``reason``."""
         self.skips.append(Skip(tap, reason, step, role, count))
 
+    def unreadable(
+        self, why: object, tap: str, step: int | None = None, role: str | None = None, rank: int | None = None
+    ) -> None:
+        """Leaves out a file. why: a sentence that names it: a DumpError, or text; rank: the rank of which it is all, so
+        that the others still meet the other side's by their numbers."""
+        self.skip(tap, UNREADABLE, step, role)
+        self.unread.append(str(why))
+        if rank is not None:
+            self._has_rank(rank)
+
+    def opened(self) -> None:
+        """Called when all files were looked at: names those that cannot be read. There may be thousands."""
+        for sentence in self.unread[:_NAMED]:
+            self.problem(sentence)
+        if more := len(self.unread[_NAMED:]):
+            files = "file" if more == 1 else "files"
+            self.problem(f"{more:,} more {files} that cannot be read: the first are named above, all are left out")
+
     def problem(self, sentence: str) -> None:
         """Something missing, damaged or ignored; said before any number."""
         if sentence not in self.problems:
@@ -152,9 +173,12 @@ class ForeignDump(Dump):
         self._taken.calls[place] = call + 1
         return call
 
-    def _see(self, rank: int, step: int | None, tap: str, cls: str) -> None:
+    def _has_rank(self, rank: int) -> None:
         if rank not in self.ranks:
             self.ranks = tuple(sorted((*self.ranks, rank)))
+
+    def _see(self, rank: int, step: int | None, tap: str, cls: str) -> None:
+        self._has_rank(rank)
         if step is not None and (rank, step) not in self.steps:
             self.steps[rank, step] = Step(step)
         if (rank, tap) not in self._modules_seen:

@@ -235,5 +235,6 @@ def _noted(dataset: Any) -> str:
 
 
 def _short(error: Exception) -> str:
-    text = str(error.args[0] if error.args else error)
+    said = error.strerror if isinstance(error, OSError) else None
+    text = str(said or (error.args[0] if error.args else error))
     return " ".join(text.split())[:160]

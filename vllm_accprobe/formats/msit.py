@@ -62,10 +62,10 @@ class _Process:
 
 def open(path: Path) -> ForeignDump:
     """Opens such a dump; reads the indices of the .pth files, no payload. Raises DumpError."""
-    links: list[str] = []
+    passed = walk.Passed()
     dump = ForeignDump(path, NAME)
     processes: dict[tuple[str, ...], _Process] = defaultdict(_Process)
-    for f in walk.files(path, lambda n: n.endswith(".pth") or n in (STATISTICS, TREE), links):
+    for f in walk.files(path, lambda n: n.endswith(".pth") or n in (STATISTICS, TREE), passed):
         _sort(f, processes, dump)
     one_run({p[:-1] for p in processes}, path)
     ranks = number_ranks(list(processes))
@@ -75,8 +75,7 @@ def open(path: Path) -> ForeignDump:
             dump.problem(f"{beside} holds an ATB dump, not read with the torch dump beside it: name it instead")
     for key, process in processes.items():
         _add_process(dump, process, ranks[key])
-    if sentence := walk.links_sentence(links):
-        dump.problem(sentence)
+    passed.tell(dump)
     return dump
 
 
@@ -165,8 +164,7 @@ def add_torch_file(
     try:
         found = torchfile.tensors(torchfile.load(f.path), f.path)
     except (DumpError, OSError) as e:
-        dump.skip(tap, "file that cannot be read", step, role)
-        dump.problem(str(e) if isinstance(e, DumpError) else f"{f.name}: {e.strerror or e}")
+        dump.unreadable(e if isinstance(e, DumpError) else f"{f.name}: {e.strerror or e}", tap, step, role)
         return
     if not found:
         dump.skip(tap, "file without a tensor", step, role)

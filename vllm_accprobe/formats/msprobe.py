@@ -7,7 +7,7 @@ call more elsewhere moves nothing; inputs stand in the order of execution before
 places of their own, ``backward.<path>``.
 Layout: ``[step<S>/][rank<R>|proc<PID>/]{dump,stack,construct}.json`` or ``debug.json``, payloads in
 ``dump_tensor_data/<data_name>`` beside it (``dump_data_dir`` is another machine's path and is not used).
-Not here: the arguments of API calls (msprobe_calls.py), the payloads' files (torchfile.py, single.py), writing
+Not here: the arguments of API calls (msprobe_calls.py), the payloads' files (msprobe_files.py), writing
 (dump/export_msprobe.py).
 """
 
@@ -15,27 +15,23 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vllm_accprobe.dump import notes
-from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, Layout, OpCall, Stats
-from vllm_accprobe.formats import msprobe_calls, single, torchfile, walk
-from vllm_accprobe.formats.foreign import PARAM, UNKNOWN, VALUE, ForeignDump, Read, Tensor, torch_dtype
+from vllm_accprobe.formats import msprobe_calls, walk
+from vllm_accprobe.formats.foreign import PARAM, UNKNOWN, VALUE, ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.msprobe_files import DATA, LOST, OUTSIDE, names_in, payload
 
+__all__ = ["HOW", "LOST", "NAME", "OUTSIDE", "open", "recognise"]
 NAME = "msprobe"
 HOW = "dump.json or debug.json in the directory, or in [step<S>/][rank<R>|proc<PID>/] below it"
-DUMP, DEBUG, CONSTRUCT, DATA = "dump.json", "debug.json", "construct.json", "dump_tensor_data"
-LOST = "payload missing in dump_tensor_data"
-OUTSIDE = "payload outside the dump"
+DUMP, DEBUG, CONSTRUCT = "dump.json", "debug.json", "construct.json"
 _STEP = re.compile(r"step(\d{1,9})", re.ASCII)
 _RANK = re.compile(r"rank(\d{0,9})", re.ASCII)
 _PROC = re.compile(r"proc(\d+)", re.ASCII)
@@ -70,20 +66,27 @@ def open(path: Path) -> ForeignDump:
     """path: the dump's root, a step's directory, a rank's directory, or a dump.json. Raises DumpError."""
     root = path.parent if path.is_file() else path
     dump = ForeignDump(path, NAME)
-    links: list[str] = []
-    found = [f for f in walk.files(root, lambda n: n in (DUMP, DEBUG), links) if _fits(f.parts[:-1])]
+    passed = walk.Passed()
+    found = [f for f in walk.files(root, lambda n: n in (DUMP, DEBUG), passed) if _fits(f.parts[:-1])]
     if path.is_file():
         found = [f for f in found if f.path == path]
     processes: dict[str, int] = {}
+    refused: list[DumpError] = []
     for f in found:
         directory = f.path.parent
         names = [*root.absolute().parts[-2:], *f.parts[:-1]]
         step = next((int(m[1]) for n in reversed(names) if (m := _STEP.fullmatch(n))), 0)
-        _add(dump, f.path, directory, step, _rank(names, processes))
+        rank = _rank(names, processes)
+        try:
+            _add(dump, f.path, directory, step, rank)
+        except DumpError as e:  # one rank's index; the others' are whole, perhaps
+            dump.unreadable(e, f.name, step, rank=rank)
+            refused.append(e)
+    if refused and len(refused) == len(found):
+        raise refused[0]
     if len(processes) > 1:
         dump.problem(f"{len(processes)} processes without a rank's number: taken for ranks in the order of their ids")
-    if said := walk.links_sentence(links):
-        dump.problem(said)
+    passed.tell(dump)
     return dump
 
 
@@ -129,7 +132,7 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
     parents = _parents(dump, directory / CONSTRUCT) if file.name == DUMP else {}
     noted = _Notes(head.get(notes.NAME), rank, step)
     data_dir = str(directory / DATA)
-    stored = _stored(data_dir)
+    stored = names_in(dump, data_dir)
     places: list[tuple[str, Mapping[str, Any], _Place]] = [
         (key, record, noted.place(key, _place(key, parents))) for key, record in data.items()
         if isinstance(record, dict)
@@ -144,7 +147,7 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
         name = info.get("data_name")
         read = None
         if name:
-            read = _payload(dump, data_dir, name, stored, dtype, place.tap, leaf.role)
+            read = payload(dump, data_dir, name, stored, (dtype, tuple(shape)), (place.tap, step, leaf.role))
         record = dump.add(
             Tensor(
                 name=f"{key}.{leaf.suffix}" if leaf.suffix else key,
@@ -252,18 +255,14 @@ def _parents(dump: ForeignDump, file: Path) -> dict[str, str]:
     if not file.is_file():
         dump.problem(f"{CONSTRUCT} is missing: API calls are not placed in the modules that made them")
         return {}
-    found = _json(file)
-    if not isinstance(found, dict):
-        raise DumpError(f"{file} is damaged: not the JSON object it should be")
-    return {k: (v[0] if isinstance(v, list) and v else v) for k, v in found.items()}
-
-
-def _stored(directory: str) -> set[str]:
     try:
-        with os.scandir(directory) as entries:
-            return {e.name for e in entries if e.is_file(follow_symlinks=False)}
-    except OSError:
-        return set()
+        found = _json(file)
+        if not isinstance(found, dict):
+            raise DumpError(f"{file} is damaged: not the JSON object it should be")
+    except DumpError as e:
+        dump.problem(f"{e}: API calls are not placed in the modules that made them")
+        return {}
+    return {k: (v[0] if isinstance(v, list) and v else v) for k, v in found.items()}
 
 
 def _place(key: str, parents: Mapping[str, Any]) -> _Place:
@@ -351,37 +350,3 @@ def _stats(info: Mapping[str, Any], count: int) -> Stats | None:
     nan = int(any(math.isnan(v) for v in ends))
     finite = [v if v is not None and math.isfinite(v) else None for v in numbers]
     return Stats(count, finite[0], finite[1], finite[2], finite[3], nan, sum(math.isinf(v) for v in ends))
-
-
-# --- payloads --------------------------------------------------------------------------------------------------------
-
-
-def _payload(
-    dump: ForeignDump, directory: str, name: Any, stored: set[str], dtype: str, tap: str, role: str
-) -> Read | None:
-    if not isinstance(name, str) or os.path.basename(name) != name or "\\" in name or name in ("", ".", ".."):
-        dump.skip(tap, OUTSIDE, role=role)
-        dump.problem(f"{tap} {role}: its data_name {str(name)[:80]!r} leads out of the dump: not read")
-        return None
-    if name not in stored:
-        dump.skip(tap, LOST, role=role)
-        return None
-    reader = single.read_npy if name.endswith(".npy") else torchfile.read_tensor
-
-    def read() -> np.ndarray:
-        path = Path(directory, name)
-        return as_dtype(*reader(path), dtype, path)
-
-    return read
-
-
-def as_dtype(bits: np.ndarray, found: str, dtype: str, path: Path) -> np.ndarray:
-    """The bits of ``dtype`` from those of the file: the same, or of bfloat16 and 8-bit floats that numpy stored as
-    float32. Raises DumpError."""
-    if found == dtype or dtype not in DTYPES:
-        return bits
-    if found == "float32" and dtype == "bfloat16":
-        whole = np.ascontiguousarray(bits).view(np.uint32)
-        if not (whole & 0xFFFF).any():
-            return (whole >> 16).astype(np.uint16)
-    raise DumpError(f"{path} holds {found} where {dtype} was announced")

@@ -124,9 +124,9 @@ def recognise(path: Path) -> bool:
 
 def open(path: Path) -> ForeignDump:
     """Opens such a dump; reads the pickles of the .pt files, which hold the notes, and no payload. Raises DumpError."""
-    links: list[str] = []
+    passed = walk.Passed()
     dump = ForeignDump(path, NAME)
-    listed = list(walk.files(path, lambda n: _PREFIX.fullmatch(n) is not None, links))
+    listed = list(walk.files(path, lambda n: _PREFIX.fullmatch(n) is not None, passed))
     heads = {f.parts[:-1] for f in listed}
     if len(heads) > 1 and len({_identity(f) for f in listed}) < len(listed):
         names = sorted("/".join(h) or "." for h in heads)
@@ -141,8 +141,7 @@ def open(path: Path) -> ForeignDump:
         for call in range(max(len(v) for v in ranks.values())):
             members = {r: v[call] for r, v in ranks.items() if call < len(v)}
             _add(dump, key, call, members)
-    if sentence := walk.links_sentence(links):
-        dump.problem(sentence)
+    passed.tell(dump)
     return dump
 
 
@@ -168,8 +167,8 @@ def _load(dump: ForeignDump, f: walk.Found) -> list[_File]:
             tree = tree["value"]
         found = torchfile.tensors(tree, f.path)
     except (DumpError, OSError) as e:
-        dump.skip(tap, "file that cannot be read", _number(tags["step"]), role)
-        dump.problem(str(e) if isinstance(e, DumpError) else f"{f.name}: {e.strerror or e}")
+        why = e if isinstance(e, DumpError) else f"{f.name}: {e.strerror or e}"
+        dump.unreadable(why, tap, _number(tags["step"]), role)
         return []
     if not found:
         dump.skip(tap, "value that is no tensor", _number(tags["step"]), role)

@@ -52,12 +52,14 @@ _SAFE = {i.safetensors: i.name for i in DTYPES.values() if not i.tail and i.safe
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor of a file. key: "" where the file has just one and no name for it; dtype as Tensor's."""
+    """One tensor of a file. key: "" where the file has just one and no name for it; dtype as Tensor's; problem: why it
+    cannot be read, a sentence that names the file, or ""."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     read: Read
+    problem: str = ""
 
 
 def recognise(path: Path) -> bool:
@@ -68,18 +70,23 @@ def open(path: Path) -> ForeignDump:
     """Raises DumpError."""
     dump = ForeignDump(path, NAME, {INDEPENDENT: True})
     found = items(path)
-    for item in found:
-        add(dump, item, path.name, path.stem, alone=len(found) == 1)
+    for item in found:  # of several the keys alone are places: the two files are called differently, mostly
+        add(dump, item, path.name, path.stem if len(found) == 1 else "", alone=len(found) == 1)
     if not found:
         raise DumpError(f"{path} holds no tensor")
+    if dump.unread and not dump.records:
+        raise DumpError(dump.unread[0])
     return dump
 
 
 def add(dump: ForeignDump, item: Item, file: str, tap: str, *, alone: bool) -> None:
     """file: the path to be shown; alone: the file has one tensor, whose key then says nothing."""
+    if item.problem:
+        dump.unreadable(item.problem, tap if alone else ".".join(filter(None, (tap, item.key))))
+        return
     if match := _OURS.fullmatch(item.key):
         rank, step, place, role, call = match.groups()
-        if rank is None and (said := _RANK_FILE.fullmatch(tap.rpartition("/")[2])):
+        if rank is None and (said := _RANK_FILE.fullmatch(Path(file).stem)):
             rank = said[1]
         if role != VALUE:
             dump.run.pop(INDEPENDENT, None)
@@ -101,13 +108,21 @@ def add(dump: ForeignDump, item: Item, file: str, tap: str, *, alone: bool) -> N
     dump.add(
         Tensor(
             name=f"{file}:{key}" if key else file,
-            tap=f"{tap}.{key}" if key else tap,
+            tap=".".join(filter(None, (tap, key))),
             role=VALUE,
             dtype=item.dtype,
             shape=item.shape,
             read=item.read,
         )
     )
+
+
+def first(path: Path) -> Item:
+    """The tensor of a file that has one. Raises DumpError."""
+    found = items(path)
+    if not found or found[0].problem:
+        raise DumpError(found[0].problem if found else f"{path} holds no tensor")
+    return found[0]
 
 
 def items(path: Path) -> list[Item]:
@@ -211,7 +226,7 @@ def npy_header(begin: bytes, where: str) -> NpyHeader:
 
 def read_npy(path: Path) -> tuple[np.ndarray, str]:
     """(bits, dtype) of an npy file. Raises DumpError."""
-    item = items(path)[0]
+    item = first(path)
     return item.read(), item.dtype
 
 
@@ -237,19 +252,33 @@ def _npz_items(path: Path, fd: int, members: dict[str, Member]) -> Iterator[Item
     for name, member in members.items():
         if name.endswith("/"):
             continue
-        where = f"{path}: {name[:80]!r}"
-        if member.method not in (STORED, DEFLATED):
-            raise DumpError(f"{where} is packed by method {member.method}, which is not known here")
-        if member.method == DEFLATED and (too_much(member.packed, member.size) or member.size > MAX_UNPACKED):
-            raise DumpError(f"{where} would grow from {member.packed:,} to {member.size:,} bytes: not unpacked "
-                            "(numpy.savez stores it as it is)")  # fmt: skip
-        begin = Unpacker(member, fd).read(min(12, member.size))
-        begin = Unpacker(member, fd).read(min(_npy_room(begin), member.size))
-        header = npy_header(begin, where)
-        if header.offset + header.nbytes > member.size:
-            raise DumpError(f"{where} ends before its {header.nbytes:,} bytes of values do")
-        key = name.removesuffix(".npy")
+        key, where = name.removesuffix(".npy"), f"{path}: {name[:80]!r}"
+        try:
+            header = _member_header(member, fd, where)
+        except DumpError as e:  # the other members can be read all the same
+            why = f"{where} cannot be read: {e}" if isinstance(e, ZipError) else str(e)
+            yield Item(key, "", (), _nothing, why)
+            continue
         yield Item(key, header.dtype, header.shape, _npz_read(path, member, header))
+
+
+def _member_header(member: Member, fd: int, where: str) -> NpyHeader:
+    """Raises DumpError."""
+    if member.method not in (STORED, DEFLATED):
+        raise DumpError(f"{where} is packed by method {member.method}, which is not known here")
+    if member.method == DEFLATED and (too_much(member.packed, member.size) or member.size > MAX_UNPACKED):
+        raise DumpError(f"{where} would grow from {member.packed:,} to {member.size:,} bytes: not unpacked "
+                        "(numpy.savez stores it as it is)")  # fmt: skip
+    begin = Unpacker(member, fd).read(min(12, member.size))
+    begin = Unpacker(member, fd).read(min(_npy_room(begin), member.size))
+    header = npy_header(begin, where)
+    if header.offset + header.nbytes > member.size:
+        raise DumpError(f"{where} ends before its {header.nbytes:,} bytes of values do")
+    return header
+
+
+def _nothing() -> np.ndarray:
+    raise DumpError("this member cannot be read")
 
 
 def _npz_read(path: Path, member: Member, header: NpyHeader) -> Read:
@@ -321,4 +350,3 @@ def _bytes_of(path: Path, offset: int, nbytes: int) -> np.ndarray:
     finally:
         os.close(fd)
     return data
-

@@ -84,12 +84,11 @@ def open(path: Path) -> ForeignDump:
         assert match is not None
         _add_file(dump, walk.Found((path.name,), str(path)), (match[1], match[2]), 0, 0, strict=True)
         return dump
-    links: list[str] = []
-    listed = list(walk.files(path, _wanted, links))
+    passed = walk.Passed()
+    listed = list(walk.files(path, _wanted, passed))
     fx = [f for f in listed if _FX.fullmatch(f.parts[-1])]
     found: ForeignDump = _open_fx(path, fx) if fx else _open_ge(path, listed)
-    if sentence := walk.links_sentence(links):
-        found.problem(sentence)
+    passed.tell(found)
     return found
 
 
@@ -176,8 +175,7 @@ def _add_file(
     except DumpError as e:
         if strict:
             raise
-        dump.skip(name, "file that cannot be read", step)
-        dump.problem(str(e))
+        dump.unreadable(e, name, step)
         return
     tap = header.op or name
     for t in header.tensors:
@@ -204,10 +202,9 @@ def _add_npy(dump: ForeignDump, f: _GeFile, rank: int, step: int) -> None:
 def add_npy(dump: ForeignDump, f: walk.Found, tap: str, role: str, cls: str, step: int, rank: int) -> None:
     """Adds the array of an .npy file."""
     try:
-        item = single.items(f.path)[0]
+        item = single.first(f.path)
     except (DumpError, OSError) as e:
-        dump.skip(tap, "file that cannot be read", step, role)
-        dump.problem(str(e) if isinstance(e, DumpError) else f"{f.name}: {e.strerror or e}")
+        dump.unreadable(e if isinstance(e, DumpError) else f"{f.name}: {e.strerror or e}", tap, step, role)
         return
     dump.add(Tensor(f.name, tap, role, item.dtype, item.shape, item.read, cls, step, rank))
 

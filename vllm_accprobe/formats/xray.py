@@ -40,13 +40,19 @@ def open(path: Path) -> ForeignDump:
     dump = ForeignDump(path, NAME)
     files = [path] if path.is_file() else _files(path)
     ranks: dict[int, Path] = {}
+    for name, why in _odd(path):
+        dump.unreadable(f"{path / name}: {why}", name, rank=_rank(name))
     for i, file in enumerate(files):
-        match = _FILE.fullmatch(file.name)
-        rank = int(match[1]) if match else i
+        rank = _rank(file.name, i)
         if rank in ranks:
             raise DumpError(f"{path} has two files of rank {rank}, {ranks[rank].name} and {file.name}: keep one")
         ranks[rank] = file
-        _add(dump, file, rank)
+        try:
+            _add(dump, file, rank)
+        except DumpError as e:
+            if path.is_file():
+                raise
+            dump.unreadable(e, file.name, rank=rank)
     held.look(dump)
     return dump
 
@@ -55,6 +61,22 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     return sorted(p for p in path.iterdir() if _FILE.fullmatch(p.name) and not p.is_symlink() and p.is_file())
+
+
+def _odd(path: Path) -> list[tuple[str, str]]:
+    """(name, why) of what has the name of a rank's file and is none."""
+    found = []
+    for p in sorted(p for p in path.iterdir() if _FILE.fullmatch(p.name)) if path.is_dir() else ():
+        if p.is_symlink():
+            found.append((p.name, "a link, not followed (a dump's files lie in the dump)"))
+        elif not p.is_file():
+            found.append((p.name, "a directory in place of a file" if p.is_dir() else "not a plain file"))
+    return found
+
+
+def _rank(name: str, otherwise: int = 0) -> int:
+    match = _FILE.fullmatch(name)
+    return int(match[1]) if match else otherwise
 
 
 def _add(dump: ForeignDump, file: Path, rank: int) -> None:

@@ -2,11 +2,10 @@
 
 The problem: "first" must mean first in the flow of data, but no single step shows every tap: images, logits and
 sampling come and go. The idea: the sequence numbers of one step order its taps; taps that first appear in a later step
-are put right before the known tap that follows them there, or else right behind the one that they follow. Depth
-counts the numbered blocks (``layers.3``) passed so far. Whether rows mix is told from the class: attention and its like
-do, and so does everything that contains one; what is plainly row by row does not; the unknown is taken to mix, because
-that accuses nobody wrongly.
-Not here: errors (verdict.py), blame (origin.py).
+are put right before the known tap that follows them there, or else right behind the one that they follow. Whether rows
+mix is told from the class: attention and its like do, and so does everything that contains one; what is plainly row by
+row does not; the unknown is taken to mix, because that accuses nobody wrongly.
+Not here: errors (verdict.py), blame (origin.py), the layers passed (unseen.py).
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ _ROWWISE = re.compile(
     r"|lmhead|dropout|identity",
     re.I,
 )
-_BLOCK = re.compile(r"^(.*?\.)?(\d+)(?=\.|$)")
 
 
 def flow_order(records: Iterable[tuple[int, int, int, Key]]) -> list[Key]:
@@ -86,19 +84,6 @@ def add_parameters(
             n += 1
             out.append((at, n, key))
     return [key for _, _, key in sorted(out, key=lambda item: item[:2])]
-
-
-def depths(ordered: Sequence[Key]) -> list[int]:
-    """How many numbered blocks the data has entered when it reaches each key."""
-    seen: set[str] = set()
-    out = []
-    for tap, role, _ in ordered:
-        match = _BLOCK.match(tap)
-        # A block counts as passed for its own taps too; a parent's parameters and inputs come before.
-        if match and not role.startswith("param."):
-            seen.add(match.group(0))
-        out.append(len(seen))
-    return out
 
 
 @dataclass

@@ -19,8 +19,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vllm_accprobe.judge import kin
 from vllm_accprobe.judge.columns import Columns
 from vllm_accprobe.judge.looks import COLUMNS, FEW, GAIN, GROWTH, NARROW, Hidden, Known, Look, Thresholds
+from vllm_accprobe.judge.standards import TRUNCATED
 
 
 class Peers:
@@ -48,7 +50,8 @@ class Peers:
             return None
         if not look.err.any():
             return None
-        found = [self._gain(look), self._odd_columns(look), self._growth(look), self._rows(look), self._row_gain(look)]
+        found = [self._gain(look), self._odd_gain(look), self._odd_columns(look)]
+        found += [self._growth(look), self._rows(look), self._row_gain(look)]
         return max((f for f in found if f is not None), key=lambda f: f.strength, default=None)
 
     # --- over all rows -----------------------------------------------------------------------------------------
@@ -85,12 +88,33 @@ class Peers:
         rules, mean = self.rules, self._known[id(look)].gain
         if abs(mean) <= rules.gain * look.unit:
             return None
-        error = 1.4826 * float(np.median(np.abs(look.gain - mean))) / len(look.gain) ** 0.5
+        error = self._known[id(look)].gain_error
         before = float(np.median(np.abs(look.gain_before)))
         usual = max((abs(o.gain) for o in self._facts(self._others(look))), default=0.0)
         need = max(rules.gain * look.unit, rules.sure * error, rules.through * before, 1.5 * min(usual, abs(mean)))
         strength = abs(mean) / need
         return Hidden(look.err > 0, GAIN, abs(mean), strength) if strength > 1 else None
+
+    def _odd_gain(self, look: Look) -> Hidden | None:
+        """All rows larger or smaller by another factor than in every other layer, see kin.py: a kernel that truncates
+        makes all layers' results smaller alike, and hides a factor that only one of them has."""
+        others = self._others(look)
+        if len(others) < kin.FEWEST:
+            return None
+        here, known = self._known[id(look)], self._facts(others)
+        off = min((here.gain - o.gain for o in known), key=abs)
+        if abs(off) <= TRUNCATED * look.unit:
+            return None
+        passed = max(kin.passed_on(look.passed, o.passed) for o in others)
+        noise = max(float(np.median(o.before)) for o in (look, *others)) ** 2
+        need = max(
+            TRUNCATED * look.unit,
+            self.rules.sure * max(float(np.hypot(here.gain_error, o.gain_error)) for o in known),
+            self.rules.outlier * kin.spread([o.gain for o in known]),
+            self.rules.through * max(passed, noise),
+        )
+        strength = abs(off) / need
+        return Hidden(look.err > 0, GAIN, abs(off), strength) if strength > 1 else None
 
     # --- some rows ---------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ Not here: asking (hidden.py), what stands in front of what (origin.py), sums per
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -51,8 +51,10 @@ class Look:
     """One tensor and what stands in front of it, all float64 [n], by row key.
 
     err, gain: relative L2 error and slope - 1 of each row. before, gain_before: the largest of the inputs' at the rows
-    that influence it. unit: one rounding. columns, columns_before: metrics.structure's sums, None where not taken.
-    mixing: whether the operator mixes positions (attention).
+    that influence it. passed: mean gain of each input over all rows, with its sign, by the input's kind: to first order
+    the outputs' mean follows the inputs' means, and single rows' noise averages out of both. unit: one rounding.
+    columns, columns_before: metrics.structure's sums, None where not taken. mixing: whether the operator mixes
+    positions (attention).
     """
 
     tap: str
@@ -68,6 +70,7 @@ class Look:
     columns: np.ndarray | None = None
     columns_before: Sequence[np.ndarray] = ()
     mixing: bool = False
+    passed: Mapping[str, float] = field(default_factory=dict)
     growth: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @property
@@ -106,6 +109,11 @@ class Known:
     @cached_property
     def gain(self) -> float:
         return float(np.median(self.look.gain))
+
+    @cached_property
+    def gain_error(self) -> float:
+        """Standard error of ``gain``, from the rows' own spread and number."""
+        return 1.4826 * float(np.median(np.abs(self.look.gain - self.gain))) / max(len(self.look.gain), 1) ** 0.5
 
     @cached_property
     def growth_tail(self) -> float:

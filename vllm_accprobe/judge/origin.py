@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class Created:
     """An origin: rows ``keys`` of ``trace`` (none for a parameter), with what came in front of them.
 
     hidden: the sign by which an error was found that lies within fixed limits (hidden.py). look: all rows of the trace
-    with what stood in front of them."""
+    with what stood in front of them. steps: keys of the rows where NaN or infinity comes out and none went in."""
 
     tap: str
     trace: Trace
@@ -49,6 +49,7 @@ class Created:
     evidence: str
     hidden: Hidden | None = None
     look: Look | None = None
+    steps: np.ndarray = field(default_factory=lambda: _NONE)
 
 
 def find_origins(
@@ -66,6 +67,7 @@ class _Search:
             self.by_tap[t.tap][t.kind].append(t)
         self.found: dict[str, list[Created]] = defaultdict(list)
         self.looks: dict[tuple[str, int], Look] = {}
+        self.means: dict[int, float] = {}
 
     def run(self) -> list[Created]:
         self._look()
@@ -97,9 +99,12 @@ class _Search:
     def _look_at(self, tap: str, sink: Trace, sources: list[Trace]) -> Look:
         mixing = self.tree.mixing.get(tap, True)
         before, gain = np.zeros(len(sink.seen)), np.zeros(len(sink.seen))
+        passed: dict[str, float] = {}
         for source in sources:
             if source is sink:
                 continue
+            kind = kind_of_place(source.tap, source.role)
+            passed[kind] = max(self._mean_gain(source), passed.get(kind, 0.0), key=abs)
             # What has few elements multiplies whole rows: a gate, the weights of the chosen experts.
             factor = np.maximum(np.abs(source.gain), source.rel) if source.width < NARROW else np.abs(source.gain)
             for what, values, out in (("rel", source.rel, before), ("gain", factor, gain)):
@@ -110,7 +115,15 @@ class _Search:
         columns = [s.columns for s in sources if s.columns is not None and s is not sink]
         cls = self.tree.classes.get(tap, "")
         rows = sink.seen, err, slope, before, gain
-        return Look(tap, _role(tap, sink), cls, sink.rounding, *rows, sink.width, sink.columns, columns, mixing)
+        return Look(tap, _role(tap, sink), cls, sink.rounding, *rows, sink.width, sink.columns, columns, mixing, passed)
+
+    def _mean_gain(self, source: Trace) -> float:
+        """The median of its rows' gains; 0 where there are none."""
+        if id(source) not in self.means:
+            known = len(source.gain) == len(source.keys) > 0
+            mean = float(np.median(spread(source.seen, source.keys, source.gain))) if known else 0.0
+            self.means[id(source)] = mean if np.isfinite(mean) else 0.0
+        return self.means[id(source)]
 
     def _places(self, tap: str) -> list[tuple[Trace, list[Trace]]]:
         """Where ``tap`` itself may create an error, with what is in front: its outputs, and between its children."""
@@ -181,7 +194,12 @@ class _Search:
             for c in self.found[child]:
                 everywhere = 0.0 if len(c.keys) else np.inf
                 err = np.full(len(c.keys), np.inf)
-                out.append(replace(c.trace, keys=c.keys, err=err, everywhere=everywhere))
+                broken = (
+                    np.isin(c.keys, c.trace.keys[c.trace.broken])
+                    if len(c.trace.broken)
+                    else np.zeros(len(c.keys), bool)
+                )
+                out.append(replace(c.trace, keys=c.keys, err=err, everywhere=everywhere, broken=broken))
         return out
 
     def _check(self, tap: str, sink: Trace, sources: list[Trace], mixing: bool, below: list[Trace]) -> None:
@@ -202,11 +220,32 @@ class _Search:
         share = np.where(explained > sink.limit, rules.wild, rules.amplification)
         created = (err > sink.limit + share * explained) & (explained < rules.garbage)
         created &= ~(np.isinf(err) & (explained > max(sink.limit, 0.0)))
+        # What makes NaN of numbers, however wrong these are, is at fault too; so is a choice against its own logits.
+        steps = self._steps(sink, keys, [*sources, *below], mixing)
+        created |= steps
+        if len(sink.own) == len(bad):
+            created |= sink.own[bad]
         if created.any():
             evidence = "values" if np.isinf(err[created]).any() else "jump"
-            self.found[tap].append(Created(tap, sink, keys[created], err[created], explained[created], evidence))
+            rows = keys[created], err[created], explained[created]
+            self.found[tap].append(Created(tap, sink, *rows, evidence, steps=keys[steps]))
         else:
             self._check_hidden(tap, sink, below)
+
+    def _steps(self, sink: Trace, keys: np.ndarray, sources: Sequence[Trace], mixing: bool) -> np.ndarray:
+        """bool [len(keys)]: rows of ``sink`` that hold NaN or infinity, while nothing that can influence them does."""
+        broken = (
+            np.isin(keys, sink.keys[sink.broken]) if len(sink.broken) == len(sink.keys) else np.zeros(len(keys), bool)
+        )
+        for source in sources:
+            if source is sink or not broken.any() or source.order > sink.order:
+                continue
+            if source.spoilt:
+                return np.zeros(len(keys), bool)
+            if source.broken.any():
+                flags = replace(source, everywhere=0.0)
+                broken &= self.influence.of(flags, source.broken.astype(np.float64), sink.vision, keys, mixing) == 0
+        return broken
 
     def _check_hidden(self, tap: str, sink: Trace, below: list[Trace]) -> None:
         look = self.looks.get((tap, id(sink)))

@@ -2,10 +2,15 @@
 
 The problem: choosing the best k of many experts is a jump: where the k-th and the next are nearly equal, the smallest
 rounding sends a row elsewhere, and everything after it differs by far more than any limit. The idea: what an operator
-chose is in the dump (``topk_ids``). If the router's numbers differ, but within their limits, the choice was a near tie,
-and this row and the later ones of its request cannot be judged from here on: they are counted, not condemned. If
-the numbers are equal to the bit and the choice is not, the choice is wrong; if they are beyond the limit, an operator
-before is.
+chose is in the dump (``topk_ids``), and so are the logits it chose by. Each side's choice is held against its own
+logits. If both took their highest logits, and the logits differ within their limits, it was a near tie: the margins of
+the two sides add up to what the logits moved by, so that neither can be larger. This row and the later ones of its
+request cannot be judged from here on: they are counted, not condemned. If mine left an expert with a clearly higher
+logit, the choice is wrong, whatever came before; if the logits are beyond their limit, an operator before is.
+Two cases have no margin. Without logits nothing shows a near tie, and nothing is excused. Where golden itself does not
+take its highest logits (groups of experts, a bias that corrects the scores), logits do not tell how near a choice was:
+rows whose logits differ within their limits are then left out, because to accuse needs proof as well; they are counted
+apart, and the verdict says so.
 Not here: flipped tokens, which are the same at the end of the model (flips.py).
 """
 
@@ -24,6 +29,8 @@ from vllm_accprobe.judge.trace import Trace
 _CHOICE = re.compile(r"(top_?k|expert)_?(ids|indices|index|idx)$")
 _WEIGHT = re.compile(r"(top_?k|expert)_?(weights?|scores|vals?|values)$")
 
+_LOGITS = re.compile(r"router_?logits$|gating_?output$")
+_GATE = re.compile(r"(^|\.)(gate|router)$")
 
 _ROUTER = re.compile(r"Top[kK]Router$")
 """transformers' routers give logits, weights and experts, in this order and without names."""
@@ -32,6 +39,19 @@ _ROUTER = re.compile(r"Top[kK]Router$")
 def is_choice(role: str, cls: str) -> bool:
     """Whether a tensor of this role, of a module of this class, holds the numbers of chosen experts."""
     return bool(_CHOICE.search(role)) or (role == "output.2" and bool(_ROUTER.search(cls)))
+
+
+def is_logits(tap: str, role: str, cls: str) -> bool:
+    """Whether a tensor holds a router's logits, one per expert."""
+    named = role == "output.0" and bool(_GATE.search(tap) or _ROUTER.search(cls))
+    return named or bool(_LOGITS.search(role))
+
+
+def in_front_of(tap: str, choosing: str) -> bool:
+    """Whether the logits of ``tap`` are those by which the experts of tap ``choosing`` were chosen: it, or the block
+    in which it stands, encloses them."""
+    block = tap.rpartition(".")[0]
+    return choosing == tap or choosing.startswith((tap + ".", block + ".") if block else tap + ".")
 
 
 def is_weight(role: str, cls: str) -> bool:
@@ -56,16 +76,86 @@ def choices_first(units: Iterable[Any]) -> Iterator[Any]:
     yield from held
 
 
+def margins(golden: np.ndarray, mine: np.ndarray, golden_logits: np.ndarray, mine_logits: np.ndarray) -> np.ndarray:
+    """How far each side was from the other's choice: float64 [rows, 3].
+
+    golden, mine: int [rows, k], the experts; the logits: float [rows, experts]. Column 0: in golden's logits, the
+    lowest of the experts that only golden took less the highest of those that only mine took; column 1: the same in
+    mine's, the other way round; column 2: the largest |logit| among these. NaN where both took the same, and where an
+    expert has no logit (shared experts, redundant ones) or a logit is not finite.
+    """
+    rows, experts = golden_logits.shape
+    out = np.full((rows, 3), np.nan)
+    known = [(ids >= 0).all(axis=1) & (ids < experts).all(axis=1) for ids in (golden, mine)]
+    finite = np.isfinite(golden_logits).all(axis=1) & np.isfinite(mine_logits).all(axis=1)
+    at = np.flatnonzero(known[0] & known[1] & finite)
+    took = [np.zeros((len(at), experts), bool) for _ in range(2)]
+    for ids, mask in zip((golden, mine), took, strict=True):
+        np.put_along_axis(mask, ids[at], True, axis=1)
+    lost, won = took[0] & ~took[1], took[1] & ~took[0]
+    other = lost.any(axis=1) & won.any(axis=1)
+    at, lost, won = at[other], lost[other], won[other]
+    g, m = golden_logits[at].astype(np.float64), mine_logits[at].astype(np.float64)
+    out[at, 0] = np.where(lost, g, np.inf).min(axis=1) - np.where(won, g, -np.inf).max(axis=1)
+    out[at, 1] = np.where(won, m, np.inf).min(axis=1) - np.where(lost, m, -np.inf).max(axis=1)
+    out[at, 2] = np.where(lost | won, np.maximum(np.abs(g), np.abs(m)), 0.0).max(axis=1)
+    return out
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What margins say of rows with other experts, bool [rows] each. wrong: mine left an expert that its own logits
+    prefer. tie: both sides' logits prefer neither. unruled: golden does not take its own highest logits. unknown: no
+    margin."""
+
+    wrong: np.ndarray
+    tie: np.ndarray
+    unruled: np.ndarray
+    unknown: np.ndarray
+
+    @staticmethod
+    def of(found: np.ndarray | None, rows: int, rounding: float) -> Choices:
+        """found: `margins` of these rows, or None. rounding: of the logits' dtype (floor.unit).
+
+        A router rounds twice: a logit, by ``rounding`` of itself, and the score made from it, which moves as if the
+        logit did by ``rounding`` (d ln softmax / d logit is 1 at most); and two experts are compared."""
+        if found is None:
+            no = np.zeros(rows, bool)
+            return Choices(no, no, no, ~no)
+        slack = 2.0 * rounding * (1.0 + found[:, 2])
+        with np.errstate(invalid="ignore"):
+            unknown, unruled = np.isnan(found[:, 0]), found[:, 0] < -slack
+            wrong = (found[:, 1] < -slack) & ~unruled
+            tie = (np.abs(found[:, 0]) <= slack) & (np.abs(found[:, 1]) <= slack)
+        return Choices(wrong, tie, unruled, unknown)
+
+
 @dataclass
 class Rerouted:
-    """first: request's subject → first position that cannot be judged any more. rows: how many rows that concerns."""
+    """first: request's subject → first position that cannot be judged any more. rows: how many rows that concerns.
+    unruled, unknown: how many choices (rows of a router) had no margin, see `Choices`; wrong: how many were wrong."""
 
     first: dict[int, int] = field(default_factory=dict)
+    unruled: int = 0
+    unknown: int = 0
+    wrong: int = 0
     _seen: set[int] = field(default_factory=set)
 
     @property
     def rows(self) -> int:
         return len(self._seen)
+
+    def judge(
+        self, keys: np.ndarray, found: np.ndarray | None, rounding: float, unit: Any, traces: Sequence[Trace]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(excused, wrong) of rows ``keys`` that were sent to other experts; bool each. found: their `margins`."""
+        said = Choices.of(found, len(keys), rounding)
+        near = self.near_ties(keys, unit, traces)
+        before = self.after(keys)
+        self.unruled += int((said.unruled & near & ~before).sum())
+        self.unknown += int((said.unknown & ~before).sum())
+        self.wrong += int(said.wrong.sum())
+        return (near & ~said.unknown | said.tie) & ~said.wrong, said.wrong
 
     def near_ties(self, keys: np.ndarray, unit: Any, traces: Sequence[Trace]) -> np.ndarray:
         """bool [len(keys)]: rows where what the router read differs, but by no more than its limit allows."""

@@ -13,6 +13,7 @@ import numpy as np
 
 INPUT, OUTPUT, PARAM = "input", "output", "param"
 _NO_NUMBERS = np.zeros(0)
+_NO_FLAGS = np.zeros(0, bool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,9 @@ class Trace:
     that belongs to no row (a parameter). limit: what the tap may create. vision: the keys are rows of images.
     allowed: what may have piled up there. weak: err is a lower bound, from statistics. rel, gain: of the same rows,
     relative L2 error and slope of mine over the golden minus 1. rounding: one rounding's relative error, 0.0 where
-    values must be equal. columns: metrics.structure's sums. width: elements of a row.
+    values must be equal. broken: of the same rows, whether mine holds NaN or infinity where golden does not; spoilt:
+    the same of what belongs to no row. own: of the same rows, whether they are known to be wrong whatever came in.
+    columns: metrics.structure's sums. width: elements of a row. gap: layers that lie unseen in front (unseen.py).
     """
 
     tap: str
@@ -45,6 +48,10 @@ class Trace:
     rounding: float = 0.0
     columns: np.ndarray | None = None
     width: int = 1
+    broken: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
+    own: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
+    spoilt: bool = False
+    gap: int = 0
 
 
 def kind_of(role: str) -> str:

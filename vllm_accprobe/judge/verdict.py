@@ -98,6 +98,8 @@ def describe(metric: str, value: float, limit: float) -> str:
         return "values differ and must be equal"
     if metric == "nonfinite":
         return "NaN or infinity on one side only"
+    if math.isinf(value):
+        return "the golden's row is 0 and mine's is not"
     return f"row relative L2 {value:.3g} (limit {limit:.2g})"
 
 
@@ -111,6 +113,12 @@ def part_of(errors: RowErrors, start: int, stop: int) -> RowErrors:
     """Some of the rows; the same numbers, not a copy."""
     e, at = errors, slice(start, stop)
     return RowErrors(e.rel[at], e.ratio[at], e.peak[at], e.err[at], e.measure[at], e.gain[at])
+
+
+def rows_of(errors: RowErrors, mask: np.ndarray) -> RowErrors:
+    """Those of the rows that ``mask`` chooses."""
+    e = errors
+    return RowErrors(e.rel[mask], e.ratio[mask], e.peak[mask], e.err[mask], e.measure[mask], e.gain[mask])
 
 
 def worst_of_each(found: Sequence[RowErrors]) -> list[Worst]:

@@ -59,6 +59,9 @@ class Captured:
     crashed: bool = False
 
 
+UNREAD = "a payload of it cannot be read"
+
+
 def to_torch(array: np.ndarray, dtype: str) -> Any:
     """Stored bits of torch dtype ``dtype`` as a tensor that shares their memory. Raises ValueError for one that this
     torch does not have."""
@@ -144,8 +147,12 @@ class Calls:
                 empty = Call(tap, cls)
                 yield Captured(tap, rank, step, n, empty, records, STATISTICS)
                 continue
-            what = self.call(rank, tap, cls, records, self.read)
-            extra = self._extra(what, rank, tap, step, n)
+            try:
+                what = self.call(rank, tap, cls, records, self.read)
+                extra = self._extra(what, rank, tap, step, n)
+            except DumpError as why:  # one payload of it, or of what it needs, cannot be read
+                yield Captured(tap, rank, step, n, Call(tap, cls), records, f"{UNREAD} ({why})")
+                continue
             if past is not None:
                 extra |= self._cache(past, what, rank, step, records)
             what = grid.settled(replace(what, extra=extra), self.keeps)
@@ -166,8 +173,9 @@ class Calls:
                 continue
             try:
                 what = op_call(op, records, self.read, partial(self.parameters.record, rank))
-            except NotKept as why:
-                yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, str(why), op.seq)
+            except (NotKept, DumpError) as why:
+                missing = f"{UNREAD} ({why})" if isinstance(why, DumpError) else str(why)
+                yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, missing, op.seq)
                 continue
             if is_operator(op.tap) and not op.op.startswith("aten.") and op.module is not None:
                 what = replace(what, params=self.parameters.of(rank, op.module))

@@ -24,6 +24,7 @@ from vllm_accprobe.judge.floor import unit
 ENTRY_POINTS = "accprobe.references"
 """Group of entry points; each names a module, or one marked function."""
 _MARK = "__accprobe_references__"
+_BY_ROWS = "__accprobe_by_rows__"
 Tensor = Any  # a torch.Tensor: this module can be read, and references be marked, where torch is not
 
 
@@ -44,7 +45,7 @@ class Expected:
     rounding, None for the unit of the captured dtype; common: a relative error that a whole row may share (a rounded
     gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None for all;
     reason: why the others have none; note: what to say if it fails; only_measured: why nothing may be decided, ""
-    where it may."""
+    where it may; exact: the exact output, where value was rounded itself (another machine's, another run's)."""
 
     value: Tensor
     noise: Tensor | None = None
@@ -54,6 +55,7 @@ class Expected:
     reason: str = ""
     note: str = ""
     only_measured: str = ""
+    exact: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -127,15 +129,17 @@ class Call:
 Reference = Callable[[Call], "Mapping[str, Expected | Tensor] | Expected | Tensor"]
 
 
-def reference(*names: str) -> Callable[[Reference], Reference]:
+def reference(*names: str, by_rows: bool = False) -> Callable[[Reference], Reference]:
     """Marks a function as the reference of ``names``: module classes (``RMSNorm``; globs: ``*RMSNorm``) or operators
     (``torch.ops.vendor.fused_norm``, ``aten.mm``). It gives exact outputs by role, or one value for ``output.0``, and
-    raises Declined where it cannot."""
+    raises Declined where it cannot. by_rows: every row of every output, its noise too, follows from that row of the
+    inputs alone, whatever the other rows hold: several calls may be evaluated as one (batches.py)."""
     if not names:
         raise ValueError("@reference needs at least one name")
 
     def mark(function: Reference) -> Reference:
         setattr(function, _MARK, names)
+        setattr(function, _BY_ROWS, by_rows)
         return function
 
     return mark
@@ -177,6 +181,10 @@ class References:
         if not fits:
             return Declined(f"no reference for {name}")
         return self._globs[max(fits, key=lambda g: sum(c not in "*?" for c in g.removeprefix("torch.ops.")))]
+
+    def by_rows(self, name: str) -> bool:
+        """Whether there is a reference for a class that works row by row."""
+        return bool(getattr(self.find(name), _BY_ROWS, False))
 
     def evaluate(self, call: Call) -> dict[str, Expected] | Declined:
         """The exact outputs of ``call`` by role, or why there are none. Never raises for what a reference does."""

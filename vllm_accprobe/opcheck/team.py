@@ -14,11 +14,11 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
+from vllm_accprobe.children import ONE_THREAD, Child
 from vllm_accprobe.opcheck.checked import ERROR, unchecked
 from vllm_accprobe.opcheck.table import cells
 from vllm_accprobe.opcheck.worker import Bench, Job, Tap
@@ -149,10 +149,9 @@ class _Process:
 
     def __init__(self, job: Job):
         # one thread each: sums come out the same however many processes there are, and small products are no slower
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_accprobe.opcheck.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, encoding="utf-8", errors="backslashreplace", env={**os.environ, **threads},
+        self.process = Child(
+            "vllm_accprobe.opcheck.worker", env={**os.environ, **ONE_THREAD}, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )  # fmt: skip
         self._in, self._out = _pipe(self.process.stdin), _pipe(self.process.stdout)
         self._say(job.to_json())

@@ -1,7 +1,7 @@
 """One process of opcheck: opens the dump, checks the taps that it is told, and writes rows as lines of JSON.
 
 The problem: an operator's own kernel may crash, or need more memory than there is, and must not take the other hundred
-thousand checks with it. The idea: ``python -m vllm_accprobe.opcheck.worker`` reads one job and then taps from its
+thousand checks with it. The idea: this program (started as a child, children.py) reads one job and then taps from its
 standard input; before each call it says which one begins, so that whoever started it knows what it died of. Nothing is
 pickled. Not here: who starts it, and what becomes of the rows (run.py).
 """
@@ -138,7 +138,7 @@ class Unavailable(Exception):
     """What was asked for cannot be had on this machine; one line."""
 
 
-def serve() -> None:
+def main() -> None:
     """The protocol: a job, then taps, one JSON object a line; answers likewise. Ends with its input."""
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", errors="backslashreplace")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel prints must not meet the rows
@@ -167,7 +167,3 @@ def serve() -> None:
             said = len(bench.problems)
         except Exception as error:  # a defect of ours or of the dump: the tap's row, not the end
             say(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
-
-
-if __name__ == "__main__":
-    serve()

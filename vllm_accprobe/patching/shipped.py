@@ -6,6 +6,7 @@ Not here: what is in them (schema.py).
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def choose(wanted: Sequence[str]) -> list[Patch]:
             paths[item] = known[item]
         elif item.endswith(".toml") or "/" in item:
             path = Path(item).expanduser()
-            if path.stem in paths and paths[path.stem] != path:
+            if path.stem in paths and os.path.realpath(paths[path.stem]) != os.path.realpath(path):
                 raise PatchError(f"{item}: there is already a patch called {path.stem}; rename the file")
             paths[path.stem] = path
         else:

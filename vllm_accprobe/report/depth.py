@@ -26,7 +26,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|layer|block|h)\.(\d{1,6})(?:\.|$)
 @dataclass(frozen=True)
 class Point:
     """One tap. ``prefill``, ``decode`` and ``other`` are the worst row's relative L2 of each phase, None where nothing
-    was compared and 0.0 where all is bit-identical; ``limit`` is the tightest one, ``floor`` what honest rounding alone
+    was compared and 0.0 where nothing differs; ``limit`` is the tightest one, ``floor`` what honest rounding alone
     would give (see ``floor_of``); ``failed`` and ``nonfinite`` count pairs. ``layer`` is the name's layer, such as
     ``model.layers.3``, or None outside of layers."""
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.report.text import against, count, num, place, ratio, safe
 
 if TYPE_CHECKING:
-    from vllm_accprobe.comparison.result import Comparison, Pair
+    from vllm_accprobe.comparison.result import Comparison, Counts, Pair
 
 
 METRICS = {
@@ -35,6 +34,7 @@ METRICS = {
 }
 """Metrics of compare.json in words."""
 
+ZERO = "golden is 0 there and mine is not"
 UNMEASURABLE = "NaN or Inf on one side only, or values that differ and must be equal"
 """What an infinite error means."""
 
@@ -50,30 +50,6 @@ SHORT = {
     "nonfinite": "NaN/Inf",
 }
 """Measures of ``Pair.measure`` in a word or two."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Pairs by status. ``identical`` are the passed ones whose bytes agree; ``other`` have another status."""
-
-    total: int
-    passed: int
-    failed: int
-    skipped: int
-    identical: int
-
-    @property
-    def other(self) -> int:
-        return self.total - self.passed - self.failed - self.skipped
-
-
-def counts(comparison: Comparison) -> Counts:
-    by: dict[str, int] = {}
-    identical = 0
-    for pair in comparison.pairs:
-        by[pair.status] = by.get(pair.status, 0) + 1
-        identical += pair.status == "pass" and bool(pair.identical)
-    return Counts(len(comparison.pairs), by.get("pass", 0), by.get("fail", 0), by.get("skip", 0), identical)
 
 
 def value_of(pair: Pair) -> float | None:
@@ -128,7 +104,23 @@ def origin_title(origin: Mapping[str, Any]) -> str:
     return f"{title} ({safe(origin['class'], 80)})" if origin.get("class") else title
 
 
-def origin_detail(origin: Mapping[str, Any]) -> str:
+def infinite(comparison: Comparison, origin: Mapping[str, Any]) -> str:
+    """What an origin's infinite error means, from its own pairs: a NaN or Inf, numbers that must be equal, or a golden
+    of nothing but 0, which no relative error can be measured by."""
+    role = str(origin.get("role"))
+    if role.startswith("param."):
+        return METRICS["exact"]
+    own = [p for p in comparison.pairs if p.tap == origin.get("module") and p.role == role and p.status == "fail"]
+    if any(p.nonfinite_mismatch for p in own):
+        return METRICS["nonfinite"]
+    if any(p.measure == "exact" for p in own):
+        return METRICS["exact"]
+    if any(p.measure == "row_rel_l2" and p.measured == math.inf for p in own):
+        return ZERO
+    return UNMEASURABLE
+
+
+def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     """Where and how much: ``output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)``."""
     parts = [safe(origin["role"], 80)] if origin.get("role") and origin["role"] != FILE else []
     where = place(origin.get("request"), origin.get("position"), origin.get("phase"))
@@ -138,7 +130,7 @@ def origin_detail(origin: Mapping[str, Any]) -> str:
     if created is None:
         parts.append("the values differ")
     elif isinstance(created, float) and not math.isfinite(created):
-        parts.append(METRICS["exact"] if str(origin.get("role")).startswith("param.") else UNMEASURABLE)
+        parts.append(infinite(comparison, origin))
     else:
         parts.append(f"{created_as(origin)} {against(created, origin.get('floor'))}")
     return ", ".join(parts)
@@ -171,6 +163,8 @@ def divergence(comparison: Comparison) -> str | None:
         parts.append(METRICS[d["metric"]])
     elif value is None:  # another tool's standard says its reason, ours had nothing to measure
         parts.append("values differ" if d.get("metric") in METRICS else safe(d.get("metric") or "values differ"))
+    elif value == math.inf and d.get("metric") == "row_rel_l2":
+        parts.append(ZERO)
     else:
         metric = str(d.get("metric") or "error")
         parts.append(f"{METRICS.get(metric) or safe(metric)} {against(value, d.get('limit'))}")
@@ -179,7 +173,7 @@ def divergence(comparison: Comparison) -> str | None:
 
 def headline(comparison: Comparison) -> str:
     """The verdict in one sentence: on failure with the culprit, on a pass with what it rests on."""
-    c = counts(comparison)
+    c = comparison.counts
     if comparison.verdict != "pass":
         return f"FAIL: {_failure(comparison, c)}"
     rows = int(comparison.coverage.get("rows_compared") or 0)
@@ -188,31 +182,32 @@ def headline(comparison: Comparison) -> str:
     text += f" within the standard '{standard}'" if standard else " within the standard"
     extra = []
     if c.identical:
-        extra.append(f"{c.identical:,} bit-identical")
+        extra.append(f"{c.identical:,} identical")
     if c.skipped:
-        extra.append(f"{c.skipped:,} skipped")
+        extra.append(f"{c.skipped:,} more skipped")
     return text + (f" ({', '.join(extra)})" if extra else "")
 
 
 def _failure(comparison: Comparison, c: Counts) -> str:
     if comparison.origins:
         origin = comparison.origins[0]
-        return f"{origin_title(origin)} {blame(origin)}: {origin_detail(origin)}"
+        return f"{origin_title(origin)} {blame(origin)}: {origin_detail(comparison, origin)}"
     if first := divergence(comparison):
         return f"no single operator stands out as the origin; the error is first seen at {first}"
     if c.failed:
-        return f"{count(c.failed, 'pair')} of {c.total:,} differ beyond the standard"
+        return f"{count(c.failed, 'pair')} of {c.compared:,} differ beyond the standard"
     if flipped := comparison.tokens.get("flipped"):
         return f"{count(len(flipped), 'sampled token')} flipped without a near tie, and no captured tensor explains it"
     return "the comparison failed; see the notes"
 
 
 def coverage_rows(comparison: Comparison) -> list[tuple[str, str]]:
-    """What was compared and what was not, as (label, value) pairs; skip reasons follow in ``skip_rows``."""
-    cov, c = comparison.coverage, counts(comparison)
+    """What was compared and what was not, as (label, value) pairs; reasons follow in ``skip_rows``."""
+    cov, c = comparison.coverage, comparison.counts
     rows = [
-        ("pairs", f"{num(int(cov.get('pairs', c.total)))} ({c.passed:,} pass, {c.failed:,} fail, {c.skipped:,} skip)"),
-        ("bit-identical pairs", f"{c.identical:,}"),
+        ("pairs compared", f"{c.compared:,} ({c.passed:,} pass, {c.failed:,} fail)"),
+        ("pairs identical", f"{c.identical:,} ({c.bit_identical:,} bit-identical)"),
+        ("pairs skipped", f"{c.skipped:,}"),
         ("rows compared", num(int(cov.get("rows_compared") or 0))),
         ("rows only in golden", num(int(cov.get("rows_only_golden") or 0))),
         ("rows only in mine", num(int(cov.get("rows_only_mine") or 0))),
@@ -224,6 +219,13 @@ def coverage_rows(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def skip_rows(comparison: Comparison) -> list[tuple[str, int]]:
-    """(reason, count), the largest first."""
-    skipped = comparison.coverage.get("skipped") or {}
-    return [(safe(k), int(v)) for k, v in sorted(skipped.items(), key=lambda kv: (-int(kv[1]), str(kv[0])))]
+    """(what was skipped and why, count), the largest first: the pairs of compare.csv, which add up to its skipped ones;
+    then what never became a pair: rows, tensors of one side, what the captures left out."""
+    pairs = comparison.counts.skip_reasons
+    everything = comparison.coverage.get("skipped") or {}
+    others = {k: n for k, v in everything.items() if (n := int(v) - pairs.get(k, 0)) > 0}
+    out = []
+    for what, reasons in (("pairs skipped", pairs), ("left out", others)):
+        ordered = sorted(reasons.items(), key=lambda kv: (-kv[1], str(kv[0])))
+        out += [(f"{what}, {safe(k) or 'no reason given'}", v) for k, v in ordered]
+    return out

@@ -43,7 +43,7 @@ def lines(comparison: Comparison) -> list[str]:
     out += _worst(comparison)
     out += _flipped(comparison)
     rows = [(label, value) for label, value in facts.coverage_rows(comparison)]
-    rows += [(f"skipped: {code(reason)}", f"{n:,}") for reason, n in facts.skip_rows(comparison)]
+    rows += [(code(what), f"{n:,}") for what, n in facts.skip_rows(comparison)]
     table = _table(("what", "how many"), rows)
     return [*out, "", "<details><summary>Coverage</summary>", "", *table, "", "</details>"]
 
@@ -72,7 +72,7 @@ def _place(o: dict[str, object]) -> tuple[object, object, object]:
 
 
 def _worst(comparison: Comparison) -> list[str]:
-    failed = facts.counts(comparison).failed
+    failed = comparison.counts.failed
     if not failed:
         return []
     rows = []

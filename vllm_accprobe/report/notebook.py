@@ -36,7 +36,7 @@ def to_pandas(comparison: Comparison) -> Any:
 
 def plot_depth(comparison: Comparison) -> Any:
     """A plotly.graph_objects.Figure: the worst row's relative L2 of each tap's outputs in data-flow order, prefill and
-    decode apart, with limit and floor. Bit-identical taps, which a logarithmic axis cannot show, are left out."""
+    decode apart, with limit and floor. Taps without an error, which a logarithmic axis cannot show, are left out."""
     import plotly.graph_objects as go
 
     points = depth(comparison)
@@ -73,7 +73,9 @@ def repr_html(comparison: Comparison) -> str:
     out = [f'<div><p><strong style="color:{colour}">{escaped(facts.headline(comparison), 1000)}</strong></p>']
     out += [f"<p>note: {escaped(note, 1000)}</p>" for note in comparison.notes[:5]]
     for o in comparison.origins[1:5]:
-        out.append(f"<p>also: {escaped(facts.origin_title(o))}: {escaped(facts.origin_detail(o), 1000)}</p>")
+        out.append(
+            f"<p>also: {escaped(facts.origin_title(o))}: {escaped(facts.origin_detail(comparison, o), 1000)}</p>"
+        )
     if said := [s for o in comparison.origins[:1] if (s := facts.shape(o))]:
         out.append(f"<p>shape of the error: {escaped(said[0])}</p>")
     rows = []
@@ -85,5 +87,5 @@ def repr_html(comparison: Comparison) -> str:
     if rows:
         head = "".join(f"<th>{h}</th>" for h in ("tap", "tensor", "step", "measure", "value", "limit", "× limit"))
         out.append(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
-    coverage = "; ".join(f"{label}: {value}" for label, value in facts.coverage_rows(comparison)[:3])
+    coverage = "; ".join(f"{label}: {value}" for label, value in facts.coverage_rows(comparison)[:4])
     return "".join(out) + f"<p><small>{escaped(safe(coverage, 400), 400)}</small></p></div>"

@@ -80,15 +80,17 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
     if others:
         shown = others if full else others[:5]
         out.append(f"{count(len(others), 'other independent origin')}, in data-flow order:")
-        out += [_other(o) for o in shown]
+        out += [_other(comparison, o) for o in shown]
         if len(shown) < len(others):
             out.append(f"  … {len(others) - len(shown):,} more: compare.json, origins")
     return out
 
 
-def _other(origin: Any) -> str:
+def _other(comparison: Comparison, origin: Any) -> str:
     said = facts.shape(origin)
-    return f"  {facts.origin_title(origin)}: {facts.origin_detail(origin)}" + (f"; shape: {said}" if said else "")
+    return f"  {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}" + (
+        f"; shape: {said}" if said else ""
+    )
 
 
 def _evidence(origin: Any) -> str:
@@ -111,7 +113,7 @@ def first_divergence(comparison: Comparison, full: bool = False) -> list[str]:
 
 def worst_pairs(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:
     """A table of the ``n`` worst failed pairs."""
-    failed = facts.counts(comparison).failed
+    failed = comparison.counts.failed
     if not failed:
         return []
     shown = facts.worst(comparison, n)
@@ -186,7 +188,7 @@ def coverage(comparison: Comparison, full: bool = False, n: int = 3) -> list[str
         out += [f"  only in {side}: {safe(tap)}" for tap in shown]
         if len(shown) < len(taps):
             out.append(f"  … {len(taps) - len(shown):,} more only in {side}: compare.json, coverage.taps_only_{side}")
-    out += [f"  skipped, {reason}: {number:,}" for reason, number in facts.skip_rows(comparison)]
+    out += [f"  {what}: {number:,}" for what, number in facts.skip_rows(comparison)]
     return out
 
 

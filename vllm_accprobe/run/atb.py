@@ -133,13 +133,12 @@ def collect(root: Path, environ: Mapping[str, str], since: float) -> tuple[int, 
     home = environ.get("ACLTRANSFORMER_HOME_PATH", "")
     if home and (Path(home) / "tensors").is_dir():
         source = Path(home) / "tensors"
-        for file in _files(source):
+        for file in list(_files(source)):
             if file.stat().st_mtime >= since:
                 _bring(file, output / "tensors" / file.relative_to(source))
-    count = nbytes = 0
-    for file in _files(output):
-        count += 1
-        nbytes += file.stat().st_size
+    # ATB may have been told a place below: what is brought is a second name of the same file then.
+    found = {(s.st_dev, s.st_ino): s.st_size for s in (file.stat() for file in _files(output))}
+    count, nbytes = len(found), sum(found.values())
     if not count and output.is_dir():
         shutil.rmtree(output, ignore_errors=True)
     return count, nbytes

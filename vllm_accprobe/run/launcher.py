@@ -5,11 +5,14 @@ the shell with children of its own; Ctrl-C reaches a whole process group, ``kill
 a terminal the command stays in our process group, gets what the terminal sends by itself, and is only passed what
 others sent to us (the signal says who sent it); elsewhere it gets a group of its own and everything through us, once:
 SIGINT, SIGHUP and SIGQUIT to the group, as a terminal would, SIGTERM to the command alone. Signals are waited for, not
-caught, so that nothing runs inside a handler. Not here: what the command is given (settings.py), progress (watcher.py).
+caught, so that nothing runs inside a handler. If we are killed ourselves, a shell that waits for the end of a pipe
+passes a SIGTERM on for us: no server is left behind that nobody watches.
+Not here: what the command is given (settings.py), progress (watcher.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -22,6 +25,7 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _WAIT_S = 0.25
 _SHELL = frozenset("|&;<>()$`\\\"' \t\n*?[#~=%")
 TICK_S = 1.0
+_GUARD = 'read -r target || exit 0; read -r done || kill -s TERM -- "$target"'
 
 
 class LaunchError(Exception):
@@ -61,9 +65,12 @@ def run(
     watched = {*PASSED_ON, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
 
+    guard = _Guard()
+
     def prepare() -> None:  # in the child: signals as they were for us
         if own_group:
             os.setpgid(0, 0)
+        guard.watch(-os.getpid() if own_group else os.getpid())
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     try:
@@ -81,9 +88,34 @@ def run(
         if waiter.ending and own_group:
             waiter.to_group(signal.SIGTERM)  # what is left now has had its time
     finally:
+        guard.dismiss()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     code = process.returncode
     return 128 - code if code < 0 else code
+
+
+class _Guard:
+    """Sends SIGTERM to what is watched if this process dies before it has dismissed the guard. In a session of its own:
+    what is sent to our group does not reach it."""
+
+    def __init__(self) -> None:
+        self._shell: subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(OSError):  # without a shell nobody watches
+            self._shell = subprocess.Popen(
+                ["/bin/sh", "-c", _GUARD], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                cwd="/", start_new_session=True,
+            )  # fmt: skip
+
+    def watch(self, target: int) -> None:
+        """target: as for kill(2), a process or a group. Called in the child, so that there is no moment between."""
+        if self._shell is not None and self._shell.stdin is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._shell.stdin.fileno(), b"%d\n" % target)
+
+    def dismiss(self) -> None:
+        if self._shell is not None:
+            with contextlib.suppress(OSError):
+                self._shell.communicate(b"done\n")
 
 
 class _Waiter:

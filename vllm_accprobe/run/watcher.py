@@ -130,8 +130,9 @@ class Watcher:
         """The dumps that have appeared since this object was made."""
         if self._settled is not None:
             return self._settled
-        found = list(dict.fromkeys([self.root, *self._beside(), *self._announced()]))
-        return [p for p in found if (p / RUN_JSON).exists() or any(_ranks_of(p))]
+        places = [self.root, *self._beside(), *self._announced()]
+        found = {os.path.realpath(p): p for p in reversed(places)}.values()  # each once, however it is spelt
+        return [p for p in reversed(found) if (p / RUN_JSON).exists() or any(_ranks_of(p))]
 
     def settle(self) -> None:
         """No further dump appears from now on, and the register may go."""

@@ -61,17 +61,17 @@ def _alone(call: Call, f: Callable[[Any], Any]) -> Expected:
     return Expected(y, call.unit * y.abs())
 
 
-@reference("SiluAndMul")
+@reference("SiluAndMul", by_rows=True)
 def silu_and_mul(call: Call) -> Expected:
     return _gated(call, silu)
 
 
-@reference("MulAndSilu")
+@reference("MulAndSilu", by_rows=True)
 def mul_and_silu(call: Call) -> Expected:
     return _gated(call, silu, gate_first=False)
 
 
-@reference("GeluAndMul")
+@reference("GeluAndMul", by_rows=True)
 def gelu_and_mul(call: Call) -> Expected:
     kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
     if kind in ("tanh", "gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast"):
@@ -81,7 +81,7 @@ def gelu_and_mul(call: Call) -> Expected:
     raise Declined("attribute approximate was not recorded")
 
 
-@reference("SwigluOAIAndMul")
+@reference("SwigluOAIAndMul", by_rows=True)
 def swiglu_oai(call: Call) -> Expected:
     x = _x(call)
     alpha, limit = float(call.attr("alpha", default=1.702)), float(call.attr("limit", default=7.0))
@@ -90,44 +90,46 @@ def swiglu_oai(call: Call) -> Expected:
     return Expected(y, 2 * call.unit * y.abs())
 
 
-@reference("SiLU", "SiLUActivation")
+@reference("SiLU", "SiLUActivation", by_rows=True)
 def only_silu(call: Call) -> Expected:
     return _alone(call, silu)
 
 
-@reference("GELU", "GELUActivation")
+@reference("GELU", "GELUActivation", by_rows=True)
 def only_gelu(call: Call) -> Expected:
     kind = call.attrs.get("approximate", "none")
     return _alone(call, gelu_tanh if kind == "tanh" else gelu)
 
 
-@reference("GELUTanh", "NewGELU", "NewGELUActivation", "FastGELU", "FastGELUActivation", "PytorchGELUTanh")
+@reference(
+    "GELUTanh", "NewGELU", "NewGELUActivation", "FastGELU", "FastGELUActivation", "PytorchGELUTanh", by_rows=True
+)
 def only_gelu_tanh(call: Call) -> Expected:
     y = gelu_tanh(_x(call))
     # 1 + tanh cancels for negative x, so what rounding leaves is relative to x / 2
     return Expected(y, call.unit * _x(call).abs() * 0.5 if "Tanh" not in call.cls else call.unit * y.abs())
 
 
-@reference("QuickGELU", "QuickGELUActivation")
+@reference("QuickGELU", "QuickGELUActivation", by_rows=True)
 def only_quick_gelu(call: Call) -> Expected:
     return _alone(call, quick_gelu)
 
 
-@reference("ReLUSquaredActivation")
+@reference("ReLUSquaredActivation", by_rows=True)
 def only_relu2(call: Call) -> Expected:
     return _alone(call, relu2)
 
 
-@reference("ReLU")
+@reference("ReLU", by_rows=True)
 def only_relu(call: Call) -> Expected:
     return Expected(torch.relu(_x(call)))
 
 
-@reference("Sigmoid")
+@reference("Sigmoid", by_rows=True)
 def only_sigmoid(call: Call) -> Expected:
     return Expected(torch.sigmoid(_x(call)))
 
 
-@reference("Tanh")
+@reference("Tanh", by_rows=True)
 def only_tanh(call: Call) -> Expected:
     return Expected(torch.tanh(_x(call)))

@@ -55,6 +55,7 @@ def _with(y: Expected, bias: Any | None, unit: float, first_rounded: bool = Fals
 @reference(
     "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "ReplicatedLinear", "GateLinear",
     "MergedReplicatedLinear", "QKVCrossParallelLinear", "*ParallelLinear", "Linear", "*Linear",
+    by_rows=True,
 )  # fmt: skip
 def column(call: Call) -> dict[str, Expected]:
     """Its columns, on this rank. Some kernels round before they add the bias, so noise allows it."""
@@ -67,7 +68,7 @@ def column(call: Call) -> dict[str, Expected]:
     return found
 
 
-@reference("RowParallelLinear")
+@reference("RowParallelLinear", by_rows=True)
 def row(call: Call) -> dict[str, Expected]:
     """This rank's partial sum, or with reduce_results the sum over the ranks, each of which may be rounded."""
     if call.extra.get("apart"):
@@ -89,7 +90,7 @@ def row(call: Call) -> dict[str, Expected]:
     return {"output.0": total}
 
 
-@reference("ParallelLMHead")
+@reference("ParallelLMHead", by_rows=True)
 def lm_head(call: Call) -> Expected:
     return _with(partial(call), _bias(call), call.unit, first_rounded=True)
 

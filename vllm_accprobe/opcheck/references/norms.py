@@ -67,12 +67,12 @@ def _rms(call: Call, offset: float) -> dict[str, Expected]:
     return {"output.0": Expected(y, noise, common=_SHARED * call.unit, note=note), "output.1": Expected(total)}
 
 
-@reference("RMSNorm", "*RMSNorm", "*RMSNormFused")
+@reference("RMSNorm", "*RMSNorm", "*RMSNormFused", by_rows=True)
 def rms(call: Call) -> dict[str, Expected]:
     return _rms(call, 0.0)
 
 
-@reference("GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm")
+@reference("GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm", by_rows=True)
 def gemma_rms(call: Call) -> dict[str, Expected]:
     if call.cls.startswith(("Gemma3n", "Gemma4")):  # these weigh with w as everybody else does
         return _rms(call, 0.0)
@@ -96,7 +96,7 @@ def gated_rms(call: Call) -> Expected:
     return Expected(y, call.unit * y.abs())
 
 
-@reference("LayerNorm", "*LayerNorm")
+@reference("LayerNorm", "*LayerNorm", by_rows=True)
 def layer(call: Call) -> Expected:
     x = call.wide("input", "x", "hidden_states", "0")
     bias = call.param("bias") if "bias" in call.params else None

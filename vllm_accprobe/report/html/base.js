@@ -20,7 +20,7 @@
   // Plotly reads some markup in texts, so every name is escaped on its way into one.
   const escaped = (s) => String(s).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-  // Error over limit → one of the steps of the scale in page.css; 0: identical, 6 and more: beyond the limit.
+  // Error over limit → one of the steps of the scale in page.css; 0: no error, 6 and more: beyond the limit.
   const STEPS = [0.003, 0.03, 0.1, 0.3, 1, 3, 30];
   function step(ratio) {
     if (ratio === null || ratio === undefined || ratio < 0) return null;

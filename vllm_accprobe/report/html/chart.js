@@ -1,4 +1,4 @@
-// Error against depth, drawn by plotly.js. Zero (bit-identical) has no place on a logarithmic axis: it gets a line of
+// Error against depth, drawn by plotly.js. An error of 0 has no place on a logarithmic axis: it gets a line of
 // its own at the bottom. The band below is the floor: what honest rounding alone would give.
 (function () {
   "use strict";
@@ -21,7 +21,7 @@
   const high = (seen.length ? Math.max(...bounds(seen)) : 0) + 0.35;
   function bounds(xs) { return [xs.reduce((a, b) => Math.min(a, b)), xs.reduce((a, b) => Math.max(a, b))]; }
   const ZERO = 10 ** (low + 0.25);
-  const show = (x) => (x === null ? "–" : x === 0 ? "identical" : x < 1e-3 ? x.toExponential(2) : String(+x.toPrecision(3)));
+  const show = (x) => (x === null ? "–" : x === 0 ? "0" : x < 1e-3 ? x.toExponential(2) : String(+x.toPrecision(3)));
   const over = (p, id) => p.limit !== null && p[id] !== null && p[id] > p.limit;
 
   function describe(p) {
@@ -101,7 +101,7 @@
       legend: { traceorder: "normal", orientation: "h", x: 0, y: 1.065, yanchor: "bottom", font: { ...font, color: v("--ink") } }, dragmode: "zoom", shapes, annotations, autosize: true,
       xaxis: { ...axis, showgrid: false, range: [-0.5, points.length - 0.5], tickvals: labelled.map((m) => m.i), ticktext: labelled.map((m) => escaped(m.layer.split(".").at(-1))), tickangle: 0,
         title: { text: inLayers.length ? "layer" : "data flow", font, standoff: 6 } },
-      yaxis: { ...axis, type: "log", range: [low, high], tickvals: [ZERO, ...main.map((e) => 10 ** e)], ticktext: ["identical", ...main.map((e) => (e === 0 ? "1" : e === -1 ? "0.1" : e === -2 ? "0.01" : "1e" + e))],
+      yaxis: { ...axis, type: "log", range: [low, high], tickvals: [ZERO, ...main.map((e) => 10 ** e)], ticktext: ["0", ...main.map((e) => (e === 0 ? "1" : e === -1 ? "0.1" : e === -2 ? "0.01" : "1e" + e))],
         title: { text: "relative L2", font, standoff: 4 } },
     };
     const config = { displaylogo: false, responsive: true, displayModeBar: false, doubleClick: "reset" };

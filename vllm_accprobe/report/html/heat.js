@@ -1,5 +1,5 @@
 // Layers × tokens of one request: the worst row error of each cell, in units of its limit. A layer opens into its taps.
-// Codes are those of report/heat.py: 0 missing, 1 identical, 2 … 254 logarithmic, 255 infinite.
+// Codes are those of report/heat.py: 0 missing, 1 no error, 2 … 254 logarithmic, 255 infinite.
 (function () {
   "use strict";
   const a = window.accprobe;
@@ -24,7 +24,7 @@
     const margin = (all) => 16 + 6.6 * Math.max(...all.map((r) => label(r.shown).length));
 
     data.requests.forEach((r, i) => {
-      const option = a.element("option", "", r.label + "  (" + (r.worst === 0 ? "identical" : "worst " + a.times(r.worst)) + ")");
+      const option = a.element("option", "", r.label + "  (" + (r.worst === 0 ? "no error" : "worst " + a.times(r.worst)) + ")");
       option.value = String(i);
       choice.append(option);
     });
@@ -53,7 +53,7 @@
     }
     function describe(row, column) {
       const x = ratio(cell(row, column)), r = data.requests[state.request];
-      const what = x === null ? "not compared" : x === 0 ? "identical" : x === "Inf" ? "NaN, infinity or unequal" : a.times(x) + " the limit";
+      const what = x === null ? "not compared" : x === 0 ? "no error" : x === "Inf" ? "NaN or infinity, unequal, or golden is 0" : a.times(x) + " the limit";
       return row.name + ", position " + tokens(column) + (r.decode[column] ? " (decode)" : " (prefill)") + ": " + what;
     }
     function colours() {

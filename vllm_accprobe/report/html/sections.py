@@ -65,7 +65,7 @@ def verdict(comparison: Comparison) -> str:
     if created is None:
         cells.append(_fact("Error", "values differ", None, "big"))
     elif isinstance(created, float) and not math.isfinite(created):
-        cells.append(_fact("Error", facts.UNMEASURABLE, None, "big"))
+        cells.append(_fact("Error", facts.infinite(comparison, origin), None, "big"))
     else:
         over = times(created, floor)
         limit = None if floor is None else f"limit {num(floor)}"
@@ -119,13 +119,13 @@ def notes(comparison: Comparison) -> str:
 
 def figures(comparison: Comparison) -> str:
     """The strip of numbers under the verdict."""
-    c, cov = facts.counts(comparison), comparison.coverage
+    c, cov = comparison.counts, comparison.coverage
     flipped = len(comparison.tokens.get("flipped") or ())
     only = [int(cov.get(f"rows_only_{side}") or 0) for side in ("golden", "mine")]
     items = [
-        ("pairs failed", c.failed, f"of {c.total:,}", "bad" if c.failed else ""),
-        ("bit-identical", c.identical, f"of {c.passed:,} passed", ""),
-        ("skipped", c.skipped, "pairs", ""),
+        ("pairs failed", c.failed, f"of {c.compared:,} compared", "bad" if c.failed else ""),
+        ("pairs identical", c.identical, f"{c.bit_identical:,} bit-identical", ""),
+        ("pairs skipped", c.skipped, "", ""),
         ("rows compared", int(cov.get("rows_compared") or 0), "", ""),
         ("rows on one side only", sum(only), f"golden {only[0]:,}, mine {only[1]:,}", ""),
         ("tokens flipped", flipped, f"of {int(comparison.tokens.get('compared') or 0):,}", "bad" if flipped else ""),
@@ -159,7 +159,7 @@ def heat_note(requests: int, left_out: int) -> str:
 
 def legend() -> str:
     """The colours of heat map and tree, in words: their steps are those of base.js."""
-    words = ("identical", "≤ 0.003", "0.03", "0.1", "0.3", "1", "3", "30", "more")
+    words = ("0", "≤ 0.003", "0.03", "0.1", "0.3", "1", "3", "30", "more")
     steps = "".join(f'<li><span class="dot step{i}"></span>{w}</li>' for i, w in enumerate(words))
     return f'<ul class="legend" aria-label="Colours: error over limit">{steps}<li class="what">× limit</li></ul>'
 
@@ -237,7 +237,7 @@ def pairs_note(total: int, shown: int) -> str:
 
 def coverage(comparison: Comparison) -> str:
     rows = [(escape(label), escape(value)) for label, value in facts.coverage_rows(comparison)]
-    rows += [(f"skipped: {escape(reason)}", f"{n:,}") for reason, n in facts.skip_rows(comparison)[:MAX_LIST]]
+    rows += [(escape(what), f"{n:,}") for what, n in facts.skip_rows(comparison)[:MAX_LIST]]
     out = _table(("What", "How many"), rows, numeric={1})
     for side in ("golden", "mine"):
         taps: Sequence[str] = comparison.coverage.get(f"taps_only_{side}") or ()

@@ -49,7 +49,7 @@
       const mark = origins.get(node.path);
       if (mark !== undefined) row.append(a.element("span", "mark", mark === 0 ? "culprit" : "origin " + (mark + 1)));
       else if (node.cls) row.append(a.element("span", "kind", node.cls));
-      const worst = node.worst < 0 ? "skipped" : node.worst === 0 ? "identical" : a.times(node.worst);
+      const worst = node.worst < 0 ? "skipped" : node.worst === 0 ? "no error" : a.times(node.worst);
       row.append(a.element("span", "worst" + (node.worst > 1 ? " bad" : ""), worst));
       li.setAttribute("aria-label", name + (mark !== undefined ? (mark === 0 ? ", culprit" : ", origin") : "") + ", " + worst + (node.worst > 0 ? " the limit" : "") + ", " + node.failed + " of " + node.pairs + " pairs failed");
       row.title = node.path + (node.cls ? " (" + node.cls + ")" : "") + ": " + node.failed + " of " + node.pairs + " pairs failed";

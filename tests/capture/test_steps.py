@@ -1,0 +1,251 @@
+"""When a step ends, and what may be recorded into it: runners by hand, around which the probe is put as in a worker.
+
+What real engines do is shown in tests/e2e; here is the order of calls that needs other models, releases or machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace as Plain
+from typing import Any
+
+import pytest
+import torch
+from fake_runners import EarlyV2
+
+from vllm_accprobe.capture import runner as capture_runner
+from vllm_accprobe.capture.runner import RunnerProbe
+from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.reader import Dump, open_dump
+
+PARALLEL = {"rank": 0, "world_size": 1, "tp": [0, 1], "pp": [0, 1], "dp": [0, 1], "ep": [0, 1]}
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(32, 4)
+        self.pooler = torch.nn.Linear(4, 2)
+
+    @torch.no_grad()
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.embed(input_ids)
+
+
+@dataclasses.dataclass
+class Output:
+    """SchedulerOutput, as far as capture reads it."""
+
+    scheduled_new_reqs: list[Any]
+    scheduled_cached_reqs: Any
+    num_scheduled_tokens: dict[str, int]
+    total_num_scheduled_tokens: int
+    scheduled_spec_decode_tokens: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    finished_req_ids: tuple[str, ...] = ()
+
+
+def new(name: str, n: int) -> Output:
+    request = Plain(req_id=name, num_computed_tokens=0, prompt_token_ids=list(range(n)), mm_features=[])
+    return Output([request], Plain(req_ids=[], num_computed_tokens=[]), {name: n}, n)
+
+
+class Runner:
+    """A V1 runner: its answer comes from ``execute_model`` where the model pools (0.32: core.py 675), and
+    from ``sample_tokens`` where it samples. ``trims``: 0.13 (gpu_model_runner.py 2931, 1004) and later with drafts
+    from the device take drafts out of a COPY of the scheduler's output."""
+
+    def __init__(self, pools: bool, trims: int = 0) -> None:
+        self.device = "cpu"
+        self.vllm_config = config()
+        self.pools, self.trims = pools, trims
+        self.input_batch = Plain(req_ids=[])
+        self.requests: dict[str, Any] = {}
+        self.positions = torch.arange(32)
+        self.model = Model()
+
+    def load_model(self) -> None: ...
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def _update_states(self, out: Output) -> None:
+        for request in out.scheduled_new_reqs:
+            self.requests[request.req_id] = Plain(num_tokens=len(request.prompt_token_ids))
+        self.input_batch.req_ids = list(out.num_scheduled_tokens)
+        for name, ids in out.scheduled_spec_decode_tokens.items():
+            out.scheduled_spec_decode_tokens[name] = ids[: len(ids) - self.trims]
+            out.num_scheduled_tokens[name] -= self.trims
+            out.total_num_scheduled_tokens -= self.trims
+
+    def execute_model(self, out: Output, intermediate_tensors: Any = None) -> Any:
+        out = dataclasses.replace(
+            out,
+            num_scheduled_tokens=dict(out.num_scheduled_tokens),
+            scheduled_spec_decode_tokens=dict(out.scheduled_spec_decode_tokens),
+        )
+        self._update_states(out)
+        hidden = self.model(torch.arange(out.total_num_scheduled_tokens))
+        return self.model.pooler(hidden) if self.pools else None
+
+    def sample_tokens(self, grammar: Any = None) -> str:
+        return "tokens"
+
+    def _dummy_run(self) -> None:
+        self.model(torch.zeros(3, dtype=torch.int64))
+
+
+class PoolingV2(EarlyV2):
+    """V2 of 0.18 to 0.32: the worker calls ``pool`` after ``execute_model`` (gpu_worker.py), and dummy batches go
+    through ``execute_model`` itself."""
+
+    def __init__(self) -> None:
+        super().__init__({"a": 0}, {"a": 5})
+        self.device = "cpu"
+        self.vllm_config = config()
+        self.model = Model()
+
+    def load_model(self) -> None: ...
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def execute_model(self, out: Output, dummy_run: bool = False) -> None:
+        if not dummy_run:
+            self.prepare_inputs(out)
+        self.hidden = self.model(torch.zeros(out.total_num_scheduled_tokens, dtype=torch.int64))
+
+    def sample_tokens(self, grammar: Any = None) -> str:
+        return "tokens"
+
+    def pool(self) -> torch.Tensor:
+        return self.model.pooler(self.hidden)
+
+
+def config(**parallel: Any) -> Plain:
+    return Plain(
+        model_config=Plain(enforce_eager=True, get_hidden_size=lambda: 4),
+        compilation_config=Plain(mode=0, cudagraph_mode=Plain(value=0)),
+        parallel_config=Plain(**parallel),
+        speculative_config=Plain(method="ngram"),
+    )
+
+
+Start = Callable[..., tuple[RunnerProbe, Any]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    monkeypatch.setattr(capture_runner, "run_info", lambda *_: {"tool": "accprobe"})
+    monkeypatch.setattr(capture_runner, "before_packing", lambda look: contextlib.nullcontext())
+
+    def started(runner: Any) -> tuple[RunnerProbe, Any]:
+        worker = Plain(model_runner=runner, execute_dummy_batch=lambda: runner._dummy_run())
+        probe = RunnerProbe(ProbeConfig(enabled=True, dir=str(tmp_path / "dump")), worker, runner, PARALLEL)
+        runner.load_model()
+        return probe, worker
+
+    return started
+
+
+def closed(probe: RunnerProbe) -> Dump:
+    probe.close("test")
+    return open_dump(probe.root)
+
+
+def outputs(dump: Dump) -> list[tuple[int, str, tuple[int, ...]]]:
+    return [(r.step, r.tap, tuple(r.shape)) for r in dump.records if r.role == "output.0"]
+
+
+FIRST = [(0, "embed", (5, 4)), (0, "<root>", (5, 4)), (0, "pooler", (5, 2))]
+
+
+def test_a_pooling_model_ends_its_step_with_its_answer(start: Start) -> None:
+    runner = Runner(pools=True)
+    probe, worker = start(runner)
+    runner.execute_model(new("a", 5))
+    worker.execute_dummy_batch()  # data parallel: this replica has nothing to do
+    runner._dummy_run()  # whoever else calls the model
+    assert outputs(closed(probe)) == FIRST
+
+
+def test_a_pooling_model_of_the_newer_runner_is_captured_until_it_has_pooled(start: Start) -> None:
+    runner = PoolingV2()
+    probe, _ = start(runner)
+    runner.execute_model(new("a", 5))
+    runner.pool()
+    runner.model(torch.zeros(3, dtype=torch.int64))
+    assert outputs(closed(probe)) == FIRST
+
+
+def test_a_step_that_was_never_sampled_takes_no_dummy_batch(start: Start) -> None:
+    """A pipeline's first ranks, a step whose sampling failed: the next batch ends it, whatever that batch is."""
+    runner = PoolingV2()
+    probe, _ = start(runner)
+    runner.execute_model(new("a", 5))
+    runner.execute_model(new("dummy", 3), dummy_run=True)
+    assert outputs(closed(probe)) == FIRST[:2]
+    old = Runner(pools=False)
+    probe, worker = start(old)
+    old.execute_model(new("a", 5))
+    worker.execute_dummy_batch()
+    assert outputs(closed(probe)) == FIRST[:2]
+
+
+def test_drafts_that_the_runner_takes_out_are_no_rows(start: Start) -> None:
+    runner = Runner(pools=False, trims=2)
+    probe, _ = start(runner)
+    runner.execute_model(new("a", 5))
+    runner.sample_tokens()
+    again = Output([], Plain(req_ids=["a"], num_computed_tokens=[5]), {"a": 4}, 4, {"a": [7, 8, 9]})
+    runner.positions = torch.arange(5, 37)
+    runner.execute_model(again)
+    dump = closed(probe)
+    assert dump.errors == []
+    assert [(r.tap, r.shape, r.rows) for r in dump.records if r.step == 1 and r.role == "output.0"] == [
+        ("embed", (2, 4), "tokens"),
+        ("<root>", (2, 4), "tokens"),
+    ]
+    assert [(s.pos, s.n) for s in dump.rows[0, 1, "tokens"].segments] == [(5, 2)]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ({"enable_dbo": True}, "dual-batch overlap"),
+        ({"ubatch_size": 2}, "dual-batch overlap"),
+    ],
+)
+def test_what_splits_a_batch_is_refused_with_one_line(
+    start: Start, monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], said: str
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(capture_runner, "say", lines.append)
+    runner = Runner(pools=True)
+    runner.vllm_config = config(**parallel)
+    probe, _ = start(runner)
+    runner.execute_model(new("a", 5))
+    probe.close("test")
+    assert not (probe.root / "run.json").exists()
+    (line,) = lines
+    assert said in line
+    assert "NOTHING will be captured" in line
+
+
+@pytest.mark.parametrize("missing", ["req_states", "input_batch"])
+def test_a_runner_without_what_tells_its_rows_is_refused_as_it_loads(
+    start: Start, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(capture_runner, "say", lines.append)
+    runner: Any = PoolingV2() if missing == "req_states" else Runner(pools=True)
+    delattr(runner, missing)
+    probe, _ = start(runner)
+    (line,) = lines
+    assert line.startswith(f"{type(runner).__name__} has no {missing}")
+    assert "NOTHING will be captured" in line
+    probe.close("test")
+    assert not (probe.root / "run.json").exists()

@@ -1,0 +1,336 @@
+"""Every command and every piece of Python in README and docs, typed in as it stands, on dumps of a real engine.
+
+A page's commands run in the order of the page, in one folder in which the names that the pages use (DUMP, golden, mine,
+MODEL ...) are there. What cannot run here is listed with its reason, and the list may hold nothing that no page says.
+``vllm serve`` is a stand-in for the HTTP part only: a real vLLM that answers requests of its own and then ends.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.captures import Engines
+from support.documents import COMMAND, PAGES, PYTHON, ROOT, SYNOPSIS, Snippet, snippets
+from support.engine import Ask
+from support.prompts import prompt
+from typer.main import get_command
+
+from vllm_accprobe import cli
+
+pytestmark = pytest.mark.engine
+
+NOT_RUN = {
+    "bash scripts/demo.sh": "two servers, a minute and a half; run by hand before a release",
+    "bash scripts/test.sh": "this is it",
+    "bash scripts/test.sh -k faults": "this is it",
+    "bash scripts/test.sh -n 0 --pdb": "this is it",
+    'bash scripts/test.sh -m "not engine and not browser"': "this is it",
+    "pip install .": "the environment has the checkout installed; changing it under running tests breaks them",
+    'pip install "vllm-accprobe[mindspore]"': "needs an environment of its own",
+    "python scripts/case_study.py case-study --picture case-study/report.png": "two more engines and a browser",
+    "python scripts/case_study.py . --confirm": "loads vLLM for one operator; run by hand with the line above",
+    "accprobe compare alone together --out report": "what the case study's script runs itself",
+    "bash scripts/faults.sh": "half an hour",
+    "bash scripts/faults.sh --only 'one-*'": "minutes",
+    "bash scripts/faults.sh --keep /tmp/lab": "half an hour",
+    "bash scripts/faults.sh --judge-only /tmp/lab": "needs the line above",
+    "bash scripts/faults.sh --no-replay": "half an hour",
+    "bash scripts/faults.sh --only NAME --keep /tmp/lab": "NAME is to be filled in",
+    "(cd accprobe-gentest && pytest --device cuda --detail-csv gpu.csv)": "no CUDA device here",
+    "(cd accprobe-gentest && pytest --device npu --load torch_npu --detail-csv npu.csv)": "no NPU here",
+    "(cd cases && pytest --device cuda --detail-csv gpu.csv)": "no CUDA device here",
+    "python benchmarks/bench_capture.py --rounds 9": "minutes; timings are no tests",
+    "python benchmarks/bench_tap.py": "timings are no tests",
+    "accprobe show DUMP TAP": "TAP is to be filled in",
+    "VLLM_ACCPROBE_PATCHES=all": "a setting, not a command; the line above it has another",
+    "VLLM_ACCPROBE_PATCHES=./mine.toml": "a setting, not a command",
+}
+"""Command: why it is not typed in."""
+ENDS = {
+    "accprobe opcheck DUMP --against device --out gpu": (2, "no accelerator"),
+    "accprobe run --atb -- CMD": (2, "CANN"),
+    "accprobe run --atb --atb-ids 2,3_1 --atb-range 1,3 -- bash run.sh patches/models/modeling_xxx.py": (2, "CANN"),
+    "(cd accprobe-gentest && pytest)": (1, "failed"),  # the fault's calls
+}
+"""Command: the exit code that it has on a machine without the device or library, and a word of what it says."""
+JUDGES = {"compare", "opcheck", "opdiff", "labels", "errcheck", "gentest"}
+"""Commands that may end with 1: differences were found."""
+FAULT = '{"kind": "scale", "module": "model.layers.2.self_attn.o_proj", "factor": 1.05, "rows": "position>=20"}'
+NAN = '{"kind": "nan", "module": "model.layers.2.mlp.down_proj", "rows": "position>=20", "features": [3]}'
+_SERVE = '''#!{python}
+"""`vllm serve MODEL` without HTTP: a real vLLM engine answers two requests and ends."""
+import os, sys
+assert sys.argv[1] == "serve", sys.argv
+os.environ |= {{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}}
+sys.path.insert(0, {support!r})
+from engine_worker import DEFAULTS
+from vllm import LLM, SamplingParams
+llm = LLM(model=sys.argv[2], **DEFAULTS)
+asks = [{{"prompt_token_ids": list(range(20 + i, 50 + i))}} for i in range(2)]
+for answer in llm.generate(asks, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)):
+    print(answer.outputs[0].token_ids)
+llm.llm_engine.engine_core.shutdown()
+'''
+
+
+@dataclass(frozen=True)
+class Captures:
+    model: Path
+    golden: Path
+    mine: Path
+    operators: Path
+
+
+@pytest.fixture(scope="module")
+def captures(engines: Engines) -> Captures:
+    asks = [Ask(prompt(30, 1), 6, id="my-req"), Ask(prompt(24, 2), 6, id="other")]
+    golden = engines.run("documents-golden", asks=asks, how="serial")
+    mine = engines.run("documents-mine", asks=asks, fault=_fault())
+    operators = engines.run("documents-operators", asks=asks[:1], fault=_fault(), env={"VLLM_ACCPROBE_OPS": "1"})
+    assert golden.dump is not None
+    assert mine.dump is not None
+    assert operators.dump is not None
+    return Captures(engines.model("qwen2"), golden.dump, mine.dump, operators.dump)
+
+
+def _fault() -> dict[str, Any]:
+    import json
+
+    fault: dict[str, Any] = json.loads(FAULT)
+    return fault
+
+
+@pytest.fixture
+def place(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with everything that the pages give a name; the current one."""
+    at = tmp_path / "place"
+    (at / "bin").mkdir(parents=True)
+    for names, source in (
+        ("golden GOLDEN G GPU gpu-a", captures.golden),
+        ("gpu-b gpu-chunked", captures.golden),
+        ("mine MINE M XPU npu dump", captures.mine),
+        ("DUMP", captures.operators),
+    ):
+        for name in names.split():
+            shutil.copytree(source, at / name)
+    (at / "MODEL").symlink_to(captures.model)
+    for name, text in (
+        ("vllm", _SERVE.format(python=sys.executable, support=str(ROOT / "tests" / "support"))),
+        ("CMD", "#!/bin/sh\nexec vllm serve MODEL\n"),
+        ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
+    ):
+        (at / "bin" / name).write_text(text)
+        (at / "bin" / name).chmod(0o755)
+    script = "from transformers import AutoModelForCausalLM\nimport torch\nfrom vllm_accprobe import Probe\n"
+    script += "model = AutoModelForCausalLM.from_pretrained('MODEL', dtype=torch.float32)\n"
+    script += "with Probe(model):\n    model.generate(torch.arange(20, 40)[None], max_new_tokens=2, do_sample=False)\n"
+    (at / "my_transformers_script.py").write_text(script)
+    (at / "generate.py").write_text("import os\nos.execvp('vllm', ['vllm', 'serve', 'MODEL'])\n")
+    (at / "work").mkdir()
+    (at / "work" / "start.sh").write_text("cd ..\nexec vllm serve MODEL\n")
+    (at / "run.sh").write_text("true\n")
+    (at / "map.yaml").write_text("'**.qkv_proj': '**.qkv_proj'\n")
+    np.save(at / "a.npy", np.arange(6, dtype="f4"))
+    monkeypatch.chdir(at)
+    for name in [n for n in os.environ if n.startswith("VLLM_ACCPROBE")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", f"{at / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return at
+
+
+def _of(page: str, kind: str) -> list[Snippet]:
+    return [s for s in snippets(page) if s.kind == kind]
+
+
+def test_something_is_found_on_the_pages() -> None:
+    found = [s for page in PAGES for s in snippets(page)]
+    assert sum(s.kind == COMMAND for s in found) > 70
+    assert sum(s.kind == PYTHON for s in found) > 8
+    assert {s.text for s in found if s.text in NOT_RUN} == set(NOT_RUN), "NOT_RUN has what no page says any more"
+    assert {s.text for s in found if s.text in ENDS} == set(ENDS), "ENDS has what no page says any more"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if _of(p, COMMAND)])
+def test_commands(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _prepare(page, place, monkeypatch)
+    wrong = []
+    for snippet in _of(page, COMMAND):
+        if snippet.text in NOT_RUN:
+            continue
+        code, said = _typed(snippet.text, place)
+        want, word = ENDS.get(snippet.text, (None, ""))
+        word_of = re.search(r"\baccprobe (\w+)", snippet.text)
+        right = (0, 1) if want is None and word_of and word_of[1] in JUDGES else (want or 0,)
+        if code not in right or word not in said or "internal error" in said:
+            wrong.append(
+                f"{page}:{snippet.line}: {snippet.text}\n  ended with {code}, expected {right}\n{said[-1500:]}"
+            )
+        _after(place)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if _of(p, SYNOPSIS)])
+def test_options_of_synopses_are_there(page: str) -> None:
+    """A line that leaves something open (`[--csv FILE]`, `--to h5|npz`) is no command; its options are looked up."""
+    root = get_command(cli.build())
+    for snippet in _of(page, SYNOPSIS):
+        words = snippet.text.split()
+        if words[0] != "accprobe":
+            continue
+        command = root.commands[words[1]]  # type: ignore[attr-defined]
+        known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+        asked = {w.strip("[]") for w in words if w.strip("[").startswith("-") and w.strip("[]") != "--"}
+        assert asked <= known, f"{page}:{snippet.line}: {sorted(asked - known)}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if _of(p, PYTHON)])
+def test_python(page: str, place: Path, captures: Captures) -> None:
+    """A page's pieces run one after the other, in one process of their own, after what the text takes for granted."""
+    program = _GIVEN + "\n" + "\n".join(f"# line {s.line}\n{s.text}" for s in _of(page, PYTHON))
+    (place / "page.py").write_text(program)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([*_paths(), *_path()])}
+    if page == "docs/testing.md":
+        env |= {"VLLM_ACCPROBE": "1"}
+    for name in ("golden", "mine"):  # what a piece writes may be what another page reads
+        if page != "docs/report.md":
+            shutil.rmtree(place / name)
+    done = subprocess.run([sys.executable, "page.py"], cwd=place, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{page}\n{program}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+
+
+_GIVEN = """
+import torch
+from pathlib import Path
+tmp_path = Path("tmp")
+page = Path("page.py").read_text().split("# line", 1)[1]
+if "model" in page:
+    from transformers import AutoModelForCausalLM
+    path, input_ids = "MODEL", torch.arange(20, 40)[None]
+    inputs = {"input_ids": input_ids, "max_new_tokens": 2, "do_sample": False}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+hidden_states = attention_output = x = torch.randn(4, 8)
+acl_model_out = [hidden_states.clone()]
+suspicious = torch.relu
+if "EngineHost" in page:
+    from support.engine import Ask, EngineHost
+    from support.prompts import prompt
+    from tiny_model import make
+"""
+
+
+def _path() -> list[str]:
+    before = os.environ.get("PYTHONPATH")
+    return [before] if before else []
+
+
+def _paths() -> list[str]:
+    return [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+
+
+def _prepare(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the text of a page says lies there already."""
+    if page == "README.md":  # its first command makes golden; mine is what the same requests gave elsewhere
+        for name in ("golden", "mine"):
+            shutil.rmtree(place / name)
+        faulty = {"ACCPROBE_FAULT": FAULT, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "faults"), *_path()])}
+        env = os.environ | {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": "mine"} | faulty
+        subprocess.run(["vllm", "serve", "MODEL"], cwd=place, env=env, check=True, capture_output=True)
+    if page in ("docs/errcheck.md", "docs/testing.md"):
+        faults = ROOT / "tests" / "faults"
+        if page == "docs/errcheck.md":
+            monkeypatch.setenv("ACCPROBE_FAULT", NAN)
+            monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(faults), *_path()]))
+        else:
+            (place / "tests").mkdir()
+            (place / "tests" / "faults").symlink_to(faults)
+    if any("labels" in s.text for s in _of(page, COMMAND)):
+        name = "dump" if page == "README.md" else "DUMP"
+        shutil.rmtree(place / name)
+        _inside_python(_LABELLED.format(name), place)
+    if page == "docs/labels.md":
+        (place / "DIR").mkdir()
+        np.save(place / "DIR" / "outTensor0.npy", np.zeros((4, 8), "f4"))
+    if page in ("README.md", "docs/gentest.md", "docs/opcheck-standards.md"):
+        _operators_of_two_machines(place)
+    if page == "docs/formats.md":
+        import torch
+
+        shutil.copytree(place / "golden", place / "PATH")
+        torch.save(torch.arange(6.0), place / "a.pth")
+        torch.save(torch.arange(6.0), place / "b.bin")
+    if page == "docs/patches.md":
+        import vllm
+
+        (place / "DIR").mkdir()
+        (place / "DIR" / "vllm").symlink_to(Path(str(vllm.__file__)).parent)
+    if page == "docs/opcheck.md":
+        with tarfile.open(ROOT / "tests" / "formats" / "data" / "mindspore.tar.xz") as packed:
+            packed.extractall(place, filter="data")
+
+
+_LABELLED = """
+import torch
+from vllm_accprobe import Probe, gen_id, set_label
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+    def forward(self, x):
+        y, name = self.inner(x), gen_id()
+        set_label("pta", name, y)
+        set_label("acl", name, y + 1e-7)
+        return y
+with Probe(model := Model(), dir={!r}):
+    model(torch.randn(4, 8))
+"""
+
+
+def _inside_python(program: str, place: Path) -> None:
+    subprocess.run([sys.executable, "-c", program], cwd=place, check=True, capture_output=True)
+
+
+def _operators_of_two_machines(place: Path) -> None:
+    """gpu/opcheck.csv and npu/opcheck.csv and the other names of the same: one table, twice."""
+    assert cli.main(["opcheck", "DUMP", "-j", "0", "--ops", "RMSNorm", "--out", "gpu"]) == 0
+    (place / "npu" / "opcheck.csv").write_bytes((place / "gpu" / "opcheck.csv").read_bytes())
+    for name in ("gpu.csv", "npu.csv"):
+        shutil.copy(place / "gpu" / "opcheck.csv", place / name)
+
+
+def _after(place: Path) -> None:
+    """DIR on a page is where the command before it wrote."""
+    if (place / "accprobe").is_dir() and not (place / "DIR").exists():
+        newest = max((place / "accprobe").iterdir(), key=lambda p: p.stat().st_mtime)
+        (place / "DIR").symlink_to(newest)
+
+
+def _typed(line: str, place: Path) -> tuple[int, str]:
+    """(exit code, what was printed). A plain accprobe command runs in this process, anything else in a shell."""
+    words = line.split()
+    if words[0] == "accprobe" and words[1] not in ("run", "errcheck") and not re.search(r"[|>&;]", line):
+        return _inside(line)
+    home = ROOT if re.match(r"(bash|python) (scripts|benchmarks)/", line) else place
+    done = subprocess.run(["bash", "-c", line], cwd=home, capture_output=True, text=True, timeout=300, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def _inside(line: str) -> tuple[int, str]:
+    import contextlib
+    import io
+    import shlex
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = cli.main(shlex.split(line)[1:])
+    return int(code or 0), said.getvalue()

@@ -1,0 +1,130 @@
+"""The Python processes that we start: none runs what lies in the current directory, none outlives who started it.
+
+The problem: ``python -c`` and ``python -m`` look for modules in the current directory first, and that may be a
+stranger's dump with a ``numpy.py`` in it; and a process whose parent was killed goes on for minutes, on a core of its
+own, for nobody. The idea: one way to start them all. A `Child` begins with a line that strikes the current directory
+off its path, before it imports anything, and takes this package from where its parent had it. It holds the reading end
+of a pipe whose other end only its parent has: however the parent dies, the kernel closes that end. Where it can (Linux)
+the kernel also kills the child there and then (``F_SETSIG``, see fcntl(2)), so that native code that never gives the
+interpreter's lock back cannot prevent it; elsewhere a thread waits for the end of the pipe.
+What stands in PYTHONPATH stays: who puts "." there, or an empty part ("x:"), wants it.
+Not here: the commands of others that `accprobe run` starts (run/launcher.py), Ray's workers (comparison/cluster.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HOME = Path(__file__).resolve().parent
+"""This package. A child takes the same, whatever else is installed, and however this process found it."""
+_PROGRAM = (
+    # "" is the current directory; nothing is imported before it has gone
+    "import sys; sys.path[:] = [p for p in sys.path if p]\n"
+    "from importlib.util import module_from_spec, spec_from_file_location\n"
+    "name, home = 'vllm_accprobe', sys.argv[1]\n"
+    "spec = spec_from_file_location(name, home + '/__init__.py', submodule_search_locations=[home])\n"
+    "sys.modules[name] = module_from_spec(spec)\n"
+    "spec.loader.exec_module(sys.modules[name])\n"
+    "from vllm_accprobe.children import main; main()"
+)
+_LIBRARIES = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "NUMBA", "VECLIB", "BLIS")
+ONE_THREAD = {f"{name}_{'MAXIMUM' if name == 'VECLIB' else 'NUM'}_THREADS": "1" for name in _LIBRARIES}
+"""Environment of a process that is one of several, or whose products are small: torch, OpenMP, MKL, OpenBLAS and numba
+otherwise start a thread for each core, which wait for one another in a loop."""
+
+
+class Child(subprocess.Popen[str]):
+    """A Python process that calls ``main()`` of one of our modules, which finds ``words`` in sys.argv[1:].
+
+    It ends with this process, or when this object has gone. env: all of it, this process's by default; how: as for
+    Popen, text in UTF-8. Raises OSError."""
+
+    def __init__(self, module: str, *words: str, env: Mapping[str, str] | None = None, **how: Any):
+        theirs, self._ours = os.pipe()
+        command = [sys.executable, "-c", _PROGRAM, str(HOME), str(theirs), module, *words]
+        # What this process starts in turn, a library's helpers too, is to keep the current directory off its path.
+        environ = {**(os.environ if env is None else env), "PYTHONSAFEPATH": "1"}
+        try:
+            super().__init__(
+                command, env=environ, pass_fds=(theirs,), text=True, encoding="utf-8", errors="backslashreplace", **how
+            )
+        except BaseException:
+            self._let_go()
+            raise
+        finally:
+            os.close(theirs)
+
+    def _let_go(self) -> None:
+        ours, self._ours = self._ours, -1
+        if ours >= 0:
+            os.close(ours)
+
+    def __del__(self, *given: Any) -> None:
+        if getattr(self, "_ours", -1) >= 0:
+            self._let_go()
+        super().__del__(*given)  # type: ignore[misc]  # typeshed does not know it
+
+
+def main() -> None:
+    """What a child does first. sys.argv: HOME, the pipe's number, the module, its words."""
+    pipe, module, words = int(sys.argv[2]), sys.argv[3], sys.argv[4:]
+    end_with(pipe)
+    ignore_settings_here()
+    sys.argv[:] = [module, *words]
+    sys.exit(importlib.import_module(module).main())
+
+
+def end_with(pipe: int) -> None:
+    """Ends this process when the other end of ``pipe`` is closed, now or later."""
+    import select
+    import threading
+
+    os.set_inheritable(pipe, False)
+    try:
+        _killed_by_kernel(pipe)
+    except (ImportError, AttributeError, OSError):  # not Linux, or a sandbox that has no such thing
+        pass
+
+    def wait() -> None:
+        while True:
+            try:
+                if os.read(pipe, 1) == b"":
+                    os._exit(1)
+            except InterruptedError:
+                continue
+
+    if select.select([pipe], [], [], 0)[0]:  # it had died before anybody was told
+        os._exit(1)
+    threading.Thread(target=wait, name="accprobe-parent", daemon=True).start()
+
+
+def _killed_by_kernel(pipe: int) -> None:
+    import fcntl
+    import signal
+
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def ignore_settings_here() -> None:
+    """Keeps numba from taking settings from the current directory's ``.numba_config.yaml``, which may name a cache of
+    pickles: those would be run."""
+    if not os.path.isfile(".numba_config.yaml"):
+        return
+    here = os.open(".", os.O_RDONLY)
+    try:
+        os.chdir(HOME)
+        config: Any = importlib.import_module("numba.core.config")
+        config._config_fname = ""  # it looks again whenever it compiles
+    except ImportError:
+        pass
+    finally:
+        os.fchdir(here)
+        os.close(here)
