@@ -143,7 +143,7 @@ def test_a_dump_of_the_wrong_kind_is_named(command: str, what: str, here: Path, 
     "words",
     [
         ["compare", "golden", "mine", "--no-replay", "--out", "@"],
-        ["calibrate", "golden", "golden", "--out", "@"],
+        ["calibrate", "golden", "mine", "--out", "@"],
         ["opcheck", "golden", "-j", "0", "--out", "@"],
         ["gentest", "golden", "--ops", "*", "--out", "@"],
         ["labels", "plain", "--out", "@"],
@@ -246,6 +246,15 @@ def test_compare_goes_on_with_the_dump_that_it_found(here: Path, capsys: Any) ->
     assert f"FAIL: {DOWN}" in shown
 
 
+@pytest.mark.parametrize("again", ["golden/rank0000", "golden/run.json", "golden/rank0000/journal.jsonl", "around"])
+def test_the_same_dump_by_way_of_its_parts_is_refused(again: str, here: Path, capsys: Any) -> None:
+    if again == "around":
+        write(capture(prompts={"a": [3, 14, 15]}, tokens=2), here / "around" / "run1")
+    golden, mine = (here / "around", here / "around" / "run1") if again == "around" else ("golden", again)
+    code, line = refused(capsys, ["compare", str(golden), str(mine), "--out", str(here / "out")])
+    assert (code, "are the same dump" in line) == (2, True)
+
+
 def test_opcheck_takes_the_file_of_a_dump(here: Path, capsys: Any) -> None:
     file = next(Path("a_msprobe_tensor/golden").glob("step0/*/dump.json"))
     assert main(["opcheck", str(file), "-j", "0", "--ops", "Functional.silu", "--out", str(here / "out")]) == 0
@@ -270,7 +279,7 @@ def test_a_golden_of_zeros_is_not_said_to_be_nan(here: Path, capsys: Any) -> Non
         out = str(here / "out")
         assert main(["compare", str(here / f"{golden}.npy"), str(here / f"{mine}.npy"), "--out", out]) == 1
         page = (here / "out" / "compare.html").read_text()
-        line = capsys.readouterr().out.splitlines()[0]
+        line = next(s for s in capsys.readouterr().out.splitlines() if s.startswith("FAIL"))
         assert line.partition(": ")[2].partition(": ")[2] in page
         return line
 
