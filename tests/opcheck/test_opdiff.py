@@ -201,7 +201,7 @@ def test_dtypes_that_differ_are_said(opdiff):
     assert opdiff([lucky], [row("aten.mm.default", ulp_share=0.5)]).details[0]["status"] == "error"
     out = opdiff([row(dtype="float64")], [row(dtype="float64")])
     assert (out.code, out.details[0]["message"]) == (3, "float64 is not judged by this standard")
-    assert out.stderr == "accprobe: nothing could be judged: float64 is not judged by this standard\n"
+    assert out.stderr.startswith("accprobe: nothing could be judged: float64 is not judged by this standard (")
 
 
 def test_integers_are_binary_whatever_the_operator(opdiff):
@@ -324,7 +324,8 @@ def test_msprobes_details(opdiff, tmp_path, header, standard):
 def test_msprobes_files_have_no_measures_for_other_standards(opdiff, tmp_path):
     gpu = details(tmp_path, "a.csv", CHINESE, 1)
     out = opdiff(gpu, gpu, "--standard", "xray")
-    assert (out.code, out.stderr) == (3, "accprobe: nothing could be judged: golden has no counts above 1e-n\n")
+    assert out.code == 3
+    assert out.stderr.startswith("accprobe: nothing could be judged: golden has no counts above 1e-n (")
 
 
 def test_a_csv_without_some_identifying_columns(opdiff, tmp_path):
@@ -394,7 +395,7 @@ def test_bad_usage(opdiff, tmp_path):
     good, theirs = write(tmp_path / "good.csv", [row()]), details(tmp_path, "theirs.csv", CHINESE, 1)
     (tmp_path / "empty").mkdir()
     for pair, options, line in (
-        ((good, tmp_path / "none.csv"), (), "none.csv: No such file or directory"),
+        ((good, tmp_path / "none.csv"), (), "none.csv does not exist: name an opcheck.csv"),
         ((good, tmp_path), (), "2 files may be meant (good.csv, theirs.csv); name one"),
         ((good, tmp_path / "empty"), (), "no csv file is in this folder"),
         ((good, theirs), (), "theirs.csv is msprobe's: two files of one kind are needed"),
@@ -426,14 +427,15 @@ def test_a_folder_stands_for_its_csv(opdiff, tmp_path):
 
 def test_nothing_in_common(opdiff):
     out = opdiff([row("a.b")], [row("a.c")])
-    assert (out.code, out.stderr) == (3, "accprobe: nothing could be judged: no output is in both files\n")
+    assert out.code == 3
+    assert out.stderr.startswith("accprobe: nothing could be judged: no output is in both files (")
     assert [r["message"] for r in out.details] == ["only in mine", "only in golden"]
 
 
 def test_files_without_rows(opdiff, tmp_path):
     empty = tmp_path / "empty.csv"
     empty.write_text("op,dtype,cosine\n")
-    assert opdiff(empty, empty).stderr == "accprobe: nothing could be judged: the files have no rows\n"
+    assert opdiff(empty, empty).stderr.startswith("accprobe: nothing could be judged: the files have no rows (")
 
 
 def test_runs_that_batched_differently_meet_by_tap_and_by_operator(opdiff):

@@ -228,7 +228,8 @@ class _Search:
         if created.any():
             evidence = "values" if np.isinf(err[created]).any() else "jump"
             rows = keys[created], err[created], explained[created]
-            self.found[tap].append(Created(tap, sink, *rows, evidence, steps=keys[steps]))
+            seen = any(source is not sink for source in (*sources, *below))  # else nobody knows what went in
+            self.found[tap].append(Created(tap, sink, *rows, evidence, steps=keys[steps] if seen else _NONE))
         else:
             self._check_hidden(tap, sink, below)
 
