@@ -69,7 +69,7 @@ def test_summary_of_one_request(tmp_path, capsys):
 def test_summary_with_nothing_to_show(dump, capsys):
     assert main(["summary", str(dump), "no.such.*"]) == 3
     out = capsys.readouterr()
-    assert out.err == "accprobe: no tensor matches what was asked for\n"
+    assert out.err == f"accprobe: {dump}: no tensor matches no.such.*; without a GLOB all are listed\n"
     assert "0 tensors of 24 captured tensors" in out.out
 
 

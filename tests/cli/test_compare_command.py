@@ -102,7 +102,7 @@ def test_a_saved_comparison_is_judged_again_without_the_dumps(dumps, tmp_path, c
 def test_what_cannot_be_judged_again_is_one_line(dumps, tmp_path, capsys):
     (tmp_path / "measured.npz").write_bytes(b"PK nonsense")
     for arguments, said in [
-        (("--rejudge", tmp_path), "cannot be read as a saved comparison"),
+        (("--rejudge", tmp_path), "is no whole measured.npz of `accprobe compare`"),
         (("--rejudge", tmp_path / "none"), "does not exist"),
         (("--rejudge", tmp_path, "--taps", "x"), "takes no dumps"),
         ((dumps / "golden",), "give two dumps"),

@@ -47,7 +47,7 @@ def test_compare_json(on_disk):
     assert data["origins"][0] | {"created": 0, "request": "", "position": 0, "worst": 0} == {
         "module": "model.layers.1.mlp.down_proj", "class": "RowParallelLinear", "role": "output.0", "request": "",
         "position": 0, "phase": "prefill", "created": 0, "propagated": 0.0, "floor": 4 * 2**-8, "evidence": "jump",
-        "rows": result.coverage["rows_compared"], "worst": 0, "shape": "all rows, scale 1.1",
+        "rows": result.coverage["rows_compared"], "worst": 0, "nonfinite": 0, "shape": "all rows, scale 1.1",
     }  # fmt: skip
     assert set(data["coverage"]) == {
         "pairs", "pairs_passed", "pairs_failed", "pairs_skipped", "pairs_identical", "pairs_bit_identical",

@@ -13,9 +13,7 @@ from vllm_accprobe.doctor.finding import ERROR, OK, WARNING
 
 GOOD = {
     "version": {"value": "0.32.0"},
-    "platform": {
-        "value": {"class": "vllm.platforms.cpu.CpuPlatform", "device_type": "cpu", "device": "", "own": True}
-    },
+    "platform": {"value": {"class": "vllm.platforms.cpu.CpuPlatform", "device_type": "cpu", "device": "", "own": True}},
     "worker": {"value": "vllm.v1.worker.worker_base"},
     "runners": {"value": {"V1": {"there": True, "missing": []}, "V2": {"there": False}}},
     "default_runner": {"value": "V1"},

@@ -61,6 +61,7 @@ def _shared(layer: int, tail: str = "") -> tuple[str, ...]:
     return (at + tail,)
 
 
+# A router is no module of its own: what it chose are inputs of the module inside, which a replay names.
 _MOE1 = f"{_L}.1.mlp.experts"
 _MIX1 = f"{_L}.1.block_sparse_moe.experts"
 _INSIDE = ".routed_experts.quant_method"
@@ -234,21 +235,20 @@ _EXPERTS = [
         "qwen2-moe",
         _fault("route", _MOE1, 1, rows="position>=8"),
         "float32",
-        culprits=(f"{_MOE1}.routed_experts", _MOE1),
+        culprits=(f"{_MOE1}.routed_experts", _MOE1, _MOE1 + _INSIDE),
     ),
     Case(
         "wrong-experts-same-kind",
         "qwen2-moe",
         _fault("route", _MOE1, 3, rows="position>=8"),
-        culprits=(f"{_MOE1}.routed_experts", _MOE1),
+        culprits=(f"{_MOE1}.routed_experts", _MOE1, _MOE1 + _INSIDE),
     ),
     Case(
         "wrong-experts-decode",
         "mixtral",
         _fault("route", _MIX1, 1, rows="decode"),
         "transformers",
-        culprits=(f"{_MIX1}.routed_experts", _MIX1),
-        words=("decode",),
+        culprits=(f"{_MIX1}.routed_experts", _MIX1, _MIX1 + _INSIDE),
     ),
     Case(
         "expert-weight",

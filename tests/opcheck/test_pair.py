@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import torch
 from cli.test_children import left_behind
 from opcheck.opcheck_dumps import Maker
 
+from vllm_accprobe.children import ONE_THREAD
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.opcheck import batches, pair
 from vllm_accprobe.opcheck.calls import Calls
@@ -72,12 +76,7 @@ def told(done: int, of: int) -> None:
     pass
 
 
-@pytest.mark.parametrize("forks", [True, False])
-def test_the_rows_are_those_of_calls_one_by_one(
-    sides: list[Calls], forks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    monkeypatch.setattr(pair, "may_fork", lambda: forks)
-    ours, theirs = pair.check_both(sides, default_references(), [], told), one_by_one(sides)
+def assert_alike(ours: list[list[Checked]], theirs: list[list[Checked]]) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert len(mine) == len(STEPS) * 5
         for a, b in zip(mine, other, strict=True):  # sums of more rows are taken in another order
@@ -86,6 +85,51 @@ def test_the_rows_are_those_of_calls_one_by_one(
             assert replace(a, measured=0.0, created=0.0) == replace(b, measured=0.0, created=0.0)
     assert [(r.tap, r.step, r.column) for r in ours[1] if r.status == FAIL] == [("columnparallellinear", 3, 1)]
     assert not any(r.status == FAIL for r in ours[0])
+
+
+def in_a_process(what: str, root: Path) -> None:
+    """Calls a function of this file where a fork is allowed: in a process that has one thread."""
+    code = f"import sys, pathlib; from opcheck import test_pair; test_pair.{what}(pathlib.Path(sys.argv[1]))"
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, **ONE_THREAD, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code, str(root)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+forking = pytest.mark.skipif(
+    sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="one process does it all here"
+)
+
+
+def test_the_rows_are_those_of_calls_one_by_one(sides: list[Calls], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "may_fork", lambda: False)
+    assert_alike(pair.check_both(sides, default_references(), [], told), one_by_one(sides))
+
+
+def by_two(root: Path) -> None:
+    sides = [Calls(open_dump(root / name), None) for name in ("golden", "mine")]
+    seen: list[int] = []
+
+    @reference("SiluAndMul")
+    def slow(call: Call) -> Expected:
+        time.sleep(0.1)  # leaves something for the other one
+        return Expected(call.outputs["output.0"].double())
+
+    table = default_references()
+    assert pair.may_fork()
+    assert_alike(pair.check_both(sides, table, [], lambda done, of: seen.append(done)), one_by_one(sides))
+    assert seen[-1] == 2 * len(CLASSES)
+    table.add(slow)
+    asked: list[str] = []
+    plain = References.evaluate
+    References.evaluate = lambda self, call: (asked.append(call.cls), plain(self, call))[1]  # type: ignore[method-assign]
+    pair.check_both(sides, table, ["SiluAndMul"], told)
+    assert len(asked) == len(STEPS)  # of two taps one
+
+
+@forking
+def test_two_processes_give_the_rows_of_one(sides: list[Calls]) -> None:
+    in_a_process("by_two", sides[0].dump.path.parent)
 
 
 def test_a_module_is_evaluated_once_for_many_calls(sides: list[Calls], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,32 +161,46 @@ def test_a_reference_of_others_is_asked_call_by_call(sides: list[Calls]) -> None
 
     table = default_references()
     table.add(theirs)
-    pair.check_both(sides[:1], table, ["SiluAndMul"], told)
-    assert tuple(seen) in (STEPS, ())  # nothing is seen here of what a second process does
-    seen.clear()
     list(batches.evaluated(sides[0].of(0, "siluandmul"), table))
     assert tuple(seen) == STEPS
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_what_a_second_process_that_died_had_is_checked_again(
-    sides: list[Calls], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    here, died = os.getpid(), []
+def by_one_that_dies(root: Path) -> None:
+    here, asked = os.getpid(), []
 
     @reference("RMSNorm", "SiluAndMul", "LayerNorm", "ColumnParallelLinear")
     def fatal(call: Call) -> Expected:
         if os.getpid() != here:
             os.kill(os.getpid(), signal.SIGKILL)
-        died.append(call.cls)
+        time.sleep(0.01)  # the other one has its turn
+        asked.append(call.cls)
         return Expected(call.outputs["output.0"].double())
 
     table = default_references()
     table.add(fatal)
-    monkeypatch.setattr(pair, "may_fork", lambda: True)
-    rows = pair.check_both(sides, table, [], told)
+    assert pair.may_fork()
+    rows = pair.check_both([Calls(open_dump(root / name), None) for name in ("golden", "mine")], table, [], told)
     assert [len(r) for r in rows] == [len(STEPS) * 5] * 2
-    assert len(died) == len(STEPS) * len(CLASSES) * 2
+    assert len(asked) == len(STEPS) * len(CLASSES) * 2
+
+
+@forking
+def test_what_a_second_process_that_died_had_is_checked_again(sides: list[Calls]) -> None:
+    in_a_process("by_one_that_dies", sides[0].dump.path.parent)
+
+
+def test_a_process_with_threads_does_not_fork() -> None:
+    """They would be gone in the second one, with whatever they hold."""
+    event = threading.Event()
+    threads = [threading.Thread(target=event.wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert not pair.may_fork()
+    finally:
+        event.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found through /proc")

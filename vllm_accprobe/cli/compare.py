@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from vllm_accprobe.cli.formats import FORMAT, Format, say, say_before
+from vllm_accprobe.cli.options import writable
 
 DEFAULT = "accprobe-report"
 
@@ -82,6 +83,8 @@ def compare(
         home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
         _check_out(out or home or Path(DEFAULT), [d for d in (golden, mine, *floor) if d is not None], rejudge is None)
     rules = engine.find_mapping(op_mapping_file)
+    if not plan and rejudge is None:
+        writable(out or Path(DEFAULT))
     if plan:
         from vllm_accprobe.comparison.plan import make_plan
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import RANK, REQUEST, ROLE, STEP, CommandError, progress, selection, size
+from vllm_accprobe.cli.options import RANK, REQUEST, ROLE, STEP, CommandError, progress, selection, size, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
@@ -41,6 +41,7 @@ def convert(
     if kind not in KINDS:
         raise CommandError(f"--to: {kind or 'nothing'} is not one of {', '.join(KINDS)}")
     outputs.check_place(out, [dump], "OUT")
+    writable(out.parent if out.suffix == f".{kind}" or kind == "msprobe" else out, "OUT")
     opened = open_dump(dump)
     chosen = [r for _, r in selection(names or (), step, rank, request, role, parameters=True).apply(opened)]
     if kind == "msprobe" and chosen:
@@ -53,10 +54,11 @@ def convert(
         raise typer.Exit(3)
     targets = _targets(opened, sorted({r.rank for r in stored}), out, kind)
     write = {"h5": export.write_h5, "npz": export.write_npz, "safetensors": export.write_safetensors}[kind]
+    left = 0
     with progress("converting", len(stored)) as tick:
         for number, target in targets.items():
             with _whole(target) as path:
-                write(opened, [r for r in stored if r.rank == number], path, tick)
+                left += write(opened, [r for r in stored if r.rank == number], path, tick)
     for number, target in targets.items():
         n = sum(r.rank == number for r in stored)
         typer.echo(f"rank {number}: {n:,} tensors, {size(target.stat().st_size)}: {target}")
@@ -64,6 +66,8 @@ def convert(
         typer.echo(f"note: {wide:,} tensors of bfloat16 or 8-bit floats are float32 there (exact)")
     if len(chosen) > len(stored):
         typer.echo(f"skipped: {len(chosen) - len(stored):,} tensors of which only statistics were stored")
+    if left:
+        typer.echo(f"skipped: {left:,} operator calls or modules with more to say than an HDF5 attribute takes")
     for problem in opened.problems:
         typer.echo(f"note: {problem}")
 

@@ -49,6 +49,8 @@ def errcheck(
         if not read.is_dir():
             raise CommandError(f"--read: {read} is no directory")
         found = reports(read)
+        if not found:
+            raise CommandError(f"--read: {read} holds no findings of errcheck: name the --dir of that run")
         _print(lines(found))
         raise typer.Exit(_code(found, 0))
     if not command:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, progress
+from vllm_accprobe.cli.options import CommandError, progress, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls import Calls, Captured
@@ -44,6 +44,7 @@ def gentest(
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise CommandError(f"--out: {out} exists and is not empty")
     outputs.check_place(out, [dump])
+    writable(out)
     require_torch("gentest")
     from vllm_accprobe.opcheck import grid
     from vllm_accprobe.opcheck.reference import default_references
@@ -74,11 +75,17 @@ def gentest(
     for line in [*calls.dump.problems, *calls.problems, *references.problems, *left]:
         typer.echo(f"note: {line}", err=True)
     if not written:
-        typer.echo(f"accprobe: {'no call failed' if failed else 'no call matches'}: nothing was written", err=True)
+        typer.echo(f"accprobe: {dump}: {_why_none(calls, failed)}: nothing was written", err=True)
         raise typer.Exit(3)
     write_folder(written, out, f"the dump {dump.resolve().name}")
     operators = len({w.op for w in written})
     typer.echo(f"written: {out}, {len(written)} calls of {operators} operators; run `pytest {out}` with torch alone")
+
+
+def _why_none(calls: Calls, failed: bool) -> str:
+    if not any(r.payload is not None for r in calls.dump.records):
+        return "it holds statistics, and a test needs the values (VLLM_ACCPROBE_TASK=tensor)"
+    return "no call failed" if failed else "no call matches that has all its tensors"
 
 
 def _matching(calls: Calls, ops: list[str], options: object, most: int) -> Iterator[Captured]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, progress
+from vllm_accprobe.cli.options import CommandError, progress, writable
 
 
 def labels(
@@ -42,6 +42,7 @@ def labels(
             raise CommandError(f"--acl: {directory} is no directory")
     ours = {"labels.csv": outputs.csv_with(*report.COLUMNS), "labels.json": outputs.SCHEMA_AND_VERDICT}
     outputs.check(out, ours, dumps=[dump])
+    writable(out)
     opened = open_dump(dump)
     roots = [*acl, *(Path(d) for name in ENVS if (d := os.environ.get(name)) and Path(d).is_dir())]
     with progress("comparing", count_pairs(opened)) as done:
@@ -59,7 +60,7 @@ def labels(
     typer.echo(f"written: {', '.join(map(str, written))}")
     verdict = report.verdict(found)
     if verdict is None:
-        typer.echo(f"accprobe: no pair of {LABEL_TAP}* could be compared", err=True)
+        typer.echo(f"accprobe: {dump}: no pair of {LABEL_TAP}* could be compared", err=True)
     raise typer.Exit({"pass": 0, "fail": 1, None: 3}[verdict])
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, progress
+from vllm_accprobe.cli.options import CommandError, progress, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls import Calls
@@ -26,7 +26,7 @@ def opcheck(
         None, "--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."
     ),
     standard: str = typer.Option(
-        "operator", "--standard", metavar="NAME", help="Whose limits: operator, msprobe, msprobe-1.0, ait, xray."
+        "operator", "--standard", metavar="NAME", help="Limits: operator, strict, msprobe, msprobe-1.0, ait, xray."
     ),
     against: str = typer.Option(
         _EXACT, "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
@@ -55,6 +55,7 @@ def opcheck(
     from vllm_accprobe.opcheck.totals import totals as count
     from vllm_accprobe.opcheck.worker import Unavailable
 
+    writable(out)
     job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save)
     _check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
     bar = _Bar()
@@ -70,7 +71,7 @@ def opcheck(
     totals = count(rows)
     if not totals.checked and not totals.statuses.get(checked.FAIL):
         reason = next(iter(totals.skipped), "no call matches" if ops or ids else "the dump holds no call")
-        typer.echo(f"accprobe: nothing could be checked: {reason}", err=True)
+        typer.echo(f"accprobe: {dump}: nothing could be checked: {reason}", err=True)
         raise typer.Exit(3)
     table.write_result(rows, out / "result.csv")
     for line in table.lines(rows, totals, most=None if verbose else 10):
@@ -98,17 +99,19 @@ def _job(
     kl: bool, seed: int, save: Path | None,
 ) -> Job:  # fmt: skip
     from vllm_accprobe.cli.same import refuse_same
+    from vllm_accprobe.opcheck.checked import OURS, STRICT
     from vllm_accprobe.opcheck.standards import NAMES
     from vllm_accprobe.opcheck.worker import AGAIN, DEVICE, EXACT, GOLDEN, Job
 
-    if standard not in ("operator", *NAMES):
-        raise CommandError(f"--standard: there is no {standard!r}; there are operator, {', '.join(NAMES)}")
+    known = (OURS, STRICT, *NAMES)
+    if standard not in known:
+        raise CommandError(f"--standard: there is no {standard!r}; there are {', '.join(known)}")
     if rerun and against != _EXACT:
         raise CommandError("--rerun and --against: choose one")
     if model is not None and not model.is_dir():
         raise CommandError(f"--weights: {model} is no directory")
-    if not dump.is_dir():
-        raise CommandError(f"{dump}: no such directory")
+    if not dump.exists():
+        raise CommandError(f"{dump} does not exist: name a dump's directory or file")
     golden = ""
     if against not in (_EXACT, _DEVICE):
         if not Path(against).is_dir():

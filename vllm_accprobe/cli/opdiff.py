@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, progress
+from vllm_accprobe.cli.options import CommandError, progress, writable
 
 
 def opdiff(
@@ -29,9 +29,7 @@ def opdiff(
         metavar="WHAT",
         help="call: output by output; tap, operator: what a module or an operator did over all its calls.",
     ),
-    out: Path = typer.Option(
-        Path("accprobe-opdiff"), "--out", "-o", metavar="DIR", help="Where the files go."
-    ),
+    out: Path = typer.Option(Path("accprobe-opdiff"), "--out", "-o", metavar="DIR", help="Where the files go."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show the 200 worst outputs, not 10."),
 ) -> None:
     """Join two machines' opcheck.csv, generated tests' csv or msprobe's accuracy_checking_details.
@@ -47,6 +45,12 @@ def opdiff(
     from vllm_accprobe.opcheck.sheets import SheetError
     from vllm_accprobe.opcheck.standards import ERROR
 
+    for path in (golden, mine):
+        if not path.exists():
+            raise CommandError(
+                f"{path} does not exist: name an opcheck.csv, a generated test's csv or msprobe's details"
+            )
+    writable(out)
     ours = {
         "details.csv": outputs.matching(r"\A[^\n]*,dtype,shape,api,algorithm,level,status,message,"),
         "result.csv": outputs.matching(r"\A[^\n]*,api,forward,backward,outputs,algorithm,message\n"),
@@ -66,7 +70,7 @@ def opdiff(
         for line in difflines.left_out(diff, totals):
             typer.echo(line)
         why = next(iter(totals.skipped), "no output is in both files" if totals.alone else "the files have no rows")
-        typer.echo(f"accprobe: nothing could be judged: {difflines.safe(why)}", err=True)
+        typer.echo(f"accprobe: nothing could be judged: {difflines.safe(why)} ({golden}, {mine})", err=True)
         raise typer.Exit(3)
     (out / "opdiff.md").write_text(difflines.markdown(diff, totals), encoding="utf-8")
     for line in difflines.lines(diff, totals, None if verbose else 10):

@@ -5,9 +5,11 @@ Not here: what a selection chooses (dump/select.py).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -18,6 +20,32 @@ if TYPE_CHECKING:
 
 class CommandError(Exception):
     """One line: what was asked for and cannot be done. Exit code 2."""
+
+
+def writable(directory: Path, option: str = "--out") -> None:
+    """Raises CommandError where nothing can be written into ``directory``, which need not exist: before the work, not
+    after hours of it. It is tried, for permissions do not tell (a read-only disk, /proc); nothing of it stays."""
+    import tempfile
+
+    made: list[Path] = []
+    above = Path(os.path.abspath(directory))
+    missing = []
+    while not os.path.lexists(above):
+        missing.append(above)
+        above = above.parent
+    try:
+        for place in reversed(missing):
+            place.mkdir()
+            made.append(place)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as e:
+        raise CommandError(
+            f"{option}: nothing can be written into {directory} ({e.strerror or e}): name another directory"
+        ) from None
+    finally:
+        for place in reversed(made):
+            place.rmdir()
 
 
 STEP = typer.Option("", "--step", metavar="RANGES", help="Engine steps, e.g. 0-3,7.")

@@ -46,6 +46,10 @@ def patches(
             raise CommandError(f"--source: {source} is no directory")
         roots[source.resolve().name] = source.resolve()
     packages = dict.fromkeys(t.module.partition(".")[0] for p in chosen for t in p.targets)
+    if source is not None and not roots.keys() & packages.keys():
+        raise CommandError(
+            f"--source: {source} is not called {' or '.join(packages)}: name that package's own directory"
+        )
     found = {name: roots.get(name) or package_root(name) for name in packages}
     for name, root in found.items():
         if root is not None:

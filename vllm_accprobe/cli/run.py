@@ -89,6 +89,7 @@ def run(
         with tempfile.NamedTemporaryFile(prefix="accprobe-run-") as register:
             environ[REGISTER] = register.name
             watcher, status, began = Watcher(root, _path(register.name)), _Status(settings, quiet), time.time()
+            before = _killed_for_memory()
             code = launch(command, environ, tick=lambda: status.show(watcher.look()), busy=watcher.writing)
             status.clear()
             watcher.settle()
@@ -99,11 +100,36 @@ def run(
         files, nbytes = atb_room.collect(root, environ, began)
         if files and not quiet:
             _say(f"ATB wrote {files:,} files, {size(nbytes)}, in {root / atb_room.DIRECTORY}")
-    raise typer.Exit(_conclude(watcher, settings, code, files, quiet))
+    killed = max(_killed_for_memory() - before, 0)
+    raise typer.Exit(_conclude(watcher, settings, code, files, quiet, killed))
 
 
-def _conclude(watcher: Watcher, settings: ProbeConfig, code: int, files: int, quiet: bool) -> int:
-    """Says what there is and gives the exit code."""
+def _ending(code: int, killed: int) -> str:
+    """How a command ended. killed: processes that this machine ended meanwhile because memory ran out."""
+    import signal
+
+    said = f"exit code {code}"
+    if code > 128:
+        try:
+            said += f", {signal.Signals(code - 128).name}"
+        except ValueError:
+            pass
+    if killed:
+        return f"{said}; this machine ran out of memory meanwhile and killed {killed} process{'es' * (killed > 1)}"
+    return f"{said}: killed, most often for lack of memory" if code == 128 + signal.SIGKILL else said
+
+
+def _killed_for_memory() -> int:
+    """How many processes this machine has killed for lack of memory since it was started; 0 where it does not say."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as f:
+            return next((int(line.split()[1]) for line in f if line.startswith("oom_kill ")), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _conclude(watcher: Watcher, settings: ProbeConfig, code: int, files: int, quiet: bool, killed: int = 0) -> int:
+    """Says what there is and gives the exit code. killed: see `_ending`."""
     found, dumps = watcher.look(), watcher.dumps()
     for reason in found.stops:
         _say(f"capture stopped early: {reason}")
@@ -113,7 +139,10 @@ def _conclude(watcher: Watcher, settings: ProbeConfig, code: int, files: int, qu
     if open_ranks and dumps:
         _say(f"{_count(open_ranks, 'rank')} not closed: what was written is readable; `accprobe repair {dumps[0]}`")
     if not found.tensors and not files:
-        if not dumps:
+        if code and not found.steps:
+            what = "a step was computed" if dumps else "a probe could begin"
+            why = f"the command failed before {what} ({_ending(code, killed)}): its own last lines say why"
+        elif not dumps:
             why = "no process of it loaded vLLM's plugin, a Probe, or labels; `accprobe doctor` looks for the reason"
         elif not found.steps:
             why = "no step was computed, or none was selected: check --steps, --tokens, --requests, --ranks"

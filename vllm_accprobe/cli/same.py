@@ -34,10 +34,22 @@ def is_same(a: Path, b: Path) -> bool:
             return True
     except OSError:
         return False
-    inner, outer = (Path(os.path.realpath(p)) for p in (a, b))
+    inner, outer = (Path(os.path.realpath(_opened(p))) for p in (a, b))
+    if inner == outer:
+        return True
     if outer.is_relative_to(inner):
         inner, outer = outer, inner
     return inner.is_relative_to(outer) and _is_part(inner, outer)
+
+
+def _opened(path: Path) -> Path:
+    """The dump that is opened for ``path``, which may miss it by a folder."""
+    from vllm_accprobe.formats import DumpError, sniff
+
+    try:
+        return sniff.find(path)[0]
+    except (DumpError, OSError):
+        return path
 
 
 def _is_part(inner: Path, outer: Path) -> bool:

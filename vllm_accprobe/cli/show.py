@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import CALL, RANK, ROLE, STEP, CommandError, ranges, selection
+from vllm_accprobe.cli.options import CALL, RANK, ROLE, STEP, CommandError, ranges, selection, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
@@ -47,6 +47,7 @@ def show(
         raise CommandError(f"--save: {save} exists: nothing is overwritten; choose another name")
     if save is not None:
         outputs.check_place(save, [dump], "--save")
+        writable(save.parent, "--save")
     wanted_rows, positions = ranges(rows, "--rows"), ranges(position, "--position")
     opened = open_dump(dump)
     name = _resolve(opened, tap)
@@ -57,7 +58,7 @@ def show(
 
         found = [r for r in found if rows_of(opened, r, request, positions).size]
     if not found:
-        typer.echo(f"accprobe: {safe(name)} is in the dump, but {_what_there_is(opened, name)}", err=True)
+        typer.echo(f"accprobe: {safe(name)} is in {dump}, but {_what_there_is(opened, name)}", err=True)
         raise typer.Exit(3)
     if save is not None and len(found) > 1:
         raise CommandError(f"--save: {count(len(found), 'tensor')} match, e.g. {', '.join(map(_brief, found[:4]))}: "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli.options import RANK, REQUEST, ROLE, STEP, CommandError, selection, size
+from vllm_accprobe.cli.options import RANK, REQUEST, ROLE, STEP, CommandError, selection, size, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
@@ -42,8 +42,10 @@ def summary(
 
     if csv is not None:
         _check_csv(csv, dump)
+        writable(csv.parent, "--csv")
     opened = open_dump(dump)
     held.look(opened)
+    _refuse_files(opened, names or [])
     what = selection(names or (), step, rank, request, role)
     calls: list[Any] = []
     if getattr(opened, "ops", None):
@@ -69,9 +71,27 @@ def summary(
     if csv is not None and chosen:
         typer.echo(f"written: {csv}")
     if not chosen and not calls:
-        why = "the dump holds no tensors" if not opened.records else "no tensor matches what was asked for"
-        typer.echo(f"accprobe: {why}", err=True)
+        typer.echo(f"accprobe: {dump}: {_why_none(opened, names or [], ops)}", err=True)
         raise typer.Exit(3)
+
+
+def _refuse_files(dump: Dump, names: list[str]) -> None:
+    """A file's name among the globs is meant as the place to write to. Raises CommandError."""
+    for name in names:
+        like_one = Path(name).suffix in (".txt", ".csv", ".json", ".tsv", ".md", ".xlsx") or Path(name).is_file()
+        if like_one and not any(name in (r.tap, r.cls) for r in dump.records):
+            raise CommandError(
+                f"{name} reads like a file, and here globs over taps are named: --csv FILE writes a file"
+            )
+
+
+def _why_none(dump: Dump, names: list[str], ops: bool) -> str:
+    if not dump.records:
+        return "it holds no tensors"
+    if ops and not getattr(dump, "ops", None):
+        return "it holds no operator calls: capture them with VLLM_ACCPROBE_OPS=1, or `accprobe run --ops`"
+    asked = f" {', '.join(names)}" if names else " what was asked for"
+    return f"no {'operator' if ops else 'tensor'} matches{asked}; without a GLOB all are listed"
 
 
 def about(dump: Dump, chosen: list[Record]) -> list[str]:

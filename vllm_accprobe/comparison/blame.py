@@ -187,7 +187,9 @@ def condemn(created: Sequence[Created], pairs: Compared) -> Compared:
             mask = np.isin(c.keys, keys)
             if pair.status == PASS and mask.any():
                 most, limit = float(c.err[mask].max()), c.trace.limit
-                what = f"creates an error of {most:.3g} (limit {limit:.2g} for one operator)"
+                gap = c.trace.gap
+                where = f"{gap} unseen layer{'s' * (gap > 1)}" if gap else "one operator"
+                what = f"creates an error of {most:.3g} (limit {limit:.2g} for {where})"
                 if c.hidden is not None:  # within fixed limits, but not what this operator does elsewhere
                     most, limit, _ = size_of(c)
                     what = f"creates an error of {most:.3g}, where {limit:.2g} would be usual ({c.hidden.how})"

@@ -99,7 +99,7 @@ def rejudge(
 
 def calibrate(golden: str | Path | Any, runs: Sequence[str | Path]) -> Calibration:
     """What golden and further honest ``runs`` of its own side differ by. Raises CompareError."""
-    found = gather(open_both(golden, golden)[0], runs, compare)
+    found = gather(open_both(golden, golden)[0], runs, compare, "")
     if found is None:
         raise CompareError("give at least one further run of golden's side: another batching, dtype or reduction order")
     return found

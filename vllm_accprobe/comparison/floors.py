@@ -33,15 +33,16 @@ if TYPE_CHECKING:
     Compare = Callable[[Any, Any], Comparison]
 
 
-def gather(golden: Any, floors: Sequence[str | Path], compare: Compare) -> Calibration | None:
+def gather(golden: Any, floors: Sequence[str | Path], compare: Compare, option: str = "--floor ") -> Calibration | None:
     """The floor of ``floors``: directories of calibrations, or dumps, each of which is compared with ``golden``.
 
-    golden: a Dump or a path, None where there is none (a comparison that is judged again). Raises CompareError.
+    golden: a Dump or a path, None where there is none (a comparison that is judged again). option: what the user wrote
+    in front of a floor. Raises CompareError.
     """
-    return joined(_one(golden, Path(f), compare) for f in floors)
+    return joined(_one(golden, Path(f), compare, option) for f in floors)
 
 
-def _one(golden: Any, floor: Path, compare: Compare) -> Calibration:
+def _one(golden: Any, floor: Path, compare: Compare, option: str) -> Calibration:
     if is_calibration(floor):
         try:
             return load(floor)
@@ -53,7 +54,8 @@ def _one(golden: Any, floor: Path, compare: Compare) -> Calibration:
     try:
         return calibration_of(compare(golden, floor), str(floor))
     except CompareError as e:
-        raise type(e)(f"--floor {floor}: {e}") from None
+        more = "" if str(e).startswith(f"{floor} ") else f"{option}{floor} is no other run of golden's side: "
+        raise type(e)(f"{more}{e}") from None
 
 
 def calibration_of(result: Comparison, run: str) -> Calibration:

@@ -38,8 +38,8 @@ def apply(result: Comparison, name: str) -> Comparison:
         counts = ", ".join(f"{said[w]} {w}" for w in (foreign.ERROR, foreign.WARNING, foreign.PASS) if said[w])
         note = f"status and verdict by the rules of '{name}' ({counts}); accprobe's own verdict is {own}"
         verdict = FAIL if verdicts else PASS
-    if standard.needs_kl and any(p.kl is None and p.elements is not None for p in pairs):
-        note += "; the KL divergence was not measured: compare the dumps again with this standard"
+    if standard.needs_kl:
+        note += _about_kl(pairs)
     divergence = words.first_divergence(pairs, None) if verdict == FAIL else None
     if divergence is not None:  # ours are other measures than the one that decided
         place = tuple(divergence[k] for k in ("module", "role", "step"))
@@ -54,6 +54,19 @@ def apply(result: Comparison, name: str) -> Comparison:
         standard={"name": name, "origins by": result.standard},
         foreign=Foreign(name, standard.columns, cells),
     )
+
+
+def _about_kl(pairs: list[Pair]) -> str:
+    """Of which pairs there is no KL divergence: of none, where they were measured for another standard; else of
+    parameters, which are no distribution and are not measured for it."""
+    compared = [p for p in pairs if p.elements is not None or p.identical]
+    known = [p for p in compared if p.kl is not None or p.identical]
+    left = len(compared) - len(known)
+    if not left:
+        return ""
+    if not any(p.kl is not None for p in known):
+        return "; the KL divergence was not measured: compare the dumps again with this standard"
+    return f"; {len(known)} of {len(compared)} pairs have a KL divergence, parameters that differ have none"
 
 
 def _judged(pair: Pair, standard: foreign.Foreign) -> tuple[tuple[foreign.Cell, ...], Pair, str]:

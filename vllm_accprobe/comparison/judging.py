@@ -69,7 +69,7 @@ class _Judge:
         for unit in choices_first(self.measured.each()):
             self._unit(unit)
         if self._nothing():
-            raise NothingCompared(self._why_nothing())
+            raise NothingCompared(f"{self._why_nothing()} (golden {setting.golden_path}, mine {setting.mine_path})")
         self._check_floor()
         places = blame.Places(setting)
         created = find_origins(self.traces, self.tree, self.standard, setting.images)
@@ -208,7 +208,7 @@ class _Judge:
         unread = not dtypes or is_exact(*dtypes) or is_mask(role)
         rounding = 0.0 if unread else self.holder.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
         signs = (wrong.rel[order], wrong.gain[order], rounding, unit.columns, part.width if part is not None else 1)
-        known = (wrong.broken[order], wrong.own[order], spoilt)
+        known = (wrong.broken[order], wrong.own[order], spoilt, unit.gap)
         self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs, *known))
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:

@@ -121,7 +121,8 @@ def load(directory: Path) -> Measured:
             f"{path} does not exist: --rejudge takes a directory that `accprobe compare` wrote"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, zipfile.BadZipFile) as e:
-        raise CompareError(f"{path} cannot be read as a saved comparison ({str(e)[:100]}){again}") from None
+        why = f" ({str(e)[:100]})" if isinstance(e, OSError) else ""
+        raise CompareError(f"{path} is no whole measured.npz of `accprobe compare`{why}{again}") from None
 
 
 def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
@@ -152,8 +153,8 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
         tap, role, call = head[0]
         cls, rule, order, depth, is_param, vision, gap = head[1:]
         key = tap, role, call
-        sums = get(columns[0]), get(columns[1])
-        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, *sums, gap))
+        sums, far = map(get, columns)
+        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, sums, far, gap))
     return Measured(Setting(**raw), units)
 
 

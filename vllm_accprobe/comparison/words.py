@@ -298,6 +298,12 @@ def _dtypes(plan: Plan) -> list[str]:
     return [f"dtypes differ ({g} in golden, {m} in mine, {n} tensors): compared exactly, with the limits of {coarse}"]
 
 
+def _examples(dumps: tuple[Any, Any]) -> list[str]:
+    """A tap of either dump, one with values of the model where there is one."""
+    found = [next((r for r in d.records if r.step is not None), d.records[0]).tap for d in dumps]
+    return ["".join(c if c.isprintable() else "?" for c in tap[:120]) for tap in found]
+
+
 def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
     """One line for NothingCompared: the likeliest reason first."""
     golden, mine = dumps
@@ -308,7 +314,11 @@ def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
     if plan.requests.different and not plan.requests.pairs:
         return "nothing could be compared: the requests have the same ids but different prompt tokens"
     if not plan.names.pairs:
-        return "nothing could be compared: no tap of one dump has a partner in the other (or --taps matches none)"
+        there = _examples(dumps)
+        return (
+            "nothing could be compared: no tap of one dump has a partner in the other (or --taps matches none); "
+            f"golden has {there[0]}, mine {there[1]}, for example"
+        )
     if golden.requests and mine.requests and not plan.requests.pairs:
         return "nothing could be compared: no request of one dump has the same prompt as one of the other"
     reasons = ", ".join(f"{reason} ({n})" for reason, n in skipped.most_common(3))

@@ -41,16 +41,18 @@ def widened(records: Iterable[Record]) -> int:
     return sum(r.dtype == "bfloat16" or r.dtype.startswith("float8") for r in records)
 
 
-def write_h5(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda: None) -> None:
+def write_h5(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda: None) -> int:
     """``records`` of one rank, with payload, as torch_xray's file: a group per step, creation order tracked, in it
     ``path.Class.n.forward_params.<name>``, ``...forward_input.<i>``, ``...forward_output.<i>``.
 
     n numbers the modules of one class under one parent. A parameter stands before its module's first tensor of the
     first step, or, if its module has none, at that step's end. A tap's later calls in a step have ``.call<c>`` after n.
     What these names cannot say is noted (notes.py) in an attribute ``accprobe`` of each dataset; of a module, and of an
-    operator's call, in that of its first one.
+    operator's call, in that of its first one. Returns how many calls had more to say than an attribute takes.
     """
     import h5py
+
+    left = 0
 
     names = h5_names(dump, records)
     modules = {(rank, m.tap): m for rank, found in dump.modules.items() for m in found}
@@ -62,18 +64,20 @@ def write_h5(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda:
                 where = file.create_group(group, track_order=True)
             data = where.create_dataset(name, data=portable(dump.read(r), r.dtype))
             data.attrs["tap"], data.attrs["role"], data.attrs["dtype"] = r.tap, r.role, r.dtype
-            _note(data, r, modules.pop((r.rank, r.tap), None), calls.pop((r.rank, r.step, r.tap, r.call), None))
+            module, call = modules.pop((r.rank, r.tap), None), calls.pop((r.rank, r.step, r.tap, r.call), None)
+            left += not _note(data, r, module, call)
             tick()
+    return left
 
 
-def _note(data: Any, r: Record, module: Module | None, op: OpCall | None) -> None:
+def _note(data: Any, r: Record, module: Module | None, op: OpCall | None) -> bool:
+    """Whether all of it was noted."""
     found = notes.of_record(r)
     more = ({"module": notes.of_module(module)} if module else {}) | ({"op": notes.of_op(op)} if op else {})
-    for note in (found | more, found):  # a call with endless lists is left out rather than the tensor's place
-        text = notes.text(note)
-        if len(text) <= notes.LONGEST:
-            data.attrs[notes.NAME] = np.bytes_(text)
-            return
+    text = notes.text(found | more)
+    whole = len(text) <= notes.LONGEST
+    data.attrs[notes.NAME] = np.bytes_(text if whole else notes.text(found))
+    return whole
 
 
 def h5_names(dump: Dump, records: list[Record]) -> list[tuple[str, str]]:
@@ -146,14 +150,16 @@ def _class_ordinals(dump: Dump, records: list[Record]) -> dict[str, int]:
     return result
 
 
-def write_npz(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda: None) -> None:
+def write_npz(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda: None) -> int:
     """``records`` with payload as ``step/tap/role#call`` (``param/...`` for parameters; of several ranks
-    ``rank/step/...``), readable by ``numpy.load``. One tensor at a time is in memory."""
+    ``rank/step/...``), readable by ``numpy.load``. One tensor at a time is in memory. Returns 0: nothing is
+    left out."""
     with zipfile.ZipFile(path, "x", allowZip64=True) as file:
         for r, name in zip(records, _file_names(records), strict=True):
             with file.open(zipfile.ZipInfo(name + ".npy"), "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, portable(dump.read(r), r.dtype), allow_pickle=False)
             tick()
+    return 0
 
 
 def _file_names(records: list[Record]) -> list[str]:
@@ -171,10 +177,11 @@ def _file_names(records: list[Record]) -> list[str]:
     return list(names)
 
 
-def write_safetensors(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda: None) -> None:
+def write_safetensors(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda: None) -> int:
     """``records`` with payload, in their own dtypes, named as in `write_npz`. One tensor at a time is in memory.
 
-    Dtypes that the format does not know (complex, some 8-bit floats) are noted in its metadata, ``accprobe.dtypes``."""
+    Dtypes that the format does not know (complex, some 8-bit floats) are noted in its metadata, ``accprobe.dtypes``.
+    Returns 0: nothing is left out."""
     entries, at, odd = [], 0, {}
     for r, name in zip(records, _file_names(records), strict=True):
         info = DTYPES[r.dtype]
@@ -191,6 +198,7 @@ def write_safetensors(dump: Dump, records: list[Record], path: Path, tick: Tick 
         for r in records:
             f.write(np.ascontiguousarray(dump.read(r), DTYPES[r.dtype].storage).reshape(-1).view(np.uint8).data)
             tick()
+    return 0
 
 
 def save_npy(path: Path, array: np.ndarray, dtype: str) -> None:

@@ -27,7 +27,7 @@ class Trace:
     relative L2 error and slope of mine over the golden minus 1. rounding: one rounding's relative error, 0.0 where
     values must be equal. broken: of the same rows, whether mine holds NaN or infinity where golden does not; spoilt:
     the same of what belongs to no row. own: of the same rows, whether they are known to be wrong whatever came in.
-    columns: metrics.structure's sums. width: elements of a row.
+    columns: metrics.structure's sums. width: elements of a row. gap: layers that lie unseen in front (unseen.py).
     """
 
     tap: str
@@ -51,6 +51,7 @@ class Trace:
     broken: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
     own: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
     spoilt: bool = False
+    gap: int = 0
 
 
 def kind_of(role: str) -> str:

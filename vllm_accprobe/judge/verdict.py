@@ -98,6 +98,8 @@ def describe(metric: str, value: float, limit: float) -> str:
         return "values differ and must be equal"
     if metric == "nonfinite":
         return "NaN or infinity on one side only"
+    if math.isinf(value):
+        return "the golden's row is 0 and mine's is not"
     return f"row relative L2 {value:.3g} (limit {limit:.2g})"
 
 

@@ -5,6 +5,9 @@ out again under each of a few suppositions, on the rows of the request that is w
 rows are right within honest rounding is said as a sentence. The scale is found by Gauss and Newton's steps; a window
 by sums that grow from a row's own position back; a key and value that are 0, at one position or in one aligned block,
 by what its absence does to the softmax, (Z o - sum e v) / (Z - sum e + n), for all positions at once.
+What came out may have been rounded toward zero (rounding.py), which is like a softmax scale 0.2 % too small: where the
+numbers show it, each supposition is held against the middles of what they stand for; where the fault hides how they
+were rounded, first as rounded to nearest, then so.
 A sentence is a supposition that fits, no proof. Not here: the formula itself (references/attention.py).
 """
 
@@ -12,14 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references.attention import attend, attention_settings
-from vllm_accprobe.opcheck.verdict import judge
+from vllm_accprobe.opcheck.rounding import direction, judge, middles
 
 _ROWS, _NUMBERS = 48, 1 << 23
 _BLOCKS = (8, 16, 32, 64, 128, 256)
@@ -29,7 +32,9 @@ _BLOCKS = (8, 16, 32, 64, 128, 256)
 @dataclass(frozen=True)
 class _Wrong:
     """Rows of one request: queries and what came out [n, heads, ...], positions [n], keys and values [m, kv heads,
-    ...], what should have come out with its noise, and `attend`'s settings."""
+    ...], what should have come out with its noise, and `attend`'s settings. nearer: what came out, as a search for
+    parameters should see it: of truncated numbers the middles of what they stand for; told: the numbers show how they
+    were rounded."""
 
     q: Any
     mine: Any
@@ -40,6 +45,8 @@ class _Wrong:
     noise: Any
     settings: dict[str, Any]
     dtype: str
+    nearer: Any
+    told: bool = False
 
     def again(self, k: Any | None = None, v: Any | None = None, **changed: Any) -> Any:
         k, v = self.k if k is None else k, self.v if v is None else v
@@ -53,9 +60,14 @@ def cause(call: Call, expected: Expected) -> str:
     """For an ``Attention`` call that failed: "as with ...", or "" where nothing fits. Never raises."""
     try:
         wrong = _worst(call, expected)
-        return "" if wrong is None else next(filter(None, _suppositions(wrong)), "")
+        ways = [] if wrong is None else [wrong] if wrong.told else [wrong, _truncated(wrong)]
+        return next(filter(None, (said for w in ways for said in _suppositions(w))), "")
     except (Declined, RuntimeError, ValueError, KeyError, IndexError):  # a guess must not cost the verdict
         return ""
+
+
+def _truncated(w: _Wrong) -> _Wrong:
+    return replace(w, nearer=middles(w.mine, w.dtype))
 
 
 def _right(out: Any, mine: Any, noise: Any, dtype: str) -> bool:
@@ -76,6 +88,7 @@ def _worst(call: Call, expected: Expected) -> _Wrong | None:
     if not bool(torch.isfinite(mine).all()):
         return None
     q = call.wide("query").reshape(rows, heads, head)
+    way = direction(value, mine, dtype)
     found, largest = None, 0.0
     for at, positions, past in call.extra["cache"].requests(True):
         off = float((mine[at] - value[at]).norm() / value[at].norm().clamp(min=1e-30))
@@ -94,7 +107,9 @@ def _worst(call: Call, expected: Expected) -> _Wrong | None:
     from_first = (positions >= first).nonzero().flatten()
     picked = from_first[torch.linspace(0, len(from_first) - 1, min(most, len(from_first))).long()]
     at, positions = at[picked], positions[picked]
-    return _Wrong(q[at], mine[at], positions, k, v, value[at], noise[at], settings, dtype)
+    wrong = _Wrong(q[at], mine[at], positions, k, v, value[at], noise[at], settings, dtype, mine[at],
+                   told=way.toward_zero or way.nearest)  # fmt: skip
+    return _truncated(wrong) if way.toward_zero else wrong
 
 
 def _suppositions(w: _Wrong) -> Iterator[str]:
@@ -107,7 +122,7 @@ def _window(w: _Wrong) -> str:
     had = w.settings["window"]
     if had and w.fits(w.again(window=None)):
         return "as with no sliding window"
-    row = int((w.mine - w.value).flatten(1).square().sum(1).argmax())
+    row = int((w.nearer - w.value).flatten(1).square().sum(1).argmax())
     for size in dict.fromkeys([*([had - 1, had + 1] if had else []), _best_window(w, row)]):
         if size > 0 and size != had and w.fits(w.again(window=size)):
             return f"as with a sliding window of {size}" + (f" instead of {had}" if had else "")
@@ -123,7 +138,7 @@ def _best_window(w: _Wrong, row: int) -> int:
     scores = torch.einsum("hd,mhd->mh", w.q[row, :heads], k) * w.settings["scale"]
     e = torch.exp(scores - scores.amax(0))
     out = (e.unsqueeze(-1) * v).cumsum(0) / e.cumsum(0).clamp(min=1e-300).unsqueeze(-1)
-    return 1 + int((out - w.mine[row, :heads]).square().sum((1, 2)).argmin())
+    return 1 + int((out - w.nearer[row, :heads]).square().sum((1, 2)).argmin())
 
 
 def _scale(w: _Wrong) -> str:
@@ -134,7 +149,7 @@ def _scale(w: _Wrong) -> str:
         power = float((slope * slope).sum())
         if not power:
             return ""
-        factor += float(((w.mine - now) * slope).sum()) / power
+        factor += float(((w.nearer - now) * slope).sum()) / power
         if not 0.1 < factor < 10:
             return ""
     return f"as with a softmax scale {factor:.3g} times as large" if w.fits(w.again(scale=scale * factor)) else ""
@@ -149,7 +164,7 @@ def _zeros(w: _Wrong) -> str:
     scores = scores.masked_fill(~seen, -math.inf)
     top = scores.amax(-1, keepdim=True).clamp(min=0.0)
     e, nothing = torch.exp(scores - top), torch.exp(-top) * seen
-    total, out, off = e.sum(-1, keepdim=True), w.value.transpose(0, 1), (w.mine - w.value).transpose(0, 1)
+    total, out, off = e.sum(-1, keepdim=True), w.value.transpose(0, 1), (w.nearer - w.value).transpose(0, 1)
     found = []
     for size in (1, *(b for b in _BLOCKS if b < 2 * len(k))):
         gone, there = _blocks(e, size), _blocks(nothing, size)

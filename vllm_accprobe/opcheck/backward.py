@@ -27,7 +27,7 @@ from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.aten import of, outputs_by_role, tensors_by_role
 from vllm_accprobe.opcheck.replay import SKIP, Checked, judged, matrix, message_of, numbers, unchecked
-from vllm_accprobe.opcheck.verdict import judge
+from vllm_accprobe.opcheck.rounding import judge
 
 _ROLE = "grad."
 _SPREAD = 4.0

@@ -58,6 +58,7 @@ class Captured:
     seq: int = 0
     crashed: bool = False
 
+
 UNREAD = "a payload of it cannot be read"
 
 

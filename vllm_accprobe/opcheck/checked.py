@@ -14,8 +14,8 @@ from typing import Any
 from vllm_accprobe.opcheck.measures import Measures
 
 PASS, FAIL, SKIP, ERROR, WARNING = "pass", "fail", "skip", "error", "warning"
-OURS = "operator"
-"""Name of our own standard: verdict.py's."""
+OURS, STRICT = "operator", "strict"
+"""Names of our own standards: verdict.py's; and the same without rounding toward zero (rounding.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Checked:
 
     created: rel_l2 of the worst row, reference against mine; measure, measured, allowed: of verdict.Verdict, in floors;
     request, position, column: where, None where the measure does not say; message: for people; measures: of
-    measures.py, None where nothing was measured; algorithm: how another tool's standard came to the status. dtype: that
-    of the numbers, by which they are judged; stored: of the dump's tensor where that is a wider one (grid.py), else
-    ""."""
+    measures.py, None where nothing was measured; algorithm: how another tool's standard came to the status; rounding:
+    "toward zero" where the numbers show it, "" where they do not, or not enough of them. dtype: that of the numbers, by
+    which they are judged; stored: of the dump's tensor where that is a wider one (grid.py), else ""."""
 
     tap: str
     cls: str
@@ -53,6 +53,7 @@ class Checked:
     measures: Measures | None = None
     algorithm: str = ""
     stored: str = ""
+    rounding: str = ""
 
     @property
     def severity(self) -> float:
@@ -93,6 +94,6 @@ def unchecked(
     empty |= {
         "tap": tap, "cls": cls, "role": role, "rank": rank, "step": step, "call": call, "shape": shape, "seq": seq,
         "dtype": dtype, "rows": 0, "checked": 0, "unchecked_because": why, "status": status, "message": why,
-        "algorithm": "", "stored": "",
+        "algorithm": "", "rounding": "", "stored": "",
     }  # fmt: skip
     return Checked(**empty)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from vllm_accprobe.children import end_with
 from vllm_accprobe.opcheck.batches import Outcome, evaluated
 from vllm_accprobe.opcheck.calls import Calls, Captured
@@ -81,7 +83,7 @@ def _known(expected: Outcome, captured: Captured) -> Outcome:
 def may_fork() -> bool:
     """Whether a fork is safe and worth it: on Linux, with two processors, and no thread but Python's own and the one
     that waits for the parent's end, which the second process starts for itself."""
-    if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2:
+    if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2 or torch.get_num_threads() > 1:
         return False
     try:
         return len(os.listdir("/proc/self/task")) <= 2

@@ -14,6 +14,7 @@ from vllm_accprobe.opcheck.checked import grids
 from vllm_accprobe.opcheck.decide import Blame, Proof
 from vllm_accprobe.opcheck.propagated import Split
 from vllm_accprobe.opcheck.replay import FAIL, PASS, Checked
+from vllm_accprobe.opcheck.truncating import sentence
 
 ALIKE = 3.0
 """Golden is as wrong as mine where mine's error is at most so many times golden's, both in what is allowed."""
@@ -35,7 +36,7 @@ def shared(golden: Mapping[str, Checked], mine: Mapping[str, Checked]) -> frozen
 
 
 def prove(
-    golden: Iterable[Checked], mine: Sequence[Checked], splits: Mapping[str, Split] | None = None, partly: bool = False
+    golden: Sequence[Checked], mine: Sequence[Checked], splits: Mapping[str, Split] | None = None, partly: bool = False
 ) -> Proof:
     """golden, mine: replay.check's rows of the two dumps; splits: by tap."""
     found, theirs = wrong(mine), wrong(golden)
@@ -48,7 +49,7 @@ def prove(
         right=frozenset(right),
         checked=sum(c.status in (FAIL, PASS) for c in mine),
         partly=partly,
-        notes=tuple(grids(mine)),
+        notes=tuple(filter(None, (*grids(mine), sentence(golden, " in golden"), sentence(mine, " in mine")))),
     )
 
 

@@ -45,7 +45,7 @@ class Expected:
     rounding, None for the unit of the captured dtype; common: a relative error that a whole row may share (a rounded
     gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None for all;
     reason: why the others have none; note: what to say if it fails; only_measured: why nothing may be decided, ""
-    where it may."""
+    where it may; exact: the exact output, where value was rounded itself (another machine's, another run's)."""
 
     value: Tensor
     noise: Tensor | None = None
@@ -55,6 +55,7 @@ class Expected:
     reason: str = ""
     note: str = ""
     only_measured: str = ""
+    exact: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,23 @@ from vllm_accprobe.dump.select import matches, row_space
 from vllm_accprobe.opcheck import grid
 from vllm_accprobe.opcheck.attention_causes import cause
 from vllm_accprobe.opcheck.calls import Calls, Captured
-from vllm_accprobe.opcheck.checked import COLUMNS, ERROR, FAIL, OURS, PASS, SKIP, WARNING, Checked, id_of, unchecked
+from vllm_accprobe.opcheck.checked import (
+    COLUMNS,
+    ERROR,
+    FAIL,
+    OURS,
+    PASS,
+    SKIP,
+    STRICT,
+    WARNING,
+    Checked,
+    id_of,
+    unchecked,
+)
 from vllm_accprobe.opcheck.measures import Measures, measure
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
-from vllm_accprobe.opcheck.verdict import Verdict, judge
+from vllm_accprobe.opcheck.rounding import ROUNDING, TOWARD_ZERO, judge
+from vllm_accprobe.opcheck.verdict import Verdict
 
 __all__ = [
     "COLUMNS", "ERROR", "FAIL", "PASS", "SKIP", "WARNING", "Checked", "Options", "check", "check_call", "check_stored",
@@ -35,9 +48,9 @@ Evaluate = Callable[[Captured], "Mapping[str, Expected] | Declined"]
 
 @dataclass(frozen=True)
 class Options:
-    """standard: whose limits decide, OURS or one of standards/; kl: measure the KL divergence too; ids: only these
-    calls, as ``rank.step.seq`` of one of their records, all if empty; measured: with all of measures.py, which
-    standards other than OURS need."""
+    """standard: whose limits decide, OURS, STRICT or one of standards/; kl: measure the KL divergence too; ids: only
+    these calls, as ``rank.step.seq`` of one of their records, all if empty; measured: with all of measures.py, which
+    other standards need."""
 
     standard: str = OURS
     kl: bool = False
@@ -189,9 +202,13 @@ def _checked(dump: Dump, c: Captured, role: str, record: Record, expected: Expec
         mine, reference = mine[rows], reference[rows]
         noise = noise[rows] if noise is not None else None
     dtype = grid.name_of(captured)  # the record's, or the coarser one whose numbers it holds
-    v = judge(reference, mine, dtype, noise=noise, last=expected.unit, common=expected.common)
+    exact = None
+    if expected.exact is not None:
+        exact = matrix(numbers(expected.exact).reshape(shape), row_dim)[rows]
+    v = judge(reference, mine, dtype, noise=noise, last=expected.unit, common=expected.common, exact=exact,
+              strict=options.standard == STRICT)  # fmt: skip
     measures = None
-    if options.measured or options.standard != OURS:
+    if options.measured or options.standard not in (OURS, STRICT):
         measures = measure(reference.numpy(), mine.numpy(), dtype, kl=options.kl)
     at = int(rows[v.row]) if v.row >= 0 else -1
     request, position = _place(dump, record, at)
@@ -206,7 +223,7 @@ def _checked(dump: Dump, c: Captured, role: str, record: Record, expected: Expec
     if row.status == FAIL and c.what.cls == "Attention":
         why = cause(c.what, expected)
         row = replace(row, message=f"{row.message}; {why}" if why else row.message)
-    return row if options.standard == OURS else by_standard(row, options.standard)
+    return row if options.standard in (OURS, STRICT) else by_standard(row, options.standard)
 
 
 def _on_grid(row: Checked, record: Record, dtype: str) -> Checked:
@@ -244,7 +261,7 @@ def judged(
         rows=counts[0], checked=counts[1], unchecked_because=counts[2], created=v.worst_row_rel_l2, measure=v.measure,
         measured=v.value, allowed=v.limit, request=place[0], position=place[1],
         column=v.column if v.column >= 0 else None, status=PASS if v.passed else FAIL, message=message,
-        measures=measures,
+        measures=measures, rounding=TOWARD_ZERO if v.truncated is not None else "",
     )  # fmt: skip
 
 
@@ -273,6 +290,8 @@ def message_of(
         if v.measure in ("exact", "nonfinite"):
             what = "values that should be equal" if v.measure == "exact" else "non-finite values on one side"
             said.append(f"{v.value:.0f} {what}{where}")
+        elif v.measure == ROUNDING:
+            said.append(f"rounds {TOWARD_ZERO}: {v.value:.0%} of the numbers that tell it from rounding to nearest")
         else:
             said.append(f"{v.measure} error {v.value:.3g} times honest rounding, allowed {v.limit:.3g}{where}")
     if expected.rows is not None and checked < len(expected.rows):

@@ -54,7 +54,8 @@ def _rounded(
             wide = wide.double()
             own = call.unit * wide.abs()
             if known is not None and tuple(known.value.shape) == tuple(wide.shape):
-                found[role] = replace(known, value=wide, noise=combined(known.noise, known.noise, own))
+                noise = combined(known.noise, known.noise, own)
+                found[role] = replace(known, value=wide, noise=noise, exact=known.value)
             else:
                 found[role] = Expected(wide, own)
         else:

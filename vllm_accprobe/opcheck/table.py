@@ -18,13 +18,14 @@ from typing import Any
 from vllm_accprobe.opcheck.checked import ERROR, FAIL, PASS, SKIP, WARNING, Checked, grids
 from vllm_accprobe.opcheck.measures import Measures
 from vllm_accprobe.opcheck.totals import Totals
+from vllm_accprobe.opcheck.truncating import sentence
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _MOST = 10
 _ID = ("cls", "cls", "tap", "call", "role", "step", "rank", "dtype", "shape")
 _MORE = (
     "status", "message", "algorithm", "measure", "measured", "allowed", "created", "request", "position", "column",
-    "rows", "checked", "unchecked_because", "seq", "id", "stored",
+    "rows", "checked", "unchecked_because", "seq", "id", "stored", "rounding",
 )  # fmt: skip
 COLUMNS = ("op", "class", *_ID[2:], *Measures.FIELDS, *_MORE)
 """Of opcheck.csv: what identifies an output, how far it is off, and what that means. op: the operator or the class;
@@ -98,7 +99,7 @@ def from_cells(given: Sequence[Any]) -> Checked:
         checked=whole("checked"), unchecked_because=text("unchecked_because") or "", created=real("created"),
         measure=text("measure"), measured=real("measured"), allowed=real("allowed"), request=text("request"),
         position=whole("position"), column=whole("column"), status=text("status") or "", message=text("message") or "",
-        algorithm=text("algorithm") or "", stored=text("stored") or "",
+        algorithm=text("algorithm") or "", stored=text("stored") or "", rounding=text("rounding") or "",
     )  # fmt: skip
 
 
@@ -133,7 +134,8 @@ def lines(rows: Sequence[Checked], totals: Totals, *, most: int | None = _MOST) 
             part = f"{worst.severity:.2f}" if worst.severity < 1e4 else "far beyond"
             exact = " (must be equal)" if worst.measure == "exact" else f" ({worst.measure})"
             out.append(f"{_safe(cls, 36):<36} {len(verdicts):>14} {len(verdicts) - bad:>6} {bad:>6}  {part}{exact}")
-    out += [f"note: {said}" for said in grids(rows)]
+    notes = [*grids(rows), sentence(rows)]
+    out += [f"note: {_safe(said, 1000)}" for said in notes if said]
     skipped = [f"  {n:>7}  calls: {_safe(why)}" for why, n in totals.skipped.items()]
     skipped += [f"  {n:>7}  rows of checked calls: {_safe(why)}" for why, n in totals.rows_skipped.items()]
     skipped += [f"  {n:>7}  outputs of checked calls: {_safe(why)}" for why, n in totals.outputs_skipped.items()]

@@ -25,7 +25,10 @@ from vllm_accprobe.opcheck.tensorfile import save
 
 KIT = "operator_kit"
 _PACKAGE = Path(__file__).parent
-_FILES = ("reference", "case", "tensorfile", "verdict", "native", "bench", "mint", "plainmeasures", "random_inputs")
+_FILES = (
+    "reference", "case", "tensorfile", "verdict", "rounding", "native", "bench", "mint", "plainmeasures",
+    "random_inputs",
+)  # fmt: skip
 _OURS = "vllm_accprobe.opcheck.references."
 
 

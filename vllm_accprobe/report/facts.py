@@ -34,6 +34,7 @@ METRICS = {
 }
 """Metrics of compare.json in words."""
 
+ZERO = "golden is 0 there and mine is not"
 UNMEASURABLE = "NaN or Inf on one side only, or values that differ and must be equal"
 """What an infinite error means."""
 
@@ -103,7 +104,23 @@ def origin_title(origin: Mapping[str, Any]) -> str:
     return f"{title} ({safe(origin['class'], 80)})" if origin.get("class") else title
 
 
-def origin_detail(origin: Mapping[str, Any]) -> str:
+def infinite(comparison: Comparison, origin: Mapping[str, Any]) -> str:
+    """What an origin's infinite error means, from its own pairs: a NaN or Inf, numbers that must be equal, or a golden
+    of nothing but 0, which no relative error can be measured by."""
+    role = str(origin.get("role"))
+    if role.startswith("param."):
+        return METRICS["exact"]
+    own = [p for p in comparison.pairs if p.tap == origin.get("module") and p.role == role and p.status == "fail"]
+    if any(p.nonfinite_mismatch for p in own):
+        return METRICS["nonfinite"]
+    if any(p.measure == "exact" for p in own):
+        return METRICS["exact"]
+    if any(p.measure == "row_rel_l2" and p.measured == math.inf for p in own):
+        return ZERO
+    return UNMEASURABLE
+
+
+def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     """Where and how much: ``output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)``."""
     parts = [safe(origin["role"], 80)] if origin.get("role") and origin["role"] != FILE else []
     where = place(origin.get("request"), origin.get("position"), origin.get("phase"))
@@ -113,7 +130,7 @@ def origin_detail(origin: Mapping[str, Any]) -> str:
     if created is None:
         parts.append("the values differ")
     elif isinstance(created, float) and not math.isfinite(created):
-        parts.append(METRICS["exact"] if str(origin.get("role")).startswith("param.") else UNMEASURABLE)
+        parts.append(infinite(comparison, origin))
     else:
         parts.append(f"{created_as(origin)} {against(created, origin.get('floor'))}")
     return ", ".join(parts)
@@ -146,6 +163,8 @@ def divergence(comparison: Comparison) -> str | None:
         parts.append(METRICS[d["metric"]])
     elif value is None:  # another tool's standard says its reason, ours had nothing to measure
         parts.append("values differ" if d.get("metric") in METRICS else safe(d.get("metric") or "values differ"))
+    elif value == math.inf and d.get("metric") == "row_rel_l2":
+        parts.append(ZERO)
     else:
         metric = str(d.get("metric") or "error")
         parts.append(f"{METRICS.get(metric) or safe(metric)} {against(value, d.get('limit'))}")
@@ -172,7 +191,7 @@ def headline(comparison: Comparison) -> str:
 def _failure(comparison: Comparison, c: Counts) -> str:
     if comparison.origins:
         origin = comparison.origins[0]
-        return f"{origin_title(origin)} {blame(origin)}: {origin_detail(origin)}"
+        return f"{origin_title(origin)} {blame(origin)}: {origin_detail(comparison, origin)}"
     if first := divergence(comparison):
         return f"no single operator stands out as the origin; the error is first seen at {first}"
     if c.failed:

@@ -44,7 +44,7 @@ def lines(comparison: Comparison) -> list[str]:
     elif not comparison.origins:
         out.append(command("error", "accprobe", facts.headline(comparison)))
     for i, origin in enumerate(comparison.origins[:MAX_ANNOTATIONS]):
-        said = f"{facts.origin_title(origin)} {facts.blame(origin)}: {facts.origin_detail(origin)}"
+        said = f"{facts.origin_title(origin)} {facts.blame(origin)}: {facts.origin_detail(comparison, origin)}"
         said += f"; shape: {shape}" if (shape := facts.shape(origin)) else ""
         out.append(command("error", "accprobe: culprit" if i == 0 else f"accprobe: origin {i + 1}", said))
     out += [command("warning", "accprobe", note) for note in comparison.notes[:MAX_ANNOTATIONS]]

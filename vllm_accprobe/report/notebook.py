@@ -73,7 +73,9 @@ def repr_html(comparison: Comparison) -> str:
     out = [f'<div><p><strong style="color:{colour}">{escaped(facts.headline(comparison), 1000)}</strong></p>']
     out += [f"<p>note: {escaped(note, 1000)}</p>" for note in comparison.notes[:5]]
     for o in comparison.origins[1:5]:
-        out.append(f"<p>also: {escaped(facts.origin_title(o))}: {escaped(facts.origin_detail(o), 1000)}</p>")
+        out.append(
+            f"<p>also: {escaped(facts.origin_title(o))}: {escaped(facts.origin_detail(comparison, o), 1000)}</p>"
+        )
     if said := [s for o in comparison.origins[:1] if (s := facts.shape(o))]:
         out.append(f"<p>shape of the error: {escaped(said[0])}</p>")
     rows = []

@@ -80,15 +80,17 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
     if others:
         shown = others if full else others[:5]
         out.append(f"{count(len(others), 'other independent origin')}, in data-flow order:")
-        out += [_other(o) for o in shown]
+        out += [_other(comparison, o) for o in shown]
         if len(shown) < len(others):
             out.append(f"  … {len(others) - len(shown):,} more: compare.json, origins")
     return out
 
 
-def _other(origin: Any) -> str:
+def _other(comparison: Comparison, origin: Any) -> str:
     said = facts.shape(origin)
-    return f"  {facts.origin_title(origin)}: {facts.origin_detail(origin)}" + (f"; shape: {said}" if said else "")
+    return f"  {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}" + (
+        f"; shape: {said}" if said else ""
+    )
 
 
 def _evidence(origin: Any) -> str:

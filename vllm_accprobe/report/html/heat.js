@@ -53,7 +53,7 @@
     }
     function describe(row, column) {
       const x = ratio(cell(row, column)), r = data.requests[state.request];
-      const what = x === null ? "not compared" : x === 0 ? "no error" : x === "Inf" ? "NaN, infinity or unequal" : a.times(x) + " the limit";
+      const what = x === null ? "not compared" : x === 0 ? "no error" : x === "Inf" ? "NaN or infinity, unequal, or golden is 0" : a.times(x) + " the limit";
       return row.name + ", position " + tokens(column) + (r.decode[column] ? " (decode)" : " (prefill)") + ": " + what;
     }
     function colours() {

@@ -65,7 +65,7 @@ def verdict(comparison: Comparison) -> str:
     if created is None:
         cells.append(_fact("Error", "values differ", None, "big"))
     elif isinstance(created, float) and not math.isfinite(created):
-        cells.append(_fact("Error", facts.UNMEASURABLE, None, "big"))
+        cells.append(_fact("Error", facts.infinite(comparison, origin), None, "big"))
     else:
         over = times(created, floor)
         limit = None if floor is None else f"limit {num(floor)}"

@@ -1,0 +1,375 @@
+"""What a person gives by mistake, command by command: one line that names it and says what to do, and exit code 2 or 3.
+
+The matrix is every command that reads something against everything that is wrong to read there; the tests below it are
+sentences that were wrong once, and paths that miss their dump by a folder and find it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.peer_dumps import unpack
+
+from vllm_accprobe.cli import main
+from vllm_accprobe.dump.reader import DumpError
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
+from vllm_accprobe.formats import open_dump
+
+sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("comparison", "cli")]
+from cli_dumps import make  # noqa: E402
+from synthetic_model import capture, scaled, write  # noqa: E402
+
+DOWN = "model.layers.1.mlp.down_proj"
+UNWRITABLE = ("/proc/accprobe", "text.txt/below")
+"""A directory in which nobody can make one, root neither, and one below a file."""
+
+
+def params_only(root: Path) -> None:
+    write_run_json(root, {"model": "tiny"})
+    writer = RankWriter(root, 0, {}, budget_bytes=1 << 30, block_bytes=1 << 16)
+    weight = np.ones((4, 4), np.float32)
+    event = {"event": "param", "tap": "lm_head", "class": "Linear", "role": "param.weight"}
+    writer.put([(weight.ctypes.data, weight.nbytes)], {**event, "dtype": "float32", "shape": [4, 4]})
+    writer.close("done", {})
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("bad")
+    one = {"prompts": {"a": [3, 14, 15]}, "tokens": 2}
+    write(capture(**one), root / "golden")
+    write(capture(faults={DOWN: scaled(1.2)}, **one), root / "mine")
+    for name in ("two/run1", "two/run2", "one/deep/run1"):
+        write(capture(**one), root / name)
+    make(root / "stats", stats=True)
+    make(root / "plain")
+    params_only(root / "params")
+    for name in ("a_msprobe_tensor", "a_msprobe_stat"):
+        unpack(name, root)
+    (root / "empty").mkdir()
+    (root / "text.txt").write_text("hello\n")
+    (root / "bad.json").write_text("{")
+    np.save(root / "x.npy", np.ones((2, 3), np.float32))
+    return root
+
+
+@pytest.fixture
+def here(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(there)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def refused(capsys: Any, words: list[str]) -> tuple[int, str]:
+    """(exit code, the line) of a command that is to say one thing; notes may stand before it."""
+    capsys.readouterr()
+    code = main(words)
+    lines = capsys.readouterr().err.splitlines()
+    said = [line for line in lines if line.startswith("accprobe: ")]
+    assert len(said) == 1, lines
+    assert all(line.startswith(("accprobe: ", "note: ")) or "accprobe" not in line for line in lines), lines
+    assert "internal error" not in said[0]
+    assert "Traceback" not in "\n".join(lines)
+    return code, said[0].removeprefix("accprobe: ")
+
+
+NO_DUMP = ("nowhere", "empty", "text.txt", "bad.json", "two")
+READ = {
+    "summary": ["summary", "@"],
+    "show": ["show", "@", "lm_head"],
+    "labels": ["labels", "@", "--out", "OUT"],
+    "convert": ["convert", "@", "OUT.npz"],
+    "formats": ["formats", "@"],
+    "repair": ["repair", "@"],
+    "gentest": ["gentest", "@", "--ops", "*", "--out", "OUT"],
+    "opcheck": ["opcheck", "@", "--out", "OUT", "-j", "0"],
+    "compare": ["compare", "@", "mine", "--out", "OUT"],
+    "compare, mine": ["compare", "golden", "@", "--out", "OUT"],
+    "compare, floor": ["compare", "golden", "mine", "--floor", "@", "--out", "OUT"],
+    "plan": ["compare", "golden", "@", "--plan"],
+    "calibrate": ["calibrate", "golden", "@", "--out", "OUT"],
+    "calibrate, golden": ["calibrate", "@", "golden", "--out", "OUT"],
+    "rejudge": ["compare", "--rejudge", "@"],
+    "errcheck": ["errcheck", "--read", "@"],
+    "opdiff": ["opdiff", "@", "@", "--out", "OUT"],
+    "patches": ["patches", "check", "--source", "@"],
+}
+
+
+@pytest.mark.parametrize("what", NO_DUMP)
+@pytest.mark.parametrize("command", READ)
+def test_what_is_no_dump_is_bad_input(command: str, what: str, here: Path, capsys: Any) -> None:
+    words = [what if w == "@" else w.replace("OUT", str(here / "out")) for w in READ[command]]
+    code, line = refused(capsys, words)
+    assert code == 2
+    assert what in line
+    assert not list(here.iterdir())
+
+
+SAYS_NOTHING = {
+    # A dump that can be read, and in which there is nothing for the command.
+    "labels": ["plain", "stats", "params", "x.npy", "a_msprobe_stat/golden"],
+    "convert": ["stats", "a_msprobe_stat/golden"],
+    "gentest": ["stats", "params", "x.npy", "a_msprobe_stat/golden"],
+    "opcheck": ["stats", "params", "x.npy"],
+    "compare": ["stats", "params", "x.npy", "a_msprobe_tensor/golden", "plain"],
+    "compare, mine": ["stats", "params", "x.npy", "a_msprobe_stat/golden"],
+    "calibrate": ["stats", "params", "x.npy", "a_msprobe_tensor/golden"],
+    "show": ["stats", "x.npy"],
+    "repair": ["x.npy", "a_msprobe_tensor/golden"],
+    "errcheck": ["golden", "x.npy"],
+    "rejudge": ["golden", "x.npy"],
+    "opdiff": ["golden", "x.npy"],
+    "patches": ["golden", "x.npy"],
+}
+
+
+@pytest.mark.parametrize(("command", "what"), [(c, w) for c, all_of in SAYS_NOTHING.items() for w in all_of])
+def test_a_dump_of_the_wrong_kind_is_named(command: str, what: str, here: Path, capsys: Any) -> None:
+    words = [what if w == "@" else w.replace("OUT", str(here / "out")) for w in READ[command]]
+    code, line = refused(capsys, words)
+    assert code in (2, 3)
+    assert what in line
+
+
+@pytest.mark.parametrize("where", UNWRITABLE)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "golden", "mine", "--no-replay", "--out", "@"],
+        ["calibrate", "golden", "mine", "--out", "@"],
+        ["opcheck", "golden", "-j", "0", "--out", "@"],
+        ["gentest", "golden", "--ops", "*", "--out", "@"],
+        ["labels", "plain", "--out", "@"],
+        ["opdiff", "x.npy", "x.npy", "--out", "@"],
+        ["convert", "plain", "@", "--to", "npz"],
+        ["convert", "plain", "@", "--to", "msprobe"],
+        ["summary", "plain", "--csv", "@/x.csv"],
+        ["show", "plain", "model.embed_tokens", "--save", "@/x.npy"],
+    ],
+    ids=lambda words: words[0] + words[-2],
+)
+def test_a_place_that_cannot_be_written_is_said_before_the_work(
+    words: list[str], where: str, here: Path, capsys: Any
+) -> None:
+    code, line = refused(capsys, [w.replace("@", where) for w in words])
+    assert code == 2
+    assert str(Path(where).parent if "msprobe" in words else where) in line
+    assert "nothing can be written" in line or "is a file" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["compare", "golden", "mine", "--standard", "lax"], "lax"),
+        (["opcheck", "golden", "--standard", "lax"], "lax"),
+        (["opdiff", "x.npy", "x.npy", "--standard", "lax"], "lax"),
+        (["opcheck", "golden", "--ids", "x"], "--ids"),
+        (["opcheck", "golden", "--against", "nothing"], "--against"),
+        (["summary", "golden", "--step", "x"], "--step"),
+        (["show", "golden", DOWN, "--call", "3-1"], "--call"),
+        (["labels", "plain", "--limit", "7"], "--limit"),
+        (["labels", "plain", "--acl", "nowhere"], "nowhere"),
+        (["convert", "plain", "x.zip"], "--to"),
+        (["compare", "golden", "mine", "--op-mapping-file", "nowhere"], "nowhere"),
+        (["compare", "golden", "mine", "--format", "xml"], "xml"),
+        (["gentest", "golden"], "--failed"),
+        (["patches", "look"], "look"),
+        (["run", "--set", "x", "--", "true"], "--set"),
+        (["run", "--", "no-such-command"], "no-such-command"),
+        (["errcheck"], "no command"),
+        (["doctor", "--timeout", "x"], "--timeout"),
+    ],
+    ids=lambda v: " ".join(v[:1] + v[-2:]) if isinstance(v, list) else v,
+)
+def test_a_wrong_value_is_named(words: list[str], says: str, here: Path, capsys: Any) -> None:
+    code, line = refused(capsys, words)
+    assert code == 2
+    assert says in line
+
+
+# --- paths that miss their dump by a folder -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "opened"),
+    [
+        ("one", "one/deep/run1"),
+        ("one/deep", "one/deep/run1"),
+        ("golden/rank0000", "golden"),
+        ("golden/run.json", "golden"),
+        ("golden/rank0000/journal.jsonl", "golden"),
+        ("a_msprobe_tensor/golden/step0/*/dump_tensor_data", "a_msprobe_tensor/golden/step0/*"),
+        ("a_msprobe_tensor/golden/step0/*/construct.json", "a_msprobe_tensor/golden/step0/*"),
+    ],
+)
+def test_a_path_beside_a_dump_finds_it_and_says_so(given: str, opened: str, here: Path) -> None:
+    path, wanted = (next(Path.cwd().glob(p)) for p in (given, opened))
+    dump = open_dump(path)
+    assert (dump.path, str(wanted) in dump.problems[0]) == (wanted, True)
+    assert [r.name for r in dump.records] == [r.name for r in open_dump(wanted).records]
+
+
+def test_from_within_a_dump_the_dot_is_the_dump(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    n = len(open_dump("golden").records)
+    monkeypatch.chdir("golden/rank0000")
+    assert len(open_dump(".").records) == n
+    monkeypatch.chdir("..")
+    assert len(open_dump(".").records) == n
+    assert not open_dump(".").problems
+
+
+@pytest.mark.parametrize("given", ["two", "a_msprobe_tensor"])
+def test_of_several_dumps_the_names_are_told(given: str, here: Path) -> None:
+    with pytest.raises(DumpError, match=f"{given} is no dump but holds 2 of them \\({given}/\\w+, {given}/\\w+\\)"):
+        open_dump(given)
+
+
+def test_a_link_is_no_dump_below(tmp_path: Path, there: Path) -> None:
+    (tmp_path / "run1").symlink_to(there / "golden")
+    with pytest.raises(DumpError, match="no dump of a format that is known"):
+        open_dump(tmp_path)
+
+
+def test_compare_goes_on_with_the_dump_that_it_found(here: Path, capsys: Any) -> None:
+    out = str(here / "out")
+    assert main(["compare", "one", "mine/rank0000", "--no-replay", "--out", out]) == 1
+    shown = capsys.readouterr().out
+    assert "note: golden: one is no dump but holds one: one/deep/run1 was opened" in shown
+    assert "note: mine: mine/rank0000 is a part of a dump: all of mine was opened" in shown
+    assert f"FAIL: {DOWN}" in shown
+
+
+@pytest.mark.parametrize("again", ["golden/rank0000", "golden/run.json", "golden/rank0000/journal.jsonl", "around"])
+def test_the_same_dump_by_way_of_its_parts_is_refused(again: str, here: Path, capsys: Any) -> None:
+    if again == "around":
+        write(capture(prompts={"a": [3, 14, 15]}, tokens=2), here / "around" / "run1")
+    golden, mine = (here / "around", here / "around" / "run1") if again == "around" else ("golden", again)
+    code, line = refused(capsys, ["compare", str(golden), str(mine), "--out", str(here / "out")])
+    assert (code, "are the same dump" in line) == (2, True)
+
+
+def test_opcheck_takes_the_file_of_a_dump(here: Path, capsys: Any) -> None:
+    file = next(Path("a_msprobe_tensor/golden").glob("step0/*/dump.json"))
+    assert main(["opcheck", str(file), "-j", "0", "--ops", "Functional.silu", "--out", str(here / "out")]) == 0
+    assert "calls checked" in capsys.readouterr().out
+
+
+# --- sentences that were wrong --------------------------------------------------------------------------------------
+
+
+def test_nothing_compared_says_what_each_side_has(here: Path, capsys: Any) -> None:
+    code, line = refused(capsys, ["compare", "golden", "x.npy", "--out", str(here / "out")])
+    assert code == 3
+    assert "golden has <root>, mine x" in line or "mine x, for example" in line
+    assert line.endswith("(golden golden, mine x.npy)")
+
+
+def test_a_golden_of_zeros_is_not_said_to_be_nan(here: Path, capsys: Any) -> None:
+    for name, value in (("zeros", 0.0), ("tiny", 1e-6), ("nan", np.nan)):
+        np.save(here / f"{name}.npy", np.full((2, 3), value, np.float32))
+
+    def first(golden: str, mine: str) -> str:
+        out = str(here / "out")
+        assert main(["compare", str(here / f"{golden}.npy"), str(here / f"{mine}.npy"), "--out", out]) == 1
+        page = (here / "out" / "compare.html").read_text()
+        line = next(s for s in capsys.readouterr().out.splitlines() if s.startswith("FAIL"))
+        assert line.partition(": ")[2].partition(": ")[2] in page
+        return line
+
+    assert first("zeros", "tiny") == "FAIL: tiny differs: golden is 0 there and mine is not"
+    # NaN stays what it is.
+    assert first("zeros", "nan") == "FAIL: nan differs: NaN or Inf on one side only"
+
+
+def test_kl_divergences_that_are_there_are_not_said_to_be_missing(tmp_path: Path, capsys: Any) -> None:
+    root = unpack("e_atb_vs_torch", tmp_path)
+    words = ["compare", str(root / "golden"), str(root / "mine"), "--out", str(tmp_path / "out")]
+    assert main([*words, "--standard", "ait"]) == 1
+    assert "76 of 77 pairs have a KL divergence, parameters that differ have none" in capsys.readouterr().out
+    assert main(words) == 1  # measured for our own standard, and judged again by ait
+    capsys.readouterr()
+    assert main(["compare", "--rejudge", str(tmp_path / "out"), "--standard", "ait"]) == 1
+    assert "the KL divergence was not measured: compare the dumps again" in capsys.readouterr().out
+
+
+def test_calibrate_names_the_run_and_no_option(here: Path, capsys: Any) -> None:
+    code, line = refused(capsys, ["calibrate", "golden", "a_msprobe_tensor/golden", "--out", str(here / "out")])
+    assert code == 3
+    assert line.startswith("a_msprobe_tensor/golden is no other run of golden's side: nothing could be compared")
+
+
+def test_gentest_says_that_statistics_are_no_values(here: Path, capsys: Any) -> None:
+    for dump in ("stats", "a_msprobe_stat/golden"):
+        code, line = refused(capsys, ["gentest", dump, "--ops", "*", "--out", str(here / "out")])
+        assert (code, line.startswith(f"{dump}: it holds statistics, and a test needs the values")) == (3, True)
+
+
+def test_a_file_among_the_globs_of_summary(here: Path, capsys: Any) -> None:
+    code, line = refused(capsys, ["summary", "plain", "sum.txt"])
+    assert (code, "sum.txt reads like a file" in line, "--csv FILE" in line) == (2, True, True)
+    code, line = refused(capsys, ["summary", "plain", "*.nothing"])
+    assert (code, "*.nothing" in line) == (3, True)
+
+
+def test_summary_of_operators_that_were_not_captured(here: Path, capsys: Any) -> None:
+    code, line = refused(capsys, ["summary", "plain", "--ops"])
+    assert (code, line) == (
+        3, "plain: it holds no operator calls: capture them with VLLM_ACCPROBE_OPS=1, or `accprobe run --ops`",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("kill -9 $$", 137, "exit code 137, SIGKILL: killed, most often for lack of memory"),
+        ("exit 1", 1, "exit code 1"),
+        ("exit 0", 3, "no process of it loaded vLLM's plugin"),
+    ],
+)
+def test_run_does_not_blame_the_plugin_for_a_command_that_died(line: str, code: int, says: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "vllm_accprobe.cli", "run", "--dir", str(tmp_path / "d"), "--", "sh", "-c", line]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == code
+    said = [s for s in done.stderr.splitlines() if "NOTHING was captured" in s]
+    assert len(said) == 1
+    assert says in said[0]
+    assert ("loaded vLLM's plugin" in said[0]) == (code == 3)
+
+
+def test_run_says_that_the_machine_ran_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose engine the kernel killed ends with 1 itself: the kernel's own count tells."""
+    from vllm_accprobe.cli import run
+
+    assert run._killed_for_memory() >= 0
+    assert run._ending(1, 0) == "exit code 1"
+    assert run._ending(1, 1) == "exit code 1; this machine ran out of memory meanwhile and killed 1 process"
+    assert run._ending(143, 2).endswith("SIGTERM; this machine ran out of memory meanwhile and killed 2 processes")
+
+
+def test_nothing_stays_of_trying_a_place(tmp_path: Path) -> None:
+    from vllm_accprobe.cli.options import writable
+
+    writable(tmp_path / "a" / "b")
+    assert not os.listdir(tmp_path)
+
+
+def test_formats_says_what_no_dump_is(here: Path, capsys: Any) -> None:
+    code, line = refused(capsys, ["formats", "empty"])
+    assert (code, line.startswith("empty is an empty directory, not a dump")) == (2, True)
+    assert main(["formats", "one"]) == 0
+    said = capsys.readouterr()
+    assert (said.out, "one/deep/run1" in said.err) == ("accprobe\n", True)
+
+
+def test_a_report_is_no_json_of_a_dump(here: Path) -> None:
+    """What compare writes beside a dump is not taken for one."""
+    (here / "compare.json").write_text(json.dumps({"schema": 1}))
+    with pytest.raises(DumpError):
+        open_dump(here / "compare.json")

@@ -1,0 +1,62 @@
+"""A real engine's capture of modules, parameters and operators through every export and back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from formats.test_export_round_trip import KINDS, NOTED, hold
+from support.captures import VISION, Engines
+
+from vllm_accprobe.cli import main
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.opcheck.calls import Calls
+from vllm_accprobe.opcheck.reference import default_references
+from vllm_accprobe.opcheck.replay import check
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def dump(engines: Engines) -> Path:
+    """Pictures go through a Conv3d, text through attention with a cache."""
+    run = engines.run("qwen2.5-vl-operators", "qwen2.5-vl", VISION, env={"VLLM_ACCPROBE_OPS": "1"})
+    assert run.dump is not None
+    return run.dump
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_lost(dump: Path, tmp_path: Path, kind: str) -> None:
+    out = tmp_path / kind
+    assert main(["convert", str(dump), str(out), "--to", kind]) == 0
+    own, theirs = open_dump(dump), open_dump(out)
+    assert hold(own, theirs, kind) > 4000
+    if kind not in NOTED:
+        return
+    calls = [Counter((o.op, o.step) for o in d.ops) for d in (own, theirs)]
+    assert not calls[1] - calls[0]
+    checked = []
+    for d in (own, theirs):
+        rows = check(Calls(d, None), default_references(), ops=["!*Attention*", "!*attention*"])
+        checked.append({(r.tap, r.step, r.call, r.role, r.status) for r in rows if r.status in ("pass", "fail")})
+    conv = {c for c in checked[0] if "patch_embed" in c[0] and c[3] == "output.0"}
+    assert conv
+    assert conv <= checked[1]
+    lost = Counter(c[0].rpartition("::")[2] for c in checked[0] - checked[1] if "::" in c[0])
+    assert not lost, lost
+    assert not [c for c in checked[1] if c[4] == "fail" and (*c[:4], "fail") not in checked[0]]
+
+
+def test_errcheck_leaves_no_operator_in_a_capture(engines: Engines) -> None:
+    """The same calls with and without errcheck beside the capture."""
+    env = {"VLLM_ACCPROBE_OPS": "1"}
+    runs = [
+        engines.run(name, "qwen2.5-vl", VISION, env=env | more)
+        for name, more in (
+            ("qwen2.5-vl-operators", {}), ("qwen2.5-vl-watched", {"VLLM_ACCPROBE_ERRCHECK": "nan,overflow"}),
+        )
+    ]  # fmt: skip
+    ops = [[(o.step, o.tap, o.call) for o in open_dump(run.dump).ops] for run in runs if run.dump is not None]
+    assert len(ops) == 2
+    assert Counter(ops[1]) == Counter(ops[0])
