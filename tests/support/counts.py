@@ -54,7 +54,10 @@ def check(result: Any, out: Path) -> dict[str, int]:
     points = html.depth(result)
     zero = {p.tap for p in points if {p.prefill, p.decode, p.other} <= {0.0, None} and not p.nonfinite}
     read = [r for r in compared if r["tap"] in zero and r["max_abs_err"] and r["role"].startswith("output")]
-    assert all(_same(r) or "not judged" in r["message"] for r in read), "the chart shows no error where the csv has one"
+    excused = ("not judged", " flipped: ")  # a flipped token that is nobody's fault is said beside the chart
+    assert all(_same(r) or any(e in r["message"] for e in excused) for r in read), (
+        "the chart shows no error where the csv has one"
+    )
     return want
 
 

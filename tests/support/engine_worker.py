@@ -144,6 +144,8 @@ def _sampling(ask: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
     more: dict[str, Any] = dict(ask["sampling"])
+    if "logit_bias" in more:  # JSON has made text of its keys
+        more["logit_bias"] = {int(token): bias for token, bias in more["logit_bias"].items()}
     if ask["structured"]:
         from vllm.sampling_params import StructuredOutputsParams
 
