@@ -109,10 +109,11 @@ def test_ctrl_c_is_the_commands_and_the_dump_is_closed(tmp_path: Path) -> None:
 
 
 def test_nothing_captured_is_an_error_only_where_the_command_had_none(tmp_path: Path) -> None:
-    for command, code in (("true", 3), ("exit 7", 7)):
+    failed = "the command failed before a probe could begin (exit code 7)"
+    for command, code, why in (("true", 3, "no process of it loaded"), ("exit 7", 7, failed)):
         done = accprobe("-d", "out", "--", command, cwd=tmp_path)
         assert done.returncode == code
-        assert "NOTHING was captured: no process of it loaded" in done.stderr
+        assert f"NOTHING was captured: {why}" in done.stderr
     silent = accprobe("-d", "out", "--steps", "5", "--", sys.executable, "-c", QUICK, "0", "0", cwd=tmp_path)
     assert silent.returncode == 3
     assert "NOTHING was captured: no step was computed, or none was selected" in silent.stderr
