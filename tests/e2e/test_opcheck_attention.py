@@ -1,4 +1,7 @@
-"""Attention of real engines with a wrong slot, block, window or scale: found at its module and its rows, and told."""
+"""Attention of real engines with a wrong slot, block, window or scale: found at its module and its rows, and told.
+
+With this machine's kernels, and with those for AVX2, whose attention rounds toward zero.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +34,16 @@ def checked(dump: Path | None, out: Path) -> tuple[int, list[dict[str, str]]]:
 
 
 @pytest.fixture(scope="module")
-def windows(engines: Engines) -> Callable[..., Run]:
+def windows(each_engines: Engines) -> Callable[..., Run]:
     """Two layers that see everything and two with a window, prompts in chunks, blocks of 32: clean or with faults."""
     done: dict[str, Run] = {}
 
     def run(name: str, fault: Any = None) -> Run:
         if name not in done:
-            model = make("llama", engines.root / "models" / "llama-windows", **LAYERS)
-            out = engines.root / "dumps" / name
+            model = make("llama", each_engines.root / "models" / "llama-windows", **LAYERS)
+            out = each_engines.root / "dumps" / name
             how = {"max_num_batched_tokens": 48, "block_size": 32}
-            done[name] = engines.host().capture(model, FIVE, out=out, fault=fault, **how)
+            done[name] = each_engines.host().capture(model, FIVE, out=out, fault=fault, **how)
         return done[name]
 
     return run

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("way", ["chunked", "prefix"])
-def test_attention_of_chunks_hits_and_decode_passes(engines: Engines, tmp_path: Path, way: str) -> None:
+def test_attention_of_chunks_hits_and_decode_passes(each_engines: Engines, tmp_path: Path, way: str) -> None:
     """Both captures are those of test_clean_pairs.py."""
     if way == "chunked":
-        run = engines.run("chunk16", how="together", max_num_batched_tokens=16)
+        run = each_engines.run("chunk16", how="together", max_num_batched_tokens=16)
     else:
-        run = engines.run("prefix", asks=SHARED_START, how="serial", enable_prefix_caching=True, block_size=32)
+        run = each_engines.run("prefix", asks=SHARED_START, how="serial", enable_prefix_caching=True, block_size=32)
         assert run.metrics["prefix_hits"] == 2 * 64
     assert main(["opcheck", str(run.dump), "-j", "0", "--ops", "Attention", "--out", str(tmp_path)]) == 0
     with (tmp_path / "opcheck.csv").open(newline="") as f:

@@ -40,6 +40,38 @@ def test_what_replay_proves_is_an_origin_in_data_flow_order_and_fails() -> None:
     assert result.notes[0] == "replay: 3 outputs of mine checked, 2 modules, each wrong for its own inputs"
 
 
+def test_what_rounds_toward_zero_is_said_once_for_its_class_and_side() -> None:
+    cut = [replace(checked(tap, "pass"), rounding="toward zero") for tap in ("first", "second")]
+    result = judged(comparison(), [checked("first", "pass")], [*cut, replace(checked("third", "pass"), cls="D")])
+    (said,) = [n for n in result.notes if "toward zero" in n]
+    assert said.startswith("replay: rounds toward zero in mine: C (2 of 2 outputs of 2 modules): honest rounding")
+    assert result.verdict == "pass"
+
+
+@pytest.mark.parametrize(
+    ("change", "excused"),
+    [
+        ({}, True),
+        ({"created": 0.03}, False),  # more than its own rounding: a weight that is not golden's
+        ({"role": "input.x"}, False),
+        ({"module": "third"}, False),  # right for its own inputs, and rounds to nearest
+    ],
+)
+def test_an_error_that_is_truncation_alone_is_not_blamed(change: dict[str, object], excused: bool) -> None:
+    """A comparison, whose limits are those of rounding to nearest, blames what its replay saw to be honest."""
+    found = comparison(verdict="fail")
+    origin = {"module": "second", "role": "output.0", "created": 0.018, "evidence": "jump", "shape": ""} | change
+    beyond = [replace(p, status="fail") if p.tap == origin["module"] else p for p in found.pairs]
+    found = replace(found, origins=[origin], pairs=beyond, first_divergence={"module": origin["module"]})
+    rows = [checked(tap, "pass") for tap in ("first", "second", "third")]
+    rows[1] = replace(rows[1], rounding="toward zero")
+    result = judged(found, [], rows)
+    assert (result.origins == []) == excused == (result.verdict == "pass")
+    assert any("created no more than that: not blamed" in n for n in result.notes) == excused
+    wrong = replace(rows[1], status="fail")
+    assert judged(found, [], [rows[0], wrong, rows[2]]).verdict == "fail"
+
+
 def test_the_proved_stand_before_the_inferred_and_keep_their_words() -> None:
     found = comparison("first", "third", verdict="fail")
     result = judged(found, [], [checked("first", "pass"), checked("third")])

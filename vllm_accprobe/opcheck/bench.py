@@ -23,7 +23,7 @@ from vllm_accprobe.opcheck.case import decode
 from vllm_accprobe.opcheck.random_inputs import WEAKER, redrawn
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
 from vllm_accprobe.opcheck.references import families
-from vllm_accprobe.opcheck.rounding import TOWARD_ZERO, judge
+from vllm_accprobe.opcheck.rounding import judge
 from vllm_accprobe.opcheck.tensorfile import load
 from vllm_accprobe.opcheck.verdict import Verdict
 
@@ -119,7 +119,7 @@ class Bench:
             if o.verdict is not None:
                 v = o.verdict
                 cell |= {"measure": v.measure, "measured": v.value, "allowed": v.limit, "created": v.worst_row_rel_l2}
-                cell |= {"rounding": TOWARD_ZERO} if v.truncated is not None else {}
+                cell["rounding"] = v.rounding
             found.append(["" if cell.get(c) is None else cell[c] for c in self.columns])
         return found
 

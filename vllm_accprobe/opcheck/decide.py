@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from vllm_accprobe.comparison import words
@@ -50,7 +50,8 @@ class Blame:
 class Proof:
     """What two replays prove. shared: modules that are as far off in golden; only_golden: wrong there alone; right:
     taps of mine whose every row was checked and is right; checked: outputs of mine with a verdict; partly: only what
-    the comparison suspects was replayed; notes: sentences on what mine's outputs were judged by."""
+    the comparison suspects was replayed; notes: sentences on what mine's outputs were judged by; truncating: those of
+    ``right`` that round toward zero, and the most that each created in a row (relative error against its reference)."""
 
     blamed: tuple[Blame, ...]
     shared: tuple[str, ...]
@@ -59,6 +60,7 @@ class Proof:
     checked: int
     partly: bool = False
     notes: tuple[str, ...] = ()
+    truncating: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         plain = asdict(self) | {"schema": SCHEMA, "right": sorted(self.right)}
@@ -74,7 +76,8 @@ class Proof:
             blamed = tuple(_blame(b) for b in value["blamed"])
             names = [tuple(str(t) for t in value[k]) for k in ("shared", "only_golden", "right")]
             return Proof(blamed, names[0], names[1], frozenset(names[2]), int(value["checked"]), bool(value["partly"]),
-                         tuple(str(n) for n in value.get("notes", ())))  # fmt: skip
+                         tuple(str(n) for n in value.get("notes", ())),
+                         {str(t): float(x) for t, x in value.get("truncating", {}).items()})  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a replay of this version ({error})") from None
 
@@ -98,7 +101,8 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
     proved = {b.tap for b in proof.blamed}
     blamed = sorted(proof.blamed, key=lambda b: (order.get(b.tap, 1 << 60), b.seq))
     first = [_entry(b, known.get(b.tap)) for b in blamed]
-    rest = [o for o in result.origins if o["module"] not in proved]
+    excused = {o["module"] for o in result.origins if _truncation_alone(o, proof)}
+    rest = [o for o in result.origins if o["module"] not in proved | excused]
     right, shared, only = proof.right, proof.shared, proof.only_golden
     where = " at and below what is suspected" if proof.partly else ""
     wrong = f"{_modules(len(proved))} wrong for its own inputs"
@@ -108,6 +112,11 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
         notes.append(f"replay: {_modules(len(shared))} as far off in golden, first {shared[0]}: not blamed")
     if only:
         notes.append(f"replay: {_modules(len(only))} wrong for its own inputs in golden only, first {only[0]}")
+    if excused:
+        notes.append(
+            f"replay: {min(excused)} rounds toward zero and created no more than that: not blamed"
+            + (f", nor are {len(excused) - 1} more" if len(excused) > 1 else "")
+        )
     doubtful = [o["module"] for o in rest if o["module"] in right]
     if doubtful:
         notes.append(f"replay: {doubtful[0]} is right for its own inputs; what is said of it is inferred")
@@ -115,22 +124,35 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
     verdict = FAIL if first else result.verdict
     said = [n for n in result.notes if not (first and n == words.NOBODY)]
     decided = replace(result, origins=[*first, *rest], verdict=verdict, notes=[*notes, *said])
-    return decided if decided.origins or proof.partly else _acquitted(decided, right)
+    return decided if decided.origins or proof.partly else _acquitted(decided, right, excused)
 
 
-def _acquitted(result: Comparison, right: frozenset[str]) -> Comparison:
+def _truncation_alone(origin: Mapping[str, Any], proof: Proof) -> bool:
+    """Whether what a comparison takes for an error that a module of mine created is what its replay saw it create, by
+    rounding toward zero and nothing else: limits of a comparison are those of rounding to nearest. A weight that is
+    not golden's adds to that, and stays an origin."""
+    most = proof.truncating.get(str(origin["module"]))
+    created = origin.get("created")
+    of_output = str(origin.get("role", "")).startswith("output")
+    return most is not None and of_output and created is not None and created <= most
+
+
+def _acquitted(result: Comparison, right: frozenset[str], excused: Collection[str]) -> Comparison:
     """``result``, passed where it failed for nothing but size: nobody adds more than elsewhere, and all that is beyond
     its limit came out of modules that are right for their own inputs. A model may enlarge honest rounding; a second
     golden run (`--floor`) would show the same."""
     beyond = [p for p in result.pairs if p.status == FAIL]
-    if words.NOBODY not in result.notes or not beyond or any(p.tap not in right for p in beyond):
+    nobody = words.NOBODY in result.notes or bool(excused)
+    if not nobody or not beyond or any(p.tap not in right for p in beyond):
         return result
     taps = len({p.tap for p in beyond})
     said = (
         f"replay: {len(beyond)} pairs of {taps} modules are beyond their limits, and each of these is right for its "
-        "own inputs: this model enlarges honest rounding, no operator is wrong"
+        "own inputs: " + ("they round toward zero" if excused else "this model enlarges honest rounding")
+        + ", no operator is wrong"
     )
-    message = "enlarged rounding: its module is right for its own inputs (replay)"
+    why = "rounding toward zero" if excused else "enlarged rounding"
+    message = f"{why}: its module is right for its own inputs (replay)"
     pairs = [replace(p, status=PASS, message=message) if p.status == FAIL else p for p in result.pairs]
     notes = [said, *(n for n in result.notes if n != words.NOBODY)]
     return replace(result, pairs=pairs, verdict=PASS, first_divergence=None, notes=notes)

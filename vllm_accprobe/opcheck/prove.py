@@ -49,8 +49,21 @@ def prove(
         right=frozenset(right),
         checked=sum(c.status in (FAIL, PASS) for c in mine),
         partly=partly,
+        truncating={t: x for t, x in _truncated(mine).items() if t in right},
         notes=tuple(filter(None, (*grids(mine), sentence(golden, " in golden"), sentence(mine, " in mine")))),
     )
+
+
+def _truncated(rows: Iterable[Checked]) -> dict[str, float]:
+    """tap → the largest error of a row that it created, of those that round toward zero in an output at least."""
+    most: dict[str, float] = {}
+    seen: set[str] = set()
+    for c in rows:
+        if c.status == PASS and c.created is not None and c.role.startswith("output"):
+            most[c.tap] = max(c.created, most.get(c.tap, 0.0))
+        if c.rounding:
+            seen.add(c.tap)
+    return {t: x for t, x in most.items() if t in seen}
 
 
 def _open(rows: Iterable[Checked]) -> frozenset[str]:

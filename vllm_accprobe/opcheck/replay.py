@@ -261,7 +261,7 @@ def judged(
         rows=counts[0], checked=counts[1], unchecked_because=counts[2], created=v.worst_row_rel_l2, measure=v.measure,
         measured=v.value, allowed=v.limit, request=place[0], position=place[1],
         column=v.column if v.column >= 0 else None, status=PASS if v.passed else FAIL, message=message,
-        measures=measures, rounding=TOWARD_ZERO if v.truncated is not None else "",
+        measures=measures, rounding=v.rounding,
     )  # fmt: skip
 
 

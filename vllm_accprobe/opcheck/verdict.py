@@ -44,8 +44,7 @@ class Verdict:
     """measure: that is furthest beyond, or nearest to, its limit; value, limit: in floors (counts for exact and
     nonfinite); row, column: where, in the [rows, width] view, -1 where it is nowhere; nonfinite, nonfinite_mismatch:
     positions that are not finite, and of them those that differ; worst_row_rel_l2: largest relative error of a row;
-    truncated: share of the numbers that tell which were rounded toward zero (rounding.py), None where that is not how
-    the operator rounds."""
+    rounding: how mine was rounded where that is not to nearest (rounding.py), else ""."""
 
     passed: bool
     measure: str
@@ -56,7 +55,7 @@ class Verdict:
     nonfinite: int
     nonfinite_mismatch: int
     worst_row_rel_l2: float
-    truncated: float | None = None
+    rounding: str = ""
 
     @property
     def severity(self) -> float:
