@@ -124,6 +124,28 @@ class PoolingV2(EarlyV2):
         return self.model.pooler(self.hidden)
 
 
+class Drafting(Runner):
+    """EAGLE and MTP call the model's own embedding (0.32: llm_base_proposer.py, _maybe_share_embeddings), in V1 from a
+    method of the runner, in V2 from its speculator."""
+
+    def __init__(self, newer: bool) -> None:
+        super().__init__(pools=False)
+        self.newer = newer
+        self.speculator = Plain(propose=self.draft)
+
+    def draft(self) -> str:
+        self.model.embed(torch.arange(5))
+        return "drafts"
+
+    def propose_draft_token_ids(self) -> str:
+        return self.draft()
+
+    def sample_tokens(self, grammar: Any = None) -> str:
+        drafts = self.speculator.propose() if self.newer else self.propose_draft_token_ids()
+        self.model.pooler(torch.zeros(5, 4))
+        return drafts
+
+
 def config(**parallel: Any) -> Plain:
     return Plain(
         model_config=Plain(enforce_eager=True, get_hidden_size=lambda: 4),
@@ -192,6 +214,15 @@ def test_a_step_that_was_never_sampled_takes_no_dummy_batch(start: Start) -> Non
     old.execute_model(new("a", 5))
     worker.execute_dummy_batch()
     assert outputs(closed(probe)) == FIRST[:2]
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_what_a_draft_model_calls_of_the_models_own_is_not_the_models(start: Start, newer: bool) -> None:
+    runner = Drafting(newer)
+    probe, _ = start(runner)
+    runner.execute_model(new("a", 5))
+    assert runner.sample_tokens() == "drafts"
+    assert outputs(closed(probe)) == FIRST  # and what comes after the drafts is of the step again
 
 
 def test_drafts_that_the_runner_takes_out_are_no_rows(start: Start) -> None:

@@ -87,13 +87,3 @@ def test_a_fault_in_one_ranks_encoder_is_found(engines: Engines, compared: Any) 
     result = compared(golden, wrong)
     assert result.verdict == "fail"
     assert result.origins[0]["module"] == "visual.blocks.1.mlp.down_proj", explain(result)
-
-
-def test_what_a_draft_model_calls_of_shared_instances_is_not_the_models(engines: Engines) -> None:
-    """vLLM keeps one rotary embedding for all models of a process with the same settings (rotary_embedding/)."""
-    draft = {"method": "draft_model", "model": str(engines.model("qwen2")), "num_speculative_tokens": 2}
-    run = engines.run("drafted", asks=[Ask(prompt(20, 1), 8)], speculative_config=draft)
-    assert run.metrics["accepted"] > 0
-    assert run.dump is not None
-    calls = {r.tap: r.call for r in open_dump(run.dump).records if r.tap.endswith("rotary_emb")}
-    assert calls == {f"model.layers.{i}.self_attn.rotary_emb": 0 for i in range(4)}
