@@ -35,6 +35,8 @@ NOT_RUN = {
     "bash scripts/test.sh -k faults": "this is it",
     "bash scripts/test.sh -n 0 --pdb": "this is it",
     'bash scripts/test.sh -m "not engine and not browser"': "this is it",
+    "ACCPROBE_TEST_KERNELS=avx2 bash scripts/test.sh": "this is it",
+    "ACCPROBE_TEST_KERNELS=avx2 bash scripts/faults.sh": "half an hour",
     "pip install .": "the environment has the checkout installed; changing it under running tests breaks them",
     'pip install "vllm-accprobe[mindspore]"': "needs an environment of its own",
     "python scripts/case_study.py case-study --picture case-study/report.png": "two more engines and a browser",
