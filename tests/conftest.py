@@ -19,6 +19,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: not _engine(item))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Without groups every process starts every engine, which takes twice the time and memory, and nothing says so."""
+    grouped = getattr(session.config.option, "loadgroup", False) and hasattr(session.config, "workerinput")
+    if grouped and session.items and not any("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError("pytest-xdist did not group the tests: another pytest than pyproject.toml asks for?")
+
+
 def _engine(item: pytest.Item) -> bool:
     fixtures = getattr(item, "fixturenames", ())
     marked = any(item.get_closest_marker(name) for name in ("engine", "ray"))
