@@ -62,7 +62,7 @@ def test_truncation_passes_with_room_and_fails_strict(shape: tuple[int, int], dt
         v = rounding.judge(y, mine, dtype)
         assert v.passed
         assert v.rounding == rounding.TOWARD_ZERO
-        assert v.severity < 0.7 or verdict.judge(y, mine, dtype).passed
+        assert v.severity < 0.7
         if shape[1] > 128 or shape[0] > 1:  # one narrow row is within the limits of either
             assert not verdict.judge(y, mine, dtype).passed or shape[1] == 128
             assert not rounding.judge(y, mine, dtype, strict=True).passed

@@ -150,9 +150,11 @@ def judge(
         return replace(nearest, passed=False, measure=ROUNDING, value=found.share, limit=0.5, row=-1, column=-1,
                        rounding=TOWARD_ZERO)  # fmt: skip
     how = TOWARD_ZERO if found.toward_zero else ""
-    if nearest.passed or strict:
+    if strict or (nearest.passed and not found.toward_zero):
         return replace(nearest, rounding=how)
     best = held(_nearest_of([reference, *_expected(reference, noise, dtype, found.toward_zero)], mine))
+    if nearest.passed and nearest.severity <= best.severity:
+        return replace(nearest, rounding=how)
     if not found.toward_zero and not best.passed:
         return nearest
     return replace(best, rounding=how or EARLIER, worst_row_rel_l2=nearest.worst_row_rel_l2)
