@@ -29,6 +29,8 @@ from vllm_accprobe.judge.trace import Trace
 _CHOICE = re.compile(r"(top_?k|expert)_?(ids|indices|index|idx)$")
 _WEIGHT = re.compile(r"(top_?k|expert)_?(weights?|scores|vals?|values)$")
 
+_BEYOND = 64
+"""Numbers of experts without a logit that are told apart; a dump may claim any."""
 _LOGITS = re.compile(r"router_?logits$|gating_?output$")
 _GATE = re.compile(r"(^|\.)(gate|router)$")
 
@@ -82,19 +84,19 @@ def margins(golden: np.ndarray, mine: np.ndarray, golden_logits: np.ndarray, min
     golden, mine: int [rows, k], the experts; the logits: float [rows, experts]. Column 0: in golden's logits, the
     lowest of the experts that only golden took less the highest of those that only mine took; column 1: the same in
     mine's, the other way round; column 2: the largest |logit| among these. NaN where both took the same, and where an
-    expert has no logit (shared experts, redundant ones) or a logit is not finite.
+    expert that only one took has no logit, or a logit is not finite. What both took beyond the logits (experts that all
+    rows share) does not matter.
     """
     rows, experts = golden_logits.shape
     out = np.full((rows, 3), np.nan)
-    known = [(ids >= 0).all(axis=1) & (ids < experts).all(axis=1) for ids in (golden, mine)]
-    finite = np.isfinite(golden_logits).all(axis=1) & np.isfinite(mine_logits).all(axis=1)
-    at = np.flatnonzero(known[0] & known[1] & finite)
-    took = [np.zeros((len(at), experts), bool) for _ in range(2)]
+    took = np.zeros((2, rows, experts + _BEYOND), bool)
     for ids, mask in zip((golden, mine), took, strict=True):
-        np.put_along_axis(mask, ids[at], True, axis=1)
+        inside = (ids >= 0) & (ids < experts)
+        np.put_along_axis(mask, np.where(inside, ids, experts + ids % _BEYOND), True, axis=1)
     lost, won = took[0] & ~took[1], took[1] & ~took[0]
-    other = lost.any(axis=1) & won.any(axis=1)
-    at, lost, won = at[other], lost[other], won[other]
+    at = lost.any(axis=1) & won.any(axis=1) & ~(lost | won)[:, experts:].any(axis=1)
+    at &= np.isfinite(golden_logits).all(axis=1) & np.isfinite(mine_logits).all(axis=1)
+    lost, won = lost[at, :experts], won[at, :experts]
     g, m = golden_logits[at].astype(np.float64), mine_logits[at].astype(np.float64)
     out[at, 0] = np.where(lost, g, np.inf).min(axis=1) - np.where(won, g, -np.inf).max(axis=1)
     out[at, 1] = np.where(won, m, np.inf).min(axis=1) - np.where(lost, m, -np.inf).max(axis=1)
