@@ -206,14 +206,13 @@ def around(result: Any, module: str) -> str:
 
 def _compare(golden: Path, mine: Path, replay: bool) -> Any:
     """The Comparison, or what went wrong in one line: the other cases still count."""
-    from vllm_accprobe.cli.replaying import replayed
+    from vllm_accprobe.cli.replaying import Asked, begun, replayed
     from vllm_accprobe.comparison.engine import compare
 
     try:
-        result = compare(golden.resolve(), mine)
-        with tempfile.TemporaryDirectory() as out:
-            asked = None if replay else False
-            return replayed(result, golden.resolve(), mine, Path(out), asked=asked, taps=None, mapping=None)
+        asked = Asked(golden.resolve(), mine, None if replay else False, None, None)
+        with begun(asked) as running, tempfile.TemporaryDirectory() as out:
+            return replayed(compare(asked.golden, mine), asked, running, Path(out))
     except Exception as e:
         return f"error: {type(e).__name__}: {e}".splitlines()[0]
 
