@@ -163,3 +163,20 @@ def test_only_what_was_kept_is_judged(bench: Bench, tmp_path: Path, monkeypatch:
     judge_kept(tmp_path, cases, [("qwen2", "serial", "mixed")], done.append)
     assert [o.name for o in done] == ["one"]
     assert (done[0].culprit, done[0].rank, done[0].factor, done[0].worded) == ("other", 2, 6.0, True)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_pair_is_judged_as_the_command_does(tmp_path: Path, replay: bool) -> None:
+    """Real dumps, a fault in one of two layers: with the replay it is the replay that names it."""
+    from vllm_accprobe import Probe
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    x = torch.randn(8, 64)
+    for side in ("golden", "mine"):
+        with Probe(model, dir=str(tmp_path / side)):
+            model(x)
+        forward = model[1].forward
+        model[1].forward = lambda given, forward=forward: forward(given) * 1.25
+    found = fault_lab.judge(CASES[0], tmp_path / "golden", tmp_path / "mine", replay=replay)
+    assert (found.verdict, found.culprit) == ("fail", "1")
