@@ -145,6 +145,9 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
             dump.skip(place.tap, "record without a shape", step, leaf.role)
             continue
         name = info.get("data_name")
+        stats = _stats(info, math.prod(shape))
+        if not name and stats is None and noted.knows(key):
+            continue  # what an operator was given to write into: nothing of it was captured
         read = None
         if name:
             read = payload(dump, data_dir, name, stored, (dtype, tuple(shape)), (place.tap, step, leaf.role))
@@ -160,7 +163,7 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
                 step=step,
                 rank=rank,
                 call=None if leaf.role.startswith(PARAM) else place.call,
-                stats=_stats(info, math.prod(shape)),
+                stats=stats,
                 hash=f"crc32:{info['md5']}" if isinstance(info.get("md5"), str) else None,
                 layout=noted.layout(key, role),
                 order=order,
@@ -203,6 +206,9 @@ class _Notes:
     def _of(self, key: str) -> Mapping[str, Any]:
         found = self._records.get(key)
         return found if isinstance(found, dict) else {}
+
+    def knows(self, key: str) -> bool:
+        return key in self._records
 
     def place(self, key: str, place: _Place) -> _Place:
         said = notes.record({**self._of(key), "role": ""})
