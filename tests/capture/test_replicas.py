@@ -110,7 +110,7 @@ def test_a_missing_rank_is_said(tmp_path: Path) -> None:
         "rank 1 of 2 is missing (never started, or written elsewhere?): nothing of what was computed there is compared"
     ]
     assert written(tmp_path / "few", 1, 3, world=5, probe={"ranks": [[1, 1], [3, 3]]}) == [
-        "ranks 0, 2, 4 of 5 are missing (VLLM_ACCPROBE_RANKS chose others): "
+        "ranks 0, 2, 4 of 5 are missing (others were chosen): "
         "nothing of what was computed there is compared"
     ]
 

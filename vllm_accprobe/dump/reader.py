@@ -216,7 +216,7 @@ def _absent_ranks(dump: Dump) -> str:
         return ""
     probe = dump.run.get("probe")
     chosen = probe.get("ranks") if isinstance(probe, dict) else None
-    why = "VLLM_ACCPROBE_RANKS chose others" if chosen else "never started, or written elsewhere?"
+    why = "others were chosen" if chosen else "never started, or written elsewhere?"
     named = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
     ranks, are = ("rank", "is") if len(absent) == 1 else ("ranks", "are")
     return f"{ranks} {named} of {max(sizes)} {are} missing ({why}): nothing of what was computed there is compared"
