@@ -8,12 +8,16 @@ from __future__ import annotations
 import pytest
 
 
+APART = ("test_documents.py",)
+"""Files with engines that take a third of all engines' time and share few captures: the other process begins with them."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups, whichever of the two was loaded first
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        name = "engine" if _engine(item) else str(item.path)
+        name = "engine" if _engine(item) and item.path.name not in APART else str(item.path)
         item.add_marker(pytest.mark.xdist_group(name))
     if getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
         items.sort(key=lambda item: not _engine(item))
