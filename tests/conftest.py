@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-
 APART = ("test_documents.py",)
 """Files with engines that take a third of all engines' time and share few captures: the other process begins with them."""
 
