@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 APART = ("test_documents.py",)
-"""Files with engines that take a third of all engines' time and share few captures: the other process begins with them."""
+"""Files with engines that take long and share few captures: the other process begins with them."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups, whichever of the two was loaded first
