@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 COMMAND, SYNOPSIS, PYTHON = "command", "synopsis", "python"
 
-_BEGINS = re.compile(r"(accprobe|bash|python|pip|pytest|[A-Z_]+=\S+|\(cd) ?")
+_BEGINS = re.compile(r"(accprobe|bash|python|pip|pytest) |[A-Z_]+=\S+|\(cd ")
 _SPAN = re.compile(r"`((?:accprobe|bash|python) [^`]+)`")
 _WHOLE = {"accprobe doctor", "accprobe formats"}
 _FENCE = re.compile(r"```(\w*)\s*$")
