@@ -247,6 +247,8 @@ def _prepare(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         faulty = {"ACCPROBE_FAULT": FAULT, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "faults"), *_path()])}
         env = os.environ | {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": "mine"} | faulty
         subprocess.run(["vllm", "serve", "MODEL"], cwd=place, env=env, check=True, capture_output=True)
+    if page == "docs/run.md":
+        shutil.rmtree(place / "golden")
     if page in ("docs/errcheck.md", "docs/testing.md"):
         faults = ROOT / "tests" / "faults"
         if page == "docs/errcheck.md":
