@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from vllm_accprobe.capture import batch as capture_batch
 from vllm_accprobe.capture.batch import Batch
 from vllm_accprobe.capture.dealing import Dealing, by_size, by_tile, deals
 from vllm_accprobe.capture.rows import Deal, Item, Requests, Run, dealt_space
@@ -130,3 +131,23 @@ def test_only_an_engine_that_deals_is_one() -> None:
     assert not deals(engine("data", 1))
     assert not deals(engine("weights", 2))
     assert not deals(engine(None, 2))
+
+
+def test_a_way_to_deal_that_breaks_reaches_nobody_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch of the images runs inside the model: whatever it stumbles over, the model goes on."""
+    batch = Batch(ProbeConfig(), known("a"), None)
+    batch.begin(Plain(scheduled_encoder_inputs={}))
+
+    def broken() -> list[Item]:
+        raise AttributeError("no such field in this release")
+
+    monkeypatch.setattr(batch, "items", broken)
+    said: list[str] = []
+    monkeypatch.setattr(capture_batch, "say", said.append, raising=False)
+    for _ in range(2):
+        batch.dealt(lambda items: (len(items), ()))
+    assert batch.deal == Deal(2, None)
+    assert said == [
+        "images are dealt out to ranks in a way that is not known (AttributeError: no such field in this release): "
+        "rows of the encoder are not told apart"
+    ]

@@ -280,3 +280,26 @@ def test_a_runner_without_what_tells_its_rows_is_refused_as_it_loads(
     assert "NOTHING will be captured" in line
     probe.close("test")
     assert not (probe.root / "run.json").exists()
+
+
+def test_a_grammar_that_cannot_be_read_ends_the_capture_and_not_the_step(start: Start) -> None:
+    runner = Runner(pools=False)
+    runner._sample = lambda: "sampled"  # type: ignore[attr-defined]
+    probe, _ = start(runner)
+    runner.execute_model(new("a", 5))
+    odd = Plain(structured_output_request_ids=["a"], grammar_bitmask=[object()])
+    assert runner.sample_tokens(odd) == "tokens"
+    assert "AttributeError" in closed(probe).errors[0]["message"]
+
+
+def test_a_runner_that_cannot_be_looked_at_is_refused_and_loads_its_model(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(capture_runner, "say", said.append)
+    runner = Runner(pools=False)
+    runner.vllm_config.parallel_config = Plain(prefill_context_parallel_size="many")
+    start(runner)
+    (line,) = said
+    assert "NOTHING will be captured" in line
+    assert "ValueError" in line

@@ -9,6 +9,7 @@ arithmetic on rows (rows.py).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from vllm_accprobe.capture.rows import (
     token_space,
     vision_space,
 )
+from vllm_accprobe.capture.say import say
 from vllm_accprobe.capture.session import HEAD, VISION
 from vllm_accprobe.config import ProbeConfig
 
@@ -53,6 +55,7 @@ class Batch:
         self._taken = 0
         self._deals = 0
         self._usual: Deal | None = None
+        self._said = False
         self.deal: Deal | None = None
         """What this rank's encoder computes at the moment, where images are dealt out to ranks."""
 
@@ -134,11 +137,14 @@ class Batch:
         if self._scheduled is None:
             return
         self._deals += 1
+        found, why = None, "the function is not one of vLLM's, or its images are others"
         try:
             found = runs(self.items()[self._taken :])
-        except Exception:  # an older or a vendor's way to deal
-            found = None
-        self._taken += len(self.items()) if found is None else found[0]  # after a call that nobody knows: none either
+        except Exception as error:  # an older or a vendor's way to deal
+            why = f"{type(error).__name__}: {error}"
+        if found is None:
+            self._unknown(why)
+        self._taken += sys.maxsize if found is None else found[0]  # after a call that nobody knows: none either
         self.deal = Deal(self._deals, None if found is None else found[1])
 
     def gathered(self) -> None:
@@ -148,6 +154,13 @@ class Batch:
     def blind(self) -> None:
         """Images are dealt out, and nobody will say when: no row of an encoder can be told."""
         self.deal = self._usual = Deal(0, None)
+        self._unknown("no function of vLLM's that deals was found")
+
+    def _unknown(self, why: str) -> None:
+        if not self._said:
+            self._said = True
+            known = "images are dealt out to ranks in a way that is not known"
+            say(f"{known} ({why}): rows of the encoder are not told apart")
 
     def floors(self, batch: list[Scheduled]) -> dict[int, int]:
         """How far back a request's rows may be corrected: to the end of its prompt, and only where there are drafts."""

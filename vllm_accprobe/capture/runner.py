@@ -131,7 +131,10 @@ class RunnerProbe:
 
     def _refuses(self, without: str) -> bool:
         """Whether this runner's rows cannot be told apart, which is known before its model is loaded; said once."""
-        why = refusal(self.runner)
+        try:
+            why = refusal(self.runner)
+        except Exception as error:
+            why = f"this runner cannot be looked at ({type(error).__name__}: {error})"
         if why and not self._refused:
             say(f"{why}: {without}; serving goes on")
         self._refused = bool(why)

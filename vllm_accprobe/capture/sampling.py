@@ -95,8 +95,12 @@ class Sampling:
         return logits
 
     def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._grammar = grammar_of((*args, *kwargs.values()))
+        self._grammar = {}
+        self._aside(self._constrained, (*args, *kwargs.values()))
         return original(*args, **kwargs)
+
+    def _constrained(self, args: tuple[Any, ...]) -> None:
+        self._grammar = grammar_of(args)
 
     def _sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._aside(self._masks)
