@@ -20,7 +20,6 @@ def calibrate(
     Exit code 0: done, 2: unreadable input, or runs that do not belong together, 3: nothing of them could be compared.
     """
     from vllm_accprobe.cli import outputs
-    from vllm_accprobe.cli.options import writable
     from vllm_accprobe.cli.same import refuse_same
     from vllm_accprobe.comparison import engine
     from vllm_accprobe.judge.calibration import KIND, NAME
@@ -29,7 +28,6 @@ def calibrate(
         for name, earlier in (("GOLDEN", golden), *(("OTHER", o) for o in others[:i])):
             refuse_same((name, earlier), ("OTHER", other))
     outputs.check(out, {NAME: outputs.matching(f'\\A\\{{"kind":\\s*"{KIND}"')}, dumps=[golden, *others])
-    writable(out)
     found = engine.calibrate(golden, others)
     path = found.save(out)
     typer.echo(f"{len(found.floors)} tensors from {len(found.runs)} run{'s' * (len(found.runs) != 1)} ({found.source})")

@@ -9,7 +9,6 @@ from pathlib import Path
 import typer
 
 from vllm_accprobe.cli.formats import FORMAT, Format, say, say_before
-from vllm_accprobe.cli.options import writable
 
 DEFAULT = "accprobe-report"
 
@@ -79,12 +78,11 @@ def compare(
 
     _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray or replay))
     _check_dumps(golden, mine, floor)
+    home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
+    out = out or home or Path(DEFAULT)
     if not plan:
-        home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
-        _check_out(out or home or Path(DEFAULT), [d for d in (golden, mine, *floor) if d is not None], rejudge is None)
+        _check_out(out, [d for d in (golden, mine, *floor) if d is not None], rejudge is None)
     rules = engine.find_mapping(op_mapping_file)
-    if not plan and rejudge is None:
-        writable(out or Path(DEFAULT))
     if plan:
         from vllm_accprobe.comparison.plan import make_plan
 
@@ -97,12 +95,10 @@ def compare(
     from vllm_accprobe.comparison import resume, saved
 
     if rejudge is not None:
-        home = rejudge if rejudge.is_dir() else rejudge.parent
+        assert home is not None
         result = engine.rejudge(saved.load(rejudge), standard=standard, floors=floor)
         result = replaying.remembered(result, home) if replay is not False else result
-        out = out or home
     else:
-        out = out or Path(DEFAULT)
         choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "floors": floor}
         asked = replaying.Asked(golden, mine, replay, taps, op_mapping_file)
         with replaying.begun(asked) as begun:

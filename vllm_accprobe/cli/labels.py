@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, progress, writable
+from vllm_accprobe.cli.options import CommandError, progress
 
 
 def labels(
@@ -42,7 +42,6 @@ def labels(
             raise CommandError(f"--acl: {directory} is no directory")
     ours = {"labels.csv": outputs.csv_with(*report.COLUMNS), "labels.json": outputs.SCHEMA_AND_VERDICT}
     outputs.check(out, ours, dumps=[dump])
-    writable(out)
     opened = open_dump(dump)
     roots = [*acl, *(Path(d) for name in ENVS if (d := os.environ.get(name)) and Path(d).is_dir())]
     with progress("comparing", count_pairs(opened)) as done:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, progress, writable
+from vllm_accprobe.cli.options import CommandError, progress
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls import Calls
@@ -55,7 +55,6 @@ def opcheck(
     from vllm_accprobe.opcheck.totals import totals as count
     from vllm_accprobe.opcheck.worker import Unavailable
 
-    writable(out)
     job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save)
     _check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
     bar = _Bar()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, progress, writable
+from vllm_accprobe.cli.options import CommandError, progress
 
 
 def opdiff(
@@ -50,16 +50,15 @@ def opdiff(
             raise CommandError(
                 f"{path} does not exist: name an opcheck.csv, a generated test's csv or msprobe's details"
             )
-    writable(out)
     ours = {
         "details.csv": outputs.matching(r"\A[^\n]*,dtype,shape,api,algorithm,level,status,message,"),
         "result.csv": outputs.matching(r"\A[^\n]*,api,forward,backward,outputs,algorithm,message\n"),
         "opdiff.md": outputs.matching(r"\A# [^\n]*\n\nGolden: `"),
     }
+    outputs.check(out, ours)
     try:
         diff, totals = open_diff(golden, mine, standard, algorithm, by), Totals()
         refuse_same(("GOLDEN", diff.golden.path), ("MINE", diff.mine.path), "file")
-        outputs.check(out, ours)
         out.mkdir(parents=True, exist_ok=True)
         with progress("opdiff", diff.mine.count() // difflines.STEP) as done:
             difflines.write_details(diff, out / "details.csv", totals, done)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from vllm_accprobe.cli.options import CommandError
+from vllm_accprobe.cli.options import CommandError, writable
 
 _HEAD = 64 << 10
 Ours = Callable[[bytes], bool]
@@ -38,8 +38,9 @@ SCHEMA_AND_VERDICT = matching(r"\A\s*\{\s*\"schema\":\s*\d+,\s*\"verdict\":")
 
 
 def check(out: Path, ours: Mapping[str, Ours], *, dumps: Iterable[Path] = (), option: str = "--out") -> None:
-    """Raises CommandError where ``out`` is no place for results. ours: the files that the command writes there, by
-    name, each with what tells that an older one is its own. dumps: what the command reads, and never writes into."""
+    """Raises CommandError where ``out`` is no place for results, or cannot be written. ours: the files that the command
+    writes there, by name, each with what tells that an older one is its own. dumps: what the command reads, and never
+    writes into."""
     if out.exists() and not out.is_dir():
         raise CommandError(f"{option} {out} is a file: name a directory, a new one perhaps")
     if (found := enclosing_dump(out, dumps)) is not None:
@@ -54,6 +55,7 @@ def check(out: Path, ours: Mapping[str, Ours], *, dumps: Iterable[Path] = (), op
         if path.exists() and not is_ours(path, known):
             raise CommandError(f"{option} {out} has a {name} that is not of this command: nothing is overwritten; name "
                                "another directory")  # fmt: skip
+    writable(out, option)
 
 
 def check_place(path: Path, dumps: Iterable[Path] = (), option: str = "--out") -> None:
