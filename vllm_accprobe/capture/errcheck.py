@@ -44,7 +44,7 @@ from vllm_accprobe.capture.errcheck_step import (
     real_rows,
 )
 from vllm_accprobe.capture.errcheck_values import FP8_SHARE, FP8_TOPS, LIMITS, Badness, Rule, is_mask
-from vllm_accprobe.capture.op_aside import Aside
+from vllm_accprobe.capture.op_aside import Aside, listened
 from vllm_accprobe.capture.session import HEAD, LANGUAGE
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Module
@@ -158,14 +158,20 @@ class Watch:
             if step is None:
                 return original(*args, **kwargs)
             try:
-                with aside:
+                if listened():
+                    with aside:
+                        entered = place.enter(step, args, kwargs)
+                else:
                     entered = place.enter(step, args, kwargs)
             except Exception as error:
                 self.fail(tap.names[0], error)
                 return original(*args, **kwargs)
             result = original(*args, **kwargs)
             try:
-                with aside:
+                if listened():
+                    with aside:
+                        place.leave(step, entered, args, kwargs, result)
+                else:
                     place.leave(step, entered, args, kwargs, result)
             except Exception as error:
                 self.fail(tap.names[0], error)
