@@ -1,8 +1,10 @@
 """Runs the fault laboratory: plants each fault in a real vLLM, compares with a golden, and prints what was named.
 
-The problem and the idea are told in docs/faults.md. Exit codes: 0 when enough culprits came first (38 of 40, scaled),
-enough verdicts were fail (39 of 40) and no clean pair raised an alarm; 1 when not; 2 for bad usage.
-Not here: the cases (tests/faults/fault_cases.py), the running and judging (tests/faults/fault_lab.py).
+The problem and the idea are told in docs/faults.md. Exit codes: 0 when in all groups that were judged enough culprits
+came first and enough verdicts were fail (fault_totals.NEEDED) and no clean pair raised an alarm; 1 when not; 2 for bad
+usage. Of the half that is held out only totals are printed, unless ``--show-held-out`` asks for more.
+Not here: the cases (tests/faults/fault_cases.py, fault_generated.py), running (fault_bench.py), judging (fault_lab.py),
+sums (fault_totals.py).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,91 +23,174 @@ ROOT = Path(__file__).resolve().parents[1]
 for folder in ("tests", "tests/faults", "scripts"):
     sys.path.insert(0, str(ROOT / folder))
 
-from fault_cases import CASES  # noqa: E402
-from fault_lab import Bench, Outcome, Totals, judge_kept, markdown, row, run_cases, save, totals  # noqa: E402
-from fault_ways import CLEAN, EASY  # noqa: E402
+from fault_bench import KERNELS, Bench, capture, in_turn, kernels_of  # noqa: E402
+from fault_cases import HELD_OUT, TUNED, Case  # noqa: E402
+from fault_generated import EVERY  # noqa: E402
+from fault_lab import Outcome, Pair, judge_kept, pairs_across, pairs_of, run_cases  # noqa: E402
+from fault_strength import strengths  # noqa: E402
+from fault_totals import page, row, save, text, totals  # noqa: E402
+from fault_ways import ACROSS, CLEAN, MORE_CLEAN  # noqa: E402
+from support import kernels  # noqa: E402
+
+Clean = tuple[str, str, str]
 
 
 def main() -> int:
     args = _arguments()
-    cases = [c for c in CASES if fnmatch.fnmatch(c.name, args.only) or fnmatch.fnmatch(c.model, args.only)]
-    clean = [p for p in CLEAN if fnmatch.fnmatch("clean", args.only) or fnmatch.fnmatch(p[0], args.only)]
-    if not cases and not clean:
-        print(f"error: no case and no model matches --only {args.only!r}; --list shows them", file=sys.stderr)
+    pairs = [pair for pair in _pairs(args, Path()) if _asked_for(args, pair)]
+    if not pairs:
+        print(
+            f"error: nothing matches --only {args.only!r} --group {args.group!r} --half {args.half}; "
+            "--list shows what there is",
+            file=sys.stderr,
+        )
         return 2
+    for name, folder in (("--judge-only", args.judge_only), ("--across", args.across)):
+        if folder and not folder.is_dir():
+            print(f"error: {name} {folder} is no directory; make one with --keep", file=sys.stderr)
+            return 2
+    cases = list(dict.fromkeys(pair.case.name for pair in pairs if pair.case))
+    chosen = [case for case in EVERY if case.name in cases]
+    clean = [(p.model, p.golden, p.mine) for p in pairs if p.case is None and ":" not in p.golden]
     if args.list:
-        for c in cases:
-            print(f"{c.name:24} {c.model:12} {c.golden:8} → {c.mine:9} {c.faults}")
+        for pair in pairs:
+            faults = pair.case.faults if pair.case else ""
+            print(f"{pair.half:8} {pair.name:24} {pair.model:12} {pair.golden:8} → {pair.mine:9} {faults}")
         return 0
-    if args.judge_only and not args.judge_only.is_dir():
-        print(f"error: --judge-only {args.judge_only} is no directory; make one with --keep", file=sys.stderr)
-        return 2
+    if args.strengths:
+        for line in strengths(args.judge_only or args.keep, chosen, held_out=args.show_held_out):
+            print(line, flush=True)
+        return 0
+    if args.capture_only:
+        return _capture(args, chosen, clean)
 
-    names = [c.name for c in CASES]
-    outcomes: list[Outcome] = []
-    lock = threading.Lock()
     keep = args.judge_only or args.keep
     root = Path(keep or tempfile.mkdtemp(prefix="faultlab-"))
     root.mkdir(parents=True, exist_ok=True)
+    if args.results:
+        args.results.mkdir(parents=True, exist_ok=True)
+    seen = _Seen(args.results or (root if keep else None), args.show_held_out)
+    try:
+        if args.judge_only:
+            # The pairs again, now with their places; the processes of a pool read them from the disk.
+            kept = [pair for pair in _pairs(args, root) if _asked_for(args, pair)]
+            absent = judge_kept(kept, seen.done, args.jobs)
+            if absent:
+                print(f"{absent} of {len(kept)} pairs are not there and were not judged")
+        else:
+            _run(args, root, chosen, clean, seen)
+    finally:
+        if keep is None:
+            shutil.rmtree(root, ignore_errors=True)
+    found = totals(seen.outcomes)
+    print(text(found))
+    if args.markdown:
+        args.markdown.write_text(page(seen.ordered(), held_out=args.show_held_out, details=False))
+    return 0 if found and not any(total.missed for total in found) else 1
 
-    def done(outcome: Outcome) -> None:
-        with lock:
-            outcomes.append(outcome)
-            if keep is not None:
-                every = save(root, [outcome], names)
-                (root / "results.md").write_text(markdown(every, _totals(every).line()))
+
+class _Seen:
+    """Outcomes as they come, from any thread: kept, saved, and those of the tuned half printed."""
+
+    def __init__(self, root: Path | None, held_out: bool) -> None:
+        self.root, self.held_out = root, held_out
+        self.outcomes: list[Outcome] = []
+        self._names = [case.name for case in EVERY]
+        self._lock = threading.Lock()
+
+    def done(self, outcome: Outcome) -> None:
+        with self._lock:
+            self.outcomes.append(outcome)
+            if self.root is not None:
+                every = save(self.root, [outcome], self._names)
+                (self.root / "results.md").write_text(page(every, held_out=self.held_out))
+            if outcome.half == HELD_OUT and not self.held_out:
+                return
             mark, name, model, ways, verdict, culprit, rank, factor, sentence = row(outcome)
             print(f"{mark:4}{name:24} {model:12} {ways:19} {verdict:5} {rank:8} {factor:>7} {culprit}", flush=True)
             if sentence:
                 print(f"{'':28} {sentence}", flush=True)
 
+    def ordered(self) -> list[Outcome]:
+        place = {name: i for i, name in enumerate(self._names)}
+        return sorted(self.outcomes, key=lambda o: place.get(o.name, len(place)))
+
+
+def _pairs(args: argparse.Namespace, root: Path) -> list[Pair]:
+    replay, own = not args.no_replay, kernels_of(root)
+    pairs = pairs_of(root, EVERY, CLEAN + MORE_CLEAN, replay, own)
+    if args.across:
+        pairs += pairs_across((args.across, root), (kernels_of(args.across), own), ACROSS, replay)
+    return pairs
+
+
+def _asked_for(args: argparse.Namespace, pair: Pair) -> bool:
+    names = (pair.name, pair.model, *([] if pair.case else ["clean"]))
+    groups = (pair.group, f"{pair.group}/{pair.golden}")
+    return (
+        any(fnmatch.fnmatch(name, args.only) for name in names)
+        and any(fnmatch.fnmatch(group, args.group) for group in groups)
+        and args.half.replace("-", " ") in ("all", pair.half)
+    )
+
+
+def _capture(args: argparse.Namespace, cases: list[Case], clean: list[Clean]) -> int:
+    if args.keep is None:
+        print("error: --capture-only needs --keep DIR", file=sys.stderr)
+        return 2
+    args.keep.mkdir(parents=True, exist_ok=True)
+    (args.keep / KERNELS).write_text(kernels.current())
+    across = [pair for pair in ACROSS if any(pair[0] == model for model, *_ in clean)]
+    bench = Bench(args.keep, models=args.models)
     try:
-        if args.judge_only:
-            judge_kept(root, cases, clean, done, not args.no_replay)
-        else:
-            _run(root, cases, clean, done, args.jobs, not args.no_replay)
+        failed = capture(bench, in_turn(cases), clean + across, lambda line: print(_now(), line, flush=True))
     finally:
-        if keep is None:
-            shutil.rmtree(root, ignore_errors=True)
-    outcomes.sort(key=lambda o: names.index(o.name) if o.name in names else len(names))
-    result = _totals(outcomes)
-    print(result.line())
-    if args.markdown:
-        args.markdown.write_text(markdown(outcomes, result.line(), details=False))
-    return 0 if outcomes and result.good else 1
+        bench.close()
+    print(f"{_now()} failed: {len(failed)} {' '.join(failed)}")
+    return 1 if failed else 0
 
 
-def _totals(outcomes: list[Outcome]) -> Totals:
-    return totals(outcomes, [c.name for c in CASES if c.subtle], EASY)
+def _now() -> str:
+    return time.strftime("%H:%M:%S")
 
 
-def _run(root: Path, cases: list, clean: list, done, jobs: int, replay: bool) -> None:
+def _run(args: argparse.Namespace, root: Path, cases: list[Case], clean: list[Clean], seen: _Seen) -> None:
     """One model after another, or ``jobs`` models at a time: their engines are apart, so that goldens are shared."""
+    (root / KERNELS).write_text(kernels.current())
 
     def one(model: str) -> None:
-        bench = Bench(root, root / f"_log-{model}")
+        bench = Bench(root, root / f"_log-{model}", args.models)
         try:
             mine = [c for c in cases if c.model == model]
-            run_cases(bench, mine, [p for p in clean if p[0] == model], done, replay)
+            pairs = [p for p in clean if p[0] == model]
+            run_cases(bench, mine, pairs, seen.done, not args.no_replay, kernels.current())
         finally:
             bench.close()
 
     models = list(dict.fromkeys([c.model for c in cases] + [p[0] for p in clean]))
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(one, models))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Plant faults in real engines and see whether the culprit is named.")
     parser.add_argument("--only", default="*", metavar="GLOB", help="names of cases or models; 'clean' for clean pairs")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="models that run at the same time (1)")
+    parser.add_argument("--group", default="*", metavar="GLOB", help="groups, as 'kind' or 'trained/float32'")
+    parser.add_argument("--half", choices=("all", TUNED, HELD_OUT.replace(" ", "-")), default="all")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="models run, or pairs judged, at a time (1)")
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="keep all pairs there; runs found there are not redone"
     )
     parser.add_argument("--judge-only", type=Path, metavar="DIR", help="judge the pairs kept in DIR; starts no engine")
+    parser.add_argument("--across", type=Path, metavar="DIR", help="pairs with the runs of other kernels, kept in DIR")
+    parser.add_argument("--capture-only", action="store_true", help="make the runs in --keep DIR, judge nothing")
+    parser.add_argument("--strengths", action="store_true", help="how large the planted errors are, in kept runs")
+    parser.add_argument("--models", type=Path, metavar="DIR", help="where the weights are (DIR/_models)")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="where results.json and .md go (with the pairs)")
     parser.add_argument("--no-replay", action="store_true", help="judge by comparing alone, without a replay")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there, too")
-    parser.add_argument("--list", action="store_true", help="print the cases and do nothing")
+    parser.add_argument("--show-held-out", action="store_true", help="list cases of the half that is held out, too")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
+    parser.add_argument("--list", action="store_true", help="print the pairs and do nothing")
     return parser.parse_args()
 
 

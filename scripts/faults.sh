@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The fault laboratory: plants each fault in a real vLLM, compares it with a golden, prints what was named; see docs/faults.md.
-#   scripts/faults.sh [--only GLOB] [--jobs 1] [--keep DIR] [--judge-only DIR] [--markdown FILE] [--list]
+#   scripts/faults.sh [--only GLOB] [--group GLOB] [--half tuned] [--jobs 1] [--keep DIR] [--judge-only DIR] [--list] ..., see --help
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh" >&2
 exec "$PYTHON" "$ROOT/scripts/faults.py" "$@"

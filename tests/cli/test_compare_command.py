@@ -56,6 +56,12 @@ def test_fail_is_1_and_the_culprit_stands_first(dumps, tmp_path, capsys):
         ("other", [], 3, "different prompt tokens"),
         ("same", ["--taps", "nothing*"], 3, "no tap of one dump has a partner"),
         ("same", ["--nonsense"], 2, "--nonsense"),
+        ("same", ["--false-alarm-rate", "0"], 2, "is a probability above 0 and below 1, not 0.0"),
+        ("same", ["--false-alarm-rate", "1"], 2, "is a probability above 0 and below 1, not 1.0"),
+        ("same", ["--false-alarm-rate", "-1"], 2, "is a probability above 0 and below 1, not -1.0"),
+        ("same", ["--false-alarm-rate", "nan"], 2, "is a probability above 0 and below 1, not nan"),
+        ("same", ["--false-alarm-rate", "often"], 2, "'--false-alarm-rate'"),
+        ("nowhere", ["--plan", "--false-alarm-rate", "2"], 2, "not 2.0"),
     ],
 )
 def test_what_goes_wrong_is_one_line(dumps, tmp_path, capsys, mine, options, code, line):
@@ -97,6 +103,39 @@ def test_a_saved_comparison_is_judged_again_without_the_dumps(dumps, tmp_path, c
     capsys.readouterr()
     assert run("--rejudge", tmp_path / "out", "--standard", "strict") == 1
     assert json.loads((tmp_path / "out" / "compare.json").read_text())["standard"]["name"] == "strict"
+
+
+def test_the_false_alarm_rate_reaches_the_judge_and_the_file(dumps, tmp_path, monkeypatch):
+    """What the judge makes of it is tests/judge's."""
+    from vllm_accprobe import compare
+    from vllm_accprobe.comparison import engine
+
+    given = []
+    judge = engine.judge
+    monkeypatch.setattr(engine, "judge", lambda *a, rate: given.append(rate) or judge(*a, rate=rate))
+    both = dumps / "golden", dumps / "wrong"
+
+    def said(directory):
+        return json.loads((directory / "compare.json").read_text())["false_alarm_rate"]
+
+    assert run(*both, "-o", tmp_path / "a") == run(*both, "-o", tmp_path / "b", "--false-alarm-rate", "0.25") == 1
+    assert (said(tmp_path / "a"), said(tmp_path / "b")) == (0.001, 0.25)
+    assert run("--rejudge", tmp_path / "a", "--false-alarm-rate", "1e-6", "-o", tmp_path / "c") == 1
+    assert said(tmp_path / "c") == 1e-6
+    assert compare(*both, rate=0.5).to_json()["false_alarm_rate"] == 0.5
+    assert given == [0.001, 0.25, 1e-6, 0.5]
+    with pytest.raises(engine.CompareError, match="below 1, not '0"):
+        compare(*both, rate="0.5")
+
+
+def test_a_command_that_compares_again_repeats_what_was_given(tmp_path):
+    from vllm_accprobe.cli.compare import _again
+
+    given = _again(tmp_path / "m.yaml", "a,b", "strict", [tmp_path / "f", tmp_path / "g"], 0.25)
+    assert given == ("--op-mapping-file", str(tmp_path / "m.yaml"), "--taps", "a,b", "--standard", "strict",
+                     "--floor", str(tmp_path / "f"), "--floor", str(tmp_path / "g"),
+                     "--false-alarm-rate", "0.25")  # fmt: skip
+    assert _again(None, None, "accprobe", [], 1e-3) == ()
 
 
 def test_what_cannot_be_judged_again_is_one_line(dumps, tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.cli import main, replaying
-from vllm_accprobe.opcheck.decide import NAME, Proof
+from vllm_accprobe.opcheck.decide import NAME, Blame, Proof
 
 ROWS, WIDTH, GAIN = 24, 256, 1.006
 PROBE = {"tool": "accprobe", "model": {"path": "", "class": "Tiny"}, "probe": {"task": "tensor"}}
@@ -61,6 +62,43 @@ def test_a_small_pair_is_replayed_unasked_and_its_proof_is_judged_again(pair: tu
     code, said = compared(pair, tmp_path / "without", "--no-replay")
     assert (code, said["origins"]) == (0, [])
     assert not (tmp_path / "without" / NAME).exists()
+
+
+def test_a_blame_that_is_likelier_by_chance_than_allowed_is_none() -> None:
+    @dataclass(frozen=True)
+    class Judged(Blame):
+        chance: float | None = None
+
+    def blame(tap: str, chance: float | None) -> Judged:
+        return Judged(tap, "RMSNorm", "output.0", 0, None, None, 0.1, None, 2.0, 4, "", chance=chance)
+
+    blames = [blame("proved", 0.0), blame("unknown", None), blame("often", 1e-4), blame("more", 1e-2)]
+    proof = Proof(tuple(blames), (), (), frozenset(), 4)
+    kept, notes = replaying.allowed(proof, 1e-4)
+    assert [b.tap for b in kept.blamed] == ["proved", "unknown", "often"]
+    assert notes == [
+        "replay: what is seen at more is likelier by chance than --false-alarm-rate 0.0001 allows: not blamed"
+    ]
+    kept, notes = replaying.allowed(proof, 1e-6)
+    assert [b.tap for b in kept.blamed] == ["proved", "unknown"]
+    assert notes == [
+        "replay: what is seen at often and 1 more is likelier by chance than --false-alarm-rate 1e-06 allows: "
+        "not blamed"
+    ]
+    assert replaying.allowed(proof, 0.5) == (proof, [])
+
+
+def test_a_comparison_knows_how_much_of_it_was_replayed(pair: tuple, tmp_path: Path) -> None:
+    """So that nobody is told to replay what was."""
+    from vllm_accprobe.comparison.engine import compare
+
+    result = compare(*pair)
+    asked = replaying.Asked(Path(pair[0]), Path(pair[1]), True, None, None)
+    assert result.replayed == ""
+    for ops, said in (("", "whole"), ("second", "partly")):
+        some = replace(asked, taps=ops or None)
+        assert replaying.replayed(result, some, None, tmp_path / said).replayed == said
+        assert replaying.remembered(result, tmp_path / said).replayed == said
 
 
 def test_of_a_large_pair_only_what_fails_is_replayed(

@@ -141,7 +141,7 @@ def test_what_took_no_time_is_written_only_where_it_ended_early(dumps, tmp_path,
     opened = [open_dump(d) for d in dumps]
     assert Finished(tmp_path, identity(opened, None, None, False)).done == {}
 
-    def stopped(*_):
+    def stopped(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("vllm_accprobe.comparison.engine.judge", stopped)

@@ -78,6 +78,11 @@ def add(site: Site) -> None:
     site.spoil_output(lambda t, *_: t + site.fault.factor)
 
 
+def jitter(site: Site) -> None:
+    """Each element of the output times 1 + ``factor`` * n, n normal (fixed seed, the same in all calls of a shape)."""
+    site.spoil_output(lambda t, *_: t.float() * (1 + site.noise(t.shape, site.fault.factor)))
+
+
 def zero(site: Site) -> None:
     """Output is 0."""
     site.spoil_output(lambda t, *_: t * 0)
@@ -351,7 +356,7 @@ def setting(site: Site) -> None:
 KINDS: dict[str, Callable[[Site], None]] = {
     f.__name__: f
     for f in (
-        *(scale, add, zero, nan, coarse, stale, logits, head),
+        *(scale, add, jitter, zero, nan, coarse, stale, logits, head),
         *(product, short, low_sum, bias),
         *(eps, act, rope, angle, attn, cache, slot, block, expert, route),
         *(weight, noise, setting),

@@ -7,11 +7,23 @@ declaration of one line or two; the kinds are in accprobe_fault_kinds.py, the go
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fault_ways import TEXT
+
+TUNED, HELD_OUT = "tuned", "held out"
+HANDWRITTEN = "handwritten"
+
+
+def half(name: str, group: str = "") -> str:
+    """Which half a case or a clean pair is in: rules are chosen by looking at `TUNED` ones, and reported on both.
+
+    All of the group `HANDWRITTEN` were looked at when there were no halves."""
+    tuned = group == HANDWRITTEN or hashlib.sha256(name.encode()).digest()[0] < 128
+    return TUNED if tuned else HELD_OUT
 
 
 @dataclass(frozen=True)
@@ -20,9 +32,10 @@ class Case:
 
     fault: one or several of accprobe_faults.Fault, as dicts. golden, mine: names of fault_ways.WAYS.
     culprits: modules that may rightly be named first, where that is not the planted path.
-    second: another module that must be among the origins (a second, independent fault).
+    second: another module that must be among the origins (a second, independent fault), or some that may be.
     words: regular expressions that the sentence about the error's shape should contain.
     subtle: the planted error is within ten times the bf16 floor (2^-8 of a row) at the module's output.
+    also: further goldens against which the same faulty run is judged. group: see fault_generated.py.
     """
 
     name: str
@@ -31,13 +44,23 @@ class Case:
     golden: str = "serial"
     mine: str = "mixed"
     culprits: tuple[str, ...] = ()
-    second: str | None = None
+    second: str | tuple[str, ...] | None = None
     words: tuple[str, ...] = ()
     subtle: bool = False
+    also: tuple[str, ...] = ()
+    group: str = HANDWRITTEN
 
     @property
     def faults(self) -> list[dict[str, Any]]:
         return [dict(self.fault)] if isinstance(self.fault, Mapping) else [dict(f) for f in self.fault]
+
+    @property
+    def goldens(self) -> tuple[str, ...]:
+        return (self.golden, *self.also)
+
+    @property
+    def seconds(self) -> tuple[str, ...]:
+        return (self.second,) if isinstance(self.second, str) else self.second or ()
 
     @property
     def expected(self) -> tuple[str, ...]:

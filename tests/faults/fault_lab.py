@@ -1,40 +1,82 @@
-"""The fault laboratory: makes the runs that the cases name, compares them, and says how well the culprit was found.
+"""The fault laboratory's judging: compares the runs that the cases name and says how well the culprit was found.
 
-The problem: sixty faults in six models against seven kinds of golden are a thousand engines if each pair makes its own.
-The idea: a `Bench` owns the engines of one model, one after another in shared child processes, and remembers each run
-under its way; a case needs one run of its own, the faulty one. Comparing is apart from running: kept pairs are judged
-again without an engine, which is how the judging rules are worked on.
-Not here: what is planted (fault_cases.py), ways and clean pairs (fault_ways.py), the command line (scripts/faults.py).
+The problem: what a judge is worth is known after hundreds of pairs, and it is worked on for days. The idea: making runs
+(fault_bench.py) is apart from judging; a `Pair` is two finished runs and what is true of them, judged without an
+engine, by several processes, each pair as the command does it. One faulty run may be judged against several goldens.
+Not here: what is planted (fault_cases.py, fault_generated.py), ways and clean pairs (fault_ways.py), sums and tables
+(fault_totals.py), the command line (scripts/faults.py).
 """
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
+import multiprocessing
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fault_cases import Case
-from fault_ways import CLEAN, TRANSFORMERS, WAYS
-from support.engine import TP2_ENV, V2_ENV, EngineHost
-from tiny_model import make
+from fault_bench import Bench
+from fault_cases import HANDWRITTEN, Case, half
+from fault_ways import CLEAN
 
 BF16 = 2.0**-8
 """One unit of the errors told here: the relative spacing of bfloat16."""
-_ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-_HOSTS = {"v1": _ONE_THREAD, "v2": V2_ENV | _ONE_THREAD, "tp2": TP2_ENV}
+ACROSS = "clean across"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs to be judged. case: None for a clean pair. golden, mine: ways, after ``kernels:`` where the two sides'
+    differ. at: where the two runs lie. kernels: what mine was captured with; replay: whether operators are run again.
+    run_s: seconds that the faulty run took to make."""
+
+    case: Case | None
+    model: str
+    golden: str
+    mine: str
+    at: tuple[Path, Path]
+    replay: bool = True
+    kernels: str = ""
+    run_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.case.name if self.case else f"clean {self.model}"
+
+    @property
+    def group(self) -> str:
+        if self.case:
+            return self.case.group
+        if ":" in self.golden:
+            return ACROSS
+        return "clean"
+
+    @property
+    def half(self) -> str:
+        if self.case:
+            return half(self.case.name, self.case.group)
+        old = (self.model, self.golden, self.mine) in CLEAN
+        return half(f"{self.name} {self.golden} {self.mine}", HANDWRITTEN if old else self.group)
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        return self.case.expected if self.case else ()
+
+    @property
+    def there(self) -> bool:
+        return all((run / "run.json").exists() for run in self.at)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How one pair was judged.
 
-    name, model, golden, mine: of the case; for a clean pair the name says so. expected: empty for a clean pair.
+    name, model, golden, mine, group, half, replay, kernels: of the `Pair`. expected: empty for a clean pair.
     verdict: pass, fail, or the one line of an error. culprit: the first origin, or "". rank: of the true module among
     the origins, 1 is first, 0 is not there. found: also the second fault, where there is one. factor: error created by
     the true module (or the culprit) over its limit. sentence: the shape of the error, in words. worded: whether the
@@ -58,6 +100,10 @@ class Outcome:
     origins: int = 0
     seconds: float = 0.0
     run_s: float = 0.0
+    group: str = HANDWRITTEN
+    half: str = "tuned"
+    replay: bool = True
+    kernels: str = ""
     at: str = field(default_factory=lambda: time.strftime("%H:%M:%S", time.gmtime()))
 
     @property
@@ -65,127 +111,64 @@ class Outcome:
         return not self.expected
 
     @property
+    def first(self) -> bool:
+        return self.verdict == "fail" and self.rank == 1
+
+    @property
     def right(self) -> bool:
-        return self.verdict == "pass" if self.clean else self.verdict == "fail" and self.rank == 1 and self.found
+        return self.verdict == "pass" if self.clean else self.first and self.found
+
+    @property
+    def kind(self) -> str:
+        """What is counted together: the group, with the golden where a group has several of interest."""
+        return f"{self.group}/{self.golden}" if self.group in ("kind", "trained", "two", "near") else self.group
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.name, self.golden, self.mine, self.replay, self.kernels
 
 
-class Bench:
-    """Makes the runs of one or more models under ``root``. Runs that lie there already are used again."""
-
-    def __init__(self, root: Path, log: Path | None = None) -> None:
-        self.root = root
-        self.log = log or root / "_log"
-        self._hosts: dict[str, EngineHost] = {}
-
-    def model(self, name: str) -> Path:
-        return make(name, self.root / "_models" / name)
-
-    def clean_run(self, model: str, way: str) -> Path:
-        return self._run(self.root / "_runs" / f"{model}-{way}", model, way, None)
-
-    def pair(self, case: Case) -> tuple[Path, Path, float]:
-        """(golden, mine, seconds that mine took)."""
-        folder = self.root / case.name
-        folder.mkdir(parents=True, exist_ok=True)
-        planted, mine = folder / "fault.json", folder / "mine"
-        text = json.dumps([case.model, case.mine, case.faults])
-        if not planted.exists() or planted.read_text() != text:
-            shutil.rmtree(mine, ignore_errors=True)
-        golden = self.clean_run(case.model, case.golden)
-        link(folder / "golden", golden)
-        began = time.monotonic()
-        self._run(mine, case.model, case.mine, case.faults)
-        planted.write_text(text)
-        return golden, mine, time.monotonic() - began
-
-    def close(self) -> None:
-        for host in self._hosts.values():
-            host.close()
-        self._hosts.clear()
-
-    def _run(self, out: Path, model: str, name: str, faults: list[dict[str, Any]] | None) -> Path:
-        done = out.with_name(f"{out.name}.done")
-        if done.exists() and out.exists():
-            return out
-        shutil.rmtree(out, ignore_errors=True)
-        way = WAYS[name]
-        if way.host == TRANSFORMERS:
-            from fault_transformers import capture
-
-            capture(self.model(model), way.requests(model), out)
-        else:
-            self._host(way.host).capture(
-                self.model(model), way.requests(model), out=out, fault=faults, how=way.how, **way.engine
-            )
-        done.touch()
-        return out
-
-    def _host(self, kind: str) -> EngineHost:
-        if kind not in self._hosts:
-            self._hosts[kind] = EngineHost(self.log.with_name(f"{self.log.name}-{kind}.txt"), _HOSTS[kind])
-        return self._hosts[kind]
-
-
-def link(at: Path, to: Path) -> None:
-    if at.is_symlink():
-        at.unlink()
-    at.symlink_to(Path("..") / to.parent.name / to.name)
-
-
-def judge(case: Case, golden: Path, mine: Path, run_s: float = 0.0, replay: bool = True) -> Outcome:
-    """Compares a faulty pair, as the command does, and looks for the planted module."""
-    began = time.monotonic()
-    base: dict[str, Any] = {
-        "name": case.name,
-        "model": case.model,
-        "golden": case.golden,
-        "mine": case.mine,
-        "expected": case.expected,
-        "run_s": run_s,
-    }
-    result = _compare(golden, mine, replay)
-    if isinstance(result, str):
-        return Outcome(**base, verdict=result)
-    modules = [o["module"] for o in result.origins]
-    rank = next((i + 1 for i, m in enumerate(modules) if m in case.expected), 0)
-    blamed = result.origins[max(rank - 1, 0)] if modules else {}
-    sentence = _sentence(blamed)
+def _blank(pair: Pair) -> Outcome:
+    """What is known before judging."""
     return Outcome(
-        **base,
-        verdict=result.verdict,
-        culprit=modules[0] if modules else "",
-        rank=rank,
-        found=case.second is None or case.second in modules,
-        factor=_factor(blamed),
-        sentence=sentence,
-        worded=_worded(case.words, sentence) if case.words else None,
-        seen=around(result, case.expected[0]),
-        origins=len(modules),
-        seconds=time.monotonic() - began,
+        pair.name,
+        pair.model,
+        pair.golden,
+        pair.mine,
+        pair.expected,
+        verdict="",
+        run_s=pair.run_s,
+        group=pair.group,
+        half=pair.half,
+        replay=pair.replay,
+        kernels=pair.kernels,
     )
 
 
-def judge_clean(model: str, ways: tuple[str, str], golden: Path, mine: Path, replay: bool = True) -> Outcome:
+def judge(pair: Pair) -> Outcome:
+    """Compares a pair, as the command does, and looks for the planted module."""
     began = time.monotonic()
-    base: dict[str, Any] = {
-        "name": f"clean {model}",
-        "model": model,
-        "golden": ways[0],
-        "mine": ways[1],
-        "expected": (),
-    }
-    result = _compare(golden, mine, replay)
+    told = _blank(pair)
+    result = _compare(*pair.at, pair.replay)
     if isinstance(result, str):
-        return Outcome(**base, verdict=result)
-    blamed = result.origins[0] if result.origins else {}
-    return Outcome(
-        **base,
+        return replace(told, verdict=result)
+    modules = [o["module"] for o in result.origins]
+    rank = next((i + 1 for i, m in enumerate(modules) if m in pair.expected), 0)
+    blamed = result.origins[max(rank - 1, 0)] if modules else {}
+    sentence = _sentence(blamed)
+    seconds, words = (pair.case.seconds, pair.case.words) if pair.case else ((), ())
+    at = pair.expected[0] if pair.case else blamed.get("module")
+    return replace(
+        told,
         verdict=result.verdict,
-        culprit=blamed.get("module", ""),
+        culprit=modules[0] if modules else "",
+        rank=rank,
+        found=not pair.case or not seconds or any(m in modules for m in seconds),
         factor=_factor(blamed),
-        sentence=_sentence(blamed),
-        seen=around(result, blamed["module"]) if blamed else "",
-        origins=len(result.origins),
+        sentence=sentence,
+        worded=_worded(words, sentence) if words else None,
+        seen=around(result, at) if at else "",
+        origins=len(modules),
         seconds=time.monotonic() - began,
     )
 
@@ -210,9 +193,9 @@ def _compare(golden: Path, mine: Path, replay: bool) -> Any:
     from vllm_accprobe.comparison.engine import compare
 
     try:
-        asked = Asked(golden.resolve(), mine, None if replay else False, None, None)
+        asked = Asked(golden.resolve(), mine.resolve(), None if replay else False, None, None)
         with begun(asked) as running, tempfile.TemporaryDirectory() as out:
-            return replayed(compare(asked.golden, mine), asked, running, Path(out))
+            return replayed(compare(asked.golden, asked.mine), asked, running, Path(out))
     except Exception as e:
         return f"error: {type(e).__name__}: {e}".splitlines()[0]
 
@@ -227,102 +210,57 @@ def _sentence(origin: dict[str, Any]) -> str:
 
 
 def _worded(words: Iterable[str], sentence: str) -> bool:
-    import re
-
     return all(re.search(w, sentence, re.I) for w in words)
 
 
-# --- totals and tables -----------------------------------------------------------------------------------------------
+# --- many pairs ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Totals:
-    faults: int
-    failed: int
-    first: int
-    subtle: int
-    subtle_first: int
-    other_golden: int
-    worded: int
-    words: int
-    clean: int
-    alarms: int
-
-    @property
-    def good(self) -> bool:
-        """38 of 40 culprits first, 39 of 40 verdicts fail, scaled; no false alarm."""
-        missed, passed = self.faults - self.first, self.faults - self.failed
-        return missed <= self.faults // 20 and passed <= self.faults // 40 and self.alarms == 0
-
-    def line(self) -> str:
-        return (
-            f"{self.faults} faults ({self.other_golden} against another kind of golden): verdict fail {self.failed}, "
-            f"culprit first {self.first}; of {self.subtle} subtle ones {self.subtle_first}; "
-            f"shape in the expected words {self.worded} of {self.words}; "
-            f"{self.clean} clean pairs, {self.alarms} false alarms"
-        )
+def pairs_of(
+    root: Path,
+    cases: Iterable[Case],
+    clean: Iterable[tuple[str, str, str]],
+    replay: bool = True,
+    kernels: str = "",
+) -> list[Pair]:
+    """All pairs of runs under ``root``, whether they are there or not."""
+    runs, found = root / "_runs", []
+    for case in cases:
+        for golden in case.goldens:
+            at = (runs / f"{case.model}-{golden}", root / case.name / "mine")
+            found.append(Pair(case, case.model, golden, case.mine, at, replay, kernels))
+    for model, golden, mine in clean:
+        at = (runs / f"{model}-{golden}", runs / f"{model}-{mine}")
+        found.append(Pair(None, model, golden, mine, at, replay, kernels))
+    return found
 
 
-def totals(outcomes: Sequence[Outcome], subtle: Iterable[str], same_kind: Iterable[str] = ()) -> Totals:
-    faults = [o for o in outcomes if not o.clean]
-    clean = [o for o in outcomes if o.clean]
-    subtle, same_kind = set(subtle), set(same_kind)
-    return Totals(
-        faults=len(faults),
-        failed=sum(o.verdict == "fail" for o in faults),
-        first=sum(o.right for o in faults),
-        subtle=sum(o.name in subtle for o in faults),
-        subtle_first=sum(o.right for o in faults if o.name in subtle),
-        other_golden=sum(o.golden not in same_kind for o in faults),
-        worded=sum(o.worded is True for o in faults),
-        words=sum(o.worded is not None for o in faults),
-        clean=len(clean),
-        alarms=sum(not o.right for o in clean),
-    )
+def pairs_across(
+    roots: tuple[Path, Path], kernels: tuple[str, str], pairs: Iterable[tuple[str, str, str]], replay: bool = True
+) -> list[Pair]:
+    """Clean pairs whose sides were made by two kernels, both ways round."""
+    found = []
+    for a, b in ((0, 1), (1, 0)):
+        for model, golden, mine in pairs:
+            at = (roots[a] / "_runs" / f"{model}-{golden}", roots[b] / "_runs" / f"{model}-{mine}")
+            ways = (f"{kernels[a]}:{golden}", f"{kernels[b]}:{mine}")
+            found.append(Pair(None, model, *ways, at, replay, kernels[b]))
+    return found
 
 
-COLUMNS = ("", "case", "model", "golden → mine", "verdict", "culprit named", "rank", "× limit", "shape")
-
-
-def row(o: Outcome) -> tuple[str, ...]:
-    mark = "ok" if o.right else "BAD"
-    culprit = o.culprit if o.rank <= 1 else f"{o.culprit} (true: {o.expected[0]})"
-    rank = "" if o.clean else f"{o.rank or '-'} of {o.origins}"
-    factor = f"{o.factor:.3g}" if o.culprit else ""
-    return mark, o.name, o.model, f"{o.golden} → {o.mine}", o.verdict, culprit, rank, factor, o.sentence
-
-
-def markdown(outcomes: Sequence[Outcome], summary: str, *, details: bool = True) -> str:
-    """The table as a page; with details, also what the rows around each missed module look like."""
-    lines = [summary, "", "| " + " | ".join(COLUMNS) + " |", "| " + " | ".join("---" for _ in COLUMNS) + " |"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row(o)) + " |" for o in outcomes]
-    if details:
-        lines += [
-            "",
-            "The worst row's error at the planted module (or the one accused), in units of 2^-8; seconds:",
-            "",
-        ]
-        lines += [f"- {'' if o.right else '**BAD** '}{o.name} ({o.golden} → {o.mine}): {_told(o)}" for o in outcomes]
-    return "\n".join([*lines, ""])
-
-
-def _told(o: Outcome) -> str:
-    expected = f"expected {' or '.join(o.expected)}; " if o.expected and not o.right else ""
-    return f"{expected}{o.seen}; run {o.run_s:.0f} s, judged in {o.seconds:.1f} s at {o.at}"
-
-
-def save(root: Path, outcomes: Sequence[Outcome], order: Sequence[str]) -> list[Outcome]:
-    """Puts outcomes into root/results.json, over older ones of the same pairs, and returns all of them in ``order``."""
-    path = root / "results.json"
-    kept = json.loads(path.read_text()) if path.exists() else []
-    known = {f.name for f in fields(Outcome)}
-    old = [Outcome(**{k: v for k, v in o.items() if k in known} | {"expected": tuple(o["expected"])}) for o in kept]
-    merged = {(o.name, o.golden, o.mine) if o.clean else o.name: o for o in [*old, *outcomes]}
-    place = {name: i for i, name in enumerate(order)}
-    every = sorted(merged.values(), key=lambda o: place.get(o.name, len(place)))
-    every = [o for o in every if o.clean or o.name in place]
-    path.write_text(json.dumps([asdict(o) for o in every], indent=1))
-    return every
+def judge_kept(pairs: Sequence[Pair], done: Callable[[Outcome], None], jobs: int = 1) -> int:
+    """Judges those pairs whose runs are there, in ``jobs`` processes; ``done`` gets each outcome as it comes. Returns
+    how many are not there."""
+    there = [pair for pair in pairs if pair.there]
+    if jobs == 1:
+        for pair in there:
+            done(judge(pair))
+    else:
+        # Not by fork: torch's threads do not survive it.
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            for future in as_completed([pool.submit(judge, pair) for pair in there]):
+                done(future.result())
+    return len(pairs) - len(there)
 
 
 def run_cases(
@@ -331,41 +269,16 @@ def run_cases(
     clean: Sequence[tuple[str, str, str]],
     done: Callable[[Outcome], None],
     replay: bool = True,
+    kernels: str = "",
 ) -> None:
     """Runs and judges the given cases and clean pairs; ``done`` gets each outcome as it comes."""
-    for case in cases:
+    for pair in pairs_of(bench.root, cases, clean, replay, kernels):
         try:
-            golden, mine, seconds = bench.pair(case)
+            if pair.case is None:
+                at = bench.clean_run(pair.model, pair.golden), bench.clean_run(pair.model, pair.mine)
+                done(judge(replace(pair, at=at)))
+            else:
+                golden, mine, seconds = bench.pair(replace(pair.case, golden=pair.golden))
+                done(judge(replace(pair, at=(golden, mine), run_s=seconds)))
         except RuntimeError as e:
-            done(_broken(case, e))
-            continue
-        done(judge(case, golden, mine, seconds, replay))
-    for model, first, second in clean:
-        runs = [bench.clean_run(model, way) for way in (first, second)]
-        done(judge_clean(model, (first, second), *runs, replay=replay))
-
-
-def judge_kept(
-    root: Path,
-    cases: Sequence[Case],
-    clean: Sequence[tuple[str, str, str]],
-    done: Callable[[Outcome], None],
-    replay: bool = True,
-) -> None:
-    """Judges the pairs that an earlier run kept under ``root``, without an engine; what is not there is left out."""
-    for case in cases:
-        golden, mine = root / "_runs" / f"{case.model}-{case.golden}", root / case.name / "mine"
-        if (mine / "run.json").exists() and (golden / "run.json").exists():
-            done(judge(case, golden, mine, replay=replay))
-    for model, first, second in clean:
-        runs = [root / "_runs" / f"{model}-{way}" for way in (first, second)]
-        if all((run / "run.json").exists() for run in runs):
-            done(judge_clean(model, (first, second), *runs, replay=replay))
-
-
-def _broken(case: Case, error: Exception) -> Outcome:
-    why = f"error: {error}".splitlines()[0]
-    return Outcome(case.name, case.model, case.golden, case.mine, case.expected, why)
-
-
-__all__ = ["CLEAN", "Bench", "Outcome", "Totals", "judge", "judge_kept", "markdown", "row", "run_cases", "totals"]
+            done(replace(_blank(pair), verdict=f"error: {e}".splitlines()[0]))

@@ -15,9 +15,13 @@ from typing import Any
 from support.captures import VISION
 from support.engine import Ask
 from support.prompts import prompt, prompts, repetitive
+from train_tiny import CONFIGS as TRAINED
+from train_tiny import library_prompt
 
 TEXT = [Ask(ids, 8) for ids in prompts(40, 23, 57, 31, 70, 260)]
 """481 prompt tokens; the long one is chunked wherever 96 tokens are a step's limit, and decodes alone in the end."""
+LIBRARY = [Ask(library_prompt(len(ask.ids), i), ask.max_tokens) for i, ask in enumerate(TEXT)]
+"""For trained models: what they have learnt to go on with, as long as `TEXT`."""
 TRANSFORMERS = "transformers"
 """A way that needs no engine: the model run by the transformers library, see fault_transformers.py."""
 
@@ -33,9 +37,9 @@ class Way:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def requests(self, model: str) -> Sequence[Ask]:
-        if model != "qwen2.5-vl" or self.asks is not TEXT:
+        if self.asks is not TEXT:
             return self.asks
-        return VISION
+        return VISION if model == "qwen2.5-vl" else LIBRARY if model in TRAINED else TEXT
 
 
 _TP2 = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -106,4 +110,36 @@ CLEAN: list[tuple[str, str, str]] = [
     ("qwen2.5-vl", "tp2", "mixed"),
     ("qwen2.5-vl", "serial", "pictures-swapped"),
 ]
-"""(model, golden, mine) that differ honestly."""
+"""(model, golden, mine) that differ honestly. All of these were tuned on."""
+
+_DENSE = ("trained-qwen2", "trained-llama", "trained-gemma3")
+MORE_CLEAN: list[tuple[str, str, str]] = [
+    ("qwen2", "v2", "mixed"),
+    ("qwen2", "tp2", "v2"),
+    ("qwen2", "float32", "v2"),
+    ("qwen2", "float32", "chunk32"),
+    ("llama", "serial", "mixed"),
+    ("llama", "serial", "v2"),
+    ("llama", "v2", "mixed"),
+    *[
+        (model, golden, mine)
+        for model in TRAINED
+        for golden, mine in (
+            ("serial", "mixed"),
+            ("float32", "mixed"),
+            ("tp2", "mixed"),
+            ("serial", "tp2"),
+            ("float32", "tp2"),
+            ("serial", "chunk32"),
+        )
+    ],
+    *[(model, golden, mine) for model in _DENSE for golden, mine in (("v2", "serial"), ("serial", "v2"))],
+    ("trained-qwen2", "transformers", "mixed"),
+    ("trained-llama", "transformers", "mixed"),
+]
+ACROSS: list[tuple[str, str, str]] = [
+    (model, golden, "mixed")
+    for model in ("qwen2", "llama", "qwen2-moe", "mixtral", "deepseek-v2", "qwen2.5-vl", *TRAINED)
+    for golden in ("serial", "float32")
+]
+"""Pairs whose runs were made by two kernels, as on two machines: (model, golden of the one, mine of the other)."""

@@ -82,6 +82,15 @@ def test_fewer_bits_of_mantissa() -> None:
     assert run(layer, Fault("coarse", "inner", factor=2), x).flatten().tolist() == [1.0, 1.0, -3.0, 0.0]
 
 
+def test_jitter_is_relative_and_of_its_size() -> None:
+    x = torch.linspace(0.5, 50, 4096).unsqueeze(1).repeat(1, 2)
+    twice = [run(linear([[1.0, 0.0], [0.0, -1.0]]), Fault("jitter", "inner", factor=0.01), x) for _ in range(2)]
+    relative = twice[0] / torch.stack([x[:, 0], -x[:, 1]], 1) - 1
+    assert float(relative.std()) == pytest.approx(0.01, rel=0.05)
+    assert abs(float(relative.mean())) < 0.001
+    assert torch.equal(*twice)
+
+
 def test_a_stale_row_is_the_one_before() -> None:
     x = torch.tensor([[1.0], [2.0], [3.0]])
     out = run(linear([[1.0]]), Fault("stale", "inner"), x)

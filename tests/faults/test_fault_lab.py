@@ -6,13 +6,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import fault_bench
+import fault_cases
 import fault_lab
 import pytest
 from accprobe_fault_rows import Rows
 from accprobe_faults import parse
-from fault_cases import CASES, Case
-from fault_lab import Bench, Outcome, judge_kept, markdown, row, totals
+from fault_bench import Bench, capture, in_turn, kernels_of
+from fault_cases import CASES, HANDWRITTEN, HELD_OUT, TUNED, Case
+from fault_lab import ACROSS, Outcome, Pair, judge, judge_kept, pairs_across, pairs_of
 from fault_ways import CLEAN, EASY, WAYS
 
 torch = pytest.importorskip("torch")
@@ -38,63 +42,6 @@ def test_names_are_unique_and_pairs_differ() -> None:
     assert len({c.name for c in CASES}) == len(CASES)
     assert len(set(CLEAN)) == len(CLEAN)
     assert all({first, second} <= set(WAYS) and first != second for _, first, second in CLEAN)
-
-
-FOUND = Outcome("a", "qwen2", "serial", "mixed", ("x",), "fail", "x", rank=1, found=True, factor=3.0, worded=True)
-MISSED = replace(FOUND, name="b", culprit="y", rank=2, worded=False)
-PASSED = replace(FOUND, name="c", verdict="pass", culprit="", rank=0, worded=None, seen="output.0 1.2")
-CLEAN_PAIR = Outcome("clean qwen2", "qwen2", "serial", "tp2", (), "pass")
-
-
-def test_right_and_wrong() -> None:
-    assert FOUND.right
-    assert not MISSED.right
-    assert not PASSED.right
-    assert not replace(FOUND, found=False).right  # the second of two faults is missing
-    assert CLEAN_PAIR.right
-    assert not replace(CLEAN_PAIR, verdict="fail").right
-    assert not replace(CLEAN_PAIR, verdict="error: DumpError: gone").right
-
-
-def test_totals() -> None:
-    t = totals([FOUND, MISSED, PASSED, CLEAN_PAIR], subtle=["a", "c"], same_kind=["serial"])
-    assert (t.faults, t.failed, t.first, t.subtle, t.subtle_first) == (3, 2, 1, 2, 1)
-    assert (t.other_golden, t.worded, t.words, t.clean, t.alarms) == (0, 1, 2, 1, 0)
-    assert not t.good
-
-
-@pytest.mark.parametrize(
-    ("found", "second_place", "passed", "alarms", "good"),
-    [
-        (40, 0, 0, 0, True),
-        (38, 2, 0, 0, True),
-        (38, 1, 1, 0, True),
-        (37, 3, 0, 0, False),
-        (38, 0, 2, 0, False),
-        (40, 0, 0, 1, False),
-        (11, 1, 0, 0, False),
-    ],
-)
-def test_what_is_good_enough(found: int, second_place: int, passed: int, alarms: int, good: bool) -> None:
-    outcomes = [FOUND] * found + [MISSED] * second_place + [PASSED] * passed
-    outcomes += [replace(CLEAN_PAIR, verdict="fail")] * alarms
-    assert totals(outcomes, []).good is good
-
-
-def test_the_table_and_what_is_said_about_a_miss() -> None:
-    assert row(MISSED) == ("BAD", "b", "qwen2", "serial → mixed", "fail", "y (true: x)", "2 of 0", "3", "")
-    page = markdown([FOUND, replace(PASSED, at="12:00:00")], "2 faults")
-    assert "| ok | a | qwen2 | serial → mixed | fail | x | 1 of 0 | 3 |  |" in page
-    told = "- **BAD** c (serial → mixed): expected x; output.0 1.2; run 0 s, judged in 0.0 s at 12:00:00"
-    assert page.splitlines()[-1] == told
-    assert "expected x" not in markdown([FOUND, PASSED], "2 faults", details=False)
-
-
-def test_saved_outcomes_replace_older_ones_of_the_same_pair(tmp_path: Path) -> None:
-    order = ["b", "a"]
-    fault_lab.save(tmp_path, [FOUND, MISSED, CLEAN_PAIR, replace(FOUND, name="no longer declared")], order)
-    every = fault_lab.save(tmp_path, [replace(FOUND, factor=9.0)], order)
-    assert [(o.name, o.factor) for o in every] == [("b", 3.0), ("a", 9.0), ("clean qwen2", 0.0)]
 
 
 def test_what_is_seen_around_a_module() -> None:
@@ -149,6 +96,57 @@ def test_goldens_are_shared_and_kept_runs_are_used_again(bench: Bench, tmp_path:
     assert made[3:] == ["one/mine"]
 
 
+def test_a_capture_makes_goldens_first_and_says_what_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Case("one", "qwen2", {"kind": "nan", "module": "m"}, "float32", also=("serial",))
+    broken = Case("two", "qwen2", {"kind": "zero", "module": "m"}, "float32")
+    monkeypatch.setattr(bench, "pair", _breaks_on(bench.pair, "two"))
+    said: list[str] = []
+    assert capture(bench, [one, broken], [("qwen2", "serial", "mixed")], said.append) == ["two"]
+    made = bench.host.made  # type: ignore[attr-defined]
+    assert made == ["qwen2-serial", "qwen2-mixed", "qwen2-float32", "one/mine"]
+    assert said[-1] == "two: no engine"
+
+
+def _breaks_on(make: Any, name: str) -> Any:
+    def pair(case: Case) -> Any:
+        if case.name == name:
+            raise RuntimeError("no engine")
+        return make(case)
+
+    return pair
+
+
+def test_a_host_is_begun_anew_after_some_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, closed = [], []
+
+    class Host:
+        def __init__(self, *_: object) -> None:
+            begun.append(self)
+
+        def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr(fault_bench, "EngineHost", Host)
+    bench = Bench(tmp_path)
+    hosts = [bench._host("v1") for _ in range(fault_bench.RENEWED + 1)]
+    assert hosts[0] is hosts[-3] is not hosts[-1]
+    assert (begun, closed) == ([hosts[0], hosts[-1]], [hosts[0]])
+
+
+def test_the_tuned_half_is_made_first_and_groups_take_turns() -> None:
+    cases = [Case(f"{group}-{i}", "qwen2", {}, group=group) for group in ("kind", "near") for i in range(6)]
+    order = [(_half(case), case.group) for case in in_turn([*CASES[:1], *cases])]
+    tuned = sum(_half(case) == TUNED for case in cases)
+    assert {part for part, _ in order[:tuned]} == {TUNED}
+    assert {part for part, _ in order[tuned:-1]} == {HELD_OUT}
+    assert {group for _, group in order[:2]} == {"kind", "near"}
+    assert order[-1] == (TUNED, HANDWRITTEN)
+
+
+def _half(case: Case) -> str:
+    return fault_cases.half(case.name, case.group)
+
+
 def test_only_what_was_kept_is_judged(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("one", "qwen2", {"kind": "nan", "module": "m"})
     bench.pair(case)
@@ -160,13 +158,48 @@ def test_only_what_was_kept_is_judged(bench: Bench, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(fault_lab, "_compare", lambda golden, mine, replay: result)
     done: list[Outcome] = []
     cases = [replace(case, words=("decode",)), replace(case, name="not kept")]
-    judge_kept(tmp_path, cases, [("qwen2", "serial", "mixed")], done.append)
+    assert judge_kept(pairs_of(tmp_path, cases, [("qwen2", "serial", "mixed")]), done.append) == 2
     assert [o.name for o in done] == ["one"]
     assert (done[0].culprit, done[0].rank, done[0].factor, done[0].worded) == ("other", 2, 6.0, True)
+    assert not done[0].first
 
 
-@pytest.mark.parametrize("replay", [False, True])
-def test_a_pair_is_judged_as_the_command_does(tmp_path: Path, replay: bool) -> None:
+@pytest.mark.parametrize(
+    ("modules", "first", "found"), [(["a", "b"], True, True), (["a"], True, False), (["b", "a"], False, True)]
+)
+def test_of_two_faults_both_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, modules: list[str], first: bool, found: bool
+) -> None:
+    case = Case("x", "qwen2", [{"kind": "nan", "module": "a"}, {"kind": "nan", "module": "c"}], second=("b", "c"))
+    result = SimpleNamespace(verdict="fail", origins=[{"module": m} for m in modules], pairs=[])
+    monkeypatch.setattr(fault_lab, "_compare", lambda golden, mine, replay: result)
+    outcome = judge(Pair(case, "qwen2", "serial", "mixed", (Path(), Path())))
+    assert (outcome.first, outcome.found) == (first, found)
+
+
+def test_one_faulty_run_is_judged_against_each_of_its_goldens(tmp_path: Path) -> None:
+    case = Case("one", "qwen2", {}, "serial", also=("float32",), group="kind")
+    one, two = pairs_of(tmp_path, [case], [])
+    assert one.at == (tmp_path / "_runs" / "qwen2-serial", tmp_path / "one" / "mine")
+    assert two.at == (tmp_path / "_runs" / "qwen2-float32", tmp_path / "one" / "mine")
+
+
+def test_pairs_across_kernels_go_both_ways(tmp_path: Path) -> None:
+    roots = tmp_path / "a", tmp_path / "b"
+    for root in roots:
+        root.mkdir()
+    (roots[1] / "kernels").write_text("avx2")
+    pairs = pairs_across(roots, (kernels_of(roots[0]), kernels_of(roots[1])), [("qwen2", "serial", "mixed")])
+    assert [(p.golden, p.mine, p.kernels) for p in pairs] == [
+        ("a:serial", "avx2:mixed", "avx2"),
+        ("avx2:serial", "a:mixed", "a"),
+    ]
+    assert pairs[0].at == (roots[0] / "_runs" / "qwen2-serial", roots[1] / "_runs" / "qwen2-mixed")
+    assert {p.group for p in pairs} == {ACROSS}
+
+
+@pytest.mark.parametrize(("replay", "jobs"), [(False, 1), (True, 1), (True, 2)])
+def test_a_pair_is_judged_as_the_command_does(tmp_path: Path, replay: bool, jobs: int) -> None:
     """Real dumps, a fault in one of two layers: with the replay it is the replay that names it."""
     from vllm_accprobe import Probe
 
@@ -178,5 +211,7 @@ def test_a_pair_is_judged_as_the_command_does(tmp_path: Path, replay: bool) -> N
             model(x)
         forward = model[1].forward
         model[1].forward = lambda given, forward=forward: forward(given) * 1.25
-    found = fault_lab.judge(CASES[0], tmp_path / "golden", tmp_path / "mine", replay=replay)
-    assert (found.verdict, found.culprit) == ("fail", "1")
+    pair = Pair(CASES[0], "qwen2", "serial", "mixed", (tmp_path / "golden", tmp_path / "mine"), replay)
+    done: list[Outcome] = []
+    assert judge_kept([pair], done.append, jobs) == 0
+    assert (done[0].verdict, done[0].culprit) == ("fail", "1")

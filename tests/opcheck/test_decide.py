@@ -6,7 +6,10 @@ import pytest
 
 from vllm_accprobe.comparison import words
 from vllm_accprobe.comparison.result import Comparison, Pair
+from vllm_accprobe.judge.profile import Habit
+from vllm_accprobe.judge.tiers import PROVED, UNLIKE_KIN
 from vllm_accprobe.opcheck.decide import Proof, decide
+from vllm_accprobe.opcheck.peers import Odd, Pooled
 from vllm_accprobe.opcheck.prove import prove
 from vllm_accprobe.opcheck.replay import COLUMNS, Checked
 
@@ -28,6 +31,39 @@ def comparison(*origins, verdict="pass"):
     return Comparison("g", "m", {}, {}, pairs, {}, None, entries, {}, verdict, [], [], {})
 
 
+def test_an_origin_says_which_floor_it_breaks_by_how_much_and_how_likely_that_is() -> None:
+    proved = replace(checked("second"), tier="proved", chance=0.0)
+    likely = replace(checked("third"), tier="beyond chance", chance=1e-9, measured=4.0)
+    first, second = judged(comparison(), [], [proved, likely]).origins
+    assert (first["module"], first["tier"], first["times"], first["chance"]) == ("second", "proved", 10.0, 0.0)
+    assert (second["tier"], second["times"], second["chance"]) == ("beyond chance", 4.0, 1e-9)
+    assert first["layers"] is None
+
+
+def test_what_is_wrong_in_every_layer_says_so_and_the_first_place_is_named_first() -> None:
+    taps = [f"model.layers.{n}.norm" for n in range(3)]
+    every = [checked(tap, seq=9 - n) for n, tap in enumerate(taps)]
+    found = comparison()
+    placed = enumerate(zip(found.pairs, taps, strict=True))
+    found = replace(found, pairs=[replace(p, tap=t, order=n) for n, (p, t) in placed])
+    result = judged(found, [], every)
+    assert [o["module"] for o in result.origins] == taps
+    assert [o["layers"] for o in result.origins] == [{"in": 3, "of": 3}] * 3
+    result = judged(found, [], [*every[:2], replace(every[2], status="pass", measured=0.5)])
+    assert [o["layers"] for o in result.origins] == [None, None]
+
+
+def test_what_is_unlike_its_kin_is_blamed_only_where_nobody_breaks_a_floor_of_his_own() -> None:
+    p = Pooled("third", "C", "output.0", 0, "bfloat16", 2.0, 1e4, 0.0, 1e-5, 400, 5, 0.01)
+    odd = [Odd(p, 1.4, 1e-5, 3)]
+    rows = [checked("first", "pass"), checked("third", "pass")]
+    (origin,) = decide(comparison(), Proof.from_json(prove([], rows, odd=odd).to_json())).origins
+    assert (origin["module"], origin["tier"], origin["times"]) == ("third", "unlike its kin", 1.4)
+    assert "1.4 times those of 3 other layers' C" in origin["shape"]
+    (origin,) = decide(comparison(), prove([], [checked("first"), rows[1]], odd=odd)).origins
+    assert origin["module"] == "first"
+
+
 def judged(result, golden, mine):
     return decide(result, Proof.from_json(prove(golden, mine).to_json()))
 
@@ -46,6 +82,29 @@ def test_what_rounds_toward_zero_is_said_once_for_its_class_and_side() -> None:
     (said,) = [n for n in result.notes if "toward zero" in n]
     assert said.startswith("replay: rounds toward zero in mine: C (2 of 2 outputs of 2 modules): honest rounding")
     assert result.verdict == "pass"
+
+
+def test_how_both_machines_compute_goes_with_the_proof_and_is_not_noted_again() -> None:
+    cut = replace(checked("first", "pass"), rounding="toward zero")
+    habit = Habit("rounding", "C", "bfloat16", "rounds toward zero", 1.0, 1, 1, 1)
+    proof = prove([], [cut], machines={"golden": (), "mine": (habit,)})
+    result = decide(comparison(), Proof.from_json(proof.to_json()))
+    assert result.machines == {"golden": [], "mine": [habit.plain()]}
+    assert not [n for n in result.notes if "toward zero" in n]
+    with pytest.raises(ValueError, match="habit"):
+        Proof.from_json(proof.to_json().replace("toward zero", "a" * 1000))
+
+
+def test_an_error_that_is_a_habit_alone_is_not_blamed_and_is_named() -> None:
+    allowed = replace(checked("first", "pass"), habit="adds up in bfloat16, rounded after every term")
+    result = comparison("first", verdict="fail")
+    result.origins[0].update({"created": 0.02, "role": "output.0"})
+    told = judged(result, [], [allowed])
+    assert told.origins == []
+    said = "replay: first computes as its machine does everywhere (adds up in bfloat16, rounded after every term)"
+    assert f"{said} and created no more than that: not blamed" in told.notes
+    result.origins[0]["created"] = 0.03
+    assert [o["module"] for o in judged(result, [], [allowed]).origins] == ["first"]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +178,24 @@ def test_what_failed_for_another_reason_or_was_replayed_in_part_is_not_acquitted
     assert decide(found, prove([], rows, partly=True)).verdict == "fail"
     assert judged(found, [], [replace(rows[0], checked=3), *rows[1:]]).verdict == "fail"
     assert judged(found, [], rows).verdict == "pass"
+
+
+def test_what_is_inferred_of_a_module_that_is_right_is_not_blamed_where_its_parameters_are_goldens() -> None:
+    weight = Pair("w", "w", None, 0, "bfloat16", "bfloat16", (4, 8), status="pass", tap="first", role="param.weight")
+
+    def said(result, params=(weight,), **origin):
+        result.origins[0].update({"role": "output.0", "created": 0.03, "tier": UNLIKE_KIN} | origin)
+        pairs = [replace(p, status="fail") if p.tap == "first" else p for p in result.pairs]
+        return judged(replace(result, pairs=[*pairs, *params]), [], [checked("first", "pass")])
+
+    told = said(comparison("first", verdict="fail"))
+    assert (told.origins, told.verdict) == ([], "pass")
+    assert any("suspected and right for its own inputs, first first" in n for n in told.notes)
+    for kept in ({"role": "input.x"}, {"tier": PROVED}, {"setting": "eps is 0.02, golden has 1e-06"}):
+        told = said(comparison("first", verdict="fail"), **kept)
+        assert ([o["module"] for o in told.origins], told.verdict) == (["first"], "fail")
+    for params in ([replace(weight, status="fail")], [replace(weight, status="skip")], []):
+        assert said(comparison("first", verdict="fail"), params).verdict == "fail"
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,13 @@ def verdict(call: Call, role: str, mine: torch.Tensor) -> Verdict:
     assert not isinstance(found, Declined), found.reason
     e = found[role]
     rows = slice(None) if e.rows is None else e.rows
-    noise = None if e.noise is None else e.noise.expand_as(e.value).reshape(len(mine), -1)[rows]
+    noise, bound = (
+        None if x is None else x.expand_as(e.value).reshape(len(mine), -1)[rows] for x in (e.noise, e.bound)
+    )
     numbers = mine.double() if mine.is_floating_point() else mine.long()
     sides = (x.reshape(len(mine), -1)[rows] for x in (e.value, numbers))
-    return judge(*sides, str(mine.dtype).removeprefix("torch."), noise=noise, last=e.unit, common=e.common)
+    return judge(*sides, str(mine.dtype).removeprefix("torch."), noise=noise, bound=bound, last=e.unit,
+                 common=e.common, groups=e.groups, shared=e.shared)  # fmt: skip
 
 
 @kernel("the mean divides by one less than the width")
@@ -193,4 +196,6 @@ def test_an_honest_kernel_passes_and_a_wrong_one_fails(name: str) -> None:
     assert honest.passed, honest
     assert honest.severity < 0.9
     assert not faulty.passed
-    assert faulty.severity > 1.3, faulty
+    assert faulty.severity > 1.05, faulty
+    likely = ("norm", "quantised", "experts", "operator")  # small, or without a bound
+    assert faulty.tier == "proved" or any(word in name for word in likely), (name, faulty)

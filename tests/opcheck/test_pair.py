@@ -68,21 +68,27 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> list[Calls]:
 
 
 def one_by_one(sides: list[Calls]) -> list[list[Checked]]:
-    plain = Options(measured=False)
-    return [list(check(calls, default_references(), options=plain)) for calls in sides]
+    plain = [Options(measured=False, budget=calls.budget()) for calls in sides]
+    return [list(check(c, default_references(), options=o)) for c, o in zip(sides, plain, strict=True)]
 
 
 def told(done: int, of: int) -> None:
     pass
 
 
-def assert_alike(ours: list[list[Checked]], theirs: list[list[Checked]]) -> None:
+def assert_alike(both: list[pair.Side], theirs: list[list[Checked]]) -> None:
+    ours = [side.rows for side in both]
+    assert all(p.ratio < 1.5 for p in both[0].pooled), both[0].pooled
+    assert {p.tap for p in both[0].pooled} == {p.tap for p in both[1].pooled} | {"columnparallellinear"}
     for mine, other in zip(ours, theirs, strict=True):
         assert len(mine) == len(STEPS) * 5
         for a, b in zip(mine, other, strict=True):  # sums of more rows are taken in another order
             assert a.measured == pytest.approx(b.measured, rel=1e-6)
             assert a.created == pytest.approx(b.created, rel=1e-6)
-            assert replace(a, measured=0.0, created=0.0) == replace(b, measured=0.0, created=0.0)
+            assert a.allowed == pytest.approx(b.allowed, rel=1e-6)
+            assert (a.chance is None) == (b.chance is None)
+            same = {"measured": 0.0, "created": 0.0, "allowed": 1.0, "chance": None}
+            assert replace(a, **same) == replace(b, **same)
     assert [(r.tap, r.step, r.column) for r in ours[1] if r.status == FAIL] == [("columnparallellinear", 3, 1)]
     assert not any(r.status == FAIL for r in ours[0])
 
@@ -180,7 +186,7 @@ def by_one_that_dies(root: Path) -> None:
     table.add(fatal)
     assert pair.may_fork()
     rows = pair.check_both([Calls(open_dump(root / name), None) for name in ("golden", "mine")], table, [], told)
-    assert [len(r) for r in rows] == [len(STEPS) * 5] * 2
+    assert [len(r.rows) for r in rows] == [len(STEPS) * 5] * 2
     assert len(asked) == len(STEPS) * len(CLASSES) * 2
 
 

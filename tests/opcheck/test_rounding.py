@@ -22,6 +22,11 @@ def exact(*shape: int, seed: int = 0) -> torch.Tensor:
     return 10 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def with_room(v: verdict.Verdict) -> bool:
+    """An element may be off by its limit, a whole step; what adds errors up stays away from its own."""
+    return all(ratio < (0.99 if measure == "element" else 0.9) for measure, ratio in v.ratios)
+
+
 def nearest(y: torch.Tensor, dtype: str) -> torch.Tensor:
     return y.to(DTYPES[dtype]).double()
 
@@ -62,7 +67,7 @@ def test_truncation_passes_with_room_and_fails_strict(shape: tuple[int, int], dt
         v = rounding.judge(y, mine, dtype)
         assert v.passed
         assert v.rounding == rounding.TOWARD_ZERO
-        assert v.severity < 0.7
+        assert with_room(v)
         if shape[1] > 128 or shape[0] > 1:  # one narrow row is within the limits of either
             assert not verdict.judge(y, mine, dtype).passed or shape[1] == 128
             assert not rounding.judge(y, mine, dtype, strict=True).passed
@@ -136,7 +141,7 @@ def test_what_is_on_the_grid_already_is_handed_on() -> None:
     v = rounding.judge(y, mine, "bfloat16")
     assert v.passed
     assert v.rounding == rounding.TOWARD_ZERO
-    assert v.severity < 0.7
+    assert with_room(v)
 
 
 def test_what_was_rounded_itself_tells_the_direction_by_what_it_was_made_of() -> None:
@@ -192,7 +197,7 @@ def dump(tmp_path: Path) -> Path:
 def test_it_is_named_once_and_strict_fails_it(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["opcheck", str(dump), "-j", "0", "--out", str(tmp_path / "out")]) == 0
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "toward zero" in line]
-    assert said.startswith("note: rounds toward zero: LayerNorm (4 of 4 outputs of 1 module): honest rounding")
+    assert said == "  LayerNorm, bfloat16: rounds toward zero (up to 1 rounding of bfloat16)"
     with (tmp_path / "out" / "opcheck.csv").open(newline="") as f:
         rows = list(csv.DictReader(f))
     assert {(r["class"], r["rounding"], r["status"]) for r in rows} == {

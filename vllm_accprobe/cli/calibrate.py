@@ -1,4 +1,4 @@
-"""``accprobe calibrate GOLDEN OTHER...``: what honest runs of golden's own side differ by, as a small file."""
+"""``accprobe calibrate``: what honest runs of golden's side differ by, or how a machine computes, as a small file."""
 
 from __future__ import annotations
 
@@ -6,19 +6,43 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.options import CommandError
+
 
 def calibrate(
-    golden: Path = typer.Argument(..., metavar="GOLDEN", help="The dump to trust."),
+    golden: Path = typer.Argument(..., metavar="GOLDEN", help="The dump to trust; with --profile any dump."),
     others: list[Path] = typer.Argument(
-        ..., metavar="OTHER", help="Further runs of the same model and requests on golden's side."
+        None, metavar="[OTHER]...", help="Further runs of the same model and requests on golden's side."
     ),
-    out: Path = typer.Option(Path("accprobe-floor"), "--out", "-o", metavar="DIR", help="Where calibration.json goes."),
+    profile: bool = typer.Option(
+        False, "--profile", help="Write how the machine of this one dump computes, read from its replay. Needs torch."
+    ),
+    model: Path = typer.Option(
+        None, "--weights", metavar="DIR", help="With --profile: the model's directory, as for `accprobe opcheck`."
+    ),
+    out: Path = typer.Option(
+        Path("accprobe-floor"), "--out", "-o", metavar="DIR", help="Where calibration.json or profile.json goes."
+    ),
 ) -> None:
     """Measure the floor: run golden's side again with another batching, chunking, dtype or number of ranks.
 
-    The file has a few numbers per tap. Carry it to the other machine and give it to `accprobe compare --floor`.
+    The file has a few numbers per tap. Carry it to the other machine and give it to `accprobe compare --floor`. With
+    --profile: how results are rounded, how wide sums are, which functions are approximated, operator by operator.
     Exit code 0: done, 2: unreadable input, or runs that do not belong together, 3: nothing of them could be compared.
     """
+    if profile:
+        if others:
+            raise CommandError("--profile is of one dump: leave out the others, or --profile")
+        _profile(golden, model, out)
+        return
+    if not others:
+        raise CommandError("name a further run of golden's side behind GOLDEN, or ask for --profile")
+    if model is not None:
+        raise CommandError("--weights belongs to --profile")
+    _floor(golden, others, out)
+
+
+def _floor(golden: Path, others: list[Path], out: Path) -> None:
     from vllm_accprobe.cli import outputs
     from vllm_accprobe.cli.same import refuse_same
     from vllm_accprobe.comparison import engine
@@ -33,4 +57,33 @@ def calibrate(
     typer.echo(f"{len(found.floors)} tensors from {len(found.runs)} run{'s' * (len(found.runs) != 1)} ({found.source})")
     for tap, worst in sorted(found.origins.items(), key=lambda o: -o[1])[:10]:
         typer.echo(f"golden's own runs differ at {tap}: {worst:.3g}; as much of it is no origin")
+    typer.echo(f"wrote {path}")
+
+
+def _profile(dump: Path, model: Path | None, out: Path) -> None:
+    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.cli.opcheck import opened_calls, require_torch
+    from vllm_accprobe.cli.options import progress
+    from vllm_accprobe.judge.profile import NAME, OURS, Profile, host_of
+
+    require_torch("calibrate --profile")
+    if not dump.exists():
+        raise CommandError(f"{dump} does not exist: name a dump's directory or file")
+    outputs.check(out, {NAME: outputs.matching(OURS)}, dumps=[dump])
+    from vllm_accprobe.opcheck import habits, pair, table
+    from vllm_accprobe.opcheck.reference import default_references
+
+    calls = opened_calls(dump, model)
+    taps = len(calls.taps())
+    with progress("replaying", taps, steps=True) as to:
+        [side] = pair.check_both([calls], default_references(), [], lambda done, of: to(done))
+    _, found = habits.settle(side.rows)
+    if not found.habits:
+        typer.echo(f"accprobe: {dump}: nothing of how its machine computes could be told", err=True)
+        raise typer.Exit(3)
+    for line in table.computes(found):
+        typer.echo(line)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / NAME
+    path.write_text(Profile(found.habits, host_of(calls.dump.run), found.units).to_json(), encoding="utf-8")
     typer.echo(f"wrote {path}")

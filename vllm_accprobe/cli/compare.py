@@ -44,6 +44,12 @@ def compare(
         metavar="DIR",
         help="Another run of golden's side, or what `accprobe calibrate` made. May be given repeatedly.",
     ),
+    rate: float = typer.Option(
+        None,
+        "--false-alarm-rate",
+        metavar="P",
+        help="How probable an origin may be in a whole comparison of honest machines; 0.001 where not given.",
+    ),
     plan: bool = typer.Option(False, "--plan", help="Only say what would be compared with what, and write nothing."),
     ray: str = typer.Option(
         None, "--ray", metavar="ADDRESS", help="Measure on the machines of the Ray cluster at this address."
@@ -74,8 +80,10 @@ def compare(
     # has gone costs a tenth of the time that a pair of equal dumps takes.
     gc.set_threshold(100_000, 50, 50)
     from vllm_accprobe.comparison import engine
-    from vllm_accprobe.comparison.result import PASS
+    from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS
 
+    rate = FALSE_ALARM_RATE if rate is None else rate
+    engine.check_rate(rate)
     _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray or replay))
     _check_dumps(golden, mine, floor)
     home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
@@ -90,21 +98,24 @@ def compare(
             typer.echo(line)
         return
     import json
+    from dataclasses import replace
 
     from vllm_accprobe.cli import replaying
     from vllm_accprobe.comparison import resume, saved
 
     if rejudge is not None:
         assert home is not None
-        result = engine.rejudge(saved.load(rejudge), standard=standard, floors=floor)
+        result = engine.rejudge(saved.load(rejudge), standard=standard, floors=floor, rate=rate)
         result = replaying.remembered(result, home) if replay is not False else result
     else:
-        choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "floors": floor}
-        asked = replaying.Asked(golden, mine, replay, taps, op_mapping_file)
+        choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "floors": floor,
+                   "rate": rate}  # fmt: skip
+        asked = replaying.Asked(golden, mine, replay, taps, op_mapping_file, rate)
         with replaying.begun(asked) as begun:
             with _progress() as advance, _tidy(out):
                 result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]
             result = replaying.replayed(result, asked, begun, out, say_before if form is Format.terminal else _nothing)
+    result = replace(result, options=_again(op_mapping_file, taps, standard, floor, rate))
 
     from vllm_accprobe.report import html, table
 
@@ -145,6 +156,18 @@ def _check_out(out: Path, dumps: list[Path], measured: bool) -> None:
         ours["measured.npz"] = lambda head: head[30:38] == b"meta.npy"
         ours["replay.json"] = outputs.matching(r"\A\{\"blamed\":")
     outputs.check(out, ours, dumps=dumps)
+
+
+def _again(mapping: Path | None, taps: str | None, standard: str, floors: list[Path], rate: float) -> tuple[str, ...]:
+    """What was given that another comparison of the same two dumps needs, too (Comparison.options)."""
+    from vllm_accprobe.comparison.result import FALSE_ALARM_RATE
+
+    out = ["--op-mapping-file", str(mapping)] if mapping is not None else []
+    out += ["--taps", taps] if taps else []
+    out += ["--standard", standard] if standard != "accprobe" else []
+    out += [word for floor in floors for word in ("--floor", str(floor))]
+    out += ["--false-alarm-rate", str(rate)] if rate != FALSE_ALARM_RATE else []
+    return tuple(out)
 
 
 def _check_arguments(golden: Path | None, mine: Path | None, rejudge: Path | None, other: bool) -> None:

@@ -50,7 +50,8 @@ def opcheck(
     Exit code 0: pass, 1: an operator is wrong, 2: unreadable input, 3: nothing could be checked.
     """
     require_torch("opcheck")
-    from vllm_accprobe.opcheck import checked, table
+    from vllm_accprobe.judge import profile
+    from vllm_accprobe.opcheck import checked, habits, table
     from vllm_accprobe.opcheck.run import RunError, run
     from vllm_accprobe.opcheck.totals import totals as count
     from vllm_accprobe.opcheck.worker import Unavailable
@@ -66,27 +67,35 @@ def opcheck(
         bar.end()
     for problem in found.problems:
         typer.echo(f"note: {problem}", err=True)
-    rows = found.rows
+    rows, machine = habits.settle(found.rows, strict=standard == checked.STRICT)
+    if rows != found.rows:
+        table.resettle(out / "opcheck.csv", rows)
     totals = count(rows)
     if not totals.checked and not totals.statuses.get(checked.FAIL):
         reason = next(iter(totals.skipped), "no call matches" if ops or ids else "the dump holds no call")
         typer.echo(f"accprobe: {dump}: nothing could be checked: {reason}", err=True)
         raise typer.Exit(3)
     table.write_result(rows, out / "result.csv")
-    for line in table.lines(rows, totals, most=None if verbose else 10):
+    for line in table.lines(rows, totals, most=None if verbose else 10, machine=machine):
         typer.echo(line)
-    typer.echo(f"written: {out / 'opcheck.csv'}, {out / 'result.csv'}")
+    written = [out / "opcheck.csv", out / "result.csv"]
+    if machine.habits:
+        written.append(out / profile.NAME)
+        told = profile.Profile(machine.habits, profile.host_of(_run_json(dump)), machine.units)
+        written[-1].write_text(told.to_json(), encoding="utf-8")
+    typer.echo(f"written: {', '.join(map(str, written))}")
     raise typer.Exit(1 if totals.statuses.get(checked.FAIL) or totals.statuses.get(checked.ERROR) else 0)
 
 
 def _check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     from vllm_accprobe.cli import outputs
+    from vllm_accprobe.judge import profile
     from vllm_accprobe.opcheck import run, table
 
     rows = outputs.csv_with(*table.COLUMNS[:9])
     ours = {
         run.DONE: rows, run.PART: rows, "result.csv": outputs.csv_with(*table.RESULT),
-        run.SETTINGS: outputs.matching(r"\A\{\"job\":"),
+        run.SETTINGS: outputs.matching(r"\A\{\"job\":"), profile.NAME: outputs.matching(profile.OURS),
     }  # fmt: skip
     outputs.check(out, ours, dumps=dumps)
     if save is not None:

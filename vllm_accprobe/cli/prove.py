@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
+
 
 def main() -> int:
     """Exit code 0 when the proof is written, else 2 and one line on stderr."""
@@ -26,6 +28,7 @@ def main() -> int:
     parser.add_argument("mine", type=Path)
     parser.add_argument("--ops", action="append", default=[])
     parser.add_argument("--op-mapping-file", type=Path)
+    parser.add_argument("--rate", type=float, default=FALSE_ALARM_RATE)
     given = parser.parse_args()
     gc.disable()  # what is imported and opened stays; looking through it again and again takes a fifth of that time
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
@@ -36,7 +39,7 @@ def main() -> int:
         channel.flush()
 
     try:
-        say(proof=_proof(given.golden, given.mine, given.ops, given.op_mapping_file, _Told(say)))
+        say(proof=_proof(given.golden, given.mine, given.ops, given.op_mapping_file, _Told(say), given.rate))
     except Exception as error:
         from vllm_accprobe.cli import explain
 
@@ -57,11 +60,11 @@ class _Told:
             self._say(done=done, of=of)
 
 
-def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told: _Told) -> str:
+def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told: _Told, rate: float) -> str:
     from vllm_accprobe.cli.opcheck import _model_of
     from vllm_accprobe.comparison.engine import find_mapping
     from vllm_accprobe.formats import open_dump
-    from vllm_accprobe.opcheck import pair, prove
+    from vllm_accprobe.opcheck import habits, pair, peers, prove
     from vllm_accprobe.opcheck.calls import Calls
     from vllm_accprobe.opcheck.propagated import split_errors
     from vllm_accprobe.opcheck.reference import default_references
@@ -72,9 +75,13 @@ def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told:
     gc.freeze()  # nor would a second process share the memory that the collector writes to
     gc.set_threshold(100_000, 50, 50)
     gc.enable()
-    rows = pair.check_both(sides, references, ops, told)
-    found = prove.wrong(rows[1])
-    alike = prove.shared(prove.wrong(rows[0]), found)
+    (theirs, rates), (rows, own) = pair.check_both(sides, references, ops, told, rate)
+    settled = [habits.settle(side) for side in (theirs, rows)]
+    theirs, rows = (side for side, _ in settled)
+    machines = {side: found.habits for side, (_, found) in zip(("golden", "mine"), settled, strict=True)}
+    found = prove.wrong(rows)
+    alike = prove.shared(prove.wrong(theirs), found)
     blamed = sorted((c for tap, c in found.items() if tap not in alike), key=lambda c: c.seq)
     splits = split_errors(dumps[0], sides[1], references, blamed, find_mapping(mapping))
-    return prove.prove(rows[0], rows[1], splits, partly=bool(ops)).to_json()
+    odd = peers.unlike(rates, own, sides[1].budget(rate).kin)
+    return prove.prove(theirs, rows, splits, bool(ops), odd=odd, machines=machines).to_json()

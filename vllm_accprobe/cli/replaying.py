@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.cli.options import CommandError, progress
+from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
     from vllm_accprobe.children import Child
     from vllm_accprobe.comparison.result import Comparison
+    from vllm_accprobe.opcheck.decide import Proof
 
 SMALL = 256 << 20
 """Bytes of both dumps' tensors up to which everything is replayed without being asked."""
@@ -35,13 +37,14 @@ _MOST_RUN = 1 << 24
 @dataclass(frozen=True)
 class Asked:
     """What `compare` was given. replay: True replays everything, False nothing, None as the module says; taps: only
-    these, the globs of `--taps`."""
+    these, the globs of `--taps`; rate: of false alarms, of the whole replay."""
 
     golden: Path
     mine: Path
     replay: bool | None
     taps: str | None
     mapping: Path | None
+    rate: float = FALSE_ALARM_RATE
 
     @property
     def globs(self) -> list[str]:
@@ -58,6 +61,7 @@ class Replay:
 
         more = [x for glob in ops for x in ("--ops", glob)]
         more += ["--op-mapping-file", str(asked.mapping)] if asked.mapping is not None else []
+        more += ["--rate", repr(asked.rate)]
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  no pipe: nobody reads it while the comparison runs
         self._process: Child = Child(
             "vllm_accprobe.cli.prove", *more, "--", str(asked.golden), str(asked.mine), stdin=subprocess.DEVNULL,
@@ -118,7 +122,7 @@ def replayed(
         if asked.replay:
             raise CommandError("--replay needs torch: install it beside accprobe (the CPU build will do)")
         return result
-    from vllm_accprobe.opcheck.decide import NAME, Proof, decide
+    from vllm_accprobe.opcheck.decide import NAME, Proof
 
     before(result)
     late = Replay(asked, ops) if replay is None else None
@@ -140,20 +144,40 @@ def replayed(
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
-    return decide(result, proof)
+    return _decided(result, proof)
 
 
 def remembered(result: Comparison, directory: Path) -> Comparison:
     """``result`` with what was proved when the comparison in ``directory`` was made, if anything was."""
-    from vllm_accprobe.opcheck.decide import NAME, Proof, decide
+    from vllm_accprobe.opcheck.decide import NAME, Proof
 
     path = directory / NAME
     if not path.is_file():
         return result
     try:
-        return decide(result, Proof.from_json(path.read_text(encoding="utf-8")))
+        return _decided(result, Proof.from_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise CommandError(f"cannot read {path}: {error}; delete it to judge without the replay") from None
+
+
+def _decided(result: Comparison, proof: Proof) -> Comparison:
+    from vllm_accprobe.comparison.result import PARTLY, WHOLE
+    from vllm_accprobe.opcheck.decide import decide
+
+    proof, said = allowed(proof, result.false_alarm_rate)
+    decided = replace(decide(result, proof), replayed=PARTLY if proof.partly else WHOLE)
+    return replace(decided, notes=[*said, *decided.notes])
+
+
+def allowed(proof: Proof, rate: float) -> tuple[Proof, list[str]]:
+    """``proof`` without the blames that honest machines earn more often than ``rate``, and a note about these. A blame
+    says its own chance where that is known, so that a replay that was kept is judged by another rate, too."""
+    left = [b for b in proof.blamed if (getattr(b, "chance", None) or 0.0) > rate]
+    if not left:
+        return proof, []
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    said = f"replay: what is seen at {left[0].tap}{more} is likelier by chance than --false-alarm-rate {rate:g} allows"
+    return replace(proof, blamed=tuple(b for b in proof.blamed if b not in left)), [f"{said}: not blamed"]
 
 
 def _torch() -> bool:

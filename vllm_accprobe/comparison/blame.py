@@ -8,6 +8,7 @@ Not here: the finding itself (judge/origin.py, judge/flips.py), what was recorde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -73,6 +74,8 @@ def origin_entry(
     if trace.kind == PARAM:
         found = next((p for p, _ in pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
         value = found.rel_l2 if found is not None and found.rel_l2 is not None else value
+    other = setting.settings.get(c.tap) or setting.settings.get(c.trace.tap) or ""
+    said = "" if len(c.keys) and request is None else shape_of(c, setting, places, chosen or {})
     return {
         "module": c.tap,
         "class": setting.classes.get(c.tap, ""),
@@ -84,10 +87,15 @@ def origin_entry(
         "propagated": float(c.explained[at]),
         "floor": limit,
         "evidence": c.evidence,
+        "tier": c.tier,
+        "times": worst / limit if limit and math.isfinite(worst) else None,
+        "chance": c.chance,
+        "layers": None,
         "rows": len(c.keys),
         "worst": worst,
         "nonfinite": 0,
-        "shape": "" if len(c.keys) and request is None else shape_of(c, setting, places, chosen or {}),
+        "shape": "; ".join(filter(None, (said, other))),
+        "setting": other,
     }
 
 

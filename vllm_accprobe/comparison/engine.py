@@ -26,10 +26,11 @@ from vllm_accprobe.comparison.judging import judge
 from vllm_accprobe.comparison.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
 from vllm_accprobe.comparison.plan import LOOKED_UP, SAMPLER, TOKEN, Plan, Unit, make_plan
 from vllm_accprobe.comparison.read import Loader
-from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
+from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.resume import Finished, identity
 from vllm_accprobe.comparison.rows import RowLog
 from vllm_accprobe.comparison.samples import take_samples
+from vllm_accprobe.comparison.settings import differing
 from vllm_accprobe.comparison.shelf import Shelf
 from vllm_accprobe.comparison.workers import measure_all, unit_bytes
 from vllm_accprobe.formats import DumpError, NothingReadable, held, nothing_readable, open_dump
@@ -53,6 +54,7 @@ def compare(
     resume: str | Path | None = None,
     ray: str | None = None,
     floors: Sequence[str | Path] = (),
+    rate: float = FALSE_ALARM_RATE,
 ) -> Comparison:
     """Compares two dumps (paths, or what `open_dump` gives).
 
@@ -62,8 +64,10 @@ def compare(
     progress: called with (bytes done, bytes in all) of both sides, read or known to be equal. Raises CompareError, one
     line, and NothingCompared. resume: a directory that remembers what is measured until resume.forget is called.
     ray: address of a Ray cluster whose machines do the measuring. floors: further runs of golden's side, dumps or what
-    `calibrate` made, from which is known what honest runs differ by (judge/calibration.py).
+    `calibrate` made, from which is known what honest runs differ by (judge/calibration.py). rate: the probability of an
+    origin anywhere in a comparison of honest machines, 0 < rate < 1.
     """
+    check_rate(rate)
     rules, other = find_standard(standard)
     dumps = open_both(golden, mine)
     floor = gather(dumps[0], floors, compare)
@@ -75,7 +79,7 @@ def compare(
     if resume is not None:
         finished = Finished(Path(resume), identity(dumps, taps, mapping, kl))
     try:
-        result = judge(run.measure(progress, finished), rules, log, floor)
+        result = judge(run.measure(progress, finished), rules, log, floor, rate=rate)
         result = result if other is None else foreign.apply(result, other)
         result = replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
         if finished is not None:
@@ -89,12 +93,26 @@ def compare(
 
 
 def rejudge(
-    measured: Measured, *, standard: str | Standard = "accprobe", floors: Sequence[str | Path] = ()
+    measured: Measured,
+    *,
+    standard: str | Standard = "accprobe",
+    floors: Sequence[str | Path] = (),
+    rate: float = FALSE_ALARM_RATE,
 ) -> Comparison:
-    """Judges a saved comparison (saved.load) again, by any standard, without tensors. floors: calibrations only."""
+    """Judges a saved comparison (saved.load) again, by any standard and any rate, without tensors. floors:
+    calibrations only."""
+    check_rate(rate)
     rules, other = find_standard(standard)
-    result = judge(measured, rules, None, gather(None, floors, compare))
+    result = judge(measured, rules, None, gather(None, floors, compare), rate=rate)
     return result if other is None else foreign.apply(result, other)
+
+
+def check_rate(rate: float) -> None:
+    """Raises CompareError for what is no probability of a false alarm."""
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < 1:
+        raise CompareError(
+            f"the false-alarm rate (--false-alarm-rate, rate=) is a probability above 0 and below 1, not {rate!r}"
+        )
 
 
 def calibrate(golden: str | Path | Any, runs: Sequence[str | Path]) -> Calibration:
@@ -238,6 +256,7 @@ class _Run:
             sampler_order=next((u.order for u in plan.units if u.key[:2] == (SAMPLER, TOKEN)), len(plan.units)),
             other_images=[g.id for g, _ in plan.requests.images_differ],
             rehashed=plan.requests.rehashed,
+            settings=differing(golden, mine),
             places=places_of(plan),
             moments=moments_of(plan),
         )  # fmt: skip

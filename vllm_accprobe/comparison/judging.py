@@ -20,12 +20,14 @@ from vllm_accprobe.comparison.holding import Holder
 from vllm_accprobe.comparison.measured import Measured, MeasuredUnit, Part
 from vllm_accprobe.comparison.params import is_computed
 from vllm_accprobe.comparison.plan import SAMPLER, TOKEN
-from vllm_accprobe.comparison.remarks import remarks
+from vllm_accprobe.comparison.remarks import other_settings, remarks
 from vllm_accprobe.comparison.result import FAIL, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.rows import RowLog
 from vllm_accprobe.comparison.rowsets import RowSets
 from vllm_accprobe.comparison.wrong import Wrong, forgive, wrong_rows
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
+from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
+from vllm_accprobe.judge.everywhere import in_all_layers
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.flow import Tree
@@ -40,13 +42,19 @@ _NO_KEYS = np.zeros(0, np.int64)
 
 
 def judge(
-    measured: Measured, standard: Standard, log: RowLog | None = None, floor: Calibration | None = None
+    measured: Measured,
+    standard: Standard,
+    log: RowLog | None = None,
+    floor: Calibration | None = None,
+    *,
+    rate: float = FALSE_ALARM_RATE,
 ) -> Comparison:
     """The verdict on what was measured. log: filled with errors by row. floor: what golden's own runs differ by.
+    rate: the probability of an origin anywhere in a comparison of honest machines that is allowed.
 
     Raises CompareError for a floor that fits nothing, and NothingCompared.
     """
-    return _Judge(measured, standard, log or RowLog(), floor).run()
+    return _Judge(measured, standard, log or RowLog(), floor, rate).run()
 
 
 @dataclass
@@ -55,6 +63,7 @@ class _Judge:
     standard: Standard
     log: RowLog
     floor: Calibration | None = None
+    rate: float = FALSE_ALARM_RATE
     pairs: blame.Compared = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     replicas: int = 0
@@ -72,7 +81,7 @@ class _Judge:
             raise NothingCompared(f"{self._why_nothing()} (golden {setting.golden_path}, mine {setting.mine_path})")
         self._check_floor()
         places = blame.Places(setting)
-        created = find_origins(self.traces, self.tree, self.standard, setting.images)
+        created = find_origins(self.traces, self.tree, self.standard, setting.images, self.rate)
         created, excused = self._not_excused(created)
         first = {c.tap: c for c in reversed(created)}  # a tap is named once, by the first tensor that shows it
         named = [c for c in created if first[c.tap] is c]
@@ -80,6 +89,9 @@ class _Judge:
         steps = blame.steps_of(created)
         for _, entry in origins:
             entry["nonfinite"] = steps.get(entry["module"], 0)
+        every = in_all_layers([entry["module"] for _, entry in origins], {t.tap for t in self.traces})
+        for _, entry in origins:
+            entry["layers"] = every.get(entry["module"])
         judged = blame.condemn(created, self.pairs)
         flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged)
         origins = sorted(origins + sampler, key=lambda o: o[0])
@@ -87,7 +99,7 @@ class _Judge:
         failed = any(p.status == FAIL for p in pairs)
         rows = self.log.table(pairs, setting.names)
         images = harmless.images(setting, self.measured.units, pairs)
-        said = remarks([o for _, o in origins], self.rerouted)
+        said = [*remarks([o for _, o in origins], self.rerouted), *other_settings(setting.settings)]
         about_floor = [s for s in (floors.sentence(self.floor, pairs), excused) if s]
         return Comparison(
             golden_path=setting.golden_path,
@@ -105,6 +117,8 @@ class _Judge:
             standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),
             rows=rows,
             measured=self.measured,
+            false_alarm_rate=self.rate,
+            by_chance=self.rate,
         )
 
     def _why_nothing(self) -> str:

@@ -116,7 +116,7 @@ class Setting:
     logits. batches: step → (requests, tokens) of mine. places: all comparable rows of mine as sorted keys, with the
     first step that computed each and whether it was decoding. moments: (cell, step) → keys of its rows.
     nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
-    hashes; rehashed: as RequestPlan's.
+    hashes; rehashed: as RequestPlan's. settings: as settings.differing's.
     """
 
     golden_path: str
@@ -142,6 +142,7 @@ class Setting:
     sampler_order: int
     other_images: list[str] = field(default_factory=list)
     rehashed: bool = False
+    settings: dict[str, str] = field(default_factory=dict)
     places: tuple[np.ndarray, np.ndarray, np.ndarray] = (NO_KEYS, NO_KEYS, NO_FLAGS)
     moments: dict[Moment, np.ndarray] = field(default_factory=dict)
 

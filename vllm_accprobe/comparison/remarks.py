@@ -1,4 +1,4 @@
-"""What is said before the verdict of rows that became NaN and of rows that went to other experts.
+"""What is said before the verdict: rows that became NaN, rows that went to other experts, modules with other constants.
 
 The problem: a step from numbers to NaN, or a choice that nobody could check, is lost among thousands of pairs. The
 idea: each is counted where it is judged, and said once, in a note, which every report puts first.
@@ -45,6 +45,15 @@ def choices(rerouted: Rerouted) -> list[str]:
         why = "without the router's logits in both dumps nothing shows a near tie; capture the router (gate), too"
         out.append(f"{_rows(rerouted.unknown)} went to other experts, which counts as an error: {why}")
     return out
+
+
+def other_settings(settings: Mapping[str, str]) -> list[str]:
+    """Modules that were built with other constants, whether or not it shows. settings: settings.differing's."""
+    if not settings:
+        return []
+    first, said = next(iter(settings.items()))
+    which = "1 module was" if len(settings) == 1 else f"{len(settings)} modules were, each,"
+    return [f"{which} built with another constant: {first}: {said}"]
 
 
 def _rows(n: int) -> str:

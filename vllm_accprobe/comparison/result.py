@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
+
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measured import Measured
     from vllm_accprobe.comparison.rows import RowTable, Sample
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 PHASE_MIXED = "mixed"
+PARTLY, WHOLE = "partly", "whole"
 
 
 class CompareError(Exception):
@@ -147,7 +150,12 @@ class Comparison:
 
     rows: errors by row, and samples: some values of failed pairs (comparison/rows.py); None and empty where not kept.
     foreign: another tool's columns, where its standard was asked for (comparison/foreign.py).
-    measured: what was judged, to judge it again (comparison/measured.py)."""
+    measured: what was judged, to judge it again (comparison/measured.py).
+    false_alarm_rate: the probability, of a whole comparison of honest machines, of any origin that the judge was told
+    to allow; by_chance: the expected number of such origins here, at most that rate, None where nobody worked it out.
+    machines: {"golden": [habit], "mine": [habit]}, how each side computes (report/machines.py says what a habit is).
+    replayed: "", "partly" or "whole": how much of it was replayed. options: what was given beside the two dumps, as
+    words of a command line, for commands that compare them again (deciding.py)."""
 
     golden_path: str
     mine_path: str
@@ -166,6 +174,11 @@ class Comparison:
     samples: tuple[Sample, ...] = ()
     foreign: Foreign | None = None
     measured: Measured | None = field(default=None, repr=False, compare=False)
+    false_alarm_rate: float = FALSE_ALARM_RATE
+    by_chance: float | None = None
+    machines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    replayed: str = ""
+    options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         c = self.counts
@@ -178,6 +191,13 @@ class Comparison:
     @cached_property
     def counts(self) -> Counts:
         return count_pairs(self.pairs)
+
+    @cached_property
+    def would_decide(self) -> list[dict[str, str]]:
+        """What would decide where the answer is open: [{"why", "command"}], the best first (deciding.py)."""
+        from vllm_accprobe.comparison import deciding
+
+        return deciding.would_decide(self)
 
     def to_json(self) -> dict[str, Any]:
         """compare.json (schema 1). Numbers that JSON cannot hold become the strings "nan", "inf" and "-inf"."""
@@ -193,6 +213,10 @@ class Comparison:
                 "first_divergence": self.first_divergence,
                 "origins": self.origins,
                 "tokens": self.tokens,
+                "false_alarm_rate": self.false_alarm_rate,
+                "by_chance": self.by_chance,
+                "machines": {side: self.machines.get(side, []) for side in ("golden", "mine")},
+                "would_decide": self.would_decide,
             }
         )
 

@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.judge.constants import FLOOR_MARGIN
+
 NAME = "calibration.json"
 KIND = "accprobe calibration"
 VERSION = 1
-MARGIN = 3.0
+MARGIN = FLOOR_MARGIN
 """How much further than two honest runs of one machine an honest run of another may be."""
 PHASES = ("prefill", "decode", "any")
 SECOND_RUN, FLOAT32, MODEL = "second golden run", "float32 golden", "rounding model"

@@ -12,6 +12,11 @@ from functools import cached_property
 
 import numpy as np
 
+from vllm_accprobe.judge import constants as c
+
+_TINY = 1e-300
+"""Instead of 0 in a denominator."""
+
 
 class Columns:
     """sums: metrics.structure's, float64 [6, width]."""
@@ -58,24 +63,25 @@ class Columns:
     def uneven(self, unit: float) -> tuple[float, float]:
         """(worst column's error over the typical one's, largest slope in standard errors); not more than a fault would
         give that lies before. unit: one rounding."""
-        return min(self.worst_err / max(self.usual_err, 0.1 * unit), 8.0), min(self.most_sure, 12.0)
+        worst = self.worst_err / max(self.usual_err, c.COLUMN_TYPICAL * unit)
+        return min(worst, c.UNEVEN_MOST), min(self.most_sure, c.SURE_MOST)
 
 
 def column_offsets(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """From metrics.structure's sums: (mean error of each column relative to its size, as in `column_signs`; the same in
     standard errors of a mean of random signs)."""
     dd, gg, n, off = sums[0], sums[1], np.maximum(sums[4], 1.0), sums[5]
-    size = np.sqrt(np.maximum(gg, max(0.25 * float(np.median(gg)), 1e-300)) / n)
-    return off / n / size, np.where(dd > 0, off / np.sqrt(np.maximum(dd, 1e-300)), 0.0)
+    size = np.sqrt(np.maximum(gg, max(c.COLUMN_SMALL * float(np.median(gg)), _TINY)) / n)
+    return off / n / size, np.where(dd > 0, off / np.sqrt(np.maximum(dd, _TINY)), 0.0)
 
 
 def column_signs(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """From metrics.structure's sums: (error of each column relative to its size, or to half the typical column's where
     it is smaller; slope - 1; slope in standard errors)."""
     dd, gg, gd, square = sums[:4]
-    floor = 0.25 * float(np.median(gg))
+    floor = c.COLUMN_SMALL * float(np.median(gg))
     with np.errstate(divide="ignore", invalid="ignore"):
-        err = np.sqrt(dd / np.maximum(gg, max(floor, 1e-300)))
-        slope = gd / np.maximum(gg, max(floor, 1e-300))
-        sure = gd / np.sqrt(np.maximum(square, 1e-300))
+        err = np.sqrt(dd / np.maximum(gg, max(floor, _TINY)))
+        slope = gd / np.maximum(gg, max(floor, _TINY))
+        sure = gd / np.sqrt(np.maximum(square, _TINY))
     return err, slope, np.where(gd == 0, 0.0, sure)

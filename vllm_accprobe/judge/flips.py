@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.tokens import Flip
+from vllm_accprobe.judge.constants import LOGIT_ROUNDING, LOGITS_APART, TIE
 
 NEAR_TIE, UPSTREAM, SAMPLED, RANDOM, UNKNOWN, MASKED = (
     "near tie",
@@ -28,12 +29,6 @@ NEAR_TIE, UPSTREAM, SAMPLED, RANDOM, UNKNOWN, MASKED = (
     "no logits recorded",
     "logits were masked",
 )
-_ROUNDING = 2.0**-8
-"""Half a unit in the last place of bfloat16, relative: logits are seldom known better."""
-_APART = 2.0
-"""Chosen: two tokens change places when both logits are off, each in its own direction."""
-_TIE = 1e-6
-"""Logits this near to the best (relative) count as best: a lower precision makes exact ties, broken by any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +45,7 @@ class Best:
     def chose(self, token: int) -> bool:
         """Whether ``token`` is the best, or as good as the best."""
         gap = self.behind(token)
-        return gap is not None and gap <= _TIE * max(abs(float(self.logits[0])), 1.0)
+        return gap is not None and gap <= TIE * max(abs(float(self.logits[0])), 1.0)
 
     def behind(self, token: int) -> float | None:
         """How far the token's logit is behind the best; None where it is not among the best, or not allowed."""
@@ -105,9 +100,9 @@ def judge_flip(
 def _tie(golden: Best, mine: Best, flip: Flip, raw: tuple[Best, Best]) -> bool:
     """Whether both samplers were left both tokens, with logits that differ by no more than those of the model do."""
     noise = max((abs(a - b) for a, b in _common(*raw)), default=0.0)
-    noise = max(noise, _ROUNDING * float(np.abs(raw[0].logits).max()))
+    noise = max(noise, LOGIT_ROUNDING * float(np.abs(raw[0].logits).max()))
     gaps = [best.behind(token) for best, token in ((golden, flip.mine), (mine, flip.golden))]
-    return all(gap is not None and gap <= _APART * noise for gap in gaps)
+    return all(gap is not None and gap <= LOGITS_APART * noise for gap in gaps)
 
 
 def _common(a: Best, b: Best) -> Iterator[tuple[float, float]]:

@@ -15,35 +15,12 @@ from functools import cached_property
 
 import numpy as np
 
+from vllm_accprobe.judge import constants as c
+from vllm_accprobe.judge.chance import tail
+
 GROWTH, GAIN, COLUMNS = "growth", "gain", "columns"
-FEW = 8
-"""Rows below which nothing is learned."""
-NARROW = 16
-"""Elements of a row up to which it is one factor or a few: its error has nothing to average over."""
 _NONE = np.zeros(0, np.int64)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """floor: part of a rounding that stands for the least honest error. grow: how much more than every other layer (in
-    powers of two); created: roundings that must have been added at least; outlier: robust deviations of a row; apart:
-    how much more than that row in other layers. gain: roundings; sure: standard errors; through: how much of its
-    inputs' gain an operator may pass on; by_element: of a column's error. column: times the median column. mixing:
-    growth of attention counts for so much less, because it depends on how sharp each layer's softmax is."""
-
-    floor: float = 0.5
-    grow: float = 0.6
-    created: float = 1.25
-    outlier: float = 7.0
-    apart: float = 0.7
-    spread: float = 0.12
-    gain: float = 0.5
-    sure: float = 7.0
-    through: float = 3.0
-    by_element: float = 5.0
-    mixing: float = 1.2
-    column: float = 5.0
 
 
 @dataclass
@@ -53,6 +30,7 @@ class Look:
     err, gain: relative L2 error and slope - 1 of each row. before, gain_before: the largest of the inputs' at the rows
     that influence it. passed: mean gain of each input over all rows, with its sign, by the input's kind: to first order
     the outputs' mean follows the inputs' means, and single rows' noise averages out of both. unit: one rounding.
+    inputs_known: what went in was compared, so that ``before`` of 0 means equal inputs.
     columns, columns_before: metrics.structure's sums, None where not taken. mixing: whether the operator mixes
     positions (attention).
     """
@@ -71,6 +49,7 @@ class Look:
     columns_before: Sequence[np.ndarray] = ()
     mixing: bool = False
     passed: Mapping[str, float] = field(default_factory=dict)
+    inputs_known: bool = False
     growth: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @property
@@ -81,19 +60,27 @@ class Look:
 
 @dataclass(frozen=True)
 class Hidden:
-    """rows: bool [n], where it shows. how: GROWTH, GAIN or COLUMNS. columns: the bad ones. size: of the error, as a
-    relative L2 error of the rows or columns concerned. strength: times what was needed."""
+    """rows: bool [n], where it shows. how: GROWTH, GAIN or COLUMNS. size: of the error, as a relative L2 error of the
+    rows or columns concerned. strength: times what was needed. tier: see tiers.py; chance: the probability that honest
+    machines show this anywhere in the comparison. columns: the bad ones."""
 
     rows: np.ndarray
     how: str
     size: float
     strength: float
+    tier: str
+    chance: float
     columns: np.ndarray = field(default_factory=lambda: _NONE)
+
+
+def operator_of(tap: str) -> str:
+    """What modules have in common whose paths differ by a number alone: ``model.layers.*.mlp.down_proj``."""
+    return _NUMBER.sub("*", tap)
 
 
 def kind_of_place(tap: str, role: str) -> str:
     """`Look.kind` of a tap and role."""
-    return f"{_NUMBER.sub('*', tap)}|{role}"
+    return f"{operator_of(tap)}|{role}"
 
 
 class Known:
@@ -104,7 +91,21 @@ class Known:
 
     @cached_property
     def growth(self) -> float:
+        """Median over its rows, in powers of two."""
         return float(np.median(self.look.growth))
+
+    @cached_property
+    def made(self) -> float:
+        """What the typical row gained in error, beyond what came in: relative L2, independent errors taken for
+        granted."""
+        return float(np.sqrt(max(float(np.median(self.look.err**2 - self.look.before**2)), 0.0)))
+
+    @cached_property
+    def log_made(self) -> float:
+        """``made`` in powers of two, not less than the least honest error: noise that differs by a factor from layer to
+        layer is normal there."""
+        floor = c.LEAST_HONEST * self.look.unit
+        return 0.5 * float(np.log2(self.made**2 + floor**2))
 
     @cached_property
     def gain(self) -> float:
@@ -113,7 +114,8 @@ class Known:
     @cached_property
     def gain_error(self) -> float:
         """Standard error of ``gain``, from the rows' own spread and number."""
-        return 1.4826 * float(np.median(np.abs(self.look.gain - self.gain))) / max(len(self.look.gain), 1) ** 0.5
+        spread = c.MAD * float(np.median(np.abs(self.look.gain - self.gain)))
+        return spread / (c.INDEPENDENT * max(len(self.look.gain), 1)) ** 0.5
 
     @cached_property
     def growth_tail(self) -> float:
@@ -122,8 +124,3 @@ class Known:
     @cached_property
     def gain_tail(self) -> float:
         return tail(self.look.gain, self.gain)
-
-
-def tail(values: np.ndarray, middle: float) -> float:
-    """How far the outer tenth lies, as the standard deviation of a normal distribution that reaches so far."""
-    return float(np.quantile(np.abs(values - middle), 0.9)) / 1.645

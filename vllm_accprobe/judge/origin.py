@@ -12,6 +12,7 @@ Not here: how large an error is (verdict.py), what is in front of what (flow.py)
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,15 +21,16 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.dump.schema import ROOT_TAP
+from vllm_accprobe.judge.chance import chance_of_size
+from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, FALSE_ALARM_RATE, NARROW
 from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.hidden import Peers
 from vllm_accprobe.judge.influence import Influence, spread
-from vllm_accprobe.judge.looks import COLUMNS, GAIN, GROWTH, NARROW, Hidden, Look, kind_of_place
+from vllm_accprobe.judge.looks import COLUMNS, Hidden, Look, kind_of_place
 from vllm_accprobe.judge.standards import Standard
+from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED
 from vllm_accprobe.judge.trace import INPUT, OUTPUT, PARAM, Trace
 
-AFTER_ANOTHER = {COLUMNS: 2.0, GAIN: 3.0, GROWTH: 3.0}
-"""How strong a hidden sign must be (looks.Hidden.strength) behind another origin."""
 BACKWARD = "backward."
 """What the places of backward runs begin with."""
 _NONE = np.zeros(0, np.int64)
@@ -39,7 +41,8 @@ class Created:
     """An origin: rows ``keys`` of ``trace`` (none for a parameter), with what came in front of them.
 
     hidden: the sign by which an error was found that lies within fixed limits (hidden.py). look: all rows of the trace
-    with what stood in front of them. steps: keys of the rows where NaN or infinity comes out and none went in."""
+    with what stood in front of them. steps: keys of the rows where NaN or infinity comes out and none went in. chance:
+    the probability that honest machines show this anywhere in the comparison; None where nobody knows."""
 
     tap: str
     trace: Trace
@@ -50,17 +53,27 @@ class Created:
     hidden: Hidden | None = None
     look: Look | None = None
     steps: np.ndarray = field(default_factory=lambda: _NONE)
+    chance: float | None = 0.0
+
+    @property
+    def tier(self) -> str:
+        """What kind of floor is broken (tiers.py): values that must be equal are proved to be wrong."""
+        if self.hidden is not None:
+            return self.hidden.tier
+        return PROVED if self.evidence == "values" else BEYOND_CHANCE
 
 
 def find_origins(
-    traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, list[tuple[int, int, int]]]
-) -> list[Created]:
-    """The taps that create errors, in data-flow order. images: TokenPlan.images."""
-    return _Search(traces, tree, standard, images).run()
+    traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, list[tuple[int, int, int]]],
+    rate: float = FALSE_ALARM_RATE,
+) -> list[Created]:  # fmt: skip
+    """The taps that create errors, in data-flow order. images: TokenPlan.images. rate: of false alarms (chance.py)."""
+    return _Search(traces, tree, standard, images, rate).run()
 
 
 class _Search:
-    def __init__(self, traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, Any]):
+    def __init__(self, traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, Any], rate: float):
+        self.rate = rate
         self.tree, self.standard, self.influence = tree, standard, Influence(images)
         self.by_tap: dict[str, dict[str, list[Trace]]] = defaultdict(lambda: {INPUT: [], OUTPUT: [], PARAM: []})
         for t in sorted(traces, key=lambda t: t.order):
@@ -80,7 +93,17 @@ class _Search:
             self._body(tap)
         self._top()
         found = _sure(sorted((c for cs in self.found.values() for c in cs), key=lambda c: c.trace.order))
-        return [replace(c, look=self.looks.get((c.tap, id(c.trace)))) for c in found]
+        return [replace(c, look=self.looks.get((c.tap, id(c.trace))), chance=self._chance(c)) for c in found]
+
+    def _chance(self, c: Created) -> float | None:
+        """Of a fixed limit, which is no quantile: how likely an honest place is to make so much, by what all make."""
+        if c.hidden is not None:
+            return c.hidden.chance
+        if c.tier == PROVED:
+            return 0.0
+        worst = int(np.argmax(c.err - c.explained))
+        made = math.sqrt(max(float(c.err[worst]) ** 2 - float(c.explained[worst]) ** 2, 0.0))
+        return chance_of_size(made, self.peers.made, self.peers.chance.places)
 
     def _look(self) -> None:
         """Looks at every place and what is in front of it, before anybody is blamed: all are each other's measure.
@@ -94,7 +117,7 @@ class _Search:
             for kind, (tap, sink, sources) in zip(kinds, places, strict=True):
                 if kind in odd:
                     self.looks[(tap, id(sink))] = self._look_at(tap, sink, sources)
-        self.peers = Peers(list(self.looks.values()))
+        self.peers = Peers(list(self.looks.values()), self.rate)
 
     def _look_at(self, tap: str, sink: Trace, sources: list[Trace]) -> Look:
         mixing = self.tree.mixing.get(tap, True)
@@ -115,7 +138,24 @@ class _Search:
         columns = [s.columns for s in sources if s.columns is not None and s is not sink]
         cls = self.tree.classes.get(tap, "")
         rows = sink.seen, err, slope, before, gain
-        return Look(tap, _role(tap, sink), cls, sink.rounding, *rows, sink.width, sink.columns, columns, mixing, passed)
+        role, known = _role(tap, sink), self._inputs_known(tap, sink, sources)
+        return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.columns, columns, mixing, passed, known)
+
+    def _is_part(self, tap: str, sink: Trace) -> bool:
+        """Whether a place between children may be a slice of what one of them gave out (q, k and v of one product): of
+        the whole's error a part may have any share, and nothing is computed there that could be out of the ordinary."""
+        if sink.tap == tap or sink.kind != INPUT:
+            return False
+        before = [t for child in self.tree.children.get(tap, []) for t in self.by_tap[child][OUTPUT]]
+        return any(t.order < sink.order and t.width > sink.width for t in before)
+
+    def _inputs_known(self, tap: str, sink: Trace, sources: list[Trace]) -> bool:
+        """Whether an error of 0 in front of a leaf's output means equal inputs, and not that nobody saw them: a tensor
+        that is no mere factor went into the same call, at all of its rows."""
+        if sink.tap != tap or sink.kind != OUTPUT or self.tree.children.get(tap):
+            return False
+        wide = [s for s in sources if s.tap == tap and s.kind == INPUT and s.width >= NARROW and s.rounding]
+        return any(s.vision == sink.vision and bool(np.isin(sink.seen, s.seen).all()) for s in wide)
 
     def _mean_gain(self, source: Trace) -> float:
         """The median of its rows' gains; 0 where there are none."""
@@ -250,6 +290,8 @@ class _Search:
 
     def _check_hidden(self, tap: str, sink: Trace, below: list[Trace]) -> None:
         look = self.looks.get((tap, id(sink)))
+        if look is not None and self._is_part(tap, sink):
+            return
         # What a child made that is blamed already shows again between the children, in other parts and proportions.
         if look is None or any(s.order < sink.order for s in below):
             return
@@ -263,9 +305,10 @@ class _Search:
 def _sure(created: list[Created]) -> list[Created]:
     """Without signs that are weak where something before has been found: a fault's traces are no honest noise."""
     out: list[Created] = []
-    for c in created:
-        if c.hidden is None or not out or c.hidden.strength > AFTER_ANOTHER[c.hidden.how]:
-            out.append(c)
+    for one in created:
+        least = COLUMNS_AFTER_ANOTHER if one.hidden is not None and one.hidden.how == COLUMNS else AFTER_ANOTHER
+        if one.hidden is None or not out or one.hidden.strength > least:
+            out.append(one)
     return out
 
 

@@ -15,10 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.judge import constants as c
 from vllm_accprobe.judge.columns import column_signs
-
-_AGREE = 0.95
-_FEW_LISTED = 4
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,14 @@ def sentence(rows: Rows | None, columns: np.ndarray | None, attrs: Mapping[str, 
         factor = slope if said else None
     if rows is not None and len(rows.made):
         narrow = bool(parts and parts[0])
-        bad = _bad(rows, 20.0 if narrow else 3.0)
+        bad = _bad(rows, c.BAD_PART_NARROW if narrow else c.BAD_PART)
         parts.append(_where(rows, bad, "" if narrow else _count(rows, bad)))
         if np.isinf(rows.made[bad]).any():
             parts.append("NaN or infinity on one side")
         elif not narrow:
             factor = _factor(rows, bad)
     if factor is not None:
-        parts.append("zero in mine" if abs(factor) < 0.01 else f"scale {factor:.3g}")
+        parts.append("zero in mine" if abs(factor) < c.ZERO else f"scale {factor:.3g}")
     return ", ".join(p for p in parts if p)
 
 
@@ -75,7 +73,7 @@ def _bad(rows: Rows, part: float) -> np.ndarray:
     made = rows.made
     if np.isinf(made).any():
         return np.isinf(made)
-    high = float(np.median(made[made >= made.max() / 3]))
+    high = float(np.median(made[made >= made.max() / c.HIGH_PART]))
     return made >= high / part
 
 
@@ -83,28 +81,28 @@ def _factor(rows: Rows, bad: np.ndarray) -> float | None:
     """mine / golden, where that is nearly all of the error."""
     gain, made = rows.gain[bad], rows.made[bad]
     middle = float(np.median(gain))
-    if not np.isfinite(made).all() or abs(middle) < 1e-3:
+    if not np.isfinite(made).all() or abs(middle) < c.FACTOR_LEAST:
         return None
-    alike = np.median(np.abs(gain - middle)) < 0.2 * abs(middle)
-    return 1.0 + middle if alike and abs(middle) > 0.85 * float(np.median(made)) else None
+    alike = np.median(np.abs(gain - middle)) < c.FACTOR_ALIKE * abs(middle)
+    return 1.0 + middle if alike and abs(middle) > c.FACTOR_SHARE * float(np.median(made)) else None
 
 
 def _where(rows: Rows, bad: np.ndarray, otherwise: str) -> str:
-    if bad.mean() > _AGREE:
+    if bad.mean() > c.AGREE:
         return "all rows"
     # What holds for nearly all rows separates nothing.
-    narrow = [(text, mask) for text, mask in _conditions(rows, bad) if mask.mean() < 0.9]
+    narrow = [(text, mask) for text, mask in _conditions(rows, bad) if mask.mean() < c.NEARLY_ALL]
     scored = [(_agreement(mask, bad), -i, text) for i, (text, mask) in enumerate(narrow)]
     best = max(scored, default=(0.0, 0, ""))
-    if best[0] >= _AGREE:
+    if best[0] >= c.AGREE:
         # Of several that fit, the first is the simplest.
-        return next(text for score, _, text in scored if score >= max(_AGREE, best[0] - 0.02))
+        return next(text for score, _, text in scored if score >= max(c.AGREE, best[0] - c.SIMPLER))
     expert = _expert(rows, bad)
     if expert:
         return expert
-    if bad.mean() > 0.8:
+    if bad.mean() > c.MOST_ROWS:
         return "most rows"
-    if best[0] >= 0.85:
+    if best[0] >= c.AGREE_MOSTLY:
         return f"mostly {best[2].removeprefix('only ')}"
     return otherwise
 
@@ -121,16 +119,18 @@ def _expert(rows: Rows, bad: np.ndarray) -> str:
     share, expert = shares[0]
     here = float(masks[expert].mean())
     inside = int((masks[expert] & bad).sum())
-    sure = here**inside < 1e-6 and all(other < 0.6 * share or other < 1.3 * masks[e].mean() for other, e in shares[1:])
-    if not sure or share < 0.75:
+    sure = here**inside < c.EXPERT_CHANCE and all(
+        other < c.EXPERT_OTHER * share or other < c.EXPERT_RARE * masks[e].mean() for other, e in shares[1:]
+    )
+    if not sure or share < c.EXPERT_SHARE:
         return ""
-    word = "only" if share >= 0.97 else "mostly"
+    word = "only" if share >= c.EXPERT_ONLY else "mostly"
     return f"{word} rows of expert {expert} ({inside} of {int(masks[expert].sum())})"
 
 
 def _count(rows: Rows, bad: np.ndarray) -> str:
     at = np.unique(rows.position[bad])
-    few = f" (positions {', '.join(map(str, at))})" if len(at) <= _FEW_LISTED else ""
+    few = f" (positions {', '.join(map(str, at))})" if len(at) <= c.FEW_LISTED else ""
     return f"{int(bad.sum())} of {len(bad)} rows{few}"
 
 
@@ -189,7 +189,9 @@ def _split(values: np.ndarray, bad: np.ndarray) -> int | None:
     known = np.unique(values)
     if len(known) < 2:
         return None
-    bounds = known if len(known) <= 512 else known[np.linspace(0, len(known) - 1, 512).astype(int)]
+    bounds = (
+        known if len(known) <= c.BOUNDS_TRIED else known[np.linspace(0, len(known) - 1, c.BOUNDS_TRIED).astype(int)]
+    )
     scores = [_agreement(values >= b, bad) for b in bounds[1:]]
     return int(bounds[1:][int(np.argmax(scores))]) if scores else None
 
@@ -203,24 +205,24 @@ def _columns(sums: np.ndarray, attrs: Mapping[str, Any], tail: str) -> tuple[str
     width = len(err)
     if not err.max() > 0:
         return "", None
-    high = float(np.median(err[err >= err.max() / 3]))
-    bad = err >= high / 3
-    if bad.sum() > 0.6 * width or float(np.median(err[~bad])) > high / 5:
+    high = float(np.median(err[err >= err.max() / c.HIGH_PART]))
+    bad = err >= high / c.HIGH_PART
+    if bad.sum() > c.COLUMNS_MOST * width or float(np.median(err[~bad])) > high / c.COLUMNS_CLEAR:
         return "", None
     words = _heads(bad, sums, attrs) or _range(bad, tail)
     factor = float(np.median(slope[bad]))
-    alike = np.median(np.abs(slope[bad] - factor)) < 0.25 * abs(factor)
-    return words, 1.0 + factor if sums[2].any() and alike and abs(factor) > 0.7 * high else None
+    alike = np.median(np.abs(slope[bad] - factor)) < c.COLUMN_ALIKE * abs(factor)
+    return words, 1.0 + factor if sums[2].any() and alike and abs(factor) > c.COLUMN_SHARE * high else None
 
 
 def _heads(bad: np.ndarray, sums: np.ndarray, attrs: Mapping[str, Any]) -> str:
     size = next((int(attrs[k]) for k in ("head_size", "head_dim", "v_head_dim") if attrs.get(k)), 0)
     width = len(bad)
-    if size < 4 or width % size or width == size:
+    if size < c.HEAD_LEAST or width % size or width == size:
         return ""
     share = bad.reshape(-1, size).mean(axis=1)
-    hit = np.flatnonzero(share > 0.7)
-    if not len(hit) or share[share <= 0.7].max(initial=0.0) > 0.2:
+    hit = np.flatnonzero(share > c.HEAD_BAD)
+    if not len(hit) or share[share <= c.HEAD_BAD].max(initial=0.0) > c.HEAD_GOOD:
         return ""
     total = width // size
     q, kv = int(attrs.get("num_heads") or 0), int(attrs.get("num_kv_heads") or 0)
@@ -241,8 +243,8 @@ def _range(bad: np.ndarray, tail: str) -> str:
     first, last = int(at[0]), int(at[-1])
     if first == last:
         return f"column {first} of {width}"
-    if len(at) >= 0.8 * (last - first + 1):
-        end = f" ({tail})" if tail and last >= width - 1 - width // 64 else ""
+    if len(at) >= c.RANGE_FULL * (last - first + 1):
+        end = f" ({tail})" if tail and last >= width - 1 - width // c.TAIL_PART else ""
         return f"columns {first}–{last} of {width}{end}"
     return f"{_number(at.tolist(), 'column')} of {width}"
 
@@ -250,6 +252,6 @@ def _range(bad: np.ndarray, tail: str) -> str:
 def _number(at: list[int], what: str) -> str:
     if len(at) == 1:
         return f"{what} {at[0]}"
-    if len(at) <= _FEW_LISTED:
+    if len(at) <= c.FEW_LISTED:
         return f"{what}s {', '.join(map(str, at))}"
     return f"{len(at)} {what}s, first {at[0]},"

@@ -4,10 +4,8 @@ The problem: one number cannot serve the first layer and the last, a wrong scale
 a `Standard` holds a few plain numbers; `Limits` follow from it, the unit (floor.py) and the depth. Three measures of a
 row are held against one limit each, so that none hides the others' finds: the relative L2 error, the norm ratio (noise
 hardly moves it, a wrong scale does) and the largest element (one wrong element in a wide row hardly moves the norm).
-Defaults: the worst row of clean pairs of small bfloat16 models was 0.1 units off for speculative against plain
-decoding, and for TP=2 against TP=1 5.7, 4.1, 6.5 and 6.2 units after layers 1 to 4, where 8 * sqrt(1 + depth) allows
-11 to 18.
-Not here: the verdict on a pair (verdict.py) and on an operator (origin.py).
+Not here: the numbers and where they come from (constants.py), the verdict on a pair (verdict.py) and on an operator
+(origin.py).
 """
 
 from __future__ import annotations
@@ -16,15 +14,12 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-TRUNCATED = 0.5 / math.log(2.0)
-"""What rounding toward zero takes off a value on average, in units (floor.py): half a step of 2**(1-p), over
-significands m in [1, 2) with log-uniform m, of which 1 / m has the mean 1 / (2 ln 2)."""
-_SCATTER = math.sqrt(3.0 * (0.5 / math.log(2.0) - TRUNCATED**2))
+from vllm_accprobe.judge import constants as c
+
+_SCATTER = math.sqrt(3.0 * (c.TRUNCATED - c.TRUNCATED**2))
 """Of a row's norm ratio after one truncation, in units, times sqrt(width): the variance of one element's loss (steps
 uniform in [0, 2) units: 4/3 of the mean of 1 / m**2, which is 3 / (8 ln 2)), times 3, as squares of normal values weigh
 the elements."""
-_ROWS = 5.0
-"""Standard deviations that one row in millions reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +64,17 @@ class Standard:
     """
 
     name: str = "accprobe"
-    created: float = 4.0
-    total: float = 8.0
-    growth: float = 0.5
-    amplification: float = 4.0
-    wild: float = 16.0
-    garbage: float = 0.05
-    ratio_share: float = 0.25
-    ratio_width: float = 4.0
-    truncations: int = 2
-    element: float = 8.0
-    row_floor: float = 0.1
+    created: float = c.CREATED
+    total: float = c.TOTAL
+    growth: float = c.GROWTH
+    amplification: float = c.AMPLIFICATION
+    wild: float = c.WILD
+    garbage: float = c.GARBAGE
+    ratio_share: float = c.RATIO_SHARE
+    ratio_width: float = c.RATIO_WIDTH
+    truncations: int = c.TRUNCATIONS
+    element: float = c.ELEMENT
+    row_floor: float = c.ROW_FLOOR
 
     def created_limits(self, unit: float, width: int) -> Limits:
         """What one operator may add to a row of ``width`` elements."""
@@ -102,7 +97,7 @@ class Standard:
 
     def ratio_factor(self, width: int) -> float:
         root = math.sqrt(max(width, 1))
-        toward_zero = self.truncations * TRUNCATED + _ROWS * _SCATTER * math.sqrt(self.truncations) / root
+        toward_zero = self.truncations * c.TRUNCATED + c.ROW_DEVIATIONS * _SCATTER * math.sqrt(self.truncations) / root
         return min(1.0, max(self.ratio_share + self.ratio_width / root, toward_zero / self.created))
 
     def to_dict(self, unit: float, layers: int) -> dict[str, Any]:
@@ -116,7 +111,8 @@ class Standard:
         }
 
 
-_ALL = (Standard(), Standard("strict", created=1.0, total=2.0, amplification=2.0, truncations=0))
+_STRICT = {"created": c.STRICT_CREATED, "total": c.STRICT_TOTAL, "amplification": c.STRICT_AMPLIFICATION}
+_ALL = (Standard(), Standard("strict", **_STRICT, truncations=0))
 STANDARDS: dict[str, Standard] = {s.name: s for s in _ALL}
 
 

@@ -92,7 +92,11 @@ def _cut(calls: list[Captured], references: References) -> list[dict[str, Expect
         if not e.value.dim() or len(e.value) != sum(rows) or e.rows is not None:
             return None
         values = e.value.split(rows)
-        noises = [None] * len(rows) if e.noise is None else e.noise.expand(e.value.shape).split(rows)
-        for n, (value, noise) in enumerate(zip(values, noises, strict=True)):
-            found[n][role] = replace(e, value=value, noise=noise)
+        noises, bounds = _split(e.noise, e, rows), _split(e.bound, e, rows)
+        for n, value in enumerate(values):
+            found[n][role] = replace(e, value=value, noise=noises[n], bound=bounds[n])
     return found
+
+
+def _split(error: Any | None, e: Expected, rows: list[int]) -> Any:
+    return [None] * len(rows) if error is None else error.expand(e.value.shape).split(rows)

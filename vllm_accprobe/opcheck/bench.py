@@ -28,6 +28,8 @@ from vllm_accprobe.opcheck.tensorfile import load
 from vllm_accprobe.opcheck.verdict import Verdict
 
 CAPTURED, DEVICE, DRAWN = "captured", "device", "drawn"
+TENSORS = ("value", "noise", "bound", "rows")
+"""Of an Expected that was written down."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,15 @@ class Bench:
             return Outcome(role, dtype, shape, "fail", f"shape {list(shape)} instead of {list(e.value.shape)}")
         row_dim = int(case.about.get("row_dims", {}).get(role, 0))
         reference, numbers = (_matrix(_wide(t), row_dim) for t in (e.value, mine))
-        noise = None if e.noise is None else _matrix(_wide(e.noise).expand(shape), row_dim)
+        noise, bound = (None if x is None else _matrix(_wide(x).expand(shape), row_dim) for x in (e.noise, e.bound))
         if e.rows is not None:
             rows = e.rows.nonzero().flatten()
             if not len(rows):
                 return Outcome(role, dtype, shape, "skip", e.reason)
             reference, numbers = reference[rows], numbers[rows]
-            noise = None if noise is None else noise[rows]
-        v = judge(reference, numbers, dtype, noise=noise, last=e.unit, common=e.common)
+            noise, bound = (None if x is None else x[rows] for x in (noise, bound))
+        v = judge(reference, numbers, dtype, noise=noise, bound=bound, last=e.unit, common=e.common, groups=e.groups,
+                  shared=e.shared)  # fmt: skip
         message = "" if v.passed else _say(v, reference, numbers)
         if way == DRAWN:
             message = f"{message}; {WEAKER}".lstrip("; ")
@@ -167,8 +170,9 @@ def load_case(path: Path) -> Case:
     tensors = load(path.with_suffix(".safetensors"))
     expected = {}
     for role, e in tree.get("expected", {}).items():
-        named: dict[str, Any] = {k: None if e[k] is None else tensors[e[k]] for k in ("value", "noise", "rows")}
-        expected[role] = Expected(**named, unit=e["unit"], common=e["common"], reason=e["reason"])
+        named: dict[str, Any] = {k: None if e.get(k) is None else tensors[e[k]] for k in TENSORS}
+        plain = {k: e[k] for k in ("unit", "common", "reason", "groups", "shared") if k in e}
+        expected[role] = Expected(**named, **plain)
     return Case(tree["about"], decode(tree["call"], tensors), expected)
 
 

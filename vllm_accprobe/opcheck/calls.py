@@ -26,6 +26,7 @@ from vllm_accprobe.dump.opcalls import SEPARATOR, is_operator
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Record
 from vllm_accprobe.opcheck import grid
+from vllm_accprobe.opcheck.chance import RATE, Budget
 from vllm_accprobe.opcheck.history import Past
 from vllm_accprobe.opcheck.opcalls import STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.parameters import Parameters
@@ -108,6 +109,15 @@ class Calls:
         if self.parameters.problem:
             self.problems.append(self.parameters.problem)
         self._shared: dict[int, Mapping[int, Prefix]] = {}
+
+    def budget(self, rate: float = RATE) -> Budget:
+        """The rate divided over what the dump holds: outputs of calls, and of taps."""
+        outputs, taps = 0, set()
+        for r in self.dump.records:
+            if r.step is not None and r.role.startswith(("output", "inplace")):
+                outputs += 1
+                taps.add((r.rank, r.tap, r.role))
+        return Budget(rate, max(outputs, 1), max(len(taps), 1))
 
     def taps(self) -> list[tuple[int, str, str]]:
         """(rank, tap, class) of everything that was called, ranks after one another, in the order of the model."""

@@ -27,7 +27,11 @@ class Checked:
     request, position, column: where, None where the measure does not say; message: for people; measures: of
     measures.py, None where nothing was measured; algorithm: how another tool's standard came to the status; rounding:
     "toward zero" where the numbers show it, "" where they do not, or not enough of them. dtype: that of the numbers, by
-    which they are judged; stored: of the dump's tensor where that is a wider one (grid.py), else ""."""
+    which they are judged; stored: of the dump's tensor where that is a wider one (grid.py), else "". evidence: how it
+    was computed, counts in one line (habits_evidence.py), of the outputs that were looked at for that, else "". habit:
+    what its machine does everywhere, where that was allowed for, else "". tier: which floor it breaks (judge/tiers.py),
+    "" where it passes; chance: then, the probability that a replay of an honest machine shows as much anywhere, 0.0
+    where it is proved."""
 
     tap: str
     cls: str
@@ -54,6 +58,10 @@ class Checked:
     algorithm: str = ""
     stored: str = ""
     rounding: str = ""
+    evidence: str = ""
+    habit: str = ""
+    tier: str = ""
+    chance: float | None = None
 
     @property
     def severity(self) -> float:
@@ -94,6 +102,6 @@ def unchecked(
     empty |= {
         "tap": tap, "cls": cls, "role": role, "rank": rank, "step": step, "call": call, "shape": shape, "seq": seq,
         "dtype": dtype, "rows": 0, "checked": 0, "unchecked_because": why, "status": status, "message": why,
-        "algorithm": "", "rounding": "", "stored": "",
+        "algorithm": "", "rounding": "", "stored": "", "evidence": "", "habit": "", "tier": "",
     }  # fmt: skip
     return Checked(**empty)

@@ -15,21 +15,24 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_accprobe.children import end_with
 from vllm_accprobe.opcheck.batches import Outcome, evaluated
 from vllm_accprobe.opcheck.calls import Calls, Captured
+from vllm_accprobe.opcheck.chance import RATE
 from vllm_accprobe.opcheck.checked import COLUMNS, Checked
+from vllm_accprobe.opcheck.peers import Pooled
+from vllm_accprobe.opcheck.pools import Pools
 from vllm_accprobe.opcheck.reference import References
 from vllm_accprobe.opcheck.replay import Options, check_call, wanted
 
 _GROUPS = 4096
 """At most: four bytes each, which a pipe must hold (64 KiB)."""
-_OPTIONS = Options(measured=False)
 
 
 class Task(NamedTuple):
@@ -40,19 +43,29 @@ class Task(NamedTuple):
     tap: str
 
 
+class Side(NamedTuple):
+    """Of a dump, or of one of its taps: the rows, and what its outputs come to over all calls."""
+
+    rows: list[Checked]
+    pooled: list[Pooled]
+
+
 def check_both(
-    sides: Sequence[Calls], references: References, ops: Sequence[str], told: Callable[[int, int], object]
-) -> list[list[Checked]]:
-    """The rows of each dump, in its order. ops: globs, all if empty; told: how many taps are done of how many."""
+    sides: Sequence[Calls], references: References, ops: Sequence[str], told: Callable[[int, int], object],
+    rate: float = RATE,
+) -> list[Side]:  # fmt: skip
+    """What each dump gives, in its order. ops: globs, all if empty; told: how many taps are done of how many; rate:
+    false alarms of each dump's replay."""
+    options = [Options(measured=False, budget=c.budget(rate)) for c in sides]
     tasks = [Task(n, rank, tap) for n, c in enumerate(sides) for rank, tap, cls in c.taps() if wanted(ops, tap, cls)]
     told(0, len(tasks))
     size = -(-len(tasks) // _GROUPS)
     groups = [range(k, min(k + size, len(tasks))) for k in range(0, len(tasks), size or 1)]
 
-    def rows(group: Sequence[int]) -> list[list[Checked]]:
-        return [list(_check(sides[t.side], t, references)) for t in map(tasks.__getitem__, group)]
+    def rows(group: Sequence[int]) -> list[Side]:
+        return [check_task(sides[t.side], t, references, options[t.side]) for t in map(tasks.__getitem__, group)]
 
-    found: dict[int, list[list[Checked]]] = {}
+    found: dict[int, list[Side]] = {}
     with _shared(len(groups)) as queue:
         other = _second(queue, lambda k: rows(groups[k])) if len(groups) > 1 and may_fork() else None
         for k, left in queue.take():
@@ -64,16 +77,23 @@ def check_both(
         if k not in found:
             found[k] = rows(groups[k])
     told(len(tasks), len(tasks))
-    out: list[list[Checked]] = [[] for _ in sides]
+    out = [Side([], []) for _ in sides]
     for k, group in enumerate(groups):
         for n, more in zip(group, found[k], strict=True):
-            out[tasks[n].side] += more
+            out[tasks[n].side].rows.extend(more.rows)
+            out[tasks[n].side].pooled.extend(more.pooled)
     return out
 
 
-def _check(calls: Calls, task: Task, references: References) -> Iterator[Checked]:
+def check_task(calls: Calls, task: Task, references: References, options: Options) -> Side:
+    """The rows of one tap."""
+    pools = Pools()
+    found = Side([], [])
     for captured, expected in evaluated(calls.of(task.rank, task.tap), references):
-        yield from check_call(calls.dump, captured, partial(_known, expected), _OPTIONS)
+        found.rows.extend(check_call(calls.dump, captured, partial(_known, expected), options, pools))
+    found.rows.extend(pools.rows(options.budget))
+    found.pooled.extend(pools.pooled())
+    return found
 
 
 def _known(expected: Outcome, captured: Captured) -> Outcome:
@@ -124,7 +144,7 @@ def _shared(n: int) -> Iterator[_Queue]:
         os.close(reading)
 
 
-def _second(queue: _Queue, rows: Callable[[int], list[list[Checked]]]) -> Callable[[], dict[int, list[list[Checked]]]]:
+def _second(queue: _Queue, rows: Callable[[int], list[Side]]) -> Callable[[], dict[int, list[Side]]]:
     """Forks; what it gives waits for the other process and gives what that one checked."""
     ends, alive = os.pipe()  # the end of this process is the end of the other
     reading, writing = os.pipe()
@@ -136,7 +156,7 @@ def _second(queue: _Queue, rows: Callable[[int], list[list[Checked]]]) -> Callab
             os.close(reading)
             end_with(ends)
             with os.fdopen(writing, "w", encoding="utf-8") as channel:
-                done = [(k, [[_plain(row) for row in tap] for tap in rows(k)]) for k, _ in queue.take()]
+                done = [(k, [_told(side) for side in rows(k)]) for k, _ in queue.take()]
                 for item in done:  # at the end: until then nobody reads
                     channel.write(json.dumps(item) + "\n")
             code = 0
@@ -145,14 +165,14 @@ def _second(queue: _Queue, rows: Callable[[int], list[list[Checked]]]) -> Callab
     os.close(ends)
     os.close(writing)
 
-    def wait() -> dict[int, list[list[Checked]]]:
+    def wait() -> dict[int, list[Side]]:
         found = {}
         try:
             with os.fdopen(reading, encoding="utf-8") as channel:
                 for line in channel:
                     if line.endswith("\n"):
                         k, taps = json.loads(line)
-                        found[k] = [[_row(row) for row in tap] for tap in taps]
+                        found[k] = [_heard(*tap) for tap in taps]
         finally:
             os.close(alive)
             os.waitpid(pid, 0)
@@ -162,6 +182,14 @@ def _second(queue: _Queue, rows: Callable[[int], list[list[Checked]]]) -> Callab
 
 
 _NAMES = tuple(name for name in COLUMNS if name != "measures")
+
+
+def _told(side: Side) -> list[list[object]]:
+    return [[_plain(row) for row in side.rows], [asdict(p) for p in side.pooled]]
+
+
+def _heard(rows: list[list[object]], pooled: list[dict[str, Any]]) -> Side:
+    return Side([_row(row) for row in rows], [Pooled(**p) for p in pooled])
 
 
 def _plain(row: Checked) -> list[object]:

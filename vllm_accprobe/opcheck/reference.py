@@ -5,9 +5,12 @@ formulas that are right, and a formula that does not fit must never be taken for
 what was captured; a reference is a plain function from a Call to exact outputs, marked with ``@reference("name")``;
 `evaluate` gives its outputs, or a `Declined` with the reason as a value. Marking is all that the decorator does: a
 `References` table collects the marked functions of modules, so that nothing registers itself behind anybody's back. An
-`Expected` also carries ``noise``: the absolute error that roundings inside an honest kernel leave in each element,
+`Expected` also carries ``noise``: the standard error that roundings inside an honest kernel leave in each element,
 added up as independent errors are, root of the sum of squares [N. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019)
-A2815]. Not here: the formulas (references/), where calls come from (calls.py), the verdict (verdict.py).
+A2815], and ``bound``: what they leave at most, sums of absolute values [N. Higham, Accuracy and Stability of Numerical
+Algorithms, 2nd ed., chapter 3]. A bound holds by proof for +, x, / and sqrt; of exp, tanh, erf and rsqrt it supposes
+that they are as near as APPROXIMATE says, which only a machine's profile can measure. Not here: the formulas
+(references/), where calls come from (calls.py), the verdict (verdict.py).
 """
 
 from __future__ import annotations
@@ -25,6 +28,15 @@ ENTRY_POINTS = "accprobe.references"
 """Group of entry points; each names a module, or one marked function."""
 _MARK = "__accprobe_references__"
 _BY_ROWS = "__accprobe_by_rows__"
+ROUNDED = 3.0**-0.5
+"""Units: the standard error of a rounding to nearest, at most. Derived: step / sqrt(12), and a step is 2 units of the
+power of two below a number, so at most 2 units of it."""
+APPROXIMATE = 2.0**-10
+"""Chosen: relative error of an approximate exp, tanh, erf or rsqrt in a bound. PTX's tanh.approx.f32 is within 2**-11
+[PTX ISA, section tanh], ex2.approx and rsqrt.approx within 2**-22; half as exact again leaves room for another
+vendor's, and is a quarter of bfloat16's rounding. It widens bounds only: an error that all elements share is seen."""
+SUM = 2.0**-24
+"""Unit of the float32 accumulator that engines sum in; a lower one breaks the bound, which is what it is for."""
 Tensor = Any  # a torch.Tensor: this module can be read, and references be marked, where torch is not
 
 
@@ -41,7 +53,10 @@ class Declined(Exception):
 @dataclass(frozen=True)
 class Expected:
     """An exact output. value: float64 (or integers), the shape of the captured one; noise: float64, broadcastable to
-    value, the standard error of an honest kernel before its last rounding, or None; unit: relative error of that last
+    value, the standard error of an honest kernel before its last rounding, or None; bound: float64, broadcastable, what
+    no honest kernel's error before its last rounding exceeds, in whatever order it adds up, or None where none is
+    known; groups: how many independent errors noise is made of in a row, None where each element has its own; shared:
+    noise is that of a table, and the same in other rows; unit: relative error of that last
     rounding, None for the unit of the captured dtype; common: a relative error that a whole row may share (a rounded
     gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None for all;
     reason: why the others have none; note: what to say if it fails; only_measured: why nothing may be decided, ""
@@ -56,6 +71,9 @@ class Expected:
     note: str = ""
     only_measured: str = ""
     exact: Tensor | None = None
+    bound: Tensor | None = None
+    groups: float | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -233,6 +251,21 @@ def combined(*noises: Tensor | None) -> Tensor | None:
     if not real:
         return None
     return functools.reduce(lambda a, b: (a * a + b * b).sqrt(), real)
+
+
+def gamma(n: float, unit: float = SUM) -> float:
+    """n u / (1 - n u): relative to the sum of absolute values, what summing n products in any order leaves at most
+    [Higham, lemma 3.1]; inf where n u reaches 1."""
+    return n * unit / (1.0 - n * unit) if n * unit < 1.0 else float("inf")
+
+
+def sum_of_two(total: Tensor, unit: float) -> Expected:
+    """The sum of two numbers on one grid, which is rounded once. Its last bits are few-valued: where the larger term's
+    step is twice the smaller's, half of all sums lie in the middle of two numbers, and a rounding's variance is step**2
+    / 8 instead of / 12. Derived: (step**2 / 12) (1 + 2 * 4**-k) for k bits between, k > 0; the half more is noise, and
+    a step is at most 2 units."""
+    size = total.abs()
+    return Expected(total, (2.0 / 24.0**0.5 * unit) * size, bound=SUM * size)
 
 
 def only(expected: Mapping[str, Expected], **changes: Any) -> dict[str, Expected]:

@@ -21,6 +21,7 @@ from vllm_accprobe.dump.select import matches, row_space
 from vllm_accprobe.opcheck import grid
 from vllm_accprobe.opcheck.attention_causes import cause
 from vllm_accprobe.opcheck.calls import Calls, Captured
+from vllm_accprobe.opcheck.chance import BUDGET, Budget
 from vllm_accprobe.opcheck.checked import (
     COLUMNS,
     ERROR,
@@ -34,10 +35,12 @@ from vllm_accprobe.opcheck.checked import (
     id_of,
     unchecked,
 )
+from vllm_accprobe.opcheck.habits_look import due, look
 from vllm_accprobe.opcheck.measures import Measures, measure
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
+from vllm_accprobe.opcheck.pools import Pools
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References, combined
 from vllm_accprobe.opcheck.rounding import ROUNDING, TOWARD_ZERO, judge
-from vllm_accprobe.opcheck.verdict import Verdict
+from vllm_accprobe.opcheck.verdict import EXACT, NONFINITE, Verdict
 
 __all__ = [
     "COLUMNS", "ERROR", "FAIL", "PASS", "SKIP", "WARNING", "Checked", "Options", "check", "check_call", "check_stored",
@@ -50,12 +53,15 @@ Evaluate = Callable[[Captured], "Mapping[str, Expected] | Declined"]
 class Options:
     """standard: whose limits decide, OURS, STRICT or one of standards/; kl: measure the KL divergence too; ids: only
     these calls, as ``rank.step.seq`` of one of their records, all if empty; measured: with all of measures.py, which
-    other standards need."""
+    other standards need; habits: look at how outputs were computed, which takes references that round nothing; budget:
+    how likely an honest output may fail (chance.py)."""
 
     standard: str = OURS
     kl: bool = False
     ids: frozenset[str] = frozenset()
     measured: bool = True
+    habits: bool = True
+    budget: Budget = BUDGET
 
     def wants(self, c: Captured) -> bool:
         return not self.ids or any(id_of(c.rank, c.step, r.seq) in self.ids for r in c.records.values())
@@ -84,10 +90,13 @@ def check(
 
 
 def check_tap(calls: Calls, rank: int, tap: str, evaluate: Evaluate, options: Options) -> Iterator[Checked]:
-    """The rows of one tap, call by call."""
+    """The rows of one tap, call by call; then those of its outputs that only all calls together show to be wrong."""
+    pools = Pools()
     for captured in calls.of(rank, tap):
         if options.wants(captured):
-            yield from check_call(calls.dump, captured, evaluate, options)
+            yield from check_call(calls.dump, captured, evaluate, options, pools)
+    if options.standard == OURS:
+        yield from pools.rows(options.budget)
 
 
 def check_stored(calls: Calls, ops: Iterable[str] = ()) -> Iterator[Checked]:
@@ -125,8 +134,11 @@ def count_taps(calls: Calls) -> int:
     return len(calls.taps())
 
 
-def check_call(dump: Dump, captured: Captured, evaluate: Evaluate, options: Options) -> Iterator[Checked]:
-    """The rows of one call: one per output that was captured; one that says why, where there is no reference."""
+def check_call(
+    dump: Dump, captured: Captured, evaluate: Evaluate, options: Options, pools: Pools | None = None
+) -> Iterator[Checked]:
+    """The rows of one call: one per output that was captured; one that says why, where there is no reference. pools:
+    what they are added to."""
     if captured.missing:
         yield _unchecked(captured, "", None, ERROR if captured.crashed else SKIP, captured.missing)
         return
@@ -144,7 +156,7 @@ def check_call(dump: Dump, captured: Captured, evaluate: Evaluate, options: Opti
             yield _unchecked(captured, role, record, SKIP, f"no reference for {role} of {captured.what.cls}")
             continue
         try:
-            yield _checked(dump, captured, role, record, expected[role], options)
+            yield _checked(dump, captured, role, record, expected[role], options, pools)
         except (ValueError, RuntimeError, DumpError) as error:
             yield _unchecked(captured, role, record, ERROR, f"the reference does not fit: {error}")
 
@@ -181,19 +193,21 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
     return [n for n in shape if n != 1]
 
 
-def _checked(dump: Dump, c: Captured, role: str, record: Record, expected: Expected, options: Options) -> Checked:
+def _checked(
+    dump: Dump, c: Captured, role: str, record: Record, expected: Expected, options: Options, pools: Pools | None
+) -> Checked:
     captured = c.what.outputs.get(role, c.what.inputs.get(role.removeprefix("input.")))
     shape = record.shape
     if tuple(expected.value.shape) != shape and _without_ones(expected.value.shape) == _without_ones(shape):
-        noise = None if expected.noise is None else expected.noise.expand(expected.value.shape).reshape(shape)
-        expected = replace(expected, value=expected.value.reshape(shape), noise=noise)
+        noise, bound = (None if e is None else e.expand(expected.value.shape).reshape(shape)
+                        for e in (expected.noise, expected.bound))  # fmt: skip
+        expected = replace(expected, value=expected.value.reshape(shape), noise=noise, bound=bound)
     if tuple(expected.value.shape) != shape:
         raise ValueError(f"shape {list(expected.value.shape)} instead of {list(shape)}")
     row_dim = record.row_dim if record.rows is not None else 0
     mine, reference = matrix(numbers(captured), row_dim), matrix(numbers(expected.value), row_dim)
-    noise = None
-    if expected.noise is not None and not captured.is_complex():
-        noise = matrix(numbers(expected.noise).expand(shape), row_dim)
+    noise, bound = (None if e is None or captured.is_complex() else matrix(numbers(e).expand(shape), row_dim)
+                    for e in (expected.noise, expected.bound))  # fmt: skip
     rows = torch.arange(len(mine))
     if expected.rows is not None:
         rows = expected.rows.nonzero().flatten()
@@ -201,12 +215,24 @@ def _checked(dump: Dump, c: Captured, role: str, record: Record, expected: Expec
             return _unchecked(c, role, record, SKIP, expected.reason or "no row has a reference")
         mine, reference = mine[rows], reference[rows]
         noise = noise[rows] if noise is not None else None
+        bound = bound[rows] if bound is not None else None
     dtype = grid.name_of(captured)  # the record's, or the coarser one whose numbers it holds
     exact = None
     if expected.exact is not None:
         exact = matrix(numbers(expected.exact).reshape(shape), row_dim)[rows]
-    v = judge(reference, mine, dtype, noise=noise, last=expected.unit, common=expected.common, exact=exact,
+    v = judge(reference, mine, dtype, chance=options.budget.output, noise=noise, bound=bound, last=expected.unit,
+              common=expected.common, groups=expected.groups, shared=expected.shared, exact=exact,
               strict=options.standard == STRICT)  # fmt: skip
+    evidence = ""
+    if options.habits and v.measure not in (EXACT, NONFINITE) and due(c.step, role, c.what, v.passed):
+
+        def again(y: Any, more: Any) -> Verdict:
+            return judge(y, mine, dtype, noise=combined(noise, more), last=expected.unit, common=expected.common)
+
+        evidence = look(
+            c.what, role, reference if exact is None else exact, mine, dtype, noise=noise, rows=rows, passed=v.passed,
+            judge=again,
+        ).to_text()  # fmt: skip
     measures = None
     if options.measured or options.standard not in (OURS, STRICT):
         measures = measure(reference.numpy(), mine.numpy(), dtype, kl=options.kl)
@@ -217,12 +243,18 @@ def _checked(dump: Dump, c: Captured, role: str, record: Record, expected: Expec
     message = message_of(v, request, position, expected, len(rows))
     row = _row(c, record, v, measures, count, len(rows), left, (request, position), message)
     row = _on_grid(row, record, dtype)
+    if evidence:
+        row = replace(row, evidence=evidence)
+    if not v.passed:
+        row = replace(row, chance=min(1.0, v.chance * options.budget.outputs))
     if expected.only_measured:
         return replace(row, status=SKIP, checked=0, unchecked_because=expected.only_measured,
                        message=expected.only_measured)  # fmt: skip
     if row.status == FAIL and c.what.cls == "Attention":
         why = cause(c.what, expected)
         row = replace(row, message=f"{row.message}; {why}" if why else row.message)
+    if pools is not None:
+        pools.add(row, v)
     return row if options.standard in (OURS, STRICT) else by_standard(row, options.standard)
 
 
@@ -238,7 +270,7 @@ def by_standard(row: Checked, standard: str) -> Checked:
     assert row.measures is not None
     found = by_name(standard, row.measures, row.cls, row.dtype)
     status = {"pass": PASS, "warning": WARNING, "error": FAIL, "skip": SKIP}[found.status]
-    return replace(row, status=status, message=found.message, algorithm=found.algorithm)
+    return replace(row, status=status, message=found.message, algorithm=found.algorithm, tier="", chance=None)
 
 
 def _row(
@@ -261,7 +293,7 @@ def judged(
         rows=counts[0], checked=counts[1], unchecked_because=counts[2], created=v.worst_row_rel_l2, measure=v.measure,
         measured=v.value, allowed=v.limit, request=place[0], position=place[1],
         column=v.column if v.column >= 0 else None, status=PASS if v.passed else FAIL, message=message,
-        measures=measures, rounding=v.rounding,
+        measures=measures, rounding=v.rounding, tier=v.tier, chance=None if v.passed else v.chance,
     )  # fmt: skip
 
 

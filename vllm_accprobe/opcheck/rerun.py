@@ -55,7 +55,7 @@ def _rounded(
             own = call.unit * wide.abs()
             if known is not None and tuple(known.value.shape) == tuple(wide.shape):
                 noise = combined(known.noise, known.noise, own)
-                found[role] = replace(known, value=wide, noise=noise, exact=known.value)
+                found[role] = replace(known, value=wide, noise=noise, exact=known.value, bound=None)
             else:
                 found[role] = Expected(wide, own)
         else:

@@ -15,7 +15,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.judge import profile
 from vllm_accprobe.opcheck.checked import ERROR, FAIL, PASS, SKIP, WARNING, Checked, grids
+from vllm_accprobe.opcheck.habits import Found
 from vllm_accprobe.opcheck.measures import Measures
 from vllm_accprobe.opcheck.totals import Totals
 from vllm_accprobe.opcheck.truncating import sentence
@@ -25,7 +27,7 @@ _MOST = 10
 _ID = ("cls", "cls", "tap", "call", "role", "step", "rank", "dtype", "shape")
 _MORE = (
     "status", "message", "algorithm", "measure", "measured", "allowed", "created", "request", "position", "column",
-    "rows", "checked", "unchecked_because", "seq", "id", "stored", "rounding",
+    "rows", "checked", "unchecked_because", "seq", "id", "stored", "rounding", "tier", "chance", "evidence", "habit",
 )  # fmt: skip
 COLUMNS = ("op", "class", *_ID[2:], *Measures.FIELDS, *_MORE)
 """Of opcheck.csv: what identifies an output, how far it is off, and what that means. op: the operator or the class;
@@ -39,6 +41,20 @@ _measured = attrgetter(*Measures.FIELDS)
 def write_csv(rows: Iterable[Checked], path: Path) -> None:
     """opcheck.csv: UTF-8, a header line, floats with all digits; whole or not at all. Raises OSError."""
     write_rows(path, COLUMNS, (cells(row) for row in rows))
+
+
+def resettle(path: Path, rows: Sequence[Checked]) -> None:
+    """Writes what was decided over all rows into the csv that `cells` of the single ones made: status, message and the
+    figure behind it. rows: all of the csv's, in its order. Raises OSError, ValueError."""
+    at = {n: COLUMNS.index(n) for n in ("status", "message", "measure", "measured", "allowed", "habit")}
+    with path.open(encoding="utf-8", newline="") as f:
+        lines_ = list(csv.reader(f))[1:]
+    for line, row in zip(lines_, rows, strict=True):
+        was = line[at["status"]], line[at["message"]], line[at["habit"]]
+        if was != (row.status, cell(row.message), cell(row.habit)):
+            for name, k in at.items():
+                line[k] = str(cell("" if getattr(row, name) is None else getattr(row, name)))
+    write_rows(path, COLUMNS, lines_)
 
 
 def write_result(rows: Iterable[Checked], path: Path) -> None:
@@ -100,6 +116,8 @@ def from_cells(given: Sequence[Any]) -> Checked:
         measure=text("measure"), measured=real("measured"), allowed=real("allowed"), request=text("request"),
         position=whole("position"), column=whole("column"), status=text("status") or "", message=text("message") or "",
         algorithm=text("algorithm") or "", stored=text("stored") or "", rounding=text("rounding") or "",
+        evidence=text("evidence") or "", habit=text("habit") or "",
+        tier=text("tier") or "", chance=real("chance"),
     )  # fmt: skip
 
 
@@ -114,8 +132,10 @@ def cell(value: object) -> object:
     return float(value) if isinstance(value, float) else value  # numpy's floats write themselves in other ways
 
 
-def lines(rows: Sequence[Checked], totals: Totals, *, most: int | None = _MOST) -> list[str]:
-    """The whole report. most: how many failing modules are shown; None: all."""
+def lines(
+    rows: Sequence[Checked], totals: Totals, *, most: int | None = _MOST, machine: Found | None = None
+) -> list[str]:  # fmt: skip
+    """The whole report. most: how many failing modules are shown; None: all; machine: how it computes."""
     out = [_sentence(rows, totals)]
     wrong = failures(rows)
     for group in wrong[:most]:
@@ -134,12 +154,20 @@ def lines(rows: Sequence[Checked], totals: Totals, *, most: int | None = _MOST) 
             part = f"{worst.severity:.2f}" if worst.severity < 1e4 else "far beyond"
             exact = " (must be equal)" if worst.measure == "exact" else f" ({worst.measure})"
             out.append(f"{_safe(cls, 36):<36} {len(verdicts):>14} {len(verdicts) - bad:>6} {bad:>6}  {part}{exact}")
-    notes = [*grids(rows), sentence(rows)]
+    known = {h.operator for h in machine.habits} if machine else set()
+    notes = [*grids(rows), sentence(r for r in rows if r.cls not in known)]
     out += [f"note: {_safe(said, 1000)}" for said in notes if said]
     skipped = [f"  {n:>7}  calls: {_safe(why)}" for why, n in totals.skipped.items()]
     skipped += [f"  {n:>7}  rows of checked calls: {_safe(why)}" for why, n in totals.rows_skipped.items()]
     skipped += [f"  {n:>7}  outputs of checked calls: {_safe(why)}" for why, n in totals.outputs_skipped.items()]
-    return out + (["", "not checked:", *skipped] if skipped else [])
+    told = ["", *computes(machine)] if machine is not None and (machine.habits or machine.unknown) else []
+    return out + told + (["", "not checked:", *skipped] if skipped else [])
+
+
+def computes(machine: Found) -> list[str]:
+    """The section on how this machine computes: a line for each operator and dtype, then what cannot be told."""
+    told = (*profile.lines(machine.habits), *machine.unknown)
+    return ["How this machine computes:", *(f"  {_safe(said, 1000)}" for said in told)]
 
 
 def _sentence(rows: Sequence[Checked], totals: Totals) -> str:

@@ -26,7 +26,7 @@ from vllm_accprobe.opcheck.tensorfile import save
 KIT = "operator_kit"
 _PACKAGE = Path(__file__).parent
 _FILES = (
-    "reference", "case", "tensorfile", "verdict", "rounding", "native", "bench", "mint", "plainmeasures",
+    "reference", "case", "tensorfile", "chance", "verdict", "rounding", "native", "bench", "mint", "plainmeasures",
     "random_inputs",
 )  # fmt: skip
 _OURS = "vllm_accprobe.opcheck.references."
@@ -70,8 +70,8 @@ def write_case(
 
 
 def _kept(role: str, e: Expected, tensors: dict[str, Any]) -> dict[str, Any]:
-    entry: dict[str, Any] = {"unit": e.unit, "common": e.common, "reason": e.reason}
-    for key in ("value", "noise", "rows"):
+    entry: dict[str, Any] = {k: getattr(e, k) for k in ("unit", "common", "reason", "groups", "shared")}
+    for key in ("value", "noise", "bound", "rows"):
         value = getattr(e, key)
         entry[key] = None if value is None else f"expected.{role}.{key}"
         if value is not None:

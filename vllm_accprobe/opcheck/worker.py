@@ -60,11 +60,15 @@ class Bench:
         from vllm_accprobe.formats import open_dump
         from vllm_accprobe.opcheck import mint, rerun
         from vllm_accprobe.opcheck.calls import Calls
+        from vllm_accprobe.opcheck.checked import OURS, STRICT
         from vllm_accprobe.opcheck.reference import default_references
         from vllm_accprobe.opcheck.replay import Options
 
-        self.job, self.options = job, Options(job.standard, job.kl, frozenset(job.ids))
+        self.job = job
         self.calls = Calls(open_dump(Path(job.dump)), Path(job.model) if job.model else None)
+        looks = job.against == EXACT and job.standard in (OURS, STRICT)
+        budget = self.calls.budget()
+        self.options = Options(job.standard, job.kl, frozenset(job.ids), habits=looks, budget=budget)
         self.references = default_references()
         said = mint.note({op.op for op in self.calls.dump.ops})
         self._mint = mint.installed()
@@ -94,23 +98,27 @@ class Bench:
 
     def rows(self, tap: Tap, crashed: Crashes, begins: Begins) -> Rows:
         """Cells of the rows of one tap."""
-        from vllm_accprobe.opcheck.replay import FAIL, check_stored
+        from vllm_accprobe.opcheck.pools import Pools
+        from vllm_accprobe.opcheck.replay import FAIL, OURS, check_stored
         from vllm_accprobe.opcheck.table import cells
 
         if tap == STORED:
             for row in check_stored(self.calls, self.job.ops):
                 yield cells(row)
             return
+        pools = Pools()
         for captured in self.calls.of(tap[0], tap[1], begins=begins, crashed=crashed):
             if not self.options.wants(captured):
                 continue
-            rows = list(self._check(captured))
+            rows = list(self._check(captured, pools))
             if self.job.save and any(r.status == FAIL for r in rows):
                 self._save(captured)
             for row in rows:
                 yield cells(row)
+        if self.source is None and self.options.standard == OURS:
+            yield from map(cells, pools.rows(self.options.budget))
 
-    def _check(self, captured: Any) -> Iterator[Any]:
+    def _check(self, captured: Any, pools: Any) -> Iterator[Any]:
         from vllm_accprobe.opcheck import backward, drawn, mint, rerun
         from vllm_accprobe.opcheck.replay import check_call
 
@@ -118,7 +126,7 @@ class Bench:
             yield from drawn.check(self.calls, captured, self.references, self.device, self.job.seed, self.options)
             return
         evaluate = self.source.evaluate if self.source else lambda c: self.references.evaluate(c.what)
-        yield from check_call(self.calls.dump, captured, evaluate, self.options)
+        yield from check_call(self.calls.dump, captured, evaluate, self.options, pools)
         if self.source is None and self._mint and not captured.missing and mint.is_mint(captured.what.cls):
             yield from rerun.by_mindspore(self.calls.dump, captured, self.references, self.options)
         if self.job.backward and not captured.missing:

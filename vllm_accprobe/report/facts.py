@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.report import tiers
 from vllm_accprobe.report.text import against, count, num, place, ratio, safe
 
 if TYPE_CHECKING:
@@ -94,6 +95,11 @@ def worst(comparison: Comparison, n: int = 10) -> list[Pair]:
 
 
 def blame(origin: Mapping[str, Any]) -> str:
+    """What an origin does, and in how many layers."""
+    return deed(origin) + (f" {where}, first here" if (where := tiers.layers(origin)) else "")
+
+
+def deed(origin: Mapping[str, Any]) -> str:
     """What an origin does. A file's tensor, of which nobody knows what went in, is not said to create anything."""
     return "differs" if origin.get("role") == FILE else "creates the error"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from vllm_accprobe.report import facts, markdown
+from vllm_accprobe.report import facts, markdown, tiers
 from vllm_accprobe.report.text import count, safe
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def command(kind: str, title: str, message: str) -> str:
 
 
 def lines(comparison: Comparison) -> list[str]:
-    """An error per origin, culprit first (or one for the verdict), a warning per note, a notice on a pass."""
+    """An error per origin, culprit first (or one for the verdict), a warning per note, a notice on a pass and for what
+    would decide."""
     out: list[str] = []
     if comparison.verdict == "pass":
         out.append(command("notice", "accprobe", facts.headline(comparison)))
@@ -45,8 +46,12 @@ def lines(comparison: Comparison) -> list[str]:
         out.append(command("error", "accprobe", facts.headline(comparison)))
     for i, origin in enumerate(comparison.origins[:MAX_ANNOTATIONS]):
         said = f"{facts.origin_title(origin)} {facts.blame(origin)}: {facts.origin_detail(comparison, origin)}"
+        said += f"; {tier}" if (tier := tiers.sentence(origin)) else ""
         said += f"; shape: {shape}" if (shape := facts.shape(origin)) else ""
         out.append(command("error", "accprobe: culprit" if i == 0 else f"accprobe: origin {i + 1}", said))
+    for step in comparison.would_decide[:MAX_ANNOTATIONS]:
+        typed = "; then ".join(step["command"].splitlines())
+        out.append(command("notice", "accprobe: this would decide", f"{step['why']}: {typed}"))
     out += [command("warning", "accprobe", note) for note in comparison.notes[:MAX_ANNOTATIONS]]
     for what, items in (("origin", comparison.origins), ("note", comparison.notes)):
         if len(items) > MAX_ANNOTATIONS:

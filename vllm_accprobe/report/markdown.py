@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_accprobe.report import facts, terminal
+from vllm_accprobe.report import facts, machines, terminal, tiers
 from vllm_accprobe.report.text import MISSING, count, num, place, safe
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ def lines(comparison: Comparison) -> list[str]:
         out += ["", "**Read this first**", "", *(f"- {code(note, 1000)}" for note in comparison.notes[:MAX_LIST])]
         out += _more(len(comparison.notes), "notes")
     out += _origins(comparison)
+    if said := tiers.alarms(comparison):
+        out += ["", f"By chance: {said}."]
+    out += _deciding(comparison)
+    out += _machines(comparison)
     if first := facts.divergence(comparison):
         out += ["", f"First divergence: {code(first, 1000)}"]
     out += _worst(comparison)
@@ -51,7 +55,7 @@ def lines(comparison: Comparison) -> list[str]:
 def _origins(comparison: Comparison) -> list[str]:
     if not comparison.origins:
         return []
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             str(i + 1),
             code(o.get("module", "?")),
@@ -63,8 +67,33 @@ def _origins(comparison: Comparison) -> list[str]:
         )
         for i, o in enumerate(comparison.origins[:MAX_LIST])
     ]
-    head = ("#", "origin", "class", "where", "created / limit", "evidence", "shape of the error")
+    head: tuple[str, ...] = ("#", "origin", "class", "where", "created / limit", "evidence", "shape of the error")
+    said = [tiers.whole(o) for o in comparison.origins]
+    if any(said):
+        head = (*head, "floor that it breaks")
+        rows = [(*row, code(text, 400)) for row, text in zip(rows, said, strict=False)]
     return ["", "### Origins", "", *_table(head, rows), *_more(len(comparison.origins), "origins")]
+
+
+def _deciding(comparison: Comparison) -> list[str]:
+    """What would decide, where the answer is open: a sentence and its commands as indented code, which nothing ends."""
+    steps = comparison.would_decide
+    if not steps:
+        return []
+    out = ["", "### This would decide"]
+    for step in steps[:MAX_LIST]:
+        out += ["", f"{code(step['why'], 400)}:", ""]
+        out += [f"    {safe(line, 1000)}" for line in step["command"].splitlines()]
+    return out + _more(len(steps), "would_decide")
+
+
+def _machines(comparison: Comparison) -> list[str]:
+    found = machines.lines(comparison.machines)
+    if not found:
+        return []
+    title = machines.TITLE[:1].upper() + machines.TITLE[1:]
+    lines = [f"- {code(line, 400)}" for line in found[:MAX_LIST]]
+    return ["", f"### {title}", "", *lines, *_more(len(found), "machines")]
 
 
 def _place(o: dict[str, object]) -> tuple[object, object, object]:

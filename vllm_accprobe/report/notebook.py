@@ -11,8 +11,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.result import COLUMNS, Pair
-from vllm_accprobe.report import facts, terminal
+from vllm_accprobe.report import facts, machines, terminal, tiers
 from vllm_accprobe.report.depth import depth
+from vllm_accprobe.report.html.further import command_lines as _command
 from vllm_accprobe.report.html.sections import escaped
 from vllm_accprobe.report.text import MISSING, num, safe
 
@@ -76,8 +77,14 @@ def repr_html(comparison: Comparison) -> str:
         out.append(
             f"<p>also: {escaped(facts.origin_title(o))}: {escaped(facts.origin_detail(comparison, o), 1000)}</p>"
         )
+    out += [f"<p>{escaped(tier)}</p>" for o in comparison.origins[:1] if (tier := tiers.sentence(o))]
     if said := [s for o in comparison.origins[:1] if (s := facts.shape(o))]:
         out.append(f"<p>shape of the error: {escaped(said[0])}</p>")
+    for step in comparison.would_decide[:3]:
+        out.append(f"<p>{escaped(step['why'])}:</p><pre>{_command(step['command'])}</pre>")
+    if habits := machines.lines(comparison.machines):
+        items = "".join(f"<li>{escaped(line)}</li>" for line in habits[:8])
+        out.append(f"<p>{machines.TITLE}:</p><ul>{items}</ul>")
     rows = []
     for p in facts.worst(comparison, 10):
         measure, value, limit = facts.decided(p)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.report import facts
+from vllm_accprobe.report import facts, machines, tiers
 from vllm_accprobe.report.text import MISSING, count, num, place, safe, times
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ def _styled(comparison: Comparison, verbosity: int) -> list[tuple[str, str]]:
         full = verbosity >= FULL
         builders: list[Callable[[Comparison, bool], list[str]]] = [
             other_origins,
+            alarms,
+            deciding,
+            how_they_compute,
             first_divergence,
             worst_pairs,
             flipped_tokens,
@@ -75,6 +78,8 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
         return []
     culprit, *others = comparison.origins
     out = [_evidence(culprit)]
+    if said := tiers.sentence(culprit):
+        out.append(said)
     if said := facts.shape(culprit):
         out.append(f"shape: {said}")
     if others:
@@ -88,9 +93,9 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
 
 def _other(comparison: Comparison, origin: Any) -> str:
     said = facts.shape(origin)
-    return f"  {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}" + (
-        f"; shape: {said}" if said else ""
-    )
+    parts = [f"  {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}"]
+    parts += [x for x in (tiers.short(origin), tiers.layers(origin)) if x]
+    return "; ".join([*parts, *([f"shape: {said}"] if said else [])])
 
 
 def _evidence(origin: Any) -> str:
@@ -104,6 +109,36 @@ def _evidence(origin: Any) -> str:
     why = said.get(str(origin.get("evidence")), safe(origin.get("evidence") or "not given"))
     passed = origin.get("propagated")
     return f"evidence: {why}" + ("" if passed is None else f" (error passed on from its inputs: {num(passed)})")
+
+
+def alarms(comparison: Comparison, full: bool = False) -> list[str]:
+    """How likely an origin is by chance alone."""
+    line = tiers.alarms(comparison)
+    return [f"by chance: {line}"] if line else []
+
+
+def deciding(comparison: Comparison, full: bool = False, n: int = 3) -> list[str]:
+    """Where the answer is open, which commands would close it, at most ``n``."""
+    steps = comparison.would_decide
+    if not steps:
+        return []
+    shown = steps if full else steps[:n]
+    out = ["this would decide:"]
+    for step in shown:
+        out += [f"  {safe(step['why'], 400)}:", *(f"    {safe(line, 1000)}" for line in step["command"].splitlines())]
+    if len(shown) < len(steps):
+        out.append(f"  … {len(steps) - len(shown):,} more: compare.json, would_decide")
+    return out
+
+
+def how_they_compute(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:
+    """Habits of both machines, differences first."""
+    found = machines.lines(comparison.machines)
+    shown = found if full else found[:n]
+    out = [f"{machines.TITLE}:", *(f"  {line}" for line in shown)] if found else []
+    if len(shown) < len(found):
+        out.append(f"  … {len(found) - len(shown):,} more: compare.html, or compare.json, machines")
+    return out
 
 
 def first_divergence(comparison: Comparison, full: bool = False) -> list[str]:

@@ -5,6 +5,8 @@ Formulas: SiLU [Elfwing et al., arXiv 1702.03118]; GELU, exact and by tanh, and 
 [So et al., arXiv 2109.08668]; the clamped SwiGLU of gpt-oss (alpha 1.702, limit 7, gate and up interleaved) as its
 published code has it; soft capping [Gemma 2, arXiv 2408.00118].
 Which half is the gate: the first, except MulAndSilu. Noise: kernels may round the activation before they multiply.
+Bound: that rounding, and an exponential, tanh or erf that is off by APPROXIMATE: x * sigmoid(x) hands that on at most
+[d log sigmoid = 1 - sigmoid]; 1 + erf and 1 + tanh cancel for negative x, and are off by that much of x / 2.
 Not here: what a recorded dump does not tell (GeluAndMul's approximation is taken from config.json's hidden_act).
 """
 
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, reference
 
 
 def silu(x: Any) -> Any:
@@ -52,13 +54,28 @@ def _gated(call: Call, f: Callable[[Any], Any], gate_first: bool = True) -> Expe
     a, b = x.chunk(2, -1)
     gate, up = (a, b) if gate_first else (b, a)
     y = f(gate) * up
-    return Expected(y, call.unit * y.abs())
+    return gated(y, gate, up, call.unit, f in (gelu, gelu_tanh))
+
+
+def gated(y: Any, gate: Any, up: Any, unit: float, cancels: bool) -> Expected:
+    """y = f(gate) * up with f rounded; cancels: 1 + erf or 1 + tanh in f."""
+    size = y.abs()
+    bound = (unit + APPROXIMATE) * size
+    if cancels:
+        return Expected(y, ROUNDED * unit * size, bound=bound + 0.5 * APPROXIMATE * (gate * up).abs())
+    return Expected(y, ROUNDED * unit * size, bound=bound)
+
+
+def alone(y: Any, x: Any, unit: float, cancels: bool) -> Expected:
+    """y = x * phi(x), where phi may be rounded; cancels: 1 + erf or 1 + tanh in it, rounded before it is added."""
+    size = 0.5 * x.abs() if cancels else y.abs()
+    return Expected(y, ROUNDED * unit * size, bound=(unit + APPROXIMATE) * (size + y.abs()))
 
 
 def _alone(call: Call, f: Callable[[Any], Any]) -> Expected:
     """An activation in several roundings, x * phi(x): one more of the size of the result."""
-    y = f(_x(call))
-    return Expected(y, call.unit * y.abs())
+    x = _x(call)
+    return alone(f(x), x, call.unit, f in (gelu, gelu_tanh))
 
 
 @reference("SiluAndMul", by_rows=True)
@@ -87,7 +104,9 @@ def swiglu_oai(call: Call) -> Expected:
     alpha, limit = float(call.attr("alpha", default=1.702)), float(call.attr("limit", default=7.0))
     gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
     y = gate * torch.sigmoid(alpha * gate) * (up + 1.0)
-    return Expected(y, 2 * call.unit * y.abs())
+    # the sigmoid, its product and up + 1, which cancels near -1 and is rounded to the unit of the sum
+    noise = ROUNDED * call.unit * (2.0 * y.square() + (gate * torch.sigmoid(alpha * gate)).square()).sqrt()
+    return Expected(y, noise, bound=(3.0 * call.unit + APPROXIMATE) * y.abs())
 
 
 @reference("SiLU", "SiLUActivation", by_rows=True)
@@ -105,9 +124,8 @@ def only_gelu(call: Call) -> Expected:
     "GELUTanh", "NewGELU", "NewGELUActivation", "FastGELU", "FastGELUActivation", "PytorchGELUTanh", by_rows=True
 )
 def only_gelu_tanh(call: Call) -> Expected:
-    y = gelu_tanh(_x(call))
-    # 1 + tanh cancels for negative x, so what rounding leaves is relative to x / 2
-    return Expected(y, call.unit * _x(call).abs() * 0.5 if "Tanh" not in call.cls else call.unit * y.abs())
+    x = _x(call)
+    return alone(gelu_tanh(x), x, call.unit, True)
 
 
 @reference("QuickGELU", "QuickGELUActivation", by_rows=True)
@@ -122,14 +140,17 @@ def only_relu2(call: Call) -> Expected:
 
 @reference("ReLU", by_rows=True)
 def only_relu(call: Call) -> Expected:
-    return Expected(torch.relu(_x(call)))
+    y = torch.relu(_x(call))
+    return Expected(y, bound=torch.zeros((), dtype=torch.float64))
 
 
 @reference("Sigmoid", by_rows=True)
 def only_sigmoid(call: Call) -> Expected:
-    return Expected(torch.sigmoid(_x(call)))
+    y = torch.sigmoid(_x(call))
+    return Expected(y, bound=APPROXIMATE * y)
 
 
 @reference("Tanh", by_rows=True)
 def only_tanh(call: Call) -> Expected:
-    return Expected(torch.tanh(_x(call)))
+    y = torch.tanh(_x(call))
+    return Expected(y, bound=APPROXIMATE * y.abs())

@@ -6,8 +6,11 @@ cap c tanh(s/c) [Gemma 2, arXiv 2408.00118]; ALiBi: slope * (j - i) [Press et al
 logit per head that takes probability and gives nothing [gpt-oss's published code]. No paged cache is needed: keys and
 values are those that the request itself computed, at positions from 0 on, as captured (``extra["cache"]``, see
 opcheck/history.py). Rows whose history is incomplete have no reference. Noise: probabilities rounded to the values'
-dtype before they meet them, p * (v - o) each; where a kernel rounds scores as well (torch's ``_math``), those too.
-torch's own attention operators are told their arguments by name, from the operator's schema.
+dtype before they meet them, p * (v - o) each, or p * v where they are divided by a sum that is not rounded; where a
+kernel rounds scores as well (torch's ``_math``), those too. With few keys the channels of a head share these errors: a
+row has as many independent ones as heads (`groups`). Bound: with each p off by e of itself, sum p e |v - o| <= e (P|V|
++ |o|): its rounding, an exponential off by APPROXIMATE, a score by gamma_d of |q||k|, and gamma_m P|V| for the sum over
+m keys. torch's own attention operators are told their arguments by name, from the operator's schema.
 """
 
 from __future__ import annotations
@@ -19,8 +22,11 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Call, Declined, Expected, gamma, reference
 from vllm_accprobe.opcheck.references.aten import of
+
+_FAR = 10.0
+"""Chosen: standard errors of a score that is a sum of many roundings, in a bound."""
 
 
 def alibi_slopes(heads: int) -> Any:
@@ -46,11 +52,12 @@ def attend(
     sinks: Any | None = None,
     step: float = 0.0,
     score_noise: Any | None = None,
-) -> tuple[Any, Any]:
-    """(output, noise) of one sequence: q [n, heads, d], k [m, kv heads, d], v [m, kv heads, e], float64 [n, heads, e].
+) -> tuple[Any, Any, Any]:
+    """(output, noise, bound) of one sequence, float64 [n, heads, e]: q [n, heads, d], k [m, kv heads, d], v [m, kv
+    heads, e].
 
     query_positions: int [n], keys being at 0 .. m - 1; None: everything sees everything. step: relative error of a
-    rounded probability. score_noise: absolute error of the scores, [heads, n, m].
+    rounded probability. score_noise: standard error of the scores, [heads, n, m]; the bound has ten times that.
     """
     heads, kv = q.shape[1], k.shape[1]
     if heads % kv:
@@ -72,16 +79,23 @@ def attend(
         p = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
     else:
         p = torch.softmax(scores, -1)
-    out = torch.einsum("hnm,mhe->nhe", p, v)
-    squared = torch.full_like(p, step * step) if score_noise is None else step * step + score_noise**2
-    w = p * p * squared
+    by_head = v.transpose(0, 1)
+    width = v.shape[-1]
+    mixed = (p @ torch.cat((by_head, by_head.abs()), -1)).transpose(0, 1)
+    out, sizes = mixed[..., :width], mixed[..., width:]
+    own = ROUNDED * step
+    w = p * p * (own * own if score_noise is None else own * own + score_noise**2)
     # sum of w (v - o)**2 without building the differences
-    spread = (
-        torch.einsum("hnm,mhe->nhe", w, v * v)
-        - 2 * out * torch.einsum("hnm,mhe->nhe", w, v)
-        + out * out * w.sum(-1).T.unsqueeze(-1)
-    )
-    return out, spread.clamp(min=0.0).sqrt()
+    both = (w @ torch.cat((by_head * by_head, by_head), -1)).transpose(0, 1)
+    spread = both[..., :width] - 2 * out * both[..., width:] + out * out * w.sum(-1).T.unsqueeze(-1)
+    # |q||k| <= their norms' product [Cauchy and Schwarz]
+    largest = scale * q.norm(dim=-1) * k.norm(dim=-1).amax(0)
+    relative = step + APPROXIMATE + 2.0 * (gamma(q.shape[-1] + 8) + 4.0 * SUM) * largest.unsqueeze(-1)
+    if score_noise is not None:
+        relative = relative + 2.0 * _FAR * score_noise.amax(-1).T.unsqueeze(-1)
+    bound = relative * (sizes + out.abs()) + gamma(k.shape[0] + 8) * sizes
+    # a kernel that divides by the sum of unrounded probabilities, as flash attention does, is off by p v each
+    return out, torch.maximum(spread, both[..., :width]).sqrt(), bound
 
 
 def scale_of(call: Call, head: int) -> float:
@@ -120,11 +134,12 @@ def paged_attention(call: Call) -> Expected:
         raise Declined("which row belongs to which request was not captured")
     captured = call.outputs["output.0"]
     q = call.wide("query").reshape(captured.shape[0], heads, head)
-    out, noise, rows = _by_request(call, cache, q, kv, attention_settings(call, heads, head))
+    out, noise, bound, rows = _by_request(call, cache, q, kv, attention_settings(call, heads, head))
     shape = captured.shape
     if out.numel() != captured.numel():
         raise Declined("its output has another shape than its queries")
-    return Expected(out.reshape(shape), noise.reshape(shape), rows=rows, reason=cache.why)
+    return Expected(out.reshape(shape), noise.reshape(shape), rows=rows, reason=cache.why, bound=bound.reshape(shape),
+                    groups=heads)  # fmt: skip
 
 
 def attention_settings(call: Call, heads: int, head: int) -> dict[str, Any]:
@@ -139,21 +154,22 @@ def attention_settings(call: Call, heads: int, head: int) -> dict[str, Any]:
     }
 
 
-def _by_request(call: Call, cache: Any, q: Any, kv: int, limits: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _by_request(call: Call, cache: Any, q: Any, kv: int, limits: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     causal = call.cls != "EncoderOnlyAttention"
     out: Any = None
     noise: Any = None
+    bound: Any = None
     rows = torch.zeros(q.shape[0], dtype=torch.bool)
     for at, positions, past in cache.requests(causal):
         k, v = (past[name].double().reshape(len(past[name]), kv, -1) for name in ("key", "value"))
-        y, e = attend(q[at], k, v, query_positions=positions if causal else None, **limits)
+        y, e, most = attend(q[at], k, v, query_positions=positions if causal else None, **limits)
         if out is None:
             out = torch.zeros(q.shape[0], *y.shape[1:], dtype=torch.float64)
-            noise = torch.zeros_like(out)
-        out[at], noise[at], rows[at] = y, e, True
+            noise, bound = torch.zeros_like(out), torch.zeros_like(out)
+        out[at], noise[at], bound[at], rows[at] = y, e, most, True
     if out is None:
         raise Declined(cache.why or "no row has its whole history in the dump")
-    return out, noise, rows
+    return out, noise, bound, rows
 
 
 @reference("MMEncoderAttention", "MultiHeadAttention")
@@ -172,13 +188,13 @@ def encoder_attention(call: Call) -> Expected:
         raise Declined("not all rows of its sequences were captured")
     scale = scale_of(call, head)
     done = [_runs(q[b], k[b], v[b], ends, scale, call.unit) for b in range(batch)]
-    out, noise = (torch.stack([d[i] for d in done]).reshape(captured.shape) for i in (0, 1))
-    return Expected(out, noise)
+    out, noise, bound = (torch.stack([d[i] for d in done]).reshape(captured.shape) for i in range(3))
+    return Expected(out, noise, bound=bound, groups=heads)
 
 
-def _runs(q: Any, k: Any, v: Any, ends: Sequence[int], scale: float, step: float) -> tuple[Any, Any]:
+def _runs(q: Any, k: Any, v: Any, ends: Sequence[int], scale: float, step: float) -> tuple[Any, ...]:
     parts = [attend(q[a:b], k[a:b], v[a:b], scale, step=step) for a, b in pairwise(ends) if b > a]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    return tuple(torch.cat([p[i] for p in parts]) for i in range(3))
 
 
 @reference("aten.*scaled_dot_product*attention*", "torch.ops.aten.*scaled_dot_product*attention*")
@@ -205,12 +221,13 @@ def fused_attention(call: Call) -> dict[str, Expected]:
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
     p = torch.softmax(scores, -1)
     out = p @ v
-    rounded = torch.full_like(p, call.unit * call.unit)
-    if "math" in call.cls:
-        rounded = rounded + (call.unit * torch.nan_to_num(scores, neginf=0.0)).square()
+    own = ROUNDED * call.unit
+    rounded = torch.full_like(p, own * own)
+    if "math" in call.cls:  # q and k scaled by a root each, and the scores
+        rounded = rounded + (2.0 * own * torch.nan_to_num(scores, neginf=0.0)).square()
     w = p * p * rounded
     spread = w @ (v * v) - 2 * out * (w @ v) + out * out * w.sum(-1, keepdim=True)
-    expected = {"output.0": Expected(out, spread.clamp(min=0.0).sqrt())}
+    expected = {"output.0": Expected(out, spread.clamp(min=0.0).sqrt(), groups=1)}
     sums = call.outputs.get("output.1")
     if sums is not None and sums.is_floating_point() and tuple(sums.shape) == tuple(scores.shape[:-1]):
         lse = torch.logsumexp(scores, -1)

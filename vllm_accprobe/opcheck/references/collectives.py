@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, reference
 
 
 def all_reduce(parts: Sequence[Any], step: float = 0.0) -> Expected:
-    """The sum, and the noise of rounding each partial sum: at most (n - 1) roundings of the size of sum |x|."""
+    """The sum; the partial sums of three ranks and more may be rounded, each to ``step`` of sum |x| at most."""
     whole = torch.stack([p.double() for p in parts])
-    noise = step * max(len(parts) - 1, 0) ** 0.5 * whole.abs().sum(0) * 0.5
-    return Expected(whole.sum(0), noise)
+    size, inner = step * whole.abs().sum(0), max(len(parts) - 2, 0)
+    return Expected(whole.sum(0), ROUNDED * inner**0.5 * size, bound=(inner + 2.0**-10) * size)
 
 
 def all_gather(parts: Sequence[Any], dim: int = -1) -> Expected:
@@ -30,7 +30,9 @@ def reduce_scatter(parts: Sequence[Any], rank: int, dim: int = -1, step: float =
     total = all_reduce(parts, step)
     n = len(parts)
     assert total.noise is not None
-    return Expected(total.value.chunk(n, dim)[rank], total.noise.chunk(n, dim)[rank])
+    assert total.bound is not None
+    value, noise, bound = (t.chunk(n, dim)[rank] for t in (total.value, total.noise, total.bound))
+    return Expected(value, noise, bound=bound)
 
 
 def _parts(call: Call) -> list[Any]:

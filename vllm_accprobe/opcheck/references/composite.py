@@ -11,9 +11,11 @@ routed and shared experts added.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, reference, sum_of_two
+from vllm_accprobe.opcheck.references.linear import added, rounded
 
 Inside = Sequence[tuple[str, str, Any]]
 
@@ -105,7 +107,8 @@ def _gated(call: Call, gate: Any) -> Expected:
     if down is None:
         raise Declined("a block whose parts do not tell what it hands on")
     y = down.value * read(gate).double().sigmoid()
-    return Expected(y, call.unit * y.abs(), common=call.unit)
+    size = call.unit * y.abs()
+    return Expected(y, ROUNDED * size, common=call.unit, bound=2.0 * size + APPROXIMATE * y.abs())
 
 
 @reference("MoERunner", "FusedMoE", "SharedFusedMoE")
@@ -116,9 +119,7 @@ def experts(call: Call) -> dict[str, Expected]:
     parts = [_experts(rank) for rank in call.extra.get("ranks", ())]
     if len(parts) != call.extra["partial"]:
         raise Declined("adds up over ranks, and not all of them were captured")
-    value = sum(p.value for p in parts)
-    noises = [p.value.abs() * call.unit for p in parts]
-    return {"output.0": Expected(value, combined(*noises, *(p.noise for p in parts)))}
+    return {"output.0": reduce(lambda total, p: added(rounded(total, call.unit), rounded(p, call.unit)), parts)}
 
 
 def _experts(call: Call) -> Expected:
@@ -130,7 +131,8 @@ def _experts(call: Call) -> Expected:
     if shared is None:
         return routed
     y = routed.value + shared.value
-    return Expected(y, call.unit * 0.5 * y.abs())
+    size = call.unit * 0.5 * y.abs()  # some kernels add in the experts' own sum
+    return Expected(y, ROUNDED * size, bound=2.0 * size)
 
 
 @reference("*MoE", "*MoeSparseMoeBlock", "*SparseMoeBlock", "*Moe")
@@ -176,7 +178,7 @@ def vision_block(call: Call) -> dict[str, Expected]:
     down, stream = (same(call, "output.0", *place) for place in (("mlp", "output.0"), ("norm2", "output.1")))
     if down is None or stream is None:
         raise Declined("a block whose parts do not tell what it hands on")
-    return {"output.0": Expected(down.value + stream.value)}
+    return {"output.0": sum_of_two(down.value + stream.value, call.unit)}
 
 
 @reference("*VisionTransformer")

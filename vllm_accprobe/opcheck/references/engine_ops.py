@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference, sum_of_two
 from vllm_accprobe.opcheck.references import activations, moe, norms
 from vllm_accprobe.opcheck.references.attention import attend
-from vllm_accprobe.opcheck.references.linear import product
+from vllm_accprobe.opcheck.references.linear import product, rounded
 from vllm_accprobe.opcheck.references.quantised import weight_of
 from vllm_accprobe.opcheck.references.rotary import rotate, rotation_noise
 
@@ -45,7 +45,7 @@ def rms_norm(call: Call) -> dict[str, Expected]:
     """(out, input, weight, epsilon)"""
     weight = _arg(call, 2)
     y = norms.rms_norm(_wide(call, 1), None if weight is None else weight.double(), float(_arg(call, 3)))
-    return {"inplace.input.0": Expected(y, call.unit * y.abs() * 0.5, common=0.5 * call.unit)}
+    return {"inplace.input.0": norms.normed(y, call.unit, y.shape[-1])}
 
 
 @reference("torch.ops._C.fused_add_rms_norm")
@@ -53,8 +53,8 @@ def fused_add_rms_norm(call: Call) -> dict[str, Expected]:
     """(input, residual, weight, epsilon): both become what the norm and the sum are."""
     total, weight = _wide(call, 0) + _wide(call, 1), _arg(call, 2)
     y = norms.rms_norm(total, None if weight is None else weight.double(), float(_arg(call, 3)))
-    noise = combined(call.unit * y.abs() * 0.5, call.unit * y.abs())
-    return {"inplace.input.0": Expected(y, noise, common=0.5 * call.unit), "inplace.input.1": Expected(total)}
+    normed = norms.normed(y, call.unit, y.shape[-1], 2)
+    return {"inplace.input.0": normed, "inplace.input.1": sum_of_two(total, call.unit)}
 
 
 _GATED: dict[str, Callable[[Any], Any]] = {
@@ -72,11 +72,11 @@ def activation(call: Call) -> dict[str, Expected]:
     x = _wide(call, 1)
     if name in _ALONE:
         y = _ALONE[name](x)
-        size = y.abs() if name == "gelu_quick" else 0.5 * x.abs()  # 1 + tanh cancels
-        return {"inplace.input.0": Expected(y, call.unit * size)}
+        return {"inplace.input.0": activations.alone(y, x, call.unit, name != "gelu_quick")}
     a, b = x.chunk(2, -1)
-    y = a * activations.silu(b) if name == "mul_and_silu" else _GATED[name](a) * b
-    return {"inplace.input.0": Expected(y, call.unit * y.abs())}
+    gate, up = (b, a) if name == "mul_and_silu" else (a, b)
+    y = (activations.silu if name == "mul_and_silu" else _GATED[name])(gate) * up
+    return {"inplace.input.0": activations.gated(y, gate, up, call.unit, "gelu" in name)}
 
 
 @reference("torch.ops._C.rotary_embedding")
@@ -96,7 +96,9 @@ def rotary_embedding(call: Call) -> dict[str, Expected]:
             y = torch.cat((before, rotate(turn, cos, sin, neox), rest), -1)
             turned = rotation_noise(turn, torch.zeros_like(cos), neox, call.unit)
             noise = torch.cat((torch.zeros_like(before), turned, torch.zeros_like(rest)), -1)
-            found[f"inplace.input.{place}"] = Expected(y.reshape(given.shape), noise.reshape(given.shape))
+            found[f"inplace.input.{place}"] = Expected(
+                y.reshape(given.shape), noise.reshape(given.shape), groups=dim, shared=True
+            )
     return found
 
 
@@ -115,8 +117,9 @@ def packed_product(call: Call) -> dict[str, Expected]:
     out = _arg(call, 0)
     if value.numel() != out.numel():
         raise Declined("the weight of the module that called it does not fit")
-    noise = y.noise if bias is None else combined(y.noise, call.unit * y.value.abs())
-    return {"inplace.input.0": Expected(value.reshape(out.shape), None if noise is None else noise.reshape(out.shape))}
+    y = y if bias is None else rounded(y, call.unit)
+    noise, bound = (None if t is None else t.reshape(out.shape) for t in (y.noise, y.bound))
+    return {"inplace.input.0": Expected(value.reshape(out.shape), noise, bound=bound)}
 
 
 @reference("torch.ops._C.cpu_fused_moe")
@@ -131,8 +134,7 @@ def fused_experts(call: Call) -> dict[str, Expected]:
     if act is None:
         raise Declined(f"experts with the activation {_arg(call, 9)} have no reference")
     weights = moe.dense(_wide(call, 6), _arg(call, 7), len(w13))
-    y, noise = moe.expert_mlps(x, weights, w13, w2, act, call.unit)
-    return {"inplace.input.0": Expected(y, noise)}
+    return {"inplace.input.0": moe.expert_mlps(x, weights, w13, w2, act, call.unit)}
 
 
 @reference("torch.ops._C.greedy_argmax")
@@ -168,10 +170,10 @@ def sdpa_wrapper(call: Call) -> Expected:
     done = []
     for n in range(len(q)):
         parts = [attend(q[n, a:b], k[n, a:b], v[n, a:b], scale, step=call.unit) for a, b in pairwise(runs) if b > a]
-        done.append([torch.cat([p[i] for p in parts]) for i in (0, 1)])
+        done.append([torch.cat([p[i] for p in parts]) for i in range(3)])
     shape = call.outputs["output.0"].shape
-    value, noise = (torch.stack([d[i] for d in done]).reshape(shape) for i in (0, 1))
-    return Expected(value, noise)
+    value, noise, bound = (torch.stack([d[i] for d in done]).reshape(shape) for i in range(3))
+    return Expected(value, noise, bound=bound, groups=q.shape[-2])
 
 
 @reference("torch.ops._C.get_scheduler_metadata")

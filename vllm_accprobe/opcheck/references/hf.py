@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, reference
 from vllm_accprobe.opcheck.references import moe
 from vllm_accprobe.opcheck.references.composite import same, unscaled
 from vllm_accprobe.opcheck.references.linear import product
@@ -28,7 +28,8 @@ def residual_layer(call: Call) -> dict[str, Expected]:
     if attention is None or last is None or out is None or _has_other_parts(call):
         raise Declined("a layer that adds its residual itself")
     middle = call.wide("hidden_states", "0").reshape(out.shape) + attention.value
-    return {"output.0": Expected(middle + last.value, call.unit * middle.abs())}
+    size = call.unit * middle.abs()
+    return {"output.0": Expected(middle + last.value, ROUNDED * size, bound=size)}
 
 
 def _has_other_parts(call: Call) -> bool:
@@ -80,7 +81,10 @@ def router(call: Call) -> dict[str, Expected]:
     )
     value = dense.gather(1, ids.long())
     tied = "two experts are tied"
-    found["output.1"] = Expected(value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason=tied)
+    bound = 2.0 * (step + APPROXIMATE) * value
+    found["output.1"] = Expected(
+        value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason=tied, bound=bound
+    )
     chosen = torch.where(value > 0, ids.long(), -1)  # an expert that should not have been chosen
     found["output.2"] = Expected(chosen, rows=clear, reason=tied)
     return found
@@ -94,8 +98,7 @@ def experts(call: Call) -> Expected:
     if w13.dim() != 3 or w13.shape[2] != x.shape[-1] or w13.shape[1] != 2 * w2.shape[2]:
         raise Declined("the experts' weights have an unknown form")
     weights = moe.dense(call.tensor("top_k_weights", "2"), call.tensor("top_k_index", "1"), len(w13))
-    y, noise = moe.expert_mlps(x, weights, w13, w2, moe.activation_of(call), call.unit, apart=True)
-    return Expected(y, noise)
+    return moe.expert_mlps(x, weights, w13, w2, moe.activation_of(call), call.unit, apart=True)
 
 
 def mixture(call: Call) -> dict[str, Expected]:
@@ -113,4 +116,6 @@ def mixture(call: Call) -> dict[str, Expected]:
     if gate:
         y = y * call.extra["read"](gate[-1]).double().sigmoid().reshape(len(y), 1)
     total = routed.value + y
-    return {"output.0": Expected(total, call.unit * (y.abs() + 0.5 * total.abs()), common=call.unit)}
+    size = y.abs() + 0.5 * total.abs()
+    # the gate is rounded for all of a row's shared part, which is at most a row's
+    return {"output.0": Expected(total, ROUNDED * call.unit * size, common=call.unit, bound=3.0 * call.unit * size)}

@@ -1,22 +1,33 @@
 """Products with a weight matrix: y = x Wᵀ + b, whatever vLLM calls the module.
 
 Formula: torch.nn.Linear's definition. Noise: float32 sums of K products, sqrt(K) roundings of size 2**-24 of |x| |W|
-[Higham and Mary, SIAM J. Sci. Comput. 41 (2019) A2815, probabilistic bound]. A row-parallel module whose ranks'
+[Higham and Mary, SIAM J. Sci. Comput. 41 (2019) A2815, theorem 2.4; a partial sum is at most |x| |W|, so that this is
+the standard error at most]. Bound: gamma_K |x| |W| [Higham, ASNA, (3.5)]. A row-parallel module whose ranks'
 partial sums are added afterwards gets them from all ranks (``extra["ranks"]``: the other ranks' calls). Bias: added
 on one rank, or once after the sum. Quantised weights are turned into numbers first (quantised.py).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
+from vllm_accprobe.opcheck.reference import (
+    APPROXIMATE,
+    ROUNDED,
+    SUM,
+    Call,
+    Declined,
+    Expected,
+    combined,
+    gamma,
+    reference,
+)
 from vllm_accprobe.opcheck.references.quantised import activation_noise, weight_of
 
 _INPUT = ("input_", "x", "input", "hidden_states", "0")
-_SUM32 = 2.0**-24
 
 
 def product(x: Any, weight: Any, x_noise: Any | None = None) -> Expected:
@@ -24,10 +35,10 @@ def product(x: Any, weight: Any, x_noise: Any | None = None) -> Expected:
     size = (x.abs().float() @ weight.abs().float().T).double()  # how large an error may be need not be known exactly
     if not bool(torch.isfinite(size).all()):
         size = x.abs() @ weight.abs().T
-    noise = _SUM32 * x.shape[-1] ** 0.5 * size
-    if x_noise is not None:
-        noise = combined(noise, ((x_noise * x_noise) @ (weight * weight).T).sqrt())
-    return Expected(x @ weight.T, noise)
+    noise = SUM * x.shape[-1] ** 0.5 * size
+    if x_noise is not None:  # a step's size follows from the kernel's own scale: no bound
+        return Expected(x @ weight.T, combined(noise, ((x_noise * x_noise) @ (weight * weight).T).sqrt()))
+    return Expected(x @ weight.T, noise, bound=gamma(x.shape[-1] + 1) * size)
 
 
 def partial(call: Call) -> Expected:
@@ -48,8 +59,20 @@ def _bias(call: Call) -> Any | None:
 def _with(y: Expected, bias: Any | None, unit: float, first_rounded: bool = False) -> Expected:
     if bias is None:
         return y
-    noise = y.noise if not first_rounded else combined(y.noise, unit * y.value.abs())
-    return Expected(y.value + bias, noise)
+    first = rounded(y, unit) if first_rounded else y
+    return replace(first, value=y.value + bias)
+
+
+def rounded(y: Expected, unit: float) -> Expected:
+    """``y`` rounded once."""
+    size = unit * y.value.abs()
+    return replace(y, noise=combined(y.noise, ROUNDED * size), bound=None if y.bound is None else y.bound + size)
+
+
+def added(a: Expected, b: Expected) -> Expected:
+    """The sum of two values with independent errors."""
+    bound = None if a.bound is None or b.bound is None else a.bound + b.bound
+    return Expected(a.value + b.value, combined(a.noise, b.noise), bound=bound)
 
 
 @reference(
@@ -70,7 +93,8 @@ def column(call: Call) -> dict[str, Expected]:
 
 @reference("RowParallelLinear", by_rows=True)
 def row(call: Call) -> dict[str, Expected]:
-    """This rank's partial sum, or with reduce_results the sum over the ranks, each of which may be rounded."""
+    """This rank's partial sum, or with reduce_results the sum over the ranks, each of which may be rounded, and each
+    sum on the way."""
     if call.extra.get("apart"):
         raise Declined("whether it adds up over ranks was not recorded")
     size = int(call.attr("tp_size", default=1))
@@ -83,9 +107,8 @@ def row(call: Call) -> dict[str, Expected]:
     total: Expected | None = None
     for other in ranks:
         y = _with(partial(other), _bias(other) if other.attr("tp_rank", default=0) == 0 else None, call.unit)
-        noise = combined(y.noise, call.unit * y.value.abs())
-        total = Expected(y.value, noise) if total is None else Expected(
-            total.value + y.value, combined(total.noise, noise))  # fmt: skip
+        y = rounded(y, call.unit)
+        total = y if total is None else added(rounded(total, call.unit), y)
     assert total is not None
     return {"output.0": total}
 
@@ -113,4 +136,7 @@ def logits(call: Call) -> Expected:
     if cap:
         z = soft_cap(z, float(cap))
     z = z * float(call.attr("scale", default=1.0))
-    return Expected(z, call.unit * z.abs() if cap else None)
+    size = z.abs()
+    if not cap:
+        return Expected(z, bound=gamma(2) * size)
+    return Expected(z, 2.0**0.5 * ROUNDED * call.unit * size, bound=2.0 * (call.unit + APPROXIMATE) * size)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
+from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, combined, reference
 from vllm_accprobe.opcheck.references.attention import attend, scale_of
 
 
@@ -40,7 +40,8 @@ def latent_attention(call: Call) -> Expected:
     up_k, up_v = matrices(call, nope)
     captured, step = call.outputs["output.0"], call.unit
     out = torch.zeros(q.shape[0], q.shape[1], up_v.shape[1], dtype=torch.float64)
-    noise, rows = torch.zeros_like(out), torch.zeros(q.shape[0], dtype=torch.bool)
+    noise, bound = torch.zeros_like(out), torch.zeros_like(out)
+    rows = torch.zeros(q.shape[0], dtype=torch.bool)
     scale = scale_of(call, q.shape[-1])
     for at, positions, past in cache.requests():
         latent, k_pe = past["kv_c_normed"].double(), past["k_pe"].double().reshape(len(past["k_pe"]), -1)
@@ -51,16 +52,21 @@ def latent_attention(call: Call) -> Expected:
         by_keys = torch.einsum("nhd,mhd->hnm", q[at, :, :nope] ** 2, k_nope**2)
         absorbed = torch.einsum("nhd,hdc->nhc", q[at, :, :nope], up_k)
         by_queries = torch.einsum("nhc,mc->hnm", absorbed**2, latent**2)
-        score_noise = step * scale * torch.maximum(by_keys, by_queries).sqrt()
-        y, e = attend(q[at], k, v, scale, positions, step=step, score_noise=score_noise)
+        score_noise = ROUNDED * step * scale * torch.maximum(by_keys, by_queries).sqrt()
+        y, e, most = attend(q[at], k, v, scale, positions, step=step, score_noise=score_noise)
         p = _probabilities(q[at], k, scale, positions)
-        rounded_v = step * torch.einsum("hnm,mhv->nhv", p * p, v * v).sqrt()
+        rounded_v = ROUNDED * step * torch.einsum("hnm,mhv->nhv", p * p, v * v).sqrt()
         mixed = torch.einsum("hnm,mc->nhc", p, latent)
-        rounded_mix = step * torch.einsum("nhc,hvc->nhv", mixed**2, up_v**2).sqrt()
-        out[at], noise[at], rows[at] = y, combined(e, torch.maximum(rounded_v, rounded_mix)), True
+        rounded_mix = ROUNDED * step * torch.einsum("nhc,hvc->nhv", mixed**2, up_v**2).sqrt()
+        # a rounded v is off by step |v|, a rounded mix by step |mixed|
+        most = most + step * torch.einsum("nhc,hvc->nhv", mixed.abs(), up_v.abs())
+        most = most + step * torch.einsum("hnm,mhv->nhv", p, v.abs())
+        out[at], noise[at], bound[at] = y, combined(e, torch.maximum(rounded_v, rounded_mix)), most
+        rows[at] = True
     if not bool(rows.any()):
         raise Declined(cache.why or "no row has its whole history in the dump")
-    return Expected(out.reshape(captured.shape), noise.reshape(captured.shape), rows=rows, reason=cache.why)
+    out, noise, bound = (t.reshape(captured.shape) for t in (out, noise, bound))
+    return Expected(out, noise, rows=rows, reason=cache.why, bound=bound, groups=q.shape[1])
 
 
 def _probabilities(q: Any, k: Any, scale: float, positions: Any) -> Any:

@@ -5,7 +5,9 @@ et al., arXiv 2401.04088]; groups of experts, the best by their two largest scor
 their largest, the bias choosing but not weighing [DeepSeek-V2, arXiv 2405.04434; DeepSeek-V3, arXiv 2412.19437, section
 2.1.2]; an expert is a gated MLP down(act(gate x) * up x) [arXiv 2002.05202]. Ties: a token whose k-th and next score
 are closer than rounding may go either way, so its row has no reference. Noise: gate, up, their product, each expert's
-result and the sum may be rounded. Not here: shared experts, which are modules of their own (composite.py adds them up).
+result and the sum may be rounded; a rounded gate is handed on as g act'(g) / act(g) says, taken from a difference. The
+outputs of an expert share its hidden numbers' errors: a row has no more independent ones than these (`groups`). Not
+here: shared experts, which are modules of their own (composite.py adds them up).
 """
 
 from __future__ import annotations
@@ -16,11 +18,17 @@ from typing import Any
 import torch
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, gamma, reference
 from vllm_accprobe.opcheck.references.activations import gelu, silu
 
 _RENORMALIZES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": False, "deepseek_v2": False, "deepseek_v3": True}
 """What a model does whose config.json does not say: transformers' defaults of norm_topk_prob."""
+
+
+_NEAR = 2.0**-20
+"""Chosen: a step for which a difference in float64 is exact to 2**-32 and right to first order."""
+_SLOPE = 1.13
+"""Derived: the largest slopes of SiLU (1.0998 at 2.4) and GELU (1.1290 at 1.41)."""
 
 
 def route(
@@ -71,24 +79,34 @@ def dense(weights: Any, ids: Any, experts: int) -> Any:
 
 def expert_mlps(
     x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float, *, apart: bool = False
-) -> tuple[Any, Any]:
-    """(sum, noise): x [tokens, h], weights [tokens, experts], w13 [experts, 2 i, h] gates first, w2 [experts, h, i].
+) -> Expected:
+    """The sum: x [tokens, h], weights [tokens, experts], w13 [experts, 2 i, h] gates first, w2 [experts, h, i].
     apart: each step is an operator of its own and rounds: the activation, and the product with a row's weight, too."""
     more = 1 if apart else 0
     out = torch.zeros(len(x), w2.shape[1], dtype=torch.float64)
-    square = torch.zeros_like(out)
+    square, most = torch.zeros_like(out), torch.zeros_like(out)
+    first, second = gamma(x.shape[1] + 8), gamma(w2.shape[2] + 8)
     for e in range(len(w13)):
         at = weights[:, e].nonzero().flatten()
         if not len(at):
             continue
         gate, up = (x[at] @ w13[e].double().T).chunk(2, -1)
-        hidden = act(gate) * up
-        inner = (3 + more) * (step * hidden) ** 2
+        active = act(gate)
+        hidden = active * up
+        handed = ((act(gate * (1.0 + _NEAR)) - active) / _NEAR * up).abs()
+        size = hidden.abs()
         w = w2[e].double()
         y, scale = hidden @ w.T, weights[at, e].unsqueeze(-1)
         out[at] += scale * y
-        square[at] += scale**2 * (inner @ (w * w).T + (1 + more) * (step * y) ** 2)
-    return out, (square + (step * out) ** 2).sqrt()
+        inner = (2 + more) * size * size + handed * handed
+        square[at] += scale**2 * (inner @ (w * w).T + (1 + more) * y * y)
+        # gate and up are sums themselves, |x||w| of which is at most the product of norms [Cauchy and Schwarz]
+        a, b = (x[at].norm(dim=1, keepdim=True) * w13[e].double().norm(dim=1)).chunk(2, -1)
+        off = first * (_SLOPE * a * up.abs() + b * active.abs()) + step * handed
+        off += ((2 + more) * step + APPROXIMATE + second) * size
+        most[at] += scale.abs() * (off @ w.abs().T + (1 + more) * step * y.abs())
+    noise = ROUNDED * step * (square + out * out).sqrt()
+    return Expected(out, noise, bound=most + (step + gamma(len(w13) + 8)) * out.abs(), groups=w2.shape[2])
 
 
 def activation_of(call: Call) -> Any:
@@ -114,8 +132,7 @@ def routed_experts(call: Call) -> dict[str, Expected]:
     if w13.shape[-1] != x.shape[-1] or w2.shape[1] != x.shape[-1] or w13.shape[1] != 2 * w2.shape[2]:
         raise Declined("the experts' weights have an unknown form")
     weights = dense(call.tensor("topk_weights"), ids, len(w13))
-    y, noise = expert_mlps(x, weights, w13, w2, activation_of(call), call.unit)
-    found = {"output.0": Expected(y, noise)}
+    found = {"output.0": expert_mlps(x, weights, w13, w2, activation_of(call), call.unit)}
     routing = _routing(call, len(w13))
     if routing is not None:
         found["input.topk_weights"] = routing
@@ -154,4 +171,5 @@ def _routing(call: Call, experts: int) -> Expected | None:
     )  # fmt: skip
     at = ids.long().clamp(min=0)
     value = torch.where(ids >= 0, weights.gather(1, at), 0.0)
-    return Expected(value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason="two experts are tied")
+    return Expected(value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason="two experts are tied",
+                    bound=2.0 * (step + APPROXIMATE) * value)  # fmt: skip

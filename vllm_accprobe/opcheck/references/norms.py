@@ -4,7 +4,9 @@ Formulas: RMSNorm y = x / sqrt(mean(x*x) + eps) * w [Zhang and Sennrich, arXiv 1
 [Gemma report, arXiv 2403.08295, and its published code]; LayerNorm [Ba et al., arXiv 1607.06450]; GroupNorm [Wu and He,
 arXiv 1803.08494]; gated: norm(x * silu(z)), or norm(x) * silu(z) with the norm first [Dao and Gu, arXiv 2405.21060,
 section 7]. A fused add gives the norm of x + residual, and x + residual itself as second output. Some kernels take the
-norm of the sum before it is rounded, some after: noise covers both. q and k norms are RMSNorms over the last dimension.
+norm of the sum before it is rounded, some after: noise covers both. Bound: those roundings, a reciprocal root that is
+off by APPROXIMATE, and half of gamma_n for the mean of n squares [d log x**-1/2 = -1/2 d log x]. q and k norms are
+RMSNorms over the last dimension.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, gamma, reference, sum_of_two
 
 _EPS = ("variance_epsilon", "eps")
 _CONFIGURED = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
@@ -60,11 +62,18 @@ def _rms(call: Call, offset: float) -> dict[str, Expected]:
     residual = call.maybe("residual", "1")
     if residual is None:
         y = rms_norm(x, weight, eps)
-        return {"output.0": Expected(y, call.unit * y.abs() * 0.5, common=_SHARED * call.unit, note=note)}
+        return {"output.0": normed(y, call.unit, x.shape[-1], note=note)}
     total = x + residual.double()
     y = rms_norm(total, weight, eps)
-    noise = combined(call.unit * y.abs() * 0.5, call.unit * y.abs())  # the sum, rounded or not
-    return {"output.0": Expected(y, noise, common=_SHARED * call.unit, note=note), "output.1": Expected(total)}
+    return {"output.0": normed(y, call.unit, x.shape[-1], 2, note), "output.1": sum_of_two(total, call.unit)}
+
+
+def normed(y: Any, unit: float, width: int, roundings: int = 1, note: str = "") -> Expected:
+    """A norm's result: x / rms rounded before it is weighed, and with two ``roundings`` the sum before it."""
+    size = y.abs()
+    bound = (roundings * unit + APPROXIMATE + 0.5 * gamma(width + 4)) * size
+    noise = (ROUNDED * roundings**0.5 * unit) * size
+    return Expected(y, noise, common=_SHARED * unit, note=note, bound=bound)
 
 
 @reference("RMSNorm", "*RMSNorm", "*RMSNormFused", by_rows=True)
@@ -93,7 +102,9 @@ def gated_rms(call: Call) -> Expected:
         y = rms_norm(x, weight, eps) * gate
     else:
         y = rms_norm(x * gate, weight, eps)
-    return Expected(y, call.unit * y.abs())
+    # the gate, the gated or normed, and its product may be rounded, the first of a row together
+    return Expected(y, ROUNDED * 2.0**0.5 * call.unit * y.abs(), common=_SHARED * call.unit,
+                    bound=(3.0 * call.unit + 2.0 * APPROXIMATE + 0.5 * gamma(x.shape[-1] + 4)) * y.abs())  # fmt: skip
 
 
 @reference("LayerNorm", "*LayerNorm", by_rows=True)
@@ -107,8 +118,13 @@ def layer(call: Call) -> Expected:
     flat = x.flatten(-dims) if dims > 1 else x
     y = layer_norm(flat, None, None, eps).reshape(x.shape)
     scaled = y if weight is None else y * weight
-    noise = call.unit * 0.5 * scaled.abs()
-    return Expected(scaled if bias is None else scaled + bias, noise)
+    # a mean of n numbers is off by gamma_n of their mean size, and so is every centred one, by that over the deviation
+    width = flat.shape[-1]
+    deviation = (flat.var(-1, correction=0, keepdim=True) + eps).sqrt()
+    shift = gamma(width + 4) * flat.abs().mean(-1, keepdim=True) / deviation
+    shift = shift.reshape(*x.shape[: x.dim() - dims], *[1] * dims) * (1.0 if weight is None else weight.abs())
+    bound = (call.unit + APPROXIMATE + gamma(width + 4)) * scaled.abs() + 2.0 * shift
+    return Expected(scaled if bias is None else scaled + bias, ROUNDED * call.unit * scaled.abs(), bound=bound)
 
 
 @reference("GroupNorm")

@@ -6,7 +6,8 @@ transformers publish it; YaRN, frequencies and the magnitude 0.1 ln s + 1 [Peng 
 to 3.4], DeepSeek's quotient of two such magnitudes [DeepSeek-V2's published code]; Llama 3's smoothing by wavelength
 [its published code]; M-RoPE: the frequencies are dealt to a token's temporal, height and width position by sections
 [Qwen2-VL, arXiv 2409.12191]. Cosines are computed here from the module's attributes and config.json, not taken from its
-cache: a wrong cache is a fault like any other. Noise: the cache's rounding, the products', and the float32 angle's.
+cache: a wrong cache is a fault like any other. Noise: the cache's rounding, the products', and the float32 angle's. A
+rounded cosine is that of all heads, and nearly that of the next position: `groups` and `shared` say so.
 Where the settings are not known, the captured cache is used, so far as it goes.
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, reference
 
 
 def plain_frequencies(dim: int, base: float) -> Any:
@@ -98,12 +99,25 @@ def rotate(x: Any, cos: Any, sin: Any, neox: bool) -> Any:
 
 
 def rotation_noise(x: Any, angle: Any, neox: bool, step: float) -> Any:
-    """Absolute error of each element: rounded cosines, products and sum, and the float32 angle."""
-    ones = torch.ones_like(angle)
-    size = rotate(x.abs(), ones, ones * 0, neox) ** 2 + rotate(x.abs(), ones * 0, ones, neox) ** 2
-    relative = (2.0 * step * step + (angle.abs() * 2.0**-23) ** 2 + 2.0**-46).sqrt()
-    both = torch.cat((relative, relative), -1) if neox else torch.stack((relative, relative), -1).flatten(-2)
-    return size.sqrt() * both
+    """Standard error of each element: rounded cosines and products, and the float32 angle: x1 (cos + e) - x2 (sin + f)
+    with e of the size of cos and f of that of sin, so at most of 1."""
+    relative = (2.0 * (ROUNDED * step) ** 2 + (angle.abs() * 2.0**-23) ** 2 + 2.0**-46).sqrt()
+    return _pairs(x, neox)[0] * _both(relative, neox)
+
+
+def rotation_bound(x: Any, angle: Any, neox: bool, step: float) -> Any:
+    """At most: a rounded cosine and a rounded product each of x1 and x2, and the angle's three float32 roundings."""
+    return _pairs(x, neox)[1] * _both(2.0 * step + angle.abs() * 2.0**-22 + 2.0**-22, neox)
+
+
+def _pairs(x: Any, neox: bool) -> tuple[Any, Any]:
+    """sqrt(x1**2 + x2**2) and |x1| + |x2| of each element's pair, shaped like x."""
+    a, b = x.chunk(2, -1) if neox else (x[..., ::2], x[..., 1::2])
+    return _both((a * a + b * b).sqrt(), neox), _both(a.abs() + b.abs(), neox)
+
+
+def _both(half: Any, neox: bool) -> Any:
+    return torch.cat((half, half), -1) if neox else torch.stack((half, half), -1).flatten(-2)
 
 
 def sections(angle: Any, section: list[int], interleaved: bool) -> Any:
@@ -155,9 +169,11 @@ def rotary(call: Call) -> dict[str, Expected]:
         turn, rest = heads[..., :dim], heads[..., dim:]
         a = angle.unsqueeze(1)
         y = torch.cat((size * rotate(turn, a.cos(), a.sin(), neox), rest), -1)
-        noise = torch.cat((size * rotation_noise(turn, a, neox, step), torch.zeros_like(rest)), -1)
+        nothing = torch.zeros_like(rest)
+        noise = torch.cat((size * rotation_noise(turn, a, neox, step), nothing), -1)
+        bound = torch.cat((size * rotation_bound(turn, a, neox, step), nothing), -1)
         found[role] = found[f"inplace.{name}"] = found[f"inplace.{place}"] = Expected(
-            y.reshape(x.shape), noise.reshape(x.shape)
+            y.reshape(x.shape), noise.reshape(x.shape), bound=bound.reshape(x.shape), groups=dim, shared=True
         )
     return found
 
@@ -171,5 +187,6 @@ def apply_rotary(call: Call) -> Expected:
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     turn, rest = x[..., :dim], x[..., dim:]
     y = rotate(turn, cos, sin, neox)
-    noise = rotation_noise(turn, torch.zeros_like(cos), neox, call.unit)
-    return Expected(torch.cat((y, rest), -1), torch.cat((noise, torch.zeros_like(rest)), -1))
+    nothing, angle = torch.zeros_like(rest), torch.zeros_like(cos)
+    noise, bound = (torch.cat((f(turn, angle, neox, call.unit), nothing), -1) for f in (rotation_noise, rotation_bound))
+    return Expected(torch.cat((y, rest), -1), noise, bound=bound, groups=dim, shared=True)

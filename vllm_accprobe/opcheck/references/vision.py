@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
-from vllm_accprobe.opcheck.references.linear import product
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.references.linear import product, rounded
 
 
 @reference("FusedMMInputNorm")
@@ -37,11 +37,10 @@ def convolution(call: Call) -> Expected:
     if weight.shape[1] != x.shape[1]:
         raise Declined("a convolution in groups")
     y = product(_patches(x, kernel), weight.flatten(1))
-    value, noise = _back(y.value, len(x), grid), _back(y.noise, len(x), grid)
-    if "bias" in call.params:
-        noise = combined(noise, call.unit * value.abs())
-        value = value + call.param("bias").reshape(1, -1, *[1] * dims)
-    return Expected(value, noise)
+    bias = call.param("bias") if "bias" in call.params else None
+    y = y if bias is None else rounded(y, call.unit)
+    value, noise, bound = (_back(t, len(x), grid) for t in (y.value, y.noise, y.bound))
+    return Expected(value if bias is None else value + bias.reshape(1, -1, *[1] * dims), noise, bound=bound)
 
 
 def _back(rows: Any, n: int, grid: list[int]) -> Any:

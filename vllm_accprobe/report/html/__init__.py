@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from vllm_accprobe.report import facts
 from vllm_accprobe.report.depth import Point, depth
 from vllm_accprobe.report.heat import heat
-from vllm_accprobe.report.html import sections
+from vllm_accprobe.report.html import further, sections
 from vllm_accprobe.report.html.columns import columns_json, packed, script_json
 from vllm_accprobe.report.html.looks import heat_json, looks_json, page_indices, tree_json
 from vllm_accprobe.report.text import safe
@@ -77,8 +77,9 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor) ->
         "state": "pass-page" if comparison.verdict == "pass" else "fail-page",
         "css": _asset("page.css"),
         "verdict": sections.verdict(comparison),
-        "notes": sections.notes(comparison),
+        "notes": sections.notes(comparison) + further.deciding(comparison),
         "figures": sections.figures(comparison),
+        "machines": further.how_they_compute(comparison),
         "chart_note": sections.chart_note(comparison, len(points), MAX_POINTS, have_plotly=plotly is not None),
         "heat_note": sections.heat_note(len(view["heat"]["requests"]), view["heat"]["leftOut"]),
         "legend": sections.legend(),

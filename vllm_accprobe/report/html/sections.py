@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.report import facts
+from vllm_accprobe.report import facts, tiers
 from vllm_accprobe.report.text import MISSING, count, num, safe, times
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def verdict(comparison: Comparison) -> str:
     kind = f' <span class="cls">{_e(origin["class"], 80)}</span>' if origin.get("class") else ""
     head = (
         f'<h1>{badge}<span><code class="culprit">{_breakable(origin.get("module", "?"))}</code>{kind} '
-        f'<span class="does">{facts.blame(origin)}</span></span></h1>'
+        f'<span class="does">{facts.deed(origin)}</span>{_layers(origin)}</span></h1>'
     )
     cells = [
         _fact("Tensor", origin.get("role")),
@@ -76,10 +76,23 @@ def verdict(comparison: Comparison) -> str:
     if origin.get("propagated") is not None:
         cells.append(_fact("From its inputs", num(origin["propagated"])))
     name, why = EVIDENCE.get(str(origin.get("evidence")), (safe(origin.get("evidence") or MISSING), ""))
+    if tier := tiers.short(origin):
+        cells.append(_fact("Floor it breaks", f"{tier[:-1]}×" if tier.endswith("x") else tier))
     if said := facts.shape(origin):
         cells.append(_fact("Shape of the error", said, None, "shape-fact"))
     facts_list = f'<dl class="facts">{"".join(cells)}</dl>'
-    return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {_e(why)}{_first(comparison, origin)}</p>'
+    tier = f" {as_sentence(said)}" if (said := tiers.sentence(origin)) else ""
+    return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {_e(why)}{tier}{_first(comparison, origin)}</p>'
+
+
+def as_sentence(text: str) -> str:
+    """With a capital and a full stop."""
+    return escape(text[:1].upper() + text[1:] + ".")
+
+
+def _layers(origin: Mapping[str, Any]) -> str:
+    where = tiers.layers(origin)
+    return f' <span class="cls">{escape(where)}, first here</span>' if where else ""
 
 
 def _divergence(comparison: Comparison) -> str:
@@ -113,7 +126,7 @@ def notes(comparison: Comparison) -> str:
     if not comparison.notes:
         return ""
     items = "".join(f"<li>{_e(n, 1000)}</li>" for n in comparison.notes[:MAX_LIST])
-    more = _more(len(comparison.notes), MAX_LIST, "notes")
+    more = more_of(len(comparison.notes), MAX_LIST, "notes")
     return f'<section class="notes" aria-label="Notes"><h2>Read this first</h2><ul>{items}</ul>{more}</section>'
 
 
@@ -184,9 +197,15 @@ def origins(comparison: Comparison) -> str:
     if any(facts.shape(o) for o in comparison.origins):
         head = (*head, "Shape")
         rows = [(*r, _e(facts.shape(o) or MISSING)) for r, o in zip(rows, comparison.origins, strict=False)]
-    body = _table(head, rows, numeric={4, 5, 6})
-    more = _more(len(comparison.origins), MAX_LIST, "origins")
+    said = [tiers.whole(o) for o in comparison.origins]
+    if any(said):
+        head = (*head, "Floor that it breaks")
+        rows = [(*r, _e(text or MISSING)) for r, text in zip(rows, said, strict=False)]
+    body = html_table(head, rows, numeric={4, 5, 6})
+    more = more_of(len(comparison.origins), MAX_LIST, "origins")
     lead = "Independent origins in data-flow order; the first is the culprit." if len(rows) > 1 else "One origin."
+    if chance := tiers.alarms(comparison):
+        lead += f" By chance, {chance}."
     wide = "wide" if len(head) > 8 else ""
     return (
         f'<section class="{wide}" aria-labelledby="h-origins"><h2 id="h-origins">Origins</h2>'
@@ -221,11 +240,11 @@ def tokens(comparison: Comparison) -> str:
         )
         for t in flipped[:MAX_LIST]
     ]
-    body = _table(head, rows, numeric={1, 2, 3, 4, 5})
+    body = html_table(head, rows, numeric={1, 2, 3, 4, 5})
     return (
         '<section aria-labelledby="h-tokens"><h2 id="h-tokens">Flipped tokens</h2>'
         '<p class="hint">The margin is the first logit minus the second: a small one is a near tie.</p>'
-        f"{body}{_more(len(flipped), MAX_LIST, 'tokens.flipped')}</section>"
+        f"{body}{more_of(len(flipped), MAX_LIST, 'tokens.flipped')}</section>"
     )
 
 
@@ -238,14 +257,14 @@ def pairs_note(total: int, shown: int) -> str:
 def coverage(comparison: Comparison) -> str:
     rows = [(escape(label), escape(value)) for label, value in facts.coverage_rows(comparison)]
     rows += [(escape(what), f"{n:,}") for what, n in facts.skip_rows(comparison)[:MAX_LIST]]
-    out = _table(("What", "How many"), rows, numeric={1})
+    out = html_table(("What", "How many"), rows, numeric={1})
     for side in ("golden", "mine"):
         taps: Sequence[str] = comparison.coverage.get(f"taps_only_{side}") or ()
         if taps:
             items = "".join(f"<li><code>{_e(t)}</code></li>" for t in taps[:MAX_LIST])
             out += (
                 f"<details><summary>{escape(count(len(taps), 'tap'))} only in {side}</summary><ul>{items}</ul>"
-                f"{_more(len(taps), MAX_LIST, f'coverage.taps_only_{side}')}</details>"
+                f"{more_of(len(taps), MAX_LIST, f'coverage.taps_only_{side}')}</details>"
             )
     return out
 
@@ -253,8 +272,11 @@ def coverage(comparison: Comparison) -> str:
 def plan(comparison: Comparison) -> str:
     lines = [_e(line, 1000) for line in comparison.plan[:MAX_LIST]]
     paired = "".join(f"<li>{line}</li>" for line in lines) or "<li>not given</li>"
-    more = _more(len(comparison.plan), MAX_LIST, "").replace(": compare.json, ", ": accprobe compare --plan")
-    standard = _table(("Standard", "Value"), [(_e(k), _e(v, 300)) for k, v in _flat(comparison.standard or {})])
+    more = more_of(len(comparison.plan), MAX_LIST, "").replace(": compare.json, ", ": accprobe compare --plan")
+    said = dict(comparison.standard or {}) | {"false_alarm_rate": comparison.false_alarm_rate}
+    if comparison.by_chance is not None:
+        said["by_chance"] = num(comparison.by_chance)
+    standard = html_table(("Standard", "Value"), [(_e(k), _e(v, 300)) for k, v in _flat(said)])
     return f'<ul class="plain">{paired}</ul>{more}{standard}'
 
 
@@ -270,11 +292,11 @@ def runs(comparison: Comparison) -> str:
         return [(_e(k, 120), *(_e(side.get(k, MISSING), 300) for side in (golden, mine))) for k in chosen]
 
     paths = ("dump", _e(comparison.golden_path), _e(comparison.mine_path))
-    out = _table(head, [paths, *rows(differ[:MAX_LIST])])
+    out = html_table(head, [paths, *rows(differ[:MAX_LIST])])
     if same:
         out += (
             f"<details><summary>{escape(count(len(same), 'entry', 'entries'))} the same on both sides</summary>"
-            f"{_table(head, rows(same[:MAX_LIST]))}</details>"
+            f"{html_table(head, rows(same[:MAX_LIST]))}</details>"
         )
     return out
 
@@ -290,7 +312,9 @@ def _flat(value: Mapping[str, Any], prefix: str = "", depth: int = 3) -> list[tu
     return out[:2000]
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: frozenset[int] | set[int] = frozenset()) -> str:
+def html_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], numeric: frozenset[int] | set[int] = frozenset()
+) -> str:
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(f"<{tag}{' class=num' if i in numeric else ''}>{c}</{tag}>" for i, c in enumerate(row))
 
@@ -298,5 +322,5 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: frozense
     return f'<div class="scroll"><table><thead><tr>{cells("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _more(total: int, shown: int, where: str) -> str:
+def more_of(total: int, shown: int, where: str) -> str:
     return f'<p class="hint">… {total - shown:,} more: compare.json, {where}</p>' if total > shown else ""

@@ -1,0 +1,246 @@
+"""What would decide: the commands, whole, for each thing that may be missing; and none where nothing is."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+from report.report_examples import ORIGIN, comparison, pair
+
+from vllm_accprobe.align.tokens import AFTER_FLIP
+from vllm_accprobe.cli import build
+from vllm_accprobe.comparison.coverage import NEAR_TIE
+from vllm_accprobe.comparison.result import PARTLY, WHOLE, Foreign
+from vllm_accprobe.judge.flips import UNKNOWN
+from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, UNLIKE_KIN
+
+TAP = ORIGIN["module"]
+ODD = ORIGIN | {"tier": UNLIKE_KIN, "times": 4.0, "chance": 5e-4}
+
+
+def run(dtype: str = "bfloat16", tp: int = 1, runner: str = "vllm.v1.worker.gpu_model_runner.R", **probe: Any) -> dict:
+    return {
+        "tool": "accprobe",
+        "model": {"path": "/models/tiny qwen", "dtype": dtype},
+        "parallel": {"tp": [0, tp]},
+        "engine": {"runner": runner},
+        "probe": {"task": "tensor", "parts": [], "modules": [], "graphs": False} | probe,
+    }
+
+
+def failed(**changes: Any) -> Any:
+    """A failure that nobody is blamed for, of 500 rows, replayed, against a floor and a float32 golden: nothing that we
+    know of is missing."""
+    pairs = [pair(status="fail", order=5, max_abs_err=0.1), pair(order=1, max_abs_err=0.1)]
+    values = {"verdict": "fail", "pairs": pairs, "coverage": {"rows_compared": 500, "skipped": {}},
+              "golden_path": "golden", "mine_path": "mine", "golden_run": run("float32"), "mine_run": run(),
+              "standard": {"name": "accprobe", "floor": "second golden run"}, "replayed": WHOLE}  # fmt: skip
+    return comparison(**(values | changes))
+
+
+def passed(**changes: Any) -> Any:
+    return failed(**({"verdict": "pass", "pairs": [pair(max_abs_err=0.0)]} | changes))
+
+
+def asked(result: Any) -> list[tuple[str, list[str]]]:
+    return [(step["why"], step["command"].splitlines()) for step in result.would_decide]
+
+
+def test_nothing_where_the_answer_is_closed():
+    assert asked(passed()) == asked(failed()) == []
+    bare = {"replayed": "", "standard": {"name": "accprobe"}, "coverage": {"rows_compared": 3}, "golden_run": run()}
+    for tier in ({}, {"tier": PROVED, "chance": 0.0}, {"tier": BEYOND_CHANCE, "chance": 1e-4}):
+        assert asked(failed(origins=[ORIGIN | tier], **bare)) == []
+    weights = ODD | {"role": "param.weight"}
+    assert asked(failed(origins=[weights], **bare)) == []
+    # A few rows that pass are no open question, nor is a verdict by another tool's threshold.
+    assert asked(passed(**bare)) == []
+    assert asked(failed(foreign=Foreign("xray", (), []), **bare)) == []
+
+
+@pytest.mark.parametrize("origins", [[], [ODD]])
+def test_a_replay_if_none_was_made(origins):
+    assert asked(failed(replayed="", origins=origins)) == [
+        (
+            "nothing was replayed; a replay tells which operator is wrong for its own inputs",
+            ["accprobe compare golden mine --replay"],
+        )
+    ]
+    ((why, command),) = asked(failed(replayed=PARTLY, origins=origins, options=("--taps", "model.*")))
+    assert why.startswith("only what was suspected was replayed; ")
+    assert command == ["accprobe compare golden mine --taps 'model.*' --replay"]
+
+
+def test_inputs_if_there_are_none_to_replay_with():
+    golden, mine = run("float32", parts=["output"]), run(parts=["output"])
+    assert asked(failed(replayed="", origins=[ODD], golden_run=golden, mine_run=mine)) == [
+        (
+            "inputs were not captured, so nothing can be replayed; with them, a replay tells whether this operator is "
+            "wrong for its own",
+            [
+                "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-inputs VLLM_ACCPROBE_PARTS=input,output,params "
+                f"VLLM_ACCPROBE_MODULES={TAP} vllm serve '/models/tiny qwen' --dtype float32",
+                "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-inputs VLLM_ACCPROBE_PARTS=input,output,params "
+                f"VLLM_ACCPROBE_MODULES={TAP} vllm serve '/models/tiny qwen'",
+                "accprobe compare golden-inputs mine-inputs --replay",
+            ],
+        )
+    ]
+
+
+def test_a_second_golden_run_if_there_is_no_floor():
+    result = failed(standard={"name": "accprobe"}, golden_path="/runs/gpu a/", golden_run=run(tp=2), options=("-x",))
+    assert asked(result)[0] == (
+        "a second run of golden's side, batched in another way, shows what honest runs differ by",
+        [
+            "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR='/runs/gpu a-again' vllm serve '/models/tiny qwen' "
+            "--tensor-parallel-size 2",
+            "accprobe calibrate '/runs/gpu a/' '/runs/gpu a-again' --out '/runs/gpu a-floor'",
+            "accprobe compare '/runs/gpu a/' mine -x --floor '/runs/gpu a-floor'",
+        ],
+    )
+
+
+def test_a_float32_golden_if_golden_is_as_coarse_and_differs_from_the_start():
+    said = (
+        "golden is bfloat16 as mine is, and what comes before the error differs too: of a float32 golden, all "
+        "differences are mine's",
+        [
+            "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-float32 vllm serve '/models/tiny qwen' --dtype float32",
+            "accprobe compare golden-float32 mine",
+        ],
+    )
+    assert asked(failed(golden_run=run())) == [said]
+    assert asked(failed(golden_run=run("float16"))) == []
+    alike = [pair(status="fail", order=5, max_abs_err=0.1), pair(order=1, identical=True, max_abs_err=0.0)]
+    assert asked(failed(golden_run=run(), pairs=alike)) == []
+
+
+@pytest.mark.parametrize("origins", [[], [ODD]])
+def test_more_rows_if_there_are_few(origins):
+    few = {"rows_compared": 31, "skipped": {}}
+    assert asked(failed(coverage=few, origins=origins)) == [
+        (
+            "31 rows compared, too few to tell a habit from an accident: send both sides more and longer requests",
+            [
+                "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-more vllm serve '/models/tiny qwen' --dtype float32",
+                "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-more vllm serve '/models/tiny qwen'",
+                "accprobe compare golden-more mine-more",
+            ],
+        )
+    ]
+    assert asked(failed(coverage=few | {"rows_compared": 32}, origins=origins)) == []
+
+
+@pytest.mark.parametrize("make", [failed, passed])
+def test_values_if_there_are_statistics_only(make):
+    status = "fail" if make is failed else "pass"
+    pairs = [pair(status=status, max_abs_err=None), pair(max_abs_err=0.0), pair(role="param.w", max_abs_err=None)]
+    assert asked(make(pairs=pairs, mine_run=run(task="stats"), replayed="")) == [
+        (
+            "mine holds statistics only, which show less than values do: 1 pair was judged by them",
+            [
+                "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-tensors VLLM_ACCPROBE_TASK=tensor vllm serve "
+                "'/models/tiny qwen'",
+                "accprobe compare golden mine-tensors",
+            ],
+        )
+    ]
+    alike = [pair(max_abs_err=0.0, identical=True)]
+    assert asked(passed(pairs=alike, mine_run=run(task="stats"), replayed="")) == []
+
+
+def test_an_eager_capture_if_graphs_hid_modules():
+    (said,) = asked(failed(mine_run=run(graphs=True)))
+    assert said == (
+        "mine ran as graphs, in which nothing is seen: eager, each module is",
+        [
+            "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-eager VLLM_ACCPROBE_GRAPHS=0 vllm serve '/models/tiny qwen'",
+            "accprobe compare golden mine-eager",
+        ],
+    )
+
+
+def test_all_modules_if_some_were_left_out():
+    (said,) = asked(failed(mine_run=run(modules=["attention", "mlp"])))
+    assert said == (
+        "mine kept only some modules (attention, mlp): the error may come from one that nobody saw",
+        [
+            "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-whole vllm serve '/models/tiny qwen'",
+            "accprobe compare golden mine-whole",
+        ],
+    )
+
+
+@pytest.mark.parametrize("make", [failed, passed])
+def test_logits_if_a_flip_could_not_be_judged(make):
+    flipped = [{"request": "a", "ordinal": 1, "why": UNKNOWN}, {"request": "a", "ordinal": 2, "why": "near tie"}]
+    ((why, command),) = asked(make(tokens={"compared": 9, "flipped": flipped}))
+    assert why == "1 flipped token may be near ties: the logits, which tell, were not captured"
+    assert command[1] == (
+        "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-logits VLLM_ACCPROBE_MODULES=logits vllm serve '/models/tiny qwen'"
+    )
+    assert command[2] == "accprobe compare golden-logits mine-logits"
+
+
+def test_a_pass_most_of_whose_rows_were_not_judged():
+    holes = {"rows_compared": 100, "skipped": {NEAR_TIE: 45, AFTER_FLIP: 20}}
+    ((why, command),) = asked(passed(coverage=holes))
+    assert why == (
+        "65 of 120 rows are not judged, for they come after a near tie or a flipped token: send both sides more "
+        "requests, and shorter ones"
+    )
+    assert command[2] == "accprobe compare golden-more mine-more"
+    assert asked(passed(coverage=holes | {"skipped": {NEAR_TIE: 40, AFTER_FLIP: 20}})) == []
+
+
+def test_a_pass_with_modules_that_golden_does_not_have():
+    holes = {"rows_compared": 100, "taps_only_mine": ["model.extra", "model.more"]}
+    assert asked(passed(coverage=holes, replayed="")) == [
+        (
+            "2 modules of mine have no partner in golden, first model.extra; run again from their own inputs they need "
+            "none",
+            ["accprobe opcheck mine"],
+        )
+    ]
+    assert asked(passed(coverage=holes)) == []  # a replay has run them
+
+
+def test_what_no_command_of_ours_can_make_is_said_in_words():
+    """Another tool's dump, or a model outside of vLLM: nobody knows how it was started."""
+    for golden in ({"tool": "msprobe"}, run(runner="accprobe.Probe")):
+        result = failed(standard={"name": "accprobe"}, golden_run=golden)
+        assert asked(result)[0][1][0] == "# what made golden again, into golden-again"
+
+
+def test_a_tap_cannot_add_a_command():
+    evil = "x\nrm -rf ~; $(touch y) #'"
+    for runner in ("vllm.R", "accprobe.Probe"):
+        made = {"parts": ["output"], "runner": runner}
+        result = failed(origins=[ODD | {"module": evil}], replayed="", golden_run=run(**made), mine_run=run(**made))
+        (inputs,) = (lines for why, lines in asked(result) if "inputs were not captured" in why)
+        assert len(inputs) == 3
+        assert all(line.isprintable() for line in inputs)
+        if runner == "vllm.R":
+            assert shlex.split(inputs[0])[3] == "VLLM_ACCPROBE_MODULES=" + evil.replace("\n", "?")
+        else:
+            assert inputs[0].startswith("# ")
+
+
+def test_the_commands_have_options_that_exist():
+    """Each accprobe line, held against the command line that there is."""
+    from typer.main import get_command
+
+    root: Any = get_command(build())
+    results = [
+        failed(replayed="", golden_run=run(), standard={}, coverage={"rows_compared": 3}),
+        passed(replayed="", coverage={"rows_compared": 3, "taps_only_mine": ["x"]}),
+    ]
+    seen = set()
+    for _, lines in (step for result in results for step in asked(result)):
+        for words in (shlex.split(line) for line in lines if line.startswith("accprobe ")):
+            known = {o for p in root.commands[words[1]].params for o in p.opts}
+            assert {w for w in words if w.startswith("-")} <= known
+            seen.add(words[1])
+    assert seen == {"compare", "calibrate", "opcheck"}

@@ -1,0 +1,67 @@
+"""Every number of the judge has a source and stands in one place."""
+
+import ast
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import vllm_accprobe.judge as room
+from vllm_accprobe.judge import constants
+
+ROOM = Path(room.__file__).parent
+SOURCES = ("derived:", "measured:", "chosen:")
+ELSEWHERE = {
+    "constants.py": "they are here",
+    "floor.py": "units of rounding, by dtype",
+    "foreign.py": "limits of other tools, from their documents",
+}
+BOUNDS = {  # of memory, of hostile input, of text; and places in an order: they judge nothing
+    "calibration.py": {256, 20, 100, 500},
+    "profile.py": None,
+    "influence.py": {64, 20, 32},
+    "flow.py": {0.25},
+    "routing.py": {64, 12, 3},
+    "unseen.py": {1e18, 1e19},
+    "kin.py": {50, 1e-8},
+    "columns.py": {1e-300, 3, 4, 5},
+    "hidden.py": {1e-300},
+    "shape.py": {3},
+    "chance.py": {4096},
+    "standards.py": {3.0, 20},
+    "verdict.py": {5},
+}
+PLAIN = {0, 1, 2, 0.5}
+
+
+def _documented():
+    body = ast.parse((ROOM / "constants.py").read_text()).body
+    for here, after in pairwise(body):
+        if isinstance(here, ast.Assign):
+            said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            yield ast.unparse(here.targets[0]), str(after.value.value) if said else ""
+
+
+@pytest.mark.parametrize(("names", "said"), list(_documented()))
+def test_each_says_where_it_comes_from(names, said):
+    assert said.startswith(SOURCES), f"{names}: begin its text with one of {SOURCES}"
+    if said.startswith("measured:"):
+        assert "scripts/" in said or "accprobe " in said, f"{names}: which script measures it?"
+
+
+def test_none_is_forgotten():
+    numbers = {n for n, v in vars(constants).items() if isinstance(v, (int, float)) and n.isupper()}
+    assert numbers == {n.strip("() ") for names, _ in _documented() for n in names.split(",")}
+
+
+@pytest.mark.parametrize("path", sorted(ROOM.glob("*.py")), ids=lambda p: p.name)
+def test_no_number_stands_elsewhere(path):
+    if path.name in ELSEWHERE or BOUNDS.get(path.name, set()) is None:
+        return
+    allowed = PLAIN | BOUNDS.get(path.name, set())
+    found = [
+        (node.lineno, node.value)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
+    ]
+    assert [f"line {line}: {value}" for line, value in found if value not in allowed] == []

@@ -1,0 +1,42 @@
+"""Places between children: what is there may be a slice of what one of them gave out, and is then not judged as odd."""
+
+import numpy as np
+import pytest
+
+from vllm_accprobe.judge.flow import Tree
+from vllm_accprobe.judge.looks import GAIN
+from vllm_accprobe.judge.origin import find_origins
+from vllm_accprobe.judge.standards import get_standard
+from vllm_accprobe.judge.trace import INPUT, OUTPUT, Trace
+
+UNIT, ROWS = 2.0**-8, 60
+KEYS = np.arange(ROWS, dtype=np.int64)
+TREE = Tree(
+    {"m": "Attention", "m.qkv": "Linear", "m.attn": "Attention"},
+    {"m": None, "m.qkv": "m", "m.attn": "m"},
+    {None: ["m"], "m": ["m.qkv", "m.attn"], "m.qkv": [], "m.attn": []},
+    {"m": False, "m.qkv": False, "m.attn": True},
+)
+
+
+def trace(tap, role, kind, order, width, odd=0.0):
+    random = np.random.default_rng(order)
+    rel = 0.005 + 0.0002 * random.standard_normal(ROWS)
+    gain = 0.0001 * random.standard_normal(ROWS)
+    rel[30], gain[30] = rel[30] + abs(odd), gain[30] + odd
+    more = {"rel": rel, "gain": gain, "rounding": UNIT, "width": width, "allowed": 0.05}
+    flags = np.zeros(ROWS, bool)
+    return Trace(tap, role, 0, kind, order, 4 * UNIT, KEYS, KEYS, rel, broken=flags, own=flags, **more)
+
+
+@pytest.mark.parametrize(("whole", "found"), [(512, []), (256, ["m"])])
+def test_a_slice_is_not_held_against_the_whole(whole, found):
+    """One row's value is 2 % smaller: of q, k and v together that is less, and nothing happens in between."""
+    traces = [
+        trace("m", "input.hidden", INPUT, 0, 256),
+        trace("m.qkv", "output.0", OUTPUT, 1, whole),
+        trace("m.attn", "input.value", INPUT, 2, 256, odd=-0.02),
+    ]
+    origins = find_origins(traces, TREE, get_standard("accprobe"), {})
+    assert [o.tap for o in origins] == found
+    assert all(o.hidden is not None and o.hidden.how == GAIN for o in origins)

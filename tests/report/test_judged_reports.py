@@ -1,0 +1,232 @@
+"""Tier, chance, habits and what would decide, in every report: whole."""
+
+import re
+
+from report_examples import EVIL, ORIGIN, comparison, hostile, realistic
+
+import vllm_accprobe.report.html as html
+from vllm_accprobe.judge.tiers import BEYOND_CHANCE, UNLIKE_KIN
+from vllm_accprobe.report import github, markdown, notebook, terminal
+
+RUN = {
+    "tool": "accprobe",
+    "model": {"path": "MODEL", "dtype": "bfloat16"},
+    "engine": {"runner": "vllm.v1.Runner"},
+    "probe": {"task": "tensor", "parts": []},
+}
+
+
+def habit(operator, words, price):
+    counts = {"outputs": 12, "of": 12, "layers": 4}
+    return {"kind": "rounding", "operator": operator, "dtype": "bfloat16", "words": words, "price": price} | counts
+
+
+def judged():
+    odd = {"tier": UNLIKE_KIN, "times": 4.0, "chance": 5e-4, "layers": {"in": 4, "of": 4}}
+    luckless = {"tier": BEYOND_CHANCE, "times": 5.2, "chance": 1e-4, "layers": None, "module": "lm_head", "class": ""}
+    return comparison(
+        verdict="fail",
+        origins=[ORIGIN | odd, ORIGIN | luckless | {"shape": "all rows"}],
+        by_chance=9e-4,
+        machines={
+            "golden": [habit("Attention", "rounds to nearest", 0.0), habit("RMSNorm", "rounds to nearest", 0.0)],
+            "mine": [habit("Attention", "rounds toward zero", 1.0), habit("RMSNorm", "rounds to nearest", 0.0)],
+        },
+        golden_run=RUN,
+        mine_run=RUN,
+        coverage={"rows_compared": 8},
+    )
+
+
+def test_terminal():
+    assert terminal.lines(judged())[:33] == [
+        "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error in all 4 layers, first here: "
+        "output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)",
+        "",
+        "evidence: its output is further off than its inputs explain (error passed on from its inputs: 0.0021)",
+        "unlike its kin: 4 times what the same operator does in other layers (1 of 2,000)",
+        "1 other independent origin, in data-flow order:",
+        "  lm_head: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x); "
+        "beyond chance, 5.2x; shape: all rows",
+        "",
+        "by chance: honest machines would be given an origin in 1 of 1,100 comparisons like this (1 of 1,000 allowed)",
+        "",
+        "this would decide:",
+        "  nothing was replayed; a replay tells which operator is wrong for its own inputs:",
+        "    accprobe compare golden mine --replay",
+        "  a second run of golden's side, batched in another way, shows what honest runs differ by:",
+        "    VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-again vllm serve MODEL",
+        "    accprobe calibrate golden golden-again --out golden-floor",
+        "    accprobe compare golden mine --floor golden-floor",
+        "  8 rows compared, too few to tell a habit from an accident: send both sides more and longer requests:",
+        "    VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-more vllm serve MODEL",
+        "    VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-more vllm serve MODEL",
+        "    accprobe compare golden-more mine-more",
+        "",
+        "how these machines compute:",
+        "  mine rounds toward zero in Attention (bfloat16): costs up to 1 unit; golden rounds to nearest",
+        "  both: rounds to nearest in RMSNorm (bfloat16)",
+        "",
+        "coverage:",
+        "  pairs compared: 0 (0 pass, 0 fail)",
+        "  pairs identical: 0 (0 bit-identical)",
+        "  pairs skipped: 0",
+        "  rows compared: 8",
+        "  rows only in golden: 0",
+        "  rows only in mine: 0",
+        "  taps only in golden: 0",
+    ]
+    assert len(terminal.lines(judged(), terminal.QUIET)) == 1
+
+
+def test_the_terminal_cuts_and_counts():
+    result = judged()
+    result.__dict__["would_decide"] = [{"why": f"w{i}", "command": "c"} for i in range(5)]
+    assert terminal.deciding(result) == [
+        "this would decide:", *(x for i in range(3) for x in (f"  w{i}:", "    c")),
+        "  … 2 more: compare.json, would_decide",
+    ]  # fmt: skip
+    assert len(terminal.deciding(result, full=True)) == 11
+    many = comparison(machines={"mine": [habit(f"L{i}", f"does {i}", 0.0) for i in range(13)]})
+    assert terminal.how_they_compute(many)[-1] == "  … 3 more: compare.html, or compare.json, machines"
+    assert len(terminal.how_they_compute(many, full=True)) == 14
+
+
+def test_markdown():
+    lines = markdown.lines(judged())
+    at = lines.index("### Origins")
+    assert lines[at : lines.index("<details><summary>Coverage</summary>") - 1] == [
+        "### Origins",
+        "",
+        "| # | origin | class | where | created / limit | evidence | shape of the error | floor that it breaks |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 1 | `model.layers.3.mlp.down_proj` | `RowParallelLinear` | `output.0, request 'a', position 17 (decode)` "
+        "| 0.21 / 0.016 | `jump` |   | `unlike its kin: 4 times what the same operator does in other layers "
+        "(1 of 2,000), in all 4 layers` |",
+        "| 2 | `lm_head` |   | `output.0, request 'a', position 17 (decode)` | 0.21 / 0.016 | `jump` | `all rows` "
+        "| `beyond chance: 5.2 times its floor; honest machines show such a thing in 1 of 10,000 comparisons` |",
+        "",
+        "By chance: honest machines would be given an origin in 1 of 1,100 comparisons like this (1 of 1,000 allowed).",
+        "",
+        "### This would decide",
+        "",
+        "`nothing was replayed; a replay tells which operator is wrong for its own inputs`:",
+        "",
+        "    accprobe compare golden mine --replay",
+        "",
+        "`a second run of golden's side, batched in another way, shows what honest runs differ by`:",
+        "",
+        "    VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-again vllm serve MODEL",
+        "    accprobe calibrate golden golden-again --out golden-floor",
+        "    accprobe compare golden mine --floor golden-floor",
+        "",
+        "`8 rows compared, too few to tell a habit from an accident: send both sides more and longer requests`:",
+        "",
+        "    VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-more vllm serve MODEL",
+        "    VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-more vllm serve MODEL",
+        "    accprobe compare golden-more mine-more",
+        "",
+        "### How these machines compute",
+        "",
+        "- `mine rounds toward zero in Attention (bfloat16): costs up to 1 unit; golden rounds to nearest`",
+        "- `both: rounds to nearest in RMSNorm (bfloat16)`",
+    ]
+
+
+def test_annotations():
+    assert github.lines(judged()) == [
+        "::error title=accprobe%3A culprit::model.layers.3.mlp.down_proj (RowParallelLinear) creates the error in all "
+        "4 layers, first here: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x); "
+        "unlike its kin: 4 times what the same operator does in other layers (1 of 2,000)",
+        "::error title=accprobe%3A origin 2::lm_head creates the error: output.0, request 'a', position 17 (decode), "
+        "row relative L2 0.21, limit 0.016 (13x); beyond chance: 5.2 times its floor; honest machines show such a "
+        "thing in 1 of 10,000 comparisons; shape: all rows",
+        "::notice title=accprobe%3A this would decide::nothing was replayed; a replay tells which operator is wrong "
+        "for its own inputs: accprobe compare golden mine --replay",
+        "::notice title=accprobe%3A this would decide::a second run of golden's side, batched in another way, shows "
+        "what honest runs differ by: VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-again vllm serve MODEL; then accprobe "
+        "calibrate golden golden-again --out golden-floor; then accprobe compare golden mine --floor golden-floor",
+        "::notice title=accprobe%3A this would decide::8 rows compared, too few to tell a habit from an accident: "
+        "send both sides more and longer requests: VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-more vllm serve MODEL; "
+        "then VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-more vllm serve MODEL; then accprobe compare golden-more "
+        "mine-more",
+    ]
+
+
+def test_notebook():
+    text = notebook.repr_html(judged())
+    assert "<p>unlike its kin: 4 times what the same operator does in other layers (1 of 2,000)</p>" in text
+    assert "<pre>accprobe compare golden mine --replay</pre>" in text
+    assert (
+        "<p>how these machines compute:</p><ul><li>mine rounds toward zero in Attention (bfloat16): costs up to 1 "
+        "unit; golden rounds to nearest</li><li>both: rounds to nearest in RMSNorm (bfloat16)</li></ul>"
+    ) in text
+
+
+def plain(text):
+    """The page's static text, a block each."""
+    body = re.sub(r"<script.*?</script>|<style>.*?</style>", "", text, flags=re.S)
+    blocks = re.split(r"</(?:p|li|h\d|dt|dd|pre|td|th|summary)>|<pre>", body)
+    return [re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", b)).strip() for b in blocks]
+
+
+def test_page():
+    said = plain(html.page(judged()))
+    for block in (
+        "Evidence: jump. Its output is further off than its inputs explain. Unlike its kin: 4 times what the same "
+        "operator does in other layers (1 of 2,000).",
+        "unlike its kin, 4×",
+        "Nothing was replayed; a replay tells which operator is wrong for its own inputs.",
+        "accprobe compare golden mine --replay",
+        "mine rounds toward zero in Attention (bfloat16): costs up to 1 unit; golden rounds to nearest",
+        "12 of 12 in 4 modules",
+        "unlike its kin: 4 times what the same operator does in other layers (1 of 2,000), in all 4 layers",
+        "beyond chance: 5.2 times its floor; honest machines show such a thing in 1 of 10,000 comparisons",
+        "Independent origins in data-flow order; the first is the culprit. By chance, honest machines would be given "
+        "an origin in 1 of 1,100 comparisons like this (1 of 1,000 allowed).",
+        "false_alarm_rate",
+    ):
+        assert block in said, block
+    assert any(b.endswith("creates the error in all 4 layers, first here") for b in said)
+    assert (
+        "<pre><code>VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-again vllm serve MODEL\naccprobe calibrate"
+        in html.page(judged())
+    )
+
+
+def test_nothing_of_it_is_shown_where_nothing_is_known():
+    passing = realistic(layers=1, steps=1, fail=False)
+    for text in ("\n".join(terminal.lines(passing)), "\n".join(markdown.lines(passing)), html.page(passing)):
+        assert not re.search("this would decide|how these machines|by chance", text, re.I)
+
+
+def test_names_of_strangers_stay_names():
+    """A model's path, a tap and a habit, in each report."""
+    from dataclasses import replace
+
+    odd = {"tier": UNLIKE_KIN, "times": 2.0, "chance": 0.1, "layers": {"in": 2, "of": 2}}
+    run = RUN | {"model": {"path": EVIL}, "probe": {"task": "tensor", "parts": ["output"]}}
+    result = hostile()
+    result = replace(
+        result,
+        origins=[result.origins[0] | odd],
+        machines={"mine": [habit(EVIL, EVIL, 1.0)]},
+        golden_run=run,
+        mine_run=run,
+    )
+    assert result.would_decide
+    page, cell = html.page(result), notebook.repr_html(result)
+    for text in (page, cell, "\n".join(terminal.lines(result)), "\n".join(markdown.lines(result))):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+    for text in (page, cell):
+        assert "<img" not in text
+    assert page.lower().count("</script") == 10
+    for line in github.lines(result):
+        assert line.startswith("::")
+        assert line.isprintable()
+    # Indented by four blanks a line of Markdown is code, whatever it holds, but for a line before it that is not.
+    lines = markdown.lines(result)
+    for i, line in enumerate(lines):
+        if line.startswith("    "):
+            assert lines[i - 1].startswith("    ") or not lines[i - 1]

@@ -1,0 +1,107 @@
+"""Which floor an origin breaks, how likely that is, and in how many layers: the sentences, whole."""
+
+import math
+
+import pytest
+from report_examples import ORIGIN, comparison
+
+from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, UNLIKE_KIN
+from vllm_accprobe.report import facts, tiers
+
+PROVEN = {"tier": PROVED, "times": 3.1, "chance": 0.0}
+LUCKLESS = {"tier": BEYOND_CHANCE, "times": 5.2, "chance": 1e-4}
+ODD = {"tier": UNLIKE_KIN, "times": 4.0, "chance": 5e-4}
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence", "short"),
+    [
+        (PROVEN, "proved: 3.1 times the error bound of its own inputs", "proved, 3.1x"),
+        (
+            LUCKLESS,
+            "beyond chance: 5.2 times its floor; honest machines show such a thing in 1 of 10,000 comparisons",
+            "beyond chance, 5.2x",
+        ),
+        (
+            ODD,
+            "unlike its kin: 4 times what the same operator does in other layers (1 of 2,000)",
+            "unlike its kin, 4x",
+        ),
+        (
+            ODD | {"evidence": "replay"},
+            "unlike its kin: 4 times what the same operator does in its other calls (1 of 2,000)",
+            "unlike its kin, 4x",
+        ),
+        (PROVEN | {"times": math.inf}, "proved: beyond the error bound of its own inputs", "proved"),
+        (PROVEN | {"times": "inf"}, "proved: beyond the error bound of its own inputs", "proved"),
+        (LUCKLESS | {"times": None, "chance": None}, "beyond chance: above its floor", "beyond chance"),
+        (
+            {"tier": UNLIKE_KIN},
+            "unlike its kin: more than what the same operator does in other layers",
+            "unlike its kin",
+        ),
+        (
+            LUCKLESS | {"times": 12345.6, "chance": None},
+            "beyond chance: 12,346 times its floor",
+            "beyond chance, 12,346x",
+        ),
+        ({"tier": "a new\x1bone"}, r"a new\x1bone", r"a new\x1bone"),
+        ({}, None, None),
+    ],
+)
+def test_sentences(says, sentence, short):
+    assert tiers.sentence(ORIGIN | says) == sentence
+    assert tiers.short(ORIGIN | says) == short
+
+
+@pytest.mark.parametrize(
+    ("chance", "words"),
+    [
+        (None, None),
+        (math.nan, None),
+        (True, None),
+        (0.0, "fewer than 1 of 1,000,000,000,000"),
+        (3e-9, "1 of 330,000,000"),
+        (1.05e-4, "1 of 9,500"),
+        (1e-3, "1 of 1,000"),
+        (0.09, "1 of 11"),
+        (0.3, "30 of 100"),
+        (7.0, "100 of 100"),
+    ],
+)
+def test_a_probability_is_said_as_odds(chance, words):
+    assert tiers.odds(chance) == words
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        (None, None),
+        ({"in": 4, "of": 4}, "in all 4 layers"),
+        ({"in": 3, "of": 4}, "in 3 of 4 layers"),
+        ({"in": 1, "of": 4}, None),
+        ({"in": "<b>", "of": 4}, None),
+        ("all", None),
+    ],
+)
+def test_layers(layers, words):
+    assert tiers.layers({"layers": layers}) == words
+
+
+def test_a_fault_of_every_layer_is_named_so_in_the_verdict():
+    result = comparison(verdict="fail", origins=[ORIGIN | {"layers": {"in": 4, "of": 4}}])
+    assert facts.headline(result) == (
+        "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error in all 4 layers, first here: "
+        "output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)"
+    )
+
+
+def test_what_an_origin_is_worth_by_chance():
+    assert tiers.alarms(comparison()) is None
+    assert tiers.alarms(comparison(by_chance=9e-4)) == (
+        "honest machines would be given an origin in 1 of 1,100 comparisons like this (1 of 1,000 allowed)"
+    )
+    assert tiers.alarms(comparison(by_chance=0.0, false_alarm_rate=0.2)) == (
+        "honest machines would be given an origin in fewer than 1 of 1,000,000,000,000 comparisons like this "
+        "(20 of 100 allowed)"
+    )

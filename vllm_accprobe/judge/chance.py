@@ -1,0 +1,88 @@
+"""One rate of false alarms for a whole comparison, and what it asks of a single number.
+
+The problem: a threshold of seven deviations is right for a thousand questions and wrong for a million; a comparison of
+60 layers asks more than one of four, and the odds that somebody is blamed by chance should not depend on that. The
+idea: the rate is that of a false alarm in the WHOLE comparison. It is divided by the places looked at, by the questions
+asked of each, and by the rows or columns among which the worst is taken [C. Bonferroni 1936; no independence is
+needed], and a threshold is the quantile at what is left: of a normal distribution where the spread is known from many
+rows, of Student's where it is known from few layers.
+Not here: the spread among layers (kin.py), the questions (hidden.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from scipy import special
+
+from vllm_accprobe.judge import constants as c
+
+
+@dataclass(frozen=True)
+class Chance:
+    """rate: probability that a comparison of honest machines has an origin by chance; places: of how many it asks."""
+
+    rate: float = c.FALSE_ALARM_RATE
+    places: int = 1
+
+    def level(self, among: int = 1) -> float:
+        """The probability that may be left to one of ``among`` numbers of which the worst is taken at one place."""
+        return self.rate / (max(self.places, 1) * c.QUESTIONS * max(among, 1))
+
+    def sigmas(self, among: int = 1) -> float:
+        """Standard deviations, to either side, that one number of a normal distribution exceeds with that."""
+        return _normal(self.level(among))
+
+    def student(self, freedom: float, among: int = 1) -> float:
+        """The same where the standard deviation is known with ``freedom`` degrees of freedom, 1 or more."""
+        return _student(self.level(among), freedom)
+
+    def of_sigmas(self, sigmas: float, among: int = 1) -> float:
+        """The probability that a comparison of honest machines shows ``sigmas`` anywhere, at most 1."""
+        return self.anywhere(2.0 * float(special.ndtr(-abs(sigmas))), among)
+
+    def of_student(self, t: float, freedom: float, among: int = 1) -> float:
+        """The same of a Student's t."""
+        return self.anywhere(2.0 * float(special.stdtr(freedom, -abs(t))), among)
+
+    def anywhere(self, p: float, among: int = 1) -> float:
+        """The probability that what one number shows with ``p`` is shown anywhere, at most 1."""
+        return min(1.0, p * max(self.places, 1) * c.QUESTIONS * max(among, 1))
+
+
+@lru_cache(4096)
+def _normal(level: float) -> float:
+    return float(-special.ndtri(0.5 * level))
+
+
+@lru_cache(4096)
+def _student(level: float, freedom: float) -> float:
+    return float(-special.stdtrit(freedom, 0.5 * level))
+
+
+def deviation(values: np.ndarray) -> tuple[float, float]:
+    """(median, robust standard deviation) of float64 [n], n >= 1: the median absolute deviation of a normal
+    distribution's bulk."""
+    middle = float(np.median(values))
+    return middle, c.MAD * float(np.median(np.abs(values - middle)))
+
+
+def tail(values: np.ndarray, middle: float) -> float:
+    """How far the outer tenth lies, as the standard deviation of a normal distribution that reaches so far."""
+    return float(np.quantile(np.abs(values - middle), c.OUTER)) / c.OUTER_DEVIATIONS
+
+
+def chance_of_size(error: float, honest: np.ndarray, places: int) -> float | None:
+    """The probability that an honest place of a comparison, of ``places``, errs by ``error``, where ``honest`` are the
+    errors of the places at hand: their logarithms are normal as far as anybody knows. None of fewer than c.FEW."""
+    known = np.log(honest[honest > 0])
+    if len(known) < c.FEW or not error > 0:
+        return None
+    middle, spread = deviation(known)
+    spread = max(spread, c.LEAST_SPREAD * math.log(2.0))
+    if math.isinf(error):
+        return 0.0
+    return min(1.0, float(special.ndtr(-(math.log(error) - middle) / spread)) * max(places, 1))

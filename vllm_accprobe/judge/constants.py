@@ -1,0 +1,204 @@
+"""Every number of the judge, with where it comes from.
+
+The problem: a limit that was tuned on one machine condemns or misses on another, and nobody can tell which number
+it was. The idea: a number is *derived* (a formula), *measured* (a script remakes it, with the figure that it gave)
+or *chosen* (a reason), and stands here with that word; a test reads this file and the rest of the room, and fails
+for a number that has no source or stands elsewhere. ``scripts/judge_constants.py`` remakes the measured ones from
+clean pairs.
+
+u is one rounding of the tensor's dtype (floor.py). What is allowed depends on how many questions are asked, so that
+most thresholds are no numbers at all but quantiles at one rate of false alarms (chance.py). Not here: units of
+rounding by dtype (floor.py), other tools' limits (foreign.py), bounds of memory and of hostile input.
+"""
+
+from __future__ import annotations
+
+import math
+
+# --- one rate of false alarms ----------------------------------------------------------------------------------------
+
+FALSE_ALARM_RATE = 1e-3
+"""chosen: one comparison of honest machines in a thousand has an origin; ``--false-alarm-rate`` sets it."""
+QUESTIONS = 7
+"""derived: the questions that hidden.py asks of one place (equal inputs, growth, gain, gain against kin, columns,
+rows, gain of rows), over which the rate is divided as Bonferroni's inequality asks."""
+INDEPENDENT = 0.5
+"""chosen: the part of the rows that count as independent. Tokens repeat, and equal rows make equal errors: standard
+errors are sqrt(1 / 0.5) = 1.4 times those of independent rows."""
+TAILS = 1.3
+"""chosen: how much further than a normal distribution's quantile a row or a column must lie. Measured,
+scripts/judge_constants.py tails, the outermost row of 6,796 numbers of places of clean pairs lies at
+1.09 times it in the middle place, 1.7 at the 90th percentile and 4.8 at the 99th: rows of sinks and short prompts are
+noisier. What lies between is left to ROW_APART and ROWS_LEAST, which ask what the same row does elsewhere and how much
+it is, and to the replay; so the rate is not kept by this question alone."""
+
+# --- robust statistics ------------------------------------------------------------------------------------------------
+
+MAD = 1.482602218505602
+"""derived: 1 / Phi^-1(3/4), a normal distribution's standard deviation over its median absolute deviation."""
+OUTER = 0.9
+"""chosen: the quantile by which tails are told; a tenth of the rows is the least that is known of a hundred."""
+OUTER_DEVIATIONS = 1.6448536269514722
+"""derived: Phi^-1((1 + OUTER) / 2), how many standard deviations |x| of a normal distribution has there."""
+FEW = 8
+"""chosen: rows below which nothing is learned: a median absolute deviation of fewer is off by a third and more."""
+NARROW = 16
+"""chosen: elements of a row up to which it is one factor or a few (a gate, the weights of chosen experts): its error
+has nothing to average over."""
+FEWEST_KIN = 2
+"""derived: a spread needs two values."""
+FEWEST_KINDS = 3
+"""derived: how spreads differ from kind to kind is a variance of two or more kinds besides the one that is judged."""
+KINDS_DOUBT = 0.25
+"""chosen: the probability with which kinds of operators differ in their spreads by more than they are taken to."""
+LEAST_SPREAD = 0.05
+"""chosen: powers of two; layers whose growth agrees to 3 % agree by chance. Below that a spread is not believed."""
+
+# --- what an operator creates, in u -----------------------------------------------------------------------------------
+
+LEAST_HONEST = 0.5
+"""derived: rounding to nearest leaves errors uniform in half a step: rms 0.58 of it, 0.3 to 0.6 u. Errors below are no
+measure of anything, and are counted as this."""
+TWO_ROUNDINGS = math.sqrt(2.0 / 3.0)
+"""derived: u rms; the difference of two independent roundings, each uniform within 1 u."""
+STEP_SQUARE = 4.0
+"""derived: u^2; two roundings of nearly the same number differ by one step, 2 u, at most."""
+CREATED_LEAST = 1.25
+"""derived: u rms; what two operators make of equal numbers that round twice, independently: sqrt(2) TWO_ROUNDINGS =
+1.15, and a little for what lies beside the grid. So much must have been created before an operator is blamed."""
+ROWS_LEAST = 2.5
+"""derived: the same for single rows: twice CREATED_LEAST, because a row is chosen among hundreds."""
+MIXING = 1.2
+"""chosen: growth of attention counts for so much less, because it depends on how sharp each layer's softmax is."""
+LEAST_ROW_SPREAD = 0.12
+"""chosen: powers of two; the same for single rows, whose growth is never known better than to 9 %."""
+ROW_KIN = 1.5
+"""chosen: times the gain that the same row has in other layers."""
+ROW_APART = 0.7
+"""chosen: powers of two by which a row must grow more than the same row does in other layers; twice that where there
+are none."""
+GAIN_LEAST = 0.5
+"""derived: the gain that rounding one shared factor to nearest leaves: half a step of 2 u at most, 0 on average, and
+0.5 u rms over significands of equal logarithm."""
+TRUNCATED = 0.5 / math.log(2.0)
+"""derived: what rounding toward zero takes off a value on average, in u: half a step of 2**(1-p), over significands m
+in [1, 2) with log-uniform m, of which 1 / m has the mean 1 / (2 ln 2)."""
+TRUNCATIONS = 2
+"""measured: how often a result is truncated on its way through one operator: vLLM's AVX2 attention truncates its
+probabilities and what it gives out (`accprobe calibrate --profile`)."""
+GAIN_ROW = 1.5
+"""derived: a row's own factor, rounded to nearest (1 u), and a result that was truncated in one run only, less what
+that leaves on average in all rows: 0.5 u."""
+THROUGH = 3.0
+"""chosen: how much of its inputs' gain an operator may pass on: a product of two inputs passes on both, an activation
+between them some more."""
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+COLUMN = 5.0
+"""chosen: times the typical column's error. In honest tensors columns differ by how large their values are."""
+COLUMN_LEAST = 1.5
+"""derived: u; a column whose one weight was rounded otherwise is off by 1 u, and its own rounding adds 0.58."""
+COLUMN_KIN = 1.6
+"""chosen: times the most uneven column of the same operator in other layers."""
+COLUMN_INPUT = 2.5
+"""chosen: times the most uneven column of the input: few bad columns of an input spread unevenly over the output."""
+COLUMN_SURE = 1.5
+"""chosen: times the surest slope of a column in other layers."""
+COLUMN_APART = 3.0
+"""chosen: times the slope that all columns share: a factor of all columns is no matter of one."""
+BY_ELEMENT = 5.0
+"""chosen: of a column's error, what an operator by element may add to what its input has there."""
+OFFSET_LEAST = 2.5
+"""derived: u; a column that hardly changes is rounded to the same side in each row, by 1 u at most, and so is its
+input, which an operator passes on; 0.5 u for what rounds twice."""
+OFFSET_KIN = 2.0
+"""chosen: times the offset that other layers and inputs show, of which no more than OFFSET_MOST u count."""
+OFFSET_MOST = 4.0
+"""chosen: u; more is no habit but a fault that lies before."""
+UNEVEN_MOST, SURE_MOST = 8.0, 12.0
+"""chosen: what an input's or kin's most uneven column may excuse: more is a fault that lies before."""
+COLUMN_TYPICAL = 0.1
+"""chosen: u; the typical column's error counts as no less."""
+COLUMN_SMALL = 0.25
+"""chosen: of the typical column's power; a smaller column is measured against that."""
+
+# --- limits of a row (standards.py) -----------------------------------------------------------------------------------
+
+CREATED = 4.0
+"""chosen: u that one operator may add to a row: four roundings to the same side, of inputs, weights, an intermediate
+and the result. Measured, scripts/judge_constants.py created: the typical row of 3,677 honest places adds 0.6 u at the
+90th percentile, 2.1 at the 99th and 3.5 in the worst (weights that were trained, attention)."""
+TOTAL = 8.0
+"""chosen: u that may have piled up before the first layer. Clean TP=2 against TP=1 has 5.7, 4.1, 6.5 and 6.2 u after
+layers 1 to 4, where 8 sqrt(1 + depth) allows 11 to 18."""
+GROWTH = 0.5
+"""derived: exponent of (1 + depth): independent errors add in quadrature."""
+AMPLIFICATION = 4.0
+"""chosen: how much of its inputs' relative error an operator may pass on; sums that cancel enlarge it."""
+WILD = 16.0
+"""chosen: the same for inputs that are beyond the limit themselves: what a fault leaves behind is no random noise."""
+GARBAGE = 0.05
+"""chosen: inputs further off than this explain any output: softmax and routers turn to other values altogether."""
+RATIO_SHARE, RATIO_WIDTH = 0.25, 4.0
+"""derived: of the row's limit, what its norm's ratio may be off by: noise of mean zero changes a norm by 1 /
+sqrt(width) of itself, four standard deviations of which are allowed; chosen: a quarter, for noise that is not of
+mean zero."""
+ROW_DEVIATIONS = 5.0
+"""derived: standard deviations that one row of a million reaches."""
+ELEMENT = 8.0
+"""derived: an element's limit over the row's: one of 2**40 elements of normal errors is 7.2 deviations off."""
+ROW_FLOOR = 0.1
+"""chosen: rows whose norm is below this part of the tap's median norm are measured against that part."""
+STRICT_CREATED, STRICT_TOTAL, STRICT_AMPLIFICATION = 1.0, 2.0, 2.0
+"""chosen: the standard ``strict``: one rounding, and a product of two inputs."""
+
+# --- blame ------------------------------------------------------------------------------------------------------------
+
+AFTER_ANOTHER = 3.0
+"""chosen: how strong a hidden sign must be behind another origin: a fault's traces are no honest noise."""
+COLUMNS_AFTER_ANOTHER = 2.0
+"""chosen: the same for columns, which a fault upstream spreads over all of."""
+FLOOR_MARGIN = 3.0
+"""chosen: how much further than two honest runs of one machine an honest run of another may be."""
+
+# --- flipped tokens ---------------------------------------------------------------------------------------------------
+
+LOGIT_ROUNDING = 2.0**-8
+"""derived: half a unit in the last place of bfloat16, relative: logits are seldom known better."""
+LOGITS_APART = 2.0
+"""derived: two tokens change places when both logits are off, each in its own direction."""
+TIE = 1e-6
+"""chosen: logits this near to the best (relative) count as best: a lower precision makes exact ties, broken by any
+order."""
+
+# --- words: when a sentence is said of rows and columns ---------------------------------------------------------------
+
+AGREE = 0.95
+"""chosen: a condition is said where it holds for so many bad rows, and so many within it are bad."""
+AGREE_MOSTLY, MOST_ROWS, NEARLY_ALL = 0.85, 0.8, 0.9
+"""chosen: "mostly" from there; "most rows" from there; what holds for more of all rows than this separates none."""
+SIMPLER = 0.02
+"""chosen: of conditions that agree as well, but for this, the simplest is said."""
+BAD_PART, BAD_PART_NARROW, HIGH_PART = 3.0, 20.0, 3.0
+"""chosen: a row is bad with a third of what the typical of the worst rows has, a twentieth where few columns are bad;
+the worst are those with a third of the largest or more."""
+FACTOR_ALIKE, FACTOR_SHARE, FACTOR_LEAST, ZERO = 0.2, 0.85, 1e-3, 0.01
+"""chosen: a scale is said where rows agree within a fifth, it is 85 % of the error, and more than a thousandth; a
+scale below a hundredth is "zero"."""
+EXPERT_CHANCE, EXPERT_OTHER, EXPERT_RARE = 1e-6, 0.6, 1.3
+"""chosen: one expert is said where chance gives it all bad rows once in a million, and no other has 60 % as many that
+are more than its share."""
+EXPERT_SHARE, EXPERT_ONLY = 0.75, 0.97
+"""chosen: of the bad rows, for "mostly" and for "only" that expert's."""
+COLUMNS_MOST, COLUMNS_CLEAR = 0.6, 5.0
+"""chosen: columns are said where no more than this part is bad, and the others are five times better."""
+COLUMN_ALIKE, COLUMN_SHARE = 0.25, 0.7
+"""chosen: a scale of columns is said where they agree within a quarter and it is 70 % of their error."""
+HEAD_BAD, HEAD_GOOD = 0.7, 0.2
+"""chosen: a head is bad with so many bad columns, and good with no more than so many."""
+RANGE_FULL = 0.8
+"""chosen: a range of columns is said where so many of it are bad."""
+FEW_LISTED, BOUNDS_TRIED, TAIL_PART, HEAD_LEAST = 4, 512, 64, 4
+"""chosen: numbers that a sentence lists; bounds of positions that are tried; the last 1/64 of columns is the tail;
+heads narrower than four columns are none."""

@@ -1,0 +1,100 @@
+"""Whether one layer's rounding is like the others': the same operator in other layers as its measure.
+
+The problem: a reference's model of rounding may be twice too large for a kernel, and a fault of that size hides in what
+the model leaves. The idea: layers of one class run the same kernel, so that whatever the model is wrong by, it is wrong
+by in all of them. For each output of a tap, the variance of all its errors over the model's (pooled.py); its logarithm
+is compared with those of its kin, the same class, role and dtype in the other layers, of golden and of mine. Layers
+honestly differ, so the spread is estimated from the kin as well, moderated toward what is known of such spreads: a
+t-statistic with d0 + n - 1 degrees of freedom, s**2 = (d0 s0**2 + sum (x - mean)**2) / (d0 + n - 1) [G. Smyth, Stat.
+Appl. Genet. Mol. Biol. 3 (2004) 3, eq. 3.2], and the difference of a number from the mean of n others has the variance
+s**2 (1 + 1 / n). With few kin its tail is wide, and with fewer than three nothing is said.
+Not here: the sums (pooled.py), floors that need no kin (verdict.py). Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from scipy import special
+
+LEAST = 3
+"""Chosen: of two peers, either may be the odd one."""
+PRIOR_SPREAD, PRIOR_FREEDOM = 0.25, 4.0
+"""Chosen: standard deviation of the logarithm of such a ratio over honest layers, and how many layers that is worth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """All rows of one output of a tap. ratio: variance of the errors over the model's; freedom: of that ratio; scale,
+    error: sum y d / sum y y and its standard error; rows: different ones; seq: of its first call, its place in the
+    order of execution; created: relative L2 error."""
+
+    tap: str
+    cls: str
+    role: str
+    rank: int
+    dtype: str
+    ratio: float
+    freedom: float
+    scale: float
+    error: float
+    rows: int
+    seq: int
+    created: float
+
+
+@dataclass(frozen=True, slots=True)
+class Odd:
+    """One that is unlike its kin. times: its errors over theirs (root of the ratios' quotient); chance: that of the
+    layers of an honest model any is so far out; peers: how many it was compared with."""
+
+    pooled: Pooled
+    times: float
+    chance: float
+    peers: int
+
+
+def unlike(golden: Iterable[Pooled], mine: Iterable[Pooled], rate: float) -> list[Odd]:
+    """Those of mine that stand out above their kin at ``rate`` for all of them together, by Bonferroni."""
+    mine = [p for p in mine if p.ratio > 0]
+    groups: dict[tuple[str, str, str], list[Pooled]] = {}
+    for p in mine:
+        groups.setdefault((p.cls, p.role, p.dtype), []).append(p)
+    theirs: dict[tuple[str, str, str], list[Pooled]] = {}
+    for p in golden:
+        if p.ratio > 0:
+            theirs.setdefault((p.cls, p.role, p.dtype), []).append(p)
+    looks = sum(len(g) for g in groups.values() if len(g) > LEAST)
+    found = []
+    for key, group in groups.items():
+        if len(group) <= LEAST:
+            continue
+        own = {p.tap: p.ratio for p in theirs.get(key, ())}
+        for p in group:
+            # where golden has the same tap, what honest layers differ by is taken off: its own ratio there
+            paired = all(q.tap in own for q in group)
+            x = {id(q): math.log(q.ratio) - (math.log(own[q.tap]) if paired else 0.0) for q in group}
+            others = [x[id(q)] for q in group if q is not p]
+            times, chance = _stands_out(x[id(p)], others, p.freedom)
+            chance = min(1.0, chance * max(looks, 1))
+            if chance < rate and times > 1:
+                found.append(Odd(p, times, chance, len(others)))
+    return found
+
+
+def _stands_out(x: float, others: list[float], freedom: float) -> tuple[float, float]:
+    """(root of the ratio over the kin's mean, probability of as much above it)."""
+    n = len(others)
+    mean = sum(others) / n
+    known = PRIOR_FREEDOM + n - 1
+    own = 2.0 / max(freedom, 1.0)  # variance of the logarithm of a chi-square over its degrees, to first order
+    variance = (PRIOR_FREEDOM * PRIOR_SPREAD**2 + sum((o - mean) ** 2 for o in others)) / known + own
+    t = (x - mean) / math.sqrt(variance * (1.0 + 1.0 / n))
+    return math.exp((x - mean) / 2.0), upper_t(t, known)
+
+
+def upper_t(t: float, freedom: float) -> float:
+    """P(T > t) of Student's t."""
+    return float(special.stdtr(freedom, -t))

@@ -1,0 +1,54 @@
+"""What would decide, and how the machines compute, as sections of the page.
+
+The problem: both are lists of whatever length, and commands must be copied as they are. The idea: as in sections.py,
+finished markup in which every value is escaped; a command keeps its lines and is never wrapped. Not here: the sentences
+(report/machines.py, comparison/deciding.py).
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from vllm_accprobe.report import machines
+from vllm_accprobe.report.html.sections import MAX_LIST, as_sentence, escaped, html_table, more_of
+from vllm_accprobe.report.text import safe
+
+if TYPE_CHECKING:
+    from vllm_accprobe.comparison.result import Comparison
+
+
+def deciding(comparison: Comparison) -> str:
+    """What would decide, where the answer is open: a sentence and its commands each."""
+    steps = comparison.would_decide
+    if not steps:
+        return ""
+    items = "".join(
+        f"<li>{as_sentence(safe(step['why'], 400))}<pre><code>{command_lines(step['command'])}</code></pre></li>"
+        for step in steps[:MAX_LIST]
+    )
+    return (
+        '<section class="notes decide" aria-labelledby="h-decide"><h2 id="h-decide">This would decide</h2>'
+        f"<ul>{items}</ul></section>"
+    )
+
+
+def command_lines(command: str) -> str:
+    """Commands as escaped text, a line each."""
+    return "\n".join(escaped(line, 1000) for line in command.splitlines())
+
+
+def how_they_compute(comparison: Comparison) -> str:
+    """Habits of both machines, differences first; each of them with its numbers in a table that opens."""
+    found = machines.lines(comparison.machines)
+    if not found:
+        return ""
+    items = "".join(f"<li>{escape(line)}</li>" for line in found[:MAX_LIST])
+    rows = [tuple(map(escape, row)) for row in machines.rows(comparison.machines)[:MAX_LIST]]
+    table = html_table(("Side", "Operator", "Habit", "Price", "Seen in"), rows)
+    title = machines.TITLE[:1].upper() + machines.TITLE[1:]
+    return (
+        f'<section aria-labelledby="h-machines"><h2 id="h-machines">{title}</h2><ul class="plain">{items}</ul>'
+        f"{more_of(len(found), MAX_LIST, 'machines')}<details><summary>Each habit, with what it was seen in</summary>"
+        f"{table}</details></section>"
+    )

@@ -1,0 +1,98 @@
+"""Which floor an origin breaks, by how much, and how likely that is by chance, in plain words.
+
+The problem: "13 times the limit" convicts or merely puzzles, depending on where the limit comes from. The idea: each of
+the three tiers (judge/tiers.py) has one sentence, made here from an origin's fields and from nothing else, for all
+reports alike; what an origin does not say is left out. Not here: the floors (judge/, opcheck/), the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, UNLIKE_KIN
+from vllm_accprobe.report.text import safe
+
+if TYPE_CHECKING:
+    from vllm_accprobe.comparison.result import Comparison
+
+_RAREST = 1e-12
+"""chosen: below, a probability is a figure of speech; the sentence says that it is smaller."""
+
+
+def sentence(origin: Mapping[str, Any]) -> str | None:
+    """``proved: 3.1 times the error bound of its own inputs``; None where an origin does not say its tier."""
+    tier, by = origin.get("tier"), _factor(origin.get("times"))
+    seldom = odds(origin.get("chance"))
+    if tier == PROVED:
+        return f"{PROVED}: {by or 'beyond'} the error bound of its own inputs"
+    if tier == BEYOND_CHANCE:
+        said = f"{BEYOND_CHANCE}: {by or 'above'} its floor"
+        return said + (f"; honest machines show such a thing in {seldom} comparisons" if seldom else "")
+    if tier == UNLIKE_KIN:
+        elsewhere = "in its other calls" if origin.get("evidence") == "replay" else "in other layers"
+        said = f"{UNLIKE_KIN}: {by or 'more than'} what the same operator does {elsewhere}"
+        return said + (f" ({seldom})" if seldom else "")
+    return safe(tier, 60) if tier else None
+
+
+def whole(origin: Mapping[str, Any]) -> str:
+    """The tier's sentence and the layers, for a table; empty where neither is known."""
+    return ", ".join(x for x in (sentence(origin), layers(origin)) if x)
+
+
+def short(origin: Mapping[str, Any]) -> str | None:
+    """The tier and by how much, for a line that says other things, too: ``beyond chance, 5.2x``."""
+    tier = origin.get("tier")
+    if not tier:
+        return None
+    by = _number(origin.get("times"))
+    return safe(tier, 60) + (f", {by}x" if by else "")
+
+
+def layers(origin: Mapping[str, Any]) -> str | None:
+    """``in all 4 layers`` or ``in 3 of 4 layers``, of a fault that is in more than one; else None."""
+    found = origin.get("layers")
+    if not isinstance(found, Mapping):
+        return None
+    many, of = found.get("in"), found.get("of")
+    if not isinstance(many, int) or not isinstance(of, int) or many < 2:
+        return None
+    return f"in all {of:,} layers" if many >= of else f"in {many:,} of {of:,} layers"
+
+
+def odds(chance: object) -> str | None:
+    """A probability as ``1 of 2,000``, two digits of it; ``30 of 100`` where it is large, None where not known."""
+    if isinstance(chance, bool) or not isinstance(chance, (int, float)) or math.isnan(chance):
+        return None
+    if chance < _RAREST:
+        return f"fewer than 1 of {round(1 / _RAREST):,}"
+    if chance > 0.1:
+        return f"{min(round(100 * chance), 100)} of 100"
+    turns = 1 / chance
+    digits = max(len(str(int(turns))) - 2, 0)
+    return f"1 of {round(turns, -digits):,.0f}"
+
+
+def alarms(comparison: Comparison) -> str | None:
+    """What the verdict is worth by chance alone; None where the judge did not work it out."""
+    expected = comparison.by_chance
+    if expected is None:
+        return None
+    allowed = odds(comparison.false_alarm_rate)
+    return f"honest machines would be given an origin in {odds(expected)} comparisons like this ({allowed} allowed)"
+
+
+def _factor(times: object) -> str | None:
+    by = _number(times)
+    return f"{by} times" if by else None
+
+
+def _number(times: object) -> str | None:
+    """``3.1``, ``130``, ``5e+07``; None for what is no finite number."""
+    if isinstance(times, bool) or not isinstance(times, (int, float)) or not math.isfinite(times):
+        return None
+    if times < 10:
+        return f"{times:.2g}"
+    return f"{times:,.0f}" if times < 1e6 else f"{times:.0e}"
