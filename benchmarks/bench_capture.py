@@ -107,7 +107,7 @@ class Engine:
         self.worker, self.runner = worker, worker.model_runner
 
     def attach(self, kind: str, place: Path) -> Any:
-        from vllm_accprobe.capture.releases import parallel_of
+        from vllm_accprobe.capture.vllm.vllm_compat import parallel_of
         from vllm_accprobe.config import ProbeConfig
 
         config = ProbeConfig.from_kwargs(dir=str(place), task=kind, parts="input,output", max_gb=50)
@@ -149,7 +149,7 @@ def build(root: Path) -> Engine:
     from tiny_model import make
     from vllm import LLM
 
-    from vllm_accprobe.capture.runner import RunnerProbe
+    from vllm_accprobe.capture.vllm.runner import RunnerProbe
 
     model = make("bench-h1024", root / "model")
     llm = LLM(

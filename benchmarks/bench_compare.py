@@ -28,7 +28,7 @@ from big_dumps import TAPS, write_pair
 
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.metrics import kernel
+from vllm_accprobe.kernels import rows
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--msprobe-gb", type=float, default=0.2, help="of each of its dumps")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    kernel.warm_up()
+    rows.warm_up()
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="accprobe-bench-", dir=arguments.dir) as name:
         root = Path(name)
@@ -101,7 +101,7 @@ def kernel_speed() -> float:
     times = []
     for _ in range(40):
         begin = time.thread_time()
-        kernel.rows(g, "bfloat16", at, m, "bfloat16", at, widen)
+        rows.rows(g, "bfloat16", at, m, "bfloat16", at, widen)
         times.append(time.thread_time() - begin)
     return 2 * g.nbytes / statistics.median(times) / 1e9
 

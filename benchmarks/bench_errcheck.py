@@ -66,24 +66,24 @@ def measure(root: Path, rounds: int) -> dict[str, Any]:
 
 
 def attach(engine: Any, kind: str, place: Path) -> Any:
-    from vllm_accprobe.capture import errcheck_runner
-    from vllm_accprobe.capture.releases import parallel_of
+    from vllm_accprobe.capture.nan_watch import observer
+    from vllm_accprobe.capture.vllm.vllm_compat import parallel_of
     from vllm_accprobe.config import ProbeConfig
 
     config = ProbeConfig.from_kwargs(enabled=False, dir=str(place), errcheck="overflow,nan")
     runner = engine.runner
-    probe = errcheck_runner.ErrcheckProbe(config, engine.worker, runner, parallel_of(runner.vllm_config))
-    original = errcheck_runner.Watch
+    probe = observer.ErrcheckProbe(config, engine.worker, runner, parallel_of(runner.vllm_config))
+    original = observer.Watch
     if kind != "host":
-        errcheck_runner.Watch = lambda *args, **kwargs: original(*args, **kwargs, deferred=True)  # type: ignore
+        observer.Watch = lambda *args, **kwargs: original(*args, **kwargs, deferred=True)  # type: ignore
     try:
         probe._attach_model()
     finally:
-        errcheck_runner.Watch = original  # type: ignore[misc]
+        observer.Watch = original  # type: ignore[misc]
     if kind == "deferred":
-        errcheck_runner.hold_bytes = lambda device: 0
+        observer.hold_bytes = lambda device: 0
     elif kind == "held":
-        errcheck_runner.hold_bytes = lambda device: 1 << 28
+        observer.hold_bytes = lambda device: 1 << 28
     return probe
 
 

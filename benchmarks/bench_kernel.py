@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_accprobe.dump.dtypes import widen
-from vllm_accprobe.metrics import kernel, oracle
+from vllm_accprobe.kernels import definition, rows
 
 KINDS = (("bfloat16", "bfloat16", 0.12), ("float16", "float16", 0.12), ("float32", "float32", 0.25),
          ("float32", "bfloat16", 0.25))  # fmt: skip
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    kernel.warm_up()
+    rows.warm_up()
     rng = np.random.default_rng(0)
     report = []
     for width in (64, 512, 1024, 4096, 8192):
@@ -60,14 +60,14 @@ def measure(g: np.ndarray, gd: str, m: np.ndarray, md: str, rounds: int) -> dict
     ones, sums = np.ones(nbytes // 4, np.float32), np.zeros((2, g.shape[1]))
     some = slice(0, max(len(g) // 8, 1))
     runs: list[Callable[[], object]] = [
-        lambda: kernel.rows(g, gd, at, m, md, at, widen),
+        lambda: rows.rows(g, gd, at, m, md, at, widen),
         lambda: np.sum(ones),
-        lambda: kernel.add_columns(g, gd, at, m, md, at, widen, sums),
+        lambda: rows.add_columns(g, gd, at, m, md, at, widen, sums),
     ]
     for run in runs:
         run()
     times = [[cpu(run) for run in runs] for _ in range(rounds)]
-    slow = cpu(lambda: oracle.row_table(widen(g[some], gd), widen(m[some], md)))
+    slow = cpu(lambda: definition.row_table(widen(g[some], gd), widen(m[some], md)))
     return {
         "kernel": statistics.median(nbytes / t[0] / 1e9 for t in times),
         "sum": statistics.median(nbytes / t[1] / 1e9 for t in times),

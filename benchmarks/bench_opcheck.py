@@ -68,7 +68,7 @@ def captured(root: Path, calls: int, width: int, rows: int) -> Path:
 
     from vllm_accprobe import Probe
     from vllm_accprobe.formats import open_dump
-    from vllm_accprobe.opcheck.calls import Calls
+    from vllm_accprobe.opcheck.calls.records import Calls
 
     config = LlamaConfig(
         vocab_size=2000, hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=3,

@@ -27,10 +27,10 @@ from fault_ways import CLEAN, MORE_CLEAN  # noqa: E402
 
 from vllm_accprobe.comparison import engine  # noqa: E402
 from vllm_accprobe.judge import constants as c  # noqa: E402
-from vllm_accprobe.judge import origin  # noqa: E402
 from vllm_accprobe.judge.chance import deviation, tail  # noqa: E402
-from vllm_accprobe.judge.hidden import Peers  # noqa: E402
-from vllm_accprobe.judge.looks import Known, Look  # noqa: E402
+from vllm_accprobe.judge.origins import origin  # noqa: E402
+from vllm_accprobe.judge.origins.outliers import Peers  # noqa: E402
+from vllm_accprobe.judge.origins.peer_evidence import Known, Look  # noqa: E402
 
 
 def looks_of(roots: list[Path]) -> Iterator[Look]:

@@ -3,7 +3,7 @@
 The problem: a limit that follows from a model of rounding is as good as the model, and no honest call may be above it.
 The idea: every clean dump that was kept (``scripts/faults.py --keep`` leaves them under ``_runs``) is checked, and for
 each class and measure the worst share of what is allowed is printed, then the variance and the scale of all calls of a
-tap together, in units of the model; MODEL and BIAS (opcheck/verdict.py, pooled.py) are to lie above these.
+tap together, in units of the model; MODEL and BIAS (opcheck/floors/verdict.py, pooled.py) are to lie above these.
 Exit codes: 0 where at most 1 output in 10,000 is above its limit, 1 where more are, 2 for bad usage.
 
     python scripts/opcheck_floors.py LAB/_runs/* [--list]
@@ -22,10 +22,11 @@ import torch
 from vllm_accprobe.cli.opcheck import _model_of
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck import pair, pooled, replay
-from vllm_accprobe.opcheck.calls import Calls
-from vllm_accprobe.opcheck.checked import FAIL, PASS
+from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.floors import pooled
 from vllm_accprobe.opcheck.reference import default_references
+from vllm_accprobe.opcheck.run import pair, replay
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS
 
 MOST = 1e-4
 """Of all outputs, above their limits (issue 11, point 4)."""

@@ -1,4 +1,5 @@
-"""How often an honest machine is blamed whose layers honestly differ: a simulation of what judge/hidden.py sees.
+"""How often an honest machine is blamed whose layers honestly differ: a simulation of what judge/origins/outliers.py
+sees.
 
 The problem: one layer's rounding may be twice another's on a machine that is not at hand, and a judge that was tuned on
 layers that are alike blames it. The idea: comparisons of honest noise are made up, in which the noise of each layer is
@@ -17,9 +18,9 @@ from functools import partial
 
 import numpy as np
 
-from vllm_accprobe.judge.hidden import Peers
-from vllm_accprobe.judge.looks import Look
-from vllm_accprobe.metrics.structure import structure
+from vllm_accprobe.judge.origins.outliers import Peers
+from vllm_accprobe.judge.origins.peer_evidence import Look
+from vllm_accprobe.kernels.structure import structure
 
 UNIT = 2.0**-8
 ROWS, WIDTH = 120, 64

@@ -19,8 +19,8 @@ from typing import Any  # noqa: E402
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Probe": "vllm_accprobe.capture.probe",
-    "register_hook": "vllm_accprobe.capture.probe",
+    "Probe": "vllm_accprobe.capture.torch_model.probe",
+    "register_hook": "vllm_accprobe.capture.torch_model.probe",
     "DumpConfig": "vllm_accprobe.config",
     "ProbeConfig": "vllm_accprobe.config",
     "PrecisionDebugger": "vllm_accprobe.debugger",
@@ -28,9 +28,9 @@ _WHERE = {
     "set_label": "vllm_accprobe.labels",
     "set_task_id": "vllm_accprobe.labels",
     "open_dump": "vllm_accprobe.formats",
-    "begin_dump": "vllm_accprobe.capture.op_dump",
+    "begin_dump": "vllm_accprobe.capture.ops.dispatch.begin_end",
     "compare": "vllm_accprobe.comparison.engine",
-    "end_dump": "vllm_accprobe.capture.op_dump",
+    "end_dump": "vllm_accprobe.capture.ops.dispatch.begin_end",
 }
 
 __all__ = [

@@ -8,7 +8,8 @@ of a pipe whose other end only its parent has: however the parent dies, the kern
 the kernel also kills the child there and then (``F_SETSIG``, see fcntl(2)), so that native code that never gives the
 interpreter's lock back cannot prevent it; elsewhere a thread waits for the end of the pipe.
 What stands in PYTHONPATH stays: who puts "." there, or an empty part ("x:"), wants it.
-Not here: the commands of others that `accprobe run` starts (run/launcher.py), Ray's workers (comparison/cluster.py).
+Not here: the commands of others that `accprobe run` starts (run/launcher.py), Ray's workers
+(comparison/measure/cluster.py).
 """
 
 from __future__ import annotations

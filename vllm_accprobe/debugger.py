@@ -5,7 +5,7 @@ msprobe's is made once, from a config.json, and driven by start, stop and step. 
 are in other people's code. The idea: one class with the arguments of both; making it again for the same dump_path gives
 the same object; behind it is a `Probe` on the model, which runs between start and stop. Arguments that say what we do
 not capture are refused or noted, each in one line; once it exists nothing raises, because it may live in a server.
-Not here: capture (capture/probe.py), the settings' meaning (config.py); docs/migration.md has the table.
+Not here: capture (capture/torch_model/probe.py), the settings' meaning (config.py); docs/migration.md has the table.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from multiprocessing import util as mp_util
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.capture.places import free_directory
-from vllm_accprobe.capture.say import say
+from vllm_accprobe.capture.core.dump_dir import free_directory
+from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.config import ConfigError, in_ranges
 from vllm_accprobe.debugger_settings import Settings, read_settings
 
@@ -130,7 +130,7 @@ class PrecisionDebugger:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _attach(self, model: Any) -> None:
-        from vllm_accprobe.capture.probe import Probe, _rank
+        from vllm_accprobe.capture.torch_model.probe import Probe, _rank
 
         config = self._settings.probe
         if not in_ranges(config.ranks, _rank()):

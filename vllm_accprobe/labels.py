@@ -6,7 +6,7 @@ source, also in production. The idea: the same id makes a pair; while nothing ca
 and a branch; what captures (a vLLM worker with the probe, a `Probe`, or `set_task_id` in a plain script) hands its
 taker to `bind`. The global is a small number, because torch.compile guards numbers and not functions: compiled code
 notices when labels are turned on or off.
-Not here: what happens to a labelled tensor (capture/labels.py), the comparison (comparison/labels.py).
+Not here: what happens to a labelled tensor (capture/labels/taker.py), the comparison (comparison/labels.py).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def set_task_id() -> None:
     os.environ[TASK_ENV] = f"{os.getpid()}_{next(_tasks)}"
     # The front end of a vLLM with the probe computes no model: its workers' labels are in the engine's dump.
     if not _mode and _plain is None and not os.environ.get("VLLM_ACCPROBE_RUN_ID"):
-        from vllm_accprobe.capture.labels_plain import PlainLabels
+        from vllm_accprobe.capture.labels.plain_script import PlainLabels
 
         _plain = PlainLabels()
     if _plain is not None:

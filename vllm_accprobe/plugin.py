@@ -6,7 +6,7 @@ complains about unknown ones. The general group comes later, in the front end wh
 in the engine core and in every worker. The idea: ``platform`` only announces names and never claims the platform;
 ``register`` does the work: checks the configuration, fixes the dump's directory for all processes, makes the engine
 eager, and patches the one method after which a worker's model runner exists.
-Not here: what happens to that runner (capture/runner.py).
+Not here: what happens to that runner (capture/vllm/runner.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def register() -> None:
 
 
 def _say(message: str) -> None:
-    from vllm_accprobe.capture.say import say
+    from vllm_accprobe.capture.core.say import say
 
     say(message)
 
@@ -136,7 +136,7 @@ def _patch_engine_args() -> None:
         return
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_accprobe.capture.eager import make_eager
+        from vllm_accprobe.capture.vllm.eager import make_eager
 
         changed = make_eager(self)
         if changed:
@@ -203,7 +203,7 @@ def _end(procs: Any, timeout: float) -> None:
     import time
     from pathlib import Path
 
-    from vllm_accprobe.dump.closing import writing
+    from vllm_accprobe.dump.recorder.closing import writing
 
     root = os.environ.get("VLLM_ACCPROBE_DIR", "")
     begin = time.monotonic()
@@ -242,11 +242,11 @@ def _patch_workers() -> None:
 
             config = ProbeConfig.from_env()
             if config.enabled:
-                from vllm_accprobe.capture.runner import attach
+                from vllm_accprobe.capture.vllm.runner import attach
 
                 attach(self)
             if config.errcheck:
-                from vllm_accprobe.capture.errcheck_runner import attach as watch
+                from vllm_accprobe.capture.nan_watch.observer import attach as watch
 
                 watch(self)
         except Exception as error:  # a broken installation of the probe must not take the server with it

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_accprobe.align.accepted import valid_rows
+from vllm_accprobe.align.final_tokens import valid_rows
 from vllm_accprobe.align.requests import distinct, pair_requests
 from vllm_accprobe.align.tokens import AFTER_FLIP, SUPERSEDED, align_rows, find_cells, make_key
 from vllm_accprobe.dump.schema import Image, Request, RowSpace, Segment

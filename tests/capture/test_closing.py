@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from vllm_accprobe import plugin
-from vllm_accprobe.dump.closing import writing
+from vllm_accprobe.dump.recorder.closing import writing
 
 ENGINE = """
 import signal, sys, time
 from pathlib import Path
-from vllm_accprobe.dump.lines import JournalFile
+from vllm_accprobe.dump.recorder.lines import JournalFile
 root, writes, then = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 (root / "rank0000").mkdir(parents=True)
 journal = JournalFile(root / "rank0000")

@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vllm_accprobe.capture import batch as capture_batch
-from vllm_accprobe.capture.batch import Batch
-from vllm_accprobe.capture.dealing import Dealing, by_size, by_tile, deals
-from vllm_accprobe.capture.rows import Deal, Item, Requests, Run, dealt_space
-from vllm_accprobe.capture.session import VISION
+from vllm_accprobe.capture.core.rows import Deal, Item, Requests, Run, dealt_space
+from vllm_accprobe.capture.core.session import VISION
+from vllm_accprobe.capture.vllm import batch as capture_batch
+from vllm_accprobe.capture.vllm.batch import Batch
+from vllm_accprobe.capture.vllm.dealing import Dealing, by_size, by_tile, deals
 from vllm_accprobe.config import ProbeConfig
 
 A, B, C = (Item(name, 0, "image", n) for name, n in (("a", 16), ("b", 15), ("c", 9)))

@@ -10,10 +10,10 @@ import pytest
 import torch
 from capture.toy import Rotary, Toy
 
-from vllm_accprobe.capture.errcheck import Watch
-from vllm_accprobe.capture.errcheck_step import BAD, GOOD, UNCHECKED, UNKNOWN, Alarm, WatchedStep
-from vllm_accprobe.capture.errcheck_values import Badness, Rule, parameters
-from vllm_accprobe.capture.hooks import Taps
+from vllm_accprobe.capture.nan_watch.bad_values import Badness, Rule, parameters
+from vllm_accprobe.capture.nan_watch.step import BAD, GOOD, UNCHECKED, UNKNOWN, Alarm, WatchedStep
+from vllm_accprobe.capture.nan_watch.watch import Watch
+from vllm_accprobe.capture.taps.hooks import Taps
 
 IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
 BOTH = ("nan", "overflow")
@@ -375,8 +375,8 @@ def test_a_tensor_that_is_handed_on_is_reduced_once(deferred: bool, monkeypatch:
 
 
 def test_findings_of_the_head_are_named_by_logits_rows() -> None:
-    from vllm_accprobe.capture.errcheck_keep import cut, finding
-    from vllm_accprobe.capture.rows import Space
+    from vllm_accprobe.capture.core.rows import Space
+    from vllm_accprobe.capture.nan_watch.keep import cut, finding
     from vllm_accprobe.dump.schema import Request, Segment
 
     model = Padded()

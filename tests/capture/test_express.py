@@ -11,8 +11,8 @@ import torch
 from capture.toy import Toy
 
 from vllm_accprobe import Probe
-from vllm_accprobe.capture.arguments import Inputs, outputs
-from vllm_accprobe.capture.express import Express
+from vllm_accprobe.capture.taps.arguments import Inputs, outputs
+from vllm_accprobe.capture.taps.fast_path import Express
 from vllm_accprobe.dump.reader import Dump, open_dump
 
 CALLS = [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.align.shards import Member, merge, plan_merge
-from vllm_accprobe.capture.layout import Layouts
+from vllm_accprobe.capture.core.layout import Layouts
 
 
 def module(cls: str = "Module", children: dict[str, Any] | None = None, **attributes: Any) -> Any:

@@ -11,7 +11,7 @@ import xxhash
 
 pytest.importorskip("torch")
 
-from vllm_accprobe.capture.masks import BAD_WORDS, BIAS, BUDGET, GRAMMAR, PENALTIES, TRACE, grammar_of, masks_of
+from vllm_accprobe.capture.vllm.masks import BAD_WORDS, BIAS, BUDGET, GRAMMAR, PENALTIES, TRACE, grammar_of, masks_of
 
 NAMES = ["a", "b", "c"]
 ROWS = np.arange(6, dtype=np.int32).reshape(2, 3)

@@ -10,9 +10,9 @@ import torch
 from capture.toy import Toy
 
 from vllm_accprobe import Probe, gen_id, labels, set_label
-from vllm_accprobe.capture.errcheck import Watch
-from vllm_accprobe.capture.errcheck_step import WatchedStep
-from vllm_accprobe.capture.hooks import Taps
+from vllm_accprobe.capture.nan_watch.step import WatchedStep
+from vllm_accprobe.capture.nan_watch.watch import Watch
+from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.dump.reader import open_dump
 
 IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])

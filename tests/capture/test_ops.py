@@ -11,7 +11,7 @@ import pytest
 import torch
 from toy import Toy
 
-from vllm_accprobe.capture.probe import Probe
+from vllm_accprobe.capture.torch_model.probe import Probe
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.opcalls import inputs, tensors
 from vllm_accprobe.dump.reader import Dump, open_dump
@@ -211,7 +211,7 @@ def test_a_random_sample_keeps_exactly_n_calls_and_the_same_ones_again(tmp_path:
 
 def test_the_sample_is_uniform() -> None:
     """Each of 12 calls is kept with probability 3/12: over 2000 seeds the counts lie within five deviations."""
-    from vllm_accprobe.capture.op_choice import Choice
+    from vllm_accprobe.capture.ops.choice import Choice
     from vllm_accprobe.config import ProbeConfig
 
     counts: Counter[int] = Counter()
@@ -303,7 +303,7 @@ def test_an_operators_own_exception_is_the_models(tmp_path: Path, library: Any) 
 def test_a_failure_inside_the_tap_ends_the_capture_and_not_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from vllm_accprobe.capture.op_takes import Takes
+    from vllm_accprobe.capture.ops.op_tensors import Takes
 
     def fails(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("planted")

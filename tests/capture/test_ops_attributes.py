@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_accprobe.capture.arguments import attributes
+from vllm_accprobe.capture.taps.arguments import attributes
 
 
 def test_convolutions() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from toy import Toy
 
-from vllm_accprobe.capture import probe as probe_module
-from vllm_accprobe.capture.probe import Probe
-from vllm_accprobe.capture.sink import Sink
+from vllm_accprobe.capture.core.sink import Sink
+from vllm_accprobe.capture.torch_model import probe as probe_module
+from vllm_accprobe.capture.torch_model.probe import Probe
 from vllm_accprobe.dump.reader import Dump, open_dump
 
 

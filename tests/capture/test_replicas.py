@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vllm_accprobe.capture.attach import on_worker
-from vllm_accprobe.capture.releases import parallel_of
+from vllm_accprobe.capture.vllm.attach import on_worker
+from vllm_accprobe.capture.vllm.vllm_compat import parallel_of
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_accprobe.capture.rows import (
+from vllm_accprobe.capture.core.rows import (
     Item,
     Requests,
     Scheduled,

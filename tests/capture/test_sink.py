@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_accprobe.capture import rowmaps
-from vllm_accprobe.capture.rows import Space
-from vllm_accprobe.capture.sink import Sink, Ticket
+from vllm_accprobe.capture.core import rowmaps
+from vllm_accprobe.capture.core.rows import Space
+from vllm_accprobe.capture.core.sink import Sink, Ticket
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import Dump, open_dump
+from vllm_accprobe.dump.recorder.writer import write_run_json
 from vllm_accprobe.dump.schema import Request, Segment, Step
-from vllm_accprobe.dump.writer import write_run_json
 
 
 @pytest.fixture(params=[False, True], ids=["direct", "staged"])
@@ -147,7 +147,7 @@ def test_an_unchanged_input_is_not_stored_again_and_a_changed_one_is(sink: Sink,
 
 def test_a_ring_smaller_than_the_traffic_gives_every_tensor_whole(tmp_path: Path) -> None:
     """Back-pressure: the ring holds four of these tensors, a hundred pass through, some larger than the ring."""
-    from vllm_accprobe.capture.staging import Staging
+    from vllm_accprobe.capture.core.device_staging import Staging
 
     seen: list[int] = []
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from fake_runners import EarlyV2, HostPositions, LaterV2
 
-from vllm_accprobe.capture.batch import Batch
-from vllm_accprobe.capture.rectangle import Rectangle
-from vllm_accprobe.capture.rows import Requests, Scheduled
-from vllm_accprobe.capture.session import HEAD, LANGUAGE, VISION
+from vllm_accprobe.capture.core.rows import Requests, Scheduled
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION
+from vllm_accprobe.capture.torch_model.padded_batch import Rectangle
+from vllm_accprobe.capture.vllm.batch import Batch
 from vllm_accprobe.config import ProbeConfig
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from fake_runners import EarlyV2
 
-from vllm_accprobe.capture import runner as capture_runner
-from vllm_accprobe.capture.runner import RunnerProbe
+from vllm_accprobe.capture.vllm import runner as capture_runner
+from vllm_accprobe.capture.vllm.runner import RunnerProbe
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import Dump, open_dump
 

@@ -18,7 +18,7 @@ from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.dump.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
 from vllm_accprobe.formats import open_dump
 
 sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("comparison", "cli")]
@@ -354,7 +354,7 @@ def test_run_says_that_the_machine_ran_out_of_memory(monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_stays_of_trying_a_place(tmp_path: Path) -> None:
-    from vllm_accprobe.cli.options import writable
+    from vllm_accprobe.cli.common.options import writable
 
     writable(tmp_path / "a" / "b")
     assert not os.listdir(tmp_path)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
 
-from vllm_accprobe.cli import main, replaying
-from vllm_accprobe.opcheck.decide import NAME, Blame, Proof
+from vllm_accprobe.cli import main
+from vllm_accprobe.cli.replay import replaying
+from vllm_accprobe.opcheck.proof.decide import NAME, Blame, Proof
 
 ROWS, WIDTH, GAIN = 24, 256, 1.006
 PROBE = {"tool": "accprobe", "model": {"path": "", "class": "Tiny"}, "probe": {"task": "tensor"}}

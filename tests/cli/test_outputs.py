@@ -11,8 +11,9 @@ import pytest
 from cli.cli_dumps import make
 from support.peer_dumps import unpack
 
-from vllm_accprobe.cli import main, outputs
-from vllm_accprobe.cli.options import CommandError
+from vllm_accprobe.cli import main
+from vllm_accprobe.cli.common import outputs
+from vllm_accprobe.cli.common.options import CommandError
 
 THEIRS = "name,value\ncosts,12\n"
 
@@ -201,7 +202,7 @@ def test_each_command_writes_over_its_own(command: str, pair: tuple[str, str], t
 
 
 def test_a_part_that_a_run_left_behind_is_its_own(tmp_path: Path) -> None:
-    from vllm_accprobe.opcheck.table import COLUMNS
+    from vllm_accprobe.opcheck.run.table import COLUMNS
 
     (tmp_path / "x.csv").write_text(",".join(COLUMNS) + "\na,b\n")
     known = {"x.csv": outputs.csv_with(*COLUMNS[:9])}

@@ -12,7 +12,7 @@ from cli.cli_dumps import make
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.cli.same import is_same
+from vllm_accprobe.cli.common.same import is_same
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

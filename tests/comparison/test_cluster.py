@@ -8,8 +8,8 @@ import time
 import pytest
 from synthetic_model import capture, scaled, write
 
-from vllm_accprobe.comparison import cluster
 from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.comparison.measure import cluster
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.report.table import write_csv
 

@@ -4,10 +4,10 @@ import numpy as np
 from synthetic_model import capture
 
 from vllm_accprobe.comparison.engine import open_both
-from vllm_accprobe.comparison.index import Indices
-from vllm_accprobe.comparison.measure import COLUMN_ROWS, Measurer
-from vllm_accprobe.comparison.plan import make_plan
-from vllm_accprobe.comparison.read import Loader
+from vllm_accprobe.comparison.measure.read import Loader
+from vllm_accprobe.comparison.measure.unit import COLUMN_ROWS, Measurer
+from vllm_accprobe.comparison.plan.row_index import Indices
+from vllm_accprobe.comparison.plan.units import make_plan
 
 
 def pieces(golden, mine, tap, role="output.0"):

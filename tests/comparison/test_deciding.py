@@ -10,7 +10,7 @@ from report.report_examples import ORIGIN, comparison, pair
 
 from vllm_accprobe.align.tokens import AFTER_FLIP
 from vllm_accprobe.cli import build
-from vllm_accprobe.comparison.coverage import NEAR_TIE
+from vllm_accprobe.comparison.plan.coverage import NEAR_TIE
 from vllm_accprobe.comparison.result import PARTLY, WHOLE, Foreign
 from vllm_accprobe.judge.flips import UNKNOWN
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, UNLIKE_KIN

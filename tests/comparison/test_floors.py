@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from synthetic_model import capture, scaled, write
 
-from vllm_accprobe.comparison import saved
 from vllm_accprobe.comparison.engine import calibrate, compare, rejudge
 from vllm_accprobe.comparison.result import CompareError
+from vllm_accprobe.comparison.store import saved
 from vllm_accprobe.judge.calibration import FLOAT32, MARGIN, SECOND_RUN, Calibration, load
 
 ONE = {"prompts": {"a": [3, 14, 15, 9, 2, 6], "b": [5, 3, 5]}, "tokens": 3}

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.align.shards import Member, plan_merge
-from vllm_accprobe.comparison.params import _rounded, compare_params, is_computed, round_to_bfloat16
-from vllm_accprobe.comparison.plan import Group, Unit
-from vllm_accprobe.comparison.read import Loader
+from vllm_accprobe.comparison.measure.params import _rounded, compare_params, is_computed, round_to_bfloat16
+from vllm_accprobe.comparison.measure.read import Loader
+from vllm_accprobe.comparison.plan.units import Group, Unit
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.schema import REPLICATED, Layout, Payload, Record, Stats
 from vllm_accprobe.judge.standards import Standard
@@ -109,8 +109,8 @@ def test_tables_that_each_run_computes_are_not_weights():
 
 
 def test_one_checkpoint_loaded_as_float16_and_as_bfloat16_has_one_weight() -> None:
-    from vllm_accprobe.comparison.params import _one_number, round_to_bfloat16
-    from vllm_accprobe.comparison.read import Block
+    from vllm_accprobe.comparison.measure.params import _one_number, round_to_bfloat16
+    from vllm_accprobe.comparison.measure.read import Block
 
     rng = np.random.default_rng(3)
     truth = (rng.standard_normal((40, 64)) * 10.0 ** rng.uniform(-8, 1, (40, 64))).astype(np.float32)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from synthetic_model import capture, scaled, write
 
-from vllm_accprobe.comparison import resume, wire, workers
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.measured import MeasuredUnit, Part
-from vllm_accprobe.comparison.resume import NAME, Finished, forget, identity
+from vllm_accprobe.comparison.measure import workers
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
+from vllm_accprobe.comparison.store import resume, wire
+from vllm_accprobe.comparison.store.resume import NAME, Finished, forget, identity
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.report.table import write_csv
 

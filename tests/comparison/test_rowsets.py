@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vllm_accprobe.comparison.rowsets import RowSets
+from vllm_accprobe.comparison.plan.rowsets import RowSets
 
 
 def test_keys_in_any_order_and_repeated():

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from synthetic_model import capture, scaled
 
-from vllm_accprobe.comparison import engine, saved
-from vllm_accprobe.comparison import shelf as shelf_module
-from vllm_accprobe.comparison.shelf import Shelf
+from vllm_accprobe.comparison import engine
+from vllm_accprobe.comparison.store import saved
+from vllm_accprobe.comparison.store import spill as shelf_module
+from vllm_accprobe.comparison.store.spill import Shelf
 
 
 def test_arrays_beyond_the_bound_go_to_disk_and_stay_what_they_were(tmp_path, monkeypatch):

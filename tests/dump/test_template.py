@@ -10,8 +10,8 @@ import xxhash
 from dump.dumps import bits, parts, tensor_event, writer
 
 from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.dump.recorder.template import TensorTemplate
 from vllm_accprobe.dump.stats import StatsCell, moments_at, tensor_stats
-from vllm_accprobe.dump.template import TensorTemplate
 
 CONSTANT = ("tap", "class", "role", "rows", "row_dim", "dtype", "shape", "layout", "mutated")
 

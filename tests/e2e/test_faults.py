@@ -15,7 +15,7 @@ from fault_cases import CASES, Case
 from support.captures import FIVE, VISION, Engines, explain
 from support.engine import Run
 
-from vllm_accprobe.cli.replaying import Asked, begun, replayed
+from vllm_accprobe.cli.replay.replaying import Asked, begun, replayed
 
 pytestmark = pytest.mark.engine
 

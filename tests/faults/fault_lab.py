@@ -189,7 +189,7 @@ def around(result: Any, module: str) -> str:
 
 def _compare(golden: Path, mine: Path, replay: bool) -> Any:
     """The Comparison, or what went wrong in one line: the other cases still count."""
-    from vllm_accprobe.cli.replaying import Asked, begun, replayed
+    from vllm_accprobe.cli.replay.replaying import Asked, begun, replayed
     from vllm_accprobe.comparison.engine import compare
 
     try:

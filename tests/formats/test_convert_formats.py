@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 from vllm_accprobe import cli
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.dump import torchzip
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.formats import open_dump, torchfile
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.formats.io import torchfile
+from vllm_accprobe.formats.write import torchzip
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))

@@ -346,7 +346,7 @@ def test_segments_that_are_gone_leave_hashes_and_statistics(tmp_path: Path, comp
 
 def test_a_call_of_which_a_payload_cannot_be_read_is_a_skip_of_opcheck(tmp_path: Path) -> None:
     """Cut off after the dump was opened: the calls in front are checked, those behind say why they are not."""
-    from vllm_accprobe.opcheck.calls import UNREAD, Calls
+    from vllm_accprobe.opcheck.calls.records import UNREAD, Calls
 
     mine = make(tmp_path / "mine")
     dump = open_dump(mine)

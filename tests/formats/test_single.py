@@ -17,7 +17,8 @@ from support.peer_dumps import FIELDS, expected, unpack
 
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.formats import open_dump, single, torchfile
+from vllm_accprobe.formats import open_dump, single
+from vllm_accprobe.formats.io import torchfile
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,

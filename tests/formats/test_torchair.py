@@ -12,7 +12,8 @@ from support.peer_dumps import check_metrics, expected, unpack
 
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.formats import ge_dump, open_dump, protobuf, torchair
+from vllm_accprobe.formats import open_dump, torchair
+from vllm_accprobe.formats.io import ge_dump, protobuf
 
 CODES = {"float32": 1, "float16": 2, "int8": 3, "uint8": 4, "int32": 7, "int64": 8, "bool": 11}
 

@@ -12,7 +12,8 @@ from support.peer_dumps import FIELDS, expected, unpack
 
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.formats import hdf5, open_dump, xray
+from vllm_accprobe.formats import open_dump, xray
+from vllm_accprobe.formats.io import hdf5
 
 
 def check(wanted: dict[str, Any], comparison: Any) -> int:

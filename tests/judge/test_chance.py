@@ -7,8 +7,8 @@ from scipy import stats
 
 from vllm_accprobe.judge import constants as c
 from vllm_accprobe.judge.chance import Chance, chance_of_size, deviation, tail
-from vllm_accprobe.judge.everywhere import in_all_layers
-from vllm_accprobe.judge.kin import Spreads, passed_on
+from vllm_accprobe.judge.origins.everywhere import in_all_layers
+from vllm_accprobe.judge.origins.kin import Spreads, passed_on
 
 
 def test_the_rate_is_divided_over_places_questions_and_rows():

@@ -25,7 +25,7 @@ BOUNDS = {  # of memory, of hostile input, of text; and places in an order: they
     "unseen.py": {1e18, 1e19},
     "kin.py": {50, 1e-8},
     "columns.py": {1e-300, 3, 4, 5},
-    "hidden.py": {1e-300},
+    "outliers.py": {1e-300},
     "shape.py": {3},
     "chance.py": {4096},
     "standards.py": {3.0, 20},

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.judge.foreign import FOREIGN, Numbers
-from vllm_accprobe.metrics import oracle
+from vllm_accprobe.kernels import definition
 
 
 def numbers(golden, mine, dtype="float32", *, exact=False, identical=False, kl=True):
     g, m = np.asarray(golden, float), np.asarray(mine, float)
-    found = oracle.tensor(g, m)
+    found = definition.tensor(g, m)
     return Numbers(
         dtype, int(np.isfinite(g).sum()), exact, identical, found.cosine is None and not found.max_abs_err,
         found.cosine, found.rmse, found.max_abs_err, found.rel_l2, found.max_rel_err,
-        tuple(oracle.element_sums(g, m, oracle.eps_of(dtype))),
-        oracle.kl_divergence(oracle.softmax_sums(g, m)) if kl else None, bool(found.nonfinite_mismatch),
+        tuple(definition.element_sums(g, m, definition.eps_of(dtype))),
+        definition.kl_divergence(definition.softmax_sums(g, m)) if kl else None, bool(found.nonfinite_mismatch),
     )  # fmt: skip
 
 
@@ -91,10 +91,12 @@ def test_kl_of_parts_is_that_of_the_whole():
     rng = np.random.default_rng(1)
     g, m = rng.normal(0, 30, 1000), rng.normal(0, 30, 1000)
     m[3] = np.inf
-    whole = oracle.softmax_sums(g, m)
-    parts = oracle.joined_softmax_sums(oracle.softmax_sums(g[:400], m[:400]), oracle.softmax_sums(g[400:], m[400:]))
-    assert oracle.kl_divergence(parts) == pytest.approx(oracle.kl_divergence(whole), rel=1e-12)
-    assert oracle.kl_divergence(oracle.softmax_sums(g[:0], m[:0])) is None
+    whole = definition.softmax_sums(g, m)
+    parts = definition.joined_softmax_sums(
+        definition.softmax_sums(g[:400], m[:400]), definition.softmax_sums(g[400:], m[400:])
+    )
+    assert definition.kl_divergence(parts) == pytest.approx(definition.kl_divergence(whole), rel=1e-12)
+    assert definition.kl_divergence(definition.softmax_sums(g[:0], m[:0])) is None
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.judge.hidden import Peers
-from vllm_accprobe.judge.looks import COLUMNS, GAIN, GROWTH, Look
+from vllm_accprobe.judge.origins.outliers import Peers
+from vllm_accprobe.judge.origins.peer_evidence import COLUMNS, GAIN, GROWTH, Look
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, UNLIKE_KIN
-from vllm_accprobe.metrics.structure import chosen, structure
+from vllm_accprobe.kernels.structure import chosen, structure
 
 UNIT = 2.0**-8
 ROWS, WIDTH = 120, 64

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.align.tokens import make_key
-from vllm_accprobe.judge.influence import Influence, spread
-from vllm_accprobe.judge.trace import Trace
+from vllm_accprobe.judge.origins.influence import Influence, spread
+from vllm_accprobe.judge.origins.row_errors import Trace
 
 
 def trace(seen, rows, err, vision=False, everywhere=0.0):

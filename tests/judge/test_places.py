@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.judge.flow import Tree
-from vllm_accprobe.judge.looks import GAIN
-from vllm_accprobe.judge.origin import find_origins
+from vllm_accprobe.judge.origins.origin import find_origins
+from vllm_accprobe.judge.origins.peer_evidence import GAIN
+from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, Trace
 from vllm_accprobe.judge.standards import get_standard
-from vllm_accprobe.judge.trace import INPUT, OUTPUT, Trace
 
 UNIT, ROWS = 2.0**-8, 60
 KEYS = np.arange(ROWS, dtype=np.int64)

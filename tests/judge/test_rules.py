@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.align.tokens import Flip, make_key
-from vllm_accprobe.comparison.remarks import remarks
+from vllm_accprobe.comparison.verdict.remarks import remarks
 from vllm_accprobe.dump.schema import ROOT_TAP, Module, Skip
 from vllm_accprobe.judge.flips import MASKED, NEAR_TIE, RANDOM, SAMPLED, UNKNOWN, UPSTREAM, Best, Masking, judge_flip
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask, unit
 from vllm_accprobe.judge.flow import Tree, add_parameters, flow_order, mixes
+from vllm_accprobe.judge.origins.row_errors import Trace
+from vllm_accprobe.judge.origins.unseen import Layers, gaps, unseen_taps
 from vllm_accprobe.judge.routing import (
     Choices,
     Rerouted,
@@ -23,10 +25,8 @@ from vllm_accprobe.judge.routing import (
     margins,
 )
 from vllm_accprobe.judge.standards import Standard, get_standard
-from vllm_accprobe.judge.trace import Trace
-from vllm_accprobe.judge.unseen import Layers, gaps, unseen_taps
 from vllm_accprobe.judge.verdict import ELEMENT, NONFINITE, RATIO, ROW, row_errors
-from vllm_accprobe.metrics import oracle
+from vllm_accprobe.kernels import definition
 
 
 def keys(*names):
@@ -58,7 +58,7 @@ def test_a_wide_row_may_be_truncated_twice_but_not_by_the_strict_standard():
     for _ in range(2):
         other = random.uniform(1.0, 2.0, g.shape).astype(np.float32)  # so that what is truncated twice changes twice
         mine = ((mine * other).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) / other
-    table = oracle.row_table(g, mine)
+    table = definition.row_table(g, mine)
     for name, allowed in (("accprobe", True), ("strict", False)):
         rules = get_standard(name)
         errors = row_errors(table, 0.0, width, rules)
@@ -73,7 +73,7 @@ def test_a_row_fails_by_the_measure_that_shows_the_fault():
     m[2] = g[2]
     m[2, 5] += 1.0
     m[3, 0] = np.nan
-    errors = row_errors(oracle.row_table(g, m), 0.0, 512, Standard())
+    errors = row_errors(definition.row_table(g, m), 0.0, 512, Standard())
     assert errors.measure.tolist() == [RATIO, ROW, ELEMENT, NONFINITE]
     assert errors.err[0] == pytest.approx(0.02 / (0.25 + 4 / 512**0.5))
     assert np.isinf(errors.err[3])
@@ -81,10 +81,10 @@ def test_a_row_fails_by_the_measure_that_shows_the_fault():
 
 def test_a_tiny_row_is_measured_against_its_neighbours():
     g = np.ones((2, 64)) * [[1.0], [1e-6]]
-    errors = row_errors(oracle.row_table(g, g + 1e-6), 0.8, 64, Standard())
+    errors = row_errors(definition.row_table(g, g + 1e-6), 0.8, 64, Standard())
     # |d| = 8e-6 against the floor 0.8 is 1e-5; the norm ratio's limit is 0.75 of the row's at this width
     assert errors.err[1] == pytest.approx(1e-5 / 0.75)
-    assert row_errors(oracle.row_table(g, g + 1e-6), 0.0, 64, Standard()).err[1] >= 1.0
+    assert row_errors(definition.row_table(g, g + 1e-6), 0.0, 64, Standard()).err[1] >= 1.0
 
 
 def test_taps_that_come_later_are_put_where_they_belong():

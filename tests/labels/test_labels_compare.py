@@ -13,8 +13,8 @@ import torch
 
 from vllm_accprobe import labels, set_label, set_task_id
 from vllm_accprobe.cli import main
-from vllm_accprobe.comparison import label_sums as room
 from vllm_accprobe.comparison.labels import Comparison, compare_labels
+from vllm_accprobe.comparison.measure import label_sums as room
 from vllm_accprobe.dump.reader import open_dump
 
 BASE = torch.linspace(-2, 3, 24).reshape(4, 6)

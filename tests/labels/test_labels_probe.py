@@ -91,7 +91,7 @@ def test_names_used_twice_are_told_apart_by_order(tmp_path: Path) -> None:
 
 
 def test_of_a_part_of_a_rank_nobody_says_that_it_is_whole() -> None:
-    from vllm_accprobe.capture.layout import Layouts
+    from vllm_accprobe.capture.core.layout import Layouts
 
     layouts = Layouts({}, 1, 2, hidden_size=8)
     kinds = [layouts.of(f"label:{n}", "pta", (5, n)).kind for n in (8, 4)]
@@ -208,7 +208,7 @@ def test_on_a_label_in_a_compiled_function_is_an_eager_part(tmp_path: Path, monk
 
 def test_where_whole_graphs_are_compiled_a_label_is_counted_as_skipped(tmp_path: Path) -> None:
     """As in vLLM, whose compiler allows no break."""
-    from vllm_accprobe.capture.labels import Labels
+    from vllm_accprobe.capture.labels.taker import Labels
 
     model = Toy()
     with Probe(model, dir=str(tmp_path / "d")) as probe:
@@ -255,7 +255,7 @@ def test_many_files_are_collected_while_the_model_runs(tmp_path: Path, monkeypat
     """Of earlier steps only, by their executions, without searching for each."""
     import os
 
-    from vllm_accprobe.capture import labels as room
+    from vllm_accprobe.capture.labels import taker as room
 
     monkeypatch.setattr(room, "_MANY", 4)
     monkeypatch.setenv("ATB_OUTPUT_DIR", str(tmp_path / "atb"))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.dump.dtypes import DTYPES, widen
-from vllm_accprobe.metrics import kernel, oracle
+from vllm_accprobe.kernels import definition, rows
 
 pytest.importorskip("numba")
 FLOATS = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "float64"]
@@ -25,9 +25,9 @@ def test_equals_the_oracle_on_random_bits(gd, md):
     for width in (1, 3, 64, 1000):
         g, m = bits(rng, gd, (9, width)), bits(rng, md, (11, width))
         gi, mi = rng.integers(0, 9, 20), rng.integers(0, 11, 20)
-        sums = np.zeros((2, len(oracle.ELEMENT_FIELDS)))
-        got = kernel.rows(g, gd, gi, m, md, mi, widen, elements=sums[0])
-        want = kernel.rows(g, gd, gi, m, md, mi, widen, elements=sums[1], compiled=False)
+        sums = np.zeros((2, len(definition.ELEMENT_FIELDS)))
+        got = rows.rows(g, gd, gi, m, md, mi, widen, elements=sums[0])
+        want = rows.rows(g, gd, gi, m, md, mi, widen, elements=sums[1], compiled=False)
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
         np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
 
@@ -43,13 +43,13 @@ def test_equals_the_oracle_on_close_values(dtype):
     else:
         g, m = g.astype(DTYPES[dtype].storage), m.astype(DTYPES[dtype].storage)
     at = np.arange(6)
-    sums = np.zeros((2, len(oracle.ELEMENT_FIELDS)))
-    got, want = (kernel.rows(g, dtype, at, m, dtype, at, widen, elements=sums[i], compiled=not i) for i in (0, 1))
+    sums = np.zeros((2, len(definition.ELEMENT_FIELDS)))
+    got, want = (rows.rows(g, dtype, at, m, dtype, at, widen, elements=sums[i], compiled=not i) for i in (0, 1))
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
     np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
-    assert 0 < sums[0, oracle.CLOSE] < sums[0, oracle.WITHIN_1000] < sums[0, oracle.WITHIN_100] < 6 * 777
+    assert 0 < sums[0, definition.CLOSE] < sums[0, definition.WITHIN_1000] < sums[0, definition.WITHIN_100] < 6 * 777
     assert got[4].tolist() == [777, 0, 0, 0, 0, 0, 0, -1, 0, 0, 0]
-    assert np.isinf(got[2, oracle.PEAK])
+    assert np.isinf(got[2, definition.PEAK])
 
 
 @pytest.mark.parametrize("width", [8, 64, 72, 2048, 2056, 4096])
@@ -65,28 +65,28 @@ def test_rows_of_whole_vectors(width, md):
     if md == "bfloat16":
         m = (m.view(np.uint32) >> 16).astype(np.uint16)
     at = np.arange(70)
-    sums = np.zeros((2, len(oracle.ELEMENT_FIELDS)))
-    got, want = (kernel.rows(g, "float32", at, m, md, at, widen, elements=sums[i], compiled=not i) for i in (0, 1))
+    sums = np.zeros((2, len(definition.ELEMENT_FIELDS)))
+    got, want = (rows.rows(g, "float32", at, m, md, at, widen, elements=sums[i], compiled=not i) for i in (0, 1))
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
     np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
-    assert got[3, oracle.MAX_REL] == -1
-    assert np.isinf(got[3, oracle.PEAK])
-    assert got[12, oracle.NONFINITE] == width
-    assert got[11, oracle.N] == width - 2
+    assert got[3, definition.MAX_REL] == -1
+    assert np.isinf(got[3, definition.PEAK])
+    assert got[12, definition.NONFINITE] == width
+    assert got[11, definition.N] == width - 2
 
 
 def test_integers_go_to_the_oracle():
     g, m = np.array([[1, 2], [3, 4]]), np.array([[1, 2], [3, 6]])
-    table = kernel.rows(g, "int64", np.array([0, 1]), m, "int64", np.array([0, 1]), widen)
-    assert table[:, oracle.MAX_D].tolist() == [0.0, 2.0]
+    table = rows.rows(g, "int64", np.array([0, 1]), m, "int64", np.array([0, 1]), widen)
+    assert table[:, definition.MAX_D].tolist() == [0.0, 2.0]
 
 
 def test_bad_indices_are_refused():
     g = np.zeros((2, 4), np.uint16)
     with pytest.raises(IndexError, match="outside an array of 2 rows"):
-        kernel.rows(g, "bfloat16", np.array([2]), g, "bfloat16", np.array([0]), widen)
+        rows.rows(g, "bfloat16", np.array([2]), g, "bfloat16", np.array([0]), widen)
     with pytest.raises(ValueError, match="different width"):
-        kernel.rows(g, "bfloat16", np.array([0]), g[:, :2], "bfloat16", np.array([0]), widen)
+        rows.rows(g, "bfloat16", np.array([0]), g[:, :2], "bfloat16", np.array([0]), widen)
 
 
 def test_column_sums_by_hand():
@@ -95,7 +95,7 @@ def test_column_sums_by_hand():
     m = np.array([[1, 3], [5, 1], [5, 7]], np.float32)
     sums = np.ones((2, 2))
     at = np.arange(3)
-    kernel.add_columns(g, "float32", at, m, "float32", at, widen, sums)
+    rows.add_columns(g, "float32", at, m, "float32", at, widen, sums)
     assert sums.tolist() == [[5.0, 12.0], [11.0, 57.0]]  # 1 + 4, 1 + 1 + 9 + 1; 1 + 1 + 9, 1 + 4 + 16 + 36
 
 
@@ -107,8 +107,8 @@ def test_column_sums_equal_the_oracle_on_random_bits(gd, md):
         g, m = bits(rng, gd, (9, width)), bits(rng, md, (11, width))
         gi, mi = rng.integers(0, 9, 20), rng.integers(0, 11, 20)
         got, want = np.zeros((2, width)), np.zeros((2, width))
-        kernel.add_columns(g, gd, gi, m, md, mi, widen, got)
-        kernel.add_columns(g, gd, gi, m, md, mi, widen, want, compiled=False)
+        rows.add_columns(g, gd, gi, m, md, mi, widen, got)
+        rows.add_columns(g, gd, gi, m, md, mi, widen, want, compiled=False)
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
 
 
@@ -120,19 +120,19 @@ def test_rows_in_order_equal_rows_gathered(width):
     m = (g + 0.01 * rng.standard_normal(g.shape)).astype(np.float32)
     m[7, width // 2], g[20, 0], m[20, 0], g[31, -1] = np.nan, np.inf, np.inf, -np.inf
     at = np.arange(40)
-    table = kernel.rows(g, "float32", at, m, "float32", at, widen)
-    np.testing.assert_allclose(table, oracle.row_table(g, m), rtol=1e-12)
+    table = rows.rows(g, "float32", at, m, "float32", at, widen)
+    np.testing.assert_allclose(table, definition.row_table(g, m), rtol=1e-12)
     shuffled = rng.permutation(40)
-    again = kernel.rows(g, "float32", shuffled, m, "float32", shuffled, widen)
-    np.testing.assert_array_equal(again[:, oracle.MAX_D], table[shuffled, oracle.MAX_D])
+    again = rows.rows(g, "float32", shuffled, m, "float32", shuffled, widen)
+    np.testing.assert_array_equal(again[:, definition.MAX_D], table[shuffled, definition.MAX_D])
     np.testing.assert_allclose(again, table[shuffled], rtol=1e-12)
-    assert table[:, oracle.NONFINITE].nonzero()[0].tolist() == [7, 20, 31]
+    assert table[:, definition.NONFINITE].nonzero()[0].tolist() == [7, 20, 31]
 
 
 def test_columns_of_another_width_are_refused():
     g, at = np.zeros((2, 4), np.uint16), np.array([0])
     with pytest.raises(ValueError, match="column sums of shape"):
-        kernel.add_columns(g, "bfloat16", at, g, "bfloat16", at, widen, np.zeros((2, 3)))
+        rows.add_columns(g, "bfloat16", at, g, "bfloat16", at, widen, np.zeros((2, 3)))
 
 
 @pytest.mark.parametrize("gd", FLOATS)
@@ -151,6 +151,6 @@ def test_structure_equals_its_definition(gd):
         else:
             g = g.astype(DTYPES[gd].storage)
         at = np.arange(9)
-        got, want = (kernel.structure_sums(g, gd, at, m, "bfloat16", at, widen, compiled=c) for c in (True, False))
+        got, want = (rows.structure_sums(g, gd, at, m, "bfloat16", at, widen, compiled=c) for c in (True, False))
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)  # the definition adds up in float32
         assert got[4].tolist() == [7.0] * width

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.dump.dtypes import widen
-from vllm_accprobe.metrics import kernel, native
+from vllm_accprobe.kernels import native
+from vllm_accprobe.kernels import rows as kernel
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="machine code is kept on Linux only")
 pytest.importorskip("numba")
@@ -30,7 +31,7 @@ def sides(width, rows=9):
 
 @pytest.mark.parametrize("width", [1, 7, 64, 2048, 2050, 5000])
 def test_the_same_bits_as_when_numba_runs_them(loops, width):
-    from vllm_accprobe.metrics import loops as compiled
+    from vllm_accprobe.kernels import loops as compiled
 
     g, gi, m, mi = sides(width)
     flat = [a.reshape(-1).view(np.uint8) for a in (g, m)]
@@ -50,7 +51,7 @@ def test_the_same_bits_as_when_numba_runs_them(loops, width):
 
 
 def test_the_block_is_the_compiled_one():
-    from vllm_accprobe.metrics import bits
+    from vllm_accprobe.kernels import bits
 
     assert native.BLOCK == bits.BLOCK
 
@@ -58,7 +59,7 @@ def test_the_block_is_the_compiled_one():
 def test_a_comparison_does_not_import_numba(loops):
     code = (
         "import sys\nimport numpy as np\n"
-        "from vllm_accprobe.dump.dtypes import widen\nfrom vllm_accprobe.metrics import kernel\n"
+        "from vllm_accprobe.dump.dtypes import widen\nfrom vllm_accprobe.kernels import kernel\n"
         "a, at = np.ones((2, 8), np.float32), np.arange(2)\n"
         "kernel.rows(a, 'float32', at, a, 'float32', at, widen)\n"
         "assert type(kernel._compiled()).__name__ == 'Loops' and 'numba' not in sys.modules\n"

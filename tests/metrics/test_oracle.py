@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from vllm_accprobe.metrics import catalog, oracle
+from vllm_accprobe.kernels import catalog, definition
 
 NAN, INF = float("nan"), float("inf")
 
@@ -16,7 +16,7 @@ def a(*values):
 
 def test_all_metrics_of_a_small_tensor():
     # g = (3, 4, 0), m = (3, 2, 1): d = (0, -2, 1), sum d*d = 5, |g| = 5, |m| = sqrt(14), g.m = 17
-    found = oracle.tensor(a(3, 4, 0), a(3, 2, 1))
+    found = definition.tensor(a(3, 4, 0), a(3, 2, 1))
     assert found.cosine == pytest.approx(17 / (5 * math.sqrt(14)), rel=1e-15)
     assert found.max_abs_err == 2.0
     assert found.mean_abs_err == 1.0
@@ -29,55 +29,55 @@ def test_all_metrics_of_a_small_tensor():
 
 def test_nonfinite_positions_are_left_out_and_counted():
     # position 0 equal NaN, 1 equal inf, 2 inf against -inf, 3 NaN on one side; only the last one is compared
-    found = oracle.tensor(a(NAN, INF, INF, 1, 2), a(NAN, INF, -INF, NAN, 3))
+    found = definition.tensor(a(NAN, INF, INF, 1, 2), a(NAN, INF, -INF, NAN, 3))
     assert (found.nonfinite, found.nonfinite_mismatch) == (4, 2)
     assert (found.max_abs_err, found.mean_abs_err, found.rmse, found.rel_l2, found.max_rel_err) == (1, 1, 1, 0.5, 0.5)
     assert found.max_abs_index == 4
 
 
 def test_zero_norms_have_no_relative_metric():
-    zero_golden = oracle.tensor(a(0, 0), a(0, 1))
+    zero_golden = definition.tensor(a(0, 0), a(0, 1))
     assert (zero_golden.cosine, zero_golden.rel_l2, zero_golden.max_rel_err) == (None, None, None)
     assert zero_golden.max_abs_err == 1.0
-    zero_mine = oracle.tensor(a(1, 0), a(0, 0))
+    zero_mine = definition.tensor(a(1, 0), a(0, 0))
     assert (zero_mine.cosine, zero_mine.rel_l2) == (None, 1.0)
 
 
 @pytest.mark.parametrize(("g", "m"), [((), ()), ((NAN,), (NAN,)), ((INF, NAN), (1, 2))])
 def test_without_a_finite_position_there_is_no_number(g, m):
-    found = oracle.tensor(a(*g), a(*m))
+    found = definition.tensor(a(*g), a(*m))
     assert (found.cosine, found.max_abs_err, found.rmse, found.rel_l2, found.max_abs_index) == (None,) * 5
 
 
 def test_integers_and_bools_are_compared_as_float64():
-    found = oracle.tensor(np.array([1, 2**40]), np.array([1, 2**40 + 1]))
+    found = definition.tensor(np.array([1, 2**40]), np.array([1, 2**40 + 1]))
     assert found.max_abs_err == 1.0
-    assert oracle.tensor(np.array([True, False]), np.array([True, True])).mean_abs_err == 0.5
+    assert definition.tensor(np.array([True, False]), np.array([True, True])).mean_abs_err == 0.5
 
 
 def test_rows():
     g = np.array([[3, 4], [0, 0], [0, 0], [1, NAN]], dtype=np.float32)
     m = np.array([[3, 5], [0, 0], [1, 0], [1, 1]], dtype=np.float32)
-    table = oracle.row_table(g, m)
-    assert oracle.row_rel_l2(table).tolist() == [0.2, 0.0, INF, INF]  # a NaN on one side never passes
-    assert oracle.row_rel_l2(table, floor=10.0).tolist() == [0.1, 0.0, 0.1, INF]
-    ratio = oracle.row_norm_ratio(table)
+    table = definition.row_table(g, m)
+    assert definition.row_rel_l2(table).tolist() == [0.2, 0.0, INF, INF]  # a NaN on one side never passes
+    assert definition.row_rel_l2(table, floor=10.0).tolist() == [0.1, 0.0, 0.1, INF]
+    ratio = definition.row_norm_ratio(table)
     assert ratio[0] == pytest.approx(math.sqrt(34) / 5, rel=1e-15)
     assert ratio[1:].tolist() == [1.0, INF, 1.0]
-    assert oracle.row_norm_ratio(table, floor=10.0)[2] == pytest.approx(1.1)
+    assert definition.row_norm_ratio(table, floor=10.0)[2] == pytest.approx(1.1)
     # row 0: rms(g) = 5/sqrt(2) = 3.54 < 4, d = 1 at the element of value 4
-    assert table[:, oracle.PEAK].tolist() == [0.25, 0.0, INF, 0.0]
+    assert table[:, definition.PEAK].tolist() == [0.25, 0.0, INF, 0.0]
 
 
 def test_a_different_shape_is_an_error_not_a_broadcast():
     with pytest.raises(ValueError, match="shapes differ"):
-        oracle.tensor(a(1, 2), a(1))
+        definition.tensor(a(1, 2), a(1))
 
 
 def test_the_catalogue_has_what_the_table_has():
     assert {"cosine", "max_abs_err", "mean_abs_err", "rmse", "rel_l2", "max_rel_err"} <= set(catalog.BY_NAME)
     assert set(catalog.BY_NAME) <= {
-        *oracle.Metrics.__dataclass_fields__,
+        *definition.Metrics.__dataclass_fields__,
         "worst_row_rel_l2",
         "worst_row_norm_ratio",
     }
@@ -87,14 +87,14 @@ def test_element_sums_by_hand():
     g = np.array([[1.0, 0.0, 100.0, np.nan, -2.0]])
     m = np.array([[1.005, 1e-9, 100.0, 1.0, -2.0005]])
     eps = 2.0**-8
-    got = dict(zip(oracle.ELEMENT_FIELDS, oracle.element_sums(g, m, eps), strict=True))
+    got = dict(zip(definition.ELEMENT_FIELDS, definition.element_sums(g, m, eps), strict=True))
     # relative to |g| + eps: 0.00498, 2.6e-7, 0, (left out), 0.00025
     assert (got["within_100"], got["within_1000"], got["within_10000"]) == (4, 3, 2)
     assert (got["close"], got["above"]) == (2, 1)  # 1e-9 is below 1e-8; only 0.005 is above 1e-3
     assert got["sum_rel"] == pytest.approx(0.005 + 0.00025)
     assert (got["max_rel"], got["max_abs"]) == (pytest.approx(0.005), pytest.approx(0.005))
     assert got["sum_abs"] == pytest.approx(0.0055)  # the golden's zero is left out
-    total = oracle.element_sums(g, m, eps)
-    oracle.add_elements(total, oracle.element_sums(g, m, eps))
-    assert total[oracle.ABOVE] == 2
-    assert total[oracle.TOP_REL] == pytest.approx(0.005)
+    total = definition.element_sums(g, m, eps)
+    definition.add_elements(total, definition.element_sums(g, m, eps))
+    assert total[definition.ABOVE] == 2
+    assert total[definition.TOP_REL] == pytest.approx(0.005)

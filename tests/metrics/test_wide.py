@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.dump.dtypes import DTYPES, widen
-from vllm_accprobe.metrics import kernel, oracle, wide
+from vllm_accprobe.kernels import definition, rows, wide
 
 ONE = np.zeros(1, np.int64)
 
 
 def both(golden, g_dtype, mine, m_dtype):
     """(in segments, at once, elements of either)"""
-    elements = np.zeros((2, len(oracle.ELEMENT_FIELDS)))
+    elements = np.zeros((2, len(definition.ELEMENT_FIELDS)))
     cut = wide.row(golden, g_dtype, mine, m_dtype, widen, elements=elements[0])
-    once = kernel.rows(golden, g_dtype, ONE, mine, m_dtype, ONE, widen, elements=elements[1])
+    once = rows.rows(golden, g_dtype, ONE, mine, m_dtype, ONE, widen, elements=elements[1])
     return cut, once, elements
 
 
@@ -50,9 +50,9 @@ def test_the_peak_of_another_segment_than_the_largest_error(monkeypatch):
     m[0, 0] += 8.0
     m[0, 13] += 4.0
     cut, once, _ = both(g, "float32", m, "float32")
-    assert cut[0, oracle.MAX_D] == 8.0
-    assert cut[0, oracle.PEAK] == pytest.approx(once[0, oracle.PEAK], rel=1e-12)
-    assert cut[0, oracle.PEAK] > 8.0 / 100.0
+    assert cut[0, definition.MAX_D] == 8.0
+    assert cut[0, definition.PEAK] == pytest.approx(once[0, definition.PEAK], rel=1e-12)
+    assert cut[0, definition.PEAK] > 8.0 / 100.0
 
 
 def test_nothing_of_the_row_is_finite(monkeypatch):

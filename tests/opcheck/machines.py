@@ -12,11 +12,11 @@ from opcheck_dumps import Maker
 from support.truncated import truncated
 
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck import habits
-from vllm_accprobe.opcheck.calls import Calls
-from vllm_accprobe.opcheck.checked import Checked
+from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.habits import decided
 from vllm_accprobe.opcheck.reference import default_references
-from vllm_accprobe.opcheck.replay import check
+from vllm_accprobe.opcheck.run.replay import check
+from vllm_accprobe.opcheck.run.result_row import Checked
 
 Tensor = Any
 LAYERS, ROWS, WIDTH = 4, 24, 128
@@ -174,10 +174,10 @@ def wide(m: Machine) -> Machine:
     return replace(m, dtype=torch.float32)
 
 
-def settled(path: Path, strict: bool = False) -> tuple[list[Checked], habits.Found]:
+def settled(path: Path, strict: bool = False) -> tuple[list[Checked], decided.Found]:
     rows = list(check(Calls(open_dump(path), None), default_references()))
-    return habits.settle(rows, strict)
+    return decided.settle(rows, strict)
 
 
-def said(found: habits.Found, operator: str) -> list[str]:
+def said(found: decided.Found, operator: str) -> list[str]:
     return sorted(h.words for h in found.habits if h.operator == operator)

@@ -14,15 +14,15 @@ from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.formats import msprobe_calls, open_dump
-from vllm_accprobe.opcheck import mint
-from vllm_accprobe.opcheck.calls import Calls
+from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call, Declined, default_references
 from vllm_accprobe.opcheck.references import aten
 from vllm_accprobe.opcheck.references.api import torch_function
+from vllm_accprobe.opcheck.run import mindspore_api
 
 G = torch.Generator().manual_seed(5)
-here = pytest.mark.skipif(not mint.installed(), reason="MindSpore is not installed")
-absent = pytest.mark.skipif(mint.installed(), reason="MindSpore is installed")
+here = pytest.mark.skipif(not mindspore_api.installed(), reason="MindSpore is not installed")
+absent = pytest.mark.skipif(mindspore_api.installed(), reason="MindSpore is installed")
 
 
 class Recorder:

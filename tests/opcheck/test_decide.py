@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_accprobe.comparison import words
+from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.result import Comparison, Pair
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.tiers import PROVED, UNLIKE_KIN
-from vllm_accprobe.opcheck.decide import Proof, decide
-from vllm_accprobe.opcheck.peers import Odd, Pooled
-from vllm_accprobe.opcheck.prove import prove
-from vllm_accprobe.opcheck.replay import COLUMNS, Checked
+from vllm_accprobe.opcheck.floors.peers import Odd, Pooled
+from vllm_accprobe.opcheck.proof.decide import Proof, decide
+from vllm_accprobe.opcheck.proof.prove import prove
+from vllm_accprobe.opcheck.run.replay import COLUMNS, Checked
 
 
 def checked(tap, status="fail", severity=10.0, rows=4, seq=0):
@@ -157,16 +157,16 @@ def test_a_golden_that_is_wrong_alone_is_said() -> None:
 def test_what_is_only_large_is_acquitted_where_every_module_of_it_is_right(also: str, verdict: str) -> None:
     found = comparison(verdict="fail")
     beyond = [replace(p, status="fail") if p.tap in ("first", also) else p for p in found.pairs]
-    found = replace(found, pairs=beyond, notes=[words.NOBODY], first_divergence={"module": "first"})
+    found = replace(found, pairs=beyond, notes=[messages.NOBODY], first_divergence={"module": "first"})
     result = judged(found, [], [checked("first", "pass"), checked("third", "pass")])
     assert (result.verdict, result.origins) == (verdict, [])
     if verdict == "pass":
         assert {p.status for p in result.pairs} == {"pass"}
         assert "1 pairs of 1 modules are beyond" in result.notes[0]
-        assert words.NOBODY not in result.notes
+        assert messages.NOBODY not in result.notes
         assert result.first_divergence is None
     else:
-        assert words.NOBODY in result.notes
+        assert messages.NOBODY in result.notes
 
 
 def test_what_failed_for_another_reason_or_was_replayed_in_part_is_not_acquitted() -> None:
@@ -174,7 +174,7 @@ def test_what_failed_for_another_reason_or_was_replayed_in_part_is_not_acquitted
     found = replace(found, pairs=[replace(p, status="fail") for p in found.pairs])
     rows = [checked(t, "pass") for t in ("first", "second", "third")]
     assert judged(found, [], rows).verdict == "fail"
-    found = replace(found, notes=[words.NOBODY])
+    found = replace(found, notes=[messages.NOBODY])
     assert decide(found, prove([], rows, partly=True)).verdict == "fail"
     assert judged(found, [], [replace(rows[0], checked=3), *rows[1:]]).verdict == "fail"
     assert judged(found, [], rows).verdict == "pass"
@@ -204,6 +204,6 @@ def test_what_is_inferred_of_a_module_that_is_right_is_not_blamed_where_its_para
 def test_a_module_with_a_call_that_nobody_checked_is_not_acquitted(tap: str, role: str, verdict: str) -> None:
     found = comparison(verdict="fail")
     beyond = [replace(p, status="fail") if p.tap == "first" else p for p in found.pairs]
-    found = replace(found, pairs=beyond, notes=[words.NOBODY])
+    found = replace(found, pairs=beyond, notes=[messages.NOBODY])
     unread = replace(checked(tap, "skip", rows=0), role=role)
     assert judged(found, [], [checked("first", "pass"), checked("sampler", "pass"), unread]).verdict == verdict

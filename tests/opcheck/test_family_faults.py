@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.case import Run, StoredCache
+from vllm_accprobe.opcheck.calls.case import Run, StoredCache
+from vllm_accprobe.opcheck.floors.verdict import Verdict, judge
 from vllm_accprobe.opcheck.reference import Call, Declined, default_references
-from vllm_accprobe.opcheck.verdict import Verdict, judge
 
 TABLE = default_references()
 Kernel = Callable[[], tuple[Call, Any, Any]]

@@ -18,10 +18,10 @@ from opcheck.test_opcheck_replay import build
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.calls import Calls
+from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
 from vllm_accprobe.opcheck.reference import Call, Expected, References, reference
-from vllm_accprobe.opcheck.table import COLUMNS
-from vllm_accprobe.opcheck.testgen import write_case, write_folder
+from vllm_accprobe.opcheck.run.table import COLUMNS
 
 
 @pytest.fixture(scope="module")

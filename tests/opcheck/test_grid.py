@@ -14,11 +14,11 @@ from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck import grid
-from vllm_accprobe.opcheck.calls import Calls
-from vllm_accprobe.opcheck.checked import Checked
+from vllm_accprobe.opcheck.calls import grid
+from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call, default_references
-from vllm_accprobe.opcheck.replay import Options, check
+from vllm_accprobe.opcheck.run.replay import Options, check
+from vllm_accprobe.opcheck.run.result_row import Checked
 from vllm_accprobe.opcheck.standards import NAMES
 
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -8,7 +8,7 @@ import machines as m
 import pytest
 import torch
 
-from vllm_accprobe.opcheck.checked import FAIL, PASS
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS
 
 NORM, LINEAR, ACT = "RMSNorm", "ReplicatedLinear", "SiluAndMul"
 WIDE, NEAREST = "adds up in float32 or wider", "rounds to nearest"

@@ -310,7 +310,7 @@ def test_api_precision_compare_gives_the_same_statuses_and_ratios(api, msprobe, 
     """Their csv files through their command and through ours: levels L0, L1 and L2."""
     from msprobe.pytorch.api_accuracy_checker.compare import compare
 
-    from vllm_accprobe.opcheck.diff import open_diff
+    from vllm_accprobe.opcheck.diff.verdicts import open_diff
 
     files = [tmp_path / "gpu.csv", tmp_path / "npu.csv"]
     writers = [compare.Comparator(str(tmp_path / f"r{i}.csv"), str(f), False) for i, f in enumerate(files)]

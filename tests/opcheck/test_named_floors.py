@@ -10,8 +10,8 @@ import torch
 
 from vllm_accprobe.judge import tiers
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
-from vllm_accprobe.opcheck import chance, peers, verdict
-from vllm_accprobe.opcheck.pooled import COLUMN, COLUMN_SCALE, SCALE, TOGETHER, Pool
+from vllm_accprobe.opcheck.floors import chance, peers, verdict
+from vllm_accprobe.opcheck.floors.pooled import COLUMN, COLUMN_SCALE, SCALE, TOGETHER, Pool
 from vllm_accprobe.opcheck.reference import Call, Expected, default_references, gamma
 
 U = 2.0**-8

@@ -11,10 +11,10 @@ from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.calls import Calls
+from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import default_references
-from vllm_accprobe.opcheck.replay import Checked, check
-from vllm_accprobe.opcheck.totals import totals
+from vllm_accprobe.opcheck.run.replay import Checked, check
+from vllm_accprobe.opcheck.run.totals import totals
 
 HEADS, KV, HEAD, WIDTH = 4, 2, 8, 32
 SPANS = ([(0, 0, 9), (1, 0, 6)], [(0, 9, 5), (1, 6, 1)], [(0, 14, 1), (1, 7, 1)])

@@ -160,7 +160,7 @@ def test_ids_choose_calls_and_standards_judge(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_failed_calls_are_saved_with_their_tensors(tmp_path: Path) -> None:
-    from vllm_accprobe.opcheck.bench import CAPTURED, Bench, load_cases
+    from vllm_accprobe.opcheck.kit.bench import CAPTURED, Bench, load_cases
 
     dump = build(tmp_path / "d", "layers.0.self_attn.o_proj")
     main(["opcheck", str(dump), "-j", "0", "--save-failed", str(tmp_path / "s"), "--out", str(tmp_path / "o")])

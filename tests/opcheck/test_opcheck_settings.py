@@ -9,10 +9,10 @@ import torch
 from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.calls import Calls
+from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import default_references
-from vllm_accprobe.opcheck.replay import OTHER_FORM, Checked, check, check_stored
-from vllm_accprobe.opcheck.totals import totals
+from vllm_accprobe.opcheck.run.replay import OTHER_FORM, Checked, check, check_stored
+from vllm_accprobe.opcheck.run.totals import totals
 
 G = torch.Generator().manual_seed(2)
 X = torch.randn(6, 16, generator=G, dtype=torch.float64).bfloat16() * 0.1

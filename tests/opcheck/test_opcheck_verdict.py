@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_accprobe.opcheck import verdict
+from vllm_accprobe.opcheck.floors import verdict
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -16,13 +16,13 @@ from opcheck.test_opcheck_replay import build
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck import backward, drawn, native
-from vllm_accprobe.opcheck.calls import Calls, Captured
-from vllm_accprobe.opcheck.checked import Checked
-from vllm_accprobe.opcheck.random_inputs import WEAKER, Moments, draw
+from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, Moments, draw
+from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.reference import Call, Declined, References, default_references, reference
-from vllm_accprobe.opcheck.replay import Options
-from vllm_accprobe.opcheck.rerun import forward_native
+from vllm_accprobe.opcheck.run import backward, native, synthetic_inputs
+from vllm_accprobe.opcheck.run.replay import Options
+from vllm_accprobe.opcheck.run.rerun import forward_native
+from vllm_accprobe.opcheck.run.result_row import Checked
 
 
 def table(out: Path) -> list[dict[str, str]]:
@@ -101,9 +101,9 @@ def drawn_rows(calls: Calls, seed: int = 0) -> dict[str, list[Checked]]:
     found: dict[str, list[Checked]] = {}
     for rank, tap, cls in calls.taps():
         for captured in calls.of(rank, tap):
-            assert drawn.possible(captured)
+            assert synthetic_inputs.possible(captured)
             found.setdefault(cls, []).extend(
-                drawn.check(calls, captured, default_references(), "cpu", seed, Options())
+                synthetic_inputs.check(calls, captured, default_references(), "cpu", seed, Options())
             )
     return found
 

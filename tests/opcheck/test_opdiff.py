@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_accprobe import cli
-from vllm_accprobe.opcheck.gather import gathered
+from vllm_accprobe.opcheck.diff.aggregate import gathered
+from vllm_accprobe.opcheck.diff.csv_rows import Sheet, SheetError
 from vllm_accprobe.opcheck.measures import Measures, measure
-from vllm_accprobe.opcheck.sheets import Sheet, SheetError
 
 ID = ("op", "class", "tap", "call", "role", "step", "rank", "dtype", "shape")
 REFERENCE = np.random.default_rng(1).standard_normal((8, 100))

@@ -11,10 +11,10 @@ import torch
 from opcheck import torch_only
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.opcheck.calls import Captured
+from vllm_accprobe.opcheck.calls.records import Captured
+from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
 from vllm_accprobe.opcheck.reference import Call, References
 from vllm_accprobe.opcheck.references import families
-from vllm_accprobe.opcheck.testgen import write_case, write_folder
 
 KERNELS = """
 import torch

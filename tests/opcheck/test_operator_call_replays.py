@@ -10,10 +10,10 @@ import torch
 from opcheck.opcheck_dumps import Maker, name
 
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.calls import Calls
+from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References, default_references, reference
-from vllm_accprobe.opcheck.replay import Checked, check
-from vllm_accprobe.opcheck.totals import totals
+from vllm_accprobe.opcheck.run.replay import Checked, check
+from vllm_accprobe.opcheck.run.totals import totals
 
 G = torch.Generator().manual_seed(3)
 X, W, Y = (torch.randn(*s, generator=G).bfloat16() for s in ((9, 24), (24, 16), (9, 24)))
@@ -226,7 +226,7 @@ def test_a_parameter_is_found_under_its_module(tmp_path: Path) -> None:
 
 
 def test_a_handle_is_never_given_to_a_kernel_again() -> None:
-    from vllm_accprobe.opcheck import native
+    from vllm_accprobe.opcheck.run import native
 
     call = Call("t", "_C.onednn_mm.default", args=(X, Y, None, torch.tensor(0xDEAD)), outputs={"output.0": X})
     found = References([native]).evaluate(call)

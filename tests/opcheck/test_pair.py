@@ -18,11 +18,12 @@ from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.children import ONE_THREAD
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.opcheck import batches, pair
-from vllm_accprobe.opcheck.calls import Calls
-from vllm_accprobe.opcheck.checked import FAIL, Checked
+from vllm_accprobe.opcheck.calls import batches
+from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call, Expected, References, default_references, reference
-from vllm_accprobe.opcheck.replay import Options, check
+from vllm_accprobe.opcheck.run import pair
+from vllm_accprobe.opcheck.run.replay import Options, check
+from vllm_accprobe.opcheck.run.result_row import FAIL, Checked
 
 STEPS = (1, 1, 5, 1, 3, 1, 1, 2)
 """Rows of each step."""

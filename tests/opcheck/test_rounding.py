@@ -12,7 +12,7 @@ from opcheck_dumps import Maker
 from support.truncated import truncated
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.opcheck import rounding, verdict
+from vllm_accprobe.opcheck.floors import rounding, verdict
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}

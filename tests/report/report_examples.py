@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.comparison.result import Comparison, Pair
-from vllm_accprobe.comparison.rows import RowTable, Sample
+from vllm_accprobe.comparison.row_table import RowTable, Sample
 
 LAYER_TAPS = [
     ("input_layernorm", "RMSNorm"),

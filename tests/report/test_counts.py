@@ -16,7 +16,8 @@ from support.counts import check
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.comparison import engine, saved
+from vllm_accprobe.comparison import engine
+from vllm_accprobe.comparison.store import saved
 from vllm_accprobe.dump.reader import open_dump
 
 sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("comparison", "cli")]
@@ -75,7 +76,7 @@ def peers(name: str) -> Callable[[Path], Any]:
 
 def operators(root: Path) -> Any:
     torch = pytest.importorskip("torch")
-    from vllm_accprobe.capture.probe import Probe
+    from vllm_accprobe.capture.torch_model.probe import Probe
 
     for name, rows in (("golden", 1), ("mine", 2)):
         torch.manual_seed(0)

@@ -5,7 +5,7 @@ import base64
 import numpy as np
 from report_examples import comparison, pair, row_table
 
-from vllm_accprobe.comparison.rows import Sample
+from vllm_accprobe.comparison.row_table import Sample
 from vllm_accprobe.report.heat import INFINITE, MISSING, encode, heat
 from vllm_accprobe.report.html.looks import heat_json, looks_json, tree_json
 

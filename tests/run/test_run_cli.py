@@ -30,7 +30,7 @@ with Probe(model):
 QUICK = """
 import sys, time
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
 config = ProbeConfig.from_env()
 write_run_json(config.dir, {})
 writer = RankWriter(config.dir, 0, {}, budget_bytes=1 << 20)
@@ -80,7 +80,7 @@ def test_a_script_with_a_probe(tmp_path: Path) -> None:
 
 def test_a_script_that_names_its_own_directory(tmp_path: Path) -> None:
     elsewhere = (
-        "import os\nfrom vllm_accprobe.capture.places import announce\n"
+        "import os\nfrom vllm_accprobe.capture.core.dump_dir import announce\n"
         "os.environ['VLLM_ACCPROBE_DIR'] = os.path.abspath('own')\n"
         "announce(os.path.abspath('own'))\n"
     )

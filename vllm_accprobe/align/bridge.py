@@ -5,7 +5,7 @@ may be lost on the way. The idea: rules are matched against the taps that are re
 that they can make, the golden gets a `Derived` record under mine's name (and mine one, where a sum of its own tensors
 is meant). The first rule that fits a place makes it. What a rule uses stays where mine has the same place too, and
 goes where it has none; everything else keeps its name and is paired, or listed as left over, by names.py.
-Not here: what the rules are (mapping.py, builtin.py), the values (derived.py).
+Not here: what the rules are (mapping.py, vllm_hf.py), the values (derived.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_accprobe.align import builtin
 from vllm_accprobe.align.derived import Derived, View, derive
+from vllm_accprobe.align.engines import vllm_hf
+from vllm_accprobe.align.graph_pairs import meet
 from vllm_accprobe.align.mapping import ROPE, SUM, Part, Rule, Rules, Source, fill, match
 from vllm_accprobe.align.names import pair_roles
-from vllm_accprobe.align.peers import meet
 from vllm_accprobe.dump.schema import Record
 
 Place = tuple[str, str]
@@ -54,14 +54,14 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     if rules is not None:
         golden, mine, said = apply(rules, golden, mine)
         lines += said or [f"mapping: no rule of {rules.origin} fits any tap"]
-    sides = [builtin.engine(d.run, [r.tap for r in d.records]) for d in (golden, mine)]
-    foreign = set(sides) == {builtin.TRANSFORMERS, builtin.VLLM}
+    sides = [vllm_hf.engine(d.run, [r.tap for r in d.records]) for d in (golden, mine)]
+    foreign = set(sides) == {vllm_hf.TRANSFORMERS, vllm_hf.VLLM}
     if foreign:
         lines.append(f"mapping: golden is a dump of {sides[0]}, mine of {sides[1]}: built-in rules")
-        if sides[0] == builtin.TRANSFORMERS:
-            golden, mine, said = apply(builtin.RULES, golden, mine)
+        if sides[0] == vllm_hf.TRANSFORMERS:
+            golden, mine, said = apply(vllm_hf.RULES, golden, mine)
         else:  # the rules say how vLLM's places are made, whichever side vLLM is
-            mine, golden, said = apply(builtin.RULES, mine, golden)
+            mine, golden, said = apply(vllm_hf.RULES, mine, golden)
         lines += said
     return Bridge(golden, mine, lines, foreign)
 

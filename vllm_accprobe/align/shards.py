@@ -4,7 +4,7 @@ The problem: TP=4 and TP=1 hold one tensor in different pieces, some ranks hold 
 block by block. The idea: a `MergePlan`, made from layouts and shapes alone, says which members are used and how their
 blocks follow one another; a plain function carries it out on arrays. Ranks that should hold the same are listed, so
 that a difference between them is seen and not hidden by taking the first.
-Not here: which records belong together (comparison/plan.py), reading (dump/reader.py).
+Not here: which records belong together (comparison/plan/units.py), reading (dump/reader.py).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.accepted import (
+from vllm_accprobe.align.final_tokens import (
     POSITION_BITS,
     POSITION_MASK,
     Accepted,

@@ -20,8 +20,6 @@ COMMANDS = (
     "compare", "opcheck", "gentest", "opdiff", "calibrate", "summary", "show", "convert", "repair",
     "doctor", "labels", "run", "errcheck", "formats", "patches",
 )  # fmt: skip
-MODULES = {"formats": "formats_command"}
-"""Commands whose module and function are called otherwise."""
 STARTERS = ("run", "errcheck")
 """Commands that start one: what follows its first word, options too, belongs to it, with or without ``--``."""
 TRACEBACK = "ACCPROBE_TRACEBACK"
@@ -40,9 +38,8 @@ def build() -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_root)
     for name in COMMANDS:
-        module = MODULES.get(name, name)
         settings = {"allow_interspersed_args": name not in STARTERS}
-        app.command(name, context_settings=settings)(getattr(importlib.import_module(f"{__name__}.{module}"), module))
+        app.command(name, context_settings=settings)(getattr(importlib.import_module(f"{__name__}.{name}"), name))
     return app
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError
+from vllm_accprobe.cli.common.options import CommandError
 
 
 def calibrate(
@@ -43,8 +43,8 @@ def calibrate(
 
 
 def _floor(golden: Path, others: list[Path], out: Path) -> None:
-    from vllm_accprobe.cli import outputs
-    from vllm_accprobe.cli.same import refuse_same
+    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.common.same import refuse_same
     from vllm_accprobe.comparison import engine
     from vllm_accprobe.judge.calibration import KIND, NAME
 
@@ -61,23 +61,24 @@ def _floor(golden: Path, others: list[Path], out: Path) -> None:
 
 
 def _profile(dump: Path, model: Path | None, out: Path) -> None:
-    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.common.options import progress
     from vllm_accprobe.cli.opcheck import opened_calls, require_torch
-    from vllm_accprobe.cli.options import progress
     from vllm_accprobe.judge.profile import NAME, OURS, Profile, host_of
 
     require_torch("calibrate --profile")
     if not dump.exists():
         raise CommandError(f"{dump} does not exist: name a dump's directory or file")
     outputs.check(out, {NAME: outputs.matching(OURS)}, dumps=[dump])
-    from vllm_accprobe.opcheck import habits, pair, table
+    from vllm_accprobe.opcheck.habits import decided
     from vllm_accprobe.opcheck.reference import default_references
+    from vllm_accprobe.opcheck.run import pair, table
 
     calls = opened_calls(dump, model)
     taps = len(calls.taps())
     with progress("replaying", taps, steps=True) as to:
         [side] = pair.check_both([calls], default_references(), [], lambda done, of: to(done))
-    _, found = habits.settle(side.rows)
+    _, found = decided.settle(side.rows)
     if not found.habits:
         typer.echo(f"accprobe: {dump}: nothing of how its machine computes could be told", err=True)
         raise typer.Exit(3)

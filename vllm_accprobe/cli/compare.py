@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.formats import FORMAT, Format, say, say_before
+from vllm_accprobe.cli.common.compare_formats import FORMAT, Format, say, say_before
 
 DEFAULT = "accprobe-report"
 
@@ -92,7 +92,7 @@ def compare(
         _check_out(out, [d for d in (golden, mine, *floor) if d is not None], rejudge is None)
     rules = engine.find_mapping(op_mapping_file)
     if plan:
-        from vllm_accprobe.comparison.plan import make_plan
+        from vllm_accprobe.comparison.plan.units import make_plan
 
         for line in make_plan(*engine.open_both(golden, mine), taps=taps, mapping=rules).lines():
             typer.echo(line)
@@ -100,8 +100,8 @@ def compare(
     import json
     from dataclasses import replace
 
-    from vllm_accprobe.cli import replaying
-    from vllm_accprobe.comparison import resume, saved
+    from vllm_accprobe.cli.replay import replaying
+    from vllm_accprobe.comparison.store import resume, saved
 
     if rejudge is not None:
         assert home is not None
@@ -132,7 +132,7 @@ def compare(
 
 
 def _check_dumps(golden: Path | None, mine: Path | None, floors: list[Path]) -> None:
-    from vllm_accprobe.cli.same import refuse_same
+    from vllm_accprobe.cli.common.same import refuse_same
 
     if golden is None or mine is None:
         return
@@ -144,7 +144,7 @@ def _check_dumps(golden: Path | None, mine: Path | None, floors: list[Path]) -> 
 
 def _check_out(out: Path, dumps: list[Path], measured: bool) -> None:
     """measured: what was measured is written, too."""
-    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.comparison.result import COLUMNS
 
     ours = {
@@ -186,8 +186,8 @@ def _nothing(result: object) -> None:
 @contextlib.contextmanager
 def _tidy(out: Path) -> Iterator[None]:
     """Where there is nothing to compare, nothing stays behind."""
-    from vllm_accprobe.comparison import resume
     from vllm_accprobe.comparison.result import NothingCompared
+    from vllm_accprobe.comparison.store import resume
 
     there = out.exists()
     try:

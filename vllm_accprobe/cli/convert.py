@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import RANK, REQUEST, ROLE, STEP, CommandError, progress, selection, size, writable
+from vllm_accprobe.cli.common.options import (
+    RANK,
+    REQUEST,
+    ROLE,
+    STEP,
+    CommandError,
+    progress,
+    selection,
+    size,
+    writable,
+)
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
@@ -33,9 +43,9 @@ def convert(
     """Export a dump to HDF5 (torch_xray's layout), npz, safetensors or msprobe's layout.
 
     HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact."""
-    from vllm_accprobe.cli import outputs
-    from vllm_accprobe.dump import export
+    from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.formats import open_dump
+    from vllm_accprobe.formats.write import containers
 
     kind = to or out.suffix.lstrip(".")
     if kind not in KINDS:
@@ -53,7 +63,7 @@ def convert(
         typer.echo(f"accprobe: {dump} holds {what}: nothing to convert", err=True)
         raise typer.Exit(3)
     targets = _targets(opened, sorted({r.rank for r in stored}), out, kind)
-    write = {"h5": export.write_h5, "npz": export.write_npz, "safetensors": export.write_safetensors}[kind]
+    write = {"h5": containers.write_h5, "npz": containers.write_npz, "safetensors": containers.write_safetensors}[kind]
     left = 0
     with progress("converting", len(stored)) as tick:
         for number, target in targets.items():
@@ -62,7 +72,7 @@ def convert(
     for number, target in targets.items():
         n = sum(r.rank == number for r in stored)
         typer.echo(f"rank {number}: {n:,} tensors, {size(target.stat().st_size)}: {target}")
-    if kind != "safetensors" and (wide := export.widened(stored)):
+    if kind != "safetensors" and (wide := containers.widened(stored)):
         typer.echo(f"note: {wide:,} tensors of bfloat16 or 8-bit floats are float32 there (exact)")
     if len(chosen) > len(stored):
         typer.echo(f"skipped: {len(chosen) - len(stored):,} tensors of which only statistics were stored")
@@ -73,7 +83,7 @@ def convert(
 
 
 def _to_msprobe(dump: Dump, records: list[Record], out: Path) -> None:
-    from vllm_accprobe.dump.export_msprobe import write_msprobe
+    from vllm_accprobe.formats.write.msprobe_dump import write_msprobe
 
     if out.exists():
         raise CommandError(f"{out} exists: nothing is overwritten; remove it or choose another name")

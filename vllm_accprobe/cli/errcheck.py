@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError
+from vllm_accprobe.cli.common.options import CommandError
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.findings import RankReport
@@ -60,7 +60,7 @@ def errcheck(
     import signal
     import time
 
-    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.config import ENV, PREFIX, ProbeConfig, default_dir
     from vllm_accprobe.run.launcher import LaunchError
     from vllm_accprobe.run.launcher import run as launch

@@ -1,66 +1,31 @@
-"""How ``compare`` says its result on stdout: for a person, a program, a pull request, GitHub Actions.
+"""``accprobe formats [PATH]``: which dumps can be read, and how each is recognised.
 
-The idea: every format is a function of report/; stdout holds that format and nothing else, so that it can be piped, and
-what else there is to say (which files were written) goes to stderr then. Not here: the texts (report/).
+Not here: the recognising itself (formats/sniff.py).
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-if TYPE_CHECKING:
-    from vllm_accprobe.comparison.result import Comparison
 
+def formats(
+    path: Path = typer.Argument(None, metavar="[PATH]", help="Say which format this dump or file is of."),
+) -> None:
+    """List the formats of dumps that can be read, or say which one PATH is.
 
-class Format(str, enum.Enum):
-    """What stdout gets."""
+    Every command that takes a dump takes any of them, and finds out by itself.
+    Exit code 0: it is known, 2: it is no dump."""
+    from vllm_accprobe.formats import sniff
 
-    terminal = "terminal"
-    json = "json"
-    markdown = "markdown"
-    github = "github"
-
-
-FORMAT = typer.Option(
-    Format.terminal,
-    "--format",
-    help="What stdout gets: terminal, json (compare.json), markdown, or github (annotations for GitHub Actions, "
-    "and the markdown as the step's summary).",
-)
-
-
-def say(comparison: Comparison, form: Format, verbosity: int, written: Iterable[Path]) -> None:
-    """Prints ``comparison`` as ``form``; ``verbosity`` is report.terminal's and concerns the terminal only."""
-    if form is Format.terminal:
-        from rich.console import Console
-
-        from vllm_accprobe.report import terminal
-
-        terminal.render(comparison, Console(highlight=False), verbosity=verbosity)
-    elif form is Format.json:
-        import json
-
-        typer.echo(json.dumps(comparison.to_json(), indent=1))
-    else:
-        from vllm_accprobe.report import github, markdown
-
-        lines = markdown.lines if form is Format.markdown else github.lines
-        for line in lines(comparison):
-            typer.echo(line)
-        if form is Format.github:
-            github.write_summary(comparison)
-    if verbosity > 0:
-        for path in written:
-            typer.echo(f"wrote {path}", err=form is not Format.terminal)
-
-
-def say_before(comparison: Comparison) -> None:
-    """Prints the verdict by comparison to stderr, while a replay that may change it goes on."""
-    from vllm_accprobe.report import facts
-
-    typer.echo(f"before replay: {facts.headline(comparison)}", err=True)
+    if path is not None:
+        _, module, said = sniff.find(path)
+        typer.echo(sniff.OWN if module is None else module.NAME)
+        if said:
+            typer.echo(f"note: {said}", err=True)
+        return
+    rows = [(sniff.OWN, sniff.OWN_HOW), *((m.NAME, m.HOW) for m in sniff.formats())]
+    width = max(len(name) for name, _ in rows)
+    for name, how in rows:
+        typer.echo(f"{name:<{width}}  {how}")

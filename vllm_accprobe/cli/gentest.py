@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, progress, writable
+from vllm_accprobe.cli.common.options import CommandError, progress, writable
 
 if TYPE_CHECKING:
-    from vllm_accprobe.opcheck.calls import Calls, Captured
+    from vllm_accprobe.opcheck.calls.records import Calls, Captured
+    from vllm_accprobe.opcheck.kit.testgen import Written
     from vllm_accprobe.opcheck.reference import References
-    from vllm_accprobe.opcheck.testgen import Written
 
 
 def gentest(
@@ -36,7 +36,7 @@ def gentest(
     The folder runs with torch and pytest alone, on the machine whose kernel is in question: `pytest --device npu --load
     torch_npu --detail-csv npu.csv`. Exit code 0: written, 2: bad usage or unreadable input, 3: no such call.
     """
-    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.cli.opcheck import ids_of, opened_calls, require_torch
 
     if not failed and not ops and not ids:
@@ -46,10 +46,10 @@ def gentest(
     outputs.check_place(out, [dump])
     writable(out)
     require_torch("gentest")
-    from vllm_accprobe.opcheck import grid
+    from vllm_accprobe.opcheck.calls import grid
+    from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
     from vllm_accprobe.opcheck.reference import default_references
-    from vllm_accprobe.opcheck.replay import Options
-    from vllm_accprobe.opcheck.testgen import write_case, write_folder
+    from vllm_accprobe.opcheck.run.replay import Options
 
     calls, references, options = opened_calls(dump, model), default_references(), Options(ids=ids_of(ids))
     chosen = _failed(calls, references, ops, options) if failed else _matching(calls, ops, options, most)
@@ -90,7 +90,7 @@ def _why_none(calls: Calls, failed: bool) -> str:
 
 def _matching(calls: Calls, ops: list[str], options: object, most: int) -> Iterator[Captured]:
     """Calls with all their tensors: as many of each tap as fit, the first ones."""
-    from vllm_accprobe.opcheck.replay import Options, wanted
+    from vllm_accprobe.opcheck.run.replay import Options, wanted
 
     assert isinstance(options, Options)
     taps = [(rank, tap) for rank, tap, cls in calls.taps() if wanted(ops, tap, cls)]
@@ -107,7 +107,7 @@ def _matching(calls: Calls, ops: list[str], options: object, most: int) -> Itera
 
 def _failed(calls: Calls, references: References, ops: list[str], options: object) -> Iterator[Captured]:
     """The worst wrong call of each tap, the worst tap first."""
-    from vllm_accprobe.opcheck.replay import FAIL, Checked, Options, check_tap, wanted
+    from vllm_accprobe.opcheck.run.replay import FAIL, Checked, Options, check_tap, wanted
 
     assert isinstance(options, Options)
     worst: dict[tuple[int, str], Checked] = {}

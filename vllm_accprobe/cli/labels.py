@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, progress
+from vllm_accprobe.cli.common.options import CommandError, progress
 
 
 def labels(
@@ -29,7 +29,7 @@ def labels(
     """
     import os
 
-    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.comparison.labels import compare_labels, count_pairs
     from vllm_accprobe.dump.schema import LABEL_TAP
     from vllm_accprobe.formats import open_dump

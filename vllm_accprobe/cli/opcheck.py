@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, progress
+from vllm_accprobe.cli.common.options import CommandError, progress
 
 if TYPE_CHECKING:
-    from vllm_accprobe.opcheck.calls import Calls
-    from vllm_accprobe.opcheck.worker import Job
+    from vllm_accprobe.opcheck.calls.records import Calls
+    from vllm_accprobe.opcheck.run.worker import Job
 
 _EXACT, _DEVICE = "float64", "device"
 
@@ -51,10 +51,11 @@ def opcheck(
     """
     require_torch("opcheck")
     from vllm_accprobe.judge import profile
-    from vllm_accprobe.opcheck import checked, habits, table
-    from vllm_accprobe.opcheck.run import RunError, run
-    from vllm_accprobe.opcheck.totals import totals as count
-    from vllm_accprobe.opcheck.worker import Unavailable
+    from vllm_accprobe.opcheck.habits import decided
+    from vllm_accprobe.opcheck.run import result_row, table
+    from vllm_accprobe.opcheck.run.totals import totals as count
+    from vllm_accprobe.opcheck.run.whole import RunError, run
+    from vllm_accprobe.opcheck.run.worker import Unavailable
 
     job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save)
     _check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
@@ -67,11 +68,11 @@ def opcheck(
         bar.end()
     for problem in found.problems:
         typer.echo(f"note: {problem}", err=True)
-    rows, machine = habits.settle(found.rows, strict=standard == checked.STRICT)
+    rows, machine = decided.settle(found.rows, strict=standard == result_row.STRICT)
     if rows != found.rows:
         table.resettle(out / "opcheck.csv", rows)
     totals = count(rows)
-    if not totals.checked and not totals.statuses.get(checked.FAIL):
+    if not totals.checked and not totals.statuses.get(result_row.FAIL):
         reason = next(iter(totals.skipped), "no call matches" if ops or ids else "the dump holds no call")
         typer.echo(f"accprobe: {dump}: nothing could be checked: {reason}", err=True)
         raise typer.Exit(3)
@@ -84,13 +85,14 @@ def opcheck(
         told = profile.Profile(machine.habits, profile.host_of(_run_json(dump)), machine.units)
         written[-1].write_text(told.to_json(), encoding="utf-8")
     typer.echo(f"written: {', '.join(map(str, written))}")
-    raise typer.Exit(1 if totals.statuses.get(checked.FAIL) or totals.statuses.get(checked.ERROR) else 0)
+    raise typer.Exit(1 if totals.statuses.get(result_row.FAIL) or totals.statuses.get(result_row.ERROR) else 0)
 
 
 def _check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
-    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.judge import profile
-    from vllm_accprobe.opcheck import run, table
+    from vllm_accprobe.opcheck.run import table
+    from vllm_accprobe.opcheck.run import whole as run
 
     rows = outputs.csv_with(*table.COLUMNS[:9])
     ours = {
@@ -106,10 +108,10 @@ def _job(
     dump: Path, model: Path | None, ops: list[str], ids: str, standard: str, against: str, rerun: bool, backward: bool,
     kl: bool, seed: int, save: Path | None,
 ) -> Job:  # fmt: skip
-    from vllm_accprobe.cli.same import refuse_same
-    from vllm_accprobe.opcheck.checked import OURS, STRICT
+    from vllm_accprobe.cli.common.same import refuse_same
+    from vllm_accprobe.opcheck.run.result_row import OURS, STRICT
+    from vllm_accprobe.opcheck.run.worker import AGAIN, DEVICE, EXACT, GOLDEN, Job
     from vllm_accprobe.opcheck.standards import NAMES
-    from vllm_accprobe.opcheck.worker import AGAIN, DEVICE, EXACT, GOLDEN, Job
 
     known = (OURS, STRICT, *NAMES)
     if standard not in known:
@@ -178,7 +180,7 @@ def require_torch(command: str) -> None:
 def opened_calls(dump: Path, model: Path | None) -> Calls:
     """The calls of a dump. Raises CommandError and DumpError."""
     from vllm_accprobe.formats import open_dump
-    from vllm_accprobe.opcheck.calls import Calls
+    from vllm_accprobe.opcheck.calls.records import Calls
 
     if model is not None and not model.is_dir():
         raise CommandError(f"--weights: {model} is no directory")

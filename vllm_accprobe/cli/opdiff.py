@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, progress
+from vllm_accprobe.cli.common.options import CommandError, progress
 
 
 def opdiff(
@@ -38,11 +38,11 @@ def opdiff(
     result.csv (a row per call) and opdiff.md.
     Exit code 0: pass, 1: an output is wrong, 2: unreadable input, 3: nothing could be judged.
     """
-    from vllm_accprobe.cli import outputs
-    from vllm_accprobe.cli.same import refuse_same
-    from vllm_accprobe.opcheck import difflines
-    from vllm_accprobe.opcheck.diff import Totals, open_diff
-    from vllm_accprobe.opcheck.sheets import SheetError
+    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.common.same import refuse_same
+    from vllm_accprobe.opcheck.diff import lines
+    from vllm_accprobe.opcheck.diff.csv_rows import SheetError
+    from vllm_accprobe.opcheck.diff.verdicts import Totals, open_diff
     from vllm_accprobe.opcheck.standards import ERROR
 
     for path in (golden, mine):
@@ -60,19 +60,19 @@ def opdiff(
         diff, totals = open_diff(golden, mine, standard, algorithm, by), Totals()
         refuse_same(("GOLDEN", diff.golden.path), ("MINE", diff.mine.path), "file")
         out.mkdir(parents=True, exist_ok=True)
-        with progress("opdiff", diff.mine.count() // difflines.STEP) as done:
-            difflines.write_details(diff, out / "details.csv", totals, done)
+        with progress("opdiff", diff.mine.count() // lines.STEP) as done:
+            lines.write_details(diff, out / "details.csv", totals, done)
     except SheetError as e:
         raise CommandError(str(e)) from None
-    difflines.write_result(diff, out / "result.csv", totals)
+    lines.write_result(diff, out / "result.csv", totals)
     if not totals.judged:
-        for line in difflines.left_out(diff, totals):
+        for line in lines.left_out(diff, totals):
             typer.echo(line)
         why = next(iter(totals.skipped), "no output is in both files" if totals.alone else "the files have no rows")
-        typer.echo(f"accprobe: nothing could be judged: {difflines.safe(why)} ({golden}, {mine})", err=True)
+        typer.echo(f"accprobe: nothing could be judged: {lines.safe(why)} ({golden}, {mine})", err=True)
         raise typer.Exit(3)
-    (out / "opdiff.md").write_text(difflines.markdown(diff, totals), encoding="utf-8")
-    for line in difflines.lines(diff, totals, None if verbose else 10):
+    (out / "opdiff.md").write_text(lines.markdown(diff, totals), encoding="utf-8")
+    for line in lines.lines(diff, totals, None if verbose else 10):
         typer.echo(line)
     typer.echo(f"written: {out / 'result.csv'}, {out / 'details.csv'}, {out / 'opdiff.md'}")
     raise typer.Exit(1 if totals.statuses[ERROR] else 0)

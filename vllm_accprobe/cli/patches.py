@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError
+from vllm_accprobe.cli.common.options import CommandError
 
 
 def patches(

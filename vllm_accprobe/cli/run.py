@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import CommandError, size
+from vllm_accprobe.cli.common.options import CommandError, size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +53,7 @@ def run(
     import tempfile
     import time
 
-    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.formats.sniff import is_own
     from vllm_accprobe.run import atb as atb_room
     from vllm_accprobe.run.launcher import LaunchError, command_line

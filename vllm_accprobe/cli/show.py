@@ -2,7 +2,7 @@
 
 The problem: after a report has named a tap, a person wants to see the numbers. The idea: all records of the tap as a
 small table, then the first of them (or the only one that the options leave) with its statistics, a histogram and the
-rows asked for, each named by request, position and token. Not here: how values become lines (cli/values.py).
+rows asked for, each named by request, position and token. Not here: how values become lines (cli/common/values.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.options import CALL, RANK, ROLE, STEP, CommandError, ranges, selection, writable
+from vllm_accprobe.cli.common.options import CALL, RANK, ROLE, STEP, CommandError, ranges, selection, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
@@ -35,7 +35,7 @@ def show(
     save: Path = typer.Option(None, "--save", metavar="FILE", help="Save the tensor, or its rows: .npy, .safetensors."),
 ) -> None:
     """Show one tensor: statistics, histogram, chosen rows; or save it."""
-    from vllm_accprobe.cli import outputs, values
+    from vllm_accprobe.cli.common import outputs, values
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.report.text import count, safe
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli.options import RANK, REQUEST, ROLE, STEP, CommandError, selection, size, writable
+from vllm_accprobe.cli.common.options import RANK, REQUEST, ROLE, STEP, CommandError, selection, size, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
@@ -49,7 +49,7 @@ def summary(
     what = selection(names or (), step, rank, request, role)
     calls: list[Any] = []
     if getattr(opened, "ops", None):
-        from vllm_accprobe.cli import operators
+        from vllm_accprobe.cli.common import operators
 
         calls = operators.chosen(opened, what)
     chosen = [] if ops else what.apply(opened)
@@ -160,7 +160,7 @@ def _print_table(rows: list[list[str]]) -> None:
 
 
 def _check_csv(path: Path, dump: Path) -> None:
-    from vllm_accprobe.cli import outputs
+    from vllm_accprobe.cli.common import outputs
 
     if path.is_dir():
         raise CommandError(f"--csv: {path} is a directory; name a file")

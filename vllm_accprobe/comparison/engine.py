@@ -2,7 +2,7 @@
 
 The problem: reading and measuring cost minutes, judging costs seconds and is done again with other limits. The idea:
 the plan's units are measured by workers into plain values (measured.py), from which judging.py makes the result.
-Not here: each of those matters (plan.py, workers.py, measure.py, coverage.py), the verdict (judging.py).
+Not here: each of those matters (units.py, workers.py, unit.py, coverage.py), the verdict (judging.py).
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import numpy as np
 
 from vllm_accprobe.align.files import take_names
 from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
-from vllm_accprobe.comparison import foreign, words
-from vllm_accprobe.comparison.coverage import coverage
-from vllm_accprobe.comparison.flipped import best_logits
-from vllm_accprobe.comparison.floors import gather
-from vllm_accprobe.comparison.index import Indices
-from vllm_accprobe.comparison.judging import judge
-from vllm_accprobe.comparison.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
-from vllm_accprobe.comparison.plan import LOOKED_UP, SAMPLER, TOKEN, Plan, Unit, make_plan
-from vllm_accprobe.comparison.read import Loader
+from vllm_accprobe.comparison import messages
+from vllm_accprobe.comparison.measure.flipped import best_logits
+from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
+from vllm_accprobe.comparison.measure.read import Loader
+from vllm_accprobe.comparison.measure.samples import take_samples
+from vllm_accprobe.comparison.measure.workers import measure_all, unit_bytes
+from vllm_accprobe.comparison.plan.coverage import coverage
+from vllm_accprobe.comparison.plan.row_index import Indices
+from vllm_accprobe.comparison.plan.units import LOOKED_UP, SAMPLER, TOKEN, Plan, Unit, make_plan
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, CompareError, Comparison, NothingCompared
-from vllm_accprobe.comparison.resume import Finished, identity
-from vllm_accprobe.comparison.rows import RowLog
-from vllm_accprobe.comparison.samples import take_samples
-from vllm_accprobe.comparison.settings import differing
-from vllm_accprobe.comparison.shelf import Shelf
-from vllm_accprobe.comparison.workers import measure_all, unit_bytes
+from vllm_accprobe.comparison.row_table import RowLog
+from vllm_accprobe.comparison.store.resume import Finished, identity
+from vllm_accprobe.comparison.store.spill import Shelf
+from vllm_accprobe.comparison.verdict import foreign
+from vllm_accprobe.comparison.verdict.constants_differ import differing
+from vllm_accprobe.comparison.verdict.floors import gather
+from vllm_accprobe.comparison.verdict.judging import judge
 from vllm_accprobe.formats import DumpError, NothingReadable, held, nothing_readable, open_dump
 from vllm_accprobe.formats.foreign import INDEPENDENT, VALUES, ForeignDump
 from vllm_accprobe.judge.calibration import Calibration
@@ -209,7 +210,7 @@ class _Run:
         sides = self.plan.tokens.golden, self.plan.tokens.mine
         if self.ray is None:
             return measure_all(self.dumps, Indices(sides), units, kl=self.kl)
-        from vllm_accprobe.comparison.cluster import measure_on
+        from vllm_accprobe.comparison.measure.cluster import measure_on
 
         for side, dump in zip(("golden", "mine"), self.dumps, strict=True):
             if isinstance(dump, ForeignDump):
@@ -235,7 +236,7 @@ class _Run:
             golden_run=dict(golden.run),
             mine_run=dict(mine.run),
             plan=plan.lines(),
-            notes=words.static_notes(self.dumps, plan),
+            notes=messages.static_notes(self.dumps, plan),
             coverage=coverage(plan, self.dumps, self.compared, self.skipped),
             tokens_compared=tokens.tokens_compared,
             flips=best_logits(plan, self.loaders, self.dumps),
@@ -252,7 +253,7 @@ class _Run:
                         | {str(d.run[VALUES]) for d in self.dumps if VALUES in d.run}),
             batches={s: (int(x.batch.get("requests", 0)), int(x.batch.get("tokens", 0)))
                      for (_, s), x in mine.steps.items()},
-            nothing=words.nothing(self.dumps, plan, self.skipped),
+            nothing=messages.nothing(self.dumps, plan, self.skipped),
             sampler_order=next((u.order for u in plan.units if u.key[:2] == (SAMPLER, TOKEN)), len(plan.units)),
             other_images=[g.id for g, _ in plan.requests.images_differ],
             rehashed=plan.requests.rehashed,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_accprobe.comparison.label_sums import Side, Sums, measure
+from vllm_accprobe.comparison.measure.label_sums import Side, Sums, measure
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.label_files import locate
 from vllm_accprobe.dump.reader import Dump, DumpError
@@ -25,7 +25,7 @@ from vllm_accprobe.dump.select import row_space
 from vllm_accprobe.judge.floor import flow_unit, is_exact
 from vllm_accprobe.judge.standards import EXACT, Limits, Standard
 from vllm_accprobe.judge.verdict import describe, row_errors, value_and_limit
-from vllm_accprobe.metrics import oracle
+from vllm_accprobe.kernels import definition
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 
@@ -192,16 +192,14 @@ def _same_hash(golden: Side, mine: Side) -> bool:
     return g.hash == m.hash and g.dtype == m.dtype and n == math.prod(m.shape) and n > 0
 
 
-def _judged(
-    dump: Dump, pair: LabelPair, golden: Side, mine: Side, found: Sums, limit: float | None
-) -> LabelPair:
+def _judged(dump: Dump, pair: LabelPair, golden: Side, mine: Side, found: Sums, limit: float | None) -> LabelPair:
     table, standard = found.table, Standard()
     total = table.sum(axis=0)
-    gg, mm, n = (float(total[i]) for i in (oracle.GG, oracle.MM, oracle.N))
-    mismatch = int(total[oracle.MISMATCH])
+    gg, mm, n = (float(total[i]) for i in (definition.GG, definition.MM, definition.N))
+    mismatch = int(total[definition.MISMATCH])
     exact = is_exact(golden.dtype, mine.dtype)
     limits = EXACT if exact else _limits(standard, golden, mine, found.width, limit)
-    norms = np.sqrt(table[:, oracle.GG])
+    norms = np.sqrt(table[:, definition.GG])
     floor = standard.floor_share(found.width) * float(np.median(norms)) if len(norms) > 1 else 0.0
     errors = row_errors(table, floor, found.width, standard, exact=exact)
     worst = int(errors.err.argmax())
@@ -219,10 +217,12 @@ def _judged(
         reason=reason,
         compared=True,
         # As msit: two zero tensors have the cosine 1; a zero beside something else has none, which is 0 here.
-        cosine=float(total[oracle.GM]) / math.sqrt(gg * mm) if gg and mm else float(gg == mm),
-        max_rel=float(found.elements[oracle.TOP_REL]),
-        mean_rel=float(found.elements[oracle.SUM_REL]) / n if n else None,
-        rel_euclid=math.sqrt(float(total[oracle.DD]) / gg) if gg else (0.0 if not total[oracle.DD] else math.inf),
+        cosine=float(total[definition.GM]) / math.sqrt(gg * mm) if gg and mm else float(gg == mm),
+        max_rel=float(found.elements[definition.TOP_REL]),
+        mean_rel=float(found.elements[definition.SUM_REL]) / n if n else None,
+        rel_euclid=math.sqrt(float(total[definition.DD]) / gg)
+        if gg
+        else (0.0 if not total[definition.DD] else math.inf),
         nonfinite_mismatch=mismatch,
         request=request,
         position=position,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
-    from vllm_accprobe.comparison.measured import Measured
-    from vllm_accprobe.comparison.rows import RowTable, Sample
+    from vllm_accprobe.comparison.measure.measured import Measured
+    from vllm_accprobe.comparison.row_table import RowTable, Sample
 
 SCHEMA = 1
 PASS, FAIL, SKIP = "pass", "fail", "skip"
@@ -39,7 +39,7 @@ class Pair:
 
     golden, mine: each tensor's name in its own dump's spelling (``tap/role#call``); "" where there is no partner.
     step: mine's step, None for a parameter. rank: mine's rank, or None when several ranks were merged.
-    shape: of the rows compared, ``[rows, ...]``; the metrics are defined in metrics/catalog.py.
+    shape: of the rows compared, ``[rows, ...]``; the metrics are defined in kernels/catalog.py.
     worst_row_norm_ratio: the norm ratio mine/golden furthest from 1. max_abs_index: index within ``shape``.
     status: pass, fail or skip; message: why, in words. order: place in the data flow, small is early.
     rule: how the names were paired. rows: how many rows were compared (None for tensors without rows).
@@ -148,14 +148,14 @@ class Foreign:
 class Comparison:
     """The whole result. ``coverage``, ``first_divergence``, ``origins`` and ``tokens`` are exactly compare.json's.
 
-    rows: errors by row, and samples: some values of failed pairs (comparison/rows.py); None and empty where not kept.
-    foreign: another tool's columns, where its standard was asked for (comparison/foreign.py).
-    measured: what was judged, to judge it again (comparison/measured.py).
-    false_alarm_rate: the probability, of a whole comparison of honest machines, of any origin that the judge was told
-    to allow; by_chance: the expected number of such origins here, at most that rate, None where nobody worked it out.
-    machines: {"golden": [habit], "mine": [habit]}, how each side computes (report/machines.py says what a habit is).
-    replayed: "", "partly" or "whole": how much of it was replayed. options: what was given beside the two dumps, as
-    words of a command line, for commands that compare them again (deciding.py)."""
+    rows: errors by row, and samples: some values of failed pairs (comparison/row_table.py); None and empty where not
+    kept. foreign: another tool's columns, where its standard was asked for (comparison/verdict/foreign.py). measured:
+    what was judged, to judge it again (comparison/measure/measured.py). false_alarm_rate: the probability, of a whole
+    comparison of honest machines, of any origin that the judge was told to allow; by_chance: the expected number of
+    such origins here, at most that rate, None where nobody worked it out. machines: {"golden": [habit], "mine":
+    [habit]}, how each side computes (report/machines.py says what a habit is). replayed: "", "partly" or "whole": how
+    much of it was replayed. options: what was given beside the two dumps, as words of a command line, for commands that
+    compare them again (deciding.py)."""
 
     golden_path: str
     mine_path: str
@@ -195,7 +195,7 @@ class Comparison:
     @cached_property
     def would_decide(self) -> list[dict[str, str]]:
         """What would decide where the answer is open: [{"why", "command"}], the best first (deciding.py)."""
-        from vllm_accprobe.comparison import deciding
+        from vllm_accprobe.comparison.verdict import deciding
 
         return deciding.would_decide(self)
 

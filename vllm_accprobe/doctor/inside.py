@@ -117,7 +117,7 @@ def _runner(module: str, methods: Sequence[str], reads: Sequence[str]) -> dict[s
 
 def _batch(runner: Any) -> list[str]:
     """What V2 runner module ``runner`` lacks to tell its rows: fields of its InputBatch, and prompts' lengths."""
-    from vllm_accprobe.capture.releases import BATCH_FIELDS, PREFILL, SLOTS
+    from vllm_accprobe.capture.vllm.vllm_compat import BATCH_FIELDS, PREFILL, SLOTS
 
     have = getattr(runner.InputBatch, "__dataclass_fields__", {})
     missing = [f"InputBatch.{name}" for name in BATCH_FIELDS if name not in have]
@@ -156,4 +156,4 @@ def _engine_args() -> list[str]:
 
 
 def _capture() -> str:
-    return str(importlib.import_module("vllm_accprobe.capture.runner").__name__)
+    return str(importlib.import_module("vllm_accprobe.capture.vllm.runner").__name__)

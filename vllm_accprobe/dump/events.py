@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .dtypes import DTYPES
-from .schema import (
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.schema import (
     DECODE,
     PREFILL,
     REPLICATED,
@@ -34,7 +34,7 @@ from .schema import (
     Step,
     Stop,
 )
-from .schema import Segment as RowSegment
+from vllm_accprobe.dump.schema import Segment as RowSegment
 
 MAX_ROWS = 1 << 26
 """Stored rows of one row space, and elements along any dimension of a vision item: more is no step of a model."""

@@ -12,8 +12,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from .schema import segment_name
-from .segment import MAX_HEADER, part_name
+from vllm_accprobe.dump.schema import segment_name
+from vllm_accprobe.dump.segment import MAX_HEADER, part_name
 
 MAX_LINE = 32 << 20
 MISSING = "is missing"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from .schema import DEALT, Record, RowSpace
+from vllm_accprobe.dump.schema import DEALT, Record, RowSpace
 
 REASON = "called several times in a step with several images: whose rows these are cannot be told"
 

@@ -18,13 +18,13 @@ try:
 except ImportError:  # three times slower, nothing else
     orjson = None  # type: ignore[assignment]
 
-from . import events, image_calls
-from .files import MISSING, DumpError, find_segment, journal_lines
-from .opcalls import op_call, replaced
-from .schema import JOURNAL, SCHEMA, Layout, OpCall, Record, Skip, rank_dir
+from vllm_accprobe.dump import events, image_calls
+from vllm_accprobe.dump.files import MISSING, DumpError, find_segment, journal_lines
+from vllm_accprobe.dump.opcalls import op_call, replaced
+from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, Layout, OpCall, Record, Skip, rank_dir
 
 if TYPE_CHECKING:
-    from .reader import Dump
+    from vllm_accprobe.dump.reader import Dump
 
 LOST = "payload that is not in its file"
 """The reason under which they are counted; their statistics and hashes are there still."""

@@ -2,7 +2,7 @@
 
 The problem: with several ranks a file holds a slice, a summand or a copy, and nothing in its bytes says which. The
 idea: one plain value beside each tensor, enough to put the whole together without knowing the model. Not here: finding
-it out (capture/layout.py), undoing it (align/shards.py).
+it out (capture/core/layout.py), undoing it (align/shards.py).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ these words alone. The idea: an argument is a VALUE, a small closed language of 
     {"dtype": "bfloat16"}, {"device": "cpu"}, {"layout": "strided"}, {"memory_format": "contiguous_format"}
     {"skipped": "<reason>", ...}   an argument that was not kept; role, dtype, shape, stride, device of a tensor stay
 
-Nothing else is let in. Not here: the dataclass (schema.py), how calls are captured (capture/ops.py).
+Nothing else is let in. Not here: the dataclass (schema.py), how calls are captured (capture/ops/dispatch.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .events import Event, integer, optional_integer, optional_string, short, string
-from .schema import OpCall, Record
+from vllm_accprobe.dump.events import Event, integer, optional_integer, optional_string, short, string
+from vllm_accprobe.dump.schema import OpCall, Record
 
 SEPARATOR = "::"
 """Between the module's path and the operator in a tap."""

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from .dtypes import DTYPES
-from .files import DumpError, SegmentData, open_regular, read_into
-from .journal import RankReader, check_schema
-from .schema import (
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.files import DumpError, SegmentData, open_regular, read_into
+from vllm_accprobe.dump.journal import RankReader, check_schema
+from vllm_accprobe.dump.schema import (
     RUN_JSON,
     End,
     Label,

@@ -13,12 +13,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .dtypes import DTYPES
-from .files import DumpError, journal_lines, open_regular, segment_data
-from .lines import encode, lock, remove_reserve
-from .reader import Dump, open_dump
-from .schema import JOURNAL, Record, rank_dir, segment_name
-from .segment import Entry, build_header, part_name, write_all
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.files import DumpError, journal_lines, open_regular, segment_data
+from vllm_accprobe.dump.reader import Dump, open_dump
+from vllm_accprobe.dump.recorder.lines import encode, lock, remove_reserve
+from vllm_accprobe.dump.schema import JOURNAL, Record, rank_dir, segment_name
+from vllm_accprobe.dump.segment import Entry, build_header, part_name, write_all
 
 _PART = re.compile(r"seg-(\d{5,9})\.safetensors\.part", re.ASCII)
 

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .layouts import OWN as OWN
-from .layouts import REPLICATED as REPLICATED
-from .layouts import Layout
+from vllm_accprobe.dump.layouts import OWN as OWN
+from vllm_accprobe.dump.layouts import REPLICATED as REPLICATED
+from vllm_accprobe.dump.layouts import Layout
 
 SCHEMA = 1
 ROOT_TAP = "<root>"
@@ -166,7 +166,7 @@ MASKS_KNOWN = "masks_known"
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What changed one row of logits. by: in words, sorted: ``a grammar``, ``bad words`` ... see capture/masks.py;
+    """What changed one row of logits. by: in words, sorted: ``a grammar``, ``bad words`` ... see capture/vllm/masks.py;
     grammar: xxh3-128 of the grammar's bitmask: equal ones allow the same tokens; None where that is not known."""
 
     by: tuple[str, ...]
@@ -201,7 +201,7 @@ class Record:
     dtype: torch's name without prefix: bfloat16, float8_e4m3fn, int64, bool ...; shape: of the stored rows.
     rows: name of the row space along ``row_dim``, or None for a tensor without rows.
     hash: xxh3-128 of the stored bytes, 32 hex digits, or None (a fingerprint only).
-    sample: parameters: hash of a fixed sample of elements, see capture/params.py.
+    sample: parameters: hash of a fixed sample of elements, see capture/taps/params.py.
     mutated: the module changed this input in place (the payload is the value before).
     payload: None in a ``stats`` dump or for a fingerprint.
     """

@@ -24,8 +24,8 @@ try:
 except ImportError:  # Windows can read dumps, and write them without O_DIRECT
     fcntl = None  # type: ignore[assignment]
 
-from .dtypes import DTYPES
-from .schema import segment_name
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.schema import segment_name
 
 ALIGN = 64
 PAGE = 4096

@@ -2,7 +2,7 @@
 
 The problem: summary, show and convert all let the user choose by name, step, request and rank, and must agree on what
 that means. The idea: one frozen description of the choice, applied to the records in their order; a request chooses the
-tensors that hold at least one of its rows. Not here: the command line's spelling of it (cli/options.py).
+tensors that hold at least one of its rows. Not here: the command line's spelling of it (cli/common/options.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from .reader import Dump
-from .schema import Record, Request, RowSpace
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import Record, Request, RowSpace
 
 Ranges = tuple[tuple[int, int], ...]
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .dtypes import DTYPES, byte_values, widen
-from .schema import Payload, Stats
+from vllm_accprobe.dump.dtypes import DTYPES, byte_values, widen
+from vllm_accprobe.dump.schema import Payload, Stats
 
 _CHUNK = 32768
 _HELD = 1 << 20
@@ -176,7 +176,7 @@ def warm_up(dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32", "int32"
 @cache
 def _kernels() -> ModuleType | None:
     try:
-        from . import stats_kernels
+        from vllm_accprobe.dump import stats_kernels
     except Exception:  # no numba, or one that does not go with this numpy or this machine
         return None
     return stats_kernels

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.formats import walk
-from vllm_accprobe.formats.atb_file import AtbHeader, number, parse_header, read_header, read_tensor, stats_of
 from vllm_accprobe.formats.atb_topology import load_topology
 from vllm_accprobe.formats.foreign import ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.io import walk
+from vllm_accprobe.formats.io.atb_file import AtbHeader, number, parse_header, read_header, read_tensor, stats_of
 
 __all__ = ["HOW", "NAME", "AtbDump", "AtbHeader", "open", "parse_header", "read_header", "read_tensor", "recognise"]
 NAME = "atb"

@@ -4,7 +4,7 @@ The problem: a directory says an operator's type and place, but not its paramete
 quantised, number their operators differently. The idea: the tree comes from the names, which are always there, its
 parameters from ``model/<pid>/*.json`` where that fits (child k of a node is the directory ``k_<opType>``); two trees
 are laid over one another level by level, a quantised operator counting as the one that it stands for.
-Not here: tensors (atb.py), torch models (atb_torch.py), applying what is found here (align/peers.py).
+Not here: tensors (atb.py), torch models (atb_torch.py), applying what is found here (align/graph_pairs.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.formats import walk
+from vllm_accprobe.formats.io import walk
 
 _MAX_JSON = 64 << 20
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.formats import hdf5, single, walk
+from vllm_accprobe.formats import single
 from vllm_accprobe.formats.foreign import INDEPENDENT, VALUE, ForeignDump, Tensor
+from vllm_accprobe.formats.io import hdf5, walk
 
 SUFFIXES = (*single.SUFFIXES, *hdf5.SUFFIXES)
 NAME = "folder"

@@ -4,7 +4,7 @@ The problem: HDF5 and numpy have no bfloat16, so tools store float32, and what t
 from what they computed in. The idea: of some outputs, each of another tap, a few thousand numbers are looked at; a
 random float32 lies on bfloat16's grid with probability 2**-16. Half of the outputs that tell must be of the coarser
 dtype: a float32 model of a bfloat16 checkpoint has embeddings on its grid, and nothing else. A dump that has tensors in
-the coarser dtype, too, keeps dtypes as they are. Not here: single calls and their tensors (opcheck/grid.py).
+the coarser dtype, too, keeps dtypes as they are. Not here: single calls and their tensors (opcheck/calls/grid.py).
 """
 
 from __future__ import annotations

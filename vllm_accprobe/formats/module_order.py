@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_accprobe.formats import walk
+from vllm_accprobe.formats.io import walk
 
 
 def execution_order(

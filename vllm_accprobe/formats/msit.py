@@ -24,10 +24,10 @@ from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
-from vllm_accprobe.formats import torchfile, walk
 from vllm_accprobe.formats.atb import number_ranks, one_run
-from vllm_accprobe.formats.atb_file import number, stats_of
 from vllm_accprobe.formats.foreign import ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.io import torchfile, walk
+from vllm_accprobe.formats.io.atb_file import number, stats_of
 from vllm_accprobe.formats.module_order import execution_order
 
 NAME = "msit"

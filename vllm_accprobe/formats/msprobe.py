@@ -8,7 +8,7 @@ places of their own, ``backward.<path>``.
 Layout: ``[step<S>/][rank<R>|proc<PID>/]{dump,stack,construct}.json`` or ``debug.json``, payloads in
 ``dump_tensor_data/<data_name>`` beside it (``dump_data_dir`` is another machine's path and is not used).
 Not here: the arguments of API calls (msprobe_calls.py), the payloads' files (msprobe_files.py), writing
-(dump/export_msprobe.py).
+(formats/write/msprobe_dump.py).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.dump import notes
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, Layout, OpCall, Stats
-from vllm_accprobe.formats import msprobe_calls, walk
+from vllm_accprobe.formats import msprobe_calls
 from vllm_accprobe.formats.foreign import PARAM, UNKNOWN, VALUE, ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.io import walk
 from vllm_accprobe.formats.msprobe_files import DATA, LOST, OUTSIDE, names_in, payload
+from vllm_accprobe.formats.write import notes
 
 __all__ = ["HOW", "LOST", "NAME", "OUTSIDE", "open", "recognise"]
 NAME = "msprobe"
@@ -193,7 +194,7 @@ def _add_calls(
 
 
 class _Notes:
-    """What `accprobe convert` noted in a dump.json (dump/notes.py); nothing where another tool wrote it."""
+    """What `accprobe convert` noted in a dump.json (formats/write/notes.py); nothing where another tool wrote it."""
 
     def __init__(self, found: Any, rank: int, step: int):
         found = found if isinstance(found, dict) else {}

@@ -23,9 +23,9 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Layout
-from vllm_accprobe.formats import torchfile, walk
 from vllm_accprobe.formats.foreign import UNKNOWN, ForeignDump, Tensor
-from vllm_accprobe.formats.torchfile import TorchTensor
+from vllm_accprobe.formats.io import torchfile, walk
+from vllm_accprobe.formats.io.torchfile import TorchTensor
 
 NAME = "sglang"
 HOW = "a directory of step=<s>___rank=<r>___dump_index=<i>___name=<name>*.pt (SGLang's dumper)"

@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump import notes
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.formats import torchfile
 from vllm_accprobe.formats.foreign import INDEPENDENT, VALUE, ForeignDump, Read, Tensor, numpy_dtype
-from vllm_accprobe.formats.zipindex import DEFLATED, STORED, Member, Unpacker, ZipError, index, too_much
+from vllm_accprobe.formats.io import torchfile
+from vllm_accprobe.formats.io.zipindex import DEFLATED, STORED, Member, Unpacker, ZipError, index, too_much
+from vllm_accprobe.formats.write import notes
 
 NAME = "single file"
 SUFFIXES = (".pt", ".pth", ".npy", ".npz", ".bin", ".safetensors")

@@ -6,7 +6,7 @@ dump says, at each output, which FX tensor it is.
 Layout, GE: ``[worldsize{W}_global_rank{R}/]dump_*/{time}/{device}/{graph}/{graph id}/{token}/`` with
 ``{OpType}.{OpName}.{task}.{stream}.{time}``, ``dynamo_original_graph_*.txt`` above; long names stand in mapping.csv.
 FX: ``.../{token}/.../{node}-{aten op}.{INPUT|OUTPUT}.{k}.{time}.npy``. FX tokens begin with 1, GE's with 0.
-Not here: GE's binary format (ge_dump.py), which operator pairs with which (align/peers.py).
+Not here: GE's binary format (ge_dump.py), which operator pairs with which (align/graph_pairs.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.formats import ge_dump, single, walk
+from vllm_accprobe.formats import single
 from vllm_accprobe.formats.foreign import ForeignDump, Tensor
+from vllm_accprobe.formats.io import ge_dump, walk
 
 NAME = "torchair"
 HOW = "files <OpType>.<OpName>.<task>.<stream>.<time> (GE), or <node>-<aten op>.INPUT|OUTPUT.<k>.<time>.npy (FX)"

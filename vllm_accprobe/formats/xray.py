@@ -7,7 +7,7 @@ path too is paired in the order of execution (align/names.py), which is the orde
 Layout: ``globalrank-<r>_localrank-<l>.h5``, a group per step, in it datasets ``path.Class.n.forward_input.<i>``,
 ``...forward_output.<i>``, ``...forward_params.<name>``, the parts ``Class.n`` or ``n`` missing in some releases. HDF5
 has no bfloat16: torch_xray stores float32. `accprobe convert` writes such files, with what these names cannot say as an
-attribute (dump/notes.py).
+attribute (formats/write/notes.py).
 Not here: HDF5 itself (hdf5.py).
 """
 
@@ -16,11 +16,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from vllm_accprobe.dump import notes
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP
-from vllm_accprobe.formats import hdf5, held
+from vllm_accprobe.formats import held
 from vllm_accprobe.formats.foreign import UNKNOWN, VALUE, ForeignDump, Tensor
+from vllm_accprobe.formats.io import hdf5
+from vllm_accprobe.formats.write import notes
 
 NAME = "torch_xray"
 HOW = "an .h5 file, or a directory with globalrank-<r>_localrank-<l>.h5; a group per step in it"

@@ -6,7 +6,7 @@ idea: the rate is that of a false alarm in the WHOLE comparison. It is divided b
 asked of each, and by the rows or columns among which the worst is taken [C. Bonferroni 1936; no independence is
 needed], and a threshold is the quantile at what is left: of a normal distribution where the spread is known from many
 rows, of Student's where it is known from few layers.
-Not here: the spread among layers (kin.py), the questions (hidden.py).
+Not here: the spread among layers (kin.py), the questions (outliers.py).
 """
 
 from __future__ import annotations

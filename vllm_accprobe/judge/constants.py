@@ -20,7 +20,7 @@ import math
 FALSE_ALARM_RATE = 1e-3
 """chosen: one comparison of honest machines in a thousand has an origin; ``--false-alarm-rate`` sets it."""
 QUESTIONS = 7
-"""derived: the questions that hidden.py asks of one place (equal inputs, growth, gain, gain against kin, columns,
+"""derived: the questions that outliers.py asks of one place (equal inputs, growth, gain, gain against kin, columns,
 rows, gain of rows), over which the rate is divided as Bonferroni's inequality asks."""
 INDEPENDENT = 0.5
 """chosen: the part of the rows that count as independent. Tokens repeat, and equal rows make equal errors: standard

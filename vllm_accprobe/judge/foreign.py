@@ -10,7 +10,7 @@ machine's csv, which these rules do not. torch_xray: its example table; the docu
 table all of Max Err 0.0156 fail and none of 0.0078, so 0.01 is taken; IsClose is torch.isclose with its defaults and
 GtNum counts |d| > 1e-3. ait: msit's seven metrics, which come without any verdict: the status stays our own.
 MindSpore: section 4.1 of its pre-check's document.
-Not here: the sums (metrics/oracle.py), pairs and files (comparison/foreign.py).
+Not here: the sums (kernels/definition.py), pairs and files (comparison/verdict/foreign.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_accprobe.metrics import oracle
+from vllm_accprobe.kernels import definition
 
 PASS, WARNING, ERROR, SKIPPED, NO_VERDICT = "pass", "warning", "error", "SKIP", ""
 COSINE, LARGEST, MINDSPORE_LARGEST, XRAY_LARGEST = 0.99, 1e-3, 1e-4, 1e-2
@@ -29,7 +29,7 @@ Cell = float | int | str | None
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """One tensor. count: of its elements; cosine and the others as metrics/oracle.Metrics; elements:
+    """One tensor. count: of its elements; cosine and the others as kernels/definition.Metrics; elements:
     oracle.ELEMENT_FIELDS, kl: KL divergence of softmax(golden) from softmax(mine), None where not measured; broken:
     NaN or infinity on one side only."""
 
@@ -72,7 +72,7 @@ def _share(n: Numbers, field: int) -> float | None:
 
 
 def _xray(n: Numbers) -> tuple[tuple[Cell, ...], str, str]:
-    close, above = _share(n, oracle.CLOSE), _sum(n, oracle.ABOVE, 0.0)
+    close, above = _share(n, definition.CLOSE), _sum(n, definition.ABOVE, 0.0)
     bad = n.broken or (n.max_abs is not None and not n.max_abs <= XRAY_LARGEST)
     cells = n.cosine, n.rmse, None if close is None else 100.0 * close, n.max_abs, None if above is None else int(above)
     why = "NaN or infinity on one side only" if n.broken else f"Max Err above {XRAY_LARGEST:g}" if bad else ""
@@ -80,9 +80,9 @@ def _xray(n: Numbers) -> tuple[tuple[Cell, ...], str, str]:
 
 
 def _msprobe(n: Numbers) -> tuple[tuple[Cell, ...], str, str]:
-    shares = tuple(_share(n, f) for f in (oracle.WITHIN_100, oracle.WITHIN_1000, oracle.WITHIN_10000))
+    shares = tuple(_share(n, f) for f in (definition.WITHIN_100, definition.WITHIN_1000, definition.WITHIN_10000))
     if n.exact:
-        unequal = _sum(n, oracle.UNEQUAL, 0.0)
+        unequal = _sum(n, definition.UNEQUAL, 0.0)
         rate = None if unequal is None or not n.count else unequal / n.count
         word, why = (ERROR, "values differ and must be equal") if n.max_abs or n.broken else (PASS, "")
         return (None, n.max_abs, None, None, None, rate, word, why), word, why
@@ -114,7 +114,7 @@ def _dual(n: Numbers, shares: tuple[float | None, ...]) -> tuple[str, str]:
 
 
 def _ait(n: Numbers) -> tuple[tuple[Cell, ...], str, str]:
-    sums = [_sum(n, f, 0.0) for f in (oracle.TOP_REL, oracle.SUM_REL, oracle.TOP_ABS, oracle.SUM_ABS)]
+    sums = [_sum(n, f, 0.0) for f in (definition.TOP_REL, definition.SUM_REL, definition.TOP_ABS, definition.SUM_ABS)]
     means = [None if s is None or not n.count else s / n.count for s in sums]
     euclid = 0.0 if n.identical else n.rel_l2
     kl = 0.0 if n.identical else n.kl

@@ -5,7 +5,7 @@ handful of decisions of that card: how results are rounded, how wide sums are, w
 `Habit` is one such decision of one operator in one dtype, from a closed list, in words, with its price and with what it
 was seen in; a `Profile` is all of them of one dump, with the host they were seen on. A habit is told once and is no
 fault at the default standard; nothing that is not on this list is ever excused for being everywhere.
-Not here: how a habit is recognised and decided (opcheck/habits.py), who is blamed for departing from one.
+Not here: how a habit is recognised and decided (opcheck/habits/decided.py), who is blamed for departing from one.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.tokens import position, subject
-from vllm_accprobe.judge.trace import Trace
+from vllm_accprobe.judge.origins.row_errors import Trace
 
 _CHOICE = re.compile(r"(top_?k|expert)_?(ids|indices|index|idx)$")
 _WEIGHT = re.compile(r"(top_?k|expert)_?(weights?|scores|vals?|values)$")

@@ -11,7 +11,7 @@ operator fared elsewhere says that something is odd. The idea: each origin says 
   zero [N. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019) A2815; I. Ipsen and H. Zhou, arXiv 1906.10465].
 - UNLIKE_KIN: percentiles of this operator elsewhere: in the other layers, in other calls, in a calibration.
 
-Not here: the floors themselves (constants.py, hidden.py; opcheck/).
+Not here: the floors themselves (constants.py, outliers.py; opcheck/).
 """
 
 from __future__ import annotations

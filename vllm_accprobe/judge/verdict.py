@@ -4,7 +4,7 @@ The problem: three measures with three limits are three answers. The idea: each 
 relative L2 error: a norm ratio or a lone element that reaches its own limit counts as much as a row error that reaches
 the row's. So a row has one number, the measure that gave it is kept for the message, and errors at inputs and outputs
 can be weighed against each other (origin.py).
-Not here: the limits (standards.py), the sums (metrics/).
+Not here: the limits (standards.py), the sums (kernels/).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_accprobe.judge.standards import Limits, Standard
-from vllm_accprobe.metrics import oracle
+from vllm_accprobe.kernels import definition
 
 ROW, RATIO, ELEMENT, EXACTLY, NONFINITE = range(5)
 METRICS = ("row_rel_l2", "row_norm_ratio", "element", "exact", "nonfinite")
@@ -51,19 +51,19 @@ class Worst:
 
 def row_errors(table: np.ndarray, floor: float, width: int, standard: Standard, *, exact: bool = False) -> RowErrors:
     """table: float64 [n, 11] (oracle.ROW_FIELDS); floor: norm below which a row's own norm is no measure."""
-    rel = oracle.row_rel_l2(table, floor)
-    ratio = oracle.row_norm_ratio(table, floor)
+    rel = definition.row_rel_l2(table, floor)
+    ratio = definition.row_norm_ratio(table, floor)
     with np.errstate(divide="ignore", invalid="ignore"):
-        small = np.sqrt(table[:, oracle.GG]) < floor
+        small = np.sqrt(table[:, definition.GG]) < floor
         rms = floor / math.sqrt(max(width, 1))
-        gg = np.maximum(table[:, oracle.GG], floor * floor)
-        gain = np.where(gg > 0, (table[:, oracle.GM] - table[:, oracle.GG]) / np.where(gg > 0, gg, 1.0), 0.0)
-        peak = table[:, oracle.PEAK]
+        gg = np.maximum(table[:, definition.GG], floor * floor)
+        gain = np.where(gg > 0, (table[:, definition.GM] - table[:, definition.GG]) / np.where(gg > 0, gg, 1.0), 0.0)
+        peak = table[:, definition.PEAK]
         if floor > 0:
-            peak = np.where(small, table[:, oracle.MAX_D] / rms, peak)
-    broken = table[:, oracle.MISMATCH] > 0
+            peak = np.where(small, table[:, definition.MAX_D] / rms, peak)
+    broken = table[:, definition.MISMATCH] > 0
     if exact:
-        wrong = broken | (table[:, oracle.MAX_D] > 0)
+        wrong = broken | (table[:, definition.MAX_D] > 0)
         err = np.where(wrong, np.inf, 0.0)
         return RowErrors(rel, ratio, peak, err, np.full(len(err), EXACTLY, np.int8), gain)
     parts = np.stack([rel, np.abs(ratio - 1.0) / standard.ratio_factor(width), peak / standard.element])

@@ -10,7 +10,7 @@ added up as independent errors are, root of the sum of squares [N. Higham and T.
 A2815], and ``bound``: what they leave at most, sums of absolute values [N. Higham, Accuracy and Stability of Numerical
 Algorithms, 2nd ed., chapter 3]. A bound holds by proof for +, x, / and sqrt; of exp, tanh, erf and rsqrt it supposes
 that they are as near as APPROXIMATE says, which only a machine's profile can measure. Not here: the formulas
-(references/), where calls come from (calls.py), the verdict (verdict.py).
+(references/), where calls come from (records.py), the verdict (verdict.py).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ miss those. The idea: the function stays and gets another ``__code__``, which re
 twice: its statements, and that the function in memory really is what the source says, so that two tools that change
 one function do not undo each other unawares. Several listeners (engines of one process) share one hook; what is in a
 function is the union of what they asked for, and the last one to leave restores it. Nothing is written to a file.
-Not here: what the hook does with a value (capture/patches.py).
+Not here: what the hook does with a value (capture/taps/patches.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The problem: a comparison holds millions of row errors, and what a person wants is a picture: which layer, which token.
 The idea: per request a matrix taps × tokens of one byte each, on a logarithmic scale; long requests are binned (the
 worst row of a bin counts), the worst requests come first, and what does not fit is counted. A page folds taps into
-layers and unfolds a layer again. Not here: drawing (html/heat.js), the rows themselves (comparison/rows.py).
+layers and unfolds a layer again. Not here: drawing (html/heat.js), the rows themselves (comparison/row_table.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_accprobe.report.depth import layer_of, on_axis
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
-    from vllm_accprobe.comparison.rows import RowTable
+    from vllm_accprobe.comparison.row_table import RowTable
 
 MAX_BINS = 512
 """Columns of one request; a screen shows no more."""

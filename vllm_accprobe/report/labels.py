@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.comparison.label_sums import Side
 from vllm_accprobe.comparison.labels import FAIL, PASS, SKIP, Comparison, LabelPair
+from vllm_accprobe.comparison.measure.label_sums import Side
 from vllm_accprobe.report.table import cell
 from vllm_accprobe.report.text import count, num, safe
 

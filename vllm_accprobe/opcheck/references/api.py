@@ -5,7 +5,7 @@ operators of torch.ops, and a name in a dump may mean anything. The idea: only f
 functions on tensors (torch.overrides, the list that tensor subclasses rely on) can be meant, of methods only those that
 compute; they run on the CPU in float64 like an operator (aten.py). ``mint`` takes the arguments of torch's functions of
 the same name and is documented to compute the same [MindSpore's API mapping, "PyTorch and MindSpore API Mapping
-Table"], so that torch's is its reference. Not here: MindSpore's own functions (opcheck/mint.py).
+Table"], so that torch's is its reference. Not here: MindSpore's own functions (opcheck/run/mindspore_api.py).
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ arXiv 2305.13245]; sliding window: keys at distance < W [Beltagy et al., arXiv 2
 cap c tanh(s/c) [Gemma 2, arXiv 2408.00118]; ALiBi: slope * (j - i) [Press et al., arXiv 2108.12409]; sinks: one more
 logit per head that takes probability and gives nothing [gpt-oss's published code]. No paged cache is needed: keys and
 values are those that the request itself computed, at positions from 0 on, as captured (``extra["cache"]``, see
-opcheck/history.py). Rows whose history is incomplete have no reference. Noise: probabilities rounded to the values'
-dtype before they meet them, p * (v - o) each, or p * v where they are divided by a sum that is not rounded; where a
-kernel rounds scores as well (torch's ``_math``), those too. With few keys the channels of a head share these errors: a
-row has as many independent ones as heads (`groups`). Bound: with each p off by e of itself, sum p e |v - o| <= e (P|V|
-+ |o|): its rounding, an exponential off by APPROXIMATE, a score by gamma_d of |q||k|, and gamma_m P|V| for the sum over
-m keys. torch's own attention operators are told their arguments by name, from the operator's schema.
+opcheck/calls/history.py). Rows whose history is incomplete have no reference. Noise: probabilities rounded to the
+values' dtype before they meet them, p * (v - o) each, or p * v where they are divided by a sum that is not rounded;
+where a kernel rounds scores as well (torch's ``_math``), those too. With few keys the channels of a head share these
+errors: a row has as many independent ones as heads (`groups`). Bound: with each p off by e of itself, sum p e |v - o|
+<= e (P|V| + |o|): its rounding, an exponential off by APPROXIMATE, a score by gamma_d of |q||k|, and gamma_m P|V| for
+the sum over m keys. torch's own attention operators are told their arguments by name, from the operator's schema.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Other tools' standards for one operator's output, for one machine and for two.
 
 `judge` says what a standard makes of one output's Measures, `judge_two` of two machines' measures of the same call.
-Our own standard for one machine is opcheck/verdict.py's, called "operator"; for two, its two verdicts side by side
-(pairs.both). Which algorithm an operator falls under: apis.py; what each does: single.py, two_sided.py, pairs.py.
+Our own standard for one machine is opcheck/floors/verdict.py's, called "operator"; for two, its two verdicts side by
+side (pairs.both). Which algorithm an operator falls under: apis.py; what each does: single.py, two_sided.py, pairs.py.
 """
 
 from __future__ import annotations

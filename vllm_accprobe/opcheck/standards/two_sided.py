@@ -8,7 +8,7 @@ api_precision_compare_details.csv of both releases; where they leave open what a
 (a smallest divisor by dtype) and, for 1.0.4, plain division, 0 / 0 being 1. Where msprobe's code differs, the documents
 are followed (docs/opcheck-standards.md). Beyond the documents: a NaN or infinity that mine has and the CPU has not is
 an error unless golden has it too, and a measure that is itself NaN or infinite on both sides is no agreement.
-Not here: where the measures come from (diff.py).
+Not here: where the measures come from (verdicts.py).
 """
 
 from __future__ import annotations

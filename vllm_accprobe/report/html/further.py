@@ -2,7 +2,7 @@
 
 The problem: both are lists of whatever length, and commands must be copied as they are. The idea: as in sections.py,
 finished markup in which every value is escaped; a command keeps its lines and is never wrapped. Not here: the sentences
-(report/machines.py, comparison/deciding.py).
+(report/machines.py, comparison/verdict/deciding.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What is called what in two engines, as data."""

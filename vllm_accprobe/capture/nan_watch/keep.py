@@ -1,0 +1,209 @@
+"""From an alarm to a Finding with names for its rows, and to a small dump of that one call.
+
+The problem: whoever repairs the operator wants its inputs and outputs, but a batch holds the texts of people who have
+nothing to do with it. The idea: the bad rows are located in the output; their segments, and nothing else, go through
+the same session and sink as any capture, so that `show`, `opcheck` and `gentest` read the result like any dump.
+Tensors without rows (tables) are left out and counted. Not here: when (watch.py), the file of findings
+(dump/findings.py).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_accprobe.capture.core.layout import Layouts
+from vllm_accprobe.capture.core.memory import DTYPE_NAMES
+from vllm_accprobe.capture.core.rows import Space
+from vllm_accprobe.capture.core.session import Session
+from vllm_accprobe.capture.core.sink import Sink
+from vllm_accprobe.capture.nan_watch.step import BAD, GOOD, UNCHECKED, Alarm
+from vllm_accprobe.capture.nan_watch.watch import Watch
+from vllm_accprobe.capture.taps.params import sample_hash
+from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.findings import (
+    BAD_BAD,
+    GOOD_BAD,
+    MOST_ROWS,
+    PARAMETER,
+    UNSURE,
+    Finding,
+)
+from vllm_accprobe.dump.recorder.writer import write_run_json
+from vllm_accprobe.dump.schema import ROOT_TAP, Request, Segment, Step
+
+FindSpace = Callable[[str, int], "Space | None"]
+"""The space of a tensor with so many rows in a part of the model, or None."""
+MAX_GB = 1.0
+
+
+def fingerprint(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    """The line of a parameter without its values, tap and layout."""
+    return {
+        "event": "param", "role": f"param.{name}", "call": 0, "seq": 0, "rows": None, "row_dim": 0,
+        "dtype": DTYPE_NAMES.get(tensor.dtype, ""), "shape": list(tensor.shape), "sample": sample_hash(tensor),
+    }  # fmt: skip
+
+
+def finding(
+    watch: Watch, alarm: Alarm, space: Space | None, requests: Mapping[int, Request], parameters: Sequence[str]
+) -> tuple[Finding, list[int]]:
+    """What is known of the alarm, and the bad rows of its output (none where the call was not held)."""
+    tensor = dict(alarm.outputs).get(alarm.role)
+    rows: list[int] = []
+    if tensor is not None and space is not None:
+        rows = [row for row in _bad_rows(watch, alarm, tensor, space) if row < space.src]
+    states = {i.state for i in alarm.inputs}
+    if parameters:
+        verdict = PARAMETER
+    elif BAD in states:
+        verdict = BAD_BAD
+    elif alarm.inputs and states <= {GOOD, UNCHECKED}:
+        verdict = GOOD_BAD
+    else:
+        verdict = UNSURE
+    bad = alarm.bad
+    named = [_named(row, space, requests) for row in rows[:MOST_ROWS]] if space is not None else []
+    return Finding(
+        step=alarm.step.number,
+        order=alarm.order,
+        time=time.time(),
+        tap=alarm.tap,
+        cls=alarm.cls,
+        role=alarm.role,
+        call=alarm.call,
+        kind=bad.word if bad is not None else "NaN, Inf or saturation",
+        nan=bad.nan if bad else 0,
+        inf=bad.inf if bad else 0,
+        saturated=bad.saturated if bad else 0,
+        verdict=verdict,
+        dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
+        shape=tuple(tensor.shape) if tensor is not None else (),
+        rows=tuple(named),
+        bad_rows=len(rows),
+        all_rows=space.src if space is not None else 0,
+        inputs=tuple(
+            {"role": i.role, "state": i.state, "nan": i.bad.nan, "inf": i.bad.inf, "saturated": i.bad.saturated}
+            for i in alarm.inputs
+        ),
+        parameters=tuple(parameters),
+        before=alarm.before,
+    ), rows
+
+
+def _bad_rows(watch: Watch, alarm: Alarm, tensor: torch.Tensor, space: Space) -> list[int]:
+    dim = next((d for d, size in enumerate(tensor.shape) if size in (space.src, space.padded)), None)
+    if dim is None:
+        return []
+    bad = watch.rule.elements(tensor, alarm.part).movedim(dim, 0)
+    return [int(row) for row in torch.nonzero(bad.reshape(bad.shape[0], -1).any(1)).flatten().tolist()]
+
+
+def _named(row: int, space: Space, requests: Mapping[int, Request]) -> dict[str, Any]:
+    for segment in space.segments:
+        if segment.row <= row < segment.row + segment.n:
+            request = requests.get(segment.req)
+            name = request.id if request is not None else str(segment.req)
+            return {
+                "request": name, "position": segment.pos + row - segment.row, "phase": segment.phase, "row": row,
+            }  # fmt: skip
+    return {"request": None, "position": None, "phase": None, "row": row}
+
+
+def cut(space: Space, rows: Sequence[int]) -> Space:
+    """``space`` with only ``rows`` (ascending rows of the model's tensors) selected. No rows: as it is."""
+    if not rows:
+        return space
+    ranges: list[tuple[int, int]] = []
+    segments: list[Segment] = []
+    wanted = set(rows)
+    at = 0
+    token_rows: list[int] = []
+    for segment in space.segments:
+        for offset in range(segment.n):
+            row = segment.row + offset
+            if row in wanted:
+                last = segments[-1] if segments else None
+                if last is not None and last.req == segment.req and last.row + last.n == row:
+                    segments[-1] = Segment(last.req, last.pos, last.n + 1, last.row, last.phase, last.image)
+                    ranges[-1] = (ranges[-1][0], row + 1)
+                else:
+                    segments.append(Segment(segment.req, segment.pos + offset, 1, row, segment.phase, segment.image))
+                    ranges.append((row, row + 1))
+                if space.token_rows:
+                    token_rows.append(space.token_rows[at])
+            at += 1
+    return Space(
+        space.name, space.src, space.padded, ranges, segments, ids=space.ids, positions=space.positions,
+        token_rows=token_rows, floors=space.floors,
+    )  # fmt: skip
+
+
+def keep(
+    root: Path,
+    run: dict[str, Any],
+    parallel: Mapping[str, Any],
+    watch: Watch,
+    layouts: Layouts,
+    alarm: Alarm,
+    rows: Sequence[int],
+    find_space: FindSpace,
+    requests: Mapping[int, Request],
+    params: Sequence[dict[str, Any]],
+    say: Callable[[str], None],
+) -> str:
+    """Writes the alarm's call as this rank's dump under ``root``. Returns how it went, as part of a sentence.
+
+    params: fingerprints of the module's parameters; their values are the checkpoint's."""
+    rank = int(parallel["rank"])
+    write_run_json(root, run)
+    config = ProbeConfig(enabled=True, dir=str(root), max_gb=MAX_GB)
+    tensor = dict(alarm.outputs)[alarm.role]
+    start = {
+        "schema": 1, "rank": rank, **{k: v for k, v in parallel.items() if k != "rank"},
+        "pid": os.getpid(), "host": socket.gethostname(), "device": str(tensor.device), "time": time.time(),
+    }  # fmt: skip
+    full = find_space(alarm.part, tensor.shape[0] if tensor.dim() else 0)
+    chosen = cut(full, rows) if full is not None else None
+
+    def spaces(part: str, size: int) -> Space | None:
+        # Another kind of rows in a vision tower (patches before merging): the bad ones are not known there.
+        if chosen is None or (part == alarm.part and part == "vision" and size != chosen.src):
+            return None
+        return chosen
+
+    stopped: list[str] = []
+    sink = Sink(config, root, rank, start, stopped.append, tensor.device)
+    session = Session(config, sink, layouts, say, spaces)
+    concerned = {s.req for s in chosen.segments} if chosen is not None else set()
+    step = Step(alarm.step.number, {"tokens": alarm.step.rows}, time.time())
+    state = session.begin(step, [r for number, r in sorted(requests.items()) if number in concerned], False)
+    assert state is not None
+    for tap in (alarm.tap, alarm.tap.rpartition(".")[0]):  # the parent has numbers that a replay needs
+        if tap in watch.modules:
+            sink.module(watch.modules[tap])
+    path = "" if alarm.tap == ROOT_TAP else alarm.tap
+    for event in params:
+        whole = {**event, "tap": alarm.tap, "class": alarm.cls}
+        layout = layouts.of_param(path, event["role"].removeprefix("param."), tuple(event["shape"]))
+        if layout.size > 1 or layout.kind != "replicated":
+            whole["layout"] = layout.to_event()
+        sink.param(whole, None)
+    for item in alarm.inputs:
+        if item.tensor is None:
+            sink.skip(alarm.tap, "changed in place before it could be kept", item.role)
+        else:
+            session.record(state, alarm.tap, alarm.cls, item.role, alarm.call, item.tensor, alarm.part)
+    for role, output in alarm.outputs:
+        session.record(state, alarm.tap, alarm.cls, role, alarm.call, output, alarm.part)
+    session.end()
+    sink.close("errcheck")
+    if stopped:
+        return f"not all kept ({stopped[0]}): {root}"
+    return f"kept in {root}"

@@ -1,0 +1,1 @@
+"""Operator taps: every call of ``torch.ops.*`` in armed steps, by dispatch."""

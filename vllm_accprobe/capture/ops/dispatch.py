@@ -1,0 +1,278 @@
+"""Operator taps: every call of ``torch.ops.*`` in armed steps, by dispatch.
+
+The problem: below modules lie the operators, of PyTorch, of vLLM and of a vendor's library, and only PyTorch's
+dispatcher sees them all. The idea: a TorchDispatchMode that is entered around armed forwards and nowhere else. For each
+call it writes what went in and what came out as tensor lines, and one ``op`` line that says how to call it again. Which
+arguments a call writes to is in the operator's schema; what they were is taken before, and what they became is compared
+by hash. Operators that are implemented in Python (vLLM's opaque attention, say) are opened: what they call is captured
+too. Whatever goes wrong here ends the capture and never the call. Not here: what is known of an operator (kinds.py),
+which calls (choice.py), what is stored of a tensor (op_tensors.py), code outside a probed model (begin_end.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_accprobe.capture.ops.choice import DEDUP, VIEW, Choice
+from vllm_accprobe.capture.ops.kinds import Operator, shares_memory, tensors_in
+from vllm_accprobe.capture.ops.op_tensors import Memory, Taken, Takes, address
+from vllm_accprobe.capture.ops.op_values import Found, inputs, outputs
+
+if TYPE_CHECKING:
+    from vllm_accprobe.capture.core.session import Session, StepState
+
+_UNLISTED = "not selected by VLLM_ACCPROBE_OPS_LIST"
+
+
+class _Call:
+    """One call on its way: its line so far, what was taken of it, its written arguments as they were before and as
+    they are after."""
+
+    __slots__ = ("after", "before", "event", "keep", "number", "refused", "taken", "tap")
+
+    def __init__(self, tap: str, number: int, keep: bool, event: dict[str, Any]):
+        self.tap = tap
+        self.number = number
+        self.keep = keep
+        self.event = event
+        self.refused = False
+        self.taken: list[tuple[Taken, dict[str, Any]]] = []
+        self.before: list[tuple[str, torch.Tensor, Taken | None, dict[str, Any]]] = []
+        self.after: list[tuple[str, Taken, dict[str, Any]]] = []
+
+    def line(self) -> dict[str, Any]:
+        """The journal's line, when everything about its tensors is known."""
+        for taken, about in self.taken:
+            taken.add_to(about)
+        event = self.event
+        for role, taken, about in self.after:
+            if role in event["mutates"]:
+                taken.add_to(about.setdefault("after", {}))
+        if not self.refused:
+            return event
+        event["args"] = [_settled(v) for v in event["args"]]
+        event["kwargs"] = {name: _settled(v) for name, v in event["kwargs"].items()}
+        event["outputs"] = [_settled(v) for v in event["outputs"]]
+        return event
+
+
+class Operators(TorchDispatchMode):
+    """The operator tap of one session: ``with session.operators(): forward()``.
+
+    chosen: names of the tapped modules whose operators are wanted; None for all and those outside any module.
+    selective: not all requests are wanted in every step: steps of which only a part is wanted are left out.
+    """
+
+    supports_higher_order_operators = True  # else PyTorch refuses them under any mode
+
+    def __init__(self, session: Session, memory: Memory, chosen: frozenset[str] | None = None, selective: bool = False):
+        super().__init__()
+        self._session = session
+        self._memory = memory
+        self._choice = Choice(session.config)
+        self._takes = Takes(session.sink, memory, int(session.config.ops_max_mb * 1e6))
+        self._chosen = chosen
+        self._selective = selective
+        self._operators: dict[Any, Operator] = {}
+        self._step: StepState | None = None
+        self._inside: list[str] = []
+        self.calls = 0
+        self.asides = 0
+        """Of other probes that are at work right now (aside.py)."""
+
+    def forget_weights(self) -> None:
+        """Memory that held weights may hold others now: they are looked at anew."""
+        self._takes.forget_weights()
+
+    def forget_calls(self) -> None:
+        """Samples and counts of equal calls begin anew."""
+        self._choice = Choice(self._session.config)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        session = self._session
+        state = session.state
+        if state is None or state.taking or self.asides:
+            return func(*args, **kwargs)
+        call = operator = None
+        try:
+            operator = self._operators.get(func)
+            if operator is None:
+                operator = self._operators[func] = Operator(func, self._choice)
+            if state is not self._step:
+                self._step = state
+                self._memory.look()
+            if not operator.view:
+                call = self._before(state, operator, args, kwargs)
+        except Exception as error:
+            session.fail(f"operator {func}", error)
+        result = func(*args, **kwargs) if operator is None else self._run(operator, func, args, kwargs)
+        if operator is None or session.state is not state:
+            return result
+        try:
+            if operator.view:
+                if shares_memory(result, args):
+                    session.sink.skip(operator.skip_tap, operator.denied or VIEW)
+                    return result
+                call = self._before(state, operator, args, kwargs)
+            self._note_memory(operator, args, kwargs, result)
+            if call is not None:
+                self._after(state, operator, call, result)
+        except Exception as error:
+            session.fail(f"operator {func}", error)
+        return result
+
+    def _run(self, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the operator; one whose kernel is Python with this mode on, so that what it calls is seen."""
+        key = operator.kernel(func, args, kwargs) if operator.kernels else None
+        if key is None:
+            return func(*args, **kwargs)
+        self._inside.append(operator.name)
+        try:
+            with self:
+                return func._op_dk(key, *args, **kwargs)
+        finally:
+            self._inside.pop()
+
+    def _before(
+        self, state: StepState, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> _Call | None:
+        """Decides about a call, and takes what goes in."""
+        sink = self._session.sink
+        if operator.denied is not None:
+            sink.skip(operator.skip_tap, operator.denied)
+            return None
+        module = state.stack[-1] if state.stack else None
+        place = operator.taps.get(module)
+        if place is None:
+            tap = f"{module or ''}::{operator.name}"
+            place = operator.taps[module] = tap, self._choice.wanted_at(tap)
+        tap, wanted = place
+        reason = self._unwanted(state, module, wanted)
+        if reason is not None:
+            sink.skip(operator.skip_tap, reason)
+            return None
+        number = state.calls.get(tap, 0)
+        state.calls[tap] = number + 1
+        found: Found = []
+        values, named = inputs(args, kwargs, found)
+        if self._choice.mode == DEDUP and self._choice.seen(_signature(operator.name, found)):
+            sink.skip(operator.skip_tap, "same shapes and dtypes as an earlier call")
+            return None
+        keep, slot = self._choice.keeps(operator.name)
+        event: dict[str, Any] = {
+            "event": "op", "step": state.number, "tap": tap, "op": operator.name, "call": number, "seq": state.seq,
+            "module": module, "args": values, "kwargs": named, "mutates": [],
+        }  # fmt: skip
+        state.seq += 1
+        if module is not None:
+            event["module_call"] = max(state.calls.get(module, 1) - 1, 0)
+        if self._inside:
+            event["inside"] = self._inside[-1]
+        if slot is not None:
+            event["slot"] = slot
+        call = _Call(tap, number, keep, event)
+        for role, tensor, about in found:
+            self._input(state, operator, call, role, tensor, about)
+        self.calls += 1
+        return call
+
+    def _unwanted(self, state: StepState, module: str | None, wanted: bool) -> str | None:
+        if not wanted:
+            return _UNLISTED
+        if self._chosen is not None and module not in self._chosen:
+            return "its module is not selected by VLLM_ACCPROBE_MODULES"
+        # Outside any module nobody may ask for the rows yet: the runner is still preparing them.
+        if self._selective and (module is None or not self._session.whole_step(state)):
+            return "its rows cannot be told apart, and not all requests are selected"
+        return None
+
+    def _input(
+        self, state: StepState, operator: Operator, call: _Call, role: str, tensor: torch.Tensor, about: dict[str, Any]
+    ) -> None:
+        written = operator.written(role)
+        where = address(tensor)
+        name = self._memory.parameters.get(where)
+        if name is not None:
+            about["param"] = name
+        if written:
+            about["written"] = True
+        if self._refused(call, role, tensor, where, about):
+            return
+        if written and where in self._memory.fresh:
+            about["fresh"] = True
+            if operator.overwrites:
+                call.before.append((role, tensor, None, about))
+                return
+        weight = name is not None and not written
+        taken = self._takes.take(state, call.tap, operator.name, role, call.number, tensor, call.keep, weight)
+        call.taken.append((taken, about))
+        if written:
+            call.before.append((role, tensor, taken, about))
+
+    def _refused(self, call: _Call, role: str, tensor: torch.Tensor, where: int, about: dict[str, Any]) -> bool:
+        reason = self._takes.refuses(tensor, where)
+        if reason is None:
+            return False
+        about["skipped"] = reason
+        call.refused = True
+        self._session.sink.skip(call.tap, f"a tensor of an operator: {reason}", role)
+        return True
+
+    def _note_memory(self, operator: Operator, args: Any, kwargs: Any, result: Any) -> None:
+        """Keeps the account of memory that nobody has written to."""
+        fresh = self._memory.fresh
+        if operator.fresh:
+            fresh.update(address(tensor) for tensor in tensors_in(result))
+        elif fresh and not operator.view:
+            fresh.difference_update(address(tensor) for tensor in tensors_in(result))
+            if operator.writes:
+                found: Found = []
+                inputs(args, kwargs, found)
+                fresh.difference_update(address(tensor) for role, tensor, _ in found if operator.written(role))
+
+    def _after(self, state: StepState, operator: Operator, call: _Call, result: Any) -> None:
+        """Takes what was changed in place and what came out, and queues the call's line."""
+        mutates = call.event["mutates"]
+        tap, op, number, keep = call.tap, operator.name, call.number, call.keep
+        for role, tensor, before, about in call.before:
+            if before is None:  # nothing was there before: whatever it is, it is new
+                taken = self._takes.take(state, tap, op, f"inplace.{role}", number, tensor, keep, False)
+                mutates.append(role)
+            else:
+                changed = _appends(mutates, role)
+                taken = self._takes.take_changed(state, tap, op, role, number, tensor, keep, before, changed)
+            call.after.append((role, taken, about))
+        found: Found = []
+        call.event["outputs"] = outputs(result, found)
+        for role, tensor, about in found:
+            where = address(tensor)
+            name = self._memory.parameters.get(where)
+            if name is not None:
+                about["param"] = name
+            if not self._refused(call, role, tensor, where, about):
+                taken = self._takes.take(state, tap, op, role, number, tensor, keep, False)
+                call.taken.append((taken, about))
+        self._session.sink.line(call.line)
+
+
+def _appends(roles: list[str], role: str) -> Any:
+    return lambda: roles.append(role)
+
+
+def _settled(value: Any) -> Any:
+    """A VALUE as it is written: a tensor that was not looked at becomes ``skipped`` with its shape."""
+    if isinstance(value, dict):
+        if "tensor" in value and "skipped" in value["tensor"]:
+            return value["tensor"]
+        if "list" in value:
+            return {"list": [_settled(v) for v in value["list"]]}
+    return value
+
+
+def _signature(name: str, found: Found) -> tuple[Any, ...]:
+    return (name, *((role, about["dtype"], about["device"], *about["shape"]) for role, _, about in found))

@@ -1,0 +1,139 @@
+"""Module taps: every forward of every chosen module, inputs as they went in, outputs as they came out.
+
+The problem: PyTorch's hooks never fire for classes whose ``__call__`` goes straight to ``forward`` (vLLM's
+torch.compile decorator does so even in eager mode), for the lm_head (its quantisation method is called instead),
+and one shared instance (rotary embedding) has as many names as layers. The idea: ``forward`` is wrapped on the
+instance, which every way of calling a module passes through; names are resolved by the module that is running
+around the call. Not here: what is done around a call (calls.py), what happens to a tensor (sink.py), which rows it has
+(rows.py), compiled graphs (graph.py, later).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session
+from vllm_accprobe.capture.taps.arguments import attributes
+from vllm_accprobe.capture.taps.calls import Tap, tapped
+from vllm_accprobe.capture.taps.selection import chooses
+from vllm_accprobe.dump.schema import ROOT_TAP, Module
+
+
+class Taps:
+    """All taps of one model. ``remove`` puts every forward back.
+
+    around: what is put around each forward, see calls.tapped; watch.py has another, and a session of its own kind.
+    """
+
+    def __init__(self, session: Session, around: Callable[[Any, Tap, Callable[..., Any]], Callable[..., Any]] = tapped):
+        self._session = session
+        self._around = around
+        self._undo: list[Callable[[], None]] = []
+        self.taps: list[Tap] = []
+
+    def attach(self, model: torch.nn.Module, language_prefix: str = "") -> None:
+        """Wraps the forwards of all chosen modules of ``model``.
+
+        language_prefix: path of the language model inside a multi-modal one; what lies outside it, except the root,
+        is the vision part. "" for a language model.
+        """
+        names: dict[int, list[str]] = {}
+        modules: dict[int, torch.nn.Module] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            names.setdefault(id(module), []).append(path)
+            modules[id(module)] = module
+        shared_parents = {name.rpartition(".")[0] for paths in names.values() if len(paths) > 1 for name in paths}
+        for index, (key, module) in enumerate(modules.items()):
+            paths = names[key]
+            cls = type(module).__name__
+            chosen = frozenset(path or ROOT_TAP for path in paths if chooses(self._session.config, path, cls))
+            needed = bool(chosen) or paths[0] == "" or any(path in shared_parents for path in paths)
+            taps = [path or ROOT_TAP for path in paths]
+            for tap in taps:
+                if tap in chosen:
+                    self._session.sink.module(Module(tap, cls, index, attributes(module)))
+                else:
+                    self._session.sink.skip(tap, "not selected by VLLM_ACCPROBE_MODULES")
+            if not needed:
+                continue
+            parts = {path or ROOT_TAP: self._part(path, cls, language_prefix) for path in paths}
+            self._wrap_forward(module, taps, cls, parts, chosen)
+            if chosen and any(part != VISION for part in parts.values()) and _is_head(paths, cls, module):
+                self._wrap_apply(module, [t for t in taps if "lm_head" in t] or taps, cls)
+
+    def remove(self) -> None:
+        """Takes all taps off the model, the last one first."""
+        while self._undo:
+            self._undo.pop()()
+
+    def never_fired(self) -> Iterator[tuple[str, str]]:
+        """(tap, reason) of all chosen taps that no call of an armed step has reached."""
+        for tap in self.taps:
+            known = any(name in self._session.fired for name in tap.names)
+            for name in tap.names:
+                if name in tap.chosen and name not in self._session.fired:
+                    yield name, "another name of a captured module" if known else "never called in a captured step"
+
+    def _part(self, path: str, cls: str, language_prefix: str) -> str:
+        leaf = path.rpartition(".")[2]
+        if leaf in ("lm_head", "logits_processor") or cls == "LogitsProcessor":
+            return HEAD
+        if path == "" or not language_prefix or (path + ".").startswith(language_prefix + "."):
+            return LANGUAGE
+        # wrappers around the language model, e.g. "model" above "model.language_model", see tokens too
+        return LANGUAGE if language_prefix.startswith(path + ".") else VISION
+
+    def _wrap_forward(
+        self, module: torch.nn.Module, taps: list[str], cls: str, parts: dict[str, str], chosen: frozenset[str]
+    ) -> None:
+        if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList)):
+            if chosen:
+                self._session.sink.skip(taps[0], "a container, never called")
+            return
+        if getattr(module, "do_not_compile", True) is False:
+            self._session.sink.skip(taps[0], "compiled by torch.compile: what is inside cannot be seen")
+            return
+        if isinstance(module, torch.jit.ScriptModule):
+            self._session.sink.skip(taps[0], "a TorchScript module, its forward cannot be wrapped")
+            return
+        original = module.forward
+        tap = Tap(taps, cls, original, parts, chosen, taps[0] == ROOT_TAP)
+        before = module.__dict__.get("forward")
+        module.__dict__["forward"] = self._around(self._session, tap, original)
+        self.taps.append(tap)
+
+        def undo() -> None:
+            if before is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = before
+
+        self._undo.append(undo)
+
+    def _wrap_apply(self, module: torch.nn.Module, taps: list[str], cls: str) -> None:
+        """The lm_head is never called: the logits processor calls ``quant_method.apply(lm_head, x, bias)``."""
+        method = getattr(module, "quant_method", None)
+        if method is None or not hasattr(method, "apply"):
+            return
+        original = method.apply
+        tap = Tap(taps[:1], cls, original, {taps[0]: HEAD}, frozenset(taps[:1]), False)
+        around = self._around(self._session, tap, original)
+
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            return around(*args, **kwargs) if not args or args[0] is module else original(*args, **kwargs)
+
+        try:
+            method.apply = apply
+        except AttributeError:
+            self._session.sink.skip(taps[0], "its quantisation method cannot be wrapped")
+            return
+        self.taps.append(tap)
+        self._undo.append(lambda: method.__dict__.pop("apply", None))
+
+
+def _is_head(paths: list[str], cls: str, module: torch.nn.Module) -> bool:
+    named = any(path.rpartition(".")[2] == "lm_head" for path in paths)
+    return named or cls == "ParallelLMHead" or (cls == "VocabParallelEmbedding" and hasattr(module, "quant_method"))

@@ -1,0 +1,138 @@
+"""Parameters and buffers: a fingerprint of each, and its payload once per run where there is room.
+
+The problem: different weights explain most "wrong" answers and must be told from wrong arithmetic first, yet all
+weights of a large model do not fit into a dump. The idea: statistics and a hash of a fixed sample of elements,
+computed where the parameter lies, are enough to say "different"; payloads are stored while all of them fit a
+quarter of the budget. What counts are the weights as the checkpoint gave them: kernels re-pack them afterwards,
+each machine's in its own form (loading.py tells when). Not here: the decision's rule
+(ProbeConfig.wants_param_payloads) and layouts (layout.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import xxhash
+
+from vllm_accprobe.capture.core.memory import DTYPE_NAMES
+from vllm_accprobe.capture.core.session import Session
+from vllm_accprobe.capture.taps.selection import chooses
+from vllm_accprobe.dump.schema import ROOT_TAP, Stats
+from vllm_accprobe.dump.stats import StatsCell
+
+SAMPLE = 4096
+"""Elements in the hashed sample: every ceil(n / SAMPLE)-th one of the flattened tensor, from the first."""
+
+
+def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, str, torch.Tensor]]:
+    """(module path, its class, name, tensor) of all parameters and buffers, each storage once."""
+    seen: set[tuple[int, int]] = set()
+    for path, module in model.named_modules():
+        for name, tensor in own_tensors(module):
+            key = (tensor.data_ptr(), tensor.numel())
+            if tensor.numel() and key in seen:
+                continue
+            seen.add(key)
+            yield path, type(module).__name__, name, tensor
+
+
+def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of ``module`` itself that have memory."""
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None and tensor.device.type != "meta":
+            yield name, tensor
+
+
+class Parameters:
+    """Writes the ``param`` lines of ``model``, each once: ``layer`` of one module, ``rest`` of all that is left."""
+
+    def __init__(self, session: Session, model: torch.nn.Module, say: Callable[[str], None]):
+        self._session = session
+        self._model = model
+        self._done: set[tuple[str, str]] = set()
+        chosen = [tensor for path, cls, _, tensor in named_tensors(model) if chooses(session.config, path, cls)]
+        total = sum(tensor.numel() * tensor.element_size() for tensor in chosen)
+        self.stored = session.config.wants_param_payloads(total)
+        if not self.stored and not session.config.parts and session.config.task == "tensor":
+            say(
+                f"parameters ({total / 1e9:.1f} GB) are kept as fingerprints: more than a quarter of the budget of "
+                f"{session.config.max_gb:g} GB (VLLM_ACCPROBE_PARTS=input,output,params stores them all the same)"
+            )
+
+    def layer(self, path: str, module: torch.nn.Module) -> None:
+        """The parameters of one module as they are now."""
+        for name, tensor in own_tensors(module):
+            self._record(path, type(module).__name__, name, tensor)
+
+    def rest(self) -> None:
+        """Records all parameters that were not recorded while they were loaded."""
+        for path, cls, name, tensor in named_tensors(self._model):
+            self._record(path, cls, name, tensor)
+
+    def _record(self, path: str, cls: str, name: str, tensor: torch.Tensor) -> None:
+        session = self._session
+        if (path, name) in self._done or not chooses(session.config, path, cls):
+            return
+        self._done.add((path, name))
+        tap = path or ROOT_TAP
+        dtype = DTYPE_NAMES.get(tensor.dtype)
+        if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized:
+            session.sink.skip(tap, "not a plain tensor", f"param.{name}")
+            return
+        event: dict[str, Any] = {
+            "event": "param", "tap": tap, "class": cls, "role": f"param.{name}", "call": 0, "seq": 0,
+            "rows": None, "row_dim": 0, "dtype": dtype, "shape": list(tensor.shape), "sample": sample_hash(tensor),
+        }  # fmt: skip
+        layout = session.layouts.of_param(path, name, tuple(tensor.shape))
+        if layout.size > 1 or layout.kind != "replicated":
+            event["layout"] = layout.to_event()
+        if self.stored:
+            session.sink.param(event, tensor.detach())
+        else:
+            session.sink.param(event, None, StatsCell(_device_stats(tensor.detach())))
+
+
+def sample_hash(tensor: torch.Tensor) -> str:
+    """xxh3-128 of the sampled elements' bytes. Only the sample leaves the device."""
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().contiguous().reshape(-1)
+    stride = max(1, math.ceil(flat.numel() / SAMPLE))
+    sample = flat[::stride].contiguous().cpu()
+    nbytes = sample.numel() * sample.element_size()
+    if not nbytes:
+        return str(xxhash.xxh3_128_hexdigest(b""))
+    return str(xxhash.xxh3_128_hexdigest((ctypes.c_char * nbytes).from_address(sample.data_ptr())))
+
+
+def _device_stats(tensor: torch.Tensor) -> Stats:
+    """Statistics on the tensor's own device, in float32 chunks with float64 totals on the host."""
+    count = tensor.numel()
+    low, high, total, squares, nan, inf, finite = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
+    flat = tensor.reshape(-1)
+    for begin in range(0, count, 1 << 24):
+        chunk = (
+            flat[begin : begin + (1 << 24)].float()
+            if not tensor.is_complex()
+            else flat[begin : begin + (1 << 24)].abs().float()
+        )
+        good = torch.isfinite(chunk)
+        clean = torch.where(good, chunk, torch.zeros_like(chunk))
+        numbers = torch.stack(
+            [good.sum().float(), torch.isnan(chunk).sum().float(), clean.sum(), torch.linalg.vector_norm(clean)]
+        ).tolist()
+        ends = (
+            torch.where(good, chunk, torch.full_like(chunk, math.inf)).min(),
+            torch.where(good, chunk, torch.full_like(chunk, -math.inf)).max(),
+        )
+        finite += int(numbers[0])
+        nan += int(numbers[1])
+        inf += chunk.numel() - int(numbers[0]) - int(numbers[1])
+        total += numbers[2]
+        squares += numbers[3] ** 2
+        low, high = min(low, float(ends[0])), max(high, float(ends[1]))
+    if not finite:
+        return Stats(count, None, None, None, None, nan, inf)
+    return Stats(count, low, high, total / finite, math.sqrt(squares), nan, inf)

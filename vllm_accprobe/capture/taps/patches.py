@@ -1,0 +1,215 @@
+"""Values that patches look at, as records like those of module taps.
+
+The problem: a value inside a function belongs to no module boundary, yet analysis wants a tap, rows and a layout. The
+idea: the tap is ``<module path>::<name>``, by the ``self`` of the function, else by the module that runs around it;
+rows come from the same session; the layout is that of a tap which the patch names as being alike. What does not fit the
+installed source is refused, said and counted, and serving goes on. Not here: how a function gets its taps (patching/).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, StepState
+from vllm_accprobe.capture.taps.arguments import outputs
+from vllm_accprobe.capture.taps.fast_path import Sites
+from vllm_accprobe.capture.taps.selection import chooses
+from vllm_accprobe.dump.schema import ROOT_TAP, Module
+from vllm_accprobe.patching.check import insertions, package_root, package_version
+from vllm_accprobe.patching.install import install, loaded, remove
+from vllm_accprobe.patching.schema import Patch, PatchError, TapSpec, Target, in_range, numbers
+from vllm_accprobe.patching.shipped import choose
+from vllm_accprobe.patching.source import NotThere
+
+_MOST = 400
+
+
+@dataclass
+class _Spec:
+    """A tap of a patch, and how often it was reached."""
+
+    patch: str
+    target: Target
+    tap: TapSpec
+    fired: int = 0
+
+
+class Patches:
+    """The patches of one session, from ``apply`` to ``close``; the listener of patching.install.Hook."""
+
+    def __init__(self, session: Session, model: torch.nn.Module, language_prefix: str, say: Callable[[str], None]):
+        self._session = session
+        self._say = say
+        self._prefix = language_prefix
+        self._paths: dict[int, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            self._paths.setdefault(id(module), []).append(path)
+        self._specs: dict[str, _Spec] = {}
+        self._sites: dict[str, Sites] = {}
+        self._unchosen: set[str] = set()
+        self._modules: list[ModuleType] = []
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self.applied: list[str] = []
+        self.refused: list[str] = []
+
+    def apply(self, patches: Iterable[Patch]) -> None:
+        """Installs what fits. Raises nothing: a refusal is said and counted."""
+        for patch in patches:
+            for target in patch.targets:
+                self._apply(patch, target)
+        if self.applied:
+            self._say(f"patches: {', '.join(dict.fromkeys(self.applied))}")
+
+    def _apply(self, patch: Patch, target: Target) -> None:
+        package = target.module.partition(".")[0]
+        root = package_root(package)
+        version = package_version(root, package) if root is not None else ""
+        if not in_range(numbers(version), target.versions):
+            self._skip(patch, target, f"not for {package} {version}")
+            return
+        module = loaded(target.module)
+        if module is None:
+            self._skip(patch, target, "this model does not use it")
+            return
+        wanted = insertions(patch, target)
+        try:
+            install(module, target.function, wanted, self, torch.compiler.is_compiling, target.hashes)
+        except Exception as error:
+            missing = isinstance(error, NotThere)
+            text = str(error) if missing else f"{type(error).__name__}: {error}"
+            if missing and target.optional and "has no" in text:
+                self._skip(patch, target, "this version does not have it")
+                return
+            self.refused.append(f"{patch.name}: {target.name}: {text}")
+            self._say(f"patch {patch.name} is refused at {target.name}: {text}; serving goes on without it")
+            self._skip(patch, target, f"refused: {text}"[:_MOST])
+            return
+        self.applied.append(patch.name)
+        if module not in self._modules:
+            self._modules.append(module)
+        for item in wanted:
+            self._specs[item.key] = _Spec(patch.name, target, item.tap)
+
+    def _skip(self, patch: Patch, target: Target, why: str) -> None:
+        self._session.sink.skip(f"patch:{patch.name}:{target.function}", why, count=len(target.taps))
+
+    # --- while the model runs ----------------------------------------------------------------------------------
+
+    def value(self, key: str, owner: Any, value: Any) -> None:
+        """Called by patched functions. Never raises."""
+        session = self._session
+        state = session.state
+        if state is None:
+            return
+        spec = self._specs.get(key)
+        if spec is None:
+            return
+        state.taking += 1  # copies that are made here are none of the model's operators
+        try:
+            self._take(session, state, spec, owner, value)
+        except Exception as error:
+            session.fail(f"the patched place {key}", error)
+        finally:
+            state.taking -= 1
+
+    def failed(self, key: str, error: BaseException) -> None:
+        """The value could not be read. Counted; the model does not notice."""
+        if self._session.state is not None:
+            self._failures[key, f"its value could not be read: {type(error).__name__}: {error}"[:_MOST]] += 1
+
+    def _take(self, session: Session, state: StepState, spec: _Spec, owner: Any, value: Any) -> None:
+        path, part = self._place(state, spec.target, owner)
+        spec.fired += 1
+        if spec.tap.label is not None:
+            from vllm_accprobe.labels import set_label
+
+            side, name = spec.tap.label
+            set_label(side, f"{path}.{name}", value)
+            return
+        name = f"{path}::{spec.tap.name}"
+        if name in self._unchosen:
+            return
+        cls = f"patch:{spec.patch}"
+        sites = self._sites.get(name)
+        if sites is None:
+            if not (chooses(session.config, name, cls) or (path and chooses(session.config, path, ""))):
+                self._unchosen.add(name)
+                session.sink.skip(name, "not selected by VLLM_ACCPROBE_MODULES")
+                return
+            sites = self._sites[name] = {}
+            index = (1 << 20) + len(self._sites)
+            session.sink.module(Module(name, cls, index, {"value": spec.tap.value, "in": spec.target.function}))
+            if spec.tap.like is not None:
+                tap, role = spec.tap.like
+                session.layouts.alias[name] = (path if tap == "." else f"{path}.{tap}", role)
+        number = state.calls.get(name, 0)
+        state.calls[name] = number + 1
+        session.fired.add(name)
+        if not session.takes_outputs:
+            return
+        found = outputs(value)
+        if not found:
+            self._failures[f"{name}", "no tensor here" if value is not None else "None here"] += 1
+        for role, tensor in found:
+            session.record(state, name, cls, role, number, tensor, part, None, sites)
+
+    def _place(self, state: StepState, target: Target, owner: Any) -> tuple[str, str]:
+        """The module path of a value and the part of the model that it belongs to."""
+        paths = self._paths.get(id(owner)) if isinstance(owner, torch.nn.Module) else None
+        if paths:
+            path = paths[0] if len(paths) == 1 else _innermost(paths, state.stack)
+        elif state.stack:
+            path = "" if state.stack[-1] == ROOT_TAP else state.stack[-1]
+        else:  # after the forward: sampling
+            return target.place or target.function, HEAD
+        if state.inside == HEAD:
+            return path or ROOT_TAP, HEAD
+        dotted = path + "."
+        prefix = self._prefix
+        language = not path or not prefix or dotted.startswith(prefix + ".") or prefix.startswith(dotted)
+        return path or ROOT_TAP, LANGUAGE if language else VISION
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Takes the taps out and counts what was never reached."""
+        for module in self._modules:
+            remove(module, self)
+        for (tap, why), count in self._failures.items():
+            self._session.sink.skip(tap, why, count=count)
+        reached = {(spec.patch, spec.target) for spec in self._specs.values() if spec.fired}
+        for spec in self._specs.values():
+            place = f"patch:{spec.patch}:{spec.target.function}"
+            if (spec.patch, spec.target) not in reached:  # one line, counted by its taps
+                self._session.sink.skip(place, "never reached in a captured step")
+            elif not spec.fired:
+                self._session.sink.skip(f"{place}:{spec.tap.name}", "never reached in a captured step")
+
+
+def _innermost(paths: list[str], stack: list[str]) -> str:
+    for running in reversed(stack):
+        for path in paths:
+            if path == running or path.startswith(running + "."):
+                return path
+    return paths[0]
+
+
+def apply_named(
+    session: Session, model: torch.nn.Module, language_prefix: str, say: Callable[[str], None]
+) -> Patches | None:
+    """The patches of the session's configuration, applied to what is loaded; None where it names none."""
+    if not session.config.patches:
+        return None
+    patches = Patches(session, model, language_prefix, say)
+    try:
+        patches.apply(choose(session.config.patches))
+    except PatchError as error:  # the front end has refused it already, unless the file has changed since
+        say(f"patches: {error}; serving goes on without them")
+        session.sink.skip("patch:", f"refused: {error}"[:_MOST])
+    return patches

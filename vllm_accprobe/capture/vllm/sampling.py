@@ -1,0 +1,208 @@
+"""What was sampled: token ids, the best logits and so the margin, per row of the logits.
+
+The problem: a flipped token is an error only if its margin was wide, and the sampler is no part of the model. The
+idea: the model's ``compute_logits`` is where rows become logits rows; its result gives the best ids and values on
+the device at once (before penalties and grammars change it in place). The runner's sampling method then gives the
+tokens. They are ordinary records of a tap called ``sampler``, as are temperature, top-k and top-p where not all rows
+are greedy. In a step in which anything masks logits (masks.py), the journal says so by request, and the best logits
+that are left are taken as well. Not here: what a flip means (judge).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_accprobe.capture.core.session import HEAD, Session
+from vllm_accprobe.capture.taps.selection import chooses
+from vllm_accprobe.capture.vllm.batch import Batch
+from vllm_accprobe.capture.vllm.masks import TRACE, Grammar, grammar_of
+from vllm_accprobe.dump.schema import MASKS_KNOWN, Module
+
+SAMPLER = "sampler"
+BEST = 5
+"""How many of the best logits are kept per row."""
+_SETTINGS = ("temperature", "top_k", "top_p")
+
+
+class Sampling:
+    """Wraps ``model.compute_logits`` and the runner's ``_sample`` (V1) or ``sample`` (V2)."""
+
+    def __init__(self, session: Session, runner: Any, model: Any, batch: Batch):
+        self._session = session
+        self._runner = runner
+        self._batch = batch
+        self._grammar: Grammar = {}
+        self._cls = type(getattr(runner, "sampler", None)).__name__
+        self._calls = 0
+        if not chooses(session.config, SAMPLER, self._cls):
+            return
+        session.sink.module(Module(SAMPLER, self._cls, 1 << 20, {MASKS_KNOWN: True}))
+        self._wrap(model, "compute_logits", self._compute_logits)
+        method = "_sample" if hasattr(runner, "_sample") else "sample"
+        if hasattr(runner, method):
+            self._wrap(runner, method, self._sample)
+        else:
+            session.sink.skip(SAMPLER, "this runner has neither _sample nor sample")
+        if getattr(runner, "sample_tokens", None) is not None:
+            self._wrap(runner, "sample_tokens", self._sample_tokens)
+        # What goes into the last stage that leaves the best logit the best: V1's sample, V2's result of all stages.
+        sampler = getattr(runner, "sampler", None)
+        if hasattr(sampler, "apply_sampling_params"):
+            self._wrap(sampler, "apply_sampling_params", self._after_masks)
+        elif hasattr(sampler, "sample"):
+            self._wrap(sampler, "sample", self._before_sample)
+
+    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            self._session.sink.skip(SAMPLER, f"no {name} to wrap")
+            return
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        owner.__dict__[name] = wrapped
+
+    def _compute_logits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        state = self._session.state
+        if state is None:
+            return original(*args, **kwargs)
+        before, state.inside = state.inside, HEAD
+        try:
+            logits = original(*args, **kwargs)
+        finally:
+            state.inside = before
+        try:
+            first = state.calls.get("sampler:logits", 0) == 0
+            state.calls["sampler:logits"] = 1
+            # A second call in a step computes prompt log-probabilities: its rows are others.
+            if (
+                first
+                and isinstance(logits, torch.Tensor)
+                and logits.dim() == 2
+                and self._session.config.capture_outputs
+            ):
+                state.taking += 1
+                best = torch.topk(logits, min(BEST, logits.shape[-1]), dim=-1)
+                self._record("output.top_logits", best.values.float())
+                self._record("output.top_ids", best.indices.int())
+                state.taking -= 1
+        except Exception as error:
+            self._session.fail("the logits", error)
+        return logits
+
+    def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._grammar = {}
+        self._aside(self._constrained, (*args, *kwargs.values()))
+        return original(*args, **kwargs)
+
+    def _constrained(self, args: tuple[Any, ...]) -> None:
+        self._grammar = grammar_of(args)
+
+    def _sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._aside(self._masks)
+        if self._session.config.capture_inputs:
+            self._aside(self._settings)
+        output = original(*args, **kwargs)
+        if self._session.config.capture_outputs:
+            self._aside(self._tokens, output)
+        return output
+
+    def _aside(self, take: Callable[..., None], *args: Any) -> None:
+        """Takes something of the step, if there is one; the operators that this calls are none of the model's."""
+        state = self._session.state
+        if state is None:
+            return
+        state.taking += 1
+        try:
+            take(*args)
+        except Exception as error:
+            self._session.fail(SAMPLER, error)
+        finally:
+            state.taking -= 1
+
+    def _masks(self) -> None:
+        """Tells the journal whose logits are masked in this step; most steps cost a look into empty dicts."""
+        state = self._session.state
+        assert state is not None
+        found = self._batch.masks(self._grammar)
+        state.masked = bool(found) and not any(TRACE in one["by"] for one in found)  # whose tokens no logits chose
+        if found:
+            self._session.sink.line({"event": "masks", "step": state.number, "masked": found})
+
+    def _before_sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._aside(self._left, args[0] if args else kwargs.get("logits"))
+        return original(*args, **kwargs)
+
+    def _after_masks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        logits = original(*args, **kwargs)
+        self._aside(self._left, logits)
+        return logits
+
+    def _left(self, logits: Any) -> None:
+        """The best logits after all masks, as the sampler sees them."""
+        state = self._session.state
+        if state is None or not state.masked or not self._session.config.capture_outputs:
+            return
+        state.masked = False  # once in a step
+        batch = self._batch.rows()
+        if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or len(logits) < len(batch):
+            return
+        if any(part.drafts for part in batch):
+            self._session.sink.skip(SAMPLER, "logits left by masks, in a step with drafts", "output.masked_logits")
+            return
+        best = torch.topk(logits[: len(batch)], min(BEST, logits.shape[-1]), dim=-1)
+        self._record("output.masked_logits", best.values.float())
+        self._record("output.masked_ids", best.indices.int())
+
+    def _settings(self) -> None:
+        """What each row is sampled with, where not all are greedy. (V1: the batch holds it, one entry per request.)"""
+        metadata = getattr(getattr(self._runner, "input_batch", None), "sampling_metadata", None)
+        if metadata is None or getattr(metadata, "all_greedy", True):
+            return
+        batch = self._batch.rows()
+        if any(part.drafts for part in batch):
+            self._session.sink.skip(SAMPLER, "settings by request, and rows by draft", "input.temperature")
+            return
+        for name in _SETTINGS:
+            value = getattr(metadata, name, None)
+            if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == len(batch):
+                self._record(f"input.{name}", value)
+
+    def _tokens(self, output: Any) -> None:
+        """One token per logits row: the one sampled after it, -1 where a draft was rejected before it."""
+        count = None
+        if isinstance(output, tuple):  # V2: (SamplerOutput, num_sampled, num_rejected)
+            output, count = output[0], output[1]
+        sampled = getattr(output, "sampled_token_ids", None)
+        if not isinstance(sampled, torch.Tensor):
+            return
+        sampled = sampled.reshape(sampled.shape[0], -1) if sampled.dim() != 2 else sampled
+        if isinstance(count, torch.Tensor) and sampled.shape[1] > 1:
+            place = torch.arange(sampled.shape[1], device=sampled.device)
+            sampled = torch.where(place[None, :] < count[: sampled.shape[0], None], sampled, -1)
+        batch = self._batch.rows()
+        width = sampled.shape[1]
+        if all(part.drafts == 0 for part in batch):
+            tokens = sampled[: len(batch), 0]
+        else:
+            flat = [
+                row * width + place
+                for row, part in enumerate(batch)
+                for place in range(part.drafts + 1)
+                if place < width
+            ]
+            if len(flat) != sum(part.drafts + 1 for part in batch):
+                self._session.sink.skip(SAMPLER, "fewer sampled columns than drafts", "output.token")
+                return
+            tokens = sampled.reshape(-1)[torch.tensor(flat, device=sampled.device)]
+        self._record("output.token", tokens.to(torch.int64))
+
+    def _record(self, role: str, tensor: torch.Tensor) -> None:
+        state = self._session.state
+        if state is not None:
+            self._session.fired.add(SAMPLER)
+            self._session.record(state, SAMPLER, self._cls, role, 0, tensor.contiguous(), HEAD)

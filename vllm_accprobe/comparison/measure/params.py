@@ -1,0 +1,180 @@
+"""Parameters: equal, or the weights are different and nothing else needs an explanation.
+
+The problem: two checkpoints, or one checkpoint loaded in two ways, look like an arithmetic fault. The idea: a parameter
+must be equal to the bit; where the dtypes differ, after rounding the finer one to the coarser (ties to even). Without
+payloads the hash of a fixed sample and the statistics decide. Tables that each machine computes for itself (rotary
+cosines) are not weights and may differ by rounding.
+Not here: activations (unit.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_accprobe.align.shards import ONE
+from vllm_accprobe.comparison.measure import statistics
+from vllm_accprobe.comparison.measure.read import UNREAD, Block, Loader, Unread, cut_shape, find_cut, same_bits
+from vllm_accprobe.comparison.measure.unit import OTHER_WIDTH, UNKNOWN_DTYPE, Piece
+from vllm_accprobe.comparison.plan.units import Group, Unit
+from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.judge.floor import unit as rounding_unit
+from vllm_accprobe.judge.standards import Standard
+from vllm_accprobe.kernels import definition, rows
+
+PACKED = "packed or quantised parameters of different dtypes"
+ELSEWHERE_CUT = "fingerprints of parameters that are cut differently over ranks"
+_COMPUTED = re.compile(r"cos_sin_cache|inv_freq|cos_cached|sin_cached|sinusoid|position_ids|attn_bias_cache")
+
+
+@dataclass(frozen=True)
+class ParamResult:
+    """piece: what was compared; equal: None where it was skipped; by: how it was decided, for the message."""
+
+    piece: Piece
+    equal: bool | None
+    by: str = ""
+
+
+def is_computed(role: str) -> bool:
+    """Whether a buffer is computed by each run for itself rather than loaded."""
+    return bool(_COMPUTED.search(role))
+
+
+def compare_params(unit: Unit, golden: Loader, mine: Loader, standard: Standard) -> list[ParamResult]:
+    """Compares a parameter: one group on either side, or, where ranks are compared one by one, one for each rank."""
+    found = []
+    for m in unit.mine if len(unit.golden) > 1 else unit.mine[-1:]:
+        g = next((g for g in unit.golden if g.moment == m.moment), unit.golden[-1])
+        try:
+            found.append(_compare(Piece(m, [g], whole=True), g, m, golden, mine, standard))
+        except Unread:
+            found.append(ParamResult(Piece(m, [g], whole=True, skip=UNREAD), None))
+        finally:
+            golden.forget()
+            mine.forget()
+    return found
+
+
+def _compare(piece: Piece, g: Group, m: Group, golden: Loader, mine: Loader, standard: Standard) -> ParamResult:
+    if g.merge is None or m.merge is None:
+        piece.skip = m.problem or g.problem
+        return ParamResult(piece, None)
+    if "complex" in DTYPES[g.first.dtype].kind + DTYPES[m.first.dtype].kind:
+        piece.skip = UNKNOWN_DTYPE
+        return ParamResult(piece, None)
+    cuts = find_cut(g, m)
+    shapes = cut_shape(g.merge.shape, cuts[0]), cut_shape(m.merge.shape, cuts[1])
+    piece.feature = shapes[1]
+    if shapes[0] != shapes[1]:
+        piece.skip = f"parameters: {OTHER_WIDTH}"
+        return ParamResult(piece, None)
+    if g.fingerprint is not None and g.fingerprint == m.fingerprint:
+        piece.identical = True
+        return ParamResult(piece, True, "hash")
+    floats = [DTYPES[x.first.dtype].kind == "float" for x in (g, m)]
+    if g.first.dtype != m.first.dtype and not all(floats):
+        piece.skip = PACKED
+        return ParamResult(piece, None)
+    if not (g.readable and m.readable):
+        return _by_sample(piece, g, m, standard)
+    a, b = golden.load(g, cuts[0]), mine.load(m, cuts[1])
+    data = _common(a.data, a.dtype, b.data, b.dtype)
+    at = np.arange(len(b.data))
+    piece.elements = np.zeros(len(definition.ELEMENT_FIELDS))
+    piece.table = rows.rows(data[0], data[2], at, data[1], data[2], at, widen, elements=piece.elements)
+    differ = (piece.table[:, definition.MAX_D] > 0) | (piece.table[:, definition.MISMATCH] > 0)
+    if differ.any() and {a.dtype, b.dtype} == {"float16", "bfloat16"} and _one_number(a, b):
+        return ParamResult(piece, True, "values, as far as both dtypes hold them")
+    if differ.any():
+        r = int(piece.table[:, definition.MAX_D].argmax())
+        values = [widen(x[r], data[2], as_float=True) for x in data[:2]]
+        piece.worst = (r, *definition.locate(*values))
+    piece.same_bits = not differ.any() and same_bits(a, at, b, at)
+    return ParamResult(piece, not differ.any(), "values")
+
+
+def _one_number(a: Block, b: Block) -> bool:
+    """Whether each element of both can be the same number rounded to float16 and to bfloat16. Neither dtype holds all
+    values of the other: float16 loses the last bits of what is small (below 2**-14), bfloat16 those of everything."""
+    step = max((1 << 22) // max(a.data.shape[1], 1), 1)
+    for start in range(0, len(a.data), step):
+        x, y = (widen(s.data[start : start + step], s.dtype).astype(np.float64) for s in (a, b))
+        half = np.abs(x if a.dtype == "float16" else y)
+        brain = np.abs(y if a.dtype == "float16" else x)
+        allowed = np.maximum(half * 2.0**-11, 2.0**-25) + brain * 2.0**-8
+        with np.errstate(invalid="ignore"):
+            good = (np.abs(x - y) <= allowed) | (x == y) | (np.isnan(x) & np.isnan(y))
+        if not good.all():
+            return False
+    return True
+
+
+def _by_sample(piece: Piece, g: Group, m: Group, standard: Standard) -> ParamResult:
+    assert g.merge is not None
+    assert m.merge is not None
+    if (g.merge.kind, g.merge.pieces) != (m.merge.kind, m.merge.pieces):
+        piece.skip = ELSEWHERE_CUT
+        return ParamResult(piece, None)
+    pairs = list(zip((g.records[i] for i in g.merge.use), (m.records[i] for i in m.merge.use), strict=True))
+    if g.first.dtype == m.first.dtype and all(x.sample and y.sample for x, y in pairs):
+        equal = all(x.sample == y.sample for x, y in pairs)
+        piece.stat_error = (0.0 if equal else float("inf"), 0.0)
+        return ParamResult(piece, equal, "hash of a sample")
+    if all(x.stats and y.stats for x, y in pairs):
+        errors = [statistics.statistics_error(x.stats, y.stats) for x, y in pairs if x.stats and y.stats]
+        piece.stat_error = max(e[0] for e in errors), max(e[1] for e in errors)
+        if len(pairs) == 1 and pairs[0][0].stats and pairs[0][1].stats:
+            piece.figures = statistics.figures(pairs[0][0].stats), statistics.figures(pairs[0][1].stats)
+        allowed = max(rounding_unit(g.first.dtype), rounding_unit(m.first.dtype))
+        if statistics.checksums(g, m) is False:
+            return ParamResult(piece, False, "checksums")
+        known = [statistics.same_weights(x, y, allowed) for x, y in pairs]
+        if None not in known:
+            return ParamResult(piece, all(known), "statistics")
+        error = max(piece.stat_error[0], piece.stat_error[1] / standard.element)
+        return ParamResult(piece, error <= allowed, "statistics")
+    same = statistics.checksums(g, m)
+    if same is not None:
+        piece.stat_error = 0.0 if same else float("inf"), 0.0
+        return ParamResult(piece, same, "checksums")
+    piece.skip = "parameters without payload, sample or statistics"
+    if g.merge.kind != ONE:
+        piece.skip = ELSEWHERE_CUT
+    return ParamResult(piece, None)
+
+
+def _common(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> tuple[np.ndarray, np.ndarray, str]:
+    """Both in one dtype: the coarser one's, to which the finer is rounded."""
+    if a_dtype == b_dtype:
+        return a, b, a_dtype
+    target = max((a_dtype, b_dtype), key=lambda d: DTYPES[d].eps)
+    return _rounded(a, a_dtype, target), _rounded(b, b_dtype, target), target
+
+
+def _rounded(bits: np.ndarray, dtype: str, target: str) -> np.ndarray:
+    if dtype == target:
+        return bits
+    values = widen(bits, dtype)
+    if target == "bfloat16":
+        return round_to_bfloat16(values.astype(np.float32))
+    if target in ("float16", "float32", "float64"):
+        with np.errstate(over="ignore"):
+            return values.astype(DTYPES[target].storage)
+    # An 8-bit target: the nearest representable value is found by exact comparison of all 256.
+    table = widen(np.arange(256, dtype=np.uint8), target).astype(np.float64)
+    finite = np.flatnonzero(np.isfinite(table))
+    order = finite[np.argsort(table[finite], kind="stable")]
+    steps = table[order]
+    at = np.clip(np.searchsorted(steps, values), 1, len(steps) - 1)
+    nearer = np.where(values - steps[at - 1] <= steps[at] - values, at - 1, at)
+    return order[nearer].astype(np.uint8)
+
+
+def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """float32 values as bfloat16 bits (uint16), rounded to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded.astype(np.uint16)).astype(np.uint16)

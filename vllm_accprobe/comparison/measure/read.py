@@ -1,0 +1,146 @@
+"""From a group of records to one array of rows.
+
+The problem: a tensor may lie in pieces on several ranks, with its rows along any dimension, and golden tensors are
+needed many times. The idea: `Loader` joins the pieces as the plan says, turns rows to the front and keeps what it made
+in a cache bounded by bytes; nothing else holds payloads, so a dump of any size is compared in the same memory.
+A payload that cannot be read (a file that is damaged inside, or closed to us) is remembered in its dump and raised as
+`Unread`: whoever compares leaves that pair out and goes on. Not here: which rows are wanted (engine.py).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.derived import read
+from vllm_accprobe.align.shards import SUM, merge
+from vllm_accprobe.comparison.plan.units import Group
+from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.dump.files import DumpError
+
+
+@dataclass(frozen=True)
+class Block:
+    """``data``: stored bits of ``dtype``, [rows, width], C order; ``feature``: the shape of one row."""
+
+    data: np.ndarray
+    dtype: str
+    feature: tuple[int, ...]
+
+
+UNREAD = "payload that cannot be read"
+_NAMED = 3
+
+
+class Unread(Exception):
+    """A payload could not be read; what it was stands in its dump's problems."""
+
+
+def unread(dump: Any, error: Exception) -> Unread:
+    """Remembers in ``dump`` that something of it could not be read, as a problem that names it; there may be thousands,
+    of which the first are named. Called by many threads: the worst that can happen is one sentence too many."""
+    why = " ".join(str(error).split())
+    if why not in dump.unread:
+        dump.unread.append(why)
+        if sum(p in dump.unread for p in dump.problems) < _NAMED:
+            dump.problems.append(why)
+    return Unread(why)
+
+
+class Loader:
+    """Reads groups of one dump. limit: bytes of joined tensors that are kept for the next time."""
+
+    def __init__(self, dump: Any, limit: int = 512 << 20):
+        self._dump = dump
+        self._limit = limit
+        self._kept: OrderedDict[Any, Block] = OrderedDict()
+        self._bytes = 0
+        self.payload_bytes = 0
+
+    def load(self, group: Group, cut: tuple[int, int] | None = None) -> Block:
+        """The whole of ``group``; ``cut`` = (dimension, size): without padding that the other side does not have.
+        Raises Unread."""
+        key = (id(group), cut)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        block = self._make(group, cut)
+        self._kept[key] = block
+        self._bytes += block.data.nbytes
+        while self._bytes > self._limit and len(self._kept) > 1:
+            _, old = self._kept.popitem(last=False)
+            self._bytes -= old.data.nbytes
+        return block
+
+    def forget(self) -> None:
+        """Empties the cache: called when a unit is done, because no other unit reads its tensors."""
+        self._kept.clear()
+        self._bytes = 0
+
+    def replica(self, group: Group, member: int) -> Block:
+        """The copy that another rank holds of a replicated tensor."""
+        return self._rows(group, self._read(group, member), group.records[member].dtype, None)
+
+    def _make(self, group: Group, cut: tuple[int, int] | None) -> Block:
+        plan = group.merge
+        assert plan is not None
+        dtype = group.first.dtype
+        arrays = [self._read(group, i) for i in plan.use]
+        if plan.kind == SUM:
+            whole = merge(plan, [widen(a, dtype, as_float=True) for a in arrays])
+            dtype = "float64"  # rounding the sum again would be an error of our own
+        else:
+            whole = merge(plan, arrays)
+        return self._rows(group, whole, dtype, cut)
+
+    def _read(self, group: Group, member: int) -> np.ndarray:
+        """Raises Unread."""
+        try:
+            data = read(self._dump, group.records[member])
+        except (DumpError, OSError) as error:
+            raise unread(self._dump, error) from None
+        self.payload_bytes += data.nbytes
+        return data
+
+    @staticmethod
+    def _rows(group: Group, whole: np.ndarray, dtype: str, cut: tuple[int, int] | None) -> Block:
+        if cut is not None and cut[1] < whole.shape[cut[0]]:
+            whole = np.take(whole, range(cut[1]), axis=cut[0])
+        if group.where is None:
+            # Without rows: a parameter's first dimension serves, so that a bad row of a weight shows.
+            rows = whole.shape[0] if whole.ndim > 1 else 1
+            feature = whole.shape[1:] if whole.ndim > 1 else whole.shape
+        else:
+            whole = np.moveaxis(whole, group.row_dim, 0)
+            rows, feature = whole.shape[0], whole.shape[1:]
+        width = int(np.prod(feature, dtype=np.int64))
+        return Block(np.ascontiguousarray(whole).reshape(rows, width), dtype, feature)
+
+
+def same_bits(golden: Block, golden_rows: np.ndarray, mine: Block, mine_rows: np.ndarray) -> bool:
+    """Whether the rows hold the same stored bits: -0 is not 0 here, and a number of another dtype never the same."""
+    if golden.dtype != mine.dtype:
+        return False
+    bits = f"u{golden.data.itemsize}"
+    g, m = (b.data.view(bits)[rows] for b, rows in ((golden, golden_rows), (mine, mine_rows)))
+    return bool(np.array_equal(g, m))
+
+
+def find_cut(golden: Group, mine: Group) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """Where one side has lost its padding and the other has not, how to cut the other: (golden's cut, mine's cut)."""
+    assert golden.merge is not None
+    assert mine.merge is not None
+    out: list[tuple[int, int] | None] = [None, None]
+    for side, (this, other) in enumerate(((golden, mine), (mine, golden))):
+        cut = other.merge.cut if other.merge else None
+        shape = this.merge.shape if this.merge else ()
+        if cut is not None and cut[0] < len(shape) and shape[cut[0]] > cut[1]:
+            out[side] = cut
+    return out[0], out[1]
+
+
+def cut_shape(shape: tuple[int, ...], cut: tuple[int, int] | None) -> tuple[int, ...]:
+    return shape if cut is None else (*shape[: cut[0]], cut[1], *shape[cut[0] + 1 :])

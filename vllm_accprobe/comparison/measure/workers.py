@@ -1,0 +1,118 @@
+"""Many units measured at once by threads, in order.
+
+The problem: reading, hashing and arithmetic give up the interpreter's lock, but a unit may be a few kilobytes, and a
+thread costs forty microseconds to be told about it; and whatever the dump's size, memory must not grow. The idea: units
+are handed over in batches of some megabytes; each thread has its own buffers and keeps them; only so many batches are
+under way that no thread waits; results come back in the order of the plan, so that nothing after depends on timing.
+Not here: one unit (unit.py, params.py), remembering results (resume.py), other machines (cluster.py).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit, part_of, unit_of
+from vllm_accprobe.comparison.measure.params import compare_params
+from vllm_accprobe.comparison.measure.read import Loader
+from vllm_accprobe.comparison.measure.unit import Measurer
+from vllm_accprobe.comparison.plan.coverage import family
+from vllm_accprobe.comparison.plan.row_index import Indices
+from vllm_accprobe.comparison.plan.units import Unit
+from vllm_accprobe.judge.standards import Standard
+
+BATCH = 8 << 20
+"""Bytes of both sides that a thread is given at a time, or more where one unit has more."""
+_MOST = 64
+_CACHE = 256 << 20
+
+
+class UnitMeasurer:
+    """Measures units of one plan in one thread: from a unit of the plan to plain values."""
+
+    def __init__(self, dumps: tuple[Any, Any], indices: Indices, cache: int = _CACHE, *, kl: bool = False):
+        """cache: bytes of whole tensors that may be kept per side while a unit is measured. kl: see Measurer."""
+        self.loaders = Loader(dumps[0], cache), Loader(dumps[1], cache // 4)
+        self._measurer = Measurer(dumps, self.loaders, indices, kl)
+
+    def measure(self, unit: Unit) -> MeasuredUnit:
+        """Raises DumpError."""
+        if unit.is_param:
+            results = compare_params(unit, *self.loaders, Standard())
+            return unit_of(unit, [part_of(r.piece, equal=r.equal, by=r.by) for r in results])
+        parts, columns, far = [], None, None
+        for piece in self._measurer.measure(unit):
+            parts.append(part_of(piece, family=family(piece.group.where[2] if piece.group.where else "")))
+            columns, far = _added(columns, piece.structure), _added(far, piece.columns)
+        return unit_of(unit, parts, columns, far)
+
+
+def _added(total: np.ndarray | None, more: np.ndarray | None) -> np.ndarray | None:
+    if total is None or more is None:
+        return more if total is None else total
+    return total + more if total.shape == more.shape else total
+
+
+def unit_bytes(unit: Unit) -> int:
+    """Bytes that the unit's tensors of mine have, and as much for the golden's."""
+    return 2 * sum(r.payload.nbytes for g in unit.mine for r in g.records if r.payload is not None)
+
+
+def batches(units: Sequence[Unit], limit: int = BATCH) -> Iterator[list[Unit]]:
+    """``units`` in order, in batches of at least ``limit`` bytes or 64 units."""
+    batch: list[Unit] = []
+    size = 0
+    for unit in units:
+        batch.append(unit)
+        size += unit_bytes(unit)
+        if size >= limit or len(batch) >= _MOST:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def measure_all(
+    dumps: tuple[Any, Any], indices: Indices, units: Sequence[Unit], threads: int | None = None, *, kl: bool = False
+) -> Iterator[list[MeasuredUnit]]:
+    """The results of ``units``, in order, batch by batch. threads: as many as there are processors, at most 16."""
+    n = min(threads or _processors(), 16)
+    free: queue.SimpleQueue[UnitMeasurer] = queue.SimpleQueue()
+    for _ in range(n):
+        free.put(UnitMeasurer(dumps, indices, _CACHE // n, kl=kl))
+
+    def work(batch: list[Unit]) -> list[MeasuredUnit]:
+        worker = free.get()
+        try:
+            return [worker.measure(unit) for unit in batch]
+        finally:
+            free.put(worker)
+
+    yield from _in_order(work, batches(units), n)
+
+
+def _in_order(work: Any, tasks: Iterable[Any], threads: int) -> Iterator[Any]:
+    waiting: deque[Future[Any]] = deque()
+    pool = ThreadPoolExecutor(threads, "accprobe")
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(work, task))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _processors() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return os.cpu_count() or 1

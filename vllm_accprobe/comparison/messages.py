@@ -1,0 +1,326 @@
+"""The words of a result: pairs, notes and messages.
+
+The problem: the same facts are read in a table, a terminal and a page, and by people in a hurry. The idea: pure
+functions from what was measured to finished rows and sentences; each names the thing, the number and the limit, once.
+Not here: what is measured (unit.py) and what is wrong (judge/).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part, Setting
+from vllm_accprobe.comparison.measure.read import UNREAD
+from vllm_accprobe.comparison.measure.statistics import said as figures_said
+from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN, Plan
+from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Pair
+from vllm_accprobe.comparison.row_table import RowTable
+from vllm_accprobe.comparison.verdict import harmless
+from vllm_accprobe.judge import flips
+from vllm_accprobe.judge.floor import flow_unit
+from vllm_accprobe.judge.floor import unit as rounding_unit
+from vllm_accprobe.judge.standards import Limits
+from vllm_accprobe.judge.verdict import METRICS, RowErrors, Worst, describe, value_and_limit
+from vllm_accprobe.kernels import definition
+
+ALL_SKIPPED = "all pairs were skipped"
+NOBODY = (
+    "no operator adds more than it does elsewhere: either each layer is a little off, or this model enlarges honest "
+    "rounding; a second run of golden's side (--floor) or a replay of the operators (--replay) tells which"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a pair says besides names and limits. metrics: None where values were not read. floor: (floor, where that
+    comes from, error in units of it). note: said behind everything else."""
+
+    worst: Worst
+    metrics: definition.Metrics | None
+    phase: str | None
+    floor: tuple[float | None, str | None, float | None] = (None, None, None)
+    note: str = ""
+
+
+def join(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
+
+
+def make_pair(
+    unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: Setting, facts: Facts
+) -> Pair:
+    """The row of compare.csv of a part that was compared."""
+    worst = facts.worst
+    err, rows = worst.err, len(errors.err)
+    wrong = err is not None and not err <= limits.row
+    request = at = None
+    if len(part.keys) and err is not None and err > 0 and rows == len(part.keys):
+        request, at = setting.name(int(part.keys[worst.row]))
+    decided = value_and_limit(errors, worst.row, limits) if part.table is not None and rows else None
+    clause = describe(*decided) if wrong and decided is not None else ""
+    if wrong and part.table is None:
+        clause = f"{part.by or 'statistics'} differ"
+    elif part.table is None and not part.identical:
+        clause = f"no payload: judged by {part.by or 'statistics'}"
+    if part.figures is not None:
+        clause = join(clause, figures_said(part.figures))
+    numbers = _metrics(part, facts.metrics)
+    # Without a finite position there is no largest error, and all there is to compare are the NaNs.
+    same = bool(numbers) and not numbers["max_abs_err"] and not numbers["nonfinite_mismatch"]
+    return Pair(
+        **_names(unit, part),
+        shape=part.feature if part.whole else (len(part.keys), *part.feature),
+        **numbers,
+        worst_row_rel_l2=worst.rel,
+        worst_row_norm_ratio=worst.ratio,
+        status=FAIL if wrong else PASS,
+        message=join(clause, part.replicas, part.note, facts.note),
+        rows=None if part.whole else len(part.keys),
+        phase=facts.phase,
+        prefill_rel_l2=worst.prefill,
+        decode_rel_l2=worst.decode,
+        worst_request=request,
+        worst_position=at,
+        limit=limits.row,
+        identical=same,
+        bit_identical=same and (part.identical or part.same_bits),
+        elements=part.elements,
+        kl=part.kl,
+        floor=facts.floor[0],
+        floor_source=facts.floor[1],
+        x_floor=facts.floor[2],
+        **_decided(decided),
+    )
+
+
+def _decided(decided: tuple[str, float, float] | None) -> dict[str, Any]:
+    return {} if decided is None else {"measure": decided[0], "measured": decided[1], "allowed": decided[2]}
+
+
+def skipped_pair(unit: MeasuredUnit, part: Part) -> Pair:
+    return Pair(**_names(unit, part), shape=part.feature, status=SKIP, message=part.skip)
+
+
+def _names(unit: MeasuredUnit, part: Part) -> dict[str, Any]:
+    return {
+        "golden": part.golden,
+        "mine": part.mine,
+        "step": part.step,
+        "rank": part.rank,
+        "dtype_golden": part.dtype_golden,
+        "dtype_mine": part.dtype_mine,
+        "tap": unit.key[0],
+        "cls": unit.cls,
+        "role": unit.key[1],
+        "call": part.call,
+        "order": unit.order,
+        "rule": unit.rule,
+    }
+
+
+def _metrics(part: Part, m: definition.Metrics | None) -> dict[str, Any]:
+    if part.identical:
+        return {
+            "cosine": None if part.zero else 1.0,
+            "max_abs_err": 0.0,
+            "mean_abs_err": 0.0,
+            "rmse": 0.0,
+            "rel_l2": None if part.zero else 0.0,
+            "max_rel_err": None if part.zero else 0.0,
+            "nonfinite": part.nonfinite,
+            "nonfinite_mismatch": 0,
+        }
+    if part.table is None or m is None:
+        return {}
+    out: dict[str, Any] = {
+        "cosine": m.cosine,
+        "max_abs_err": m.max_abs_err,
+        "mean_abs_err": m.mean_abs_err,
+        "rmse": m.rmse,
+        "rel_l2": m.rel_l2,
+        "max_rel_err": m.max_rel_err,
+        "nonfinite": m.nonfinite,
+        "nonfinite_mismatch": m.nonfinite_mismatch,
+    }
+    if part.worst is not None and m.max_abs_err:
+        row, flat, golden, mine = part.worst
+        inner = part.feature
+        if part.whole and len(inner) > 1:  # the first dimension served as rows
+            inner = inner[1:] if len(part.table) > 1 else inner
+        place = tuple(int(i) for i in np.unravel_index(flat, inner)) if inner else ()
+        head = () if part.whole and len(part.table) == 1 else (row,)
+        out |= {"max_abs_index": head + place, "max_abs_golden": golden, "max_abs_mine": mine}
+    return out
+
+
+def judged_tokens(pair: Pair, verdicts: Sequence[str]) -> Pair:
+    """The pair of sampled tokens: a difference is what its flips were found to be."""
+    if not verdicts:
+        return replace(pair, status=PASS, message="", limit=0.0)
+    counts = Counter(verdicts)
+    message = ", ".join(f"{n} flipped: {why}" for why, n in counts.items())
+    bad = counts[flips.SAMPLED] or counts[flips.UPSTREAM]
+    return replace(pair, status=FAIL if bad else PASS, message=message)
+
+
+def sampler_origin(cls: str, request: str, position: int, phase: str | None) -> dict[str, Any]:
+    return {
+        "module": SAMPLER,
+        "class": cls,
+        "role": TOKEN,
+        "request": request,
+        "position": position,
+        "phase": phase,
+        "created": 1.0,
+        "propagated": 0.0,
+        "floor": 0.0,
+        "evidence": "values",
+        "rows": 1,
+        "worst": 1.0,
+        "shape": "",
+    }
+
+
+def first_divergence(pairs: Sequence[Pair], rows: RowTable | None = None) -> dict[str, Any] | None:
+    """The first failing pair in the order of the data flow, earliest step first; and in it, where ``rows`` tells, the
+    first row beyond the limit. metric ``row_error`` is a row's number in verdict.py's unit, a relative L2 error."""
+    failing = [i for i, p in enumerate(pairs) if p.status == FAIL]
+    if not failing:
+        return None
+    i = min(failing, key=lambda i: (pairs[i].order, -1 if pairs[i].step is None else pairs[i].step))
+    p = pairs[i]
+    value = p.worst_row_rel_l2 if p.worst_row_rel_l2 is not None else p.rel_l2
+    out = {
+        "module": p.tap,
+        "role": p.role,
+        "rank": p.rank,
+        "step": p.step,
+        "request": p.worst_request,
+        "position": p.worst_position,
+        "phase": p.phase,
+        "metric": METRICS[0] if not p.role.startswith("param.") else "rel_l2",
+        "value": value if not p.role.startswith("param.") else p.rel_l2,
+        "limit": p.limit,
+    }
+    if p.max_abs_err is None and value is not None and "statistics" in p.message:
+        return out | {"metric": "statistics", "value": value, "golden": p.golden, "mine": p.mine}
+    own = f"{p.tap}/{p.role}" + (f"#{p.call}" if p.call else "")
+    if not {p.golden, p.mine} <= {own}:  # a name of another tool or engine: where to look
+        out |= {"golden": p.golden, "mine": p.mine}
+    if p.measure is not None and not p.role.startswith("param."):
+        out |= {"metric": p.measure, "value": p.measured, "limit": p.allowed}
+    beyond = np.zeros(0, np.int64) if rows is None else np.flatnonzero((rows.pair == i) & (rows.ratio > 1))
+    if rows is not None and len(beyond):
+        first = beyond[np.lexsort((rows.position[beyond], rows.request[beyond] != rows.request[beyond[0]]))[0]]
+        place = {"request": rows.requests[rows.request[first]].partition(", image ")[0]}
+        place |= {"position": int(rows.position[first]), "phase": "decode" if rows.decode[first] else "prefill"}
+        if (place["request"], place["position"]) != (p.worst_request, p.worst_position):
+            out |= place | {"metric": "row_error", "value": float(rows.error[first]), "limit": p.limit}
+    return out
+
+
+def notes(
+    static: Sequence[str],
+    pairs: Sequence[Pair],
+    flipped: Sequence[dict[str, Any]],
+    replicas: int,
+    origins: Sequence[Any] = (),
+) -> list[str]:
+    """What must be said before any number: different weights first, then ``static`` (see `static_notes`)."""
+    out: list[str] = []
+    params = [p for p in pairs if p.role.startswith("param.") and p.status != SKIP]
+    wrong = [p for p in params if p.status == FAIL]
+    if wrong:
+        first = min(wrong, key=lambda p: p.order)
+        far = f" (relative L2 {first.rel_l2:.3g})" if first.rel_l2 is not None else ""
+        many = f"{len(wrong)} of {len(params)} parameters differ"
+        out.append(f"different weights: {many}, first {first.tap} {first.role}{far}")
+    out += static
+    if replicas:
+        out.append(f"{replicas} tensors that all ranks should hold alike differ between the ranks of mine")
+    grown = [p for p in pairs if p.status == FAIL and p.role.startswith("output") and p.measure in METRICS[:3]]
+    if grown and not origins:
+        out.append(NOBODY)
+    whys = Counter(f["why"] for f in flipped)
+    if whys[flips.RANDOM]:
+        out.append(f"{whys[flips.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
+    out += harmless.masked(flipped)
+    if whys[flips.UNKNOWN]:
+        out.append(f"{whys[flips.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
+    return out
+
+
+def static_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
+    """What is true whatever the verdict: different prompts, images, dtypes; what stopped early."""
+    out: list[str] = []
+    names = [str(d.run["model"].get("class") or "") if isinstance(d.run.get("model"), dict) else "" for d in dumps]
+    if all(names) and names[0] != names[1]:
+        out.append(f"different models: {names[0][:80]} in golden, {names[1][:80]} in mine")
+    for g, m in plan.requests.different:
+        out.append(f"request {g.id!r} has different prompt tokens ({g.prompt_len} and {m.prompt_len}): not compared")
+    for side, left in (("golden", plan.requests.only_golden), ("mine", plan.requests.only_mine)):
+        if left:
+            out.append(f"{len(left)} requests have no partner and were not compared: only in {side}")
+    out += plan.notes
+    out += _dtypes(plan)
+    if odd := plan.odd_copies():
+        out.append(f"{odd} tensors that all ranks should hold alike differ between the ranks of golden")
+    for side, dump in zip(("golden", "mine"), dumps, strict=True):
+        out += [f"{side}: rank {rank} stopped early: {stop.reason}" for rank, stop in sorted(dump.stops.items())]
+        out += [f"{side}: {problem}" for problem in dump.problems]
+        if dump.errors:
+            out.append(f"{side}: the probe noted {len(dump.errors)} errors of its own, first: {_first_error(dump)}")
+    return out
+
+
+def _first_error(dump: Any) -> str:
+    e = dump.errors[0]
+    return f"{e.get('where', '?')}: {str(e.get('message', ''))[:200]}"
+
+
+def _dtypes(plan: Plan) -> list[str]:
+    """One sentence where the two runs compute in different precisions."""
+    units = [u for u in plan.units if not u.is_param and u.golden and u.mine]
+    mixed: Counter[tuple[str, str]] = Counter()
+    for u in units:
+        pair = (u.golden[0].first.dtype, u.mine[0].first.dtype)
+        if pair[0] != pair[1] and rounding_unit(pair[0]) and rounding_unit(pair[1]):
+            mixed[pair] += 1
+    if not mixed:
+        return []
+    (g, m), n = mixed.most_common(1)[0]
+    coarse = max((g, m), key=lambda d: flow_unit([d]))
+    return [f"dtypes differ ({g} in golden, {m} in mine, {n} tensors): compared exactly, with the limits of {coarse}"]
+
+
+def _examples(dumps: tuple[Any, Any]) -> list[str]:
+    """A tap of either dump, one with values of the model where there is one."""
+    found = [next((r for r in d.records if r.step is not None), d.records[0]).tap for d in dumps]
+    return ["".join(c if c.isprintable() else "?" for c in tap[:120]) for tap in found]
+
+
+def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
+    """One line for NothingCompared: the likeliest reason first."""
+    golden, mine = dumps
+    if not golden.records or not mine.records:
+        empty = golden if not golden.records else mine
+        why = "; ".join(empty.problems) or "none captured"
+        return f"nothing could be compared: {empty.path} holds no tensors ({why})"
+    if plan.requests.different and not plan.requests.pairs:
+        return "nothing could be compared: the requests have the same ids but different prompt tokens"
+    if not plan.names.pairs:
+        there = _examples(dumps)
+        return (
+            "nothing could be compared: no tap of one dump has a partner in the other (or --taps matches none); "
+            f"golden has {there[0]}, mine {there[1]}, for example"
+        )
+    if golden.requests and mine.requests and not plan.requests.pairs:
+        return "nothing could be compared: no request of one dump has the same prompt as one of the other"
+    reasons = ", ".join(f"{reason} ({n})" for reason, n in skipped.most_common(3))
+    why = next((f": {d.unread[0]}" for d in dumps if skipped.get(UNREAD) and d.unread), "")
+    return f"nothing could be compared: {reasons or ALL_SKIPPED}{why}"

@@ -1,0 +1,160 @@
+"""The records of several ranks as groups, each with the way in which its pieces make a whole.
+
+The problem: a layout may be written down, be unknown, or be that of a merged projection; the other side's shape may
+tell. The idea: a `Group` is one side's records of one tensor in one step, and `merged` makes the groups of one place on
+both sides, each with a plan for joining its pieces or the reason why there is none.
+Not here: the plans for joining (align/shards.py, align/merged.py), which records belong together (units.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_accprobe.align.merged import plan_merged
+from vllm_accprobe.align.shards import Member, MergePlan, Unmergeable, plan_merge
+from vllm_accprobe.align.tokens import Space
+from vllm_accprobe.dump.schema import OWN, Record
+
+DEALT_OUT = "of images that were dealt out to ranks, and without rows"
+Moment = tuple[int, "int | None"]
+"""(cell, step)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One side's records of one tensor in one step, by rank. ``merge`` is None where ``problem`` says why."""
+
+    records: tuple[Record, ...]
+    moment: Moment
+    where: Space | None
+    merge: MergePlan | None
+    problem: str = ""
+    row_dim: int = 0
+
+    @property
+    def first(self) -> Record:
+        return self.records[self.merge.use[0] if self.merge else 0]
+
+    @property
+    def readable(self) -> bool:
+        return self.merge is not None and all(self.records[i].payload is not None for i in self.merge.use)
+
+    @property
+    def fingerprint(self) -> tuple[Any, ...] | None:
+        """Equal for two groups with the same bits in the same pieces; None where a hash is missing."""
+        if self.merge is None:
+            return None
+        used = [self.records[i] for i in self.merge.use]
+        if any(r.hash is None for r in used):
+            return None
+        return (self.merge.kind, self.merge.pieces, used[0].dtype, used[0].shape, tuple(r.hash for r in used))
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What is known of joining ranks' pieces. widths: of each side, see `widths_of`. partners: golden's step → mine's,
+    and mine's → golden's, where steps meet as wholes."""
+
+    widths: tuple[Mapping[str, int], Mapping[str, int]]
+    partners: tuple[Mapping[int, int], Mapping[int, int]] | None = None
+
+    def hint(self, side: int, moment: Moment, others: Mapping[Moment, dict[int, Record]]) -> Record | None:
+        """A tensor of one rank on the other side, whose shape may tell how to join the pieces at ``moment``."""
+        if self.partners is not None and moment[1] is not None:
+            step = self.partners[side].get(moment[1])
+            return _hint(by for (_, s), by in others.items() if s == step)
+        return _hint(others.values())
+
+
+def merged(
+    golden: list[tuple[Moment, dict[int, Record]]], mine: Mapping[Moment, dict[int, Record]], joining: Joining
+) -> tuple[list[Group], list[Group]]:
+    """Groups of both sides. Where a layout is unknown, the other side's shape may tell how to join the pieces."""
+    usual = _row_dims([r for _, by in golden for r in by.values()] + [r for by in mine.values() for r in by.values()])
+    known = dict(golden)
+    general = None if joining.partners is not None else (_hint(mine.values()), _hint(by for _, by in golden))
+    sides: list[list[Group]] = []
+    for side, (own, others) in enumerate(((golden, mine), (list(mine.items()), known))):
+        widths = joining.widths[side]
+        sides.append([
+            _group(m, by, general[side] if general else joining.hint(side, m, others), usual, widths) for m, by in own
+        ])  # fmt: skip
+    return sides[0], sides[1]
+
+
+def alone(record: Record, cell: int) -> Group:
+    """One rank's record as a group of its own, for a tensor that only one side has."""
+    where = None if record.rows is None or record.step is None else (cell, record.step, record.rows)
+    members = [Member(record.rank, record.layout, record.shape, record.dtype, record.hash)]
+    return Group((record,), (cell, record.step), where, plan_merge(members), row_dim=record.row_dim)
+
+
+def _row_dims(records: Iterable[Record]) -> dict[int, int]:
+    """Along which dimension the rows of one tap and role lie, by the number of dimensions, from the records where no
+    other dimension has their size: three rows of three-dimensional rotary positions are a square in which capture
+    cannot tell. Two engines may give one tensor different numbers of dimensions."""
+    votes: dict[int, Counter[int]] = defaultdict(Counter)
+    for r in records:
+        if r.rows is not None and not _square(r):
+            votes[len(r.shape)][r.row_dim] += 1
+    return {dims: found.most_common(1)[0][0] for dims, found in votes.items()}
+
+
+def _square(record: Record) -> bool:
+    dim, shape = record.row_dim, record.shape
+    return dim < len(shape) and shape.count(shape[dim]) > 1
+
+
+def _hint(groups: Iterable[dict[int, Record]]) -> Record | None:
+    for by in groups:
+        if len(by) == 1:
+            return next(iter(by.values()))
+    return None
+
+
+def _group(
+    moment: Moment, by: dict[int, Record], hint: Record | None, usuals: Mapping[int, int], widths: Mapping[str, int]
+) -> Group:
+    records = tuple(by[rank] for rank in sorted(by))
+    first = records[0]
+    where = None if first.rows is None or first.step is None else (moment[0], first.step, first.rows)
+    dim, usual = first.row_dim, usuals.get(len(first.shape))
+    if usual is not None and _square(first) and usual < len(first.shape) and first.shape[usual] == first.shape[dim]:
+        dim = usual
+    other = None
+    alike = None if hint is None else _of_rank(hint.shape, len(first.shape))
+    if hint is not None and alike is not None:
+        other = alike
+        if first.rows is not None and hint.row_dim == first.row_dim < len(other):
+            other = (*other[: first.row_dim], first.shape[first.row_dim], *other[first.row_dim + 1 :])
+    if where is None and first.layout.kind == OWN:
+        return Group(records, moment, where, None, DEALT_OUT, dim)
+    try:
+        members = [Member(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
+        merge = plan_merged(first, members, other, widths) or plan_merge(members, other)
+        return Group(records, moment, where, merge, row_dim=dim)
+    except Unmergeable as e:
+        return Group(records, moment, where, None, str(e), dim)
+
+
+def _of_rank(shape: tuple[int, ...], dims: int) -> tuple[int, ...] | None:
+    """``shape`` with ``dims`` dimensions, where only leading ones make the difference."""
+    more = dims - len(shape)
+    if more >= 0:
+        return (1,) * more + shape
+    return shape[-more:] if all(n == 1 for n in shape[:-more]) else None
+
+
+def widths_of(dump: Any) -> dict[str, int]:
+    """What each tap takes in on one rank: the size of its first input's last dimension. Needed where several ranks'
+    layouts are unknown."""
+    if len(dump.ranks) < 2:
+        return {}
+    widths: dict[str, int] = {}
+    for r in dump.records:
+        if r.role.startswith("input") and r.shape and r.layout.kind == "unknown":
+            widths.setdefault(r.tap, r.shape[-1])
+    return widths

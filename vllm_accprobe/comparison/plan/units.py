@@ -1,0 +1,290 @@
+"""What will be compared with what, before any tensor is read.
+
+The problem: a comparison that goes wrong silently pairs the wrong things. The idea: everything that is decided from
+names, row maps, layouts and shapes is decided here, as plain values that print as lines: units (one tap, role and call
+on both sides), each with its groups (the ranks' records of one step). What cannot be compared has its reason.
+Not here: how ranks' pieces are joined (joining.py), reading and computing (engine.py); the rules themselves (align/).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm_accprobe.align.bridge import bridge
+from vllm_accprobe.align.derived import Derived
+from vllm_accprobe.align.mapping import Rules
+from vllm_accprobe.align.names import NamePlan, Place, pair_names
+from vllm_accprobe.align.requests import RequestPlan, distinct, pair_requests
+from vllm_accprobe.align.steps import plan_steps
+from vllm_accprobe.align.tokens import TokenPlan, align_rows, own_cell
+from vllm_accprobe.comparison.plan.expert_choices import with_routers
+from vllm_accprobe.comparison.plan.joining import Group, Joining, Moment, merged, widths_of
+from vllm_accprobe.comparison.plan.operators import set_apart
+from vllm_accprobe.comparison.plan.partial_sums import WHOLE, Loose, loose, unsummed_taps
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.schema import OWN, Module, Record
+from vllm_accprobe.dump.select import matches
+from vllm_accprobe.judge.flow import Key, Tree, add_parameters, flow_order
+from vllm_accprobe.judge.origins.unseen import Layers, gaps, unseen_taps
+
+__all__ = [
+    "LOOKED_UP", "MASKED_IDS", "MASKED_LOGITS", "SAMPLER", "TOKEN", "TOP_IDS", "TOP_LOGITS", "Group", "Moment", "Plan",
+    "Unit", "make_plan",
+]  # fmt: skip
+
+SAMPLER = "sampler"
+TOKEN, TOP_LOGITS, TOP_IDS = "output.token", "output.top_logits", "output.top_ids"
+MASKED_LOGITS, MASKED_IDS = "output.masked_logits", "output.masked_ids"
+"""What masks left of the logits, in steps with any: two runs need not mask alike."""
+LOOKED_UP = (TOP_IDS, MASKED_LOGITS, MASKED_IDS)
+"""Roles of the sampler that are looked at where a token flips, and not compared."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """All of one (tap, role, call) of mine, with the golden's groups that may hold its rows.
+
+    depth: layers passed; gap: those of them that were passed unseen since the compared tensor before
+    (judge/origins/unseen.py). router: of chosen experts, the groups (golden's, mine's) of the logits by which they were
+    chosen, where both are there."""
+
+    key: Key
+    golden_key: Key
+    cls: str
+    rule: str
+    order: int
+    depth: int
+    golden: list[Group]
+    mine: list[Group]
+    router: tuple[list[Group], list[Group]] | None = None
+    gap: int = 0
+
+    @property
+    def is_param(self) -> bool:
+        return self.key[1].startswith("param.")
+
+    @property
+    def vision(self) -> bool:
+        return any(g.where is not None and g.where[2].startswith("vision") for g in self.mine)
+
+
+@dataclass(frozen=True)
+class Plan:
+    requests: RequestPlan
+    tokens: TokenPlan
+    names: NamePlan
+    units: list[Unit]
+    tree: Tree
+    layers: int
+    skipped: Counter[str] = field(default_factory=Counter)
+    ranks: tuple[int, int] = (1, 1)
+    mapped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def odd_copies(self) -> int:
+        """Tensors of golden that several ranks should hold alike and, by their hashes, do not; those of mine are
+        measured, because they can be errors."""
+        return sum(_copies_differ(g) for u in self.units for g in u.golden)
+
+    def lines(self) -> list[str]:
+        lines = self.requests.lines() + self.tokens.lines() + self.mapped + self.names.lines()
+        lines.append(f"ranks: {self.ranks[0]} in golden, {self.ranks[1]} in mine")
+        kinds: Counter[str] = Counter()
+        for unit in self.units:
+            for group in (*unit.golden[:1], *unit.mine[:1]):
+                if group.merge is not None and len(group.records) > 1:
+                    kinds[f"{group.first.layout.kind} ({group.merge.note or group.merge.kind})"] += 1
+        lines += [f"ranks: {n} tensors merged as {kind}" for kind, n in kinds.items()]
+        return lines + [f"skipped: {n} {reason}" for reason, n in self.skipped.items()]
+
+
+def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules | None = None) -> Plan:
+    """The plan for two open dumps. taps: globs over tap names, separated by commas, ``!`` excludes; None compares all.
+    mapping: the user's rules for names (align.mapping.load_mapping)."""
+    golden, mine, apart = set_apart(golden, mine)
+    stepwise = plan_steps(golden, mine)
+    if stepwise is not None:
+        golden, mine = stepwise.golden, stepwise.mine
+    bridged = bridge(golden, mine, mapping)
+    golden, mine = bridged.golden, bridged.mine
+    shares = loose(golden), loose(mine)
+    tokens: TokenPlan
+    if stepwise is not None:
+        requests, tokens = stepwise.requests, stepwise.tokens
+        sides = [_grouped(d, stepwise.cell, s, parameters=True) for d, s in zip((golden, mine), shares, strict=True)]
+    else:
+        requests = pair_requests(distinct(golden.requests), distinct(mine.requests))
+        tokens = align_rows(golden, mine, requests, (_sampled(golden), _sampled(mine)))
+        cells = tokens.golden.cells, tokens.mine.cells
+        sides = [_grouped(d, _cell_of(c), s) for d, c, s in zip((golden, mine), cells, shares, strict=True)]
+    orders = [_order(golden, sides[0]), _order(mine, sides[1])]
+    places = _places(golden, orders[0], taps), _places(mine, orders[1], taps)
+    names = pair_names(*places, by_order=not bridged.foreign)
+    place = {key: i for i, key in enumerate(orders[1])}
+    layers = [Layers(o, _modules(d), unseen_taps(d)) for d, o in zip((golden, mine), orders, strict=True)]
+    skipped = names.skips() + apart + (stepwise.skipped if stepwise is not None else Counter())
+    notes = list(stepwise.notes) if stepwise is not None else []
+    notes += _said_unsummed("golden", golden, shares[0]) + _said_unsummed("mine", mine, shares[1])
+    partners = None
+    if stepwise is not None:
+        partners = dict(stepwise.pairs), {m: g for g, m in stepwise.pairs}
+    joining = Joining((widths_of(golden), widths_of(mine)), partners)
+    units = []
+    for pair in names.pairs:
+        for golden_role, mine_role, role_rule in pair.roles:
+            for call in sides[1].calls(pair.mine.tap, mine_role):
+                key = (pair.mine.tap, mine_role, call)
+                found = sides[0].find((pair.golden.tap, golden_role, call), sides[1].vision(key))
+                if not found:
+                    skipped["golden has no such call"] += len(sides[1].groups[key])
+                    continue
+                rule = pair.rule if role_rule == "exact" else f"{pair.rule}, roles by {role_rule}"
+                rule = next((r.rule for _, by in found for r in by.values() if isinstance(r, Derived)), rule)
+                golden_groups, mine_groups = merged(found, sides[1].groups[key], joining)
+                golden_key = (pair.golden.tap, golden_role, call)
+                at = place[key] if key in place else place[(*key[:2], 0)]  # a weight of a later step
+                units.append(Unit(key, golden_key, pair.mine.cls, rule, at, 0, golden_groups, mine_groups))
+    units.sort(key=lambda u: u.order)
+    units = with_routers(_with_depths(units, orders[1], layers))
+    classes = {p.mine.tap: p.mine.cls for p in names.pairs}
+    tree = Tree.of(list(dict.fromkeys(u.key[0] for u in units)), classes, _spans(units))
+    ranks = (len(golden.ranks), len(mine.ranks))
+    return Plan(
+        requests,
+        tokens,
+        names,
+        units,
+        tree,
+        max((u.depth for u in units), default=0),
+        skipped,
+        ranks,
+        bridged.lines,
+        notes,
+    )
+
+
+class _Side:
+    """One dump's records by (tap, role, call) and moment."""
+
+    def __init__(self, groups: dict[Key, dict[Moment, dict[int, Record]]]):
+        self.groups = groups
+        self._calls: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for tap, role, call in groups:
+            self._calls[(tap, role)].append(call)
+
+    def calls(self, tap: str, role: str) -> list[int]:
+        return sorted(self._calls[(tap, role)])
+
+    def vision(self, key: Key) -> bool:
+        return any((r.rows or "").startswith("vision") for by in self.groups[key].values() for r in by.values())
+
+    def find(self, key: Key, any_call: bool) -> list[tuple[Moment, dict[int, Record]]]:
+        """The groups of one key; of all calls in a vision tower, where images may be batched in another way."""
+        calls = self.calls(key[0], key[1]) if any_call else [key[2]]
+        return [item for c in calls for item in self.groups.get((key[0], key[1], c), {}).items()]
+
+
+def _cell_of(cells: Mapping[int, int]) -> Callable[[Record], int]:
+    return lambda r: own_cell(r.rank) if r.layout.kind == OWN else cells.get(r.rank, 0)
+
+
+def _grouped(dump: Any, cell_of: Callable[[Record], int], shares: Loose, *, parameters: bool = False) -> _Side:
+    """shares: partial sums that count as wholes (partial_sums.py). parameters: different cells' are different, too."""
+    groups: dict[Key, dict[Moment, dict[int, Record]]] = {}
+    for r in dump.records:
+        if shares and r.layout.kind == "partial" and (r.rank, r.step, r.hash) in shares:
+            r = replace(r, layout=WHOLE)
+        cell = cell_of(r) if r.step is not None or parameters else 0
+        groups.setdefault((r.tap, r.role, r.call), {}).setdefault((cell, r.step), {})[r.rank] = r
+    return _Side(groups)
+
+
+def _said_unsummed(side: str, dump: Any, shares: Loose) -> list[str]:
+    taps = unsummed_taps(dump, shares) if shares else []
+    if not taps:
+        return []
+    more = f" and of {len(taps) - 1} more" if len(taps) > 1 else ""
+    what = f"nobody adds up the ranks' partial sums of {taps[0]}{more} in {side}"
+    return [f"{what}: each rank goes on with its own share"]
+
+
+def _order(dump: Any, side: _Side) -> list[Key]:
+    ran = ((r.step, r.rank, r.seq, (r.tap, r.role, r.call)) for r in dump.records if r.step is not None)
+    ordered = flow_order(ran)
+    params = [(tap, role) for tap, role, _ in side.groups if (tap, role, 0) not in set(ordered)]
+    return add_parameters(ordered, params, _modules(dump))
+
+
+def _modules(dump: Any) -> list[Module]:
+    return max(dump.modules.values(), key=len, default=[])
+
+
+def _places(dump: Any, ordered: Iterable[Key], taps: str | None) -> list[Place]:
+    roles: dict[str, list[str]] = {}
+    for tap, role, _ in ordered:
+        if _wanted(tap, taps):
+            roles.setdefault(tap, [])
+            if role not in roles[tap]:
+                roles[tap].append(role)
+    classes = {r.tap: r.cls for r in dump.records}
+    params: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for r in dump.records:
+        if r.step is None and r.hash is not None and r.tap in roles:
+            params[r.tap].append((r.role, f"{r.rank} {r.hash}"))
+    return [Place(tap, classes.get(tap, ""), tuple(rs), tuple(sorted(params[tap]))) for tap, rs in roles.items()]
+
+
+def _with_depths(units: list[Unit], order: list[Key], layers: list[Layers]) -> list[Unit]:
+    """``units`` with what lies in front of each, by the dump that shows more of it."""
+    counts = [not u.is_param for u in units]
+    passed, between = [], []
+    for side, known in enumerate(layers):
+        keys = [u.key if side else u.golden_key for u in units]
+        passed.append([known.passed(key) for key in keys])
+        between.append(gaps(passed[side], [tap for tap, _, _ in keys], counts))
+    return [
+        replace(u, depth=max(len(g), len(m)), gap=max(gap))
+        for u, g, m, *gap in zip(units, *passed, *between, strict=True)
+    ]
+
+
+def _spans(units: Iterable[Unit]) -> dict[str, tuple[int, int]]:
+    """The first call's stretch of the data flow, of taps that were seen going in and coming out."""
+    seen: dict[str, list[tuple[int, bool]]] = defaultdict(list)
+    for u in units:
+        if not u.is_param and u.key[2] == 0:
+            seen[u.key[0]].append((u.order, u.key[1].startswith("input")))
+    both = {tap: orders for tap, orders in seen.items() if len({going_in for _, going_in in orders}) == 2}
+    return {tap: (min(orders)[0], max(orders)[0]) for tap, orders in both.items()}
+
+
+def _wanted(tap: str, taps: str | None) -> bool:
+    return taps is None or matches([glob.strip() for glob in taps.split(",")], (tap,))
+
+
+def _copies_differ(group: Group) -> bool:
+    for copies in group.merge.copies if group.merge else ():
+        hashes = {group.records[i].hash for i in copies} - {None}
+        if len(hashes) > 1:
+            return True
+    return False
+
+
+def _sampled(dump: Any) -> Any:
+    """(rank, step) → sampled tokens of the logits rows, read from the dump when asked for."""
+    records = {(r.rank, r.step): r for r in dump.records if r.tap == SAMPLER and r.role == TOKEN}
+
+    def sampled(rank: int, step: int) -> Any:
+        r = records.get((rank, step))
+        if r is None or r.payload is None or r.rows is None:
+            return None
+        try:
+            tokens = dump.read(r).reshape(-1)
+        except DumpError:  # said where the tensor itself is compared
+            return None
+        return tokens if r.shape and len(tokens) == r.shape[0] else None
+
+    return sampled

@@ -1,0 +1,120 @@
+"""Errors by row and a few values, kept for whoever looks: the heat map, the worst rows of a pair, a scatter.
+
+The problem: a pair says how bad its worst row is, and a person asks which rows, and what the numbers look like. The
+idea: `RowLog` listens while pairs are made and keeps one float32 per row of outputs (of inputs only what is wrong);
+`RowTable` is the same in columns, beside the finished pairs. `Sample` holds some values of both sides of one pair.
+Not here: measuring and judging (engine.py); choosing and reading samples (samples.py); drawing (report/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_accprobe.align.final_tokens import POSITION_MASK, subject
+
+if TYPE_CHECKING:
+    from vllm_accprobe.comparison.result import Pair
+
+Names = dict[int, "tuple[str, int | None]"]
+"""Subject of a row key → (request label, image index or None)."""
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """One entry per compared row of a tensor, all columns of one length.
+
+    pair: int32, index into ``Comparison.pairs``. request: int32, index into ``requests``, the labels (``a``, or
+    ``a, image 0`` for rows of a vision tower). position: int64, of the token in its request, or of the row in its
+    image. decode: bool. error: float32, in units of a relative L2 error (judge/verdict.py), 0 where the numbers agree,
+    infinite where NaNs differ. ratio: float32, error over the pair's limit; NaN where the pair has none. There are no
+    entries at all where every row of every pair agrees.
+    """
+
+    requests: tuple[str, ...]
+    pair: np.ndarray
+    request: np.ndarray
+    position: np.ndarray
+    decode: np.ndarray
+    error: np.ndarray
+    ratio: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.pair)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Values of one pair. pair: index into ``Comparison.pairs``. golden, mine: float32 [n], the same places of both
+    sides; the first ``worst`` of them lie in the worst row (``request``, ``position``), evenly spread, the others in
+    other rows."""
+
+    pair: int
+    golden: np.ndarray
+    mine: np.ndarray
+    worst: int
+    request: str | None = None
+    position: int | None = None
+
+
+@dataclass
+class RowLog:
+    """Filled pair by pair while the engine runs; 13 bytes per row."""
+
+    _entries: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def add(self, pair: Pair, keys: np.ndarray, error: np.ndarray, decode: np.ndarray) -> None:
+        """keys: int64 [n] row keys; error: float [n], or [1] for all rows alike; decode: bool [n]."""
+        if not len(keys) or len(decode) != len(keys) or pair.role.startswith("param."):
+            return
+        error = np.broadcast_to(error, keys.shape) if len(error) == 1 else error
+        if len(error) != len(keys):
+            return
+        error = error.astype(np.float32)
+        if not pair.role.startswith(("output", "inplace")):
+            bad = np.flatnonzero(error > (pair.limit or 0.0))
+            if not len(bad):
+                return
+            keys, error, decode = keys[bad], error[bad], decode[bad]
+        self._entries[_name(pair)] = (keys, error, decode)
+
+    def worst_key(self, pair: Pair) -> tuple[int, np.ndarray] | None:
+        """(key of the row with the largest error, all keys of the pair), or None for a pair without rows."""
+        entry = self._entries.get(_name(pair))
+        return None if entry is None else (int(entry[0][int(entry[1].argmax())]), entry[0])
+
+    def table(self, pairs: Sequence[Pair], names: Names) -> RowTable:
+        """``pairs`` in their final order, with their final limits."""
+        found = [(i, self._entries[_name(p)], p.limit) for i, p in enumerate(pairs) if _name(p) in self._entries]
+        if not any(entry[1].any() for _, entry, _ in found):  # all agrees: no row has anything to tell
+            found = []
+        owners = np.unique(np.concatenate([np.zeros(0, np.int64), *(np.unique(subject(e[0])) for _, e, _ in found)]))
+        labels = tuple(_label(*names.get(int(s), (str(int(s)), None))) for s in owners)
+        n = sum(len(entry[0]) for _, entry, _ in found)
+        # Filled stretch by stretch: of millions of rows, joined arrays would be most of the memory.
+        out = RowTable(
+            labels, np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int64), np.empty(n, bool),
+            np.empty(n, np.float32), np.empty(n, np.float32),
+        )  # fmt: skip
+        start = 0
+        for i, (keys, error, decode), limit in found:
+            here = slice(start, start := start + len(keys))
+            out.pair[here] = i
+            out.request[here] = np.searchsorted(owners, subject(keys))
+            out.position[here] = keys & POSITION_MASK
+            out.decode[here], out.error[here] = decode, error
+            with np.errstate(divide="ignore", invalid="ignore"):
+                allowed = np.float32(np.nan if limit is None else limit)
+                out.ratio[here] = np.where(error == 0, np.float32(0), error / allowed)
+        return out
+
+
+def _name(pair: Pair) -> tuple[Any, ...]:
+    return pair.golden, pair.mine, pair.step, pair.rank
+
+
+def _label(request: str, image: int | None) -> str:
+    return request if image is None else f"{request}, image {image}"

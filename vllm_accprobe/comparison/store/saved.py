@@ -1,0 +1,166 @@
+"""A measured comparison as one file, and back: DIR/measured.npz.
+
+The problem: a hundred thousand small arrays are slow as a hundred thousand members of an archive, and a pickle may
+run anything. The idea: all arrays of one kind lie one after the other in one long array; a JSON text, stored as bytes
+beside them, says which stretch belongs where. Equal arrays (the row keys of one step) are stored once. Read with
+allow_pickle=False.
+Not here: what the fields mean (measured.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import fields
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part, Setting
+from vllm_accprobe.comparison.result import CompareError
+
+NAME = "measured.npz"
+VERSION = 5
+_OFTEN = 32 << 20
+_POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
+_PART_ARRAYS = ("keys", "decode", "table", "choices", "margins")
+_PLAIN = tuple(f.name for f in fields(Part) if f.name not in _PART_ARRAYS)
+
+
+class _Writer:
+    """Says where each array will lie, and remembers which; nothing is copied before `write`."""
+
+    def __init__(self) -> None:
+        self.pools: dict[str, list[np.ndarray]] = {k: [] for k in _POOLS}
+        self.ends = dict.fromkeys(_POOLS, 0)
+        self.seen: dict[int, tuple[list[Any], np.ndarray]] = {}
+        self.known: dict[tuple[str, bytes], list[Any]] = {}
+
+    def put(self, array: np.ndarray | None) -> list[Any] | None:
+        """[kind, start, shape] of an array, or None for none."""
+        if array is None:
+            return None
+        kind = {"f": "f", "i": "i", "b": "b"}[array.dtype.kind]
+        if id(array) in self.seen:  # the array is held, so its id stays its own
+            return self.seen[id(array)][0]
+        flat: np.ndarray = np.ascontiguousarray(array, _POOLS[kind]).reshape(-1)
+        name = (kind, hashlib.blake2b(flat.tobytes(), digest_size=16).digest()) if kind != "f" else None
+        if name is not None and name in self.known:
+            return [*self.known[name][:2], list(array.shape)]
+        where = [kind, self.ends[kind], list(array.shape)]
+        self.pools[kind].append(flat)
+        self.ends[kind] += len(flat)
+        if name is not None:
+            self.known[name] = where
+            self.seen[id(array)] = where, array
+        return where
+
+    def write(self, archive: zipfile.ZipFile, rest: Callable[[], None]) -> None:
+        """Each pool as a member, array by array, as numpy.savez would write it. rest: called now and then."""
+        for kind, arrays in self.pools.items():
+            head = {"descr": np.dtype(_POOLS[kind]).str, "fortran_order": False, "shape": (self.ends[kind],)}
+            with archive.open(f"{kind}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array_header_1_0(member, head)
+                written = 0
+                for array in arrays:
+                    member.write(array.data.cast("B") if len(array) else b"")
+                    written += array.nbytes
+                    if written > _OFTEN:
+                        written = 0
+                        rest()
+
+
+def save(measured: Measured, directory: Path) -> Path:
+    """Writes ``directory``/measured.npz (replacing an older one whole) and returns its path."""
+    out = _Writer()
+    s = measured.setting
+    setting = {f.name: getattr(s, f.name) for f in fields(Setting) if f.name not in ("places", "moments")}
+    setting |= {
+        # JSON's keys are text: tables whose keys are not are lists of pairs.
+        "children": list(s.children.items()),
+        "names": list(s.names.items()),
+        "images": list(s.images.items()),
+        "batches": list(s.batches.items()),
+        "places": [out.put(a) for a in s.places],
+        "moments": [[list(m), out.put(keys)] for m, keys in s.moments.items()],
+    }
+    plain, arrays = attrgetter(*_PLAIN), attrgetter(*_PART_ARRAYS)
+    units = []
+    for u in measured.each():
+        parts = [[plain(p), list(map(out.put, arrays(p)))] for p in u.parts]
+        head = [list(u.key), u.cls, u.rule, u.order, u.depth, u.is_param, u.vision, u.gap]
+        units.append([head, parts, [out.put(u.columns), out.put(u.far)]])
+    text = json.dumps({"version": VERSION, "plain": _PLAIN, "setting": setting, "units": units}, default=_plain)
+    path, part = directory / NAME, directory / (NAME + ".part")
+    shelf = measured.shelf
+    with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        with archive.open("meta.npy", "w", force_zip64=True) as member:
+            np.lib.format.write_array(member, np.frombuffer(text.encode(), np.uint8), allow_pickle=False)
+        out.write(archive, shelf.rest if shelf is not None else lambda: None)
+    part.replace(path)
+    return path
+
+
+def load(directory: Path) -> Measured:
+    """What `save` wrote. Raises CompareError, one line, for anything else."""
+    path = directory / NAME if directory.is_dir() else directory
+    again = "; compare the dumps again"
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            pools = {k: data[k] for k in _POOLS}
+            meta = json.loads(data["meta"].tobytes())
+        if meta.get("version") != VERSION or tuple(meta["plain"]) != _PLAIN:
+            raise CompareError(f"{path} was written by another version of accprobe{again}")
+        return _measured(meta, pools)
+    except FileNotFoundError:
+        raise CompareError(
+            f"{path} does not exist: --rejudge takes a directory that `accprobe compare` wrote"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, zipfile.BadZipFile) as e:
+        why = f" ({str(e)[:100]})" if isinstance(e, OSError) else ""
+        raise CompareError(f"{path} is no whole measured.npz of `accprobe compare`{why}{again}") from None
+
+
+def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
+    def get(where: list[Any] | None) -> Any:
+        if where is None:
+            return None
+        kind, start, shape = where
+        size = int(np.prod(shape, dtype=np.int64))
+        if start < 0 or start + size > len(pools[kind]):
+            raise ValueError("an array lies outside the file")
+        return pools[kind][start : start + size].reshape(shape)
+
+    raw = dict(meta["setting"])
+    raw["children"] = {k: list(v) for k, v in raw["children"]}
+    raw["names"] = {int(k): (v[0], v[1]) for k, v in raw["names"]}
+    raw["images"] = {int(k): [tuple(x) for x in v] for k, v in raw["images"]}
+    raw["batches"] = {int(k): (v[0], v[1]) for k, v in raw["batches"]}
+    raw["places"] = tuple(get(a) for a in raw["places"])
+    raw["moments"] = {(m[0], m[1]): get(keys) for m, keys in raw["moments"]}
+    units = []
+    for head, parts, columns in meta["units"]:
+        made = []
+        for plain, arrays in parts:
+            values = dict(zip(_PLAIN, plain, strict=True))
+            for name in ("feature", "moment", "stats", "worst", "elements"):
+                values[name] = None if values[name] is None else tuple(values[name])
+            made.append(Part(**values, **dict(zip(_PART_ARRAYS, map(get, arrays), strict=True))))
+        tap, role, call = head[0]
+        cls, rule, order, depth, is_param, vision, gap = head[1:]
+        key = tap, role, call
+        sums, far = map(get, columns)
+        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, sums, far, gap))
+    return Measured(Setting(**raw), units)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return str(value)

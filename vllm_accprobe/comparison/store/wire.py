@@ -1,0 +1,140 @@
+"""Measured units as bytes, to be appended to a file or sent to another machine.
+
+The problem: results must survive a kill between any two bytes, and what comes from a file may be damaged or made up, so
+it must not be a pickle. The idea: a frame is two lengths, a hash, a JSON text and the arrays' bytes; the text says
+which stretch of the bytes is which array. A frame that is not whole is not there.
+Not here: what the values mean (measured.py), the finished comparison's file (saved.py), when to write (resume.py).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
+
+_HEAD = struct.Struct("<QQ16s")
+_PART_FIELDS = tuple(f.name for f in fields(Part))
+_UNIT_FIELDS = tuple(f.name for f in fields(MeasuredUnit) if f.name != "parts")
+LAYOUT = f"1 {' '.join(_PART_FIELDS)} | {' '.join(_UNIT_FIELDS)}"
+"""Changes whenever old frames would be misread."""
+
+
+def pack(units: Sequence[MeasuredUnit]) -> bytes:
+    """One frame."""
+    out = _Arrays()
+    said = [
+        [[out.say(getattr(u, name)) for name in _UNIT_FIELDS],
+         [[out.say(getattr(p, name)) for name in _PART_FIELDS] for p in u.parts]]
+        for u in units
+    ]  # fmt: skip
+    return frame({"units": said, "arrays": out.described}, b"".join(out.data))
+
+
+def unpack(text: dict[str, Any], data: bytes, known: dict[bytes, np.ndarray] | None = None) -> list[MeasuredUnit]:
+    """The units of a frame. Raises ValueError for anything that `pack` does not write.
+
+    known: remembers arrays of integers and booleans by their bytes: the row keys of a step belong to all its tensors.
+    """
+    try:
+        arrays = [_array(data, dtype, shape, start, known) for dtype, shape, start in text["arrays"]]
+        units = []
+        for head, parts in text["units"]:
+            plain = dict(zip(_UNIT_FIELDS, (_hear(v, arrays) for v in head), strict=True))
+            made = [Part(**dict(zip(_PART_FIELDS, (_hear(v, arrays) for v in p), strict=True))) for p in parts]
+            units.append(MeasuredUnit(parts=made, **plain))
+        return units
+    except (KeyError, TypeError, IndexError, ValueError) as e:
+        raise ValueError(f"not a frame of measured units: {e}") from None
+
+
+def frame(text: dict[str, Any], data: bytes = b"") -> bytes:
+    head = json.dumps(text).encode()
+    return _HEAD.pack(len(head), len(data), _digest(head, data)) + head + data
+
+
+def frames(stored: bytes | memoryview) -> Iterator[tuple[dict[str, Any], bytes, int]]:
+    """(text, data, end) of each whole frame at the beginning of ``stored``; ends at the first that is not whole."""
+    at = 0
+    while at + _HEAD.size <= len(stored):
+        n, m, digest = _HEAD.unpack_from(stored, at)
+        start, middle, end = at + _HEAD.size, at + _HEAD.size + n, at + _HEAD.size + n + m
+        if end > len(stored):
+            return
+        head, data = bytes(stored[start:middle]), bytes(stored[middle:end])
+        if _digest(head, data) != digest:
+            return
+        yield json.loads(head), data, end
+        at = end
+
+
+def _digest(head: bytes, data: bytes) -> bytes:
+    import xxhash
+
+    value = xxhash.xxh3_128(head)
+    value.update(data)
+    return value.digest()
+
+
+class _Arrays:
+    def __init__(self) -> None:
+        self.data: list[bytes] = []
+        self.described: list[list[Any]] = []
+        self._end = 0
+        self._known: dict[int, tuple[int, np.ndarray]] = {}
+
+    def say(self, value: Any) -> Any:
+        """A value as JSON: tuples and arrays, which JSON does not have, as marked lists."""
+        if isinstance(value, np.ndarray):
+            return ["array", self._put(value)]
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, tuple):
+            return ["tuple", *(self.say(v) for v in value)]
+        if isinstance(value, list):
+            return ["list", *(self.say(v) for v in value)]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise TypeError(f"{type(value).__name__} cannot be stored")
+
+    def _put(self, array: np.ndarray) -> int:
+        if id(array) not in self._known:  # the array is held, so its id stays its own
+            data = np.ascontiguousarray(array).tobytes()
+            self.described.append([array.dtype.str, list(array.shape), self._end])
+            self.data.append(data)
+            self._end += len(data)
+            self._known[id(array)] = len(self.described) - 1, array
+        return self._known[id(array)][0]
+
+
+def _hear(value: Any, arrays: list[np.ndarray]) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, *rest = value
+    if kind == "array":
+        return arrays[rest[0]]
+    items = [_hear(v, arrays) for v in rest]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _array(
+    data: bytes, dtype: str, shape: list[int], start: int, known: dict[bytes, np.ndarray] | None
+) -> np.ndarray:
+    kind = np.dtype(dtype)
+    if kind.kind not in "fiub":
+        raise ValueError(f"arrays of {dtype} are not stored here")
+    count = int(np.prod(shape, dtype=np.int64))
+    stop = start + count * kind.itemsize
+    if start < 0 or count < 0 or stop > len(data):
+        raise ValueError("an array lies outside its frame")
+    if known is not None and kind.kind in "ib":
+        name = dtype.encode() + data[start:stop]
+        if name not in known:
+            known[name] = np.frombuffer(data, kind, count, start).copy()
+        return known[name].reshape(shape)
+    return np.frombuffer(data, kind, count, start).reshape(shape)

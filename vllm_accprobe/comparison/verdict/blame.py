@@ -1,0 +1,253 @@
+"""Origins and flipped tokens as they stand in the result.
+
+The problem: what judge/ finds is keys and arrays; a reader wants a request, a position and one entry per module. The
+idea: `Places` answers where and when a row was computed; the rest turns each finding into its entry, and makes the
+pairs agree with it, so that no table calls a culprit clean.
+Not here: the finding itself (judge/origins/origin.py, judge/flips.py), what was recorded of a flipped token
+(flipped.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.tokens import Flip, position, subject
+from vllm_accprobe.comparison import messages
+from vllm_accprobe.comparison.measure.measured import Setting
+from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN
+from vllm_accprobe.comparison.result import FAIL, PASS, Pair
+from vllm_accprobe.judge import flips as rules
+from vllm_accprobe.judge.origins import shape
+from vllm_accprobe.judge.origins.origin import Created
+from vllm_accprobe.judge.origins.peer_evidence import Look
+from vllm_accprobe.judge.origins.row_errors import OUTPUT, PARAM, Trace
+
+Compared = list[tuple[Pair, np.ndarray]]
+"""Each pair with the keys of its rows."""
+Chosen = dict[str, "list[tuple[np.ndarray, np.ndarray]]"]
+"""Tap that is told which experts to use → (keys [n], experts [n, k]) of its tensors."""
+
+
+class Places:
+    """Where mine computed each row."""
+
+    def __init__(self, setting: Setting):
+        self.known, self.steps, self.decode = setting.places
+
+    def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(index into the sorted places, whether it is there) of each key."""
+        at = np.minimum(np.searchsorted(self.known, keys), max(len(self.known) - 1, 0))
+        return at, (self.known[at] == keys if len(self.known) else np.zeros(len(keys), bool))
+
+    def earliest(self, keys: np.ndarray) -> int:
+        """The index of the key that was computed first: in the earliest step, at the lowest position."""
+        at, there = self.find(keys)
+        step = np.where(there, self.steps[at], 0) if len(self.known) else np.zeros(len(keys))
+        return int(np.lexsort((position(keys), step))[0])
+
+    def phase(self, key: int) -> str | None:
+        at, there = self.find(np.array([key]))
+        if not there[0]:
+            return None
+        return "decode" if self.decode[at[0]] else "prefill"
+
+
+def origin_entry(
+    c: Created, setting: Setting, places: Places, pairs: Compared, chosen: Chosen | None = None
+) -> dict[str, Any]:
+    """compare.json's entry of an origin: its first row, and how many rows it has and how bad the worst is."""
+    trace = c.trace
+    request = where = phase = None
+    at = 0
+    if len(c.keys):
+        at = places.earliest(c.keys)
+        key = int(c.keys[at])
+        request, where = setting.name(key)
+        phase = places.phase(key)
+        if not request:  # a tensor that is compared as a whole
+            request = where = phase = None
+    value, limit, worst = size_of(c, at)
+    if trace.kind == PARAM:
+        found = next((p for p, _ in pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
+        value = found.rel_l2 if found is not None and found.rel_l2 is not None else value
+    other = setting.settings.get(c.tap) or setting.settings.get(c.trace.tap) or ""
+    said = "" if len(c.keys) and request is None else shape_of(c, setting, places, chosen or {})
+    return {
+        "module": c.tap,
+        "class": setting.classes.get(c.tap, ""),
+        "role": trace.role if trace.tap == c.tap else f"{trace.tap}/{trace.role}",
+        "request": request,
+        "position": where,
+        "phase": phase,
+        "created": value,
+        "propagated": float(c.explained[at]),
+        "floor": limit,
+        "evidence": c.evidence,
+        "tier": c.tier,
+        "times": worst / limit if limit and math.isfinite(worst) else None,
+        "chance": c.chance,
+        "layers": None,
+        "rows": len(c.keys),
+        "worst": worst,
+        "nonfinite": 0,
+        "shape": "; ".join(filter(None, (said, other))),
+        "setting": other,
+    }
+
+
+def steps_of(created: Sequence[Created]) -> dict[str, int]:
+    """Of each tap how many rows it makes NaN or infinite, of inputs that are neither."""
+    rows: dict[str, list[np.ndarray]] = {}
+    for c in created:
+        if len(c.steps):
+            rows.setdefault(c.tap, []).append(c.steps)
+    return {tap: len(np.unique(np.concatenate(found))) for tap, found in rows.items()}
+
+
+def size_of(c: Created, at: int = 0) -> tuple[float, float, float]:
+    """(error of the first row, what it was held against, error of the worst row), as relative L2 errors.
+
+    A row that a lone element or its norm condemned, while its relative L2 error is within the limit, is given in
+    verdict.py's common unit. A hidden error is that of the rows or columns that show it, against what it took.
+    """
+    trace = c.trace
+    if c.hidden is not None:
+        return c.hidden.size, c.hidden.size / c.hidden.strength, c.hidden.size
+    err = c.err
+    if len(trace.rel) == len(trace.keys) and len(trace.keys) and len(c.keys):
+        rel = trace.rel[np.minimum(np.searchsorted(trace.keys, c.keys), len(trace.keys) - 1)]
+        err = np.where(rel > trace.limit, rel, err)
+    return float(err[at]), trace.limit, float(err.max())
+
+
+def shape_of(c: Created, setting: Setting, places: Places, chosen: Chosen) -> str:
+    """The error's shape in words (judge/origins/shape.py)."""
+    if c.trace.kind == PARAM:
+        return ""
+    attrs = setting.attrs.get(c.trace.tap) or setting.attrs.get(c.tap) or {}
+    logits = "logits" in c.trace.tap or "lm_head" in c.trace.tap
+    rows = None
+    if c.look is not None and len(c.look.keys):
+        rows = _shape_rows(c, c.look, setting, places, chosen)
+    return shape.sentence(rows, c.trace.columns, attrs, tail="the vocabulary's tail" if logits else "")
+
+
+def _shape_rows(c: Created, look: Look, setting: Setting, places: Places, chosen: Chosen) -> shape.Rows:
+    at, there = places.find(look.keys)
+    step = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
+    counts = [setting.batches.get(int(s), (-1, -1)) for s in step.tolist()]
+    made = np.sqrt(np.maximum(look.err**2 - np.where(np.isfinite(look.before), look.before, 0.0) ** 2, 0.0))
+    made[~np.isfinite(look.err)] = np.inf
+    if len(c.keys):  # the measure that condemned a row may be another one than its relative error
+        guilty = np.isin(look.keys, c.keys)
+        made[guilty & (made == 0)] = look.err[guilty & (made == 0)]
+    who, where = subject(look.keys), position(look.keys)
+    decode = places.decode[at] & there if len(places.known) else np.zeros(len(look.keys), bool)
+    return shape.Rows(
+        made=made,
+        gain=look.gain,
+        position=where,
+        request=who,
+        decode=decode,
+        batch=np.array([n for n, _ in counts]),
+        tokens=np.array([n for _, n in counts]),
+        chunk=np.where(decode, 0, _chunks(who, step)),
+        names={int(s): setting.names[int(s)][0] for s in np.unique(who)},
+        experts=_experts(c.tap, look.keys, chosen),
+    )
+
+
+def _experts(tap: str, keys: np.ndarray, chosen: Chosen) -> np.ndarray | None:
+    """int64 [len(keys), k]: the experts of each row, -1 where not known; None for a tap outside of experts."""
+    for told, found in chosen.items():
+        root = told.partition(".experts")
+        if not (tap == told or (root[1] and tap.startswith(root[0] + root[1]))):
+            continue
+        known, experts = np.concatenate([k for k, _ in found]), np.concatenate([e for _, e in found])
+        order = np.argsort(known, kind="stable")
+        known, experts = known[order], experts[order]
+        at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+        return np.where((known[at] == keys)[:, None], experts[at], -1)
+    return None
+
+
+def _chunks(who: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """For each row the number of its step among those that computed its request, from 1."""
+    out = np.zeros(len(who), np.int64)
+    for one in np.unique(who):
+        mine = who == one
+        out[mine] = np.searchsorted(np.unique(step[mine]), step[mine]) + 1
+    return out
+
+
+def condemn(created: Sequence[Created], pairs: Compared) -> Compared:
+    """The pairs in which an error was created fail, also where so much may have piled up by then."""
+    guilty: dict[tuple[str, str, int], list[Created]] = {}
+    for c in created:
+        guilty.setdefault((c.trace.tap, c.trace.role, c.trace.call), []).append(c)
+    out = []
+    for pair, keys in pairs:
+        for c in guilty.get((pair.tap, pair.role, pair.call), ()):
+            mask = np.isin(c.keys, keys)
+            if pair.status == PASS and mask.any():
+                most, limit = float(c.err[mask].max()), c.trace.limit
+                gap = c.trace.gap
+                where = f"{gap} unseen layer{'s' * (gap > 1)}" if gap else "one operator"
+                what = f"creates an error of {most:.3g} (limit {limit:.2g} for {where})"
+                if c.hidden is not None:  # within fixed limits, but not what this operator does elsewhere
+                    most, limit, _ = size_of(c)
+                    what = f"creates an error of {most:.3g}, where {limit:.2g} would be usual ({c.hidden.how})"
+                pair = replace(pair, status=FAIL, message=messages.join(what, pair.message), limit=limit)
+                pair = replace(pair, measure="created", measured=most, allowed=limit)
+        out.append((pair, keys))
+    return out
+
+
+def judge_flips(
+    setting: Setting, traces: Sequence[Trace], places: Places, pairs: Compared
+) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]], Compared]:
+    """(entries of ``tokens.flipped``, the sampler as [(order, origin)] where it is one, the pairs with verdicts)."""
+    entries: list[dict[str, Any]] = []
+    guilty: list[tuple[int, dict[str, Any]]] = []
+    verdicts: dict[int, str] = {}
+    for found in setting.flips:
+        flip = Flip(**found["flip"])
+        golden, mine = (_as_best(b) for b in found["best"])
+        sides = [rules.Masking(None if by is None else tuple(by), grammar, _as_best(left))
+                 for by, grammar, left in found.get("masks") or [(None, None, None)] * 2]  # fmt: skip
+        masks = sides[0], sides[1]
+        why = rules.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks)
+        request, where = setting.name(flip.key)
+        entries.append(rules.flip_entry(flip, request, golden, mine, why, masks))
+        verdicts[flip.key] = why
+        if why == rules.SAMPLED:
+            cls = setting.classes.get(SAMPLER, "")
+            guilty.append((flip.key, messages.sampler_origin(cls, request, where, places.phase(flip.key))))
+    out = []
+    for pair, keys in pairs:
+        if (pair.tap, pair.role) == (SAMPLER, TOKEN) and pair.status in (PASS, FAIL):
+            pair = messages.judged_tokens(pair, [why for key, why in verdicts.items() if key in keys])
+        out.append((pair, keys))
+    if not guilty:
+        return entries, [], out
+    first = places.earliest(np.array([key for key, _ in guilty]))
+    return entries, [(setting.sampler_order, guilty[first][1] | {"rows": len(guilty)})], out
+
+
+def _as_best(lists: Any) -> rules.Best | None:
+    return None if lists is None else rules.Best(*map(np.array, lists))
+
+
+def _logits_agree(traces: Sequence[Trace], key: int) -> bool | None:
+    """Whether a row of the logits is within limits, by all that shows it; None where nothing does."""
+    known: bool | None = None
+    for t in traces:
+        if t.kind == OUTPUT and (t.tap == SAMPLER or "logits" in t.tap or "lm_head" in t.tap) and key in t.seen:
+            at = np.flatnonzero(t.keys == key)
+            known = (known is not False) and not (len(at) and t.err[at[0]] > t.allowed)
+    return known

@@ -1,0 +1,282 @@
+"""What would decide, as commands, where a comparison leaves its answer open.
+
+The problem: "no operator stands out" or "odd for its kind" is the end of what these two captures can say, and the
+reader does not know which further run would say more. The idea: from the plain values of a finished comparison it is
+derived what is missing (a replay, the inputs to replay with, a second run of golden's side, a golden in float32, rows,
+values, logits), and each gap becomes a sentence and the commands that close it, with the paths of these two dumps.
+Nothing is said where the answer is closed: a pass without holes, or an origin that breaks a floor which convicts.
+Not here: the finding (judge/), how it is shown (report/).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_accprobe.align.tokens import AFTER_FLIP
+from vllm_accprobe.comparison.plan.coverage import NEAR_TIE
+from vllm_accprobe.comparison.result import FAIL, PARTLY, PASS, SKIP, WHOLE
+from vllm_accprobe.judge.flips import UNKNOWN
+from vllm_accprobe.judge.tiers import UNLIKE_KIN
+
+if TYPE_CHECKING:
+    from vllm_accprobe.comparison.result import Comparison, Pair
+
+FEW_ROWS = 32
+"""chosen: a share of a few per cent of the rows, which is what a wrong tile or head touches, is one row of so many."""
+MOST = 0.5
+"""chosen: where more than half was not judged or differs, the other half is the exception."""
+_LOW = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two dumps. name: golden or mine; path: as it was opened; run: its run.json."""
+
+    name: str
+    path: str
+    run: Mapping[str, Any]
+
+    def of(self, part: str, field: str) -> Any:
+        """A field of a part of run.json; None where it is not there, as in another tool's dump."""
+        found = self.run.get(part)
+        return found.get(field) if isinstance(found, Mapping) else None
+
+    @property
+    def ours(self) -> bool:
+        return self.run.get("tool") == "accprobe"
+
+    @property
+    def task(self) -> str:
+        return str(self.of("probe", "task") or "")
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The modules that the capture was told to keep to; empty for all."""
+        return tuple(str(m) for m in self.of("probe", "modules") or ())
+
+    @property
+    def inputs(self) -> bool:
+        """Whether inputs and outputs were captured with their values, by our probe: what a replay needs."""
+        parts = self.of("probe", "parts") or ("input", "output")
+        return self.ours and self.task == "tensor" and {"input", "output"} <= set(parts)
+
+    def again(self, what: str) -> str:
+        """The name of a further dump of this side, beside this one."""
+        return f"{self.path.rstrip('/')}-{what}"
+
+    def capture(self, what: str, dtype: str | None = None, **settings: str) -> str:
+        """The line that makes a further dump of this side. settings: VLLM_ACCPROBE_ names without that."""
+        given = {"": "1", "DIR": self.again(what)} | settings
+        names = " ".join(f"VLLM_ACCPROBE{'_' * bool(k)}{k}={_word(v)}" for k, v in given.items())
+        if not self.ours or not str(self.of("engine", "runner") or "").startswith("vllm"):
+            more = "".join(f", {k}={_word(v)}" for k, v in settings.items()) + (f", in {dtype}" if dtype else "")
+            return f"# what made {_word(self.path)} again{more}, into {_word(self.again(what))}"
+        own = self.of("model", "dtype")
+        dtype = dtype or ("float32" if own == "float32" else None)
+        tp = self.of("parallel", "tp")
+        ranks = tp[1] if isinstance(tp, Sequence) and len(tp) == 2 else 1
+        out = f"{names} vllm serve {_word(str(self.of('model', 'path') or 'MODEL'))}"
+        out += f" --dtype {dtype}" if dtype else ""
+        return out + (f" --tensor-parallel-size {ranks}" if isinstance(ranks, int) and ranks > 1 else "")
+
+
+def would_decide(result: Comparison) -> list[dict[str, str]]:
+    """compare.json's ``would_decide``: [{"why", "command"}], what decides most first. A command may have several lines,
+    to be given one after the other; a line with # says what no command here can do. Empty where the answer is closed,
+    and where another tool's standard, which knows no origins, gave it."""
+    if result.foreign is not None:
+        return []
+    case = _Case(result, Side("golden", result.golden_path, result.golden_run),
+                 Side("mine", result.mine_path, result.mine_run))  # fmt: skip
+    found = case.passed() if result.verdict == PASS else case.failed()
+    return [{"why": why, "command": command} for why, command in found]
+
+
+def convicted(origin: Mapping[str, Any]) -> bool:
+    """Whether an origin breaks a floor that needs no further witness: any but that of its kin. An origin that does not
+    say its tier rests on fixed limits."""
+    return origin.get("tier") != UNLIKE_KIN or str(origin.get("role")).startswith("param.")
+
+
+_Step = tuple[str, str]
+"""(why, command)."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    result: Comparison
+    golden: Side
+    mine: Side
+
+    def failed(self) -> Iterator[_Step]:
+        origins = self.result.origins
+        if origins and convicted(origins[0]):
+            return
+        yield from self._values()
+        yield from self._eager()
+        yield from self._replay()
+        yield from self._second_run()
+        yield from self._float32()
+        yield from self._modules()
+        yield from self._rows()
+        yield from self._logits()
+
+    def passed(self) -> Iterator[_Step]:
+        yield from self._values()
+        yield from self._unjudged()
+        yield from self._without_partner()
+        yield from self._logits()
+
+    # --- what may be missing -----------------------------------------------------------------------------------
+
+    def _values(self) -> Iterator[_Step]:
+        poor = [s for s in self._sides() if s.ours and s.task != "tensor"]
+        by_statistics = sum(p.max_abs_err is None for p in self._judged()) if poor else 0
+        if by_statistics:
+            which = " and ".join(s.name for s in poor)
+            verb = "hold" if len(poor) > 1 else "holds"
+            judged = f"{_count(by_statistics, 'pair')} {'was' if by_statistics == 1 else 'were'}"
+            yield (
+                f"{which} {verb} statistics only, which show less than values do: {judged} judged by them",
+                self._lines(*(s.capture("tensors", TASK="tensor") for s in poor),
+                            self._compare(**{s.name: s.again("tensors") for s in poor})),
+            )  # fmt: skip
+
+    def _eager(self) -> Iterator[_Step]:
+        blind = [s for s in self._sides() if s.of("probe", "graphs")]
+        if blind:
+            yield (
+                f"{' and '.join(s.name for s in blind)} ran as graphs, in which nothing is seen: eager, each module is",
+                self._lines(*(s.capture("eager", GRAPHS="0") for s in blind),
+                            self._compare(**{s.name: s.again("eager") for s in blind})),
+            )  # fmt: skip
+
+    def _replay(self) -> Iterator[_Step]:
+        if self.result.replayed == WHOLE or not all(s.ours and s.task == "tensor" for s in self._sides()):
+            return
+        if all(s.inputs for s in self._sides()):
+            what = "only what was suspected was replayed" if self.result.replayed == PARTLY else "nothing was replayed"
+            yield f"{what}; a replay tells which operator is wrong for its own inputs", self._compare("--replay")
+            return
+        if not self.result.origins:
+            return
+        tap = str(self.result.origins[0].get("module", ""))
+        settings = {"PARTS": "input,output,params", "MODULES": tap}
+        names = {s.name: s.again("inputs") for s in self._sides()}
+        yield (
+            "inputs were not captured, so nothing can be replayed; with them, a replay tells whether this operator is "
+            "wrong for its own",
+            self._lines(*(s.capture("inputs", **settings) for s in self._sides()), self._compare("--replay", **names)),
+        )
+
+    def _second_run(self) -> Iterator[_Step]:
+        if self.result.standard.get("floor"):
+            return
+        g = self.golden
+        floor = g.again("floor")
+        yield (
+            "a second run of golden's side, batched in another way, shows what honest runs differ by",
+            self._lines(g.capture("again"),
+                        f"accprobe calibrate {_word(g.path)} {_word(g.again('again'))} --out {_word(floor)}",
+                        self._compare("--floor", floor)),
+        )  # fmt: skip
+
+    def _float32(self) -> Iterator[_Step]:
+        own = [str(s.of("model", "dtype") or "") for s in self._sides()]
+        if own[0] not in _LOW or own[0] != own[1] or self._alike_upstream() > MOST:
+            return
+        yield (
+            f"golden is {own[0]} as mine is, and what comes before the error differs too: of a float32 golden, all "
+            "differences are mine's",
+            self._lines(self.golden.capture("float32", "float32"), self._compare(golden=self.golden.again("float32"))),
+        )
+
+    def _modules(self) -> Iterator[_Step]:
+        some = [s for s in self._sides() if s.chosen]
+        if some and not self.result.origins:
+            yield (
+                f"{' and '.join(s.name for s in some)} kept only some modules ({', '.join(some[0].chosen)}): the error "
+                "may come from one that nobody saw",
+                self._lines(*(s.capture("whole") for s in some),
+                            self._compare(**{s.name: s.again("whole") for s in some})),
+            )  # fmt: skip
+
+    def _rows(self) -> Iterator[_Step]:
+        rows = int(self.result.coverage.get("rows_compared") or 0)
+        if 0 < rows < FEW_ROWS:
+            yield (
+                f"{_count(rows, 'row')} compared, too few to tell a habit from an accident: send both sides more and "
+                "longer requests",
+                self._more(),
+            )
+
+    def _logits(self) -> Iterator[_Step]:
+        unknown = sum(f.get("why") == UNKNOWN for f in self.result.tokens.get("flipped") or ())
+        if unknown:
+            names = {s.name: s.again("logits") for s in self._sides()}
+            yield (
+                f"{_count(unknown, 'flipped token')} may be near ties: the logits, which tell, were not captured",
+                self._lines(*(s.capture("logits", MODULES="logits") for s in self._sides()), self._compare(**names)),
+            )
+
+    def _unjudged(self) -> Iterator[_Step]:
+        skipped = self.result.coverage.get("skipped") or {}
+        compared = int(self.result.coverage.get("rows_compared") or 0)
+        ties, flips = int(skipped.get(NEAR_TIE) or 0), int(skipped.get(AFTER_FLIP) or 0)
+        # Rows after a near tie were compared and then left unjudged; those after a flip were never compared.
+        if ties + flips > MOST * (compared + flips):
+            yield (
+                f"{ties + flips:,} of {_count(compared + flips, 'row')} are not judged, for they come after a near tie "
+                "or a flipped token: send both sides more requests, and shorter ones",
+                self._more(),
+            )
+
+    def _without_partner(self) -> Iterator[_Step]:
+        alone = self.result.coverage.get("taps_only_mine") or ()
+        if alone and self.result.replayed != WHOLE and self.mine.inputs:
+            yield (
+                f"{_count(len(alone), 'module')} of mine have no partner in golden, first {alone[0]}; run again from "
+                "their own inputs they need none",
+                f"accprobe opcheck {_word(self.mine.path)}",
+            )
+
+    # --- facts -------------------------------------------------------------------------------------------------
+
+    def _sides(self) -> tuple[Side, Side]:
+        return self.golden, self.mine
+
+    def _judged(self) -> list[Pair]:
+        """Pairs of activations that have a verdict."""
+        return [p for p in self.result.pairs if p.status != SKIP and not p.role.startswith("param.")]
+
+    def _alike_upstream(self) -> float:
+        """The share of what comes before the first failed pair, all where none fails, that is identical."""
+        judged = self._judged()
+        first = min((p.order for p in judged if p.status == FAIL), default=None)
+        before = [p.identical for p in judged if first is None or p.order < first]
+        return sum(before) / len(before) if before else 1.0
+
+    def _compare(self, *more: str, golden: str = "", mine: str = "") -> str:
+        words = ["accprobe", "compare", golden or self.golden.path, mine or self.mine.path]
+        return " ".join(map(_word, [*words, *self.result.options, *more]))
+
+    def _more(self) -> str:
+        names = {s.name: s.again("more") for s in self._sides()}
+        return self._lines(*(s.capture("more") for s in self._sides()), self._compare(**names))
+
+    @staticmethod
+    def _lines(*lines: str) -> str:
+        return "\n".join(lines)
+
+
+def _word(text: str) -> str:
+    """A word of a command line, quoted where that is needed. A name comes from a dump: a line break in it would end a
+    comment, or look like another command; `?` stands for it, as in a glob."""
+    return shlex.quote("".join(c if c.isprintable() else "?" for c in text))
+
+
+def _count(n: int, one: str) -> str:
+    return f"{n:,} {one}{'s' * (n != 1)}"

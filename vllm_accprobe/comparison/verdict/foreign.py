@@ -1,0 +1,99 @@
+"""A comparison under another tool's standard: its columns beside ours, its word as the status.
+
+The problem: the verdict shall be the other tool's and everything else stay readable. The idea: judged as always first;
+then the tool's rule (judge/foreign.py) gives each pair its cells and its word. An error fails the pair, a warning is
+told and passes; where a tool has no verdict, ours stays. Origins, floors, flipped tokens and the shape of the error
+are ours in any case, and a note says what our own standard made of it.
+Not here: the rules.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import prod
+
+from vllm_accprobe.comparison import messages
+from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Comparison, Foreign, Pair
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.judge import foreign
+
+
+def apply(result: Comparison, name: str) -> Comparison:
+    """``result`` with pairs, verdict and further columns by the standard ``name`` (a key of judge.foreign.FOREIGN)."""
+    standard = foreign.FOREIGN[name]
+    cells, pairs = [], []
+    said: Counter[str] = Counter()
+    for pair in result.pairs:
+        row, changed, word = _judged(pair, standard)
+        said[word] += 1
+        cells.append(row)
+        pairs.append(changed)
+    verdicts = any(p.status == FAIL for p in pairs)
+    own = result.verdict.upper()
+    if said[foreign.NO_VERDICT] and not said[foreign.ERROR] and not said[foreign.PASS]:
+        note = f"standard '{name}' has no verdict of its own: the status is accprobe's"
+        verdict = result.verdict
+    else:
+        counts = ", ".join(f"{said[w]} {w}" for w in (foreign.ERROR, foreign.WARNING, foreign.PASS) if said[w])
+        note = f"status and verdict by the rules of '{name}' ({counts}); accprobe's own verdict is {own}"
+        verdict = FAIL if verdicts else PASS
+    if standard.needs_kl:
+        note += _about_kl(pairs)
+    divergence = messages.first_divergence(pairs, None) if verdict == FAIL else None
+    if divergence is not None:  # ours are other measures than the one that decided
+        place = tuple(divergence[k] for k in ("module", "role", "step"))
+        found = next(p for p in pairs if (p.tap, p.role, p.step) == place)
+        divergence |= {"metric": found.message, "value": None, "limit": None}
+    return replace(
+        result,
+        pairs=pairs,
+        verdict=verdict,
+        notes=[note, *result.notes],
+        first_divergence=result.first_divergence if verdict == result.verdict else divergence,
+        standard={"name": name, "origins by": result.standard},
+        foreign=Foreign(name, standard.columns, cells),
+    )
+
+
+def _about_kl(pairs: list[Pair]) -> str:
+    """Of which pairs there is no KL divergence: of none, where they were measured for another standard; else of
+    parameters, which are no distribution and are not measured for it."""
+    compared = [p for p in pairs if p.elements is not None or p.identical]
+    known = [p for p in compared if p.kl is not None or p.identical]
+    left = len(compared) - len(known)
+    if not left:
+        return ""
+    if not any(p.kl is not None for p in known):
+        return "; the KL divergence was not measured: compare the dumps again with this standard"
+    return f"; {len(known)} of {len(compared)} pairs have a KL divergence, parameters that differ have none"
+
+
+def _judged(pair: Pair, standard: foreign.Foreign) -> tuple[tuple[foreign.Cell, ...], Pair, str]:
+    if pair.status == SKIP or (pair.max_abs_err is None and not pair.nonfinite):
+        return (None,) * len(standard.columns), pair, foreign.SKIPPED
+    cells, word, why = standard.rule(_numbers(pair))
+    if word in (foreign.NO_VERDICT, foreign.SKIPPED):
+        return cells, pair, word
+    message = f"{standard.name}: {word}" + (f", {why}" if why else "")
+    status = FAIL if word == foreign.ERROR else PASS
+    return cells, replace(pair, status=status, message=message if word != PASS else ""), word
+
+
+def _numbers(pair: Pair) -> foreign.Numbers:
+    kind = DTYPES[pair.dtype_mine].kind if pair.dtype_mine in DTYPES else "float"
+    return foreign.Numbers(
+        dtype=pair.dtype_mine or "",
+        count=max(prod(pair.shape) - (pair.nonfinite or 0), 0),
+        exact=kind != "float",
+        identical=pair.identical,
+        zero=pair.cosine is None and not pair.max_abs_err,
+        cosine=pair.cosine,
+        rmse=pair.rmse,
+        max_abs=pair.max_abs_err,
+        rel_l2=pair.rel_l2,
+        max_rel=pair.max_rel_err,
+        elements=pair.elements,
+        kl=pair.kl,
+        broken=bool(pair.nonfinite_mismatch),
+    )

@@ -1,0 +1,309 @@
+"""A measured comparison in, a Comparison out.
+
+The problem: limits, blame, ties and words must meet in one result, and the same result must come from a file as from
+the tensors. The idea: one pass in order of the data flow, unit by unit: hold each part against the limits, keep the
+pair (words and numbers) and its trace (errors by row); then blame from the traces, flips from the samplers' best
+logits, and the verdict from all of it.
+Not here: measuring (engine.py), each of those matters (judge/, blame.py, coverage.py, messages.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.comparison import messages
+from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part
+from vllm_accprobe.comparison.measure.params import is_computed
+from vllm_accprobe.comparison.plan.coverage import finished
+from vllm_accprobe.comparison.plan.rowsets import RowSets
+from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN
+from vllm_accprobe.comparison.result import FAIL, PASS, CompareError, Comparison, NothingCompared
+from vllm_accprobe.comparison.row_table import RowLog
+from vllm_accprobe.comparison.verdict import blame, floors, harmless
+from vllm_accprobe.comparison.verdict.remarks import other_settings, remarks
+from vllm_accprobe.comparison.verdict.row_limits import Holder
+from vllm_accprobe.comparison.verdict.wrong_rows import Wrong, forgive, wrong_rows
+from vllm_accprobe.judge.calibration import MARGIN, Calibration
+from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
+from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
+from vllm_accprobe.judge.floor import unit as rounding_unit
+from vllm_accprobe.judge.flow import Tree
+from vllm_accprobe.judge.origins.everywhere import in_all_layers
+from vllm_accprobe.judge.origins.origin import Created, find_origins
+from vllm_accprobe.judge.origins.row_errors import Trace, kind_of
+from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice
+from vllm_accprobe.judge.standards import EXACT, Limits, Standard
+from vllm_accprobe.judge.verdict import RowErrors, rows_of
+from vllm_accprobe.kernels import definition
+
+_NO_KEYS = np.zeros(0, np.int64)
+
+
+def judge(
+    measured: Measured,
+    standard: Standard,
+    log: RowLog | None = None,
+    floor: Calibration | None = None,
+    *,
+    rate: float = FALSE_ALARM_RATE,
+) -> Comparison:
+    """The verdict on what was measured. log: filled with errors by row. floor: what golden's own runs differ by.
+    rate: the probability of an origin anywhere in a comparison of honest machines that is allowed.
+
+    Raises CompareError for a floor that fits nothing, and NothingCompared.
+    """
+    return _Judge(measured, standard, log or RowLog(), floor, rate).run()
+
+
+@dataclass
+class _Judge:
+    measured: Measured
+    standard: Standard
+    log: RowLog
+    floor: Calibration | None = None
+    rate: float = FALSE_ALARM_RATE
+    pairs: blame.Compared = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    replicas: int = 0
+    rerouted: Rerouted = field(default_factory=Rerouted)
+    chosen: blame.Chosen = field(default_factory=dict)
+
+    def run(self) -> Comparison:
+        setting = self.measured.setting
+        self.unit = flow_unit(setting.dtypes)
+        self.holder, self.rowsets = Holder(self.standard, self.unit, self.floor), RowSets()
+        self.tree = Tree(setting.classes, dict(setting.parent), dict(setting.children), dict(setting.mixing))
+        for unit in choices_first(self.measured.each()):
+            self._unit(unit)
+        if self._nothing():
+            raise NothingCompared(f"{self._why_nothing()} (golden {setting.golden_path}, mine {setting.mine_path})")
+        self._check_floor()
+        places = blame.Places(setting)
+        created = find_origins(self.traces, self.tree, self.standard, setting.images, self.rate)
+        created, excused = self._not_excused(created)
+        first = {c.tap: c for c in reversed(created)}  # a tap is named once, by the first tensor that shows it
+        named = [c for c in created if first[c.tap] is c]
+        origins = [(c.trace.order, blame.origin_entry(c, setting, places, self.pairs, self.chosen)) for c in named]
+        steps = blame.steps_of(created)
+        for _, entry in origins:
+            entry["nonfinite"] = steps.get(entry["module"], 0)
+        every = in_all_layers([entry["module"] for _, entry in origins], {t.tap for t in self.traces})
+        for _, entry in origins:
+            entry["layers"] = every.get(entry["module"])
+        judged = blame.condemn(created, self.pairs)
+        flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged)
+        origins = sorted(origins + sampler, key=lambda o: o[0])
+        pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
+        failed = any(p.status == FAIL for p in pairs)
+        rows = self.log.table(pairs, setting.names)
+        images = harmless.images(setting, self.measured.units, pairs)
+        said = [*remarks([o for _, o in origins], self.rerouted), *other_settings(setting.settings)]
+        about_floor = [s for s in (floors.sentence(self.floor, pairs), excused) if s]
+        return Comparison(
+            golden_path=setting.golden_path,
+            mine_path=setting.mine_path,
+            golden_run=setting.golden_run,
+            mine_run=setting.mine_run,
+            pairs=pairs,
+            coverage=finished(setting.coverage, self.rerouted),
+            first_divergence=messages.first_divergence(pairs, rows),
+            origins=[o for _, o in origins],
+            tokens={"compared": setting.tokens_compared, "flipped": flipped},
+            verdict=FAIL if failed or origins else PASS,
+            notes=messages.notes(
+                [*setting.notes, *images, *about_floor, *said], pairs, flipped, self.replicas, origins
+            ),
+            plan=setting.plan,
+            standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),
+            rows=rows,
+            measured=self.measured,
+            false_alarm_rate=self.rate,
+            by_chance=self.rate,
+        )
+
+    def _why_nothing(self) -> str:
+        why = self.measured.setting.nothing
+        if why.endswith(messages.ALL_SKIPPED) and any(p.status == PASS for p, _ in self.pairs):
+            return "nothing could be compared but parameters: no captured row of one dump has a partner in the other"
+        return why
+
+    def _not_excused(self, created: list[Created]) -> tuple[list[Created], str]:
+        """Without what golden's own runs create as strongly; and a sentence about these."""
+        if self.floor is None:
+            return created, ""
+        kept = [c for c in created if not self.floor.excuses(c.tap, blame.size_of(c)[2])]
+        taps = sorted({c.tap for c in created} - {c.tap for c in kept})
+        if not taps:
+            return created, ""
+        what = f"{len(taps)} taps create errors that golden's own runs show as well, first {taps[0]}"
+        return kept, what + ": not taken for origins"
+
+    def _check_floor(self) -> None:
+        if self.floor is None or any(self.floor.floor(p.tap, p.role, None) is not None for p, _ in self.pairs):
+            return
+        known = {(p.tap, p.role) for p, _ in self.pairs}
+        if not known & set(self.floor.floors):
+            raise CompareError("the floor fits none of the tensors compared: it was made with another model")
+
+    def _floor_facts(self) -> dict[str, Any]:
+        if self.floor is None:
+            return {}
+        return {"floor": self.floor.source, "floor_runs": list(self.floor.runs), "floor_margin": MARGIN}
+
+    def _nothing(self) -> bool:
+        """Equal weights alone are no comparison where activations were captured and none of them has a partner."""
+        judged = [p for p, _ in self.pairs if p.status in (PASS, FAIL)]
+        seen = self.measured.setting.coverage
+        # Rows that one side has alone: both were to compute, and one was killed before it did.
+        left = seen.get("rows_only_golden") or seen.get("rows_only_mine")
+        ran = bool(left) or any(not u.is_param for u in self.measured.units) or not self.measured.units
+        return not any(not p.role.startswith("param.") or not ran or p.status == FAIL for p in judged)
+
+    # --- units -------------------------------------------------------------------------------------------------
+
+    def _unit(self, unit: MeasuredUnit) -> None:
+        if unit.is_param:
+            for part in unit.parts:
+                self._param(unit, part)
+            return
+        found = [(p.keys, p.choices) for p in unit.parts if p.choices is not None and len(p.choices) == len(p.keys)]
+        if found:
+            self.chosen[unit.key[0]] = found
+        parts = [p for p in unit.parts if not p.skip]
+        limits = self.holder.limits(unit, parts)
+        totals = [total for total, _ in limits]
+        errors = self.holder.errors(parts, self.holder.row_floor(unit.parts), totals)
+        settled = [self._reroute(unit, part, e) for part, e in zip(parts, errors, strict=True)]
+        notes = [s.note for s in settled]
+        facts = self._facts(unit, parts, errors, totals, notes)
+        judged = iter(zip(parts, errors, totals, facts, strict=True))
+        for part in unit.parts:
+            if part.skip:
+                self._skip(unit, part)
+            else:
+                self._add(unit, *next(judged))
+        if parts and unit.key[:2] != (SAMPLER, TOKEN):
+            rows = [self._keys_of(p) for p in parts]
+            for i, mask in enumerate(s.left for s in settled):
+                if mask is not None:  # a row that is not judged is not one without an error: nothing is learned from it
+                    rows[i] = rows[i][~mask]
+                    errors[i] = errors[i] if parts[i].whole else rows_of(errors[i], ~mask)
+            own = np.concatenate([s.own for s in settled])
+            wrong, everywhere = wrong_rows(parts, errors, rows, own)
+            allowed, created = (max(pair[i].row for pair in limits) for i in (0, 1))
+            weak = any(p.stats is not None for p in parts)
+            self._trace(unit, rows, wrong, created, everywhere, max(allowed, 0.0), weak)
+
+    def _trace(
+        self,
+        unit: MeasuredUnit,
+        keys: list[np.ndarray],
+        wrong: Wrong,
+        limit: float,
+        everywhere: float = 0.0,
+        allowed: float = 0.0,
+        weak: bool = False,
+        spoilt: bool = False,
+    ) -> None:
+        rows = self.rowsets.of(keys)
+        at = rows.place[wrong.at]
+        if rows.distinct and len(at) == len(rows.seen):
+            bad = rows.seen  # all of them: the same array, which whoever compares knows again
+            order = np.empty(len(at), np.int64)
+            order[at] = np.arange(len(at))
+        else:
+            order = np.lexsort((wrong.err, at))
+            order = order[np.append(np.diff(at[order]) != 0, True)] if len(at) else order
+            bad = rows.seen[at[order]]
+        tap, role, call = unit.key
+        keyed = (rows.seen, bad, wrong.err[order], everywhere, unit.vision, allowed, weak)
+        part = next((p for p in unit.parts if not p.skip), None)
+        dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
+        unread = not dtypes or is_exact(*dtypes) or is_mask(role)
+        rounding = 0.0 if unread else self.holder.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
+        signs = (wrong.rel[order], wrong.gain[order], rounding, unit.columns, part.width if part is not None else 1)
+        known = (wrong.broken[order], wrong.own[order], spoilt, unit.gap)
+        self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs, *known))
+
+    def _param(self, unit: MeasuredUnit, part: Part) -> None:
+        if part.equal is None:
+            self._skip(unit, part)
+            return
+        limits = EXACT
+        (errors,) = self.holder.errors([part], 0.0, [limits])
+        if is_computed(unit.key[1]) and not part.equal:
+            limits = self.holder.limits(unit, [part])[0][1]
+            (errors,) = self.holder.errors([part], 0.0, [limits])
+        if part.equal:  # alike but for the rounding to another dtype
+            errors = replace(errors, err=np.zeros_like(errors.err))
+        self._add(unit, part, errors, limits, *self._facts(unit, [part], [errors], [limits], [""]))
+        worst = float(errors.err.max()) if len(errors.err) else 0.0
+        spoilt = part.table is not None and bool(part.table[:, definition.MISMATCH].any())
+        none = wrong_rows([], [], [])[0]
+        self._trace(unit, [], none, limits.row, worst if worst > limits.row else 0.0, spoilt=spoilt)
+
+    def _facts(
+        self, unit: MeasuredUnit, parts: list[Part], errors: list[RowErrors], limits: list[Limits], notes: list[str]
+    ) -> list[messages.Facts]:
+        """What the pairs say besides names and limits."""
+        holder = self.holder
+        tables = [p.table for p in parts if p.table is not None]
+        metrics = iter(definition.metrics_of_each(tables))
+        out = []
+        for part, worst, limit, note in zip(parts, holder.worst(parts, errors), limits, notes, strict=True):
+            model = None if limit.exact else holder.rounding_floor(unit, part)
+            phase = holder.phase(part)
+            floor = floors.floor_of(unit.key, phase, worst.rel, limit.row, self.floor, model)
+            out.append(messages.Facts(worst, None if part.table is None else next(metrics), phase, floor, note))
+        return out
+
+    def _keys_of(self, part: Part) -> np.ndarray:
+        """The rows that a part speaks for: its own, or, without rows, all of its step."""
+        return self.measured.setting.moments.get(part.moment, _NO_KEYS) if part.whole else part.keys
+
+    def _add(self, unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, facts: messages.Facts) -> None:
+        self.replicas += bool(part.replicas)
+        pair = messages.make_pair(unit, part, errors, limits, self.measured.setting, facts)
+        self.pairs.append((pair, part.keys))
+        self.log.add(pair, part.keys, errors.err, part.decode)
+
+    def _skip(self, unit: MeasuredUnit, part: Part) -> None:
+        self.pairs.append((messages.skipped_pair(unit, part), _NO_KEYS))
+
+    def _reroute(self, unit: MeasuredUnit, part: Part, errors: RowErrors) -> _Settled:
+        """Finds rows sent to other experts at a near tie, and leaves the rows that come after one unjudged."""
+        if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
+            keys = self._keys_of(part)
+            if not self.rerouted.after(keys).any():
+                return _Settled()
+            forgive(errors, np.ones(len(errors.err), bool))
+            why = "not judged: its step has rows after a router's near tie, and it does not say which are theirs"
+            return _Settled(why, np.ones(len(keys), bool))
+        if len(errors.err) != len(part.keys):
+            return _Settled()
+        wrong = np.zeros(len(part.keys), bool)
+        if is_choice(unit.key[1], unit.cls):
+            other = np.flatnonzero(errors.err > 0)
+            found = None if part.margins is None else part.margins[other]
+            excused, bad = self.rerouted.judge(part.keys[other], found, self.unit, unit, self.traces)
+            self.rerouted.add(part.keys[other[excused]])
+            wrong[other[bad]] = True
+        mask = self.rerouted.after(part.keys) & ~wrong
+        own = part.keys[wrong]
+        if not mask.any():
+            return _Settled("", None, own)
+        forgive(errors, mask)
+        return _Settled(f"{int(mask.sum())} rows after a router's near tie are not judged", mask, own)
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """What choices of experts make of a part. note: for its pair. left: bool [rows], which are not judged. own: keys of
+    the rows whose choice is wrong by mine's own logits."""
+
+    note: str = ""
+    left: np.ndarray | None = None
+    own: np.ndarray = field(default_factory=lambda: _NO_KEYS)

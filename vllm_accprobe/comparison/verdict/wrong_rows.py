@@ -1,0 +1,69 @@
+"""The rows of a place that have an error, of all its tensors, as one trace wants them.
+
+The problem: a place has one tensor per step, with rows, without, or with one number that stands for all; blame wants
+one list of rows. The idea: the rows with an error of all parts, one after the other, each with what is known of it.
+Not here: how large an error is (judge/verdict.py), sorting rows (rowsets.py), the trace (judging.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_accprobe.comparison.measure.measured import Part
+from vllm_accprobe.judge.verdict import NONFINITE, RowErrors
+
+_NO_KEYS = np.zeros(0, np.int64)
+
+
+def forgive(errors: RowErrors, mask: np.ndarray) -> None:
+    errors.err[mask], errors.rel[mask], errors.ratio[mask], errors.peak[mask] = 0.0, 0.0, 1.0, 0.0
+    errors.gain[mask] = 0.0
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """The rows of a unit that have an error: at, which of its keys, one part after the other; what `Trace` says."""
+
+    at: np.ndarray
+    err: np.ndarray
+    rel: np.ndarray
+    gain: np.ndarray
+    broken: np.ndarray
+    own: np.ndarray
+
+
+def wrong_rows(
+    parts: list[Part], errors: list[RowErrors], keys: list[np.ndarray], own: np.ndarray = _NO_KEYS
+) -> tuple[Wrong, float]:
+    """The rows with an error, and the largest error that belongs to no row. keys: that each part speaks for. own: keys
+    that are wrong whatever came in."""
+    found: list[tuple[np.ndarray, ...]] = []
+    everywhere, start = 0.0, 0
+    for part, e, rows in zip(parts, errors, keys, strict=True):
+        n = len(rows)
+        if part.whole and (e.err > 0).any():
+            if n:
+                most = np.full(n, e.err.max())
+                broken = np.full(n, _broken(part, e).any())
+                found.append((np.arange(start, start + n), most, most, np.zeros(n), broken, np.zeros(n, bool)))
+            else:
+                everywhere = max(everywhere, float(e.err.max()))
+        elif not part.whole and len(e.err) == n:
+            bad = np.flatnonzero(e.err > 0)
+            known = np.isin(rows[bad], own) if len(own) else np.zeros(len(bad), bool)
+            found.append((start + bad, e.err[bad], e.rel[bad], e.gain[bad], _broken(part, e)[bad], known))
+        elif not part.whole and e.err[0] > 0:
+            values = e.err, e.rel, e.gain, _broken(part, e)
+            found.append((np.arange(start, start + n), *(np.full(n, v[0]) for v in values), np.zeros(n, bool)))
+        start += n
+    if not found:
+        none, no = np.zeros(0), np.zeros(0, bool)
+        return Wrong(np.zeros(0, np.int64), none, none, none, no, no), everywhere
+    return Wrong(*(np.concatenate([f[i] for f in found]) for i in range(6))), everywhere
+
+
+def _broken(part: Part, errors: RowErrors) -> np.ndarray:
+    """bool [rows]: NaN or infinity on one side only, and not on golden's."""
+    return (errors.measure == NONFINITE) & (part.own_nonfinite is not False)

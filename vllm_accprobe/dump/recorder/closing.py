@@ -1,0 +1,50 @@
+"""Whether somebody still writes to a dump that is about to be closed.
+
+The problem: a front end that ends its engine must not kill it while a rank is writing its last lines, nor wait for half
+a minute for an engine that hangs and has nothing to write any more. The idea: a writer holds a lock on its journal
+until it has closed it or died, and a rank of errcheck says in its report that it has closed it. Not here: what is in a
+journal (lines.py) or in a report (findings.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_accprobe.dump.findings import ErrcheckError, alive, read
+from vllm_accprobe.dump.recorder.lines import lock
+from vllm_accprobe.dump.schema import JOURNAL
+
+_MOST = 100
+
+
+def writing(root: Path) -> bool:
+    """Whether a rank's journal or report is open below ``root``, its ``errcheck``, or the dumps of further engines
+    beside it (``root.2`` ...). Never raises."""
+    return any(_written(place) for dump in _dumps(root) for place in (dump, dump / "errcheck"))
+
+
+def _dumps(root: Path) -> Iterator[Path]:
+    yield root
+    for number in range(2, _MOST):
+        beside = root.with_name(f"{root.name}.{number}")
+        if not beside.is_dir():
+            return
+        yield beside
+
+
+def _written(dump: Path) -> bool:
+    try:
+        journals = list(dump.glob(f"rank*/{JOURNAL}"))
+        return any(map(_locked, journals)) or alive(read(dump))
+    except (OSError, ErrcheckError):
+        return False
+
+
+def _locked(journal: Path) -> bool:
+    fd = os.open(journal, os.O_RDONLY)
+    try:
+        return not lock(fd)
+    finally:
+        os.close(fd)

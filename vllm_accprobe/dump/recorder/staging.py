@@ -1,0 +1,183 @@
+"""Where the model's thread puts bytes and lines, batch by batch.
+
+The problem: payloads of any size must lie one after the other in a segment file that is written in whole aligned
+blocks, and each line must travel with the block in which its payload ends. The idea: a current batch that owns one
+block; it is sealed, that is handed over, when the block is full, when it is old (the writer decides), and where a
+segment ends. Everything here runs under the writer's condition, which is also what a full house waits on. Not here: the
+threads that empty the queues, budgets, stopping (writer.py), files (disk_threads.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from vllm_accprobe.dump.recorder.blocks import Block
+from vllm_accprobe.dump.recorder.queued import Batch, Line, OpenSegment, Pending
+from vllm_accprobe.dump.recorder.template import TemplateLine
+from vllm_accprobe.dump.schema import Payload
+from vllm_accprobe.dump.segment import ALIGN, PAGE
+from vllm_accprobe.dump.stats import StatsCell
+
+
+class Staging:
+    """Batches on their way, each in two queues, since two threads work on it at once. ``payload_bytes`` are those
+    accepted, ``waiting_lines`` those not yet written (the writer counts them down), ``sealed`` the batches ever queued.
+    After ``closed`` is set, nobody waits."""
+
+    def __init__(self, cond: threading.Condition, block_bytes: int, blocks: int, segment_bytes: int):
+        self.free: list[Block] = []
+        self.to_disk: deque[Batch] = deque()
+        self.to_journal: deque[Batch] = deque()
+        self.current: Batch | None = None
+        self.payload_bytes = 0
+        self.waiting_lines = 0
+        self.sealed = 0
+        self.closed = False
+        self._cond = cond
+        self._block_bytes = block_bytes
+        self._unmade_blocks = blocks
+        self._segment_bytes = segment_bytes
+        self._segment: OpenSegment | None = None
+
+    def copy(
+        self, parts: Sequence[tuple[int, int]], nbytes: int, room: int, owner: Pending | StatsCell
+    ) -> Payload | None:
+        """Copies ``parts``, ``nbytes`` in all, as the payload of ``owner``, whose header entry takes ``room`` bytes.
+        None when ``closed`` came while it waited for a block. ``append_with_payload`` queues the line afterwards."""
+        segment = self._segment
+        if segment is None or segment.room < room or segment.end + nbytes > self._segment_bytes:
+            segment = self._segment_for(nbytes, room)
+        segment.room -= room
+        gap = -segment.end % ALIGN
+        if gap:
+            self._advance(segment, gap)
+        payload = Payload(segment.index, segment.end, nbytes)
+        for address, left in parts:
+            while left > 0:
+                batch = self.current
+                if batch is None or batch.block is None or batch.used == self._block_bytes:
+                    batch = self._with_room(segment)
+                if batch is None or batch.block is None:
+                    return None
+                n = min(left, self._block_bytes - batch.used)
+                batch.block.fill(batch.used, address, n)
+                self._piece(batch, owner, n)
+                segment.end += n
+                address, left = address + n, left - n
+        return payload
+
+    def copy_whole(self, address: int, line: TemplateLine) -> bool:
+        """``copy`` and ``append_with_payload`` in one, for a payload that fits into the current block as it is; False,
+        and nothing done, where it does not. Most of a model's tensors do."""
+        batch, segment = self.current, self._segment
+        if batch is None or segment is None or batch.segment is not segment or batch.block is None:
+            return False
+        template, _, _, _, cell = line
+        nbytes, off, start = template.nbytes, segment.end, batch.used
+        if (
+            off % ALIGN
+            or segment.room < template.room
+            or off + nbytes > self._segment_bytes
+            or start + nbytes >= self._block_bytes
+        ):
+            return False
+        batch.block.fill(start, address, nbytes)
+        cell.payload = Payload(segment.index, off, nbytes)
+        batch.used = start + nbytes
+        batch.pieces.append((cell, start, start + nbytes))
+        batch.lines.append(line)
+        batch.templates.append(line)
+        segment.room -= template.room
+        segment.end = off + nbytes
+        self.payload_bytes += nbytes
+        self.waiting_lines += 1
+        return True
+
+    def append_with_payload(self, line: Pending | TemplateLine, nbytes: int) -> None:
+        """Queues the line of the payload that was copied last."""
+        self.payload_bytes += nbytes
+        batch = self.current or self._batch()
+        batch.lines.append(line)
+        self.waiting_lines += 1
+        if isinstance(line, tuple):
+            batch.templates.append(line)
+        if batch.used == self._block_bytes:
+            self.seal()
+
+    def _segment_for(self, nbytes: int, room: int) -> OpenSegment:
+        segment = self._segment
+        if segment is None:
+            segment = OpenSegment(0)
+        elif segment.room < room or (segment.end and segment.end + nbytes > self._segment_bytes):
+            batch = self.current = self.current or Batch()
+            batch.segment, batch.last = segment, True
+            self.seal()
+            segment = OpenSegment(segment.index + 1)
+        self._segment = segment
+        return segment
+
+    def _with_room(self, segment: OpenSegment) -> Batch | None:
+        """The current batch, with a block that takes at least one byte more; waits for it. None: stopped."""
+        if self.current is not None and self.current.used == self._block_bytes:
+            self.seal()
+        while self.current is None or self.current.block is None:
+            if self.closed:
+                return None
+            if self.free or self._unmade_blocks:
+                batch = self._batch()
+                batch.segment = segment
+                if self.free:
+                    batch.block = self.free.pop()
+                else:
+                    self._unmade_blocks -= 1
+                    batch.block = Block(self._block_bytes)
+                batch.born = time.monotonic()
+            else:
+                self._cond.wait()
+        return self.current
+
+    def _advance(self, segment: OpenSegment, gap: int) -> None:
+        batch = self.current
+        if gap and batch is not None and batch.block is not None:
+            batch.block.zero(batch.used, gap)
+            batch.used += gap
+            segment.end += gap
+
+    @staticmethod
+    def _piece(batch: Batch, owner: Pending | StatsCell, n: int) -> None:
+        start, stop = batch.used, batch.used + n
+        if batch.pieces and batch.pieces[-1][0] is owner:
+            start = batch.pieces.pop()[1]  # parts of one payload: one piece, so that no element is cut
+        batch.pieces.append((owner, start, stop))
+        batch.used = stop
+
+    def append(self, line: Line) -> None:
+        """Queues a line behind everything before it."""
+        (self.current or self._batch()).lines.append(line)
+        self.waiting_lines += 1
+
+    def _batch(self) -> Batch:
+        if self.current is None:
+            self.current = Batch()
+            self._cond.notify_all()  # the thread sleeps without a timeout while there is nothing
+        return self.current
+
+    def seal(self) -> None:
+        """Hands the current batch to the thread. Its bytes are rounded up to whole pages, so that the next block is
+        written at a page again."""
+        batch, self.current = self.current, None
+        if batch is None:
+            return
+        if batch.segment is not None:
+            gap = -batch.used % PAGE
+            if gap and batch.block is not None:
+                batch.block.zero(batch.used, gap)
+                batch.used += gap
+                batch.segment.end += gap
+        self.to_disk.append(batch)
+        self.to_journal.append(batch)
+        self.sealed += 1
+        self._cond.notify_all()

@@ -1,0 +1,1 @@
+"""From the bytes of other tools' files to tensors, with bounds on everything and without running what they say."""

@@ -1,0 +1,229 @@
+"""A binary dump of one operator by Ascend's graph engine, read without its toolkit.
+
+The problem: the file holds all tensors of an operator behind one protobuf header, in layouts that only the hardware
+likes, and the vendor's reader needs the vendor's toolkit. The idea: the header's few fields are read by number, the
+payloads follow one another in a fixed order (inputs, outputs, buffers, spaces) with their sizes in the header, and a
+layout is undone by a transpose.
+Format: uint64 length, little-endian; toolkit.dump.DumpData (field numbers of Ascend/metadef's dump_task.proto);
+payloads. Layouts: FRACTAL_NZ [.., n1, m1, m0, n0] and NC1HWC0 [n, c1, h, w, c0] as the CANN documents define them.
+Not here: directories of such files and names (torchair.py).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.files import DumpError, open_regular, read_into
+from vllm_accprobe.formats.io import protobuf
+
+_MAX_HEADER = 16 << 20
+_MAX_DIMS = 32
+_DTYPES = {
+    1: "float32",
+    2: "float16",
+    3: "int8",
+    4: "uint8",
+    5: "int16",
+    6: "uint16",
+    7: "int32",
+    8: "int64",
+    9: "uint32",
+    10: "uint64",
+    11: "bool",
+    12: "float64",
+    16: "complex64",
+    17: "complex128",
+    18: "int8",  # quantised integers: the integers themselves are compared
+    19: "int16",
+    20: "int32",
+    21: "uint8",
+    22: "uint16",
+    27: "bfloat16",
+    34: "float8_e5m2",
+    35: "float8_e4m3fn",
+    36: "float8_e8m0fnu",
+}
+NC1HWC0, FRACTAL_NZ = 3, 29
+
+
+@dataclass(frozen=True, slots=True)
+class GeTensor:
+    """One tensor of a file. kind: ``input`` or ``output``; index: its place among them; dtype: torch's name, None for
+    one that has no such; shape: as it means to the model, ``stored`` as it lies in the file; offset, nbytes: in the
+    file; ref: the operator of the original graph that an output came from, "" where the header does not say."""
+
+    kind: str
+    index: int
+    dtype: str | None
+    code: int
+    shape: tuple[int, ...]
+    stored: tuple[int, ...]
+    format: int
+    offset: int
+    nbytes: int
+    ref: str = ""
+
+    def problem(self) -> str:
+        """Why its values cannot be read; "" where they can."""
+        if self.dtype is None:
+            return f"data type {self.code} has no counterpart in torch"
+        wanted = math.prod(self.stored) * DTYPES[self.dtype].itemsize
+        if wanted > self.nbytes:
+            return f"shape {list(self.stored)} of {self.dtype} needs {wanted} bytes, the header gives it {self.nbytes}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class GeFile:
+    """A parsed header. op: the operator's name, "" where the header does not say."""
+
+    path: Path
+    op: str
+    tensors: tuple[GeTensor, ...]
+
+
+def parse(path: Path) -> GeFile:
+    """Reads the header of ``path``, no payload. Raises DumpError, one line, for anything that is no such dump."""
+    try:
+        fd = open_regular(path)
+        with os.fdopen(fd, "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            start = f.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or not 0 < length <= min(_MAX_HEADER, size - 8):
+                raise DumpError(f"{path}: not a graph engine dump: its header would be {length} of {size} bytes")
+            header = memoryview(f.read(length))
+    except OSError as e:
+        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None
+    try:
+        return _file(path, header, 8 + length, size)
+    except ValueError as e:
+        raise DumpError(f"{path}: not a graph engine dump: {e}") from None
+
+
+def _file(path: Path, header: memoryview, offset: int, size: int) -> GeFile:
+    if len(header) + 8 != offset:
+        raise ValueError("its header is cut off")
+    op, outputs, inputs = "", [], []
+    for number, value in protobuf.fields(header):
+        if number == 3 and not isinstance(value, int):
+            outputs.append(_tensor(value, size_field=6, original_shape=7, ref=4))
+        elif number == 4 and not isinstance(value, int):
+            inputs.append(_tensor(value, size_field=5, original_shape=6, ref=0))
+        elif number == 6 and not isinstance(value, int):
+            op = _text(value)
+    tensors = []
+    for kind, raw in (("input", inputs), ("output", outputs)):
+        for index, t in enumerate(raw):
+            if t.nbytes > size - offset:
+                left = f"{kind} {index} should have {t.nbytes} bytes, the file has {max(size - offset, 0)} left"
+                raise ValueError(f"cut off: {left}")
+            shape = _meant(t)
+            tensors.append(
+                GeTensor(kind, index, _DTYPES.get(t.code), t.code, shape, t.shape, t.format, offset, t.nbytes, t.ref)
+            )
+            offset += t.nbytes
+    if not tensors:
+        raise ValueError("it describes no tensor")
+    return GeFile(path, op, tuple(tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class _Raw:
+    code: int
+    format: int
+    shape: tuple[int, ...]
+    original: tuple[int, ...] | None
+    nbytes: int
+    ref: str
+
+
+def _tensor(data: memoryview, *, size_field: int, original_shape: int, ref: int) -> _Raw:
+    code = form = nbytes = 0
+    shape: tuple[int, ...] = ()
+    original: tuple[int, ...] | None = None
+    name = ""
+    for number, value in protobuf.fields(data):
+        if number == size_field and isinstance(value, int):
+            nbytes = value
+        elif number == 1 and isinstance(value, int):
+            code = value
+        elif number == 2 and isinstance(value, int):
+            form = value & 0xFF  # the upper bits are a sub-format
+        elif number == 3 and not isinstance(value, int):
+            shape = _shape(value)
+        elif number == original_shape and not isinstance(value, int):
+            original = _shape(value) or None
+        elif ref and number == ref and not isinstance(value, int):
+            name = next((_text(v) for n, v in protobuf.fields(value) if n == 1 and not isinstance(v, int)), "")
+    return _Raw(code, form, shape, original, nbytes, name)
+
+
+def _shape(data: memoryview) -> tuple[int, ...]:
+    dims = [d for number, value in protobuf.fields(data) if number == 1 for d in protobuf.numbers(value)]
+    if len(dims) > _MAX_DIMS or any(d >= 1 << 40 for d in dims) or math.prod(max(d, 1) for d in dims) >= 1 << 56:
+        raise ValueError(f"a shape of {len(dims)} dimensions that no tensor has")
+    return tuple(dims)
+
+
+def _text(value: memoryview) -> str:
+    return bytes(value[:1000]).decode("utf-8", "replace")
+
+
+def _meant(t: _Raw) -> tuple[int, ...]:
+    """The shape that the model sees: of a layout that can be undone, the original one."""
+    return t.original if t.original is not None and _undoes(t.shape, t.format, t.original) else t.shape
+
+
+def _undoes(stored: tuple[int, ...], form: int, meant: tuple[int, ...]) -> bool:
+    if form == FRACTAL_NZ and len(stored) == len(meant) + 2 and len(meant) >= 2:
+        *lead, n1, m1, m0, n0 = stored
+        return tuple(lead) == meant[:-2] and meant[-2] <= m1 * m0 and meant[-1] <= n1 * n0
+    if form == NC1HWC0 and len(stored) == 5 and len(meant) == 4:
+        n, c1, h, w, c0 = stored
+        return (n, h, w) == (meant[0], meant[2], meant[3]) and meant[1] <= c1 * c0
+    return False
+
+
+def read(path: Path, tensor: GeTensor) -> np.ndarray:
+    """The bits of ``tensor``, shape ``tensor.shape``, dtype DTYPES[tensor.dtype].storage, C order. Raises DumpError."""
+    problem = tensor.problem()
+    if problem or tensor.dtype is None:
+        raise DumpError(f"{path}: {tensor.kind} {tensor.index}: {problem}")
+    storage = DTYPES[tensor.dtype].storage
+    data = np.empty(tensor.stored, storage)
+    if data.size:
+        fill(path, tensor.offset, data)
+    if tensor.shape == tensor.stored:
+        return data
+    return np.ascontiguousarray(_undo(data, tensor.format, tensor.shape))
+
+
+def _undo(data: np.ndarray, form: int, shape: tuple[int, ...]) -> np.ndarray:
+    if form == FRACTAL_NZ:
+        *lead, n1, m1, m0, n0 = data.shape
+        k = len(lead)
+        turned = data.transpose(*range(k), k + 1, k + 2, k, k + 3).reshape(*lead, m1 * m0, n1 * n0)
+        return np.asarray(turned[..., : shape[-2], : shape[-1]])
+    n, c1, h, w, c0 = data.shape
+    return data.transpose(0, 1, 4, 2, 3).reshape(n, c1 * c0, h, w)[:, : shape[1]]
+
+
+def fill(path: Path, offset: int, out: np.ndarray) -> None:
+    """Fills ``out``, contiguous and not empty, with the bytes of ``path`` from ``offset`` on. Raises DumpError."""
+    target = out.reshape(-1).view(np.uint8).data
+    try:
+        fd = open_regular(path)
+        try:
+            if not read_into(fd, offset, target):
+                raise DumpError(f"{path} is shorter than its header says")
+        finally:
+            os.close(fd)
+    except OSError as e:
+        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None

@@ -1,0 +1,1 @@
+"""A dump in the containers of other tools: HDF5, npz, safetensors, msprobe's folders."""

@@ -1,0 +1,1 @@
+"""Which taps made an error rather than passing one on, and what the error looks like."""

@@ -1,0 +1,320 @@
+"""Which taps made an error, rather than passing one on.
+
+The problem: behind the first wrong number everything is wrong, and a wrong token makes all later tokens wrong
+through attention. The idea: what stands in a tap's way is compared with what comes out, row by row. A tensor's error at
+a row is CREATED there if it exceeds the limit by more than the errors in front of it explain: those of the tap's
+inputs and parameters at the rows that can influence this one. In front of a leaf's output are its inputs. Between the
+children of a parent (a residual addition, a reshape, a call that no hook sees) lie the children's inputs: in front of
+them are the parent's inputs and the outputs that came before; what is created there is the parent's own doing. So the
+deepest visible module is blamed, and a parent only for what none of its children shows.
+Not here: how large an error is (verdict.py), what is in front of what (flow.py), flipped tokens (flips.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.dump.schema import ROOT_TAP
+from vllm_accprobe.judge.chance import chance_of_size
+from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, FALSE_ALARM_RATE, NARROW
+from vllm_accprobe.judge.flow import Tree
+from vllm_accprobe.judge.origins.influence import Influence, spread
+from vllm_accprobe.judge.origins.outliers import Peers
+from vllm_accprobe.judge.origins.peer_evidence import COLUMNS, Hidden, Look, kind_of_place
+from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace
+from vllm_accprobe.judge.standards import Standard
+from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED
+
+BACKWARD = "backward."
+"""What the places of backward runs begin with."""
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Created:
+    """An origin: rows ``keys`` of ``trace`` (none for a parameter), with what came in front of them.
+
+    hidden: the sign by which an error was found that lies within fixed limits (outliers.py). look: all rows of the
+    trace with what stood in front of them. steps: keys of the rows where NaN or infinity comes out and none went in.
+    chance: the probability that honest machines show this anywhere in the comparison; None where nobody knows."""
+
+    tap: str
+    trace: Trace
+    keys: np.ndarray
+    err: np.ndarray
+    explained: np.ndarray
+    evidence: str
+    hidden: Hidden | None = None
+    look: Look | None = None
+    steps: np.ndarray = field(default_factory=lambda: _NONE)
+    chance: float | None = 0.0
+
+    @property
+    def tier(self) -> str:
+        """What kind of floor is broken (tiers.py): values that must be equal are proved to be wrong."""
+        if self.hidden is not None:
+            return self.hidden.tier
+        return PROVED if self.evidence == "values" else BEYOND_CHANCE
+
+
+def find_origins(
+    traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, list[tuple[int, int, int]]],
+    rate: float = FALSE_ALARM_RATE,
+) -> list[Created]:  # fmt: skip
+    """The taps that create errors, in data-flow order. images: TokenPlan.images. rate: of false alarms (chance.py)."""
+    return _Search(traces, tree, standard, images, rate).run()
+
+
+class _Search:
+    def __init__(self, traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, Any], rate: float):
+        self.rate = rate
+        self.tree, self.standard, self.influence = tree, standard, Influence(images)
+        self.by_tap: dict[str, dict[str, list[Trace]]] = defaultdict(lambda: {INPUT: [], OUTPUT: [], PARAM: []})
+        for t in sorted(traces, key=lambda t: t.order):
+            self.by_tap[t.tap][t.kind].append(t)
+        self.found: dict[str, list[Created]] = defaultdict(list)
+        self.looks: dict[tuple[str, int], Look] = {}
+        self.means: dict[int, float] = {}
+
+    def run(self) -> list[Created]:
+        self._look()
+        taps = sorted(self.by_tap, key=lambda t: -_level(self.tree, t))
+        for tap in taps:  # the deepest first, so that a parent knows what its descendants are blamed for
+            for t in self.by_tap[tap][PARAM]:
+                if t.everywhere > 0:
+                    one = np.array([t.everywhere])
+                    self.found[tap].append(Created(tap, t, _NONE, one, np.zeros(1), "values"))
+            self._body(tap)
+        self._top()
+        found = _sure(sorted((c for cs in self.found.values() for c in cs), key=lambda c: c.trace.order))
+        return [replace(c, look=self.looks.get((c.tap, id(c.trace))), chance=self._chance(c)) for c in found]
+
+    def _chance(self, c: Created) -> float | None:
+        """Of a fixed limit, which is no quantile: how likely an honest place is to make so much, by what all make."""
+        if c.hidden is not None:
+            return c.hidden.chance
+        if c.tier == PROVED:
+            return 0.0
+        worst = int(np.argmax(c.err - c.explained))
+        made = math.sqrt(max(float(c.err[worst]) ** 2 - float(c.explained[worst]) ** 2, 0.0))
+        return chance_of_size(made, self.peers.made, self.peers.chance.places)
+
+    def _look(self) -> None:
+        """Looks at every place and what is in front of it, before anybody is blamed: all are each other's measure.
+        Where an operator's results are equal in all layers, there is nothing to measure."""
+        if any(len(t.keys) for kinds in self.by_tap.values() for t in kinds[OUTPUT] + kinds[INPUT]):
+            # Asking for a tap that has no trace adds it.
+            places = [(tap, *place) for tap in list(self.by_tap) for place in self._places(tap)]
+            places = [p for p in places if p[1].rounding and len(p[1].seen) and not p[1].weak]
+            kinds = [kind_of_place(tap, _role(tap, sink)) for tap, sink, _ in places]
+            odd = {kind for kind, (_, sink, _) in zip(kinds, places, strict=True) if len(sink.keys)}
+            for kind, (tap, sink, sources) in zip(kinds, places, strict=True):
+                if kind in odd:
+                    self.looks[(tap, id(sink))] = self._look_at(tap, sink, sources)
+        self.peers = Peers(list(self.looks.values()), self.rate)
+
+    def _look_at(self, tap: str, sink: Trace, sources: list[Trace]) -> Look:
+        mixing = self.tree.mixing.get(tap, True)
+        before, gain = np.zeros(len(sink.seen)), np.zeros(len(sink.seen))
+        passed: dict[str, float] = {}
+        for source in sources:
+            if source is sink:
+                continue
+            kind = kind_of_place(source.tap, source.role)
+            passed[kind] = max(self._mean_gain(source), passed.get(kind, 0.0), key=abs)
+            # What has few elements multiplies whole rows: a gate, the weights of the chosen experts.
+            factor = np.maximum(np.abs(source.gain), source.rel) if source.width < NARROW else np.abs(source.gain)
+            for what, values, out in (("rel", source.rel, before), ("gain", factor, gain)):
+                if len(values) == len(source.keys):
+                    found = self.influence.again(source, what, values, sink.vision, sink.seen, mixing)
+                    np.maximum(out, found, out=out)
+        err, slope = (spread(sink.seen, sink.keys, v) for v in (sink.rel, sink.gain))
+        columns = [s.columns for s in sources if s.columns is not None and s is not sink]
+        cls = self.tree.classes.get(tap, "")
+        rows = sink.seen, err, slope, before, gain
+        role, known = _role(tap, sink), self._inputs_known(tap, sink, sources)
+        return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.columns, columns, mixing, passed, known)
+
+    def _is_part(self, tap: str, sink: Trace) -> bool:
+        """Whether a place between children may be a slice of what one of them gave out (q, k and v of one product): of
+        the whole's error a part may have any share, and nothing is computed there that could be out of the ordinary."""
+        if sink.tap == tap or sink.kind != INPUT:
+            return False
+        before = [t for child in self.tree.children.get(tap, []) for t in self.by_tap[child][OUTPUT]]
+        return any(t.order < sink.order and t.width > sink.width for t in before)
+
+    def _inputs_known(self, tap: str, sink: Trace, sources: list[Trace]) -> bool:
+        """Whether an error of 0 in front of a leaf's output means equal inputs, and not that nobody saw them: a tensor
+        that is no mere factor went into the same call, at all of its rows."""
+        if sink.tap != tap or sink.kind != OUTPUT or self.tree.children.get(tap):
+            return False
+        wide = [s for s in sources if s.tap == tap and s.kind == INPUT and s.width >= NARROW and s.rounding]
+        return any(s.vision == sink.vision and bool(np.isin(sink.seen, s.seen).all()) for s in wide)
+
+    def _mean_gain(self, source: Trace) -> float:
+        """The median of its rows' gains; 0 where there are none."""
+        if id(source) not in self.means:
+            known = len(source.gain) == len(source.keys) > 0
+            mean = float(np.median(spread(source.seen, source.keys, source.gain))) if known else 0.0
+            self.means[id(source)] = mean if np.isfinite(mean) else 0.0
+        return self.means[id(source)]
+
+    def _places(self, tap: str) -> list[tuple[Trace, list[Trace]]]:
+        """Where ``tap`` itself may create an error, with what is in front: its outputs, and between its children."""
+        children = self.tree.children.get(tap, [])
+        own = self.by_tap[tap][OUTPUT]
+        places = [(sink, self._inside(tap, sink) if children else self._before(tap, sink)) for sink in own]
+        for child in children:
+            places += [(sink, self._inside(tap, sink)) for sink in self.by_tap[child][INPUT]]
+        return places
+
+    def _body(self, tap: str) -> None:
+        below = self._blamed_below(tap)
+        for sink, sources in self._places(tap):
+            self._check(tap, sink, sources, self.tree.mixing.get(tap, True), below)
+
+    def _top(self) -> None:
+        """What is created in front of the outermost taps, where nobody else can be blamed: their inputs."""
+        for tap in self.tree.children.get(None, []):
+            for sink in self.by_tap[tap][INPUT]:
+                self._check(tap, sink, self._earlier(sink), True, [])
+
+    def _before(self, tap: str, sink: Trace) -> list[Trace]:
+        """In front of a leaf's output: the same call's inputs and its parameters; without inputs, what came before."""
+        mine = self.by_tap[tap]
+        inputs = [t for t in mine[INPUT] if t.call == sink.call] or mine[INPUT]
+        sources = inputs + mine[PARAM] + self._silent(tap)
+        if not inputs:
+            sources += self._around(tap, sink)
+        if tap.startswith(BACKWARD):  # what a backward run reads besides gradients, the forward run kept for it
+            forward = self.by_tap.get(tap.removeprefix(BACKWARD), {})
+            sources += [t for kind in (INPUT, PARAM, OUTPUT) for t in forward.get(kind, ())]
+        return sources
+
+    def _inside(self, tap: str, sink: Trace) -> list[Trace]:
+        """In front of a place in the body of ``tap``: its inputs and parameters, and its children's earlier outputs."""
+        mine = self.by_tap[tap]
+        sources = [t for t in mine[INPUT] if t.order <= sink.order]
+        if not sources:
+            sources = self._around(tap, sink)
+        sources = sources + mine[PARAM]
+        for child in self.tree.children.get(tap, []):
+            sources += [t for t in self.by_tap[child][OUTPUT] if t.order < sink.order]
+            sources += self.by_tap[child][PARAM] if not self.by_tap[child][OUTPUT] else []
+        if tap == ROOT_TAP:  # logits and sampling read what the root gave out
+            sources += [t for t in mine[OUTPUT] if t.order < sink.order]
+        return sources
+
+    def _around(self, tap: str, sink: Trace) -> list[Trace]:
+        up = self.tree.parent.get(tap)
+        return self._inside(up, sink) if up is not None else self._earlier(sink)
+
+    def _earlier(self, sink: Trace) -> list[Trace]:
+        return [t for kinds in self.by_tap.values() for t in kinds[OUTPUT] if t.order < sink.order]
+
+    def _silent(self, tap: str) -> list[Trace]:
+        """Parameters of siblings that never run as modules: lm_head's weight is used inside the logits processor."""
+        siblings = self.tree.children.get(self.tree.parent.get(tap), [])
+        silent = (s for s in siblings if s != tap and not self.by_tap[s][OUTPUT] and not self.tree.children.get(s))
+        return [t for s in silent for t in self.by_tap[s][PARAM]]
+
+    def _blamed_below(self, tap: str) -> list[Trace]:
+        """What descendants created, as sources of unlimited error."""
+        out = []
+        todo = list(self.tree.children.get(tap, []))
+        while todo:
+            child = todo.pop()
+            todo += self.tree.children.get(child, [])
+            for c in self.found[child]:
+                everywhere = 0.0 if len(c.keys) else np.inf
+                err = np.full(len(c.keys), np.inf)
+                broken = (
+                    np.isin(c.keys, c.trace.keys[c.trace.broken])
+                    if len(c.trace.broken)
+                    else np.zeros(len(c.keys), bool)
+                )
+                out.append(replace(c.trace, keys=c.keys, err=err, everywhere=everywhere, broken=broken))
+        return out
+
+    def _check(self, tap: str, sink: Trace, sources: list[Trace], mixing: bool, below: list[Trace]) -> None:
+        bad = sink.err > sink.limit
+        if not bad.any():
+            self._check_hidden(tap, sink, below)
+            return
+        keys, err = sink.keys[bad], sink.err[bad]
+        explained = np.zeros(len(keys))
+        for source in [*sources, *(b for b in below if b.order < sink.order)]:
+            if source is not sink:
+                found = self.influence.of(source, source.err, sink.vision, keys, mixing)
+                # What is known to be wrong may be wrong by any amount; and gradients are sums that cancel.
+                if source.weak or tap.startswith(BACKWARD):
+                    found = np.where(found > source.limit, np.inf, found * self.standard.amplification)
+                np.maximum(explained, found, out=explained)
+        rules = self.standard
+        share = np.where(explained > sink.limit, rules.wild, rules.amplification)
+        created = (err > sink.limit + share * explained) & (explained < rules.garbage)
+        created &= ~(np.isinf(err) & (explained > max(sink.limit, 0.0)))
+        # What makes NaN of numbers, however wrong these are, is at fault too; so is a choice against its own logits.
+        steps = self._steps(sink, keys, [*sources, *below], mixing)
+        created |= steps
+        if len(sink.own) == len(bad):
+            created |= sink.own[bad]
+        if created.any():
+            evidence = "values" if np.isinf(err[created]).any() else "jump"
+            rows = keys[created], err[created], explained[created]
+            seen = any(source is not sink for source in (*sources, *below))  # else nobody knows what went in
+            self.found[tap].append(Created(tap, sink, *rows, evidence, steps=keys[steps] if seen else _NONE))
+        else:
+            self._check_hidden(tap, sink, below)
+
+    def _steps(self, sink: Trace, keys: np.ndarray, sources: Sequence[Trace], mixing: bool) -> np.ndarray:
+        """bool [len(keys)]: rows of ``sink`` that hold NaN or infinity, while nothing that can influence them does."""
+        broken = (
+            np.isin(keys, sink.keys[sink.broken]) if len(sink.broken) == len(sink.keys) else np.zeros(len(keys), bool)
+        )
+        for source in sources:
+            if source is sink or not broken.any() or source.order > sink.order:
+                continue
+            if source.spoilt:
+                return np.zeros(len(keys), bool)
+            if source.broken.any():
+                flags = replace(source, everywhere=0.0)
+                broken &= self.influence.of(flags, source.broken.astype(np.float64), sink.vision, keys, mixing) == 0
+        return broken
+
+    def _check_hidden(self, tap: str, sink: Trace, below: list[Trace]) -> None:
+        look = self.looks.get((tap, id(sink)))
+        if look is not None and self._is_part(tap, sink):
+            return
+        # What a child made that is blamed already shows again between the children, in other parts and proportions.
+        if look is None or any(s.order < sink.order for s in below):
+            return
+        hidden = self.peers.judge(look)
+        if hidden is not None:
+            rows = hidden.rows
+            found = look.keys[rows], np.maximum(look.err, np.abs(look.gain))[rows], look.before[rows]
+            self.found[tap].append(Created(tap, sink, *found, "jump", hidden))
+
+
+def _sure(created: list[Created]) -> list[Created]:
+    """Without signs that are weak where something before has been found: a fault's traces are no honest noise."""
+    out: list[Created] = []
+    for one in created:
+        least = COLUMNS_AFTER_ANOTHER if one.hidden is not None and one.hidden.how == COLUMNS else AFTER_ANOTHER
+        if one.hidden is None or not out or one.hidden.strength > least:
+            out.append(one)
+    return out
+
+
+def _role(tap: str, sink: Trace) -> str:
+    return sink.role if sink.tap == tap else f"{sink.tap}/{sink.role}"
+
+
+def _level(tree: Tree, tap: str) -> int:
+    return len(tree.above(tap))

@@ -1,0 +1,58 @@
+"""The errors of one tensor, row by row, as blame is found from them.
+
+The problem: what went into a tap and what came out must be laid side by side, whatever steps and batches they were in.
+The idea: a `Trace` is all of one (tap, role, call) as arrays sorted by row key.
+Not here: how large an error is (verdict.py), which rows influence which (influence.py), blame (origin.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+INPUT, OUTPUT, PARAM = "input", "output", "param"
+_NO_NUMBERS = np.zeros(0)
+_NO_FLAGS = np.zeros(0, bool)
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One (tap, role, call) of mine with its errors.
+
+    kind: input, output (also what was changed in place) or param. seen: sorted keys of the rows that were compared.
+    keys, err: the rows with an error, sorted by key, and how large it is (verdict.RowErrors.err). everywhere: an error
+    that belongs to no row (a parameter). limit: what the tap may create. vision: the keys are rows of images.
+    allowed: what may have piled up there. weak: err is a lower bound, from statistics. rel, gain: of the same rows,
+    relative L2 error and slope of mine over the golden minus 1. rounding: one rounding's relative error, 0.0 where
+    values must be equal. broken: of the same rows, whether mine holds NaN or infinity where golden does not; spoilt:
+    the same of what belongs to no row. own: of the same rows, whether they are known to be wrong whatever came in.
+    columns: kernels.structure's sums. width: elements of a row. gap: layers that lie unseen in front (unseen.py).
+    """
+
+    tap: str
+    role: str
+    call: int
+    kind: str
+    order: int
+    limit: float
+    seen: np.ndarray
+    keys: np.ndarray
+    err: np.ndarray
+    everywhere: float = 0.0
+    vision: bool = False
+    allowed: float = 0.0
+    weak: bool = False
+    rel: np.ndarray = field(default_factory=lambda: _NO_NUMBERS)
+    gain: np.ndarray = field(default_factory=lambda: _NO_NUMBERS)
+    rounding: float = 0.0
+    columns: np.ndarray | None = None
+    width: int = 1
+    broken: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
+    own: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
+    spoilt: bool = False
+    gap: int = 0
+
+
+def kind_of(role: str) -> str:
+    return INPUT if role.startswith("input") else PARAM if role.startswith("param") else OUTPUT

@@ -1,0 +1,248 @@
+"""The compiled loops behind rows.py; importing this module needs numba.
+
+The problem: fifteen sums and maxima of two streams of odd floats at the speed of memory. The idea: a row is walked in
+blocks that stay in the first-level cache; a block becomes float32 in a buffer (bits.py), and runs through loops without
+branches whose accumulators are float64. What the peak needs after the row's norm is known is kept in two row-wide
+buffers, so the inputs are read once. All buffers are the caller's, so that the machine code needs nothing of Python's
+(native.py).
+Not here: dtypes' names and tables, bounds, the meaning of the columns (rows.py, definition.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.kernels.bits import BLOCK, compiled, larger, leave_out, load, load_any, smaller
+from vllm_accprobe.kernels.vectors import LANES, add_rows
+
+
+@compiled
+def _sums(g: Any, m: Any, q: Any, rel: Any) -> Any:
+    gg = mm = gm = dd = ad = top = far = 0.0
+    for i in range(g.size):
+        x, y = np.float64(g[i]), np.float64(m[i])
+        d, a = abs(y - x), abs(x)
+        gg += x * x
+        mm += y * y
+        gm += x * y
+        dd += d * d
+        ad += d
+        q[i] = d
+        top = larger(top, d)
+    for i in range(g.size):
+        a = abs(np.float64(g[i]))
+        r = q[i] / a
+        rel[i] = r if a > 0.0 else np.inf
+        far = larger(far, r if a > 0.0 else 0.0)
+    return gg, mm, gm, dd, ad, top, far
+
+
+@compiled
+def _elements(g: Any, q: Any, rel: Any, eps: float, out: Any) -> None:
+    """Adds oracle.ELEMENT_FIELDS of one stretch to ``out``; positions left out are counted as zero errors of zero."""
+    c2 = c3 = c4 = close = above = unequal = sum_rel = top_rel = sum_abs = top_abs = 0.0
+    for i in range(g.size):
+        a, d = abs(np.float64(g[i])), q[i]
+        b = a + eps
+        c2 += 1.0 if d < b * 1e-2 else 0.0
+        c3 += 1.0 if d < b * 1e-3 else 0.0
+        c4 += 1.0 if d < b * 1e-4 else 0.0
+        close += 1.0 if d <= 1e-8 + 1e-5 * a else 0.0
+        above += 1.0 if d > 1e-3 else 0.0
+        unequal += 1.0 if d > 0.0 else 0.0
+    for i in range(g.size):
+        seen = abs(np.float64(g[i])) > 1.1920928955078125e-07
+        r, d = rel[i] if seen else 0.0, q[i] if seen else 0.0
+        sum_rel += r
+        sum_abs += d
+        top_rel = larger(top_rel, r)
+        top_abs = larger(top_abs, d)
+    out[0] += c2
+    out[1] += c3
+    out[2] += c4
+    out[3] += close
+    out[4] += above
+    out[5] += sum_rel
+    out[6] = max(out[6], top_rel)
+    out[7] += sum_abs
+    out[8] = max(out[8], top_abs)
+    out[9] += unequal
+
+
+@compiled
+def _peak(q: Any, rel: Any, scale: float) -> float:
+    top = 0.0
+    for i in range(q.size):
+        top = larger(top, smaller(rel[i], q[i] * scale))
+    return top
+
+
+@compiled
+def _finish(line: Any, q: Any, rel: Any) -> None:
+    """The columns that need the whole row: largest relative error, peak."""
+    if line[1] > 0.0:
+        if line[6] > 0.0:
+            line[10] = _peak(q, rel, 1.0 / np.sqrt(line[1] / max(line[0], 1.0)))
+    else:
+        line[7] = -1.0
+        if line[6] > 0.0:
+            line[10] = np.inf
+
+
+@compiled
+def _add(line: Any, g: Any, m: Any, q: Any, rel: Any) -> None:
+    """One row's part in a block: ``line`` takes it in."""
+    gg, mm, gm, dd, ad, top, far = _sums(g, m, q, rel)
+    line[1] += gg
+    line[2] += mm
+    line[3] += gm
+    line[4] += dd
+    line[5] += ad
+    line[6] = max(line[6], top)
+    line[7] = max(line[7], far)
+
+
+@compiled
+def _leave_out(line: Any, g: Any, m: Any) -> None:
+    """Counts in ``line`` what is not finite on both sides, and makes it zeros, which add nothing to any sum."""
+    out, differ = leave_out(g, m)
+    line[0] -= out
+    line[8] += out
+    line[9] += differ
+
+
+@compiled
+def _neighbours(gi: Any, mi: Any, most: Any) -> Any:
+    """How many rows from the first on follow each other on both sides."""
+    n, most = 1, min(most, gi.size)
+    while n < most and gi[n] == gi[0] + n and mi[n] == mi[0] + n:
+        n += 1
+    return n
+
+
+@compiled
+def rows(
+    g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, out: Any, eps: float, elements: Any,
+    gb: Any, mb: Any, q: Any, rel: Any,
+) -> None:  # fmt: skip
+    """The row table of rows gi of g8 against rows mi of m8 into ``out`` (zeroed float64 [n, 11]).
+
+    g8, m8: uint8, the rows one after the other, of elements of kinds gk and mk; gt, mt: uint32[256] for TABLE8. A row's
+    width is in ``out``'s first column. elements: float64 [10], to which _elements adds. gb, mb: uint32, room for BLOCK;
+    q, rel: float64, room for the larger of BLOCK and the width: |d| and |d| / |g|, of one row where a block is a part
+    of it, of a block where that is several rows.
+    """
+    gs = 1 if gk == 3 else (4 if gk == 2 else 2)
+    ms = 1 if mk == 3 else (4 if mk == 2 else 2)
+    width: Any = np.int64(out[0, 0])
+    r = 0
+    while r < gi.size:
+        run: Any = _neighbours(gi[r:], mi[r:], max(BLOCK // width, 1))
+        for start in range(0, width, BLOCK):
+            # Either several whole rows, or a part of one.
+            n = run * width if width <= BLOCK else min(BLOCK, width - start)
+            g_at, m_at = (gi[r] * width + start) * gs, (mi[r] * width + start) * ms
+            g_bits, m_bits = g8[g_at : g_at + n * gs], m8[m_at : m_at + n * ms]
+            gw, mw = gb[:n], mb[:n]
+            clean_g, clean_m = load(g_bits, gk, gt, gw), load(m_bits, mk, mt, mw)
+            clean = clean_g and clean_m
+            if not clean:
+                load_any(g_bits, gk, gt, gw)
+                load_any(m_bits, mk, mt, mw)
+            gf, mf = gw.view(np.float32), mw.view(np.float32)
+            part = n // run
+            if not clean:
+                for k in range(run):
+                    _leave_out(out[r + k], gf[k * part : (k + 1) * part], mf[k * part : (k + 1) * part])
+            qs, rels = q[start : start + n], rel[start : start + n]
+            if part % LANES == 0:
+                add_rows(gf, mf, qs, rels, out, r, run, part, part == width, eps, elements, g_bits, gs, m_bits, ms)
+            else:
+                for k in range(run):
+                    here, there = k * part, (k + 1) * part
+                    _add(out[r + k], gf[here:there], mf[here:there], qs[here:there], rels[here:there])
+                    if part == width:
+                        _finish(out[r + k], qs[here:there], rels[here:there])
+                _elements(gf, qs, rels, eps, elements)
+            if part < width == start + part:
+                _finish(out[r], q[:width], rel[:width])
+        r += run
+
+
+@compiled
+def columns(
+    g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, sums: Any, gb: Any, mb: Any
+) -> None:
+    """Adds d*d and g*g of rows gi of g8 and mi of m8, as for ``rows``, to the sums, float64 [2, width]."""
+    dd, gg = sums[0], sums[1]
+    gs = 1 if gk == 3 else (4 if gk == 2 else 2)
+    ms = 1 if mk == 3 else (4 if mk == 2 else 2)
+    # Block by block over all rows, so that a block's sums stay in the cache.
+    for start in range(0, dd.size, BLOCK):
+        n = min(BLOCK, dd.size - start)
+        gw, mw = gb[:n], mb[:n]
+        gf, mf = gw.view(np.float32), mw.view(np.float32)
+        to_dd, to_gg = dd[start : start + n], gg[start : start + n]
+        for r in range(gi.size):
+            g_at, m_at = (gi[r] * dd.size + start) * gs, (mi[r] * dd.size + start) * ms
+            g_bits, m_bits = g8[g_at : g_at + n * gs], m8[m_at : m_at + n * ms]
+            clean_g, clean_m = load(g_bits, gk, gt, gw), load(m_bits, mk, mt, mw)
+            if not (clean_g and clean_m):
+                load_any(g_bits, gk, gt, gw)
+                load_any(m_bits, mk, mt, mw)
+                leave_out(gf, mf)
+            for i in range(n):
+                x = np.float64(gf[i])
+                d = np.float64(mf[i]) - x
+                to_dd[i] += d * d
+                to_gg[i] += x * x
+
+
+@compiled
+def _load_row(bits: Any, size: int, kind: int, table: Any, out: Any) -> Any:
+    """One row into ``out`` (uint32, its width), block by block; whether all of it is finite."""
+    for start in range(0, out.size, BLOCK):
+        stop = min(start + BLOCK, out.size)
+        if not load(bits[start * size : stop * size], kind, table, out[start:stop]):
+            return False
+    return True
+
+
+@compiled
+def structure(
+    g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, sums: Any, gw: Any, mw: Any
+) -> None:
+    """Adds kernels.structure's sums of rows gi of g8 and mi of m8, as for ``rows``, to ``sums``, float64 [6, width].
+    gw, mw: uint32, room for the width."""
+    gs = 1 if gk == 3 else (4 if gk == 2 else 2)
+    ms = 1 if mk == 3 else (4 if mk == 2 else 2)
+    width: Any = sums.shape[1]
+    gf, mf = gw.view(np.float32), mw.view(np.float32)
+    dd, gg, gd, gd2, off = sums[0], sums[1], sums[2], sums[3], sums[5]
+    count = 0.0
+    for r in range(gi.size):
+        if not _load_row(g8[gi[r] * width * gs : (gi[r] + 1) * width * gs], gs, gk, gt, gw):
+            continue
+        if not _load_row(m8[mi[r] * width * ms : (mi[r] + 1) * width * ms], ms, mk, mt, mw):
+            continue
+        norm = 0.0
+        for i in range(width):
+            norm += np.float64(gf[i]) * np.float64(gf[i])
+        if not norm > 0.0:
+            continue
+        scale = 1.0 / np.sqrt(norm)
+        for i in range(width):
+            x = np.float64(gf[i])
+            d = (np.float64(mf[i]) - x) * scale
+            x *= scale
+            both = x * d
+            dd[i] += d * d
+            gg[i] += x * x
+            gd[i] += both
+            gd2[i] += both * both
+            off[i] += d
+        count += 1.0
+    for i in range(width):
+        sums[4, i] += count

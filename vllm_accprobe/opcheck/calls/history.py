@@ -1,0 +1,107 @@
+"""The keys and values that a row of attention looks back at, without a dump of any cache.
+
+The problem: attention reads what earlier steps wrote into a paged cache that nobody stores. The idea: what they wrote
+was captured as the inputs of the same module; put by request and position, it is the cache as it should be. A row has
+its history if all positions before it were captured, after a prefix hit as rows of the request that computed them
+(prefix.py); when capture began late it has not, and that is said. Positions computed again (preemption, rejected
+drafts) replace what was there. Not here: the arithmetic (references/attention.py, references/mla.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_accprobe.dump.schema import RowSpace
+from vllm_accprobe.opcheck.calls.prefix import Prefix
+
+INCOMPLETE = "its request's earlier rows are not in the dump (prefix hit, or capture began late)"
+_MOST = 1 << 22
+"""Positions a request may have: a dump may come from a stranger."""
+
+
+@dataclass
+class Past:
+    """What one tap of one rank has written so far: per request, tensors [positions, ...] by name, and which are
+    real. shared: by request, the beginning that another one computed."""
+
+    names: tuple[str, ...]
+    shared: Mapping[int, Prefix] = field(default_factory=dict)
+    written: dict[int, dict[str, Any]] = field(default_factory=dict)
+    known: dict[int, Any] = field(default_factory=dict)
+
+    def write(self, space: RowSpace, tensors: Mapping[str, Any]) -> None:
+        """One step's rows, in the order of the space's segments."""
+        start = 0
+        for s in space.segments:
+            stop = s.pos + s.n
+            if s.pos < 0 or stop > _MOST:
+                raise ValueError("a row map has positions beyond all contexts")
+            held, known = self.written.setdefault(s.req, {}), self.known.get(s.req, torch.zeros(0, dtype=torch.bool))
+            if len(known) < stop:
+                known = torch.cat((known, torch.zeros(max(stop, 2 * len(known)) - len(known), dtype=torch.bool)))
+            for name in self.names:
+                rows = tensors[name][start : start + s.n]
+                old = held.get(name)
+                if old is None or len(old) < len(known):
+                    grown = torch.zeros((len(known), *rows.shape[1:]), dtype=rows.dtype)
+                    if old is not None:
+                        grown[: len(old)] = old
+                    held[name] = old = grown
+                old[s.pos : stop] = rows
+            known[s.pos : stop] = True
+            self.known[s.req] = known
+            start += s.n
+
+    def inherit(self, req: int) -> None:
+        """Gives ``req`` the beginning that another request computed. Where several did and their values differ, it
+        cannot be told which ones the cache kept: it gets none."""
+        prefix = self.shared.get(req)
+        if prefix is None or bool(self.known[req][: prefix.n].any()):
+            return
+        donors = []
+        for donor in prefix.donors:
+            if donor in self.known:
+                self.inherit(donor)
+                if len(self.known[donor]) >= prefix.n and bool(self.known[donor][: prefix.n].all()):
+                    donors.append(self.written[donor])
+        for name in self.names if donors else ():
+            first = donors[0][name][: prefix.n]
+            if not all(torch.equal(first, other[name][: prefix.n]) for other in donors[1:]):
+                return
+        for name in self.names if donors else ():
+            self.written[req][name][: prefix.n] = donors[0][name][: prefix.n]
+            self.known[req][: prefix.n] = True
+
+    def view(self, space: RowSpace) -> Cache:
+        return Cache(self, space)
+
+
+class Cache:
+    """A step's view of a Past. why: the reason if some row had no history, else ""."""
+
+    def __init__(self, past: Past, space: RowSpace):
+        self._past = past
+        self._space = space
+        self.why = ""
+
+    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+        """Per run of rows: their places in the step's tensors (int64 [n]), their positions (int64 [n]), and the rows of
+        the request from position 0 to the last of them. causal=False: to the last that is known."""
+        start = 0
+        for s in self._space.segments:
+            at = torch.arange(start, start + s.n)
+            start += s.n
+            self._past.inherit(s.req)
+            known = self._past.known[s.req]
+            stop = s.pos + s.n
+            if not causal:
+                stop = int(known.nonzero().max()) + 1
+            if not bool(known[:stop].all()):
+                self.why = INCOMPLETE
+                continue
+            positions = torch.arange(s.pos, s.pos + s.n)
+            yield at, positions, {name: rows[:stop] for name, rows in self._past.written[s.req].items()}

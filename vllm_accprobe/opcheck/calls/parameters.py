@@ -1,0 +1,115 @@
+"""A dump's parameters as tensors: the dump's own, or the checkpoint's.
+
+The problem: a parameter is recorded once, perhaps under another path of the same module; a kernel may have packed it
+before it could be captured; or only its fingerprint was kept. The idea: a module asks by its path and gets what a
+formula needs, from the dump where that is still it, else from the checkpoint. Not here: calls (records.py), how a
+checkpoint's tensors are put together (weights.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe.dump.opcalls import is_operator
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import Module, Record
+from vllm_accprobe.opcheck.calls.weights import Checkpoint
+
+_ALIAS = "another name of a captured module"
+
+
+class Parameters:
+    """model: directory of the checkpoint or None; read: a record's tensor. problem: why the checkpoint cannot be
+    read, "" otherwise."""
+
+    def __init__(
+        self, dump: Dump, model: Path | None, modules: Mapping[int, Mapping[str, Module]], read: Callable[[Record], Any]
+    ):
+        self._modules, self._read = modules, read
+        self._records: dict[tuple[int, str], dict[str, Record]] = {}
+        for r in dump.records:
+            if r.step is None and not is_operator(r.tap):
+                self._records.setdefault((r.rank, r.tap), {})[r.role.removeprefix("param.")] = r
+        self._aliases = {s.tap for s in dump.skips if s.reason == _ALIAS}
+        self._packed = any(r.shape == (0,) for r in dump.records if r.step is None)
+        self._known: dict[tuple[int, str], Mapping[str, Any]] = {}
+        self._checkpoint: Checkpoint | None = None
+        self.problem = ""
+        if model is not None and model.is_dir():
+            try:
+                self._checkpoint = Checkpoint(model)
+            except Exception as error:  # safetensors raises errors of its own
+                self.problem = f"the checkpoint in {model} cannot be read: {error}"
+
+    def forget(self) -> None:
+        """Lets go of what was read: one module's parameters are held at a time."""
+        self._known.clear()
+
+    def record(self, rank: int, name: str) -> Record | None:
+        """The record of ``<tap>/param.<name>``."""
+        tap, _, role = name.rpartition("/param.")
+        return self._records.get((rank, tap), {}).get(role)
+
+    def of(self, rank: int, tap: str) -> Mapping[str, Any]:
+        """A module's tensors: the dump's, and the checkpoint's where those are no longer what a formula needs."""
+        if (rank, tap) in self._known:
+            return self._known[rank, tap]
+        module = self._modules.get(rank, {}).get(tap)
+        owner = self._owner(rank, tap, module)
+        found = {}
+        for name, record in self._records.get((rank, owner), {}).items():
+            whole = int(module.attrs.get("tp_size", 1)) == 1 if module else True
+            packed = self._packed and name in ("w13_weight", "w2_weight")
+            value = None
+            if whole and self._checkpoint is not None and (record.payload is None or record.shape == (0,) or packed):
+                value = self._checkpoint.get(tap, name)
+                if value is None:
+                    value = self._checkpoint.get(owner, name)
+            if value is None and record.payload is not None and not packed:
+                value = self._read(record)
+            if value is not None:
+                found[name] = value
+        self._known[rank, tap] = found
+        return found
+
+    def _owner(self, rank: int, tap: str, module: Module | None) -> str:
+        """The path under which a module's parameters were recorded: a module with two names has them under one."""
+        if (rank, tap) in self._records:
+            return tap
+        if tap.endswith(".quant_method"):
+            return tap.rpartition(".")[0]
+        last = tap.rpartition(".")[2]
+        best, length = tap, 0
+        for r, other in self._records:
+            if r != rank or other not in self._aliases or not other.rpartition(".")[2].endswith(last):
+                continue
+            named = self._modules.get(rank, {}).get(other)
+            if module is None or named is None or (named.cls, named.attrs) != (module.cls, module.attrs):
+                continue
+            common = _common(tap, other)
+            if common > length:
+                best, length = other, common
+        return best
+
+    def stored(self) -> Iterator[tuple[int, str, str, Record, Any | None]]:
+        """(rank, tap, class, record, the checkpoint's tensor or None) of each parameter that the dump holds whole."""
+        if self._checkpoint is None:
+            return
+        for (rank, tap), params in self._records.items():
+            module = self._modules.get(rank, {}).get(tap)
+            for name, record in params.items():
+                if record.payload is not None and record.layout.kind == "replicated" and 0 not in record.shape:
+                    value = self._checkpoint.get(tap, name)
+                    yield rank, tap, module.cls if module else record.cls, record, value
+
+
+def _common(a: str, b: str) -> int:
+    """How many leading components two paths share."""
+    n = 0
+    for x, y in zip(a.split("."), b.split("."), strict=False):
+        if x != y:
+            break
+        n += 1
+    return n

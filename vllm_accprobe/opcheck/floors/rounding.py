@@ -1,0 +1,201 @@
+"""How an operator rounded its results to their grid: to nearest, or toward zero.
+
+The problem: a kernel that cuts float32 off to bfloat16 instead of rounding is honest (vLLM's for AVX2, and for AVX-512
+without bfloat16, do), but its errors are up to 2u and all of one sign, and limits made for errors of at most u in
+either direction call that a gain.
+
+Recognise: with q = |y| / step, y exact and step its grid's there, truncation gives floor(q) and rounding round(q).
+They differ in half of all numbers, and these tell. With f the scale within 1 -+ 2u, in steps of u / 8, for which
+floor(f q) is right most often, mine truncates where of the numbers that one of floor(f q) and round(q) gives rightly
+floor has t and round has r with t - r > 3 sqrt(t + r): McNemar's test of paired predictions [Psychometrika 12 (1947)
+153] at three standard deviations. Unless the same test prefers some round(g q) to floor(f q): a scale that is 0.7u too
+small looks much like truncation (92 % of its numbers), and explains its own better. An error before the last rounding
+(a sum in float32, a rounded cosine) takes numbers from both counts alike, so that it needs no estimate.
+
+Judge: a truncated m stands for [m, m + step), so y - step / 2 is to be expected of it; held against that its errors
+are those of rounding to nearest, under the same limits: up to 2u of y, with a bias of up to u, and a fault is seen as
+well as elsewhere. A kernel may truncate an intermediate result, too, which is a gain: -E[m step / 2] / E[m m] = -2/3 u
+for significands m that are distributed as 1 / m [R. Hamming, Bell Syst. Tech. J. 49 (1970) 1609]. It is allowed where
+the reference knows of roundings before the last one, and whatever the last one is: vLLM's latent attention for AVX2
+truncates its mixed vectors, and then multiplies and rounds to nearest.
+Not here: the limits (verdict.py), on which dtype's grid a tensor lies (grid.py). In torch alone, because this file is
+copied beside the tests that gentest writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.floors.verdict import Verdict
+from vllm_accprobe.opcheck.floors.verdict import judge as judge_nearest
+
+TOWARD_ZERO, EARLIER = "toward zero", "toward zero before the last rounding"
+ROUNDING = "rounding"
+"""A measure of its own: the share of the numbers that tell which are truncated. Half of them is a kernel's chance."""
+
+_GRIDS = {
+    "bfloat16": (8, -126), "float16": (11, -14), "float8_e4m3fn": (4, -6), "float8_e4m3fnuz": (4, -7),
+    "float8_e5m2": (3, -14), "float8_e5m2fnuz": (3, -15),
+}  # fmt: skip
+"""Significant bits and smallest normal exponent. Not float32's: there the order of summation decides, no rounding."""
+_SAMPLE, _GLANCE = 8192, 1024
+"""Numbers that are looked at, evenly spread: where they decide, and where it is only said how an operator rounds that
+is right either way (chosen: half of them tell, and at three standard deviations a hundred would do)."""
+_SIGMAS = 3.0
+_EARLIER = 2.0**-6
+"""Steps: noise above this is a rounding to the grid before the last one; that of float32 sums lies below."""
+_FACTORS = torch.arange(-16, 17).double() / 8.0
+"""In u: scales that are tried."""
+Tensor = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """What an output's numbers say. toward_zero: truncation explains them, and nothing better; told: how many tell
+    truncation from rounding; truncated: how many of these are; proved: no scale explains them as well, which takes some
+    hundred numbers, and thousands where much was rounded before."""
+
+    toward_zero: bool
+    told: int
+    truncated: int
+    proved: bool = False
+
+    @property
+    def share(self) -> float:
+        return self.truncated / self.told if self.told else 0.0
+
+    @property
+    def nearest(self) -> bool:
+        """They were rounded to nearest."""
+        return _more(self.told - self.truncated, self.truncated)
+
+
+UNKNOWN = Direction(False, 0, 0)
+
+
+def steps(y: Tensor, dtype: str) -> Tensor:
+    """The distance of neighbours on ``dtype``'s grid at each of the float64 ``y``, subnormal ones included."""
+    bits, least = _GRIDS[dtype]
+    return torch.ldexp(torch.ones_like(y), torch.frexp(y).exponent.clamp(min=least + 1) - bits)
+
+
+def unit_of(dtype: str) -> float:
+    return float(2.0 ** -_GRIDS[dtype][0])
+
+
+def direction(exact: Tensor, mine: Tensor, dtype: str, most: int = _SAMPLE) -> Direction:
+    """exact: float64; mine: the captured numbers, float64, same shape; dtype: whose grid they lie on, torch's name;
+    most: how many numbers are looked at."""
+    if dtype not in _GRIDS:
+        return UNKNOWN
+    y, m = exact.reshape(-1), mine.reshape(-1)
+    if len(y) > most:
+        at = torch.linspace(0, len(y) - 1, most).long()
+        y, m = y[at], m[at]
+    seen = torch.isfinite(y) & torch.isfinite(m)
+    y, m = y[seen], m[seen]
+    step = steps(y, dtype)
+    q, given = y / step, m / step
+    rounded = q.round() == given
+    t, r = _either(q.trunc() == given, rounded)
+    if _more(r, t):
+        return Direction(False, t + r, t)
+    scaled = q * (1.0 + unit_of(dtype) * _FACTORS[:, None])
+    cuts = scaled.trunc() == given
+    best = cuts[int(cuts.sum(1).argmax())]
+    if not _more(*_either(best, rounded)):
+        return Direction(False, t + r, t)
+    rounds = scaled.round() == given
+    against = list(zip((best & ~rounds).sum(1).tolist(), (rounds & ~best).sum(1).tolist(), strict=True))
+    likely = not any(_more(b, a) for a, b in against)
+    return Direction(likely, t + r, t, likely and all(_more(a, b) for a, b in against))
+
+
+def _either(a: Tensor, b: Tensor) -> tuple[int, int]:
+    """How often a alone, and b alone, is right."""
+    return int((a & ~b).sum()), int((b & ~a).sum())
+
+
+def _more(a: int, b: int) -> bool:
+    return bool(a - b > _SIGMAS * (a + b) ** 0.5)
+
+
+def judge(
+    reference: Tensor, mine: Tensor, dtype: str, *,
+    noise: Tensor | None = None, last: float | None = None, common: float = 0.0, exact: Tensor | None = None,
+    strict: bool = False, **more: Any,
+) -> Verdict:  # fmt: skip
+    """verdict.judge, which knows rounding to nearest, with truncation allowed for: its arguments, and its verdict with
+    ``rounding`` TOWARD_ZERO where that is how mine was rounded, or EARLIER where nothing but a truncated intermediate
+    result explains it.
+
+    more: verdict.judge's other arguments; exact: what was to be rounded, where ``reference`` has been rounded itself;
+    strict: truncation fails, with the measure ROUNDING where it is proved, and by the limits of rounding to nearest
+    where these are passed."""
+
+    def held(y: Tensor, noise: Tensor | None) -> Verdict:
+        return judge_nearest(y, mine, dtype, noise=noise, last=last, common=common, **more)
+
+    nearest = held(reference, noise)
+    if last == 0.0 or dtype not in _GRIDS or nearest.nonfinite_mismatch or not reference.is_floating_point():
+        return nearest
+    source = reference if exact is None else exact
+    if not _smaller(source, mine):
+        return nearest
+    found = direction(source, mine, dtype, _GLANCE if nearest.passed and not strict else _SAMPLE)
+    if strict and nearest.passed and found.proved:
+        return replace(nearest, passed=False, measure=ROUNDING, value=found.share, limit=0.5, row=-1, column=-1,
+                       rounding=TOWARD_ZERO)  # fmt: skip
+    how = TOWARD_ZERO if found.toward_zero else ""
+    if strict or (nearest.passed and not found.toward_zero):
+        return replace(nearest, rounding=how) if how else nearest
+    # what was truncated on the way is off by up to 2 units instead of 1, about a mean that is known to first order only
+    wider = None if noise is None else 2.0 * noise
+    best = held(_nearest_of([reference, *_expected(reference, noise, dtype, found.toward_zero)], mine), wider)
+    if nearest.passed and nearest.severity <= best.severity:
+        return replace(nearest, rounding=how) if how else nearest
+    if not found.toward_zero and not best.passed:
+        return nearest
+    return replace(best, rounding=how or EARLIER, worst_row_rel_l2=nearest.worst_row_rel_l2)
+
+
+def _smaller(y: Tensor, mine: Tensor) -> bool:
+    """Whether significantly more numbers are nearer to 0 than further from it: not so in nearly all honest outputs,
+    which need no closer look then."""
+    change = mine.abs() - y.abs()
+    return _more(int((change < 0).sum()), int((change > 0).sum()))
+
+
+def _nearest_of(ways: Sequence[Tensor], mine: Tensor) -> Tensor:
+    """Row by row the one that leaves the smallest gain: the rows of a step may come from two kernels, those of prompts
+    and those of single tokens."""
+    y = torch.where(torch.isfinite(ways[0]) & torch.isfinite(mine), ways[0], 0.0)
+    gains = torch.stack([(y * torch.where(y == 0, 0.0, mine - way)).sum(1).abs() for way in ways])
+    return torch.stack(list(ways))[gains.argmin(0), torch.arange(len(mine))]
+
+
+def middles(mine: Tensor, dtype: str) -> Tensor:
+    """The middles of what truncated numbers stand for: float64, half a step further from 0; unchanged where ``dtype``
+    has no grid, and zeros."""
+    return mine + 0.5 * steps(mine, dtype) * torch.sign(mine) if dtype in _GRIDS else mine
+
+
+def _expected(y: Tensor, noise: Tensor | None, dtype: str, cut: bool) -> Iterator[Tensor]:
+    """What truncation makes of ``y`` in the mean. cut: half a step less, but nothing less where it is on the grid
+    already and nothing was rounded before (attention over a single key hands on that key's value). Then, where the
+    reference knows of a rounding before, with that one truncated."""
+    finite = torch.isfinite(y)
+    safe = torch.where(finite, y, 0.0)
+    step = steps(safe, dtype)
+    early = torch.zeros_like(finite) if noise is None else finite & (noise > step * _EARLIER)
+    half = 0.0
+    if cut:
+        loose = finite & (((safe / step).frac() != 0) | early)
+        half = torch.where(loose, 0.5 * step * torch.sign(y), 0.0)
+        yield y - half
+    if bool(early.any()):
+        yield torch.where(early, y * (1.0 - 2.0 / 3.0 * unit_of(dtype)), y) - half

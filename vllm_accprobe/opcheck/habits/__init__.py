@@ -1,0 +1,1 @@
+"""How a machine computes, decided over all rows of a replay."""

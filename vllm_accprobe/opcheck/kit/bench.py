@@ -1,0 +1,184 @@
+"""A written-down call on the bench: what was captured, and what a device makes of it, against float64.
+
+The problem: a failed operator is to be shown to whoever wrote it, on a machine where only torch is. The idea: a case
+is checked in up to three ways: ``captured``, what the engine gave against the reference; ``device``, what the operator
+gives on a device here and now from the same inputs; ``drawn``, the same from inputs drawn with a seed. Each output is
+an `Outcome`, and a line of a csv with the columns of opcheck.csv, which `accprobe opdiff` reads. This file is copied
+beside the tests that gentest writes, and they are all that uses it. Not here: which calls become cases (testgen.py).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.calls.case import decode
+from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, redrawn
+from vllm_accprobe.opcheck.floors.rounding import judge
+from vllm_accprobe.opcheck.floors.verdict import Verdict
+from vllm_accprobe.opcheck.kit import plainmeasures
+from vllm_accprobe.opcheck.kit.tensorfile import load
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
+from vllm_accprobe.opcheck.references import families
+from vllm_accprobe.opcheck.run import native
+
+CAPTURED, DEVICE, DRAWN = "captured", "device", "drawn"
+TENSORS = ("value", "noise", "bound", "rows")
+"""Of an Expected that was written down."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. about: op, class, tap, call, step, rank, id, and row_dims by role; expected: exact outputs that were
+    written down where the reference is somebody else's, by role, {} otherwise."""
+
+    about: Mapping[str, Any]
+    call: Call
+    expected: Mapping[str, Expected]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One output of a case, checked in one way. status: pass, fail or skip."""
+
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    status: str
+    message: str
+    verdict: Verdict | None = None
+    measures: Mapping[str, float | int | None] | None = None
+
+
+class Bench:
+    """The references and the device that cases are checked with. device: torch's name, ``cpu``, ``cuda``, ``npu:1``;
+    columns: of the csv."""
+
+    def __init__(self, device: str = "cpu", seed: int = 0, columns: Sequence[str] = ()):
+        self.device, self.seed, self.columns = device, seed, tuple(columns)
+        self.references, self.natives = References(families()), References([native])
+
+    def check(self, case: Case, way: str) -> list[Outcome]:
+        """One Outcome per output; one that skips where there is nothing to check."""
+        call = case.call
+        if way == DRAWN:
+            try:
+                call = redrawn(call, self.seed)
+            except Declined as why:
+                return [_skipped(str(why))]
+        expected: Mapping[str, Expected] | Declined = case.expected
+        if not expected or way == DRAWN:
+            expected = self.references.evaluate(call)
+        if isinstance(expected, Declined):
+            return [_skipped(expected.reason)]
+        if way == CAPTURED:
+            return [self._outcome(case, call, role, call.outputs[role], expected) for role in call.outputs]
+        mine = self.natives.evaluate(native.on(call, self.device))
+        if isinstance(mine, Declined):
+            return [_skipped(mine.reason)]
+        found = []
+        for role, given in call.outputs.items():
+            if role in mine:
+                found.append(self._outcome(case, call, role, mine[role].value.to("cpu", given.dtype), expected, way))
+        return found or [_skipped("nothing that was captured comes out of it")]
+
+    def _outcome(
+        self, case: Case, call: Call, role: str, mine: Any, expected: Mapping[str, Expected], way: str = CAPTURED
+    ) -> Outcome:
+        dtype, shape = str(mine.dtype).removeprefix("torch."), tuple(mine.shape)
+        if role not in expected:
+            return Outcome(role, dtype, shape, "skip", f"no reference for {role}")
+        e = expected[role]
+        if tuple(e.value.shape) != shape:
+            return Outcome(role, dtype, shape, "fail", f"shape {list(shape)} instead of {list(e.value.shape)}")
+        row_dim = int(case.about.get("row_dims", {}).get(role, 0))
+        reference, numbers = (_matrix(_wide(t), row_dim) for t in (e.value, mine))
+        noise, bound = (None if x is None else _matrix(_wide(x).expand(shape), row_dim) for x in (e.noise, e.bound))
+        if e.rows is not None:
+            rows = e.rows.nonzero().flatten()
+            if not len(rows):
+                return Outcome(role, dtype, shape, "skip", e.reason)
+            reference, numbers = reference[rows], numbers[rows]
+            noise, bound = (None if x is None else x[rows] for x in (noise, bound))
+        v = judge(reference, numbers, dtype, noise=noise, bound=bound, last=e.unit, common=e.common, groups=e.groups,
+                  shared=e.shared)  # fmt: skip
+        message = "" if v.passed else _say(v, reference, numbers)
+        if way == DRAWN:
+            message = f"{message}; {WEAKER}".lstrip("; ")
+        measures = plainmeasures.measure(reference, numbers, dtype)
+        return Outcome(role, dtype, shape, "pass" if v.passed else "fail", message, v, measures)
+
+    def lines(self, case: Case, outcomes: Sequence[Outcome]) -> list[list[object]]:
+        """A csv line per outcome, in the order of ``columns``."""
+        found = []
+        for o in outcomes:
+            cell: dict[str, Any] = {**case.about, **(o.measures or {}), "role": o.role, "dtype": o.dtype}
+            cell |= {"shape": "[" + ", ".join(map(str, o.shape)) + "]", "status": o.status, "message": o.message}
+            if o.verdict is not None:
+                v = o.verdict
+                cell |= {"measure": v.measure, "measured": v.value, "allowed": v.limit, "created": v.worst_row_rel_l2}
+                cell["rounding"] = v.rounding
+            found.append(["" if cell.get(c) is None else cell[c] for c in self.columns])
+        return found
+
+
+def _skipped(why: str) -> Outcome:
+    return Outcome("", "", (), "skip", why)
+
+
+def _wide(t: Any) -> Any:
+    t = t.detach().cpu()
+    if t.is_complex():
+        return torch.view_as_real(t.to(torch.complex128))
+    return t.double() if t.is_floating_point() else t.long()
+
+
+def _matrix(t: Any, row_dim: int) -> Any:
+    """[rows, everything else]; a tensor without rows is one row."""
+    if not t.dim():
+        return t.reshape(1, 1)
+    dim = row_dim if row_dim < t.dim() else 0
+    return t.movedim(dim, 0).reshape(t.shape[dim], -1) if t.numel() else t.reshape(0, 1)
+
+
+def _say(v: Verdict, reference: Any, mine: Any) -> str:
+    where = f" in row {v.row}" if v.row >= 0 else ""
+    where += f", column {v.column}" if v.column >= 0 else ""
+    if v.measure == "exact":
+        return f"{v.value:.0f} values that should be equal are not; first{where}"
+    if v.measure == "nonfinite":
+        return f"{v.value:.0f} non-finite values on one side{where}"
+    top = (mine.double() - reference.double()).abs()
+    return (
+        f"{v.measure} error {v.value:.3g} times honest rounding, allowed {v.limit:.3g}{where}; "
+        f"largest absolute difference {float(top.max()):.6g}"
+    )
+
+
+def load_cases(directory: Path) -> list[Case]:
+    """All cases of a folder, in order. Raises OSError or ValueError for what cannot be read."""
+    return [load_case(path) for path in sorted(directory.glob("*.json"))]
+
+
+def load_case(path: Path) -> Case:
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    tensors = load(path.with_suffix(".safetensors"))
+    expected = {}
+    for role, e in tree.get("expected", {}).items():
+        named: dict[str, Any] = {k: None if e.get(k) is None else tensors[e[k]] for k in TENSORS}
+        plain = {k: e[k] for k in ("unit", "common", "reason", "groups", "shared") if k in e}
+        expected[role] = Expected(**named, **plain)
+    return Case(tree["about"], decode(tree["call"], tensors), expected)
+
+
+def write_csv(path: Path, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as f:
+        writer = csv.writer(f, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(lines)

@@ -1,0 +1,152 @@
+"""A folder of tests that reproduces captured calls where neither vLLM nor accprobe is installed.
+
+The problem: whoever wrote a kernel needs the failing call, on their own machine, in a form that they trust. The idea:
+each call becomes a JSON file and a safetensors file (case.py); the references, the verdict and a handful of other files
+of ours are copied beside them, with their imports renamed; pytest runs one parametrised test per operator. What ships
+needs torch and pytest, nothing else. A reference that is not ours is not copied: its exact outputs are written down.
+Not here: what a case is checked for (bench.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe.opcheck.calls import case as cases
+from vllm_accprobe.opcheck.calls.records import Captured
+from vllm_accprobe.opcheck.kit.tensorfile import save
+from vllm_accprobe.opcheck.reference import Declined, Expected, References
+from vllm_accprobe.opcheck.run import table
+
+KIT = "operator_kit"
+_PACKAGE = Path(__file__).parents[1]
+_FILES = (
+    "reference", "calls/case", "kit/tensorfile", "floors/chance", "floors/verdict", "floors/rounding", "run/native",
+    "kit/bench", "run/mindspore_api", "kit/plainmeasures", "calls/random_inputs",
+)  # fmt: skip
+_ROOMS = re.compile(r"vllm_accprobe\.opcheck(\.(calls|floors|kit|run)\b)?")
+"""The kit is one flat package."""
+_OURS = "vllm_accprobe.opcheck.references."
+
+
+@dataclass(frozen=True)
+class Written:
+    """name: of the case; op: the operator's or class's name."""
+
+    name: str
+    op: str
+
+
+def write_case(
+    captured: Captured, references: References, directory: Path, number: int | None = None
+) -> Written:  # fmt: skip
+    """One call as <directory>/<name>.json and .safetensors. Raises ValueError for what cannot be written down, and
+    OSError."""
+    call = cases.closed(captured.what, references)
+    op = call.cls
+    step = "x" if captured.step is None else str(captured.step)
+    place = "" if number is None else f"{number:04d}-"
+    name = f"{place}{_word(op)}-{_word(captured.tap)[-60:]}-step{step}-rank{captured.rank}-call{captured.call}"
+    tensors: dict[str, Any] = {}
+    tree: dict[str, Any] = {
+        "about": {
+            "op": op, "class": op, "tap": captured.tap, "call": captured.call, "step": captured.step,
+            "rank": captured.rank, "seq": min((r.seq for r in captured.records.values()), default=captured.seq),
+            "row_dims": {role: r.row_dim if r.rows is not None else 0 for role, r in captured.records.items()},
+        },
+        "call": cases.encode(call, tensors),
+    }  # fmt: skip
+    found = references.find(op)
+    if not isinstance(found, Declined) and not getattr(found, "__module__", "").startswith(_OURS):
+        expected = references.evaluate(call)
+        if not isinstance(expected, Declined):
+            tree["expected"] = {role: _kept(role, e, tensors) for role, e in expected.items() if role in call.outputs}
+    save(tensors, directory / f"{name}.safetensors")
+    (directory / f"{name}.json").write_text(json.dumps(tree, indent=1, allow_nan=False), encoding="utf-8")
+    return Written(name, op)
+
+
+def _kept(role: str, e: Expected, tensors: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = {k: getattr(e, k) for k in ("unit", "common", "reason", "groups", "shared")}
+    for key in ("value", "noise", "bound", "rows"):
+        value = getattr(e, key)
+        entry[key] = None if value is None else f"expected.{role}.{key}"
+        if value is not None:
+            tensors[entry[key]] = value
+    return entry
+
+
+def _word(text: str) -> str:
+    """Letters and digits of a name that came from a dump, for a file's name."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-.") or "x"
+
+
+def write_folder(written: Iterable[Written], out: Path, source: str) -> None:
+    """Everything beside the cases, which lie in ``out``/cases already. source: what the README calls the dump."""
+    kit = out / KIT
+    (kit / "references").mkdir(parents=True, exist_ok=True)
+    for name in _FILES:
+        _copy(_PACKAGE / f"{name}.py", kit / f"{Path(name).name}.py")
+    for path in sorted((_PACKAGE / "references").glob("*.py")):
+        _copy(path, kit / "references" / path.name)
+    _copy(_PACKAGE.parent / "judge" / "floor.py", kit / "floor.py")
+    (kit / "__init__.py").write_text('"""What the tests need; copied from vllm-accprobe."""\n', encoding="utf-8")
+    shutil.copyfile(_PACKAGE / "kit" / "templates" / "conftest.py.txt", out / "conftest.py")
+    (out / "columns.json").write_text(json.dumps(table.COLUMNS), encoding="utf-8")
+    by_op: dict[str, list[str]] = {}
+    for w in written:
+        by_op.setdefault(w.op, []).append(w.name)
+    (out / "test_operators.py").write_text("\n".join(_tests(by_op)) + "\n", encoding="utf-8")
+    (out / "README.md").write_text(_readme(by_op, source), encoding="utf-8")
+
+
+def _copy(path: Path, to: Path) -> None:
+    text = path.read_text(encoding="utf-8").replace("vllm_accprobe.judge.floor", f"{KIT}.floor")
+    to.write_text(_ROOMS.sub(KIT, text), encoding="utf-8")
+
+
+def _tests(by_op: Mapping[str, list[str]]) -> Iterator[str]:
+    yield '"""Captured operator calls; see README.md. Written by `accprobe gentest`."""\n'
+    yield "import pytest\n"
+    taken: set[str] = set()
+    for op, names in by_op.items():
+        function = base = "test_" + re.sub(r"\W", "_", op)
+        while function in taken:
+            function += f"_{len(taken)}" if function == base else "_"
+        taken.add(function)
+        listed = "".join(f"    {json.dumps(name)},\n" for name in names)
+        yield f'\n@pytest.mark.parametrize("name", [\n{listed}])\ndef {function}(name, way, run):\n    run(name, way)\n'
+
+
+def _readme(by_op: Mapping[str, list[str]], source: str) -> str:
+    lines = "\n".join(f"| {op} | {len(names)} |" for op, names in by_op.items())
+    return f"""# Captured operator calls
+
+From {source}. Needs torch and pytest, nothing else.
+
+    pytest                                   # captured outputs, and the operators on the CPU
+    pytest --device cuda --detail-csv gpu.csv
+    pytest --device npu --load torch_npu --seed 1 --detail-csv npu.csv
+    accprobe opdiff gpu.csv npu.csv          # where accprobe is installed
+
+Each case is checked in these ways:
+
+- `captured`: what the engine gave, against the reference in float64 from the very inputs that it had. Fails: the
+  operator was wrong in the engine.
+- `device`: what the operator gives on `--device`, here and now, from the same inputs, against the same reference. An
+  operator of torch.ops runs itself; a module runs through torch's operators, or a vendor's kernel of the same name.
+  Fails: it is wrong on this device.
+- `drawn`, with `--seed`: as `device`, with inputs drawn at random from the captured mean, spread and range. Weaker
+  evidence.
+
+`--detail-csv` writes the measures of every `device` output. `--load` imports what registers a device or operators.
+
+| operator | cases |
+| --- | --- |
+{lines}
+"""

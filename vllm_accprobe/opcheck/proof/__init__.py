@@ -1,0 +1,1 @@
+"""Replay as a witness in a comparison: who is wrong for its own inputs."""

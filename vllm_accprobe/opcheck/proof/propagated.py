@@ -1,0 +1,126 @@
+"""What a blamed module created, and what it only passed on: both from its replay.
+
+The problem: a module that is wrong for its own inputs may also have had wrong inputs, and the two errors should not be
+read as one. The idea: three values of the same rows, golden's output G, mine's output M and the reference's output R
+from mine's inputs, give created = |M - R| / |G| and propagated = |R - G| / |G|, Euclidean norms over a row. Golden's
+rows are found as a comparison finds them, so golden may be another framework, batched in another way or cut over ranks.
+Only the modules that are blamed are run again: a handful. Where golden's rows or a reference are missing, or mine's
+output is cut over ranks, the split is not known, and None says so.
+Not here: who is blamed (decide.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.mapping import Rules
+from vllm_accprobe.align.shards import ONE
+from vllm_accprobe.comparison.measure.read import Loader
+from vllm_accprobe.comparison.plan.row_index import Indices
+from vllm_accprobe.comparison.plan.units import Group, Plan, Unit, make_plan
+from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import Record
+from vllm_accprobe.opcheck.calls.records import Calls, Captured, as_numbers
+from vllm_accprobe.opcheck.reference import Declined, Expected, References
+from vllm_accprobe.opcheck.run.replay import Checked
+
+MOST = 16
+"""Origins whose errors are split; the first in data-flow order matter, and each costs a replay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """created, propagated: relative to golden's row (float64); request, position: the row of mine where what was
+    created is largest."""
+
+    created: float
+    propagated: float
+    request: str
+    position: int
+
+
+def split_errors(
+    golden: Dump, mine: Calls, references: References, blamed: Iterable[Checked], mapping: Rules | None = None
+) -> dict[str, Split]:
+    """tap → its split, for the first MOST of ``blamed`` (wrong outputs of mine, one for each tap) that have one."""
+    wanted = {(c.tap, c.role, c.call): c for c in list(blamed)[:MOST]}
+    if not wanted:
+        return {}
+    plan = make_plan(golden, mine.dump, mapping=mapping)
+    indices = Indices((plan.tokens.golden, plan.tokens.mine))
+    loader = Loader(golden)
+    found: dict[str, Split] = {}
+    for unit in plan.units:
+        c = wanted.get(unit.key)
+        if c is None:
+            continue
+        captured = next((k for k in mine.of(c.rank, c.tap) if (k.step, k.call) == (c.step, c.call)), None)
+        split = _split(captured, unit, plan, indices, loader, references, c) if captured is not None else None
+        if split is not None:
+            found[c.tap] = split
+        loader.forget()
+    return found
+
+
+def _split(
+    captured: Captured, unit: Unit, plan: Plan, indices: Indices, loader: Loader, references: References, c: Checked
+) -> Split | None:
+    record = captured.records.get(c.role)
+    group = next((g for g in unit.mine if record is not None and record in g.records), None)
+    expected = references.evaluate(captured.what)
+    if record is None or group is None or isinstance(expected, Declined) or c.role not in expected:
+        return None
+    if group.where is None or group.merge is None or group.merge.kind != ONE:
+        return None
+    place = {g.where: g for g in unit.golden if g.where is not None and g.readable}
+    wheres = tuple(place)
+    met = indices.meet(group.where, wheres) if wheres else None
+    if met is None:
+        return None
+    reference, output = _rows(captured, c.role, record, expected[c.role], group)
+    keep = np.ones(len(met.row), bool)
+    rows = expected[c.role].rows
+    if rows is not None:
+        keep = np.asarray(rows.numpy(), bool)[met.row]
+    best: tuple[float, int, Split] | None = None
+    for number in met.used:
+        at = np.flatnonzero(keep & (met.number == number))
+        g = _golden(loader, place[wheres[number]])
+        if not len(at) or g.shape[1] != reference.shape[1]:
+            continue
+        theirs, ours, exact = g[met.other[at]], output[met.row[at]], reference[met.row[at]]
+        size = np.linalg.norm(theirs, axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            created = np.linalg.norm(ours - exact, axis=1) / size
+            passed = np.linalg.norm(exact - theirs, axis=1) / size
+        finite = np.isfinite(created) & np.isfinite(passed)
+        if not finite.any():
+            continue
+        worst = int(np.where(finite, created, -1.0).argmax())
+        if best is None or created[worst] > best[0]:
+            request, position = plan.tokens.name(int(met.keys[at[worst]]))
+            best = created[worst], number, Split(float(created[worst]), float(passed[worst]), request, position)
+    return best[2] if best is not None else None
+
+
+def _rows(
+    captured: Captured, role: str, record: Record, expected: Expected, group: Group
+) -> tuple[np.ndarray, np.ndarray]:
+    """(reference, mine's output), float64 [rows, width]. A reference may know one of the inputs, too: which experts a
+    router should have named."""
+    outputs: Mapping[str, Any] = captured.what.outputs
+    value = outputs[role] if role in outputs else captured.what.inputs[role.removeprefix("input.")]
+    arrays = [as_numbers(expected.value.expand(record.shape)), as_numbers(value)]
+    wide = [np.moveaxis(a.astype(np.float64), group.row_dim, 0) for a in arrays]
+    first, second = (a.reshape(a.shape[0], -1) for a in wide)
+    return first, second
+
+
+def _golden(loader: Loader, group: Group) -> np.ndarray:
+    block = loader.load(group)
+    return np.asarray(widen(block.data, block.dtype, as_float=True), np.float64)

@@ -1,0 +1,107 @@
+"""One output of one call, as checked: the row that everything after the check works with.
+
+Not here: how a row comes about (replay.py), how it is told (table.py). Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vllm_accprobe.opcheck.measures import Measures
+
+PASS, FAIL, SKIP, ERROR, WARNING = "pass", "fail", "skip", "error", "warning"
+OURS, STRICT = "operator", "strict"
+"""Names of our own standards: verdict.py's; and the same without rounding toward zero (rounding.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One output of one call; table.py makes opcheck.csv of it. rows: in the tensor; checked: that had a reference;
+    unchecked_because: why the others had none.
+
+    created: rel_l2 of the worst row, reference against mine; measure, measured, allowed: of verdict.Verdict, in floors;
+    request, position, column: where, None where the measure does not say; message: for people; measures: of
+    measures.py, None where nothing was measured; algorithm: how another tool's standard came to the status; rounding:
+    "toward zero" where the numbers show it, "" where they do not, or not enough of them. dtype: that of the numbers, by
+    which they are judged; stored: of the dump's tensor where that is a wider one (grid.py), else "". evidence: how it
+    was computed, counts in one line (evidence.py), of the outputs that were looked at for that, else "". habit:
+    what its machine does everywhere, where that was allowed for, else "". tier: which floor it breaks (judge/tiers.py),
+    "" where it passes; chance: then, the probability that a replay of an honest machine shows as much anywhere, 0.0
+    where it is proved."""
+
+    tap: str
+    cls: str
+    role: str
+    rank: int
+    step: int | None
+    call: int
+    seq: int
+    dtype: str
+    shape: tuple[int, ...]
+    rows: int
+    checked: int
+    unchecked_because: str
+    created: float | None
+    measure: str | None
+    measured: float | None
+    allowed: float | None
+    request: str | None
+    position: int | None
+    column: int | None
+    status: str
+    message: str
+    measures: Measures | None = None
+    algorithm: str = ""
+    stored: str = ""
+    rounding: str = ""
+    evidence: str = ""
+    habit: str = ""
+    tier: str = ""
+    chance: float | None = None
+
+    @property
+    def severity(self) -> float:
+        """measured / allowed, 0 where nothing was measured."""
+        if self.measured is None or self.allowed is None:
+            return 0.0
+        return self.measured / self.allowed if self.allowed else (math.inf if self.measured else 0.0)
+
+    @property
+    def id(self) -> str:
+        """``rank.step.seq``, "" for a parameter."""
+        return id_of(self.rank, self.step, self.seq) if self.step is not None else ""
+
+
+COLUMNS = tuple(f.name for f in fields(Checked))
+
+
+def id_of(rank: int, step: int | None, seq: int) -> str:
+    """What a person writes to mean this row: ``rank.step.seq``."""
+    return f"{rank}.{step}.{seq}"
+
+
+def grids(rows: Iterable[Checked]) -> list[str]:
+    """Sentences on the outputs that were judged as numbers of a coarser dtype than their tensors'."""
+    found = Counter((r.stored, r.dtype) for r in rows if r.stored)
+    return [
+        f"{n:,} {'output is a tensor' if n == 1 else 'outputs are tensors'} of {stored} that hold{'s' * (n == 1)} "
+        f"{dtype} numbers: judged by what {dtype} can hold" for (stored, dtype), n in found.most_common()
+    ]  # fmt: skip
+
+
+def unchecked(
+    tap: str, cls: str, rank: int, step: int | None, call: int, seq: int, why: str, *, status: str = SKIP,
+    role: str = "", dtype: str = "", shape: tuple[int, ...] = (),
+) -> Checked:  # fmt: skip
+    """A row that has no verdict, and says why."""
+    empty: dict[str, Any] = dict.fromkeys(COLUMNS)
+    empty |= {
+        "tap": tap, "cls": cls, "role": role, "rank": rank, "step": step, "call": call, "shape": shape, "seq": seq,
+        "dtype": dtype, "rows": 0, "checked": 0, "unchecked_because": why, "status": status, "message": why,
+        "algorithm": "", "rounding": "", "stored": "", "evidence": "", "habit": "", "tier": "",
+    }  # fmt: skip
+    return Checked(**empty)

@@ -1,0 +1,215 @@
+"""What a replay found, as opcheck.csv and as lines for a terminal.
+
+The problem: hundreds of thousands of rows, of which a person wants the wrong operator, how sure one may be of it, and
+what was not looked at. The idea: failures grouped by module, the first in the order of execution first; then a line for
+each class; then every reason for which something was skipped, counted. Pure functions that return lines. Not here: how
+a row comes about (replay.py).
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe.judge import profile
+from vllm_accprobe.opcheck.floors.truncating import sentence
+from vllm_accprobe.opcheck.habits.decided import Found
+from vllm_accprobe.opcheck.measures import Measures
+from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, Checked, grids
+from vllm_accprobe.opcheck.run.totals import Totals
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_MOST = 10
+_ID = ("cls", "cls", "tap", "call", "role", "step", "rank", "dtype", "shape")
+_MORE = (
+    "status", "message", "algorithm", "measure", "measured", "allowed", "created", "request", "position", "column",
+    "rows", "checked", "unchecked_because", "seq", "id", "stored", "rounding", "tier", "chance", "evidence", "habit",
+)  # fmt: skip
+COLUMNS = ("op", "class", *_ID[2:], *Measures.FIELDS, *_MORE)
+"""Of opcheck.csv: what identifies an output, how far it is off, and what that means. op: the operator or the class;
+stored: the tensor's dtype where its numbers are of the coarser one in ``dtype``."""
+RESULT = ("op", "class", "tap", "rank", "calls", "pass", "warning", "fail", "skip", "error", "worst", "message")
+"""Of result.csv: outputs by status; worst: the largest share of what is allowed."""
+_identify, _conclude = attrgetter(*_ID), attrgetter(*_MORE)
+_measured = attrgetter(*Measures.FIELDS)
+
+
+def write_csv(rows: Iterable[Checked], path: Path) -> None:
+    """opcheck.csv: UTF-8, a header line, floats with all digits; whole or not at all. Raises OSError."""
+    write_rows(path, COLUMNS, (cells(row) for row in rows))
+
+
+def resettle(path: Path, rows: Sequence[Checked]) -> None:
+    """Writes what was decided over all rows into the csv that `cells` of the single ones made: status, message and the
+    figure behind it. rows: all of the csv's, in its order. Raises OSError, ValueError."""
+    at = {n: COLUMNS.index(n) for n in ("status", "message", "measure", "measured", "allowed", "habit")}
+    with path.open(encoding="utf-8", newline="") as f:
+        lines_ = list(csv.reader(f))[1:]
+    for line, row in zip(lines_, rows, strict=True):
+        was = line[at["status"]], line[at["message"]], line[at["habit"]]
+        if was != (row.status, cell(row.message), cell(row.habit)):
+            for name, k in at.items():
+                line[k] = str(cell("" if getattr(row, name) is None else getattr(row, name)))
+    write_rows(path, COLUMNS, lines_)
+
+
+def write_result(rows: Iterable[Checked], path: Path) -> None:
+    """result.csv: a line for each operator or module that was called; whole or not at all. Raises OSError."""
+    groups: dict[tuple[int, str, str], list[Checked]] = {}
+    for row in rows:
+        groups.setdefault((row.rank, row.tap, row.cls), []).append(row)
+    write_rows(path, RESULT, (_result(*key, group) for key, group in groups.items()))
+
+
+def _result(rank: int, tap: str, cls: str, group: list[Checked]) -> list[object]:
+    counts = [sum(r.status == s for r in group) for s in (PASS, WARNING, FAIL, SKIP, ERROR)]
+    bad = [r for r in group if r.status in (FAIL, ERROR, WARNING)] or [r for r in group if r.status == SKIP]
+    worst = max((r.severity for r in group), default=0.0)
+    message = max(bad, key=lambda r: r.severity).message if bad else ""
+    calls = len({(r.step, r.call) for r in group})
+    return [cell(x) for x in (cls, cls, tap, rank, calls, *counts, worst, message)]
+
+
+def write_rows(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
+    """A csv; whole or not at all. Raises OSError."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
+        writer = csv.writer(f, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(lines)
+    os.replace(part, path)
+
+
+def cells(row: Checked) -> list[object]:
+    """A row of opcheck.csv, in the order of COLUMNS."""
+    empty = ("",) * len(Measures.FIELDS)
+    measured = _measured(row.measures) if row.measures is not None else empty
+    return [cell(v) for v in (*_identify(row), *measured, *_conclude(row))]
+
+
+def from_cells(given: Sequence[Any]) -> Checked:
+    """The row that `cells` wrote, from its values or from their text in the csv; without its measures. Raises
+    ValueError."""
+    if len(given) != len(COLUMNS):
+        raise ValueError(f"a row has {len(given)} cells instead of {len(COLUMNS)}")
+    given_by: dict[str, Any] = {n: None if v == "" else v for n, v in zip(COLUMNS, given, strict=True)}
+
+    def whole(name: str) -> Any:
+        return None if given_by[name] is None else int(given_by[name])
+
+    def real(name: str) -> Any:
+        return None if given_by[name] is None else float(given_by[name])
+
+    def text(name: str) -> Any:
+        value = given_by[name]
+        return value[1:] if isinstance(value, str) and value[:1] == "'" and value[1:2] in _FORMULA else value
+
+    shape = tuple(int(n) for n in str(given_by["shape"] or "[]").strip("[]").split(",") if n.strip())
+    return Checked(
+        tap=text("tap") or "", cls=text("class") or "", role=text("role") or "", rank=whole("rank"), step=whole("step"),
+        call=whole("call"), seq=whole("seq"), dtype=text("dtype") or "", shape=shape, rows=whole("rows"),
+        checked=whole("checked"), unchecked_because=text("unchecked_because") or "", created=real("created"),
+        measure=text("measure"), measured=real("measured"), allowed=real("allowed"), request=text("request"),
+        position=whole("position"), column=whole("column"), status=text("status") or "", message=text("message") or "",
+        algorithm=text("algorithm") or "", stored=text("stored") or "", rounding=text("rounding") or "",
+        evidence=text("evidence") or "", habit=text("habit") or "",
+        tier=text("tier") or "", chance=real("chance"),
+    )  # fmt: skip
+
+
+def cell(value: object) -> object:
+    """One line of plain text: names come from dumps, and a spreadsheet would run a formula."""
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    if isinstance(value, str):
+        if not value.isprintable():
+            value = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+        return "'" + value if value.startswith(_FORMULA) else value
+    return float(value) if isinstance(value, float) else value  # numpy's floats write themselves in other ways
+
+
+def lines(
+    rows: Sequence[Checked], totals: Totals, *, most: int | None = _MOST, machine: Found | None = None
+) -> list[str]:  # fmt: skip
+    """The whole report. most: how many failing modules are shown; None: all; machine: how it computes."""
+    out = [_sentence(rows, totals)]
+    wrong = failures(rows)
+    for group in wrong[:most]:
+        worst = max(group, key=lambda r: r.severity)
+        roles = ", ".join(sorted({r.role or r.status for r in group}))
+        steps = sorted({r.step for r in group if r.step is not None})
+        out.append(f"  {_safe(worst.tap)}  {_safe(worst.cls)}  {_safe(roles)}, {_steps(steps)}: {_safe(worst.message)}")
+    if most is not None and len(wrong) > most:
+        out.append(f"  ... {len(wrong) - most} more modules: opcheck.csv has all, --verbose shows them")
+    out += ["", "class                                calls' outputs   pass   fail  worst, of what is allowed"]
+    for cls, mine in _by_class(rows):
+        verdicts = [r for r in mine if r.status in (PASS, FAIL, WARNING)]
+        if verdicts:
+            worst = max(verdicts, key=lambda r: r.severity)
+            bad = sum(r.status == FAIL for r in verdicts)
+            part = f"{worst.severity:.2f}" if worst.severity < 1e4 else "far beyond"
+            exact = " (must be equal)" if worst.measure == "exact" else f" ({worst.measure})"
+            out.append(f"{_safe(cls, 36):<36} {len(verdicts):>14} {len(verdicts) - bad:>6} {bad:>6}  {part}{exact}")
+    known = {h.operator for h in machine.habits} if machine else set()
+    notes = [*grids(rows), sentence(r for r in rows if r.cls not in known)]
+    out += [f"note: {_safe(said, 1000)}" for said in notes if said]
+    skipped = [f"  {n:>7}  calls: {_safe(why)}" for why, n in totals.skipped.items()]
+    skipped += [f"  {n:>7}  rows of checked calls: {_safe(why)}" for why, n in totals.rows_skipped.items()]
+    skipped += [f"  {n:>7}  outputs of checked calls: {_safe(why)}" for why, n in totals.outputs_skipped.items()]
+    told = ["", *computes(machine)] if machine is not None and (machine.habits or machine.unknown) else []
+    return out + told + (["", "not checked:", *skipped] if skipped else [])
+
+
+def computes(machine: Found) -> list[str]:
+    """The section on how this machine computes: a line for each operator and dtype, then what cannot be told."""
+    told = (*profile.lines(machine.habits), *machine.unknown)
+    return ["How this machine computes:", *(f"  {_safe(said, 1000)}" for said in told)]
+
+
+def _sentence(rows: Sequence[Checked], totals: Totals) -> str:
+    share = f"{totals.checked:,} of {totals.calls:,} calls checked"
+    bad, crashed = totals.statuses.get(FAIL, 0), totals.statuses.get(ERROR, 0)
+    more = f"; {crashed:,} references failed" if crashed else ""
+    if not bad:
+        return f"pass: {share}, no output is further from its reference than honest rounding explains{more}"
+    first = failures(rows)[0][0]
+    n = len({r.tap for r in rows if r.status == FAIL})
+    return (
+        f"fail: {share}, {bad:,} outputs of {n} {'module' if n == 1 else 'modules'} are wrong for their own inputs, "
+        f"first {_safe(first.tap)} ({_safe(first.cls)}){more}"
+    )
+
+
+def failures(rows: Iterable[Checked]) -> list[list[Checked]]:
+    """Rows that failed or crashed, by module, the first executed first."""
+    groups: dict[tuple[int, str], list[Checked]] = {}
+    wrong = [r for r in rows if r.status in (FAIL, ERROR)]
+    for r in sorted(wrong, key=lambda r: (r.status != FAIL, -1 if r.step is None else r.step, r.seq)):
+        groups.setdefault((r.rank, r.tap), []).append(r)
+    return list(groups.values())
+
+
+def _by_class(rows: Iterable[Checked]) -> list[tuple[str, list[Checked]]]:
+    found: dict[str, list[Checked]] = {}
+    for r in rows:
+        if r.status != SKIP:
+            found.setdefault(r.cls, []).append(r)
+    return list(found.items())
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if not steps:
+        return "as loaded"
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+
+
+def _safe(text: str, most: int = 200) -> str:
+    """Printable, in one line, not endless: names come from dumps."""
+    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return plain if len(plain) <= most else plain[: most - 1] + "…"

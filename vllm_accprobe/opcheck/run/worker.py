@@ -1,0 +1,179 @@
+"""One process of opcheck: opens the dump, checks the taps that it is told, and writes rows as lines of JSON.
+
+The problem: an operator's own kernel may crash, or need more memory than there is, and must not take the other hundred
+thousand checks with it. The idea: this program (started as a child, children.py) reads one job and then taps from its
+standard input; before each call it says which one begins, so that whoever started it knows what it died of. Nothing is
+pickled. Not here: who starts it, and what becomes of the rows (whole.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+EXACT, DEVICE, GOLDEN, AGAIN = "float64", "device", "golden", "rerun"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked for. dump, model, golden: paths, the last two may be ""; against: EXACT, DEVICE, GOLDEN or AGAIN;
+    standard, kl, ids: replay.Options'; backward: gradients too; seed: of drawn inputs and gradients; save: where failed
+    calls are written, "" for nowhere."""
+
+    dump: str
+    model: str = ""
+    ops: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()
+    against: str = EXACT
+    golden: str = ""
+    standard: str = "operator"
+    kl: bool = False
+    backward: bool = False
+    seed: int = 0
+    save: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Job:
+        return cls(**{**tree, "ops": tuple(tree["ops"]), "ids": tuple(tree["ids"])})
+
+
+Tap = tuple[int, str, str]
+"""(rank, tap, class); STORED stands for the parameters."""
+STORED: Tap = (-1, "", "")
+Rows = Iterator["list[object]"]
+Crashes = Mapping["tuple[int | None, int]", str]
+Begins = Callable[["int | None", int], object]
+
+
+class Bench:
+    """A job, opened. Raises DumpError, and Unavailable where there is no device."""
+
+    def __init__(self, job: Job):
+        from vllm_accprobe.formats import open_dump
+        from vllm_accprobe.opcheck.calls.records import Calls
+        from vllm_accprobe.opcheck.reference import default_references
+        from vllm_accprobe.opcheck.run import mindspore_api, rerun
+        from vllm_accprobe.opcheck.run.replay import Options
+        from vllm_accprobe.opcheck.run.result_row import OURS, STRICT
+
+        self.job = job
+        self.calls = Calls(open_dump(Path(job.dump)), Path(job.model) if job.model else None)
+        looks = job.against == EXACT and job.standard in (OURS, STRICT)
+        budget = self.calls.budget()
+        self.options = Options(job.standard, job.kl, frozenset(job.ids), habits=looks, budget=budget)
+        self.references = default_references()
+        said = mindspore_api.note({op.op for op in self.calls.dump.ops})
+        self._mint = mindspore_api.installed()
+        if said and not job.golden:
+            self.calls.problems.append(said)
+        self.device = "cpu"
+        self.source: Any = None
+        if job.against == DEVICE:
+            found = rerun.accelerator()
+            if found is None:
+                raise Unavailable("--against device: torch sees no accelerator on this machine")
+            self.device, self.source = found, rerun.Device(self.references, found)
+        elif job.against == GOLDEN:
+            self.source = rerun.Golden(open_dump(Path(job.golden)))
+        elif job.against == AGAIN:
+            self.source = rerun.Again(self.references)
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self.calls.dump.problems, *self.calls.problems, *self.references.problems]
+
+    def taps(self) -> list[Tap]:
+        from vllm_accprobe.opcheck.run.replay import wanted
+
+        stored = [STORED] if self.job.against == EXACT and not self.job.ids else []
+        return [*stored, *(t for t in self.calls.taps() if wanted(self.job.ops, t[1], t[2]))]
+
+    def rows(self, tap: Tap, crashed: Crashes, begins: Begins) -> Rows:
+        """Cells of the rows of one tap."""
+        from vllm_accprobe.opcheck.floors.pools import Pools
+        from vllm_accprobe.opcheck.run.replay import FAIL, OURS, check_stored
+        from vllm_accprobe.opcheck.run.table import cells
+
+        if tap == STORED:
+            for row in check_stored(self.calls, self.job.ops):
+                yield cells(row)
+            return
+        pools = Pools()
+        for captured in self.calls.of(tap[0], tap[1], begins=begins, crashed=crashed):
+            if not self.options.wants(captured):
+                continue
+            rows = list(self._check(captured, pools))
+            if self.job.save and any(r.status == FAIL for r in rows):
+                self._save(captured)
+            for row in rows:
+                yield cells(row)
+        if self.source is None and self.options.standard == OURS:
+            yield from map(cells, pools.rows(self.options.budget))
+
+    def _check(self, captured: Any, pools: Any) -> Iterator[Any]:
+        from vllm_accprobe.opcheck.run import backward, mindspore_api, rerun, synthetic_inputs
+        from vllm_accprobe.opcheck.run.replay import check_call
+
+        if captured.missing and not captured.crashed and synthetic_inputs.possible(captured):
+            yield from synthetic_inputs.check(
+                self.calls, captured, self.references, self.device, self.job.seed, self.options
+            )
+            return
+        evaluate = self.source.evaluate if self.source else lambda c: self.references.evaluate(c.what)
+        yield from check_call(self.calls.dump, captured, evaluate, self.options, pools)
+        if self.source is None and self._mint and not captured.missing and mindspore_api.is_mint(captured.what.cls):
+            yield from rerun.by_mindspore(self.calls.dump, captured, self.references, self.options)
+        if self.job.backward and not captured.missing:
+            yield from backward.check(captured, self.references, self.device, self.job.seed)
+
+    def _save(self, captured: Any) -> None:
+        from vllm_accprobe.opcheck.kit.testgen import write_case
+
+        try:
+            Path(self.job.save).mkdir(parents=True, exist_ok=True)
+            write_case(captured, self.references, Path(self.job.save))
+        except (ValueError, OSError) as why:  # the verdict counts more than the copy
+            self.calls.problems.append(f"{captured.tap} could not be saved: {why}")
+
+
+class Unavailable(Exception):
+    """What was asked for cannot be had on this machine; one line."""
+
+
+def main() -> None:
+    """The protocol: a job, then taps, one JSON object a line; answers likewise. Ends with its input."""
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", errors="backslashreplace")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel prints must not meet the rows
+
+    def say(**message: Any) -> None:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+
+    try:
+        bench = Bench(Job.from_json(json.loads(sys.stdin.readline())))
+        said = len(bench.problems)
+        say(taps=bench.taps(), problems=bench.problems)
+    except Exception as error:
+        kinds = {c.__name__ for c in type(error).__mro__}
+        known = kinds & {"DumpError", "OSError", "Unavailable"}
+        say(error=str(error) if known else f"{type(error).__name__}: {error}")
+        return
+    for line in sys.stdin:
+        task = json.loads(line)
+        crashed = {(step, call): why for step, call, why in task["crashed"]}
+        rank, tap, cls = task["tap"]
+        try:
+            for row in bench.rows((rank, tap, cls), crashed, lambda step, call: say(begin=[step, call])):
+                say(row=row)
+            say(end=True, problems=bench.problems[said:])
+            said = len(bench.problems)
+        except Exception as error:  # a defect of ours or of the dump: the tap's row, not the end
+            say(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
