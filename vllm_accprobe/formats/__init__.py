@@ -6,6 +6,6 @@ A format is one small module (see sniff.py for what it must have); foreign.py ma
 from __future__ import annotations
 
 from vllm_accprobe.dump.reader import Dump, DumpError
-from vllm_accprobe.formats.sniff import NothingReadable, nothing_readable, open_dump
+from vllm_accprobe.formats.common.sniff import NothingReadable, nothing_readable, open_dump
 
 __all__ = ["Dump", "DumpError", "NothingReadable", "nothing_readable", "open_dump"]

@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.formats.atb_topology import load_topology
-from vllm_accprobe.formats.foreign import ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.common.atb_topology import load_topology
+from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
 from vllm_accprobe.formats.io import walk
 from vllm_accprobe.formats.io.atb_file import AtbHeader, number, parse_header, read_header, read_tensor, stats_of
 
 __all__ = ["HOW", "NAME", "AtbDump", "AtbHeader", "open", "parse_header", "read_header", "read_tensor", "recognise"]
 NAME = "atb"
 HOW = "a directory with */before|after/intensor<k>.bin|outtensor<k>.bin, or ATB's statistic.csv"
+ORDER = 50
 ODD_LINE = "line of a table that is not understood"
 _FILE = re.compile(r"(in|out)tensor(\d{1,6})\.bin", re.I | re.ASCII)
 _OPERATOR = re.compile(r"(\d{1,9})_(.+)", re.ASCII)

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import single
-from vllm_accprobe.formats.foreign import INDEPENDENT, VALUE, ForeignDump, Tensor
+from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUE, ForeignDump, Tensor
 from vllm_accprobe.formats.io import hdf5, walk
 
 SUFFIXES = (*single.SUFFIXES, *hdf5.SUFFIXES)
 NAME = "folder"
 HOW = f"a directory with files that end in {', '.join(SUFFIXES)}"
+ORDER, LOOSE = 90, True
 
 
 def recognise(path: Path) -> bool:

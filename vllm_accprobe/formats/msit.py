@@ -25,13 +25,14 @@ from typing import Any
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
 from vllm_accprobe.formats.atb import number_ranks, one_run
-from vllm_accprobe.formats.foreign import ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.common.module_order import execution_order
 from vllm_accprobe.formats.io import torchfile, walk
 from vllm_accprobe.formats.io.atb_file import number, stats_of
-from vllm_accprobe.formats.module_order import execution_order
 
 NAME = "msit"
 HOW = "a directory torch_tensors/<device>_<pid>/<token>/<module>/ with input_<k>.pth, output.pth (ait, msit)"
+ORDER = 40
 _FILE = re.compile(r"(input|output)((?:_[A-Za-z0-9]+)*)\.pth")
 _MODULE = re.compile(r"root(?:\..+)?")
 STATISTICS, TREE, WEIGHTS = "statistics.csv", "model_tree.json", "weights"

@@ -23,12 +23,13 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Layout
-from vllm_accprobe.formats.foreign import UNKNOWN, ForeignDump, Tensor
+from vllm_accprobe.formats.common.foreign import UNKNOWN, ForeignDump, Tensor
 from vllm_accprobe.formats.io import torchfile, walk
 from vllm_accprobe.formats.io.torchfile import TorchTensor
 
 NAME = "sglang"
 HOW = "a directory of step=<s>___rank=<r>___dump_index=<i>___name=<name>*.pt (SGLang's dumper)"
+ORDER = 30
 _PREFIX = re.compile(r"step=.+?___rank=.+?___dump_index=.+?___name=.+\.pt")
 _DIM = re.compile(r"(?:([A-Za-z_]\w*|1)|\(([^()]+)\))(?:\[([^\]]+)\])?")
 _NO_PLACE = {"step", "rank", "dump_index", "name", "recompute_status", "layer_id"}

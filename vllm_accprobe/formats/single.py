@@ -25,7 +25,7 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.formats.foreign import INDEPENDENT, VALUE, ForeignDump, Read, Tensor, numpy_dtype
+from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUE, ForeignDump, Read, Tensor, numpy_dtype
 from vllm_accprobe.formats.io import torchfile
 from vllm_accprobe.formats.io.zipindex import DEFLATED, STORED, Member, Unpacker, ZipError, index, too_much
 from vllm_accprobe.formats.write import notes
@@ -33,6 +33,7 @@ from vllm_accprobe.formats.write import notes
 NAME = "single file"
 SUFFIXES = (".pt", ".pth", ".npy", ".npz", ".bin", ".safetensors")
 HOW = f"a file that ends in {', '.join(SUFFIXES)}"
+ORDER = 80
 MAX_HEADER = 64 << 20
 MAX_UNPACKED = 1 << 30
 """Bytes of a compressed member: what a small file may grow to."""

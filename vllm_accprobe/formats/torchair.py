@@ -22,11 +22,12 @@ from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats import single
-from vllm_accprobe.formats.foreign import ForeignDump, Tensor
+from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor
 from vllm_accprobe.formats.io import ge_dump, walk
 
 NAME = "torchair"
 HOW = "files <OpType>.<OpName>.<task>.<stream>.<time> (GE), or <node>-<aten op>.INPUT|OUTPUT.<k>.<time>.npy (FX)"
+ORDER = 60
 _GE = re.compile(r"([^.]+)\.(.+)\.(\d{1,12})\.(\d{1,12})\.(\d{10,20})", re.ASCII | re.DOTALL)
 _GE_NPY = re.compile(r"([^.]+)\.(.+)\.(\d{1,12})\.(\d{1,12})\.(\d{10,20})\.(input|output)\.(\d{1,5})\.npy", re.ASCII)
 _FX = re.compile(r"([^-]+)-(.+)\.(INPUT|OUTPUT)\.(\d{1,6})\.(\d{8,24})\.npy", re.ASCII)

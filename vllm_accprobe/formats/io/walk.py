@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_accprobe.formats.foreign import ForeignDump
+    from vllm_accprobe.formats.common.foreign import ForeignDump
 
 MAX_DEPTH = 48
 _PROBE = 4000

@@ -19,7 +19,7 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import single
-from vllm_accprobe.formats.foreign import ForeignDump, Read
+from vllm_accprobe.formats.common.foreign import ForeignDump, Read
 from vllm_accprobe.formats.io import torchfile
 
 DATA = "dump_tensor_data"
