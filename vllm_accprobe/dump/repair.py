@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.event_lines import END
 from vllm_accprobe.dump.files import DumpError, journal_lines, open_regular, segment_data
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.recorder.lines import encode, lock, remove_reserve
-from vllm_accprobe.dump.schema import JOURNAL, Record, rank_dir, segment_name
+from vllm_accprobe.dump.schema import JOURNAL, End, Record, rank_dir, segment_name
 from vllm_accprobe.dump.segment import Entry, build_header, part_name, write_all
 
 _PART = re.compile(r"seg-(\d{5,9})\.safetensors\.part", re.ASCII)
@@ -126,12 +127,12 @@ def _close_journal(dump: Dump, rank: int, records: list[Record]) -> int:
     steps = sum(1 for r, _ in dump.steps if r == rank)
     tensors = sum(1 for r in dump.records if r.rank == rank)
     nbytes = whole + sum(n for _, n in {(r.payload, r.payload.nbytes) for r in records if r.payload})
-    event = {"event": "end", "reason": "repaired", "steps": steps, "tensors": tensors, "bytes": nbytes}
+    end = End("repaired", steps, tensors, nbytes, skipped)
     os.close(open_regular(path))
     fd = os.open(path, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
     try:
         os.ftruncate(fd, whole)
-        write_all(fd, encode({**event, "skipped": skipped}), whole)
+        write_all(fd, encode(END.to_line(end)), whole)
         os.fsync(fd)
     finally:
         os.close(fd)
