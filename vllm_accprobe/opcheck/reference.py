@@ -22,7 +22,6 @@ from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
 
-from vllm_accprobe import extensions
 from vllm_accprobe.judge.floor import unit
 
 _MARK = "__accprobe_references__"
@@ -236,6 +235,7 @@ def _spellings(name: str) -> tuple[str, ...]:
 def default_references() -> References:
     """Ours, then those of installed packages (extensions.py; an entry point names a module, or one marked function);
     what cannot be used is a sentence in ``problems``."""
+    from vllm_accprobe import extensions  # here, because gentest copies this file, without the package around it
     from vllm_accprobe.opcheck import references
 
     table = References(references.families())

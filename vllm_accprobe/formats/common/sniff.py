@@ -51,15 +51,15 @@ class DumpFormat:
     @classmethod
     def of(cls, module: Any, package: str = "") -> DumpFormat:
         """Raises ValueError where the module lacks something, or a name is of another type."""
-        given = {n.lower(): getattr(module, n, None) for n in ("NAME", "HOW", "ORDER")}
-        for (name, value), kind in zip(given.items(), (str, str, int), strict=True):
+        for name, kind in (("NAME", str), ("HOW", str), ("ORDER", int)):
+            value = getattr(module, name, None)
             if not isinstance(value, kind) or value == "":
-                raise ValueError(f"{name.upper()} is {value!r}")
+                raise ValueError(f"{name} is {value!r}")
         for name in ("recognise", "open"):
             if not callable(getattr(module, name, None)):
                 raise ValueError(f"it has no function {name}")
-        flags = bool(getattr(module, "STRICT", False)), bool(getattr(module, "LOOSE", False))
-        return cls(*given.values(), module.recognise, module.open, *flags, package)
+        flags = {name.lower(): bool(getattr(module, name, False)) for name in ("STRICT", "LOOSE")}
+        return cls(module.NAME, module.HOW, module.ORDER, module.recognise, module.open, package=package, **flags)
 
 
 def ours() -> list[DumpFormat]:
