@@ -19,7 +19,7 @@ from vllm_accprobe.dump.files import DumpError, journal_lines, open_regular, seg
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.recorder.lines import encode, lock, remove_reserve
 from vllm_accprobe.dump.schema import JOURNAL, End, Record, rank_dir, segment_name
-from vllm_accprobe.dump.segment import Entry, build_header, part_name, write_all
+from vllm_accprobe.dump.segment import HeaderEntry, build_header, part_name, write_all
 
 _PART = re.compile(r"seg-(\d{5,9})\.safetensors\.part", re.ASCII)
 
@@ -106,10 +106,10 @@ def _finish(directory: Path, index: int, records: list[Record]) -> bool:
     return True
 
 
-def _entry(r: Record) -> Entry:
+def _entry(r: Record) -> HeaderEntry:
     assert r.payload is not None
     key = f"{'param' if r.step is None else r.step}|{r.tap}|{r.role}|{r.call}"
-    return Entry(key, r.dtype if r.dtype in DTYPES else "", r.shape, r.payload.off, r.payload.nbytes)
+    return HeaderEntry(key, r.dtype if r.dtype in DTYPES else "", r.shape, r.payload.off, r.payload.nbytes)
 
 
 def _close_journal(dump: Dump, rank: int, records: list[Record]) -> int:

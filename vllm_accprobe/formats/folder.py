@@ -29,7 +29,7 @@ def open(path: Path) -> ForeignDump:
     """Raises DumpError."""
     dump = ForeignDump(path, NAME, {INDEPENDENT: True})
     passed = walk.Passed()
-    stems: dict[str, list[walk.Found]] = {}
+    stems: dict[str, list[walk.FoundFile]] = {}
     for found in walk.files(path, lambda name: Path(name).suffix.lower() in SUFFIXES, passed):
         stems.setdefault(found.name.rpartition(".")[0], []).append(found)
     for stem, files in stems.items():
@@ -43,7 +43,7 @@ def open(path: Path) -> ForeignDump:
     return dump
 
 
-def _add(dump: ForeignDump, found: walk.Found, tap: str) -> None:
+def _add(dump: ForeignDump, found: walk.FoundFile, tap: str) -> None:
     if found.path.suffix.lower() in hdf5.SUFFIXES:
         for d in hdf5.datasets(found.path, dump.problem):
             place = d.place.strip("/")

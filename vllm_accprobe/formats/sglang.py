@@ -59,7 +59,7 @@ class Dims:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    found: walk.Found
+    found: walk.FoundFile
     tags: Mapping[str, str]
     meta: Mapping[str, Any]
     key: str
@@ -146,7 +146,7 @@ def open(path: Path) -> ForeignDump:
     return dump
 
 
-def _identity(f: walk.Found) -> tuple[Any, ...]:
+def _identity(f: walk.FoundFile) -> tuple[Any, ...]:
     tags = parse_name(f.parts[-1])
     order = tuple(_number(tags.get(k, "")) for k in ("step", "rank", "dump_index"))
     return (*order, tuple(sorted(tags.items())))
@@ -157,7 +157,7 @@ def _number(text: Any) -> int:
     return int(plain) if plain.isascii() and plain.isdecimal() and len(plain) < 16 else 0
 
 
-def _load(dump: ForeignDump, f: walk.Found) -> list[_File]:
+def _load(dump: ForeignDump, f: walk.FoundFile) -> list[_File]:
     tags = parse_name(f.parts[-1])
     tap, role = place_of(tags)
     try:

@@ -36,7 +36,7 @@ from vllm_accprobe.capture.vllm.loading import before_packing
 from vllm_accprobe.capture.vllm.runner import _WARMUP_IDS, RunnerProbe
 from vllm_accprobe.capture.vllm.vllm_compat import hidden_size, images_of, language_prefix, run_info
 from vllm_accprobe.config import ConfigError, ProbeConfig
-from vllm_accprobe.dump.findings import Finding, RankReport, sentence, write
+from vllm_accprobe.dump.findings import FirstBad, RankReport, sentence, write
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, hash_tokens
 
 EXIT = "exit"
@@ -69,8 +69,8 @@ class ErrcheckProbe(RunnerProbe):
         self.watch: Watch | None = None
         self.kinds = tuple(kind for kind in config.errcheck if kind != EXIT)
         self.exits = EXIT in config.errcheck
-        self.stop: Finding | None = None
-        self.first: Finding | None = None
+        self.stop: FirstBad | None = None
+        self.first: FirstBad | None = None
         self.bad_parameters: dict[str, list[str]] = {}
         self._loaded: dict[str, list[dict[str, Any]]] = {}
         self._written = time.monotonic()
