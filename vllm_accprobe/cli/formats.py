@@ -15,7 +15,7 @@ def formats(
 ) -> None:
     """List the formats of dumps that can be read, or say which one PATH is.
 
-    Every command that takes a dump takes any of them, and finds out by itself. Other packages may add some.
+    Every command that takes a dump takes any of them, and finds out by itself.
     Exit code 0: it is known, 2: it is no dump."""
     from vllm_accprobe.formats.common import sniff
 
