@@ -1,7 +1,7 @@
 """The cases of the freeze for all commands but ``compare``; `CASES` has that one's, too.
 
-Not here: ``run``, ``doctor`` and errcheck's watching, which tell of the machine and of an engine (their help is); opcheck of
-statistics, ``--rerun`` and ``--against device``, which ask whether vLLM or an accelerator is there.
+Not here: ``run``, ``doctor`` and errcheck's watching, which tell of the machine and of an engine (their help is here);
+opcheck of statistics, ``--rerun`` and ``--against device``, which ask whether vLLM or an accelerator is there.
 """
 
 from __future__ import annotations

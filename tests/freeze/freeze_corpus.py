@@ -61,25 +61,49 @@ ARCHIVES = ("a_msprobe_stat", "a_msprobe_tensor", "b_sglang_tp", "c_msit_torch",
 
 
 def build(home: Path) -> Path:
-    """Makes ``home``/corpus, which must not be there, and returns it. The time of the files is of no meaning."""
+    """Makes ``home``/corpus, which must not be there, and returns it. Nobody waits for the disk: no dump of these needs
+    to outlive the machine."""
     root = home / "corpus"
     root.mkdir(parents=True)
-    for make in (ours, of_tiny_models, of_operators, of_labels, killed, damaged, of_others, of_findings, of_machines):
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with quiet[0], quiet[1], mock.patch.multiple(os, fsync=_no_sync, fdatasync=_no_sync):
+        for make in (
+            ours,
+            of_tiny_models,
+            of_operators,
+            of_labels,
+            killed,
+            damaged,
+            of_others,
+            of_findings,
+            of_machines,
+        ):
             make(root)
     return root
 
 
+def _no_sync(fd: int) -> None:
+    pass
+
+
 @contextlib.contextmanager
 def small_and_the_same_everywhere() -> Iterator[None]:
-    """Two layers instead of three. And ``exp`` in float64: numpy's for float32 gives other last bits with AVX-512 than
-    with AVX2, which a bfloat16 rounding may turn into another dump."""
-    exp = np.exp
+    """Two layers instead of three. And ``exp`` and attention in float64: in float32 numpy and BLAS give other last bits
+    with AVX-512 than with AVX2, which are other dumps; rounded from float64 they are the same."""
+    exp, attend = np.exp, synthetic_model.Tiny._attend
 
-    def wide(x: np.ndarray) -> np.ndarray:
+    def wide_exp(x: np.ndarray) -> np.ndarray:
         return exp(np.asarray(x, np.float64)).astype(np.asarray(x).dtype)
 
-    with mock.patch.object(synthetic_model, "LAYERS", 2), mock.patch.object(np, "exp", wide):
+    def wide_attend(q: np.ndarray, cache: dict[int, Any], at: int) -> np.ndarray:
+        held = {p: tuple(np.asarray(t, np.float64) for t in kv) for p, kv in cache.items()}
+        return attend(np.asarray(q, np.float64), held, at).astype(q.dtype)
+
+    with (
+        mock.patch.object(synthetic_model, "LAYERS", 2),
+        mock.patch.object(np, "exp", wide_exp),
+        mock.patch.object(synthetic_model.Tiny, "_attend", staticmethod(wide_attend)),
+    ):
         yield
 
 
