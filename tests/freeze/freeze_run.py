@@ -4,7 +4,7 @@ The problem: the outputs must stay as they are while every module moves, so noth
 the package is driven through ``vllm_accprobe.cli.main`` alone, in the directory that holds ``corpus``, with relative
 paths; said.txt holds each command line with what it printed, complained and ended with. Two ways to compare:
 `differences` of two texts, where a floating-point number may differ by `RELATIVE` (another machine's sums), and
-`bytes_differ` of two trees, where nothing may differ. Not here: the dumps (freeze_corpus.py), the cases
+`bytes_differ` of two trees, where nothing may differ but `PART`. Not here: the dumps (freeze_corpus.py), the cases
 (freeze_cases.py, freeze_commands.py).
 
     python tests/freeze/freeze_run.py run HOME PACKAGE    makes HOME/out from HOME/corpus with the package in PACKAGE
@@ -43,6 +43,8 @@ SETTINGS = {"COLUMNS": "120", "TZ": "UTC", "NO_COLOR": "1", "PYTHONDONTWRITEBYTE
 FOREIGN = ("GITHUB_", "VLLM_", "ACCPROBE_")
 """Environment variables that begin so are not the cases'."""
 KIT = "operator_kit/"
+PART = re.compile(rb"\.\d+\.part\b")
+"""A file or folder that is half made, by its process: msprobe's dump.json names the one that it was made in."""
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w])")
 
 
@@ -117,7 +119,7 @@ def _files(root: Path) -> dict[str, Path]:
 
 def _placed(text: str, home: Path) -> str:
     """``home``, a half-made file's process and what is of this installation as placeholders."""
-    text = re.sub(r"\.\d+\.part\b", ".<PID>.part", text)
+    text = PART.sub(b".<PID>.part", text.encode()).decode()
     text = text.replace("\r\n", "\n").replace(str(home.resolve()), "<HOME>").replace(str(home), "<HOME>")
     return re.sub(r"accprobe \d+\.\d+\.\d+\S*", "accprobe <VERSION>", text)
 
@@ -195,7 +197,7 @@ def bytes_differ(a: Path, b: Path) -> list[str]:
     trees = [_files(a), _files(b)]
     said = [f"{name}: only in {a if name in trees[0] else b}" for name in sorted(trees[0].keys() ^ trees[1].keys())]
     for name in sorted(trees[0].keys() & trees[1].keys()):
-        old, new = (t[name].read_bytes() for t in trees)
+        old, new = (PART.sub(b".<PID>.part", t[name].read_bytes()) for t in trees)
         if old == new:
             continue
         pairs = zip(*(data.decode("utf-8", "backslashreplace").split("\n") for data in (old, new)), strict=False)
