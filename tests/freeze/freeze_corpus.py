@@ -49,7 +49,7 @@ from support.peer_dumps import unpack  # noqa: E402
 from synthetic_model import capture, scaled, write  # noqa: E402
 
 from vllm_accprobe import labels, set_label, set_task_id  # noqa: E402
-from vllm_accprobe.capture.probe import Probe  # noqa: E402
+from vllm_accprobe.capture.torch_model.probe import Probe  # noqa: E402
 from vllm_accprobe.cli import main  # noqa: E402
 from vllm_accprobe.dump.findings import write as write_findings  # noqa: E402
 from vllm_accprobe.dump.schema import Mask  # noqa: E402
@@ -90,10 +90,16 @@ def _no_sync(fd: int) -> None:
 def small_and_the_same_everywhere() -> Iterator[None]:
     """Two layers instead of three. And ``exp`` and attention in float64: in float32 numpy and BLAS give other last bits
     with AVX-512 than with AVX2, which are other dumps; rounded from float64 they are the same."""
-    exp, attend = np.exp, synthetic_model.Tiny._attend
+    attend = synthetic_model.Tiny._attend
 
-    def wide_exp(x: np.ndarray) -> np.ndarray:
-        return exp(np.asarray(x, np.float64)).astype(np.asarray(x).dtype)
+    class Numpy:
+        """numpy as that module alone sees it: numba, imported meanwhile, must find the real one."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
+
+        def exp(self, x: np.ndarray) -> np.ndarray:
+            return np.exp(np.asarray(x, np.float64)).astype(np.asarray(x).dtype)
 
     def wide_attend(q: np.ndarray, cache: dict[int, Any], at: int) -> np.ndarray:
         held = {p: tuple(np.asarray(t, np.float64) for t in kv) for p, kv in cache.items()}
@@ -101,7 +107,7 @@ def small_and_the_same_everywhere() -> Iterator[None]:
 
     with (
         mock.patch.object(synthetic_model, "LAYERS", 2),
-        mock.patch.object(np, "exp", wide_exp),
+        mock.patch.object(synthetic_model, "np", Numpy()),
         mock.patch.object(synthetic_model.Tiny, "_attend", staticmethod(wide_attend)),
     ):
         yield
