@@ -13,7 +13,6 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,8 +82,7 @@ class ErrcheckProbe(RunnerProbe):
         self._run: dict[str, Any] = {}
         everything = dataclasses.replace(config, requests=(), tokens=(), steps=(), modules=())
         super().__init__(everything, worker, runner, parallel)
-        place = Path(self.root.absolute())
-        self.root = place / SUBDIR if config.enabled else place
+        self.root = self.root / SUBDIR if config.enabled else self.root
 
     # --- the model ---------------------------------------------------------------------------------------------
 

@@ -9,24 +9,18 @@ runner. Not here: taps (hooks.py), the order of the rows (batch.py), row arithme
 
 from __future__ import annotations
 
-import atexit
-import os
-import socket
 import time
 from collections.abc import Callable
-from multiprocessing import util as mp_util
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core.attachments import Beside, put_on
-from vllm_accprobe.capture.core.dump_dir import free_directory
 from vllm_accprobe.capture.core.layout import Layouts
+from vllm_accprobe.capture.core.recording import Recording, at_exit, root_of
 from vllm_accprobe.capture.core.rows import Requests, wanted_at_all
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import LANGUAGE, Session, StepState
-from vllm_accprobe.capture.core.sink import Sink
 from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.capture.taps.params import Parameters
 from vllm_accprobe.capture.vllm.attach import on_worker
@@ -36,8 +30,7 @@ from vllm_accprobe.capture.vllm.eager import compiled_modules, compiles
 from vllm_accprobe.capture.vllm.loading import before_packing
 from vllm_accprobe.capture.vllm.sampling import Sampling
 from vllm_accprobe.capture.vllm.vllm_compat import hidden_size, images_of, language_prefix, refusal, run_info, starts
-from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir, in_ranges
-from vllm_accprobe.dump.recorder.writer import write_run_json
+from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import ROOT_TAP, Step
 
 _QUIET = ("compile_or_warm_up_model", "determine_available_memory", "initialize_from_config", "execute_dummy_batch")
@@ -71,11 +64,12 @@ class RunnerProbe:
         self.parallel = parallel
         self.requests = Requests(config)
         self.batch = Batch(config, self.requests, runner)
+        self.recording: Recording | None = None
         self.session: Session | None = None
         self.taps: Taps | None = None
         self.parameters: Parameters | None = None
         self._paths: dict[int, str] = {}
-        self.root = Path(config.dir or default_dir())
+        self.root = root_of(config)
         self._quiet = 0
         self._step = -1
         self._seen_steps = 0
@@ -93,8 +87,7 @@ class RunnerProbe:
         self._wrap(runner, "_update_states", self._update_states)
         self._wrap(runner, "load_model", self._load_model)
         # vLLM ends processes in several ways: its own shutdown (plugin.py), the interpreter's, and multiprocessing's.
-        atexit.register(self.close, "process exit")
-        mp_util.Finalize(None, self.close, args=("process exit",), exitpriority=100)
+        at_exit(self.close, "process exit")
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, name, None)
@@ -154,14 +147,19 @@ class RunnerProbe:
             self._give_up("the loaded weights", error)
 
     def _open_session(self, model: torch.nn.Module) -> None:
-        """Opens this rank's place in the dump. Taps come later, when the model is complete."""
+        """Opens this rank's place in the dump, beside that of an earlier engine of the same process. Taps come later,
+        when the model is complete."""
         runner = self.runner
         device = torch.device(getattr(runner, "device", "cpu"))
         vllm_config = runner.vllm_config
-        self.root, sink = self._open(device, run_info(runner, model, device, self.parallel, self.config.to_json()))
         modules = dict(model.named_modules(remove_duplicate=False))
         layouts = Layouts(modules, self.parallel["tp"][0], self.parallel["tp"][1], hidden_size(vllm_config))
-        self.session = Session(self.config, sink, layouts, say, self.batch.space)
+        self.recording = Recording(
+            self.config, self.root, run_info(runner, model, device, self.parallel, self.config.to_json()), layouts,
+            self.batch.space, rank=self.parallel["rank"], device=device, beside="this engine's dump goes",
+            parallel={k: v for k, v in self.parallel.items() if k != "rank"},
+        )  # fmt: skip
+        self.root, self.session = self.recording.root, self.recording.session
         self.session.deal = lambda: self.batch.deal
         self.parameters = Parameters(self.session, model, say)
 
@@ -200,24 +198,6 @@ class RunnerProbe:
                 f"THE ENGINE IS COMPILED although eager was asked for ({', '.join(inside[:3]) or 'as a whole'}): MOST "
                 "MODULES WILL NOT BE SEEN; start vLLM with --enforce-eager and no compilation config"
             )
-
-    def _open(self, device: torch.device, run: dict[str, Any]) -> tuple[Path, Sink]:
-        """The rank's place in the dump. A second engine of the same process gets a directory beside the first one's."""
-        rank = self.parallel["rank"]
-        place = free_directory(Path(os.path.abspath(self.root)), rank, "this engine's dump goes")
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_run_json(place, run)
-        start = {
-            "schema": 1, "rank": rank, **{k: v for k, v in self.parallel.items() if k != "rank"},
-            "pid": os.getpid(), "host": socket.gethostname(), "device": str(device), "time": time.time(),
-        }  # fmt: skip
-        return place, Sink(self.config, place, rank, start, self._stopped, device)
-
-    def _stopped(self, reason: str) -> None:
-        if self.session is not None:
-            self.session.stop(reason)
-        else:
-            say(f"capture stopped: {reason}; serving goes on")
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -334,13 +314,12 @@ class RunnerProbe:
         if self._closed:
             return
         self._closed = True
-        session = self.session
-        if session is None:
+        recording = self.recording
+        if recording is None:
             return
         try:
-            session.end()
-            session.dead = session.dead or reason
-            sink = session.sink
+            recording.end(reason)
+            session, sink = recording.session, recording.session.sink
             if self.taps is not None:
                 if self._armed_steps:
                     for tap, why in self.taps.never_fired():
@@ -351,7 +330,7 @@ class RunnerProbe:
             if self.dealing is not None:
                 self.dealing.close()
             steps, tensors = sink.steps, sink.tensors
-            sink.close(reason)
+            recording.close(reason)
             done = sink.stopped or "closed"
             gigabytes = sink.writer.bytes_written / 1e9
             say(
