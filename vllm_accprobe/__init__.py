@@ -28,9 +28,9 @@ _WHERE = {
     "set_label": "vllm_accprobe.labels",
     "set_task_id": "vllm_accprobe.labels",
     "open_dump": "vllm_accprobe.formats",
-    "begin_dump": "vllm_accprobe.capture.ops.dispatch.begin_end",
+    "begin_dump": "vllm_accprobe.capture.ops.begin_end",
     "compare": "vllm_accprobe.comparison.engine",
-    "end_dump": "vllm_accprobe.capture.ops.dispatch.begin_end",
+    "end_dump": "vllm_accprobe.capture.ops.begin_end",
 }
 
 __all__ = [

@@ -59,10 +59,10 @@ def test_the_block_is_the_compiled_one():
 def test_a_comparison_does_not_import_numba(loops):
     code = (
         "import sys\nimport numpy as np\n"
-        "from vllm_accprobe.dump.dtypes import widen\nfrom vllm_accprobe.kernels import kernel\n"
+        "from vllm_accprobe.dump.dtypes import widen\nfrom vllm_accprobe.kernels import rows\n"
         "a, at = np.ones((2, 8), np.float32), np.arange(2)\n"
-        "kernel.rows(a, 'float32', at, a, 'float32', at, widen)\n"
-        "assert type(kernel._compiled()).__name__ == 'Loops' and 'numba' not in sys.modules\n"
+        "rows.rows(a, 'float32', at, a, 'float32', at, widen)\n"
+        "assert type(rows._compiled()).__name__ == 'Loops' and 'numba' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -150,7 +150,7 @@ class _Process:
     def __init__(self, job: Job):
         # one thread each: sums come out the same however many processes there are, and small products are no slower
         self.process = Child(
-            "vllm_accprobe.opcheck.run.whole.worker", env={**os.environ, **ONE_THREAD}, stdin=subprocess.PIPE,
+            "vllm_accprobe.opcheck.run.worker", env={**os.environ, **ONE_THREAD}, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )  # fmt: skip
         self._in, self._out = _pipe(self.process.stdin), _pipe(self.process.stdout)
