@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from vllm_accprobe.capture.core.rows import Deal, Item, Requests, Run, dealt_space
 from vllm_accprobe.capture.core.session import VISION
 from vllm_accprobe.capture.vllm import batch as capture_batch
-from vllm_accprobe.capture.vllm.batch import Batch
+from vllm_accprobe.capture.vllm.batch import ChosenRows, EngineBatch
 from vllm_accprobe.capture.vllm.dealing import Dealing, by_size, by_tile, deals
 from vllm_accprobe.config import ProbeConfig
 
@@ -93,7 +93,7 @@ def test_a_call_that_deals_is_watched_for_as_long_as_it_runs(monkeypatch: pytest
     """Also where a model's module holds the function under its own name."""
     home, model = ModuleType("vllm.fake.vision"), ModuleType("vllm.fake.model")
     seen: list[Deal | None] = []
-    batch = Batch(ProbeConfig(), known("a", "b"), None)
+    batch = EngineBatch(None)
     space: dict[str, Any] = world(1) | {"seen": seen, "batch": batch}
 
     original = FunctionType(look.__code__, space)
@@ -114,12 +114,12 @@ def test_a_call_that_deals_is_watched_for_as_long_as_it_runs(monkeypatch: pytest
 
 
 def test_where_nobody_says_when_images_are_dealt_no_row_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = Batch(ProbeConfig(), known("a"), Plain(input_batch=Plain(req_ids=[]), requests={}))
+    batch = EngineBatch(Plain(input_batch=Plain(req_ids=[]), requests={}))
     batch.blind()
     cached = Plain(req_ids=[], num_computed_tokens=[])
     batch.begin(Plain(total_num_scheduled_tokens=0, scheduled_new_reqs=[], scheduled_cached_reqs=cached))
     monkeypatch.setattr(batch, "items", lambda: [A])
-    assert batch.space(VISION, 64) is None
+    assert ChosenRows(batch, ProbeConfig(), known("a")).space(VISION, 64) is None
 
 
 def test_only_an_engine_that_deals_is_one() -> None:
@@ -135,7 +135,7 @@ def test_only_an_engine_that_deals_is_one() -> None:
 
 def test_a_way_to_deal_that_breaks_reaches_nobody_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch of the images runs inside the model: whatever it stumbles over, the model goes on."""
-    batch = Batch(ProbeConfig(), known("a"), None)
+    batch = EngineBatch(None)
     batch.begin(Plain(scheduled_encoder_inputs={}))
 
     def broken() -> list[Item]:

@@ -27,7 +27,7 @@ class Watched:
         self.alarms: list[Alarm] = []
         self.said: list[str] = []
         self.watch = Watch(kinds, self.alarms.append, self.said.append, **how)
-        self.taps = Taps(self.watch, self.watch.around)  # type: ignore[arg-type]
+        self.taps = Taps(self.watch, self.watch.around)
         self.taps.attach(model)
         self.steps = 0
 

@@ -46,7 +46,7 @@ def test_errcheck_beside_a_capture_of_operators(tmp_path: Path, deferred: bool) 
     watch = Watch(("nan", "overflow"), found.append, found.append, deferred=deferred)
 
     def watched(model: torch.nn.Module) -> None:
-        Taps(watch, watch.around).attach(model)  # type: ignore[arg-type]
+        Taps(watch, watch.around).attach(model)
         watch.begin(WatchedStep(0, 8))
 
     beside = calls(tmp_path / "beside", Toy(), watched)
@@ -67,7 +67,7 @@ def test_an_alarm_and_what_it_looks_at(tmp_path: Path) -> None:
     def watched(model: torch.nn.Module) -> None:
         spoil(model)
         watch = Watch(("nan", "overflow"), found.append, lambda text: None)
-        Taps(watch, watch.around).attach(model)  # type: ignore[arg-type]
+        Taps(watch, watch.around).attach(model)
         watch.begin(WatchedStep(0, 8))
 
     assert calls(tmp_path / "beside", Toy(), watched) == alone

@@ -21,7 +21,7 @@ from vllm_accprobe.capture.core.rows import Deal, Space
 from vllm_accprobe.capture.core.sink import Sink, Ticket
 from vllm_accprobe.capture.taps.fast_path import Express, Sites
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.schema import DEALT, LOGITS, OWN, ROOT_TAP, TOKENS, Layout, Request, Step
+from vllm_accprobe.dump.schema import DEALT, LOGITS, OWN, ROOT_TAP, TOKENS, Layout, Module, Request, Step
 
 if TYPE_CHECKING:
     from vllm_accprobe.capture.ops.dispatch import Operators
@@ -98,6 +98,14 @@ class Session:
     def end(self) -> None:
         """The step is over: taps let everything pass until the next one begins."""
         self.state = None
+
+    def module(self, module: Module) -> None:
+        """A module is tapped (hooks.py)."""
+        self.sink.module(module)
+
+    def skip(self, tap: str, reason: str) -> None:
+        """A module is not captured; see Sink.skip."""
+        self.sink.skip(tap, reason)
 
     def operators(self) -> contextlib.AbstractContextManager[Any]:
         """What an armed forward runs in: the operator tap, where there is one."""

@@ -152,7 +152,6 @@ def keep(
     find_space: FindSpace,
     requests: Mapping[int, Request],
     params: Sequence[dict[str, Any]],
-    say: Callable[[str], None],
 ) -> str:
     """Writes the alarm's call as this rank's dump under ``root``. Returns how it went, as part of a sentence.
 

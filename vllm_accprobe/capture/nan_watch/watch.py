@@ -80,9 +80,8 @@ class Watch:
         self.hold_bytes = hold_bytes
         self.armed: str | None = None
         self.waiting: deque[Pending] = deque()
-        # What hooks.Taps asks of a session:
+        # What makes it a TapOwner (hooks.py):
         self.config = ProbeConfig()
-        self.sink = self
         self.fired: set[str] = set()
         self.modules: dict[str, Module] = {}
         self.skipped: Counter[str] = Counter()
@@ -96,8 +95,8 @@ class Watch:
     def module(self, module: Module) -> None:
         self.modules[module.tap] = module
 
-    def skip(self, tap: str, reason: str, role: str | None = None, count: int = 1) -> None:
-        self.skipped[reason] += count
+    def skip(self, tap: str, reason: str) -> None:
+        self.skipped[reason] += 1
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -140,7 +139,7 @@ class Watch:
 
     # --- calls -------------------------------------------------------------------------------------------------
 
-    def around(self, _: Any, tap: Tap, original: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, tap: Tap, original: Callable[..., Any]) -> Callable[..., Any]:
         """``original`` with its outputs checked while a step is watched; otherwise one attribute and a branch."""
         is_compiling = torch.compiler.is_compiling
         known = getattr(original, "__accprobe__", None)

@@ -22,6 +22,7 @@ from vllm_accprobe.capture.core.recording import Recording, at_exit, process_ran
 from vllm_accprobe.capture.core.rows import Requests, wanted_at_all
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import Session
+from vllm_accprobe.capture.taps.calls import tapped
 from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.capture.taps.params import Parameters
 from vllm_accprobe.capture.torch_model.images import Foresight, language_path
@@ -86,7 +87,7 @@ class Probe:
         session.flatten = rectangle.flatten
         original = model.forward
         self._parameters = list(inspect.signature(original).parameters)
-        self._taps = Taps(session)
+        self._taps = Taps(session, functools.partial(tapped, session))
         self._taps.attach(model, language_path(model))
         parameters = Parameters(session, model, say)
         parameters.rest()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_accprobe.capture.core.rows import Item, Run
-from vllm_accprobe.capture.vllm.batch import Batch
+from vllm_accprobe.capture.vllm.batch import EngineBatch
 
 _NAME = "run_dp_sharded_"
 _BY_SIZE, _BY_TILE = _NAME + "mrope_vision_model", _NAME + "vision_model"
@@ -29,7 +29,7 @@ def deals(vllm_config: Any) -> bool:
     return mode == "data" and int(getattr(vllm_config.parallel_config, "tensor_parallel_size", 1) or 1) > 1
 
 
-def watch_dealing(batch: Batch, vllm_config: Any) -> Dealing | None:
+def watch_dealing(batch: EngineBatch, vllm_config: Any) -> Dealing | None:
     """What tells ``batch`` of each deal, or None for an engine that does not deal images out."""
     if not deals(vllm_config):
         return None
@@ -45,7 +45,7 @@ class Dealing:
     batch: is told what its rank computes. seen: functions that were found.
     """
 
-    def __init__(self, batch: Batch):
+    def __init__(self, batch: EngineBatch):
         self._batch = batch
         self._undo: list[Callable[[], None]] = []
         self.seen: set[str] = set()
