@@ -11,6 +11,7 @@ import torch
 from capture.toy import Rotary, Toy
 
 from vllm_accprobe.capture.nan_watch.bad_values import Badness, Rule, parameters
+from vllm_accprobe.capture.nan_watch.module_call import watched
 from vllm_accprobe.capture.nan_watch.step import BAD, GOOD, UNCHECKED, UNKNOWN, Alarm, WatchedStep
 from vllm_accprobe.capture.nan_watch.watch import Watch
 from vllm_accprobe.capture.taps.hooks import Taps
@@ -27,7 +28,7 @@ class Watched:
         self.alarms: list[Alarm] = []
         self.said: list[str] = []
         self.watch = Watch(kinds, self.alarms.append, self.said.append, **how)
-        self.taps = Taps(self.watch, self.watch.around)
+        self.taps = Taps(self.watch, functools.partial(watched, self.watch))
         self.taps.attach(model)
         self.steps = 0
 

@@ -2,7 +2,7 @@
 
 The problem: ait's example is a chat loop that calls ``set_task_id`` and a patched model file that labels tensors;
 nobody attaches anything to the model. The idea: a session without a model, whose steps are the tasks. Settings come
-from the environment. Not here: the public functions (taker.py), what a label does (taker.py of this room).
+from the environment. Not here: the public functions (vllm_accprobe/labels.py), what a label does (taker.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe import labels
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import (
     Recording,
@@ -26,6 +25,7 @@ from vllm_accprobe.capture.core.recording import (
 )
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import Session
+from vllm_accprobe.capture.labels import binding
 from vllm_accprobe.capture.labels.taker import Labels
 from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import Step
@@ -40,8 +40,8 @@ class PlainLabels:
         self._recording: Recording | None = None
         self._labels: Labels | None = None
         self._closed = False
-        self._first: labels.Taker = self._open_first
-        labels.bind(self._first)
+        self._first: binding.Taker = self._open_first
+        binding.bind(self._first)
         at_exit(self.close)
 
     def begin_task(self) -> None:
@@ -56,7 +56,7 @@ class PlainLabels:
             self._begin(session)
 
     def close(self) -> None:
-        labels.unbind(self._first)
+        binding.unbind(self._first)
         recording = self._recording
         if self._closed or recording is None or self._labels is None:
             return
@@ -70,9 +70,9 @@ class PlainLabels:
     # --- the first label ---------------------------------------------------------------------------------------
 
     def _open_first(self, source: str, name: str, value: Any, path: str | None) -> None:
-        if labels.others(self._first):
+        if binding.others(self._first):
             return
-        labels.unbind(self._first)  # whatever comes of it, it is tried once
+        binding.unbind(self._first)  # whatever comes of it, it is tried once
         try:
             config = ProbeConfig.from_env()
             rank, world = _place()

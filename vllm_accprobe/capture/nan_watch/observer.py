@@ -9,6 +9,7 @@ Not here: the runner (vllm/runner.py), finding (watch.py), writing (keep.py, dum
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections import Counter, deque
@@ -24,6 +25,7 @@ from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import HEAD, VISION
 from vllm_accprobe.capture.nan_watch.bad_values import parameters
 from vllm_accprobe.capture.nan_watch.keep import finding, fingerprint, keep
+from vllm_accprobe.capture.nan_watch.module_call import watched
 from vllm_accprobe.capture.nan_watch.step import Alarm, WatchedStep
 from vllm_accprobe.capture.nan_watch.watch import Watch
 from vllm_accprobe.capture.taps.hooks import Taps
@@ -126,7 +128,7 @@ class ErrcheckObserver(StepObserver):
         self._run = run_info(runner, model, device, self._parallel, self.config.to_json())
         self._settle_place()
         watch = Watch(self.kinds, self._alarm, say, device, hold_bytes=1 << 28)
-        self.taps = Taps(watch, watch.around)
+        self.taps = Taps(watch, functools.partial(watched, watch))
         self.taps.attach(model, language_prefix(model))
         self.watch = watch
         self._write("watching")

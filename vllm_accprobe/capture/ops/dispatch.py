@@ -12,18 +12,17 @@ which calls (choice.py), what is stored of a tensor (op_tensors.py), code outsid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_accprobe.capture.core.session import Session
+from vllm_accprobe.capture.core.step_state import StepState
 from vllm_accprobe.capture.ops.choice import DEDUP, VIEW, Choice
 from vllm_accprobe.capture.ops.kinds import Operator, shares_memory, tensors_in
 from vllm_accprobe.capture.ops.op_tensors import Memory, Taken, Takes, address
 from vllm_accprobe.capture.ops.op_values import Found, inputs, outputs
-
-if TYPE_CHECKING:
-    from vllm_accprobe.capture.core.session import Session, StepState
 
 _UNLISTED = "not selected by VLLM_ACCPROBE_OPS_LIST"
 

@@ -11,19 +11,16 @@ was; the rest is skipped by name, with its shape. Not here: the VALUE that says 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core.memory import DTYPE_NAMES
 from vllm_accprobe.capture.core.sink import Sink, Ticket
+from vllm_accprobe.capture.core.step_state import StepState
 from vllm_accprobe.capture.taps.fast_path import Express, Sites
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.dump.stats import StatsCell
-
-if TYPE_CHECKING:
-    from vllm_accprobe.capture.core.session import StepState
 
 CACHE = "the KV cache"
 FINGERPRINT = "a parameter, kept as a fingerprint"
@@ -118,8 +115,7 @@ class Takes:
         self._max_bytes = max_bytes
         self._weights: dict[tuple[Any, ...], tuple[str, Event]] = {}
         # Operators' tensors have no rows and no layout; else they are like those of modules.
-        plain: Any = SimpleNamespace(sink=sink, layout_event=lambda *_: None)
-        self._express = Express(plain, lambda *_: (None, 0))
+        self._express = Express(sink, lambda *_: None, lambda *_: (None, 0))
         self._sites: dict[tuple[str, int], Sites] = {}
 
     def forget_weights(self) -> None:

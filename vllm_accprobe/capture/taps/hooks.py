@@ -39,7 +39,7 @@ class TapOwner(Protocol):
 class Taps:
     """All taps of one model. ``remove`` puts every forward back.
 
-    around: what is put around each forward; see calls.tapped for a session's, Watch.around for errcheck's.
+    around: what is put around each forward; calls.tapped of a session, module_call.watched of a Watch.
     """
 
     def __init__(self, owner: TapOwner, around: Callable[[Tap, Callable[..., Any]], Callable[..., Any]]):

@@ -92,7 +92,7 @@ class Probe:
         parameters = Parameters(session, model, say)
         parameters.rest()
         prefix = language_path(model)
-        self._beside = put_on(session, self._taps, model, prefix, self.root, rank, stored=parameters.stored)
+        self._attachments = put_on(session, self._taps, model, prefix, self.root, rank, stored=parameters.stored)
         self._inner = model.__dict__.get("forward") or model.forward
 
         @functools.wraps(original)  # transformers' generate asks the forward's signature what the model takes
@@ -117,7 +117,7 @@ class Probe:
         session = self.session
         session.end()
         self._foresight.undo()
-        self._beside.close()
+        self._attachments.close()
         self.model.__dict__["forward"] = self._inner
         if session.sink.steps:
             for tap, why in self._taps.never_fired():
