@@ -236,4 +236,3 @@ def _wrong(source: Any, name: Any, value: Any, path: Any) -> str:
     if value is None and not isinstance(path, (str, os.PathLike)):
         return "tensor_path is no path"
     return ""
-

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
-from vllm_accprobe.capture.nan_watch.step import Call, Check, WatchedStep, memory, padded_rows, real_rows
+from vllm_accprobe.capture.nan_watch.step import Check, HeldCall, WatchedStep, memory, padded_rows, real_rows
 from vllm_accprobe.capture.nan_watch.watch import Watch
 from vllm_accprobe.capture.ops.aside import Aside, listened
 from vllm_accprobe.capture.taps.arguments import outputs
@@ -133,10 +133,10 @@ class TapWatch:
                 if not held:
                     held = True
                     if self._may_hold(step, name, results):
-                        call = Call(tap, args, kwargs, result, copies, begun)
+                        call = HeldCall(tap, args, kwargs, result, copies, begun)
                 watch.defer(step, x, Check(order, name, number, role, part, tap.cls, step.last, call))
             elif watch.is_bad(x, part):
-                call = Call(tap, args, kwargs, result, copies, begun)
+                call = HeldCall(tap, args, kwargs, result, copies, begun)
                 watch.raise_alarm(step, Check(order, name, number, role, part, tap.cls, step.last, call))
                 if watch.now is not step:
                     return
@@ -155,9 +155,7 @@ class TapWatch:
             step.held += tensor.nbytes
         return step.held <= watch.hold_bytes
 
-    def _learn(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[tuple[str, torch.Tensor]]
-    ) -> None:
+    def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[tuple[str, torch.Tensor]]) -> None:
         own = {memory(tensor) for _, tensor in results}
         shared = [r for r, t in self.tap.inputs(args, kwargs) if t.is_floating_point() and memory(t) in own]
         if shared:

@@ -20,7 +20,7 @@ import torch
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.memory import DTYPE_NAMES
 from vllm_accprobe.capture.core.recording import root_of
-from vllm_accprobe.capture.core.rows import Item, Requests, Scheduled, Space
+from vllm_accprobe.capture.core.rows import EncoderItem, Requests, Scheduled, Space
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import HEAD, VISION
 from vllm_accprobe.capture.nan_watch.bad_values import parameters
@@ -191,7 +191,7 @@ class ErrcheckObserver(StepObserver):
         elif time.monotonic() - self._written > _REPORT_S:  # so that a killed rank has left how far it came
             self._write("watching")
 
-    def _images(self) -> list[Item]:
+    def _images(self) -> list[EncoderItem]:
         """The images of the step; none where they are dealt out to ranks, and rows of the encoder are one rank's."""
         return [] if deals(self._adapter.runner.vllm_config) else list(self._batch.items())
 
@@ -210,7 +210,7 @@ class ErrcheckObserver(StepObserver):
                 return
         note = alarm.step.note
         batch: list[Scheduled] = note[0] if note else self._batch.rows()
-        items: list[Item] = note[1] if note else self._images() if alarm.part == VISION else []
+        items: list[EncoderItem] = note[1] if note else self._images() if alarm.part == VISION else []
 
         def spaces(part: str, rows: int) -> Space | None:
             if part == VISION:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
-from vllm_accprobe.capture.nan_watch.bad_values import FP8_SHARE, FP8_TOPS, LIMITS, Badness, Rule, is_mask
+from vllm_accprobe.capture.nan_watch.bad_values import FP8_SHARE, FP8_TOPS, LIMITS, Badness, BadnessRule, is_mask
 from vllm_accprobe.capture.nan_watch.slots import Slots
 from vllm_accprobe.capture.nan_watch.step import (
     BAD,
@@ -36,7 +36,7 @@ from vllm_accprobe.capture.nan_watch.step import (
     Alarm,
     Check,
     Input,
-    Pending,
+    PendingStep,
     WatchedStep,
     memory,
     real_rows,
@@ -70,12 +70,12 @@ class Watch:
         hold_bytes: int = 1 << 28,
     ):
         device = device or torch.device("cpu")
-        self.rule = Rule(NAN in kinds, OVERFLOW in kinds)
+        self.rule = BadnessRule(NAN in kinds, OVERFLOW in kinds)
         self.now: WatchedStep | None = None
         self.dead: str | None = None
         self.hold_bytes = hold_bytes
         self.armed: str | None = None
-        self.waiting: deque[Pending] = deque()
+        self.waiting: deque[PendingStep] = deque()
         # What makes it a TapOwner (hooks.py):
         self.config = ProbeConfig()
         self.fired: set[str] = set()
@@ -105,7 +105,7 @@ class Watch:
         if step is None or self._slots is None or self.dead is not None:
             return
         try:
-            self.waiting.append(Pending(step, *self._slots.fetch(step.checks)))
+            self.waiting.append(PendingStep(step, *self._slots.fetch(step.checks)))
             self.poll()
         except Exception as error:
             self.fail("the end of a step", error)
@@ -212,7 +212,7 @@ class Watch:
             self.now = None
         self._found(alarm)
 
-    def _read(self, pending: Pending) -> None:
+    def _read(self, pending: PendingStep) -> None:
         """Finds the first bad number of a step."""
         first: Check | None = None
         for dtype, numbers in pending.hosts.items():

@@ -24,7 +24,7 @@ from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import Session
 from vllm_accprobe.capture.taps.calls import tapped
 from vllm_accprobe.capture.taps.hooks import Taps
-from vllm_accprobe.capture.taps.params import Parameters
+from vllm_accprobe.capture.taps.params import ParameterLines
 from vllm_accprobe.capture.torch_model.images import Foresight, language_path
 from vllm_accprobe.capture.torch_model.padded_batch import Rectangle
 from vllm_accprobe.config import ConfigError, DumpConfig, ProbeConfig, in_ranges
@@ -89,7 +89,7 @@ class Probe:
         self._parameters = list(inspect.signature(original).parameters)
         self._taps = Taps(session, functools.partial(tapped, session))
         self._taps.attach(model, language_path(model))
-        parameters = Parameters(session, model, say)
+        parameters = ParameterLines(session, model, say)
         parameters.rest()
         prefix = language_path(model)
         self._attachments = put_on(session, self._taps, model, prefix, self.root, rank, stored=parameters.stored)

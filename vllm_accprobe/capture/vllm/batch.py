@@ -17,9 +17,9 @@ import torch
 
 from vllm_accprobe.capture.core.rows import (
     Deal,
-    Item,
+    EncoderItem,
+    ItemRun,
     Requests,
-    Run,
     Scheduled,
     Space,
     dealt_space,
@@ -50,7 +50,7 @@ class EngineBatch:
         self._scheduled: Any = None
         self._prepared: Any = None
         self._rows: list[Scheduled] | None = None
-        self._items: list[Item] = []
+        self._items: list[EncoderItem] = []
         self._taken = 0
         self._deals = 0
         self._usual: Deal | None = None
@@ -118,7 +118,7 @@ class EngineBatch:
         """How many rows the runner computes, where it says so (V2); else 0."""
         return int(getattr(self._prepared, "num_tokens_after_padding", 0) or 0)
 
-    def dealt(self, runs: Callable[[list[Item]], tuple[int, tuple[Run, ...]] | None]) -> None:
+    def dealt(self, runs: Callable[[list[EncoderItem]], tuple[int, tuple[ItemRun, ...]] | None]) -> None:
         """The encoder begins with images that are dealt out. runs: gets the items that no call has taken yet; how many
         this one takes, and what of them is this rank's. Never raises: what cannot be told has rows without names."""
         if self._scheduled is None:
@@ -165,7 +165,7 @@ class EngineBatch:
         found = masks_of(self._runner, self._prepared, names, grammar)
         return [(name, list(found[name]), grammar.get(name)) for name in names if name in found]
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[EncoderItem]:
         """The encoder's inputs of this step in the order in which the runner batches them."""
         if not self._items:
             scheduled = getattr(self._scheduled, "scheduled_encoder_inputs", None) or {}
@@ -175,7 +175,7 @@ class EngineBatch:
                     feature = features[index]
                     if getattr(feature, "data", True) is not None:
                         self._items.append(
-                            Item(name, index, str(getattr(feature, "modality", "image")), placeholders(feature))
+                            EncoderItem(name, index, str(getattr(feature, "modality", "image")), placeholders(feature))
                         )
             self._items.sort(key=lambda item: item.modality)
         return self._items
@@ -215,7 +215,7 @@ class ChosenRows:
         space.ids, space.positions = self.batch.buffers(space.src)
         return space
 
-    def images(self, items: list[Item], rows: int) -> Space | None:
+    def images(self, items: list[EncoderItem], rows: int) -> Space | None:
         """Rows of the encoder's ``items``; None where ``rows`` of them cannot be told apart."""
         return vision_space(self._config, self._requests, items, rows)
 

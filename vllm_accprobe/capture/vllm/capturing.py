@@ -25,7 +25,7 @@ from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import LANGUAGE, NOTHING, Session
 from vllm_accprobe.capture.taps.calls import tapped
 from vllm_accprobe.capture.taps.hooks import Taps
-from vllm_accprobe.capture.taps.params import Parameters
+from vllm_accprobe.capture.taps.params import ParameterLines
 from vllm_accprobe.capture.vllm.attach import observe
 from vllm_accprobe.capture.vllm.batch import ChosenRows
 from vllm_accprobe.capture.vllm.dealing import Dealing, watch_dealing
@@ -67,7 +67,7 @@ class CaptureObserver(StepObserver):
         self._adapter = adapter
         self._rows = ChosenRows(adapter.batch, config, self.requests)
         self._recording: Recording | None = None
-        self._parameters: Parameters | None = None
+        self._parameters: ParameterLines | None = None
         self._attachments: Attachments | None = None
         self._dealing: Dealing | None = None
         self._seen_steps = self._armed_steps = 0
@@ -84,7 +84,7 @@ class CaptureObserver(StepObserver):
             _, parameters = self._open(model)
             parameters.layer(path, layer)
 
-    def _open(self, model: torch.nn.Module) -> tuple[Session, Parameters]:
+    def _open(self, model: torch.nn.Module) -> tuple[Session, ParameterLines]:
         """This rank's place in the dump, beside that of an earlier engine of the same process. Taps come later, when
         the model is complete."""
         if self.session is None:
@@ -101,7 +101,7 @@ class CaptureObserver(StepObserver):
             self.root, self.session = self._recording.root, self._recording.session
             self.session.deal = lambda: self._adapter.batch.deal
         if self._parameters is None:
-            self._parameters = Parameters(self.session, model, say)
+            self._parameters = ParameterLines(self.session, model, say)
         return self.session, self._parameters
 
     def loaded(self) -> None:
