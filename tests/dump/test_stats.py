@@ -10,7 +10,7 @@ import pytest
 
 from vllm_accprobe.dump import stats as stats_module
 from vllm_accprobe.dump.dtypes import DTYPES, widen
-from vllm_accprobe.dump.stats import Moments, moments, tensor_stats, warm_up
+from vllm_accprobe.dump.stats import TensorMoments, moments, tensor_stats, warm_up
 
 
 def raw(values, dtype):
@@ -36,7 +36,7 @@ def test_bfloat16_by_hand():
 def test_nothing_finite_and_nothing_at_all():
     s = tensor_stats(np.array([np.nan, np.inf], "<f8"), "float64")
     assert (s.count, s.min, s.max, s.mean, s.l2, s.std, s.nan, s.inf) == (2, None, None, None, None, None, 1, 1)
-    assert tensor_stats(np.empty((0, 4), "<f4"), "float32") == Moments().stats()
+    assert tensor_stats(np.empty((0, 4), "<f4"), "float32") == TensorMoments().stats()
 
 
 def test_a_norm_beyond_float64_is_none_and_not_infinity():
@@ -77,7 +77,7 @@ def test_pieces_add_up(dtype):
     data = (rng.standard_normal(1000 * size // 4).astype("<f4") if dtype in ("float32", "complex64")
             else rng.integers(0, 120, 1000 * size, dtype=np.uint8)).view(np.uint8)  # fmt: skip
     whole = moments(data, dtype)
-    total = sum((moments(data[a * size : (a + 250) * size], dtype) for a in range(0, 1000, 250)), Moments())
+    total = sum((moments(data[a * size : (a + 250) * size], dtype) for a in range(0, 1000, 250)), TensorMoments())
     assert total[:3] == whole[:3]
     assert total[5:] == whole[5:]
     assert total.sum == pytest.approx(whole.sum, rel=1e-9, abs=1e-6)
@@ -109,12 +109,12 @@ def test_by_address_equals_by_array(dtype):
         special = {"float16": [0x7C00, 0xFE00, 0x8000], "bfloat16": [0x7F80, 0xFFC1, 0x8000],
                    "float32": [0x7F800000, 0xFFC00001, 0x80000000]}[dtype]  # fmt: skip
         data[: 3 * size] = np.array(special, f"<u{size}").view(np.uint8)
-    found = Moments(*stats_module.moments_at(data.ctypes.data, data.size, dtype)).stats()
+    found = TensorMoments(*stats_module.moments_at(data.ctypes.data, data.size, dtype)).stats()
     assert found == tensor_stats(data.view(DTYPES[dtype].storage), dtype)
     spans = [(0, size), (size, 900 * size), (900 * size, 900 * size), (900 * size, 3000 * size)]
     pieces = stats_module.moments_within(data.ctypes.data, spans, dtype)
     for (start, stop), piece in zip(spans, pieces, strict=True):
-        assert Moments(*piece) == moments(data[start:stop], dtype)
+        assert TensorMoments(*piece) == moments(data[start:stop], dtype)
         assert all(type(count) is int for count in (piece[0], piece[5], piece[6]))
 
 
@@ -127,8 +127,8 @@ def test_by_address_by_hand():
     assert total == -1.0 + 2.0**-24
     assert squares == 5.0 + 2.0**-48
     nothing = np.array([0x7F80, 0x7FC0], "<u2")
-    assert stats_module.moments_at(nothing.ctypes.data, 4, "bfloat16") == Moments(0, nan=1, inf=1)
-    assert stats_module.moments_at(0, 0, "bfloat16") == Moments()
+    assert stats_module.moments_at(nothing.ctypes.data, 4, "bfloat16") == TensorMoments(0, nan=1, inf=1)
+    assert stats_module.moments_at(0, 0, "bfloat16") == TensorMoments()
     assert stats_module.moments_within(nothing.ctypes.data, [], "bfloat16") == []
 
 

@@ -16,7 +16,8 @@ from vllm_accprobe.align.engines import atb_torch
 from vllm_accprobe.align.mapping import load_mapping
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.plan.units import make_plan
-from vllm_accprobe.formats import atb, atb_topology, open_dump
+from vllm_accprobe.formats import atb, open_dump
+from vllm_accprobe.formats.common import atb_topology
 
 CODES = {"float32": 0, "float16": 1, "int8": 2, "int32": 3, "int64": 9, "bool": 12}
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.formats import foreign
-from vllm_accprobe.formats.foreign import ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.common import foreign
+from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
 
 
 def dump_of(*tensors: Tensor) -> ForeignDump:

@@ -11,7 +11,8 @@ import torch
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.formats import held, open_dump
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.formats.common import held
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:

@@ -12,7 +12,8 @@ from support.peer_dumps import check_metrics, expected, unpack
 
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.formats import module_order, open_dump
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.formats.common import module_order
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.result import NothingCompared
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import msprobe, open_dump
-from vllm_accprobe.formats.foreign import UNREADABLE
+from vllm_accprobe.formats.common.foreign import UNREADABLE
 
 MAKER = Path(__file__).with_name("make_msprobe_dump.py")
 

@@ -86,15 +86,6 @@ def test_a_file_that_is_damaged_or_anothers_is_not_read(loops, tmp_path):
     assert native._read(tmp_path / "missing", "missing") is None
 
 
-def test_a_directory_that_others_may_write_is_left_alone(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    mine = tmp_path / "vllm-accprobe"
-    mine.mkdir(mode=0o700)
-    assert mine in native._directories()
-    mine.chmod(0o777)
-    assert mine not in native._directories()
-
-
 def test_a_symbol_that_nobody_knows_is_no_machine_code(loops):
     import ctypes
 

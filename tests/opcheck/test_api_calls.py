@@ -13,7 +13,8 @@ import torch
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.formats import msprobe_calls, open_dump
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.formats.common import msprobe_calls
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call, Declined, default_references
 from vllm_accprobe.opcheck.references import aten

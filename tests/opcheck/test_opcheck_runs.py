@@ -45,7 +45,7 @@ def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     info.mkdir(parents=True)
     (site / "odd_checks.py").write_text(VENDOR)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-checks\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[accprobe.references]\nodd = odd_checks\n")
+    (info / "entry_points.txt").write_text("[vllm_accprobe.references]\nodd = odd_checks\n")
     monkeypatch.setenv("PYTHONPATH", str(site))
     return site
 

@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_accprobe.dump.schema import Module, Record
+from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUE
 from vllm_accprobe.formats.folder import SUFFIXES
-from vllm_accprobe.formats.foreign import INDEPENDENT, VALUE
 
 _NUMBERED = re.compile(r"(step|rank)?[=_-]?(\d{1,9})", re.ASCII)
 _APART = re.compile(r"[/:]")

@@ -16,7 +16,8 @@ from vllm_accprobe.align.engines import atb_torch
 from vllm_accprobe.align.mapping import Part, Rule, Rules, Source
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
-from vllm_accprobe.formats import atb_topology, torchair
+from vllm_accprobe.formats import torchair
+from vllm_accprobe.formats.common import atb_topology
 
 Place = tuple[str, str]
 """(tap, role)."""

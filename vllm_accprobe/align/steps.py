@@ -25,7 +25,7 @@ from vllm_accprobe.align.requests import RequestPlan
 from vllm_accprobe.align.tokens import Cell, Rows, Side, Space, TokenPlan, make_key
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Record
-from vllm_accprobe.formats.foreign import INDEPENDENT
+from vllm_accprobe.formats.common.foreign import INDEPENDENT
 
 WHOLE = "whole"
 """The row space whose one row is all of a step."""

@@ -1,6 +1,6 @@
 """``accprobe formats [PATH]``: which dumps can be read, and how each is recognised.
 
-Not here: the recognising itself (formats/sniff.py).
+Not here: the recognising itself (formats/common/sniff.py).
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ def formats(
 ) -> None:
     """List the formats of dumps that can be read, or say which one PATH is.
 
-    Every command that takes a dump takes any of them, and finds out by itself.
+    Every command that takes a dump takes any of them, and finds out by itself. Other packages may add some.
     Exit code 0: it is known, 2: it is no dump."""
-    from vllm_accprobe.formats import sniff
+    from vllm_accprobe.formats.common import sniff
 
     if path is not None:
-        _, module, said = sniff.find(path)
-        typer.echo(sniff.OWN if module is None else module.NAME)
-        if said:
-            typer.echo(f"note: {said}", err=True)
+        _, found, notes = sniff.find(path)
+        typer.echo(sniff.OWN if found is None else found.name)
+        _say(notes)
         return
-    rows = [(sniff.OWN, sniff.OWN_HOW), *((m.NAME, m.HOW) for m in sniff.formats())]
+    problems: list[str] = []
+    known = sniff.formats(problems)
+    rows = [(sniff.OWN, sniff.OWN_HOW), *((f.name, f.how + (f" ({f.package})" if f.package else "")) for f in known)]
     width = max(len(name) for name, _ in rows)
     for name, how in rows:
         typer.echo(f"{name:<{width}}  {how}")
+    _say(problems)
+
+
+def _say(notes: list[str]) -> None:
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)

@@ -14,7 +14,7 @@ def repair(
 
     Exit code 0: all of it is finished, 2: no dump of accprobe, or it is still written, 3: nobody wrote into it."""
     from vllm_accprobe.dump.repair import repair as run
-    from vllm_accprobe.formats.nearby import own
+    from vllm_accprobe.formats.common.nearby import own
 
     place, said = own(dump)
     if said:

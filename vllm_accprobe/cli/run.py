@@ -54,7 +54,7 @@ def run(
     import time
 
     from vllm_accprobe.cli.common import outputs
-    from vllm_accprobe.formats.sniff import is_own
+    from vllm_accprobe.formats.common.sniff import is_own
     from vllm_accprobe.run import atb as atb_room
     from vllm_accprobe.run.launcher import LaunchError, command_line
     from vllm_accprobe.run.launcher import run as launch

@@ -38,7 +38,8 @@ def summary(
 
     No payload is read (of another tool's dump a few, to tell bfloat16 numbers in float32), so this is quick on any
     dump. Tensors of operators are listed where a GLOB has '::'."""
-    from vllm_accprobe.formats import held, open_dump
+    from vllm_accprobe.formats import open_dump
+    from vllm_accprobe.formats.common import held
 
     if csv is not None:
         _check_csv(csv, dump)

@@ -34,8 +34,9 @@ from vllm_accprobe.comparison.verdict import foreign
 from vllm_accprobe.comparison.verdict.constants_differ import differing
 from vllm_accprobe.comparison.verdict.floors import gather
 from vllm_accprobe.comparison.verdict.judging import judge
-from vllm_accprobe.formats import DumpError, NothingReadable, held, nothing_readable, open_dump
-from vllm_accprobe.formats.foreign import INDEPENDENT, VALUES, ForeignDump
+from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, open_dump
+from vllm_accprobe.formats.common import held
+from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUES, ForeignDump
 from vllm_accprobe.judge.calibration import Calibration
 from vllm_accprobe.judge.foreign import FOREIGN
 from vllm_accprobe.judge.standards import Standard, get_standard

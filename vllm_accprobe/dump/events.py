@@ -1,52 +1,28 @@
-"""From a journal line to the dataclass of schema.py, trusting nothing.
+"""From a tensor's journal line to its Record, trusting nothing.
 
 The problem: a journal may come from a killed run, a newer release or a stranger, and analysis wants plain objects whose
-numbers it may use as sizes. The idea: one function per kind of event that checks types and ranges and raises ValueError
-with a short reason; the reader counts these. Strings that repeat on every line are kept once. Not here: files
-(reader.py), whether a payload really lies where the line says (reader.py), writing (lines.py).
+numbers it may use as sizes. The idea: types and ranges are checked, and what does not hold is a ValueError with a short
+reason; the reader counts these. Strings that repeat on every line are kept once. Not here: other lines
+(event_lines.py, opcalls.py), files (reader.py), whether a payload really lies where the line says (journal.py).
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.schema import (
-    DECODE,
-    PREFILL,
-    REPLICATED,
-    End,
-    Image,
-    Label,
-    Layout,
-    Mask,
-    Masks,
-    Module,
-    Payload,
-    Record,
-    Request,
-    RowSpace,
-    Skip,
-    Stats,
-    Step,
-    Stop,
-)
-from vllm_accprobe.dump.schema import Segment as RowSegment
+from vllm_accprobe.dump.schema import REPLICATED, Layout, Payload, Record, Stats
 
-MAX_ROWS = 1 << 26
-"""Stored rows of one row space, and elements along any dimension of a vision item: more is no step of a model."""
 _MAX_DIMS = 32
-_MAX_INT = 1 << 53
-_WORD = 200
-"""Characters of a word that says what masked logits: it stands in sentences."""
+MAX_INT = 1 << 53
 
 Event = Mapping[str, Any]
 
 
-def integer(e: Event, key: str, default: int | None = None, top: int = _MAX_INT) -> int:
+def integer(e: Event, key: str, default: int | None = None, top: int = MAX_INT) -> int:
     """A whole number from 0 to ``top``. Raises ValueError."""
     value = e.get(key, default)
     if type(value) is not int or not 0 <= value <= top:
@@ -83,7 +59,7 @@ def record(rank: int, e: Event, layouts: dict[str, Layout]) -> Record:
     if not isinstance(raw_shape, list) or len(raw_shape) > _MAX_DIMS:
         raise ValueError(f"shape is {short(raw_shape)}")
     for d in raw_shape:
-        if type(d) is not int or not 0 <= d <= _MAX_INT:
+        if type(d) is not int or not 0 <= d <= MAX_INT:
             raise ValueError(f"shape is {short(raw_shape)}")
     shape = tuple(raw_shape)
     size = math.prod(shape) * info.itemsize
@@ -138,7 +114,7 @@ def _finite(value: Any) -> float | None:
     """Infinity and NaN, which JSON cannot say, are as good as missing."""
     if type(value) is float:
         return value if math.isfinite(value) else None
-    return float(value) if type(value) is int and abs(value) <= _MAX_INT else None
+    return float(value) if type(value) is int and abs(value) <= MAX_INT else None
 
 
 def _layout(e: Any, known: dict[str, Layout]) -> Layout:
@@ -165,138 +141,7 @@ def _new_layout(e: Any) -> Layout:
 
 
 def _is_pair(p: Any) -> bool:
-    return isinstance(p, list) and len(p) == 2 and all(type(v) is int and 0 <= v <= _MAX_INT for v in p)
-
-
-def request(e: Event) -> Request:
-    """A ``request`` event. Raises ValueError."""
-    images = tuple(
-        Image(string(i, "hash", ""), integer(i, "pos", 0), integer(i, "n", 0, MAX_ROWS)) for i in _dicts(e, "images")
-    )
-    return Request(
-        req=integer(e, "req"),
-        id=string(e, "id"),
-        internal_id=string(e, "internal_id", ""),
-        prompt=string(e, "prompt", ""),
-        prompt_len=integer(e, "prompt_len", 0),
-        ordinal=integer(e, "ordinal", 0),
-        images=images,
-    )
-
-
-def row_space(e: Event) -> RowSpace:
-    """A ``rows`` event, of at most MAX_ROWS rows. Raises ValueError."""
-    segments = []
-    total = 0
-    for s in _dicts(e, "segments"):
-        phase = string(s, "phase", PREFILL)
-        if phase not in (PREFILL, DECODE):
-            raise ValueError(f"phase is {short(phase)}")
-        n = integer(s, "n", None, MAX_ROWS)
-        image = optional_integer(s, "image")
-        segments.append(RowSegment(integer(s, "req"), integer(s, "pos"), n, integer(s, "row", 0), phase, image))
-        total += n
-    if total > MAX_ROWS:
-        raise ValueError(f"{total} rows in one step")
-    ids = e.get("ids") or []
-    if not isinstance(ids, list) or not all(type(i) is int and abs(i) <= _MAX_INT for i in ids):
-        raise ValueError("ids is not a list of token ids")
-    if ids and len(ids) != total:
-        raise ValueError(f"{len(ids)} token ids for {total} rows")
-    return RowSpace(integer(e, "step"), string(e, "space"), integer(e, "src_rows", total), tuple(segments), tuple(ids))
-
-
-def step(e: Event) -> Step:
-    """A ``step`` event. Raises ValueError."""
-    batch = e.get("batch") or {}
-    if not isinstance(batch, dict):
-        raise ValueError(f"batch is {short(batch)}")
-    time = e.get("time", 0.0)
-    return Step(integer(e, "step"), batch, float(time) if type(time) in (int, float) else 0.0)
-
-
-def module(e: Event) -> Module:
-    """A ``module`` event. Raises ValueError."""
-    attrs = e.get("attrs") or {}
-    if not isinstance(attrs, dict):
-        raise ValueError(f"attrs is {short(attrs)}")
-    return Module(string(e, "tap"), string(e, "class", ""), integer(e, "index", 0), attrs)
-
-
-def skip(e: Event) -> Skip:
-    """A ``skip`` event. Raises ValueError."""
-    tap, role, count = string(e, "tap", ""), optional_string(e, "role"), integer(e, "count", 1)
-    return Skip(tap, string(e, "reason"), optional_integer(e, "step"), role, count)
-
-
-def masks(e: Event) -> Masks:
-    """A ``masks`` event. Raises ValueError."""
-    masked: dict[int, Mask] = {}
-    for m in _dicts(e, "masked"):
-        by = m.get("by") or []
-        if not isinstance(by, list) or not all(isinstance(word, str) for word in by):
-            raise ValueError(f"by is {short(by)}")
-        masked[integer(m, "req")] = Mask(tuple(sys.intern(w[:_WORD]) for w in by), optional_string(m, "grammar"))
-    return Masks(integer(e, "step"), masked)
-
-
-def stop(e: Event) -> Stop:
-    """A ``stop`` event. Raises ValueError."""
-    return Stop(string(e, "reason"), optional_integer(e, "step"))
-
-
-def end(e: Event) -> End:
-    """An ``end`` event. Raises ValueError."""
-    skipped = e.get("skipped") or {}
-    if not isinstance(skipped, dict) or not all(type(v) is int for v in skipped.values()):
-        raise ValueError(f"skipped is {short(skipped)}")
-    steps, tensors, nbytes = integer(e, "steps", 0), integer(e, "tensors", 0), integer(e, "bytes", 0)
-    return End(string(e, "reason", ""), steps, tensors, nbytes, skipped)
-
-
-LABEL_ENDINGS = ("bin", "npy", "npz", "pt", "pth", "safetensors")
-"""Kinds of files that labels may name."""
-
-
-def label(rank: int, e: Event) -> Label:
-    """A ``label`` event of rank ``rank``. Raises ValueError."""
-    ending, file = string(e, "ending", ""), optional_integer(e, "file")
-    if file is not None and ending not in LABEL_ENDINGS:
-        raise ValueError(f"ending is {short(ending)}")
-    return Label(
-        rank,
-        integer(e, "step"),
-        string(e, "tap"),
-        string(e, "role"),
-        integer(e, "call", 0),
-        string(e, "path"),
-        integer(e, "pid", 0),
-        string(e, "task", ""),
-        integer(e, "execution", 0),
-        file,
-        ending,
-        string(e, "reason", ""),
-    )
-
-
-PLAIN: dict[str, Callable[[Event], Any]] = {
-    "request": request,
-    "rows": row_space,
-    "step": step,
-    "module": module,
-    "masks": masks,
-    "skip": skip,
-    "stop": stop,
-    "end": end,
-}
-"""The kinds besides ``start``, ``tensor``, ``param`` and ``error``, and what reads them. All raise ValueError."""
-
-
-def _dicts(e: Event, key: str) -> list[dict[str, Any]]:
-    value = e.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
-        raise ValueError(f"{key} is {short(value)}")
-    return value
+    return isinstance(p, list) and len(p) == 2 and all(type(v) is int and 0 <= v <= MAX_INT for v in p)
 
 
 def short(value: Any) -> str:

@@ -28,7 +28,7 @@ class ErrcheckError(ValueError):
 
 
 @dataclass(frozen=True)
-class Finding:
+class FirstBad:
     """The first bad output of a rank.
 
     kind: NaN, Inf or saturation; nan, inf, saturated: elements. order: of checked outputs within the step.
@@ -75,7 +75,7 @@ class RankReport:
     steps: int = 0
     later: int = 0
     places: Mapping[str, int] = field(default_factory=dict)
-    first: Finding | None = None
+    first: FirstBad | None = None
     parameters: tuple[str, ...] = ()
 
     def key(self) -> tuple[float, int, int, int]:
@@ -121,7 +121,7 @@ def _report(path: Path) -> RankReport:
             raise ValueError
         values = _values(data, RankReport(rank=0))
         if values["first"] is not None:
-            values["first"] = Finding(**_values(values["first"], _LIKE))
+            values["first"] = FirstBad(**_values(values["first"], _LIKE))
         return RankReport(**values)
     except OSError as error:
         raise ErrcheckError(f"{path}: {error.strerror or error}") from None
@@ -129,12 +129,12 @@ def _report(path: Path) -> RankReport:
         raise ErrcheckError(f"{path}: no findings of errcheck") from None
 
 
-_LIKE = Finding(0, 0, 0.0, "", "", "", 0, "", 0, 0, 0, "")
+_LIKE = FirstBad(0, 0, 0.0, "", "", "", 0, "", 0, 0, 0, "")
 _NAMES = ("rows", "inputs")
 """Fields that are lists of small dicts; other lists are of strings, or, for a shape, of numbers."""
 
 
-def _values(data: Any, like: RankReport | Finding) -> dict[str, Any]:
+def _values(data: Any, like: RankReport | FirstBad) -> dict[str, Any]:
     """The fields of a dataclass from JSON, each of the type that it has in ``like``. Raises ValueError, KeyError."""
     if not isinstance(data, dict):
         raise ValueError
@@ -189,7 +189,7 @@ def earliest(reports: Sequence[RankReport]) -> list[RankReport]:
     return [r for r in bad if same(r)]
 
 
-def sentence(finding: Finding) -> str:
+def sentence(finding: FirstBad) -> str:
     """The finding in one line, without its rank."""
     elements = ((finding.nan, "NaN"), (finding.inf, "Inf"), (finding.saturated, "saturated"))
     counts = [f"{n:,} {word}" for n, word in elements if n]

@@ -2,7 +2,8 @@
 
 The problem: lines may be torn, damaged, from a newer release, or promise what the files do not hold. The idea: every
 line stands for itself; what is not understood is counted and named in ``problems``; afterwards each record is checked
-against the segment files and the row maps, and loses what does not hold. Not here: one line's fields (events.py).
+against the segment files and the row maps, and loses what does not hold. Not here: a line's fields (event_lines.py,
+events.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ except ImportError:  # three times slower, nothing else
     orjson = None  # type: ignore[assignment]
 
 from vllm_accprobe.dump import events, image_calls
+from vllm_accprobe.dump.event_lines import KINDS, LABEL
 from vllm_accprobe.dump.files import MISSING, DumpError, find_segment, journal_lines
 from vllm_accprobe.dump.opcalls import op_call, replaced
 from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, Layout, OpCall, Record, Skip, rank_dir
@@ -108,15 +110,11 @@ class RankReader:
         if kind == "error":
             dump.errors.append({**e, "rank": rank})
             return
-        if kind == "label":
-            label = events.label(rank, e)
-            dump.labels[rank, label.step, label.tap, label.role, label.call] = label
-            return
-        parse = events.PLAIN.get(kind)
-        if parse is None:
+        found = KINDS.get(kind)
+        if found is None:
             self.unknown[kind[:40]] += 1
             return
-        value = parse(e)
+        value = found.from_line(e, **({"rank": rank} if found is LABEL else {}))
         if kind == "request":
             dump.requests[rank, value.req] = value
         elif kind == "rows":
@@ -133,6 +131,8 @@ class RankReader:
             dump.stops.setdefault(rank, value)
         elif kind == "end":
             dump.ends[rank] = value
+        elif kind == "label":
+            dump.labels[rank, value.step, value.tap, value.role, value.call] = value
 
     def _check_payloads(self) -> None:
         """Only a payload that its file really holds stays with its record."""

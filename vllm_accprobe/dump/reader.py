@@ -4,7 +4,7 @@ The problem: the files may come from a run that was killed, is still running, or
 idea: the journals are read line by line, what cannot be understood is counted and named, and a tensor is offered for
 reading only when the file that its line names is there and long enough, so that no size is ever taken on trust. Reading
 itself is one positioned read into an array that the caller may reuse, from any number of threads. Not here: what a line
-must look like (events.py), what bits mean (dtypes.py), mending (repair.py).
+must look like (event_lines.py), what bits mean (dtypes.py), mending (repair.py).
 """
 
 from __future__ import annotations

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.event_lines import END
 from vllm_accprobe.dump.files import DumpError, journal_lines, open_regular, segment_data
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.recorder.lines import encode, lock, remove_reserve
-from vllm_accprobe.dump.schema import JOURNAL, Record, rank_dir, segment_name
-from vllm_accprobe.dump.segment import Entry, build_header, part_name, write_all
+from vllm_accprobe.dump.schema import JOURNAL, End, Record, rank_dir, segment_name
+from vllm_accprobe.dump.segment import HeaderEntry, build_header, part_name, write_all
 
 _PART = re.compile(r"seg-(\d{5,9})\.safetensors\.part", re.ASCII)
 
@@ -105,10 +106,10 @@ def _finish(directory: Path, index: int, records: list[Record]) -> bool:
     return True
 
 
-def _entry(r: Record) -> Entry:
+def _entry(r: Record) -> HeaderEntry:
     assert r.payload is not None
     key = f"{'param' if r.step is None else r.step}|{r.tap}|{r.role}|{r.call}"
-    return Entry(key, r.dtype if r.dtype in DTYPES else "", r.shape, r.payload.off, r.payload.nbytes)
+    return HeaderEntry(key, r.dtype if r.dtype in DTYPES else "", r.shape, r.payload.off, r.payload.nbytes)
 
 
 def _close_journal(dump: Dump, rank: int, records: list[Record]) -> int:
@@ -126,12 +127,12 @@ def _close_journal(dump: Dump, rank: int, records: list[Record]) -> int:
     steps = sum(1 for r, _ in dump.steps if r == rank)
     tensors = sum(1 for r in dump.records if r.rank == rank)
     nbytes = whole + sum(n for _, n in {(r.payload, r.payload.nbytes) for r in records if r.payload})
-    event = {"event": "end", "reason": "repaired", "steps": steps, "tensors": tensors, "bytes": nbytes}
+    end = End("repaired", steps, tensors, nbytes, skipped)
     os.close(open_regular(path))
     fd = os.open(path, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
     try:
         os.ftruncate(fd, whole)
-        write_all(fd, encode({**event, "skipped": skipped}), whole)
+        write_all(fd, encode(END.to_line(end)), whole)
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -4,8 +4,8 @@ The problem: capture (inside vLLM) and analysis (anywhere) share nothing but fil
 those files must be said once. The idea: plain frozen dataclasses, one per kind of journal line; the JSON keys are the
 field names, except that ``cls`` is spelt ``class`` and that the three fields of a payload stand in the tensor's line
 itself. docs/dump-format.md says the same in prose. Not here: how bytes reach the disk (writer.py), how a line becomes
-one of these (events.py), how a tensor is a part of a whole (layouts.py, whose words are these too), what a dtype's bits
-mean (dtypes.py).
+one of these and back (event_lines.py), how a tensor is a part of a whole (layouts.py, whose words are these too), what
+a dtype's bits mean (dtypes.py).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """One tensor of a segment's header; ``off`` counts from the start of the data."""
 
     key: str
@@ -67,7 +67,7 @@ def entry_room(tap: str, role: str, ndim: int) -> int:
 
 
 def build_header(
-    entries: Iterable[Entry],
+    entries: Iterable[HeaderEntry],
     data_bytes: int,
     room: int,
     metadata: Mapping[str, str] = MappingProxyType({}),
@@ -127,7 +127,7 @@ def _joined(names: list[str], descriptions: list[str], metadata: Mapping[str, st
     return ",".join([f'{{"__metadata__":{{{about}}}', *listed]).encode() + b"}"
 
 
-def _file_dtype(e: Entry) -> tuple[str, tuple[int, ...]]:
+def _file_dtype(e: HeaderEntry) -> tuple[str, tuple[int, ...]]:
     info = DTYPES.get(e.dtype)
     if info is not None:
         size = info.itemsize
@@ -145,7 +145,7 @@ class SegmentFile:
         self.index = index
         self.path = directory / segment_name(index)
         self.part = directory / part_name(index)
-        self.entries: list[Entry] = []
+        self.entries: list[HeaderEntry] = []
         self.written = 0
         self._fd = os.open(self.part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0), 0o600)
         try:

@@ -26,7 +26,7 @@ _HELD = 1 << 20
 """Bytes up to which the GIL is kept: some tens of microseconds of work."""
 
 Sums = tuple[int, float, float, float, float, int, int]
-"""What ``Moments`` holds, as a bare tuple: (n, min, max, sum, squares, nan, inf)."""
+"""What ``TensorMoments`` holds, as a bare tuple: (n, min, max, sum, squares, nan, inf)."""
 
 
 class StatsCell:
@@ -61,10 +61,10 @@ class StatsCell:
 
     def add(self, sums: Sums) -> None:
         """The moments of the next piece of the payload."""
-        self.sums = sums if self.sums is None else Moments(*self.sums) + Moments(*sums)
+        self.sums = sums if self.sums is None else TensorMoments(*self.sums) + TensorMoments(*sums)
 
 
-class Moments(NamedTuple):
+class TensorMoments(NamedTuple):
     """What adds up over pieces: ``n`` finite elements, their least, greatest, sum, sum of squares, and the others."""
 
     n: int = 0
@@ -75,8 +75,8 @@ class Moments(NamedTuple):
     nan: int = 0
     inf: int = 0
 
-    def __add__(self, other: Moments) -> Moments:  # type: ignore[override]
-        return Moments(
+    def __add__(self, other: TensorMoments) -> TensorMoments:  # type: ignore[override]
+        return TensorMoments(
             self.n + other.n,
             min(self.min, other.min),
             max(self.max, other.max),
@@ -92,7 +92,7 @@ class Moments(NamedTuple):
 
 
 def in_words(sums: Sums) -> dict[str, Any]:
-    """The fields of ``Stats`` from the seven numbers of ``Moments``, see there."""
+    """The fields of ``Stats`` from the seven numbers of ``TensorMoments``, see there."""
     n, low, high, total, squares, nan, inf = sums
     count = n + nan + inf
     if not n:
@@ -104,14 +104,14 @@ def in_words(sums: Sums) -> dict[str, Any]:
     return {"count": count, "min": low, "max": high, "mean": mean, "l2": l2, "nan": nan, "inf": inf}
 
 
-def moments(data: np.ndarray, dtype: str) -> Moments:
+def moments(data: np.ndarray, dtype: str) -> TensorMoments:
     """Moments of the elements in ``data``: contiguous uint8, whole elements of torch dtype ``dtype``.
 
     Complex numbers count as two elements, real and imaginary part. Raises KeyError for a dtype that is not in DTYPES.
     """
     info = DTYPES[dtype]
     if data.size == 0:
-        return Moments()
+        return TensorMoments()
     if info.kind == "complex":
         dtype = "float32" if dtype == "complex64" else "float64"
     kernels = _kernels()
@@ -119,7 +119,7 @@ def moments(data: np.ndarray, dtype: str) -> Moments:
         try:
             if info.itemsize == 1:
                 return _from_histogram(kernels.histogram(data), dtype)
-            return Moments(*kernels.moments(data, dtype))
+            return TensorMoments(*kernels.moments(data, dtype))
         except Exception:  # a compiler that fails on this machine must not end a capture
             pass
     return _numpy_moments(data, dtype)
@@ -182,21 +182,21 @@ def _kernels() -> ModuleType | None:
     return stats_kernels
 
 
-def _from_histogram(counts: np.ndarray, dtype: str) -> Moments:
+def _from_histogram(counts: np.ndarray, dtype: str) -> TensorMoments:
     values = byte_values(dtype).astype(np.float64)
     finite = np.isfinite(values) & (counts > 0)
     nan = int(counts[np.isnan(values)].sum())
     n = int(counts[finite].sum())
     inf = int(counts.sum()) - n - nan
     if not n:
-        return Moments(nan=nan, inf=inf)
+        return TensorMoments(nan=nan, inf=inf)
     v, c = values[finite], counts[finite].astype(np.float64)
-    return Moments(n, float(v.min()), float(v.max()), float((v * c).sum()), float((v * v * c).sum()), nan, inf)
+    return TensorMoments(n, float(v.min()), float(v.max()), float((v * c).sum()), float((v * v * c).sum()), nan, inf)
 
 
-def _numpy_moments(data: np.ndarray, dtype: str) -> Moments:
+def _numpy_moments(data: np.ndarray, dtype: str) -> TensorMoments:
     stored = data.view(DTYPES[dtype].storage)
-    total = Moments()
+    total = TensorMoments()
     for start in range(0, stored.size, _CHUNK):
         with np.errstate(all="ignore"):  # NaN and overflow are counted or given as None, not warned about
             x = widen(stored[start : start + _CHUNK], dtype, as_float=True).astype(np.float64)
@@ -205,8 +205,9 @@ def _numpy_moments(data: np.ndarray, dtype: str) -> Moments:
             good = x if finite.all() else x[finite]
             inf = x.size - good.size - nan
             if not good.size:
-                total += Moments(nan=nan, inf=inf)
+                total += TensorMoments(nan=nan, inf=inf)
                 continue
             squares = float(np.einsum("i,i->", good, good))
-            total += Moments(good.size, float(good.min()), float(good.max()), float(good.sum()), squares, nan, inf)
+            low, high, every = float(good.min()), float(good.max()), float(good.sum())
+            total += TensorMoments(good.size, low, high, every, squares, nan, inf)
     return total

@@ -12,13 +12,14 @@ tensor the making of arrays would cost more than the sums. Not here: names, dtyp
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray, njit, types  # type: ignore[import-untyped]
+from numba import carray, types  # type: ignore[import-untyped]
 from numba.extending import intrinsic  # type: ignore[import-untyped]
+
+from vllm_accprobe.user_cache import numba_kept
 
 BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
 KINDS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
@@ -28,11 +29,8 @@ _BLOCK = 2048
 _FAST = {"reassoc", "contract", "nsz"}
 
 
-def _compile(function: Callable[..., Any], nogil: bool = True) -> Any:
-    try:
-        return njit(nogil=nogil, cache=True, fastmath=_FAST)(function)
-    except RuntimeError:  # no place to cache in: a read-only installation without a home
-        return njit(nogil=nogil, fastmath=_FAST)(function)
+_OPTIONS = {"nogil": True, "fastmath": _FAST}
+_compile = numba_kept(**_OPTIONS)
 
 
 @_compile
@@ -257,7 +255,7 @@ def _held(address: int, nbytes: int, kind: int) -> tuple[int, float, float, floa
     return _piece(address, nbytes, kind)
 
 
-held = _compile(_held, nogil=False)
+held = numba_kept(**{**_OPTIONS, "nogil": False})(_held)
 
 
 @_compile

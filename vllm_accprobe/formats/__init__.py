@@ -1,11 +1,15 @@
 """Opens a dump of any format that is known here, as the one face which dump/reader.py defines.
 
-A format is one small module (see sniff.py for what it must have); foreign.py makes its tensors look like our own.
+A format is one module at the top of this package, or of another one (common/sniff.py says what it must have);
+common/foreign.py makes its tensors look like our own. docs/extending.md writes one.
 """
 
 from __future__ import annotations
 
 from vllm_accprobe.dump.reader import Dump, DumpError
-from vllm_accprobe.formats.sniff import NothingReadable, nothing_readable, open_dump
+from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.common.sniff import NothingReadable, nothing_readable, open_dump
 
-__all__ = ["Dump", "DumpError", "NothingReadable", "nothing_readable", "open_dump"]
+__all__ = [
+    "Dump", "DumpError", "ForeignDump", "NothingReadable", "Tensor", "nothing_readable", "open_dump", "torch_dtype",
+]  # fmt: skip

@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.formats.atb_topology import load_topology
-from vllm_accprobe.formats.foreign import ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.common.atb_topology import load_topology
+from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
 from vllm_accprobe.formats.io import walk
 from vllm_accprobe.formats.io.atb_file import AtbHeader, number, parse_header, read_header, read_tensor, stats_of
 
 __all__ = ["HOW", "NAME", "AtbDump", "AtbHeader", "open", "parse_header", "read_header", "read_tensor", "recognise"]
 NAME = "atb"
 HOW = "a directory with */before|after/intensor<k>.bin|outtensor<k>.bin, or ATB's statistic.csv"
+ORDER = 50
 ODD_LINE = "line of a table that is not understood"
 _FILE = re.compile(r"(in|out)tensor(\d{1,6})\.bin", re.I | re.ASCII)
 _OPERATOR = re.compile(r"(\d{1,9})_(.+)", re.ASCII)
@@ -57,7 +58,7 @@ def _is_tensor(parts: tuple[str, ...]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AtbPlace:
     """Where a tensor file stands. process: names above the execution; token: the execution; operator: names."""
 
     process: tuple[str, ...]
@@ -65,7 +66,7 @@ class Place:
     operator: tuple[str, ...]
 
 
-def place(parts: tuple[str, ...]) -> Place | None:
+def place(parts: tuple[str, ...]) -> AtbPlace | None:
     """From the names of the directories above ``before`` or ``after``; None where there is no numbered operator."""
     cut = len(parts)
     while cut and _OPERATOR.fullmatch(parts[cut - 1]) and not _is_process(parts, cut - 1):
@@ -73,7 +74,7 @@ def place(parts: tuple[str, ...]) -> Place | None:
     if cut == len(parts):
         return None
     token = parts[cut - 1] if cut and parts[cut - 1].isdecimal() else ""
-    return Place(parts[: cut - 1] if token else parts[:cut], token, parts[cut:])
+    return AtbPlace(parts[: cut - 1] if token else parts[:cut], token, parts[cut:])
 
 
 def _is_process(parts: tuple[str, ...], i: int) -> bool:
@@ -85,8 +86,8 @@ def open(path: Path) -> AtbDump:
     """Opens an ATB dump: reads every header, no payload. Raises DumpError where nothing can be read."""
     dump = AtbDump(path)
     passed = walk.Passed()
-    entries: list[tuple[Place, tuple[float, ...], walk.Found]] = []
-    tables: list[walk.Found] = []
+    entries: list[tuple[AtbPlace, tuple[float, ...], walk.FoundFile]] = []
+    tables: list[walk.FoundFile] = []
     for f in walk.files(path, lambda n: bool(_FILE.fullmatch(n)) or n == STATISTICS, passed):
         if f.parts[-1] == STATISTICS:
             tables.append(f)
@@ -139,7 +140,7 @@ def _order(operator: tuple[str, ...], when: str, file: str) -> tuple[float, ...]
     return (*path, -1.0 if match[1].lower() == "in" else math.inf, 0.0 if when == "before" else 1.0, float(match[2]))
 
 
-def _add(dump: AtbDump, f: walk.Found, where: Place, rank: int, step: int) -> None:
+def _add(dump: AtbDump, f: walk.FoundFile, where: AtbPlace, rank: int, step: int) -> None:
     match = _FILE.fullmatch(f.parts[-1])
     assert match is not None
     kind = match[1].lower()
@@ -199,7 +200,7 @@ def _odd(kind: str, index: str) -> str:
 _COLUMNS = 15
 
 
-def _add_table(dump: AtbDump, f: walk.Found) -> None:
+def _add_table(dump: AtbDump, f: walk.FoundFile) -> None:
     """``statistic.csv``: Device and PID, Execution Count, Op Name, Op Type, Op Id, Input/Output, Tensor Index, Dtype,
     Format, Shape, Max, Min, Mean, Norm, Tensor Path."""
     try:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import single
-from vllm_accprobe.formats.foreign import INDEPENDENT, VALUE, ForeignDump, Tensor
+from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUE, ForeignDump, Tensor
 from vllm_accprobe.formats.io import hdf5, walk
 
 SUFFIXES = (*single.SUFFIXES, *hdf5.SUFFIXES)
 NAME = "folder"
 HOW = f"a directory with files that end in {', '.join(SUFFIXES)}"
+ORDER, LOOSE = 90, True
 
 
 def recognise(path: Path) -> bool:
@@ -28,7 +29,7 @@ def open(path: Path) -> ForeignDump:
     """Raises DumpError."""
     dump = ForeignDump(path, NAME, {INDEPENDENT: True})
     passed = walk.Passed()
-    stems: dict[str, list[walk.Found]] = {}
+    stems: dict[str, list[walk.FoundFile]] = {}
     for found in walk.files(path, lambda name: Path(name).suffix.lower() in SUFFIXES, passed):
         stems.setdefault(found.name.rpartition(".")[0], []).append(found)
     for stem, files in stems.items():
@@ -42,7 +43,7 @@ def open(path: Path) -> ForeignDump:
     return dump
 
 
-def _add(dump: ForeignDump, found: walk.Found, tap: str) -> None:
+def _add(dump: ForeignDump, found: walk.FoundFile, tap: str) -> None:
     if found.path.suffix.lower() in hdf5.SUFFIXES:
         for d in hdf5.datasets(found.path, dump.problem):
             place = d.place.strip("/")

@@ -25,13 +25,14 @@ from typing import Any
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
 from vllm_accprobe.formats.atb import number_ranks, one_run
-from vllm_accprobe.formats.foreign import ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.common.module_order import execution_order
 from vllm_accprobe.formats.io import torchfile, walk
 from vllm_accprobe.formats.io.atb_file import number, stats_of
-from vllm_accprobe.formats.module_order import execution_order
 
 NAME = "msit"
 HOW = "a directory torch_tensors/<device>_<pid>/<token>/<module>/ with input_<k>.pth, output.pth (ait, msit)"
+ORDER = 40
 _FILE = re.compile(r"(input|output)((?:_[A-Za-z0-9]+)*)\.pth")
 _MODULE = re.compile(r"root(?:\..+)?")
 STATISTICS, TREE, WEIGHTS = "statistics.csv", "model_tree.json", "weights"
@@ -52,19 +53,19 @@ def _is_ours(parts: tuple[str, ...]) -> bool:
 
 
 @dataclass
-class _Process:
+class _DeviceProcess:
     """What one ``{device}_{pid}`` directory holds. tokens: token → module → its files."""
 
-    tokens: dict[int, dict[str, list[walk.Found]]] = field(default_factory=dict)
-    weights: list[walk.Found] = field(default_factory=list)
-    tree: walk.Found | None = None
+    tokens: dict[int, dict[str, list[walk.FoundFile]]] = field(default_factory=dict)
+    weights: list[walk.FoundFile] = field(default_factory=list)
+    tree: walk.FoundFile | None = None
 
 
 def open(path: Path) -> ForeignDump:
     """Opens such a dump; reads the indices of the .pth files, no payload. Raises DumpError."""
     passed = walk.Passed()
     dump = ForeignDump(path, NAME)
-    processes: dict[tuple[str, ...], _Process] = defaultdict(_Process)
+    processes: dict[tuple[str, ...], _DeviceProcess] = defaultdict(_DeviceProcess)
     for f in walk.files(path, lambda n: n.endswith(".pth") or n in (STATISTICS, TREE), passed):
         _sort(f, processes, dump)
     one_run({p[:-1] for p in processes}, path)
@@ -79,7 +80,7 @@ def open(path: Path) -> ForeignDump:
     return dump
 
 
-def _sort(f: walk.Found, processes: dict[tuple[str, ...], _Process], dump: ForeignDump) -> None:
+def _sort(f: walk.FoundFile, processes: dict[tuple[str, ...], _DeviceProcess], dump: ForeignDump) -> None:
     *above, own = f.parts
     if own == TREE:
         processes[tuple(above)].tree = f
@@ -107,7 +108,7 @@ def role_of(name: str) -> str | None:
     return match[1] + (match[2].replace("_", ".") or ".0")
 
 
-def _add_process(dump: ForeignDump, process: _Process, rank: int) -> None:
+def _add_process(dump: ForeignDump, process: _DeviceProcess, rank: int) -> None:
     tree = _read_tree(dump, process.tree) if process.tree else {}
     for f in process.weights:
         _add_weight(dump, f, rank, tree)
@@ -120,7 +121,7 @@ def _add_process(dump: ForeignDump, process: _Process, rank: int) -> None:
 
 
 def _add_module(
-    dump: ForeignDump, module: str, files: list[walk.Found], table: Mapping[str, tuple[Any, ...]],
+    dump: ForeignDump, module: str, files: list[walk.FoundFile], table: Mapping[str, tuple[Any, ...]],
     place: tuple[int, int], where: tuple[int, int, str],
 ) -> None:  # fmt: skip
     rank, token, cls = where
@@ -151,13 +152,13 @@ def _slot(role: str) -> int:
     return min(int(digits), _SLOTS - 1) if digits.isdecimal() else _SLOTS - 1
 
 
-def _add_weight(dump: ForeignDump, f: walk.Found, rank: int, tree: Mapping[str, str]) -> None:
+def _add_weight(dump: ForeignDump, f: walk.FoundFile, rank: int, tree: Mapping[str, str]) -> None:
     module, _, name = f.parts[-1].removesuffix(".pth").rpartition(".")
     add_torch_file(dump, f, tap_of(module), f"param.{name}", cls=tree.get(module, ""), step=None, rank=rank)
 
 
 def add_torch_file(
-    dump: ForeignDump, f: walk.Found, tap: str, role: str, *, cls: str = "", step: int | None = 0, rank: int = 0,
+    dump: ForeignDump, f: walk.FoundFile, tap: str, role: str, *, cls: str = "", step: int | None = 0, rank: int = 0,
     order: int | None = None, row: tuple[Any, ...] | None = None,
 ) -> None:  # fmt: skip
     """Adds the tensors of a torch file: usually one, under ``role``; of a container each with its key behind that."""
@@ -175,7 +176,7 @@ def add_torch_file(
         dump.add(Tensor(label, tap, own, t.dtype, t.shape, t.read, cls, step, rank, 0, stats, order=order))
 
 
-def _read_tree(dump: ForeignDump, f: walk.Found) -> dict[str, str]:
+def _read_tree(dump: ForeignDump, f: walk.FoundFile) -> dict[str, str]:
     """module → class, in the order of declaration."""
     try:
         root = json.loads(walk.read_text(f.path, _MAX_TREE))
@@ -198,7 +199,7 @@ _Row = tuple[str, tuple[int, ...], "Stats | None"]
 """(dtype, shape, statistics)."""
 
 
-def _read_statistics(dump: ForeignDump, files: list[walk.Found]) -> dict[str, _Row]:
+def _read_statistics(dump: ForeignDump, files: list[walk.FoundFile]) -> dict[str, _Row]:
     """role → (dtype, shape, statistics) of a module's statistics.csv."""
     f = next((x for x in files if x.parts[-1] == STATISTICS), None)
     if f is None:

@@ -23,15 +23,16 @@ from typing import Any
 
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, Layout, OpCall, Stats
-from vllm_accprobe.formats import msprobe_calls
-from vllm_accprobe.formats.foreign import PARAM, UNKNOWN, VALUE, ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.common import msprobe_calls
+from vllm_accprobe.formats.common.foreign import PARAM, UNKNOWN, VALUE, ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.common.msprobe_files import DATA, LOST, OUTSIDE, names_in, payload
 from vllm_accprobe.formats.io import walk
-from vllm_accprobe.formats.msprobe_files import DATA, LOST, OUTSIDE, names_in, payload
 from vllm_accprobe.formats.write import notes
 
 __all__ = ["HOW", "LOST", "NAME", "OUTSIDE", "open", "recognise"]
 NAME = "msprobe"
 HOW = "dump.json or debug.json in the directory, or in [step<S>/][rank<R>|proc<PID>/] below it"
+ORDER, STRICT = 20, True
 DUMP, DEBUG, CONSTRUCT = "dump.json", "debug.json", "construct.json"
 _STEP = re.compile(r"step(\d{1,9})", re.ASCII)
 _RANK = re.compile(r"rank(\d{0,9})", re.ASCII)

@@ -23,12 +23,13 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Layout
-from vllm_accprobe.formats.foreign import UNKNOWN, ForeignDump, Tensor
+from vllm_accprobe.formats.common.foreign import UNKNOWN, ForeignDump, Tensor
 from vllm_accprobe.formats.io import torchfile, walk
 from vllm_accprobe.formats.io.torchfile import TorchTensor
 
 NAME = "sglang"
 HOW = "a directory of step=<s>___rank=<r>___dump_index=<i>___name=<name>*.pt (SGLang's dumper)"
+ORDER = 30
 _PREFIX = re.compile(r"step=.+?___rank=.+?___dump_index=.+?___name=.+\.pt")
 _DIM = re.compile(r"(?:([A-Za-z_]\w*|1)|\(([^()]+)\))(?:\[([^\]]+)\])?")
 _NO_PLACE = {"step", "rank", "dump_index", "name", "recompute_status", "layer_id"}
@@ -58,7 +59,7 @@ class Dims:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    found: walk.Found
+    found: walk.FoundFile
     tags: Mapping[str, str]
     meta: Mapping[str, Any]
     key: str
@@ -145,7 +146,7 @@ def open(path: Path) -> ForeignDump:
     return dump
 
 
-def _identity(f: walk.Found) -> tuple[Any, ...]:
+def _identity(f: walk.FoundFile) -> tuple[Any, ...]:
     tags = parse_name(f.parts[-1])
     order = tuple(_number(tags.get(k, "")) for k in ("step", "rank", "dump_index"))
     return (*order, tuple(sorted(tags.items())))
@@ -156,7 +157,7 @@ def _number(text: Any) -> int:
     return int(plain) if plain.isascii() and plain.isdecimal() and len(plain) < 16 else 0
 
 
-def _load(dump: ForeignDump, f: walk.Found) -> list[_File]:
+def _load(dump: ForeignDump, f: walk.FoundFile) -> list[_File]:
     tags = parse_name(f.parts[-1])
     tap, role = place_of(tags)
     try:

@@ -25,14 +25,15 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.formats.foreign import INDEPENDENT, VALUE, ForeignDump, Read, Tensor, numpy_dtype
+from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUE, ForeignDump, Read, Tensor, numpy_dtype
 from vllm_accprobe.formats.io import torchfile
-from vllm_accprobe.formats.io.zipindex import DEFLATED, STORED, Member, Unpacker, ZipError, index, too_much
+from vllm_accprobe.formats.io.zipindex import DEFLATED, STORED, Unpacker, ZipError, ZipMember, index, too_much
 from vllm_accprobe.formats.write import notes
 
 NAME = "single file"
 SUFFIXES = (".pt", ".pth", ".npy", ".npz", ".bin", ".safetensors")
 HOW = f"a file that ends in {', '.join(SUFFIXES)}"
+ORDER = 80
 MAX_HEADER = 64 << 20
 MAX_UNPACKED = 1 << 30
 """Bytes of a compressed member: what a small file may grow to."""
@@ -51,7 +52,7 @@ _SAFE = {i.safetensors: i.name for i in DTYPES.values() if not i.tail and i.safe
 
 
 @dataclass(frozen=True)
-class Item:
+class FileTensor:
     """One tensor of a file. key: "" where the file has just one and no name for it; dtype as Tensor's; problem: why it
     cannot be read, a sentence that names the file, or ""."""
 
@@ -79,7 +80,7 @@ def open(path: Path) -> ForeignDump:
     return dump
 
 
-def add(dump: ForeignDump, item: Item, file: str, tap: str, *, alone: bool) -> None:
+def add(dump: ForeignDump, item: FileTensor, file: str, tap: str, *, alone: bool) -> None:
     """file: the path to be shown; alone: the file has one tensor, whose key then says nothing."""
     if item.problem:
         dump.unreadable(item.problem, tap if alone else ".".join(filter(None, (tap, item.key))))
@@ -117,7 +118,7 @@ def add(dump: ForeignDump, item: Item, file: str, tap: str, *, alone: bool) -> N
     )
 
 
-def first(path: Path) -> Item:
+def first(path: Path) -> FileTensor:
     """The tensor of a file that has one. Raises DumpError."""
     found = items(path)
     if not found or found[0].problem:
@@ -125,7 +126,7 @@ def first(path: Path) -> Item:
     return found[0]
 
 
-def items(path: Path) -> list[Item]:
+def items(path: Path) -> list[FileTensor]:
     """The tensors of a file, told by its beginning and not by its name. Reads no payload. Raises DumpError."""
     try:
         fd = open_regular(path)
@@ -156,18 +157,18 @@ def items(path: Path) -> list[Item]:
         os.close(fd)
 
 
-def _torch_items(path: Path) -> list[Item]:
+def _torch_items(path: Path) -> list[FileTensor]:
     found = torchfile.tensors(torchfile.load(path), path)
-    return [Item(key, t.dtype, t.shape, t.read) for key, t in found]
+    return [FileTensor(key, t.dtype, t.shape, t.read) for key, t in found]
 
 
-def _atb_items(path: Path) -> list[Item]:
+def _atb_items(path: Path) -> list[FileTensor]:
     from vllm_accprobe.formats import atb
 
     header = atb.read_header(path)
     if not header.stored:
         raise DumpError(f"{path} holds statistics only, or its values lie in another file")
-    return [Item("", header.dtype, header.shape, lambda: atb.read_tensor(path, header))]
+    return [FileTensor("", header.dtype, header.shape, lambda: atb.read_tensor(path, header))]
 
 
 # --- npy and npz -----------------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ def read_npy(path: Path) -> tuple[np.ndarray, str]:
     return item.read(), item.dtype
 
 
-def _npy_item(path: Path, fd: int, size: int) -> Item:
+def _npy_item(path: Path, fd: int, size: int) -> FileTensor:
     header = npy_header(os.pread(fd, _npy_room(os.pread(fd, 12, 0)), 0), str(path))
     if header.offset + header.nbytes > size:
         raise DumpError(f"{path} has {size - header.offset:,} bytes of values where {header.nbytes:,} were announced")
@@ -238,7 +239,7 @@ def _npy_item(path: Path, fd: int, size: int) -> Item:
     def read() -> np.ndarray:
         return header.array(_bytes_of(path, header.offset, header.nbytes))
 
-    return Item("", header.dtype, header.shape, read)
+    return FileTensor("", header.dtype, header.shape, read)
 
 
 def _npy_room(begin: bytes) -> int:
@@ -248,7 +249,7 @@ def _npy_room(begin: bytes) -> int:
     return 12 + min(length, 1 << 20)
 
 
-def _npz_items(path: Path, fd: int, members: dict[str, Member]) -> Iterator[Item]:
+def _npz_items(path: Path, fd: int, members: dict[str, ZipMember]) -> Iterator[FileTensor]:
     for name, member in members.items():
         if name.endswith("/"):
             continue
@@ -257,12 +258,12 @@ def _npz_items(path: Path, fd: int, members: dict[str, Member]) -> Iterator[Item
             header = _member_header(member, fd, where)
         except DumpError as e:  # the other members can be read all the same
             why = f"{where} cannot be read: {e}" if isinstance(e, ZipError) else str(e)
-            yield Item(key, "", (), _nothing, why)
+            yield FileTensor(key, "", (), _nothing, why)
             continue
-        yield Item(key, header.dtype, header.shape, _npz_read(path, member, header))
+        yield FileTensor(key, header.dtype, header.shape, _npz_read(path, member, header))
 
 
-def _member_header(member: Member, fd: int, where: str) -> NpyHeader:
+def _member_header(member: ZipMember, fd: int, where: str) -> NpyHeader:
     """Raises DumpError."""
     if member.method not in (STORED, DEFLATED):
         raise DumpError(f"{where} is packed by method {member.method}, which is not known here")
@@ -281,7 +282,7 @@ def _nothing() -> np.ndarray:
     raise DumpError("this member cannot be read")
 
 
-def _npz_read(path: Path, member: Member, header: NpyHeader) -> Read:
+def _npz_read(path: Path, member: ZipMember, header: NpyHeader) -> Read:
     def read() -> np.ndarray:
         fd = open_regular(path)
         try:
@@ -301,7 +302,7 @@ def _npz_read(path: Path, member: Member, header: NpyHeader) -> Read:
 # --- safetensors -----------------------------------------------------------------------------------------------------
 
 
-def _safetensors_items(path: Path, fd: int, size: int) -> Iterator[Item]:
+def _safetensors_items(path: Path, fd: int, size: int) -> Iterator[FileTensor]:
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if length > min(size - 8, MAX_HEADER):
         raise DumpError(f"{path} is no safetensors file: its header would have {length:,} bytes")
@@ -326,7 +327,7 @@ def _safetensors_items(path: Path, fd: int, size: int) -> Iterator[Item]:
         if start < end or stop > room or (info is not None and stop - start != prod(shape) * info.itemsize):
             raise DumpError(f"{path}: {key[:80]!r} does not lie where its header says: damaged, or made up")
         end = stop
-        yield Item(key, dtype, shape, _plain_read(path, 8 + length + start, stop - start, dtype, shape))
+        yield FileTensor(key, dtype, shape, _plain_read(path, 8 + length + start, stop - start, dtype, shape))
 
 
 def _number(value: Any) -> int:

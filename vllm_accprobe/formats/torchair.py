@@ -22,11 +22,12 @@ from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats import single
-from vllm_accprobe.formats.foreign import ForeignDump, Tensor
+from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor
 from vllm_accprobe.formats.io import ge_dump, walk
 
 NAME = "torchair"
 HOW = "files <OpType>.<OpName>.<task>.<stream>.<time> (GE), or <node>-<aten op>.INPUT|OUTPUT.<k>.<time>.npy (FX)"
+ORDER = 60
 _GE = re.compile(r"([^.]+)\.(.+)\.(\d{1,12})\.(\d{1,12})\.(\d{10,20})", re.ASCII | re.DOTALL)
 _GE_NPY = re.compile(r"([^.]+)\.(.+)\.(\d{1,12})\.(\d{1,12})\.(\d{10,20})\.(input|output)\.(\d{1,5})\.npy", re.ASCII)
 _FX = re.compile(r"([^-]+)-(.+)\.(INPUT|OUTPUT)\.(\d{1,6})\.(\d{8,24})\.npy", re.ASCII)
@@ -83,7 +84,7 @@ def open(path: Path) -> ForeignDump:
         dump = GeDump(path)
         match = _is_ge(path.name)
         assert match is not None
-        _add_file(dump, walk.Found((path.name,), str(path)), (match[1], match[2]), 0, 0, strict=True)
+        _add_file(dump, walk.FoundFile((path.name,), str(path)), (match[1], match[2]), 0, 0, strict=True)
         return dump
     passed = walk.Passed()
     listed = list(walk.files(path, _wanted, passed))
@@ -102,7 +103,7 @@ def _wanted(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _GeFile:
-    found: walk.Found
+    found: walk.FoundFile
     kind: str
     name: str
     task: int
@@ -110,7 +111,7 @@ class _GeFile:
     role: str = ""  # of a converted file that holds one tensor
 
 
-def _open_ge(path: Path, listed: list[walk.Found]) -> GeDump:
+def _open_ge(path: Path, listed: list[walk.FoundFile]) -> GeDump:
     dump = GeDump(path)
     long_names = _long_names(dump, [f for f in listed if f.parts[-1] == MAPPING])
     files = [g for f in listed if (g := _ge_file(f, long_names)) is not None]
@@ -134,7 +135,7 @@ def _open_ge(path: Path, listed: list[walk.Found]) -> GeDump:
     return dump
 
 
-def _ge_file(f: walk.Found, long_names: Mapping[tuple[tuple[str, ...], str], str]) -> _GeFile | None:
+def _ge_file(f: walk.FoundFile, long_names: Mapping[tuple[tuple[str, ...], str], str]) -> _GeFile | None:
     name = long_names.get((f.parts[:-1], f.parts[-1]), f.parts[-1])
     if (m := _is_ge(name)) is not None:
         return _GeFile(f, m[1], m[2], int(m[3]), int(m[5]))
@@ -143,7 +144,7 @@ def _ge_file(f: walk.Found, long_names: Mapping[tuple[tuple[str, ...], str], str
     return None
 
 
-def _long_names(dump: GeDump, tables: Iterable[walk.Found]) -> dict[tuple[tuple[str, ...], str], str]:
+def _long_names(dump: GeDump, tables: Iterable[walk.FoundFile]) -> dict[tuple[tuple[str, ...], str], str]:
     """(directory, file name) → the name that was too long for the file system."""
     out = {}
     for f in tables:
@@ -168,7 +169,7 @@ def _rank(parts: tuple[str, ...]) -> int:
 
 
 def _add_file(
-    dump: GeDump, f: walk.Found, names: tuple[str, str], step: int, rank: int, *, strict: bool = False
+    dump: GeDump, f: walk.FoundFile, names: tuple[str, str], step: int, rank: int, *, strict: bool = False
 ) -> None:
     kind, name = names
     try:
@@ -200,7 +201,7 @@ def _add_npy(dump: ForeignDump, f: _GeFile, rank: int, step: int) -> None:
     add_npy(dump, f.found, f.name, f.role, f.kind, step, rank)
 
 
-def add_npy(dump: ForeignDump, f: walk.Found, tap: str, role: str, cls: str, step: int, rank: int) -> None:
+def add_npy(dump: ForeignDump, f: walk.FoundFile, tap: str, role: str, cls: str, step: int, rank: int) -> None:
     """Adds the array of an .npy file."""
     try:
         item = single.first(f.path)
@@ -277,7 +278,7 @@ def fused_inputs(parts: list[str], inputs: Mapping[str, list[str]]) -> list[tupl
 # --- FX ---
 
 
-def _open_fx(path: Path, listed: list[walk.Found]) -> FxDump:
+def _open_fx(path: Path, listed: list[walk.FoundFile]) -> FxDump:
     dump = FxDump(path)
     tokens = {f.parts[:-1]: [int(p) for p in f.parts[:-1] if p.isdecimal() and len(p) < 10] for f in listed}
     first = 0 if any(t and t[-1] == 0 for t in tokens.values()) else 1

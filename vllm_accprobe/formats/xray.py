@@ -18,13 +18,14 @@ from pathlib import Path
 
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP
-from vllm_accprobe.formats import held
-from vllm_accprobe.formats.foreign import UNKNOWN, VALUE, ForeignDump, Tensor
+from vllm_accprobe.formats.common import held
+from vllm_accprobe.formats.common.foreign import UNKNOWN, VALUE, ForeignDump, Tensor
 from vllm_accprobe.formats.io import hdf5
 from vllm_accprobe.formats.write import notes
 
 NAME = "torch_xray"
 HOW = "an .h5 file, or a directory with globalrank-<r>_localrank-<l>.h5; a group per step in it"
+ORDER, STRICT = 10, True
 _FILE = re.compile(r"globalrank-(\d{1,9})(?:_localrank-\d+)?.*\.(?:h5|hdf5)", re.ASCII)
 _PART = re.compile(r"(?:^|\.)(forward|backward)_(input|output|params?|inplace|grad(?:_(?:in|out)put)?|value)s?\.(.+)$")
 _CALL = re.compile(r"(.*)\.call(\d{1,9})$", re.ASCII)

@@ -19,6 +19,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from vllm_accprobe.user_cache import numba_kept
+
 SHIFT16, HALF, PLAIN32, TABLE8 = range(4)
 BLOCK = 2048
 """Elements that are turned into float32 at a time: both sides and what is made of them stay in the nearest caches."""
@@ -28,14 +30,8 @@ KEPT_ELSEWHERE = sys.platform == "linux"
 FAST = {"reassoc", "contract", "nsz"}
 
 
-def compiled(function: Any) -> Any:
-    options = {"nogil": True, "fastmath": FAST, "error_model": "numpy"}
-    if KEPT_ELSEWHERE:
-        return njit(**options)(function)
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # no place to cache in: a read-only installation without a home
-        return njit(**options)(function)
+_OPTIONS = {"nogil": True, "fastmath": FAST, "error_model": "numpy"}
+compiled = njit(**_OPTIONS) if KEPT_ELSEWHERE else numba_kept(**_OPTIONS)
 
 
 def extreme_of(name: str) -> Any:

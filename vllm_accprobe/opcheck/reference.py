@@ -24,8 +24,6 @@ from typing import Any
 
 from vllm_accprobe.judge.floor import unit
 
-ENTRY_POINTS = "accprobe.references"
-"""Group of entry points; each names a module, or one marked function."""
 _MARK = "__accprobe_references__"
 _BY_ROWS = "__accprobe_by_rows__"
 ROUNDED = 3.0**-0.5
@@ -163,6 +161,12 @@ def reference(*names: str, by_rows: bool = False) -> Callable[[Reference], Refer
     return mark
 
 
+def marked(source: ModuleType | Reference) -> list[Reference]:
+    """The functions of a module, or the one, that are marked with ``@reference``."""
+    found = list(vars(source).values()) if isinstance(source, ModuleType) else [source]
+    return [f for f in found if callable(f) and hasattr(f, _MARK)]
+
+
 class References:
     """A table of references by name. The one whose name has most letters besides ``*`` and ``?`` wins; a later source
     beats an earlier one, so that a user's own replaces ours."""
@@ -177,11 +181,10 @@ class References:
 
     def add(self, source: ModuleType | Reference) -> None:
         """All marked functions of a module, or one. Raises ValueError where there is none."""
-        found = list(vars(source).values()) if isinstance(source, ModuleType) else [source]
-        marked = [f for f in found if callable(f) and hasattr(f, _MARK)]
-        if not marked:
+        found = marked(source)
+        if not found:
             raise ValueError(f"{getattr(source, '__name__', source)} has no function marked with @reference")
-        for function in marked:
+        for function in found:
             for name in getattr(function, _MARK):
                 (self._globs if any(c in name for c in "*?[") else self._by_name)[name] = function
         self.find.cache_clear()
@@ -230,18 +233,17 @@ def _spellings(name: str) -> tuple[str, ...]:
 
 
 def default_references() -> References:
-    """Ours, then those of installed packages (entry points in the group ``accprobe.references``); what cannot be
-    loaded is a sentence in ``problems``."""
-    from importlib.metadata import entry_points
-
+    """Ours, then those of installed packages (extensions.py; an entry point names a module, or one marked function);
+    what cannot be used is a sentence in ``problems``."""
+    from vllm_accprobe import extensions  # here, because gentest copies this file, without the package around it
     from vllm_accprobe.opcheck import references
 
     table = References(references.families())
-    for point in entry_points(group=ENTRY_POINTS):
+    for extension in extensions.added(extensions.REFERENCES, table.problems):
         try:
-            table.add(point.load())
-        except Exception as error:
-            table.problems.append(f"references of {point.name} cannot be used: {type(error).__name__}: {error}")
+            table.add(extension.what)
+        except ValueError as error:
+            table.problems.append(extensions.unusable("references", extension.name, error))
     return table
 
 

@@ -40,7 +40,7 @@ UNMEASURABLE = "NaN or Inf on one side only, or values that differ and must be e
 """What an infinite error means."""
 
 FILE = "value"
-"""The role of a tensor that is a file's or was saved alone (formats/foreign.py): it has no inputs and no outputs."""
+"""The role of a tensor that is a file's or was saved alone (common/foreign.py): it has no inputs and no outputs."""
 
 SHORT = {
     "row_rel_l2": "row L2",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from vllm_accprobe.formats.atb_topology import Node
+from vllm_accprobe.formats.common.atb_topology import Node
 
 _ADD, _MUL = 8, 9
 """elewiseType of ATB's ElewiseOperation."""

@@ -1,4 +1,4 @@
-"""From an alarm to a Finding with names for its rows, and to a small dump of that one call.
+"""From an alarm to a FirstBad with names for its rows, and to a small dump of that one call.
 
 The problem: whoever repairs the operator wants its inputs and outputs, but a batch holds the texts of people who have
 nothing to do with it. The idea: the bad rows are located in the output; their segments, and nothing else, go through
@@ -30,7 +30,7 @@ from vllm_accprobe.dump.findings import (
     MOST_ROWS,
     PARAMETER,
     UNSURE,
-    Finding,
+    FirstBad,
 )
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, Segment, Step
 
@@ -49,7 +49,7 @@ def fingerprint(name: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 def finding(
     watch: Watch, alarm: Alarm, space: Space | None, requests: Mapping[int, Request], parameters: Sequence[str]
-) -> tuple[Finding, list[int]]:
+) -> tuple[FirstBad, list[int]]:
     """What is known of the alarm, and the bad rows of its output (none where the call was not held)."""
     tensor = dict(alarm.outputs).get(alarm.role)
     rows: list[int] = []
@@ -66,7 +66,7 @@ def finding(
         verdict = UNSURE
     bad = alarm.bad
     named = [_named(row, space, requests) for row in rows[:MOST_ROWS]] if space is not None else []
-    return Finding(
+    return FirstBad(
         step=alarm.step.number,
         order=alarm.order,
         time=time.time(),

@@ -38,7 +38,7 @@ from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
 from vllm_accprobe.capture.vllm.vllm_compat import hidden_size, language_prefix, run_info
 from vllm_accprobe.config import ConfigError, ProbeConfig
-from vllm_accprobe.dump.findings import Finding, RankReport, sentence, write
+from vllm_accprobe.dump.findings import FirstBad, RankReport, sentence, write
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, hash_tokens
 
 EXIT = "exit"
@@ -74,7 +74,7 @@ class ErrcheckObserver(StepObserver):
         self.taps: Taps | None = None
         self.kinds = tuple(kind for kind in config.errcheck if kind != EXIT)
         self.exits = EXIT in config.errcheck
-        self.first: Finding | None = None
+        self.first: FirstBad | None = None
         self.bad_parameters: dict[str, list[str]] = {}
         self.config = dataclasses.replace(config, requests=(), tokens=(), steps=(), modules=())
         self.root = root_of(config) / SUBDIR if config.enabled else root_of(config)

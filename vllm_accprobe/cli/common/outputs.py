@@ -75,10 +75,10 @@ def enclosing_dump(path: Path, dumps: Iterable[Path] = ()) -> Path | None:
         if _is_dump(place):
             return place
     if real.is_dir():
-        from vllm_accprobe.formats import sniff
+        from vllm_accprobe.formats.common import sniff
 
-        module = sniff.recognise(real)
-        if module is not None and module.NAME not in ("folder", "single file"):
+        found = sniff.recognise(real, sniff.ours(), [])
+        if found is not None and not found.loose:
             return path
     return None
 

@@ -44,7 +44,8 @@ def is_same(a: Path, b: Path) -> bool:
 
 def _opened(path: Path) -> Path:
     """The dump that is opened for ``path``, which may miss it by a folder."""
-    from vllm_accprobe.formats import DumpError, sniff
+    from vllm_accprobe.formats import DumpError
+    from vllm_accprobe.formats.common import sniff
 
     try:
         return sniff.find(path)[0]
@@ -55,11 +56,12 @@ def _opened(path: Path) -> Path:
 def _is_part(inner: Path, outer: Path) -> bool:
     """Whether what is read of ``inner`` is read of ``outer``, too. What lies in a dump of ours beside the ranks is
     another dump (`accprobe run --atb` puts ATB's there), and so is a dump of another tool in any dump."""
-    from vllm_accprobe.formats import sniff
+    from vllm_accprobe.formats.common import sniff
 
     if sniff.is_own(outer):
         return any(_RANK.fullmatch(part) for part in inner.relative_to(outer).parts[:1])
     if inner.is_file():
         return True
-    names = [None if m is None else m.NAME for m in map(sniff.recognise, (inner, outer))]
+    known = sniff.formats([])
+    names = [None if f is None else f.name for f in (sniff.recognise(p, known, []) for p in (inner, outer))]
     return names[0] is not None and names[1] not in (None, "folder") and names[0] in (names[1], "folder")

@@ -18,7 +18,7 @@ _copy_held = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
 )
 
 
-class Block:
+class AlignedBlock:
     """``size`` bytes: ``array`` (uint8) and ``view`` show the same memory at ``address``."""
 
     __slots__ = ("_map", "address", "array", "size", "view")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.recorder.lines import JournalFile, encode
-from vllm_accprobe.dump.recorder.queued import Batch, Event, Line, OpenSegment, Pending
+from vllm_accprobe.dump.recorder.queued import Event, Line, OpenSegment, PendingPayload, WriteBatch
 from vllm_accprobe.dump.recorder.template import spell
 from vllm_accprobe.dump.segment import SegmentFile
 from vllm_accprobe.dump.stats import StatsCell, moments_within
@@ -35,7 +35,7 @@ class Drain:
         self._broken = False
         self._payload_bytes = self._steps = self._tensors = self._lost = 0
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: WriteBatch) -> None:
         """The bytes, to the segment they belong to, which is opened with its first block."""
         if self._broken or self.failed or batch.block is None or batch.segment is None or not batch.used:
             return
@@ -47,19 +47,19 @@ class Drain:
             batch.error = e
             self._broken = True
 
-    def digest(self, batch: Batch) -> None:
+    def digest(self, batch: WriteBatch) -> None:
         """Statistics and hashes of the pieces, while the bytes are being written."""
         if self.failed or batch.block is None:
             return
         base = batch.block.address
         try:
             # All pieces of a dtype in one call: each call gives up the GIL, and may wait for milliseconds to get it.
-            alike: dict[str, list[tuple[Pending | StatsCell, int, int]]] = {}
+            alike: dict[str, list[tuple[PendingPayload | StatsCell, int, int]]] = {}
             for piece in batch.pieces:
                 payload, start, stop = piece
                 if payload.dtype is not None:
                     alike.setdefault(payload.dtype, []).append(piece)
-                if payload.wants_hash and isinstance(payload, Pending):
+                if payload.wants_hash and isinstance(payload, PendingPayload):
                     payload.update(base + start, stop - start)
             for dtype, pieces in alike.items():
                 found = moments_within(base, [(start, stop) for _, start, stop in pieces], dtype)
@@ -68,7 +68,7 @@ class Drain:
         except Exception as e:
             self._fail(e, f"segment {batch.segment.index if batch.segment else 0}")
 
-    def lines(self, batch: Batch) -> None:
+    def lines(self, batch: WriteBatch) -> None:
         """The lines, once the bytes are written and digested, and the end of the segment where it is due."""
         if batch.segment is not None and batch.used:
             self._segment = batch.segment
@@ -79,7 +79,7 @@ class Drain:
             try:
                 self.journal.append(b"".join(self._encoded(batch.lines)))
                 if batch.segment is not None:
-                    batch.segment.entries += [line.entry() for line in batch.lines if isinstance(line, Pending)]
+                    batch.segment.entries += [line.entry() for line in batch.lines if isinstance(line, PendingPayload)]
                     batch.segment.entries += [
                         template.entry(step, call, cell.payload)
                         for template, step, call, _, cell in batch.templates
@@ -129,8 +129,8 @@ class Drain:
         self._tensors += tensors
         return encoded
 
-    def _event(self, line: Pending | Event | Callable[[], Event | None]) -> Event | None:
-        if isinstance(line, Pending):
+    def _event(self, line: PendingPayload | Event | Callable[[], Event | None]) -> Event | None:
+        if isinstance(line, PendingPayload):
             return line.finished()
         if not callable(line):
             return line
@@ -167,5 +167,5 @@ class Drain:
         self._on_error(self.failed)
 
 
-def _payloads(batch: Batch) -> int:
-    return sum(isinstance(line, Pending) for line in batch.lines) + len(batch.templates)
+def _payloads(batch: WriteBatch) -> int:
+    return sum(isinstance(line, PendingPayload) for line in batch.lines) + len(batch.templates)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.recorder.blocks import Block
+from vllm_accprobe.dump.recorder.blocks import AlignedBlock
 from vllm_accprobe.dump.recorder.template import TemplateLine
-from vllm_accprobe.dump.segment import HEADER_BYTES, Entry, SegmentFile, entry_key
-from vllm_accprobe.dump.stats import Moments, StatsCell, Sums
+from vllm_accprobe.dump.segment import HEADER_BYTES, HeaderEntry, SegmentFile, entry_key
+from vllm_accprobe.dump.stats import StatsCell, Sums, TensorMoments
 
 Event = dict[str, Any]
 
@@ -26,7 +26,7 @@ def xxh3_128() -> Any:
     return xxhash.xxh3_128()
 
 
-class Pending:
+class PendingPayload:
     """A payload on its way: its event, and the statistics and hash that grow piece by piece. ``dtype``: of the
     statistics, None where none are wanted."""
 
@@ -38,12 +38,12 @@ class Pending:
         self._wants_stats = cell is not None or "stats" not in event
         self.dtype: str | None = event["dtype"] if self._wants_stats and event["dtype"] in DTYPES else None
         self.wants_hash = not isinstance(event.get("hash"), str)
-        self._sums: Moments | None = None
+        self._sums: TensorMoments | None = None
         self.digest: Any = None
 
     def add(self, sums: Sums) -> None:
         """The moments of the next piece of the payload."""
-        self._sums = Moments(*sums) if self._sums is None else self._sums + Moments(*sums)
+        self._sums = TensorMoments(*sums) if self._sums is None else self._sums + TensorMoments(*sums)
 
     def update(self, address: int, nbytes: int) -> None:
         """The bytes of the next piece, for the hash."""
@@ -59,20 +59,20 @@ class Pending:
         self.event["hash"] = digest
         if self._wants_stats:
             empty = self.dtype is not None and not self.event["nbytes"]
-            sums = Moments() if empty else self._sums
+            sums = TensorMoments() if empty else self._sums
             self.event["stats"] = None if sums is None else sums.stats()
         if self.cell is not None:
             self.cell.hash = digest
             self.cell.value = self.event["stats"]
         return self.event
 
-    def entry(self) -> Entry:
+    def entry(self) -> HeaderEntry:
         """Its entry in the segment's header."""
         e = self.event
-        return Entry(entry_key(e), str(e["dtype"]), tuple(e["shape"]), e["off"], e["nbytes"])
+        return HeaderEntry(entry_key(e), str(e["dtype"]), tuple(e["shape"]), e["off"], e["nbytes"])
 
 
-Line = Pending | Event | Callable[[], Event | None] | TemplateLine
+Line = PendingPayload | Event | Callable[[], Event | None] | TemplateLine
 
 
 class OpenSegment:
@@ -85,11 +85,11 @@ class OpenSegment:
         self.index = index
         self.end = 0
         self.room = HEADER_BYTES - 256
-        self.entries: list[Entry] = []
+        self.entries: list[HeaderEntry] = []
         self.file: SegmentFile | None = None
 
 
-class Batch:
+class WriteBatch:
     """``used`` bytes of ``block`` that follow each other in ``segment``, the pieces of payloads in them as (payload,
     start, stop), the lines to be written when they are on disk, and those from templates that brought their bytes.
     ``last``: the segment ends here. ``written``: the disk thread is through with it; ``error``: what happened there."""
@@ -97,13 +97,13 @@ class Batch:
     __slots__ = ("block", "born", "error", "last", "lines", "pieces", "segment", "templates", "used", "written")
 
     def __init__(self) -> None:
-        self.block: Block | None = None
+        self.block: AlignedBlock | None = None
         self.segment: OpenSegment | None = None
         self.used = 0
         self.born = time.monotonic()
         self.last = False
         self.lines: list[Line] = []
         self.templates: list[TemplateLine] = []
-        self.pieces: list[tuple[Pending | StatsCell, int, int]] = []
+        self.pieces: list[tuple[PendingPayload | StatsCell, int, int]] = []
         self.written = False
         self.error: BaseException | None = None

@@ -14,24 +14,24 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from vllm_accprobe.dump.recorder.blocks import Block
-from vllm_accprobe.dump.recorder.queued import Batch, Line, OpenSegment, Pending
+from vllm_accprobe.dump.recorder.blocks import AlignedBlock
+from vllm_accprobe.dump.recorder.queued import Line, OpenSegment, PendingPayload, WriteBatch
 from vllm_accprobe.dump.recorder.template import TemplateLine
 from vllm_accprobe.dump.schema import Payload
 from vllm_accprobe.dump.segment import ALIGN, PAGE
 from vllm_accprobe.dump.stats import StatsCell
 
 
-class Staging:
+class BatchStaging:
     """Batches on their way, each in two queues, since two threads work on it at once. ``payload_bytes`` are those
     accepted, ``waiting_lines`` those not yet written (the writer counts them down), ``sealed`` the batches ever queued.
     After ``closed`` is set, nobody waits."""
 
     def __init__(self, cond: threading.Condition, block_bytes: int, blocks: int, segment_bytes: int):
-        self.free: list[Block] = []
-        self.to_disk: deque[Batch] = deque()
-        self.to_journal: deque[Batch] = deque()
-        self.current: Batch | None = None
+        self.free: list[AlignedBlock] = []
+        self.to_disk: deque[WriteBatch] = deque()
+        self.to_journal: deque[WriteBatch] = deque()
+        self.current: WriteBatch | None = None
         self.payload_bytes = 0
         self.waiting_lines = 0
         self.sealed = 0
@@ -43,7 +43,7 @@ class Staging:
         self._segment: OpenSegment | None = None
 
     def copy(
-        self, parts: Sequence[tuple[int, int]], nbytes: int, room: int, owner: Pending | StatsCell
+        self, parts: Sequence[tuple[int, int]], nbytes: int, room: int, owner: PendingPayload | StatsCell
     ) -> Payload | None:
         """Copies ``parts``, ``nbytes`` in all, as the payload of ``owner``, whose header entry takes ``room`` bytes.
         None when ``closed`` came while it waited for a block. ``append_with_payload`` queues the line afterwards."""
@@ -96,7 +96,7 @@ class Staging:
         self.waiting_lines += 1
         return True
 
-    def append_with_payload(self, line: Pending | TemplateLine, nbytes: int) -> None:
+    def append_with_payload(self, line: PendingPayload | TemplateLine, nbytes: int) -> None:
         """Queues the line of the payload that was copied last."""
         self.payload_bytes += nbytes
         batch = self.current or self._batch()
@@ -112,14 +112,14 @@ class Staging:
         if segment is None:
             segment = OpenSegment(0)
         elif segment.room < room or (segment.end and segment.end + nbytes > self._segment_bytes):
-            batch = self.current = self.current or Batch()
+            batch = self.current = self.current or WriteBatch()
             batch.segment, batch.last = segment, True
             self.seal()
             segment = OpenSegment(segment.index + 1)
         self._segment = segment
         return segment
 
-    def _with_room(self, segment: OpenSegment) -> Batch | None:
+    def _with_room(self, segment: OpenSegment) -> WriteBatch | None:
         """The current batch, with a block that takes at least one byte more; waits for it. None: stopped."""
         if self.current is not None and self.current.used == self._block_bytes:
             self.seal()
@@ -133,7 +133,7 @@ class Staging:
                     batch.block = self.free.pop()
                 else:
                     self._unmade_blocks -= 1
-                    batch.block = Block(self._block_bytes)
+                    batch.block = AlignedBlock(self._block_bytes)
                 batch.born = time.monotonic()
             else:
                 self._cond.wait()
@@ -147,7 +147,7 @@ class Staging:
             segment.end += gap
 
     @staticmethod
-    def _piece(batch: Batch, owner: Pending | StatsCell, n: int) -> None:
+    def _piece(batch: WriteBatch, owner: PendingPayload | StatsCell, n: int) -> None:
         start, stop = batch.used, batch.used + n
         if batch.pieces and batch.pieces[-1][0] is owner:
             start = batch.pieces.pop()[1]  # parts of one payload: one piece, so that no element is cut
@@ -159,9 +159,9 @@ class Staging:
         (self.current or self._batch()).lines.append(line)
         self.waiting_lines += 1
 
-    def _batch(self) -> Batch:
+    def _batch(self) -> WriteBatch:
         if self.current is None:
-            self.current = Batch()
+            self.current = WriteBatch()
             self._cond.notify_all()  # the thread sleeps without a timeout while there is nothing
         return self.current
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_accprobe.dump.recorder.lines import encode, statistics
 from vllm_accprobe.dump.schema import Payload
-from vllm_accprobe.dump.segment import Entry, entry_room
+from vllm_accprobe.dump.segment import HeaderEntry, entry_room
 from vllm_accprobe.dump.stats import StatsCell
 
 
@@ -31,9 +31,9 @@ class TensorTemplate:
         self.nbytes = nbytes
         self.room = entry_room(event["tap"], event["role"], len(self.shape))
 
-    def entry(self, step: int, call: int, payload: Payload) -> Entry:
+    def entry(self, step: int, call: int, payload: Payload) -> HeaderEntry:
         """The tensor's entry in a segment's header."""
-        return Entry(f"{step}|{self.name}|{call}", self.dtype, self.shape, payload.off, payload.nbytes)
+        return HeaderEntry(f"{step}|{self.name}|{call}", self.dtype, self.shape, payload.off, payload.nbytes)
 
 
 TemplateLine = tuple[TensorTemplate, int, int, int, StatsCell]

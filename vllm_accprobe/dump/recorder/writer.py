@@ -19,9 +19,9 @@ from typing import Any
 
 from vllm_accprobe.dump.recorder.disk_threads import Drain
 from vllm_accprobe.dump.recorder.lines import JournalFile, encode, plain
-from vllm_accprobe.dump.recorder.queued import Batch, Event, Pending
+from vllm_accprobe.dump.recorder.queued import Event, PendingPayload, WriteBatch
 from vllm_accprobe.dump.recorder.run_json import write_run_json
-from vllm_accprobe.dump.recorder.staging import Staging
+from vllm_accprobe.dump.recorder.staging import BatchStaging
 from vllm_accprobe.dump.recorder.template import TemplateLine
 from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, Payload, rank_dir
 from vllm_accprobe.dump.segment import PAGE, entry_room
@@ -68,7 +68,7 @@ class RankWriter:
         self._producing = 0  # the thread that is inside put
         self._lock = threading.RLock()
         self._cond = threading.Condition(self._lock)
-        self._staging = Staging(self._cond, block_bytes, blocks, segment_bytes)
+        self._staging = BatchStaging(self._cond, block_bytes, blocks, segment_bytes)
         self._drained = 0
         self._closing: tuple[str, Mapping[str, Any]] | None = None
         self._drain: Drain | None = None
@@ -114,7 +114,7 @@ class RankWriter:
                 if self.stopped or self._closing:
                     return None
                 if self._affordable(nbytes):
-                    pending = Pending(event, stats)
+                    pending = PendingPayload(event, stats)
                     self._producing = threading.get_ident()
                     try:
                         payload = self._staging.copy(parts, nbytes, room, pending)
@@ -262,7 +262,7 @@ class RankWriter:
         except BaseException as e:  # a defect of ours: end the capture, wake whoever waits for a block
             self._stop(f"error in the writer: {type(e).__name__}: {e}")
 
-    def _next(self) -> Batch | None:
+    def _next(self) -> WriteBatch | None:
         with self._cond:
             while True:
                 if self._staging.to_disk:

@@ -135,7 +135,7 @@ def _file(path: Path, header: memoryview, offset: int, size: int) -> GeFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Raw:
+class _RawTensor:
     code: int
     format: int
     shape: tuple[int, ...]
@@ -144,7 +144,7 @@ class _Raw:
     ref: str
 
 
-def _tensor(data: memoryview, *, size_field: int, original_shape: int, ref: int) -> _Raw:
+def _tensor(data: memoryview, *, size_field: int, original_shape: int, ref: int) -> _RawTensor:
     code = form = nbytes = 0
     shape: tuple[int, ...] = ()
     original: tuple[int, ...] | None = None
@@ -162,7 +162,7 @@ def _tensor(data: memoryview, *, size_field: int, original_shape: int, ref: int)
             original = _shape(value) or None
         elif ref and number == ref and not isinstance(value, int):
             name = next((_text(v) for n, v in protobuf.fields(value) if n == 1 and not isinstance(v, int)), "")
-    return _Raw(code, form, shape, original, nbytes, name)
+    return _RawTensor(code, form, shape, original, nbytes, name)
 
 
 def _shape(data: memoryview) -> tuple[int, ...]:
@@ -176,7 +176,7 @@ def _text(value: memoryview) -> str:
     return bytes(value[:1000]).decode("utf-8", "replace")
 
 
-def _meant(t: _Raw) -> tuple[int, ...]:
+def _meant(t: _RawTensor) -> tuple[int, ...]:
     """The shape that the model sees: of a layout that can be undone, the original one."""
     return t.original if t.original is not None and _undoes(t.shape, t.format, t.original) else t.shape
 

@@ -22,7 +22,7 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.formats.foreign import numpy_dtype
+from vllm_accprobe.formats.common.foreign import numpy_dtype
 from vllm_accprobe.formats.io.walk import natural
 from vllm_accprobe.formats.io.zipindex import too_much
 from vllm_accprobe.formats.write import notes

@@ -23,7 +23,7 @@ from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.io import unpickle
 from vllm_accprobe.formats.io.torchtensor import Storage, TorchTensor, names_for, opened, storage_of
 from vllm_accprobe.formats.io.unpickle import PickleError
-from vllm_accprobe.formats.io.zipindex import Member, ZipError, index
+from vllm_accprobe.formats.io.zipindex import ZipError, ZipMember, index
 
 SUFFIXES = (".pt", ".pth", ".bin")
 MAX_PICKLE = 256 << 20
@@ -108,7 +108,7 @@ def _load_zip(path: Path, fd: int, size: int) -> Any:
 
     def persistent(id: Any) -> Storage:
         storage = storage_of(id)
-        member: Member | None = members.get(f"{root}data/{storage.key}")
+        member: ZipMember | None = members.get(f"{root}data/{storage.key}")
         if member is None:
             raise PickleError(f"storage {storage.key[:40]!r} is missing in the archive")
         try:

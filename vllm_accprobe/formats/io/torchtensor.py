@@ -23,7 +23,7 @@ from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.io import unpickle
-from vllm_accprobe.formats.io.unpickle import Function, PickleError
+from vllm_accprobe.formats.io.unpickle import KnownFunction, PickleError
 
 EXPANDED = 256 << 20
 """Bytes that a tensor may have although its storage has fewer (torch's ``expand``)."""
@@ -125,7 +125,7 @@ def storage_of(id: Any) -> Storage:
     if not (isinstance(id, tuple) and len(id) >= 5 and id[0] == "storage" and isinstance(id[2], str)):
         raise PickleError("a pickle in it refers to something that is no storage")
     kind, numel = id[1], id[4]
-    if not isinstance(kind, Function) or kind.name not in _STORAGES or type(numel) is not int or numel < 0:
+    if not isinstance(kind, KnownFunction) or kind.name not in _STORAGES or type(numel) is not int or numel < 0:
         raise PickleError("a pickle in it describes a storage that does not exist")
     return Storage(id[2], _STORAGES[kind.name], numel)
 
@@ -160,7 +160,7 @@ def names_for(path: Path) -> unpickle.Find:
         return tensor(storage, offset, shape, stride)
 
     def from_type(function: Any, _type: Any, arguments: Any, _state: Any) -> Any:
-        if not isinstance(function, Function) or function.call is None or not isinstance(arguments, tuple):
+        if not isinstance(function, KnownFunction) or function.call is None or not isinstance(arguments, tuple):
             raise PickleError("a pickle in it calls what is no function")
         return function.call(*arguments)
 
@@ -183,13 +183,13 @@ def names_for(path: Path) -> unpickle.Find:
 
     def find(module: str, name: str) -> Any:
         if (module, name) in calls:
-            return Function(f"{module}.{name}", calls[module, name])
+            return KnownFunction(f"{module}.{name}", calls[module, name])
         if module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGES:
-            return Function(name)
+            return KnownFunction(name)
         if module == "torch" and name in DTYPES:
             return name
         if (module, name) in (("torch.nn.parameter", "Parameter"), ("torch", "Tensor"), ("torch._tensor", "Tensor")):
-            return Function(name)
+            return KnownFunction(name)
         raise PickleError(f"it asks for {module[:60]}.{name[:60]}, which is no plain tensor: only tensors, numbers, "
                           "text and containers of these are read")  # fmt: skip
 

@@ -25,7 +25,7 @@ class PickleError(DumpError):
     """What is wrong with the pickle, without the file's name."""
 
 
-class Function:
+class KnownFunction:
     """What a global of the pickle stands for. call: takes the arguments; None where it can only be handed on."""
 
     __slots__ = ("call", "name")
@@ -35,7 +35,7 @@ class Function:
 
 
 Find = Callable[[str, str], Any]
-"""(module, name) → a Function or a plain value; raises PickleError for what is not on the list."""
+"""(module, name) → a KnownFunction or a plain value; raises PickleError for what is not on the list."""
 
 
 def load(data: bytes | memoryview, find: Find, persistent: Callable[[Any], Any], start: int = 0) -> tuple[Any, int]:
@@ -117,7 +117,7 @@ class _Machine:
 
     def reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
-        if not isinstance(function, Function) or function.call is None or not isinstance(arguments, tuple):
+        if not isinstance(function, KnownFunction) or function.call is None or not isinstance(arguments, tuple):
             raise PickleError("a pickle in it calls what is no function")
         try:
             self.push(function.call(*arguments))

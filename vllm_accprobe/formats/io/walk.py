@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_accprobe.formats.foreign import ForeignDump
+    from vllm_accprobe.formats.common.foreign import ForeignDump
 
 MAX_DEPTH = 48
 _PROBE = 4000
@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundFile:
     """A plain file. parts: the names of the directories between the root and it, then its own."""
 
     parts: tuple[str, ...]
@@ -64,7 +64,7 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((1, int(p), p) if i % 2 else (0, 0, p) for i, p in enumerate(pieces) if p)
 
 
-def files(root: Path, wanted: Callable[[str], bool] | None = None, passed: Passed | None = None) -> Iterator[Found]:
+def files(root: Path, wanted: Callable[[str], bool] | None = None, passed: Passed | None = None) -> Iterator[FoundFile]:
     """Every plain file under ``root`` whose own name is ``wanted``, directories in natural order. passed: gets what was
     left out. Raises OSError where ``root`` itself cannot be listed."""
     stack: list[tuple[tuple[str, ...], str]] = [((), str(root))]
@@ -93,7 +93,7 @@ def files(root: Path, wanted: Callable[[str], bool] | None = None, passed: Passe
                     below.append((here, entry.path))
             elif wanted is None or wanted(entry.name):
                 if entry.is_file(follow_symlinks=False):
-                    yield Found(here, entry.path)
+                    yield FoundFile(here, entry.path)
                 elif passed is not None:
                     passed.odd.append(("/".join(here), "not a plain file"))
         stack += reversed(below)

@@ -32,7 +32,7 @@ class ZipError(DumpError):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ZipMember:
     """size: bytes it says to have; packed: bytes that it takes in the file; header: where its local header begins."""
 
     name: str
@@ -72,7 +72,7 @@ class Member:
 class Unpacker:
     """The bytes of a member, one after the other, packed or not."""
 
-    def __init__(self, member: Member, fd: int):
+    def __init__(self, member: ZipMember, fd: int):
         if member.method not in (STORED, DEFLATED):
             raise ZipError(f"{member.name[:60]!r} is packed by method {member.method}, which is not known here")
         self._member, self._fd = member, fd
@@ -119,7 +119,7 @@ class Unpacker:
                 return piece
 
 
-def index(fd: int, size: int) -> dict[str, Member]:
+def index(fd: int, size: int) -> dict[str, ZipMember]:
     """The members by name; of several with one name the first. Raises ZipError."""
     tail_at, tail = _end_record(fd, size)
     count, length, start = struct.unpack_from("<HII", tail, 10)
@@ -128,7 +128,7 @@ def index(fd: int, size: int) -> dict[str, Member]:
     if length > MAX_DIRECTORY or start + length > size or count * 46 > length:
         raise ZipError("its directory is damaged")
     data = _exactly(fd, start, length)
-    members: dict[str, Member] = {}
+    members: dict[str, ZipMember] = {}
     at = 0
     for _ in range(count):
         if data[at : at + 4] != _CENTRAL or at + 46 > length:
@@ -145,7 +145,7 @@ def index(fd: int, size: int) -> dict[str, Member]:
         if _FULL32 in (packed, whole, header):
             extra = data[at + 46 + n_name : at + 46 + n_name + n_extra]
             whole, packed, header = _large(extra, whole, packed, header)
-        members.setdefault(name, Member(name, method, packed, whole, header))
+        members.setdefault(name, ZipMember(name, method, packed, whole, header))
         at = end
     return members
 

@@ -22,7 +22,7 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ROOT_TAP, Module, OpCall, Record
-from vllm_accprobe.dump.segment import Entry, build_header, entry_room
+from vllm_accprobe.dump.segment import HeaderEntry, build_header, entry_room
 from vllm_accprobe.formats.write import notes
 
 Tick = Callable[[], None]
@@ -186,7 +186,7 @@ def write_safetensors(dump: Dump, records: list[Record], path: Path, tick: Tick 
     for r, name in zip(records, _file_names(records), strict=True):
         info = DTYPES[r.dtype]
         nbytes = prod(r.shape) * info.itemsize
-        entries.append(Entry(name, r.dtype, tuple(r.shape), at, nbytes))
+        entries.append(HeaderEntry(name, r.dtype, tuple(r.shape), at, nbytes))
         at += nbytes
         if info.tail or (info.safetensors == "U8" and r.dtype != "uint8"):
             odd[name] = r.dtype
@@ -209,7 +209,7 @@ def save_npy(path: Path, array: np.ndarray, dtype: str) -> None:
 
 def save_safetensors(path: Path, name: str, array: np.ndarray, dtype: str) -> None:
     """One tensor of stored bits as .safetensors, in its own dtype; raises FileExistsError where the file exists."""
-    entry = Entry(name, dtype, tuple(array.shape), 0, array.nbytes)
+    entry = HeaderEntry(name, dtype, tuple(array.shape), 0, array.nbytes)
     room = -(-len(json.dumps(name)) // 8) * 8 + 512
     with open(path, "xb") as f:
         f.write(room.to_bytes(8, "little") + build_header([entry], array.nbytes, room))

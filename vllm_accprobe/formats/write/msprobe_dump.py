@@ -33,7 +33,7 @@ _LONGEST = 180
 
 
 @dataclass
-class _Call:
+class _ApiCall:
     """One record of dump.json: the tensors of one call. number: its ordinal; op: of an operator, its journal line."""
 
     name: str
@@ -94,13 +94,13 @@ def _write_step(dump: Dump, rank: int, records: list[Record], directory: Path, t
             json.dump(content, f, indent=indent)
 
 
-def _calls(dump: Dump, rank: int, records: list[Record]) -> list[_Call]:
+def _calls(dump: Dump, rank: int, records: list[Record]) -> list[_ApiCall]:
     """In the order in which they ended, as msprobe lists them. A parameter belongs to its module's first call."""
     moments = {r.step for r in records if r.step is not None}
     ops = {(op.tap, op.call): op for op in dump.ops if op.rank == rank and op.step in moments}
     taps = {op.tap for op in dump.ops if op.rank == rank}
     framework = str(dump.run.get("framework", ""))
-    calls: dict[tuple[str, int], _Call] = {}
+    calls: dict[tuple[str, int], _ApiCall] = {}
     last: dict[tuple[str, int], int] = {}
     numbers: Counter[str] = Counter()
     for r in sorted(records, key=lambda r: (r.step is None, r.seq)):
@@ -115,7 +115,7 @@ def _calls(dump: Dump, rank: int, records: list[Record]) -> list[_Call]:
             else:
                 path = "" if r.tap == ROOT_TAP else f"{plain(r.tap)}."
                 name = f"Module.{path}{plain(r.cls).replace('.', '_') or 'Module'}.forward.{key[1]}"
-            calls[key] = _Call(name, r.tap, key[1], r.cls, op)
+            calls[key] = _ApiCall(name, r.tap, key[1], r.cls, op)
             last[key] = len(records) + len(calls)
         calls[key].records.append(r)
         if r.step is not None:
@@ -148,7 +148,7 @@ class _Names:
         return unique
 
 
-def _parents(calls: Sequence[_Call]) -> dict[str, str | None]:
+def _parents(calls: Sequence[_ApiCall]) -> dict[str, str | None]:
     """Record → the record of the module around it; of an operator, of the module's call that called it."""
     modules = [c for c in calls if c.op is None]
     by_call = {(c.tap, c.number): c.name for c in modules}
@@ -158,7 +158,7 @@ def _parents(calls: Sequence[_Call]) -> dict[str, str | None]:
     return {c.name: _parent(c, by_call, first) for c in calls}
 
 
-def _parent(c: _Call, by_call: Mapping[tuple[str, int], str], first: Mapping[str, str]) -> str | None:
+def _parent(c: _ApiCall, by_call: Mapping[tuple[str, int], str], first: Mapping[str, str]) -> str | None:
     up = c.tap
     if c.op is not None:
         up = c.op.module or ""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_accprobe.dump import dtypes, events, opcalls
+from vllm_accprobe.dump.event_lines import MODULE
 from vllm_accprobe.dump.schema import Layout, Module, OpCall, Record
 
 NAME = "accprobe"
@@ -43,7 +44,7 @@ def of_record(r: Record) -> dict[str, Any]:
 
 
 def of_module(m: Module) -> dict[str, Any]:
-    return {"tap": m.tap, "class": m.cls, "index": m.index, "attrs": dict(m.attrs)}
+    return {key: value for key, value in MODULE.to_line(m).items() if key != "event"}
 
 
 def of_op(op: OpCall) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def record(e: Any) -> Noted | None:
 def module(e: Any) -> Module | None:
     """A module as of_module wrote it; None for what is none."""
     try:
-        return events.module(e)
+        return MODULE.from_line(e)  # type: ignore[no-any-return]
     except (ValueError, TypeError, AttributeError):
         return None
 

@@ -1,20 +1,19 @@
 """The references themselves, one file per family of operators; each names its formula's source.
 
+A family is any module here with a function that is marked with ``@reference``: a new one is one new file.
 Not here: how a call finds its reference (opcheck/reference.py).
 """
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from types import ModuleType
 
-FAMILIES = (
-    "norms", "linear", "activations", "rotary", "embedding", "sampling", "attention", "mla", "moe",
-    "vision", "composite", "collectives", "hf", "aten", "api",
-    "engine_ops",
-)  # fmt: skip
+from vllm_accprobe.opcheck.reference import marked
 
 
 def families() -> list[ModuleType]:
-    """The modules, imported now: they need torch."""
-    return [importlib.import_module(f"{__name__}.{name}") for name in FAMILIES]
+    """The modules, imported now, in the order of names: they need torch."""
+    found = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__))
+    return [module for module in found if marked(module)]

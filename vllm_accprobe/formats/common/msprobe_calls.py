@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_accprobe.formats.foreign import torch_dtype
+from vllm_accprobe.formats.common.foreign import torch_dtype
 
 MINDSPORE = "mindspore"
 _OTHERS = {"Tensor": "mindspore.Tensor", "Functional": "mindspore.ops"}

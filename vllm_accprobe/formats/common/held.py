@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import Record
-from vllm_accprobe.formats.foreign import INDEPENDENT, VALUES, ForeignDump
+from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUES, ForeignDump
 
 LOOKS, LARGEST, ENOUGH = 16, 16 << 20, 64
 """Tensors that are looked at, bytes of one, different numbers of one that it takes (chosen)."""

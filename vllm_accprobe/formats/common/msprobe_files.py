@@ -19,7 +19,7 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import single
-from vllm_accprobe.formats.foreign import ForeignDump, Read
+from vllm_accprobe.formats.common.foreign import ForeignDump, Read
 from vllm_accprobe.formats.io import torchfile
 
 DATA = "dump_tensor_data"
@@ -67,14 +67,14 @@ def payload(
     return held
 
 
-def _torch_item(path: Path) -> single.Item:
+def _torch_item(path: Path) -> single.FileTensor:
     found = torchfile.tensors(torchfile.load(path), path)
     if len(found) != 1:
         raise DumpError(f"{path} holds {len(found)} tensors, not one")
-    return single.Item("", found[0][1].dtype, found[0][1].shape, found[0][1].read)
+    return single.FileTensor("", found[0][1].dtype, found[0][1].shape, found[0][1].read)
 
 
-def _held(item: single.Item, dtype: str, path: Path) -> Read:
+def _held(item: single.FileTensor, dtype: str, path: Path) -> Read:
     """What reads the bits of ``dtype``: the file's own, or of a bfloat16 that numpy stored as float32, which takes
     its values to tell. Raises DumpError where the file's dtype is another."""
     if item.dtype == dtype or dtype not in DTYPES:

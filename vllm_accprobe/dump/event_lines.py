@@ -1,0 +1,207 @@
+"""One description of each kind of journal line: how it is written, and how it is read, trusting nothing.
+
+The problem: keys, defaults and what is left out of a line were said where it is written and again where it is read. The
+idea: a line's keys are the fields of its dataclass (schema.py), and each is read as its type says. A `LineKind` tells
+only what differs: which keys must be there, what else a value must be, which values are no key. ``to_line`` makes the
+dict, whole and once; ``from_line`` raises ValueError with a short reason, and the reader counts these.
+Not here: tensors' and operators' lines, of which there are thousands: read by hand (events.py, opcalls.py), written of
+parts that are known later (recorder/template.py, recorder/queued.py). JSON (recorder/lines.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm_accprobe.dump.events import MAX_INT, Event, integer, optional_integer, optional_string, short, string
+from vllm_accprobe.dump.schema import (
+    DECODE,
+    PREFILL,
+    End,
+    Image,
+    Label,
+    Mask,
+    Masks,
+    Module,
+    Request,
+    RowSpace,
+    Segment,
+    Skip,
+    Step,
+    Stop,
+)
+
+MAX_ROWS = 1 << 26
+"""Stored rows of one row space, and elements along any dimension of a vision item: more is no step of a model."""
+LABEL_ENDINGS = ("bin", "npy", "npz", "pt", "pth", "safetensors")
+"""Kinds of files that labels may name."""
+_WORD = 200
+"""Characters of a word that says what masked logits: it stands in sentences."""
+_EMPTY: dict[str, Any] = {"int": 0, "str": ""}
+Reader = Callable[[Event, str], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class LineKind:
+    """One kind of line, or of an object within a line.
+
+    event: its name, "" for an object within a line; type: its dataclass, whose field ``cls`` is the key ``class``.
+    needs: keys that must be there; others have their field's default, or 0 and "". given: fields that no line has.
+    readers, writers: of fields of which the type does not say enough. left_out: values that are no key. order: the
+    fields' in a line, where it is another one. whole: reads a line whose keys depend on each other, in place of these.
+    """
+
+    event: str
+    type: Callable[..., Any]
+    needs: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
+    writers: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+    left_out: tuple[Any, ...] = (None, ())
+    order: tuple[str, ...] = ()
+    whole: Callable[[Event], Any] | None = None
+
+    def to_line(self, value: Any) -> dict[str, Any]:
+        """The line of ``value``; the dataclasses in it are plain dicts, too."""
+        line: dict[str, Any] = {"event": self.event} if self.event else {}
+        for name in self.order or [f.name for f in self._fields]:
+            item = getattr(value, name)
+            if not any(type(item) is type(no) and item == no for no in self.left_out):
+                line[_key(name)] = self.writers.get(name, _plain)(item)
+        return line
+
+    def from_line(self, e: Event, **given: Any) -> Any:
+        """The value of a line. given: the fields that no line has. Raises ValueError."""
+        if self.whole is not None:
+            return self.whole(e)
+        return self.type(**{name: read(e, key) for name, key, read in self._read}, **given)
+
+    @functools.cached_property
+    def _fields(self) -> list[dataclasses.Field[Any]]:
+        return [f for f in dataclasses.fields(self.type) if f.name not in self.given]  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def _read(self) -> list[tuple[str, str, Reader]]:
+        """(field, key, what reads it)."""
+        return [(f.name, _key(f.name), self.readers.get(f.name) or self._reader(f)) for f in self._fields]
+
+    def _reader(self, f: dataclasses.Field[Any]) -> Reader:
+        if f.type == "int | None":
+            return optional_integer
+        if f.type == "str | None":
+            return optional_string
+        if str(f.type).startswith("Mapping"):
+            return _mapping
+        default = f.default if f.default is not dataclasses.MISSING else _EMPTY[str(f.type)]
+        read = integer if f.type == "int" else string
+        return functools.partial(read, default=None if _key(f.name) in self.needs else default)
+
+
+def _key(field: str) -> str:
+    return "class" if field == "cls" else field
+
+
+def _plain(value: Any) -> Any:
+    """A field's value in a line."""
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return dict(value)
+    within = _WITHIN.get(type(value))
+    return value if within is None else within.to_line(value)
+
+
+def _mapping(e: Event, key: str) -> dict[str, Any]:
+    value = e.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} is {short(value)}")
+    return value
+
+
+def _counts(e: Event, key: str) -> dict[str, int]:
+    value = _mapping(e, key)
+    if not all(type(v) is int for v in value.values()):
+        raise ValueError(f"{key} is {short(value)}")
+    return value
+
+
+def _time(e: Event, key: str) -> float:
+    value = e.get(key, 0.0)
+    return float(value) if type(value) in (int, float) else 0.0
+
+
+def _phase(e: Event, key: str) -> str:
+    phase = string(e, key, PREFILL)
+    if phase not in (PREFILL, DECODE):
+        raise ValueError(f"{key} is {short(phase)}")
+    return phase
+
+
+def _ending(e: Event, key: str) -> str:
+    ending = string(e, key, "")
+    if e.get("file") is not None and ending not in LABEL_ENDINGS:
+        raise ValueError(f"{key} is {short(ending)}")
+    return ending
+
+
+def _dicts(e: Event, key: str) -> list[dict[str, Any]]:
+    value = e.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+        raise ValueError(f"{key} is {short(value)}")
+    return value
+
+
+def _request_images(e: Event, key: str) -> tuple[Image, ...]:
+    return tuple(IMAGE.from_line(i) for i in _dicts(e, key))
+
+
+def _row_space(e: Event) -> RowSpace:
+    segments = tuple(SEGMENT.from_line(s) for s in _dicts(e, "segments"))
+    total = sum(s.n for s in segments)
+    if total > MAX_ROWS:
+        raise ValueError(f"{total} rows in one step")
+    ids = e.get("ids") or []
+    if not isinstance(ids, list) or not all(type(i) is int and abs(i) <= MAX_INT for i in ids):
+        raise ValueError("ids is not a list of token ids")
+    if ids and len(ids) != total:
+        raise ValueError(f"{len(ids)} token ids for {total} rows")
+    return RowSpace(integer(e, "step"), string(e, "space"), integer(e, "src_rows", total), segments, tuple(ids))
+
+
+def _masked(e: Event, key: str) -> dict[int, Mask]:
+    return {integer(m, "req"): MASK.from_line(m) for m in _dicts(e, key)}
+
+
+def _masked_words(masked: Mapping[int, Mask]) -> list[dict[str, Any]]:
+    return [{"req": req, **MASK.to_line(mask)} for req, mask in masked.items()]
+
+
+def _masked_by(e: Event, key: str) -> tuple[str, ...]:
+    by = e.get(key) or []
+    if not isinstance(by, list) or not all(isinstance(word, str) for word in by):
+        raise ValueError(f"{key} is {short(by)}")
+    return tuple(sys.intern(w[:_WORD]) for w in by)
+
+
+_ROWS = functools.partial(integer, top=MAX_ROWS)
+IMAGE = LineKind("", Image, readers={"n": functools.partial(_ROWS, default=0)})
+SEGMENT = LineKind("", Segment, needs=("req", "pos"), readers={"n": _ROWS, "phase": _phase})
+MASK = LineKind("", Mask, readers={"by": _masked_by}, left_out=(None,))
+REQUEST = LineKind("request", Request, needs=("req", "id"), readers={"images": _request_images})
+ROWS = LineKind("rows", RowSpace, order=("step", "space", "src_rows", "ids", "segments"), whole=_row_space)
+STEP = LineKind("step", Step, needs=("step",), readers={"time": _time})
+MODULE = LineKind("module", Module, needs=("tap",))
+MASKS = LineKind("masks", Masks, needs=("step",), readers={"masked": _masked}, writers={"masked": _masked_words})
+SKIP = LineKind("skip", Skip, needs=("reason",), order=("tap", "reason", "step", "count", "role"))
+STOP = LineKind("stop", Stop, needs=("reason",), left_out=())
+END = LineKind("end", End, readers={"skipped": _counts})
+LABEL = LineKind(
+    "label", Label, needs=("step", "tap", "role", "path"), given=("rank",), readers={"ending": _ending},
+    left_out=(None, ""),
+)  # fmt: skip
+KINDS = {kind.event: kind for kind in (REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, STOP, END, LABEL)}
+"""Besides ``start``, ``error``, ``tensor``, ``param`` and ``op``."""
+_WITHIN: dict[Any, LineKind] = {Image: IMAGE, Segment: SEGMENT}

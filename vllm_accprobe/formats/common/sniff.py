@@ -1,0 +1,174 @@
+"""Which format a path is.
+
+The problem: nobody should have to say which tool wrote a dump, and a format more should be one file and no line
+elsewhere. The idea: each module at the top of formats/ is a format, and so is each that an entry point of another
+package names; see `DumpFormat` for what it says of itself. They are asked in their order; single files and plain
+folders, which take almost anything, come last. Other packages are asked only where a path is none of our own dumps.
+Not here: the formats themselves, paths that miss a dump by one folder (nearby.py), entry points (extensions.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe import extensions
+from vllm_accprobe.dump.reader import Dump, DumpError
+from vllm_accprobe.dump.reader import open_dump as open_own
+from vllm_accprobe.formats.common import nearby
+from vllm_accprobe.formats.common.foreign import ForeignDump
+from vllm_accprobe.formats.common.nearby import is_own
+
+OWN = "accprobe"
+OWN_HOW = "run.json, or directories rank0000, rank0001 ... with journal.jsonl"
+
+
+@dataclass(frozen=True)
+class DumpFormat:
+    """What a format's module says, each a name of the module in capitals or a function.
+
+    name: NAME; how: HOW, one line for people, how it is recognised; order: ORDER, a number: formats with smaller ones
+    are asked first; strict: STRICT, True where it knows a dump by files at its top, so that one below a folder is
+    found; loose: LOOSE, True where it takes any folder, so that a dump below the folder goes before it. recognise:
+    looks at names and at most at the first bytes of a file. open: raises DumpError. package: the one that added it, ""
+    for ours.
+    """
+
+    name: str
+    how: str
+    order: int
+    recognise: Callable[[Path], bool]
+    open: Callable[[Path], ForeignDump]
+    strict: bool = False
+    loose: bool = False
+    package: str = ""
+
+    @classmethod
+    def of(cls, module: Any, package: str = "") -> DumpFormat:
+        """Raises ValueError where the module lacks something, or a name is of another type."""
+        for name, kind in (("NAME", str), ("HOW", str), ("ORDER", int)):
+            value = getattr(module, name, None)
+            if not isinstance(value, kind) or value == "":
+                raise ValueError(f"{name} is {value!r}")
+        for name in ("recognise", "open"):
+            if not callable(getattr(module, name, None)):
+                raise ValueError(f"it has no function {name}")
+        flags = {name.lower(): bool(getattr(module, name, False)) for name in ("STRICT", "LOOSE")}
+        return cls(module.NAME, module.HOW, module.ORDER, module.recognise, module.open, package=package, **flags)
+
+
+def ours() -> list[DumpFormat]:
+    """The foreign formats of this package, in the order in which they are asked."""
+    room, package = Path(__file__).parents[1], __package__.rpartition(".")[0]
+    names = [m.name for m in pkgutil.iter_modules([str(room)]) if not m.ispkg]
+    found = [DumpFormat.of(importlib.import_module(f"{package}.{name}")) for name in names]
+    return sorted(found, key=lambda f: (f.order, f.name))
+
+
+def formats(problems: list[str]) -> list[DumpFormat]:
+    """Those of other packages too. problems: takes a sentence for each that cannot be used."""
+    found = ours()
+    for extension in extensions.added(extensions.FORMATS, problems):
+        try:
+            one = DumpFormat.of(extension.what, extension.package)
+            if one.name in (OWN, *(f.name for f in found)):
+                raise ValueError(f"another format is called {one.name}")
+            found.append(one)
+        except ValueError as error:
+            problems.append(extensions.unusable("formats", extension.name, error))
+    return sorted(found, key=lambda f: (f.order, f.package, f.name))
+
+
+def recognise(path: Path, among: Iterable[DumpFormat], problems: list[str]) -> DumpFormat | None:
+    """The format of ``among`` that ``path`` is, or None."""
+    for one in among:
+        try:
+            if one.recognise(path):
+                return one
+        except OSError:
+            continue
+        except Exception as error:  # another package's code
+            if not one.package:
+                raise
+            problems.append(extensions.unusable("formats", one.name, error))
+    return None
+
+
+class NothingReadable(DumpError):
+    """A dump whose index is whole, and of whose files none can be read. Exit code 3: there is nothing to work on."""
+
+
+def nothing_readable(dump: Dump) -> str:
+    """The sentence for such a dump."""
+    n = len(dump.unread)
+    what = "its one file cannot be read:" if n == 1 else f"none of its {n:,} files can be read, the first:"
+    return f"{dump.path}: {what} {dump.unread[0][:300]}"
+
+
+def find(path: Path) -> tuple[Path, DumpFormat | None, list[str]]:
+    """(where the dump is, its format or None for our own, what to say: where that is not ``path``, and which other
+    package's format cannot be used). A path that misses a dump by a folder is put right (nearby.py). Raises DumpError
+    for what is none."""
+    place, said = nearby.own(path)
+    if is_own(place):
+        return place, None, [said] if said else []
+    if place.is_dir():
+        try:
+            os.listdir(place)
+        except OSError as e:
+            raise DumpError(f"cannot list {place}: {e.strerror or e}") from None
+    problems: list[str] = []
+    known = formats(problems)
+    found = recognise(place, known, problems)
+    if place.is_dir() and (found is None or found.loose):
+        strict = [f for f in known if f.strict]
+        if below := nearby.below(place, lambda p: recognise(p, strict, problems) is not None):
+            place, said = nearby.only(place, below)
+            found = recognise(place, known, problems)
+    problems = list(dict.fromkeys(problems))
+    if found is None:
+        raise DumpError("; ".join((_unknown(path), *problems)))
+    return place, found, [said, *problems] if said else problems
+
+
+def _unknown(path: Path) -> str:
+    what = "no file of a kind that is known" if path.is_file() else "no dump of a format that is known"
+    if path.is_dir() and not os.listdir(path):
+        what = "an empty directory, not a dump"
+    return f"{path} is {what}: `accprobe formats` lists them and how each is recognised"
+
+
+def open_dump(path: str | Path) -> Dump:
+    """Opens a dump of whatever format ``path`` is; reads no payload. Raises DumpError, one clear line, and its kind
+    NothingReadable where the dump is one and none of its files can be read."""
+    path, found, notes = find(Path(path))
+    dump = open_own(path) if found is None else _open_foreign(path, found)
+    dump.problems[:0] = notes
+    return dump
+
+
+def _open_foreign(path: Path, found: DumpFormat) -> Dump:
+    try:
+        dump = found.open(path)
+        dump.opened()
+    except OSError as e:
+        raise DumpError(f"cannot read {e.filename or path}: {e.strerror or e}") from None
+    except (RecursionError, MemoryError):
+        raise DumpError(f"{path} is damaged: nested too deep or larger than memory") from None
+    except DumpError:
+        raise
+    except Exception as error:  # another package's code
+        if not found.package:
+            raise
+        raise DumpError(f"cannot read {path}: {extensions.unusable('formats', found.name, error)}") from error
+    if dump.unread and not dump.records and path.is_dir():
+        raise NothingReadable(nothing_readable(dump))
+    if not dump.records:
+        why = [*dump.problems, *(f"{s.tap}: {s.reason}" for s in dump.skips), "it is empty"]
+        raise DumpError(f"{path} ({found.name}) has no tensor that can be read: {why[0][:300]}")
+    return dump
