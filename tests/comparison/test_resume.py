@@ -13,7 +13,8 @@ from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.measure import workers
-from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit
+from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.store import resume, wire
 from vllm_accprobe.comparison.store.resume import NAME, Finished, forget, identity
 from vllm_accprobe.formats import open_dump
@@ -153,7 +154,8 @@ def test_what_took_no_time_is_written_only_where_it_ended_early(dumps, tmp_path,
 
 SLOW = """
 import sys, time
-from vllm_accprobe.comparison import resume, workers
+from vllm_accprobe.comparison.measure import workers
+from vllm_accprobe.comparison.store import resume
 from vllm_accprobe.cli import main
 workers._MOST = 2
 resume.PATIENCE = 0.0

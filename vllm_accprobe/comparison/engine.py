@@ -2,7 +2,7 @@
 
 The problem: reading and measuring cost minutes, judging costs seconds and is done again with other limits. The idea:
 the plan's units are measured by workers into plain values (measured.py), from which judging.py makes the result.
-Not here: each of those matters (units.py, workers.py, unit.py, coverage.py), the verdict (judging.py).
+Not here: each of those matters (units.py, workers.py, activations.py, coverage.py), the verdict (judging.py).
 """
 
 from __future__ import annotations

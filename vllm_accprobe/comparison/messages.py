@@ -2,7 +2,7 @@
 
 The problem: the same facts are read in a table, a terminal and a page, and by people in a hurry. The idea: pure
 functions from what was measured to finished rows and sentences; each names the thing, the number and the limit, once.
-Not here: what is measured (unit.py) and what is wrong (judge/).
+Not here: what is measured (activations.py) and what is wrong (judge/).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part, Setting
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Setting
+from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.measure.read import UNREAD
 from vllm_accprobe.comparison.measure.statistics import said as figures_said
 from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN, Plan

@@ -3,7 +3,7 @@
 The problem: whether another expert is a near tie stands in the router's logits, a tensor of another tap. The idea: the
 plan gives a unit of chosen experts the groups of its router's logits; where rows differ, the logits of these rows, of
 the same step on either side, are read as well, and only what they say is kept (judge/routing.py: three numbers a row).
-Not here: what follows from that (judge/routing.py), the other measures (unit.py).
+Not here: what follows from that (judge/routing.py), the other measures (activations.py).
 """
 
 from __future__ import annotations

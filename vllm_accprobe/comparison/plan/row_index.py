@@ -3,7 +3,7 @@
 The problem: the rows of one tensor of mine may lie in many tensors of the golden, in any order, and every tap asks
 again. The idea: row maps belong to steps, not to taps, so an index from row key to (tensor, row) is made once per set
 of row maps and serves all taps that were captured in these steps.
-Not here: how rows get their keys (align/tokens.py), what is done with them (unit.py).
+Not here: how rows get their keys (align/tokens.py), what is done with them (activations.py).
 """
 
 from __future__ import annotations

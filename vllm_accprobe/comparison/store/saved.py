@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part, Setting
+from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Setting
+from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.result import CompareError
 
 NAME = "measured.npz"
@@ -93,7 +94,7 @@ def save(measured: Measured, directory: Path) -> Path:
     for u in measured.each():
         parts = [[plain(p), list(map(out.put, arrays(p)))] for p in u.parts]
         head = [list(u.key), u.cls, u.rule, u.order, u.depth, u.is_param, u.vision, u.gap]
-        units.append([head, parts, [out.put(u.columns), out.put(u.far)]])
+        units.append([head, parts, [out.put(u.columns), None]])  # None: sums that earlier releases kept
     text = json.dumps({"version": VERSION, "plain": _PLAIN, "setting": setting, "units": units}, default=_plain)
     path, part = directory / NAME, directory / (NAME + ".part")
     shelf = measured.shelf
@@ -153,8 +154,7 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
         tap, role, call = head[0]
         cls, rule, order, depth, is_param, vision, gap = head[1:]
         key = tap, role, call
-        sums, far = map(get, columns)
-        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, sums, far, gap))
+        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, get(columns[0]), gap))
     return Measured(Setting(**raw), units)
 
 

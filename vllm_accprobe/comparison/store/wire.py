@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit
+from vllm_accprobe.comparison.measure.part import Part
 
 _HEAD = struct.Struct("<QQ16s")
 _PART_FIELDS = tuple(f.name for f in fields(Part))

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.comparison import messages
-from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part
+from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit
 from vllm_accprobe.comparison.measure.params import is_computed
+from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.plan.coverage import finished
 from vllm_accprobe.comparison.plan.rowsets import RowSets
 from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit
+from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.result import PHASE_MIXED
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
 from vllm_accprobe.judge.floor import is_exact

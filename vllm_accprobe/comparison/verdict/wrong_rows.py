@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.measured import Part
+from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.judge.verdict import NONFINITE, RowErrors
 
 _NO_KEYS = np.zeros(0, np.int64)
