@@ -55,6 +55,6 @@ def test_many_rows_are_represented_by_some_of_them(monkeypatch):
     golden = capture(prompts=prompt, together=False)
     found = measured(golden, capture(prompts=prompt, together=False, faults={"model.norm": fault}), "model.norm")
     structure.chosen.cache_clear()
-    assert len(found.parts[0].keys) == 300
+    assert len(found.parts[0].rows) == 300
     assert 64 <= found.columns[4].max() < 100  # 64 of the prompt's, and those that were decoded
     assert found.columns[0].argmax() == 3  # the last row is one of them

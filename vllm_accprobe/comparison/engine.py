@@ -224,7 +224,7 @@ class _Run:
             if part.skip:
                 self.skipped[part.skip] += 1
             elif not part.whole and not unit.is_param:
-                self.compared.setdefault(part.family, []).append(part.keys)
+                self.compared.setdefault(part.family, []).append(part.rows.keys)
 
     def _setting(self) -> Setting:
         plan, (golden, mine) = self.plan, self.dumps

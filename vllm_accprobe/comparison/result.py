@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 PASS, FAIL, SKIP = "pass", "fail", "skip"
-PHASE_MIXED = "mixed"
 PARTLY, WHOLE = "partly", "whole"
 
 

@@ -144,7 +144,7 @@ class Measurer:
             part.skip = NO_PARTNER
             return
         reading.meet([golden[i] for i in met.used])
-        part.keys, part.decode = met.keys, met.decode
+        part.rows = met.rows
         first = reading.golden[0]
         cuts = find_cut(first, group)
         shapes = [_feature(g, c) for g, c in zip((first, group), cuts, strict=True)]

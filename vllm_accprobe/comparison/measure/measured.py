@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.final_tokens import POSITION_BITS, POSITION_MASK
-from vllm_accprobe.comparison.measure.part import NO_FLAGS, NO_KEYS, Part
+from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.plan.joining import Moment
 from vllm_accprobe.comparison.plan.units import Plan, Unit
 from vllm_accprobe.comparison.store.spill import Shelf
 from vllm_accprobe.judge.flow import Key
+
+NO_KEYS = np.zeros(0, np.int64)
+NO_FLAGS = np.zeros(0, bool)
 
 
 @dataclass(slots=True)

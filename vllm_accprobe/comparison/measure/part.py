@@ -8,17 +8,15 @@ Not here: measuring (activations.py, params.py), a tap's parts together (measure
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
+from vllm_accprobe.align.row_set import NO_ROWS, RowSet
 from vllm_accprobe.comparison.plan.coverage import family
 from vllm_accprobe.comparison.plan.joining import Group, Moment
 from vllm_accprobe.dump.schema import Stats
-
-NO_KEYS = np.zeros(0, np.int64)
-NO_FLAGS = np.zeros(0, bool)
 
 
 @dataclass(slots=True)
@@ -26,7 +24,7 @@ class Part:
     """One tensor of mine against the golden's rows, or a parameter.
 
     golden, mine: names in their dumps; step, rank: mine's; feature: shape of one row (of all, where ``whole``).
-    keys, decode: of the rows compared, in mine's order. table: row table float64 [rows, 11]
+    rows: those compared, in mine's order. table: row table float64 [rows, 11]
     (kernels.definition.ROW_FIELDS), None where ``identical`` or judged by ``stats``. stats: (lower bound of the
     relative L2 error, largest error of an extreme in units of the rms), from statistics alone. worst: (row, flat index,
     golden, mine) of the largest |d|. whole: a tensor without rows, measured as one. row_norm: rms norm of the golden's
@@ -50,8 +48,7 @@ class Part:
     call: int
     feature: tuple[int, ...]
     family: str = "text"
-    keys: np.ndarray = field(default_factory=lambda: NO_KEYS)
-    decode: np.ndarray = field(default_factory=lambda: NO_FLAGS)
+    rows: RowSet = NO_ROWS
     table: np.ndarray | None = None
     identical: bool = False
     stats: tuple[float, float] | None = None
