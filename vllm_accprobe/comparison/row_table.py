@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vllm_accprobe.align.final_tokens import POSITION_MASK, subject
 from vllm_accprobe.align.row_set import RowSet
-
-if TYPE_CHECKING:
-    from vllm_accprobe.comparison.result import Pair
+from vllm_accprobe.comparison.pair import Pair
 
 Names = dict[int, "tuple[str, int | None]"]
 """Subject of a row key → (request label, image index or None)."""

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vllm_accprobe.comparison.plan.joining import Group
+from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.judge import routing
-
-if TYPE_CHECKING:
-    from vllm_accprobe.comparison.plan.units import Unit
 
 Place = tuple[Group, Any, np.ndarray]
 """A group of chosen experts, how it is cut, and its rows."""
