@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.origins.origin import find_origins
 from vllm_accprobe.judge.origins.peer_evidence import GAIN
@@ -26,7 +27,7 @@ def trace(tap, role, kind, order, width, odd=0.0):
     rel[30], gain[30] = rel[30] + abs(odd), gain[30] + odd
     more = {"rel": rel, "gain": gain, "rounding": UNIT, "width": width, "allowed": 0.05}
     flags = np.zeros(ROWS, bool)
-    return Trace(tap, role, 0, kind, order, 4 * UNIT, KEYS, KEYS, rel, broken=flags, own=flags, **more)
+    return Trace(tap, role, 0, kind, order, 4 * UNIT, RowSet(KEYS), KEYS, rel, broken=flags, own=flags, **more)
 
 
 @pytest.mark.parametrize(("whole", "found"), [(512, []), (256, ["m"])])

@@ -2,7 +2,7 @@
 
 The problem: reading and measuring cost minutes, judging costs seconds and is done again with other limits. The idea:
 the plan's units are measured by workers into plain values (measured.py), from which judging.py makes the result.
-Not here: each of those matters (units.py, workers.py, unit.py, coverage.py), the verdict (judging.py).
+Not here: each of those matters (units.py, workers.py, activations.py, coverage.py), the verdict (judging.py).
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class _Run:
             if part.skip:
                 self.skipped[part.skip] += 1
             elif not part.whole and not unit.is_param:
-                self.compared.setdefault(part.family, []).append(part.keys)
+                self.compared.setdefault(part.family, []).append(part.rows.keys)
 
     def _setting(self) -> Setting:
         plan, (golden, mine) = self.plan, self.dumps
