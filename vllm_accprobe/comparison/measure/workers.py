@@ -25,7 +25,7 @@ from vllm_accprobe.comparison.measure.unit import Measurer
 from vllm_accprobe.comparison.plan.coverage import family
 from vllm_accprobe.comparison.plan.row_index import Indices
 from vllm_accprobe.comparison.plan.units import Unit
-from vllm_accprobe.judge.standards import Standard
+from vllm_accprobe.standards.ours import Standard
 
 BATCH = 8 << 20
 """Bytes of both sides that a thread is given at a time, or more where one unit has more."""

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.judge.foreign import FOREIGN, Numbers
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.standards import PAIRS, find
+from vllm_accprobe.standards.declaration import Numbers
 
 
 def numbers(golden, mine, dtype="float32", *, exact=False, identical=False, kl=True):
@@ -13,13 +14,13 @@ def numbers(golden, mine, dtype="float32", *, exact=False, identical=False, kl=T
     return Numbers(
         dtype, int(np.isfinite(g).sum()), exact, identical, found.cosine is None and not found.max_abs_err,
         found.cosine, found.rmse, found.max_abs_err, found.rel_l2, found.max_rel_err,
-        tuple(definition.element_sums(g, m, definition.eps_of(dtype))),
+        dict(zip(definition.ELEMENT_FIELDS, definition.element_sums(g, m, definition.eps_of(dtype)), strict=True)),
         definition.kl_divergence(definition.softmax_sums(g, m)) if kl else None, bool(found.nonfinite_mismatch),
     )  # fmt: skip
 
 
 def judged(name, *arguments, **more):
-    standard = FOREIGN[name]
+    standard = find(name, PAIRS).pairs
     cells, word, why = standard.rule(numbers(*arguments, **more))
     return dict(zip(standard.columns, cells, strict=True)), word, why
 
