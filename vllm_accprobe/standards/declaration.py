@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, Finding
-from vllm_accprobe.standards.measures import Measures
+from vllm_accprobe.standards.measures import Measures, as_measures
 
 if TYPE_CHECKING:
     from vllm_accprobe.standards.ours import Standard
@@ -31,9 +31,9 @@ Cell = float | int | str | None
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """One tensor. count: of its elements; cosine and the others as kernels/definition.Metrics; elements: by the names
-    of definition.ELEMENT_FIELDS, kl: KL divergence of softmax(golden) from softmax(mine), None where not measured;
-    broken: NaN or infinity on one side only."""
+    """One tensor. count: of the elements that are finite on both sides; nonfinite: of the others, mismatch: of those
+    where the two differ; cosine and the others as kernels/definition.Metrics; elements: by the names of
+    definition.ELEMENT_FIELDS, kl: KL divergence of softmax(golden) from softmax(mine), None where not measured."""
 
     dtype: str
     count: int
@@ -47,7 +47,13 @@ class Numbers:
     max_rel: float | None
     elements: Mapping[str, float] | None
     kl: float | None
-    broken: bool
+    nonfinite: int
+    mismatch: int
+
+    @property
+    def broken(self) -> bool:
+        """NaN or infinity on one side only."""
+        return self.mismatch > 0
 
     def sum(self, name: str, identical: float) -> float | None:
         """``elements``' ``name``; where it was not measured, ``identical`` of identical tensors."""
@@ -59,6 +65,24 @@ class Numbers:
         """Of the elements, those that ``name`` counts; of identical tensors all."""
         counted = self.sum(name, float(self.count))
         return None if counted is None or not self.count else counted / self.count
+
+    def measures(self) -> Measures:
+        """What a rule for one output reads; largest values of each side are not measured of pairs, and no overflow is
+        told from another infinity. What both sides hold (NaN and NaN, the same infinity) is right in shares."""
+        elements, agreed = self.count + self.nonfinite, self.nonfinite - self.mismatch
+        found: dict[str, float | None] = {
+            "elements": elements, "nonfinite": self.nonfinite, "nonfinite_mismatch": self.mismatch,
+            "cosine": self.cosine, "max_abs_err": self.max_abs, "rmse": self.rmse, "rel_l2": self.rel_l2,
+            "max_rel_err": self.max_rel, "kl": self.kl,
+        }  # fmt: skip
+        if elements:
+            found["inf_nan_err_ratio"] = self.mismatch / elements
+            for parts in (100, 1000, 10000):
+                near = self.sum(f"within_{parts}", float(self.count))
+                found[f"dual_{parts}"] = None if near is None else (near + agreed) / elements
+            unequal = self.sum("unequal", 0.0)
+            found["binary_err_ratio"] = None if unequal is None else (unequal + self.mismatch) / elements
+        return as_measures(found)
 
 
 @dataclass(frozen=True, slots=True)

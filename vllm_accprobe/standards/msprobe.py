@@ -15,7 +15,7 @@ from functools import partial
 from vllm_accprobe.standards import msprobe_apis as apis
 from vllm_accprobe.standards import msprobe_ratios as ratios
 from vllm_accprobe.standards.declaration import SKIPPED, Cell, MachineRule, NamedStandard, Numbers, PairRule, Side
-from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, Finding, Judged, broken, of, skip, unmeasured
+from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING, Finding, Judged, broken, of, skip, unmeasured
 from vllm_accprobe.standards.measures import Measures
 from vllm_accprobe.standards.two_machines import dtypes_differ
 
@@ -40,38 +40,15 @@ _EXACT = ("bool", "int", "uint")
 
 
 def pairs(n: Numbers) -> tuple[tuple[Cell, ...], str, str]:
-    """As `output`, of whole tensors."""
-    shares = tuple(n.share(f"within_{parts}") for parts in (100, 1000, 10000))
-    if n.exact:
-        unequal = n.sum("unequal", 0.0)
-        rate = None if unequal is None or not n.count else unequal / n.count
-        word, why = (ERROR, "values differ and must be equal") if n.max_abs or n.broken else (PASS, "")
-        return (None, n.max_abs, None, None, None, rate, word, why), word, why
-    word, why = _pair_word(n, shares)
-    return (n.cosine, n.max_abs, *shares, None, word, why), word, why
-
-
-def _pair_word(n: Numbers, shares: tuple[float | None, ...]) -> tuple[str, str]:
-    if n.broken:
-        return ERROR, "NaN or infinity on one side only"
-    if n.max_abs is None:
-        return SKIPPED, "no finite values"
-    if n.count > 1 and not n.zero and not n.identical:  # a single element has no direction
-        if n.cosine is None and n.max_abs > ZERO:
-            return ERROR, "one side is all zero"
-        if n.cosine is not None and not n.cosine > COSINE:
-            return ERROR, f"cosine similarity {n.cosine:.4g} is not above {COSINE}"
-    if n.max_abs < LARGEST or n.identical:
-        return PASS, ""
-    coarse = n.dtype.startswith(COARSE)
-    steps = ((0, 100), (1, 1000)) if coarse else ((1, 1000), (2, 10000))
-    for (at, parts), word in zip(steps, (ERROR, WARNING), strict=True):
-        share = shares[at]
-        if share is None:
-            return SKIPPED, "not measured"
-        if not share > 1.0 - 1.0 / parts:
-            return word, f"dual-{parts}: {share:.6g} is not above {1.0 - 1.0 / parts:g}"
-    return PASS, ""
+    """`output`, of a whole tensor, whose operator is not known."""
+    m = n.measures()
+    found = output(m, "", n.dtype)
+    word = SKIPPED if found.status == SKIP else found.status
+    if n.dtype.startswith(_EXACT):
+        numbers: tuple[Cell, ...] = (None, n.max_abs, None, None, None, m.binary_err_ratio)
+    else:
+        numbers = (n.cosine, n.max_abs, m.dual_100, m.dual_1000, m.dual_10000, None)
+    return (*numbers, word, found.message), word, found.message
 
 
 def output(m: Measures, op: str, dtype: str) -> Finding:
@@ -84,28 +61,36 @@ def output(m: Measures, op: str, dtype: str) -> Finding:
         return _exact(m, op)
     if wrong := broken(m):
         return of("dual", [wrong])
-    judged = []
-    if m.elements > 1 and ((m.max_abs_reference or 0.0) > ZERO or (m.max_abs_mine or 0.0) > ZERO):
-        judged.append(_cosine(m))
-        if judged[0].status == ERROR:
-            return of("dual", judged)
+    direction = _cosine(m)
+    if direction is not None and direction.status == ERROR:
+        return of("dual", [direction])
+    judged = [] if direction is None else [direction]
     largest = m.max_abs_err or 0.0
     if largest < LARGEST:
         return of("dual", [*judged, Judged("max_abs_err", largest, LARGEST, PASS)])
-    coarse = dtype.startswith(COARSE)
-    for parts, share, word in _dual(m, coarse):
-        limit = 1.0 - 1.0 / parts
+    steps = (100, 1000) if dtype.startswith(COARSE) else (1000, 10000)
+    for parts, word in zip(steps, (ERROR, WARNING), strict=True):
+        name, limit = f"dual_{parts}", 1.0 - 1.0 / parts
+        share: float | None = getattr(m, name)
+        if share is None:
+            return skip("dual", f"{name} was not measured")
         status = PASS if share > limit else word
         reason = "" if status == PASS else f"dual-{parts}: {share:.6g} is not above {limit:g}"
-        judged.append(Judged(f"dual_{parts}", share, limit, status, reason))
+        judged.append(Judged(name, share, limit, status, reason))
         if status != PASS:
             break
     return of("dual", judged)
 
 
-def _cosine(m: Measures) -> Judged:
-    if (m.max_abs_reference or 0.0) <= ZERO or (m.max_abs_mine or 0.0) <= ZERO or m.cosine is None:
-        side = "the reference" if (m.max_abs_reference or 0.0) <= ZERO else "mine"
+def _cosine(m: Measures) -> Judged | None:
+    """None where there is no direction: of a single finite element, and of two zero tensors."""
+    if m.elements - m.nonfinite < 2:
+        return None
+    sides = [x for x in (m.max_abs_reference, m.max_abs_mine) if x is not None] or [m.max_abs_err or 0.0]
+    if max(sides) <= ZERO:
+        return None
+    if min(sides) <= ZERO or m.cosine is None:
+        side = "one side" if m.max_abs_reference is None else "the reference" if sides[0] <= ZERO else "mine"
         return Judged("cosine", None, COSINE, ERROR, f"{side} is all zero")
     good = m.cosine > COSINE
     return Judged(
@@ -113,19 +98,15 @@ def _cosine(m: Measures) -> Judged:
     )
 
 
-def _dual(m: Measures, coarse: bool) -> list[tuple[int, float, str]]:
-    if coarse:
-        return [(100, m.dual_100 or 0.0, ERROR), (1000, m.dual_1000 or 0.0, WARNING)]
-    return [(1000, m.dual_1000 or 0.0, ERROR), (10000, m.dual_10000 or 0.0, WARNING)]
-
-
 def _exact(m: Measures, op: str) -> Finding:
     if apis.api_of(op) in apis.QUANTISERS:
         largest = m.max_abs_err or 0.0
         bad = f"off by {largest:g}, a quantised value may be by 1" if largest > 1 else ""
         return of("quantised", [Judged("max_abs_err", largest, 1.0, ERROR if bad else PASS, bad)])
-    rate = m.binary_err_ratio or 0.0
-    bad = f"{round(rate * m.elements)} of {m.elements} values differ and must be equal" if rate else ""
+    rate = m.binary_err_ratio
+    bad = "values differ and must be equal" if rate or (rate is None and m.max_abs_err) else ""
+    if rate:
+        bad = f"{round(rate * m.elements)} of {m.elements} {bad}"
     return of("binary consistency", [Judged("binary_err_ratio", rate, 0.0, ERROR if bad else PASS, bad)])
 
 

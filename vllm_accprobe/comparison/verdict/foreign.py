@@ -99,5 +99,6 @@ def _numbers(pair: Pair) -> Numbers:
         max_rel=pair.max_rel_err,
         elements=None if pair.elements is None else dict(zip(ELEMENT_FIELDS, pair.elements, strict=True)),
         kl=pair.kl,
-        broken=bool(pair.nonfinite_mismatch),
+        nonfinite=pair.nonfinite or 0,
+        mismatch=pair.nonfinite_mismatch or 0,
     )
