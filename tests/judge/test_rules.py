@@ -25,9 +25,10 @@ from vllm_accprobe.judge.routing import (
     is_weight,
     margins,
 )
-from vllm_accprobe.judge.standards import Standard, get_standard
 from vllm_accprobe.judge.verdict import ELEMENT, NONFINITE, RATIO, ROW, row_errors
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.standards import PAIRS, find
+from vllm_accprobe.standards.ours import Standard
 
 
 def keys(*names):
@@ -46,7 +47,7 @@ def test_limits_grow_with_the_root_of_the_depth():
     assert s.created_limits(2.0**-8, 4096).row == 4 / 256
     assert s.total_limits(2.0**-8, 4096, 3).row == 8 / 256 * 2
     assert s.created_limits(2.0**-8, 256).ratio == 4 / 256 * (0.25 + 4 / 16)
-    assert get_standard("strict").created_limits(2.0**-8, 4096).ratio == 1 / 256 * (0.25 + 4 / 64)
+    assert find("strict", PAIRS).limits.created_limits(2.0**-8, 4096).ratio == 1 / 256 * (0.25 + 4 / 64)
     assert s.created_limits(2.0**-8, 4).ratio == 4 / 256
 
 
@@ -61,7 +62,7 @@ def test_a_wide_row_may_be_truncated_twice_but_not_by_the_strict_standard():
         mine = ((mine * other).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) / other
     table = definition.row_table(g, mine)
     for name, allowed in (("accprobe", True), ("strict", False)):
-        rules = get_standard(name)
+        rules = find(name, PAIRS).limits
         errors = row_errors(table, 0.0, width, rules)
         assert (errors.ratio < 1.0).all()
         assert (errors.err <= rules.created_limits(unit, width).row).all() == allowed, name

@@ -25,9 +25,9 @@ from vllm_accprobe.comparison.verdict import harmless
 from vllm_accprobe.judge import flips
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.standards import Limits
 from vllm_accprobe.judge.verdict import METRICS, RowErrors, Worst, describe, value_and_limit
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.standards.ours import Limits
 
 ALL_SKIPPED = "all pairs were skipped"
 NOBODY = (

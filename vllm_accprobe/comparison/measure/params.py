@@ -21,8 +21,8 @@ from vllm_accprobe.comparison.measure.read import UNREAD, Block, Loader, Unread,
 from vllm_accprobe.comparison.plan.units import Group, Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.standards import Standard
 from vllm_accprobe.kernels import definition, rows
+from vllm_accprobe.standards.ours import Standard
 
 PACKED = "packed or quantised parameters of different dtypes"
 ELSEWHERE_CUT = "fingerprints of parameters that are cut differently over ranks"

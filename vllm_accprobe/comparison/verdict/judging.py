@@ -36,9 +36,9 @@ from vllm_accprobe.judge.origins.everywhere import in_all_layers
 from vllm_accprobe.judge.origins.origin import Created, find_origins
 from vllm_accprobe.judge.origins.row_errors import Trace, kind_of
 from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice
-from vllm_accprobe.judge.standards import EXACT, Limits, Standard
 from vllm_accprobe.judge.verdict import RowErrors, rows_of
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.standards.ours import EXACT, Limits, Standard
 
 _NO_KEYS = np.zeros(0, np.int64)
 

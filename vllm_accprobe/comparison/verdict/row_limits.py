@@ -20,9 +20,9 @@ from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
 from vllm_accprobe.judge.floor import is_exact
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.standards import EXACT, Limits, Standard
 from vllm_accprobe.judge.verdict import RowErrors, Worst, alike, part_of, row_errors, worst_of_each
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.standards.ours import EXACT, Limits, Standard
 
 _TOGETHER = 1 << 16
 """Rows whose tables are joined: some megabytes."""

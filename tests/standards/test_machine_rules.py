@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+from standards.named_rules import judge_two
 
-from vllm_accprobe.opcheck.standards import apis, judge_two, pairs
-from vllm_accprobe.opcheck.standards.finding import Finding, Judged
-from vllm_accprobe.opcheck.standards.two_sided import CURRENT, V1, ratio
+from vllm_accprobe.standards import msprobe_apis as apis
+from vllm_accprobe.standards.finding import Finding, Judged
+from vllm_accprobe.standards.measures import DECADES
+from vllm_accprobe.standards.msprobe_ratios import CURRENT, V1, ratio
+from vllm_accprobe.standards.two_machines import both
 
 FINE = {
     "small_value_err_ratio": 0.1, "normal_rmse": 0.1, "normal_max_rel_err": 0.1, "normal_mean_rel_err": 0.1,
@@ -172,7 +175,7 @@ def test_a_csv_without_an_algorithms_measures():
 
 
 def decades(*counts):
-    return dict(zip(pairs.DECADES, map(float, counts), strict=True))
+    return dict(zip(DECADES, map(float, counts), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -212,9 +215,9 @@ def test_ait_on_two_machines():
 def test_both_verdicts():
     good, odd, bad = (Finding(s, "x", s, (Judged("v", 2.0, 1.0, s, s),)) for s in ("pass", "warning", "error"))
     none = Finding("skip", "x", "why")
-    assert pairs.both(good, bad) is bad
-    assert pairs.both(odd, bad).status == "error"
-    assert pairs.both(bad, good).status == "pass"
-    assert pairs.both(bad, bad).message == "golden does not pass either (error); mine: error"
-    assert (pairs.both(bad, bad).status, pairs.both(bad, odd).status) == ("warning", "warning")
-    assert (pairs.both(none, bad).message, pairs.both(bad, none).message) == ("golden: why", "mine: why")
+    assert both(good, bad) is bad
+    assert both(odd, bad).status == "error"
+    assert both(bad, good).status == "pass"
+    assert both(bad, bad).message == "golden does not pass either (error); mine: error"
+    assert (both(bad, bad).status, both(bad, odd).status) == ("warning", "warning")
+    assert (both(none, bad).message, both(bad, none).message) == ("golden: why", "mine: why")

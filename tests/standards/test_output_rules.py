@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from standards.named_rules import judge
 
-from vllm_accprobe.opcheck import standards
 from vllm_accprobe.opcheck.measures import measure
-from vllm_accprobe.opcheck.standards import apis, judge
-from vllm_accprobe.opcheck.standards.finding import Finding, Judged, of, worst
+from vllm_accprobe.standards import MACHINES, OUTPUT, PAIRS, UnknownStandard, find
+from vllm_accprobe.standards import msprobe_apis as apis
+from vllm_accprobe.standards.finding import Finding, Judged, of, worst
 
 BASE = measure(np.linspace(1, 2, 1000), np.linspace(1, 2, 1000), "float64")
 
@@ -91,10 +92,20 @@ def test_xray():
 
 
 def test_unknown_names_are_listed():
-    with pytest.raises(standards.UnknownStandard, match=r"'npu'; there are operator, msprobe, msprobe-1\.0, ait, xray"):
-        judge("npu", BASE, "exp", "float32")
-    with pytest.raises(standards.UnknownStandard, match="two machines is called 'npu'"):
-        standards.judge_two("npu", {}, {}, "exp", "float32")
+    said = {
+        PAIRS: "accprobe, strict, ait, mindspore, msprobe, msprobe-1.0, xray",
+        OUTPUT: "operator, strict, ait, msprobe, msprobe-1.0, xray",
+        MACHINES: "operator, ait, msprobe, msprobe-1.0, xray",
+    }
+    for what, names in said.items():
+        with pytest.raises(UnknownStandard) as why:
+            find("npu", what)
+        assert str(why.value) == f"unknown standard 'npu': known are {names}"
+    with pytest.raises(UnknownStandard) as why:
+        find("mindspore", OUTPUT)
+    assert str(why.value) == (
+        f"unknown standard 'mindspore': known are {said[OUTPUT]}; mindspore is known to compare only"
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,26 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.judge.foreign import FOREIGN, Numbers
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.opcheck.measures import measure
+from vllm_accprobe.standards import OUTPUT, PAIRS, find
+from vllm_accprobe.standards.declaration import Numbers
 
 
 def numbers(golden, mine, dtype="float32", *, exact=False, identical=False, kl=True):
     g, m = np.asarray(golden, float), np.asarray(mine, float)
     found = definition.tensor(g, m)
     return Numbers(
-        dtype, int(np.isfinite(g).sum()), exact, identical, found.cosine is None and not found.max_abs_err,
+        dtype, g.size - found.nonfinite, exact, identical, found.cosine is None and not found.max_abs_err,
         found.cosine, found.rmse, found.max_abs_err, found.rel_l2, found.max_rel_err,
-        tuple(definition.element_sums(g, m, definition.eps_of(dtype))),
-        definition.kl_divergence(definition.softmax_sums(g, m)) if kl else None, bool(found.nonfinite_mismatch),
+        dict(zip(definition.ELEMENT_FIELDS, definition.element_sums(g, m, definition.eps_of(dtype)), strict=True)),
+        definition.kl_divergence(definition.softmax_sums(g, m)) if kl else None,
+        found.nonfinite, found.nonfinite_mismatch,
     )  # fmt: skip
 
 
 def judged(name, *arguments, **more):
-    standard = FOREIGN[name]
+    standard = find(name, PAIRS).pairs
     cells, word, why = standard.rule(numbers(*arguments, **more))
     return dict(zip(standard.columns, cells, strict=True)), word, why
 
@@ -61,6 +64,41 @@ def test_msprobe_direction_and_equality():
     cells, word, _ = judged("msprobe", [1, 2, 3, 4], [1, 2, 3, 5], "int64", exact=True)
     assert (cells["Binary consistency error rate"], word) == (0.25, "error")
     assert judged("msprobe", [1, 2], [1, 2], "int64", exact=True)[1] == "pass"
+
+
+def test_msprobe_says_of_a_pair_what_it_says_of_an_output():
+    """One rule: opcheck's numbers and compare's of the same tensors, but for what pairs have not."""
+    rng = np.random.default_rng(0)
+    for dtype in ("float32", "bfloat16", "int64"):
+        for scale in (1e-20, 1e-4, 1.0, 100.0):
+            for spread in (0.0, 3e-5, 2e-3, 0.5):
+                g = np.round(rng.normal(0, 100, 2000)) if dtype == "int64" else rng.normal(0, scale, 2000)
+                m = np.where(rng.random(2000) < 0.1, g * (1 + spread), g)
+                g[:5] = m[:5] = np.nan if dtype != "int64" else 0.0
+                _, word, why = judged("msprobe", g, m, dtype, exact=dtype == "int64")
+                found = find("msprobe", OUTPUT).output(numbers(g, m, dtype).measures(), "exp", dtype)
+                assert (word, why) == (found.status, found.message)
+                full = find("msprobe", OUTPUT).output(measure(g, m, dtype), "exp", dtype)
+                assert full.status == word, (dtype, scale, spread)
+
+
+def test_msprobe_counts_what_both_sides_hold_as_right():
+    """A mask of infinities is agreed on: shares are of all elements, as opcheck's are."""
+    g = np.array([-np.inf] * 900 + [10.0] * 100)
+    m = g.copy()
+    m[900:902] *= 1.05
+    cells, word, _ = judged("msprobe", g, m, "bfloat16")
+    assert (cells["Dual-100 metric"], word) == (0.998, "warning")
+    assert judged("msprobe", [np.nan, 1e-3], [np.nan, -1e-3], "bfloat16")[2] == "dual-100: 0.5 is not above 0.99"
+
+
+def test_msprobe_of_nothing_but_its_largest_error():
+    """What was not measured passes nowhere."""
+    bare = Numbers("int64", 4, True, False, False, None, None, 2.0, None, None, None, None, 0, 0)
+    rule = find("msprobe", PAIRS).pairs.rule
+    assert rule(bare)[1:] == ("error", "values differ and must be equal")
+    bare = Numbers("float32", 4, False, False, False, 0.999, None, 2.0, None, None, None, None, 0, 0)
+    assert rule(bare)[1:] == ("SKIP", "dual_1000 was not measured")
 
 
 def test_xray_fails_by_its_largest_error():

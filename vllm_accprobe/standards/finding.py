@@ -2,7 +2,7 @@
 
 The problem: a verdict without its numbers cannot be argued with, and rows must be sorted by how bad they are. The
 idea: a `Finding` carries each number that was held against a limit, as a `Judged`; status, message and severity follow
-from those. Not here: the limits (single.py, two_sided.py).
+from those. Not here: the limits (one file per standard).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from vllm_accprobe.standards.measures import Measures
 
 PASS, WARNING, ERROR, SKIP = "pass", "warning", "error", "skip"
 _ORDER = (PASS, WARNING, ERROR)
@@ -78,3 +80,19 @@ def of(algorithm: str, judged: Sequence[Judged], *, advisory: Sequence[Judged] =
 def skip(algorithm: str, reason: str) -> Finding:
     """Nothing was judged."""
     return Finding(SKIP, algorithm, reason)
+
+
+def unmeasured(m: Measures) -> str:
+    """Why nothing can be said about ``m``, or ""."""
+    if not m.elements:
+        return "empty tensor"
+    return "no finite values" if m.max_abs_err is None and not m.inf_nan_err_ratio else ""
+
+
+def broken(m: Measures) -> Judged | None:
+    """The error that a one-sided NaN or infinity is, in any standard: the tools' documents do not say so, and the tools
+    do not always find it."""
+    if not m.inf_nan_err_ratio:
+        return None
+    reason = f"{m.nonfinite_mismatch} of {m.elements} elements are NaN or infinite on one side only"
+    return Judged("inf_nan_err_ratio", m.inf_nan_err_ratio, 0.0, ERROR, reason)

@@ -1,14 +1,14 @@
 """msprobe's two-sided standard: mine's distance from the CPU against golden's distance from the same CPU.
 
 The problem: a kernel that rounds is never equal to its reference, and how much rounding an operator may show is best
-told by a machine that is trusted. The idea: six algorithms, chosen by operator and dtype (apis.py), each reading some
-measures of one side or the ratio of both sides' measures. Two releases of the rules: `CURRENT`, with levels L0, L1 and
-L2 and no warnings, and `V1` (1.0.4), one level with warnings above 1. Sources: the documents of
+told by a machine that is trusted. The idea: six algorithms, chosen by operator and dtype (msprobe_apis.py), each of
+some measures of one side or the ratio of both sides' measures. Two releases of the rules: `CURRENT`, with levels L0,
+L1 and L2 and no warnings, and `V1` (1.0.4), one level with warnings above 1. Sources: the documents of
 api_precision_compare_details.csv of both releases; where they leave open what a ratio to nothing is, msprobe 26.2
 (a smallest divisor by dtype) and, for 1.0.4, plain division, 0 / 0 being 1. Where msprobe's code differs, the documents
 are followed (docs/opcheck-standards.md). Beyond the documents: a NaN or infinity that mine has and the CPU has not is
 an error unless golden has it too, and a measure that is itself NaN or infinite on both sides is no agreement.
-Not here: where the measures come from (verdicts.py).
+Not here: one machine alone (msprobe.py), where the measures come from (opcheck/diff/verdicts.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from vllm_accprobe.opcheck.standards.apis import (
+from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING, Finding, Judged, of, skip
+from vllm_accprobe.standards.measures import Values
+from vllm_accprobe.standards.msprobe_apis import (
     ABSOLUTE,
     ACCUMULATIVE,
     BENCHMARK,
@@ -27,10 +29,6 @@ from vllm_accprobe.opcheck.standards.apis import (
     algorithm_of,
     level_of,
 )  # fmt: skip
-from vllm_accprobe.opcheck.standards.finding import ERROR, PASS, SKIP, WARNING, Finding, Judged, of, skip
-
-Values = Mapping[str, "float | None"]
-"""Measures by name, of one side; None or absent: not measured."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,6 @@ CURRENT = Release(
     "",
 )
 V1 = Release("msprobe-1.0", dict.fromkeys(("L0", "L1", "L2"), _ratios(10.0, 2.0)), 1.0, {}, "v1_")
-RELEASES = {r.name: r for r in (CURRENT, V1)}
 BALANCE = 2.0
 """Limit of the error balance's ratio, which is shown and has no say."""
 ULP_MEAN, ULP_SHARE_32, ULP_SHARE_16, DUAL = 64.0, 0.05, 0.001, 0.999
@@ -86,8 +83,8 @@ _BOTH = (BENCHMARK, ULP)
 def judge(
     release: Release, golden: Values, mine: Values, api: str, dtype: str, algorithm: str | None = None
 ) -> Finding:
-    """golden, mine: measures of one output on each machine against the CPU; api: apis.api_of's name; dtype: mine's;
-    algorithm: one of apis.ALGORITHMS instead of the documents' choice for ``api``."""
+    """golden, mine: measures of one output on each machine against the CPU; api: msprobe_apis.api_of's name; dtype:
+    mine's; algorithm: one of msprobe_apis.ALGORITHMS instead of the documents' choice for ``api``."""
     chosen = algorithm or algorithm_of(api, dtype)
     if chosen is None:
         return skip("", f"{dtype} is not judged by this standard")

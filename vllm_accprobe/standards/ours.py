@@ -1,11 +1,13 @@
-"""How many units of rounding are allowed, and in which measures.
+"""Our own standards: how many units of rounding are allowed, and in which measures.
 
 The problem: one number cannot serve the first layer and the last, a wrong scale and a single wrong element. The idea:
 a `Standard` holds a few plain numbers; `Limits` follow from it, the unit (floor.py) and the depth. Three measures of a
 row are held against one limit each, so that none hides the others' finds: the relative L2 error, the norm ratio (noise
 hardly moves it, a wrong scale does) and the largest element (one wrong element in a wide row hardly moves the norm).
-Not here: the numbers and where they come from (constants.py), the verdict on a pair (verdict.py) and on an operator
-(origin.py).
+Of an operator's output the verdict is opcheck/floors/verdict.py's, called ``operator``, and ``strict`` where rounding
+toward zero fails; of two machines it is what both csv files say themselves.
+Not here: the numbers and where they come from (constants.py), the verdict on a pair (judge/verdict.py) and on an origin
+(judge/origins/origin.py).
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_accprobe.judge import constants as c
+from vllm_accprobe.standards import constants as c
+from vllm_accprobe.standards.declaration import MachineRule, NamedStandard, Side
+from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, Finding, Judged, skip
+from vllm_accprobe.standards.two_machines import both
 
 _SCATTER = math.sqrt(3.0 * (c.TRUNCATED - c.TRUNCATED**2))
 """Of a row's norm ratio after one truncation, in units, times sqrt(width): the variance of one element's loss (steps
@@ -112,13 +117,25 @@ class Standard:
 
 
 _STRICT = {"created": c.STRICT_CREATED, "total": c.STRICT_TOTAL, "amplification": c.STRICT_AMPLIFICATION}
-_ALL = (Standard(), Standard("strict", **_STRICT, truncations=0))
-STANDARDS: dict[str, Standard] = {s.name: s for s in _ALL}
+OPERATOR = "operator"
 
 
-def get_standard(name: str) -> Standard:
-    """Raises KeyError with one line that names the known standards."""
-    try:
-        return STANDARDS[name]
-    except KeyError:
-        raise KeyError(f"unknown standard {name!r}: known are {', '.join(sorted(STANDARDS))}") from None
+def _own(side: Side) -> Finding:
+    """What the csv's own status says."""
+    if side.status not in (PASS, WARNING, ERROR):
+        return skip(OPERATOR, side.message or "no status")
+    if side.status == PASS:
+        return Finding(PASS, OPERATOR)
+    said = Judged("verdict", side.severity, 1.0, side.status, side.message)
+    return Finding(side.status, OPERATOR, side.message, (said,))
+
+
+def _two(golden: Side, mine: Side, api: str, algorithm: str | None) -> Finding:
+    return both(_own(golden), _own(mine))
+
+
+STANDARDS = (
+    NamedStandard("accprobe", limits=Standard()),
+    NamedStandard(OPERATOR, floors=True, machines=MachineRule(_two)),
+    NamedStandard("strict", limits=Standard("strict", **_STRICT, truncations=0), floors=True),
+)

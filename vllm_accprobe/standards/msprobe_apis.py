@@ -6,7 +6,7 @@ name is brought to the API's name (`api_of`), an operation in place is its twin'
 documents say which algorithms there are, that dual-1000 is for conv1d and conv2d only, that integers and booleans are
 compared bit by bit, and the levels; the other lists are the release's api_precision_standard.yaml. msprobe 26.2's code
 judges every float output by the benchmark ratio whatever the lists say: the documents are followed here.
-Not here: the algorithms (two_sided.py).
+Not here: the algorithms (msprobe_ratios.py).
 """
 
 from __future__ import annotations
