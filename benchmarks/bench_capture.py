@@ -98,21 +98,24 @@ def report(result: dict[str, Any]) -> list[str]:
 class Engine:
     """One in-process engine, driven step by step so that prefill and decode steps are timed apart."""
 
-    def __init__(self, llm: Any, probe_class: Any):
+    def __init__(self, llm: Any):
         self.llm = llm
         self.core = llm.llm_engine
         self.taps = 0
-        self._probe_class = probe_class
         worker = self.core.model_executor.driver_worker.worker
         self.worker, self.runner = worker, worker.model_runner
 
     def attach(self, kind: str, place: Path) -> Any:
+        from vllm_accprobe.capture.vllm.capturing import CaptureObserver
+        from vllm_accprobe.capture.vllm.runner import RunnerAdapter
         from vllm_accprobe.capture.vllm.vllm_compat import parallel_of
         from vllm_accprobe.config import ProbeConfig
 
         config = ProbeConfig.from_kwargs(dir=str(place), task=kind, parts="input,output", max_gb=50)
-        probe = self._probe_class(config, self.worker, self.runner, parallel_of(self.runner.vllm_config))
-        probe._attach_model()
+        adapter = RunnerAdapter(self.worker, self.runner, parallel_of(self.runner.vllm_config))
+        probe = CaptureObserver(config, adapter)
+        adapter.add(probe)
+        probe.loaded()
         self.taps = len(probe.taps.taps)
         return probe
 
@@ -149,8 +152,6 @@ def build(root: Path) -> Engine:
     from tiny_model import make
     from vllm import LLM
 
-    from vllm_accprobe.capture.vllm.runner import RunnerProbe
-
     model = make("bench-h1024", root / "model")
     llm = LLM(
         model=str(model),
@@ -164,7 +165,7 @@ def build(root: Path) -> Engine:
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
-    return Engine(llm, RunnerProbe)
+    return Engine(llm)
 
 
 def raw(root: Path, size: int = 256 << 20, block: int = 8 << 20) -> dict[str, float]:

@@ -67,17 +67,20 @@ def measure(root: Path, rounds: int) -> dict[str, Any]:
 
 def attach(engine: Any, kind: str, place: Path) -> Any:
     from vllm_accprobe.capture.nan_watch import observer
+    from vllm_accprobe.capture.vllm.runner import RunnerAdapter
     from vllm_accprobe.capture.vllm.vllm_compat import parallel_of
     from vllm_accprobe.config import ProbeConfig
 
     config = ProbeConfig.from_kwargs(enabled=False, dir=str(place), errcheck="overflow,nan")
     runner = engine.runner
-    probe = observer.ErrcheckProbe(config, engine.worker, runner, parallel_of(runner.vllm_config))
+    adapter = RunnerAdapter(engine.worker, runner, parallel_of(runner.vllm_config))
+    probe = observer.ErrcheckObserver(config, adapter)
+    adapter.add(probe)
     original = observer.Watch
     if kind != "host":
         observer.Watch = lambda *args, **kwargs: original(*args, **kwargs, deferred=True)  # type: ignore
     try:
-        probe._attach_model()
+        probe.loaded()
     finally:
         observer.Watch = original  # type: ignore[misc]
     if kind == "deferred":

@@ -18,6 +18,7 @@ from functools import partial
 
 import numpy as np
 
+from vllm_accprobe.judge.origins.columns import Columns
 from vllm_accprobe.judge.origins.outliers import Peers
 from vllm_accprobe.judge.origins.peer_evidence import Look
 from vllm_accprobe.kernels.structure import structure
@@ -33,7 +34,7 @@ def look(tap: str, noise: float, before: np.ndarray, random: np.random.Generator
     off = noise * random.standard_normal(golden.shape)
     power = (golden * golden).sum(1)
     err, gain = np.sqrt((off * off).sum(1) / power), (off * golden).sum(1) / power
-    sums = structure(golden, golden + off)
+    sums = Columns(structure(golden, golden + off))
     nothing = np.zeros(ROWS)
     return Look(tap, "output.0", "Linear", UNIT, np.arange(ROWS), err, gain, before, nothing, WIDTH, sums, (), mixing)
 

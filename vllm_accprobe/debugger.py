@@ -130,13 +130,15 @@ class PrecisionDebugger:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _attach(self, model: Any) -> None:
-        from vllm_accprobe.capture.torch_model.probe import Probe, _rank
+        from vllm_accprobe.capture.core.recording import process_rank
+        from vllm_accprobe.capture.torch_model.probe import Probe
 
         config = self._settings.probe
-        if not in_ranges(config.ranks, _rank()):
+        rank, _ = process_rank()
+        if not in_ranges(config.ranks, rank):
             self._over = True
             return
-        place = free_directory(Path(os.path.abspath(config.dir)), _rank(), "this dump goes")
+        place = free_directory(Path(os.path.abspath(config.dir)), rank, "this dump goes")
         self._probe = Probe(model, config.with_dir(place))
         self._probe.next_step = self._step
         inner = model.__dict__["forward"]

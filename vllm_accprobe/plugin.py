@@ -6,7 +6,7 @@ complains about unknown ones. The general group comes later, in the front end wh
 in the engine core and in every worker. The idea: ``platform`` only announces names and never claims the platform;
 ``register`` does the work: checks the configuration, fixes the dump's directory for all processes, makes the engine
 eager, and patches the one method after which a worker's model runner exists.
-Not here: what happens to that runner (capture/vllm/runner.py).
+Not here: who listens to that runner, and how (capture/vllm/attach.py, runner.py).
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _patch_workers() -> None:
 
             config = ProbeConfig.from_env()
             if config.enabled:
-                from vllm_accprobe.capture.vllm.runner import attach
+                from vllm_accprobe.capture.vllm.capturing import attach
 
                 attach(self)
             if config.errcheck:
@@ -254,10 +254,9 @@ def _patch_workers() -> None:
         return result
 
     def probed_shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for name in ("_accprobe", "_accprobe_errcheck"):
-            probe = self.__dict__.get(name)
-            if probe is not None:
-                probe.close("shutdown")
+        adapter = self.__dict__.get("_accprobe")  # capture/vllm/attach.py puts it there
+        if adapter is not None:
+            adapter.close("shutdown")
         return shutdown(self, *args, **kwargs)  # type: ignore[misc]
 
     wrapper_class.init_device = probed_init_device

@@ -11,15 +11,15 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vllm_accprobe.capture.core.rows import Deal, Item, Requests, Run, dealt_space
+from vllm_accprobe.capture.core.rows import Deal, EncoderItem, ItemRun, Requests, dealt_space
 from vllm_accprobe.capture.core.session import VISION
 from vllm_accprobe.capture.vllm import batch as capture_batch
-from vllm_accprobe.capture.vllm.batch import Batch
+from vllm_accprobe.capture.vllm.batch import ChosenRows, EngineBatch
 from vllm_accprobe.capture.vllm.dealing import Dealing, by_size, by_tile, deals
 from vllm_accprobe.config import ProbeConfig
 
-A, B, C = (Item(name, 0, "image", n) for name, n in (("a", 16), ("b", 15), ("c", 9)))
-TILES = [Item("a", 0, "image", 8), Item("b", 0, "image", 12)]
+A, B, C = (EncoderItem(name, 0, "image", n) for name, n in (("a", 16), ("b", 15), ("c", 9)))
+TILES = [EncoderItem("a", 0, "image", 8), EncoderItem("b", 0, "image", 12)]
 """Two and three tiles of four placeholders."""
 
 
@@ -41,8 +41,8 @@ def known(*names: str) -> Requests:
 
 def test_whole_images_go_where_vllms_own_arithmetic_puts_them() -> None:
     sizes = [64, 60, 36]
-    assert by_size([A, B, C], sizes, world(0)) == (3, (Run(A, 0, 16), Run(C, 0, 9)))
-    assert by_size([A, B, C], sizes, world(1)) == (3, (Run(B, 0, 15),))
+    assert by_size([A, B, C], sizes, world(0)) == (3, (ItemRun(A, 0, 16), ItemRun(C, 0, 9)))
+    assert by_size([A, B, C], sizes, world(1)) == (3, (ItemRun(B, 0, 15),))
 
 
 def test_images_of_other_sizes_than_their_placeholders_are_not_guessed() -> None:
@@ -53,18 +53,18 @@ def test_images_of_other_sizes_than_their_placeholders_are_not_guessed() -> None
 @pytest.mark.parametrize(
     ("rank", "runs"),
     [
-        (0, (Run(TILES[0], 0, 8), Run(TILES[1], 0, 4))),
-        (1, (Run(TILES[1], 4, 8), Run(None, 0, 4))),
+        (0, (ItemRun(TILES[0], 0, 8), ItemRun(TILES[1], 0, 4))),
+        (1, (ItemRun(TILES[1], 4, 8), ItemRun(None, 0, 4))),
     ],
 )
-def test_tiles_are_cut_at_any_place_and_padded(rank: int, runs: tuple[Run, ...]) -> None:
+def test_tiles_are_cut_at_any_place_and_padded(rank: int, runs: tuple[ItemRun, ...]) -> None:
     assert by_tile(TILES, 5, rank, 2) == (2, runs)
 
 
 def test_more_ranks_than_tiles_leave_padding_alone() -> None:
-    one = [Item("a", 0, "image", 4)]
-    assert by_tile(one, 1, 0, 4) == (1, (Run(one[0], 0, 4),))
-    assert by_tile(one, 1, 3, 4) == (1, (Run(None, 0, 4),))
+    one = [EncoderItem("a", 0, "image", 4)]
+    assert by_tile(one, 1, 0, 4) == (1, (ItemRun(one[0], 0, 4),))
+    assert by_tile(one, 1, 3, 4) == (1, (ItemRun(None, 0, 4),))
 
 
 def test_tiles_that_do_not_fit_the_placeholders_are_not_guessed() -> None:
@@ -73,7 +73,7 @@ def test_tiles_that_do_not_fit_the_placeholders_are_not_guessed() -> None:
 
 def test_rows_of_a_deal_are_counted_from_where_each_image_begins() -> None:
     requests, config = known("a", "b"), ProbeConfig()
-    deal = Deal(2, (Run(TILES[1], 4, 8), Run(None, 0, 4)))
+    deal = Deal(2, (ItemRun(TILES[1], 4, 8), ItemRun(None, 0, 4)))
     patches = dealt_space(config, requests, deal, 24)
     assert patches is not None
     assert (patches.name, patches.src, patches.n, patches.ranges) == ("vision/2#2", 24, 16, [(0, 16)])
@@ -93,7 +93,7 @@ def test_a_call_that_deals_is_watched_for_as_long_as_it_runs(monkeypatch: pytest
     """Also where a model's module holds the function under its own name."""
     home, model = ModuleType("vllm.fake.vision"), ModuleType("vllm.fake.model")
     seen: list[Deal | None] = []
-    batch = Batch(ProbeConfig(), known("a", "b"), None)
+    batch = EngineBatch(None)
     space: dict[str, Any] = world(1) | {"seen": seen, "batch": batch}
 
     original = FunctionType(look.__code__, space)
@@ -105,7 +105,7 @@ def test_a_call_that_deals_is_watched_for_as_long_as_it_runs(monkeypatch: pytest
     dealing = Dealing(batch)
     assert dealing.seen == {"run_dp_sharded_vision_model"}
     model.run_dp_sharded_vision_model(Plain(shape=(5, 3, 2, 2)), None)
-    assert seen == [Deal(1, (Run(TILES[1], 4, 8), Run(None, 0, 4)))]
+    assert seen == [Deal(1, (ItemRun(TILES[1], 4, 8), ItemRun(None, 0, 4)))]
     assert batch.deal is None
     model.run_dp_sharded_vision_model(Plain(shape=(5, 3, 2, 2)), None)  # all items are taken: whose are these?
     assert seen[1] == Deal(2, None)
@@ -114,12 +114,12 @@ def test_a_call_that_deals_is_watched_for_as_long_as_it_runs(monkeypatch: pytest
 
 
 def test_where_nobody_says_when_images_are_dealt_no_row_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = Batch(ProbeConfig(), known("a"), Plain(input_batch=Plain(req_ids=[]), requests={}))
+    batch = EngineBatch(Plain(input_batch=Plain(req_ids=[]), requests={}))
     batch.blind()
     cached = Plain(req_ids=[], num_computed_tokens=[])
     batch.begin(Plain(total_num_scheduled_tokens=0, scheduled_new_reqs=[], scheduled_cached_reqs=cached))
     monkeypatch.setattr(batch, "items", lambda: [A])
-    assert batch.space(VISION, 64) is None
+    assert ChosenRows(batch, ProbeConfig(), known("a")).space(VISION, 64) is None
 
 
 def test_only_an_engine_that_deals_is_one() -> None:
@@ -135,10 +135,10 @@ def test_only_an_engine_that_deals_is_one() -> None:
 
 def test_a_way_to_deal_that_breaks_reaches_nobody_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch of the images runs inside the model: whatever it stumbles over, the model goes on."""
-    batch = Batch(ProbeConfig(), known("a"), None)
+    batch = EngineBatch(None)
     batch.begin(Plain(scheduled_encoder_inputs={}))
 
-    def broken() -> list[Item]:
+    def broken() -> list[EncoderItem]:
         raise AttributeError("no such field in this release")
 
     monkeypatch.setattr(batch, "items", broken)

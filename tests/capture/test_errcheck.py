@@ -10,7 +10,8 @@ import pytest
 import torch
 from capture.toy import Rotary, Toy
 
-from vllm_accprobe.capture.nan_watch.bad_values import Badness, Rule, parameters
+from vllm_accprobe.capture.nan_watch.bad_values import Badness, BadnessRule, parameters
+from vllm_accprobe.capture.nan_watch.module_call import watched
 from vllm_accprobe.capture.nan_watch.step import BAD, GOOD, UNCHECKED, UNKNOWN, Alarm, WatchedStep
 from vllm_accprobe.capture.nan_watch.watch import Watch
 from vllm_accprobe.capture.taps.hooks import Taps
@@ -27,7 +28,7 @@ class Watched:
         self.alarms: list[Alarm] = []
         self.said: list[str] = []
         self.watch = Watch(kinds, self.alarms.append, self.said.append, **how)
-        self.taps = Taps(self.watch, self.watch.around)  # type: ignore[arg-type]
+        self.taps = Taps(self.watch, functools.partial(watched, self.watch))
         self.taps.attach(model)
         self.steps = 0
 
@@ -241,11 +242,11 @@ def test_eight_bits(deferred: bool) -> None:
 
 def test_rule_by_hand() -> None:
     x = torch.tensor([[1.0, float("nan")], [float("inf"), -torch.finfo(torch.float32).max], [0.0, float("-inf")]])
-    assert Rule().assess(x, "language") == Badness(1, 2, 1)
-    assert Rule().assess(x, "head") == Badness(1, 1, 0)
-    assert Rule(True, False).assess(x, "language") == Badness(1, 0, 0)
-    assert Rule().elements(x, "language").tolist() == [[False, True], [True, True], [False, True]]
-    assert Rule().elements(x, "head").tolist() == [[False, True], [True, False], [False, False]]
+    assert BadnessRule().assess(x, "language") == Badness(1, 2, 1)
+    assert BadnessRule().assess(x, "head") == Badness(1, 1, 0)
+    assert BadnessRule(True, False).assess(x, "language") == Badness(1, 0, 0)
+    assert BadnessRule().elements(x, "language").tolist() == [[False, True], [True, True], [False, True]]
+    assert BadnessRule().elements(x, "head").tolist() == [[False, True], [True, False], [False, False]]
 
 
 def test_bad_parameters_and_not_masks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from capture.toy import Toy
 
 from vllm_accprobe import Probe, gen_id, labels, set_label
+from vllm_accprobe.capture.nan_watch import module_call
 from vllm_accprobe.capture.nan_watch.step import WatchedStep
 from vllm_accprobe.capture.nan_watch.watch import Watch
 from vllm_accprobe.capture.taps.hooks import Taps
@@ -46,7 +48,7 @@ def test_errcheck_beside_a_capture_of_operators(tmp_path: Path, deferred: bool) 
     watch = Watch(("nan", "overflow"), found.append, found.append, deferred=deferred)
 
     def watched(model: torch.nn.Module) -> None:
-        Taps(watch, watch.around).attach(model)  # type: ignore[arg-type]
+        Taps(watch, functools.partial(module_call.watched, watch)).attach(model)
         watch.begin(WatchedStep(0, 8))
 
     beside = calls(tmp_path / "beside", Toy(), watched)
@@ -67,7 +69,7 @@ def test_an_alarm_and_what_it_looks_at(tmp_path: Path) -> None:
     def watched(model: torch.nn.Module) -> None:
         spoil(model)
         watch = Watch(("nan", "overflow"), found.append, lambda text: None)
-        Taps(watch, watch.around).attach(model)  # type: ignore[arg-type]
+        Taps(watch, functools.partial(module_call.watched, watch)).attach(model)
         watch.begin(WatchedStep(0, 8))
 
     assert calls(tmp_path / "beside", Toy(), watched) == alone

@@ -10,8 +10,8 @@ import pytest
 import torch
 from toy import Toy
 
+from vllm_accprobe.capture.core import recording
 from vllm_accprobe.capture.core.sink import Sink
-from vllm_accprobe.capture.torch_model import probe as probe_module
 from vllm_accprobe.capture.torch_model.probe import Probe
 from vllm_accprobe.dump.reader import Dump, open_dump
 
@@ -41,7 +41,7 @@ def made(out: Path, mode: str) -> Dump:
 @pytest.mark.parametrize("mode", ["full", "trace"])
 def test_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     direct = made(tmp_path / "direct", mode)
-    monkeypatch.setattr(probe_module, "Sink", functools.partial(Sink, staged=True))
+    monkeypatch.setattr(recording, "Sink", functools.partial(Sink, staged=True))
     staged = made(tmp_path / "staged", mode)
     # (numbers of the sequence may have gaps where a written argument turned out to be unchanged)
     assert [(c.tap, c.call, c.args, c.kwargs, c.outputs, sorted(c.mutates)) for c in staged.ops] == [

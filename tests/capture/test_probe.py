@@ -31,7 +31,7 @@ def values(dump: Dump, tap: str, role: str, **where: int) -> torch.Tensor:
 def test_every_value_of_a_forward_is_in_the_dump(tmp_path: Path, staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """``staged`` takes the way that tensors of a device take, ring and thread included."""
     if staged:
-        from vllm_accprobe.capture.torch_model import probe as room
+        from vllm_accprobe.capture.core import recording as room
 
         original = room.Sink
         monkeypatch.setattr(room, "Sink", lambda *args, **kwargs: original(*args, **kwargs, staged=True))

@@ -15,8 +15,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vllm_accprobe.capture.vllm.attach import on_worker
+from vllm_accprobe.capture.vllm.attach import observe
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter
+from vllm_accprobe.capture.vllm.step_observer import StepObserver
 from vllm_accprobe.capture.vllm.vllm_compat import parallel_of
+from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
 
@@ -66,11 +69,16 @@ def test_an_external_launcher_counts_all_ranks_itself() -> None:
 def test_chosen_ranks_count_replicas(monkeypatch: pytest.MonkeyPatch, chosen: str, made: list[int]) -> None:
     monkeypatch.setenv("VLLM_ACCPROBE_RANKS", chosen)
     got: list[int] = []
+
+    def make(config: ProbeConfig, adapter: RunnerAdapter) -> StepObserver:
+        got.append(adapter.parallel["rank"])
+        return StepObserver()
+
     for index in range(2):
         parallel = Plain(rank=0, world_size=1, data_parallel_index=index, data_parallel_rank=0, data_parallel_size=1)
         worker = Plain(model_runner=Plain(vllm_config=Plain(parallel_config=parallel)))
         wrapper = Plain(worker=worker, vllm_config=worker.model_runner.vllm_config)
-        on_worker(wrapper, lambda config, worker, runner, parallel: got.append(parallel["rank"]), "_probe", "")
+        observe(wrapper, make, "")
     assert got == made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_accprobe.capture.core.rows import (
-    Item,
+    EncoderItem,
     Requests,
     Scheduled,
     external_ids,
@@ -92,7 +92,7 @@ def test_logits_rows_skip_unfinished_prompts_and_include_drafts() -> None:
 def test_vision_rows_before_and_after_merging() -> None:
     config = ProbeConfig()
     known = requests(config, a=30, b=30)
-    items = [Item("a", 0, "image", 16), Item("b", 1, "image", 15)]
+    items = [EncoderItem("a", 0, "image", 16), EncoderItem("b", 1, "image", 15)]
     patches = vision_space(config, known, items, 124)
     assert patches is not None
     assert patches.name == "vision/4"

@@ -147,7 +147,7 @@ def test_an_unchanged_input_is_not_stored_again_and_a_changed_one_is(sink: Sink,
 
 def test_a_ring_smaller_than_the_traffic_gives_every_tensor_whole(tmp_path: Path) -> None:
     """Back-pressure: the ring holds four of these tensors, a hundred pass through, some larger than the ring."""
-    from vllm_accprobe.capture.core.device_staging import Staging
+    from vllm_accprobe.capture.core.device_staging import DeviceStaging
 
     seen: list[int] = []
 
@@ -157,7 +157,7 @@ def test_a_ring_smaller_than_the_traffic_gives_every_tensor_whole(tmp_path: Path
         seen.append(int(host.reshape(-1)[0]))
 
     failures: list[BaseException] = []
-    staging = Staging(torch.device("cpu"), failures.append, capacity=1 << 16)
+    staging = DeviceStaging(torch.device("cpu"), failures.append, capacity=1 << 16)
     for number in range(100):
         size = (1 << 17) if number % 10 == 0 else 3000 + 64 * number
         staging.stage((torch.full((size,), number, dtype=torch.int32),), arrived)

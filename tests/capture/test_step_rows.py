@@ -15,7 +15,7 @@ from fake_runners import EarlyV2, HostPositions, LaterV2
 from vllm_accprobe.capture.core.rows import Requests, Scheduled
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION
 from vllm_accprobe.capture.torch_model.padded_batch import Rectangle
-from vllm_accprobe.capture.vllm.batch import Batch
+from vllm_accprobe.capture.vllm.batch import ChosenRows, EngineBatch
 from vllm_accprobe.config import ProbeConfig
 
 
@@ -30,14 +30,18 @@ def scheduled(total: int = 6, **other: Any) -> Plain:
     )
 
 
-def begun(runner: Any, out: Any) -> Batch:
+def begun(runner: Any, out: Any) -> EngineBatch:
+    batch = EngineBatch(runner)
+    batch.begin(out)
+    return batch
+
+
+def chosen(batch: EngineBatch) -> ChosenRows:
     config = ProbeConfig()
     requests = Requests(config)
     requests.add("new", [1, 2, 3, 4, 5], 5, ())
     requests.add("old", [7] * 9, 9, ())
-    batch = Batch(config, requests, runner)
-    batch.begin(out)
-    return batch
+    return ChosenRows(batch, config, requests)
 
 
 def old_runner(**other: Any) -> Plain:
@@ -48,13 +52,13 @@ def old_runner(**other: Any) -> Plain:
 def test_the_older_runner_orders_rows_by_its_input_batch() -> None:
     batch = begun(old_runner(), scheduled(scheduled_spec_decode_tokens={"old": []}))
     assert batch.rows() == [Scheduled("old", 9, 1, 0, 10), Scheduled("new", 0, 5, 0, 5)]
-    space = batch.space(LANGUAGE, 6)
+    space = chosen(batch).space(LANGUAGE, 6)
     assert space is not None
     assert [(s.req, s.pos, s.n, s.row, s.phase) for s in space.segments] == [
         (1, 9, 1, 0, "decode"),
         (0, 0, 5, 1, "prefill"),
     ]
-    logits = batch.space(HEAD, 2)
+    logits = chosen(batch).space(HEAD, 2)
     assert logits is not None
     assert [(s.req, s.pos, s.n, s.row) for s in logits.segments] == [(1, 9, 1, 0), (0, 4, 1, 1)]
 
@@ -70,7 +74,7 @@ def test_the_newer_runner_orders_rows_by_what_it_prepared(runner_class: type[Ear
     prepared.input_ids, prepared.positions = torch.arange(8), torch.tensor([9, 0, 1, 2, 3, 4, 0, 0])
     batch.prepared(prepared)
     assert batch.rows() == [Scheduled("old", 9, 1, 0, 9), Scheduled("new", 0, 5, 0, 8)]
-    space = batch.space(LANGUAGE, 8)
+    space = chosen(batch).space(LANGUAGE, 8)
     assert space is not None
     assert (space.src, space.padded) == (6, 8)
     assert space.ids is not None
@@ -97,7 +101,7 @@ def test_positions_are_those_that_the_runner_computed(uses_mrope: bool) -> None:
     batch = begun(runner, out := scheduled())
     runner.prepare({"old": 9, "new": 0}, out.num_scheduled_tokens)
     assert bool(runner.positions.gpu.any()) is not uses_mrope
-    space = batch.space(LANGUAGE, 6)
+    space = chosen(batch).space(LANGUAGE, 6)
     assert space is not None
     assert space.positions is not None
     assert space.positions.tolist() == [9, 0, 1, 2, 3, 4]

@@ -16,8 +16,10 @@ import pytest
 import torch
 from fake_runners import EarlyV2
 
+from vllm_accprobe.capture.vllm import capturing
 from vllm_accprobe.capture.vllm import runner as capture_runner
-from vllm_accprobe.capture.vllm.runner import RunnerProbe
+from vllm_accprobe.capture.vllm.capturing import CaptureObserver
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import Dump, open_dump
 
@@ -155,24 +157,26 @@ def config(**parallel: Any) -> Plain:
     )
 
 
-Start = Callable[..., tuple[RunnerProbe, Any]]
+Start = Callable[..., tuple[CaptureObserver, Any]]
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setattr(capture_runner, "run_info", lambda *_: {"tool": "accprobe"})
+    monkeypatch.setattr(capturing, "run_info", lambda *_: {"tool": "accprobe"})
     monkeypatch.setattr(capture_runner, "before_packing", lambda look: contextlib.nullcontext())
 
-    def started(runner: Any) -> tuple[RunnerProbe, Any]:
+    def started(runner: Any) -> tuple[CaptureObserver, Any]:
         worker = Plain(model_runner=runner, execute_dummy_batch=lambda: runner._dummy_run())
-        probe = RunnerProbe(ProbeConfig(enabled=True, dir=str(tmp_path / "dump")), worker, runner, PARALLEL)
+        adapter = RunnerAdapter(worker, runner, PARALLEL)
+        probe = CaptureObserver(ProbeConfig(enabled=True, dir=str(tmp_path / "dump")), adapter)
+        adapter.add(probe)
         runner.load_model()
         return probe, worker
 
     return started
 
 
-def closed(probe: RunnerProbe) -> Dump:
+def closed(probe: CaptureObserver) -> Dump:
     probe.close("test")
     return open_dump(probe.root)
 

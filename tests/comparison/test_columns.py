@@ -1,21 +1,22 @@
-"""Column sums that a measured tensor carries."""
+"""Column sums that a measured tap carries."""
 
 import numpy as np
 from synthetic_model import capture
 
 from vllm_accprobe.comparison.engine import open_both
+from vllm_accprobe.comparison.measure.activations import Measurer
 from vllm_accprobe.comparison.measure.read import Loader
-from vllm_accprobe.comparison.measure.unit import COLUMN_ROWS, Measurer
 from vllm_accprobe.comparison.plan.row_index import Indices
 from vllm_accprobe.comparison.plan.units import make_plan
+from vllm_accprobe.kernels import structure
 
 
-def pieces(golden, mine, tap, role="output.0"):
+def measured(golden, mine, tap, role="output.0"):
     dumps = open_both(golden, mine)
     plan = make_plan(*dumps)
     indices = Indices((plan.tokens.golden, plan.tokens.mine))
     measurer = Measurer(dumps, (Loader(dumps[0]), Loader(dumps[1])), indices)
-    return list(measurer.measure(next(u for u in plan.units if u.key[:2] == (tap, role))))
+    return measurer.measure(next(u for u in plan.units if u.key[:2] == (tap, role)))
 
 
 def test_one_bad_column_stands_out():
@@ -24,22 +25,23 @@ def test_one_bad_column_stands_out():
         return values
 
     golden = capture(together=False)
-    found = pieces(golden, capture(together=False, faults={"model.norm": column}), "model.norm")
-    measured = [p for p in found if p.table is not None]
-    assert measured
-    for piece in measured:
-        dd = piece.columns[0]
-        assert dd.argmax() == 5
-        assert np.delete(dd, 5).max() < 0.01 * dd[5]
-        np.testing.assert_allclose(piece.columns.sum(axis=1), piece.table[:, [4, 1]].sum(axis=0))  # of d*d, of g*g
+    found = measured(golden, capture(together=False, faults={"model.norm": column}), "model.norm")
+    tables = [p.table for p in found.parts if p.table is not None]
+    assert len(tables) > 1
+    dd = found.columns[0]
+    assert dd.argmax() == 5
+    assert np.delete(dd, 5).max() < 0.01 * dd[5]
+    every = np.concatenate(tables)
+    assert found.columns[4].max() == len(every)  # all rows of all tensors
+    np.testing.assert_allclose(dd.sum(), (every[:, 4] / every[:, 1]).sum(), rtol=1e-5)  # of d*d over g*g
 
 
 def test_equal_tensors_have_none():
     golden = capture(together=False)
-    assert all(p.columns is None for p in pieces(golden, capture(together=False), "model.norm"))
+    assert measured(golden, capture(together=False), "model.norm").columns is None
 
 
-def test_many_rows_are_represented_by_those_that_are_furthest_apart():
+def test_many_rows_are_represented_by_some_of_them(monkeypatch):
     """300 rows, of which the last is off in column 3 and all others by a little in column 7."""
 
     def fault(values, positions, decode):
@@ -47,11 +49,12 @@ def test_many_rows_are_represented_by_those_that_are_furthest_apart():
         values[positions == 299, 3] += 10.0
         return values
 
+    monkeypatch.setattr(structure, "ELEMENTS", 64 * 32)
+    structure.chosen.cache_clear()
     prompt = {"a": [int(i) for i in np.arange(300) % 40]}
     golden = capture(prompts=prompt, together=False)
-    found = pieces(golden, capture(prompts=prompt, together=False, faults={"model.norm": fault}), "model.norm")
-    piece = next(p for p in found if len(p.keys) == 300)
-    assert COLUMN_ROWS == 64
-    assert piece.columns[0].argmax() == 3
-    gg = np.sort(piece.table[:, 1])
-    assert gg[:64].sum() <= piece.columns[1].sum() < gg.sum()
+    found = measured(golden, capture(prompts=prompt, together=False, faults={"model.norm": fault}), "model.norm")
+    structure.chosen.cache_clear()
+    assert len(found.parts[0].rows) == 300
+    assert 64 <= found.columns[4].max() < 100  # 64 of the prompt's, and those that were decoded
+    assert found.columns[0].argmax() == 3  # the last row is one of them

@@ -8,7 +8,7 @@ import pytest
 from synthetic_model import PROMPTS, MemoryDump, capture, scaled, write
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.measure.unit import NO_PAYLOAD, ROW_COUNT
+from vllm_accprobe.comparison.measure.activations import NO_PAYLOAD, ROW_COUNT
 from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.comparison.result import COLUMNS, CompareError, NothingCompared, Pair
 from vllm_accprobe.dump.schema import Image, RowSpace, Segment

@@ -7,9 +7,10 @@ import pytest
 from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.judge.foreign import FOREIGN
+from vllm_accprobe.standards import built_in
 
 ONE = {"prompts": {"a": [3, 14, 15, 9, 2, 6]}, "tokens": 3}
+FOREIGN = {name: s.pairs for name, s in built_in().items() if s.pairs is not None}
 DOWN = "model.layers.1.mlp.down_proj"
 
 

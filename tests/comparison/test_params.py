@@ -9,7 +9,7 @@ from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.plan.units import Group, Unit
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.schema import REPLICATED, Layout, Payload, Record, Stats
-from vllm_accprobe.judge.standards import Standard
+from vllm_accprobe.standards.ours import Standard
 
 
 class Store:
@@ -64,7 +64,7 @@ def test_equal_after_rounding_to_the_coarser_dtype():
     off[2, 1] += 1
     result = run(lambda s: group(s, [off], dtype="bfloat16"), lambda s: group(s, [W]))
     assert result.equal is False
-    assert result.piece.worst[:2] == (2, 1)
+    assert result.worst[:2] == (2, 1)
 
 
 @pytest.mark.parametrize("change", [0, 1])
@@ -82,7 +82,7 @@ def test_padding_of_a_vocabulary_is_cut_where_one_side_says_how_much_is_real():
     junk = np.concatenate([W, np.full((2, 4), -5, np.float32)])
     assert run(lambda s: group(s, [junk]), lambda s: group(s, shards, layouts=layouts)).equal
     assert run(lambda s: group(s, [W]), lambda s: group(s, shards, layouts=layouts)).equal
-    assert run(lambda s: group(s, [junk]), lambda s: group(s, [W])).piece.skip == "parameters: shapes differ"
+    assert run(lambda s: group(s, [junk]), lambda s: group(s, [W])).skip == "parameters: shapes differ"
 
 
 def test_fingerprints():
@@ -100,7 +100,7 @@ def test_fingerprints():
 def test_packed_against_plain_is_skipped_with_its_reason():
     packed = np.zeros((6, 4), np.uint8)
     result = run(lambda s: group(s, [W]), lambda s: group(s, [packed], dtype="uint8"))
-    assert (result.equal, result.piece.skip) == (None, "packed or quantised parameters of different dtypes")
+    assert (result.equal, result.skip) == (None, "packed or quantised parameters of different dtypes")
 
 
 def test_tables_that_each_run_computes_are_not_weights():

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from synthetic_model import capture, scaled, write
 
+from vllm_accprobe.align.row_set import NO_ROWS, RowSet
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.measure import workers
-from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit
+from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.store import resume, wire
 from vllm_accprobe.comparison.store.resume import NAME, Finished, forget, identity
 from vllm_accprobe.formats import open_dump
@@ -31,7 +33,7 @@ def unit(tap="a", **more):
     keys = np.arange(3)
     table = np.array([[np.inf, -0.0, 1 / 3]])
     part = {"golden": "g", "mine": "m", "step": 0, "rank": None, "moment": (0, 1), "dtype_golden": None,
-            "dtype_mine": "bfloat16", "call": 0, "feature": (4,), "keys": keys, "table": table,
+            "dtype_mine": "bfloat16", "call": 0, "feature": (4,), "rows": RowSet(keys), "table": table,
             "worst": (0, 1, float("nan"), 2.5)}  # fmt: skip
     made = MeasuredUnit((tap, "output.0", 0), "C", "exact", 1, 0, False, False, [Part(**part | more)] * 2)
     return made
@@ -43,13 +45,13 @@ def said(units):
 
 
 def test_units_come_back_as_they_were():
-    units = [unit(), unit("b", table=None, keys=np.zeros(0, np.int64))]
+    units = [unit(), unit("b", table=None, rows=NO_ROWS)]
     units[1].columns = np.array([[1.5], [np.nan]])
     ((text, data, end),) = wire.frames(wire.pack(units))
     back = wire.unpack(text, data, {})
     assert said(back) == said(units)
     assert type(back[0].key) is type(back[0].parts[0].moment) is tuple
-    assert back[0].parts[0].keys is back[0].parts[1].keys
+    assert back[0].parts[0].rows is back[0].parts[1].rows
     assert end == len(wire.pack(units))
 
 

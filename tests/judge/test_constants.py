@@ -8,13 +8,15 @@ import pytest
 
 import vllm_accprobe.judge as room
 from vllm_accprobe.judge import constants
+from vllm_accprobe.standards import constants as of_standards
 
 ROOM = Path(room.__file__).parent
+OURS = Path(of_standards.__file__).with_name("ours.py")
+CONSTANTS = ROOM / "constants.py", Path(of_standards.__file__)
 SOURCES = ("derived:", "measured:", "chosen:")
 ELSEWHERE = {
     "constants.py": "they are here",
     "floor.py": "units of rounding, by dtype",
-    "foreign.py": "limits of other tools, from their documents",
 }
 BOUNDS = {  # of memory, of hostile input, of text; and places in an order: they judge nothing
     "calibration.py": {256, 20, 100, 500},
@@ -28,15 +30,14 @@ BOUNDS = {  # of memory, of hostile input, of text; and places in an order: they
     "outliers.py": {1e-300},
     "shape.py": {3},
     "chance.py": {4096},
-    "standards.py": {3.0, 20},
+    "ours.py": {3.0, 20},
     "verdict.py": {5},
 }
 PLAIN = {0, 1, 2, 0.5}
 
 
 def _documented():
-    body = ast.parse((ROOM / "constants.py").read_text()).body
-    for here, after in pairwise(body):
+    for here, after in (two for path in CONSTANTS for two in pairwise(ast.parse(path.read_text()).body)):
         if isinstance(here, ast.Assign):
             said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             yield ast.unparse(here.targets[0]), str(after.value.value) if said else ""
@@ -50,11 +51,12 @@ def test_each_says_where_it_comes_from(names, said):
 
 
 def test_none_is_forgotten():
-    numbers = {n for n, v in vars(constants).items() if isinstance(v, (int, float)) and n.isupper()}
+    found = vars(of_standards) | vars(constants)
+    numbers = {n for n, v in found.items() if isinstance(v, (int, float)) and n.isupper()}
     assert numbers == {n.strip("() ") for names, _ in _documented() for n in names.split(",")}
 
 
-@pytest.mark.parametrize("path", sorted(ROOM.glob("*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*sorted(ROOM.glob("*.py")), OURS], ids=lambda p: p.name)
 def test_no_number_stands_elsewhere(path):
     if path.name in ELSEWHERE or BOUNDS.get(path.name, set()) is None:
         return

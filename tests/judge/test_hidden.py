@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from vllm_accprobe.judge.origins.columns import Columns
 from vllm_accprobe.judge.origins.outliers import Peers
 from vllm_accprobe.judge.origins.peer_evidence import COLUMNS, GAIN, GROWTH, Look
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, UNLIKE_KIN
@@ -24,7 +25,8 @@ def look(layer, *, fault=None, noise=0.004, before=0.005, seed=0):
     front = before * (1 + 0.1 * random.standard_normal(ROWS))
     zero = np.zeros(ROWS)
     tap = f"model.layers.{layer}.proj"
-    return Look(tap, "output.0", "Linear", UNIT, np.arange(ROWS), err, gain, front, zero, WIDTH, structure(g, g + d))
+    rows = np.arange(ROWS), err, gain, front, zero
+    return Look(tap, "output.0", "Linear", UNIT, *rows, WIDTH, Columns(structure(g, g + d)))
 
 
 def judged(fault, layers=4, **how):

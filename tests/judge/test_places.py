@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.origins.origin import find_origins
 from vllm_accprobe.judge.origins.peer_evidence import GAIN
 from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, Trace
-from vllm_accprobe.judge.standards import get_standard
+from vllm_accprobe.standards.ours import Standard
 
 UNIT, ROWS = 2.0**-8, 60
 KEYS = np.arange(ROWS, dtype=np.int64)
@@ -26,7 +27,7 @@ def trace(tap, role, kind, order, width, odd=0.0):
     rel[30], gain[30] = rel[30] + abs(odd), gain[30] + odd
     more = {"rel": rel, "gain": gain, "rounding": UNIT, "width": width, "allowed": 0.05}
     flags = np.zeros(ROWS, bool)
-    return Trace(tap, role, 0, kind, order, 4 * UNIT, KEYS, KEYS, rel, broken=flags, own=flags, **more)
+    return Trace(tap, role, 0, kind, order, 4 * UNIT, RowSet(KEYS), KEYS, rel, broken=flags, own=flags, **more)
 
 
 @pytest.mark.parametrize(("whole", "found"), [(512, []), (256, ["m"])])
@@ -37,6 +38,6 @@ def test_a_slice_is_not_held_against_the_whole(whole, found):
         trace("m.qkv", "output.0", OUTPUT, 1, whole),
         trace("m.attn", "input.value", INPUT, 2, 256, odd=-0.02),
     ]
-    origins = find_origins(traces, TREE, get_standard("accprobe"), {})
+    origins = find_origins(traces, TREE, Standard(), {})
     assert [o.tap for o in origins] == found
     assert all(o.hidden is not None and o.hidden.how == GAIN for o in origins)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.align.tokens import Flip, make_key
 from vllm_accprobe.comparison.verdict.remarks import remarks
 from vllm_accprobe.dump.schema import ROOT_TAP, Module, Skip
@@ -24,9 +25,10 @@ from vllm_accprobe.judge.routing import (
     is_weight,
     margins,
 )
-from vllm_accprobe.judge.standards import Standard, get_standard
 from vllm_accprobe.judge.verdict import ELEMENT, NONFINITE, RATIO, ROW, row_errors
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.standards import PAIRS, find
+from vllm_accprobe.standards.ours import Standard
 
 
 def keys(*names):
@@ -45,7 +47,7 @@ def test_limits_grow_with_the_root_of_the_depth():
     assert s.created_limits(2.0**-8, 4096).row == 4 / 256
     assert s.total_limits(2.0**-8, 4096, 3).row == 8 / 256 * 2
     assert s.created_limits(2.0**-8, 256).ratio == 4 / 256 * (0.25 + 4 / 16)
-    assert get_standard("strict").created_limits(2.0**-8, 4096).ratio == 1 / 256 * (0.25 + 4 / 64)
+    assert find("strict", PAIRS).limits.created_limits(2.0**-8, 4096).ratio == 1 / 256 * (0.25 + 4 / 64)
     assert s.created_limits(2.0**-8, 4).ratio == 4 / 256
 
 
@@ -60,7 +62,7 @@ def test_a_wide_row_may_be_truncated_twice_but_not_by_the_strict_standard():
         mine = ((mine * other).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) / other
     table = definition.row_table(g, mine)
     for name, allowed in (("accprobe", True), ("strict", False)):
-        rules = get_standard(name)
+        rules = find(name, PAIRS).limits
         errors = row_errors(table, 0.0, width, rules)
         assert (errors.ratio < 1.0).all()
         assert (errors.err <= rules.created_limits(unit, width).row).all() == allowed, name
@@ -240,7 +242,7 @@ def test_margin():
 def test_a_choice_is_a_near_tie_only_if_what_the_router_read_differs_within_its_limit():
     rows = np.array([make_key(0, p) for p in range(4)])
     err = np.array([0.01, 0.5, 0.0, 0.02])  # within the limit, beyond it, equal to the bit, within
-    router = Trace("m.l.0.mlp.gate", "output.0", 0, "output", 1, 0.0156, rows, rows, err, allowed=0.03)
+    router = Trace("m.l.0.mlp.gate", "output.0", 0, "output", 1, 0.0156, RowSet(rows), rows, err, allowed=0.03)
     unit = SimpleNamespace(key=("m.l.0.mlp.experts.quant_method", "input.topk_ids", 0), order=5)
     rerouted = Rerouted()
     ties = rerouted.near_ties(rows, unit, [router])
@@ -280,7 +282,7 @@ def test_only_a_near_tie_that_margins_show_is_excused():
     rows = np.array([make_key(i, 3) for i in range(6)])
     near = np.full(6, 0.01)
     near[4] = 0.5  # these logits are beyond their limit: an operator before is wrong
-    router = Trace("m.l.0.mlp.gate", "output.0", 0, "output", 1, 0.0156, rows, rows, near, allowed=0.03)
+    router = Trace("m.l.0.mlp.gate", "output.0", 0, "output", 1, 0.0156, RowSet(rows), rows, near, allowed=0.03)
     unit = SimpleNamespace(key=("m.l.0.mlp.experts.quant_method", "input.topk_ids", 0), order=5)
     rerouted = Rerouted()
     excused, wrong = rerouted.judge(rows, margins(*TOOK, LOGITS, MOVED), 2.0**-8, unit, [router])

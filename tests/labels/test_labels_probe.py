@@ -11,6 +11,7 @@ import torch
 from capture.toy import Toy
 
 from vllm_accprobe import Probe, gen_id, labels, set_label, set_task_id
+from vllm_accprobe.capture.labels import binding
 from vllm_accprobe.dump.reader import Dump, open_dump
 
 IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
@@ -21,7 +22,7 @@ MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
 def nothing_bound() -> Iterator[None]:
     yield
     labels.close()
-    assert labels._mode == 0
+    assert not binding.taken()
 
 
 class Labelled(Toy):
@@ -144,7 +145,7 @@ def test_a_failure_inside_ends_the_capture_and_not_the_model(
     model = Labelled()
     expected = model(IDS)["logits"]
     with Probe(model, dir=str(tmp_path / "d")) as probe:
-        monkeypatch.setattr(probe._beside.labels, "_part", lambda state: 1 / 0)
+        monkeypatch.setattr(probe._attachments.labels, "_part", lambda state: 1 / 0)
         assert torch.equal(model(IDS)["logits"], expected)
     assert "ZeroDivisionError" in caplog.text
     assert "ZeroDivisionError" in open_dump(tmp_path / "d").stops[0].reason
@@ -278,7 +279,7 @@ def test_many_files_are_collected_while_the_model_runs(tmp_path: Path, monkeypat
         for step in range(steps):
             model(IDS)
             if step == 20:
-                assert probe._beside.labels._files > 10
+                assert probe._attachments.labels._files > 10
     dump = open_dump(tmp_path / "d")
     assert len(dump.labels) == steps
     for (_, step, *_), label in dump.labels.items():

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from vllm_accprobe.opcheck import measures
 from vllm_accprobe.opcheck.measures import ACCUMULATIVE, CURRENT, EPS, V1, Measures, measure
+from vllm_accprobe.standards import measures as names
 
 NAN, INF = math.nan, math.inf
 
@@ -295,9 +296,11 @@ def test_two_shapes_are_refused():
         measure(np.array(["a"]), np.array(["a"]), "float32")
 
 
-def test_the_file_works_alone(tmp_path):
-    """A generated test carries it to a machine without accprobe."""
-    shutil.copy(Path(measures.__file__), tmp_path / "carried.py")
+def test_the_files_work_alone(tmp_path):
+    """They can be carried to a machine without accprobe."""
+    shutil.copy(Path(names.__file__), tmp_path / "names.py")
+    text = Path(measures.__file__).read_text().replace("vllm_accprobe.standards.measures", "names")
+    (tmp_path / "carried.py").write_text(text)
     code = (
         "import json, sys, numpy; from carried import measure, Measures;"
         "assert measure(numpy.ones(3), numpy.ones(3), 'float32').cosine == 1 and len(Measures.FIELDS) == 45;"

@@ -14,8 +14,8 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+from standards.named_rules import judge, judge_two
 
-from vllm_accprobe.opcheck import standards
 from vllm_accprobe.opcheck.measures import CURRENT, Domain, Measures, measure
 
 torch = pytest.importorskip("torch")
@@ -145,7 +145,7 @@ def test_the_columns_of_details_are_equal_and_so_is_the_status(dtype, msprobe):
             if theirs is not None:
                 seen[name] = seen.get(name, 0) + 1
                 assert abs(value - theirs) * n <= boundary(bench, device, dtype, limit, EPS[dtype]) + 1e-6, (seed, name)
-        finding = standards.judge("msprobe", m, "exp", dtype)
+        finding = judge("msprobe", m, "exp", dtype)
         assert finding.status == status, (seed, finding, row)
         verdicts.add(status)
     assert verdicts == {"pass", "warning", "error"}
@@ -220,7 +220,7 @@ EDGES = {
 def test_edge_cases(case, dtype, msprobe):
     g, m, status, theirs = EDGES[case]
     bench, device = torch.tensor(g, dtype=WIDER[dtype]), torch.tensor(m, dtype=getattr(torch, dtype))
-    found = standards.judge("msprobe", ours(bench, device, dtype), "exp", dtype)
+    found = judge("msprobe", ours(bench, device, dtype), "exp", dtype)
     assert found.status == status, found
     assert msprobe.details("exp", bench, device)[0] == (theirs or status)
 
@@ -232,7 +232,7 @@ def test_one_nan_among_ten_thousand_is_an_error_here_and_passes_there(msprobe):
     bench = device.float()
     device[5000] = NAN
     assert msprobe.details("exp", bench, device)[0] == "pass"
-    assert standards.judge("msprobe", ours(bench, device, "bfloat16"), "exp", "bfloat16").status == "error"
+    assert judge("msprobe", ours(bench, device, "bfloat16"), "exp", "bfloat16").status == "error"
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -268,13 +268,13 @@ def test_integers_and_booleans(kind, msprobe):
         status, row = msprobe.details("eq", g, m)
         mine = measure(g.numpy(), m.numpy(), kind)
         assert mine.binary_err_ratio == row["二进制一致错误率"] == wrong / 100
-        assert standards.judge("msprobe", mine, "eq", kind).status == status == ("error" if wrong else "pass")
+        assert judge("msprobe", mine, "eq", kind).status == status == ("error" if wrong else "pass")
 
 
 def test_int16_is_compared_here_and_refused_there(msprobe):
     g = torch.arange(10, dtype=torch.int16)
     assert msprobe.details("eq", g, g)[0] == "error"
-    assert standards.judge("msprobe", measure(g.numpy(), g.numpy(), "int16"), "eq", "int16").status == "pass"
+    assert judge("msprobe", measure(g.numpy(), g.numpy(), "int16"), "eq", "int16").status == "pass"
 
 
 @pytest.mark.parametrize(("off", "status"), [(0, "pass"), (1, "pass"), (2, "error")])
@@ -284,8 +284,8 @@ def test_a_quantiser_may_be_off_by_one(off, status, msprobe):
     m[3] += off
     assert msprobe.details("npu_dynamic_quant", g, m)[0] == status
     mine = measure(g.numpy(), m.numpy(), "int8")
-    assert standards.judge("msprobe", mine, "torch.ops.npu.npu_dynamic_quant", "int8").status == status
-    assert standards.judge("msprobe", mine, "neg", "int8").status == ("error" if off else "pass")
+    assert judge("msprobe", mine, "torch.ops.npu.npu_dynamic_quant", "int8").status == status
+    assert judge("msprobe", mine, "neg", "int8").status == ("error" if off else "pass")
 
 
 def test_an_empty_tensor_is_skipped(msprobe):
@@ -293,7 +293,7 @@ def test_an_empty_tensor_is_skipped(msprobe):
     empty = torch.zeros(0)
     status, row = msprobe.details("exp", empty.double(), empty)
     assert (status, row["Status"]) == ("pass", "SKIP")
-    assert standards.judge("msprobe", ours(empty, empty, "float32"), "exp", "float32").status == "skip"
+    assert judge("msprobe", ours(empty, empty, "float32"), "exp", "float32").status == "skip"
 
 
 def _sides(seed, dtype):
@@ -345,7 +345,7 @@ def test_the_other_algorithms_give_the_same_statuses(msprobe):
     from msprobe.pytorch.api_accuracy_checker.compare.compare_column import ApiPrecisionOutputColumn
     from msprobe.pytorch.api_accuracy_checker.compare.compare_input import PrecisionCompareInput
 
-    from vllm_accprobe.opcheck.standards import apis
+    from vllm_accprobe.standards import msprobe_apis as apis
 
     r = np.random.default_rng(3)
     rules = {
@@ -379,7 +379,7 @@ def test_the_other_algorithms_give_the_same_statuses(msprobe):
             }  # fmt: skip
             rows = [{c: s[n] for c, n in columns.items()} | {"DEVICE Dtype": f"torch.{dtype}"} for s in (mine, golden)]
             theirs = rule(PrecisionCompareInput(*rows, f"torch.{dtype}", ApiPrecisionOutputColumn(), "x"))
-            found = standards.judge_two("msprobe", golden, mine, "x", dtype, algorithm=algorithm)
+            found = judge_two("msprobe", golden, mine, "x", dtype, algorithm=algorithm)
             assert (found.status, found.algorithm) == (theirs, algorithm), (golden, mine, found)
             seen.add(found.status)
         assert seen == {"pass", "error"}
@@ -398,15 +398,15 @@ def test_where_the_documents_and_the_code_of_the_two_sided_standard_differ(mspro
     share = "ULP误差大于阈值占比"
     rows = {"ULP误差平均值": 0.3, share: 0.003}, {"ULP误差平均值": 0.3, share: 0.002}
     assert theirs(msprobe.two_sided.record_ulp_compare_result, *rows, "torch.bfloat16") == "pass"
-    found = standards.judge_two("msprobe", {"ulp_share": 0.002}, {"ulp_share": 0.003}, "mm", "bfloat16")
+    found = judge_two("msprobe", {"ulp_share": 0.002}, {"ulp_share": 0.003}, "mm", "bfloat16")
     assert (found.status, found.algorithm) == ("error", "ULP")
     assert (
         theirs(msprobe.two_sided.record_thousandth_threshold_result, {"双千指标": 0.999}, {}, "torch.float32") == "pass"
     )
-    assert standards.judge_two("msprobe", {}, {"dual_1000": 0.999}, "conv2d", "float32").status == "error"
+    assert judge_two("msprobe", {}, {"dual_1000": 0.999}, "conv2d", "float32").status == "error"
     from msprobe.pytorch.api_accuracy_checker.precision_standard.standard_register import StandardRegistry
 
-    from vllm_accprobe.opcheck.standards import apis
+    from vllm_accprobe.standards import msprobe_apis as apis
 
     names = {
         "absolute_threshold": apis.ABSOLUTE, "binary_consistency": apis.BINARY, "ulp_compare": apis.ULP,
@@ -424,7 +424,7 @@ def test_the_lists_of_apis_are_those_of_the_release(msprobe):
     from msprobe.pytorch.api_accuracy_checker.compare import compare_utils
     from msprobe.pytorch.api_accuracy_checker.precision_standard.standard_config import StandardConfig
 
-    from vllm_accprobe.opcheck.standards import apis
+    from vllm_accprobe.standards import msprobe_apis as apis
 
     lists = {
         apis.ABSOLUTE: compare_utils.absolute_standard_api, apis.BINARY: compare_utils.binary_standard_api,

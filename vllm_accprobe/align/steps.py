@@ -7,7 +7,7 @@ one subject per rank, at the step's place, so that what went wrong in one step m
 Ranks whose layout nobody wrote down meet rank by rank where both sides have the same ranks; else their pieces are
 joined as align/shards.py can. From the step on whose token ids (or other whole numbers that go in first) differ, the
 runs are about different texts: those steps are left out, and said.
-Not here: names (names.py), shapes that differ (comparison/measure/unit.py).
+Not here: names (names.py), shapes that differ (comparison/measure/activations.py).
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from typing import Any
 
 import typer
 
+from vllm_accprobe.cli.common.options import Command
+
 COMMANDS = (
     "compare", "opcheck", "gentest", "opdiff", "calibrate", "summary", "show", "convert", "repair",
     "doctor", "labels", "run", "errcheck", "formats", "patches",
@@ -39,7 +41,9 @@ def build() -> typer.Typer:
     app.callback(invoke_without_command=True)(_root)
     for name in COMMANDS:
         settings = {"allow_interspersed_args": name not in STARTERS}
-        app.command(name, context_settings=settings)(getattr(importlib.import_module(f"{__name__}.{name}"), name))
+        app.command(name, cls=Command, context_settings=settings)(
+            getattr(importlib.import_module(f"{__name__}.{name}"), name)
+        )
     return app
 
 

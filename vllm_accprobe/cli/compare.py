@@ -36,7 +36,7 @@ def compare(
         "accprobe",
         "--standard",
         metavar="NAME",
-        help="The limits: accprobe or strict; or another tool's: xray, msprobe, msprobe-1.0, ait, mindspore.",
+        help="The limits: {standards}; accprobe and strict are ours, the others other tools'.",
     ),
     floor: list[Path] = typer.Option(
         [],

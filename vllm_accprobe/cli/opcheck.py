@@ -25,9 +25,7 @@ def opcheck(
     model: Path = typer.Option(
         None, "--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."
     ),
-    standard: str = typer.Option(
-        "operator", "--standard", metavar="NAME", help="Limits: operator, strict, msprobe, msprobe-1.0, ait, xray."
-    ),
+    standard: str = typer.Option("operator", "--standard", metavar="NAME", help="Limits: {standards}."),
     against: str = typer.Option(
         _EXACT, "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
     ),
@@ -109,13 +107,13 @@ def _job(
     kl: bool, seed: int, save: Path | None,
 ) -> Job:  # fmt: skip
     from vllm_accprobe.cli.common.same import refuse_same
-    from vllm_accprobe.opcheck.run.result_row import OURS, STRICT
     from vllm_accprobe.opcheck.run.worker import AGAIN, DEVICE, EXACT, GOLDEN, Job
-    from vllm_accprobe.opcheck.standards import NAMES
+    from vllm_accprobe.standards import OUTPUT, UnknownStandard, find
 
-    known = (OURS, STRICT, *NAMES)
-    if standard not in known:
-        raise CommandError(f"--standard: there is no {standard!r}; there are {', '.join(known)}")
+    try:
+        find(standard, OUTPUT)
+    except UnknownStandard as why:
+        raise CommandError(f"--standard: {why}") from None
     if rerun and against != _EXACT:
         raise CommandError("--rerun and --against: choose one")
     if model is not None and not model.is_dir():

@@ -15,7 +15,7 @@ def opdiff(
     ),
     mine: Path = typer.Argument(..., metavar="MINE.csv", help="Of the other, an NPU or XPU perhaps."),
     standard: str = typer.Option(
-        "msprobe", "--standard", metavar="NAME", help="msprobe, msprobe-1.0, operator (both verdicts), ait or xray."
+        "msprobe", "--standard", metavar="NAME", help="{standards} (operator: both verdicts)."
     ),
     algorithm: list[str] = typer.Option(
         [],
@@ -43,7 +43,7 @@ def opdiff(
     from vllm_accprobe.opcheck.diff import lines
     from vllm_accprobe.opcheck.diff.csv_rows import SheetError
     from vllm_accprobe.opcheck.diff.verdicts import Totals, open_diff
-    from vllm_accprobe.opcheck.standards import ERROR
+    from vllm_accprobe.standards.finding import ERROR
 
     for path in (golden, mine):
         if not path.exists():

@@ -2,7 +2,7 @@
 
 The problem: reading and measuring cost minutes, judging costs seconds and is done again with other limits. The idea:
 the plan's units are measured by workers into plain values (measured.py), from which judging.py makes the result.
-Not here: each of those matters (units.py, workers.py, unit.py, coverage.py), the verdict (judging.py).
+Not here: each of those matters (units.py, workers.py, activations.py, coverage.py), the verdict (judging.py).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, 
 from vllm_accprobe.formats.common import held
 from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUES, ForeignDump
 from vllm_accprobe.judge.calibration import Calibration
-from vllm_accprobe.judge.foreign import FOREIGN
-from vllm_accprobe.judge.standards import Standard, get_standard
+from vllm_accprobe.standards import PAIRS, NamedStandard, UnknownStandard, find
+from vllm_accprobe.standards.ours import Standard
 
 IDS_ONLY = "ids of the best logits (used for flipped tokens only)"
 Progress = Callable[[int, int], None]
@@ -60,8 +60,7 @@ def compare(
 ) -> Comparison:
     """Compares two dumps (paths, or what `open_dump` gives).
 
-    standard: a name in judge.standards.STANDARDS or judge.foreign.FOREIGN, or a Standard. taps: globs over tap
-    names, comma separated.
+    standard: one of standards.names(PAIRS), or a Standard. taps: globs over tap names, comma separated.
     mapping: a file or rules that say which place of mine is which of golden (docs/mapping.md).
     progress: called with (bytes done, bytes in all) of both sides, read or known to be equal. Raises CompareError, one
     line, and NothingCompared. resume: a directory that remembers what is measured until resume.forget is called.
@@ -74,7 +73,7 @@ def compare(
     dumps = open_both(golden, mine)
     floor = gather(dumps[0], floors, compare)
     plan = make_plan(*dumps, taps=taps, mapping=find_mapping(mapping))
-    kl = other is not None and FOREIGN[other].needs_kl
+    kl = other is not None and other.pairs is not None and other.pairs.needs_kl
     run = _Run(dumps, plan, ray=ray, kl=kl)
     log = RowLog()
     finished = None
@@ -150,16 +149,15 @@ def find_mapping(mapping: str | Path | Rules | None) -> Rules | None:
         raise CompareError(str(e)) from None
 
 
-def find_standard(standard: str | Standard) -> tuple[Standard, str | None]:
-    """(our own rules, the name of another tool's standard or None). Raises CompareError."""
+def find_standard(standard: str | Standard) -> tuple[Standard, NamedStandard | None]:
+    """(our own limits, another tool's standard or None). Raises CompareError."""
     if isinstance(standard, Standard):
         return standard, None
-    if standard in FOREIGN:
-        return Standard(), standard
     try:
-        return get_standard(standard), None
-    except KeyError as e:
-        raise CompareError(f"{e.args[0]}, {', '.join(FOREIGN)}") from None
+        found = find(standard, PAIRS)
+    except UnknownStandard as e:
+        raise CompareError(str(e)) from None
+    return (found.limits, None) if found.limits is not None else (Standard(), found)
 
 
 def _shelve(unit: MeasuredUnit, shelf: Shelf) -> None:
@@ -225,7 +223,7 @@ class _Run:
             if part.skip:
                 self.skipped[part.skip] += 1
             elif not part.whole and not unit.is_param:
-                self.compared.setdefault(part.family, []).append(part.keys)
+                self.compared.setdefault(part.family, []).append(part.rows.keys)
 
     def _setting(self) -> Setting:
         plan, (golden, mine) = self.plan, self.dumps

@@ -23,9 +23,9 @@ from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import ACL, LABEL_TAP, PTA, Label, Record, label_file, rank_dir, segment_name
 from vllm_accprobe.dump.select import row_space
 from vllm_accprobe.judge.floor import flow_unit, is_exact
-from vllm_accprobe.judge.standards import EXACT, Limits, Standard
 from vllm_accprobe.judge.verdict import describe, row_errors, value_and_limit
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.standards.ours import EXACT, Limits, Standard
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 

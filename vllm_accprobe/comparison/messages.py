@@ -2,7 +2,7 @@
 
 The problem: the same facts are read in a table, a terminal and a page, and by people in a hurry. The idea: pure
 functions from what was measured to finished rows and sentences; each names the thing, the number and the limit, once.
-Not here: what is measured (unit.py) and what is wrong (judge/).
+Not here: what is measured (activations.py) and what is wrong (judge/).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part, Setting
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Setting
+from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.measure.read import UNREAD
 from vllm_accprobe.comparison.measure.statistics import said as figures_said
 from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN, Plan
@@ -24,9 +25,9 @@ from vllm_accprobe.comparison.verdict import harmless
 from vllm_accprobe.judge import flips
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.standards import Limits
 from vllm_accprobe.judge.verdict import METRICS, RowErrors, Worst, describe, value_and_limit
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.standards.ours import Limits
 
 ALL_SKIPPED = "all pairs were skipped"
 NOBODY = (
@@ -59,8 +60,8 @@ def make_pair(
     err, rows = worst.err, len(errors.err)
     wrong = err is not None and not err <= limits.row
     request = at = None
-    if len(part.keys) and err is not None and err > 0 and rows == len(part.keys):
-        request, at = setting.name(int(part.keys[worst.row]))
+    if len(part.rows) and err is not None and err > 0 and rows == len(part.rows):
+        request, at = setting.name(int(part.rows.keys[worst.row]))
     decided = value_and_limit(errors, worst.row, limits) if part.table is not None and rows else None
     clause = describe(*decided) if wrong and decided is not None else ""
     if wrong and part.table is None:
@@ -74,13 +75,13 @@ def make_pair(
     same = bool(numbers) and not numbers["max_abs_err"] and not numbers["nonfinite_mismatch"]
     return Pair(
         **_names(unit, part),
-        shape=part.feature if part.whole else (len(part.keys), *part.feature),
+        shape=part.feature if part.whole else (len(part.rows), *part.feature),
         **numbers,
         worst_row_rel_l2=worst.rel,
         worst_row_norm_ratio=worst.ratio,
         status=FAIL if wrong else PASS,
         message=join(clause, part.replicas, part.note, facts.note),
-        rows=None if part.whole else len(part.keys),
+        rows=None if part.whole else len(part.rows),
         phase=facts.phase,
         prefill_rel_l2=worst.prefill,
         decode_rel_l2=worst.decode,

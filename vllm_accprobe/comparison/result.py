@@ -2,27 +2,31 @@
 
 The problem: verdict, table, page and exit code must all say the same thing. The idea: they read one frozen
 value, `Comparison`, of plain numbers, strings and lists; nothing is computed twice and nothing needs a tensor again.
-Not here: how the numbers come about (engine.py), what they mean (judge/), how they look (report/).
+Not here: one pair (pair.py), how the numbers come about (engine.py), what they mean (judge/), how they look (report/).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pair, count_pairs
+from vllm_accprobe.comparison.verdict.deciding import PARTLY, WHOLE, would_decide
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
     from vllm_accprobe.comparison.row_table import RowTable, Sample
 
+__all__ = [
+    "COLUMNS", "FAIL", "FALSE_ALARM_RATE", "PARTLY", "PASS", "SKIP", "WHOLE", "CompareError", "Comparison", "Counts",
+    "Foreign", "NothingCompared", "Pair",
+]  # fmt: skip
+
 SCHEMA = 1
-PASS, FAIL, SKIP = "pass", "fail", "skip"
-PHASE_MIXED = "mixed"
-PARTLY, WHOLE = "partly", "whole"
 
 
 class CompareError(Exception):
@@ -31,108 +35,6 @@ class CompareError(Exception):
 
 class NothingCompared(CompareError):
     """Both dumps were read and no pair of tensors came out. Exit code 3."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One row of compare.csv: a tensor of mine against the same rows of the golden.
-
-    golden, mine: each tensor's name in its own dump's spelling (``tap/role#call``); "" where there is no partner.
-    step: mine's step, None for a parameter. rank: mine's rank, or None when several ranks were merged.
-    shape: of the rows compared, ``[rows, ...]``; the metrics are defined in kernels/catalog.py.
-    worst_row_norm_ratio: the norm ratio mine/golden furthest from 1. max_abs_index: index within ``shape``.
-    status: pass, fail or skip; message: why, in words. order: place in the data flow, small is early.
-    rule: how the names were paired. rows: how many rows were compared (None for tensors without rows).
-    phase: prefill, decode, mixed or None. worst_request, worst_position: of the worst row.
-    limit: what worst_row_rel_l2 was held against (0.0: exact equality). identical: the numbers compared are equal, in
-    whatever dtype and file they lie (NaN equals NaN); bit_identical: so are their stored bits, by hash or by reading.
-    Neither where only statistics, checksums or samples were there to compare.
-    measure, measured, allowed: which measure decided (judge.verdict.METRICS, or ``created``), its value in the row that
-    decided, and its own limit; a norm ratio may be off by ``allowed`` from 1. floor: the worst row that honest rounding
-    and batching alone would give, floor_source: how that is known (judge/calibration.py), x_floor: worst_row_rel_l2 in
-    units of it. elements, kl: for other tools' standards (oracle.ELEMENT_FIELDS, KL divergence); no columns.
-    """
-
-    golden: str
-    mine: str
-    step: int | None
-    rank: int | None
-    dtype_golden: str | None
-    dtype_mine: str | None
-    shape: tuple[int, ...]
-    cosine: float | None = None
-    max_abs_err: float | None = None
-    mean_abs_err: float | None = None
-    rmse: float | None = None
-    rel_l2: float | None = None
-    max_rel_err: float | None = None
-    worst_row_rel_l2: float | None = None
-    worst_row_norm_ratio: float | None = None
-    nonfinite: int | None = None
-    nonfinite_mismatch: int | None = None
-    status: str = SKIP
-    message: str = ""
-    tap: str = ""
-    cls: str = ""
-    role: str = ""
-    call: int = 0
-    order: int = 0
-    rule: str = ""
-    rows: int | None = None
-    phase: str | None = None
-    prefill_rel_l2: float | None = None
-    decode_rel_l2: float | None = None
-    worst_request: str | None = None
-    worst_position: int | None = None
-    max_abs_index: tuple[int, ...] | None = None
-    max_abs_golden: float | None = None
-    max_abs_mine: float | None = None
-    limit: float | None = None
-    identical: bool = False
-    bit_identical: bool = False
-    measure: str | None = None
-    measured: float | None = None
-    allowed: float | None = None
-    floor: float | None = None
-    floor_source: str | None = None
-    x_floor: float | None = None
-    elements: tuple[float, ...] | None = None
-    kl: float | None = None
-
-
-_NO_COLUMNS = ("elements", "kl")
-COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Pair) if f.name not in _NO_COLUMNS)
-"""Names of compare.csv's columns, in order."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """How many pairs there are of each kind: the only place that counts them, for all that is printed and written.
-
-    total: rows of compare.csv, compared + skipped; compared: passed + failed; identical: of those compared, whichever
-    their status; bit_identical: of those identical. skip_reasons: adds up to ``skipped``."""
-
-    passed: int
-    failed: int
-    skipped: int
-    identical: int
-    bit_identical: int
-    skip_reasons: dict[str, int]
-
-    @property
-    def compared(self) -> int:
-        return self.passed + self.failed
-
-    @property
-    def total(self) -> int:
-        return self.compared + self.skipped
-
-
-def count_pairs(pairs: list[Pair]) -> Counts:
-    status = Counter(p.status for p in pairs)
-    reasons = Counter(p.message for p in pairs if p.status == SKIP)
-    known = [p.bit_identical for p in pairs if p.identical and p.status != SKIP]
-    return Counts(status[PASS], status[FAIL], status[SKIP], len(known), sum(known), dict(reasons))
 
 
 @dataclass(frozen=True)
@@ -195,9 +97,7 @@ class Comparison:
     @cached_property
     def would_decide(self) -> list[dict[str, str]]:
         """What would decide where the answer is open: [{"why", "command"}], the best first (deciding.py)."""
-        from vllm_accprobe.comparison.verdict import deciding
-
-        return deciding.would_decide(self)
+        return would_decide(self)
 
     def to_json(self) -> dict[str, Any]:
         """compare.json (schema 1). Numbers that JSON cannot hold become the strings "nan", "inf" and "-inf"."""
@@ -222,21 +122,20 @@ class Comparison:
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame with a row per pair and compare.csv's columns (report/notebook.py)."""
-        from vllm_accprobe.report import notebook
-
-        return notebook.to_pandas(self)
+        return _notebook().to_pandas(self)
 
     def plot_depth(self) -> Any:
         """A plotly figure of the error over depth (report/notebook.py)."""
-        from vllm_accprobe.report import notebook
-
-        return notebook.plot_depth(self)
+        return _notebook().plot_depth(self)
 
     def _repr_html_(self) -> str:
         """What a notebook shows for a comparison: verdict, origins and worst pairs, without script."""
-        from vllm_accprobe.report import notebook
+        return str(_notebook().repr_html(self))
 
-        return notebook.repr_html(self)
+
+def _notebook() -> Any:
+    """The one door from here up to the report, opened when somebody walks through."""
+    return import_module("vllm_accprobe.report.notebook")
 
 
 def _plain(value: Any) -> Any:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vllm_accprobe.align.final_tokens import POSITION_MASK, subject
-
-if TYPE_CHECKING:
-    from vllm_accprobe.comparison.result import Pair
+from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.comparison.pair import Pair
 
 Names = dict[int, "tuple[str, int | None]"]
 """Subject of a row key → (request label, image index or None)."""
@@ -66,8 +65,9 @@ class RowLog:
 
     _entries: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
 
-    def add(self, pair: Pair, keys: np.ndarray, error: np.ndarray, decode: np.ndarray) -> None:
-        """keys: int64 [n] row keys; error: float [n], or [1] for all rows alike; decode: bool [n]."""
+    def add(self, pair: Pair, rows: RowSet, error: np.ndarray) -> None:
+        """error: float [n] of the n ``rows``, or [1] for all alike."""
+        keys, decode = rows.keys, rows.decode
         if not len(keys) or len(decode) != len(keys) or pair.role.startswith("param."):
             return
         error = np.broadcast_to(error, keys.shape) if len(error) == 1 else error

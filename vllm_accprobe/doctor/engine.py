@@ -69,7 +69,7 @@ def findings(answers: Answers) -> list[Finding]:
     out.append(_lacking(answers["engine_args"], "eager", "EngineArgs can be made eager", WARNING))
     capture = answers["capture"]
     if "error" in capture:
-        todo = _alone("import vllm_accprobe.capture.vllm.runner")
+        todo = _alone("import vllm_accprobe.capture.vllm.capturing")
         out.append(Finding(ERROR, "capture", f"the probe cannot be loaded: {capture['error']}", todo))
     else:
         out.append(Finding(OK, "capture", "the probe can be loaded"))

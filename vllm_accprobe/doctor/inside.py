@@ -156,4 +156,4 @@ def _engine_args() -> list[str]:
 
 
 def _capture() -> str:
-    return str(importlib.import_module("vllm_accprobe.capture.vllm.runner").__name__)
+    return str(importlib.import_module("vllm_accprobe.capture.vllm.capturing").__name__)

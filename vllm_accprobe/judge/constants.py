@@ -8,12 +8,15 @@ clean pairs.
 
 u is one rounding of the tensor's dtype (floor.py). What is allowed depends on how many questions are asked, so that
 most thresholds are no numbers at all but quantiles at one rate of false alarms (chance.py). Not here: units of
-rounding by dtype (floor.py), other tools' limits (foreign.py), bounds of memory and of hostile input.
+rounding by dtype (floor.py), the limits of a row and other tools' (standards/), bounds of memory and of hostile input.
 """
 
 from __future__ import annotations
 
 import math
+
+from vllm_accprobe.standards.constants import TRUNCATED as TRUNCATED
+from vllm_accprobe.standards.constants import TRUNCATIONS as TRUNCATIONS
 
 # --- one rate of false alarms ----------------------------------------------------------------------------------------
 
@@ -80,12 +83,6 @@ are none."""
 GAIN_LEAST = 0.5
 """derived: the gain that rounding one shared factor to nearest leaves: half a step of 2 u at most, 0 on average, and
 0.5 u rms over significands of equal logarithm."""
-TRUNCATED = 0.5 / math.log(2.0)
-"""derived: what rounding toward zero takes off a value on average, in u: half a step of 2**(1-p), over significands m
-in [1, 2) with log-uniform m, of which 1 / m has the mean 1 / (2 ln 2)."""
-TRUNCATIONS = 2
-"""measured: how often a result is truncated on its way through one operator: vLLM's AVX2 attention truncates its
-probabilities and what it gives out (`accprobe calibrate --profile`)."""
 GAIN_ROW = 1.5
 """derived: a row's own factor, rounded to nearest (1 u), and a result that was truncated in one run only, less what
 that leaves on average in all rows: 0.5 u."""
@@ -122,36 +119,6 @@ COLUMN_TYPICAL = 0.1
 """chosen: u; the typical column's error counts as no less."""
 COLUMN_SMALL = 0.25
 """chosen: of the typical column's power; a smaller column is measured against that."""
-
-# --- limits of a row (standards.py) -----------------------------------------------------------------------------------
-
-CREATED = 4.0
-"""chosen: u that one operator may add to a row: four roundings to the same side, of inputs, weights, an intermediate
-and the result. Measured, scripts/judge_constants.py created: the typical row of 3,677 honest places adds 0.6 u at the
-90th percentile, 2.1 at the 99th and 3.5 in the worst (weights that were trained, attention)."""
-TOTAL = 8.0
-"""chosen: u that may have piled up before the first layer. Clean TP=2 against TP=1 has 5.7, 4.1, 6.5 and 6.2 u after
-layers 1 to 4, where 8 sqrt(1 + depth) allows 11 to 18."""
-GROWTH = 0.5
-"""derived: exponent of (1 + depth): independent errors add in quadrature."""
-AMPLIFICATION = 4.0
-"""chosen: how much of its inputs' relative error an operator may pass on; sums that cancel enlarge it."""
-WILD = 16.0
-"""chosen: the same for inputs that are beyond the limit themselves: what a fault leaves behind is no random noise."""
-GARBAGE = 0.05
-"""chosen: inputs further off than this explain any output: softmax and routers turn to other values altogether."""
-RATIO_SHARE, RATIO_WIDTH = 0.25, 4.0
-"""derived: of the row's limit, what its norm's ratio may be off by: noise of mean zero changes a norm by 1 /
-sqrt(width) of itself, four standard deviations of which are allowed; chosen: a quarter, for noise that is not of
-mean zero."""
-ROW_DEVIATIONS = 5.0
-"""derived: standard deviations that one row of a million reaches."""
-ELEMENT = 8.0
-"""derived: an element's limit over the row's: one of 2**40 elements of normal errors is 7.2 deviations off."""
-ROW_FLOOR = 0.1
-"""chosen: rows whose norm is below this part of the tap's median norm are measured against that part."""
-STRICT_CREATED, STRICT_TOTAL, STRICT_AMPLIFICATION = 1.0, 2.0, 2.0
-"""chosen: the standard ``strict``: one rounding, and a product of two inputs."""
 
 # --- blame ------------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_accprobe.judge.standards import Limits, Standard
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.standards.ours import Limits, Standard
 
 ROW, RATIO, ELEMENT, EXACTLY, NONFINITE = range(5)
 METRICS = ("row_rel_l2", "row_norm_ratio", "element", "exact", "nonfinite")

@@ -2,7 +2,7 @@
 
 The problem: each standard for operators counts something of its own (steps of the last place, errors of small values,
 decades), and a machine without accprobe must count the same. The idea: one pass over the flat tensors in blocks, in
-float64, from which all measures come; one file that needs numpy and nothing of ours, so that it can be carried along.
+float64, from which all measures come.
 g is the reference, m is mine, d = m - g.
 
 What holds everywhere: a reference beyond the range of mine's dtype counts as infinite, because an honest kernel
@@ -13,18 +13,19 @@ wrong otherwise. A measure that has no position to be taken at is None, or 0 whe
 Sources: msprobe's documents of accuracy_checking_details.csv, releases 1.0.4 and 26.2, and for what these leave open
 msprobe 26.2's behaviour; ait's opcheck for ait_share; torch_xray's counts above 1e-n. docs/opcheck-standards.md has
 the formulas side by side and where msprobe's code differs from its documents.
-Not here: the same with torch alone, which a generated test carries (plainmeasures.py: its numbers stand there once
-more, and a test holds measure against measure), what a measure's value means (standards/).
+Not here: the measures' names (standards/measures.py), the same with torch alone, which a generated test carries
+(plainmeasures.py: its numbers stand there once more, and a test holds measure against measure).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from dataclasses import dataclass
 
 import numpy as np
+
+from vllm_accprobe.standards.measures import Measures
 
 BLOCK = 1 << 17
 """Elements at a time; some twenty arrays of float64 of this length exist at once."""
@@ -77,78 +78,6 @@ V1 = Domain(
 _BOUND = {"float16": 2.0**-8, "bfloat16": 2.0**-7, "": 2.0**-11}
 ACCUMULATIVE = Domain({"": 1.0}, _BOUND, _BOUND)
 """msprobe's accumulative error: everything below 1 is small, and one bound serves both."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measures:
-    """One output against its reference. Counts are of elements; errors in the tensor's own unit; None: not defined.
-
-    max_abs_reference, max_abs_mine: largest finite |g| and |m|. cosine: g.m / (|g| |m|). rmse, rel_l2: sqrt(mean d*d),
-    sqrt(sum d*d / sum g*g). max_rel_err, mean_rel_err: of |d| / |g| where g is not 0. dual_N: share of elements with
-    |d| / (|g| + eps) < 1 / N. error_balance: |#(m > g) - #(m < g)| / elements, g in mine's dtype. binary_err_ratio:
-    share that is not equal. inf_nan_err_ratio: share where only one is NaN, or one is infinite and the other, both cut
-    to the dtype's range, is further off than rtol.
-
-    Of CURRENT, and with v1_ of V1: small_value_err_ratio: share of small values with |d| > atol; normal_max_rel_err,
-    normal_mean_rel_err: of |d| / (|g| + eps) over normal values; normal_rmse: over them, times the square root of
-    elements / (normal + 1e-4) + 1e-4; rel_err_ratio: share of normal values beyond rtol; abs_err_ratio: share of small
-    values beyond atol. With acc_ of ACCUMULATIVE.
-
-    ulp_*: |d| in steps of mine's dtype at g, 2**(max(floor(log2 |g|), smallest exponent) - mantissa), and for g = 0 of
-    1.0; ulp_share: above 32 for float32, above 1 for coarser dtypes. ait_share: with |m / g - 1| within ait's
-    tolerance. above_1e_n: |d| > 10**-n. kl: KL divergence of softmax(g) from softmax(m) over the whole tensor, where
-    asked for."""
-
-    FIELDS: ClassVar[tuple[str, ...]]
-
-    elements: int
-    nonfinite: int
-    nonfinite_mismatch: int
-    max_abs_reference: float | None
-    max_abs_mine: float | None
-    cosine: float | None
-    max_abs_err: float | None
-    mean_abs_err: float | None
-    rmse: float | None
-    rel_l2: float | None
-    max_rel_err: float | None
-    mean_rel_err: float | None
-    dual_100: float | None
-    dual_1000: float | None
-    dual_10000: float | None
-    error_balance: float | None
-    binary_err_ratio: float | None
-    ulp_max: float | None
-    ulp_mean: float | None
-    ulp_share: float | None
-    inf_nan_err_ratio: float | None
-    small_value_err_ratio: float | None
-    normal_max_rel_err: float | None
-    normal_mean_rel_err: float | None
-    normal_rmse: float | None
-    rel_err_ratio: float | None
-    abs_err_ratio: float | None
-    v1_inf_nan_err_ratio: float | None
-    v1_small_value_err_ratio: float | None
-    v1_normal_max_rel_err: float | None
-    v1_normal_mean_rel_err: float | None
-    v1_normal_rmse: float | None
-    v1_rel_err_ratio: float | None
-    v1_abs_err_ratio: float | None
-    acc_inf_nan_err_ratio: float | None
-    acc_rel_err_ratio: float | None
-    acc_abs_err_ratio: float | None
-    ait_share: float | None
-    above_1e_1: int
-    above_1e_2: int
-    above_1e_3: int
-    above_1e_4: int
-    above_1e_5: int
-    above_1e_6: int
-    kl: float | None = None
-
-
-Measures.FIELDS = tuple(f.name for f in fields(Measures))
 
 
 def measure(

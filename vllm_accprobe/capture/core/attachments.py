@@ -19,7 +19,7 @@ from vllm_accprobe.capture.labels.taker import Labels
 from vllm_accprobe.capture.taps.hooks import Taps
 
 
-class Beside:
+class Attachments:
     """What stands beside one session's taps, until ``close``."""
 
     def __init__(self, labels: Labels, patches: Any):
@@ -44,7 +44,7 @@ def put_on(
     stored: bool,
     runner: Any = None,
     compiled: bool = False,
-) -> Beside:
+) -> Attachments:
     """Puts on ``model`` what ``session.config`` asks for besides ``taps``, which are attached.
 
     Args:
@@ -76,4 +76,4 @@ def put_on(
         from vllm_accprobe.capture.taps.patches import apply_named
 
         patches = apply_named(session, model, prefix, session.say)
-    return Beside(labels, patches)
+    return Attachments(labels, patches)

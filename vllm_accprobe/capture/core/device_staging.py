@@ -21,7 +21,7 @@ import torch
 Callback = Callable[[Sequence[torch.Tensor]], None]
 
 
-class _NoDevice:
+class _NoStream:
     """The stand-in for streams and events where tensors live in host memory: copies are finished when they return."""
 
     def fork(self) -> None: ...
@@ -35,7 +35,7 @@ class _NoDevice:
     def keep(self, tensor: torch.Tensor) -> None: ...
 
 
-class _Device:
+class _SideStream:
     """One side stream of the accelerator, by the device-independent interface of torch >= 2.6."""
 
     def __init__(self, device: torch.device):
@@ -77,7 +77,7 @@ class _Switched(contextlib.AbstractContextManager[Any]):
         torch.accelerator.set_stream(self._before)
 
 
-class Staging:
+class DeviceStaging:
     """Copies tensors to the host in order and calls back on its own thread when they have arrived.
 
     Args:
@@ -87,7 +87,7 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, failed: Callable[[BaseException], None], capacity: int = 256 << 20):
-        self._streams: _NoDevice | _Device = _NoDevice() if device.type == "cpu" else _Device(device)
+        self._streams: _NoStream | _SideStream = _NoStream() if device.type == "cpu" else _SideStream(device)
         self._pin = device.type != "cpu"
         self._capacity = capacity
         self._ring = torch.empty(capacity, dtype=torch.uint8, pin_memory=self._pin)

@@ -204,7 +204,7 @@ def logits_space(config: ProbeConfig, requests: Requests, batch: Sequence[Schedu
 
 
 @dataclass(frozen=True)
-class Item:
+class EncoderItem:
     """One multi-modal item that the encoder computes in this step."""
 
     internal: str
@@ -214,10 +214,10 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Run:
+class ItemRun:
     """``n`` placeholders of ``item`` from its ``first`` on; an item of None is padding, whose rows are nobody's."""
 
-    item: Item | None
+    item: EncoderItem | None
     first: int
     n: int
 
@@ -228,16 +228,16 @@ class Deal:
     from 1; runs: in the order of its rows, None where nobody knows."""
 
     number: int
-    runs: tuple[Run, ...] | None
+    runs: tuple[ItemRun, ...] | None
 
 
-def vision_space(config: ProbeConfig, requests: Requests, items: Sequence[Item], rows: int) -> Space | None:
+def vision_space(config: ProbeConfig, requests: Requests, items: Sequence[EncoderItem], rows: int) -> Space | None:
     """The rows of a vision tensor with ``rows`` rows over ``items``, or None if they cannot be told apart.
 
     A tower computes k rows for each placeholder token (patches before merging, one after), or one row per image.
     Rows within an image are counted from 0 in the tower's own order, which depends on the image's grid only.
     """
-    return _vision(config, requests, [Run(item, 0, item.placeholders) for item in items], rows)
+    return _vision(config, requests, [ItemRun(item, 0, item.placeholders) for item in items], rows)
 
 
 def dealt_space(config: ProbeConfig, requests: Requests, deal: Deal, rows: int) -> Space | None:
@@ -249,7 +249,7 @@ def dealt_space(config: ProbeConfig, requests: Requests, deal: Deal, rows: int) 
     return space
 
 
-def _vision(config: ProbeConfig, requests: Requests, runs: Sequence[Run], rows: int) -> Space | None:
+def _vision(config: ProbeConfig, requests: Requests, runs: Sequence[ItemRun], rows: int) -> Space | None:
     total = sum(run.n for run in runs)
     if not total or not rows:
         return None

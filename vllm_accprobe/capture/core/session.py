@@ -12,45 +12,32 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Deal, Space
 from vllm_accprobe.capture.core.sink import Sink, Ticket
+from vllm_accprobe.capture.core.step_state import StepState
 from vllm_accprobe.capture.taps.fast_path import Express, Sites
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.schema import DEALT, LOGITS, OWN, ROOT_TAP, TOKENS, Layout, Request, Step
-
-if TYPE_CHECKING:
-    from vllm_accprobe.capture.ops.dispatch import Operators
+from vllm_accprobe.dump.schema import DEALT, LOGITS, OWN, ROOT_TAP, TOKENS, Layout, Module, Request, Step
 
 NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 LANGUAGE, VISION, HEAD = "language", "vision", "head"
 """The three parts of a model as far as rows are concerned: token rows, patch rows, rows that reach the logits."""
 
 
-class StepState:
-    """What taps need during one armed step. Created once per step; its spaces are filled when first needed.
+class OperatorTap(Protocol):
+    """What captures operators in armed steps, as far as a session knows it (ops/dispatch.py)."""
 
-    ``rows``: how many token rows there are, where all of them are wanted and none is padding; -1 before that is known
-    and where it is not so. ``taking``: a tap is at work, whose own operators are none of the model. ``masked``:
-    something masks logits in this step, and what it leaves is still to be taken."""
+    def __enter__(self) -> Any: ...
 
-    __slots__ = ("calls", "inside", "masked", "number", "prefill", "rows", "seq", "spaces", "stack", "taking")
+    def __exit__(self, *exc: Any) -> Any: ...
 
-    def __init__(self, number: int, prefill: bool):
-        self.number = number
-        self.prefill = prefill
-        self.seq = 0
-        self.rows = -1
-        self.taking = 0
-        self.masked = False
-        self.calls: dict[str, int] = {}
-        self.stack: list[str] = []
-        self.inside: str | None = None
-        self.spaces: dict[str, Space] = {}
+    def forget_weights(self) -> None:
+        """Memory that held weights may hold others now."""
 
 
 class Session:
@@ -76,13 +63,13 @@ class Session:
         self.state: StepState | None = None
         self.dead: str | None = None
         self.fired: set[str] = set()
-        self.ops: Operators | None = None
+        self.ops: OperatorTap | None = None
         self._find_space = find_space
         self.deal: Callable[[], Deal | None] = lambda: None
         """What this rank's encoder computes at the moment, where images are dealt out to ranks (dealing.py)."""
         self.flatten: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Brings a batched tensor into rows (probe.py); None where tensors already are rows of tokens."""
-        self.express = Express(self, self._token_rows)
+        self.express = Express(sink, self.layout_event, self._token_rows)
 
     def begin(self, step: Step, requests: list[Request], prefill: bool) -> StepState | None:
         """Opens an armed step; None when the capture has ended."""
@@ -98,6 +85,14 @@ class Session:
     def end(self) -> None:
         """The step is over: taps let everything pass until the next one begins."""
         self.state = None
+
+    def module(self, module: Module) -> None:
+        """A module is tapped (hooks.py)."""
+        self.sink.module(module)
+
+    def skip(self, tap: str, reason: str) -> None:
+        """A module is not captured; see Sink.skip."""
+        self.sink.skip(tap, reason)
 
     def operators(self) -> contextlib.AbstractContextManager[Any]:
         """What an armed forward runs in: the operator tap, where there is one."""

@@ -3,7 +3,8 @@
 The problem: hundreds of tensors per step, most of them seen twice (an output is the next module's input), some strided,
 some with rows that nobody asked for, some on a device, while the model waits. The idea: one hash per tensor decides
 whether its bytes are new in this step; only new bytes are copied, straight into the writer's block; everything else
-is a journal line that points at them. Tensors of a device take the detour over Staging and arrive here on its thread.
+is a journal line that points at them. Tensors of a device take the detour over device_staging.py and arrive here on its
+thread.
 Not here: blocks and files (dump/recorder/writer.py), which rows are which (rows.py, rowmaps.py), what is tapped
 (hooks.py).
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.device_staging import Staging
+from vllm_accprobe.capture.core.device_staging import DeviceStaging
 from vllm_accprobe.capture.core.memory import DTYPE_NAMES, LAZY, Ranges, Scratch, digest, selected
 from vllm_accprobe.capture.core.rowmaps import RowMaps
 from vllm_accprobe.capture.core.rows import Space
@@ -44,7 +45,7 @@ class Sink:
 
     Args:
         start: the journal's first line, without its ``event`` key.
-        staged: tensors go through Staging (a device), or, for tests, as if they did.
+        staged: tensors go through DeviceStaging (a device), or, for tests, as if they did.
         on_stop: called once, from any thread, with the reason when the sink gives up.
     """
 
@@ -76,7 +77,7 @@ class Sink:
         self._lock = threading.Lock()
         self._closed = False
         device = device or torch.device("cpu")
-        self._staging = Staging(device, self._staging_failed) if staged or device.type != "cpu" else None
+        self._staging = DeviceStaging(device, self._staging_failed) if staged or device.type != "cpu" else None
 
     @property
     def direct(self) -> bool:

@@ -2,33 +2,32 @@
 
 The problem: ait's example is a chat loop that calls ``set_task_id`` and a patched model file that labels tensors;
 nobody attaches anything to the model. The idea: a session without a model, whose steps are the tasks. Settings come
-from the environment. Not here: the public functions (taker.py), what a label does (taker.py of this room).
+from the environment. Not here: the public functions (vllm_accprobe/labels.py), what a label does (taker.py).
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-import platform
-import socket
 import sys
 import time
-from datetime import datetime, timezone
-from multiprocessing import util as mp_util
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from vllm_accprobe import __version__, labels
-from vllm_accprobe.capture.core.dump_dir import announce, free_directory
 from vllm_accprobe.capture.core.layout import Layouts
+from vllm_accprobe.capture.core.recording import (
+    Recording,
+    at_exit,
+    distributed,
+    process_rank,
+    root_of,
+    run_facts,
+    unsplit,
+)
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import Session
-from vllm_accprobe.capture.core.sink import Sink
+from vllm_accprobe.capture.labels import binding
 from vllm_accprobe.capture.labels.taker import Labels
-from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir, in_ranges
-from vllm_accprobe.dump.recorder.writer import write_run_json
+from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import Step
 
 
@@ -37,45 +36,43 @@ class PlainLabels:
     because a script that calls ``set_task_id`` may yet build an engine, whose own dump then has the labels."""
 
     def __init__(self) -> None:
-        self.root: Path | None = None
         self._tasks = -1
-        self._session: Session | None = None
+        self._recording: Recording | None = None
         self._labels: Labels | None = None
         self._closed = False
-        self._first: labels.Taker = self._open_first
-        labels.bind(self._first)
-        atexit.register(self.close)
-        mp_util.Finalize(None, self.close, exitpriority=100)
+        self._first: binding.Taker = self._open_first
+        binding.bind(self._first)
+        at_exit(self.close)
 
     def begin_task(self) -> None:
         self._tasks += 1
-        if self._session is not None and self._labels is not None:
-            self._session.end()
+        if self._recording is not None and self._labels is not None:
+            session = self._recording.session
+            session.end()
             try:
                 self._labels.collect()
             except Exception as error:
-                self._session.fail("collecting the labels' files", error)
-            self._begin()
+                session.fail("collecting the labels' files", error)
+            self._begin(session)
 
     def close(self) -> None:
-        labels.unbind(self._first)
-        if self._closed or self._session is None or self._labels is None:
+        binding.unbind(self._first)
+        recording = self._recording
+        if self._closed or recording is None or self._labels is None:
             return
         self._closed = True
-        session = self._session
-        session.end()
+        recording.session.end()
         self._labels.close()
-        session.dead = session.dead or "closed"
-        session.sink.close("closed")
-        if not session.fired:
-            say(f"NO label was captured in {self._tasks + 1} tasks; the dump in {self.root} is empty")
+        recording.close("closed")
+        if not recording.session.fired:
+            say(f"NO label was captured in {self._tasks + 1} tasks; the dump in {recording.root} is empty")
 
     # --- the first label ---------------------------------------------------------------------------------------
 
     def _open_first(self, source: str, name: str, value: Any, path: str | None) -> None:
-        if labels.others(self._first):
+        if binding.others(self._first):
             return
-        labels.unbind(self._first)  # whatever comes of it, it is tried once
+        binding.unbind(self._first)  # whatever comes of it, it is tried once
         try:
             config = ProbeConfig.from_env()
             rank, world = _place()
@@ -89,50 +86,30 @@ class PlainLabels:
             self._labels.take(source, name, value, path)
 
     def _open(self, config: ProbeConfig, rank: int, world: int) -> None:
-        root = Path(os.path.abspath(config.dir or default_dir()))
-        self.root = root = free_directory(root, rank, "these labels go")
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        parallel = {"world_size": world, "tp": [0, 1], "pp": [0, 1], "dp": [0, 1], "ep": [0, 1]}
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        write_run_json(
-            root,
-            {
-                "tool": "accprobe",
-                "versions": {"accprobe": __version__, "python": platform.python_version(), "torch": torch.__version__},
-                "platform": {"system": platform.platform(), "machine": platform.machine()},
-                "model": {"path": "", "class": Path(sys.argv[0] or "python").name, "dtype": ""},
-                "parallel": parallel,
-                "engine": {"runner": "accprobe.labels", "eager": True},
-                "probe": config.to_json(),
-                "start_time": now,
-            },
+        parallel = unsplit(world)
+        run = run_facts(
+            config.to_json(),
+            model={"path": "", "class": Path(sys.argv[0] or "python").name, "dtype": ""},
+            parallel=parallel,
+            engine={"runner": "accprobe.labels", "eager": True},
         )
-        start = {
-            "schema": 1, "rank": rank, **parallel, "pid": os.getpid(), "host": socket.gethostname(), "device": "",
-            "time": time.time(),
-        }  # fmt: skip
-        sink = Sink(config, root, rank, start, self._stopped)
-        self._session = Session(config, sink, Layouts({}, 0, 1), say, lambda part, rows: None)
-        self._labels = Labels(self._session, root, rank)
+        self._recording = recording = Recording(
+            config, root_of(config), run, Layouts({}, 0, 1), lambda part, rows: None,
+            rank=rank, parallel=parallel, beside="these labels go", announced=True,
+        )  # fmt: skip
+        self._labels = Labels(recording.session, recording.root, rank)
         self._labels.open()
-        self._begin()
-        announce(root)
-        say(f"labels go to {root}")
+        self._begin(recording.session)
+        say(f"labels go to {recording.root}")
 
-    def _begin(self) -> None:
-        session = self._session
-        if session is not None and in_ranges(session.config.steps, self._tasks):
+    def _begin(self, session: Session) -> None:
+        if in_ranges(session.config.steps, self._tasks):
             session.begin(Step(self._tasks, {}, time.time()), [], self._tasks == 0)
-
-    def _stopped(self, reason: str) -> None:
-        if self._session is not None:
-            self._session.stop(reason)
 
 
 def _place() -> tuple[int, int]:
     """(rank, world size) of this process: torch.distributed's, else torchrun's."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return (int(rank), int(world)) if rank.isdecimal() and world.isdecimal() else (0, 1)
-
+    if not distributed() and rank.isdecimal() and world.isdecimal():
+        return int(rank), int(world)
+    return process_rank()

@@ -6,7 +6,7 @@ inside a step a labelled tensor is taken like any tap's, as tap ``label:<id>`` i
 of the part of the model that is running; a path becomes a ``label`` line at once, and the file is copied into the dump
 as soon as it must be complete: when its task or the capture ends. Where torch.compile insists on whole graphs (vLLM), a
 label that it traces is left out and counted; elsewhere it stays an ordinary call. Not here: the public functions
-(taker.py), where libraries put files (dump/label_files.py).
+(binding.py), where libraries put files (dump/label_files.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe import labels
-from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, StepState
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session
+from vllm_accprobe.capture.core.step_state import StepState
+from vllm_accprobe.capture.labels import binding
 from vllm_accprobe.dump.event_lines import LABEL_ENDINGS
 from vllm_accprobe.dump.label_files import locate
 from vllm_accprobe.dump.schema import ACL, LABEL_TAP, PTA, Label, label_file, rank_dir
@@ -71,11 +72,11 @@ class Labels:
         self._whole_graphs = whole_graphs
 
     def open(self) -> None:
-        labels.bind(self._taker, self._traced if self._whole_graphs else None)
+        binding.bind(self._taker, self._traced if self._whole_graphs else None)
 
     def close(self) -> None:
         """Collects the files that labels named. To be called before the sink is closed. Never raises."""
-        labels.unbind(self._taker)
+        binding.unbind(self._taker)
         try:
             self.collect(final=True)
         except Exception as error:
@@ -144,7 +145,7 @@ class Labels:
     # --- labels that are files ---------------------------------------------------------------------------------
 
     def _promise(self, state: StepState, source: str, tap: str, path: str) -> None:
-        task = os.environ.get(labels.TASK_ENV, "")
+        task = os.environ.get(binding.TASK_ENV, "")
         call = self._call(state, tap, source)
         label = Label(self._rank, state.number, tap, source, call, path, os.getpid(), task, self._executions[path])
         if len(self._pending) >= self._next_look:
@@ -235,4 +236,3 @@ def _wrong(source: Any, name: Any, value: Any, path: Any) -> str:
     if value is None and not isinstance(path, (str, os.PathLike)):
         return "tensor_path is no path"
     return ""
-

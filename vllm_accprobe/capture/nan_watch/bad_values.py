@@ -22,9 +22,7 @@ from vllm_accprobe.capture.core.session import HEAD
 
 LIMITS = {d: float(torch.finfo(d).max) for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 FP8_TOPS = {
-    getattr(torch, name): top
-    for name, top in (("float8_e4m3fn", 0x7E), ("float8_e5m2", 0x7B))
-    if hasattr(torch, name)
+    getattr(torch, name): top for name, top in (("float8_e4m3fn", 0x7E), ("float8_e5m2", 0x7B)) if hasattr(torch, name)
 }
 """Bits, without the sign, of the largest finite value; above them lie only NaN and Inf."""
 FP8_SHARE = 0.05
@@ -47,7 +45,7 @@ class Badness:
 
 
 @dataclass(frozen=True)
-class Rule:
+class BadnessRule:
     """Which kinds count: ``nan``, ``overflow`` (Inf and saturation)."""
 
     nan: bool = True

@@ -9,8 +9,6 @@ Tensors without rows (tables) are left out and counted. Not here: when (watch.py
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +18,8 @@ import torch
 
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.memory import DTYPE_NAMES
+from vllm_accprobe.capture.core.recording import Recording
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.session import Session
-from vllm_accprobe.capture.core.sink import Sink
 from vllm_accprobe.capture.nan_watch.step import BAD, GOOD, UNCHECKED, Alarm
 from vllm_accprobe.capture.nan_watch.watch import Watch
 from vllm_accprobe.capture.taps.params import sample_hash
@@ -35,7 +32,6 @@ from vllm_accprobe.dump.findings import (
     UNSURE,
     FirstBad,
 )
-from vllm_accprobe.dump.recorder.writer import write_run_json
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, Segment, Step
 
 FindSpace = Callable[[str, int], "Space | None"]
@@ -156,19 +152,12 @@ def keep(
     find_space: FindSpace,
     requests: Mapping[int, Request],
     params: Sequence[dict[str, Any]],
-    say: Callable[[str], None],
 ) -> str:
     """Writes the alarm's call as this rank's dump under ``root``. Returns how it went, as part of a sentence.
 
     params: fingerprints of the module's parameters; their values are the checkpoint's."""
-    rank = int(parallel["rank"])
-    write_run_json(root, run)
     config = ProbeConfig(enabled=True, dir=str(root), max_gb=MAX_GB)
     tensor = dict(alarm.outputs)[alarm.role]
-    start = {
-        "schema": 1, "rank": rank, **{k: v for k, v in parallel.items() if k != "rank"},
-        "pid": os.getpid(), "host": socket.gethostname(), "device": str(tensor.device), "time": time.time(),
-    }  # fmt: skip
     full = find_space(alarm.part, tensor.shape[0] if tensor.dim() else 0)
     chosen = cut(full, rows) if full is not None else None
 
@@ -179,8 +168,12 @@ def keep(
         return chosen
 
     stopped: list[str] = []
-    sink = Sink(config, root, rank, start, stopped.append, tensor.device)
-    session = Session(config, sink, layouts, say, spaces)
+    others = {k: v for k, v in parallel.items() if k != "rank"}
+    recording = Recording(
+        config, root, run, layouts, spaces,
+        rank=int(parallel["rank"]), parallel=others, device=tensor.device, on_stop=stopped.append,
+    )  # fmt: skip
+    session, sink = recording.session, recording.session.sink
     concerned = {s.req for s in chosen.segments} if chosen is not None else set()
     step = Step(alarm.step.number, {"tokens": alarm.step.rows}, time.time())
     state = session.begin(step, [r for number, r in sorted(requests.items()) if number in concerned], False)
@@ -202,8 +195,7 @@ def keep(
             session.record(state, alarm.tap, alarm.cls, item.role, alarm.call, item.tensor, alarm.part)
     for role, output in alarm.outputs:
         session.record(state, alarm.tap, alarm.cls, role, alarm.call, output, alarm.part)
-    session.end()
-    sink.close("errcheck")
+    recording.close("errcheck")
     if stopped:
         return f"not all kept ({stopped[0]}): {root}"
     return f"kept in {root}"

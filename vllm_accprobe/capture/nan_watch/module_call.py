@@ -9,23 +9,62 @@ device, held by reference. Not here: the reduction and what follows from it (wat
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
-from vllm_accprobe.capture.nan_watch.step import Call, Check, WatchedStep, memory, padded_rows, real_rows
+from vllm_accprobe.capture.nan_watch.step import Check, HeldCall, WatchedStep, memory, padded_rows, real_rows
+from vllm_accprobe.capture.nan_watch.watch import Watch
+from vllm_accprobe.capture.ops.aside import Aside, listened
 from vllm_accprobe.capture.taps.arguments import outputs
 from vllm_accprobe.capture.taps.calls import Tap
-
-if TYPE_CHECKING:
-    from vllm_accprobe.capture.nan_watch.watch import Watch
 
 _LEARNING = 2
 """Calls after which it is believed to be known which inputs a module changes in place."""
 
 
-class Place:
+def watched(watch: Watch, tap: Tap, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original`` with its outputs checked while a step is watched; otherwise one attribute and a branch."""
+    is_compiling = torch.compiler.is_compiling
+    known = getattr(original, "__accprobe__", None)
+    if isinstance(known, Tap):  # a capture's wrapper takes anything: the names are those of what is inside
+        tap.inputs = known.inputs
+    owner = getattr(original, "__self__", None)
+    place = TapWatch(watch, tap, leaf=not (isinstance(owner, torch.nn.Module) and any(True for _ in owner.children())))
+    aside = Aside()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(*args, **kwargs)
+        step = watch.now
+        if step is None:
+            return original(*args, **kwargs)
+        try:
+            if listened():
+                with aside:
+                    entered = place.enter(step, args, kwargs)
+            else:
+                entered = place.enter(step, args, kwargs)
+        except Exception as error:
+            watch.fail(tap.names[0], error)
+            return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        try:
+            if listened():
+                with aside:
+                    place.leave(step, entered, args, kwargs, result)
+            else:
+                place.leave(step, entered, args, kwargs, result)
+        except Exception as error:
+            watch.fail(tap.names[0], error)
+        return result
+
+    return forward
+
+
+class TapWatch:
     """The watch's side of one tap: what it has learnt about in-place changes, and the work around a call.
 
     leaf: the module has no children; others change nothing that a child does not change before them."""
@@ -94,10 +133,10 @@ class Place:
                 if not held:
                     held = True
                     if self._may_hold(step, name, results):
-                        call = Call(tap, args, kwargs, result, copies, begun)
+                        call = HeldCall(tap, args, kwargs, result, copies, begun)
                 watch.defer(step, x, Check(order, name, number, role, part, tap.cls, step.last, call))
             elif watch.is_bad(x, part):
-                call = Call(tap, args, kwargs, result, copies, begun)
+                call = HeldCall(tap, args, kwargs, result, copies, begun)
                 watch.raise_alarm(step, Check(order, name, number, role, part, tap.cls, step.last, call))
                 if watch.now is not step:
                     return
@@ -116,9 +155,7 @@ class Place:
             step.held += tensor.nbytes
         return step.held <= watch.hold_bytes
 
-    def _learn(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[tuple[str, torch.Tensor]]
-    ) -> None:
+    def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[tuple[str, torch.Tensor]]) -> None:
         own = {memory(tensor) for _, tensor in results}
         shared = [r for r, t in self.tap.inputs(args, kwargs) if t.is_floating_point() and memory(t) in own]
         if shared:

@@ -1,40 +1,42 @@
 """errcheck inside vLLM: which steps are watched, whose rows are bad, and what happens then.
 
 The problem: everything that capture has to know of vLLM's runner (what a step is, which row is whose, when a process
-ends) errcheck has to know, too, with or without a capture beside it, and for all requests. The idea: a second probe of
-the same kind around the same runner, with a Watch instead of a Session; nothing is written until something is bad.
-Not here: finding (watch.py), writing (keep.py, dump/findings.py).
+ends) errcheck has to know, too, with or without a capture beside it, and for all requests. The idea: a second observer
+of the same runner, with a Watch instead of a Session; nothing is written until something is bad.
+Not here: the runner (vllm/runner.py), finding (watch.py), writing (keep.py, dump/findings.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.memory import DTYPE_NAMES
-from vllm_accprobe.capture.core.rows import Item, Scheduled, Space, logits_space, token_space, vision_space
+from vllm_accprobe.capture.core.recording import root_of
+from vllm_accprobe.capture.core.rows import EncoderItem, Requests, Scheduled, Space
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import HEAD, VISION
 from vllm_accprobe.capture.nan_watch.bad_values import parameters
 from vllm_accprobe.capture.nan_watch.keep import finding, fingerprint, keep
+from vllm_accprobe.capture.nan_watch.module_call import watched
 from vllm_accprobe.capture.nan_watch.step import Alarm, WatchedStep
 from vllm_accprobe.capture.nan_watch.watch import Watch
 from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.capture.taps.params import own_tensors
-from vllm_accprobe.capture.vllm.attach import on_worker
+from vllm_accprobe.capture.vllm.attach import observe
+from vllm_accprobe.capture.vllm.batch import ChosenRows
 from vllm_accprobe.capture.vllm.dealing import deals
 from vllm_accprobe.capture.vllm.eager import compiles
-from vllm_accprobe.capture.vllm.loading import before_packing
-from vllm_accprobe.capture.vllm.runner import _WARMUP_IDS, RunnerProbe
-from vllm_accprobe.capture.vllm.vllm_compat import hidden_size, images_of, language_prefix, run_info
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter
+from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
+from vllm_accprobe.capture.vllm.vllm_compat import hidden_size, language_prefix, run_info
 from vllm_accprobe.config import ConfigError, ProbeConfig
 from vllm_accprobe.dump.findings import FirstBad, RankReport, sentence, write
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, hash_tokens
@@ -51,10 +53,10 @@ class ErrcheckExit(RuntimeError):
     """Raised into the engine where the user asked for ``--exit``: it ends, and the server with it."""
 
 
-def attach(wrapper: Any) -> ErrcheckProbe | None:
+def attach(wrapper: Any) -> ErrcheckObserver | None:
     """Called in each worker after init_device, after the capture's own attach. Never raises."""
     try:
-        return on_worker(wrapper, ErrcheckProbe, "_accprobe_errcheck", "errcheck is off on this rank")
+        return observe(wrapper, ErrcheckObserver, ErrcheckObserver.without)
     except ConfigError as error:
         say(str(error))
     except Exception as error:
@@ -62,53 +64,43 @@ def attach(wrapper: Any) -> ErrcheckProbe | None:
     return None
 
 
-class ErrcheckProbe(RunnerProbe):
+class ErrcheckObserver(StepObserver):
     """The watch of one worker. All requests and steps are watched, whatever a capture beside it selects."""
 
-    def __init__(self, config: ProbeConfig, worker: Any, runner: Any, parallel: dict[str, Any]):
+    without = "errcheck is off on this rank"
+
+    def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self.watch: Watch | None = None
+        self.taps: Taps | None = None
         self.kinds = tuple(kind for kind in config.errcheck if kind != EXIT)
         self.exits = EXIT in config.errcheck
-        self.stop: FirstBad | None = None
         self.first: FirstBad | None = None
         self.bad_parameters: dict[str, list[str]] = {}
+        self.config = dataclasses.replace(config, requests=(), tokens=(), steps=(), modules=())
+        self.root = root_of(config) / SUBDIR if config.enabled else root_of(config)
+        self._adapter = adapter
+        self._batch = adapter.batch
+        self._parallel = adapter.parallel
+        self._requests = Requests(self.config)
+        self._rows = ChosenRows(adapter.batch, self.config, self._requests)
         self._loaded: dict[str, list[dict[str, Any]]] = {}
         self._written = time.monotonic()
-        self._later = 0
+        self._seen_steps = self._later = 0
         self._places: Counter[str] = Counter()
         self._prompts: dict[str, Any] = {}
         self._leaving: deque[list[str]] = deque()
-        self._report_fails = self._said_off = False
+        self._report_fails = self._said_off = self._closed = False
         self._layouts: Layouts | None = None
         self._run: dict[str, Any] = {}
-        everything = dataclasses.replace(config, requests=(), tokens=(), steps=(), modules=())
-        super().__init__(everything, worker, runner, parallel)
-        place = Path(self.root.absolute())
-        self.root = place / SUBDIR if config.enabled else place
+
+    @property
+    def awake(self) -> bool:
+        return self.watch is not None and self.watch.dead is None
 
     # --- the model ---------------------------------------------------------------------------------------------
 
-    def _load_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._refuses("errcheck is off on this rank"):
-            return original(*args, **kwargs)
-        with before_packing(self._look_at_layer):
-            result = original(*args, **kwargs)
-        try:
-            if self.watch is None:
-                self._attach_model()
-        except Exception as error:
-            self._off("attaching to the model", error)
-        return result
-
-    def _look_at_layer(self, model: torch.nn.Module, layer: torch.nn.Module) -> None:
-        """A layer whose weights are loaded and not yet packed."""
-        try:
-            if not self._paths:
-                self._paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
-            if id(layer) in self._paths:
-                self._look(self._paths[id(layer)], layer)
-        except Exception as error:
-            self._off("the loaded weights", error)
+    def layer(self, model: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
+        self._look(path, layer)
 
     def _look(self, path: str, module: torch.nn.Module) -> None:
         if path in self._loaded:
@@ -121,22 +113,22 @@ class ErrcheckProbe(RunnerProbe):
         for name, bad in parameters(module):
             text = f"{path or ROOT_TAP}.{name}: {bad.nan:,} NaN, {bad.inf:,} Inf"
             self.bad_parameters.setdefault(path or ROOT_TAP, []).append(text)
-            say(f"errcheck: parameter {text}, rank {self.parallel['rank']}, as loaded")
+            say(f"errcheck: parameter {text}, rank {self._parallel['rank']}, as loaded")
 
-    def _attach_model(self) -> None:
-        runner = self.runner
-        model = runner.get_model() if hasattr(runner, "get_model") else runner.model
+    def loaded(self) -> None:
+        if self.watch is not None:
+            return
+        runner, model = self._adapter.runner, self._adapter.model()
         device = torch.device(getattr(runner, "device", "cpu"))
         for path, module in model.named_modules():
             self._look(path, module)
         modules = dict(model.named_modules(remove_duplicate=False))
-        self._layouts = Layouts(
-            modules, self.parallel["tp"][0], self.parallel["tp"][1], hidden_size(runner.vllm_config)
-        )
-        self._run = run_info(runner, model, device, self.parallel, self.config.to_json())
+        tp_rank, tp_size = self._parallel["tp"]
+        self._layouts = Layouts(modules, tp_rank, tp_size, hidden_size(runner.vllm_config))
+        self._run = run_info(runner, model, device, self._parallel, self.config.to_json())
         self._settle_place()
         watch = Watch(self.kinds, self._alarm, say, device, hold_bytes=1 << 28)
-        self.taps = Taps(watch, watch.around)  # type: ignore[arg-type]
+        self.taps = Taps(watch, functools.partial(watched, watch))
         self.taps.attach(model, language_prefix(model))
         self.watch = watch
         self._write("watching")
@@ -152,46 +144,45 @@ class ErrcheckProbe(RunnerProbe):
         root = self.root
         for number in range(1, 1000):
             place = root if number == 1 else root.with_name(f"{root.name}.{number}")
-            if not (place / f"errcheck-rank{self.parallel['rank']:04d}.json").exists():
+            if not (place / f"errcheck-rank{self._parallel['rank']:04d}.json").exists():
                 place.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.root = place
                 return
 
     # --- steps -------------------------------------------------------------------------------------------------
 
-    def _execute_model(self, original: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def begin_step(self, step: EngineStep) -> None:
         watch = self.watch
-        self._end_step()
-        if watch is None or watch.dead is not None or self._quiet or kwargs.get("dummy_run"):
-            return original(scheduler_output, *args, **kwargs)
-        try:
-            self._begin_step(watch, scheduler_output)
-        except Exception as error:
-            watch.fail("reading the scheduler's output", error)
-        result = original(scheduler_output, *args, **kwargs)
-        if watch.deferred and watch.now is not None:
+        assert watch is not None
+        for new in step.new:
+            # Without a hash of the prompt, which costs more than all checks of a step: made when it is needed.
+            self._requests.add(new.name, None, new.length, new.images)
+            self._prompts[new.name] = new.prompt
+        self._requests.unsent.clear()
+        if step.number is not None:
+            self._seen_steps += 1
+            if self._seen_steps == 1:  # the KV cache has its memory by now
+                watch.hold_bytes = hold_bytes(torch.device(getattr(self._adapter.runner, "device", "cpu")))
+            watch.begin(WatchedStep(step.number, step.tokens))
+        self._leaving.append(list(step.finished))
+        if len(self._leaving) > _LATE_STEPS:
+            for name in self._leaving.popleft():
+                if name not in step.counts:
+                    self._requests.forget(name)
+                    self._prompts.pop(name, None)
+
+    def computed(self) -> None:
+        watch = self.watch
+        if watch is not None and watch.deferred and watch.now is not None:
             try:
-                watch.now.note = (list(self.batch.rows()), self._images())
+                watch.now.note = (list(self._batch.rows()), self._images())
             except Exception as error:
                 watch.fail("the order of the rows", error)
-        if result is not None or getattr(self.runner, "sample_tokens", None) is None:
-            self._finish(watch)
-        self._stop_if_asked()
-        return result
 
-    def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        finally:
-            if self.watch is not None:
-                self._finish(self.watch)
-                self._stop_if_asked()
-
-    def _end_step(self) -> None:
-        if self.watch is not None:
-            self._finish(self.watch)
-
-    def _finish(self, watch: Watch) -> None:
+    def end_step(self) -> None:
+        watch = self.watch
+        if watch is None:
+            return
         watch.end()
         if watch.dead is not None:
             if not self._said_off:
@@ -200,36 +191,9 @@ class ErrcheckProbe(RunnerProbe):
         elif time.monotonic() - self._written > _REPORT_S:  # so that a killed rank has left how far it came
             self._write("watching")
 
-    def _begin_step(self, watch: Watch, out: Any) -> None:
-        counts: dict[str, int] = out.num_scheduled_tokens
-        total = int(out.total_num_scheduled_tokens)
-        self.batch.begin(out)
-        for new in out.scheduled_new_reqs:
-            self._register(new)
-        self.requests.unsent.clear()
-        if total and not any(name.startswith(_WARMUP_IDS) for name in counts):
-            self._step += 1
-            self._seen_steps += 1
-            if self._seen_steps == 1:  # the KV cache has its memory by now
-                watch.hold_bytes = hold_bytes(torch.device(getattr(self.runner, "device", "cpu")))
-            watch.begin(WatchedStep(self._step, total))
-        self._leaving.append([name for name in out.finished_req_ids if name not in counts])
-        if len(self._leaving) > _LATE_STEPS:
-            for name in self._leaving.popleft():
-                if name not in counts:
-                    self.requests.forget(name)
-                    self._prompts.pop(name, None)
-
-    def _register(self, new: Any) -> None:
-        """Without a hash of the prompt, which costs more than all checks of a step: made when it is needed."""
-        ids = new.prompt_token_ids
-        length = len(ids) if ids is not None else int(getattr(getattr(new, "prompt_embeds", None), "shape", (0,))[0])
-        self.requests.add(new.req_id, None, length, images_of(new))
-        self._prompts[new.req_id] = ids
-
-    def _images(self) -> list[Item]:
+    def _images(self) -> list[EncoderItem]:
         """The images of the step; none where they are dealt out to ranks, and rows of the encoder are one rank's."""
-        return [] if deals(self.runner.vllm_config) else list(self.batch.items())
+        return [] if deals(self._adapter.runner.vllm_config) else list(self._batch.items())
 
     # --- findings ----------------------------------------------------------------------------------------------
 
@@ -245,22 +209,20 @@ class ErrcheckProbe(RunnerProbe):
             if not again:
                 return
         note = alarm.step.note
-        batch: list[Scheduled] = note[0] if note else self.batch.rows()
-        items: list[Item] = note[1] if note else self._images() if alarm.part == VISION else []
+        batch: list[Scheduled] = note[0] if note else self._batch.rows()
+        items: list[EncoderItem] = note[1] if note else self._images() if alarm.part == VISION else []
 
         def spaces(part: str, rows: int) -> Space | None:
             if part == VISION:
-                return vision_space(self.config, self.requests, items, rows)
+                return self._rows.images(items, rows)
             if part == HEAD:
-                space = logits_space(self.config, self.requests, batch)
-            else:
-                space = token_space(self.config, self.requests, batch, alarm.step.padded)
-                if note is None:
-                    space.ids, space.positions = self.batch.buffers(space.src)
-            space.floors = self.batch.floors(batch)
+                return self._rows.logits(batch)
+            space = self._rows.tokens(batch, alarm.step.padded)
+            if note is None:
+                space.ids, space.positions = self._batch.buffers(space.src)
             return space
 
-        requests = self._requests(batch)
+        requests = self._named(batch)
         tensor = dict(alarm.outputs).get(alarm.role)
         space = spaces(alarm.part, tensor.shape[0]) if tensor is not None and tensor.dim() else None
         bad = self.bad_parameters.get(alarm.tap, [])
@@ -273,35 +235,32 @@ class ErrcheckProbe(RunnerProbe):
             try:
                 params = self._loaded.get("" if alarm.tap == ROOT_TAP else alarm.tap, [])
                 kept = keep(
-                    self.root, self._run, self.parallel, watch, self._layouts, alarm, rows, spaces, requests, params,
-                    say,
+                    self.root, self._run, self._parallel, watch, self._layouts, alarm, rows, spaces, requests, params
                 )  # fmt: skip
             except Exception as error:  # a full disk, mostly: the finding itself is worth saying all the same
                 kept = f"not kept: {type(error).__name__}: {error}"
         self.first = dataclasses.replace(found, tensors=kept)
         self._write("watching")
         ends = "the engine is stopped" if self.exits else "serving goes on"
-        say(f"errcheck: {sentence(self.first)}, rank {self.parallel['rank']}; tensors {kept}; {ends}")
+        say(f"errcheck: {sentence(self.first)}, rank {self._parallel['rank']}; tensors {kept}; {ends}")
         if self.exits:
-            self.stop = self.first
+            self.stopping = ErrcheckExit(f"accprobe errcheck stops this engine: {sentence(self.first)}")
 
-    def _requests(self, batch: list[Scheduled]) -> dict[int, Request]:
+    def _named(self, batch: list[Scheduled]) -> dict[int, Request]:
         found = {}
         for part in batch:
-            request = self.requests.get(part.internal)
+            request = self._requests.get(part.internal)
             if request is not None:
                 ids = self._prompts.get(part.internal)
                 prompt = hash_tokens(ids) if ids is not None else ""
                 found[request.req] = dataclasses.replace(request, prompt=prompt, ordinal=0)
         return found
 
-    def _stop_if_asked(self) -> None:
-        if self.stop is not None:
-            found, self.stop = self.stop, None
-            raise ErrcheckExit(f"accprobe errcheck stops this engine: {sentence(found)}")
-
-    def _off(self, where: str, error: BaseException) -> None:
-        say(f"errcheck: {where} failed ({type(error).__name__}: {error}): it is off on this rank; serving goes on")
+    def failed(self, where: str, error: BaseException) -> None:
+        if self.watch is not None:
+            self.watch.fail(where, error)
+        else:
+            say(f"errcheck: {where} failed ({type(error).__name__}: {error}): it is off on this rank; serving goes on")
 
     def _write(self, state: str, why: str = "") -> None:
         self._written = time.monotonic()
@@ -309,10 +268,10 @@ class ErrcheckProbe(RunnerProbe):
             write(
                 self.root,
                 RankReport(
-                    rank=self.parallel["rank"],
+                    rank=self._parallel["rank"],
                     pid=os.getpid(),
-                    pp=self.parallel["pp"][0],
-                    dp=self.parallel["dp"][0] if self.parallel["dp"][1] > 1 else 0,
+                    pp=self._parallel["pp"][0],
+                    dp=self._parallel["dp"][0] if self._parallel["dp"][1] > 1 else 0,
                     state=state,
                     why=why,
                     kinds=self.kinds,
@@ -345,7 +304,7 @@ class ErrcheckProbe(RunnerProbe):
                 self.taps.remove()
             self._write("closed" if watch.dead is None else "off", watch.dead or "")
             if self.first is None and watch.dead is None:
-                say(f"errcheck: rank {self.parallel['rank']}: nothing bad in {self._seen_steps} steps")
+                say(f"errcheck: rank {self._parallel['rank']}: nothing bad in {self._seen_steps} steps")
         except Exception as error:
             say(f"errcheck: closing failed: {type(error).__name__}: {error}")
 

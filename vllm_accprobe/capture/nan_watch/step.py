@@ -71,7 +71,7 @@ class WatchedStep:
         self.checks: dict[torch.dtype, list[Check]] = {}
 
 
-class Call(NamedTuple):
+class HeldCall(NamedTuple):
     """References to what went in and out of one call. copies: inputs that it changes in place, as they were; begun: the
     step's order when it began."""
 
@@ -93,11 +93,11 @@ class Check(NamedTuple):
     part: str
     cls: str
     before: str
-    call: Call | None
+    call: HeldCall | None
 
 
 @dataclass
-class Pending:
+class PendingStep:
     step: WatchedStep
     hosts: dict[torch.dtype, torch.Tensor]
     event: Any

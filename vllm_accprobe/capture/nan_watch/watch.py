@@ -22,13 +22,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
-from vllm_accprobe.capture.nan_watch.bad_values import FP8_SHARE, FP8_TOPS, LIMITS, Badness, Rule, is_mask
-from vllm_accprobe.capture.nan_watch.module_call import Place
+from vllm_accprobe.capture.nan_watch.bad_values import FP8_SHARE, FP8_TOPS, LIMITS, Badness, BadnessRule, is_mask
 from vllm_accprobe.capture.nan_watch.slots import Slots
 from vllm_accprobe.capture.nan_watch.step import (
     BAD,
@@ -38,14 +36,12 @@ from vllm_accprobe.capture.nan_watch.step import (
     Alarm,
     Check,
     Input,
-    Pending,
+    PendingStep,
     WatchedStep,
     memory,
     real_rows,
 )
-from vllm_accprobe.capture.ops.aside import Aside, listened
 from vllm_accprobe.capture.taps.arguments import outputs
-from vllm_accprobe.capture.taps.calls import Tap
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Module
 
@@ -74,15 +70,14 @@ class Watch:
         hold_bytes: int = 1 << 28,
     ):
         device = device or torch.device("cpu")
-        self.rule = Rule(NAN in kinds, OVERFLOW in kinds)
+        self.rule = BadnessRule(NAN in kinds, OVERFLOW in kinds)
         self.now: WatchedStep | None = None
         self.dead: str | None = None
         self.hold_bytes = hold_bytes
         self.armed: str | None = None
-        self.waiting: deque[Pending] = deque()
-        # What hooks.Taps asks of a session:
+        self.waiting: deque[PendingStep] = deque()
+        # What makes it a TapOwner (hooks.py):
         self.config = ProbeConfig()
-        self.sink = self
         self.fired: set[str] = set()
         self.modules: dict[str, Module] = {}
         self.skipped: Counter[str] = Counter()
@@ -91,13 +86,12 @@ class Watch:
         self._device = device
         self.deferred = deferred or device.type != "cpu"
         self._slots: Slots | None = Slots(device) if self.deferred else None
-        self._aside = Aside()
 
     def module(self, module: Module) -> None:
         self.modules[module.tap] = module
 
-    def skip(self, tap: str, reason: str, role: str | None = None, count: int = 1) -> None:
-        self.skipped[reason] += count
+    def skip(self, tap: str, reason: str) -> None:
+        self.skipped[reason] += 1
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -111,7 +105,7 @@ class Watch:
         if step is None or self._slots is None or self.dead is not None:
             return
         try:
-            self.waiting.append(Pending(step, *self._slots.fetch(step.checks)))
+            self.waiting.append(PendingStep(step, *self._slots.fetch(step.checks)))
             self.poll()
         except Exception as error:
             self.fail("the end of a step", error)
@@ -139,45 +133,6 @@ class Watch:
             self._say(f"{self.dead}; it is off, serving goes on")
 
     # --- calls -------------------------------------------------------------------------------------------------
-
-    def around(self, _: Any, tap: Tap, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``original`` with its outputs checked while a step is watched; otherwise one attribute and a branch."""
-        is_compiling = torch.compiler.is_compiling
-        known = getattr(original, "__accprobe__", None)
-        if isinstance(known, Tap):  # a capture's wrapper takes anything: the names are those of what is inside
-            tap.inputs = known.inputs
-        owner = getattr(original, "__self__", None)
-        place = Place(self, tap, leaf=not (isinstance(owner, torch.nn.Module) and any(True for _ in owner.children())))
-
-        aside = self._aside
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
-                return original(*args, **kwargs)
-            step = self.now
-            if step is None:
-                return original(*args, **kwargs)
-            try:
-                if listened():
-                    with aside:
-                        entered = place.enter(step, args, kwargs)
-                else:
-                    entered = place.enter(step, args, kwargs)
-            except Exception as error:
-                self.fail(tap.names[0], error)
-                return original(*args, **kwargs)
-            result = original(*args, **kwargs)
-            try:
-                if listened():
-                    with aside:
-                        place.leave(step, entered, args, kwargs, result)
-                else:
-                    place.leave(step, entered, args, kwargs, result)
-            except Exception as error:
-                self.fail(tap.names[0], error)
-            return result
-
-        return forward
 
     def is_bad(self, tensor: torch.Tensor, part: str) -> bool:
         """One reduction, read at once."""
@@ -257,7 +212,7 @@ class Watch:
             self.now = None
         self._found(alarm)
 
-    def _read(self, pending: Pending) -> None:
+    def _read(self, pending: PendingStep) -> None:
         """Finds the first bad number of a step."""
         first: Check | None = None
         for dtype, numbers in pending.hosts.items():

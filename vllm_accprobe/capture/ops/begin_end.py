@@ -9,32 +9,23 @@ Not here: what is captured of a call (dispatch.py).
 
 from __future__ import annotations
 
-import atexit
 import os
-import platform
-import socket
 import sys
 import threading
 import time
-from datetime import datetime, timezone
-from multiprocessing import util as mp_util
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from vllm_accprobe import __version__
-from vllm_accprobe.capture.core.dump_dir import free_directory
 from vllm_accprobe.capture.core.layout import Layouts
+from vllm_accprobe.capture.core.recording import Recording, at_exit, process_rank, root_of, run_facts
 from vllm_accprobe.capture.core.say import say
-from vllm_accprobe.capture.core.session import Session
-from vllm_accprobe.capture.core.sink import Sink
 from vllm_accprobe.capture.ops.dispatch import Operators
 from vllm_accprobe.capture.ops.op_tensors import Memory
 from vllm_accprobe.capture.taps.params import named_tensors
-from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir
-from vllm_accprobe.dump.recorder.writer import write_run_json
+from vllm_accprobe.config import ConfigError, ProbeConfig
 from vllm_accprobe.dump.schema import ROOT_TAP, Step
 
 _TRACE = 0x102
@@ -105,7 +96,6 @@ class OpDump:
     """A dump of operator calls. Also a context manager: ``with begin_dump("out"): ...``."""
 
     def __init__(self, config: ProbeConfig, key: str, model: torch.nn.Module | None):
-        rank = _rank()
         self._key = key
         self._model = model
         self._thread: int | None = None
@@ -113,27 +103,29 @@ class OpDump:
         self._names: dict[int, str] = {}
         self._hooks: list[Any] = []
         self._closed = False
-        self.path = free_directory(Path(os.path.abspath(config.dir or default_dir())), rank, "these operators go")
+        rank, world = process_rank()
         device = getattr(torch, "accelerator", None)
         found = device.current_accelerator() if device is not None and device.is_available() else None
-        try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_run_json(self.path, _run_info(config, model, found))
-        except OSError as error:
-            raise ConfigError(f"{self.path}: {error.strerror or error}; name a directory that can be written") from None
-        start = {
-            "schema": 1, "rank": rank, "world_size": _world(), "pid": os.getpid(), "host": socket.gethostname(),
-            "device": str(found or "cpu"), "time": time.time(),
-        }  # fmt: skip
-        sink = Sink(config, self.path, rank, start, self._stopped, found)
-        self._session = Session(config, sink, Layouts({}, 0, 1), say, lambda *_: None)
+        found = found or torch.device("cpu")
+        run = run_facts(
+            config.to_json(),
+            device={"type": found.type},
+            model={"class": type(model).__name__ if model is not None else ""},
+            parallel={"world_size": world},
+            engine={"runner": "accprobe.begin_dump", "eager": True, "argv": sys.argv[:1]},
+        )
+        self._recording = Recording(
+            config, root_of(config), run, Layouts({}, 0, 1), lambda *_: None,
+            rank=rank, parallel={"world_size": world}, device=found, beside="these operators go", setting="",
+        )  # fmt: skip
+        self.path = self._recording.root
+        self._session = self._recording.session
         memory = Memory(self._parameters)
         self._session.ops = self._mode = _Stretch(self._session, memory)
         self._mode.dump = self
         if model is not None:
             self._names = {id(module): path or ROOT_TAP for path, module in model.named_modules()}
-        atexit.register(self.close, "process exit")
-        mp_util.Finalize(None, self.close, args=("process exit",), exitpriority=90)
+        at_exit(self.close, "process exit", priority=90)
 
     def __enter__(self) -> OpDump:
         return self
@@ -174,10 +166,7 @@ class OpDump:
         with _lock:
             if _open.get(self._key) is self:
                 del _open[self._key]
-        session = self._session
-        session.end()
-        session.dead = session.dead or reason
-        session.sink.close(reason)
+        self._recording.close(reason)
         say(f"{self._step} steps, {self._mode.calls} operator calls in {self.path}")
 
     def _watch_modules(self) -> None:
@@ -203,9 +192,6 @@ class OpDump:
         if self._model is None:
             return []
         return [(path, name, tensor) for path, _, name, tensor in named_tensors(self._model)]
-
-    def _stopped(self, reason: str) -> None:
-        self._session.stop(reason)
 
 
 def _config(
@@ -234,28 +220,3 @@ def _config(
     if directory:
         values["dir"] = directory
     return ProbeConfig.from_kwargs(ops=True, **values)
-
-
-def _run_info(config: ProbeConfig, model: torch.nn.Module | None, device: torch.device | None) -> dict[str, Any]:
-    versions = {"accprobe": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    return {
-        "tool": "accprobe",
-        "versions": versions,
-        "platform": {"system": platform.platform(), "machine": platform.machine()},
-        "device": {"type": device.type if device is not None else "cpu"},
-        "model": {"class": type(model).__name__ if model is not None else ""},
-        "parallel": {"world_size": _world()},
-        "engine": {"runner": "accprobe.begin_dump", "eager": True, "argv": sys.argv[:1]},
-        "probe": config.to_json(),
-        "start_time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def _rank() -> int:
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if ready else 0
-
-
-def _world() -> int:
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if ready else 1

@@ -12,23 +12,22 @@ which calls (choice.py), what is stored of a tensor (op_tensors.py), code outsid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_accprobe.capture.core.session import Session
+from vllm_accprobe.capture.core.step_state import StepState
 from vllm_accprobe.capture.ops.choice import DEDUP, VIEW, Choice
 from vllm_accprobe.capture.ops.kinds import Operator, shares_memory, tensors_in
-from vllm_accprobe.capture.ops.op_tensors import Memory, Taken, Takes, address
+from vllm_accprobe.capture.ops.op_tensors import Memory, TakenTensor, Takes, address
 from vllm_accprobe.capture.ops.op_values import Found, inputs, outputs
-
-if TYPE_CHECKING:
-    from vllm_accprobe.capture.core.session import Session, StepState
 
 _UNLISTED = "not selected by VLLM_ACCPROBE_OPS_LIST"
 
 
-class _Call:
+class _OpenCall:
     """One call on its way: its line so far, what was taken of it, its written arguments as they were before and as
     they are after."""
 
@@ -40,9 +39,9 @@ class _Call:
         self.keep = keep
         self.event = event
         self.refused = False
-        self.taken: list[tuple[Taken, dict[str, Any]]] = []
-        self.before: list[tuple[str, torch.Tensor, Taken | None, dict[str, Any]]] = []
-        self.after: list[tuple[str, Taken, dict[str, Any]]] = []
+        self.taken: list[tuple[TakenTensor, dict[str, Any]]] = []
+        self.before: list[tuple[str, torch.Tensor, TakenTensor | None, dict[str, Any]]] = []
+        self.after: list[tuple[str, TakenTensor, dict[str, Any]]] = []
 
     def line(self) -> dict[str, Any]:
         """The journal's line, when everything about its tensors is known."""
@@ -140,7 +139,7 @@ class Operators(TorchDispatchMode):
 
     def _before(
         self, state: StepState, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> _Call | None:
+    ) -> _OpenCall | None:
         """Decides about a call, and takes what goes in."""
         sink = self._session.sink
         if operator.denied is not None:
@@ -175,7 +174,7 @@ class Operators(TorchDispatchMode):
             event["inside"] = self._inside[-1]
         if slot is not None:
             event["slot"] = slot
-        call = _Call(tap, number, keep, event)
+        call = _OpenCall(tap, number, keep, event)
         for role, tensor, about in found:
             self._input(state, operator, call, role, tensor, about)
         self.calls += 1
@@ -192,7 +191,13 @@ class Operators(TorchDispatchMode):
         return None
 
     def _input(
-        self, state: StepState, operator: Operator, call: _Call, role: str, tensor: torch.Tensor, about: dict[str, Any]
+        self,
+        state: StepState,
+        operator: Operator,
+        call: _OpenCall,
+        role: str,
+        tensor: torch.Tensor,
+        about: dict[str, Any],
     ) -> None:
         written = operator.written(role)
         where = address(tensor)
@@ -214,7 +219,7 @@ class Operators(TorchDispatchMode):
         if written:
             call.before.append((role, tensor, taken, about))
 
-    def _refused(self, call: _Call, role: str, tensor: torch.Tensor, where: int, about: dict[str, Any]) -> bool:
+    def _refused(self, call: _OpenCall, role: str, tensor: torch.Tensor, where: int, about: dict[str, Any]) -> bool:
         reason = self._takes.refuses(tensor, where)
         if reason is None:
             return False
@@ -235,7 +240,7 @@ class Operators(TorchDispatchMode):
                 inputs(args, kwargs, found)
                 fresh.difference_update(address(tensor) for role, tensor, _ in found if operator.written(role))
 
-    def _after(self, state: StepState, operator: Operator, call: _Call, result: Any) -> None:
+    def _after(self, state: StepState, operator: Operator, call: _OpenCall, result: Any) -> None:
         """Takes what was changed in place and what came out, and queues the call's line."""
         mutates = call.event["mutates"]
         tap, op, number, keep = call.tap, operator.name, call.number, call.keep

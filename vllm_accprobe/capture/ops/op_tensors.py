@@ -11,19 +11,16 @@ was; the rest is skipped by name, with its shape. Not here: the VALUE that says 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core.memory import DTYPE_NAMES
 from vllm_accprobe.capture.core.sink import Sink, Ticket
+from vllm_accprobe.capture.core.step_state import StepState
 from vllm_accprobe.capture.taps.fast_path import Express, Sites
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.dump.stats import StatsCell
-
-if TYPE_CHECKING:
-    from vllm_accprobe.capture.core.session import StepState
 
 CACHE = "the KV cache"
 FINGERPRINT = "a parameter, kept as a fingerprint"
@@ -75,7 +72,7 @@ class Memory:
         }
 
 
-class Taken(Ticket):
+class TakenTensor(Ticket):
     """A tensor that was taken. ``digest``: its hash, for a device's tensor later; ``after``: told about it then."""
 
     __slots__ = ("_after", "_digest", "event")
@@ -118,8 +115,7 @@ class Takes:
         self._max_bytes = max_bytes
         self._weights: dict[tuple[Any, ...], tuple[str, Event]] = {}
         # Operators' tensors have no rows and no layout; else they are like those of modules.
-        plain: Any = SimpleNamespace(sink=sink, layout_event=lambda *_: None)
-        self._express = Express(plain, lambda *_: (None, 0))
+        self._express = Express(sink, lambda *_: None, lambda *_: (None, 0))
         self._sites: dict[tuple[str, int], Sites] = {}
 
     def forget_weights(self) -> None:
@@ -142,7 +138,7 @@ class Takes:
 
     def take(
         self, state: StepState, tap: str, op: str, role: str, call: int, tensor: torch.Tensor, keep: bool, weight: bool
-    ) -> Taken:
+    ) -> TakenTensor:
         """Takes ``tensor`` as it is now. keep: with its payload, else only hash and statistics. weight: it lies in a
         parameter, and nothing writes to it."""
         if weight and tensor.nbytes > _SMALL:
@@ -154,17 +150,17 @@ class Takes:
                 cell = self._sink.seen[key]
                 if weight:
                     self._sink.lasting[key] = cell
-                taken = Taken({"hash": digest, "stats": cell})
+                taken = TakenTensor({"hash": digest, "stats": cell})
                 taken.digest = digest
                 return taken
-        taken = Taken(self._line(state, tap, op, role, call))
+        taken = TakenTensor(self._line(state, tap, op, role, call))
         self._general(taken, tensor, keep, weight)
         return taken
 
     def take_changed(
         self, state: StepState, tap: str, op: str, role: str, call: int, tensor: torch.Tensor, keep: bool,
         before: Ticket, changed: Callable[[], None],
-    ) -> Taken:  # fmt: skip
+    ) -> TakenTensor:  # fmt: skip
         """Takes ``tensor`` after the call in role ``inplace.<role>`` if it is no longer what ``before`` saw, and then
         calls ``changed``."""
         role = f"inplace.{role}"
@@ -172,16 +168,18 @@ class Takes:
             digest = self._express.take(state, self._sites_of(tap, call), tap, op, role, call, tensor, before.digest)
             if digest is not None:
                 if digest == before.digest:
-                    return Taken()
+                    return TakenTensor()
                 changed()
-                return Taken({"hash": digest, "stats": self._sink.seen[digest + DTYPE_NAMES[tensor.dtype]]})
+                return TakenTensor({"hash": digest, "stats": self._sink.seen[digest + DTYPE_NAMES[tensor.dtype]]})
         event = self._line(state, tap, op, role, call)
         if keep:
             event["mutated"] = True
             self._sink.after(event, tensor, None, 0, before, lambda different: changed() if different else None)
         else:
-            self._sink.look(event, tensor, Taken(None, lambda digest: changed() if digest != before.digest else None))
-        return Taken(event)
+            self._sink.look(
+                event, tensor, TakenTensor(None, lambda digest: changed() if digest != before.digest else None)
+            )
+        return TakenTensor(event)
 
     def _sites_of(self, tap: str, call: int) -> Sites:
         """What is known of the tensors of this call: one module's calls of an operator differ, steps are alike."""
@@ -199,7 +197,7 @@ class Takes:
             "rows": None, "row_dim": 0,
         }  # fmt: skip
 
-    def _general(self, taken: Taken, tensor: torch.Tensor, keep: bool, lasting: bool = False) -> None:
+    def _general(self, taken: TakenTensor, tensor: torch.Tensor, keep: bool, lasting: bool = False) -> None:
         if keep:
             self._sink.tensor(taken.event, tensor, None, 0, taken, lasting)
         else:
@@ -207,13 +205,13 @@ class Takes:
 
     def _weight(
         self, state: StepState, tap: str, op: str, role: str, call: int, tensor: torch.Tensor, keep: bool
-    ) -> Taken:
+    ) -> TakenTensor:
         """A large weight: what its first line said, while it is the same memory and a sample of it the same bytes."""
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), keep)
         sample = _sample(tensor)
         known = self._weights.get(key)
         if known is None or known[0] != sample:
-            taken = Taken(self._line(state, tap, op, role, call))
+            taken = TakenTensor(self._line(state, tap, op, role, call))
             self._weights[key] = sample, taken.event
             self._general(taken, tensor, keep, True)
             return taken
@@ -222,7 +220,7 @@ class Takes:
             event = self._line(state, tap, op, role, call)
             self._sink.tensors += 1
             self._sink.line(lambda: event | {name: first[name] for name in _CARRIED if name in first})
-        return Taken(first)
+        return TakenTensor(first)
 
 
 def _sample(tensor: torch.Tensor) -> str:

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
 
 from vllm_accprobe.capture.core.memory import DTYPE_NAMES, LAZY
 from vllm_accprobe.capture.core.rows import Space
+from vllm_accprobe.capture.core.sink import Sink
+from vllm_accprobe.capture.core.step_state import StepState
 from vllm_accprobe.dump.recorder.template import TensorTemplate
 from vllm_accprobe.dump.stats import StatsCell, moments_at
-
-if TYPE_CHECKING:
-    from vllm_accprobe.capture.core.session import Session, StepState
 
 _STRIDED = torch.strided
 _VIEWS = 4096
@@ -53,13 +52,20 @@ class Site:
 
 
 class Express:
-    """``decide(state, tap, role, shape)``: the row space of a tensor and its row dimension. One per session."""
+    """The common way of one sink's tensors.
+
+    layout_of(tap, role, shape): what a line says of how a tensor is split. decide(state, role, shape): the row space of
+    a tensor and its row dimension.
+    """
 
     def __init__(
-        self, session: Session, decide: Callable[[StepState, str, torch.Size], tuple[Space | None, int]]
+        self,
+        sink: Sink,
+        layout_of: Callable[[str, str, torch.Size], dict[str, Any] | None],
+        decide: Callable[[StepState, str, torch.Size], tuple[Space | None, int]],
     ) -> None:
-        self._layout_of = session.layout_event
-        self._sink = session.sink
+        self._layout_of = layout_of
+        self._sink = sink
         self._decide = decide
         self._hash = xxhash.xxh3_128_hexdigest
         self._views: dict[int, Callable[[int], Any]] = {}  # making the type costs more than hashing the bytes

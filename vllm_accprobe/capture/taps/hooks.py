@@ -11,25 +11,39 @@ around the call. Not here: what is done around a call (calls.py), what happens t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION
 from vllm_accprobe.capture.taps.arguments import attributes
-from vllm_accprobe.capture.taps.calls import Tap, tapped
+from vllm_accprobe.capture.taps.calls import Tap
 from vllm_accprobe.capture.taps.selection import chooses
+from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
+
+
+class TapOwner(Protocol):
+    """For whom a model is tapped: a capture's Session, errcheck's Watch. ``fired``: taps that were called in a step."""
+
+    config: ProbeConfig
+    fired: set[str]
+
+    def module(self, module: Module) -> None:
+        """A module is tapped."""
+
+    def skip(self, tap: str, reason: str) -> None:
+        """A module cannot be tapped, or is not wanted, or was never called."""
 
 
 class Taps:
     """All taps of one model. ``remove`` puts every forward back.
 
-    around: what is put around each forward, see calls.tapped; watch.py has another, and a session of its own kind.
+    around: what is put around each forward; calls.tapped of a session, module_call.watched of a Watch.
     """
 
-    def __init__(self, session: Session, around: Callable[[Any, Tap, Callable[..., Any]], Callable[..., Any]] = tapped):
-        self._session = session
+    def __init__(self, owner: TapOwner, around: Callable[[Tap, Callable[..., Any]], Callable[..., Any]]):
+        self._owner = owner
         self._around = around
         self._undo: list[Callable[[], None]] = []
         self.taps: list[Tap] = []
@@ -49,14 +63,14 @@ class Taps:
         for index, (key, module) in enumerate(modules.items()):
             paths = names[key]
             cls = type(module).__name__
-            chosen = frozenset(path or ROOT_TAP for path in paths if chooses(self._session.config, path, cls))
+            chosen = frozenset(path or ROOT_TAP for path in paths if chooses(self._owner.config, path, cls))
             needed = bool(chosen) or paths[0] == "" or any(path in shared_parents for path in paths)
             taps = [path or ROOT_TAP for path in paths]
             for tap in taps:
                 if tap in chosen:
-                    self._session.sink.module(Module(tap, cls, index, attributes(module)))
+                    self._owner.module(Module(tap, cls, index, attributes(module)))
                 else:
-                    self._session.sink.skip(tap, "not selected by VLLM_ACCPROBE_MODULES")
+                    self._owner.skip(tap, "not selected by VLLM_ACCPROBE_MODULES")
             if not needed:
                 continue
             parts = {path or ROOT_TAP: self._part(path, cls, language_prefix) for path in paths}
@@ -72,9 +86,9 @@ class Taps:
     def never_fired(self) -> Iterator[tuple[str, str]]:
         """(tap, reason) of all chosen taps that no call of an armed step has reached."""
         for tap in self.taps:
-            known = any(name in self._session.fired for name in tap.names)
+            known = any(name in self._owner.fired for name in tap.names)
             for name in tap.names:
-                if name in tap.chosen and name not in self._session.fired:
+                if name in tap.chosen and name not in self._owner.fired:
                     yield name, "another name of a captured module" if known else "never called in a captured step"
 
     def _part(self, path: str, cls: str, language_prefix: str) -> str:
@@ -91,18 +105,18 @@ class Taps:
     ) -> None:
         if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList)):
             if chosen:
-                self._session.sink.skip(taps[0], "a container, never called")
+                self._owner.skip(taps[0], "a container, never called")
             return
         if getattr(module, "do_not_compile", True) is False:
-            self._session.sink.skip(taps[0], "compiled by torch.compile: what is inside cannot be seen")
+            self._owner.skip(taps[0], "compiled by torch.compile: what is inside cannot be seen")
             return
         if isinstance(module, torch.jit.ScriptModule):
-            self._session.sink.skip(taps[0], "a TorchScript module, its forward cannot be wrapped")
+            self._owner.skip(taps[0], "a TorchScript module, its forward cannot be wrapped")
             return
         original = module.forward
         tap = Tap(taps, cls, original, parts, chosen, taps[0] == ROOT_TAP)
         before = module.__dict__.get("forward")
-        module.__dict__["forward"] = self._around(self._session, tap, original)
+        module.__dict__["forward"] = self._around(tap, original)
         self.taps.append(tap)
 
         def undo() -> None:
@@ -120,7 +134,7 @@ class Taps:
             return
         original = method.apply
         tap = Tap(taps[:1], cls, original, {taps[0]: HEAD}, frozenset(taps[:1]), False)
-        around = self._around(self._session, tap, original)
+        around = self._around(tap, original)
 
         def apply(*args: Any, **kwargs: Any) -> Any:
             return around(*args, **kwargs) if not args or args[0] is module else original(*args, **kwargs)
@@ -128,7 +142,7 @@ class Taps:
         try:
             method.apply = apply
         except AttributeError:
-            self._session.sink.skip(taps[0], "its quantisation method cannot be wrapped")
+            self._owner.skip(taps[0], "its quantisation method cannot be wrapped")
             return
         self.taps.append(tap)
         self._undo.append(lambda: method.__dict__.pop("apply", None))

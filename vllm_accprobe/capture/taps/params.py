@@ -47,7 +47,7 @@ def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-class Parameters:
+class ParameterLines:
     """Writes the ``param`` lines of ``model``, each once: ``layer`` of one module, ``rest`` of all that is left."""
 
     def __init__(self, session: Session, model: torch.nn.Module, say: Callable[[str], None]):

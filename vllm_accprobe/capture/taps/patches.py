@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, StepState
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session
+from vllm_accprobe.capture.core.step_state import StepState
 from vllm_accprobe.capture.taps.arguments import outputs
 from vllm_accprobe.capture.taps.fast_path import Sites
 from vllm_accprobe.capture.taps.selection import chooses
@@ -127,7 +128,7 @@ class Patches:
         path, part = self._place(state, spec.target, owner)
         spec.fired += 1
         if spec.tap.label is not None:
-            from vllm_accprobe.labels import set_label
+            from vllm_accprobe.capture.labels.binding import set_label
 
             side, name = spec.tap.label
             set_label(side, f"{path}.{name}", value)

@@ -14,7 +14,15 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.rows import Item, Requests, Scheduled, Space, logits_space, token_space, vision_space
+from vllm_accprobe.capture.core.rows import (
+    EncoderItem,
+    Requests,
+    Scheduled,
+    Space,
+    logits_space,
+    token_space,
+    vision_space,
+)
 from vllm_accprobe.capture.core.session import HEAD, VISION
 from vllm_accprobe.capture.torch_model.images import images_of, placeholder
 from vllm_accprobe.config import ProbeConfig
@@ -36,7 +44,7 @@ class Rectangle:
         self._keep: list[int] = []
         self._ids: torch.Tensor | None = None
         self._names: list[str] = []
-        self._items: list[Item] = []
+        self._items: list[EncoderItem] = []
         self._count = 0
 
     def begin(self, values: Mapping[str, Any]) -> bool:
@@ -75,7 +83,7 @@ class Rectangle:
             for name in self._names:
                 request = self._requests.get(name)
                 for k, image in enumerate(request.images if request else ()):
-                    self._items.append(Item(name, k, "image", image.n))
+                    self._items.append(EncoderItem(name, k, "image", image.n))
         self._grid = (batch, length)
         self._ids = host.reshape(-1)[self._keep]
         return True

@@ -8,34 +8,26 @@ taps and sink, which are shared with vLLM's runner (runner.py).
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
-import os
-import platform
-import socket
 import sys
 import time
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_accprobe import __version__
 from vllm_accprobe.capture.core.attachments import put_on
-from vllm_accprobe.capture.core.dump_dir import announce
 from vllm_accprobe.capture.core.layout import Layouts
+from vllm_accprobe.capture.core.recording import Recording, at_exit, process_rank, root_of, run_facts, unsplit
 from vllm_accprobe.capture.core.rows import Requests, wanted_at_all
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import Session
-from vllm_accprobe.capture.core.sink import Sink
+from vllm_accprobe.capture.taps.calls import tapped
 from vllm_accprobe.capture.taps.hooks import Taps
-from vllm_accprobe.capture.taps.params import Parameters
+from vllm_accprobe.capture.taps.params import ParameterLines
 from vllm_accprobe.capture.torch_model.images import Foresight, language_path
 from vllm_accprobe.capture.torch_model.padded_batch import Rectangle
-from vllm_accprobe.config import ConfigError, DumpConfig, ProbeConfig, default_dir, in_ranges
-from vllm_accprobe.dump.recorder.writer import write_run_json
+from vllm_accprobe.config import ConfigError, DumpConfig, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import Step
 
 
@@ -65,7 +57,7 @@ class Probe:
             config = config or (ProbeConfig.from_kwargs(**kwargs) if kwargs else _from_environment())
         self.config = config
         self.model = model
-        self.root = Path(os.path.abspath(config.dir or default_dir()))
+        self.root = root_of(config)
         self._step = -1
         self._begun = False
         self._closed = False
@@ -74,42 +66,33 @@ class Probe:
         self.next_step: int | None = None
         """The number of the next step, if it is not used yet; else steps are counted."""
         device = next((t.device for t in model.parameters()), torch.device("cpu"))
-        rank = _rank()
+        rank, world = process_rank()
         self._wanted = in_ranges(config.ranks, rank) and (device_id is None or (device.index or 0) == device_id)
         self.session: Session | None = None
         if self._wanted:
-            self._attach(device, rank)
+            self._attach(device, rank, world)
 
-    def _attach(self, device: torch.device, rank: int) -> None:
+    def _attach(self, device: torch.device, rank: int, world: int) -> None:
         model, config = self.model, self.config
         if (self.root / "run.json").exists() and rank == 0:
             raise ConfigError(f"dir={self.root} already holds a dump; name another directory, or remove it")
-        try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_run_json(self.root, self._run_info(device))
-            announce(self.root)
-        except OSError as error:
-            raise ConfigError(
-                f"dir={self.root}: {error.strerror or error}; name a directory that can be written"
-            ) from None
-        start = {
-            "schema": 1, "rank": rank, "world_size": _world(), "tp": [0, 1], "pp": [0, 1], "dp": [0, 1], "ep": [0, 1],
-            "pid": os.getpid(), "host": socket.gethostname(), "device": str(device), "time": time.time(),
-        }  # fmt: skip
-        sink = Sink(config, self.root, rank, start, self._stopped, device)
         modules = dict(model.named_modules(remove_duplicate=False))
         self.requests = Requests(config)
         self._rectangle = rectangle = Rectangle(config, self.requests, model)
-        self.session = session = Session(config, sink, Layouts(modules, 0, 1), say, rectangle.space)
+        self._recording = Recording(
+            config, self.root, self._run_info(device, world), Layouts(modules, 0, 1), rectangle.space,
+            rank=rank, parallel=unsplit(world), device=device, setting="dir=", announced=True,
+        )  # fmt: skip
+        self.session = session = self._recording.session
         session.flatten = rectangle.flatten
         original = model.forward
         self._parameters = list(inspect.signature(original).parameters)
-        self._taps = Taps(session)
+        self._taps = Taps(session, functools.partial(tapped, session))
         self._taps.attach(model, language_path(model))
-        parameters = Parameters(session, model, say)
+        parameters = ParameterLines(session, model, say)
         parameters.rest()
         prefix = language_path(model)
-        self._beside = put_on(session, self._taps, model, prefix, self.root, rank, stored=parameters.stored)
+        self._attachments = put_on(session, self._taps, model, prefix, self.root, rank, stored=parameters.stored)
         self._inner = model.__dict__.get("forward") or model.forward
 
         @functools.wraps(original)  # transformers' generate asks the forward's signature what the model takes
@@ -118,7 +101,7 @@ class Probe:
 
         model.__dict__["forward"] = forward
         self._foresight = Foresight(model, self._early)
-        atexit.register(self.close, "process exit")
+        at_exit(self.close, "process exit")
 
     def __enter__(self) -> Probe:
         return self
@@ -134,14 +117,13 @@ class Probe:
         session = self.session
         session.end()
         self._foresight.undo()
-        self._beside.close()
+        self._attachments.close()
         self.model.__dict__["forward"] = self._inner
         if session.sink.steps:
             for tap, why in self._taps.never_fired():
                 session.sink.skip(tap, why)
         self._taps.remove()
-        session.dead = session.dead or reason
-        session.sink.close(reason)
+        self._recording.close(reason)
         if not session.fired:
             say(f"NOTHING was captured in {self._step + 1} calls of the model: check tokens, steps and modules")
 
@@ -189,32 +171,22 @@ class Probe:
             size = {"requests": len(batch), "tokens": sum(part.n for part in batch)}
             session.begin(Step(self._step, size, time.time()), self.requests.unsent, self._rectangle.prompts)
 
-    def _run_info(self, device: torch.device) -> dict[str, Any]:
+    def _run_info(self, device: torch.device, world: int) -> dict[str, Any]:
         config = getattr(self.model, "config", None)
-        versions = {"accprobe": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
         transformers = sys.modules.get("transformers")
-        if transformers is not None:
-            versions["transformers"] = str(getattr(transformers, "__version__", "unknown"))
-        dtype = next((str(p.dtype).replace("torch.", "") for p in self.model.parameters()), "")
-        return {
-            "tool": "accprobe",
-            "versions": versions,
-            "platform": {"system": platform.platform(), "machine": platform.machine()},
-            "device": {"type": device.type},
-            "model": {
+        also = {"transformers": str(getattr(transformers, "__version__", "unknown"))} if transformers else {}
+        return run_facts(
+            self.config.to_json(),
+            versions=also,
+            device={"type": device.type},
+            model={
                 "path": str(getattr(config, "_name_or_path", "")),
                 "class": type(self.model).__name__,
-                "dtype": dtype,
+                "dtype": next((str(p.dtype).replace("torch.", "") for p in self.model.parameters()), ""),
             },
-            "parallel": {"world_size": _world(), "tp": [0, 1], "pp": [0, 1], "dp": [0, 1], "ep": [0, 1]},
-            "engine": {"runner": "accprobe.Probe", "eager": True},
-            "probe": self.config.to_json(),
-            "start_time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        }
-
-    def _stopped(self, reason: str) -> None:
-        if self.session is not None:
-            self.session.stop(reason)
+            parallel=unsplit(world),
+            engine={"runner": "accprobe.Probe", "eager": True},
+        )
 
 
 def register_hook(
@@ -244,17 +216,3 @@ def register_hook(
 def _from_environment() -> ProbeConfig:
     config = ProbeConfig.from_env()
     return config if config.enabled else ProbeConfig.from_kwargs()
-
-
-def _rank() -> int:
-    return (
-        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
-    )
-
-
-def _world() -> int:
-    return (
-        torch.distributed.get_world_size()
-        if torch.distributed.is_available() and torch.distributed.is_initialized()
-        else 1
-    )

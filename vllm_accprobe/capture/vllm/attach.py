@@ -1,9 +1,9 @@
-"""Which worker gets a probe, whatever the probe is for.
+"""Which worker is observed, whatever for.
 
 The problem: a capture and errcheck stand on the same worker, each with settings that may leave this rank out, and a
-worker of an unknown release may have no model runner. The idea: one function that looks and makes; what it made lives
-as long as vLLM's wrapper does. Not here: what a probe does (runner.py, observer.py), and which of the two is
-asked for (plugin.py).
+worker of an unknown release may have no model runner. The idea: one function that looks, makes the observer and adds it
+to the runner's adapter, which lives as long as vLLM's wrapper does. Not here: what an observer does (capturing.py,
+nan_watch/observer.py), and which of the two is asked for (plugin.py).
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vllm_accprobe.capture.core.say import say
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter
+from vllm_accprobe.capture.vllm.step_observer import StepObserver
 from vllm_accprobe.capture.vllm.vllm_compat import parallel_of
 from vllm_accprobe.config import ProbeConfig, in_ranges
 
-Made = TypeVar("Made")
+Observer = TypeVar("Observer", bound=StepObserver)
+ADAPTER = "_accprobe"
+"""What vLLM's wrapper keeps the adapter as; plugin.py closes it."""
 
 
-def on_worker(wrapper: Any, make: Callable[..., Made], name: str, without: str) -> Made | None:
-    """``make(config, worker, runner, parallel)`` for the worker inside vLLM's ``wrapper``, which keeps it as ``name``.
+def observe(wrapper: Any, make: Callable[[ProbeConfig, RunnerAdapter], Observer], without: str) -> Observer | None:
+    """Adds ``make(config, adapter)`` to the adapter of the worker inside vLLM's ``wrapper``, and returns it.
 
     Returns None where this rank is not chosen, or the worker has no runner; then ``without`` tells what follows.
 
@@ -35,6 +39,10 @@ def on_worker(wrapper: Any, make: Callable[..., Made], name: str, without: str) 
     parallel = parallel_of(getattr(wrapper, "vllm_config", None) or runner.vllm_config)
     if not in_ranges(config.ranks, parallel["rank"]):
         return None
-    made = make(config, worker, runner, parallel)
-    wrapper.__dict__[name] = made
-    return made
+    adapter = wrapper.__dict__.get(ADAPTER)
+    if adapter is None or adapter.runner is not runner:
+        adapter = RunnerAdapter(worker, runner, parallel)
+    observer = make(config, adapter)
+    wrapper.__dict__[ADAPTER] = adapter
+    adapter.add(observer)
+    return observer

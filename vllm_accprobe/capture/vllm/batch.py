@@ -17,9 +17,9 @@ import torch
 
 from vllm_accprobe.capture.core.rows import (
     Deal,
-    Item,
+    EncoderItem,
+    ItemRun,
     Requests,
-    Run,
     Scheduled,
     Space,
     dealt_space,
@@ -41,24 +41,16 @@ from vllm_accprobe.capture.vllm.vllm_compat import (
 from vllm_accprobe.config import ProbeConfig
 
 
-class Batch:
-    """The batch of one worker's current step.
+class EngineBatch:
+    """The batch of one worker's current step, the same for all who observe it. runner: vLLM's, of either generation."""
 
-    Args:
-        config: which requests and tokens are wanted.
-        requests: all that the scheduler has named.
-        runner: vLLM's model runner, of either generation.
-    """
-
-    def __init__(self, config: ProbeConfig, requests: Requests, runner: Any):
-        self._config = config
-        self._requests = requests
+    def __init__(self, runner: Any):
         self._runner = runner
-        self._guesses = guesses(getattr(runner, "vllm_config", None))
+        self.guesses = guesses(getattr(runner, "vllm_config", None))
         self._scheduled: Any = None
         self._prepared: Any = None
         self._rows: list[Scheduled] | None = None
-        self._items: list[Item] = []
+        self._items: list[EncoderItem] = []
         self._taken = 0
         self._deals = 0
         self._usual: Deal | None = None
@@ -121,24 +113,12 @@ class Batch:
             ]
         return self._rows
 
-    def space(self, part: str, rows: int) -> Space | None:
-        """The row space of a tensor with ``rows`` rows in ``part`` of the model (session.py's words for parts)."""
-        batch = self.rows()
-        if part == VISION and self.deal is not None:
-            return dealt_space(self._config, self._requests, self.deal, rows)
-        if part == VISION:
-            return vision_space(self._config, self._requests, self.items(), rows)
-        if part == HEAD:
-            logits = logits_space(self._config, self._requests, batch)
-            logits.floors = self.floors(batch)
-            return logits
-        padded = int(getattr(self._prepared, "num_tokens_after_padding", 0) or 0)
-        space = token_space(self._config, self._requests, batch, max(padded, rows if rows > 1 else 0))
-        space.ids, space.positions = self.buffers(space.src)
-        space.floors = self.floors(batch)
-        return space
+    @property
+    def padded(self) -> int:
+        """How many rows the runner computes, where it says so (V2); else 0."""
+        return int(getattr(self._prepared, "num_tokens_after_padding", 0) or 0)
 
-    def dealt(self, runs: Callable[[list[Item]], tuple[int, tuple[Run, ...]] | None]) -> None:
+    def dealt(self, runs: Callable[[list[EncoderItem]], tuple[int, tuple[ItemRun, ...]] | None]) -> None:
         """The encoder begins with images that are dealt out. runs: gets the items that no call has taken yet; how many
         this one takes, and what of them is this rank's. Never raises: what cannot be told has rows without names."""
         if self._scheduled is None:
@@ -169,13 +149,6 @@ class Batch:
             known = "images are dealt out to ranks in a way that is not known"
             say(f"{known} ({why}): rows of the encoder are not told apart")
 
-    def floors(self, batch: list[Scheduled]) -> dict[int, int]:
-        """How far back a request's rows may be corrected: to the end of its prompt, and only where there are drafts."""
-        if not self._guesses:
-            return {}
-        found = (self._requests.get(part.internal) for part in batch)
-        return {request.req: request.prompt_len for request in found if request is not None}
-
     def buffers(self, n: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The runner's own buffers of token ids and positions of the first ``n`` rows: integers of shape [n], on the
         runner's device or in host memory. (What the positions may say is limited by rowmaps.py.)"""
@@ -184,19 +157,15 @@ class Batch:
         positions = positions_of(source)
         return (ids[:n] if ids is not None else None), (positions[:n] if positions is not None else None)
 
-    def masks(self, grammar: Grammar) -> list[dict[str, Any]]:
-        """Which of the chosen requests have their logits masked in this step, and by what, as the journal says it.
+    def masked(self, grammar: Grammar) -> list[tuple[str, list[str], Any]]:
+        """(request, what masks its logits in this step, its grammar's mask or None), in the order of the rows.
         grammar: those that a grammar constrains, where somebody was told."""
         names = [part.internal for part in self.rows()]
         grammar = grammar or grammar_of([self._scheduled])
         found = masks_of(self._runner, self._prepared, names, grammar)
-        return [
-            {"req": request.req, "by": list(found[name])} | ({"grammar": mask} if (mask := grammar.get(name)) else {})
-            for name in names
-            if name in found and (request := self._requests.get(name)) is not None and self._requests.wanted(name)
-        ]
+        return [(name, list(found[name]), grammar.get(name)) for name in names if name in found]
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[EncoderItem]:
         """The encoder's inputs of this step in the order in which the runner batches them."""
         if not self._items:
             scheduled = getattr(self._scheduled, "scheduled_encoder_inputs", None) or {}
@@ -206,7 +175,7 @@ class Batch:
                     feature = features[index]
                     if getattr(feature, "data", True) is not None:
                         self._items.append(
-                            Item(name, index, str(getattr(feature, "modality", "image")), placeholders(feature))
+                            EncoderItem(name, index, str(getattr(feature, "modality", "image")), placeholders(feature))
                         )
             self._items.sort(key=lambda item: item.modality)
         return self._items
@@ -220,3 +189,59 @@ class Batch:
         if isinstance(features, dict) and name in features:
             return features[name]
         return next(new.mm_features for new in self._scheduled.scheduled_new_reqs if new.req_id == name)
+
+
+class ChosenRows:
+    """The rows of ``batch`` as one of its observers has them.
+
+    config: which requests and tokens are wanted. requests: those that the observer remembers.
+    """
+
+    def __init__(self, batch: EngineBatch, config: ProbeConfig, requests: Requests):
+        self.batch = batch
+        self._config = config
+        self._requests = requests
+
+    def space(self, part: str, rows: int) -> Space | None:
+        """The row space of a tensor with ``rows`` rows in ``part`` of the model (session.py's words for parts)."""
+        batch, deal = self.batch.rows(), self.batch.deal
+        if part == VISION and deal is not None:
+            return dealt_space(self._config, self._requests, deal, rows)
+        if part == VISION:
+            return self.images(self.batch.items(), rows)
+        if part == HEAD:
+            return self.logits(batch)
+        space = self.tokens(batch, max(self.batch.padded, rows if rows > 1 else 0))
+        space.ids, space.positions = self.batch.buffers(space.src)
+        return space
+
+    def images(self, items: list[EncoderItem], rows: int) -> Space | None:
+        """Rows of the encoder's ``items``; None where ``rows`` of them cannot be told apart."""
+        return vision_space(self._config, self._requests, items, rows)
+
+    def logits(self, batch: list[Scheduled]) -> Space:
+        """Rows of the logits of ``batch``, which may be an earlier step's."""
+        space = logits_space(self._config, self._requests, batch)
+        space.floors = self._floors(batch)
+        return space
+
+    def tokens(self, batch: list[Scheduled], padded: int) -> Space:
+        """Rows of the tokens of ``batch``, which may be an earlier step's, without what only the device knows."""
+        space = token_space(self._config, self._requests, batch, padded)
+        space.floors = self._floors(batch)
+        return space
+
+    def masks(self, grammar: Grammar) -> list[dict[str, Any]]:
+        """Which of the chosen requests have their logits masked in this step, and by what, as the journal says it."""
+        return [
+            {"req": request.req, "by": by} | ({"grammar": mask} if mask else {})
+            for name, by, mask in self.batch.masked(grammar)
+            if (request := self._requests.get(name)) is not None and self._requests.wanted(name)
+        ]
+
+    def _floors(self, batch: list[Scheduled]) -> dict[int, int]:
+        """How far back a request's rows may be corrected: to the end of its prompt, and only where there are drafts."""
+        if not self.batch.guesses:
+            return {}
+        found = (self._requests.get(part.internal) for part in batch)
+        return {request.req: request.prompt_len for request in found if request is not None}

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from vllm_accprobe.capture.core.rows import Item, Run
-from vllm_accprobe.capture.vllm.batch import Batch
+from vllm_accprobe.capture.core.rows import EncoderItem, ItemRun
+from vllm_accprobe.capture.vllm.batch import EngineBatch
 
 _NAME = "run_dp_sharded_"
 _BY_SIZE, _BY_TILE = _NAME + "mrope_vision_model", _NAME + "vision_model"
@@ -29,7 +29,7 @@ def deals(vllm_config: Any) -> bool:
     return mode == "data" and int(getattr(vllm_config.parallel_config, "tensor_parallel_size", 1) or 1) > 1
 
 
-def watch_dealing(batch: Batch, vllm_config: Any) -> Dealing | None:
+def watch_dealing(batch: EngineBatch, vllm_config: Any) -> Dealing | None:
     """What tells ``batch`` of each deal, or None for an engine that does not deal images out."""
     if not deals(vllm_config):
         return None
@@ -45,7 +45,7 @@ class Dealing:
     batch: is told what its rank computes. seen: functions that were found.
     """
 
-    def __init__(self, batch: Batch):
+    def __init__(self, batch: EngineBatch):
         self._batch = batch
         self._undo: list[Callable[[], None]] = []
         self.seen: set[str] = set()
@@ -88,8 +88,8 @@ class Dealing:
         return dealt
 
     def _runs(
-        self, name: str, original: Any, items: list[Item], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[int, tuple[Run, ...]] | None:
+        self, name: str, original: Any, items: list[EncoderItem], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, tuple[ItemRun, ...]] | None:
         """(how many of the waiting ``items`` this call takes, what this rank computes of them); None: not known."""
         world = getattr(original, "__globals__", {})
         if name == _BY_SIZE and len(args) >= 3:
@@ -105,7 +105,9 @@ def _place(world: dict[str, Any]) -> tuple[int, int]:
     return int(rank), int(size)
 
 
-def by_size(items: list[Item], sizes: list[int], world: dict[str, Any]) -> tuple[int, tuple[Run, ...]] | None:
+def by_size(
+    items: list[EncoderItem], sizes: list[int], world: dict[str, Any]
+) -> tuple[int, tuple[ItemRun, ...]] | None:
     """Whole images, by vLLM's own get_load_balance_assignment. sizes: patches of each image of the call."""
     mine = items[: len(sizes)]
     if len(mine) != len(sizes) or not all(
@@ -115,10 +117,10 @@ def by_size(items: list[Item], sizes: list[int], world: dict[str, Any]) -> tuple
     rank, ranks = _place(world)
     order, counts, _ = world["get_load_balance_assignment"](sizes, ranks)
     start = sum(counts[:rank])
-    return len(mine), tuple(Run(mine[i], 0, mine[i].placeholders) for i in order[start : start + counts[rank]])
+    return len(mine), tuple(ItemRun(mine[i], 0, mine[i].placeholders) for i in order[start : start + counts[rank]])
 
 
-def by_tile(items: list[Item], tiles: int, rank: int, ranks: int) -> tuple[int, tuple[Run, ...]] | None:
+def by_tile(items: list[EncoderItem], tiles: int, rank: int, ranks: int) -> tuple[int, tuple[ItemRun, ...]] | None:
     """Equal stretches of all tiles, the last ones padded. An image is one tile or several, of equally many
     placeholders each."""
     total = sum(item.placeholders for item in items)
@@ -131,8 +133,8 @@ def by_tile(items: list[Item], tiles: int, rank: int, ranks: int) -> tuple[int, 
     for item in items:
         first, stop = max(begin - at, 0), min(end - at, item.placeholders)
         if first < stop:
-            runs.append(Run(item, first, stop - first))
+            runs.append(ItemRun(item, first, stop - first))
         at += item.placeholders
     if end > max(total, begin):
-        runs.append(Run(None, 0, end - max(total, begin)))
+        runs.append(ItemRun(None, 0, end - max(total, begin)))
     return len(items), tuple(runs)

@@ -17,7 +17,7 @@ import torch
 
 from vllm_accprobe.capture.core.session import HEAD, Session
 from vllm_accprobe.capture.taps.selection import chooses
-from vllm_accprobe.capture.vllm.batch import Batch
+from vllm_accprobe.capture.vllm.batch import ChosenRows
 from vllm_accprobe.capture.vllm.masks import TRACE, Grammar, grammar_of
 from vllm_accprobe.dump.schema import MASKS_KNOWN, Module
 
@@ -30,10 +30,11 @@ _SETTINGS = ("temperature", "top_k", "top_p")
 class Sampling:
     """Wraps ``model.compute_logits`` and the runner's ``_sample`` (V1) or ``sample`` (V2)."""
 
-    def __init__(self, session: Session, runner: Any, model: Any, batch: Batch):
+    def __init__(self, session: Session, runner: Any, model: Any, rows: ChosenRows):
         self._session = session
         self._runner = runner
-        self._batch = batch
+        self._rows = rows
+        self._batch = rows.batch
         self._grammar: Grammar = {}
         self._cls = type(getattr(runner, "sampler", None)).__name__
         self._calls = 0
@@ -128,7 +129,7 @@ class Sampling:
         """Tells the journal whose logits are masked in this step; most steps cost a look into empty dicts."""
         state = self._session.state
         assert state is not None
-        found = self._batch.masks(self._grammar)
+        found = self._rows.masks(self._grammar)
         state.masked = bool(found) and not any(TRACE in one["by"] for one in found)  # whose tokens no logits chose
         if found:
             self._session.sink.line({"event": "masks", "step": state.number, "masked": found})

@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from datetime import datetime, timezone
 from typing import Any
 
 import torch
 
-from vllm_accprobe import __version__
+from vllm_accprobe.capture.core.recording import run_facts
 from vllm_accprobe.capture.vllm.eager import facts
 from vllm_accprobe.config import REPLICAS
 from vllm_accprobe.dump.schema import Image
@@ -206,25 +205,23 @@ def run_info(
 ) -> dict[str, Any]:
     """run.json of a vLLM engine."""
     config = runner.vllm_config
-    versions = {"accprobe": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     import vllm
 
-    versions["vllm"] = str(getattr(vllm, "__version__", "unknown"))
     model_config = config.model_config
-    return {
-        "tool": "accprobe",
-        "versions": versions,
-        "platform": {"system": platform.platform(), "machine": platform.machine(), "vllm": platform_name()},
-        "device": {"type": device.type, "name": device_name(device)},
-        "model": {
+    return run_facts(
+        probe,
+        versions={"vllm": str(getattr(vllm, "__version__", "unknown"))},
+        system={"vllm": platform_name()},
+        device={"type": device.type, "name": device_name(device)},
+        model={
             "path": str(getattr(model_config, "model", "")),
             "class": type(model).__name__,
             "dtype": str(getattr(model_config, "dtype", "")).replace("torch.", ""),
             "quantization": getattr(model_config, "quantization", None),
             "max_model_len": getattr(model_config, "max_model_len", None),
         },
-        "parallel": {k: v for k, v in parallel.items() if k != "rank"},
-        "engine": {
+        parallel={k: v for k, v in parallel.items() if k != "rank"},
+        engine={
             "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
             **facts(config, model),
             "block_size": getattr(config.cache_config, "block_size", None),
@@ -233,7 +230,5 @@ def run_info(
             "prefix_caching": getattr(config.cache_config, "enable_prefix_caching", None),
             "speculative": getattr(getattr(config, "speculative_config", None), "method", None),
         },
-        "seed": getattr(model_config, "seed", None),
-        "probe": probe,
-        "start_time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
+        seed=getattr(model_config, "seed", None),
+    )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+import typer.core
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.select import Ranges, Selection
@@ -46,6 +47,18 @@ def writable(directory: Path, option: str = "--out") -> None:
     finally:
         for place in reversed(made):
             place.rmdir()
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose help may say ``{standards}``: their names take a while to gather, and are read by few."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from vllm_accprobe.standards import COMMANDS, names
+
+        for option in (p for p in self.params if "{standards}" in (getattr(p, "help", None) or "")):
+            what = next(kind for kind, command in COMMANDS.items() if command == self.name)
+            option.help = option.help.replace("{standards}", ", ".join(names(what)))  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
 
 
 STEP = typer.Option("", "--step", metavar="RANGES", help="Engine steps, e.g. 0-3,7.")

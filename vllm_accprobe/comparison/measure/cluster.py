@@ -49,7 +49,7 @@ def measure_on(
     """As workers.measure_all. address: as for ray.init, ``auto`` or ``host:port``. Raises CompareError."""
     ray = _ray()
     with _connected(ray, address):
-        known: dict[bytes, Any] = {}
+        known: wire.Known = {}
         for data in _Cluster(ray, dumps, sides, kl).run(list(batches(units, limit))):
             ((text, payload, _),) = wire.frames(data)
             yield wire.unpack(text, payload, known)

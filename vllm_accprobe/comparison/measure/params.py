@@ -4,38 +4,29 @@ The problem: two checkpoints, or one checkpoint loaded in two ways, look like an
 must be equal to the bit; where the dtypes differ, after rounding the finer one to the coarser (ties to even). Without
 payloads the hash of a fixed sample and the statistics decide. Tables that each machine computes for itself (rotary
 cosines) are not weights and may differ by rounding.
-Not here: activations (unit.py).
+Not here: activations (activations.py).
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_accprobe.align.shards import ONE
 from vllm_accprobe.comparison.measure import statistics
+from vllm_accprobe.comparison.measure.activations import OTHER_WIDTH, UNKNOWN_DTYPE
+from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.measure.read import UNREAD, Block, Loader, Unread, cut_shape, find_cut, same_bits
-from vllm_accprobe.comparison.measure.unit import OTHER_WIDTH, UNKNOWN_DTYPE, Piece
 from vllm_accprobe.comparison.plan.units import Group, Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.standards import Standard
 from vllm_accprobe.kernels import definition, rows
+from vllm_accprobe.standards.ours import Standard
 
 PACKED = "packed or quantised parameters of different dtypes"
 ELSEWHERE_CUT = "fingerprints of parameters that are cut differently over ranks"
 _COMPUTED = re.compile(r"cos_sin_cache|inv_freq|cos_cached|sin_cached|sinusoid|position_ids|attn_bias_cache")
-
-
-@dataclass(frozen=True)
-class ParamResult:
-    """piece: what was compared; equal: None where it was skipped; by: how it was decided, for the message."""
-
-    piece: Piece
-    equal: bool | None
-    by: str = ""
 
 
 def is_computed(role: str) -> bool:
@@ -43,57 +34,64 @@ def is_computed(role: str) -> bool:
     return bool(_COMPUTED.search(role))
 
 
-def compare_params(unit: Unit, golden: Loader, mine: Loader, standard: Standard) -> list[ParamResult]:
+def compare_params(unit: Unit, golden: Loader, mine: Loader, standard: Standard) -> list[Part]:
     """Compares a parameter: one group on either side, or, where ranks are compared one by one, one for each rank."""
     found = []
     for m in unit.mine if len(unit.golden) > 1 else unit.mine[-1:]:
         g = next((g for g in unit.golden if g.moment == m.moment), unit.golden[-1])
         try:
-            found.append(_compare(Piece(m, [g], whole=True), g, m, golden, mine, standard))
+            found.append(_compare(Part.of(m, g, whole=True), g, m, golden, mine, standard))
         except Unread:
-            found.append(ParamResult(Piece(m, [g], whole=True, skip=UNREAD), None))
+            found.append(Part.of(m, g, whole=True, skip=UNREAD))
         finally:
             golden.forget()
             mine.forget()
     return found
 
 
-def _compare(piece: Piece, g: Group, m: Group, golden: Loader, mine: Loader, standard: Standard) -> ParamResult:
+def _compare(part: Part, g: Group, m: Group, golden: Loader, mine: Loader, standard: Standard) -> Part:
     if g.merge is None or m.merge is None:
-        piece.skip = m.problem or g.problem
-        return ParamResult(piece, None)
+        return _skipped(part, m.problem or g.problem)
     if "complex" in DTYPES[g.first.dtype].kind + DTYPES[m.first.dtype].kind:
-        piece.skip = UNKNOWN_DTYPE
-        return ParamResult(piece, None)
+        return _skipped(part, UNKNOWN_DTYPE)
     cuts = find_cut(g, m)
     shapes = cut_shape(g.merge.shape, cuts[0]), cut_shape(m.merge.shape, cuts[1])
-    piece.feature = shapes[1]
+    part.feature = shapes[1]
     if shapes[0] != shapes[1]:
-        piece.skip = f"parameters: {OTHER_WIDTH}"
-        return ParamResult(piece, None)
+        return _skipped(part, f"parameters: {OTHER_WIDTH}")
     if g.fingerprint is not None and g.fingerprint == m.fingerprint:
-        piece.identical = True
-        return ParamResult(piece, True, "hash")
+        part.agree(g, m)
+        return _decided(part, True, "hash")
     floats = [DTYPES[x.first.dtype].kind == "float" for x in (g, m)]
     if g.first.dtype != m.first.dtype and not all(floats):
-        piece.skip = PACKED
-        return ParamResult(piece, None)
+        return _skipped(part, PACKED)
     if not (g.readable and m.readable):
-        return _by_sample(piece, g, m, standard)
+        return _by_sample(part, g, m, standard)
     a, b = golden.load(g, cuts[0]), mine.load(m, cuts[1])
     data = _common(a.data, a.dtype, b.data, b.dtype)
     at = np.arange(len(b.data))
-    piece.elements = np.zeros(len(definition.ELEMENT_FIELDS))
-    piece.table = rows.rows(data[0], data[2], at, data[1], data[2], at, widen, elements=piece.elements)
-    differ = (piece.table[:, definition.MAX_D] > 0) | (piece.table[:, definition.MISMATCH] > 0)
+    elements = np.zeros(len(definition.ELEMENT_FIELDS))
+    part.table = rows.rows(data[0], data[2], at, data[1], data[2], at, widen, elements=elements)
+    part.elements = tuple(elements.tolist())
+    differ = (part.table[:, definition.MAX_D] > 0) | (part.table[:, definition.MISMATCH] > 0)
     if differ.any() and {a.dtype, b.dtype} == {"float16", "bfloat16"} and _one_number(a, b):
-        return ParamResult(piece, True, "values, as far as both dtypes hold them")
+        return _decided(part, True, "values, as far as both dtypes hold them")
     if differ.any():
-        r = int(piece.table[:, definition.MAX_D].argmax())
+        r = int(part.table[:, definition.MAX_D].argmax())
         values = [widen(x[r], data[2], as_float=True) for x in data[:2]]
-        piece.worst = (r, *definition.locate(*values))
-    piece.same_bits = not differ.any() and same_bits(a, at, b, at)
-    return ParamResult(piece, not differ.any(), "values")
+        part.worst = (r, *definition.locate(*values))
+    part.same_bits = not differ.any() and same_bits(a, at, b, at)
+    return _decided(part, not differ.any(), "values")
+
+
+def _skipped(part: Part, why: str) -> Part:
+    part.skip = why
+    return part
+
+
+def _decided(part: Part, equal: bool, by: str) -> Part:
+    part.equal, part.by = equal, by
+    return part
 
 
 def _one_number(a: Block, b: Block) -> bool:
@@ -112,38 +110,34 @@ def _one_number(a: Block, b: Block) -> bool:
     return True
 
 
-def _by_sample(piece: Piece, g: Group, m: Group, standard: Standard) -> ParamResult:
+def _by_sample(part: Part, g: Group, m: Group, standard: Standard) -> Part:
     assert g.merge is not None
     assert m.merge is not None
     if (g.merge.kind, g.merge.pieces) != (m.merge.kind, m.merge.pieces):
-        piece.skip = ELSEWHERE_CUT
-        return ParamResult(piece, None)
+        return _skipped(part, ELSEWHERE_CUT)
     pairs = list(zip((g.records[i] for i in g.merge.use), (m.records[i] for i in m.merge.use), strict=True))
     if g.first.dtype == m.first.dtype and all(x.sample and y.sample for x, y in pairs):
         equal = all(x.sample == y.sample for x, y in pairs)
-        piece.stat_error = (0.0 if equal else float("inf"), 0.0)
-        return ParamResult(piece, equal, "hash of a sample")
+        part.stats = (0.0 if equal else float("inf"), 0.0)
+        return _decided(part, equal, "hash of a sample")
     if all(x.stats and y.stats for x, y in pairs):
         errors = [statistics.statistics_error(x.stats, y.stats) for x, y in pairs if x.stats and y.stats]
-        piece.stat_error = max(e[0] for e in errors), max(e[1] for e in errors)
+        part.stats = max(e[0] for e in errors), max(e[1] for e in errors)
         if len(pairs) == 1 and pairs[0][0].stats and pairs[0][1].stats:
-            piece.figures = statistics.figures(pairs[0][0].stats), statistics.figures(pairs[0][1].stats)
+            part.figures = statistics.figures(pairs[0][0].stats), statistics.figures(pairs[0][1].stats)
         allowed = max(rounding_unit(g.first.dtype), rounding_unit(m.first.dtype))
         if statistics.checksums(g, m) is False:
-            return ParamResult(piece, False, "checksums")
+            return _decided(part, False, "checksums")
         known = [statistics.same_weights(x, y, allowed) for x, y in pairs]
         if None not in known:
-            return ParamResult(piece, all(known), "statistics")
-        error = max(piece.stat_error[0], piece.stat_error[1] / standard.element)
-        return ParamResult(piece, error <= allowed, "statistics")
+            return _decided(part, all(known), "statistics")
+        error = max(part.stats[0], part.stats[1] / standard.element)
+        return _decided(part, error <= allowed, "statistics")
     same = statistics.checksums(g, m)
     if same is not None:
-        piece.stat_error = 0.0 if same else float("inf"), 0.0
-        return ParamResult(piece, same, "checksums")
-    piece.skip = "parameters without payload, sample or statistics"
-    if g.merge.kind != ONE:
-        piece.skip = ELSEWHERE_CUT
-    return ParamResult(piece, None)
+        part.stats = 0.0 if same else float("inf"), 0.0
+        return _decided(part, same, "checksums")
+    return _skipped(part, "parameters without payload, sample or statistics" if g.merge.kind == ONE else ELSEWHERE_CUT)
 
 
 def _common(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> tuple[np.ndarray, np.ndarray, str]:

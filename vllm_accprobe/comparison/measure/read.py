@@ -63,7 +63,7 @@ class Loader:
     def load(self, group: Group, cut: tuple[int, int] | None = None) -> Block:
         """The whole of ``group``; ``cut`` = (dimension, size): without padding that the other side does not have.
         Raises Unread."""
-        key = (id(group), cut)
+        key = (group, cut)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]

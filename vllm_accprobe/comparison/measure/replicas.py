@@ -4,7 +4,7 @@ The problem: other tools write neither hashes, so that a wrong copy on one rank 
 tensor is, so that a partial sum looks like a copy. The idea: the copies are read; where they differ and nobody wrote
 down that they are copies, their sum is tried, and taken if it is much nearer to the other side; else the copy of mine
 that is furthest off is what is compared, because that rank goes on with it.
-Not here: rows (unit.py), layouts that are known (align/shards.py).
+Not here: rows (activations.py), layouts that are known (align/shards.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The problem: a tensor may be larger than the memory that a comparison is given, 
 costs more than the arithmetic (two microseconds for each 4 KiB page). The idea: only the rows that meet are read, a few
 megabytes at a time, into one buffer per side and worker; pieces of several ranks are joined in it. What does not lie
 row by row (rows in a later dimension, partial sums, tensors made from others) is loaded whole, as read.py does.
-Not here: which rows are wanted (unit.py), whole tensors and their cache (read.py).
+Not here: which rows are wanted (activations.py), whole tensors and their cache (read.py).
 """
 
 from __future__ import annotations

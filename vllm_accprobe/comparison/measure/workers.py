@@ -4,7 +4,7 @@ The problem: reading, hashing and arithmetic give up the interpreter's lock, but
 thread costs forty microseconds to be told about it; and whatever the dump's size, memory must not grow. The idea: units
 are handed over in batches of some megabytes; each thread has its own buffers and keeps them; only so many batches are
 under way that no thread waits; results come back in the order of the plan, so that nothing after depends on timing.
-Not here: one unit (unit.py, params.py), remembering results (resume.py), other machines (cluster.py).
+Not here: one unit (activations.py, params.py), remembering results (resume.py), other machines (cluster.py).
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
-from vllm_accprobe.comparison.measure.measured import MeasuredUnit, part_of, unit_of
+from vllm_accprobe.comparison.measure.activations import Measurer
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit
 from vllm_accprobe.comparison.measure.params import compare_params
 from vllm_accprobe.comparison.measure.read import Loader
-from vllm_accprobe.comparison.measure.unit import Measurer
-from vllm_accprobe.comparison.plan.coverage import family
 from vllm_accprobe.comparison.plan.row_index import Indices
 from vllm_accprobe.comparison.plan.units import Unit
-from vllm_accprobe.judge.standards import Standard
+from vllm_accprobe.standards.ours import Standard
 
 BATCH = 8 << 20
 """Bytes of both sides that a thread is given at a time, or more where one unit has more."""
@@ -44,19 +41,8 @@ class UnitMeasurer:
     def measure(self, unit: Unit) -> MeasuredUnit:
         """Raises DumpError."""
         if unit.is_param:
-            results = compare_params(unit, *self.loaders, Standard())
-            return unit_of(unit, [part_of(r.piece, equal=r.equal, by=r.by) for r in results])
-        parts, columns, far = [], None, None
-        for piece in self._measurer.measure(unit):
-            parts.append(part_of(piece, family=family(piece.group.where[2] if piece.group.where else "")))
-            columns, far = _added(columns, piece.structure), _added(far, piece.columns)
-        return unit_of(unit, parts, columns, far)
-
-
-def _added(total: np.ndarray | None, more: np.ndarray | None) -> np.ndarray | None:
-    if total is None or more is None:
-        return more if total is None else total
-    return total + more if total.shape == more.shape else total
+            return MeasuredUnit.of(unit, compare_params(unit, *self.loaders, Standard()))
+        return self._measurer.measure(unit)
 
 
 def unit_bytes(unit: Unit) -> int:

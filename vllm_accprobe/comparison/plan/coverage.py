@@ -3,7 +3,7 @@
 The problem: a comparison that silently compares half of the rows looks like a pass. The idea: rows are counted once
 each, not once per tensor: as sets of keys, text rows together and each vision space for itself; every skip is counted
 under its reason, those of the captures too.
-Not here: why a pair was skipped (unit.py), how many pairs there are (result.py: Counts).
+Not here: why a pair was skipped (activations.py), how many pairs there are (result.py: Counts).
 """
 
 from __future__ import annotations

@@ -3,23 +3,21 @@
 The problem: whether another expert is a near tie stands in the router's logits, a tensor of another tap. The idea: the
 plan gives a unit of chosen experts the groups of its router's logits; where rows differ, the logits of these rows, of
 the same step on either side, are read as well, and only what they say is kept (judge/routing.py: three numbers a row).
-Not here: what follows from that (judge/routing.py), the other measures (unit.py).
+Not here: what follows from that (judge/routing.py), the other measures (activations.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vllm_accprobe.comparison.plan.joining import Group
+from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.judge import routing
-
-if TYPE_CHECKING:
-    from vllm_accprobe.comparison.plan.units import Unit
 
 Place = tuple[Group, Any, np.ndarray]
 """A group of chosen experts, how it is cut, and its rows."""

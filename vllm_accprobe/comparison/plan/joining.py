@@ -23,9 +23,11 @@ Moment = tuple[int, "int | None"]
 """(cell, step)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """One side's records of one tensor in one step, by rank. ``merge`` is None where ``problem`` says why."""
+    """One side's records of one tensor in one step, by rank. ``merge`` is None where ``problem`` says why.
+
+    Told by identity, because it stands in the name of what is kept of it (measure/read.py)."""
 
     records: tuple[Record, ...]
     moment: Moment

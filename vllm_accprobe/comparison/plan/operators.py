@@ -4,8 +4,8 @@ The problem: an operator's arguments hold more than values of the model: output 
 before, handles and schedules of a library as integers, the engine's own bookkeeping of slots and block tables. Two runs
 that are right differ in all of these. And operators know no rows, so only the same call of the same step is comparable.
 The idea: such tensors are set apart before pairing, by what the call's own line says of them, each with its reason;
-what is left is compared whole, where the step had the same batch on both sides (unit.py). What an operator computed
-is judged by ``accprobe opcheck``, which needs no second dump. Not here: capture (capture/ops/dispatch.py).
+what is left is compared whole, where the step had the same batch on both sides (activations.py). What an operator
+computed is judged by ``accprobe opcheck``, which needs no second dump. Not here: capture (capture/ops/dispatch.py).
 """
 
 from __future__ import annotations

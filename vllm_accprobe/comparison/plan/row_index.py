@@ -2,8 +2,8 @@
 
 The problem: the rows of one tensor of mine may lie in many tensors of the golden, in any order, and every tap asks
 again. The idea: row maps belong to steps, not to taps, so an index from row key to (tensor, row) is made once per set
-of row maps and serves all taps that were captured in these steps.
-Not here: how rows get their keys (align/tokens.py), what is done with them (unit.py).
+of row maps and serves all taps that were captured in these steps, and so does the set of the rows that meet.
+Not here: how rows get their keys (align/tokens.py), what is done with them (activations.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.align.tokens import Side, Space
 
 _EMPTY = np.zeros(0, np.int64)
@@ -31,8 +32,8 @@ class Index:
 class Meeting:
     """The rows of one tensor of mine that lie among some golden tensors; arrays of one length, in mine's order.
 
-    used: numbers of the golden tensors that hold one. row: of mine; number, other: golden's tensor and its row. keys,
-    decode: of the rows. places: for each tensor in ``used``, where its rows stand in these arrays. aligned: one golden
+    used: numbers of the golden tensors that hold one. row: of mine; number, other: golden's tensor and its row. rows:
+    the rows themselves. places: for each tensor in ``used``, where its rows stand in these arrays. aligned: one golden
     tensor, and each row meets the row of the same place. complete: all rows of mine's tensor are here; both: and all
     of the golden's.
     """
@@ -41,8 +42,7 @@ class Meeting:
     row: np.ndarray
     number: np.ndarray
     other: np.ndarray
-    keys: np.ndarray
-    decode: np.ndarray
+    rows: RowSet
     aligned: bool
     complete: bool
     both: bool
@@ -84,7 +84,8 @@ class Indices:
         complete = len(kept) == len(rows.keys)
         both = aligned and complete and len(self.sides[0].rows[wheres[used[0]]].keys) == len(kept)
         places = tuple(np.flatnonzero(number == i) for i in used)
-        return Meeting(used, kept, number, other, rows.keys[kept], rows.decode[kept], aligned, complete, both, places)
+        met = RowSet(rows.keys[kept], rows.decode[kept])
+        return Meeting(used, kept, number, other, met, aligned, complete, both, places)
 
     def index(self, wheres: tuple[Space, ...]) -> Index:
         """Where each kept row lies among ``wheres``; the last one counts where a row lies in several."""

@@ -1,8 +1,8 @@
 """What will be compared with what, before any tensor is read.
 
 The problem: a comparison that goes wrong silently pairs the wrong things. The idea: everything that is decided from
-names, row maps, layouts and shapes is decided here, as plain values that print as lines: units (one tap, role and call
-on both sides), each with its groups (the ranks' records of one step). What cannot be compared has its reason.
+names, row maps, layouts and shapes is decided here, as plain values that print as lines: units (unit.py), each with its
+groups (the ranks' records of one step). What cannot be compared has its reason.
 Not here: how ranks' pieces are joined (joining.py), reading and computing (engine.py); the rules themselves (align/).
 """
 
@@ -24,6 +24,16 @@ from vllm_accprobe.comparison.plan.expert_choices import with_routers
 from vllm_accprobe.comparison.plan.joining import Group, Joining, Moment, merged, widths_of
 from vllm_accprobe.comparison.plan.operators import set_apart
 from vllm_accprobe.comparison.plan.partial_sums import WHOLE, Loose, loose, unsummed_taps
+from vllm_accprobe.comparison.plan.unit import (
+    LOOKED_UP,
+    MASKED_IDS,
+    MASKED_LOGITS,
+    SAMPLER,
+    TOKEN,
+    TOP_IDS,
+    TOP_LOGITS,
+    Unit,
+)
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import OWN, Module, Record
 from vllm_accprobe.dump.select import matches
@@ -34,42 +44,6 @@ __all__ = [
     "LOOKED_UP", "MASKED_IDS", "MASKED_LOGITS", "SAMPLER", "TOKEN", "TOP_IDS", "TOP_LOGITS", "Group", "Moment", "Plan",
     "Unit", "make_plan",
 ]  # fmt: skip
-
-SAMPLER = "sampler"
-TOKEN, TOP_LOGITS, TOP_IDS = "output.token", "output.top_logits", "output.top_ids"
-MASKED_LOGITS, MASKED_IDS = "output.masked_logits", "output.masked_ids"
-"""What masks left of the logits, in steps with any: two runs need not mask alike."""
-LOOKED_UP = (TOP_IDS, MASKED_LOGITS, MASKED_IDS)
-"""Roles of the sampler that are looked at where a token flips, and not compared."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """All of one (tap, role, call) of mine, with the golden's groups that may hold its rows.
-
-    depth: layers passed; gap: those of them that were passed unseen since the compared tensor before
-    (judge/origins/unseen.py). router: of chosen experts, the groups (golden's, mine's) of the logits by which they were
-    chosen, where both are there."""
-
-    key: Key
-    golden_key: Key
-    cls: str
-    rule: str
-    order: int
-    depth: int
-    golden: list[Group]
-    mine: list[Group]
-    router: tuple[list[Group], list[Group]] | None = None
-    gap: int = 0
-
-    @property
-    def is_param(self) -> bool:
-        return self.key[1].startswith("param.")
-
-    @property
-    def vision(self) -> bool:
-        return any(g.where is not None and g.where[2].startswith("vision") for g in self.mine)
-
 
 @dataclass(frozen=True)
 class Plan:

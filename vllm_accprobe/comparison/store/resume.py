@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
 from vllm_accprobe.comparison.store import wire
 from vllm_accprobe.judge.flow import Key
@@ -126,7 +124,7 @@ class Finished:
             return 0
         stored = memoryview(mmap.mmap(self._fd, size, prot=mmap.PROT_READ))
         end = 0
-        known: dict[bytes, np.ndarray] = {}
+        known: wire.Known = {}
         for text, data, stop in wire.frames(stored):
             if not end and text.get("identity") != identity:
                 return 0

@@ -13,22 +13,21 @@ import hashlib
 import json
 import zipfile
 from collections.abc import Callable
-from dataclasses import fields
-from operator import attrgetter
+from dataclasses import fields as names_of
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part, Setting
+from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.comparison.measure.measured import Measured, Setting
 from vllm_accprobe.comparison.result import CompareError
+from vllm_accprobe.comparison.store import fields
 
 NAME = "measured.npz"
 VERSION = 5
 _OFTEN = 32 << 20
 _POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
-_PART_ARRAYS = ("keys", "decode", "table", "choices", "margins")
-_PLAIN = tuple(f.name for f in fields(Part) if f.name not in _PART_ARRAYS)
 
 
 class _Writer:
@@ -37,7 +36,7 @@ class _Writer:
     def __init__(self) -> None:
         self.pools: dict[str, list[np.ndarray]] = {k: [] for k in _POOLS}
         self.ends = dict.fromkeys(_POOLS, 0)
-        self.seen: dict[int, tuple[list[Any], np.ndarray]] = {}
+        self._rows: dict[RowSet, list[Any]] = {}
         self.known: dict[tuple[str, bytes], list[Any]] = {}
 
     def put(self, array: np.ndarray | None) -> list[Any] | None:
@@ -45,8 +44,6 @@ class _Writer:
         if array is None:
             return None
         kind = {"f": "f", "i": "i", "b": "b"}[array.dtype.kind]
-        if id(array) in self.seen:  # the array is held, so its id stays its own
-            return self.seen[id(array)][0]
         flat: np.ndarray = np.ascontiguousarray(array, _POOLS[kind]).reshape(-1)
         name = (kind, hashlib.blake2b(flat.tobytes(), digest_size=16).digest()) if kind != "f" else None
         if name is not None and name in self.known:
@@ -56,8 +53,13 @@ class _Writer:
         self.ends[kind] += len(flat)
         if name is not None:
             self.known[name] = where
-            self.seen[id(array)] = where, array
         return where
+
+    def put_rows(self, rows: RowSet) -> list[Any]:
+        """As `put`, of each of fields.ROWS."""
+        if rows not in self._rows:
+            self._rows[rows] = [self.put(getattr(rows, name)) for name in fields.ROWS]
+        return self._rows[rows]
 
     def write(self, archive: zipfile.ZipFile, rest: Callable[[], None]) -> None:
         """Each pool as a member, array by array, as numpy.savez would write it. rest: called now and then."""
@@ -78,7 +80,7 @@ def save(measured: Measured, directory: Path) -> Path:
     """Writes ``directory``/measured.npz (replacing an older one whole) and returns its path."""
     out = _Writer()
     s = measured.setting
-    setting = {f.name: getattr(s, f.name) for f in fields(Setting) if f.name not in ("places", "moments")}
+    setting = {f.name: getattr(s, f.name) for f in names_of(Setting) if f.name not in ("places", "moments")}
     setting |= {
         # JSON's keys are text: tables whose keys are not are lists of pairs.
         "children": list(s.children.items()),
@@ -88,13 +90,12 @@ def save(measured: Measured, directory: Path) -> Path:
         "places": [out.put(a) for a in s.places],
         "moments": [[list(m), out.put(keys)] for m, keys in s.moments.items()],
     }
-    plain, arrays = attrgetter(*_PLAIN), attrgetter(*_PART_ARRAYS)
     units = []
     for u in measured.each():
-        parts = [[plain(p), list(map(out.put, arrays(p)))] for p in u.parts]
+        parts = [[fields.plain_of(p), [*out.put_rows(p.rows), *map(out.put, fields.tables_of(p))]] for p in u.parts]
         head = [list(u.key), u.cls, u.rule, u.order, u.depth, u.is_param, u.vision, u.gap]
-        units.append([head, parts, [out.put(u.columns), out.put(u.far)]])
-    text = json.dumps({"version": VERSION, "plain": _PLAIN, "setting": setting, "units": units}, default=_plain)
+        units.append([head, parts, [out.put(u.columns), None]])  # None: sums that earlier releases kept
+    text = json.dumps({"version": VERSION, "plain": fields.PLAIN, "setting": setting, "units": units}, default=_plain)
     path, part = directory / NAME, directory / (NAME + ".part")
     shelf = measured.shelf
     with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -113,7 +114,7 @@ def load(directory: Path) -> Measured:
         with np.load(path, allow_pickle=False) as data:
             pools = {k: data[k] for k in _POOLS}
             meta = json.loads(data["meta"].tobytes())
-        if meta.get("version") != VERSION or tuple(meta["plain"]) != _PLAIN:
+        if meta.get("version") != VERSION or tuple(meta["plain"]) != fields.PLAIN:
             raise CompareError(f"{path} was written by another version of accprobe{again}")
         return _measured(meta, pools)
     except FileNotFoundError:
@@ -142,19 +143,21 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
     raw["batches"] = {int(k): (v[0], v[1]) for k, v in raw["batches"]}
     raw["places"] = tuple(get(a) for a in raw["places"])
     raw["moments"] = {(m[0], m[1]): get(keys) for m, keys in raw["moments"]}
+    known: dict[str, RowSet] = {}
+
+    def rows_at(where: list[Any]) -> RowSet:
+        return known.setdefault(str(where), RowSet(*map(get, where)))
+
     units = []
-    for head, parts, columns in meta["units"]:
+    for head, parts, (columns, _) in meta["units"]:
         made = []
         for plain, arrays in parts:
-            values = dict(zip(_PLAIN, plain, strict=True))
-            for name in ("feature", "moment", "stats", "worst", "elements"):
-                values[name] = None if values[name] is None else tuple(values[name])
-            made.append(Part(**values, **dict(zip(_PART_ARRAYS, map(get, arrays), strict=True))))
-        tap, role, call = head[0]
-        cls, rule, order, depth, is_param, vision, gap = head[1:]
-        key = tap, role, call
-        sums, far = map(get, columns)
-        units.append(MeasuredUnit(key, cls, rule, order, depth, is_param, vision, made, sums, far, gap))
+            values = dict(zip(fields.PLAIN, plain, strict=True))
+            values |= zip(fields.TABLES, map(get, arrays[len(fields.ROWS) :]), strict=True)
+            made.append(fields.part_of(values, rows_at(arrays[: len(fields.ROWS)])))
+        key, cls, rule, order, depth, is_param, vision, gap = head
+        whole = tuple(key), cls, rule, order, depth, is_param, vision, get(columns), None, gap
+        units.append(fields.unit_of(dict(zip(fields.UNIT, whole, strict=True)), made))
     return Measured(Setting(**raw), units)
 
 

@@ -11,45 +11,46 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
+from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit
+from vllm_accprobe.comparison.measure.part import Part
+from vllm_accprobe.comparison.store import fields
 
 _HEAD = struct.Struct("<QQ16s")
-_PART_FIELDS = tuple(f.name for f in fields(Part))
-_UNIT_FIELDS = tuple(f.name for f in fields(MeasuredUnit) if f.name != "parts")
-LAYOUT = f"1 {' '.join(_PART_FIELDS)} | {' '.join(_UNIT_FIELDS)}"
+LAYOUT = f"1 {' '.join(fields.PART)} | {' '.join(fields.UNIT)}"
 """Changes whenever old frames would be misread."""
+Known = dict[tuple[bytes, bytes], RowSet]
+"""Sets of rows by the bytes of their keys and flags."""
 
 
 def pack(units: Sequence[MeasuredUnit]) -> bytes:
     """One frame."""
     out = _Arrays()
-    said = [
-        [[out.say(getattr(u, name)) for name in _UNIT_FIELDS],
-         [[out.say(getattr(p, name)) for name in _PART_FIELDS] for p in u.parts]]
-        for u in units
-    ]  # fmt: skip
+    said = [[[out.say(getattr(u, name, None)) for name in fields.UNIT], [out.part(p) for p in u.parts]] for u in units]
     return frame({"units": said, "arrays": out.described}, b"".join(out.data))
 
 
-def unpack(text: dict[str, Any], data: bytes, known: dict[bytes, np.ndarray] | None = None) -> list[MeasuredUnit]:
+def unpack(text: dict[str, Any], data: bytes, known: Known | None = None) -> list[MeasuredUnit]:
     """The units of a frame. Raises ValueError for anything that `pack` does not write.
 
-    known: remembers arrays of integers and booleans by their bytes: the row keys of a step belong to all its tensors.
+    known: remembers sets of rows: those of a step belong to all its tensors.
     """
+    known = {} if known is None else known
     try:
-        arrays = [_array(data, dtype, shape, start, known) for dtype, shape, start in text["arrays"]]
+        arrays = [_array(data, dtype, shape, start) for dtype, shape, start in text["arrays"]]
         units = []
         for head, parts in text["units"]:
-            plain = dict(zip(_UNIT_FIELDS, (_hear(v, arrays) for v in head), strict=True))
-            made = [Part(**dict(zip(_PART_FIELDS, (_hear(v, arrays) for v in p), strict=True))) for p in parts]
-            units.append(MeasuredUnit(parts=made, **plain))
+            made = []
+            for part in parts:
+                values = dict(zip(fields.PART, (_hear(v, arrays) for v in part), strict=True))
+                made.append(fields.part_of(values, _rows(known, *(values.pop(name) for name in fields.ROWS))))
+            units.append(fields.unit_of(dict(zip(fields.UNIT, (_hear(v, arrays) for v in head), strict=True)), made))
         return units
-    except (KeyError, TypeError, IndexError, ValueError) as e:
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as e:
         raise ValueError(f"not a frame of measured units: {e}") from None
 
 
@@ -86,7 +87,14 @@ class _Arrays:
         self.data: list[bytes] = []
         self.described: list[list[Any]] = []
         self._end = 0
-        self._known: dict[int, tuple[int, np.ndarray]] = {}
+        self._rows: dict[RowSet, dict[str, Any]] = {}
+
+    def part(self, part: Part) -> list[Any]:
+        """Its values in the order of fields.PART; rows that several parts have are stored once."""
+        if part.rows not in self._rows:
+            self._rows[part.rows] = {name: self.say(getattr(part.rows, name)) for name in fields.ROWS}
+        rows = self._rows[part.rows]
+        return [rows[name] if name in rows else self.say(getattr(part, name)) for name in fields.PART]
 
     def say(self, value: Any) -> Any:
         """A value as JSON: tuples and arrays, which JSON does not have, as marked lists."""
@@ -103,13 +111,11 @@ class _Arrays:
         raise TypeError(f"{type(value).__name__} cannot be stored")
 
     def _put(self, array: np.ndarray) -> int:
-        if id(array) not in self._known:  # the array is held, so its id stays its own
-            data = np.ascontiguousarray(array).tobytes()
-            self.described.append([array.dtype.str, list(array.shape), self._end])
-            self.data.append(data)
-            self._end += len(data)
-            self._known[id(array)] = len(self.described) - 1, array
-        return self._known[id(array)][0]
+        data = np.ascontiguousarray(array).tobytes()
+        self.described.append([array.dtype.str, list(array.shape), self._end])
+        self.data.append(data)
+        self._end += len(data)
+        return len(self.described) - 1
 
 
 def _hear(value: Any, arrays: list[np.ndarray]) -> Any:
@@ -122,19 +128,18 @@ def _hear(value: Any, arrays: list[np.ndarray]) -> Any:
     return tuple(items) if kind == "tuple" else items
 
 
-def _array(
-    data: bytes, dtype: str, shape: list[int], start: int, known: dict[bytes, np.ndarray] | None
-) -> np.ndarray:
+def _rows(known: Known, keys: np.ndarray, decode: np.ndarray) -> RowSet:
+    name = keys.tobytes(), decode.tobytes()
+    if name not in known:
+        known[name] = RowSet(keys.copy(), decode.copy())
+    return known[name]
+
+
+def _array(data: bytes, dtype: str, shape: list[int], start: int) -> np.ndarray:
     kind = np.dtype(dtype)
     if kind.kind not in "fiub":
         raise ValueError(f"arrays of {dtype} are not stored here")
     count = int(np.prod(shape, dtype=np.int64))
-    stop = start + count * kind.itemsize
-    if start < 0 or count < 0 or stop > len(data):
+    if start < 0 or count < 0 or start + count * kind.itemsize > len(data):
         raise ValueError("an array lies outside its frame")
-    if known is not None and kind.kind in "ib":
-        name = dtype.encode() + data[start:stop]
-        if name not in known:
-            known[name] = np.frombuffer(data, kind, count, start).copy()
-        return known[name].reshape(shape)
     return np.frombuffer(data, kind, count, start).reshape(shape)

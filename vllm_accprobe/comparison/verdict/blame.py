@@ -247,7 +247,7 @@ def _logits_agree(traces: Sequence[Trace], key: int) -> bool | None:
     """Whether a row of the logits is within limits, by all that shows it; None where nothing does."""
     known: bool | None = None
     for t in traces:
-        if t.kind == OUTPUT and (t.tap == SAMPLER or "logits" in t.tap or "lm_head" in t.tap) and key in t.seen:
+        if t.kind == OUTPUT and (t.tap == SAMPLER or "logits" in t.tap or "lm_head" in t.tap) and key in t.seen.keys:
             at = np.flatnonzero(t.keys == key)
             known = (known is not False) and not (len(at) and t.err[at[0]] > t.allowed)
     return known

@@ -13,22 +13,52 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vllm_accprobe.align.tokens import AFTER_FLIP
+from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.plan.coverage import NEAR_TIE
-from vllm_accprobe.comparison.result import FAIL, PARTLY, PASS, SKIP, WHOLE
 from vllm_accprobe.judge.flips import UNKNOWN
 from vllm_accprobe.judge.tiers import UNLIKE_KIN
-
-if TYPE_CHECKING:
-    from vllm_accprobe.comparison.result import Comparison, Pair
 
 FEW_ROWS = 32
 """chosen: a share of a few per cent of the rows, which is what a wrong tile or head touches, is one row of so many."""
 MOST = 0.5
 """chosen: where more than half was not judged or differs, the other half is the exception."""
+PARTLY, WHOLE = "partly", "whole"
+"""How much of a comparison was replayed, where anything was."""
 _LOW = ("bfloat16", "float16")
+
+
+class Result(Protocol):
+    """What is asked of a finished comparison (result.py, which asks back)."""
+
+    @property
+    def golden_path(self) -> str: ...
+    @property
+    def mine_path(self) -> str: ...
+    @property
+    def golden_run(self) -> Mapping[str, Any]: ...
+    @property
+    def mine_run(self) -> Mapping[str, Any]: ...
+    @property
+    def verdict(self) -> str: ...
+    @property
+    def pairs(self) -> Sequence[Pair]: ...
+    @property
+    def coverage(self) -> Mapping[str, Any]: ...
+    @property
+    def origins(self) -> Sequence[Mapping[str, Any]]: ...
+    @property
+    def tokens(self) -> Mapping[str, Any]: ...
+    @property
+    def standard(self) -> Mapping[str, Any]: ...
+    @property
+    def foreign(self) -> object | None: ...
+    @property
+    def replayed(self) -> str: ...
+    @property
+    def options(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +113,7 @@ class Side:
         return out + (f" --tensor-parallel-size {ranks}" if isinstance(ranks, int) and ranks > 1 else "")
 
 
-def would_decide(result: Comparison) -> list[dict[str, str]]:
+def would_decide(result: Result) -> list[dict[str, str]]:
     """compare.json's ``would_decide``: [{"why", "command"}], what decides most first. A command may have several lines,
     to be given one after the other; a line with # says what no command here can do. Empty where the answer is closed,
     and where another tool's standard, which knows no origins, gave it."""
@@ -107,7 +137,7 @@ _Step = tuple[str, str]
 
 @dataclass(frozen=True)
 class _Case:
-    result: Comparison
+    result: Result
     golden: Side
     mine: Side
 

@@ -1,8 +1,8 @@
 """A comparison under another tool's standard: its columns beside ours, its word as the status.
 
 The problem: the verdict shall be the other tool's and everything else stay readable. The idea: judged as always first;
-then the tool's rule (judge/foreign.py) gives each pair its cells and its word. An error fails the pair, a warning is
-told and passes; where a tool has no verdict, ours stays. Origins, floors, flipped tokens and the shape of the error
+then the tool's rule (standards/) gives each pair its cells and its word. An error fails the pair, a warning is told and
+passes; where a tool has no verdict, ours stays. Origins, floors, flipped tokens and the shape of the error
 are ours in any case, and a note says what our own standard made of it.
 Not here: the rules.
 """
@@ -16,29 +16,33 @@ from math import prod
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Comparison, Foreign, Pair
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.judge import foreign
+from vllm_accprobe.kernels.definition import ELEMENT_FIELDS
+from vllm_accprobe.standards import NamedStandard
+from vllm_accprobe.standards.declaration import ERROR, NO_VERDICT, SKIPPED, WARNING, Cell, Numbers, PairRule
 
 
-def apply(result: Comparison, name: str) -> Comparison:
-    """``result`` with pairs, verdict and further columns by the standard ``name`` (a key of judge.foreign.FOREIGN)."""
-    standard = foreign.FOREIGN[name]
+def apply(result: Comparison, standard: NamedStandard) -> Comparison:
+    """``result`` with pairs, verdict and further columns by ``standard``'s rule for pairs."""
+    name, rule = standard.name, standard.pairs
+    if rule is None:
+        raise ValueError(f"{name} has no rule for pairs")
     cells, pairs = [], []
     said: Counter[str] = Counter()
     for pair in result.pairs:
-        row, changed, word = _judged(pair, standard)
+        row, changed, word = _judged(pair, name, rule)
         said[word] += 1
         cells.append(row)
         pairs.append(changed)
     verdicts = any(p.status == FAIL for p in pairs)
     own = result.verdict.upper()
-    if said[foreign.NO_VERDICT] and not said[foreign.ERROR] and not said[foreign.PASS]:
+    if said[NO_VERDICT] and not said[ERROR] and not said[PASS]:
         note = f"standard '{name}' has no verdict of its own: the status is accprobe's"
         verdict = result.verdict
     else:
-        counts = ", ".join(f"{said[w]} {w}" for w in (foreign.ERROR, foreign.WARNING, foreign.PASS) if said[w])
+        counts = ", ".join(f"{said[w]} {w}" for w in (ERROR, WARNING, PASS) if said[w])
         note = f"status and verdict by the rules of '{name}' ({counts}); accprobe's own verdict is {own}"
         verdict = FAIL if verdicts else PASS
-    if standard.needs_kl:
+    if rule.needs_kl:
         note += _about_kl(pairs)
     divergence = messages.first_divergence(pairs, None) if verdict == FAIL else None
     if divergence is not None:  # ours are other measures than the one that decided
@@ -52,7 +56,7 @@ def apply(result: Comparison, name: str) -> Comparison:
         notes=[note, *result.notes],
         first_divergence=result.first_divergence if verdict == result.verdict else divergence,
         standard={"name": name, "origins by": result.standard},
-        foreign=Foreign(name, standard.columns, cells),
+        foreign=Foreign(name, rule.columns, cells),
     )
 
 
@@ -69,20 +73,20 @@ def _about_kl(pairs: list[Pair]) -> str:
     return f"; {len(known)} of {len(compared)} pairs have a KL divergence, parameters that differ have none"
 
 
-def _judged(pair: Pair, standard: foreign.Foreign) -> tuple[tuple[foreign.Cell, ...], Pair, str]:
+def _judged(pair: Pair, name: str, rule: PairRule) -> tuple[tuple[Cell, ...], Pair, str]:
     if pair.status == SKIP or (pair.max_abs_err is None and not pair.nonfinite):
-        return (None,) * len(standard.columns), pair, foreign.SKIPPED
-    cells, word, why = standard.rule(_numbers(pair))
-    if word in (foreign.NO_VERDICT, foreign.SKIPPED):
+        return (None,) * len(rule.columns), pair, SKIPPED
+    cells, word, why = rule.rule(_numbers(pair))
+    if word in (NO_VERDICT, SKIPPED):
         return cells, pair, word
-    message = f"{standard.name}: {word}" + (f", {why}" if why else "")
-    status = FAIL if word == foreign.ERROR else PASS
+    message = f"{name}: {word}" + (f", {why}" if why else "")
+    status = FAIL if word == ERROR else PASS
     return cells, replace(pair, status=status, message=message if word != PASS else ""), word
 
 
-def _numbers(pair: Pair) -> foreign.Numbers:
+def _numbers(pair: Pair) -> Numbers:
     kind = DTYPES[pair.dtype_mine].kind if pair.dtype_mine in DTYPES else "float"
-    return foreign.Numbers(
+    return Numbers(
         dtype=pair.dtype_mine or "",
         count=max(prod(pair.shape) - (pair.nonfinite or 0), 0),
         exact=kind != "float",
@@ -93,7 +97,8 @@ def _numbers(pair: Pair) -> foreign.Numbers:
         max_abs=pair.max_abs_err,
         rel_l2=pair.rel_l2,
         max_rel=pair.max_rel_err,
-        elements=pair.elements,
+        elements=None if pair.elements is None else dict(zip(ELEMENT_FIELDS, pair.elements, strict=True)),
         kl=pair.kl,
-        broken=bool(pair.nonfinite_mismatch),
+        nonfinite=pair.nonfinite or 0,
+        mismatch=pair.nonfinite_mismatch or 0,
     )

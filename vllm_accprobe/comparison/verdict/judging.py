@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.row_set import NO_ROWS, RowSet, Unions
 from vllm_accprobe.comparison import messages
-from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part
+from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit
 from vllm_accprobe.comparison.measure.params import is_computed
+from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.plan.coverage import finished
-from vllm_accprobe.comparison.plan.rowsets import RowSets
 from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
@@ -35,9 +36,9 @@ from vllm_accprobe.judge.origins.everywhere import in_all_layers
 from vllm_accprobe.judge.origins.origin import Created, find_origins
 from vllm_accprobe.judge.origins.row_errors import Trace, kind_of
 from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice
-from vllm_accprobe.judge.standards import EXACT, Limits, Standard
 from vllm_accprobe.judge.verdict import RowErrors, rows_of
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.standards.ours import EXACT, Limits, Standard
 
 _NO_KEYS = np.zeros(0, np.int64)
 
@@ -74,7 +75,8 @@ class _Judge:
     def run(self) -> Comparison:
         setting = self.measured.setting
         self.unit = flow_unit(setting.dtypes)
-        self.holder, self.rowsets = Holder(self.standard, self.unit, self.floor), RowSets()
+        self.holder, self.unions = Holder(self.standard, self.unit, self.floor), Unions()
+        self.moments = {moment: RowSet(keys) for moment, keys in setting.moments.items()}
         self.tree = Tree(setting.classes, dict(setting.parent), dict(setting.children), dict(setting.mixing))
         for unit in choices_first(self.measured.each()):
             self._unit(unit)
@@ -169,7 +171,8 @@ class _Judge:
             for part in unit.parts:
                 self._param(unit, part)
             return
-        found = [(p.keys, p.choices) for p in unit.parts if p.choices is not None and len(p.choices) == len(p.keys)]
+        chosen = ((p.rows.keys, p.choices) for p in unit.parts if p.choices is not None)
+        found = [(keys, choices) for keys, choices in chosen if len(choices) == len(keys)]
         if found:
             self.chosen[unit.key[0]] = found
         parts = [p for p in unit.parts if not p.skip]
@@ -186,10 +189,10 @@ class _Judge:
             else:
                 self._add(unit, *next(judged))
         if parts and unit.key[:2] != (SAMPLER, TOKEN):
-            rows = [self._keys_of(p) for p in parts]
+            rows = [self._rows_of(p) for p in parts]
             for i, mask in enumerate(s.left for s in settled):
                 if mask is not None:  # a row that is not judged is not one without an error: nothing is learned from it
-                    rows[i] = rows[i][~mask]
+                    rows[i] = rows[i].only(~mask)
                     errors[i] = errors[i] if parts[i].whole else rows_of(errors[i], ~mask)
             own = np.concatenate([s.own for s in settled])
             wrong, everywhere = wrong_rows(parts, errors, rows, own)
@@ -200,7 +203,7 @@ class _Judge:
     def _trace(
         self,
         unit: MeasuredUnit,
-        keys: list[np.ndarray],
+        keys: list[RowSet],
         wrong: Wrong,
         limit: float,
         everywhere: float = 0.0,
@@ -208,16 +211,16 @@ class _Judge:
         weak: bool = False,
         spoilt: bool = False,
     ) -> None:
-        rows = self.rowsets.of(keys)
+        rows = self.unions.of(keys)
         at = rows.place[wrong.at]
         if rows.distinct and len(at) == len(rows.seen):
-            bad = rows.seen  # all of them: the same array, which whoever compares knows again
+            bad = rows.seen.keys  # all of them: the same array, which whoever compares knows again
             order = np.empty(len(at), np.int64)
             order[at] = np.arange(len(at))
         else:
             order = np.lexsort((wrong.err, at))
             order = order[np.append(np.diff(at[order]) != 0, True)] if len(at) else order
-            bad = rows.seen[at[order]]
+            bad = rows.seen.keys[at[order]]
         tap, role, call = unit.key
         keyed = (rows.seen, bad, wrong.err[order], everywhere, unit.vision, allowed, weak)
         part = next((p for p in unit.parts if not p.skip), None)
@@ -260,15 +263,15 @@ class _Judge:
             out.append(messages.Facts(worst, None if part.table is None else next(metrics), phase, floor, note))
         return out
 
-    def _keys_of(self, part: Part) -> np.ndarray:
+    def _rows_of(self, part: Part) -> RowSet:
         """The rows that a part speaks for: its own, or, without rows, all of its step."""
-        return self.measured.setting.moments.get(part.moment, _NO_KEYS) if part.whole else part.keys
+        return self.moments.get(part.moment, NO_ROWS) if part.whole else part.rows
 
     def _add(self, unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, facts: messages.Facts) -> None:
         self.replicas += bool(part.replicas)
         pair = messages.make_pair(unit, part, errors, limits, self.measured.setting, facts)
-        self.pairs.append((pair, part.keys))
-        self.log.add(pair, part.keys, errors.err, part.decode)
+        self.pairs.append((pair, part.rows.keys))
+        self.log.add(pair, part.rows, errors.err)
 
     def _skip(self, unit: MeasuredUnit, part: Part) -> None:
         self.pairs.append((messages.skipped_pair(unit, part), _NO_KEYS))
@@ -276,23 +279,24 @@ class _Judge:
     def _reroute(self, unit: MeasuredUnit, part: Part, errors: RowErrors) -> _Settled:
         """Finds rows sent to other experts at a near tie, and leaves the rows that come after one unjudged."""
         if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
-            keys = self._keys_of(part)
+            keys = self._rows_of(part).keys
             if not self.rerouted.after(keys).any():
                 return _Settled()
             forgive(errors, np.ones(len(errors.err), bool))
             why = "not judged: its step has rows after a router's near tie, and it does not say which are theirs"
             return _Settled(why, np.ones(len(keys), bool))
-        if len(errors.err) != len(part.keys):
+        keys = part.rows.keys
+        if len(errors.err) != len(keys):
             return _Settled()
-        wrong = np.zeros(len(part.keys), bool)
+        wrong = np.zeros(len(keys), bool)
         if is_choice(unit.key[1], unit.cls):
             other = np.flatnonzero(errors.err > 0)
             found = None if part.margins is None else part.margins[other]
-            excused, bad = self.rerouted.judge(part.keys[other], found, self.unit, unit, self.traces)
-            self.rerouted.add(part.keys[other[excused]])
+            excused, bad = self.rerouted.judge(keys[other], found, self.unit, unit, self.traces)
+            self.rerouted.add(keys[other[excused]])
             wrong[other[bad]] = True
-        mask = self.rerouted.after(part.keys) & ~wrong
-        own = part.keys[wrong]
+        mask = self.rerouted.after(keys) & ~wrong
+        own = keys[wrong]
         if not mask.any():
             return _Settled("", None, own)
         forgive(errors, mask)

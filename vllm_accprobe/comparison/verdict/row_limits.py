@@ -14,14 +14,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
-from vllm_accprobe.comparison.result import PHASE_MIXED
+from vllm_accprobe.align.row_set import MIXED
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit
+from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
 from vllm_accprobe.judge.floor import is_exact
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.standards import EXACT, Limits, Standard
 from vllm_accprobe.judge.verdict import RowErrors, Worst, alike, part_of, row_errors, worst_of_each
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.standards.ours import EXACT, Limits, Standard
 
 _TOGETHER = 1 << 16
 """Rows whose tables are joined: some megabytes."""
@@ -33,7 +34,6 @@ class Holder:
 
     def __init__(self, standard: Standard, unit: float, floor: Calibration | None):
         self.standard, self.unit, self.floor = standard, unit, floor
-        self._phases: dict[int, tuple[np.ndarray, str | None]] = {}
 
     # --- limits ------------------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class Holder:
         norms = [np.sqrt(p.table[:, definition.GG]) for p in parts if p.table is not None and not p.whole]
         if not norms:
             return 0.0
-        norms += [np.full(min(len(p.keys), 1000), p.row_norm) for p in parts if p.identical and p.row_norm]
+        norms += [np.full(min(len(p.rows), 1000), p.row_norm) for p in parts if p.identical and p.row_norm]
         every = np.concatenate(norms)
         every = every[every > 0]
         width = next((p.width for p in parts if not p.skip), 1)
@@ -127,23 +127,17 @@ class Holder:
 
     def _with_phases(self, worst: Worst, part: Part, errors: RowErrors) -> Worst:
         phase = self.phase(part)
-        if phase == PHASE_MIXED and len(errors.rel) == len(part.decode):
-            both = float(errors.rel[~part.decode].max()), float(errors.rel[part.decode].max())
+        if phase == MIXED and len(errors.rel) == len(part.rows):
+            decode = part.rows.decode
+            both = float(errors.rel[~decode].max()), float(errors.rel[decode].max())
         elif phase is None:
             return worst
         else:
-            first = float(errors.rel[0]) if len(errors.rel) != len(part.decode) else worst.rel
+            first = float(errors.rel[0]) if len(errors.rel) != len(part.rows) else worst.rel
             both = (None if phase == "decode" else first), (None if phase == "prefill" else first)  # type: ignore
         return replace(worst, prefill=both[0], decode=both[1])
 
-    def phase(self, part: Part) -> str | None:
+    @staticmethod
+    def phase(part: Part) -> str | None:
         """prefill, decode or mixed; None for a tensor without rows."""
-        if part.whole or not len(part.decode):
-            return None
-        name = id(part.decode)
-        if name not in self._phases:
-            if len(self._phases) >= _TOGETHER:
-                self._phases.clear()
-            every, some = bool(part.decode.all()), bool(part.decode.any())
-            self._phases[name] = part.decode, "decode" if every else PHASE_MIXED if some else "prefill"
-        return self._phases[name][1]
+        return None if part.whole else part.rows.phase

@@ -2,7 +2,7 @@
 
 The problem: a place has one tensor per step, with rows, without, or with one number that stands for all; blame wants
 one list of rows. The idea: the rows with an error of all parts, one after the other, each with what is known of it.
-Not here: how large an error is (judge/verdict.py), sorting rows (rowsets.py), the trace (judging.py).
+Not here: how large an error is (judge/verdict.py), sorting rows (align/row_set.py), the trace (judging.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.measured import Part
+from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.judge.verdict import NONFINITE, RowErrors
 
 _NO_KEYS = np.zeros(0, np.int64)
@@ -35,14 +36,14 @@ class Wrong:
 
 
 def wrong_rows(
-    parts: list[Part], errors: list[RowErrors], keys: list[np.ndarray], own: np.ndarray = _NO_KEYS
+    parts: list[Part], errors: list[RowErrors], rows: list[RowSet], own: np.ndarray = _NO_KEYS
 ) -> tuple[Wrong, float]:
-    """The rows with an error, and the largest error that belongs to no row. keys: that each part speaks for. own: keys
+    """The rows with an error, and the largest error that belongs to no row. rows: that each part speaks for. own: keys
     that are wrong whatever came in."""
     found: list[tuple[np.ndarray, ...]] = []
     everywhere, start = 0.0, 0
-    for part, e, rows in zip(parts, errors, keys, strict=True):
-        n = len(rows)
+    for part, e, known in zip(parts, errors, rows, strict=True):
+        n = len(known)
         if part.whole and (e.err > 0).any():
             if n:
                 most = np.full(n, e.err.max())
@@ -52,8 +53,8 @@ def wrong_rows(
                 everywhere = max(everywhere, float(e.err.max()))
         elif not part.whole and len(e.err) == n:
             bad = np.flatnonzero(e.err > 0)
-            known = np.isin(rows[bad], own) if len(own) else np.zeros(len(bad), bool)
-            found.append((start + bad, e.err[bad], e.rel[bad], e.gain[bad], _broken(part, e)[bad], known))
+            condemned = np.isin(known.keys[bad], own) if len(own) else np.zeros(len(bad), bool)
+            found.append((start + bad, e.err[bad], e.rel[bad], e.gain[bad], _broken(part, e)[bad], condemned))
         elif not part.whole and e.err[0] > 0:
             values = e.err, e.rel, e.gain, _broken(part, e)
             found.append((np.arange(start, start + n), *(np.full(n, v[0]) for v in values), np.zeros(n, bool)))

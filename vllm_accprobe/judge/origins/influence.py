@@ -4,7 +4,7 @@ The problem: a row of attention's output depends on all earlier rows of its requ
 row on all rows of its image; and the same tensor stands in front of many others. The idea: one number for each wanted
 row, the largest error of the rows that can influence it; rows are sorted by key, so that a request is a stretch and
 "all earlier rows" a running maximum. What was asked for before, of the same tensor and the same rows, is kept within
-a bound. Arrays are told by identity here: judging.py gives equal sets of rows one array.
+a bound; traces and sets of rows stand in its name, and equal sets are one (align/row_set.py).
 Not here: what stands in front of what (origin.py).
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.align.tokens import position, subject
 from vllm_accprobe.judge.origins.row_errors import Trace
 
@@ -29,29 +30,28 @@ class Influence:
 
     def __init__(self, images: Mapping[int, list[tuple[int, int, int]]], kept: int = KEPT):
         self.images, self._limit = images, kept
-        self._found: OrderedDict[tuple[Any, ...], tuple[np.ndarray, ...]] = OrderedDict()
+        self._found: OrderedDict[tuple[Any, ...], np.ndarray] = OrderedDict()
         self._bytes = 0
-        self._whole: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, bool]] = {}
+        self._whole: dict[tuple[RowSet, RowSet], bool] = {}
 
     def again(
-        self, source: Trace, what: str, values: np.ndarray, vision: bool, keys: np.ndarray, mixing: bool
+        self, source: Trace, what: str, values: np.ndarray, vision: bool, rows: RowSet, mixing: bool
     ) -> np.ndarray:
         """`of`, remembered. what: names ``values``, which must be the same for one source."""
-        name = id(source), what, vision, id(keys), mixing
+        name = source, what, vision, rows, mixing
         if name in self._found:
             self._found.move_to_end(name)
-            return self._found[name][0]
-        found = self.of(source, values, vision, keys, mixing)
-        self._found[name] = found, source, keys  # type: ignore[assignment]  # held, so that ids stay their own
+            return self._found[name]
+        self._found[name] = found = self.of(source, values, vision, rows, mixing)
         self._bytes += found.nbytes
         while self._bytes > self._limit and len(self._found) > 1:
-            self._bytes -= self._found.popitem(last=False)[1][0].nbytes
+            self._bytes -= self._found.popitem(last=False)[1].nbytes
         return found
 
-    def of(self, source: Trace, values: np.ndarray, vision: bool, keys: np.ndarray, mixing: bool) -> np.ndarray:
+    def of(self, source: Trace, values: np.ndarray, vision: bool, wanted: RowSet, mixing: bool) -> np.ndarray:
         """The largest of ``values`` (of ``source``'s rows with errors) among the rows that can influence each of the
-        sorted ``keys``: float64 [len(keys)], to be read only. vision: these are rows of images."""
-        base = source.everywhere
+        ``wanted``, which are sorted: float64 [len(wanted)], to be read only. vision: these are rows of images."""
+        base, keys = source.everywhere, wanted.keys
         if not len(source.keys) or (vision and not source.vision):
             return np.full(len(keys), base)
         if source.vision and vision:
@@ -60,8 +60,8 @@ class Influence:
             rows, seen = source.keys, source.seen
             if source.vision:
                 rows, values = self._as_text(source.keys, values)
-                seen = rows
-            found = self._causal(rows, values, seen, keys) if mixing else _same_row(rows, values, keys)
+                seen = RowSet(rows)
+            found = self._causal(rows, values, seen, wanted) if mixing else _same_row(rows, values, keys)
         return np.maximum(base, found)
 
     def _as_text(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -78,11 +78,12 @@ class Influence:
         rows = np.array(sorted(at), np.int64)
         return rows, np.array([at[k] for k in rows.tolist()])
 
-    def _causal(self, rows: np.ndarray, values: np.ndarray, seen: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    def _causal(self, rows: np.ndarray, values: np.ndarray, seen: RowSet, wanted: RowSet) -> np.ndarray:
         """Rows of the same request at positions up to the row's; where such a row was computed for another request (a
         shared prefix in the cache), any request's row at that position."""
-        if not self._complete(seen, keys):
-            return _causal_anywhere(rows, values, seen, keys)
+        keys = wanted.keys
+        if not self._complete(seen, wanted):
+            return _causal_anywhere(rows, values, seen.keys, keys)
         most = np.array(values, np.float64)
         edges = [*_edges(rows), len(rows)]
         for start, stop in pairwise(edges):
@@ -93,17 +94,18 @@ class Influence:
         at = np.searchsorted(rows, keys, side="right")
         return np.where(at > first, most[np.maximum(at - 1, 0)], 0.0)
 
-    def _complete(self, seen: np.ndarray, keys: np.ndarray) -> bool:
-        """Whether ``seen`` has all rows of each request up to the last one in ``keys``."""
-        name = id(seen), id(keys)
+    def _complete(self, seen: RowSet, wanted: RowSet) -> bool:
+        """Whether ``seen`` has all rows of each request up to the last one that is ``wanted``."""
+        name = seen, wanted
         if name not in self._whole:
+            keys = wanted.keys
             starts = _edges(keys)
             last = keys[np.append(starts[1:], len(keys)) - 1] if len(keys) else keys
-            have = np.searchsorted(seen, last, side="right") - np.searchsorted(seen, subject(last) << 32)
-            self._whole[name] = seen, keys, bool((have > position(last)).all())
+            have = np.searchsorted(seen.keys, last, side="right") - np.searchsorted(seen.keys, subject(last) << 32)
+            self._whole[name] = bool((have > position(last)).all())
             while len(self._whole) > 64:
                 self._whole.pop(next(iter(self._whole)))
-        return self._whole[name][2]
+        return self._whole[name]
 
 
 def spread(wanted: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.chance import chance_of_size
 from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, FALSE_ALARM_RATE, NARROW
@@ -28,8 +29,8 @@ from vllm_accprobe.judge.origins.influence import Influence, spread
 from vllm_accprobe.judge.origins.outliers import Peers
 from vllm_accprobe.judge.origins.peer_evidence import COLUMNS, Hidden, Look, kind_of_place
 from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace
-from vllm_accprobe.judge.standards import Standard
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED
+from vllm_accprobe.standards.ours import Standard
 
 BACKWARD = "backward."
 """What the places of backward runs begin with."""
@@ -79,8 +80,8 @@ class _Search:
         for t in sorted(traces, key=lambda t: t.order):
             self.by_tap[t.tap][t.kind].append(t)
         self.found: dict[str, list[Created]] = defaultdict(list)
-        self.looks: dict[tuple[str, int], Look] = {}
-        self.means: dict[int, float] = {}
+        self.looks: dict[tuple[str, Trace], Look] = {}
+        self.means: dict[Trace, float] = {}
 
     def run(self) -> list[Created]:
         self._look()
@@ -93,7 +94,7 @@ class _Search:
             self._body(tap)
         self._top()
         found = _sure(sorted((c for cs in self.found.values() for c in cs), key=lambda c: c.trace.order))
-        return [replace(c, look=self.looks.get((c.tap, id(c.trace))), chance=self._chance(c)) for c in found]
+        return [replace(c, look=self.looks.get((c.tap, c.trace)), chance=self._chance(c)) for c in found]
 
     def _chance(self, c: Created) -> float | None:
         """Of a fixed limit, which is no quantile: how likely an honest place is to make so much, by what all make."""
@@ -116,7 +117,7 @@ class _Search:
             odd = {kind for kind, (_, sink, _) in zip(kinds, places, strict=True) if len(sink.keys)}
             for kind, (tap, sink, sources) in zip(kinds, places, strict=True):
                 if kind in odd:
-                    self.looks[(tap, id(sink))] = self._look_at(tap, sink, sources)
+                    self.looks[(tap, sink)] = self._look_at(tap, sink, sources)
         self.peers = Peers(list(self.looks.values()), self.rate)
 
     def _look_at(self, tap: str, sink: Trace, sources: list[Trace]) -> Look:
@@ -134,12 +135,12 @@ class _Search:
                 if len(values) == len(source.keys):
                     found = self.influence.again(source, what, values, sink.vision, sink.seen, mixing)
                     np.maximum(out, found, out=out)
-        err, slope = (spread(sink.seen, sink.keys, v) for v in (sink.rel, sink.gain))
-        columns = [s.columns for s in sources if s.columns is not None and s is not sink]
+        err, slope = (spread(sink.seen.keys, sink.keys, v) for v in (sink.rel, sink.gain))
+        columns = [s.by_column for s in sources if s.by_column is not None and s is not sink]
         cls = self.tree.classes.get(tap, "")
-        rows = sink.seen, err, slope, before, gain
+        rows = sink.seen.keys, err, slope, before, gain
         role, known = _role(tap, sink), self._inputs_known(tap, sink, sources)
-        return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.columns, columns, mixing, passed, known)
+        return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.by_column, columns, mixing, passed, known)
 
     def _is_part(self, tap: str, sink: Trace) -> bool:
         """Whether a place between children may be a slice of what one of them gave out (q, k and v of one product): of
@@ -155,15 +156,15 @@ class _Search:
         if sink.tap != tap or sink.kind != OUTPUT or self.tree.children.get(tap):
             return False
         wide = [s for s in sources if s.tap == tap and s.kind == INPUT and s.width >= NARROW and s.rounding]
-        return any(s.vision == sink.vision and bool(np.isin(sink.seen, s.seen).all()) for s in wide)
+        return any(s.vision == sink.vision and bool(np.isin(sink.seen.keys, s.seen.keys).all()) for s in wide)
 
     def _mean_gain(self, source: Trace) -> float:
         """The median of its rows' gains; 0 where there are none."""
-        if id(source) not in self.means:
+        if source not in self.means:
             known = len(source.gain) == len(source.keys) > 0
-            mean = float(np.median(spread(source.seen, source.keys, source.gain))) if known else 0.0
-            self.means[id(source)] = mean if np.isfinite(mean) else 0.0
-        return self.means[id(source)]
+            mean = float(np.median(spread(source.seen.keys, source.keys, source.gain))) if known else 0.0
+            self.means[source] = mean if np.isfinite(mean) else 0.0
+        return self.means[source]
 
     def _places(self, tap: str) -> list[tuple[Trace, list[Trace]]]:
         """Where ``tap`` itself may create an error, with what is in front: its outputs, and between its children."""
@@ -247,11 +248,12 @@ class _Search:
         if not bad.any():
             self._check_hidden(tap, sink, below)
             return
-        keys, err = sink.keys[bad], sink.err[bad]
+        rows, err = RowSet(sink.keys[bad]), sink.err[bad]
+        keys = rows.keys
         explained = np.zeros(len(keys))
         for source in [*sources, *(b for b in below if b.order < sink.order)]:
             if source is not sink:
-                found = self.influence.of(source, source.err, sink.vision, keys, mixing)
+                found = self.influence.of(source, source.err, sink.vision, rows, mixing)
                 # What is known to be wrong may be wrong by any amount; and gradients are sums that cancel.
                 if source.weak or tap.startswith(BACKWARD):
                     found = np.where(found > source.limit, np.inf, found * self.standard.amplification)
@@ -261,35 +263,35 @@ class _Search:
         created = (err > sink.limit + share * explained) & (explained < rules.garbage)
         created &= ~(np.isinf(err) & (explained > max(sink.limit, 0.0)))
         # What makes NaN of numbers, however wrong these are, is at fault too; so is a choice against its own logits.
-        steps = self._steps(sink, keys, [*sources, *below], mixing)
+        steps = self._steps(sink, rows, [*sources, *below], mixing)
         created |= steps
         if len(sink.own) == len(bad):
             created |= sink.own[bad]
         if created.any():
             evidence = "values" if np.isinf(err[created]).any() else "jump"
-            rows = keys[created], err[created], explained[created]
+            wrong = keys[created], err[created], explained[created]
             seen = any(source is not sink for source in (*sources, *below))  # else nobody knows what went in
-            self.found[tap].append(Created(tap, sink, *rows, evidence, steps=keys[steps] if seen else _NONE))
+            self.found[tap].append(Created(tap, sink, *wrong, evidence, steps=keys[steps] if seen else _NONE))
         else:
             self._check_hidden(tap, sink, below)
 
-    def _steps(self, sink: Trace, keys: np.ndarray, sources: Sequence[Trace], mixing: bool) -> np.ndarray:
-        """bool [len(keys)]: rows of ``sink`` that hold NaN or infinity, while nothing that can influence them does."""
-        broken = (
-            np.isin(keys, sink.keys[sink.broken]) if len(sink.broken) == len(sink.keys) else np.zeros(len(keys), bool)
-        )
+    def _steps(self, sink: Trace, rows: RowSet, sources: Sequence[Trace], mixing: bool) -> np.ndarray:
+        """bool [len(rows)]: those of ``sink`` that hold NaN or infinity, while nothing that can influence them does."""
+        broken = np.zeros(len(rows), bool)
+        if len(sink.broken) == len(sink.keys):
+            broken = np.isin(rows.keys, sink.keys[sink.broken])
         for source in sources:
             if source is sink or not broken.any() or source.order > sink.order:
                 continue
             if source.spoilt:
-                return np.zeros(len(keys), bool)
+                return np.zeros(len(rows), bool)
             if source.broken.any():
                 flags = replace(source, everywhere=0.0)
-                broken &= self.influence.of(flags, source.broken.astype(np.float64), sink.vision, keys, mixing) == 0
+                broken &= self.influence.of(flags, source.broken.astype(np.float64), sink.vision, rows, mixing) == 0
         return broken
 
     def _check_hidden(self, tap: str, sink: Trace, below: list[Trace]) -> None:
-        look = self.looks.get((tap, id(sink)))
+        look = self.looks.get((tap, sink))
         if look is not None and self._is_part(tap, sink):
             return
         # What a child made that is blamed already shows again between the children, in other parts and proportions.

@@ -33,9 +33,8 @@ class Peers:
     """What the same operators do elsewhere. rate: of false alarms, over all of ``looks``."""
 
     def __init__(self, looks: Sequence[Look], rate: float = c.FALSE_ALARM_RATE):
-        self._known = {id(look): Known(look) for look in looks}
-        self._columns: dict[int, Columns] = {}
-        self._kind: dict[int, list[Look]] = {}
+        self._known = {look: Known(look) for look in looks}
+        self._kind: dict[Look, list[Look]] = {}
         self.by_kind: dict[str, list[Look]] = defaultdict(list)
         for look in looks:
             floor = c.LEAST_HONEST * look.unit
@@ -44,7 +43,7 @@ class Peers:
             with np.errstate(all="ignore"):
                 look.growth = 0.5 * np.log2((look.err**2 + floor**2) / (look.before**2 + floor**2))
             look.growth[~np.isfinite(look.growth)] = 0.0
-            self._kind[id(look)] = kind = self.by_kind[look.kind]
+            self._kind[look] = kind = self.by_kind[look.kind]
             kind.append(look)
         self.chance = Chance(rate, len(self._kind))
 
@@ -61,21 +60,15 @@ class Peers:
     # --- over all rows -----------------------------------------------------------------------------------------
 
     def _others(self, look: Look) -> list[Look]:
-        return [o for o in self._kind[id(look)] if o is not look and _fit(o)]
+        return [o for o in self._kind[look] if o is not look and _fit(o)]
 
     def _facts(self, looks: Sequence[Look]) -> list[Known]:
-        return [self._known[id(o)] for o in looks]
-
-    def _sums(self, sums: np.ndarray) -> Columns:
-        found = self._columns.get(id(sums))  # the array is held, so its id stays its own
-        if found is None:
-            found = self._columns[id(sums)] = Columns(sums)
-        return found
+        return [self._known[o] for o in looks]
 
     @cached_property
     def _spreads(self) -> dict[str, Spreads]:
         """How far layers lie apart: in growth, in what they made (powers of two), and in gain (u)."""
-        kinds = {kind: [self._known[id(o)] for o in looks if _fit(o)] for kind, looks in self.by_kind.items()}
+        kinds = {kind: [self._known[o] for o in looks if _fit(o)] for kind, looks in self.by_kind.items()}
         return {
             "growth": Spreads({k: [x.growth for x in v] for k, v in kinds.items()}, c.LEAST_SPREAD),
             "made": Spreads({k: [x.log_made for x in v] for k, v in kinds.items()}, c.LEAST_SPREAD),
@@ -86,10 +79,10 @@ class Peers:
     def made(self) -> np.ndarray:
         """float64 [places]: what each place adds to the typical row's error, relative L2, or the least honest error."""
         fit = (look for looks in self.by_kind.values() for look in looks if _fit(look))
-        return np.array([max(self._known[id(x)].made, c.LEAST_HONEST * x.unit) for x in fit])
+        return np.array([max(self._known[x].made, c.LEAST_HONEST * x.unit) for x in fit])
 
     def _against(self, what: str, look: Look) -> Against | None:
-        at = next(i for i, o in enumerate(o for o in self._kind[id(look)] if _fit(o)) if o is look)
+        at = next(i for i, o in enumerate(o for o in self._kind[look] if _fit(o)) if o is look)
         return self._spreads[what].against(look.kind, at)
 
     def _equal_inputs(self, look: Look) -> Hidden | None:
@@ -112,7 +105,7 @@ class Peers:
         """Over all rows, more growth than in the other layers: of error, and of what was made of it here. Neither alone
         will do: where much comes in, growth follows the square of what is made, so that honest layers have a long
         tail; where little is made, what is left after subtracting is noise."""
-        here = self._known[id(look)]
+        here = self._known[look]
         if here.growth <= 0 or here.made <= c.CREATED_LEAST * look.unit:
             return None
         found = [self._against(what, look) for what in ("growth", "made")]
@@ -128,7 +121,7 @@ class Peers:
     def _gain(self, look: Look) -> Hidden | None:
         """All rows larger or smaller by one factor. What all layers share is the machine's, as far as an honest habit
         goes: a factor that is wrong in every layer is a fault."""
-        here = self._known[id(look)]
+        here = self._known[look]
         mean, error = here.gain, here.gain_error
         if abs(mean) <= c.GAIN_LEAST * look.unit:
             return None
@@ -154,7 +147,7 @@ class Peers:
         against = self._against("gain", look)
         if against is None:
             return None
-        here, known = self._known[id(look)], self._facts(others)
+        here, known = self._known[look], self._facts(others)
         off = min((here.gain - o.gain for o in known), key=abs)
         if abs(off) <= c.TRUNCATED * look.unit:
             return None
@@ -232,9 +225,9 @@ class Peers:
 
     def _odd_columns(self, look: Look) -> Hidden | None:
         """Columns that err more than the others do, or follow the golden's values by another factor."""
-        if look.columns is None or look.columns.shape[1] < c.NARROW:
+        if look.columns is None or look.columns.width < c.NARROW:
             return None
-        here = self._sums(look.columns)
+        here = look.columns
         if here.rows < c.FEW:
             return None
         err, slope, sure = here.signs
@@ -250,10 +243,10 @@ class Peers:
         ):
             return None
         # Errors in few columns of the input make errors of one direction, which spread unevenly over the output.
-        known = [(self._sums(o.columns), o.unit) for o in self._others(look) if o.columns is not None]
+        known = [(o.columns, o.unit) for o in self._others(look) if o.columns is not None]
         elsewhere = [columns.uneven(unit) for columns, unit in known]
         uneven = [c.COLUMN_KIN * most for most, _ in elsewhere]
-        uneven += [c.COLUMN_INPUT * self._sums(before).uneven(look.unit)[0] for before in look.columns_before]
+        uneven += [c.COLUMN_INPUT * before.uneven(look.unit)[0] for before in look.columns_before]
         odd = max([c.COLUMN, *uneven])
         by_err = np.minimum(err / (odd * usual_err), by_size)
         noisy = max([surest, *(c.COLUMN_SURE * most for _, most in elsewhere)])
@@ -262,8 +255,8 @@ class Peers:
         offsets = self._offsets(look, sigmas, [k for k, _ in known])
         strength = np.maximum(np.maximum(by_err, by_slope), offsets)
         for before in look.columns_before:
-            worst = self._sums(before).signs[0]
-            if before.shape[1] % width == 0:  # an operator by element passes a bad column on, from each part
+            worst = before.signs[0]
+            if before.width % width == 0:  # an operator by element passes a bad column on, from each part
                 worst = worst.reshape(-1, width).max(axis=0)
                 strength = np.where(err > c.BY_ELEMENT * worst, strength, 0.0)
         bad = np.flatnonzero(strength > 1)
@@ -285,11 +278,11 @@ class Peers:
         gives many rows the same values, errors included: there it says nothing."""
         assert look.columns is not None
         if look.mixing:
-            return np.zeros(look.columns.shape[1])
-        known = [*elsewhere, *map(self._sums, look.columns_before)]
+            return np.zeros(look.columns.width)
+        known = [*elsewhere, *look.columns_before]
         usual = max((k.most_offset for k in known if k.width >= c.NARROW), default=0.0)
         need = max(c.OFFSET_LEAST * look.unit, c.OFFSET_KIN * min(usual, c.OFFSET_MOST * look.unit))
-        return self._offset(self._sums(look.columns), sigmas, need)
+        return self._offset(look.columns, sigmas, need)
 
 
 _TINY = 1e-300

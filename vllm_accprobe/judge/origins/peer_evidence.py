@@ -17,13 +17,14 @@ import numpy as np
 
 from vllm_accprobe.judge import constants as c
 from vllm_accprobe.judge.chance import tail
+from vllm_accprobe.judge.origins.columns import Columns
 
 GROWTH, GAIN, COLUMNS = "growth", "gain", "columns"
 _NONE = np.zeros(0, np.int64)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-@dataclass
+@dataclass(eq=False)
 class Look:
     """One tensor and what stands in front of it, all float64 [n], by row key.
 
@@ -31,7 +32,7 @@ class Look:
     that influence it. passed: mean gain of each input over all rows, with its sign, by the input's kind: to first order
     the outputs' mean follows the inputs' means, and single rows' noise averages out of both. unit: one rounding.
     inputs_known: what went in was compared, so that ``before`` of 0 means equal inputs.
-    columns, columns_before: kernels.structure's sums, None where not taken. mixing: whether the operator mixes
+    columns, columns_before: sums per column, None where not taken. mixing: whether the operator mixes
     positions (attention).
     """
 
@@ -45,8 +46,8 @@ class Look:
     before: np.ndarray
     gain_before: np.ndarray
     width: int = 1
-    columns: np.ndarray | None = None
-    columns_before: Sequence[np.ndarray] = ()
+    columns: Columns | None = None
+    columns_before: Sequence[Columns] = ()
     mixing: bool = False
     passed: Mapping[str, float] = field(default_factory=dict)
     inputs_known: bool = False

@@ -8,8 +8,12 @@ Not here: how large an error is (verdict.py), which rows influence which (influe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
+
+from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.judge.origins.columns import Columns
 
 INPUT, OUTPUT, PARAM = "input", "output", "param"
 _NO_NUMBERS = np.zeros(0)
@@ -20,7 +24,7 @@ _NO_FLAGS = np.zeros(0, bool)
 class Trace:
     """One (tap, role, call) of mine with its errors.
 
-    kind: input, output (also what was changed in place) or param. seen: sorted keys of the rows that were compared.
+    kind: input, output (also what was changed in place) or param. seen: the rows that were compared, sorted by key.
     keys, err: the rows with an error, sorted by key, and how large it is (verdict.RowErrors.err). everywhere: an error
     that belongs to no row (a parameter). limit: what the tap may create. vision: the keys are rows of images.
     allowed: what may have piled up there. weak: err is a lower bound, from statistics. rel, gain: of the same rows,
@@ -36,7 +40,7 @@ class Trace:
     kind: str
     order: int
     limit: float
-    seen: np.ndarray
+    seen: RowSet
     keys: np.ndarray
     err: np.ndarray
     everywhere: float = 0.0
@@ -52,6 +56,11 @@ class Trace:
     own: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
     spoilt: bool = False
     gap: int = 0
+
+    @cached_property
+    def by_column(self) -> Columns | None:
+        """What ``columns`` say, worked out once for all that ask."""
+        return None if self.columns is None else Columns(self.columns)
 
 
 def kind_of(role: str) -> str:

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from vllm_accprobe.opcheck.diff.csv_rows import ALL, Row
-from vllm_accprobe.opcheck.measures import Measures
-from vllm_accprobe.opcheck.standards.finding import ERROR, SKIP, worst
+from vllm_accprobe.standards.finding import ERROR, SKIP, worst
+from vllm_accprobe.standards.measures import Measures
 
 SUM, LARGEST, SMALLEST, MEAN, SQUARE = range(5)
 _LARGEST = ("max_", "normal_max_", "v1_normal_max_", "ulp_max", "kl")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_accprobe.opcheck.measures import Measures
+from vllm_accprobe.standards.measures import Measures
 
 OURS, MSPROBE = "accprobe", "msprobe"
 IDENTITY = ("op", "class", "tap", "rank", "step", "call", "role")

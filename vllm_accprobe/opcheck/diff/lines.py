@@ -17,14 +17,15 @@ from pathlib import Path
 
 from vllm_accprobe.opcheck.diff.csv_rows import OURS
 from vllm_accprobe.opcheck.diff.verdicts import CALL, SHAPES, Call, Compared, Diff, Totals, is_msprobe
-from vllm_accprobe.opcheck.standards import two_sided
-from vllm_accprobe.opcheck.standards.finding import ERROR, PASS, SKIP, WARNING
-from vllm_accprobe.opcheck.standards.pairs import DECADES
+from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING
+from vllm_accprobe.standards.measures import DECADES
+from vllm_accprobe.standards.msprobe_ratios import LABELS
 
 JUDGED = (
-    *two_sided.LABELS.values(), "inf_nan_err_ratio", "rel_err_ratio", "abs_err_ratio", "binary_err_ratio", "ulp_mean",
+    *LABELS.values(), "inf_nan_err_ratio", "rel_err_ratio", "abs_err_ratio", "binary_err_ratio", "ulp_mean",
     "ulp_share", "ulp_share_ratio", "dual_1000", "error_balance",
 )  # fmt: skip
+"""Columns that details.csv has under every standard, some of which have more (MachineRule.columns)."""
 BESIDE = ("max_abs_err", "cosine", "rel_l2", *DECADES)
 STEP = 1000
 """Rows between two signs of progress."""
@@ -39,9 +40,10 @@ def identity(diff: Diff) -> tuple[str, ...]:
 def write_details(diff: Diff, path: Path, totals: Totals, done: Callable[[], object] = lambda: None) -> None:
     """A row for each output of either file; adds all to ``totals``. Whole or not at all. done: called every STEP rows.
     Raises OSError, SheetError."""
+    numbers = tuple(dict.fromkeys((*JUDGED, *diff.rule.columns)))
     header = (
         *identity(diff), "api", "algorithm", "level", "status", "message",
-        *(c for name in JUDGED for c in (name, f"{name}_status")),
+        *(c for name in numbers for c in (name, f"{name}_status")),
         *(f"{side}_{name}" for name in BESIDE for side in ("golden", "mine")),
     )  # fmt: skip
 
@@ -50,15 +52,15 @@ def write_details(diff: Diff, path: Path, totals: Totals, done: Callable[[], obj
             totals.add(c)
             if not number % STEP:
                 done()
-            yield _details(c)
+            yield _details(c, numbers)
 
     _write(path, header, cells())
 
 
-def _details(c: Compared) -> list[object]:
+def _details(c: Compared, names: Sequence[str]) -> list[object]:
     judged = {j.name: j for j in c.finding.judged}
     numbers: list[object] = []
-    for name in JUDGED:
+    for name in names:
         found = judged.get(name)
         numbers += [found.value, found.status] if found else [None, None]
     sides = (c.golden, c.mine)

@@ -6,7 +6,7 @@ them; each pair is judged by a standard for two machines, and everything that is
 Where two rows of a file have one identity (a call that was made again), the first meets the first, the second the
 second. Servers that batched differently have no calls in common: `by` makes one row of a module's calls, or of an
 operator's, on each side (aggregate.py).
-Not here: reading the files (csv_rows.py), the standards (standards/), what is printed (lines.py).
+Not here: reading the files (csv_rows.py), the rules (standards/), what is printed (lines.py).
 """
 
 from __future__ import annotations
@@ -19,21 +19,14 @@ from pathlib import Path
 
 from vllm_accprobe.opcheck.diff.aggregate import gathered
 from vllm_accprobe.opcheck.diff.csv_rows import MSPROBE, Row, Sheet, SheetError, in_folder
-from vllm_accprobe.opcheck.standards import TWO_SIDED, apis, judge_two, pairs
-from vllm_accprobe.opcheck.standards.apis import algorithm_of, api_of, level_of
-from vllm_accprobe.opcheck.standards.finding import ERROR, PASS, SKIP, WARNING, Finding, Judged, skip, worst
-from vllm_accprobe.opcheck.standards.two_sided import RELEASES
+from vllm_accprobe.standards import MACHINES, UnknownStandard, built_in, find
+from vllm_accprobe.standards.declaration import MachineRule
+from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING, Finding, Judged, skip, worst
+from vllm_accprobe.standards.msprobe_apis import api_of
 
-OPERATOR = "operator"
 CALL, TAP, OP = BY = ("call", "tap", "operator")
 _LEFT_OUT = {CALL: (), TAP: ("step", "call"), OP: ("tap", "rank", "step", "call")}
 SHAPES = "shapes differ"
-STANDARDS = ("msprobe", OPERATOR, *(s for s in TWO_SIDED if s != "msprobe"))
-ALGORITHMS = {
-    "absolute": apis.ABSOLUTE, "benchmark": apis.BENCHMARK, "binary": apis.BINARY, "ulp": apis.ULP,
-    "dual-1000": apis.DUAL_1000, "accumulative": apis.ACCUMULATIVE,
-}  # fmt: skip
-_STATUSES = {PASS: PASS, WARNING: WARNING, ERROR: ERROR}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +60,7 @@ class Diff:
     golden: Sheet
     mine: Sheet
     standard: str
+    rule: MachineRule
     algorithms: tuple[tuple[str, str], ...]
     keys: tuple[str, ...]
     by: str = CALL
@@ -97,27 +91,17 @@ class Diff:
 
     def _judge(self, golden: Row, mine: Row) -> Compared:
         api = _api(mine)
-        level = level_of(api) if self.standard == "msprobe" else ""
         finding = self._unmeasured(golden, mine) or self._by_standard(golden, mine, api)
         if golden.dtype != mine.dtype and finding.status != SKIP:
             said = f"golden is {golden.dtype}, mine {mine.dtype}"
             joined = f"{finding.message}; {said}" if finding.message else said
             finding = Finding(finding.status, finding.algorithm, joined, finding.judged)
-        return Compared(golden, mine, api, level, finding)
+        return Compared(golden, mine, api, self.rule.level(api), finding)
 
     def _by_standard(self, golden: Row, mine: Row, api: str) -> Finding:
-        if self.standard == OPERATOR:
-            return pairs.both(_own(golden), _own(mine))
         names = (api, mine.op, mine.cls)
         algorithm = next((a for glob, a in self.algorithms if any(fnmatchcase(n, glob) for n in names if n)), None)
-        if golden.dtype == mine.dtype:
-            return judge_two(self.standard, golden.values, mine.values, api, mine.dtype, algorithm=algorithm)
-        if self.standard in RELEASES:
-            algorithm = algorithm or algorithm_of(api, mine.dtype)
-            if algorithm not in (apis.BENCHMARK, None):  # judged by mine alone: no share of golden's is a smaller one
-                theirs = {**golden.values, "ulp_share": 0.0}
-                return judge_two(self.standard, theirs, mine.values, api, mine.dtype, algorithm=algorithm)
-        return skip(algorithm or "", f"dtypes differ: golden {golden.dtype}, mine {mine.dtype}; errors have no ratio")
+        return self.rule.rule(golden, mine, api, algorithm)
 
     def _unmeasured(self, golden: Row, mine: Row) -> Finding | None:
         """Why a pair cannot be judged, or that mine alone has no result; None where it can."""
@@ -146,26 +130,20 @@ def _shown(row: Row, api: str) -> str:
     return name if name == api else f"{name} ({api})"
 
 
-def _own(row: Row) -> Finding:
-    """What the csv's own status says."""
-    if row.status not in _STATUSES:
-        return skip(OPERATOR, row.message or "no status")
-    if row.status == PASS:
-        return Finding(PASS, OPERATOR)
-    said = Judged("verdict", row.severity, 1.0, row.status, row.message)
-    return Finding(row.status, OPERATOR, row.message, (said,))
-
-
 def open_diff(
     golden: Path, mine: Path, standard: str = "msprobe", algorithms: Sequence[str] = (), by: str = CALL
 ) -> Diff:
     """golden, mine: csv files, or folders with one. algorithms: ``GLOB=NAME``, over API names, operators and classes,
-    NAME one of ALGORITHMS. Raises SheetError for files that are none or do not belong together, for unknown names, and
-    OSError."""
-    if standard not in STANDARDS:
-        raise SheetError(f"--standard: no standard for two machines is called {standard!r}; {', '.join(STANDARDS)} are")
-    if algorithms and standard not in RELEASES:
-        raise SheetError(f"--algorithm: {standard} has no algorithms to choose from; {', '.join(RELEASES)} have")
+    NAME one of the standard's. Raises SheetError for files that are none or do not belong together, for unknown names,
+    and OSError."""
+    try:
+        rule = find(standard, MACHINES).machines
+    except UnknownStandard as e:
+        raise SheetError(f"--standard: {e}") from None
+    assert rule is not None
+    if algorithms and not rule.algorithms:
+        those = [s.name for s in built_in().values() if s.machines is not None and s.machines.algorithms]
+        raise SheetError(f"--algorithm: {standard} has no algorithms to choose from; {', '.join(those)} have")
     sheets = Sheet(in_folder(golden)), Sheet(in_folder(mine))
     if sheets[0].kind != sheets[1].kind:
         kinds = " and ".join(f"{s.path} is {s.kind}'s" for s in sheets)
@@ -176,14 +154,14 @@ def open_diff(
     keys = tuple(k for k in sheets[1].keys if k in sheets[0].keys and k not in _LEFT_OUT[by])
     if not keys:
         raise SheetError(f"{mine}: no column identifies its rows that {golden} has, too (op, tap, call, role ...)")
-    return Diff(*sheets, standard, tuple(_choice(text) for text in algorithms), keys, by)
+    return Diff(*sheets, standard, rule, tuple(_choice(text, rule) for text in algorithms), keys, by)
 
 
-def _choice(text: str) -> tuple[str, str]:
+def _choice(text: str, rule: MachineRule) -> tuple[str, str]:
     glob, found, name = text.rpartition("=")
-    if not found or not glob or name not in ALGORITHMS:
-        raise SheetError(f"--algorithm: {text!r} is not GLOB=NAME with NAME one of {', '.join(ALGORITHMS)}")
-    return glob, ALGORITHMS[name]
+    if not found or not glob or name not in rule.algorithms:
+        raise SheetError(f"--algorithm: {text!r} is not GLOB=NAME with NAME one of {', '.join(rule.algorithms)}")
+    return glob, rule.algorithms[name]
 
 
 @dataclass

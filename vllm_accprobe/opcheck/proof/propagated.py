@@ -103,7 +103,7 @@ def _split(
             continue
         worst = int(np.where(finite, created, -1.0).argmax())
         if best is None or created[worst] > best[0]:
-            request, position = plan.tokens.name(int(met.keys[at[worst]]))
+            request, position = plan.tokens.name(int(met.rows.keys[at[worst]]))
             best = created[worst], number, Split(float(created[worst]), float(passed[worst]), request, position)
     return best[2] if best is not None else None
 

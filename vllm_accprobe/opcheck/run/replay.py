@@ -41,6 +41,7 @@ from vllm_accprobe.opcheck.run.result_row import (
     id_of,
     unchecked,
 )
+from vllm_accprobe.standards import OUTPUT, find
 
 __all__ = [
     "COLUMNS", "ERROR", "FAIL", "PASS", "SKIP", "WARNING", "Checked", "Options", "check", "check_call", "check_stored",
@@ -265,10 +266,10 @@ def _on_grid(row: Checked, record: Record, dtype: str) -> Checked:
 
 def by_standard(row: Checked, standard: str) -> Checked:
     """``row`` judged by another tool's limits. NaN on one side alone fails by any."""
-    from vllm_accprobe.opcheck.standards import judge as by_name
-
+    rule = find(standard, OUTPUT).output
     assert row.measures is not None
-    found = by_name(standard, row.measures, row.cls, row.dtype)
+    assert rule is not None
+    found = rule(row.measures, row.cls, row.dtype)
     status = {"pass": PASS, "warning": WARNING, "error": FAIL, "skip": SKIP}[found.status]
     return replace(row, status=status, message=found.message, algorithm=found.algorithm, tier="", chance=None)
 

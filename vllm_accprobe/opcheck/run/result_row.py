@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_accprobe.opcheck.measures import Measures
+from vllm_accprobe.standards.measures import Measures
+from vllm_accprobe.standards.ours import OPERATOR
 
 PASS, FAIL, SKIP, ERROR, WARNING = "pass", "fail", "skip", "error", "warning"
-OURS, STRICT = "operator", "strict"
-"""Names of our own standards: verdict.py's; and the same without rounding toward zero (rounding.py)."""
+OURS, STRICT = OPERATOR, "strict"
+"""Our own standards: verdict.py's; and the same without rounding toward zero (rounding.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from typing import Any
 from vllm_accprobe.judge import profile
 from vllm_accprobe.opcheck.floors.truncating import sentence
 from vllm_accprobe.opcheck.habits.decided import Found
-from vllm_accprobe.opcheck.measures import Measures
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, Checked, grids
 from vllm_accprobe.opcheck.run.totals import Totals
+from vllm_accprobe.standards.measures import Measures
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _MOST = 10

@@ -1,0 +1,232 @@
+"""The capture of one worker: the observer that owns a Recording, and turns steps into armed ones.
+
+The problem: a dump of a served model has the weights as they were loaded, the chosen steps of the chosen requests, what
+was sampled, operators, labels and patches, all in their order, and whatever of it fails must end the capture and not
+the serving. The idea: one observer of the runner that puts the parts on when they can be put on, opens the session's
+steps, and takes everything off again. Not here: taps (taps/hooks.py), what a runner is (runner.py), the dump itself
+(core/recording.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vllm_accprobe.capture.core.attachments import Attachments, put_on
+from vllm_accprobe.capture.core.layout import Layouts
+from vllm_accprobe.capture.core.recording import Recording, root_of
+from vllm_accprobe.capture.core.rows import Requests, wanted_at_all
+from vllm_accprobe.capture.core.say import say
+from vllm_accprobe.capture.core.session import LANGUAGE, NOTHING, Session
+from vllm_accprobe.capture.taps.calls import tapped
+from vllm_accprobe.capture.taps.hooks import Taps
+from vllm_accprobe.capture.taps.params import ParameterLines
+from vllm_accprobe.capture.vllm.attach import observe
+from vllm_accprobe.capture.vllm.batch import ChosenRows
+from vllm_accprobe.capture.vllm.dealing import Dealing, watch_dealing
+from vllm_accprobe.capture.vllm.eager import compiled_modules, compiles
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter
+from vllm_accprobe.capture.vllm.sampling import Sampling
+from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
+from vllm_accprobe.capture.vllm.vllm_compat import hidden_size, language_prefix, run_info
+from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges
+from vllm_accprobe.dump.schema import ROOT_TAP, Step
+
+
+def attach(wrapper: Any) -> CaptureObserver | None:
+    """Called in each worker after init_device. Returns the capture, or None if this rank is not captured. Never raises:
+    where something is wrong the server starts without the probe, and says so."""
+    try:
+        return observe(wrapper, CaptureObserver, CaptureObserver.without)
+    except ConfigError as error:
+        say(str(error))
+    except Exception as error:
+        say(
+            f"could not attach ({type(error).__name__}: {error}): NOTHING will be captured on this rank; "
+            "run `accprobe doctor`"
+        )
+    return None
+
+
+class CaptureObserver(StepObserver):
+    """What captures one worker. ``session`` and ``taps`` are None until the model is loaded."""
+
+    without = "NOTHING will be captured on this rank"
+
+    def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
+        self.config = config
+        self.root = root_of(config)
+        self.requests = Requests(config)
+        self.session: Session | None = None
+        self.taps: Taps | None = None
+        self._adapter = adapter
+        self._rows = ChosenRows(adapter.batch, config, self.requests)
+        self._recording: Recording | None = None
+        self._parameters: ParameterLines | None = None
+        self._attachments: Attachments | None = None
+        self._dealing: Dealing | None = None
+        self._seen_steps = self._armed_steps = 0
+        self._closed = False
+
+    @property
+    def awake(self) -> bool:
+        return self.session is not None and self.session.dead is None
+
+    # --- the model ---------------------------------------------------------------------------------------------
+
+    def layer(self, model: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
+        if self.taps is None and (self.session is None or self.session.dead is None):
+            _, parameters = self._open(model)
+            parameters.layer(path, layer)
+
+    def _open(self, model: torch.nn.Module) -> tuple[Session, ParameterLines]:
+        """This rank's place in the dump, beside that of an earlier engine of the same process. Taps come later, when
+        the model is complete."""
+        if self.session is None:
+            runner, parallel = self._adapter.runner, self._adapter.parallel
+            device = torch.device(getattr(runner, "device", "cpu"))
+            run = run_info(runner, model, device, parallel, self.config.to_json())
+            modules = dict(model.named_modules(remove_duplicate=False))
+            tp_rank, tp_size = parallel["tp"]
+            layouts = Layouts(modules, tp_rank, tp_size, hidden_size(runner.vllm_config))
+            self._recording = Recording(
+                self.config, self.root, run, layouts, self._rows.space, rank=parallel["rank"], device=device,
+                parallel={k: v for k, v in parallel.items() if k != "rank"}, beside="this engine's dump goes",
+            )  # fmt: skip
+            self.root, self.session = self._recording.root, self._recording.session
+            self.session.deal = lambda: self._adapter.batch.deal
+        if self._parameters is None:
+            self._parameters = ParameterLines(self.session, model, say)
+        return self.session, self._parameters
+
+    def loaded(self) -> None:
+        runner, batch = self._adapter.runner, self._adapter.batch
+        model = self._adapter.model()
+        if self.taps is not None:  # weights were loaded anew: the modules are the same
+            if self.session is not None and self.session.ops is not None:
+                self.session.ops.forget_weights()
+            return
+        session, parameters = self._open(model)
+        self.taps = Taps(session, functools.partial(tapped, session))
+        self.taps.attach(model, language_prefix(model))
+        Sampling(session, runner, model, self._rows)
+        parameters.rest()
+        self._dealing = watch_dealing(batch, runner.vllm_config)
+        compiled = compiles(runner.vllm_config, model)
+        self._attachments = put_on(
+            session, self.taps, model, language_prefix(model), self.root, self._adapter.parallel["rank"],
+            stored=parameters.stored, runner=runner, compiled=compiled,
+        )  # fmt: skip
+        if compiled and self.config.graphs:
+            say(
+                "the engine compiles or captures graphs (left as configured by VLLM_ACCPROBE_GRAPHS=1): "
+                "modules inside them are not seen, and are counted as skipped"
+            )
+        elif compiled:
+            inside = compiled_modules(model)
+            session.sink.skip(ROOT_TAP, "the engine is compiled although eager was asked for", count=len(inside) or 1)
+            say(
+                f"THE ENGINE IS COMPILED although eager was asked for ({', '.join(inside[:3]) or 'as a whole'}): MOST "
+                "MODULES WILL NOT BE SEEN; start vLLM with --enforce-eager and no compilation config"
+            )
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: EngineStep) -> None:
+        session = self.session
+        assert session is not None
+        for new in step.new:
+            self.requests.add(new.name, new.prompt, new.length, new.images)
+        if step.number is not None:
+            self._seen_steps += 1
+            begins = step.starts()
+            triples = [(name, begins.get(name, 0), n) for name, n in step.counts.items()]
+            if in_ranges(self.config.steps, step.number) and wanted_at_all(self.config, self.requests, triples):
+                self._armed_steps += 1
+                prefill = any(
+                    start < request.prompt_len
+                    for name, start, _ in triples
+                    if (request := self.requests.get(name)) is not None
+                )
+                batch = {"requests": len(step.counts), "tokens": step.tokens}
+                session.begin(Step(step.number, batch, time.time()), self.requests.unsent, prefill)
+        # Only now: a request that finished in the last step may not be needed any more, but its number stays used.
+        for name in step.finished:
+            self.requests.forget(name)
+
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        return NOTHING if self.session is None else self.session.operators()
+
+    @contextlib.contextmanager
+    def drafting(self) -> Iterator[None]:
+        """A draft model shares instances with the model (rotary embedding, embedding, head, activations): what it calls
+        is none of the model's."""
+        session = self.session
+        if session is None or session.state is None:
+            yield
+            return
+        state, session.state = session.state, None
+        try:
+            yield
+        finally:
+            session.state = state if session.dead is None else None
+
+    def computed(self) -> None:
+        state = self.session.state if self.session is not None else None
+        if self.session is not None and state is not None and not state.spaces:
+            # No tap fired (a captured graph, or a filter): the step's rows are written all the same.
+            space = self._rows.space(LANGUAGE, 0)
+            if space is not None and space.n:
+                self.session.sink.rows(state.number, space)
+
+    def end_step(self) -> None:
+        if self.session is not None:
+            self.session.end()
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def failed(self, where: str, error: BaseException) -> None:
+        if self.session is not None:
+            self.session.fail(where, error)
+        else:
+            say(f"{where} failed ({type(error).__name__}: {error}): {self.without}; serving goes on")
+
+    def close(self, reason: str) -> None:
+        """Closes the rank's dump once; later calls do nothing."""
+        recording = self._recording
+        if self._closed or recording is None:
+            self._closed = True
+            return
+        self._closed = True
+        try:
+            recording.end(reason)
+            session, sink = recording.session, recording.session.sink
+            if self.taps is not None:
+                if self._armed_steps:
+                    for tap, why in self.taps.never_fired():
+                        sink.skip(tap, why)
+                self.taps.remove()
+            if self._attachments is not None:
+                self._attachments.close()
+            if self._dealing is not None:
+                self._dealing.close()
+            steps, tensors = sink.steps, sink.tensors
+            recording.close(reason)
+            done = sink.stopped or "closed"
+            gigabytes = sink.writer.bytes_written / 1e9
+            say(
+                f"rank {self._adapter.parallel['rank']}: {steps} steps, {tensors} tensors, {gigabytes:.3f} GB "
+                f"in {self.root} ({done})"
+            )
+            if self._seen_steps and not session.fired:
+                say(
+                    f"NOTHING was captured in {self._seen_steps} steps ({self._armed_steps} selected): "
+                    "check the VLLM_ACCPROBE_* filters, or run `accprobe doctor`"
+                )
+        except Exception as error:
+            say(f"closing the dump failed: {type(error).__name__}: {error}")

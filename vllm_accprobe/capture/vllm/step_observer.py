@@ -1,0 +1,93 @@
+"""What listens to a model runner: a capture, errcheck, and whatever comes after them.
+
+The problem: each of them must know what a step is, which requests it has, when weights are loaded and when a process
+ends, and a runner that is wrapped by each is wrapped several times, each time a little differently. The idea: one
+adapter knows the runner (runner.py) and tells its observers, a handful of calls per step, in words that are no
+release's. Not here: what an observer does (capturing.py, nan_watch/observer.py), the order of the rows (batch.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_accprobe.capture.core.session import NOTHING
+from vllm_accprobe.dump.schema import Image
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """A request that the scheduler names for the first time. prompt: its token ids, None where it came as embeddings;
+    length: how many rows it has."""
+
+    name: str
+    prompt: Sequence[int] | None
+    length: int
+    images: tuple[Image, ...]
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """One batch that the scheduler has made.
+
+    number: of the steps from 0 on; None for a batch that is no step (nothing scheduled, or the engine's own warm-up).
+    counts: tokens by request; tokens: all of them. starts: asked for the tokens computed before, by request.
+    finished: requests of earlier steps that get no more rows.
+    """
+
+    number: int | None
+    counts: Mapping[str, int]
+    tokens: int
+    new: Sequence[NewRequest]
+    finished: Sequence[str]
+    starts: Callable[[], dict[str, int]]
+
+
+class StepObserver:
+    """One listener of a runner. What it does not care for it leaves as it is here.
+
+    An exception from a method never reaches the model: the adapter gives it to ``failed``. The one that an observer
+    WANTS raised into the engine, it leaves in ``stopping``: it is raised when the step is over.
+    """
+
+    without = "nothing is observed on this rank"
+    """What follows where the runner cannot be observed, for the line that says so."""
+    stopping: Exception | None = None
+
+    @property
+    def awake(self) -> bool:
+        """Whether it wants to hear of steps."""
+        return False
+
+    def layer(self, model: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
+        """The module at ``path`` has its weights as the checkpoint gave them; they are packed next."""
+
+    def loaded(self) -> None:
+        """The runner's model is complete; called again when weights are loaded anew."""
+
+    def begin_step(self, step: EngineStep) -> None:
+        """The runner is about to compute ``step``. Only while awake."""
+
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        """What the runner's own work of a step is done in: its forward, and its sampling."""
+        return NOTHING
+
+    def drafting(self) -> contextlib.AbstractContextManager[Any]:
+        """What a draft model works in, which shares modules with the model and is none of it."""
+        return NOTHING
+
+    def computed(self) -> None:
+        """The forward of the step that ``begin_step`` announced has returned; sampling may follow."""
+
+    def end_step(self) -> None:
+        """Whatever runs next is not of the step that may still be open. Also called when none is."""
+
+    def failed(self, where: str, error: BaseException) -> None:
+        """A method of this observer, or the runner's own objects, failed at ``where``. Must not raise."""
+
+    def close(self, reason: str) -> None:
+        """The process ends, or the engine is shut down. Called again by each way to end. Must not raise."""

@@ -1,0 +1,115 @@
+"""One row of compare.csv, and how many there are of each kind.
+
+The problem: what a pair of tensors came to is read by the table, the page and the exit code alike. The idea: a frozen
+value of plain numbers and words, whose fields are the columns; one place counts them.
+Not here: the whole result (result.py), how the numbers come about (engine.py), what they mean (judge/).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields
+
+PASS, FAIL, SKIP = "pass", "fail", "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One row of compare.csv: a tensor of mine against the same rows of the golden.
+
+    golden, mine: each tensor's name in its own dump's spelling (``tap/role#call``); "" where there is no partner.
+    step: mine's step, None for a parameter. rank: mine's rank, or None when several ranks were merged.
+    shape: of the rows compared, ``[rows, ...]``; the metrics are defined in kernels/catalog.py.
+    worst_row_norm_ratio: the norm ratio mine/golden furthest from 1. max_abs_index: index within ``shape``.
+    status: pass, fail or skip; message: why, in words. order: place in the data flow, small is early.
+    rule: how the names were paired. rows: how many rows were compared (None for tensors without rows).
+    phase: prefill, decode, mixed or None. worst_request, worst_position: of the worst row.
+    limit: what worst_row_rel_l2 was held against (0.0: exact equality). identical: the numbers compared are equal, in
+    whatever dtype and file they lie (NaN equals NaN); bit_identical: so are their stored bits, by hash or by reading.
+    Neither where only statistics, checksums or samples were there to compare.
+    measure, measured, allowed: which measure decided (judge.verdict.METRICS, or ``created``), its value in the row that
+    decided, and its own limit; a norm ratio may be off by ``allowed`` from 1. floor: the worst row that honest rounding
+    and batching alone would give, floor_source: how that is known (judge/calibration.py), x_floor: worst_row_rel_l2 in
+    units of it. elements, kl: for other tools' standards (oracle.ELEMENT_FIELDS, KL divergence); no columns.
+    """
+
+    golden: str
+    mine: str
+    step: int | None
+    rank: int | None
+    dtype_golden: str | None
+    dtype_mine: str | None
+    shape: tuple[int, ...]
+    cosine: float | None = None
+    max_abs_err: float | None = None
+    mean_abs_err: float | None = None
+    rmse: float | None = None
+    rel_l2: float | None = None
+    max_rel_err: float | None = None
+    worst_row_rel_l2: float | None = None
+    worst_row_norm_ratio: float | None = None
+    nonfinite: int | None = None
+    nonfinite_mismatch: int | None = None
+    status: str = SKIP
+    message: str = ""
+    tap: str = ""
+    cls: str = ""
+    role: str = ""
+    call: int = 0
+    order: int = 0
+    rule: str = ""
+    rows: int | None = None
+    phase: str | None = None
+    prefill_rel_l2: float | None = None
+    decode_rel_l2: float | None = None
+    worst_request: str | None = None
+    worst_position: int | None = None
+    max_abs_index: tuple[int, ...] | None = None
+    max_abs_golden: float | None = None
+    max_abs_mine: float | None = None
+    limit: float | None = None
+    identical: bool = False
+    bit_identical: bool = False
+    measure: str | None = None
+    measured: float | None = None
+    allowed: float | None = None
+    floor: float | None = None
+    floor_source: str | None = None
+    x_floor: float | None = None
+    elements: tuple[float, ...] | None = None
+    kl: float | None = None
+
+
+_NO_COLUMNS = ("elements", "kl")
+COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Pair) if f.name not in _NO_COLUMNS)
+"""Names of compare.csv's columns, in order."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many pairs there are of each kind: the only place that counts them, for all that is printed and written.
+
+    total: rows of compare.csv, compared + skipped; compared: passed + failed; identical: of those compared, whichever
+    their status; bit_identical: of those identical. skip_reasons: adds up to ``skipped``."""
+
+    passed: int
+    failed: int
+    skipped: int
+    identical: int
+    bit_identical: int
+    skip_reasons: dict[str, int]
+
+    @property
+    def compared(self) -> int:
+        return self.passed + self.failed
+
+    @property
+    def total(self) -> int:
+        return self.compared + self.skipped
+
+
+def count_pairs(pairs: list[Pair]) -> Counts:
+    status = Counter(p.status for p in pairs)
+    reasons = Counter(p.message for p in pairs if p.status == SKIP)
+    known = [p.bit_identical for p in pairs if p.identical and p.status != SKIP]
+    return Counts(status[PASS], status[FAIL], status[SKIP], len(known), sum(known), dict(reasons))

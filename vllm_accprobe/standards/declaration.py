@@ -1,0 +1,153 @@
+"""What a standard's file says: its names, and for each what it judges and how.
+
+The problem: compare has pairs of whole tensors, opcheck one output against its reference, opdiff the same output of two
+machines; a tool's rule may fit one of them or all. The idea: a `NamedStandard` has a place for each, and what is empty
+it cannot judge. The rules are plain functions from numbers to words, made of what was measured anyway.
+Not here: the rules (one file each), how they are found (__init__.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, Finding
+from vllm_accprobe.standards.measures import Measures, as_measures
+
+if TYPE_CHECKING:
+    from vllm_accprobe.standards.ours import Standard
+
+__all__ = [
+    "ERROR", "MACHINES", "NO_VERDICT", "OUTPUT", "PAIRS", "PASS", "SKIPPED", "WARNING", "Cell", "MachineRule",
+    "NamedStandard", "Numbers", "OutputRule", "PairRule", "Side",
+]  # fmt: skip
+
+PAIRS, OUTPUT, MACHINES = "pairs of tensors", "one machine's output", "two machines"
+SKIPPED, NO_VERDICT = "SKIP", ""
+"""Words of a PairRule besides PASS, WARNING and ERROR: nothing could be judged; the tool gives no verdict."""
+Cell = float | int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """One tensor. count: of the elements that are finite on both sides; nonfinite: of the others, mismatch: of those
+    where the two differ; cosine and the others as kernels/definition.Metrics; elements: by the names of
+    definition.ELEMENT_FIELDS, kl: KL divergence of softmax(golden) from softmax(mine), None where not measured."""
+
+    dtype: str
+    count: int
+    exact: bool
+    identical: bool
+    zero: bool
+    cosine: float | None
+    rmse: float | None
+    max_abs: float | None
+    rel_l2: float | None
+    max_rel: float | None
+    elements: Mapping[str, float] | None
+    kl: float | None
+    nonfinite: int
+    mismatch: int
+
+    @property
+    def broken(self) -> bool:
+        """NaN or infinity on one side only."""
+        return self.mismatch > 0
+
+    def sum(self, name: str, identical: float) -> float | None:
+        """``elements``' ``name``; where it was not measured, ``identical`` of identical tensors."""
+        if self.elements is not None:
+            return self.elements[name]
+        return identical if self.identical else None
+
+    def share(self, name: str) -> float | None:
+        """Of the elements, those that ``name`` counts; of identical tensors all."""
+        counted = self.sum(name, float(self.count))
+        return None if counted is None or not self.count else counted / self.count
+
+    def measures(self) -> Measures:
+        """What a rule for one output reads; largest values of each side are not measured of pairs, and no overflow is
+        told from another infinity. What both sides hold (NaN and NaN, the same infinity) is right in shares."""
+        elements, agreed = self.count + self.nonfinite, self.nonfinite - self.mismatch
+        found: dict[str, float | None] = {
+            "elements": elements, "nonfinite": self.nonfinite, "nonfinite_mismatch": self.mismatch,
+            "cosine": self.cosine, "max_abs_err": self.max_abs, "rmse": self.rmse, "rel_l2": self.rel_l2,
+            "max_rel_err": self.max_rel, "kl": self.kl,
+        }  # fmt: skip
+        if elements:
+            found["inf_nan_err_ratio"] = self.mismatch / elements
+            for parts in (100, 1000, 10000):
+                near = self.sum(f"within_{parts}", float(self.count))
+                found[f"dual_{parts}"] = None if near is None else (near + agreed) / elements
+            unequal = self.sum("unequal", 0.0)
+            found["binary_err_ratio"] = None if unequal is None else (unequal + self.mismatch) / elements
+        return as_measures(found)
+
+
+@dataclass(frozen=True, slots=True)
+class PairRule:
+    """columns: after our own in compare.csv; rule: the cells of a tensor, its word (pass, warning, error, SKIPPED, or
+    NO_VERDICT), and why; needs_kl: whether a further pass is to be made."""
+
+    columns: tuple[str, ...]
+    rule: Callable[[Numbers], tuple[tuple[Cell, ...], str, str]]
+    needs_kl: bool = False
+
+
+OutputRule = Callable[[Measures, str, str], Finding]
+"""(measures, op, dtype): op: an API, `aten.mm.default` or a module's class; dtype: the output's, torch's name."""
+
+
+class Side(Protocol):
+    """One output on one machine, as a csv has it: opcheck/diff/csv_rows.Row."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def status(self) -> str:
+        """The writer's own: pass, warning, error, skip, or "" where it gave none."""
+
+    @property
+    def message(self) -> str: ...
+    @property
+    def severity(self) -> float: ...
+    @property
+    def values(self) -> Mapping[str, float | None]:
+        """Measures that were taken, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineRule:
+    """rule: (golden, mine, api, algorithm or None); api: msprobe_apis.api_of's name; algorithm: what the user chose of
+    ``algorithms``, which are by the names that ``--algorithm`` takes. level: of an API, "" where there are none;
+    columns: further names of Judged that become columns of details.csv."""
+
+    rule: Callable[[Side, Side, str, str | None], Finding]
+    algorithms: Mapping[str, str] = field(default_factory=dict)
+    level: Callable[[str], str] = lambda api: ""
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStandard:
+    """name: what ``--standard`` takes. limits: compare's own, by rows, in units of rounding (ours.py); pairs: compare's
+    by another tool's rule; output: of one machine's output; floors: opcheck judges it by its own floors instead
+    (opcheck/floors/verdict.py); machines: of two machines."""
+
+    name: str
+    limits: Standard | None = None
+    pairs: PairRule | None = None
+    output: OutputRule | None = None
+    floors: bool = False
+    machines: MachineRule | None = None
+
+    @property
+    def ours(self) -> bool:
+        return self.limits is not None or self.floors
+
+    def judges(self, what: str) -> bool:
+        """what: PAIRS, OUTPUT or MACHINES."""
+        if what == PAIRS:
+            return self.limits is not None or self.pairs is not None
+        return (self.output is not None or self.floors) if what == OUTPUT else self.machines is not None
