@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_accprobe.align.mapping import MappingError, Part, Source, fill, load_mapping, match, parse_mapping
+from vllm_accprobe.align.mapping import MappingError, RoleRule, Source, fill, load_mapping, match, parse_mapping
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_short_form_names_taps_only(tmp_path):
     file = tmp_path / "map.json"
     file.write_text(json.dumps({"**.qkv_proj": ["**.q_proj", "{1}.k_proj", "{1}.v_proj"], "model.layers.*": "h.{1+1}"}))
     fused, one = load_mapping(file).rules
-    assert fused.parts == (Part(None, (Source("**.q_proj"), Source("{1}.k_proj"), Source("{1}.v_proj"))),)
+    assert fused.parts == (RoleRule(None, (Source("**.q_proj"), Source("{1}.k_proj"), Source("{1}.v_proj"))),)
     assert one.parts[0].sources == (Source("h.{1+1}"),)
     assert one.label == "model.layers.* ← h.{1+1}"
 
@@ -63,10 +63,10 @@ def test_the_long_form_in_yaml(tmp_path):
     assert (rules.renames[0].pattern, rules.renames[0].target) == (r"re:transformer\.(.*)", "model.{1}")
     norm, weight = rules.rules
     assert norm.parts == (
-        Part("input.x+input.residual", (Source("**.ln", "input.0"),)),
-        Part("output.1", (Source("**.add", "output.0"),)),
+        RoleRule("input.x+input.residual", (Source("**.ln", "input.0"),)),
+        RoleRule("output.1", (Source("**.add", "output.0"),)),
     )
-    assert weight.parts == (Part(None, (Source("**.w"),), "sum", 1, (1, 0)),)
+    assert weight.parts == (RoleRule(None, (Source("**.w"),), "sum", 1, (1, 0)),)
     assert weight.alone
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.align.merged import plan_merged
-from vllm_accprobe.align.shards import Member, MergePlan, Unmergeable, merge, split
+from vllm_accprobe.align.shards import MergePlan, RankPiece, Unmergeable, merge, split
 from vllm_accprobe.dump.schema import Layout, Record
 
 UNKNOWN = Layout("unknown")
@@ -17,7 +17,7 @@ def record(tap: str, role: str, cls: str = "") -> Record:
 
 
 def joined(place: Record, whole: np.ndarray, pieces: list[np.ndarray], widths: dict[str, int]) -> MergePlan | None:
-    members = [Member(i, UNKNOWN, p.shape, "float32", None) for i, p in enumerate(pieces)]
+    members = [RankPiece(i, UNKNOWN, p.shape, "float32", None) for i, p in enumerate(pieces)]
     return plan_merged(place, members, whole.shape, widths)
 
 

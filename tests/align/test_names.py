@@ -1,10 +1,10 @@
 """Which taps and roles pair, and by which rule."""
 
-from vllm_accprobe.align.names import Place, pair_names, pair_roles
+from vllm_accprobe.align.names import TapRoles, pair_names, pair_roles
 
 
 def place(tap, cls="Linear", roles=("input.0", "output.0")):
-    return Place(tap, cls, tuple(roles))
+    return TapRoles(tap, cls, tuple(roles))
 
 
 def rules(plan):
@@ -45,7 +45,7 @@ def test_roles_pair_by_order_except_parameters():
 
 def test_the_same_weights_are_the_same_module_whatever_its_name():
     def with_weights(tap, *hashes):
-        return Place(tap, "Linear", ("param.weight", "output.0"), tuple(("param.weight", h) for h in hashes))
+        return TapRoles(tap, "Linear", ("param.weight", "output.0"), tuple(("param.weight", h) for h in hashes))
 
     golden = [with_weights("enc.a", "h1"), with_weights("enc.b", "h2"), with_weights("enc.c", "same")]
     mine = [with_weights("net.y", "h2"), with_weights("net.x", "h1"), with_weights("net.z", "same")]

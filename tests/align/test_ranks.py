@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from comparison.synthetic_model import LAYERS, MemoryDump, capture
 
-from vllm_accprobe.align.shards import Member, merge, plan_merge
+from vllm_accprobe.align.shards import RankPiece, merge, plan_merge
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.schema import Layout, Module
 
@@ -79,7 +79,7 @@ def test_experts_are_joined_by_their_global_number(ranks):
     pieces = [whole[k * n : (k + 1) * n] for k in range(ranks)]
     layouts = [Layout("shard", "ep", k, ranks, -2, ((n, 1),)) for k in range(ranks)]
     order = list(reversed(range(ranks)))  # the order of global ranks says nothing
-    plan = plan_merge([Member(9 - k, layouts[k], pieces[k].shape, "int64", None) for k in order])
+    plan = plan_merge([RankPiece(9 - k, layouts[k], pieces[k].shape, "int64", None) for k in order])
     np.testing.assert_array_equal(merge(plan, [[pieces[k] for k in order][i] for i in plan.use]), whole)
 
 

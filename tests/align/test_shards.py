@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.align.shards import Member, Unmergeable, merge, plan_merge, split
+from vllm_accprobe.align.shards import RankPiece, Unmergeable, merge, plan_merge, split
 from vllm_accprobe.dump.schema import REPLICATED, Layout
 
 
 def members(arrays, layouts, hashes=None, dtype="float32"):
     hashes = hashes or [None] * len(arrays)
-    return [Member(r, y, a.shape, dtype, h) for r, (a, y, h) in enumerate(zip(arrays, layouts, hashes, strict=True))]
+    return [RankPiece(r, y, a.shape, dtype, h) for r, (a, y, h) in enumerate(zip(arrays, layouts, hashes, strict=True))]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

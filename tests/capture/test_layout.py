@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_accprobe.align.shards import Member, merge, plan_merge
+from vllm_accprobe.align.shards import RankPiece, merge, plan_merge
 from vllm_accprobe.capture.core.layout import Layouts
 
 
@@ -143,7 +143,7 @@ def test_experts_dealt_out_over_ranks_are_put_together_by_global_id(placement: s
     held = {"linear": [[0, 1, 2], [3, 4, 5]], "round_robin": [[0, 2, 4], [1, 3, 5]]}[placement]
     trees = [layouts(tp, r, {"mlp": experts(r, placement)}, 64) for r in (0, 1)]
     found = [tree.of_param("mlp", "w13_weight", (3, 4, 2)) for tree in trees]
-    plan = plan_merge([Member(r, found[r], (3, 4, 2), "float32", None) for r in (0, 1)])
+    plan = plan_merge([RankPiece(r, found[r], (3, 4, 2), "float32", None) for r in (0, 1)])
     np.testing.assert_array_equal(merge(plan, [whole[ids] for ids in held]), whole)
 
 

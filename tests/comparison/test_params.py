@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.align.shards import Member, plan_merge
+from vllm_accprobe.align.shards import RankPiece, plan_merge
 from vllm_accprobe.comparison.measure.params import _rounded, compare_params, is_computed, round_to_bfloat16
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.plan.units import Group, Unit
@@ -31,7 +31,7 @@ def group(store, pieces, *, dtype="float32", payload=True, sample=None, layouts=
             Record(rank, None, "m", "Linear", "param.weight", 0, 0, dtype, bits.shape, None, 0, stats, None, layout,
                    where, sample)
         )  # fmt: skip
-    members = [Member(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
+    members = [RankPiece(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
     return Group(tuple(records), (0, None), None, plan_merge(members))
 
 
@@ -110,16 +110,16 @@ def test_tables_that_each_run_computes_are_not_weights():
 
 def test_one_checkpoint_loaded_as_float16_and_as_bfloat16_has_one_weight() -> None:
     from vllm_accprobe.comparison.measure.params import _one_number, round_to_bfloat16
-    from vllm_accprobe.comparison.measure.read import Block
+    from vllm_accprobe.comparison.measure.read import RowBlock
 
     rng = np.random.default_rng(3)
     truth = (rng.standard_normal((40, 64)) * 10.0 ** rng.uniform(-8, 1, (40, 64))).astype(np.float32)
-    half = Block(truth.astype(np.float16).view(np.uint16), "float16", (64,))
-    half = Block(half.data.view(np.float16), "float16", (64,))
-    brain = Block(round_to_bfloat16(truth), "bfloat16", (64,))
+    half = RowBlock(truth.astype(np.float16).view(np.uint16), "float16", (64,))
+    half = RowBlock(half.data.view(np.float16), "float16", (64,))
+    brain = RowBlock(round_to_bfloat16(truth), "bfloat16", (64,))
     assert _one_number(half, brain)
     assert _one_number(brain, half)
     other = truth.copy()
     other[7, 9] = np.float32(0.5)
-    wrong = Block(round_to_bfloat16(np.where(other == 0.5, np.float32(0.51), other)), "bfloat16", (64,))
-    assert not _one_number(Block(other.astype(np.float16), "float16", (64,)), wrong)
+    wrong = RowBlock(round_to_bfloat16(np.where(other == 0.5, np.float32(0.51), other)), "bfloat16", (64,))
+    assert not _one_number(RowBlock(other.astype(np.float16), "float16", (64,)), wrong)

@@ -14,7 +14,7 @@ from support.captures import FIVE, Engines
 from support.engine import ROOT, TP2_ENV, EngineHost, Run
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.comparison.labels import Comparison, compare_labels
+from vllm_accprobe.comparison.labels import LabelComparison, compare_labels
 from vllm_accprobe.dump.reader import open_dump
 
 pytestmark = pytest.mark.engine
@@ -44,12 +44,12 @@ def labelled(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def found(labelled: Run) -> Comparison:
+def found(labelled: Run) -> LabelComparison:
     assert labelled.dump is not None
     return compare_labels(open_dump(labelled.dump))
 
 
-def test_every_layer_of_every_step_and_rank_is_a_pair(labelled: Run, found: Comparison) -> None:
+def test_every_layer_of_every_step_and_rank_is_a_pair(labelled: Run, found: LabelComparison) -> None:
     assert labelled.dump is not None
     dump = open_dump(labelled.dump)
     assert dump.problems == []
@@ -76,7 +76,7 @@ def test_a_labels_rows_are_the_steps_requests_and_positions(labelled: Run) -> No
     assert found == {(f"ask-{n}", 0, len(ask.ids)) for n, ask in enumerate(FIVE)}
 
 
-def test_the_fault_is_found_where_it_is(labelled: Run, found: Comparison) -> None:
+def test_the_fault_is_found_where_it_is(labelled: Run, found: LabelComparison) -> None:
     assert labelled.dump is not None
     failed = [p for p in found.pairs if p.status == "fail"]
     assert {(p.rank, p.data_id) for p in failed} == {(1, "mlp.2")}
@@ -89,7 +89,7 @@ def test_the_fault_is_found_where_it_is(labelled: Run, found: Comparison) -> Non
     assert len(failed) == len({step for _, step in dump.steps})
 
 
-def test_files_are_collected_and_belong_to_their_execution(labelled: Run, found: Comparison) -> None:
+def test_files_are_collected_and_belong_to_their_execution(labelled: Run, found: LabelComparison) -> None:
     """Bit for bit: an execution's file belongs to its step, though warm-up has executed before."""
     assert labelled.dump is not None
     low = [p for p in found.pairs if p.data_id in ("mlp.1", "mlp.3")]

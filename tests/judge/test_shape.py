@@ -7,7 +7,7 @@ import pytest
 from judge_dumps import HEAD, HEADS, VOCAB, capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.judge.origins.shape import Rows, sentence
+from vllm_accprobe.judge.origins.shape import RowFacts, sentence
 from vllm_accprobe.kernels.structure import structure
 
 LONG = {"a": [(7 * i) % 60 for i in range(40)], "b": [(5 * i + 3) % 60 for i in range(26)]}
@@ -52,7 +52,7 @@ def batches(**facts):
         "made": np.full(n, 0.001), "gain": np.zeros(n), "position": np.arange(n) * 7 % 23, "request": np.arange(n) % 5,
         "decode": np.zeros(n, bool), "batch": np.full(n, -1), "tokens": np.full(n, -1), "chunk": np.ones(n, int),
     }  # fmt: skip
-    return Rows(**(base | facts))
+    return RowFacts(**(base | facts))
 
 
 def test_batch_sizes_chunks_experts_and_requests():

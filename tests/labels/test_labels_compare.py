@@ -13,7 +13,7 @@ import torch
 
 from vllm_accprobe import labels, set_label, set_task_id
 from vllm_accprobe.cli import main
-from vllm_accprobe.comparison.labels import Comparison, compare_labels
+from vllm_accprobe.comparison.labels import LabelComparison, compare_labels
 from vllm_accprobe.comparison.measure import label_sums as room
 from vllm_accprobe.dump.reader import open_dump
 
@@ -30,7 +30,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     labels.close()
 
 
-def compare(dump: Path, **how: object) -> Comparison:
+def compare(dump: Path, **how: object) -> LabelComparison:
     labels.close()
     return compare_labels(open_dump(dump), **how)  # type: ignore[arg-type]
 

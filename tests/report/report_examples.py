@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.comparison.result import Comparison, Pair
-from vllm_accprobe.comparison.row_table import RowTable, Sample
+from vllm_accprobe.comparison.row_table import RowTable, ValueSample
 
 LAYER_TAPS = [
     ("input_layernorm", "RMSNorm"),
@@ -257,7 +257,7 @@ def with_rows(result: Comparison) -> Comparison:
             entries.append((i, r, position, p.step >= 2, error, error / p.limit))
         if p.status == "fail" and len(samples) < 64:
             golden = np.linspace(-2, 2, 96, dtype=np.float32)
-            samples.append(Sample(i, golden, golden * np.float32(1.25), 64, "a", 46 + p.step))
+            samples.append(ValueSample(i, golden, golden * np.float32(1.25), 64, "a", 46 + p.step))
     return replace(result, rows=row_table(entries), samples=tuple(samples))
 
 
@@ -287,7 +287,7 @@ def hostile() -> Comparison:
     values = np.ones(8, np.float32)
     return comparison(
         rows=row_table(rows),
-        samples=tuple(Sample(i, values, values * 2, 4, EVIL, 1) for i in range(3)),
+        samples=tuple(ValueSample(i, values, values * 2, 4, EVIL, 1) for i in range(3)),
         pairs=bad,
         verdict="fail",
         golden_path=EVIL,

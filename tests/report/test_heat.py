@@ -5,7 +5,7 @@ import base64
 import numpy as np
 from report_examples import comparison, pair, row_table
 
-from vllm_accprobe.comparison.row_table import Sample
+from vllm_accprobe.comparison.row_table import ValueSample
 from vllm_accprobe.report.heat import INFINITE, MISSING, encode, heat
 from vllm_accprobe.report.html.looks import heat_json, looks_json, tree_json
 
@@ -103,7 +103,7 @@ def test_tree_takes_the_worst_output_and_every_failure():
 
 def test_worst_rows_of_a_pair_first_and_all_counted():
     rows = row_table([(0, "a", i, i > 4, (float("nan") if i == 3 else 0.01 * i), 0.1 * i) for i in range(20)])
-    sample = Sample(0, np.array([1.0, np.nan]), np.array([2.0, np.inf]), 1, "a", 19)
+    sample = ValueSample(0, np.array([1.0, np.nan]), np.array([2.0, np.inf]), 1, "a", 19)
     told = looks_json(comparison(pairs=[pair(status="fail"), pair()], rows=rows, samples=(sample,)), {0: 4, 1: 5})
     assert set(told["rows"]) == {"4"}
     total, *worst = told["rows"]["4"]

@@ -18,7 +18,7 @@ from typing import Any
 from vllm_accprobe.align.derived import Derived, View, derive
 from vllm_accprobe.align.engines import vllm_hf
 from vllm_accprobe.align.graph_pairs import meet
-from vllm_accprobe.align.mapping import ROPE, SUM, Part, Rule, Rules, Source, fill, match
+from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
 from vllm_accprobe.align.names import pair_roles
 from vllm_accprobe.dump.schema import Record
 
@@ -73,7 +73,7 @@ def apply(rules: Rules, golden: Any, mine: Any) -> tuple[View, View, list[str]]:
     return View(golden, work.golden_records()), View(mine, work.mine_records()), work.lines()
 
 
-class _Side:
+class _Records:
     """Records by place and moment; roles of each tap in order of first appearance."""
 
     def __init__(self, records: Iterable[Record]):
@@ -89,11 +89,11 @@ class _Side:
 class _Work:
     def __init__(self, rules: Rules, golden: Sequence[Record], mine: Sequence[Record]):
         self.rules = rules
-        self.mine = _Side(mine)
+        self.mine = _Records(mine)
         self.mine_classes = {r.tap: r.cls for r in mine}
         self.kinds = _known(mine)
         self.renamed: Counter[str] = Counter()
-        self.golden = _Side(self._rename(golden))
+        self.golden = _Records(self._rename(golden))
         self.made: dict[Place, list[Record]] = {}
         self.sums: dict[Place, list[Record]] = {}
         self.summed: set[Place] = set()
@@ -174,10 +174,10 @@ class _Work:
                 why.append(rename.label or f"{rename.pattern} → {rename.target}")
         return tap, ", ".join(why)
 
-    def _needed(self, rule: Rule, groups: Sequence[str]) -> bool:
+    def _needed(self, rule: TapRule, groups: Sequence[str]) -> bool:
         return not rule.needs or fill(rule.needs, groups) in self.mine.roles
 
-    def _expand(self, part: Part, tap: str, groups: Sequence[str]) -> list[tuple[tuple[str, ...], list[Place]]]:
+    def _expand(self, part: RoleRule, tap: str, groups: Sequence[str]) -> list[tuple[tuple[str, ...], list[Place]]]:
         """(roles of mine, golden places) that ``part`` means at ``tap``."""
         taps = [fill(s.tap, groups) for s in part.sources]
         named = [t for t in taps if t is not None]
@@ -212,7 +212,7 @@ class _Work:
         alike = [r for r in roles if r.startswith(kind + ".")]
         return alike[0] if len(alike) == 1 and kind != "param" else None
 
-    def _make(self, rule: Rule, part: Part, tap: str, mine_roles: tuple[str, ...], places: list[Place]) -> None:
+    def _make(self, rule: TapRule, part: RoleRule, tap: str, mine_roles: tuple[str, ...], places: list[Place]) -> None:
         role = joined_role(mine_roles)
         if (tap, role) in self.made or any((tap, r) not in self.mine.places for r in mine_roles):
             return
@@ -224,7 +224,7 @@ class _Work:
             return
         if len(mine_roles) > 1:
             own = [(tap, r) for r in mine_roles]
-            sums = self._derive(self.mine, own, tap, role, Part(None, (), SUM), label)
+            sums = self._derive(self.mine, own, tap, role, RoleRule(None, (), SUM), label)
             if not sums:
                 return
             self.sums[(tap, role)] = sums
@@ -234,7 +234,9 @@ class _Work:
         self.taken.update(p for p in places if p[0] == tap)
         self.counts[rule.label] += 1
 
-    def _derive(self, side: _Side, places: list[Place], tap: str, role: str, part: Part, label: str) -> list[Record]:
+    def _derive(
+        self, side: _Records, places: list[Place], tap: str, role: str, part: RoleRule, label: str
+    ) -> list[Record]:
         out: list[Record] = []
         for moment in side.places[places[0]]:
             found = []

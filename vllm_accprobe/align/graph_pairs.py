@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm_accprobe.align.engines import atb_torch
-from vllm_accprobe.align.mapping import Part, Rule, Rules, Source
+from vllm_accprobe.align.mapping import RoleRule, Rules, Source, TapRule
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
 from vllm_accprobe.formats import torchair
@@ -60,10 +60,10 @@ def _alike(golden: Any, mine: Any) -> bool:
 
 
 def _rules(origin: str, pairs: Pairs) -> Rules:
-    exact: dict[str, list[Rule]] = defaultdict(list)
+    exact: dict[str, list[TapRule]] = defaultdict(list)
     for (tap, role), (sources, why) in pairs.items():
-        part = Part(role, tuple(Source(t, r) for t, r in sources))
-        exact[tap].append(Rule(tap, (part,), why, alone=True))
+        part = RoleRule(role, tuple(Source(t, r) for t, r in sources))
+        exact[tap].append(TapRule(tap, (part,), why, alone=True))
     return Rules(origin, exact={tap: tuple(rs) for tap, rs in exact.items()})
 
 

@@ -39,7 +39,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RoleRule:
     """mine: a role, or several with ``+`` between them, whose sum is meant; None: every role. sources: how the golden
     makes it; join: ``cat`` along ``dim`` (params: 0 unless said), ``sum``, or ``rope`` (value, cos, sin)."""
 
@@ -51,13 +51,13 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class TapRule:
     """pattern: over mine's taps; a glob (``*`` within a name, ``**`` across dots) or ``re:`` and a regular expression
     that must match the whole tap. label: how reports call it. alone: a golden tap of mine's own name is another thing,
     whatever parts of it have no rule stay unpaired. needs: a template of a tap that mine must have."""
 
     pattern: str
-    parts: tuple[Part, ...]
+    parts: tuple[RoleRule, ...]
     label: str
     alone: bool = False
     needs: str = ""
@@ -79,8 +79,8 @@ class Rules:
 
     origin: str
     renames: tuple[Rename, ...] = ()
-    rules: tuple[Rule, ...] = ()
-    exact: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
+    rules: tuple[TapRule, ...] = ()
+    exact: Mapping[str, tuple[TapRule, ...]] = field(default_factory=dict)
     types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -202,7 +202,7 @@ def _types(data: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 _KEYS = {"mine", "golden", "roles", "join", "dim", "transpose", "alone"}
 
 
-def _rule(spec: Any, where: str) -> Rule:
+def _rule(spec: Any, where: str) -> TapRule:
     if isinstance(spec, Mapping) and (odd := sorted(map(str, set(spec) - _KEYS))):
         raise MappingError(f"{where}: {odd[0]!r} is not known; known are {', '.join(sorted(_KEYS))}")
     if not isinstance(spec, Mapping) or "mine" not in spec:
@@ -223,16 +223,16 @@ def _rule(spec: Any, where: str) -> Rule:
     if roles is None:
         if not golden:
             raise MappingError(f"{where}: golden names no tap")
-        parts = [Part(None, tuple(_source(g, None) for g in golden), *how)]
+        parts = [RoleRule(None, tuple(_source(g, None) for g in golden), *how)]
     elif isinstance(roles, Mapping) and roles and all(isinstance(r, str) for r in roles):
-        parts = [Part(r, _sources(v, golden, f"{where}: role {r}"), *how) for r, v in roles.items()]
+        parts = [RoleRule(r, _sources(v, golden, f"{where}: role {r}"), *how) for r, v in roles.items()]
     else:
         raise MappingError(f"{where}: roles must map mine's roles to golden's")
     alone = spec.get("alone", False)
     if not isinstance(alone, bool):
         raise MappingError(f"{where}: alone must be true or false, not {alone!r}")
     label = f"{pattern} ← {', '.join(golden) or 'roles'}"
-    return Rule(pattern, tuple(parts), label, alone)
+    return TapRule(pattern, tuple(parts), label, alone)
 
 
 def _sources(value: Any, golden: Sequence[str], where: str) -> tuple[Source, ...]:

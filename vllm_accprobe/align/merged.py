@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from vllm_accprobe.align.shards import Member, MergePlan, Unmergeable, plan_merge
+from vllm_accprobe.align.shards import MergePlan, RankPiece, Unmergeable, plan_merge
 from vllm_accprobe.dump.schema import Layout, Record
 
 Parts = tuple[tuple[int, int], ...]
@@ -33,7 +33,7 @@ def _kind(record: Record) -> re.Pattern[str] | None:
 
 
 def plan_merged(
-    record: Record, members: Sequence[Member], other: tuple[int, ...] | None, widths: Mapping[str, int]
+    record: Record, members: Sequence[RankPiece], other: tuple[int, ...] | None, widths: Mapping[str, int]
 ) -> MergePlan | None:
     """How ``members`` of unknown layout make a merged projection of the shape ``other``, blocks in the order of one
     rank; None where they are no such thing. record: one of them. widths: of what each tap takes in on one rank. Raises

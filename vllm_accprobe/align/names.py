@@ -18,7 +18,7 @@ STRUCTURE = "structure"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TapRoles:
     """A tap with its class and the roles recorded there, in order of execution; parameters are roles too.
 
     params: (role, hash) of parameters whose hash is known, sorted."""
@@ -33,8 +33,8 @@ class Place:
 class TapPair:
     """roles: (golden's, mine's, rule) for each pair of roles."""
 
-    golden: Place
-    mine: Place
+    golden: TapRoles
+    mine: TapRoles
     rule: str
     roles: tuple[tuple[str, str, str], ...]
 
@@ -81,16 +81,16 @@ class NamePlan:
         return Counter(r for p in self.pairs for r in p.mine.roles if r not in {m for _, m, _ in p.roles})
 
 
-def pair_names(golden: Sequence[Place], mine: Sequence[Place], *, by_order: bool = True) -> NamePlan:
+def pair_names(golden: Sequence[TapRoles], mine: Sequence[TapRoles], *, by_order: bool = True) -> NamePlan:
     """Pairs the taps of two dumps, given in order of execution. by_order: also by the last resort."""
     by_name = {p.tap: p for p in golden}
-    found: dict[str, tuple[Place, str]] = {}
+    found: dict[str, tuple[TapRoles, str]] = {}
     for m in mine:
         if m.tap in by_name:
             g = by_name[m.tap]
             found[m.tap] = (g, EXACT if g.cls == m.cls or not (g.cls and m.cls) else OTHER_CLASS)
 
-    def left() -> tuple[list[Place], list[Place]]:
+    def left() -> tuple[list[TapRoles], list[TapRoles]]:
         taken = {g.tap for g, _ in found.values()}
         return [g for g in golden if g.tap not in taken], [m for m in mine if m.tap not in found]
 
@@ -113,7 +113,7 @@ def pair_names(golden: Sequence[Place], mine: Sequence[Place], *, by_order: bool
     return NamePlan(pairs, [p.tap for p in rest_golden], [p.tap for p in rest_mine])
 
 
-def _by_prefix(golden: Iterable[Place], mine: Iterable[Place]) -> list[tuple[Place, Place]]:
+def _by_prefix(golden: Iterable[TapRoles], mine: Iterable[TapRoles]) -> list[tuple[TapRoles, TapRoles]]:
     """Pairs ``x`` with ``prefix.x`` for the one prefix that joins most of what is left (at least two)."""
     golden_by = {p.tap: p for p in golden}
     mine_by = {p.tap: p for p in mine}
@@ -134,16 +134,16 @@ def _by_prefix(golden: Iterable[Place], mine: Iterable[Place]) -> list[tuple[Pla
 
 
 def by_structure(
-    golden: Sequence[Place], mine: Sequence[Place], known: Sequence[tuple[Place, Place]]
-) -> list[tuple[Place, Place]]:
+    golden: Sequence[TapRoles], mine: Sequence[TapRoles], known: Sequence[tuple[TapRoles, TapRoles]]
+) -> list[tuple[TapRoles, TapRoles]]:
     """Pairs left-over taps with the same weights, then those that stand at the same place of the tree: what encloses a
     pair on either side, and the children of a pair that are alone with their roles.
 
     known: the pairs that other rules made. Weights that several taps share (norms of ones) tell nothing."""
-    rest: tuple[dict[str, Place], dict[str, Place]] = ({p.tap: p for p in golden}, {p.tap: p for p in mine})
-    pairs: list[tuple[Place, Place]] = []
+    rest: tuple[dict[str, TapRoles], dict[str, TapRoles]] = ({p.tap: p for p in golden}, {p.tap: p for p in mine})
+    pairs: list[tuple[TapRoles, TapRoles]] = []
 
-    def add(g: Place, m: Place) -> None:
+    def add(g: TapRoles, m: TapRoles) -> None:
         del rest[0][g.tap], rest[1][m.tap]
         pairs.append((g, m))
 
@@ -169,15 +169,15 @@ def by_structure(
     return pairs
 
 
-def _alike(golden: Place, mine: Place) -> bool:
+def _alike(golden: TapRoles, mine: TapRoles) -> bool:
     """Both run, or neither does."""
     runs = [any(not r.startswith("param.") for r in p.roles) for p in (golden, mine)]
     return runs[0] == runs[1]
 
 
-def _only_children(places: dict[str, Place]) -> dict[str, dict[tuple[str, ...], Place | None]]:
+def _only_children(places: dict[str, TapRoles]) -> dict[str, dict[tuple[str, ...], TapRoles | None]]:
     """Parent → kinds of roles → its one child with them; None where it has several."""
-    out: dict[str, dict[tuple[str, ...], Place | None]] = {}
+    out: dict[str, dict[tuple[str, ...], TapRoles | None]] = {}
     for tap, place in places.items():
         if place.roles and "." in tap:
             own = out.setdefault(tap.rpartition(".")[0], {})
@@ -186,9 +186,9 @@ def _only_children(places: dict[str, Place]) -> dict[str, dict[tuple[str, ...], 
     return out
 
 
-def _by_order(golden: Iterable[Place], mine: Iterable[Place]) -> list[tuple[Place, Place]]:
+def _by_order(golden: Iterable[TapRoles], mine: Iterable[TapRoles]) -> list[tuple[TapRoles, TapRoles]]:
     """Pairs left-over taps with the same roles by order, where there are as many on either side."""
-    groups: list[dict[tuple[str, ...], list[Place]]] = [defaultdict(list), defaultdict(list)]
+    groups: list[dict[tuple[str, ...], list[TapRoles]]] = [defaultdict(list), defaultdict(list)]
     for group, places in zip(groups, (golden, mine), strict=True):
         for p in places:
             if p.roles:

@@ -22,7 +22,7 @@ TAKEN_FOR_COPIES = "layout unknown: ranks of one shape"
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class RankPiece:
     """One rank's piece."""
 
     rank: int
@@ -56,7 +56,7 @@ class Unmergeable(Exception):
     """The pieces do not make a whole; the message is a short stable reason."""
 
 
-def plan_merge(members: Sequence[Member], other: tuple[int, ...] | None = None) -> MergePlan:
+def plan_merge(members: Sequence[RankPiece], other: tuple[int, ...] | None = None) -> MergePlan:
     """How ``members`` make one tensor. other: the shape the other side has, where its ranks were merged or one.
 
     Raises Unmergeable.
@@ -110,14 +110,14 @@ def _copies(groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(g) for g in groups if len(g) > 1)
 
 
-def _replicated(members: Sequence[Member], order: Sequence[int]) -> MergePlan:
+def _replicated(members: Sequence[RankPiece], order: Sequence[int]) -> MergePlan:
     first = members[order[0]]
     if any(m.shape != first.shape for m in members):
         raise Unmergeable("ranks hold different shapes of a replicated tensor")
     return MergePlan(ONE, (order[0],), first.shape, copies=(tuple(order),) if len(order) > 1 else ())
 
 
-def _unknown(members: Sequence[Member], order: Sequence[int], other: tuple[int, ...] | None) -> MergePlan:
+def _unknown(members: Sequence[RankPiece], order: Sequence[int], other: tuple[int, ...] | None) -> MergePlan:
     first = members[order[0]]
     same_shape = all(m.shape == first.shape for m in members)
     if len(members) == 1 and first.layout.size <= 1:
@@ -139,7 +139,7 @@ def _unknown(members: Sequence[Member], order: Sequence[int], other: tuple[int, 
     raise Unmergeable("layout unknown: ranks differ and shapes do not tell how to join them")
 
 
-def _repeated(members: Sequence[Member], other: tuple[int, ...] | None) -> Sequence[Member]:
+def _repeated(members: Sequence[RankPiece], other: tuple[int, ...] | None) -> Sequence[RankPiece]:
     """Heads may be fewer than ranks, and then neighbouring ranks hold the same; where nobody wrote that down (another
     tool's dump, without hashes), the other side's size tells."""
     first = members[0]
@@ -155,7 +155,7 @@ def _repeated(members: Sequence[Member], other: tuple[int, ...] | None) -> Seque
     return [replace(m, layout=replace(m.layout, parts=parts)) for m in members]
 
 
-def _sharded(members: Sequence[Member], groups: Sequence[Sequence[int]]) -> MergePlan:
+def _sharded(members: Sequence[RankPiece], groups: Sequence[Sequence[int]]) -> MergePlan:
     use = tuple(g[0] for g in groups)
     chosen = [members[i] for i in use]
     layout, shape = chosen[0].layout, chosen[0].shape

@@ -22,7 +22,7 @@ import numpy as np
 
 from vllm_accprobe.align.derived import View, read
 from vllm_accprobe.align.requests import RequestPlan
-from vllm_accprobe.align.tokens import Cell, Rows, Side, Space, TokenPlan, make_key
+from vllm_accprobe.align.tokens import Cell, Rows, SideRows, Space, TokenPlan, make_key
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats.common.foreign import INDEPENDENT
@@ -109,7 +109,7 @@ def plan_steps(golden: Any, mine: Any) -> StepPlan | None:
                 side[(rank, step, WHOLE)] = Rows(key, np.ones(1, bool), np.zeros(1, bool))
     of_rank = dict.fromkeys({*golden.ranks, *mine.ranks}, 0)
     names_of: dict[int, tuple[str, int | None]] = dict.fromkeys(ranks, ("", None))
-    both = [Side(r, of_rank, 0) for r in rows]
+    both = [SideRows(r, of_rank, 0) for r in rows]
     tokens = StepTokens(both[0], both[1], names_of, [], 0, {}, said=tuple(said))
     return StepPlan(*sides, RequestPlan([], [], [], []), tokens, cell, +skipped, notes, tuple(pairs))
 

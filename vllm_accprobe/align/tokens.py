@@ -63,7 +63,7 @@ class Flip:
 
 
 @dataclass(frozen=True)
-class Side:
+class SideRows:
     """One dump's rows. ``cells``: rank → cell; the ranks of a cell computed the same rows."""
 
     rows: dict[Space, Rows]
@@ -75,8 +75,8 @@ class Side:
 class TokenPlan:
     """names: subject → (request label, image index or None); a key is ``subject << 32 | position``."""
 
-    golden: Side
-    mine: Side
+    golden: SideRows
+    mine: SideRows
     names: dict[int, tuple[str, int | None]]
     flips: list[Flip]
     tokens_compared: int
@@ -154,13 +154,13 @@ def _all(plan: RequestPlan) -> tuple[list[Request], list[Request]]:
 
 
 @dataclass
-class _Raw:
+class _Numbering:
     spaces: dict[Space, Numbered]
     cells: dict[int, Cell]
     accepted: Accepted
 
 
-def _side(dump: Any, subjects: _Subjects, sampled: Sampled) -> _Raw:
+def _side(dump: Any, subjects: _Subjects, sampled: Sampled) -> _Numbering:
     cells, members = find_cells(dump)
     spaces: dict[Space, Any] = {}
     for (rank, step, name), space in sorted(dump.rows.items(), key=lambda item: (item[0][1], item[0][0], item[0][2])):
@@ -174,7 +174,7 @@ def _side(dump: Any, subjects: _Subjects, sampled: Sampled) -> _Raw:
     def of_cell(cell: Cell, step: int) -> np.ndarray | None:
         return next((t for t in (sampled(rank, step) for rank in members[cell]) if t is not None), None)
 
-    return _Raw(spaces, cells, accepted_tokens(spaces, of_cell, lengths))
+    return _Numbering(spaces, cells, accepted_tokens(spaces, of_cell, lengths))
 
 
 def find_cells(dump: Any) -> tuple[dict[int, Cell], dict[Cell, list[int]]]:
@@ -256,7 +256,7 @@ def _flips(plan: RequestPlan, golden: Accepted, mine: Accepted) -> tuple[list[Fl
     return flips, compared
 
 
-def _finish(raw: _Raw, limits: dict[int, int], skipped: dict[str, int]) -> Side:
+def _finish(raw: _Numbering, limits: dict[int, int], skipped: dict[str, int]) -> SideRows:
     """Decides which rows are kept: right token, last computation, before the flip."""
     valid = {w: valid_rows(keys, ids, starts, raw.accepted) for w, (keys, ids, _, starts) in raw.spaces.items()}
     by_name: dict[str, list[Space]] = defaultdict(list)
@@ -284,4 +284,4 @@ def _finish(raw: _Raw, limits: dict[int, int], skipped: dict[str, int]) -> Side:
                 skipped[AFTER_FLIP] += int((late & keep[where]).sum())
             rows[where] = Rows(keys, keep[where] & ~late, decode)
     skipped[SUPERSEDED] += superseded
-    return Side(rows, raw.cells, superseded)
+    return SideRows(rows, raw.cells, superseded)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.label_sums import Side, Sums, measure
+from vllm_accprobe.comparison.measure.label_sums import LabelSide, LabelSums, measure
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.label_files import locate
 from vllm_accprobe.dump.reader import Dump, DumpError
@@ -40,8 +40,8 @@ class LabelPair:
     step: int
     rank: int
     call: int
-    pta: Side | None
-    acl: Side | None
+    pta: LabelSide | None
+    acl: LabelSide | None
     status: str
     reason: str = ""
     compared: bool = False
@@ -56,7 +56,7 @@ class LabelPair:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LabelComparison:
     """All pairs in the order of steps, and the labels that have no partner, or were left out by the capture."""
 
     pairs: list[LabelPair]
@@ -74,7 +74,7 @@ def count_pairs(dump: Dump) -> int:
 
 def compare_labels(
     dump: Dump, roots: Sequence[Path] = (), limit: float | None = None, done: Callable[[], None] = lambda: None
-) -> Comparison:
+) -> LabelComparison:
     """Compares the labelled pairs of ``dump``.
 
     roots: directories, besides the dump itself, in which a labelled file may lie. limit: allowed relative L2 error of a
@@ -96,7 +96,7 @@ def compare_labels(
     for s in dump.skips:
         if s.tap.startswith(LABEL_TAP):
             skipped[s.reason] = skipped.get(s.reason, 0) + s.count
-    return Comparison(pairs, unpaired, skipped)
+    return LabelComparison(pairs, unpaired, skipped)
 
 
 # --- which sides there are ---------------------------------------------------------------------------------------
@@ -114,47 +114,47 @@ def _places(dump: Dump) -> dict[_Key, Record | Label]:
     return found
 
 
-def _sides(dump: Dump, roots: Sequence[Path]) -> dict[_Key, Side]:
+def _sides(dump: Dump, roots: Sequence[Path]) -> dict[_Key, LabelSide]:
     return {
         key: _in_file(dump, one, roots) if isinstance(one, Label) else _stored(dump, one)
         for key, one in _places(dump).items()
     }
 
 
-def _stored(dump: Dump, r: Record) -> Side:
+def _stored(dump: Dump, r: Record) -> LabelSide:
     if r.payload is None:
         why = "only statistics were kept of it (VLLM_ACCPROBE_TASK=stats, or the payload is lost)"
-        return Side(f"{rank_dir(r.rank)}/{r.step}|{r.tap}|{r.role}|{r.call}", r.dtype, r.shape, dump, r, why)
+        return LabelSide(f"{rank_dir(r.rank)}/{r.step}|{r.tap}|{r.role}|{r.call}", r.dtype, r.shape, dump, r, why)
     path = f"{rank_dir(r.rank)}/{segment_name(r.payload.seg)}:{r.step}|{r.tap}|{r.role}|{r.call}"
-    return Side(path, r.dtype, r.shape, dump, r)
+    return LabelSide(path, r.dtype, r.shape, dump, r)
 
 
-def _in_file(dump: Dump, label: Label, roots: Sequence[Path]) -> Side:
+def _in_file(dump: Dump, label: Label, roots: Sequence[Path]) -> LabelSide:
     if label.file is not None:
         inside = Path(rank_dir(label.rank)) / label_file(label.file, label.ending)
         file, shown, missing = dump.path / inside, f"{inside}", ""
         if file.is_symlink() or not file.is_file():
-            return Side(shown, missing="its file is missing in the dump")
+            return LabelSide(shown, missing="its file is missing in the dump")
     else:
         found, missing = locate(label, roots)
         if found is None:
             why = label.reason if label.reason and missing == "its file was not found" else missing
-            return Side(label.path, missing=f"{why}; --acl DIR names a directory to look in")
+            return LabelSide(label.path, missing=f"{why}; --acl DIR names a directory to look in")
         file, shown = found, str(found)
     return _open(file, shown)
 
 
-def _open(file: Path, shown: str) -> Side:
+def _open(file: Path, shown: str) -> LabelSide:
     from vllm_accprobe.formats import open_dump
 
     try:
         opened = open_dump(file)
     except DumpError as error:
-        return Side(shown, missing=str(error))
+        return LabelSide(shown, missing=str(error))
     records = [r for r in opened.records if r.payload is not None]
     if len(records) != 1:
-        return Side(shown, missing=f"its file holds {len(records)} tensors, not one")
-    return Side(shown, records[0].dtype, records[0].shape, opened, records[0])
+        return LabelSide(shown, missing=f"its file holds {len(records)} tensors, not one")
+    return LabelSide(shown, records[0].dtype, records[0].shape, opened, records[0])
 
 
 # --- one pair ----------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def _pair(dump: Dump, pair: LabelPair, limit: float | None) -> LabelPair:
     return _judged(dump, pair, golden, mine, found, limit)
 
 
-def _same_hash(golden: Side, mine: Side) -> bool:
+def _same_hash(golden: LabelSide, mine: LabelSide) -> bool:
     g, m = golden.record, mine.record
     if g is None or m is None or g.hash is None:
         return False
@@ -192,7 +192,9 @@ def _same_hash(golden: Side, mine: Side) -> bool:
     return g.hash == m.hash and g.dtype == m.dtype and n == math.prod(m.shape) and n > 0
 
 
-def _judged(dump: Dump, pair: LabelPair, golden: Side, mine: Side, found: Sums, limit: float | None) -> LabelPair:
+def _judged(
+    dump: Dump, pair: LabelPair, golden: LabelSide, mine: LabelSide, found: LabelSums, limit: float | None
+) -> LabelPair:
     table, standard = found.table, Standard()
     total = table.sum(axis=0)
     gg, mm, n = (float(total[i]) for i in (definition.GG, definition.MM, definition.N))
@@ -230,7 +232,7 @@ def _judged(dump: Dump, pair: LabelPair, golden: Side, mine: Side, found: Sums, 
     )
 
 
-def _limits(standard: Standard, golden: Side, mine: Side, width: int, limit: float | None) -> Limits:
+def _limits(standard: Standard, golden: LabelSide, mine: LabelSide, width: int, limit: float | None) -> Limits:
     """By the coarser dtype, as for a tensor behind one layer; all alike where ``limit`` is given."""
     unit = flow_unit((golden.dtype, mine.dtype))
     if limit is not None:
@@ -238,7 +240,7 @@ def _limits(standard: Standard, golden: Side, mine: Side, width: int, limit: flo
     return standard.total_limits(unit, width, 1)
 
 
-def _whose(dump: Dump, side: Side, row: int) -> tuple[str | None, int] | None:
+def _whose(dump: Dump, side: LabelSide, row: int) -> tuple[str | None, int] | None:
     """(request, position) of a row, where the tensor's rows are known and lie in front."""
     r = side.record
     if side.dump is not dump or r is None or r.row_dim != 0 or not r.shape:

@@ -19,7 +19,7 @@ from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
-    from vllm_accprobe.comparison.row_table import RowTable, Sample
+    from vllm_accprobe.comparison.row_table import RowTable, ValueSample
 
 __all__ = [
     "COLUMNS", "FAIL", "FALSE_ALARM_RATE", "PARTLY", "PASS", "SKIP", "WHOLE", "CompareError", "Comparison", "Counts",
@@ -73,7 +73,7 @@ class Comparison:
     plan: list[str]
     standard: dict[str, Any]
     rows: RowTable | None = None
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[ValueSample, ...] = ()
     foreign: Foreign | None = None
     measured: Measured | None = field(default=None, repr=False, compare=False)
     false_alarm_rate: float = FALSE_ALARM_RATE

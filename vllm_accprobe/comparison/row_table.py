@@ -2,7 +2,7 @@
 
 The problem: a pair says how bad its worst row is, and a person asks which rows, and what the numbers look like. The
 idea: `RowLog` listens while pairs are made and keeps one float32 per row of outputs (of inputs only what is wrong);
-`RowTable` is the same in columns, beside the finished pairs. `Sample` holds some values of both sides of one pair.
+`RowTable` is the same in columns, beside the finished pairs. `ValueSample` holds some values of both sides of one pair.
 Not here: measuring and judging (engine.py); choosing and reading samples (samples.py); drawing (report/).
 """
 
@@ -46,7 +46,7 @@ class RowTable:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ValueSample:
     """Values of one pair. pair: index into ``Comparison.pairs``. golden, mine: float32 [n], the same places of both
     sides; the first ``worst`` of them lie in the worst row (``request``, ``position``), evenly spread, the others in
     other rows."""

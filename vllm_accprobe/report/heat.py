@@ -30,7 +30,7 @@ PER_DECADE, LOWEST = 30, -4.0
 
 
 @dataclass(frozen=True)
-class Request:
+class HeatRequest:
     """One request's rows. start: first position of each bin; step0, step1: mine's steps that computed it, -1 for none;
     decode: whether its last row was decoding; all int32 [bins]. width: positions per bin. codes: uint8 [taps, bins].
     worst: the largest ratio, infinite where NaNs differ."""
@@ -52,7 +52,7 @@ class Heat:
 
     taps: tuple[str, ...]
     layers: tuple[str | None, ...]
-    requests: tuple[Request, ...]
+    requests: tuple[HeatRequest, ...]
     left_out: int
 
 
@@ -89,7 +89,7 @@ def heat(comparison: Comparison, max_cells: int = MAX_CELLS) -> Heat:
     ranked = sorted(present, key=lambda r: (-worst[r], rows.requests[r]))
     by_request = np.argsort(owner, kind="stable")
     bounds = np.searchsorted(owner[by_request], np.arange(len(rows.requests) + 1))
-    out: list[Request] = []
+    out: list[HeatRequest] = []
     cells = 0
     for r in ranked[:MAX_REQUESTS]:
         mine = by_request[bounds[r] : bounds[r + 1]]
@@ -104,7 +104,7 @@ def heat(comparison: Comparison, max_cells: int = MAX_CELLS) -> Heat:
 def _request(
     rows: RowTable, at: np.ndarray, ratio: np.ndarray, tap_of: np.ndarray, step_of: np.ndarray, taps: int, label: str,
     worst: float,
-) -> Request:  # fmt: skip
+) -> HeatRequest:  # fmt: skip
     position = rows.position[at]
     known = np.unique(position)
     width = max(1, -(-len(known) // MAX_BINS))
@@ -118,4 +118,4 @@ def _request(
     np.maximum.at(step1, column, steps)
     decode = np.zeros(len(start), np.int32)
     np.maximum.at(decode, column, rows.decode[at].astype(np.int32))
-    return Request(label, start, step0, step1, decode, width, codes.reshape(taps, -1), float(worst))
+    return HeatRequest(label, start, step0, step1, decode, width, codes.reshape(taps, -1), float(worst))

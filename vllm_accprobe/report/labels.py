@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.comparison.labels import FAIL, PASS, SKIP, Comparison, LabelPair
-from vllm_accprobe.comparison.measure.label_sums import Side
+from vllm_accprobe.comparison.labels import FAIL, PASS, SKIP, LabelComparison, LabelPair
+from vllm_accprobe.comparison.measure.label_sums import LabelSide
 from vllm_accprobe.report.table import cell
 from vllm_accprobe.report.text import count, num, safe
 
@@ -42,13 +42,13 @@ def row(pair: LabelPair) -> list[Any]:
     ]
 
 
-def _side(side: Side | None) -> list[Any]:
+def _side(side: LabelSide | None) -> list[Any]:
     if side is None:
         return [None, None, None]
     return [cell(side.path), side.dtype or None, cell(side.shape) if side.dtype else None]
 
 
-def write(found: Comparison, out: Path) -> list[Path]:
+def write(found: LabelComparison, out: Path) -> list[Path]:
     """Writes labels.csv and labels.json into ``out``, whole or not at all. Raises OSError."""
     table, facts = out / "labels.csv", out / "labels.json"
     with _whole(table) as part, part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
@@ -74,7 +74,7 @@ class _whole:
             os.replace(self._part, self._path)
 
 
-def to_json(found: Comparison) -> dict[str, Any]:
+def to_json(found: LabelComparison) -> dict[str, Any]:
     """``{"schema": 1, "verdict", "counts", "skipped", "pairs": [...]}``; numbers that JSON cannot say are text."""
     return {
         "schema": 1,
@@ -102,14 +102,14 @@ def _facts(p: LabelPair) -> dict[str, Any]:
     return {k: repr(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
-def verdict(found: Comparison) -> str | None:
+def verdict(found: LabelComparison) -> str | None:
     """pass, fail, or None where nothing could be compared."""
     if found.count(FAIL):
         return FAIL
     return PASS if found.count(PASS) else None
 
 
-def lines(found: Comparison, most: int | None = 10) -> list[str]:
+def lines(found: LabelComparison, most: int | None = 10) -> list[str]:
     """What the terminal shows: the verdict, what fails first, what was not compared and why."""
     out = []
     failed = [p for p in found.pairs if p.status == FAIL]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vllm_accprobe.align.mapping import ROPE, Part, Rename, Rule, Rules, Source
+from vllm_accprobe.align.mapping import ROPE, Rename, RoleRule, Rules, Source, TapRule
 from vllm_accprobe.dump.schema import ROOT_TAP
 
 TRANSFORMERS, VLLM = "transformers", "vLLM"
@@ -35,28 +35,28 @@ def engine(run: Mapping[str, Any], taps: Iterable[str]) -> str:
     return TRANSFORMERS if {"q_proj", "gate_proj"} <= ends else ""
 
 
-def _rule(label: str, pattern: str, *parts: Part, alone: bool = False, needs: str = "") -> Rule:
-    return Rule(pattern, parts, label, alone, needs)
+def _rule(label: str, pattern: str, *parts: RoleRule, alone: bool = False, needs: str = "") -> TapRule:
+    return TapRule(pattern, parts, label, alone, needs)
 
 
-def _one(mine: str, tap: str, role: str) -> Part:
-    return Part(mine, (Source(tap, role),))
+def _one(mine: str, tap: str, role: str) -> RoleRule:
+    return RoleRule(mine, (Source(tap, role),))
 
 
-def _cat(mine: str | None, *places: tuple[str, str | None]) -> Part:
-    return Part(mine, tuple(Source(t, r) for t, r in places))
+def _cat(mine: str | None, *places: tuple[str, str | None]) -> RoleRule:
+    return RoleRule(mine, tuple(Source(t, r) for t, r in places))
 
 
-def _rope(mine: str, tap: str) -> Part:
+def _rope(mine: str, tap: str) -> RoleRule:
     cos, sin = (Source("{1}.rotary_emb", f"output.{k}") for k in (0, 1))
-    return Part(mine, (Source(tap, "output.0"), cos, sin), ROPE)
+    return RoleRule(mine, (Source(tap, "output.0"), cos, sin), ROPE)
 
 
 _BLOCK = r"re:(.*)\.layers\.(\d+)\.self_attn"
 _HERE = "{1}.layers.{2}.self_attn."
 
 
-def _rotary(q: str, k: str) -> list[Rule]:
+def _rotary(q: str, k: str) -> list[TapRule]:
     """The rotary embedding and what attention reads, with q and k from these modules."""
     q, k, v = _HERE + q, _HERE + k, _HERE + "v_proj"
     turned = [_rope(f"{kind}.{a}", q) for kind, a in (("output", "0"), ("inplace", "query"))]

@@ -2,14 +2,13 @@
 
 The problem: the rows of one tensor of mine may lie in many tensors of the golden, and most tensors of two runs are
 equal. The idea: an index (row_index.py) says where each row lies; equal hashes over equal rows end the matter without
-reading; else the kernel gathers straight from the stored bits, a stretch of rows at a time (stream.py).
-Not here: limits and words (judge/, engine.py), parameters (params.py).
+reading; else the rows that meet are read, a stretch at a time (stream.py).
+Not here: what is taken of a stretch (reading.py), limits and words (judge/, engine.py), parameters (params.py).
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -18,18 +17,18 @@ import numpy as np
 from vllm_accprobe.align.tokens import Space
 from vllm_accprobe.comparison.measure import statistics
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
-from vllm_accprobe.comparison.measure.part import Part, stats_of
-from vllm_accprobe.comparison.measure.read import UNREAD, Block, Loader, Unread, cut_shape, find_cut, same_bits
+from vllm_accprobe.comparison.measure.part import stats_of
+from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Stretch, Unread, cut_shape, find_cut
+from vllm_accprobe.comparison.measure.reading import Reading
 from vllm_accprobe.comparison.measure.replicas import settle
 from vllm_accprobe.comparison.measure.stream import RowReader, row_bytes, stretches
 from vllm_accprobe.comparison.plan import expert_choices as choices
 from vllm_accprobe.comparison.plan import integer_inputs
 from vllm_accprobe.comparison.plan.row_index import Indices
-from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN, Group, Unit
+from vllm_accprobe.comparison.plan.units import Group, Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
-from vllm_accprobe.judge.routing import is_choice, is_weight
-from vllm_accprobe.kernels import definition, structure, wide
-from vllm_accprobe.kernels import rows as kernel
+from vllm_accprobe.judge.routing import is_choice
+from vllm_accprobe.kernels import definition, wide
 
 NO_ROWS_LEFT = "only superseded rows or rows after a flipped token"
 BY_EXPERT = "its rows are sorted by expert"
@@ -39,43 +38,6 @@ OTHER_BATCH = "tensor without rows in a step with another batch"
 OTHER_WIDTH = "shapes differ"
 ROW_COUNT = "its row count disagrees with the row map"
 UNKNOWN_DTYPE = "complex numbers are not compared"
-
-
-@dataclass
-class _Reading:
-    """One tensor of mine while it is measured: its part, and what grows with each stretch that is read. golden: the
-    tensors that hold its rows. elements: float64 [10], definition.ELEMENT_FIELDS; softmax: definition.softmax_sums;
-    structure: kernels.structure's sums over some of the rows; None where values were not read or do not differ."""
-
-    group: Group
-    part: Part
-    golden: list[Group] = field(default_factory=list)
-    elements: np.ndarray | None = None
-    softmax: np.ndarray | None = None
-    structure: np.ndarray | None = None
-
-    def meet(self, golden: list[Group]) -> None:
-        self.golden = golden
-        self.part.meet(golden[0])
-
-    def sums(self) -> np.ndarray:
-        """``elements``, to be added to."""
-        if self.elements is None:
-            self.elements = np.zeros(len(definition.ELEMENT_FIELDS))
-        return self.elements
-
-    def done(self) -> Part:
-        if self.elements is not None:
-            self.part.elements = tuple(self.elements.tolist())
-        if self.softmax is not None:
-            self.part.kl = definition.kl_divergence(self.softmax)
-        return self.part
-
-    def unread(self) -> _Reading:
-        """Nothing of a pair that was read in part."""
-        bare = Part.of(self.group, *self.golden[:1], whole=self.part.whole, skip=UNREAD)
-        bare.feature = self.part.feature
-        return _Reading(self.group, bare)
 
 
 _SORTED = re.compile(r"(^|\.)experts\.(?!\d)")
@@ -101,7 +63,8 @@ class Measurer:
         wheres = tuple(g.where for g in with_rows if g.where is not None)
         problem = next((g.problem for g in unit.golden if g.problem), "")
         for group in sorted(unit.mine, key=lambda g: (g.moment[1] or 0, g.moment[0])):
-            reading = _Reading(group, part := Part.of(group))
+            reading = Reading(group, unit, self.kl)
+            part = reading.part
             if group.merge is None:
                 part.skip = group.problem
             elif not usable:
@@ -115,9 +78,9 @@ class Measurer:
             else:
                 try:
                     if group.where is None:
-                        self._whole(reading, usable, unit)
+                        self._whole(reading, usable)
                     else:
-                        self._rows(reading, with_rows, wheres, unit)
+                        self._rows(reading, with_rows, wheres)
                 except Unread:
                     reading = reading.unread()
             found.add(reading.done(), reading.structure)
@@ -133,8 +96,8 @@ class Measurer:
         dim, shape = group.row_dim, group.merge.shape if group.merge else ()
         return rows is not None and 0 <= dim < len(shape) and shape[dim] == len(rows.keys)
 
-    def _rows(self, reading: _Reading, golden: list[Group], wheres: tuple[Space, ...], unit: Unit) -> None:
-        group, part = reading.group, reading.part
+    def _rows(self, reading: Reading, golden: list[Group], wheres: tuple[Space, ...]) -> None:
+        group, part, unit = reading.group, reading.part, reading.unit
         assert group.where is not None
         if group.where not in self.indices.kept:
             part.skip = NO_ROWS_LEFT
@@ -159,7 +122,7 @@ class Measurer:
             return
         if not (group.readable and all(g.readable for g in reading.golden)):
             if met.both:
-                self._statistics(reading, first, unit)
+                self._statistics(reading, first)
             else:
                 part.skip = NO_PAYLOAD
             return
@@ -171,77 +134,30 @@ class Measurer:
                 part.skip = integer_inputs.OTHER_KIND
                 return
         table: np.ndarray | None = None
-        part.same_bits = True
         for i, places in zip(met.used, met.places, strict=True):
             size = max(row_bytes(golden[i]), row_bytes(group))
             for some in stretches(places, size):
-                g, g_rows = self.rows[0].load(golden[i], cuts[0], row[some])
-                m, m_rows = self.rows[1].load(group, cuts[1], kept[some])
-                found = self._table(g, g_rows, m, m_rows, unit, reading)
+                here = self.rows[0].load(golden[i], cuts[0], row[some])
+                stretch = Stretch(*here, *self.rows[1].load(group, cuts[1], kept[some]))
+                found = reading.table(stretch)
                 if len(some) == len(kept):
                     table = found
                 else:
                     table = np.zeros((len(kept), len(definition.ROW_FIELDS))) if table is None else table
                     table[some] = found
-                part.same_bits = part.same_bits and _equal(found) and same_bits(g, g_rows, m, m_rows)
-                self._structure(reading, found, g, g_rows, m, m_rows, unit)
+                reading.look(found, some, stretch)
+                reading.add_columns(found, stretch)
                 if part.choices is not None and unit.router is not None and found[:, definition.MAX_D].any():
                     chosen_at = (golden[i], cuts[0], row[some]), (group, cuts[1], kept[some])
                     margins = choices.margins(self.rows, unit.router, chosen_at, self._fits)
                     if margins is not None:
                         part.margins = np.full((len(kept), 3), np.nan) if part.margins is None else part.margins
                         part.margins[some] = margins
-                self._locate(part, found, some, g, g_rows, m, m_rows)
         part.table = table
-        self._check_replicas(reading, [(golden[i], number == i) for i in met.used], row, kept, cuts, unit)
-
-    def _table(
-        self, g: Block, g_rows: np.ndarray, m: Block, m_rows: np.ndarray, unit: Unit, reading: _Reading | None = None
-    ) -> np.ndarray:
-        """The row table; ``reading``: takes the sums over elements, where their order means something."""
-        if is_choice(unit.key[1], unit.cls) or is_weight(unit.key[1], unit.cls):  # a set of experts has no order
-            sides = (widen(g.data[g_rows], g.dtype), widen(m.data[m_rows], m.dtype))
-            return definition.row_table(*(np.sort(s, axis=1) for s in sides))
-        elements = None if reading is None else reading.sums()
-        table = kernel.rows(g.data, g.dtype, g_rows, m.data, m.dtype, m_rows, widen, elements=elements)
-        if reading is not None and self.kl:
-            sums = definition.softmax_sums(widen(g.data[g_rows], g.dtype), widen(m.data[m_rows], m.dtype))
-            known = reading.softmax
-            reading.softmax = sums if known is None else definition.joined_softmax_sums(known, sums)
-        if unit.key[:2] == (SAMPLER, TOKEN):  # -1: no token was sampled there
-            table[(g.data[g_rows] < 0).any(1) | (m.data[m_rows] < 0).any(1)] = 0.0
-        return table
+        self._check_replicas(reading, [(golden[i], number == i) for i in met.used], row, kept, cuts)
 
     @staticmethod
-    def _structure(
-        reading: _Reading, table: np.ndarray, g: Block, g_rows: np.ndarray, m: Block, m_rows: np.ndarray, unit: Unit
-    ) -> None:
-        """Adds to the sums by which a fault is told from rounding (kernels/structure.py), where the order of the
-        columns means something."""
-        rows = np.flatnonzero(table[:, definition.DD])
-        if not len(rows) or is_choice(unit.key[1], unit.cls) or is_weight(unit.key[1], unit.cls):
-            return
-        if all(DTYPES[b.dtype].kind == "float" for b in (g, m)):
-            rows = rows[structure.chosen(len(rows), m.data.shape[1])]
-            sums = kernel.structure_sums(g.data, g.dtype, g_rows[rows], m.data, m.dtype, m_rows[rows], widen)
-            reading.structure = sums if reading.structure is None else reading.structure + sums
-
-    @staticmethod
-    def _locate(
-        part: Part, table: np.ndarray, places: np.ndarray, g: Block, g_rows: np.ndarray, m: Block, m_rows: np.ndarray
-    ) -> None:
-        """Remembers the element with the largest error of the tensor so far."""
-        if not len(table) or not table[:, definition.N].any():
-            return
-        r = int(table[:, definition.MAX_D].argmax())
-        best = abs(part.worst[3] - part.worst[2]) if part.worst else -1.0
-        if table[r, definition.MAX_D] > best:
-            golden, mine = (widen(b.data[i[r]], b.dtype, as_float=True) for b, i in ((g, g_rows), (m, m_rows)))
-            at, gv, mv = definition.locate(golden, mine)
-            part.worst = (int(places[r]), at, gv, mv)
-
-    @staticmethod
-    def _same(reading: _Reading, golden: Group, all_rows: bool) -> bool:
+    def _same(reading: Reading, golden: Group, all_rows: bool) -> bool:
         """Equal bits by their hashes. Not where a rank's copy differs or NaNs would have to be counted in some rows."""
         mine = reading.group
         prints = golden.fingerprint, mine.fingerprint
@@ -252,13 +168,11 @@ class Measurer:
         reading.part.agree(golden, mine)
         return True
 
-    def _statistics(self, reading: _Reading, golden: Group, unit: Unit) -> None:
-        group, part = reading.group, reading.part
+    def _statistics(self, reading: Reading, golden: Group) -> None:
+        group, part, unit = reading.group, reading.part, reading.unit
         g = statistics.statistics_of(golden, self.golden)
         m = statistics.statistics_of(group, self.mine)
-        if integer_inputs.mixed(unit, golden, group) and (
-            integer_inputs.fractional(g) or integer_inputs.fractional(m)
-        ):
+        if integer_inputs.mixed(unit, golden, group) and (integer_inputs.fractional(g) or integer_inputs.fractional(m)):
             part.skip = integer_inputs.OTHER_KIND
             return
         if g is not None and m is not None and statistics.common(g, m):
@@ -271,9 +185,9 @@ class Measurer:
         else:
             part.stats, part.by = (0.0 if equal else float("inf"), 0.0), "checksums"
 
-    def _whole(self, reading: _Reading, golden: list[Group], unit: Unit) -> None:
+    def _whole(self, reading: Reading, golden: list[Group]) -> None:
         """A tensor without rows: against the golden's of a step with the same batch."""
-        group, part = reading.group, reading.part
+        group, part, unit = reading.group, reading.part, reading.unit
         batch = self.indices.batches[1].get(group.moment)
         same = [g for g in golden if g.where is None and self.indices.batches[0].get(g.moment) == batch]
         if batch is None:  # no row maps at all: steps correspond by number
@@ -295,7 +209,7 @@ class Measurer:
         elif self._same(reading, partner, True):
             pass
         elif not (group.readable and partner.readable):
-            self._statistics(reading, partner, unit)
+            self._statistics(reading, partner)
         else:
             g, m = self.golden.load(partner), self.mine.load(group)
             if integer_inputs.mixed(unit, partner, group) and integer_inputs.fractions(
@@ -304,23 +218,21 @@ class Measurer:
                 part.skip = integer_inputs.OTHER_KIND
                 return
             one = np.zeros(1, np.int64)
-            flat = [Block(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
+            flat = [RowBlock(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
             part.table = wide.row(flat[0].data, g.dtype, flat[1].data, m.dtype, widen, elements=reading.sums())
             found = settle((self.golden, self.mine), (partner, group), flat, part.table)
             part.table, flat, part.replicas = found
-            part.same_bits = _equal(part.table) and same_bits(flat[0], one, flat[1], one)
-            if self.kl:
-                reading.softmax = definition.softmax_sums(*(widen(b.data, b.dtype) for b in flat))
-            self._locate(part, part.table, one, flat[0], one, flat[1], one)
+            stretch = Stretch(flat[0], one, flat[1], one)
+            reading.add_softmax(stretch)
+            reading.look(part.table, one, stretch)
 
     def _check_replicas(
         self,
-        reading: _Reading,
+        reading: Reading,
         golden: list[tuple[Group, np.ndarray]],
         row: np.ndarray,
         kept: np.ndarray,
         cuts: tuple[Any, Any],
-        unit: Unit,
     ) -> None:
         """Where ranks that should hold the same do not, each row shows the worst of them."""
         part = reading.part
@@ -330,7 +242,8 @@ class Measurer:
             if block.data.shape[1] != part.width:
                 continue
             for theirs, mask in golden:
-                other = self._table(self.golden.load(theirs, cuts[0]), row[mask], block, kept[mask], unit)
+                stretch = Stretch(self.golden.load(theirs, cuts[0]), row[mask], block, kept[mask])
+                other = reading.table(stretch, again=True)
                 places = np.flatnonzero(mask)
                 worse = (other[:, definition.DD] > part.table[places, definition.DD]) | (
                     other[:, definition.MISMATCH] > part.table[places, definition.MISMATCH]
@@ -338,11 +251,6 @@ class Measurer:
                 part.table[places[worse]] = other[worse]
             odd, first = reading.group.records[member].rank, reading.group.first.rank
             part.replicas = f"ranks differ (rank {odd} from rank {first})"
-
-
-def _equal(table: np.ndarray) -> bool:
-    """Whether all numbers of these rows are equal; only then their bits can be, and are worth a look."""
-    return not (table[:, definition.MAX_D].any() or table[:, definition.MISMATCH].any())
 
 
 def _feature(group: Group, cut: tuple[int, int] | None) -> tuple[int, ...]:

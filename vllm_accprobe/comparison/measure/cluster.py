@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.align.tokens import Side
+from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
 from vllm_accprobe.comparison.measure.workers import UnitMeasurer, batches
 from vllm_accprobe.comparison.plan.row_index import Indices
@@ -40,7 +40,7 @@ File = tuple[int, int, int]
 def measure_on(
     address: str,
     dumps: tuple[Any, Any],
-    sides: tuple[Side, Side],
+    sides: tuple[SideRows, SideRows],
     units: Sequence[Unit],
     limit: int = BATCH,
     *,
@@ -71,7 +71,7 @@ class _Task:
 
 
 class _Cluster:
-    def __init__(self, ray: Any, dumps: tuple[Any, Any], sides: tuple[Side, Side], kl: bool):
+    def __init__(self, ray: Any, dumps: tuple[Any, Any], sides: tuple[SideRows, SideRows], kl: bool):
         self._ray, self._sides = ray, sides
         self._near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         machines = {n["NodeID"]: int(n["Resources"].get("CPU", 0)) for n in ray.nodes() if n["Alive"]}

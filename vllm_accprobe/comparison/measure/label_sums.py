@@ -24,7 +24,7 @@ _MAX_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Side:
+class LabelSide:
     """One side of a pair: its path for the table, dtype and shape ("" and () while unknown), where to read it."""
 
     path: str
@@ -37,7 +37,7 @@ class Side:
 
 
 @dataclass
-class Sums:
+class LabelSums:
     """table: one row per row of the tensors (oracle.ROW_FIELDS); elements: oracle.ELEMENT_FIELDS."""
 
     table: np.ndarray
@@ -45,7 +45,7 @@ class Sums:
     width: int
 
 
-def measure(golden: Side, mine: Side) -> Sums:
+def measure(golden: LabelSide, mine: LabelSide) -> LabelSums:
     """Raises DumpError."""
     size = math.prod(golden.shape)
     width = golden.shape[-1] if golden.shape == mine.shape and len(golden.shape) > 1 else size
@@ -68,7 +68,7 @@ def measure(golden: Side, mine: Side) -> Sums:
             table[start // width : stop // width] = part
         else:
             _add_row(table[start // width], definition.row_table(g.reshape(1, -1), m.reshape(1, -1))[0])
-    return Sums(table, elements, width)
+    return LabelSums(table, elements, width)
 
 
 def _pieces(rows: int, width: int) -> Iterator[tuple[int, int]]:

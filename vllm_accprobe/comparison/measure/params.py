@@ -17,7 +17,7 @@ from vllm_accprobe.align.shards import ONE
 from vllm_accprobe.comparison.measure import statistics
 from vllm_accprobe.comparison.measure.activations import OTHER_WIDTH, UNKNOWN_DTYPE
 from vllm_accprobe.comparison.measure.part import Part
-from vllm_accprobe.comparison.measure.read import UNREAD, Block, Loader, Unread, cut_shape, find_cut, same_bits
+from vllm_accprobe.comparison.measure.read import UNREAD, Loader, RowBlock, Stretch, Unread, cut_shape, find_cut
 from vllm_accprobe.comparison.plan.units import Group, Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.judge.floor import unit as rounding_unit
@@ -80,7 +80,7 @@ def _compare(part: Part, g: Group, m: Group, golden: Loader, mine: Loader, stand
         r = int(part.table[:, definition.MAX_D].argmax())
         values = [widen(x[r], data[2], as_float=True) for x in data[:2]]
         part.worst = (r, *definition.locate(*values))
-    part.same_bits = not differ.any() and same_bits(a, at, b, at)
+    part.same_bits = not differ.any() and Stretch(a, at, b, at).same_bits()
     return _decided(part, not differ.any(), "values")
 
 
@@ -94,7 +94,7 @@ def _decided(part: Part, equal: bool, by: str) -> Part:
     return part
 
 
-def _one_number(a: Block, b: Block) -> bool:
+def _one_number(a: RowBlock, b: RowBlock) -> bool:
     """Whether each element of both can be the same number rounded to float16 and to bfloat16. Neither dtype holds all
     values of the other: float16 loses the last bits of what is small (below 2**-14), bfloat16 those of everything."""
     step = max((1 << 22) // max(a.data.shape[1], 1), 1)

@@ -18,17 +18,61 @@ import numpy as np
 from vllm_accprobe.align.derived import read
 from vllm_accprobe.align.shards import SUM, merge
 from vllm_accprobe.comparison.plan.units import Group
-from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import DumpError
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """``data``: stored bits of ``dtype``, [rows, width], C order; ``feature``: the shape of one row."""
 
     data: np.ndarray
     dtype: str
     feature: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Rows that meet, as they were read: row golden_rows[i] of golden against row mine_rows[i] of mine; int64 [n]."""
+
+    golden: RowBlock
+    golden_rows: np.ndarray
+    mine: RowBlock
+    mine_rows: np.ndarray
+
+    @property
+    def bits(self) -> tuple[np.ndarray, str, np.ndarray, np.ndarray, str, np.ndarray]:
+        """As the kernels want them: stored bits, dtype and rows of golden, and of mine."""
+        g, m = self.golden, self.mine
+        return g.data, g.dtype, self.golden_rows, m.data, m.dtype, self.mine_rows
+
+    @property
+    def numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Widened, [n, width] each."""
+        golden, g_dtype, g_rows, mine, m_dtype, m_rows = self.bits
+        return widen(golden[g_rows], g_dtype), widen(mine[m_rows], m_dtype)
+
+    @property
+    def floats(self) -> bool:
+        return all(DTYPES[b.dtype].kind == "float" for b in (self.golden, self.mine))
+
+    def only(self, some: np.ndarray) -> Stretch:
+        """Those of ``some``, int64 indices."""
+        return Stretch(self.golden, self.golden_rows[some], self.mine, self.mine_rows[some])
+
+    def row(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """One of them as floating point, [width] each."""
+        sides = (self.golden, self.golden_rows), (self.mine, self.mine_rows)
+        golden, mine = (widen(b.data[rows[i]], b.dtype, as_float=True) for b, rows in sides)
+        return golden, mine
+
+    def same_bits(self) -> bool:
+        """Whether they hold the same stored bits: -0 is not 0 here, and a number of another dtype never the same."""
+        if self.golden.dtype != self.mine.dtype:
+            return False
+        bits = f"u{self.golden.data.itemsize}"
+        g, m = self.golden.data.view(bits)[self.golden_rows], self.mine.data.view(bits)[self.mine_rows]
+        return bool(np.array_equal(g, m))
 
 
 UNREAD = "payload that cannot be read"
@@ -56,11 +100,11 @@ class Loader:
     def __init__(self, dump: Any, limit: int = 512 << 20):
         self._dump = dump
         self._limit = limit
-        self._kept: OrderedDict[Any, Block] = OrderedDict()
+        self._kept: OrderedDict[Any, RowBlock] = OrderedDict()
         self._bytes = 0
         self.payload_bytes = 0
 
-    def load(self, group: Group, cut: tuple[int, int] | None = None) -> Block:
+    def load(self, group: Group, cut: tuple[int, int] | None = None) -> RowBlock:
         """The whole of ``group``; ``cut`` = (dimension, size): without padding that the other side does not have.
         Raises Unread."""
         key = (group, cut)
@@ -80,11 +124,11 @@ class Loader:
         self._kept.clear()
         self._bytes = 0
 
-    def replica(self, group: Group, member: int) -> Block:
+    def replica(self, group: Group, member: int) -> RowBlock:
         """The copy that another rank holds of a replicated tensor."""
         return self._rows(group, self._read(group, member), group.records[member].dtype, None)
 
-    def _make(self, group: Group, cut: tuple[int, int] | None) -> Block:
+    def _make(self, group: Group, cut: tuple[int, int] | None) -> RowBlock:
         plan = group.merge
         assert plan is not None
         dtype = group.first.dtype
@@ -106,7 +150,7 @@ class Loader:
         return data
 
     @staticmethod
-    def _rows(group: Group, whole: np.ndarray, dtype: str, cut: tuple[int, int] | None) -> Block:
+    def _rows(group: Group, whole: np.ndarray, dtype: str, cut: tuple[int, int] | None) -> RowBlock:
         if cut is not None and cut[1] < whole.shape[cut[0]]:
             whole = np.take(whole, range(cut[1]), axis=cut[0])
         if group.where is None:
@@ -117,16 +161,7 @@ class Loader:
             whole = np.moveaxis(whole, group.row_dim, 0)
             rows, feature = whole.shape[0], whole.shape[1:]
         width = int(np.prod(feature, dtype=np.int64))
-        return Block(np.ascontiguousarray(whole).reshape(rows, width), dtype, feature)
-
-
-def same_bits(golden: Block, golden_rows: np.ndarray, mine: Block, mine_rows: np.ndarray) -> bool:
-    """Whether the rows hold the same stored bits: -0 is not 0 here, and a number of another dtype never the same."""
-    if golden.dtype != mine.dtype:
-        return False
-    bits = f"u{golden.data.itemsize}"
-    g, m = (b.data.view(bits)[rows] for b, rows in ((golden, golden_rows), (mine, mine_rows)))
-    return bool(np.array_equal(g, m))
+        return RowBlock(np.ascontiguousarray(whole).reshape(rows, width), dtype, feature)
 
 
 def find_cut(golden: Group, mine: Group) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from vllm_accprobe.align.shards import ONE, TAKEN_FOR_COPIES
-from vllm_accprobe.comparison.measure.read import Block, Loader
+from vllm_accprobe.comparison.measure.read import Loader, RowBlock
 from vllm_accprobe.comparison.plan.units import Group
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.kernels import definition, wide
@@ -25,8 +25,8 @@ SUMMED = "the sum over ranks is compared"
 
 
 def settle(
-    loaders: tuple[Loader, Loader], groups: tuple[Group, Group], flat: list[Block], table: np.ndarray
-) -> tuple[np.ndarray, list[Block], str]:
+    loaders: tuple[Loader, Loader], groups: tuple[Group, Group], flat: list[RowBlock], table: np.ndarray
+) -> tuple[np.ndarray, list[RowBlock], str]:
     """(row table, blocks, what to say) of what is to be compared; golden first. flat: the ranks that were read, data
     [1, elements]; table: float64 [1, fields], theirs."""
     said = ""
@@ -50,7 +50,7 @@ def settle(
     return table, flat, said
 
 
-def _copies(loader: Loader, group: Group) -> Iterator[tuple[int, Block]]:
+def _copies(loader: Loader, group: Group) -> Iterator[tuple[int, RowBlock]]:
     """(rank, copy) of the ranks that were not read, unless hashes say that they are equal."""
     plan = group.merge
     for copies in plan.copies if plan is not None and plan.kind == ONE else ():
@@ -59,27 +59,27 @@ def _copies(loader: Loader, group: Group) -> Iterator[tuple[int, Block]]:
             record = group.records[i]
             if record.payload is not None and (digest is None or record.hash != digest):
                 block = loader.replica(group, i)
-                yield record.rank, Block(block.data.reshape(1, -1), block.dtype, block.feature)
+                yield record.rank, RowBlock(block.data.reshape(1, -1), block.dtype, block.feature)
 
 
-def _equal(a: Block, b: Block) -> bool:
+def _equal(a: RowBlock, b: RowBlock) -> bool:
     """By their bits, so that NaN equals NaN."""
     return a.data.shape == b.data.shape and a.data.tobytes() == b.data.tobytes()
 
 
-def _sum(blocks: list[Block]) -> Block:
+def _sum(blocks: list[RowBlock]) -> RowBlock:
     first = blocks[0]
     if DTYPES[first.dtype].kind != "float":
         return first
     total = np.sum([widen(b.data, b.dtype, as_float=True).astype(np.float64) for b in blocks], axis=0)
-    return Block(total, "float64", first.feature)
+    return RowBlock(total, "float64", first.feature)
 
 
-def _with(flat: list[Block], side: int, block: Block) -> list[Block]:
+def _with(flat: list[RowBlock], side: int, block: RowBlock) -> list[RowBlock]:
     return [block if i == side else b for i, b in enumerate(flat)]
 
 
-def _table(flat: list[Block]) -> np.ndarray:
+def _table(flat: list[RowBlock]) -> np.ndarray:
     g, m = flat
     return wide.row(g.data, g.dtype, m.data, m.dtype, widen)
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_accprobe.align.tokens import Side
+from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison.measure.read import Loader, Unread, find_cut
 from vllm_accprobe.comparison.plan.units import Group, Plan, Unit
 from vllm_accprobe.comparison.result import FAIL, Pair
-from vllm_accprobe.comparison.row_table import RowLog, Sample
+from vllm_accprobe.comparison.row_table import RowLog, ValueSample
 from vllm_accprobe.dump.dtypes import widen
 
 VALUES = 256
@@ -27,7 +27,7 @@ MAX_PAIRS = 64
 
 def take_samples(
     plan: Plan, loaders: tuple[Loader, Loader], pairs: Sequence[Pair], log: RowLog, limit: int = MAX_PAIRS
-) -> tuple[Sample, ...]:
+) -> tuple[ValueSample, ...]:
     """Samples of up to ``limit`` failed pairs, in the order of ``pairs``."""
     units = {u.key: u for u in plan.units}
     out = []
@@ -59,7 +59,7 @@ def _chosen(pairs: Sequence[Pair], limit: int) -> list[int]:
 
 def _sample(
     index: int, pair: Pair, unit: Unit, plan: Plan, loaders: tuple[Loader, Loader], log: RowLog
-) -> Sample | None:
+) -> ValueSample | None:
     found = log.worst_key(pair)
     group = next((g for g in unit.mine if g.merge and (g.first.step, g.first.name) == (pair.step, pair.mine)), None)
     if found is None or group is None or not group.readable:
@@ -75,7 +75,7 @@ def _sample(
     parts = [_spread(r, VALUES if r is first[0] else share) for r in (*first, *rest) if r is not None]
     golden, mine = (np.concatenate([p[side] for p in parts]) for side in (0, 1))
     request, position = plan.tokens.name(worst)
-    return Sample(index, golden, mine, len(parts[0][0]), request, position)
+    return ValueSample(index, golden, mine, len(parts[0][0]), request, position)
 
 
 def _row(
@@ -97,7 +97,7 @@ def _row(
     return (out[0], out[1]) if len(out[0]) == len(out[1]) else None
 
 
-def _find(side: Side, group: Group, key: int) -> int | None:
+def _find(side: SideRows, group: Group, key: int) -> int | None:
     rows = None if group.where is None else side.rows.get(group.where)
     if rows is None:
         return None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.shards import CAT, ONE
-from vllm_accprobe.comparison.measure.read import Block, Loader, unread
+from vllm_accprobe.comparison.measure.read import Loader, RowBlock, unread
 from vllm_accprobe.comparison.plan.units import Group
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
@@ -37,7 +37,7 @@ class RowReader:
         self._piece = np.empty(0, np.uint8)
         self._read = getattr(dump, "read_rows", None)
 
-    def load(self, group: Group, cut: tuple[int, int] | None, rows: np.ndarray) -> tuple[Block, np.ndarray]:
+    def load(self, group: Group, cut: tuple[int, int] | None, rows: np.ndarray) -> tuple[RowBlock, np.ndarray]:
         """(block, where the wanted ``rows`` of the group, int64 and not empty, lie in it). Raises read.Unread."""
         start, stop = int(rows.min()), int(rows.max()) + 1
         if cut is not None or not self._streams(group) or stop - start > max(_SPARSE * len(rows), 64):
@@ -53,7 +53,7 @@ class RowReader:
         else:
             found = self._join(group, start, stop, shape)
         width = prod(feature)
-        return Block(found.reshape(stop - start, width), dtype, feature), rows - start
+        return RowBlock(found.reshape(stop - start, width), dtype, feature), rows - start
 
     def _streams(self, group: Group) -> bool:
         plan = group.merge

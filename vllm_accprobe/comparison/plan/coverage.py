@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.tokens import Side
+from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.dump.schema import DEALT
 from vllm_accprobe.judge.routing import Rerouted
@@ -69,7 +69,7 @@ def finished(measured: Mapping[str, Any], rerouted: Rerouted) -> dict[str, Any]:
     return dict(measured) | {"skipped": skipped}
 
 
-def _rows(side: Side) -> dict[str, np.ndarray]:
+def _rows(side: SideRows) -> dict[str, np.ndarray]:
     found: dict[str, list[np.ndarray]] = {}
     for (_, _, name), rows in side.rows.items():
         found.setdefault(family(name), []).append(rows.keys[rows.keep])

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.read import Block
+from vllm_accprobe.comparison.measure.read import RowBlock
 from vllm_accprobe.comparison.plan.units import Group, Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Stats
@@ -28,7 +28,7 @@ def mixed(unit: Unit, golden: Group, mine: Group) -> bool:
     return unit.key[1].startswith(("input", "inplace")) and "float" in kinds and len(kinds) > 1
 
 
-def fractions(blocks: Iterable[tuple[Block, np.ndarray]]) -> bool:
+def fractions(blocks: Iterable[tuple[RowBlock, np.ndarray]]) -> bool:
     """Whether a block of floating point holds, in its rows, numbers that no integer can be: not whole, or beyond all
     ids (what is added to scores where a mask of booleans forbids)."""
     for block, rows in blocks:

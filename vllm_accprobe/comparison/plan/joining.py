@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_accprobe.align.merged import plan_merged
-from vllm_accprobe.align.shards import Member, MergePlan, Unmergeable, plan_merge
+from vllm_accprobe.align.shards import MergePlan, RankPiece, Unmergeable, plan_merge
 from vllm_accprobe.align.tokens import Space
 from vllm_accprobe.dump.schema import OWN, Record
 
@@ -90,7 +90,7 @@ def merged(
 def alone(record: Record, cell: int) -> Group:
     """One rank's record as a group of its own, for a tensor that only one side has."""
     where = None if record.rows is None or record.step is None else (cell, record.step, record.rows)
-    members = [Member(record.rank, record.layout, record.shape, record.dtype, record.hash)]
+    members = [RankPiece(record.rank, record.layout, record.shape, record.dtype, record.hash)]
     return Group((record,), (cell, record.step), where, plan_merge(members), row_dim=record.row_dim)
 
 
@@ -135,7 +135,7 @@ def _group(
     if where is None and first.layout.kind == OWN:
         return Group(records, moment, where, None, DEALT_OUT, dim)
     try:
-        members = [Member(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
+        members = [RankPiece(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
         merge = plan_merged(first, members, other, widths) or plan_merge(members, other)
         return Group(records, moment, where, merge, row_dim=dim)
     except Unmergeable as e:

@@ -34,7 +34,7 @@ Place = tuple["int | None", str, str, int]
 def set_apart(golden: Any, mine: Any) -> tuple[Any, Any, Counter[str]]:
     """The two dumps without operators' tensors that say nothing about the model, and how many of mine were left out,
     by reason (of golden, where mine has no operators at all)."""
-    sides = _Side(golden), _Side(mine)
+    sides = _OperatorFacts(golden), _OperatorFacts(mine)
     skipped: Counter[str] = Counter()
     if not sides[0].taps and not sides[1].taps:
         return golden, mine, skipped
@@ -53,7 +53,7 @@ def set_apart(golden: Any, mine: Any) -> tuple[Any, Any, Counter[str]]:
     return views[0], views[1], skipped
 
 
-class _Side:
+class _OperatorFacts:
     """What the decision needs of one dump."""
 
     def __init__(self, dump: Any):
@@ -77,7 +77,7 @@ class _Side:
                 self.modules = True
 
 
-def _reasons(side: _Side, other: _Side) -> Callable[[Record], str | None]:
+def _reasons(side: _OperatorFacts, other: _OperatorFacts) -> Callable[[Record], str | None]:
     """Why a record of ``side`` is left out, or None."""
 
     def reason(r: Record) -> str | None:

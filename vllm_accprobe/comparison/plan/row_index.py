@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.row_set import RowSet
-from vllm_accprobe.align.tokens import Side, Space
+from vllm_accprobe.align.tokens import SideRows, Space
 
 _EMPTY = np.zeros(0, np.int64)
 
@@ -52,7 +52,7 @@ class Meeting:
 class Indices:
     """What follows from the row maps alone. May be shared by threads: two of them may make the same, to no harm."""
 
-    def __init__(self, sides: tuple[Side, Side]):
+    def __init__(self, sides: tuple[SideRows, SideRows]):
         self.sides = sides
         self.batches = [_batches(s) for s in sides]
         self.left_out = frozenset((w[0], w[1]) for s in sides[1:] for w, rows in s.rows.items() if not rows.keep.all())
@@ -105,7 +105,7 @@ class Indices:
         return self._known[wheres]
 
 
-def _batches(side: Side) -> dict[tuple[int, int | None], Any]:
+def _batches(side: SideRows) -> dict[tuple[int, int | None], Any]:
     """What each step computed, as a value that is equal for equal batches."""
     out: dict[tuple[int, int | None], Any] = {}
     for where in sorted(side.rows, key=lambda w: (w[0], w[1], w[2])):

@@ -16,7 +16,7 @@ from typing import Any
 from vllm_accprobe.align.bridge import bridge
 from vllm_accprobe.align.derived import Derived
 from vllm_accprobe.align.mapping import Rules
-from vllm_accprobe.align.names import NamePlan, Place, pair_names
+from vllm_accprobe.align.names import NamePlan, TapRoles, pair_names
 from vllm_accprobe.align.requests import RequestPlan, distinct, pair_requests
 from vllm_accprobe.align.steps import plan_steps
 from vllm_accprobe.align.tokens import TokenPlan, align_rows, own_cell
@@ -140,7 +140,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
     )
 
 
-class _Side:
+class _Placed:
     """One dump's records by (tap, role, call) and moment."""
 
     def __init__(self, groups: dict[Key, dict[Moment, dict[int, Record]]]):
@@ -165,7 +165,7 @@ def _cell_of(cells: Mapping[int, int]) -> Callable[[Record], int]:
     return lambda r: own_cell(r.rank) if r.layout.kind == OWN else cells.get(r.rank, 0)
 
 
-def _grouped(dump: Any, cell_of: Callable[[Record], int], shares: Loose, *, parameters: bool = False) -> _Side:
+def _grouped(dump: Any, cell_of: Callable[[Record], int], shares: Loose, *, parameters: bool = False) -> _Placed:
     """shares: partial sums that count as wholes (partial_sums.py). parameters: different cells' are different, too."""
     groups: dict[Key, dict[Moment, dict[int, Record]]] = {}
     for r in dump.records:
@@ -173,7 +173,7 @@ def _grouped(dump: Any, cell_of: Callable[[Record], int], shares: Loose, *, para
             r = replace(r, layout=WHOLE)
         cell = cell_of(r) if r.step is not None or parameters else 0
         groups.setdefault((r.tap, r.role, r.call), {}).setdefault((cell, r.step), {})[r.rank] = r
-    return _Side(groups)
+    return _Placed(groups)
 
 
 def _said_unsummed(side: str, dump: Any, shares: Loose) -> list[str]:
@@ -185,7 +185,7 @@ def _said_unsummed(side: str, dump: Any, shares: Loose) -> list[str]:
     return [f"{what}: each rank goes on with its own share"]
 
 
-def _order(dump: Any, side: _Side) -> list[Key]:
+def _order(dump: Any, side: _Placed) -> list[Key]:
     ran = ((r.step, r.rank, r.seq, (r.tap, r.role, r.call)) for r in dump.records if r.step is not None)
     ordered = flow_order(ran)
     params = [(tap, role) for tap, role, _ in side.groups if (tap, role, 0) not in set(ordered)]
@@ -196,7 +196,7 @@ def _modules(dump: Any) -> list[Module]:
     return max(dump.modules.values(), key=len, default=[])
 
 
-def _places(dump: Any, ordered: Iterable[Key], taps: str | None) -> list[Place]:
+def _places(dump: Any, ordered: Iterable[Key], taps: str | None) -> list[TapRoles]:
     roles: dict[str, list[str]] = {}
     for tap, role, _ in ordered:
         if _wanted(tap, taps):
@@ -208,7 +208,7 @@ def _places(dump: Any, ordered: Iterable[Key], taps: str | None) -> list[Place]:
     for r in dump.records:
         if r.step is None and r.hash is not None and r.tap in roles:
             params[r.tap].append((r.role, f"{r.rank} {r.hash}"))
-    return [Place(tap, classes.get(tap, ""), tuple(rs), tuple(sorted(params[tap]))) for tap, rs in roles.items()]
+    return [TapRoles(tap, classes.get(tap, ""), tuple(rs), tuple(sorted(params[tap]))) for tap, rs in roles.items()]
 
 
 def _with_depths(units: list[Unit], order: list[Key], layers: list[Layers]) -> list[Unit]:

@@ -137,7 +137,7 @@ def shape_of(c: Created, setting: Setting, places: Places, chosen: Chosen) -> st
     return shape.sentence(rows, c.trace.columns, attrs, tail="the vocabulary's tail" if logits else "")
 
 
-def _shape_rows(c: Created, look: Look, setting: Setting, places: Places, chosen: Chosen) -> shape.Rows:
+def _shape_rows(c: Created, look: Look, setting: Setting, places: Places, chosen: Chosen) -> shape.RowFacts:
     at, there = places.find(look.keys)
     step = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
     counts = [setting.batches.get(int(s), (-1, -1)) for s in step.tolist()]
@@ -148,7 +148,7 @@ def _shape_rows(c: Created, look: Look, setting: Setting, places: Places, chosen
         made[guilty & (made == 0)] = look.err[guilty & (made == 0)]
     who, where = subject(look.keys), position(look.keys)
     decode = places.decode[at] & there if len(places.known) else np.zeros(len(look.keys), bool)
-    return shape.Rows(
+    return shape.RowFacts(
         made=made,
         gain=look.gain,
         position=where,

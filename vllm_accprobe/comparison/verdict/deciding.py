@@ -62,7 +62,7 @@ class Result(Protocol):
 
 
 @dataclass(frozen=True)
-class Side:
+class DumpFacts:
     """One of the two dumps. name: golden or mine; path: as it was opened; run: its run.json."""
 
     name: str
@@ -119,8 +119,8 @@ def would_decide(result: Result) -> list[dict[str, str]]:
     and where another tool's standard, which knows no origins, gave it."""
     if result.foreign is not None:
         return []
-    case = _Case(result, Side("golden", result.golden_path, result.golden_run),
-                 Side("mine", result.mine_path, result.mine_run))  # fmt: skip
+    case = _Case(result, DumpFacts("golden", result.golden_path, result.golden_run),
+                 DumpFacts("mine", result.mine_path, result.mine_run))  # fmt: skip
     found = case.passed() if result.verdict == PASS else case.failed()
     return [{"why": why, "command": command} for why, command in found]
 
@@ -138,8 +138,8 @@ _Step = tuple[str, str]
 @dataclass(frozen=True)
 class _Case:
     result: Result
-    golden: Side
-    mine: Side
+    golden: DumpFacts
+    mine: DumpFacts
 
     def failed(self) -> Iterator[_Step]:
         origins = self.result.origins
@@ -275,7 +275,7 @@ class _Case:
 
     # --- facts -------------------------------------------------------------------------------------------------
 
-    def _sides(self) -> tuple[Side, Side]:
+    def _sides(self) -> tuple[DumpFacts, DumpFacts]:
         return self.golden, self.mine
 
     def _judged(self) -> list[Pair]:

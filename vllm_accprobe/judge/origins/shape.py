@@ -20,7 +20,7 @@ from vllm_accprobe.judge.origins.columns import column_signs
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowFacts:
     """Facts about rows, arrays of one length; -1 where unknown.
 
     made: error created in the row; gain: slope of mine over the golden, minus 1. position, request (a number); decode:
@@ -40,7 +40,7 @@ class Rows:
     names: Mapping[int, str] = field(default_factory=dict)
 
 
-def sentence(rows: Rows | None, columns: np.ndarray | None, attrs: Mapping[str, Any], *, tail: str = "") -> str:
+def sentence(rows: RowFacts | None, columns: np.ndarray | None, attrs: Mapping[str, Any], *, tail: str = "") -> str:
     """E.g. "column 17 of 128, all rows, scale 1.06"; empty where nothing is known.
 
     columns: kernels.structure's sums; attrs: of the module (head_size, num_heads ...); tail: what the last columns are.
@@ -67,7 +67,7 @@ def sentence(rows: Rows | None, columns: np.ndarray | None, attrs: Mapping[str, 
 # --- rows ------------------------------------------------------------------------------------------------------
 
 
-def _bad(rows: Rows, part: float) -> np.ndarray:
+def _bad(rows: RowFacts, part: float) -> np.ndarray:
     """bool [n]: rows that have at least 1 / part of what the typical bad row has (those with a third of the worst or
     more). An error in few columns is as large as the row's values there happen to be: part is then larger."""
     made = rows.made
@@ -77,7 +77,7 @@ def _bad(rows: Rows, part: float) -> np.ndarray:
     return made >= high / part
 
 
-def _factor(rows: Rows, bad: np.ndarray) -> float | None:
+def _factor(rows: RowFacts, bad: np.ndarray) -> float | None:
     """mine / golden, where that is nearly all of the error."""
     gain, made = rows.gain[bad], rows.made[bad]
     middle = float(np.median(gain))
@@ -87,7 +87,7 @@ def _factor(rows: Rows, bad: np.ndarray) -> float | None:
     return 1.0 + middle if alike and abs(middle) > c.FACTOR_SHARE * float(np.median(made)) else None
 
 
-def _where(rows: Rows, bad: np.ndarray, otherwise: str) -> str:
+def _where(rows: RowFacts, bad: np.ndarray, otherwise: str) -> str:
     if bad.mean() > c.AGREE:
         return "all rows"
     # What holds for nearly all rows separates nothing.
@@ -107,7 +107,7 @@ def _where(rows: Rows, bad: np.ndarray, otherwise: str) -> str:
     return otherwise
 
 
-def _expert(rows: Rows, bad: np.ndarray) -> str:
+def _expert(rows: RowFacts, bad: np.ndarray) -> str:
     """One expert that all bad rows were sent to, "" where there is none. Not all of its rows are bad: what an expert
     gives is weighted, and a small weight hides its error. So it must be no chance that it has all of the bad ones."""
     if rows.experts is None:
@@ -128,7 +128,7 @@ def _expert(rows: Rows, bad: np.ndarray) -> str:
     return f"{word} rows of expert {expert} ({inside} of {int(masks[expert].sum())})"
 
 
-def _count(rows: Rows, bad: np.ndarray) -> str:
+def _count(rows: RowFacts, bad: np.ndarray) -> str:
     at = np.unique(rows.position[bad])
     few = f" (positions {', '.join(map(str, at))})" if len(at) <= c.FEW_LISTED else ""
     return f"{int(bad.sum())} of {len(bad)} rows{few}"
@@ -140,7 +140,7 @@ def _agreement(mask: np.ndarray, bad: np.ndarray) -> float:
     return min(both / max(bad.sum(), 1), both / max(mask.sum(), 1)) if not mask.all() else 0.0
 
 
-def _conditions(rows: Rows, bad: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def _conditions(rows: RowFacts, bad: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """The simplest first."""
     at = rows.position[bad]
     if len(np.unique(at)) == 1:
