@@ -63,6 +63,14 @@ def _student(level: float, freedom: float) -> float:
     return float(-special.stdtrit(freedom, 0.5 * level))
 
 
+def moderated(known: float, known_freedom: float, squares: float, freedom: float) -> tuple[float, float]:
+    """(variance, degrees of freedom) of ``squares``, a sum of squares about its mean, where a variance is ``known`` as
+    if from ``known_freedom`` degrees: (d0 s0^2 + d s^2) / (d0 + d) [G. Smyth, Stat. Appl. Genet. Mol. Biol. 3 (2004) 3,
+    eq. 3.2]."""
+    every = known_freedom + freedom
+    return (known_freedom * known + squares) / every, every
+
+
 def deviation(values: np.ndarray) -> tuple[float, float]:
     """(median, robust standard deviation) of float64 [n], n >= 1: the median absolute deviation of a normal
     distribution's bulk."""

@@ -1,8 +1,9 @@
 """How far an output is from its reference, in every measure that a standard asks for.
 
 The problem: each standard for operators counts something of its own (steps of the last place, errors of small values,
-decades), and a machine without accprobe must count the same. The idea: one pass over the flat tensors in blocks, in
-float64, from which all measures come.
+decades), and a generated test on a machine without accprobe and without numpy must count the same. The idea: one pass
+over the flat tensors in blocks, in float64, from which all measures come; written once, over what numpy's arrays and
+torch's tensors share, with the few things that they spell differently in `_Numpy` and `_Torch`.
 g is the reference, m is mine, d = m - g.
 
 What holds everywhere: a reference beyond the range of mine's dtype counts as infinite, because an honest kernel
@@ -13,17 +14,18 @@ wrong otherwise. A measure that has no position to be taken at is None, or 0 whe
 Sources: msprobe's documents of accuracy_checking_details.csv, releases 1.0.4 and 26.2, and for what these leave open
 msprobe 26.2's behaviour; ait's opcheck for ait_share; torch_xray's counts above 1e-n. docs/opcheck-standards.md has
 the formulas side by side and where msprobe's code differs from its documents.
-Not here: the measures' names (standards/measures.py), the same with torch alone, which a generated test carries
-(plainmeasures.py: its numbers stand there once more, and a test holds measure against measure).
+Not here: the measures' names (standards/measures.py), which is carried along with this file (kit/testgen.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from vllm_accprobe.standards.measures import Measures
 
@@ -81,107 +83,160 @@ ACCUMULATIVE = Domain({"": 1.0}, _BOUND, _BOUND)
 
 
 def measure(
-    reference: np.ndarray, mine: np.ndarray, dtype: str, *, kl: bool = False,
-    current: Domain = CURRENT, v1: Domain = V1,
-) -> Measures:  # fmt: skip
-    """reference: float64 (or float32, integers, bool); mine: the same numbers' like, any numpy dtype that holds them
-    exactly; one shape; dtype: mine's, torch's name. kl costs a further pass. current, v1: other limits of small values.
+    reference: Any, mine: Any, dtype: str, *, kl: bool = False, current: Domain = CURRENT, v1: Domain = V1
+) -> Measures:
+    """Two numpy arrays or two tensors on the CPU. reference: float64 (or float32, integers, bool); mine: the same
+    numbers' like, any dtype that holds them exactly; one shape; dtype: mine's, torch's name. kl costs a further pass.
+    current, v1: other limits of small values.
 
     Raises ValueError for two shapes, and for numbers that are neither real nor complex (those are taken as pairs)."""
     if reference.shape != mine.shape:
         raise ValueError(f"the reference has shape {list(reference.shape)}, mine has {list(mine.shape)}")
-    g, m = _flat(reference), _flat(mine)
+    arrays = _Torch() if type(reference).__module__.startswith("torch") else _Numpy()
+    g, m = arrays.flat(reference), arrays.flat(mine)
     dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
-    with np.errstate(all="ignore"):  # overflow to infinity and NaN from infinity are what is being measured
-        counts = _Sums(dtype, (current, v1, ACCUMULATIVE), 1.0).all(g, m)
+    domains = current, v1, ACCUMULATIVE
+    with arrays.quiet():  # overflow to infinity and NaN from infinity are what is being measured
+        counts = _Sums(arrays, dtype, domains, 1.0).all(g, m)
         top = max(counts.top_g, counts.top_m)
         if top > 0 and not 1e-100 < top < 1e120:  # squares of the largest and smallest doubles are none
             power = math.ldexp(1.0, -math.frexp(top)[1])
-            counts = _Sums(dtype, (current, v1, ACCUMULATIVE), power).all(g, m)
-        return counts.measures(_kl(g, m, dtype) if kl else None)
+            counts = _Sums(arrays, dtype, domains, power).all(g, m)
+        return counts.measures(_kl(arrays, g, m, dtype) if kl else None)
 
 
-def _flat(array: np.ndarray) -> np.ndarray:
-    array = np.ascontiguousarray(array).reshape(-1)
-    if array.dtype.kind == "c":
-        array = array.view(np.float64 if array.dtype.itemsize == 16 else np.float32)
-    if array.dtype.kind not in "fiub":
-        raise ValueError(f"numbers of dtype {array.dtype} cannot be measured")
-    return array
+class _Numpy:
+    """xp: the functions that both libraries have under one name."""
+
+    def __init__(self) -> None:
+        self.xp: Any = importlib.import_module("numpy")
+        self.double, self.single, self.half = self.xp.float64, self.xp.float32, self.xp.float16
+
+    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+        return self.xp.errstate(all="ignore")
+
+    def flat(self, array: Any) -> Any:
+        array = self.xp.ascontiguousarray(array).reshape(-1)
+        if array.dtype.kind == "c":
+            array = array.view(self.double if array.dtype.itemsize == 16 else self.single)
+        if array.dtype.kind not in "fiub":
+            raise ValueError(f"numbers of dtype {array.dtype} cannot be measured")
+        return array
+
+    def to(self, array: Any, dtype: Any) -> Any:
+        return array.astype(dtype)
+
+    def exact(self, array: Any) -> bool:
+        """Whether these are integers."""
+        return array.dtype.kind in "iub"
+
+    def apart(self, g: Any, m: Any) -> Any:
+        """m - g of integers, exact and rounded once, where float64 may not hold them; else None."""
+        if g.dtype.kind not in "iu" or m.dtype.kind not in "iu" or 8 not in (g.dtype.itemsize, m.dtype.itemsize):
+            return None
+        less, a, b = m < g, self.to(m, self.xp.uint64), self.to(g, self.xp.uint64)
+        return self.xp.where(less, -self.to(b - a, self.double), self.to(a - b, self.double))
+
+    def steps(self, e: Any, g: Any, smallest: int, mantissa: int) -> Any:
+        """e in steps of the last place at g; smallest, mantissa: see ULP."""
+        exponent = self.xp.where(g == 0, 0, self.xp.frexp(g)[1] - 1)
+        return self.xp.ldexp(e, mantissa - self.xp.maximum(exponent, smallest))
 
 
-def _blocks(g: np.ndarray, m: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+class _Torch:
+    """As `_Numpy`, where there is nothing but torch."""
+
+    def __init__(self) -> None:
+        self.xp: Any = importlib.import_module("torch")
+        self.double, self.single, self.half = self.xp.float64, self.xp.float32, self.xp.float16
+
+    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def flat(self, array: Any) -> Any:
+        array = (self.xp.view_as_real(array) if array.is_complex() else array).reshape(-1)
+        return array if array.is_floating_point() else array.long()
+
+    def to(self, array: Any, dtype: Any) -> Any:
+        return array.to(dtype)
+
+    def exact(self, array: Any) -> bool:
+        return not array.is_floating_point()
+
+    def apart(self, g: Any, m: Any) -> Any:
+        return (m - g).to(self.double) if self.exact(g) and self.exact(m) else None
+
+    def steps(self, e: Any, g: Any, smallest: int, mantissa: int) -> Any:
+        exponent = self.xp.where(g == 0, 0, self.xp.frexp(g).exponent - 1).clamp(min=smallest)
+        return self.xp.ldexp(e, (mantissa - exponent).double())
+
+
+def _blocks(g: Any, m: Any) -> Iterator[tuple[Any, Any]]:
     for begin in range(0, len(g), BLOCK):
         yield g[begin : begin + BLOCK], m[begin : begin + BLOCK]
 
 
-def _in_range(g: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def _in_range(arrays: _Numpy | _Torch, g: Any, dtype: str) -> tuple[Any, Any]:
     """g in float64 with infinity where it is beyond ``dtype``, and g as msprobe casts it: to numpy's dtype of mine,
     float32 for bfloat16."""
-    wide = g.astype(np.float64)
+    wide = arrays.to(g, arrays.double)
     cast = wide
     if dtype in ("float16", "bfloat16", "float32"):
-        cast = wide.astype(np.float16 if dtype == "float16" else np.float32).astype(np.float64)
-        over = np.isinf(cast)
+        cast = arrays.to(arrays.to(wide, arrays.half if dtype == "float16" else arrays.single), arrays.double)
+        over = arrays.xp.isinf(cast)
         if over.any():
-            wide = np.where(over, cast, wide)
+            wide = arrays.xp.where(over, cast, wide)
     return wide, cast
-
-
-def _distance(g: np.ndarray, m: np.ndarray, wide_g: np.ndarray, wide_m: np.ndarray) -> np.ndarray:
-    """m - g in float64; for two integer arrays the exact difference, rounded once."""
-    if g.dtype.kind in "iu" and m.dtype.kind in "iu" and 8 in (g.dtype.itemsize, m.dtype.itemsize):
-        less, a, b = m < g, m.astype(np.uint64), g.astype(np.uint64)
-        return np.where(less, -(b - a).astype(np.float64), (a - b).astype(np.float64))
-    return wide_m - wide_g
 
 
 class _Sums:
     """What the blocks add up to. scale: a power of two that all is multiplied by before it is squared."""
 
-    def __init__(self, dtype: str, domains: tuple[Domain, ...], scale: float):
-        self.dtype, self.scale = dtype, scale
+    def __init__(self, arrays: _Numpy | _Torch, dtype: str, domains: tuple[Domain, ...], scale: float):
+        self.arrays, self.xp, self.dtype, self.scale = arrays, arrays.xp, dtype, scale
         self.eps = EPS.get(dtype, EPS["float16"])
-        self.domains = [_Split(d.of(dtype)) for d in domains]
+        self.domains = [_Split(arrays.xp, d.of(dtype)) for d in domains]
         self.n = self.nonfinite = self.mismatch = self.unequal = self.more = self.less = self.ait = self.steep = 0
         self.gg = self.mm = self.gm = self.dd = self.abs_d = self.rel = self.ulp = 0.0
         self.top_g = self.top_m = self.top_d = self.top_rel = self.top_ulp = -1.0
         self.nonzero = 0
         self.dual, self.above = [0, 0, 0], [0] * 6
 
-    def all(self, g: np.ndarray, m: np.ndarray) -> _Sums:
+    def all(self, g: Any, m: Any) -> _Sums:
         """Itself, after everything."""
-        for begin in range(0, len(g), BLOCK):
-            self.add(g[begin : begin + BLOCK], m[begin : begin + BLOCK])
+        for a, b in _blocks(g, m):
+            self.add(a, b)
         return self
 
-    def add(self, g: np.ndarray, m: np.ndarray) -> None:
+    def add(self, g: Any, m: Any) -> None:
         self.n += len(g)
-        wide, cast = _in_range(g, self.dtype)
-        wide_m = m.astype(np.float64)
-        exact = (g, m) if g.dtype.kind in "iub" else (wide, wide_m)  # large integers are not equal where doubles are
+        arrays, xp = self.arrays, self.xp
+        wide, cast = _in_range(arrays, g, self.dtype)
+        wide_m = arrays.to(m, arrays.double)
+        exact = (g, m) if arrays.exact(g) else (wide, wide_m)  # large integers are not equal where doubles are
         same = exact[0] == exact[1]
-        if same.all() and np.isfinite(wide).all() and (cast is wide or (cast == wide).all()):
+        if same.all() and xp.isfinite(wide).all() and (cast is wide or (cast == wide).all()):
             self._add_equal(wide)
             return
-        same |= np.isnan(wide) & np.isnan(wide_m)
-        d = _distance(g, m, wide, wide_m)
-        self.more += int(np.count_nonzero(wide_m > cast))
-        self.less += int(np.count_nonzero(wide_m < cast))
-        self.unequal += len(g) - int(np.count_nonzero(same))
-        finite = np.isfinite(wide) & np.isfinite(wide_m)
+        same |= xp.isnan(wide) & xp.isnan(wide_m)
+        d = arrays.apart(g, m)
+        d = wide_m - wide if d is None else d
+        self.more += int(xp.count_nonzero(wide_m > cast))
+        self.less += int(xp.count_nonzero(wide_m < cast))
+        self.unequal += len(g) - int(xp.count_nonzero(same))
+        finite = xp.isfinite(wide) & xp.isfinite(wide_m)
         if not finite.all():
-            self._add_nonfinite(wide[~finite], wide_m[~finite], int(np.count_nonzero(~finite & same)))
+            self._add_nonfinite(wide[~finite], wide_m[~finite], int(xp.count_nonzero(~finite & same)))
             wide, wide_m, d = wide[finite], wide_m[finite], d[finite]
         if len(wide):
             self._add_finite(wide, wide_m, d)
 
-    def _add_equal(self, g: np.ndarray) -> None:
+    def _add_equal(self, g: Any) -> None:
         """As `_add_finite` where mine is the reference."""
-        a, x = np.abs(g), g if self.scale == 1.0 else g * self.scale
+        a, x = self.xp.abs(g), g if self.scale == 1.0 else g * self.scale
         square = _dot(x, x)
         self.gg, self.mm, self.gm = self.gg + square, self.mm + square, self.gm + square
-        top, nonzero = float(a.max()), int(np.count_nonzero(a))
+        top, nonzero = float(a.max()), int(self.xp.count_nonzero(a))
         self.top_g, self.top_m = max(self.top_g, top), max(self.top_m, top)
         self.top_d, self.top_ulp = max(self.top_d, 0.0), max(self.top_ulp, 0.0 if self.dtype in ULP else -1.0)
         self.nonzero += nonzero
@@ -189,24 +244,24 @@ class _Sums:
         self.dual = [x + len(g) for x in self.dual]
         self.ait += len(g)
         for split in self.domains:
-            split.smalls += int(np.count_nonzero(a <= split.small))
+            split.smalls += int(self.xp.count_nonzero(a <= split.small))
 
-    def _add_nonfinite(self, g: np.ndarray, m: np.ndarray, same: int) -> None:
+    def _add_nonfinite(self, g: Any, m: Any, same: int) -> None:
         self.nonfinite += len(g)
         self.mismatch += len(g) - same
         self.ait += same
         self.dual = [x + same for x in self.dual]
         self.above = [x + len(g) - same for x in self.above]
         self.steep += len(g) - same
-        top = LARGEST.get(self.dtype, float(np.finfo(np.float64).max))
-        cut_g, cut_m = np.clip(g, -top, top), np.clip(m, -top, top)
-        rel = np.abs(cut_m - cut_g) / (np.abs(cut_g) + self.eps)
+        top = LARGEST.get(self.dtype, sys.float_info.max)
+        cut_g, cut_m = self.xp.clip(g, -top, top), self.xp.clip(m, -top, top)
+        rel = self.xp.abs(cut_m - cut_g) / (self.xp.abs(cut_g) + self.eps)
         for split in self.domains:
-            consistent = (rel <= split.rtol) | (np.isnan(g) & np.isnan(m))
-            split.inf_nan += len(g) - int(np.count_nonzero(consistent))
+            consistent = (rel <= split.rtol) | (self.xp.isnan(g) & self.xp.isnan(m))
+            split.inf_nan += len(g) - int(self.xp.count_nonzero(consistent))
 
-    def _add_finite(self, g: np.ndarray, m: np.ndarray, d: np.ndarray) -> None:
-        a, e = np.abs(g), np.abs(d)
+    def _add_finite(self, g: Any, m: Any, d: Any) -> None:
+        a, e = self.xp.abs(g), self.xp.abs(d)
         x, y, z = (g, m, d) if self.scale == 1.0 else (g * self.scale, m * self.scale, d * self.scale)
         self.gg, self.mm, self.gm = self.gg + _dot(x, x), self.mm + _dot(y, y), self.gm + _dot(x, y)
         self.dd += _dot(z, z)
@@ -214,7 +269,7 @@ class _Sums:
         self.top_g, self.top_m = max(self.top_g, float(a.max())), max(self.top_m, float(m.max()), -float(m.min()))
         largest = float(e.max())
         self.top_d = max(self.top_d, largest)
-        nonzero = int(np.count_nonzero(a))
+        nonzero = int(self.xp.count_nonzero(a))
         if nonzero:
             plain = e / a if nonzero == len(a) else e[a != 0] / a[a != 0]
             self.nonzero += nonzero
@@ -222,24 +277,22 @@ class _Sums:
             self.top_rel = max(self.top_rel, float(plain.max()))
         rel = e / (a + self.eps)
         for i, part in enumerate((1e-2, 1e-3, 1e-4)):
-            self.dual[i] += int(np.count_nonzero(rel < part))
+            self.dual[i] += int(self.xp.count_nonzero(rel < part))
         for i in range(6):
             if largest > 10.0 ** -(i + 1):
-                self.above[i] += int(np.count_nonzero(e > 10.0 ** -(i + 1)))
-        self.ait += int(np.count_nonzero((e <= AIT.get(self.dtype, AIT["float16"]) * a) | (a <= TINY)))
+                self.above[i] += int(self.xp.count_nonzero(e > 10.0 ** -(i + 1)))
+        self.ait += int(self.xp.count_nonzero((e <= AIT.get(self.dtype, AIT["float16"]) * a) | (a <= TINY)))
         self._add_ulp(g, e)
         for split in self.domains:
             split.add(a, e, rel)
 
-    def _add_ulp(self, g: np.ndarray, e: np.ndarray) -> None:
+    def _add_ulp(self, g: Any, e: Any) -> None:
         if self.dtype not in ULP:
             return
-        smallest, mantissa = ULP[self.dtype]
-        exponent = np.where(g == 0, 0, np.frexp(g)[1] - 1)
-        ulp = np.ldexp(e, mantissa - np.maximum(exponent, smallest))
+        ulp = self.arrays.steps(e, g, *ULP[self.dtype])
         self.ulp += float(ulp.sum())
         self.top_ulp = max(self.top_ulp, float(ulp.max()))
-        self.steep += int(np.count_nonzero(ulp > ULP_BOUND.get(self.dtype, 1.0)))
+        self.steep += int(self.xp.count_nonzero(ulp > ULP_BOUND.get(self.dtype, 1.0)))
 
     def measures(self, kl: float | None) -> Measures:
         n, seen = self.n, self.n - self.nonfinite
@@ -282,29 +335,30 @@ class _Sums:
         )  # fmt: skip
 
 
-def _dot(a: np.ndarray, b: np.ndarray) -> float:
+def _dot(a: Any, b: Any) -> float:
     return float(a @ b)
 
 
 class _Split:
     """Small and normal values by one domain."""
 
-    def __init__(self, limits: tuple[float, float, float]):
+    def __init__(self, xp: Any, limits: tuple[float, float, float]):
+        self.xp = xp
         self.small, self.atol, self.rtol = limits
         self.inf_nan = self.smalls = self.small_wrong = self.normal_wrong = 0
         self.dd = self.rel = self.top = 0.0
 
-    def add(self, a: np.ndarray, e: np.ndarray, rel: np.ndarray) -> None:
+    def add(self, a: Any, e: Any, rel: Any) -> None:
         small = a <= self.small
-        smalls = int(np.count_nonzero(small))
+        smalls = int(self.xp.count_nonzero(small))
         self.smalls += smalls
         if smalls:
-            self.small_wrong += int(np.count_nonzero(small & (e > self.atol)))
-            rel, e = np.where(small, 0.0, rel), np.where(small, 0.0, e)
+            self.small_wrong += int(self.xp.count_nonzero(small & (e > self.atol)))
+            rel, e = self.xp.where(small, 0.0, rel), self.xp.where(small, 0.0, e)
         self.dd += float(e @ e)
         self.rel += float(rel.sum())
         self.top = max(self.top, float(rel.max()))
-        self.normal_wrong += int(np.count_nonzero(rel > self.rtol))
+        self.normal_wrong += int(self.xp.count_nonzero(rel > self.rtol))
 
     def values(self, n: int, seen: int) -> tuple[float | None, ...]:
         """inf_nan_err_ratio to abs_err_ratio, in Measures' order."""
@@ -317,22 +371,22 @@ class _Split:
         return self.inf_nan / n, wrong, self.top, mean, rmse, self.normal_wrong / normal if normal else 0.0, wrong
 
 
-def _kl(g: np.ndarray, m: np.ndarray, dtype: str) -> float | None:
+def _kl(arrays: _Numpy | _Torch, g: Any, m: Any, dtype: str) -> float | None:
     """sum p (log p - log q) of the softmaxes over all positions that are finite on both sides; at least 0."""
     tops, sums = [-math.inf, -math.inf], [0.0, 0.0]
     cross = 0.0
     for last in (False, True):
         for a, b in _blocks(g, m):
-            pair = _in_range(a, dtype)[0], b.astype(np.float64)
-            finite = np.isfinite(pair[0]) & np.isfinite(pair[1])
+            pair = _in_range(arrays, a, dtype)[0], arrays.to(b, arrays.double)
+            finite = arrays.xp.isfinite(pair[0]) & arrays.xp.isfinite(pair[1])
             x, y = pair[0][finite], pair[1][finite]
             if not len(x):
                 continue
             if not last:
                 tops = [max(tops[0], float(x.max())), max(tops[1], float(y.max()))]
                 continue
-            weight = np.exp(x - tops[0])
-            sums = [sums[0] + float(weight.sum()), sums[1] + float(np.exp(y - tops[1]).sum())]
+            weight = arrays.xp.exp(x - tops[0])
+            sums = [sums[0] + float(weight.sum()), sums[1] + float(arrays.xp.exp(y - tops[1]).sum())]
             cross += float((weight * (x - y)).sum())
     if tops[0] == -math.inf:
         return None

@@ -23,6 +23,7 @@ import numpy as np
 from scipy import special
 
 from vllm_accprobe.judge import constants as c
+from vllm_accprobe.judge.chance import moderated
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ class Spreads:
             self._common[kind] = _fitted([v for name, v in self._known.items() if name != kind], self._least)
         variance, freedom = self._common[kind]
         own = max(float(np.var(others, ddof=1)), self._least**2)
-        every = freedom + k - 1
-        scale = math.sqrt((freedom * variance + (k - 1) * own) / every * (1.0 + 1.0 / k))
+        variance, every = moderated(variance, freedom, (k - 1) * own, k - 1)
+        scale = math.sqrt(variance * (1.0 + 1.0 / k))
         return Against(float(values[at] - np.mean(others)), scale, every)
 
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 from scipy import special
 
+from vllm_accprobe.judge.chance import moderated
+
 LEAST = 3
 """Chosen: of two peers, either may be the odd one."""
 PRIOR_SPREAD, PRIOR_FREEDOM = 0.25, 4.0
@@ -88,10 +90,10 @@ def _stands_out(x: float, others: list[float], freedom: float) -> tuple[float, f
     """(root of the ratio over the kin's mean, probability of as much above it)."""
     n = len(others)
     mean = sum(others) / n
-    known = PRIOR_FREEDOM + n - 1
+    squares = sum((o - mean) ** 2 for o in others)
+    variance, known = moderated(PRIOR_SPREAD**2, PRIOR_FREEDOM, squares, n - 1)
     own = 2.0 / max(freedom, 1.0)  # variance of the logarithm of a chi-square over its degrees, to first order
-    variance = (PRIOR_FREEDOM * PRIOR_SPREAD**2 + sum((o - mean) ** 2 for o in others)) / known + own
-    t = (x - mean) / math.sqrt(variance * (1.0 + 1.0 / n))
+    t = (x - mean) / math.sqrt((variance + own) * (1.0 + 1.0 / n))
     return math.exp((x - mean) / 2.0), upper_t(t, known)
 
 

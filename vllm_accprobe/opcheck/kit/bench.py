@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from vllm_accprobe.opcheck.calls.case import decode
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, redrawn
 from vllm_accprobe.opcheck.floors.rounding import judge
 from vllm_accprobe.opcheck.floors.verdict import Verdict
-from vllm_accprobe.opcheck.kit import plainmeasures
 from vllm_accprobe.opcheck.kit.tensorfile import load
+from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
 from vllm_accprobe.opcheck.references import families
 from vllm_accprobe.opcheck.run import native
@@ -111,7 +111,7 @@ class Bench:
         message = "" if v.passed else _say(v, reference, numbers)
         if way == DRAWN:
             message = f"{message}; {WEAKER}".lstrip("; ")
-        measures = plainmeasures.measure(reference, numbers, dtype)
+        measures = asdict(measure(reference, numbers, dtype))
         return Outcome(role, dtype, shape, "pass" if v.passed else "fail", message, v, measures)
 
     def lines(self, case: Case, outcomes: Sequence[Outcome]) -> list[list[object]]:

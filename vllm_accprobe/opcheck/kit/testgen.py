@@ -27,8 +27,10 @@ KIT = "operator_kit"
 _PACKAGE = Path(__file__).parents[1]
 _FILES = (
     "reference", "calls/case", "kit/tensorfile", "floors/chance", "floors/verdict", "floors/rounding", "run/native",
-    "kit/bench", "run/mindspore_api", "kit/plainmeasures", "calls/random_inputs",
+    "kit/bench", "run/mindspore_api", "measures", "calls/random_inputs",
 )  # fmt: skip
+_FURTHER = {"judge/floor.py": "floor", "standards/measures.py": "measure_names"}
+"""Files of other rooms, and what they are called in the kit."""
 _ROOMS = re.compile(r"vllm_accprobe\.opcheck(\.(calls|floors|kit|run)\b)?")
 """The kit is one flat package."""
 _OURS = "vllm_accprobe.opcheck.references."
@@ -94,7 +96,8 @@ def write_folder(written: Iterable[Written], out: Path, source: str) -> None:
         _copy(_PACKAGE / f"{name}.py", kit / f"{Path(name).name}.py")
     for path in sorted((_PACKAGE / "references").glob("*.py")):
         _copy(path, kit / "references" / path.name)
-    _copy(_PACKAGE.parent / "judge" / "floor.py", kit / "floor.py")
+    for place, name in _FURTHER.items():
+        _copy(_PACKAGE.parent / place, kit / f"{name}.py")
     (kit / "__init__.py").write_text('"""What the tests need; copied from vllm-accprobe."""\n', encoding="utf-8")
     shutil.copyfile(_PACKAGE / "kit" / "templates" / "conftest.py.txt", out / "conftest.py")
     (out / "columns.json").write_text(json.dumps(table.COLUMNS), encoding="utf-8")
@@ -106,7 +109,9 @@ def write_folder(written: Iterable[Written], out: Path, source: str) -> None:
 
 
 def _copy(path: Path, to: Path) -> None:
-    text = path.read_text(encoding="utf-8").replace("vllm_accprobe.judge.floor", f"{KIT}.floor")
+    text = path.read_text(encoding="utf-8")
+    for place, name in _FURTHER.items():
+        text = text.replace(f"vllm_accprobe.{place.removesuffix('.py').replace('/', '.')}", f"{KIT}.{name}")
     to.write_text(_ROOMS.sub(KIT, text), encoding="utf-8")
 
 
