@@ -41,7 +41,7 @@ def _sums(g: Any, m: Any, q: Any, rel: Any) -> Any:
 
 @compiled
 def _elements(g: Any, q: Any, rel: Any, eps: float, out: Any) -> None:
-    """Adds oracle.ELEMENT_FIELDS of one stretch to ``out``; positions left out are counted as zero errors of zero."""
+    """Adds definition.ELEMENT_FIELDS of one stretch to ``out``; positions left out count as zero errors of zero."""
     c2 = c3 = c4 = close = above = unequal = sum_rel = top_rel = sum_abs = top_abs = 0.0
     for i in range(g.size):
         a, d = abs(np.float64(g[i])), q[i]

@@ -4,7 +4,7 @@ The problem: plain numpy reads each array a dozen times and makes a float64 copy
 loops of loops.py read each element once; which rows meet is given as two index lists, so that gathering makes no copy
 either. bfloat16, float16, float32 and 8-bit floats run there; everything else, and a Python without numba, goes to
 definition.py.
-Not here: the meaning of the columns (oracle.ROW_FIELDS), the loops (loops.py), where their machine code comes from
+Not here: the meaning of the columns (definition.ROW_FIELDS), the loops (loops.py), where their machine code comes from
 (native.py).
 """
 
@@ -36,11 +36,11 @@ def rows(
     elements: np.ndarray | None = None,
     compiled: bool = True,
 ) -> np.ndarray:
-    """Row table (float64 [n, 11], oracle.ROW_FIELDS) of golden[golden_rows[i]] against mine[mine_rows[i]].
+    """Row table (float64 [n, 11], definition.ROW_FIELDS) of golden[golden_rows[i]] against mine[mine_rows[i]].
 
     golden, mine: stored bits, C order, [rows, width] of equal width; dtypes: torch names; golden_rows, mine_rows:
     int64 [n], within bounds (checked). widen turns stored bits into numbers (dump.dtypes.widen). elements: float64
-    [10], to which oracle.ELEMENT_FIELDS of these rows are added. compiled=False: the oracle.
+    [10], to which definition.ELEMENT_FIELDS of these rows are added. compiled=False: the oracle.
     """
     _check(golden, golden_rows, mine, mine_rows)
     loops = _loops(golden, golden_dtype, mine_dtype) if compiled else None
@@ -79,8 +79,8 @@ def add_columns(
 ) -> None:
     """Adds the sums over the rows of d*d and of g*g, column by column, to ``sums`` (float64 [2, width]).
 
-    The other arguments are those of `rows`, the definition is oracle.column_sums. Apart from `rows`, because it costs
-    between a tenth and a half of it.
+    The other arguments are those of `rows`; see definition.column_sums. Apart from `rows`, because it costs between a
+    tenth and a half of it.
     """
     _check(golden, golden_rows, mine, mine_rows)
     if sums.shape != (2, golden.shape[1]):
