@@ -14,8 +14,8 @@ it), on the real rows only.
 
 Inputs that a module changes in place (it gives back the same memory) are cloned before the call, from its third call
 on. A tensor that a module hands on as a child gave it (the same object, checked during the call) is not checked again.
-Not here: what counts as bad (bad_values.py), the device's buffer (slots.py), vLLM (observer.py),
-what is written (keep.py), which modules there are (hooks.py).
+Not here: what is done around a call (module_call.py), what counts as bad (bad_values.py), the device's buffer
+(slots.py), vLLM (observer.py), what is written (keep.py), which modules there are (hooks.py).
 """
 
 from __future__ import annotations
