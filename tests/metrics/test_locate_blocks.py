@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import numpy as np
+
 from vllm_accprobe.metrics import oracle
 
 SIZE = 5 << 18
