@@ -148,8 +148,7 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
     def rows_at(where: list[Any]) -> RowSet:
         name = str(where)
         if name not in known:
-            keys, decode = map(get, where)
-            known[name] = RowSet(keys.reshape(-1), decode.reshape(-1))
+            known[name] = fields.rows_of(*map(get, where))
         return known[name]
 
     units = []
