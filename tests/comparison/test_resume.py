@@ -55,6 +55,24 @@ def test_units_come_back_as_they_were():
     assert end == len(wire.pack(units))
 
 
+def test_frames_of_earlier_releases_are_read():
+    """They kept further sums, which nobody reads any more; the names in the identity are still those."""
+    assert wire.LAYOUT.endswith("| key cls rule order depth is_param vision columns far gap")
+    ((text, data, _),) = wire.frames(wire.pack([unit()]))
+    head = text["units"][0][0]
+    assert head[8] is None
+    head[8] = ["array", 2]
+    assert said(wire.unpack(text, data)) == said([unit()])
+
+
+def test_a_frame_with_an_array_of_another_kind_is_refused():
+    ((text, data, _),) = wire.frames(wire.pack([unit()]))
+    assert text["arrays"][0][0] == "<i8"
+    text["arrays"][0][0] = "<f8"
+    with pytest.raises(ValueError, match="keys of float64"):
+        wire.unpack(text, data)
+
+
 def test_a_torn_frame_is_not_there_and_a_damaged_one_neither():
     one, two = wire.pack([unit("a")]), wire.pack([unit("b")])
     whole = one + two

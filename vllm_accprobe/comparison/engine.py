@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_accprobe.align.files import take_names
 from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
-from vllm_accprobe.comparison import messages
+from vllm_accprobe.comparison import beforehand
 from vllm_accprobe.comparison.measure.flipped import best_logits
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
 from vllm_accprobe.comparison.measure.read import Loader
@@ -235,7 +235,7 @@ class _Run:
             golden_run=dict(golden.run),
             mine_run=dict(mine.run),
             plan=plan.lines(),
-            notes=messages.static_notes(self.dumps, plan),
+            notes=beforehand.notes(self.dumps, plan),
             coverage=coverage(plan, self.dumps, self.compared, self.skipped),
             tokens_compared=tokens.tokens_compared,
             flips=best_logits(plan, self.loaders, self.dumps),
@@ -252,7 +252,7 @@ class _Run:
                         | {str(d.run[VALUES]) for d in self.dumps if VALUES in d.run}),
             batches={s: (int(x.batch.get("requests", 0)), int(x.batch.get("tokens", 0)))
                      for (_, s), x in mine.steps.items()},
-            nothing=messages.nothing(self.dumps, plan, self.skipped),
+            nothing=beforehand.nothing(self.dumps, plan, self.skipped),
             sampler_order=next((u.order for u in plan.units if u.key[:2] == (SAMPLER, TOKEN)), len(plan.units)),
             other_images=[g.id for g, _ in plan.requests.images_differ],
             rehashed=plan.requests.rehashed,

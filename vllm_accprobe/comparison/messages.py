@@ -2,7 +2,8 @@
 
 The problem: the same facts are read in a table, a terminal and a page, and by people in a hurry. The idea: pure
 functions from what was measured to finished rows and sentences; each names the thing, the number and the limit, once.
-Not here: what is measured (activations.py) and what is wrong (judge/).
+Not here: what both dumps say by themselves (beforehand.py), what is measured (activations.py) and what is wrong
+(judge/).
 """
 
 from __future__ import annotations
@@ -16,20 +17,16 @@ import numpy as np
 
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Setting
 from vllm_accprobe.comparison.measure.part import Part
-from vllm_accprobe.comparison.measure.read import UNREAD
 from vllm_accprobe.comparison.measure.statistics import said as figures_said
-from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN, Plan
+from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.comparison.verdict import harmless
 from vllm_accprobe.judge import flips
-from vllm_accprobe.judge.floor import flow_unit
-from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.verdict import METRICS, RowErrors, Worst, describe, value_and_limit
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.ours import Limits
 
-ALL_SKIPPED = "all pairs were skipped"
 NOBODY = (
     "no operator adds more than it does elsewhere: either each layer is a little off, or this model enlarges honest "
     "rounding; a second run of golden's side (--floor) or a replay of the operators (--replay) tells which"
@@ -232,7 +229,7 @@ def notes(
     replicas: int,
     origins: Sequence[Any] = (),
 ) -> list[str]:
-    """What must be said before any number: different weights first, then ``static`` (see `static_notes`)."""
+    """What must be said before any number: different weights first, then ``static`` (beforehand.notes)."""
     out: list[str] = []
     params = [p for p in pairs if p.role.startswith("param.") and p.status != SKIP]
     wrong = [p for p in params if p.status == FAIL]
@@ -254,74 +251,3 @@ def notes(
     if whys[flips.UNKNOWN]:
         out.append(f"{whys[flips.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
     return out
-
-
-def static_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
-    """What is true whatever the verdict: different prompts, images, dtypes; what stopped early."""
-    out: list[str] = []
-    names = [str(d.run["model"].get("class") or "") if isinstance(d.run.get("model"), dict) else "" for d in dumps]
-    if all(names) and names[0] != names[1]:
-        out.append(f"different models: {names[0][:80]} in golden, {names[1][:80]} in mine")
-    for g, m in plan.requests.different:
-        out.append(f"request {g.id!r} has different prompt tokens ({g.prompt_len} and {m.prompt_len}): not compared")
-    for side, left in (("golden", plan.requests.only_golden), ("mine", plan.requests.only_mine)):
-        if left:
-            out.append(f"{len(left)} requests have no partner and were not compared: only in {side}")
-    out += plan.notes
-    out += _dtypes(plan)
-    if odd := plan.odd_copies():
-        out.append(f"{odd} tensors that all ranks should hold alike differ between the ranks of golden")
-    for side, dump in zip(("golden", "mine"), dumps, strict=True):
-        out += [f"{side}: rank {rank} stopped early: {stop.reason}" for rank, stop in sorted(dump.stops.items())]
-        out += [f"{side}: {problem}" for problem in dump.problems]
-        if dump.errors:
-            out.append(f"{side}: the probe noted {len(dump.errors)} errors of its own, first: {_first_error(dump)}")
-    return out
-
-
-def _first_error(dump: Any) -> str:
-    e = dump.errors[0]
-    return f"{e.get('where', '?')}: {str(e.get('message', ''))[:200]}"
-
-
-def _dtypes(plan: Plan) -> list[str]:
-    """One sentence where the two runs compute in different precisions."""
-    units = [u for u in plan.units if not u.is_param and u.golden and u.mine]
-    mixed: Counter[tuple[str, str]] = Counter()
-    for u in units:
-        pair = (u.golden[0].first.dtype, u.mine[0].first.dtype)
-        if pair[0] != pair[1] and rounding_unit(pair[0]) and rounding_unit(pair[1]):
-            mixed[pair] += 1
-    if not mixed:
-        return []
-    (g, m), n = mixed.most_common(1)[0]
-    coarse = max((g, m), key=lambda d: flow_unit([d]))
-    return [f"dtypes differ ({g} in golden, {m} in mine, {n} tensors): compared exactly, with the limits of {coarse}"]
-
-
-def _examples(dumps: tuple[Any, Any]) -> list[str]:
-    """A tap of either dump, one with values of the model where there is one."""
-    found = [next((r for r in d.records if r.step is not None), d.records[0]).tap for d in dumps]
-    return ["".join(c if c.isprintable() else "?" for c in tap[:120]) for tap in found]
-
-
-def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
-    """One line for NothingCompared: the likeliest reason first."""
-    golden, mine = dumps
-    if not golden.records or not mine.records:
-        empty = golden if not golden.records else mine
-        why = "; ".join(empty.problems) or "none captured"
-        return f"nothing could be compared: {empty.path} holds no tensors ({why})"
-    if plan.requests.different and not plan.requests.pairs:
-        return "nothing could be compared: the requests have the same ids but different prompt tokens"
-    if not plan.names.pairs:
-        there = _examples(dumps)
-        return (
-            "nothing could be compared: no tap of one dump has a partner in the other (or --taps matches none); "
-            f"golden has {there[0]}, mine {there[1]}, for example"
-        )
-    if golden.requests and mine.requests and not plan.requests.pairs:
-        return "nothing could be compared: no request of one dump has the same prompt as one of the other"
-    reasons = ", ".join(f"{reason} ({n})" for reason, n in skipped.most_common(3))
-    why = next((f": {d.unread[0]}" for d in dumps if skipped.get(UNREAD) and d.unread), "")
-    return f"nothing could be compared: {reasons or ALL_SKIPPED}{why}"

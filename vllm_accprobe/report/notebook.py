@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.comparison.result import COLUMNS, Pair
 from vllm_accprobe.report import facts, machines, terminal, tiers
 from vllm_accprobe.report.depth import depth
+from vllm_accprobe.report.html.elements import escaped
 from vllm_accprobe.report.html.further import command_lines as _command
-from vllm_accprobe.report.html.sections import escaped
 from vllm_accprobe.report.text import MISSING, num, safe
 
 if TYPE_CHECKING:

@@ -34,10 +34,24 @@ plain_of = attrgetter(*PLAIN)
 tables_of = attrgetter(*TABLES)
 
 
+def rows_of(keys: np.ndarray, decode: np.ndarray) -> RowSet:
+    """Raises ValueError for what no file of ours holds."""
+    return RowSet(_checked("keys", keys, ROWS), _checked("decode", decode, ROWS))
+
+
 def part_of(values: Mapping[str, Any], rows: RowSet) -> Part:
-    """values: by names of PART, those of ROWS left out."""
+    """values: by names of PART, those of ROWS left out. Raises ValueError for what no file of ours holds."""
+    for name in TABLES:
+        if values[name] is not None:
+            _checked(name, values[name], TABLES)
     known = {name: tuple(values[name]) for name in TUPLES if values[name] is not None}
     return Part(rows=rows, **{**values, **known})
+
+
+def _checked(name: str, array: np.ndarray, dtypes: Mapping[str, Any]) -> np.ndarray:
+    if array.dtype != dtypes[name]:
+        raise ValueError(f"{name} of {array.dtype}")
+    return array
 
 
 def unit_of(values: Mapping[str, Any], parts: list[Part]) -> MeasuredUnit:

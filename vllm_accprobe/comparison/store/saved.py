@@ -146,7 +146,10 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
     known: dict[str, RowSet] = {}
 
     def rows_at(where: list[Any]) -> RowSet:
-        return known.setdefault(str(where), RowSet(*map(get, where)))
+        name = str(where)
+        if name not in known:
+            known[name] = fields.rows_of(*map(get, where))
+        return known[name]
 
     units = []
     for head, parts, (columns, _) in meta["units"]:
@@ -155,8 +158,8 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
             values = dict(zip(fields.PLAIN, plain, strict=True))
             values |= zip(fields.TABLES, map(get, arrays[len(fields.ROWS) :]), strict=True)
             made.append(fields.part_of(values, rows_at(arrays[: len(fields.ROWS)])))
-        key, cls, rule, order, depth, is_param, vision, gap = head
-        whole = tuple(key), cls, rule, order, depth, is_param, vision, get(columns), None, gap
+        (tap, role, call), cls, rule, order, depth, is_param, vision, gap = head
+        whole = (tap, role, call), cls, rule, order, depth, is_param, vision, get(columns), None, gap
         units.append(fields.unit_of(dict(zip(fields.UNIT, whole, strict=True)), made))
     return Measured(Setting(**raw), units)
 

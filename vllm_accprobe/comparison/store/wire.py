@@ -131,7 +131,7 @@ def _hear(value: Any, arrays: list[np.ndarray]) -> Any:
 def _rows(known: Known, keys: np.ndarray, decode: np.ndarray) -> RowSet:
     name = keys.tobytes(), decode.tobytes()
     if name not in known:
-        known[name] = RowSet(keys.copy(), decode.copy())
+        known[name] = fields.rows_of(keys.copy(), decode.copy())
     return known[name]
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from vllm_accprobe.align.row_set import NO_ROWS, RowSet, Unions
 from vllm_accprobe.comparison import messages
+from vllm_accprobe.comparison.beforehand import ALL_SKIPPED
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit
 from vllm_accprobe.comparison.measure.params import is_computed
 from vllm_accprobe.comparison.measure.part import Part
@@ -128,7 +129,7 @@ class _Judge:
 
     def _why_nothing(self) -> str:
         why = self.measured.setting.nothing
-        if why.endswith(messages.ALL_SKIPPED) and any(p.status == PASS for p, _ in self.pairs):
+        if why.endswith(ALL_SKIPPED) and any(p.status == PASS for p, _ in self.pairs):
             return "nothing could be compared but parameters: no captured row of one dump has a partner in the other"
         return why
 

@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from vllm_accprobe.report import machines
-from vllm_accprobe.report.html.sections import MAX_LIST, as_sentence, escaped, html_table, more_of
+from vllm_accprobe.report.html.elements import MAX_LIST, as_sentence, escaped, html_table, more_of
 from vllm_accprobe.report.text import safe
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The page's static parts as escaped HTML: all that can be read without a script.
 
-The problem: names come from dumps of strangers. The idea: ``_e`` is the only way from a value to markup, and every
-function here returns finished markup. Not here: layout (page.html, page.css), pairs and chart (table.js, chart.js).
+The idea: a function for each section, which returns finished markup. Not here: what sections are made of (elements.py),
+layout (page.html, page.css), pairs and chart (table.js, chart.js).
 """
 
 from __future__ import annotations
@@ -12,24 +12,17 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.report import facts, tiers
+from vllm_accprobe.report.html.elements import MAX_LIST, as_sentence, escaped, html_table, more_of
 from vllm_accprobe.report.text import MISSING, count, num, safe, times
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
-
-MAX_LIST = 200
-"""Lines of one list on the page; compare.json has them all."""
 
 EVIDENCE = {
     "replay": ("replay", "Replaying the operator on mine's own inputs does not give mine's output."),
     "jump": ("jump", "Its output is further off than its inputs explain."),
     "values": ("values", "Its values differ though nothing before them does."),
 }
-
-
-def escaped(value: object, limit: int = 400) -> str:
-    """Any value as text that is safe in markup and in a quoted attribute."""
-    return escape(safe(value, limit))
 
 
 _e = escaped
@@ -83,11 +76,6 @@ def verdict(comparison: Comparison) -> str:
     facts_list = f'<dl class="facts">{"".join(cells)}</dl>'
     tier = f" {as_sentence(said)}" if (said := tiers.sentence(origin)) else ""
     return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {_e(why)}{tier}{_first(comparison, origin)}</p>'
-
-
-def as_sentence(text: str) -> str:
-    """With a capital and a full stop."""
-    return escape(text[:1].upper() + text[1:] + ".")
 
 
 def _layers(origin: Mapping[str, Any]) -> str:
@@ -310,17 +298,3 @@ def _flat(value: Mapping[str, Any], prefix: str = "", depth: int = 3) -> list[tu
         else:
             out.append((name, item))
     return out[:2000]
-
-
-def html_table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], numeric: frozenset[int] | set[int] = frozenset()
-) -> str:
-    def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(f"<{tag}{' class=num' if i in numeric else ''}>{c}</{tag}>" for i, c in enumerate(row))
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{cells("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def more_of(total: int, shown: int, where: str) -> str:
-    return f'<p class="hint">… {total - shown:,} more: compare.json, {where}</p>' if total > shown else ""
