@@ -16,11 +16,12 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import IO, Any
 
 from vllm_accprobe.children import ONE_THREAD, Child
-from vllm_accprobe.opcheck.run.result_row import ERROR, unchecked
-from vllm_accprobe.opcheck.run.table import cells
+from vllm_accprobe.opcheck.run.result_row import ERROR, Checked, unchecked
+from vllm_accprobe.opcheck.run.table import cells, from_cells
 from vllm_accprobe.opcheck.run.worker import Bench, Job, Tap
 
 _AT_ONCE = 8
@@ -28,6 +29,8 @@ _AT_ONCE = 8
 _CRASHES = 20
 """Of one tap; then the rest of it is given up."""
 Cells = list[Any]
+Told = tuple[Cells, Checked]
+"""A row as the csv has it, and without its measures."""
 
 
 class RunError(Exception):
@@ -41,9 +44,10 @@ class Alone:
         self.bench = Bench(job)
         self.taps, self.problems = self.bench.taps(), self.bench.problems
 
-    def check(self, taps: Sequence[Tap]) -> Iterator[list[Cells]]:
+    def check(self, taps: Sequence[Tap]) -> Iterator[list[Told]]:
         for tap in taps:
-            yield list(self.bench.rows(tap, {}, lambda step, call: None))
+            rows = self.bench.rows(tap, {}, lambda step, call: None)
+            yield [(cells(row), replace(row, measures=None)) for row in rows]
 
     def close(self) -> None:
         pass
@@ -78,7 +82,7 @@ class Team:
             if process is not None:
                 process.close()
 
-    def check(self, taps: Sequence[Tap]) -> Iterator[list[Cells]]:
+    def check(self, taps: Sequence[Tap]) -> Iterator[list[Told]]:
         """The rows of each tap, in their order; taps in work are held back until those before them are done."""
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         ready: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -95,7 +99,7 @@ class Team:
                 if isinstance(rows, Exception):
                     raise rows
                 held[number] = rows
-            yield held.pop(k)
+            yield [(row, from_cells(row)) for row in held.pop(k)]
 
     def _work(self, w: int, taps: Sequence[Tap], waiting: Any, ready: Any) -> None:
         while True:
