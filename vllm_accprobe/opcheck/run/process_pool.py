@@ -22,7 +22,7 @@ from typing import IO, Any
 from vllm_accprobe.children import ONE_THREAD, Child
 from vllm_accprobe.opcheck.run.result_row import ERROR, Checked, unchecked
 from vllm_accprobe.opcheck.run.table import cells, from_cells
-from vllm_accprobe.opcheck.run.worker import Bench, Job, Tap
+from vllm_accprobe.opcheck.run.worker import Job, OpenJob, Tap
 
 _AT_ONCE = 8
 """Processes that are started before it is known how many taps there are."""
@@ -41,7 +41,7 @@ class Alone:
     """No process of its own: this one checks."""
 
     def __init__(self, job: Job):
-        self.bench = Bench(job)
+        self.bench = OpenJob(job)
         self.taps, self.problems = self.bench.taps(), self.bench.problems
 
     def check(self, taps: Sequence[Tap]) -> Iterator[list[Told]]:

@@ -56,7 +56,7 @@ Crashes = Mapping["tuple[int | None, int]", str]
 Begins = Callable[["int | None", int], object]
 
 
-class Bench:
+class OpenJob:
     """A job, opened. Raises DumpError, and Unavailable where there is no device."""
 
     def __init__(self, job: Job):
@@ -160,7 +160,7 @@ def main() -> None:
     from vllm_accprobe.opcheck.run.table import cells
 
     try:
-        bench = Bench(Job.from_json(json.loads(sys.stdin.readline())))
+        bench = OpenJob(Job.from_json(json.loads(sys.stdin.readline())))
         said = len(bench.problems)
         say(taps=bench.taps(), problems=bench.problems)
     except Exception as error:
