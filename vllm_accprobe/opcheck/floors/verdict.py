@@ -66,11 +66,11 @@ _EXPONENT = 0x7FF0_0000_0000_0000
 Tensor = Any  # a torch.Tensor
 
 SQUARE, VARIANCE, POWER, PRODUCT, WEIGHTED, SPREAD, ERROR, NOISE = range(8)
-"""What `Sums` adds up, of each element with error d and variance v: d d, v, y y, y d, y y v, v v, d, noise**2."""
+"""What `ErrorSums` adds up, of each element with error d and variance v: d d, v, y y, y d, y y v, v v, d, noise**2."""
 
 
 @dataclass(frozen=True)
-class Sums:
+class ErrorSums:
     """What pooled.py adds up over calls. planes: float64 [8, rows, width], the eight of each element; by_row [8, rows],
     by_column [8, width]: their sums; unit: of the last rounding; common, groups, shared: of Expected."""
 
@@ -105,7 +105,7 @@ class Verdict:
     tier: str = ""
     chance: float = 0.0
     ratios: tuple[tuple[str, float], ...] = ()
-    sums: Sums | None = field(default=None, compare=False, repr=False)
+    sums: ErrorSums | None = field(default=None, compare=False, repr=False)
 
     @property
     def severity(self) -> float:
@@ -176,7 +176,7 @@ def judge(
         tier="" if passed else PROVED if beyond else BEYOND_CHANCE,
         chance=0.0 if passed or beyond else min(1.0, 4.0 * tail(f.deviations, f.looks)),
         ratios=tuple((x.measure, x.value / x.limit) for x in found),
-        sums=Sums(planes, by_row, by_column, u, common, groups, shared),
+        sums=ErrorSums(planes, by_row, by_column, u, common, groups, shared),
     )  # fmt: skip
 
 

@@ -58,7 +58,8 @@ class Team:
 
     def __init__(self, job: Job, processes: int):
         self.job = job
-        started = [_Process(job) for _ in range(min(max(1, processes), _AT_ONCE))]  # all import torch at the same time
+        # all import torch at the same time
+        started = [_WorkerProcess(job) for _ in range(min(max(1, processes), _AT_ONCE))]
         try:
             answer = started[0].hear()
             if answer is None:
@@ -72,7 +73,7 @@ class Team:
         self.taps: list[Tap] = [(t[0], t[1], t[2]) for t in answer["taps"]]
         self.problems: list[str] = list(answer["problems"])
         useful = max(1, min(processes, len(self.taps)))
-        self._workers: list[_Process | None] = [*started[:useful], *(None,) * (useful - len(started))]
+        self._workers: list[_WorkerProcess | None] = [*started[:useful], *(None,) * (useful - len(started))]
         for process in started[useful:]:
             process.close()
         self._fresh = set(range(1, len(started)))
@@ -119,7 +120,7 @@ class Team:
             process = self._workers[w]
             if process is None or w in self._fresh:
                 self._fresh.discard(w)
-                process = self._workers[w] = process or _Process(self.job)
+                process = self._workers[w] = process or _WorkerProcess(self.job)
                 answer = process.hear()
                 if answer is None or "error" in answer:
                     raise RunError(f"opcheck's process cannot start: {(answer or {}).get('error', 'it died')}")
@@ -140,7 +141,7 @@ def _error_row(tap: Tap, why: str) -> Cells:
     return cells(unchecked(tap[1], tap[2], tap[0], -1, 0, 0, why, status=ERROR))
 
 
-def _died(process: _Process) -> str:
+def _died(process: _WorkerProcess) -> str:
     code = process.process.wait()
     if code >= 0:
         return f"ended with code {code}"
@@ -148,7 +149,7 @@ def _died(process: _Process) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
-class _Process:
+class _WorkerProcess:
     """One worker and its two pipes."""
 
     def __init__(self, job: Job):
