@@ -174,10 +174,10 @@ def wide(m: Machine) -> Machine:
     return replace(m, dtype=torch.float32)
 
 
-def settled(path: Path, strict: bool = False) -> tuple[list[Checked], decided.Found]:
+def settled(path: Path, strict: bool = False) -> tuple[list[Checked], decided.MachineHabits]:
     rows = list(check(Calls(open_dump(path), None), default_references()))
     return decided.settle(rows, strict)
 
 
-def said(found: decided.Found, operator: str) -> list[str]:
+def said(found: decided.MachineHabits, operator: str) -> list[str]:
     return sorted(h.words for h in found.habits if h.operator == operator)

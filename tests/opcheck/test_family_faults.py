@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.calls.case import Run, StoredCache
+from vllm_accprobe.opcheck.calls.case import CachedRun, StoredCache
 from vllm_accprobe.opcheck.floors.verdict import Verdict, judge
 from vllm_accprobe.opcheck.reference import Call, Declined, default_references
 
@@ -128,7 +128,7 @@ def attention() -> tuple[Call, Any, Any]:
     n, heads, width = 24, 4, 16
     q, k, v = draw(n, heads * width), draw(n, 2 * width, seed=1), draw(n, 2 * width, seed=2)
     rows = torch.arange(n)
-    cache = StoredCache([Run(rows, rows, {"key": k.reshape(n, 2, width), "value": v.reshape(n, 2, width)})], "")
+    cache = StoredCache([CachedRun(rows, rows, {"key": k.reshape(n, 2, width), "value": v.reshape(n, 2, width)})], "")
     attrs = {"num_heads": heads, "num_kv_heads": 2, "head_size": width, "scale": 0.25}
     call = Call("x", "Attention", {"query": 3 * q, "key": k, "value": v}, attrs=attrs, extra={"cache": cache})
 

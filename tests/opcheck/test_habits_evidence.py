@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_accprobe.opcheck.habits.evidence import AWAY, NEAREST, ZERO, Evidence, Pool, candidates_of, hits
+from vllm_accprobe.opcheck.habits.evidence import AWAY, NEAREST, ZERO, Evidence, EvidencePool, candidates_of, hits
 
 SOME = Evidence(
     ("once", "low 1"), {0b001001: 50, 0b001000: 30, 0b000010: 3}, ((4, 1),) * 8, 2, (3, 4),
@@ -36,11 +36,11 @@ def test_hits_are_of_the_bits() -> None:
 
 
 def test_a_way_is_left_where_no_other_is_right_alone_more_often_than_chance() -> None:
-    pool = Pool([SOME, SOME])
+    pool = EvidencePool([SOME, SOME])
     assert pool.alive == [("low 1", NEAREST)]
     assert pool.alone(("low 1", NEAREST), ("once", NEAREST)) == 60
     assert (pool.kept, pool.flushed, pool.out) == (6, 8, 4)
     close = Evidence(("once", "low 1"), {0b001001: 50, 0b001000: 6, 0b000001: 4})
-    assert set(Pool([close]).alive) == {("once", NEAREST), ("low 1", NEAREST)}
+    assert set(EvidencePool([close]).alive) == {("once", NEAREST), ("low 1", NEAREST)}
     other = Evidence(("once",), {0b1: 40})  # tried on fewer outputs, a way is compared by those
-    assert Pool([close, other]).alone(("once", NEAREST), ("low 1", NEAREST)) == 4
+    assert EvidencePool([close, other]).alone(("once", NEAREST), ("low 1", NEAREST)) == 4

@@ -16,7 +16,7 @@ from opcheck.test_opcheck_replay import build
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, Moments, draw
+from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, DrawnMoments, draw
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.reference import Call, Declined, References, default_references, reference
 from vllm_accprobe.opcheck.run import backward, native, synthetic_inputs
@@ -136,17 +136,17 @@ def test_a_wrong_kernel_of_this_machine_shows_on_drawn_inputs(
 
 def test_what_is_drawn_keeps_to_the_moments() -> None:
     g = torch.Generator().manual_seed(0)
-    x = draw((400, 50), "bfloat16", Moments(-1.0, 4.0, 1.0, 0.5), g)
+    x = draw((400, 50), "bfloat16", DrawnMoments(-1.0, 4.0, 1.0, 0.5), g)
     assert x.dtype == torch.bfloat16
     assert float(x.min()) >= -1
     assert float(x.max()) <= 4
     assert abs(float(x.double().mean()) - 1.0) < 0.02
     assert abs(float(x.double().std()) - 0.5) < 0.02
-    ids = draw((1000,), "int64", Moments(3, 6, None, None), g)
+    ids = draw((1000,), "int64", DrawnMoments(3, 6, None, None), g)
     assert sorted(set(ids.tolist())) == [3, 4, 5, 6]
     for shape, dtype in (((1 << 20, 1 << 20), "float32"), ((2,), "no_dtype")):
         with pytest.raises(Declined, match="can be drawn"):
-            draw(shape, dtype, Moments(None, None, None, None), g)
+            draw(shape, dtype, DrawnMoments(None, None, None, None), g)
 
 
 # --- gradients ---------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def told(done: int, of: int) -> None:
     pass
 
 
-def assert_alike(both: list[pair.Side], theirs: list[list[Checked]]) -> None:
+def assert_alike(both: list[pair.ReplaySide], theirs: list[list[Checked]]) -> None:
     ours = [side.rows for side in both]
     assert all(p.ratio < 1.5 for p in both[0].pooled), both[0].pooled
     assert {p.tap for p in both[0].pooled} == {p.tap for p in both[1].pooled} | {"columnparallellinear"}

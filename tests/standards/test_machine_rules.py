@@ -8,7 +8,7 @@ import pytest
 from standards.named_rules import judge_two
 
 from vllm_accprobe.standards import msprobe_apis as apis
-from vllm_accprobe.standards.finding import Finding, Judged
+from vllm_accprobe.standards.finding import Judged, RuleFinding
 from vllm_accprobe.standards.measures import DECADES
 from vllm_accprobe.standards.msprobe_ratios import CURRENT, V1, ratio
 from vllm_accprobe.standards.two_machines import both
@@ -213,8 +213,8 @@ def test_ait_on_two_machines():
 
 
 def test_both_verdicts():
-    good, odd, bad = (Finding(s, "x", s, (Judged("v", 2.0, 1.0, s, s),)) for s in ("pass", "warning", "error"))
-    none = Finding("skip", "x", "why")
+    good, odd, bad = (RuleFinding(s, "x", s, (Judged("v", 2.0, 1.0, s, s),)) for s in ("pass", "warning", "error"))
+    none = RuleFinding("skip", "x", "why")
     assert both(good, bad) is bad
     assert both(odd, bad).status == "error"
     assert both(bad, good).status == "pass"

@@ -11,7 +11,7 @@ from standards.named_rules import judge
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.standards import MACHINES, OUTPUT, PAIRS, UnknownStandard, find
 from vllm_accprobe.standards import msprobe_apis as apis
-from vllm_accprobe.standards.finding import Finding, Judged, of, worst
+from vllm_accprobe.standards.finding import Judged, RuleFinding, of, worst
 
 BASE = measure(np.linspace(1, 2, 1000), np.linspace(1, 2, 1000), "float64")
 
@@ -150,7 +150,7 @@ def test_a_finding_is_its_worst_and_says_why():
     assert of("x", [odd, good]).message == "b is 2"
     assert (of("x", [good, none]).status, of("x", [good, none]).message) == ("pass", "no d")
     assert of("x", [none]).status == worst([]) == "skip"
-    assert Finding("pass", "x").severity == 0.0
+    assert RuleFinding("pass", "x").severity == 0.0
 
 
 def test_severity_of_shares_is_that_of_what_is_wrong():

@@ -59,7 +59,7 @@ def opcheck(
     _check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
     bar = _Bar()
     try:
-        found = run(job, out, processes=processes, resume=resume, keep=table.from_cells, plan=bar.start, done=bar.one)
+        found = run(job, out, processes=processes, resume=resume, plan=bar.start, done=bar.one)
     except (RunError, Unavailable) as why:
         raise CommandError(str(why)) from None
     finally:

@@ -42,7 +42,7 @@ def opdiff(
     from vllm_accprobe.cli.common.same import refuse_same
     from vllm_accprobe.opcheck.diff import lines
     from vllm_accprobe.opcheck.diff.csv_rows import SheetError
-    from vllm_accprobe.opcheck.diff.verdicts import Totals, open_diff
+    from vllm_accprobe.opcheck.diff.verdicts import DiffTotals, open_diff
     from vllm_accprobe.standards.finding import ERROR
 
     for path in (golden, mine):
@@ -57,7 +57,7 @@ def opdiff(
     }
     outputs.check(out, ours)
     try:
-        diff, totals = open_diff(golden, mine, standard, algorithm, by), Totals()
+        diff, totals = open_diff(golden, mine, standard, algorithm, by), DiffTotals()
         refuse_same(("GOLDEN", diff.golden.path), ("MINE", diff.mine.path), "file")
         out.mkdir(parents=True, exist_ok=True)
         with progress("opdiff", diff.mine.count() // lines.STEP) as done:

@@ -8,7 +8,7 @@ its tools do not always find. Of two machines the same on each.
 from __future__ import annotations
 
 from vllm_accprobe.standards.declaration import ERROR, NO_VERDICT, PASS, Cell, NamedStandard, Numbers, PairRule
-from vllm_accprobe.standards.finding import Finding, Judged, broken, of, skip, unmeasured
+from vllm_accprobe.standards.finding import Judged, RuleFinding, broken, of, skip, unmeasured
 from vllm_accprobe.standards.measures import Measures
 from vllm_accprobe.standards.two_machines import each
 
@@ -34,7 +34,7 @@ def pairs(n: Numbers) -> tuple[tuple[Cell, ...], str, str]:
     return (cosine, sums[0], means[1], sums[2], means[3], kl, euclid, reason), NO_VERDICT, ""
 
 
-def output(m: Measures, op: str, dtype: str) -> Finding:
+def output(m: Measures, op: str, dtype: str) -> RuleFinding:
     """The share of elements within a relative tolerance by dtype."""
     if why := unmeasured(m):
         return skip("tolerance", why)

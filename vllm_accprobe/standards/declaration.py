@@ -12,15 +12,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, Finding
+from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, RuleFinding
 from vllm_accprobe.standards.measures import Measures, as_measures
 
 if TYPE_CHECKING:
     from vllm_accprobe.standards.ours import Standard
 
 __all__ = [
-    "ERROR", "MACHINES", "NO_VERDICT", "OUTPUT", "PAIRS", "PASS", "SKIPPED", "WARNING", "Cell", "MachineRule",
-    "NamedStandard", "Numbers", "OutputRule", "PairRule", "Side",
+    "ERROR",
+    "MACHINES",
+    "NO_VERDICT",
+    "OUTPUT",
+    "PAIRS",
+    "PASS",
+    "SKIPPED",
+    "WARNING",
+    "Cell",
+    "MachineRule",
+    "MachineSide",
+    "NamedStandard",
+    "Numbers",
+    "OutputRule",
+    "PairRule",
 ]  # fmt: skip
 
 PAIRS, OUTPUT, MACHINES = "pairs of tensors", "one machine's output", "two machines"
@@ -95,11 +108,11 @@ class PairRule:
     needs_kl: bool = False
 
 
-OutputRule = Callable[[Measures, str, str], Finding]
+OutputRule = Callable[[Measures, str, str], RuleFinding]
 """(measures, op, dtype): op: an API, `aten.mm.default` or a module's class; dtype: the output's, torch's name."""
 
 
-class Side(Protocol):
+class MachineSide(Protocol):
     """One output on one machine, as a csv has it: opcheck/diff/csv_rows.Row."""
 
     @property
@@ -123,7 +136,7 @@ class MachineRule:
     ``algorithms``, which are by the names that ``--algorithm`` takes. level: of an API, "" where there are none;
     columns: further names of Judged that become columns of details.csv."""
 
-    rule: Callable[[Side, Side, str, str | None], Finding]
+    rule: Callable[[MachineSide, MachineSide, str, str | None], RuleFinding]
     algorithms: Mapping[str, str] = field(default_factory=dict)
     level: Callable[[str], str] = lambda api: ""
     columns: tuple[str, ...] = ()

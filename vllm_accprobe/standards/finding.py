@@ -1,8 +1,8 @@
 """What a standard says about one output, and what it was said from.
 
 The problem: a verdict without its numbers cannot be argued with, and rows must be sorted by how bad they are. The
-idea: a `Finding` carries each number that was held against a limit, as a `Judged`; status, message and severity follow
-from those. Not here: the limits (one file per standard).
+idea: a `RuleFinding` carries each number that was held against a limit, as a `Judged`; status, message and severity
+follow from those. Not here: the limits (one file per standard).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RuleFinding:
     """status: pass, warning, error or skip; algorithm: by which rule; message: "" or what decided, in one line;
     judged: all that was held against limits, also what does not count for the status."""
 
@@ -67,19 +67,19 @@ def worst(statuses: Sequence[str]) -> str:
     return max(found, key=_ORDER.index) if found else SKIP
 
 
-def of(algorithm: str, judged: Sequence[Judged], *, advisory: Sequence[Judged] = (), note: str = "") -> Finding:
+def of(algorithm: str, judged: Sequence[Judged], *, advisory: Sequence[Judged] = (), note: str = "") -> RuleFinding:
     """The finding of several numbers. advisory: shown and without a say; note: ends the message."""
     status = worst([j.status for j in judged])
     reasons = [j.reason for j in judged if j.reason and j.status == status]
     if status == PASS:  # a measure that could not be compared is said even where the others pass
         reasons = [j.reason for j in judged if j.status == SKIP and j.reason]
     message = "; ".join(dict.fromkeys([*reasons, *([note] if note else [])]))
-    return Finding(status, algorithm, message, (*judged, *advisory))
+    return RuleFinding(status, algorithm, message, (*judged, *advisory))
 
 
-def skip(algorithm: str, reason: str) -> Finding:
+def skip(algorithm: str, reason: str) -> RuleFinding:
     """Nothing was judged."""
-    return Finding(SKIP, algorithm, reason)
+    return RuleFinding(SKIP, algorithm, reason)
 
 
 def unmeasured(m: Measures) -> str:

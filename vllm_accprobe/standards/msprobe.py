@@ -14,8 +14,27 @@ from functools import partial
 
 from vllm_accprobe.standards import msprobe_apis as apis
 from vllm_accprobe.standards import msprobe_ratios as ratios
-from vllm_accprobe.standards.declaration import SKIPPED, Cell, MachineRule, NamedStandard, Numbers, PairRule, Side
-from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING, Finding, Judged, broken, of, skip, unmeasured
+from vllm_accprobe.standards.declaration import (
+    SKIPPED,
+    Cell,
+    MachineRule,
+    MachineSide,
+    NamedStandard,
+    Numbers,
+    PairRule,
+)
+from vllm_accprobe.standards.finding import (
+    ERROR,
+    PASS,
+    SKIP,
+    WARNING,
+    Judged,
+    RuleFinding,
+    broken,
+    of,
+    skip,
+    unmeasured,
+)
 from vllm_accprobe.standards.measures import Measures
 from vllm_accprobe.standards.two_machines import dtypes_differ
 
@@ -51,7 +70,7 @@ def pairs(n: Numbers) -> tuple[tuple[Cell, ...], str, str]:
     return (*numbers, word, found.message), word, found.message
 
 
-def output(m: Measures, op: str, dtype: str) -> Finding:
+def output(m: Measures, op: str, dtype: str) -> RuleFinding:
     """Cosine, largest error, then the dual metrics by dtype; integers bit by bit."""
     if "dropout" in op.lower():
         return skip("dual", "dropout is random")
@@ -98,7 +117,7 @@ def _cosine(m: Measures) -> Judged | None:
     )
 
 
-def _exact(m: Measures, op: str) -> Finding:
+def _exact(m: Measures, op: str) -> RuleFinding:
     if apis.api_of(op) in apis.QUANTISERS:
         largest = m.max_abs_err or 0.0
         bad = f"off by {largest:g}, a quantised value may be by 1" if largest > 1 else ""
@@ -110,7 +129,9 @@ def _exact(m: Measures, op: str) -> Finding:
     return of("binary consistency", [Judged("binary_err_ratio", rate, 0.0, ERROR if bad else PASS, bad)])
 
 
-def machines(release: ratios.Release, golden: Side, mine: Side, api: str, algorithm: str | None) -> Finding:
+def machines(
+    release: ratios.Release, golden: MachineSide, mine: MachineSide, api: str, algorithm: str | None
+) -> RuleFinding:
     """Mine's distance from the CPU against golden's; of two dtypes, what judges mine alone."""
     theirs = golden.values
     if golden.dtype != mine.dtype:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING, Finding, Judged, of, skip
+from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING, Judged, RuleFinding, of, skip
 from vllm_accprobe.standards.measures import Values
 from vllm_accprobe.standards.msprobe_apis import (
     ABSOLUTE,
@@ -82,7 +82,7 @@ _BOTH = (BENCHMARK, ULP)
 
 def judge(
     release: Release, golden: Values, mine: Values, api: str, dtype: str, algorithm: str | None = None
-) -> Finding:
+) -> RuleFinding:
     """golden, mine: measures of one output on each machine against the CPU; api: msprobe_apis.api_of's name; dtype:
     mine's; algorithm: one of msprobe_apis.ALGORITHMS instead of the documents' choice for ``api``."""
     chosen = algorithm or algorithm_of(api, dtype)

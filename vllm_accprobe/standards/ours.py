@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_accprobe.standards import constants as c
-from vllm_accprobe.standards.declaration import MachineRule, NamedStandard, Side
-from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, Finding, Judged, skip
+from vllm_accprobe.standards.declaration import MachineRule, MachineSide, NamedStandard
+from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, Judged, RuleFinding, skip
 from vllm_accprobe.standards.two_machines import both
 
 _SCATTER = math.sqrt(3.0 * (c.TRUNCATED - c.TRUNCATED**2))
@@ -120,17 +120,17 @@ _STRICT = {"created": c.STRICT_CREATED, "total": c.STRICT_TOTAL, "amplification"
 OPERATOR = "operator"
 
 
-def _own(side: Side) -> Finding:
+def _own(side: MachineSide) -> RuleFinding:
     """What the csv's own status says."""
     if side.status not in (PASS, WARNING, ERROR):
         return skip(OPERATOR, side.message or "no status")
     if side.status == PASS:
-        return Finding(PASS, OPERATOR)
+        return RuleFinding(PASS, OPERATOR)
     said = Judged("verdict", side.severity, 1.0, side.status, side.message)
-    return Finding(side.status, OPERATOR, side.message, (said,))
+    return RuleFinding(side.status, OPERATOR, side.message, (said,))
 
 
-def _two(golden: Side, mine: Side, api: str, algorithm: str | None) -> Finding:
+def _two(golden: MachineSide, mine: MachineSide, api: str, algorithm: str | None) -> RuleFinding:
     return both(_own(golden), _own(mine))
 
 

@@ -8,14 +8,14 @@ Not here: msprobe's standard for two (msprobe_ratios.py), torch_xray's counts (x
 
 from __future__ import annotations
 
-from vllm_accprobe.standards.declaration import MachineRule, OutputRule, Side
-from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING, Finding, skip
+from vllm_accprobe.standards.declaration import MachineRule, MachineSide, OutputRule
+from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING, RuleFinding, skip
 from vllm_accprobe.standards.measures import as_measures
 
 _RANK = {PASS: 0, WARNING: 1, ERROR: 2}
 
 
-def both(golden: Finding, mine: Finding) -> Finding:
+def both(golden: RuleFinding, mine: RuleFinding) -> RuleFinding:
     """Of one standard's findings about each machine."""
     if SKIP in (golden.status, mine.status):
         side, why = ("golden", golden) if golden.status == SKIP else ("mine", mine)
@@ -25,13 +25,13 @@ def both(golden: Finding, mine: Finding) -> Finding:
     if mine.status == PASS:
         return mine
     message = f"golden does not pass either ({golden.message or golden.status}); mine: {mine.message or mine.status}"
-    return Finding(WARNING, mine.algorithm, message, mine.judged)
+    return RuleFinding(WARNING, mine.algorithm, message, mine.judged)
 
 
 def each(rule: OutputRule) -> MachineRule:
     """``rule`` on each machine, and `both` of what it says."""
 
-    def judge(golden: Side, mine: Side, api: str, algorithm: str | None) -> Finding:
+    def judge(golden: MachineSide, mine: MachineSide, api: str, algorithm: str | None) -> RuleFinding:
         if golden.dtype != mine.dtype:
             return dtypes_differ(golden, mine)
         return both(*(rule(as_measures(side.values), api, mine.dtype) for side in (golden, mine)))
@@ -39,5 +39,5 @@ def each(rule: OutputRule) -> MachineRule:
     return MachineRule(judge)
 
 
-def dtypes_differ(golden: Side, mine: Side, algorithm: str = "") -> Finding:
+def dtypes_differ(golden: MachineSide, mine: MachineSide, algorithm: str = "") -> RuleFinding:
     return skip(algorithm, f"dtypes differ: golden {golden.dtype}, mine {mine.dtype}; errors have no ratio")

@@ -9,8 +9,8 @@ so more than twice golden's count beyond 10**-n is a warning, and an error if it
 
 from __future__ import annotations
 
-from vllm_accprobe.standards.declaration import Cell, MachineRule, NamedStandard, Numbers, PairRule, Side
-from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, Finding, Judged, broken, of, skip, unmeasured
+from vllm_accprobe.standards.declaration import Cell, MachineRule, MachineSide, NamedStandard, Numbers, PairRule
+from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, Judged, RuleFinding, broken, of, skip, unmeasured
 from vllm_accprobe.standards.measures import DECADES, Measures, Values
 from vllm_accprobe.standards.two_machines import dtypes_differ
 
@@ -27,7 +27,7 @@ def pairs(n: Numbers) -> tuple[tuple[Cell, ...], str, str]:
     return ("Fail" if bad else "", *cells), ERROR if bad else PASS, why
 
 
-def output(m: Measures, op: str, dtype: str) -> Finding:
+def output(m: Measures, op: str, dtype: str) -> RuleFinding:
     """The largest error against 0.01."""
     if why := unmeasured(m):
         return skip("decades", why)
@@ -38,12 +38,12 @@ def output(m: Measures, op: str, dtype: str) -> Finding:
     return of("decades", [Judged("max_abs_err", largest, LARGEST, ERROR if reason else PASS, reason)])
 
 
-def machines(golden: Side, mine: Side, api: str, algorithm: str | None) -> Finding:
+def machines(golden: MachineSide, mine: MachineSide, api: str, algorithm: str | None) -> RuleFinding:
     """The counts of both sides."""
     return decades(golden.values, mine.values) if golden.dtype == mine.dtype else dtypes_differ(golden, mine)
 
 
-def decades(golden: Values, mine: Values) -> Finding:
+def decades(golden: Values, mine: Values) -> RuleFinding:
     """golden, mine: measures that were taken."""
     theirs, ours = _counts(golden), _counts(mine)
     if not theirs or not ours:

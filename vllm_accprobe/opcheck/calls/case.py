@@ -23,7 +23,7 @@ _TORCH = {"dtype": torch.dtype, "device": torch.device, "layout": torch.layout, 
 
 
 @dataclass(frozen=True)
-class Run:
+class CachedRun:
     """A run of rows of one request. at, positions: int64 [n]; past: rows by name from position 0 on."""
 
     at: Any
@@ -34,7 +34,7 @@ class Run:
 class StoredCache:
     """What history.Cache gives, from tensors that were kept. why: as there."""
 
-    def __init__(self, runs: Sequence[Run], why: str):
+    def __init__(self, runs: Sequence[CachedRun], why: str):
         self.runs, self.why = runs, why
 
     def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
@@ -55,7 +55,7 @@ def closed(call: Call, references: References) -> Call:
     extra = dict(call.extra)
     if "cache" in extra and not isinstance(extra["cache"], StoredCache):
         cache = extra["cache"]
-        runs = [Run(*run) for run in cache.requests(call.cls != "EncoderOnlyAttention")]
+        runs = [CachedRun(*run) for run in cache.requests(call.cls != "EncoderOnlyAttention")]
         extra["cache"] = StoredCache(runs, cache.why)
     if "children" in extra and "read" in extra:
         read, used = extra["read"], set()
@@ -86,7 +86,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, Call):
         return replace(value, **{f.name: mapped(getattr(value, f.name), change) for f in fields(Call)})
     if isinstance(value, StoredCache):
-        runs = [Run(*(mapped(getattr(r, n), change) for n in ("at", "positions", "past"))) for r in value.runs]
+        runs = [CachedRun(*(mapped(getattr(r, n), change) for n in ("at", "positions", "past"))) for r in value.runs]
         return StoredCache(runs, value.why)
     if isinstance(value, Inside):
         return Inside(value.shape, mapped(value.value, change))
@@ -164,7 +164,7 @@ def decode(tree: Mapping[str, Any], tensors: Mapping[str, Any]) -> Call:
         if kind == "call":
             return Call(**{k: _field(k, value(v)) for k, v in held.items()})
         if kind == "cache":
-            return StoredCache([Run(**r) for r in value(held[0])], str(held[1]))
+            return StoredCache([CachedRun(**r) for r in value(held[0])], str(held[1]))
         if kind == "inside":
             return Inside(tuple(held[0]), value(held[1]))
         if kind == "reads_inside":

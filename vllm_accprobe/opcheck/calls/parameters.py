@@ -20,7 +20,7 @@ from vllm_accprobe.opcheck.calls.weights import Checkpoint
 _ALIAS = "another name of a captured module"
 
 
-class Parameters:
+class ModuleParameters:
     """model: directory of the checkpoint or None; read: a record's tensor. problem: why the checkpoint cannot be
     read, "" otherwise."""
 

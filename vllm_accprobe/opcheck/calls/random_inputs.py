@@ -24,7 +24,7 @@ _MOST = 1 << 28
 
 
 @dataclass(frozen=True)
-class Moments:
+class DrawnMoments:
     """low, high: range of the finite elements; mean, std: of them; any may be None where it is not known."""
 
     low: float | None
@@ -33,7 +33,7 @@ class Moments:
     std: float | None
 
 
-def draw(shape: tuple[int, ...], dtype: str, moments: Moments, generator: Any) -> Any:
+def draw(shape: tuple[int, ...], dtype: str, moments: DrawnMoments, generator: Any) -> Any:
     """A tensor of torch dtype ``dtype``. Raises Declined for one that is too large or of an unknown dtype."""
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or math.prod(shape) > _MOST:
@@ -51,12 +51,12 @@ def draw(shape: tuple[int, ...], dtype: str, moments: Moments, generator: Any) -
     return drawn.clamp(low, high).to(kind)
 
 
-def moments_of(tensor: Any) -> Moments:
+def moments_of(tensor: Any) -> DrawnMoments:
     wide = tensor.detach().cpu()
     wide = wide[torch.isfinite(wide.float())].double() if wide.is_floating_point() else wide.double().flatten()
     if not wide.numel():
-        return Moments(None, None, None, None)
-    return Moments(float(wide.min()), float(wide.max()), float(wide.mean()), float(wide.std(correction=0)))
+        return DrawnMoments(None, None, None, None)
+    return DrawnMoments(float(wide.min()), float(wide.max()), float(wide.mean()), float(wide.std(correction=0)))
 
 
 def redrawn(call: Call, seed: int) -> Call:

@@ -28,7 +28,7 @@ from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Record
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.history import Past
 from vllm_accprobe.opcheck.calls.operator_calls import STATISTICS, NotKept, op_call
-from vllm_accprobe.opcheck.calls.parameters import Parameters
+from vllm_accprobe.opcheck.calls.parameters import ModuleParameters
 from vllm_accprobe.opcheck.calls.prefix import Prefix, prefixes
 from vllm_accprobe.opcheck.calls.weights import model_config
 from vllm_accprobe.opcheck.floors.chance import RATE, Budget
@@ -105,7 +105,7 @@ class Calls:
         self._common: dict[tuple[int, str], Mapping[str, Any]] = {}
         self._keeps: Mapping[str, str] | None = None
         self.config = model_config(model)
-        self.parameters = Parameters(dump, model, self.modules, self.read)
+        self.parameters = ModuleParameters(dump, model, self.modules, self.read)
         if self.parameters.problem:
             self.problems.append(self.parameters.problem)
         self._shared: dict[int, Mapping[int, Prefix]] = {}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from vllm_accprobe.opcheck.diff.csv_rows import OURS
-from vllm_accprobe.opcheck.diff.verdicts import CALL, SHAPES, Call, Compared, Diff, Totals, is_msprobe
+from vllm_accprobe.opcheck.diff.verdicts import CALL, SHAPES, CallStatuses, Compared, Diff, DiffTotals, is_msprobe
 from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING
 from vllm_accprobe.standards.measures import DECADES
 from vllm_accprobe.standards.msprobe_ratios import LABELS
@@ -37,7 +37,7 @@ def identity(diff: Diff) -> tuple[str, ...]:
     return (*(("api_name",) if is_msprobe(diff) else diff.keys), "dtype", "shape")
 
 
-def write_details(diff: Diff, path: Path, totals: Totals, done: Callable[[], object] = lambda: None) -> None:
+def write_details(diff: Diff, path: Path, totals: DiffTotals, done: Callable[[], object] = lambda: None) -> None:
     """A row for each output of either file; adds all to ``totals``. Whole or not at all. done: called every STEP rows.
     Raises OSError, SheetError."""
     numbers = tuple(dict.fromkeys((*JUDGED, *diff.rule.columns)))
@@ -70,14 +70,14 @@ def _details(c: Compared, names: Sequence[str]) -> list[object]:
             *numbers, *beside]  # fmt: skip
 
 
-def write_result(diff: Diff, path: Path, totals: Totals) -> None:
+def write_result(diff: Diff, path: Path, totals: DiffTotals) -> None:
     """A row for each call: its outputs' worst status, forward and backward. Raises OSError."""
     names = ("api_name",) if is_msprobe(diff) else tuple(k for k in diff.keys if k != "role")
     header = (*names, "api", "forward", "backward", "outputs", "algorithm", "message")
     _write(path, header, (_result(key, call) for key, call in totals.calls.items()))
 
 
-def _result(key: Sequence[str], call: Call) -> list[object]:
+def _result(key: Sequence[str], call: CallStatuses) -> list[object]:
     outputs = len(call.forward) + len(call.backward)
     return [*key, call.api, *call.statuses, outputs, ", ".join(sorted(call.algorithms)), call.message]
 
@@ -101,7 +101,7 @@ def _cell(value: object) -> object:
     return value
 
 
-def lines(diff: Diff, totals: Totals, most: int | None = 10) -> list[str]:
+def lines(diff: Diff, totals: DiffTotals, most: int | None = 10) -> list[str]:
     """For a terminal. most: how many outputs are shown; None: all that were kept."""
     out = [sentence(diff, totals)]
     shown = totals.worst_first()[:most]
@@ -118,7 +118,7 @@ def lines(diff: Diff, totals: Totals, most: int | None = 10) -> list[str]:
     return out + left_out(diff, totals)
 
 
-def sentence(diff: Diff, totals: Totals) -> str:
+def sentence(diff: Diff, totals: DiffTotals) -> str:
     """The first line."""
     paired = sum(totals.statuses.values())
     share = f"{totals.judged:,} of {paired:,} outputs judged by {diff.standard}"
@@ -135,7 +135,7 @@ def sentence(diff: Diff, totals: Totals) -> str:
     return f"fail: {share}, {errors:,} wrong in {where}{more}, worst {_where(first, diff)}"
 
 
-def operators(totals: Totals) -> list[tuple[str, dict[str, int]]]:
+def operators(totals: DiffTotals) -> list[tuple[str, dict[str, int]]]:
     """Those with the most errors first, then warnings, then the most outputs."""
 
     def weight(item: tuple[str, dict[str, int]]) -> tuple[int, int, int, str]:
@@ -146,7 +146,7 @@ def operators(totals: Totals) -> list[tuple[str, dict[str, int]]]:
                    totals.operators.items()), key=weight)  # fmt: skip
 
 
-def left_out(diff: Diff, totals: Totals) -> list[str]:
+def left_out(diff: Diff, totals: DiffTotals) -> list[str]:
     """Everything that was not judged, counted."""
     out = [f"  {n:>7}  outputs: {safe(why)}" for why, n in totals.skipped.most_common()]
     for side, sheet in (("golden", diff.golden), ("mine", diff.mine)):
@@ -158,7 +158,7 @@ def left_out(diff: Diff, totals: Totals) -> list[str]:
     return ["", "not judged:", *out] if out else []
 
 
-def markdown(diff: Diff, totals: Totals) -> str:
+def markdown(diff: Diff, totals: DiffTotals) -> str:
     """opdiff.md: what is wrong, by output and by operator, and what was not judged."""
     out = [f"# {sentence(diff, totals)}", "", f"Golden: `{diff.golden.path}`; mine: `{diff.mine.path}`.", ""]
     shown = totals.worst_first()

@@ -21,7 +21,7 @@ from vllm_accprobe.opcheck.diff.aggregate import gathered
 from vllm_accprobe.opcheck.diff.csv_rows import MSPROBE, Row, Sheet, SheetError, in_folder
 from vllm_accprobe.standards import MACHINES, UnknownStandard, built_in, find
 from vllm_accprobe.standards.declaration import MachineRule
-from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING, Finding, Judged, skip, worst
+from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING, Judged, RuleFinding, skip, worst
 from vllm_accprobe.standards.msprobe_apis import api_of
 
 CALL, TAP, OP = BY = ("call", "tap", "operator")
@@ -38,7 +38,7 @@ class Compared:
     mine: Row | None
     api: str
     level: str
-    finding: Finding
+    finding: RuleFinding
 
     @property
     def row(self) -> Row:
@@ -95,15 +95,15 @@ class Diff:
         if golden.dtype != mine.dtype and finding.status != SKIP:
             said = f"golden is {golden.dtype}, mine {mine.dtype}"
             joined = f"{finding.message}; {said}" if finding.message else said
-            finding = Finding(finding.status, finding.algorithm, joined, finding.judged)
+            finding = RuleFinding(finding.status, finding.algorithm, joined, finding.judged)
         return Compared(golden, mine, api, self.rule.level(api), finding)
 
-    def _by_standard(self, golden: Row, mine: Row, api: str) -> Finding:
+    def _by_standard(self, golden: Row, mine: Row, api: str) -> RuleFinding:
         names = (api, mine.op, mine.cls)
         algorithm = next((a for glob, a in self.algorithms if any(fnmatchcase(n, glob) for n in names if n)), None)
         return self.rule.rule(golden, mine, api, algorithm)
 
-    def _unmeasured(self, golden: Row, mine: Row) -> Finding | None:
+    def _unmeasured(self, golden: Row, mine: Row) -> RuleFinding | None:
         """Why a pair cannot be judged, or that mine alone has no result; None where it can."""
         if golden.shape != mine.shape and golden.shape and mine.shape:
             return skip("", f"{SHAPES}: golden {golden.shape}, mine {mine.shape}")
@@ -115,7 +115,7 @@ class Diff:
             if not row.measured:
                 said = f"{side} has no result: {row.message or row.status or 'no measures'}"
                 if side == "mine" and row.status == ERROR and other.measured:
-                    return Finding(ERROR, "", said, (Judged("result", None, None, ERROR, said),))
+                    return RuleFinding(ERROR, "", said, (Judged("result", None, None, ERROR, said),))
                 return skip("", said)
         return None
 
@@ -165,7 +165,7 @@ def _choice(text: str, rule: MachineRule) -> tuple[str, str]:
 
 
 @dataclass
-class Call:
+class CallStatuses:
     """What became of a call's outputs: their statuses, forward and backward, and the worst message."""
 
     api: str
@@ -189,12 +189,12 @@ class Call:
         return worst(self.forward) if self.forward else "", worst(self.backward) if self.backward else ""
 
 
-class Totals:
+class DiffTotals:
     """What is known after all rows: by call, by operator, reasons, and the worst outputs. most: how many of these."""
 
     def __init__(self, most: int = 200):
         self.most = most
-        self.calls: dict[tuple[str, ...], Call] = {}
+        self.calls: dict[tuple[str, ...], CallStatuses] = {}
         self.statuses: Counter[str] = Counter()
         self.operators: dict[str, Counter[str]] = {}
         self.algorithms: Counter[str] = Counter()
@@ -204,7 +204,7 @@ class Totals:
 
     def add(self, c: Compared) -> None:
         status, row = c.finding.status, c.row
-        self.calls.setdefault(row.group, Call(c.api)).add(c)
+        self.calls.setdefault(row.group, CallStatuses(c.api)).add(c)
         if c.side:
             self.alone[c.side] += 1
             return

@@ -2,8 +2,8 @@
 
 The problem: a scale that is a third of a rounding off, a column that is a little too large, or errors that are a little
 too many hide in each row, and are a fault none the less. The idea: the errors of some hundred rows average out as
-independent roundings do, and a fault does not. While outputs are checked, what `verdict.Sums` holds of their rows is
-added up for each output of a tap, column by column; at the tap's end five statistics are held against what chance
+independent roundings do, and a fault does not. While outputs are checked, what `verdict.ErrorSums` holds of their rows
+is added up for each output of a tap, column by column; at the tap's end five statistics are held against what chance
 allows, each with a fifth of the chance, divided by the columns where it looks at columns:
 
 - together: sum of squares over its expectation, against the chi-square's quantile;
@@ -39,7 +39,7 @@ from vllm_accprobe.opcheck.floors.verdict import (
     SQUARE,
     VARIANCE,
     WEIGHTED,
-    Sums,
+    ErrorSums,
     told,
 )
 
@@ -84,10 +84,10 @@ class Pool:
         self._met: set[float] = set()
         self._columns: torch.Tensor | None = None
         self._grouped = self._grouped_squares = self._common = 0.0
-        self._first: Sums | None = None
+        self._first: ErrorSums | None = None
         self.usable, self._truncated = True, False
 
-    def add(self, s: Sums, truncated: bool = False) -> None:
+    def add(self, s: ErrorSums, truncated: bool = False) -> None:
         """The rows of one call; truncated: it does not round to nearest. Calls of other widths, units or models of
         noise cannot be added up: then nothing is said."""
         first = self._first

@@ -66,11 +66,11 @@ _EXPONENT = 0x7FF0_0000_0000_0000
 Tensor = Any  # a torch.Tensor
 
 SQUARE, VARIANCE, POWER, PRODUCT, WEIGHTED, SPREAD, ERROR, NOISE = range(8)
-"""What `Sums` adds up, of each element with error d and variance v: d d, v, y y, y d, y y v, v v, d, noise**2."""
+"""What `ErrorSums` adds up, of each element with error d and variance v: d d, v, y y, y d, y y v, v v, d, noise**2."""
 
 
 @dataclass(frozen=True)
-class Sums:
+class ErrorSums:
     """What pooled.py adds up over calls. planes: float64 [8, rows, width], the eight of each element; by_row [8, rows],
     by_column [8, width]: their sums; unit: of the last rounding; common, groups, shared: of Expected."""
 
@@ -105,7 +105,7 @@ class Verdict:
     tier: str = ""
     chance: float = 0.0
     ratios: tuple[tuple[str, float], ...] = ()
-    sums: Sums | None = field(default=None, compare=False, repr=False)
+    sums: ErrorSums | None = field(default=None, compare=False, repr=False)
 
     @property
     def severity(self) -> float:
@@ -176,7 +176,7 @@ def judge(
         tier="" if passed else PROVED if beyond else BEYOND_CHANCE,
         chance=0.0 if passed or beyond else min(1.0, 4.0 * tail(f.deviations, f.looks)),
         ratios=tuple((x.measure, x.value / x.limit) for x in found),
-        sums=Sums(planes, by_row, by_column, u, common, groups, shared),
+        sums=ErrorSums(planes, by_row, by_column, u, common, groups, shared),
     )  # fmt: skip
 
 
@@ -213,7 +213,7 @@ def _distinct(power: Tensor) -> list[int]:
     return list(first.values())
 
 
-class Found(NamedTuple):
+class WorstFound(NamedTuple):
     """value, limit: in standard deviations of an honest error; deviations, looks: how far out a normal number would be,
     one of how many."""
 
@@ -233,7 +233,7 @@ def _most(value: Tensor, floor: Tensor) -> tuple[int, float]:
     return at, float(ratio[at])
 
 
-def _rows(s: Tensor, groups: float | None, common: float, chance: float, width: int) -> Found:
+def _rows(s: Tensor, groups: float | None, common: float, chance: float, width: int) -> WorstFound:
     looks = s.shape[1]
     z = normal(chance, looks, 1)
 
@@ -255,10 +255,10 @@ def _rows(s: Tensor, groups: float | None, common: float, chance: float, width: 
 def _squares(
     measure: str, value: float, limit: float, far: float, variance: float, freedom: float, looks: int, row: int = -1,
     column: int = -1,
-) -> Found:  # fmt: skip
+) -> WorstFound:  # fmt: skip
     floor = math.sqrt(variance)
     beyond = deviations_of(far * far / (MODEL * variance), freedom) if far > 0 and variance else 0.0
-    return Found(measure, *told(value, limit, floor), row, column, beyond, looks)
+    return WorstFound(measure, *told(value, limit, floor), row, column, beyond, looks)
 
 
 def told(value: float, limit: float, floor: float) -> tuple[float, float]:
@@ -268,7 +268,7 @@ def told(value: float, limit: float, floor: float) -> tuple[float, float]:
     return (value / floor, limit / floor) if floor else (value / limit, 1.0)
 
 
-def _gains(s: Tensor, groups: float | None, common: float, u: float, chance: float) -> Found:
+def _gains(s: Tensor, groups: float | None, common: float, u: float, chance: float) -> WorstFound:
     """|sum y d|, the part of a row's error that is a scale."""
     variance = s[WEIGHTED] + s[POWER] * s[NOISE] / groups if groups else s[WEIGHTED]
     looks = s.shape[1]
@@ -278,12 +278,12 @@ def _gains(s: Tensor, groups: float | None, common: float, u: float, chance: flo
         at, _ = _most(s[PRODUCT].abs(), z * (MODEL * variance).sqrt() + part * s[POWER])
     value, floor, bias = abs(float(s[PRODUCT, at])), (MODEL * float(variance[at])) ** 0.5, part * float(s[POWER, at])
     beyond = (value - bias) / floor if floor else 0.0
-    return Found(GAIN, *told(value, z * floor + bias, floor), at, -1, beyond, looks)
+    return WorstFound(GAIN, *told(value, z * floor + bias, floor), at, -1, beyond, looks)
 
 
-def _columns(s: Tensor, shared: bool, common: float, chance: float, rows: int) -> Found:
+def _columns(s: Tensor, shared: bool, common: float, chance: float, rows: int) -> WorstFound:
     if rows < _MIN_ROWS:
-        return Found(COLUMN, 0.0, 1.0, -1, -1, 0.0, 1)
+        return WorstFound(COLUMN, 0.0, 1.0, -1, -1, 0.0, 1)
     v, looks = s[VARIANCE], s.shape[1]
     z = normal(chance, looks, 1)
     squares = s[SPREAD] + s[NOISE] ** 2 if shared else s[SPREAD]
@@ -300,7 +300,7 @@ def _columns(s: Tensor, shared: bool, common: float, chance: float, rows: int) -
 def _elements(
     y: Tensor, d: Tensor, half: Tensor, noise: Tensor | None, bound: Tensor | None, common: float, planes: Tensor,
     chance: float,
-) -> Found:  # fmt: skip
+) -> WorstFound:  # fmt: skip
     """Each against what chance allows, or against what is proved where that is less."""
     size, looks, width = d.abs(), d.numel(), d.shape[1]
     z = normal(chance, looks) * MODEL**0.5
@@ -321,4 +321,5 @@ def _elements(
         value, limit = float(size[row, column]), float(allowed[row, column])
     one = MODEL**0.5 * float(planes[NOISE, row, column]) ** 0.5
     beyond = (value - limit) / one + normal(chance, looks) if one else math.inf
-    return Found(ELEMENT, *told(value, limit, float(planes[VARIANCE, row, column]) ** 0.5), row, column, beyond, looks)
+    said = told(value, limit, float(planes[VARIANCE, row, column]) ** 0.5)
+    return WorstFound(ELEMENT, *said, row, column, beyond, looks)

@@ -22,7 +22,7 @@ from vllm_accprobe.judge.profile import ACCUMULATOR, FUNCTION, ROUNDING, SUBNORM
 from vllm_accprobe.opcheck.floors.truncating import truncating
 from vllm_accprobe.opcheck.habits import habit_words as words
 from vllm_accprobe.opcheck.habits.evidence import AWAY, ZERO, Evidence
-from vllm_accprobe.opcheck.habits.layers import Place, Seen, flush_of, functions_of, place_of
+from vllm_accprobe.opcheck.habits.layers import Seen, TapPlace, flush_of, functions_of, place_of
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked
 
 TOWARD_ZERO = "toward zero"
@@ -34,7 +34,7 @@ Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Found:
+class MachineHabits:
     """What a replay's rows say of a machine. habits: in the order in which operators are met; unknown: sentences on
     what cannot be told; units: relative errors of functions, as judge/profile.Profile's."""
 
@@ -43,7 +43,7 @@ class Found:
     units: dict[str, float] = field(default_factory=dict)
 
 
-def settle(rows: Sequence[Checked], strict: bool = False) -> tuple[list[Checked], Found]:
+def settle(rows: Sequence[Checked], strict: bool = False) -> tuple[list[Checked], MachineHabits]:
     """(``rows`` with habits allowed for and departures blamed, the habits). strict: habits are found, nothing is
     allowed for."""
     groups: dict[Key, list[tuple[int, Evidence]]] = {}
@@ -63,7 +63,7 @@ def settle(rows: Sequence[Checked], strict: bool = False) -> tuple[list[Checked]
     return settled, _with_truncating(habits.found(list(groups)), settled)
 
 
-def _with_truncating(found: Found, rows: Sequence[Checked]) -> Found:
+def _with_truncating(found: MachineHabits, rows: Sequence[Checked]) -> MachineHabits:
     """Also the operators whose outputs are seen to be truncated (rounding.py) where nobody knows what they round before
     their results: each output's own verdict allows for it, layer by layer."""
     told = {(h.operator, h.dtype) for h in found.habits if h.kind == ROUNDING}
@@ -79,7 +79,7 @@ def _with_truncating(found: Found, rows: Sequence[Checked]) -> Found:
     return replace(found, habits=(*found.habits, *more), unknown=unknown)
 
 
-def _places(rows: Sequence[Checked], group: Iterable[tuple[int, Evidence]]) -> list[Place]:
+def _places(rows: Sequence[Checked], group: Iterable[tuple[int, Evidence]]) -> list[TapPlace]:
     taps: dict[tuple[int, str], list[Seen]] = {}
     for k, e in group:
         taps.setdefault((rows[k].rank, rows[k].tap), []).append(Seen(rows[k], e))
@@ -87,7 +87,7 @@ def _places(rows: Sequence[Checked], group: Iterable[tuple[int, Evidence]]) -> l
 
 
 def _group(
-    key: Key, places: list[Place], rows: list[Checked], at: list[int], habits: _Habits, strict: bool
+    key: Key, places: list[TapPlace], rows: list[Checked], at: list[int], habits: _Habits, strict: bool
 ) -> Iterable[tuple[int, Checked]]:  # fmt: skip
     """Finds the habits of one output of one operator, and gives the rows that these change."""
     cls, dtype, _ = key
@@ -152,7 +152,7 @@ def _common(found: Counter[str]) -> str:
     return min((d for d, n in found.items() if n == most), key=lambda d: words.PRICES[d])
 
 
-def _common_ways(places: list[Place]) -> frozenset[str]:
+def _common_ways(places: list[TapPlace]) -> frozenset[str]:
     """The ways that most places allow, as far as those agree; one kind of habit alone, else nothing is told."""
     told = [p.ways for p in places if p.ways]
     if not told:
@@ -166,7 +166,7 @@ def _common_ways(places: list[Place]) -> frozenset[str]:
     return left if len({words.kind_of(w) for w in left}) == 1 else frozenset()
 
 
-def _departs(mine: str, usual: str, places: list[Place]) -> bool:
+def _departs(mine: str, usual: str, places: list[TapPlace]) -> bool:
     others = sum(p.direction == usual for p in places)
     return bool(mine) and mine != usual and words.PRICES[mine] > words.PRICES[usual] and others > 0
 
@@ -179,19 +179,19 @@ def _costlier(mine: frozenset[str], usual: frozenset[str], terms: int) -> bool:
     return cost[0] > cost[1] and not kinds & {ROUNDING, "twice"}
 
 
-def _alike(show: list[Place], places: list[Place], direction: str) -> bool:
+def _alike(show: list[TapPlace], places: list[TapPlace], direction: str) -> bool:
     outputs, of = sum(p.outputs_of(direction) for p in show), sum(p.told for p in show)
     return outputs >= _ALIKE * of and all(p.direction in ("", direction) for p in places)
 
 
-def _whole(show: list[Place], places: list[Place], ways: frozenset[str]) -> bool:
+def _whole(show: list[TapPlace], places: list[TapPlace], ways: frozenset[str]) -> bool:
     """Whether all layers and calls that can show one of ``ways`` do."""
     outputs, of = sum(p.outputs_way(ways) for p in show), sum(p.told for p in show)
     told = [p for p in places if p.ways]
     return len(show) == len(told) and outputs >= _ALIKE * of
 
 
-def _others(places: list[Place], mine: Place, usual: str) -> str:
+def _others(places: list[TapPlace], mine: TapPlace, usual: str) -> str:
     taps = {p.tap[1] for p in places} - {mine.tap[1]}
     layers = {m[0] for t in taps if (m := re.search(r"\d+", t))}
     called = "layer" if len(layers) == len(taps) else "module"
@@ -199,7 +199,7 @@ def _others(places: list[Place], mine: Place, usual: str) -> str:
     return f"where the other {number} {words.plural(usual) if len(taps) > 1 else usual}"
 
 
-def _blamed(p: Place, rows: list[Checked], at: list[int], why: str, rounding: str | None) -> dict[int, Checked]:
+def _blamed(p: TapPlace, rows: list[Checked], at: list[int], why: str, rounding: str | None) -> dict[int, Checked]:
     """The rows of a place that departs. rounding: only those that are seen to be rounded so; None: only the words of
     those that fail."""
     found: dict[int, Checked] = {}
@@ -234,7 +234,7 @@ def _excused(rows: list[Checked], at: list[int], allowed: dict[str, str]) -> dic
     return found
 
 
-def _unknown(key: Key, places: list[Place]) -> str:
+def _unknown(key: Key, places: list[TapPlace]) -> str:
     of, could = sum(len(p.seen) for p in places), sum(p.told for p in places)
     if not could:
         return f"{key[0]}, {key[1]}: cannot be told: none of {of} outputs has a number that could show it"
@@ -253,7 +253,7 @@ class _Habits:
         self._enough: set[tuple[str, str]] = set()
         self._all: dict[tuple[str, str, str, str], tuple[float, list[int], set[tuple[int, str]]]] = {}
 
-    def add(self, kind: str, key: Key, said: str, price: float, show: list[Place], outputs: object) -> None:
+    def add(self, kind: str, key: Key, said: str, price: float, show: list[TapPlace], outputs: object) -> None:
         assert callable(outputs)
         if not show:
             return
@@ -262,14 +262,14 @@ class _Habits:
         old[1][1] += sum(len(p.seen) for p in show)
         old[2].update(p.tap for p in show)
 
-    def enough(self, name: str, dtype: str, show: list[Place]) -> bool:
+    def enough(self, name: str, dtype: str, show: list[TapPlace]) -> bool:
         """Whether so many layers show a habit that costs something that it is the machine's: two, or one where another
         operator has been seen to have the same."""
         if len(show) >= _LEAST_LAYERS:
             self._enough.add((name, dtype))
         return bool(show) and (name, dtype) in self._enough
 
-    def found(self, order: list[Key]) -> Found:
+    def found(self, order: list[Key]) -> MachineHabits:
         kinds: dict[tuple[str, str, str], list[tuple[str, float, list[int], set[tuple[int, str]]]]] = {}
         for (kind, cls, dtype, said), more in self._all.items():
             kinds.setdefault((kind, cls, dtype), []).append((said, *more))
@@ -283,4 +283,4 @@ class _Habits:
         met = list(dict.fromkeys((cls, dtype) for cls, dtype, _ in order))
         habits.sort(key=lambda h: met.index((h.operator, h.dtype)))
         unknown = [u for u in dict.fromkeys(self.unknown) if not any(u.startswith(f"{o}, {d}:") for o, d in told)]
-        return Found(tuple(habits), tuple(unknown), self.units)
+        return MachineHabits(tuple(habits), tuple(unknown), self.units)

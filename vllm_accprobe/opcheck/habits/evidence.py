@@ -82,7 +82,7 @@ def _two(value: Any) -> tuple[int, int]:
     return int(kept), int(flushed)
 
 
-class Pool:
+class EvidencePool:
     """Evidence of several outputs, added up."""
 
     def __init__(self, evidence: Iterable[Evidence]):

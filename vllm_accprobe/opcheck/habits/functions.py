@@ -18,7 +18,7 @@ import torch
 
 from vllm_accprobe.opcheck.floors.rounding import steps
 from vllm_accprobe.opcheck.habits import ways
-from vllm_accprobe.opcheck.habits.ways import Sample
+from vllm_accprobe.opcheck.habits.ways import SampledRows
 from vllm_accprobe.opcheck.reference import Call, Declined
 
 RSQRT, ACTIVATION, SUMS = "rsqrt", "activation", "sums"
@@ -39,7 +39,7 @@ Measured = tuple[float, ...]
 
 
 def of_grid(
-    call: Call, role: str, way: str, v: Tensor, given: Tensor, s: Sample, share: float
+    call: Call, role: str, way: str, v: Tensor, given: Tensor, s: SampledRows, share: float
 ) -> dict[str, Measured]:  # fmt: skip
     """From results that were rounded to a coarse grid; way: the one that fits best; v: what was rounded by it, float64
     [rows, width]; share: of the numbers that it predicts. Nothing where it does not fit."""
@@ -63,7 +63,7 @@ def of_grid(
     return {}
 
 
-def _common(v: Tensor, given: Tensor, s: Sample, lost: int) -> tuple[Tensor, Tensor]:
+def _common(v: Tensor, given: Tensor, s: SampledRows, lost: int) -> tuple[Tensor, Tensor]:
     """For each row the interval of g in which v (1 + g) rounds to what is given: [rows] each. lost: which number's
     bound counts: numbers that an intermediate rounding has moved across are left out at either end."""
     half = 0.5 * steps(given, s.dtype)
@@ -79,7 +79,7 @@ def _measured(g: Tensor, resolution: float) -> Measured:
     return float(len(g)), float(off.sum()), float((g * g).sum()), float((off & (g > 0)).sum()), resolution
 
 
-def of_float32(call: Call, role: str, s: Sample, given: Tensor, noise: Tensor | None) -> dict[str, Measured]:
+def of_float32(call: Call, role: str, s: SampledRows, given: Tensor, noise: Tensor | None) -> dict[str, Measured]:
     if role != "output.0":
         return {}
     if ways.is_norm(call.cls):

@@ -20,7 +20,7 @@ from vllm_accprobe.opcheck.habits.evidence import (
     ZERO,
     Candidate,
     Evidence,
-    Pool,
+    EvidencePool,
     hits,
 )  # fmt: skip
 from vllm_accprobe.opcheck.run.result_row import Checked
@@ -65,13 +65,13 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Place:
+class TapPlace:
     """tap: (rank, path); direction: how its results are rounded, "" where that cannot be told; ways: those that its
     numbers allow, none where no way predicts them."""
 
     tap: tuple[int, str]
     seen: list[Seen]
-    pool: Pool
+    pool: EvidencePool
     direction: str
     ways: frozenset[str]
 
@@ -107,23 +107,23 @@ class Place:
         return sum(sum(s.evidence.subnormals) > 0 for s in self.seen)
 
 
-def place_of(tap: tuple[int, str], seen: list[Seen]) -> Place:
-    pool = Pool(s.evidence for s in seen)
+def place_of(tap: tuple[int, str], seen: list[Seen]) -> TapPlace:
+    pool = EvidencePool(s.evidence for s in seen)
     alive = pool.alive
     if not alive:
-        return Place(tap, seen, pool, "", frozenset())
+        return TapPlace(tap, seen, pool, "", frozenset())
     share = pool.share(alive[0])
     if share < _FITS and _stochastic(pool):
-        return Place(tap, seen, pool, words.STOCHASTIC, frozenset())
+        return TapPlace(tap, seen, pool, words.STOCHASTIC, frozenset())
     directions = {d for _, d in alive}
     ways = {w for w, _ in alive}
     direction = directions.pop() if len(directions) == 1 else ""
     if share < _FITS:
-        return Place(tap, seen, pool, direction if _clear(pool, alive[0], seen) else "", frozenset())
-    return Place(tap, seen, pool, direction, frozenset(ways) if direction else frozenset())
+        return TapPlace(tap, seen, pool, direction if _clear(pool, alive[0], seen) else "", frozenset())
+    return TapPlace(tap, seen, pool, direction, frozenset(ways) if direction else frozenset())
 
 
-def _clear(pool: Pool, best: Candidate, seen: list[Seen]) -> bool:
+def _clear(pool: EvidencePool, best: Candidate, seen: list[Seen]) -> bool:
     """Whether the direction of the last rounding shows through what is not known before it. A scale that is a little
     too small looks much like truncation: most outputs must have been found to be truncated whatever their scale."""
     way, direction = best
@@ -136,7 +136,7 @@ def _clear(pool: Pool, best: Candidate, seen: list[Seen]) -> bool:
     return truncated * 2 > len(seen) if direction == ZERO else truncated * 2 < len(seen)
 
 
-def _stochastic(pool: Pool) -> bool:
+def _stochastic(pool: EvidencePool) -> bool:
     """Whether the probability of rounding away from zero is the fraction that is lost, and nothing else."""
     total = sum(n for n, _ in pool.ups)
     if total < _FRACTIONS or pool.out > _STRAY * total:
@@ -149,7 +149,7 @@ def _stochastic(pool: Pool) -> bool:
     return chi < _CHI
 
 
-def flush_of(places: Iterable[Place]) -> bool | None:
+def flush_of(places: Iterable[TapPlace]) -> bool | None:
     """Whether subnormal results become 0; None where there are too few, or some do and some do not."""
     kept, flushed = (sum(getattr(p.pool, n) for p in places) for n in ("kept", "flushed"))
     if kept + flushed < _LEAST_SUBNORMALS or (kept and flushed):
@@ -158,7 +158,7 @@ def flush_of(places: Iterable[Place]) -> bool | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class FunctionHabit:
     """size: relative error that was measured, or, where nothing is off, the least that could have been seen; off: it is
     more than float32's."""
 
@@ -171,14 +171,14 @@ class Function:
 _CALLED = {"rsqrt": "reciprocal square root", "activation": "activation's function"}
 
 
-def functions_of(places: list[Place], dtype: str) -> Iterator[Function]:
+def functions_of(places: list[TapPlace], dtype: str) -> Iterator[FunctionHabit]:
     """Functions that are off in all layers alike, or in none."""
     for name in sorted({n for p in places for n in p.pool.functions}):
         found = [p.pool.functions[name] for p in places if name in p.pool.functions]
         if name == "sums":
             n, off = sum(f[0] for f in found), sum(f[1] for f in found)
             if n and not off:
-                yield Function(name, math.sqrt(sum(f[2] for f in found) / n) * 2.0**-24, False,
+                yield FunctionHabit(name, math.sqrt(sum(f[2] for f in found) / n) * 2.0**-24, False,
                                "adds up in float32 or wider")  # fmt: skip
             continue
         wrong = [f for f in found if _off(f, name, dtype)]
@@ -186,11 +186,11 @@ def functions_of(places: list[Place], dtype: str) -> Iterator[Function]:
         size = math.sqrt(sum(f[2] for f in found) / n) if n else 0.0
         called = _CALLED[name]
         if wrong and len(wrong) == len(found) and size <= _MOST_SIZE and _balanced(found, name, dtype):
-            yield Function(name, size, True, f"approximates its {called}: off by 2^{math.log2(size):.1f}")
+            yield FunctionHabit(name, size, True, f"approximates its {called}: off by 2^{math.log2(size):.1f}")
         elif not wrong and n:
             least = max(size, min(f[4] for f in found))
             if least:
-                yield Function(name, least, False, f"{called} right to 2^{math.log2(least):.0f} or better")
+                yield FunctionHabit(name, least, False, f"{called} right to 2^{math.log2(least):.0f} or better")
 
 
 def _off(f: Iterable[float], name: str, dtype: str) -> bool:

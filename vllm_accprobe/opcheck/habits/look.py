@@ -21,7 +21,7 @@ from vllm_accprobe.opcheck.floors.rounding import _GRIDS, steps
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.habits import functions, ways
 from vllm_accprobe.opcheck.habits.evidence import BINS, Evidence
-from vllm_accprobe.opcheck.habits.ways import Sample
+from vllm_accprobe.opcheck.habits.ways import SampledRows
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references.quantised import weight_of
 
@@ -71,7 +71,7 @@ def look(
         small = y.abs() < _LEAST_NORMAL[dtype]
         would["flush"] = judge(torch.where(small & (mine == 0), 0.0, y), None).severity
     at = _spread(len(y), max(_NUMBERS // max(y.shape[1], 1), 1))
-    s, given = Sample(y[at], rows[at], dtype, role), mine[at]
+    s, given = SampledRows(y[at], rows[at], dtype, role), mine[at]
     if dtype not in _GRIDS:
         found = functions.of_float32(call, role, s, given, noise[at] if noise is not None else None)
         if not passed:
@@ -120,7 +120,7 @@ def _subnormals(y: Tensor, mine: Tensor, dtype: str) -> tuple[int, int]:
     return int(seen.sum()) - flushed, flushed
 
 
-def _predicted(values: Tensor, given: Tensor, s: Sample) -> tuple[Tensor, Tensor, Tensor]:
+def _predicted(values: Tensor, given: Tensor, s: SampledRows) -> tuple[Tensor, Tensor, Tensor]:
     """(which candidates are right: bool [ways * 3, numbers]; values in steps, [ways, rows, width]; which numbers are
     looked at: bool [rows, width]). Only finite normal ones, at most _NUMBERS, evenly spread."""
     step = steps(s.y, s.dtype)
@@ -152,7 +152,7 @@ def _histogram(right: Tensor) -> dict[int, int]:
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
-def _fractions(q: Tensor, clear: Tensor, given: Tensor, s: Sample) -> tuple[tuple[tuple[int, int], ...], int]:
+def _fractions(q: Tensor, clear: Tensor, given: Tensor, s: SampledRows) -> tuple[tuple[tuple[int, int], ...], int]:
     step = steps(s.y, s.dtype)
     size, m = q.abs(), (given / step) * torch.sign(q)
     keep = clear & torch.isfinite(size) & torch.isfinite(m) & (s.y.abs() >= _LEAST_NORMAL[s.dtype])
@@ -165,7 +165,7 @@ def _fractions(q: Tensor, clear: Tensor, given: Tensor, s: Sample) -> tuple[tupl
     return tuple(zip(n.tolist(), ups.tolist(), strict=True)), int((~between).sum())
 
 
-def _low(call: Call, s: Sample, given: Tensor) -> tuple[list[str], Tensor]:
+def _low(call: Call, s: SampledRows, given: Tensor) -> tuple[list[str], Tensor]:
     """(names, which candidates are right) of sums in fewer bits beside the other ways, of fewer numbers."""
     told = (torch.isfinite(given) & (s.y.abs() >= _LEAST_NORMAL[s.dtype])).nonzero()
     at = told[_spread(len(told), _LOW_NUMBERS)]

@@ -31,7 +31,7 @@ _INPUT = ("input_", "x", "input", "hidden_states", "0")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampledRows:
     """Some rows of one output. y: exact, float64 [rows, width]; rows: which of the tensor's; role: the output's."""
 
     y: Tensor
@@ -44,10 +44,10 @@ class Sample:
 
 
 Ways = Mapping[str, Tensor]
-Family = Callable[[Call, Sample], Ways]
+Family = Callable[[Call, SampledRows], Ways]
 
 
-def ways(call: Call, sample: Sample) -> dict[str, Tensor]:
+def ways(call: Call, sample: SampledRows) -> dict[str, Tensor]:
     """name → what is rounded in the end, float64 [rows, width]; ONCE first. Without those that a call does not have."""
     found: dict[str, Tensor] = {ONCE: sample.y}
     family = family_of(call.cls)
@@ -77,7 +77,7 @@ def is_gated(cls: str) -> bool:
     return family_of(cls) is _gated
 
 
-def _norm(call: Call, s: Sample) -> Ways:
+def _norm(call: Call, s: SampledRows) -> Ways:
     x = call.tensor("x", "hidden_states", "input", "0")[s.rows].double()
     residual = call.maybe("residual", "1")
     eps, _ = epsilon(call)
@@ -124,19 +124,19 @@ def gate_of(call: Call) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     return a, b, f
 
 
-def _gated(call: Call, s: Sample) -> Ways:
+def _gated(call: Call, s: SampledRows) -> Ways:
     gate, up, f = gate_of(call)
     return {_GATE: s.round(f(gate[s.rows].double())) * up[s.rows].double()}
 
 
-def _linear(call: Call, s: Sample) -> Ways:
+def _linear(call: Call, s: SampledRows) -> Ways:
     if "bias" not in call.params or call.attrs.get("skip_bias_add") or int(call.attrs.get("tp_size", 1)) > 1:
         return {}
     bias = call.param("bias")
     return {_PRODUCT: s.round(s.y - bias) + bias}
 
 
-def _rotary(call: Call, s: Sample) -> Ways:
+def _rotary(call: Call, s: SampledRows) -> Ways:
     name, place = ("key", "2") if s.role in ("output.1", "inplace.key", "inplace.2") else ("query", "1")
     head, neox = int(call.attr("head_size")), bool(call.attr("is_neox_style", default=True))
     dim = int(call.attr("rotary_dim", default=head))
@@ -176,7 +176,7 @@ def split_name(parts: int) -> str:
     return f"split {parts}"
 
 
-def low_sums(call: Call, s: Sample, at: Tensor) -> Iterator[tuple[str, Tensor]]:
+def low_sums(call: Call, s: SampledRows, at: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Ways of a product with fewer bits, of the numbers ``at`` (int [n, 2]: row of the sample, column): [n] each.
 
     low b: the sum is rounded to the result's dtype after every b terms, in order. split k: k parts of the sum are

@@ -3,8 +3,9 @@
 The problem: a failed operator is to be shown to whoever wrote it, on a machine where only torch is. The idea: a case
 is checked in up to three ways: ``captured``, what the engine gave against the reference; ``device``, what the operator
 gives on a device here and now from the same inputs; ``drawn``, the same from inputs drawn with a seed. Each output is
-an `Outcome`, and a line of a csv with the columns of opcheck.csv, which `accprobe opdiff` reads. This file is copied
-beside the tests that gentest writes, and they are all that uses it. Not here: which calls become cases (testgen.py).
+a `CaseOutcome`, and a line of a csv with the columns of opcheck.csv, which `accprobe opdiff` reads. This file is
+copied beside the tests that gentest writes, and they are all that uses it. Not here: which calls become cases
+(testgen.py).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """One output of a case, checked in one way. status: pass, fail or skip."""
 
     role: str
@@ -64,8 +65,8 @@ class Bench:
         self.device, self.seed, self.columns = device, seed, tuple(columns)
         self.references, self.natives = References(families()), References([native])
 
-    def check(self, case: Case, way: str) -> list[Outcome]:
-        """One Outcome per output; one that skips where there is nothing to check."""
+    def check(self, case: Case, way: str) -> list[CaseOutcome]:
+        """One CaseOutcome per output; one that skips where there is nothing to check."""
         call = case.call
         if way == DRAWN:
             try:
@@ -90,20 +91,20 @@ class Bench:
 
     def _outcome(
         self, case: Case, call: Call, role: str, mine: Any, expected: Mapping[str, Expected], way: str = CAPTURED
-    ) -> Outcome:
+    ) -> CaseOutcome:
         dtype, shape = str(mine.dtype).removeprefix("torch."), tuple(mine.shape)
         if role not in expected:
-            return Outcome(role, dtype, shape, "skip", f"no reference for {role}")
+            return CaseOutcome(role, dtype, shape, "skip", f"no reference for {role}")
         e = expected[role]
         if tuple(e.value.shape) != shape:
-            return Outcome(role, dtype, shape, "fail", f"shape {list(shape)} instead of {list(e.value.shape)}")
+            return CaseOutcome(role, dtype, shape, "fail", f"shape {list(shape)} instead of {list(e.value.shape)}")
         row_dim = int(case.about.get("row_dims", {}).get(role, 0))
         reference, numbers = (_matrix(_wide(t), row_dim) for t in (e.value, mine))
         noise, bound = (None if x is None else _matrix(_wide(x).expand(shape), row_dim) for x in (e.noise, e.bound))
         if e.rows is not None:
             rows = e.rows.nonzero().flatten()
             if not len(rows):
-                return Outcome(role, dtype, shape, "skip", e.reason)
+                return CaseOutcome(role, dtype, shape, "skip", e.reason)
             reference, numbers = reference[rows], numbers[rows]
             noise, bound = (None if x is None else x[rows] for x in (noise, bound))
         v = judge(reference, numbers, dtype, noise=noise, bound=bound, last=e.unit, common=e.common, groups=e.groups,
@@ -112,9 +113,9 @@ class Bench:
         if way == DRAWN:
             message = f"{message}; {WEAKER}".lstrip("; ")
         measures = asdict(measure(reference, numbers, dtype))
-        return Outcome(role, dtype, shape, "pass" if v.passed else "fail", message, v, measures)
+        return CaseOutcome(role, dtype, shape, "pass" if v.passed else "fail", message, v, measures)
 
-    def lines(self, case: Case, outcomes: Sequence[Outcome]) -> list[list[object]]:
+    def lines(self, case: Case, outcomes: Sequence[CaseOutcome]) -> list[list[object]]:
         """A csv line per outcome, in the order of ``columns``."""
         found = []
         for o in outcomes:
@@ -128,8 +129,8 @@ class Bench:
         return found
 
 
-def _skipped(why: str) -> Outcome:
-    return Outcome("", "", (), "skip", why)
+def _skipped(why: str) -> CaseOutcome:
+    return CaseOutcome("", "", (), "skip", why)
 
 
 def _wide(t: Any) -> Any:

@@ -43,7 +43,7 @@ class Task(NamedTuple):
     tap: str
 
 
-class Side(NamedTuple):
+class ReplaySide(NamedTuple):
     """Of a dump, or of one of its taps: the rows, and what its outputs come to over all calls."""
 
     rows: list[Checked]
@@ -53,7 +53,7 @@ class Side(NamedTuple):
 def check_both(
     sides: Sequence[Calls], references: References, ops: Sequence[str], told: Callable[[int, int], object],
     rate: float = RATE,
-) -> list[Side]:  # fmt: skip
+) -> list[ReplaySide]:  # fmt: skip
     """What each dump gives, in its order. ops: globs, all if empty; told: how many taps are done of how many; rate:
     false alarms of each dump's replay."""
     options = [Options(measured=False, budget=c.budget(rate)) for c in sides]
@@ -62,10 +62,10 @@ def check_both(
     size = -(-len(tasks) // _GROUPS)
     groups = [range(k, min(k + size, len(tasks))) for k in range(0, len(tasks), size or 1)]
 
-    def rows(group: Sequence[int]) -> list[Side]:
+    def rows(group: Sequence[int]) -> list[ReplaySide]:
         return [check_task(sides[t.side], t, references, options[t.side]) for t in map(tasks.__getitem__, group)]
 
-    found: dict[int, list[Side]] = {}
+    found: dict[int, list[ReplaySide]] = {}
     with _shared(len(groups)) as queue:
         other = _second(queue, lambda k: rows(groups[k])) if len(groups) > 1 and may_fork() else None
         for k, left in queue.take():
@@ -77,7 +77,7 @@ def check_both(
         if k not in found:
             found[k] = rows(groups[k])
     told(len(tasks), len(tasks))
-    out = [Side([], []) for _ in sides]
+    out = [ReplaySide([], []) for _ in sides]
     for k, group in enumerate(groups):
         for n, more in zip(group, found[k], strict=True):
             out[tasks[n].side].rows.extend(more.rows)
@@ -85,10 +85,10 @@ def check_both(
     return out
 
 
-def check_task(calls: Calls, task: Task, references: References, options: Options) -> Side:
+def check_task(calls: Calls, task: Task, references: References, options: Options) -> ReplaySide:
     """The rows of one tap."""
     pools = Pools()
-    found = Side([], [])
+    found = ReplaySide([], [])
     for captured, expected in evaluated(calls.of(task.rank, task.tap), references):
         found.rows.extend(check_call(calls.dump, captured, partial(_known, expected), options, pools))
     found.rows.extend(pools.rows(options.budget))
@@ -144,7 +144,7 @@ def _shared(n: int) -> Iterator[_Queue]:
         os.close(reading)
 
 
-def _second(queue: _Queue, rows: Callable[[int], list[Side]]) -> Callable[[], dict[int, list[Side]]]:
+def _second(queue: _Queue, rows: Callable[[int], list[ReplaySide]]) -> Callable[[], dict[int, list[ReplaySide]]]:
     """Forks; what it gives waits for the other process and gives what that one checked."""
     ends, alive = os.pipe()  # the end of this process is the end of the other
     reading, writing = os.pipe()
@@ -165,7 +165,7 @@ def _second(queue: _Queue, rows: Callable[[int], list[Side]]) -> Callable[[], di
     os.close(ends)
     os.close(writing)
 
-    def wait() -> dict[int, list[Side]]:
+    def wait() -> dict[int, list[ReplaySide]]:
         found = {}
         try:
             with os.fdopen(reading, encoding="utf-8") as channel:
@@ -184,12 +184,12 @@ def _second(queue: _Queue, rows: Callable[[int], list[Side]]) -> Callable[[], di
 _NAMES = tuple(name for name in COLUMNS if name != "measures")
 
 
-def _told(side: Side) -> list[list[object]]:
+def _told(side: ReplaySide) -> list[list[object]]:
     return [[_plain(row) for row in side.rows], [asdict(p) for p in side.pooled]]
 
 
-def _heard(rows: list[list[object]], pooled: list[dict[str, Any]]) -> Side:
-    return Side([_row(row) for row in rows], [Pooled(**p) for p in pooled])
+def _heard(rows: list[list[object]], pooled: list[dict[str, Any]]) -> ReplaySide:
+    return ReplaySide([_row(row) for row in rows], [Pooled(**p) for p in pooled])
 
 
 def _plain(row: Checked) -> list[object]:

@@ -16,18 +16,21 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import IO, Any
 
 from vllm_accprobe.children import ONE_THREAD, Child
-from vllm_accprobe.opcheck.run.result_row import ERROR, unchecked
-from vllm_accprobe.opcheck.run.table import cells
-from vllm_accprobe.opcheck.run.worker import Bench, Job, Tap
+from vllm_accprobe.opcheck.run.result_row import ERROR, Checked, unchecked
+from vllm_accprobe.opcheck.run.table import cells, from_cells
+from vllm_accprobe.opcheck.run.worker import Job, OpenJob, Tap
 
 _AT_ONCE = 8
 """Processes that are started before it is known how many taps there are."""
 _CRASHES = 20
 """Of one tap; then the rest of it is given up."""
 Cells = list[Any]
+Told = tuple[Cells, Checked]
+"""A row as the csv has it, and without its measures."""
 
 
 class RunError(Exception):
@@ -38,12 +41,13 @@ class Alone:
     """No process of its own: this one checks."""
 
     def __init__(self, job: Job):
-        self.bench = Bench(job)
+        self.bench = OpenJob(job)
         self.taps, self.problems = self.bench.taps(), self.bench.problems
 
-    def check(self, taps: Sequence[Tap]) -> Iterator[list[Cells]]:
+    def check(self, taps: Sequence[Tap]) -> Iterator[list[Told]]:
         for tap in taps:
-            yield list(self.bench.rows(tap, {}, lambda step, call: None))
+            rows = self.bench.rows(tap, {}, lambda step, call: None)
+            yield [(cells(row), replace(row, measures=None)) for row in rows]
 
     def close(self) -> None:
         pass
@@ -54,7 +58,8 @@ class Team:
 
     def __init__(self, job: Job, processes: int):
         self.job = job
-        started = [_Process(job) for _ in range(min(max(1, processes), _AT_ONCE))]  # all import torch at the same time
+        # all import torch at the same time
+        started = [_WorkerProcess(job) for _ in range(min(max(1, processes), _AT_ONCE))]
         try:
             answer = started[0].hear()
             if answer is None:
@@ -68,7 +73,7 @@ class Team:
         self.taps: list[Tap] = [(t[0], t[1], t[2]) for t in answer["taps"]]
         self.problems: list[str] = list(answer["problems"])
         useful = max(1, min(processes, len(self.taps)))
-        self._workers: list[_Process | None] = [*started[:useful], *(None,) * (useful - len(started))]
+        self._workers: list[_WorkerProcess | None] = [*started[:useful], *(None,) * (useful - len(started))]
         for process in started[useful:]:
             process.close()
         self._fresh = set(range(1, len(started)))
@@ -78,7 +83,7 @@ class Team:
             if process is not None:
                 process.close()
 
-    def check(self, taps: Sequence[Tap]) -> Iterator[list[Cells]]:
+    def check(self, taps: Sequence[Tap]) -> Iterator[list[Told]]:
         """The rows of each tap, in their order; taps in work are held back until those before them are done."""
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         ready: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -95,7 +100,7 @@ class Team:
                 if isinstance(rows, Exception):
                     raise rows
                 held[number] = rows
-            yield held.pop(k)
+            yield [(row, from_cells(row)) for row in held.pop(k)]
 
     def _work(self, w: int, taps: Sequence[Tap], waiting: Any, ready: Any) -> None:
         while True:
@@ -115,7 +120,7 @@ class Team:
             process = self._workers[w]
             if process is None or w in self._fresh:
                 self._fresh.discard(w)
-                process = self._workers[w] = process or _Process(self.job)
+                process = self._workers[w] = process or _WorkerProcess(self.job)
                 answer = process.hear()
                 if answer is None or "error" in answer:
                     raise RunError(f"opcheck's process cannot start: {(answer or {}).get('error', 'it died')}")
@@ -136,7 +141,7 @@ def _error_row(tap: Tap, why: str) -> Cells:
     return cells(unchecked(tap[1], tap[2], tap[0], -1, 0, 0, why, status=ERROR))
 
 
-def _died(process: _Process) -> str:
+def _died(process: _WorkerProcess) -> str:
     code = process.process.wait()
     if code >= 0:
         return f"ended with code {code}"
@@ -144,7 +149,7 @@ def _died(process: _Process) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
-class _Process:
+class _WorkerProcess:
     """One worker and its two pipes."""
 
     def __init__(self, job: Job):

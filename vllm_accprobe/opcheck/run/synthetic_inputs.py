@@ -18,7 +18,7 @@ import torch
 
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.opcheck.calls.operator_calls import STATISTICS, NotKept, op_call
-from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, Moments, draw
+from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, DrawnMoments, draw
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.reference import Call, Declined, References
 from vllm_accprobe.opcheck.run import native
@@ -66,13 +66,13 @@ def _call(calls: Calls, captured: Captured, generator: Any) -> Call:
         if record.role.startswith(("output.", "inplace.")):
             return torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta")
         s = record.stats
-        known = Moments(s.min, s.max, s.mean, s.std) if s is not None else Moments(None, None, None, None)
+        known = DrawnMoments(s.min, s.max, s.mean, s.std) if s is not None else DrawnMoments(None, None, None, None)
         return draw(record.shape, record.dtype, known, generator)
 
     def value(t: Mapping[str, Any]) -> Any:
         n, mean, l2 = int(t.get("count") or 0), t.get("mean"), t.get("l2")
         std = max(l2 * l2 / n - mean * mean, 0.0) ** 0.5 if n and mean is not None and l2 is not None else None
-        known = Moments(t.get("min"), t.get("max"), mean, std)
+        known = DrawnMoments(t.get("min"), t.get("max"), mean, std)
         return draw(tuple(t.get("shape", ())), str(t["dtype"]), known, generator)
 
     operator = calls.operator(captured)

@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_accprobe.judge import profile
 from vllm_accprobe.opcheck.floors.truncating import sentence
-from vllm_accprobe.opcheck.habits.decided import Found
+from vllm_accprobe.opcheck.habits.decided import MachineHabits
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, Checked, grids
 from vllm_accprobe.opcheck.run.totals import Totals
 from vllm_accprobe.standards.measures import Measures
@@ -133,7 +133,7 @@ def cell(value: object) -> object:
 
 
 def lines(
-    rows: Sequence[Checked], totals: Totals, *, most: int | None = _MOST, machine: Found | None = None
+    rows: Sequence[Checked], totals: Totals, *, most: int | None = _MOST, machine: MachineHabits | None = None
 ) -> list[str]:  # fmt: skip
     """The whole report. most: how many failing modules are shown; None: all; machine: how it computes."""
     out = [_sentence(rows, totals)]
@@ -164,7 +164,7 @@ def lines(
     return out + told + (["", "not checked:", *skipped] if skipped else [])
 
 
-def computes(machine: Found) -> list[str]:
+def computes(machine: MachineHabits) -> list[str]:
     """The section on how this machine computes: a line for each operator and dtype, then what cannot be told."""
     told = (*profile.lines(machine.habits), *machine.unknown)
     return ["How this machine computes:", *(f"  {_safe(said, 1000)}" for said in told)]

@@ -17,37 +17,37 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from vllm_accprobe.opcheck.run.process_pool import Alone, Cells, RunError, Team
-from vllm_accprobe.opcheck.run.table import COLUMNS, cell
+from vllm_accprobe.opcheck.run.result_row import Checked
+from vllm_accprobe.opcheck.run.table import COLUMNS, cell, from_cells
 from vllm_accprobe.opcheck.run.worker import STORED, Job, Tap
 
-__all__ = ["Found", "RunError", "run"]
+__all__ = ["CheckedRun", "RunError", "run"]
 
 PART, DONE, SETTINGS = "opcheck.csv.part", "opcheck.csv", "opcheck.json"
 
 
 @dataclass
-class Found:
-    """What a run gave: rows as table.cells made them, in order, and sentences for people."""
+class CheckedRun:
+    """What a run gave: rows in order, without their measures, and sentences for people."""
 
-    rows: list[Any] = field(default_factory=list)
+    rows: list[Checked] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
 def run(
-    job: Job, out: Path, *, processes: int, resume: bool, keep: Callable[[Cells], Any],
+    job: Job, out: Path, *, processes: int, resume: bool,
     plan: Callable[[int], object] = lambda n: None, done: Callable[[], object] = lambda: None,
-) -> Found:  # fmt: skip
-    """Checks ``job`` and leaves out/opcheck.csv. processes: 0 for none besides this one; keep: what is kept of a row
-    in memory; plan: told how many taps there are; done: called after each. Raises RunError, DumpError, OSError."""
+) -> CheckedRun:  # fmt: skip
+    """Checks ``job`` and leaves out/opcheck.csv. processes: 0 for none besides this one; plan: told how many taps
+    there are; done: called after each. Raises RunError, DumpError, OSError."""
     team: Team | Alone = Alone(job) if processes == 0 else Team(job, processes)
     taps = team.taps
     with contextlib.ExitStack() as stack:
         stack.callback(team.close)
         if all(tap == STORED for tap in taps):
-            return Found([], team.problems)
+            return CheckedRun([], team.problems)
         out.mkdir(parents=True, exist_ok=True)
         begun = _begin(job, out, resume)
         f = stack.enter_context((out / PART).open("a", encoding="utf-8", errors="backslashreplace", newline=""))
@@ -57,13 +57,13 @@ def run(
             writer.writerow(COLUMNS)
         plan(len(taps))
         old = _finished(begun, taps)
-        found = Found([keep(cells) for cells in begun[: sum(n for _, n in old)]], team.problems)
+        found = CheckedRun([from_cells(row) for row in begun[: sum(n for _, n in old)]], team.problems)
         for _ in old:
             done()
         for rows in team.check(taps[len(old) :]):
-            writer.writerows(rows)
+            writer.writerows(cells for cells, _ in rows)
             f.flush()
-            found.rows += map(keep, rows)
+            found.rows += (row for _, row in rows)
             done()
     os.replace(out / PART, out / DONE)
     return found

@@ -14,7 +14,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_accprobe.opcheck.run.result_row import Checked
 
 EXACT, DEVICE, GOLDEN, AGAIN = "float64", "device", "golden", "rerun"
 
@@ -48,12 +51,12 @@ class Job:
 Tap = tuple[int, str, str]
 """(rank, tap, class); STORED stands for the parameters."""
 STORED: Tap = (-1, "", "")
-Rows = Iterator["list[object]"]
+Rows = Iterator["Checked"]
 Crashes = Mapping["tuple[int | None, int]", str]
 Begins = Callable[["int | None", int], object]
 
 
-class Bench:
+class OpenJob:
     """A job, opened. Raises DumpError, and Unavailable where there is no device."""
 
     def __init__(self, job: Job):
@@ -97,14 +100,12 @@ class Bench:
         return [*stored, *(t for t in self.calls.taps() if wanted(self.job.ops, t[1], t[2]))]
 
     def rows(self, tap: Tap, crashed: Crashes, begins: Begins) -> Rows:
-        """Cells of the rows of one tap."""
+        """The rows of one tap."""
         from vllm_accprobe.opcheck.floors.pools import Pools
         from vllm_accprobe.opcheck.run.replay import FAIL, OURS, check_stored
-        from vllm_accprobe.opcheck.run.table import cells
 
         if tap == STORED:
-            for row in check_stored(self.calls, self.job.ops):
-                yield cells(row)
+            yield from check_stored(self.calls, self.job.ops)
             return
         pools = Pools()
         for captured in self.calls.of(tap[0], tap[1], begins=begins, crashed=crashed):
@@ -113,10 +114,9 @@ class Bench:
             rows = list(self._check(captured, pools))
             if self.job.save and any(r.status == FAIL for r in rows):
                 self._save(captured)
-            for row in rows:
-                yield cells(row)
+            yield from rows
         if self.source is None and self.options.standard == OURS:
-            yield from map(cells, pools.rows(self.options.budget))
+            yield from pools.rows(self.options.budget)
 
     def _check(self, captured: Any, pools: Any) -> Iterator[Any]:
         from vllm_accprobe.opcheck.run import backward, mindspore_api, rerun, synthetic_inputs
@@ -157,8 +157,10 @@ def main() -> None:
         channel.write(json.dumps(message) + "\n")
         channel.flush()
 
+    from vllm_accprobe.opcheck.run.table import cells
+
     try:
-        bench = Bench(Job.from_json(json.loads(sys.stdin.readline())))
+        bench = OpenJob(Job.from_json(json.loads(sys.stdin.readline())))
         said = len(bench.problems)
         say(taps=bench.taps(), problems=bench.problems)
     except Exception as error:
@@ -172,7 +174,7 @@ def main() -> None:
         rank, tap, cls = task["tap"]
         try:
             for row in bench.rows((rank, tap, cls), crashed, lambda step, call: say(begin=[step, call])):
-                say(row=row)
+                say(row=cells(row))
             say(end=True, problems=bench.problems[said:])
             said = len(bench.problems)
         except Exception as error:  # a defect of ours or of the dump: the tap's row, not the end
