@@ -113,3 +113,9 @@ def test_ranks_with_the_same_rows_are_one_cell_others_are_not():
     both.rows[(1, 0, "tokens")] = both.rows[(0, 0, "tokens")]
     both.rows[(2, 0, "tokens")] = RowSpace(0, "tokens", 1, (Segment(0, 0, 1, 0),), (5,))
     assert find_cells(both)[0] == {0: 0, 1: 0, 2: 1}
+
+
+def test_rows_of_requests_that_nobody_told_of_have_no_tokens():
+    dump = maps({"tokens": PROMPT, "logits": PROMPT[2:]}, requests={})
+    plan = align(dump, dump)
+    assert (plan.tokens_compared, plan.flips) == (0, [])

@@ -58,6 +58,7 @@ def test_msprobe_layout(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert theirs.read(other).tobytes() == own.read(r).tobytes()
     (first, *_) = sorted(out.glob("step*/rank0/dump.json"))
     head = json.loads(first.read_text())
+    assert head["dump_data_dir"] == str(first.parent / "dump_tensor_data")  # not where it was while being written
     assert (head["framework"], head["level"], head["task"]) == ("pytorch", "L0", "tensor")
     parents = json.loads(first.with_name("construct.json").read_text())
     assert parents.keys() == head["data"].keys()

@@ -280,3 +280,8 @@ def test_what_golden_does_in_the_same_layer_is_taken_off() -> None:
 def test_a_replay_has_the_rate_of_a_comparison() -> None:
     """chance.py is copied beside generated tests, so that it has the number once more."""
     assert chance.RATE == FALSE_ALARM_RATE
+
+
+def test_what_chance_can_do_is_never_exactly_nothing() -> None:
+    assert 0 < chance.tail(12.0) < 1e-30  # 0 is the word for proved
+    assert chance.tail(3.0) == pytest.approx(2 * 0.0013498980316301035)

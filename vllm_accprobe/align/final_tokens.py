@@ -53,6 +53,8 @@ def accepted_tokens(
     if not seen:
         return {}
     keys, tokens = last_of_each(np.concatenate([k for k, _ in seen]), np.concatenate([t for _, t in seen]))
+    if not len(keys):
+        return {}
     accepted = {}
     edges = np.flatnonzero(np.diff(subject(keys), prepend=-1))
     for start, stop in zip(edges, [*edges[1:], len(keys)], strict=True):

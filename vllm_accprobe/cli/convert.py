@@ -88,7 +88,7 @@ def _to_msprobe(dump: Dump, records: list[Record], out: Path) -> None:
     if out.exists():
         raise CommandError(f"{out} exists: nothing is overwritten; remove it or choose another name")
     with progress("converting", len(records)) as tick, _whole(out) as path:
-        skipped = write_msprobe(dump, records, path, tick)
+        skipped = write_msprobe(dump, records, path, tick, later=out)
     written = len(records) - sum(skipped.values())
     ranks, steps = {r.rank for r in records}, {r.step for r in records if r.step is not None}
     typer.echo(f"{written:,} tensors of {len(ranks)} ranks and {len(steps)} steps: {out}")

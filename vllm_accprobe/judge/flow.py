@@ -112,7 +112,7 @@ class Tree:
                     tree.parent[tap] = min(around, key=lambda s: spans[s][1] - spans[s][0])
         for tap in taps:
             tree.children.setdefault(tree.parent[tap], []).append(tap)
-        for tap in sorted(known, key=lambda t: -len(tree.above(t))):
+        for tap in sorted(dict.fromkeys(taps), key=lambda t: -len(tree.above(t))):
             cls = classes.get(tap, "")
             inside = any(tree.mixing[c] for c in tree.children.get(tap, ()))
             tree.mixing[tap] = inside or mixes(tap, cls)

@@ -45,10 +45,15 @@ class _ApiCall:
 
 
 def write_msprobe(
-    dump: Dump, records: Iterable[Record], root: Path, tick: Callable[[], None] = lambda: None
+    dump: Dump,
+    records: Iterable[Record],
+    root: Path,
+    tick: Callable[[], None] = lambda: None,
+    later: Path | None = None,
 ) -> Counter[str]:
     """Writes ``records`` of all steps and ranks, and the operators' calls that they are of, under ``root``, which must
-    not exist. Returns what was left out, by reason. Raises OSError, DumpError."""
+    not exist. later: what ``root`` will be called when it is read. Returns what was left out, by reason. Raises
+    OSError, DumpError."""
     skipped: Counter[str] = Counter()
     by_rank: dict[int, list[Record]] = {}
     for r in records:
@@ -59,11 +64,14 @@ def write_msprobe(
         skipped += Counter(LISTED for r in found if r.step is None and r.call >= len(steps))
         for number, step in enumerate(steps):
             own = [r for r in found if r.step == step or (r.step is None and r.call == number)]
-            _write_step(dump, rank, own, root / f"step{step}" / f"rank{rank}", tick)
+            place = Path(f"step{step}", f"rank{rank}")
+            _write_step(dump, rank, own, root / place, (later or root).absolute() / place, tick)
     return skipped
 
 
-def _write_step(dump: Dump, rank: int, records: list[Record], directory: Path, tick: Callable[[], None]) -> None:
+def _write_step(
+    dump: Dump, rank: int, records: list[Record], directory: Path, later: Path, tick: Callable[[], None]
+) -> None:
     calls = _calls(dump, rank, records)
     data_dir = directory / "dump_tensor_data"
     stored = any(r.payload is not None for r in records)
@@ -85,7 +93,7 @@ def _write_step(dump: Dump, rank: int, records: list[Record], directory: Path, t
         "task": "tensor" if stored else "statistics",
         "level": "mix" if any(c.op is not None for c in calls) else "L0",
         "framework": str(dump.run.get("framework", "pytorch")),
-        "dump_data_dir": str(data_dir.absolute()) if stored else None,
+        "dump_data_dir": str(later / data_dir.name) if stored else None,
         "data": data,
         notes.NAME: {"records": noted, "modules": [notes.of_module(m) for m in dump.modules.get(rank, ()) if m.attrs]},
     }
