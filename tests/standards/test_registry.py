@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from comparison.synthetic_model import capture, scaled, write
@@ -13,35 +15,9 @@ from opcheck.test_opcheck_replay import build
 from vllm_accprobe import standards
 from vllm_accprobe.cli import main
 
-HALF = '''
-"""At most half of the elements may be off by more than 1 %."""
-
-from vllm_accprobe.standards.declaration import ERROR, NO_VERDICT, PASS, NamedStandard, PairRule
-from vllm_accprobe.standards.finding import Judged, of, skip, unmeasured
-from vllm_accprobe.standards.two_machines import each
-
-LIMIT = 0.5
-
-
-def pairs(n):
-    share = n.share("within_100")
-    if share is None:
-        return (None, ""), NO_VERDICT, "not measured"
-    good = not n.broken and share >= LIMIT
-    return (share, "" if good else "far"), PASS if good else ERROR, "" if good else "too few are near"
-
-
-def output(m, op, dtype):
-    if why := unmeasured(m):
-        return skip("half", why)
-    good = m.dual_100 >= LIMIT
-    return of("half", [Judged("dual_100", m.dual_100, LIMIT, PASS if good else ERROR, "" if good else "too few")])
-
-
-STANDARDS = (
-    NamedStandard("half", pairs=PairRule(("Near", "Said"), pairs), output=output, machines=each(output)),
-)
-'''
+PAGE = Path(__file__).parents[2] / "docs/extending.md"
+HALF = re.search(r"^```python\n# half.py\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)[1]
+"""The standard that the page writes."""
 DOWN = "model.layers.1.mlp.down_proj"
 
 

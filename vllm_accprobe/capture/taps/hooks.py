@@ -5,7 +5,7 @@ torch.compile decorator does so even in eager mode), for the lm_head (its quanti
 and one shared instance (rotary embedding) has as many names as layers. The idea: ``forward`` is wrapped on the
 instance, which every way of calling a module passes through; names are resolved by the module that is running
 around the call. Not here: what is done around a call (calls.py), what happens to a tensor (sink.py), which rows it has
-(rows.py), compiled graphs (graph.py, later).
+(rows.py), compiled graphs, where nothing is tapped yet.
 """
 
 from __future__ import annotations
