@@ -14,7 +14,7 @@ from support.captures import FIVE, Engines
 from support.engine import ROOT, TP2_ENV, EngineHost, Run
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.comparison.labels import LabelComparison, compare_labels
+from vllm_accprobe.comparison.labelled_pairs import LabelComparison, compare_labels
 from vllm_accprobe.dump.reader import open_dump
 
 pytestmark = pytest.mark.engine

@@ -13,7 +13,7 @@ import torch
 
 from vllm_accprobe import labels, set_label, set_task_id
 from vllm_accprobe.cli import main
-from vllm_accprobe.comparison.labels import LabelComparison, compare_labels
+from vllm_accprobe.comparison.labelled_pairs import LabelComparison, compare_labels
 from vllm_accprobe.comparison.measure import label_sums as room
 from vllm_accprobe.dump.reader import open_dump
 

@@ -12,7 +12,7 @@ from capture.toy import Toy
 
 from vllm_accprobe import Probe
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.labels import compare_labels
+from vllm_accprobe.comparison.labelled_pairs import compare_labels
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.patching.install import HOOK
 

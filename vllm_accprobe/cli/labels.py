@@ -30,10 +30,10 @@ def labels(
     import os
 
     from vllm_accprobe.cli.common import outputs
-    from vllm_accprobe.comparison.labels import compare_labels, count_pairs
+    from vllm_accprobe.comparison.labelled_pairs import compare_labels, count_pairs
     from vllm_accprobe.dump.schema import LABEL_TAP
     from vllm_accprobe.formats import open_dump
-    from vllm_accprobe.report import labels as report
+    from vllm_accprobe.report import label_lines as report
 
     if limit is not None and not 0 <= limit < 1:
         raise CommandError(f"--limit: {limit} is no relative error; write for example 0.01")

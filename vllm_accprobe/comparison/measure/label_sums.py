@@ -1,7 +1,7 @@
 """One pair of labelled tensors, measured in float64, piece by piece.
 
 Both are flattened where their shapes differ; rows are those of the last dimension where they agree. The sums are the
-definitions' own (kernels/definition.py). Not here: which tensors are a pair, and the verdict (labels.py).
+definitions' own (kernels/definition.py). Not here: which tensors are a pair, and the verdict (labelled_pairs.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """labels.csv, labels.json and the lines on the terminal.
 
 The csv has the columns of ait's ``aclcmp`` report, in its order; what else is known (step, rank, worst row) is in
-the json. Not here: measuring and judging (comparison/labels.py).
+the json. Not here: measuring and judging (comparison/labelled_pairs.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.comparison.labels import FAIL, PASS, SKIP, LabelComparison, LabelPair
+from vllm_accprobe.comparison.labelled_pairs import FAIL, PASS, SKIP, LabelComparison, LabelPair
 from vllm_accprobe.comparison.measure.label_sums import LabelSide
 from vllm_accprobe.report.table import cell
 from vllm_accprobe.report.text import count, num, safe

@@ -4,7 +4,7 @@ The problem: two tensors of one run, the reference ("pta") and the accelerator's
 dtypes, one of them perhaps in a file that a library wrote. The idea: what has one id, step, rank and place in the order
 of calls is a pair; both sides are read, flattened if need be, and measured in float64, piece by piece, by the formulas
 of msit's table (docs/labels.md) and, for the verdict, by rows as everywhere here. What cannot be
-compared keeps its row, with the reason. Not here: csv and words (report/labels.py), capture.
+compared keeps its row, with the reason. Not here: csv and words (report/label_lines.py), capture.
 """
 
 from __future__ import annotations
