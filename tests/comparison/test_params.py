@@ -9,7 +9,7 @@ from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.plan.units import Group, Unit
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.schema import REPLICATED, Layout, Payload, Record, Stats
-from vllm_accprobe.standards.ours import Standard
+from vllm_accprobe.standards.limits import Standard
 
 
 class Store:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_accprobe.dump import event_lines
-from vllm_accprobe.dump.event_lines import KINDS
+from vllm_accprobe.dump.journal import event_lines
+from vllm_accprobe.dump.journal.event_lines import KINDS
 from vllm_accprobe.dump.recorder.lines import encode
 from vllm_accprobe.dump.schema import (
     End,

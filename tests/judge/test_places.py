@@ -8,7 +8,7 @@ from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.origins.origin import find_origins
 from vllm_accprobe.judge.origins.peer_evidence import GAIN
 from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, Trace
-from vllm_accprobe.standards.ours import Standard
+from vllm_accprobe.standards.limits import Standard
 
 UNIT, ROWS = 2.0**-8, 60
 KEYS = np.arange(ROWS, dtype=np.int64)

@@ -28,7 +28,7 @@ from vllm_accprobe.judge.routing import (
 from vllm_accprobe.judge.verdict import ELEMENT, NONFINITE, RATIO, ROW, row_errors
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards import PAIRS, find
-from vllm_accprobe.standards.ours import Standard
+from vllm_accprobe.standards.limits import Standard
 
 
 def keys(*names):

@@ -39,7 +39,7 @@ from vllm_accprobe.formats.common import held
 from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUES, ForeignDump
 from vllm_accprobe.judge.calibration import Calibration
 from vllm_accprobe.standards import PAIRS, NamedStandard, UnknownStandard, find
-from vllm_accprobe.standards.ours import Standard
+from vllm_accprobe.standards.limits import Standard
 
 IDS_ONLY = "ids of the best logits (used for flipped tokens only)"
 Progress = Callable[[int, int], None]

@@ -25,7 +25,7 @@ from vllm_accprobe.dump.select import row_space
 from vllm_accprobe.judge.floor import flow_unit, is_exact
 from vllm_accprobe.judge.verdict import describe, row_errors, value_and_limit
 from vllm_accprobe.kernels import definition
-from vllm_accprobe.standards.ours import EXACT, Limits, Standard
+from vllm_accprobe.standards.limits import EXACT, Limits, Standard
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 

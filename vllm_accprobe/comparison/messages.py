@@ -25,7 +25,7 @@ from vllm_accprobe.comparison.verdict import harmless
 from vllm_accprobe.judge import flips
 from vllm_accprobe.judge.verdict import METRICS, RowErrors, Worst, describe, value_and_limit
 from vllm_accprobe.kernels import definition
-from vllm_accprobe.standards.ours import Limits
+from vllm_accprobe.standards.limits import Limits
 
 NOBODY = (
     "no operator adds more than it does elsewhere: either each layer is a little off, or this model enlarges honest "

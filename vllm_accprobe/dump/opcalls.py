@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vllm_accprobe.dump.events import Event, integer, optional_integer, optional_string, short, string
+from vllm_accprobe.dump.journal.events import Event, integer, optional_integer, optional_string, short, string
 from vllm_accprobe.dump.schema import OpCall, Record
 
 SEPARATOR = "::"

@@ -6,7 +6,7 @@ for p significant bits [N. Higham, Accuracy and Stability of Numerical Algorithm
 and float64 themselves nothing is rounded at the end and the order of summation decides; for that we allow 64 roundings
 (a random walk over sums of some thousands of terms, [same book, section 4.2]).
 In a model, the coarsest dtype that the data has been through counts: a bfloat16 value in a float32 tensor is no better.
-Not here: how many units are allowed (standards/ours.py).
+Not here: how many units are allowed (standards/limits.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The problem: three measures with three limits are three answers. The idea: each 
 relative L2 error: a norm ratio or a lone element that reaches its own limit counts as much as a row error that reaches
 the row's. So a row has one number, the measure that gave it is kept for the message, and errors at inputs and outputs
 can be weighed against each other (origin.py).
-Not here: the limits (standards/ours.py), the sums (kernels/).
+Not here: the limits (standards/limits.py), the sums (kernels/).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_accprobe.kernels import definition
-from vllm_accprobe.standards.ours import Limits, Standard
+from vllm_accprobe.standards.limits import Limits, Standard
 
 ROW, RATIO, ELEMENT, EXACTLY, NONFINITE = range(5)
 METRICS = ("row_rel_l2", "row_norm_ratio", "element", "exact", "nonfinite")

@@ -17,7 +17,7 @@ TRUNCATIONS = 2
 """measured: how often a result is truncated on its way through one operator: vLLM's AVX2 attention truncates its
 probabilities and what it gives out (`accprobe calibrate --profile`)."""
 
-# --- limits of a row (ours.py) ---------------------------------------------------------------------------------------
+# --- limits of a row (limits.py) --------------------------------------------------------------------------------------
 
 CREATED = 4.0
 """chosen: u that one operator may add to a row: four roundings to the same side, of inputs, weights, an intermediate

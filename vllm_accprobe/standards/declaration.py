@@ -16,7 +16,7 @@ from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, RuleFinding
 from vllm_accprobe.standards.measures import Measures, as_measures
 
 if TYPE_CHECKING:
-    from vllm_accprobe.standards.ours import Standard
+    from vllm_accprobe.standards.limits import Standard
 
 __all__ = [
     "ERROR",
@@ -144,7 +144,8 @@ class MachineRule:
 
 @dataclass(frozen=True, slots=True)
 class NamedStandard:
-    """name: what ``--standard`` takes. limits: compare's own, by rows, in units of rounding (ours.py); pairs: compare's
+    """name: what ``--standard`` takes. limits: compare's own, by rows, in units of rounding (limits.py); pairs:
+    compare's
     by another tool's rule; output: of one machine's output; floors: opcheck judges it by its own floors instead
     (opcheck/floors/verdict.py); machines: of two machines."""
 

@@ -24,7 +24,7 @@ import torch
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session
 from vllm_accprobe.capture.core.step_state import StepState
 from vllm_accprobe.capture.labels import binding
-from vllm_accprobe.dump.event_lines import LABEL_ENDINGS
+from vllm_accprobe.dump.journal.event_lines import LABEL_ENDINGS
 from vllm_accprobe.dump.label_files import locate
 from vllm_accprobe.dump.schema import ACL, LABEL_TAP, PTA, Label, label_file, rank_dir
 

@@ -22,7 +22,7 @@ from vllm_accprobe.comparison.plan.units import Group, Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.kernels import definition, rows
-from vllm_accprobe.standards.ours import Standard
+from vllm_accprobe.standards.limits import Standard
 
 PACKED = "packed or quantised parameters of different dtypes"
 ELSEWHERE_CUT = "fingerprints of parameters that are cut differently over ranks"

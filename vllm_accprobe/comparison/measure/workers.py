@@ -22,7 +22,7 @@ from vllm_accprobe.comparison.measure.params import compare_params
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.plan.row_index import Indices
 from vllm_accprobe.comparison.plan.units import Unit
-from vllm_accprobe.standards.ours import Standard
+from vllm_accprobe.standards.limits import Standard
 
 BATCH = 8 << 20
 """Bytes of both sides that a thread is given at a time, or more where one unit has more."""

@@ -39,7 +39,7 @@ from vllm_accprobe.judge.origins.row_errors import Trace, kind_of
 from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice
 from vllm_accprobe.judge.verdict import RowErrors, rows_of
 from vllm_accprobe.kernels import definition
-from vllm_accprobe.standards.ours import EXACT, Limits, Standard
+from vllm_accprobe.standards.limits import EXACT, Limits, Standard
 
 _NO_KEYS = np.zeros(0, np.int64)
 

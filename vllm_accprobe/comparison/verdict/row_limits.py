@@ -22,7 +22,7 @@ from vllm_accprobe.judge.floor import is_exact
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.verdict import RowErrors, Worst, alike, part_of, row_errors, worst_of_each
 from vllm_accprobe.kernels import definition
-from vllm_accprobe.standards.ours import EXACT, Limits, Standard
+from vllm_accprobe.standards.limits import EXACT, Limits, Standard
 
 _TOGETHER = 1 << 16
 """Rows whose tables are joined: some megabytes."""

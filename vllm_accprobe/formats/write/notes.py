@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_accprobe.dump import dtypes, events, opcalls
-from vllm_accprobe.dump.event_lines import MODULE
+from vllm_accprobe.dump import dtypes, opcalls
+from vllm_accprobe.dump.journal import events
+from vllm_accprobe.dump.journal.event_lines import MODULE
 from vllm_accprobe.dump.schema import Layout, Module, OpCall, Record
 
 NAME = "accprobe"

@@ -30,7 +30,7 @@ from vllm_accprobe.judge.origins.outliers import Peers
 from vllm_accprobe.judge.origins.peer_evidence import COLUMNS, Hidden, Look, kind_of_place
 from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED
-from vllm_accprobe.standards.ours import Standard
+from vllm_accprobe.standards.limits import Standard
 
 BACKWARD = "backward."
 """What the places of backward runs begin with."""

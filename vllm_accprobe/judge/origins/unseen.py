@@ -8,7 +8,7 @@ layer without a compared tap, passed since the last compared tap, is a gap in fr
 in a gap of n layers is what may pile up in n layers (standards.Standard.total_limits): each layer's roundings are
 independent, and so is each rounding that a compiler leaves out or adds, which differs between the two runs like any
 other; independent errors add in quadrature, so that the limit grows with sqrt(1 + n).
-Not here: the limits (standards/ours.py), the order of the flow (flow.py).
+Not here: the limits (standards/limits.py), the order of the flow (flow.py).
 """
 
 from __future__ import annotations

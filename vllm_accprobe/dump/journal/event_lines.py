@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_accprobe.dump.events import MAX_INT, Event, integer, optional_integer, optional_string, short, string
+from vllm_accprobe.dump.journal.events import MAX_INT, Event, integer, optional_integer, optional_string, short, string
 from vllm_accprobe.dump.schema import (
     DECODE,
     PREFILL,

@@ -3,7 +3,7 @@
 The problem: a journal may come from a killed run, a newer release or a stranger, and analysis wants plain objects whose
 numbers it may use as sizes. The idea: types and ranges are checked, and what does not hold is a ValueError with a short
 reason; the reader counts these. Strings that repeat on every line are kept once. Not here: other lines
-(event_lines.py, opcalls.py), files (reader.py), whether a payload really lies where the line says (journal.py).
+(event_lines.py, opcalls.py), files (reader.py), whether a payload really lies where the line says (reading.py).
 """
 
 from __future__ import annotations

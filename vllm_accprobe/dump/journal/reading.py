@@ -12,21 +12,20 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 try:
     import orjson
 except ImportError:  # three times slower, nothing else
     orjson = None  # type: ignore[assignment]
 
-from vllm_accprobe.dump import events, image_calls
-from vllm_accprobe.dump.event_lines import KINDS, LABEL
+from vllm_accprobe.dump import image_calls
+from vllm_accprobe.dump.face import Dump
 from vllm_accprobe.dump.files import MISSING, DumpError, find_segment, journal_lines
+from vllm_accprobe.dump.journal import events
+from vllm_accprobe.dump.journal.event_lines import KINDS, LABEL
 from vllm_accprobe.dump.opcalls import op_call, replaced
 from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, Layout, OpCall, Record, Skip, rank_dir
-
-if TYPE_CHECKING:
-    from vllm_accprobe.dump.reader import Dump
 
 LOST = "payload that is not in its file"
 """The reason under which they are counted; their statistics and hashes are there still."""

@@ -1,0 +1,90 @@
+"""The house as docs/architecture.md describes it: no cycle of imports, no name twice, no room too full.
+
+Read from the source, so that imports inside functions and under TYPE_CHECKING count as well.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "vllm_accprobe"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MANY = {"cli", "opcheck/references"}
+"""One file per command, and per family of operators: as many as there are."""
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports() -> dict[str, set[str]]:
+    names = {name_of(f) for f in FILES}
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            wanted: list[str] = []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                wanted = [f"{node.module}.{a.name}" for a in node.names]
+                wanted = [w if w in names else node.module for w in wanted]
+            elif isinstance(node, ast.Import):
+                wanted = [a.name for a in node.names]
+            found[name_of(file)] |= {w for w in wanted if w in names} - {name_of(file)}
+    return found
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one module [R. Tarjan, SIAM J. Comput. 1 (1972) 146]."""
+    low: dict[str, int] = {}
+    number: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(v: str) -> None:
+        number[v] = low[v] = len(number)
+        stack.append(v)
+        for w in sorted(graph[v]):
+            if w not in number:
+                visit(w)
+                low[v] = min(low[v], low[w])
+            elif w in stack:
+                low[v] = min(low[v], number[w])
+        if low[v] == number[v]:
+            group = stack[stack.index(v) :]
+            del stack[stack.index(v) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for v in sorted(graph):
+        if v not in number:
+            visit(v)
+    return found
+
+
+def test_cycles_are_found() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+
+
+def test_no_cycle_of_imports() -> None:
+    assert len(FILES) > 300
+    assert cycles(imports()) == []
+
+
+def test_no_class_is_declared_twice() -> None:
+    classes = defaultdict(list)
+    for file in FILES:
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(name_of(file))
+    assert {name: where for name, where in classes.items() if len(where) > 1} == {}
+
+
+def test_no_name_of_a_module_is_in_more_than_two_rooms() -> None:
+    named = Counter(f.name for f in FILES if f.name != "__init__.py")
+    assert [name for name, n in named.items() if n > 2] == []
+
+
+def test_no_room_is_too_full() -> None:
+    rooms = Counter(f.parent.relative_to(PACKAGE).as_posix() for f in FILES if f.name != "__init__.py")
+    assert {room: n for room, n in rooms.items() if n > 15 and room not in MANY} == {}
