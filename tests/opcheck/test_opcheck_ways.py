@@ -18,7 +18,8 @@ from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, Moments, draw
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
-from vllm_accprobe.opcheck.reference import Call, Declined, References, default_references, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, References, reference
+from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run import backward, native, synthetic_inputs
 from vllm_accprobe.opcheck.run.replay import Options
 from vllm_accprobe.opcheck.run.rerun import forward_native

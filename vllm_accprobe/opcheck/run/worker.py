@@ -59,7 +59,7 @@ class Bench:
     def __init__(self, job: Job):
         from vllm_accprobe.formats import open_dump
         from vllm_accprobe.opcheck.calls.records import Calls
-        from vllm_accprobe.opcheck.reference import default_references
+        from vllm_accprobe.opcheck.registry import default_references
         from vllm_accprobe.opcheck.run import mindspore_api, rerun
         from vllm_accprobe.opcheck.run.replay import Options
         from vllm_accprobe.opcheck.run.result_row import OURS, STRICT
