@@ -10,34 +10,13 @@ routed and shared experts added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, reference, sum_of_two
+from vllm_accprobe.opcheck.references import hf
+from vllm_accprobe.opcheck.references.block_parts import parts, same, unscaled
 from vllm_accprobe.opcheck.references.linear import added, rounded
-
-Inside = Sequence[tuple[str, str, Any]]
-
-
-def _inside(call: Call) -> Inside:
-    found: Inside = call.extra.get("children", ())
-    if not found:
-        raise Declined("nothing inside it was captured")
-    return found
-
-
-def same(call: Call, role: str, child: str, child_role: str) -> Expected | None:
-    """The value of output ``role`` handed on from the last output of the child whose path ends so; None where it was
-    not captured."""
-    read = call.extra.get("read")
-    out = call.outputs.get(role)
-    for path, r, record in reversed(_inside(call)):
-        if r == child_role and (path == child or (child.startswith("*") and path.endswith(child[1:]))):
-            if read is None or out is None or tuple(record.shape) != tuple(out.shape):
-                return None
-            return Expected(read(record).double(), None, 0.0)
-    return None
 
 
 def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> dict[str, Expected]:
@@ -45,7 +24,7 @@ def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> 
 
     last: output.0 only from the child that ran last: a block that does more behind it is not the one that is meant."""
     found: dict[str, Expected] = {}
-    ran_last = _inside(call)[-1][0]
+    ran_last = parts(call)[-1][0]
     for role, child, child_role in places:
         if last and role == "output.0" and ran_last != child and not ran_last.startswith(f"{child}."):
             continue
@@ -58,23 +37,15 @@ def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> 
     return found
 
 
-def unscaled(call: Call) -> None:
-    """Engines apply a routed scaling factor in the experts, behind them or, in float16, in the layers around."""
-    if call.config.get("routed_scaling_factor") not in (None, 1, 1.0):
-        raise Declined("where the routed scaling factor is applied was not recorded")
-
-
 @reference("*DecoderLayer")
 def decoder_layer(call: Call) -> dict[str, Expected]:
     """Of layers that hand on (hidden, residual); those that add the residual themselves: hf.py."""
     if "output.1" not in call.outputs:
-        from vllm_accprobe.opcheck.references.hf import residual_layer
-
-        return residual_layer(call)
+        return hf.residual_layer(call)
     unscaled(call)
     return _handed_on(
         call,
-        ("output.0", _inside(call)[-1][0].partition(".")[0], "output.0"),
+        ("output.0", parts(call)[-1][0].partition(".")[0], "output.0"),
         ("output.1", "post_attention_layernorm", "output.1"),
         ("output.1", "pre_feedforward_layernorm", "output.1"),
     )
@@ -95,7 +66,7 @@ def latent_block(call: Call) -> dict[str, Expected]:
 
 @reference("*MLP")
 def mlp(call: Call) -> dict[str, Expected]:
-    gates = [f for f in _inside(call) if f[0] == "expert_gate" and f[1] == "output.0"]
+    gates = [f for f in parts(call) if f[0] == "expert_gate" and f[1] == "output.0"]
     if gates:
         return {"output.0": _gated(call, gates[-1][2])}
     return _handed_on(call, *(("output.0", c, "output.0") for c in ("down_proj", "fc2", "c_proj", "dense_4h_to_h")))
@@ -137,11 +108,9 @@ def _experts(call: Call) -> Expected:
 
 @reference("*MoE", "*MoeSparseMoeBlock", "*SparseMoeBlock", "*Moe")
 def moe_block(call: Call) -> dict[str, Expected]:
-    inside = {path for path, _, _ in _inside(call)}
+    inside = {path for path, _, _ in parts(call)}
     if "experts" in inside and ("shared_expert" in inside or "shared_experts" in inside):
-        from vllm_accprobe.opcheck.references.hf import mixture
-
-        return mixture(call)
+        return hf.mixture(call)
     unscaled(call)
     return _handed_on(call, ("output.0", "experts", "output.0"))
 
@@ -164,7 +133,7 @@ def causal_lm(call: Call) -> dict[str, Expected]:
 @reference("*VisionPatchEmbed", "*PatchEmbed")
 def patch_embed(call: Call) -> dict[str, Expected]:
     read, out = call.extra.get("read"), call.outputs.get("output.0")
-    for path, role, record in reversed(_inside(call)):
+    for path, role, record in reversed(parts(call)):
         if path == "proj" and role == "output.0" and read is not None and out is not None:
             value = read(record).double()
             if value.numel() == out.numel():
@@ -200,7 +169,7 @@ def vision_transformer(call: Call) -> dict[str, Expected]:
 def last_part(call: Call) -> dict[str, Expected]:
     """The output of the part that ended last."""
     read, out = call.extra.get("read"), call.outputs.get("output.0")
-    _, role, record = _inside(call)[-1]
+    _, role, record = parts(call)[-1]
     if read is None or out is None or role != "output.0" or tuple(record.shape) != tuple(out.shape):
         raise Declined("a block whose parts do not tell what it hands on")
     return {"output.0": Expected(read(record).double(), None, 0.0)}

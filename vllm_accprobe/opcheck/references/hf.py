@@ -16,7 +16,7 @@ import torch
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, reference
 from vllm_accprobe.opcheck.references import moe
-from vllm_accprobe.opcheck.references.composite import same, unscaled
+from vllm_accprobe.opcheck.references.block_parts import same, unscaled
 from vllm_accprobe.opcheck.references.linear import product
 
 

@@ -27,6 +27,7 @@ from vllm_accprobe.opcheck.reference import (
     gamma,
     reference,
 )
+from vllm_accprobe.opcheck.references.activations import soft_cap
 from vllm_accprobe.opcheck.references.kernels_common import weight_here
 from vllm_accprobe.opcheck.references.quantised import activation_noise, weight_of
 
@@ -128,8 +129,6 @@ def logits(call: Call) -> Expected:
     z = call.extra.get("lm_head")
     if z is None:
         raise Declined("the output of lm_head was not captured beside it")
-    from vllm_accprobe.opcheck.references.activations import soft_cap
-
     z = z.double()
     out = call.outputs["output.0"]
     if z.shape[-1] < out.shape[-1] or z.shape[0] != out.shape[0]:

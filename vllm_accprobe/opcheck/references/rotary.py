@@ -21,6 +21,7 @@ import torch
 
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.references.hf import rotary_tables
 from vllm_accprobe.opcheck.references.kernels_common import on
 
 
@@ -152,8 +153,6 @@ def token_angles(call: Call, dim: int) -> tuple[Any, float]:
 def rotary(call: Call) -> dict[str, Expected]:
     """Of query and key, [tokens, heads * size] or [tokens, heads, size]; channels past rotary_dim pass through."""
     if "inv_freq" in call.params and call.maybe("query", "1") is None:
-        from vllm_accprobe.opcheck.references.hf import rotary_tables
-
         return rotary_tables(call)
     head, neox = int(call.attr("head_size")), bool(call.attr("is_neox_style", default=True))
     dim = int(call.attr("rotary_dim", default=head))
