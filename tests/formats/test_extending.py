@@ -139,8 +139,8 @@ def test_the_page_s_device_kernel_runs_here(
 def test_the_page_s_device_kernel_has_the_reference_s_gradients(
     tmp_path: Path, page: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "gradients"
-    assert main(["opcheck", str(logged(tmp_path / "right")), "--backward", "--out", str(out)]) == 0, "".join(capsys.readouterr())
+    right, out = logged(tmp_path / "right"), tmp_path / "out"
+    assert main(["opcheck", str(right), "--backward", "--out", str(out)]) == 0, "".join(capsys.readouterr())
     roles = ("output.0", "grad.input.x", "grad.param.weight")
     assert checked(out) == [("FusedVendorNorm", role, "pass") for role in roles]
 
