@@ -24,7 +24,7 @@ from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.floors import pooled
-from vllm_accprobe.opcheck.reference import default_references
+from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run import pair, replay
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS
 

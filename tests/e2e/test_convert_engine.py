@@ -12,7 +12,7 @@ from support.captures import VISION, Engines
 from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.reference import default_references
+from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.replay import check
 
 pytestmark = pytest.mark.engine

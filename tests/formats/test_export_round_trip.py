@@ -19,7 +19,7 @@ from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.reference import default_references
+from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.replay import check
 
 KINDS = ("h5", "npz", "safetensors", "msprobe")

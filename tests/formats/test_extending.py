@@ -78,6 +78,12 @@ def logged(path: Path, factor: float = 1.0) -> Path:
     return path
 
 
+def checked(out: Path) -> list[tuple[str, str, str]]:
+    """(operator, role, status) of each row."""
+    with (out / "opcheck.csv").open(newline="") as f:
+        return [(r["op"], r["role"], r["status"]) for r in csv.DictReader(f)]
+
+
 def own(path: Path) -> Path:
     write_run_json(path, {"model": "tests"})
     writer = RankWriter(path, 0, {}, budget_bytes=1 << 30, block_bytes=1 << 16)
@@ -115,8 +121,40 @@ def test_the_page_s_reference_judges_an_operator(
     for dump, code, word in ((right, 0, "pass"), (wrong, 1, "fail")):
         out = tmp_path / f"out-{word}"
         assert main(["opcheck", str(dump), "--out", str(out)]) == code, "".join(capsys.readouterr())
-        with (out / "opcheck.csv").open(newline="") as f:
-            assert [(r["op"], r["status"]) for r in csv.DictReader(f)] == [("FusedVendorNorm", word)]
+        assert checked(out) == [("FusedVendorNorm", "output.0", word)]
+
+
+@pytest.mark.parametrize("way", [["--rerun"], ["--against", "device", "-j", "0"]], ids=["rerun", "device"])
+def test_the_page_s_device_kernel_runs_here(
+    way: list[str], tmp_path: Path, page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_accprobe.opcheck.run.rerun.accelerator", lambda: "cpu")  # whatever this machine has
+    right, wrong = logged(tmp_path / "right"), logged(tmp_path / "wrong", 1.01)
+    for dump, code, word in ((right, 0, "pass"), (wrong, 1, "fail")):
+        out = tmp_path / f"out-{word}"
+        assert main(["opcheck", str(dump), *way, "--out", str(out)]) == code, "".join(capsys.readouterr())
+        assert checked(out) == [("FusedVendorNorm", "output.0", word)]
+
+
+def test_the_page_s_device_kernel_has_the_reference_s_gradients(
+    tmp_path: Path, page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right, out = logged(tmp_path / "right"), tmp_path / "out"
+    assert main(["opcheck", str(right), "--backward", "--out", str(out)]) == 0, "".join(capsys.readouterr())
+    roles = ("output.0", "grad.input.x", "grad.param.weight")
+    assert checked(out) == [("FusedVendorNorm", role, "pass") for role in roles]
+
+
+def test_a_reference_without_a_device_kernel_is_skipped_by_a_rerun(
+    tmp_path: Path, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = (code for code in blocks("python") if "@device_kernel" in code)
+    only = {"vendor_checks": code.partition("\n\n\n@device_kernel")[0]}
+    logger = {"logger_dumps": next(code for code in blocks("python") if "# logger_dumps.py" in code)}
+    groups = {"vllm_accprobe.references": {"v": "vendor_checks"}, "vllm_accprobe.formats": {"logger": "logger_dumps"}}
+    install(site, "half", groups, only | logger)
+    assert main(["opcheck", str(logged(tmp_path / "d")), "--rerun", "--out", str(tmp_path / "o")]) == 3
+    assert "no reference for FusedVendorNorm" in "".join(capsys.readouterr())
 
 
 BROKEN = {

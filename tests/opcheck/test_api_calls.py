@@ -16,10 +16,10 @@ from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.formats.common import msprobe_calls
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.reference import Call, Declined, default_references
-from vllm_accprobe.opcheck.references import aten
+from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.references import aten, mindspore_api
 from vllm_accprobe.opcheck.references.api import torch_function
-from vllm_accprobe.opcheck.run import mindspore_api
+from vllm_accprobe.opcheck.registry import default_references
 
 G = torch.Generator().manual_seed(5)
 here = pytest.mark.skipif(not mindspore_api.installed(), reason="MindSpore is not installed")

@@ -13,7 +13,8 @@ from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.case import StoredCache, closed, decode, encode
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.kit.tensorfile import load, save
-from vllm_accprobe.opcheck.reference import Call, Declined, default_references
+from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.registry import default_references
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
           torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]  # fmt: skip

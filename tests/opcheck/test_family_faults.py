@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from vllm_accprobe.opcheck.calls.case import CachedRun, StoredCache
 from vllm_accprobe.opcheck.floors.verdict import Verdict, judge
-from vllm_accprobe.opcheck.reference import Call, Declined, default_references
+from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.registry import default_references
 
 TABLE = default_references()
 Kernel = Callable[[], tuple[Call, Any, Any]]

@@ -16,7 +16,8 @@ from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.reference import Call, default_references
+from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.replay import Options, check
 from vllm_accprobe.opcheck.run.result_row import Checked
 from vllm_accprobe.standards import built_in

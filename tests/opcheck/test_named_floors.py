@@ -12,7 +12,8 @@ from vllm_accprobe.judge import tiers
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 from vllm_accprobe.opcheck.floors import chance, peers, verdict
 from vllm_accprobe.opcheck.floors.pooled import COLUMN, COLUMN_SCALE, SCALE, TOGETHER, Pool
-from vllm_accprobe.opcheck.reference import Call, Expected, default_references, gamma
+from vllm_accprobe.opcheck.reference import Call, Expected, gamma
+from vllm_accprobe.opcheck.registry import default_references
 
 U = 2.0**-8
 BUDGET = chance.Budget()

@@ -13,7 +13,8 @@ from support.truncated import truncated
 from vllm_accprobe.dump.schema import RowSpace, Segment
 from vllm_accprobe.opcheck.calls.history import Past
 from vllm_accprobe.opcheck.floors.attention_causes import cause
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, default_references
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.registry import default_references
 
 HEADS, KV, HEAD, SCALE = 4, 2, 32, 0.2
 LONG, SHORT = 300, 40

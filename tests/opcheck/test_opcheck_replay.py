@@ -12,7 +12,7 @@ from opcheck.opcheck_dumps import Maker
 from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.reference import default_references
+from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.replay import Checked, check
 from vllm_accprobe.opcheck.run.totals import totals
 

@@ -18,8 +18,10 @@ from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, DrawnMoments, draw
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
-from vllm_accprobe.opcheck.reference import Call, Declined, References, default_references, reference
-from vllm_accprobe.opcheck.run import backward, native, synthetic_inputs
+from vllm_accprobe.opcheck.reference import Call, Declined, device_kernel
+from vllm_accprobe.opcheck.references import activations, linear
+from vllm_accprobe.opcheck.registry import default_references
+from vllm_accprobe.opcheck.run import backward, synthetic_inputs
 from vllm_accprobe.opcheck.run.replay import Options
 from vllm_accprobe.opcheck.run.rerun import forward_native
 from vllm_accprobe.opcheck.run.result_row import Checked
@@ -73,13 +75,13 @@ def test_vllms_native_code_is_its_own_and_torchs_agrees() -> None:
                 attrs={"variance_epsilon": 1e-5, "hidden_size": 32},
                 outputs={"output.0": x, "output.1": r})  # fmt: skip
     calls = [norm, Call("a", "SiluAndMul", inputs={"x": x}, outputs={"output.0": x})]
-    natives = References([native])
+    references = default_references()
     for call in calls:
-        theirs, ours = forward_native(call), natives.evaluate(call)
+        theirs, ours = forward_native(call), references.run(call)
         assert theirs is not None
         assert not isinstance(ours, Declined)
         for role, value in theirs.items():
-            assert torch.allclose(value.double(), ours[role].value.double(), rtol=2**-7, atol=2**-7)
+            assert torch.allclose(value.double(), ours[role].double(), rtol=2**-7, atol=2**-7)
     assert forward_native(replace(norm, cls="Nobody")) is None
     assert forward_native(replace(norm, attrs={}, inputs={})) is None
 
@@ -124,13 +126,13 @@ def test_a_wrong_kernel_of_this_machine_shows_on_drawn_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = statistics_only(tmp_path / "d")
-    right = native.linear
+    right = linear.linear_kernel
 
-    @reference("RowParallelLinear")
+    @device_kernel("RowParallelLinear")
     def wrong(call: Call) -> dict[str, Any]:
         return {k: v * 1.02 for k, v in right(call).items()}
 
-    monkeypatch.setattr(native, "linear", wrong)
+    monkeypatch.setattr(linear, "linear_kernel", wrong)
     assert [r.status for r in drawn_rows(calls)["RowParallelLinear"]] == ["fail"] * 3
 
 
@@ -193,14 +195,14 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         def backward(ctx: Any, up: Any) -> Any:  # type: ignore[override]
             return up * 0.97  # also where x < 0
 
-    @reference("ReLU")
+    @device_kernel("ReLU")
     def relu(call: Call) -> Any:
         return Wrong.apply(call.tensor("x"))
 
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     call = Call("r", "ReLU", inputs={"x": x}, outputs={"output.0": torch.relu(x)})
     assert {r.status for r in gradients(call).values()} == {"pass"}
-    monkeypatch.setattr(native, "relu", relu)
+    monkeypatch.setattr(activations, "relu_kernel", relu)
     assert {r.status for r in gradients(call).values()} == {"fail"}
 
 

@@ -11,7 +11,8 @@ from opcheck.opcheck_dumps import Maker, name
 
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References, default_references, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References, reference
+from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.replay import Checked, check
 from vllm_accprobe.opcheck.run.totals import totals
 
@@ -226,9 +227,7 @@ def test_a_parameter_is_found_under_its_module(tmp_path: Path) -> None:
 
 
 def test_a_handle_is_never_given_to_a_kernel_again() -> None:
-    from vllm_accprobe.opcheck.run import native
-
     call = Call("t", "_C.onednn_mm.default", args=(X, Y, None, torch.tensor(0xDEAD)), outputs={"output.0": X})
-    found = References([native]).evaluate(call)
+    found = default_references().run(call)
     assert isinstance(found, Declined)
     assert found.reason == "takes a handle of the process that was captured"

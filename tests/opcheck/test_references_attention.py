@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from vllm_accprobe.dump.schema import RowSpace, Segment
 from vllm_accprobe.opcheck.calls.history import INCOMPLETE, Past
 from vllm_accprobe.opcheck.floors.verdict import judge
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, default_references
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references import rotary
 from vllm_accprobe.opcheck.references.attention import alibi_slopes, attend
+from vllm_accprobe.opcheck.registry import default_references
 
 G = torch.Generator().manual_seed(9)
 TABLE = default_references()

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, default_references
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references.moe import dense, route
+from vllm_accprobe.opcheck.registry import default_references
 
 G = torch.Generator().manual_seed(3)
 TABLE = default_references()

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References, default_references
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
 from vllm_accprobe.opcheck.references import collectives
 from vllm_accprobe.opcheck.references.sampling import probabilities
+from vllm_accprobe.opcheck.registry import default_references
 
 G = torch.Generator().manual_seed(5)
 TABLE = default_references()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, default_references
+from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references.quantised import awq, gptq, scaled, weight_of
+from vllm_accprobe.opcheck.registry import default_references
 
 G = torch.Generator().manual_seed(11)
 

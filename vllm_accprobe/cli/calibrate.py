@@ -71,7 +71,7 @@ def _profile(dump: Path, model: Path | None, out: Path) -> None:
         raise CommandError(f"{dump} does not exist: name a dump's directory or file")
     outputs.check(out, {NAME: outputs.matching(OURS)}, dumps=[dump])
     from vllm_accprobe.opcheck.habits import decided
-    from vllm_accprobe.opcheck.reference import default_references
+    from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run import pair, table
 
     calls = opened_calls(dump, model)

@@ -48,7 +48,7 @@ def gentest(
     require_torch("gentest")
     from vllm_accprobe.opcheck.calls import grid
     from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
-    from vllm_accprobe.opcheck.reference import default_references
+    from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run.replay import Options
 
     calls, references, options = opened_calls(dump, model), default_references(), Options(ids=ids_of(ids))

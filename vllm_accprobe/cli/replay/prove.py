@@ -69,7 +69,7 @@ def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told:
     from vllm_accprobe.opcheck.habits import decided
     from vllm_accprobe.opcheck.proof import prove
     from vllm_accprobe.opcheck.proof.propagated import split_errors
-    from vllm_accprobe.opcheck.reference import default_references
+    from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run import pair
 
     dumps = [open_dump(path) for path in (golden, mine)]

@@ -27,7 +27,7 @@ from vllm_accprobe.opcheck.kit.tensorfile import load
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
 from vllm_accprobe.opcheck.references import families
-from vllm_accprobe.opcheck.run import native
+from vllm_accprobe.opcheck.references.kernels_common import on
 
 CAPTURED, DEVICE, DRAWN = "captured", "device", "drawn"
 TENSORS = ("value", "noise", "bound", "rows")
@@ -63,7 +63,7 @@ class Bench:
 
     def __init__(self, device: str = "cpu", seed: int = 0, columns: Sequence[str] = ()):
         self.device, self.seed, self.columns = device, seed, tuple(columns)
-        self.references, self.natives = References(families()), References([native])
+        self.references = References(families())
 
     def check(self, case: Case, way: str) -> list[CaseOutcome]:
         """One CaseOutcome per output; one that skips where there is nothing to check."""
@@ -80,13 +80,13 @@ class Bench:
             return [_skipped(expected.reason)]
         if way == CAPTURED:
             return [self._outcome(case, call, role, call.outputs[role], expected) for role in call.outputs]
-        mine = self.natives.evaluate(native.on(call, self.device))
+        mine = self.references.run(on(call, self.device))
         if isinstance(mine, Declined):
             return [_skipped(mine.reason)]
         found = []
         for role, given in call.outputs.items():
             if role in mine:
-                found.append(self._outcome(case, call, role, mine[role].value.to("cpu", given.dtype), expected, way))
+                found.append(self._outcome(case, call, role, mine[role].to("cpu", given.dtype), expected, way))
         return found or [_skipped("nothing that was captured comes out of it")]
 
     def _outcome(

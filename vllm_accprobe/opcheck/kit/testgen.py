@@ -26,12 +26,12 @@ from vllm_accprobe.opcheck.run import table
 KIT = "operator_kit"
 _PACKAGE = Path(__file__).parents[1]
 _FILES = (
-    "reference", "calls/case", "kit/tensorfile", "floors/chance", "floors/verdict", "floors/rounding", "run/native",
-    "kit/bench", "run/mindspore_api", "measures", "calls/random_inputs",
+    "reference", "calls/case", "kit/tensorfile", "floors/chance", "floors/verdict", "floors/rounding", "kit/bench",
+    "measures", "calls/random_inputs",
 )  # fmt: skip
 _FURTHER = {"judge/floor.py": "floor", "standards/measures.py": "measure_names"}
 """Files of other rooms, and what they are called in the kit."""
-_ROOMS = re.compile(r"vllm_accprobe\.opcheck(\.(calls|floors|kit|run)\b)?")
+_ROOMS = re.compile(r"vllm_accprobe\.opcheck(\.(calls|floors|kit)\b)?")
 """The kit is one flat package."""
 _OURS = "vllm_accprobe.opcheck.references."
 

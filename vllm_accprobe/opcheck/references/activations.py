@@ -17,8 +17,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.references.kernels_common import vendor
+
+_TANH = ("tanh", "gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")
+"""Spellings of GELU by tanh."""
 
 
 def silu(x: Any) -> Any:
@@ -91,7 +96,7 @@ def mul_and_silu(call: Call) -> Expected:
 @reference("GeluAndMul", by_rows=True)
 def gelu_and_mul(call: Call) -> Expected:
     kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
-    if kind in ("tanh", "gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast"):
+    if kind in _TANH:
         return _gated(call, gelu_tanh)
     if kind in ("none", "gelu", "geglu"):
         return _gated(call, gelu)
@@ -154,3 +159,80 @@ def only_sigmoid(call: Call) -> Expected:
 def only_tanh(call: Call) -> Expected:
     y = torch.tanh(_x(call))
     return Expected(y, bound=APPROXIMATE * y.abs())
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+_X = ("x", "input_", "input", "hidden_states", "0")
+
+
+def _gated_here(call: Call, name: str, act: Any, first: bool = True) -> Any:
+    x = call.tensor(*_X)
+    kernel = vendor(name)
+    if kernel is not None and x.device.type != "cpu":
+        out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
+        kernel(out, x.contiguous())
+        return out
+    a, b = x.chunk(2, -1)
+    return act(a) * b if first else a * act(b)
+
+
+@device_kernel("SiluAndMul")
+def silu_and_mul_kernel(call: Call) -> Any:
+    return _gated_here(call, "silu_and_mul", F.silu)
+
+
+@device_kernel("MulAndSilu")
+def mul_and_silu_kernel(call: Call) -> Any:
+    return _gated_here(call, "mul_and_silu", F.silu, first=False)
+
+
+@device_kernel("GeluAndMul")
+def gelu_and_mul_kernel(call: Call) -> Any:
+    kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
+    if kind is None:
+        raise Declined("attribute approximate was not recorded")
+    tanh = kind in _TANH
+    name = "gelu_tanh_and_mul" if tanh else "gelu_and_mul"
+    return _gated_here(call, name, lambda x: F.gelu(x, approximate="tanh" if tanh else "none"))
+
+
+@device_kernel("SiLU", "SiLUActivation")
+def silu_kernel(call: Call) -> Any:
+    return F.silu(call.tensor(*_X))
+
+
+@device_kernel("GELU", "GELUActivation")
+def gelu_kernel(call: Call) -> Any:
+    return F.gelu(call.tensor(*_X), approximate="tanh" if call.attrs.get("approximate") == "tanh" else "none")
+
+
+@device_kernel("GELUTanh", "NewGELU", "NewGELUActivation", "FastGELU", "FastGELUActivation", "PytorchGELUTanh")
+def gelu_tanh_kernel(call: Call) -> Any:
+    return F.gelu(call.tensor(*_X), approximate="tanh")
+
+
+@device_kernel("QuickGELU", "QuickGELUActivation")
+def quick_gelu_kernel(call: Call) -> Any:
+    x = call.tensor(*_X)
+    return x * torch.sigmoid(1.702 * x)
+
+
+@device_kernel("ReLUSquaredActivation")
+def relu2_kernel(call: Call) -> Any:
+    return F.relu(call.tensor(*_X)).square()
+
+
+@device_kernel("ReLU")
+def relu_kernel(call: Call) -> Any:
+    return F.relu(call.tensor(*_X))
+
+
+@device_kernel("Sigmoid")
+def sigmoid_kernel(call: Call) -> Any:
+    return torch.sigmoid(call.tensor(*_X))
+
+
+@device_kernel("Tanh")
+def tanh_kernel(call: Call) -> Any:
+    return torch.tanh(call.tensor(*_X))

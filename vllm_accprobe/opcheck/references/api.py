@@ -1,11 +1,10 @@
-"""API calls as msprobe records them: functions of torch by name, and MindSpore's ``mint``, which is named after them.
+"""API calls as msprobe records them: functions of torch by name.
 
-The problem: ``Functional.linear``, ``Torch.rsqrt``, ``Tensor.__mul__`` and ``Mint.add`` are Python functions and no
-operators of torch.ops, and a name in a dump may mean anything. The idea: only functions that torch itself lists as
-functions on tensors (torch.overrides, the list that tensor subclasses rely on) can be meant, of methods only those that
-compute; they run on the CPU in float64 like an operator (aten.py). ``mint`` takes the arguments of torch's functions of
-the same name and is documented to compute the same [MindSpore's API mapping, "PyTorch and MindSpore API Mapping
-Table"], so that torch's is its reference. Not here: MindSpore's own functions (opcheck/run/mindspore_api.py).
+The problem: ``Functional.linear``, ``Torch.rsqrt`` and ``Tensor.__mul__`` are Python functions and no operators of
+torch.ops, and a name in a dump may mean anything. The idea: only functions that torch itself lists as functions on
+tensors (torch.overrides, the list that tensor subclasses rely on) can be meant, of methods only those that compute;
+they run on the CPU in float64 like an operator (aten.py). MindSpore's ``mint`` is named after them, and its names are
+understood here. Not here: MindSpore's own functions (mindspore_api.py).
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
-from vllm_accprobe.opcheck.references.aten import in_float64
+from vllm_accprobe.opcheck.calls.case import mapped
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.references.aten import in_float64, outputs_by_role
 
 HEADS = {
     "Functional": "nn.functional", "Torch": "", "Tensor": "Tensor", "Mint": "", "MintFunctional": "nn.functional",
@@ -88,7 +88,7 @@ def ready(call: Call) -> Call:
     return replace(call, args=tuple(args), kwargs={k: plain(v) for k, v in call.kwargs.items()})
 
 
-@reference("Functional.*", "Torch.*", "Tensor.*", "Mint.*", "MintFunctional.*", "mindspore.Tensor.*")
+@reference("Functional.*", "Torch.*", "Tensor.*")
 def function(call: Call) -> dict[str, Expected]:
     _, name = split(call.cls)
     if name in _RANDOM or (name.rstrip("_") in _DROPOUT and call.kwargs.get("training", True) is not False):
@@ -96,3 +96,14 @@ def function(call: Call) -> dict[str, Expected]:
     if name in _UNDEFINED:
         raise Declined("an operator whose result has no defined values")
     return in_float64(ready(call), torch_function(call.cls), name in _CASTS)
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+
+@device_kernel("Functional.*", "Torch.*", "Tensor.*")
+def api_kernel(call: Call) -> dict[str, Any]:
+    """The function itself, where its tensors lie."""
+    call = ready(mapped(call, lambda t: t.clone()))
+    result = torch_function(call.cls)(*call.args, **call.kwargs)
+    return outputs_by_role(result, call.args, call.kwargs)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "random", "geometric")
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
@@ -33,6 +33,8 @@ _ELSEWHERE = (
 dump may come from a stranger."""
 _CASTS = ("to", "_to_copy", "copy_", "copy", "type_as")
 """Rounding itself: what comes out is known to the bit."""
+_HANDLES = ("onednn", "_mm_handler", "custom_ar", "quick_ar")
+"""Operators that are given addresses as integers: to run them again would crash."""
 _WIDER = 8.0
 """How many times the answer to moved inputs a kernel's own sums may spread: the square root of some sixty terms."""
 _MOVED = 2.0**-24
@@ -237,3 +239,27 @@ def _spread(value: Any, other: Any | None) -> Any:
     if change.dim():
         change = torch.maximum(change, change.square().mean(-1, keepdim=True).sqrt())
     return _WIDER * change
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+
+@device_kernel("*.*", "torch.ops.*")
+def operator_kernel(call: Call) -> dict[str, Any]:
+    """An aten or vendor operator itself, on the device of its tensors."""
+    if any(word in call.cls for word in _HANDLES):
+        raise Declined("takes a handle of the process that was captured")
+    function = of(call.cls)
+    devices = [t.device for t in tensors_by_role(call.args, call.kwargs).values()]
+    device = devices[0] if devices else torch.device("cpu")
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return device
+        if isinstance(value, (list, tuple)):
+            return [placed(v) for v in value]
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    args, kwargs = [placed(a) for a in call.args], {k: placed(v) for k, v in call.kwargs.items()}
+    result = function(*args, **kwargs)
+    return outputs_by_role(result, args, kwargs)

@@ -21,8 +21,19 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Call, Declined, Expected, gamma, reference
+from vllm_accprobe.opcheck.reference import (
+    APPROXIMATE,
+    ROUNDED,
+    SUM,
+    Call,
+    Declined,
+    Expected,
+    device_kernel,
+    gamma,
+    reference,
+)
 from vllm_accprobe.opcheck.references.aten import of
 
 _FAR = 10.0
@@ -235,3 +246,58 @@ def fused_attention(call: Call) -> dict[str, Expected]:
         coarse = 2.0**-15 if call.unit > 2.0**-20 else 0.0
         expected["output.1"] = Expected(lse, coarse + 2.0**-20 * (1 + largest), common=coarse)
     return expected
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+
+def _sdpa(q: Any, k: Any, v: Any, scale: float, mask: Any | None = None) -> Any:
+    """q [n, heads, d], k and v [m, kv heads, ...] of one sequence; mask added to the scores or None."""
+    share = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(share, 1) for x in (k, v))
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).squeeze(0).transpose(0, 1)
+
+
+def _mask(positions: Any, keys: int, window: int | None, like: Any) -> Any:
+    distance = positions[:, None] - torch.arange(keys, device=positions.device)[None, :]
+    hidden = distance < 0
+    if window:
+        hidden = hidden | (distance >= window)
+    return torch.zeros(distance.shape, dtype=like.dtype, device=like.device).masked_fill(hidden, -math.inf)
+
+
+@device_kernel("Attention", "EncoderOnlyAttention")
+def attention_kernel(call: Call) -> Any:
+    heads, kv, head = (int(call.attr(n)) for n in ("num_heads", "num_kv_heads", "head_size"))
+    settings = attention_settings(call, heads, head)
+    if settings["cap"] or settings["sinks"] is not None or settings["slopes"] is not None:
+        raise Declined("soft caps, sinks and ALiBi have no torch kernel")
+    if "cache" not in call.extra:
+        raise Declined("the keys and values that it looked back at were not captured")
+    captured = call.outputs["output.0"]
+    q = call.tensor("query").reshape(captured.shape[0], heads, head)
+    out = None
+    for at, positions, past in call.extra["cache"].requests(call.cls == "Attention"):
+        k, v = (past[n].to(q.dtype).reshape(len(past[n]), kv, -1) for n in ("key", "value"))
+        mask = _mask(positions, len(k), settings["window"], q) if call.cls == "Attention" else None
+        y = _sdpa(q[at], k, v, settings["scale"], mask)
+        out = torch.zeros(q.shape[0], *y.shape[1:], dtype=q.dtype, device=q.device) if out is None else out
+        out[at] = y
+    if out is None:
+        raise Declined("no row has its whole history in the dump")
+    return out.reshape(captured.shape)
+
+
+@device_kernel("MMEncoderAttention", "MultiHeadAttention")
+def encoder_attention_kernel(call: Call) -> Any:
+    captured = call.outputs["output.0"]
+    heads, kv, head = (int(call.attr(n)) for n in ("num_heads", "num_kv_heads", "head_size"))
+    settings = attention_settings(call, heads, head)
+    q, k, v = (call.tensor(n, str(i)) for i, n in enumerate(("query", "key", "value")))
+    n = q.shape[0]
+    q, k, v = q.reshape(n, -1, heads, head), k.reshape(n, -1, kv, head), v.reshape(n, -1, kv, head)
+    ends = [int(e) for e in call.tensor("cu_seqlens")] if "cu_seqlens" in call.inputs else [0, q.shape[1]]
+    runs = [(a, b) for a, b in pairwise(ends) if b > a]
+    done = [torch.cat([_sdpa(q[i, a:b], k[i, a:b], v[i, a:b], settings["scale"]) for a, b in runs]) for i in range(n)]
+    return torch.stack(done).reshape(captured.shape)

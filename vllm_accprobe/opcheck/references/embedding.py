@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.references.kernels_common import weight_here
 
 _COPY = torch.zeros((), dtype=torch.float64)
 """Bound of a copy."""
@@ -45,3 +47,13 @@ def embedding(call: Call) -> Expected:
         table = other.param("weight")
         total = total + looked_up(ids, table, int(other.attr("tp_rank", default=0)) * table.shape[0])
     return Expected(total, bound=_COPY)  # every rank but one adds zeros
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+
+@device_kernel("VocabParallelEmbedding", "Embedding", "*WordEmbedding")
+def embedding_kernel(call: Call) -> Any:
+    if int(call.attr("tp_size", default=1)) > 1:
+        raise Declined("adds up or gathers over ranks")
+    return F.embedding(call.tensor(*_IDS).long(), weight_here(call))

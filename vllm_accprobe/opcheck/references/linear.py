@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from vllm_accprobe.opcheck.reference import (
     APPROXIMATE,
@@ -22,9 +23,12 @@ from vllm_accprobe.opcheck.reference import (
     Declined,
     Expected,
     combined,
+    device_kernel,
     gamma,
     reference,
 )
+from vllm_accprobe.opcheck.references.activations import soft_cap
+from vllm_accprobe.opcheck.references.kernels_common import weight_here
 from vllm_accprobe.opcheck.references.quantised import activation_noise, weight_of
 
 _INPUT = ("input_", "x", "input", "hidden_states", "0")
@@ -125,8 +129,6 @@ def logits(call: Call) -> Expected:
     z = call.extra.get("lm_head")
     if z is None:
         raise Declined("the output of lm_head was not captured beside it")
-    from vllm_accprobe.opcheck.references.activations import soft_cap
-
     z = z.double()
     out = call.outputs["output.0"]
     if z.shape[-1] < out.shape[-1] or z.shape[0] != out.shape[0]:
@@ -140,3 +142,22 @@ def logits(call: Call) -> Expected:
     if not cap:
         return Expected(z, bound=gamma(2) * size)
     return Expected(z, 2.0**0.5 * ROUNDED * call.unit * size, bound=2.0 * (call.unit + APPROXIMATE) * size)
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+
+@device_kernel(
+    "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "ReplicatedLinear", "GateLinear",
+    "MergedReplicatedLinear", "*ParallelLinear", "Linear", "*Linear", "RowParallelLinear", "ParallelLMHead",
+)  # fmt: skip
+def linear_kernel(call: Call) -> dict[str, Any]:
+    size = int(call.attr("tp_size", default=1))
+    if size > 1 and (call.attrs.get("reduce_results") or call.attrs.get("gather_output")):
+        raise Declined("adds up or gathers over ranks")
+    x = call.tensor(*_INPUT, *(["1"] if call.cls == "ParallelLMHead" else []))
+    held = bool(call.attr("skip_bias_add", default=False))
+    bias = call.params.get("bias") if int(call.attr("tp_rank", default=0)) == 0 or call.cls[:3] != "Row" else None
+    y = F.linear(x, weight_here(call), None if held else bias)
+    found = {"output.0": y.to(call.outputs["output.0"].dtype)}
+    return found | ({"output.1": bias} if held and bias is not None else {})

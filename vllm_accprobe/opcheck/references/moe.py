@@ -16,9 +16,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, gamma, reference
+from vllm_accprobe.opcheck.reference import (
+    APPROXIMATE,
+    ROUNDED,
+    Call,
+    Declined,
+    Expected,
+    device_kernel,
+    gamma,
+    reference,
+)
 from vllm_accprobe.opcheck.references.activations import gelu, silu
 
 _RENORMALIZES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": False, "deepseek_v2": False, "deepseek_v3": True}
@@ -173,3 +183,23 @@ def _routing(call: Call, experts: int) -> Expected | None:
     value = torch.where(ids >= 0, weights.gather(1, at), 0.0)
     return Expected(value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason="two experts are tied",
                     bound=2.0 * (step + APPROXIMATE) * value)  # fmt: skip
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+
+@device_kernel("UnquantizedFusedMoEMethod")
+def experts_kernel(call: Call) -> Any:
+    x, ids, weights = call.tensor("x"), call.tensor("topk_ids"), call.tensor("topk_weights")
+    w13, w2 = (call.params.get(n) for n in ("w13_weight", "w2_weight"))
+    if w13 is None or w2 is None or "w13_bias" in call.params or not w13.is_floating_point():
+        raise Declined("experts in a form that torch has no kernel for")
+    act = activation_of(call)
+    out = torch.zeros(len(x), w2.shape[1], dtype=torch.float32, device=x.device)
+    for e in range(len(w13)):
+        row, place = (ids == e).nonzero(as_tuple=True)
+        if len(row):
+            gate, up = F.linear(x[row], w13[e]).chunk(2, -1)
+            y = F.linear(act(gate) * up, w2[e])
+            out.index_add_(0, row, y.float() * weights[row, place].float().unsqueeze(-1))
+    return out.to(x.dtype)

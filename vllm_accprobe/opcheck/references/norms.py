@@ -15,8 +15,20 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, gamma, reference, sum_of_two
+from vllm_accprobe.opcheck.reference import (
+    APPROXIMATE,
+    ROUNDED,
+    Call,
+    Declined,
+    Expected,
+    device_kernel,
+    gamma,
+    reference,
+    sum_of_two,
+)
+from vllm_accprobe.opcheck.references.kernels_common import vendor, weight_here
 
 _EPS = ("variance_epsilon", "eps")
 _CONFIGURED = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
@@ -140,3 +152,57 @@ def group(call: Call) -> Expected:
     if "bias" in call.params:
         y = y + call.param("bias").reshape(shape)
     return Expected(y)
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+
+def _rms_here(x: Any, weight: Any | None, eps: float) -> Any:
+    """F.rms_norm, or its formula in float32 where torch is older than 2.4."""
+    if hasattr(F, "rms_norm"):
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    wide = x.float()
+    y = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight.float()).to(x.dtype)
+
+
+@device_kernel("RMSNorm", "*RMSNorm", "*RMSNormFused")
+def rms_kernel(call: Call) -> dict[str, Any]:
+    x, eps = call.tensor("x", "hidden_states", "input", "0"), float(call.attr(*_EPS))
+    w = call.params.get("weight")
+    residual = call.maybe("residual", "1")
+    if residual is None:
+        kernel = vendor("rms_norm")
+        if kernel is not None and w is not None and x.dim() == 2 and x.device.type != "cpu":
+            out = torch.empty_like(x)
+            kernel(out, x.contiguous(), w, eps)
+            return {"output.0": out}
+        return {"output.0": _rms_here(x, w, eps)}
+    total = x + residual
+    return {"output.0": _rms_here(total, w, eps), "output.1": total}
+
+
+@device_kernel("GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm")
+def gemma_rms_kernel(call: Call) -> Any:
+    if call.cls.startswith(("Gemma3n", "Gemma4")):
+        return rms_kernel(call)
+    x, eps = call.tensor("x", "hidden_states", "0"), float(call.attr(*_EPS))
+    residual = call.maybe("residual", "1")
+    total = x if residual is None else x + residual
+    y = _rms_here(total.float(), 1.0 + weight_here(call).float(), eps).to(x.dtype)
+    return {"output.0": y} | ({} if residual is None else {"output.1": total})
+
+
+@device_kernel("LayerNorm", "*LayerNorm")
+def layer_kernel(call: Call) -> Any:
+    x = call.tensor("input", "x", "hidden_states", "0")
+    w, b = call.params.get("weight"), call.params.get("bias")
+    shape = call.attr("normalized_shape", default=[x.shape[-1]])
+    shape = list(shape) if isinstance(shape, (list, tuple)) else [int(shape)]
+    return F.layer_norm(x, shape, w, b, float(call.attr(*_EPS)))
+
+
+@device_kernel("GroupNorm")
+def group_kernel(call: Call) -> Any:
+    w, b = call.params.get("weight"), call.params.get("bias")
+    return F.group_norm(call.tensor("input", "x", "0"), int(call.attr("num_groups")), w, b, float(call.attr("eps")))

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.references.hf import rotary_tables
+from vllm_accprobe.opcheck.references.kernels_common import on
 
 
 def plain_frequencies(dim: int, base: float) -> Any:
@@ -151,8 +153,6 @@ def token_angles(call: Call, dim: int) -> tuple[Any, float]:
 def rotary(call: Call) -> dict[str, Expected]:
     """Of query and key, [tokens, heads * size] or [tokens, heads, size]; channels past rotary_dim pass through."""
     if "inv_freq" in call.params and call.maybe("query", "1") is None:
-        from vllm_accprobe.opcheck.references.hf import rotary_tables
-
         return rotary_tables(call)
     head, neox = int(call.attr("head_size")), bool(call.attr("is_neox_style", default=True))
     dim = int(call.attr("rotary_dim", default=head))
@@ -190,3 +190,24 @@ def apply_rotary(call: Call) -> Expected:
     nothing, angle = torch.zeros_like(rest), torch.zeros_like(cos)
     noise, bound = (torch.cat((f(turn, angle, neox, call.unit), nothing), -1) for f in (rotation_noise, rotation_bound))
     return Expected(torch.cat((y, rest), -1), noise, bound=bound, groups=dim, shared=True)
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+
+@device_kernel("*RotaryEmbedding", "MRotaryEmbeddingInterleaved")
+def rotary_kernel(call: Call) -> dict[str, Any]:
+    """Cosines and sines in float64 on the CPU, rounded to the dtype; the rotation itself on the device."""
+    head, neox = int(call.attr("head_size")), bool(call.attr("is_neox_style", default=True))
+    dim = int(call.attr("rotary_dim", default=head))
+    angle, size = token_angles(on(call, "cpu"), dim)
+    found: dict[str, Any] = {}
+    for place, (name, role) in enumerate((("query", "output.0"), ("key", "output.1")), 1):
+        x = call.maybe(name, str(place))
+        if x is None:
+            continue
+        cos, sin = ((size * f(angle)).to(x.dtype).to(x.device).unsqueeze(1) for f in (torch.cos, torch.sin))
+        heads = x.reshape(x.shape[0], -1, head)
+        y = torch.cat((rotate(heads[..., :dim], cos, sin, neox), heads[..., dim:]), -1).reshape(x.shape)
+        found[role] = found[f"inplace.{name}"] = found[f"inplace.{place}"] = y
+    return found

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
 
 _EQUAL = "equal logits may stand in any order"
 
@@ -62,3 +62,16 @@ def sampler(call: Call) -> dict[str, Expected]:
         "output.top_logits": Expected(top.values[:, :k], torch.zeros(()), 0.0),
         "output.top_ids": Expected(top.indices[:, :k], unit=0.0, rows=apart, reason=_EQUAL),
     }
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+
+@device_kernel("Softmax")
+def softmax_kernel(call: Call) -> Any:
+    return torch.softmax(call.tensor("input", "x", "0"), int(call.attr("dim", default=-1)))
+
+
+@device_kernel("LogSoftmax")
+def log_softmax_kernel(call: Call) -> Any:
+    return torch.log_softmax(call.tensor("input", "x", "0"), int(call.attr("dim", default=-1)))

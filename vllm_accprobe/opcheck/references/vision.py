@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.references.kernels_common import weight_here
 from vllm_accprobe.opcheck.references.linear import product, rounded
 
 
@@ -58,3 +60,17 @@ def _patches(x: Any, kernel: list[int]) -> Any:
     for k in kernel:
         width *= k
     return torch.reshape(x.reshape(shape).permute(order), (-1, width))
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+
+@device_kernel("Conv2dLayer", "Conv3dLayer", "Conv2d", "Conv3d")
+def convolution_kernel(call: Call) -> Any:
+    x, w = call.tensor("x", "input", "0"), weight_here(call)
+    stride = list(call.attr("stride", default=list(w.shape[2:])))
+    padding, groups = call.attrs.get("padding", 0), int(call.attr("groups", default=1))
+    if isinstance(padding, str):
+        raise Declined("a padding that is named")
+    run = F.conv2d if w.dim() == 4 else F.conv3d
+    return run(x, w, call.params.get("bias"), stride, padding, call.attrs.get("dilation", 1), groups)

@@ -7,7 +7,7 @@ captured dtype on a device. Noise: how far the exact gradients move when the inp
 one rounding, because a backward pass works from a rounded forward pass; and one rounding of the gradient's root mean
 square, because some are differences of equal things (attention with one key). Blocks, integers and operators without a
 gradient are skipped. What is judged is this machine's operator, not what was captured. Not here: the operators
-(native.py).
+(references/).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.aten import of, outputs_by_role, tensors_by_role
-from vllm_accprobe.opcheck.run import native
+from vllm_accprobe.opcheck.references.kernels_common import on
 from vllm_accprobe.opcheck.run.replay import SKIP, Checked, judged, matrix, message_of, numbers, unchecked
 
 _ROLE = "grad."
@@ -61,7 +61,6 @@ def _gradients(call: Call, references: References, device: str, seed: int) -> It
     step = unit(str(output.dtype).removeprefix("torch."))
     generator = torch.Generator().manual_seed(seed)
     up = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
-    natives = References([native])
 
     def exactly(moved: bool) -> dict[str, Any]:
         sign = torch.randint(0, 2, up.shape, generator=generator, dtype=torch.int8)
@@ -77,10 +76,10 @@ def _gradients(call: Call, references: References, device: str, seed: int) -> It
         return _grad(expected["output.0"].value, leaves, wanted)
 
     same, leaves = _leaves(call, None, device, 0.0)
-    mine = natives.evaluate(same)
+    mine = references.run(same)
     if isinstance(mine, Declined):
         raise mine
-    theirs = _grad(mine["output.0"].value, leaves, up.to(device))
+    theirs = _grad(mine["output.0"], leaves, up.to(device))
     exact, moved = exactly(False), exactly(True)
     found = [name for name in exact if name in theirs]
     if not found:
@@ -132,7 +131,7 @@ def _leaves(call: Call, dtype: Any, device: str, move: float) -> tuple[Call, dic
         if not tensors_by_role(args, kwargs):
             raise Declined("it has no tensors")
         return replace(call, args=args, kwargs=kwargs), leaves
-    rest = native.on(call, device)
+    rest = on(call, device)
     inputs = {k: leaf(f"input.{k}", v) for k, v in call.inputs.items()}
     params = {k: leaf(f"param.{k}", v) if "cache" not in k else v.to(device) for k, v in call.params.items()}
     return replace(rest, inputs=inputs, params=params), leaves

@@ -4,7 +4,7 @@ The problem: "is it wrong?" is one question, "is it what that machine, or that c
 idea: each is a source of expected outputs like the references, with one rounding more allowed, because it rounds too.
 `Device` runs the operator there and now; `Again` runs vLLM's ``forward_native`` where vLLM is installed and has one,
 else torch's operators, on this machine's CPU; `Golden` takes what another dump captured, and decides only where both
-had the same inputs to the bit. Not here: the operators themselves (native.py), the exact references (references/).
+had the same inputs to the bit. Not here: the operators themselves and the exact references (references/).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.records import Captured, to_torch
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References, combined
-from vllm_accprobe.opcheck.run import mindspore_api, native
+from vllm_accprobe.opcheck.references import mindspore_api
+from vllm_accprobe.opcheck.references.kernels_common import on
 from vllm_accprobe.opcheck.run.replay import Options, check_call
 from vllm_accprobe.opcheck.run.result_row import SKIP, Checked, unchecked
 
@@ -68,14 +69,14 @@ class Device:
     """The operator on ``device``, here and now."""
 
     def __init__(self, references: References, device: str):
-        self.references, self.device, self.natives = references, device, References([native])
+        self.references, self.device = references, device
 
     def evaluate(self, captured: Captured) -> Mapping[str, Expected] | Declined:
         call = closed(captured.what, self.references)
-        mine = self.natives.evaluate(native.on(call, self.device))
+        mine = self.references.run(on(call, self.device))
         if isinstance(mine, Declined):
             return mine
-        return _rounded(call, {role: e.value for role, e in mine.items()}, self.references.evaluate(call))
+        return _rounded(call, mine, self.references.evaluate(call))
 
 
 class Again(Device):

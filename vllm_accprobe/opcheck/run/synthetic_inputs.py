@@ -21,7 +21,7 @@ from vllm_accprobe.opcheck.calls.operator_calls import STATISTICS, NotKept, op_c
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, DrawnMoments, draw
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.reference import Call, Declined, References
-from vllm_accprobe.opcheck.run import native
+from vllm_accprobe.opcheck.references.kernels_common import on
 from vllm_accprobe.opcheck.run.replay import Options, check_call
 from vllm_accprobe.opcheck.run.rerun import forward_native
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, Checked, unchecked
@@ -38,7 +38,7 @@ def check(
     """The rows of a call whose inputs are drawn; one that says why, where that cannot be."""
     try:
         call = _call(calls, captured, torch.Generator().manual_seed(seed))
-        made = _made(call, device)
+        made = _made(call, references, device)
     except (Declined, NotKept, RuntimeError, ValueError) as why:
         c = captured
         text = f"{STATISTICS}, and inputs cannot be drawn: {' '.join(str(why).split())[:120]}"
@@ -81,14 +81,13 @@ def _call(calls: Calls, captured: Captured, generator: Any) -> Call:
     return calls.call(captured.rank, captured.tap, captured.what.cls, captured.records, read)
 
 
-def _made(call: Call, device: str) -> dict[str, Any]:
+def _made(call: Call, references: References, device: str) -> Mapping[str, Any]:
     """What the operator of this machine gives, in the dtypes that were captured. Raises Declined."""
-    found = forward_native(call) if device == "cpu" else None
+    found: Mapping[str, Any] | Declined | None = forward_native(call) if device == "cpu" else None
     if found is None:
-        evaluated = References([native]).evaluate(native.on(call, device))
-        if isinstance(evaluated, Declined):
-            raise evaluated
-        found = {role: e.value for role, e in evaluated.items()}
+        found = references.run(on(call, device))
+    if isinstance(found, Declined):
+        raise found
     roles = [r for r in call.outputs if r in found] or [r for r in found if r.startswith("output.")]
     if not roles:
         raise Declined("nothing that was captured comes out of it")

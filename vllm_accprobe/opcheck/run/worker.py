@@ -62,8 +62,9 @@ class OpenJob:
     def __init__(self, job: Job):
         from vllm_accprobe.formats import open_dump
         from vllm_accprobe.opcheck.calls.records import Calls
-        from vllm_accprobe.opcheck.reference import default_references
-        from vllm_accprobe.opcheck.run import mindspore_api, rerun
+        from vllm_accprobe.opcheck.references import mindspore_api
+        from vllm_accprobe.opcheck.registry import default_references
+        from vllm_accprobe.opcheck.run import rerun
         from vllm_accprobe.opcheck.run.replay import Options
         from vllm_accprobe.opcheck.run.result_row import OURS, STRICT
 
@@ -119,7 +120,8 @@ class OpenJob:
             yield from pools.rows(self.options.budget)
 
     def _check(self, captured: Any, pools: Any) -> Iterator[Any]:
-        from vllm_accprobe.opcheck.run import backward, mindspore_api, rerun, synthetic_inputs
+        from vllm_accprobe.opcheck.references import mindspore_api
+        from vllm_accprobe.opcheck.run import backward, rerun, synthetic_inputs
         from vllm_accprobe.opcheck.run.replay import check_call
 
         if captured.missing and not captured.crashed and synthetic_inputs.possible(captured):

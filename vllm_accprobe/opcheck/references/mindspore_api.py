@@ -1,11 +1,13 @@
-"""MindSpore's ``mint`` API, run here and now on captured or drawn inputs, where MindSpore is installed.
+"""MindSpore's ``mint`` API: held against torch's functions, and run here and now where MindSpore is installed.
 
 The problem: what a dump says of ``Mint.add`` shows the device that was captured; whether this machine's MindSpore and
-its device compute it rightly is seen only by running it. The idea: torch's tensors go over by way of numpy, the
-function of the same name is called, and what comes out goes back; bfloat16, which numpy does not have, goes by way of
-float32, which holds it exactly. Only public functions of ``mint``, and arithmetic of tensors, can be named by a dump.
-MindSpore is an extra (``pip install vllm-accprobe[mindspore]``, in an environment of its own beside vLLM's: it wants an
-older numpy). Not here: the reference, which is torch's function (references/api.py).
+its device compute it rightly is seen only by running it. The idea: ``mint`` takes the arguments of torch's functions of
+the same name and is documented to compute the same [MindSpore's API mapping, "PyTorch and MindSpore API Mapping
+Table"], so that torch's is its reference (api.py). To run it, torch's tensors go over by way of numpy, the function of
+the same name is called, and what comes out goes back; bfloat16, which numpy does not have, goes by way of float32,
+which holds it exactly. Only public functions of ``mint``, and arithmetic of tensors, can be named by a dump. MindSpore
+is an extra (``pip install vllm-accprobe[mindspore]``, in an environment of its own beside vLLM's: it wants an older
+numpy). Not here: which functions of torch these may be (api.py).
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.reference import Call, Declined, device_kernel, reference
+from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.api import DUNDER, split
 from vllm_accprobe.opcheck.references.aten import outputs_by_role
 
 HEADS = ("Mint", "MintFunctional", "mindspore.Tensor")
 MISSING = "MindSpore is not installed"
+_NAMES = tuple(f"{head}.*" for head in HEADS)
 
 
 def is_mint(name: str) -> bool:
@@ -64,6 +68,13 @@ def _function(name: str) -> Any:
     return found
 
 
+@reference(*_NAMES)
+def by_torch(call: Call) -> Any:
+    """torch's function of the same name."""
+    return api.function(call)
+
+
+@device_kernel(*_NAMES)
 def run(call: Call) -> dict[str, Any]:
     """What MindSpore gives for the call's arguments, torch tensors by role (``output.0``). Raises Declined."""
     function = _function(call.cls)
