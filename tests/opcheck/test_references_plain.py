@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References, device_kernel
 from vllm_accprobe.opcheck.references import collectives
 from vllm_accprobe.opcheck.references.sampling import probabilities
 from vllm_accprobe.opcheck.registry import default_references
@@ -262,6 +262,27 @@ def test_a_users_reference_in_ten_lines_and_what_wins() -> None:
         assert found["output.0"].value.tolist() == [[2.0, 2.0]]
     assert table.find("Gemma3RMSNorm") is TABLE.find("GemmaRMSNorm")
     assert table.find("LlamaRMSNorm") is TABLE.find("Qwen3RMSNorm")
+
+
+def test_a_device_kernel_is_found_as_a_reference_is_and_is_none() -> None:
+    @device_kernel("RMSNorm", "Half*")
+    def here(call: Call) -> torch.Tensor:
+        return call.tensor("x") / 2
+
+    table = default_references()
+    table.add(here)
+    for cls in ("RMSNorm", "HalfNorm"):  # in the place of ours, and beside it
+        found = table.run(Call("t", cls, {"x": torch.ones(2, dtype=torch.bfloat16)}))
+        assert not isinstance(found, Declined)
+        assert (found["output.0"].dtype, found["output.0"].tolist()) == (torch.bfloat16, [0.5, 0.5])
+    assert table.find("RMSNorm") is TABLE.find("RMSNorm")
+    assert isinstance(table.find("HalfNorm"), Declined)
+    missing = table.run(Call("t", "RMSNorm"))
+    assert isinstance(missing, Declined)
+    assert missing.reason == "input x was not captured"
+    assert isinstance(table.run(Call("t", "LlamaMLP")), Declined)  # a block has a reference and no kernel
+    with pytest.raises(ValueError, match="at least one name"):
+        device_kernel()
 
 
 def test_a_lookup_declines_and_a_crash_is_a_value() -> None:
