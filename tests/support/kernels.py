@@ -10,7 +10,9 @@ Not here: engines (engine.py). AMX can only be kept away, not forced.
 
 from __future__ import annotations
 
+import getpass
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -58,12 +60,16 @@ def best() -> str:
 def environment(kernels: str, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """What to add to a child's environment, over ``base`` (this process's), so that it takes ``kernels``.
 
-    ``native`` adds nothing: a suite that is forced as a whole stays forced. Raises KeyError for an unknown name."""
+    ``native`` adds nothing: a suite that is forced as a whole stays forced. What inductor compiled is kept apart: its
+    cache does not ask for which instructions a piece was made, and of the wrong ones it computes wrong numbers (the
+    masked ids of an embedding that is cut over ranks). Raises KeyError for an unknown name."""
     if kernels == NATIVE:
         return {}
     before = (os.environ if base is None else base).get("PYTHONPATH")
     path = os.pathsep.join([str(FORCED), *([before] if before else [])])
-    return _LIBRARIES[kernels] | {NAME: kernels, "PYTHONPATH": path}
+    compiled = Path(tempfile.gettempdir(), f"accprobe-compiled-{getpass.getuser()}-{kernels}")
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"), "VLLM_CACHE_ROOT": str(compiled / "vllm")}
+    return _LIBRARIES[kernels] | caches | {NAME: kernels, "PYTHONPATH": path}
 
 
 def _flags() -> set[str]:
