@@ -317,5 +317,6 @@ def hold_bytes(device: torch.device) -> int:
     try:
         free, _ = torch.get_device_module(device).mem_get_info(device)
         return int(min(free // 8, 1 << 30))
-    except Exception:
+    except Exception as error:
+        say(f"errcheck: free memory of {device} unknown ({type(error).__name__}: {error}): it holds 256 MB of a step")
         return 1 << 28
