@@ -14,16 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli_dumps import make
 from support.peer_dumps import unpack
+from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
 from vllm_accprobe.formats import open_dump
-
-sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("comparison", "cli")]
-from cli_dumps import make  # noqa: E402
-from synthetic_model import capture, scaled, write  # noqa: E402
 
 DOWN = "model.layers.1.mlp.down_proj"
 UNWRITABLE = ("/proc/accprobe", "text.txt/below")

@@ -6,11 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.cli import main
-
-sys.path.insert(0, str(__import__("pathlib").Path(__file__).parents[1] / "comparison"))
-from synthetic_model import capture, scaled, write
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,12 @@
 """The commands that would decide, typed in one after the other: each finds what the one before it left."""
 
 import shlex
-import sys
 from dataclasses import replace
-from pathlib import Path
+
+from synthetic_model import capture, scaled, write
 
 from vllm_accprobe import compare
 from vllm_accprobe.cli import main
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "comparison"))
-from synthetic_model import capture, scaled, write
 
 RUN = {"tool": "accprobe", "model": {"path": "MODEL", "dtype": "bfloat16"}, "engine": {"runner": "vllm.R"}}
 

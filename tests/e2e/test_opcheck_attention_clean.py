@@ -6,8 +6,8 @@ import csv
 from pathlib import Path
 
 import pytest
+from e2e.test_clean_pairs import SHARED_START
 from support.captures import Engines
-from test_clean_pairs import SHARED_START
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import open_dump

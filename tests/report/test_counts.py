@@ -5,24 +5,21 @@ itself, against its own copy in another tool's file, against other batches, agai
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cli_dumps import make
 from support.counts import check
 from support.peer_dumps import unpack
+from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.comparison import engine
 from vllm_accprobe.comparison.store import saved
 from vllm_accprobe.dump.reader import open_dump
-
-sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("comparison", "cli")]
-from cli_dumps import make  # noqa: E402
-from synthetic_model import capture, scaled, write  # noqa: E402
 
 PROMPTS = {"a": [3, 14, 15, 9, 2], "b": [6, 5, 3]}
 DOWN = "model.layers.1.mlp.down_proj"
