@@ -14,7 +14,7 @@ ONE = np.zeros(1, np.int64)
 def both(golden, g_dtype, mine, m_dtype):
     """(in segments, at once, elements of either)"""
     elements = np.zeros((2, len(definition.ELEMENT_FIELDS)))
-    cut = wide.row(golden, g_dtype, mine, m_dtype, widen, elements=elements[0])
+    cut = wide.rows(golden, g_dtype, ONE, mine, m_dtype, ONE, widen, elements=elements[0])
     once = rows.rows(golden, g_dtype, ONE, mine, m_dtype, ONE, widen, elements=elements[1])
     return cut, once, elements
 
@@ -61,3 +61,17 @@ def test_nothing_of_the_row_is_finite(monkeypatch):
     m = np.full((1, 10), np.inf, np.float32)
     cut, once, _ = both(g, "float32", m, "float32")
     np.testing.assert_array_equal(cut, once)
+
+
+def test_several_wide_rows(monkeypatch):
+    """Each is cut by itself, and the elements of all add up; rows that are not asked for are not read."""
+    monkeypatch.setattr(wide, "SEGMENT", 4)
+    r = np.random.default_rng(0)
+    g, m = (r.standard_normal((3, 11)).astype(np.float32) for _ in range(2))
+    at, to = np.array([2, 0]), np.array([1, 0])
+    elements = np.zeros((2, len(definition.ELEMENT_FIELDS)))
+    cut = wide.rows(g, "float32", at, m, "float32", to, widen, elements=elements[0])
+    once = rows.rows(g, "float32", at, m, "float32", to, widen, elements=elements[1])
+    np.testing.assert_allclose(cut, once, rtol=1e-12)
+    np.testing.assert_allclose(elements[0], elements[1], rtol=1e-12)
+    assert wide.rows(g, "float32", at[:0], m, "float32", to[:0], widen).shape == (0, len(definition.ROW_FIELDS))

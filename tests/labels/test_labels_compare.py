@@ -14,8 +14,9 @@ import torch
 from vllm_accprobe import labels, set_label, set_task_id
 from vllm_accprobe.cli import main
 from vllm_accprobe.comparison.labelled_pairs import LabelComparison, compare_labels
-from vllm_accprobe.comparison.measure import label_sums as room
+from vllm_accprobe.comparison.measure import stream
 from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.kernels import wide
 
 BASE = torch.linspace(-2, 3, 24).reshape(4, 6)
 
@@ -114,7 +115,8 @@ def test_pieces_make_the_same_sums(made: Path, monkeypatch: pytest.MonkeyPatch) 
     pair(golden.flatten(), mine.flatten(), "flat")
     whole = compare(made).pairs
     for piece in (10, 40, 100):
-        monkeypatch.setattr(room, "_PIECE", piece)
+        monkeypatch.setattr(stream, "STRETCH", 8 * piece)
+        monkeypatch.setattr(wide, "SEGMENT", piece)
         for a, b in zip(whole, compare_labels(open_dump(made)).pairs, strict=True):
             for name in ("cosine", "max_rel", "mean_rel", "rel_euclid"):
                 assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-12)

@@ -1,7 +1,7 @@
-"""The row table of one very long row, in the memory of a short one.
+"""The row table of rows of any width, in the memory of short ones.
 
 The problem: a tensor without rows is one row of the table, a weight of a billion elements too, and the loops keep three
-numbers per element of a row until it ends. The idea: the row is cut into segments that the kernel takes for rows of
+numbers per element of a row until it ends. The idea: a wide row is cut into segments that the kernel takes for rows of
 their own; sums add up and maxima are maxima. Only ``peak`` asks for the rms of the whole row, which no segment knows:
 it is worked out again for the segments that can hold it, the largest error first, until no other could be more.
 Not here: the fields (definition.py), the loops (rows.py).
@@ -17,42 +17,42 @@ from vllm_accprobe.kernels.rows import Widen
 
 SEGMENT = 1 << 18
 """Elements of a segment."""
-_SUMS = [
-    definition.N,
-    definition.GG,
-    definition.MM,
-    definition.GM,
-    definition.DD,
-    definition.ABS_D,
-    definition.NONFINITE,
-    definition.MISMATCH,
-]
 _MAXIMA = [definition.MAX_D, definition.MAX_REL]
+_SUMS = [i for i in range(len(definition.ROW_FIELDS)) if i not in (*_MAXIMA, definition.PEAK)]
 
 
-def row(
-    golden: np.ndarray, golden_dtype: str, mine: np.ndarray, mine_dtype: str, widen: Widen,
+def rows(
+    golden: np.ndarray, golden_dtype: str, golden_rows: np.ndarray,
+    mine: np.ndarray, mine_dtype: str, mine_rows: np.ndarray, widen: Widen,
     *, elements: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Row table (float64 [1, 11]) of two arrays of stored bits [1, width]. The other arguments are kernel.rows'."""
-    width = golden.shape[1]
-    if width <= 2 * SEGMENT:
-        one = np.zeros(1, np.int64)
-        return kernel.rows(golden, golden_dtype, one, mine, mine_dtype, one, widen, elements=elements)
+    """As kernel.rows, which takes these arguments too and does it all where the rows are not wide."""
+    if golden.shape[1] <= 2 * SEGMENT:
+        return kernel.rows(golden, golden_dtype, golden_rows, mine, mine_dtype, mine_rows, widen, elements=elements)
+    each = zip(golden_rows, mine_rows, strict=True)
+    found = [_row(golden[g], golden_dtype, mine[m], mine_dtype, widen, elements) for g, m in each]
+    return np.stack(found) if found else np.zeros((0, len(definition.ROW_FIELDS)))
+
+
+def _row(
+    golden: np.ndarray, golden_dtype: str, mine: np.ndarray, mine_dtype: str, widen: Widen, elements: np.ndarray | None
+) -> np.ndarray:
+    """float64 [11] of two arrays of stored bits [width]."""
+    width = len(golden)
     whole = width // SEGMENT
     parts = []
-    for begin, rows in ((0, whole), (whole * SEGMENT, 1 if width % SEGMENT else 0)):
+    for begin, n in ((0, whole), (whole * SEGMENT, 1 if width % SEGMENT else 0)):
         size = min(SEGMENT, width - begin)
-        g, m = (x.reshape(-1)[begin : begin + rows * size].reshape(rows, size) for x in (golden, mine))
-        at = np.arange(rows, dtype=np.int64)
+        g, m = (x[begin : begin + n * size].reshape(n, size) for x in (golden, mine))
+        at = np.arange(n, dtype=np.int64)
         parts.append(kernel.rows(g, golden_dtype, at, m, mine_dtype, at, widen, elements=elements))
     table = np.concatenate(parts)
-    out = np.zeros((1, len(definition.ROW_FIELDS)))
+    out = np.zeros(len(definition.ROW_FIELDS))
     with np.errstate(over="ignore", invalid="ignore"):  # what a kernel's own sums do, too
-        out[0, _SUMS] = table[:, _SUMS].sum(axis=0)
-    out[0, _MAXIMA] = table[:, _MAXIMA].max(axis=0)
-    rms = float(np.sqrt(out[0, definition.GG] / max(out[0, definition.N], 1.0)))
-    out[0, definition.PEAK] = _peak(golden, golden_dtype, mine, mine_dtype, widen, table[:, definition.MAX_D], rms)
+        out[_SUMS] = table[:, _SUMS].sum(axis=0)
+    out[_MAXIMA] = table[:, _MAXIMA].max(axis=0)
+    rms = float(np.sqrt(out[definition.GG] / max(out[definition.N], 1.0)))
+    out[definition.PEAK] = _peak(golden, golden_dtype, mine, mine_dtype, widen, table[:, definition.MAX_D], rms)
     return out
 
 
@@ -67,7 +67,7 @@ def _peak(
             break
         here = slice(int(k) * SEGMENT, int(k + 1) * SEGMENT)
         sides = (golden, golden_dtype), (mine, mine_dtype)
-        g, m = (widen(bits.reshape(-1)[here], dtype).astype(np.float64) for bits, dtype in sides)
+        g, m = (widen(bits[here], dtype).astype(np.float64) for bits, dtype in sides)
         finite = np.isfinite(g) & np.isfinite(m)
         g, m = g[finite], m[finite]
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):

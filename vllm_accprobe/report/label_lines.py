@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.comparison.labelled_pairs import FAIL, PASS, SKIP, LabelComparison, LabelPair
-from vllm_accprobe.comparison.measure.label_sums import LabelSide
+from vllm_accprobe.comparison.plan.labelled import LabelSide
 from vllm_accprobe.report.table import cell
 from vllm_accprobe.report.text import count, num, safe
 

@@ -219,7 +219,7 @@ class Measurer:
                 return
             one = np.zeros(1, np.int64)
             flat = [RowBlock(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
-            part.table = wide.row(flat[0].data, g.dtype, flat[1].data, m.dtype, widen, elements=reading.sums())
+            part.table = wide.rows(*Stretch(flat[0], one, flat[1], one).bits, widen, elements=reading.sums())
             found = settle((self.golden, self.mine), (partner, group), flat, part.table)
             part.table, flat, part.replicas = found
             stretch = Stretch(flat[0], one, flat[1], one)

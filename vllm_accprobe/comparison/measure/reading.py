@@ -16,7 +16,7 @@ from vllm_accprobe.comparison.plan.joining import Group
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, Unit
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.judge.routing import is_choice, is_weight
-from vllm_accprobe.kernels import definition, structure
+from vllm_accprobe.kernels import definition, structure, wide
 from vllm_accprobe.kernels import rows as kernel
 
 
@@ -52,7 +52,7 @@ class Reading:
         read; nothing is added."""
         if self._unordered:
             return definition.row_table(*(np.sort(s, axis=1) for s in stretch.numbers))
-        found = kernel.rows(*stretch.bits, widen, elements=None if again else self.sums())
+        found = wide.rows(*stretch.bits, widen, elements=None if again else self.sums())
         if not again:
             self.add_softmax(stretch)
         if self.unit.key[:2] == (SAMPLER, TOKEN):  # -1: no token was sampled there

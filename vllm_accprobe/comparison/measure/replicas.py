@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from vllm_accprobe.align.shards import ONE, TAKEN_FOR_COPIES
-from vllm_accprobe.comparison.measure.read import Loader, RowBlock
+from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Stretch
 from vllm_accprobe.comparison.plan.units import Group
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.kernels import definition, wide
@@ -80,8 +80,8 @@ def _with(flat: list[RowBlock], side: int, block: RowBlock) -> list[RowBlock]:
 
 
 def _table(flat: list[RowBlock]) -> np.ndarray:
-    g, m = flat
-    return wide.row(g.data, g.dtype, m.data, m.dtype, widen)
+    one = np.zeros(1, np.int64)
+    return wide.rows(*Stretch(flat[0], one, flat[1], one).bits, widen)
 
 
 def _error(table: np.ndarray) -> tuple[float, float]:
