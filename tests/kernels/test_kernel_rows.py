@@ -89,29 +89,6 @@ def test_bad_indices_are_refused():
         rows.rows(g, "bfloat16", np.array([0]), g[:, :2], "bfloat16", np.array([0]), widen)
 
 
-def test_column_sums_by_hand():
-    # d = (0, 1), (2, -3), (5 left out: NaN, 1)
-    g = np.array([[1, 2], [3, 4], [np.nan, 6]], np.float32)
-    m = np.array([[1, 3], [5, 1], [5, 7]], np.float32)
-    sums = np.ones((2, 2))
-    at = np.arange(3)
-    rows.add_columns(g, "float32", at, m, "float32", at, widen, sums)
-    assert sums.tolist() == [[5.0, 12.0], [11.0, 57.0]]  # 1 + 4, 1 + 1 + 9 + 1; 1 + 1 + 9, 1 + 4 + 16 + 36
-
-
-@pytest.mark.parametrize("gd", FLOATS)
-@pytest.mark.parametrize("md", ["bfloat16", "float16", "float32"])
-def test_column_sums_equal_the_oracle_on_random_bits(gd, md):
-    rng = np.random.default_rng(8)
-    for width in (1, 63, 2048, 5000):
-        g, m = bits(rng, gd, (9, width)), bits(rng, md, (11, width))
-        gi, mi = rng.integers(0, 9, 20), rng.integers(0, 11, 20)
-        got, want = np.zeros((2, width)), np.zeros((2, width))
-        rows.add_columns(g, gd, gi, m, md, mi, widen, got)
-        rows.add_columns(g, gd, gi, m, md, mi, widen, want, compiled=False)
-        np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("width", [64, 2047, 2048, 2049, 5000])
 def test_rows_in_order_equal_rows_gathered(width):
     """Neighbouring rows are loaded together; a NaN in one of them must not touch the others."""
@@ -127,12 +104,6 @@ def test_rows_in_order_equal_rows_gathered(width):
     np.testing.assert_array_equal(again[:, definition.MAX_D], table[shuffled, definition.MAX_D])
     np.testing.assert_allclose(again, table[shuffled], rtol=1e-12)
     assert table[:, definition.NONFINITE].nonzero()[0].tolist() == [7, 20, 31]
-
-
-def test_columns_of_another_width_are_refused():
-    g, at = np.zeros((2, 4), np.uint16), np.array([0])
-    with pytest.raises(ValueError, match="column sums of shape"):
-        rows.add_columns(g, "bfloat16", at, g, "bfloat16", at, widen, np.zeros((2, 3)))
 
 
 @pytest.mark.parametrize("gd", FLOATS)

@@ -147,21 +147,6 @@ def kl_divergence(sums: np.ndarray) -> float | None:
     return max(float(sums[4] / sums[1] - g + m), 0.0)
 
 
-def column_sums(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:
-    """Sums over rows of d*d and of g*g for each column of two arrays of one shape [rows, width]: float64 [2, width].
-
-    Over the positions where both are finite; sqrt(sums[0] / sums[1]) is the relative L2 error of each column.
-    """
-    if golden.shape != mine.shape or golden.ndim != 2:
-        raise ValueError(f"column_sums needs two arrays of one shape [rows, width], not {golden.shape}, {mine.shape}")
-    with np.errstate(invalid="ignore", over="ignore"):
-        g, m = golden.astype(np.float64), mine.astype(np.float64)
-        finite = np.isfinite(g) & np.isfinite(m)
-        d = np.where(finite, m, 0.0) - np.where(finite, g, 0.0)
-        g = np.where(finite, g, 0.0)
-        return np.stack([(d * d).sum(axis=0), (g * g).sum(axis=0)])
-
-
 def tensor_metrics(table: np.ndarray) -> Metrics:
     """The metrics of a whole tensor from its row table; without the place of the largest error (see `locate`)."""
     return metrics_of_each([table])[0]

@@ -2,7 +2,7 @@
 
 The problem: numba takes a third of a second to be imported and to load what it has compiled, each time. The idea: the
 loops need no memory and nothing of Python's, so they are compiled once into plain C functions, whose object code
-native.py keeps. All three have one signature, arrays as addresses.
+native.py keeps. Both have one signature, arrays as addresses.
 Not here: the loops (loops.py), keeping and loading (native.py).
 """
 
@@ -36,16 +36,6 @@ def _rows(
     )  # fmt: skip
 
 
-def _columns(
-    g: Any, gn: Any, gk: Any, gt: Any, gi: Any, m: Any, mn: Any, mk: Any, mt: Any, mi: Any, n: Any, out: Any,
-    width: Any, eps: Any, elements: Any, a: Any, b: Any, q: Any, rel: Any,
-) -> None:  # fmt: skip
-    loops.columns(
-        carray(g, (gn,)), gk, carray(gt, (256,)), carray(gi, (n,)), carray(m, (mn,)), mk, carray(mt, (256,)),
-        carray(mi, (n,)), carray(out, (2, width)), carray(a, (BLOCK,)), carray(b, (BLOCK,)),
-    )  # fmt: skip
-
-
 def _structure(
     g: Any, gn: Any, gk: Any, gt: Any, gi: Any, m: Any, mn: Any, mk: Any, mt: Any, mi: Any, n: Any, out: Any,
     width: Any, eps: Any, elements: Any, a: Any, b: Any, q: Any, rel: Any,
@@ -59,7 +49,7 @@ def _structure(
 def objects() -> dict[str, tuple[str, list[str], bytes]]:
     """By name of the loop: (its symbol, the symbols it does not define itself, object code). Takes some seconds."""
     out = {}
-    for name, function in (("rows", _rows), ("columns", _columns), ("structure", _structure)):
+    for name, function in (("rows", _rows), ("structure", _structure)):
         made = cfunc(SIGNATURE, error_model="numpy", fastmath=FAST)(function)
         library = made._library
         module = library._final_module

@@ -172,35 +172,6 @@ def rows(
 
 
 @compiled
-def columns(
-    g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, sums: Any, gb: Any, mb: Any
-) -> None:
-    """Adds d*d and g*g of rows gi of g8 and mi of m8, as for ``rows``, to the sums, float64 [2, width]."""
-    dd, gg = sums[0], sums[1]
-    gs = 1 if gk == 3 else (4 if gk == 2 else 2)
-    ms = 1 if mk == 3 else (4 if mk == 2 else 2)
-    # Block by block over all rows, so that a block's sums stay in the cache.
-    for start in range(0, dd.size, BLOCK):
-        n = min(BLOCK, dd.size - start)
-        gw, mw = gb[:n], mb[:n]
-        gf, mf = gw.view(np.float32), mw.view(np.float32)
-        to_dd, to_gg = dd[start : start + n], gg[start : start + n]
-        for r in range(gi.size):
-            g_at, m_at = (gi[r] * dd.size + start) * gs, (mi[r] * dd.size + start) * ms
-            g_bits, m_bits = g8[g_at : g_at + n * gs], m8[m_at : m_at + n * ms]
-            clean_g, clean_m = load(g_bits, gk, gt, gw), load(m_bits, mk, mt, mw)
-            if not (clean_g and clean_m):
-                load_any(g_bits, gk, gt, gw)
-                load_any(m_bits, mk, mt, mw)
-                leave_out(gf, mf)
-            for i in range(n):
-                x = np.float64(gf[i])
-                d = np.float64(mf[i]) - x
-                to_dd[i] += d * d
-                to_gg[i] += x * x
-
-
-@compiled
 def _load_row(bits: Any, size: int, kind: int, table: Any, out: Any) -> Any:
     """One row into ``out`` (uint32, its width), block by block; whether all of it is finite."""
     for start in range(0, out.size, BLOCK):

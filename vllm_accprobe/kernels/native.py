@@ -52,10 +52,6 @@ class Loops:
         *sides, out, eps, elements = given
         self._run("rows", sides, out, int(out[0, 0]), eps, elements)
 
-    def columns(self, *given: Any) -> None:
-        *sides, sums = given
-        self._run("columns", sides, sums, sums.shape[1], 0.0, sums)
-
     def structure(self, *given: Any) -> None:
         *sides, sums = given
         self._run("structure", sides, sums, sums.shape[1], 0.0, sums)

@@ -65,34 +65,6 @@ def rows(
     return out
 
 
-def add_columns(
-    golden: np.ndarray,
-    golden_dtype: str,
-    golden_rows: np.ndarray,
-    mine: np.ndarray,
-    mine_dtype: str,
-    mine_rows: np.ndarray,
-    widen: Widen,
-    sums: np.ndarray,
-    *,
-    compiled: bool = True,
-) -> None:
-    """Adds the sums over the rows of d*d and of g*g, column by column, to ``sums`` (float64 [2, width]).
-
-    The other arguments are those of `rows`; see definition.column_sums. Apart from `rows`, because it costs between a
-    tenth and a half of it.
-    """
-    _check(golden, golden_rows, mine, mine_rows)
-    if sums.shape != (2, golden.shape[1]):
-        raise ValueError(f"column sums of shape {sums.shape} for rows of width {golden.shape[1]}")
-    loops = _loops(golden, golden_dtype, mine_dtype) if compiled else None
-    if loops is None:
-        sums += definition.column_sums(widen(golden[golden_rows], golden_dtype), widen(mine[mine_rows], mine_dtype))
-    elif len(mine_rows):
-        sides = *_side(golden, golden_dtype, golden_rows, widen), *_side(mine, mine_dtype, mine_rows, widen)
-        loops.columns(*sides, sums)
-
-
 def structure_sums(
     golden: np.ndarray,
     golden_dtype: str,
@@ -202,9 +174,6 @@ class _ByNumba:
     def rows(self, *given: Any) -> None:
         self._loops.rows(*given, *_buffers(int(given[8][0, 0])))
 
-    def columns(self, *given: Any) -> None:
-        self._loops.columns(*given, *_buffers(0)[:2])
-
     def structure(self, *given: Any) -> None:
         self._loops.structure(*given, *_buffers(given[8].shape[1])[:2])
 
@@ -218,5 +187,4 @@ def warm_up() -> None:
     one, at = np.zeros((1, 1), np.uint16), np.zeros(1, np.int64)
     same = one, "bfloat16", at, one, "bfloat16", at, lambda a, _: a.astype(np.float32)
     rows(*same)
-    add_columns(*same, np.zeros((2, 1)))
     structure_sums(*same)
