@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -263,3 +264,15 @@ def test_statistics_only(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["same"].status == "pass"
     assert found["other"].status == "skip"
     assert "only statistics were kept" in found["other"].reason
+
+
+def test_equal_values_have_the_cosine_one(made: Path, tmp_path: Path) -> None:
+    """Also where they were read, which files are: no rounding of sums makes it 0.9999999999999999."""
+    values = np.linspace(-2, 3, 24, dtype=np.float32).reshape(4, 6)
+    np.save(tmp_path / "own.npy", values)
+    set_label("pta", "x", torch.from_numpy(values))
+    set_label("acl", "x", tensor_path=str(tmp_path / "own.npy"))
+    pair(torch.zeros(3), torch.ones(3), "zero")
+    one, zero = compare(made).pairs
+    assert (one.cosine, one.max_rel, one.mean_rel, one.rel_euclid) == (1.0, 0.0, 0.0, 0.0)
+    assert (zero.cosine, zero.max_rel, zero.mean_rel, zero.rel_euclid) == (0.0, 0.0, 0.0, math.inf)

@@ -156,16 +156,16 @@ def _judged(dump: Dump, pair: LabelPair, part: Part, limit: float | None) -> Lab
     if mismatch:
         reason = f"{mismatch} positions are NaN or infinite on one side only" + (f"; {reason}" if reason else "")
     request, position = _whose(dump, pair.pta, worst) or _whose(dump, pair.acl, worst) or (None, None)
-    n, golden, mine, differ = (table[:, i].sum() for i in (definition.N, definition.GG, definition.MM, definition.DD))
+    n, differ = float(table[:, definition.N].sum()), table[:, definition.DD].any()
     return replace(
         pair,
         status=FAIL if failed else PASS,
         reason=reason,
         compared=True,
         # As msit: two zero tensors have the cosine 1; a zero beside something else has none, which is 0 here.
-        cosine=float(golden == mine) if metrics.cosine is None else metrics.cosine,
+        cosine=(metrics.cosine or 0.0) if differ else 1.0,
         max_rel=part.elements[definition.TOP_REL],
-        mean_rel=part.elements[definition.SUM_REL] / float(n) if n else None,
+        mean_rel=part.elements[definition.SUM_REL] / n if n else None,
         rel_euclid=(math.inf if differ else 0.0) if metrics.rel_l2 is None else metrics.rel_l2,
         nonfinite_mismatch=mismatch,
         request=request,
