@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.kernels.formulas import eps_of
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.standards import OUTPUT, PAIRS, find
 from vllm_accprobe.standards.declaration import Numbers
@@ -15,7 +16,7 @@ def numbers(golden, mine, dtype="float32", *, exact=False, identical=False, kl=T
     return Numbers(
         dtype, g.size - found.nonfinite, exact, identical, found.cosine is None and not found.max_abs_err,
         found.cosine, found.rmse, found.max_abs_err, found.rel_l2, found.max_rel_err,
-        dict(zip(definition.ELEMENT_FIELDS, definition.element_sums(g, m, definition.eps_of(dtype)), strict=True)),
+        dict(zip(definition.ELEMENT_FIELDS, definition.element_sums(g, m, eps_of(dtype)), strict=True)),
         definition.kl_divergence(definition.softmax_sums(g, m)) if kl else None,
         found.nonfinite, found.nonfinite_mismatch,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """ait: msit's seven metrics of a pair, which come without any verdict, and its opcheck's tolerances of one output.
 
 Of a pair the status stays our own. Of one output more than a share of the elements, by dtype, must lie within a
-relative tolerance (opcheck/measures.AIT), as msit 8.2 has them; a NaN or infinity on one side only is an error, which
+relative tolerance (dtype_limits.AIT), as msit 8.2 has them; a NaN or infinity on one side only is an error, which
 its tools do not always find. Of two machines the same on each.
 """
 

@@ -45,7 +45,7 @@ Cell = float | int | str | None
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """One tensor. count: of the elements that are finite on both sides; nonfinite: of the others, mismatch: of those
-    where the two differ; cosine and the others as kernels/definition.Metrics; elements: by the names of
+    where the two differ; cosine and the others as kernels/formulas.Metrics; elements: by the names of
     definition.ELEMENT_FIELDS, kl: KL divergence of softmax(golden) from softmax(mine), None where not measured."""
 
     dtype: str
