@@ -27,10 +27,10 @@ def pairs(n: Numbers) -> tuple[tuple[Cell, ...], str, str]:
     """The metrics, and why they are missing."""
     sums = [n.sum(name, 0.0) for name in ("max_rel", "sum_rel", "max_abs", "sum_abs")]
     means = [None if s is None or not n.count else s / n.count for s in sums]
-    euclid = 0.0 if n.identical else n.rel_l2
-    kl = 0.0 if n.identical else n.kl
+    euclid = 0.0 if n.identical else n.measures.rel_l2
+    kl = 0.0 if n.identical else n.measures.kl
     reason = "data contains NaN or Inf" if n.broken else "" if n.elements or n.identical else "not measured"
-    cosine = 1.0 if n.identical or n.zero else n.cosine
+    cosine = 1.0 if n.identical or n.zero else n.measures.cosine
     return (cosine, sums[0], means[1], sums[2], means[3], kl, euclid, reason), NO_VERDICT, ""
 
 
