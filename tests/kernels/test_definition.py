@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from vllm_accprobe.kernels import catalog, definition
+from vllm_accprobe.kernels import catalog, definition, formulas
 
 NAN, INF = float("nan"), float("inf")
 
@@ -77,7 +77,7 @@ def test_a_different_shape_is_an_error_not_a_broadcast():
 def test_the_catalogue_has_what_the_table_has():
     assert {"cosine", "max_abs_err", "mean_abs_err", "rmse", "rel_l2", "max_rel_err"} <= set(catalog.BY_NAME)
     assert set(catalog.BY_NAME) <= {
-        *definition.Metrics.__dataclass_fields__,
+        *formulas.Metrics.__dataclass_fields__,
         "worst_row_rel_l2",
         "worst_row_norm_ratio",
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -16,9 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_accprobe.opcheck import measures
-from vllm_accprobe.opcheck.measures import ACCUMULATIVE, CURRENT, EPS, V1, Measures, measure
+from vllm_accprobe.kernels import formulas
+from vllm_accprobe.opcheck import arrays, measures
+from vllm_accprobe.opcheck.measures import Measures, measure
+from vllm_accprobe.standards import dtype_limits
 from vllm_accprobe.standards import measures as names
+from vllm_accprobe.standards.dtype_limits import ACCUMULATIVE, CURRENT, EPS, V1
 
 NAN, INF = math.nan, math.inf
 
@@ -298,9 +300,12 @@ def test_two_shapes_are_refused():
 
 def test_the_files_work_alone(tmp_path):
     """They can be carried to a machine without accprobe."""
-    shutil.copy(Path(names.__file__), tmp_path / "names.py")
-    text = Path(measures.__file__).read_text().replace("vllm_accprobe.standards.measures", "names")
-    (tmp_path / "carried.py").write_text(text)
+    places = {"names": names, "limits": dtype_limits, "formulas": formulas, "arrays": arrays, "carried": measures}
+    for name, module in places.items():
+        text = Path(module.__file__).read_text()
+        for other, imported in places.items():
+            text = text.replace(imported.__name__, other)
+        (tmp_path / f"{name}.py").write_text(text)
     code = (
         "import json, sys, numpy; from carried import measure, Measures;"
         "assert measure(numpy.ones(3), numpy.ones(3), 'float32').cosine == 1 and len(Measures.FIELDS) == 45;"

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from standards.named_rules import judge, judge_two
 
-from vllm_accprobe.opcheck.measures import CURRENT, Domain, Measures, measure
+from vllm_accprobe.opcheck.measures import Measures, measure
+from vllm_accprobe.standards.dtype_limits import CURRENT, Domain
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("msprobe", reason="the test extra brings mindstudio-probe")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm_accprobe.judge import tiers
+from vllm_accprobe.judge.chance import Against
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 from vllm_accprobe.opcheck.floors import chance, peers, verdict
 from vllm_accprobe.opcheck.floors.pooled import COLUMN, COLUMN_SCALE, SCALE, TOGETHER, Pool
@@ -144,9 +145,9 @@ def test_the_quantiles_by_simulation_and_by_known_values() -> None:
         assert freedom * chance.chi_square(freedom, chance.normal(0.001, 1, 1)) == pytest.approx(known, rel=0.01)
     assert chance.deviations_of(chance.chi_square(12.0, 4.5), 12.0) == pytest.approx(4.5)
     # Student's t: P(T > 2.776) = 0.025 with 4 degrees, P(T > 3.169) = 0.005 with 10
-    assert peers.upper_t(2.776445, 4) == pytest.approx(0.025, rel=1e-5)
-    assert peers.upper_t(3.169273, 10) == pytest.approx(0.005, rel=1e-5)
-    assert peers.upper_t(0.0, 3) == 0.5
+    assert Against(2.776445, 1.0, 4).above == pytest.approx(0.025, rel=1e-5)
+    assert Against(3.169273, 1.0, 10).above == pytest.approx(0.005, rel=1e-5)
+    assert Against(0.0, 1.0, 3).above == 0.5
 
 
 def pooled(wrong, calls: int = 60, rows: int = 8, width: int = 256, noise: float = 0.0, **more) -> Pool:

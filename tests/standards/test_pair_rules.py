@@ -1,24 +1,24 @@
 """Other tools' rules, at and around their thresholds, on tensors made for it."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.kernels.formulas import eps_of
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.standards import OUTPUT, PAIRS, find
-from vllm_accprobe.standards.declaration import Numbers
+from vllm_accprobe.standards.declaration import OF_PAIRS, Numbers
 
 
-def numbers(golden, mine, dtype="float32", *, exact=False, identical=False, kl=True):
+def numbers(golden, mine, dtype="float32", *, identical=False, kl=True):
     g, m = np.asarray(golden, float), np.asarray(mine, float)
-    found = definition.tensor(g, m)
-    return Numbers(
-        dtype, g.size - found.nonfinite, exact, identical, found.cosine is None and not found.max_abs_err,
-        found.cosine, found.rmse, found.max_abs_err, found.rel_l2, found.max_rel_err,
-        dict(zip(definition.ELEMENT_FIELDS, definition.element_sums(g, m, definition.eps_of(dtype)), strict=True)),
-        definition.kl_divergence(definition.softmax_sums(g, m)) if kl else None,
-        found.nonfinite, found.nonfinite_mismatch,
-    )  # fmt: skip
+    found = asdict(definition.tensor(g, m))
+    found["kl"] = definition.kl_divergence(definition.softmax_sums(g, m)) if kl else None
+    values = {name: found[name] for name in OF_PAIRS}
+    elements = dict(zip(definition.ELEMENT_FIELDS, definition.element_sums(g, m, eps_of(dtype)), strict=True))
+    return Numbers.of(dtype, g.size, values, elements, identical)
 
 
 def judged(name, *arguments, **more):
@@ -61,9 +61,9 @@ def test_msprobe_direction_and_equality():
     assert judged("msprobe", [1.0], [-1.0], "float32")[1] == "error"  # one element: no direction, but dual-1000
     assert judged("msprobe", [np.nan, 1.0], [2.0, 1.0])[1] == "error"
     assert judged("msprobe", [0.0, 0.0], [0.0, 0.0])[1] == "pass"
-    cells, word, _ = judged("msprobe", [1, 2, 3, 4], [1, 2, 3, 5], "int64", exact=True)
+    cells, word, _ = judged("msprobe", [1, 2, 3, 4], [1, 2, 3, 5], "int64")
     assert (cells["Binary consistency error rate"], word) == (0.25, "error")
-    assert judged("msprobe", [1, 2], [1, 2], "int64", exact=True)[1] == "pass"
+    assert judged("msprobe", [1, 2], [1, 2], "int64")[1] == "pass"
 
 
 def test_msprobe_says_of_a_pair_what_it_says_of_an_output():
@@ -75,8 +75,8 @@ def test_msprobe_says_of_a_pair_what_it_says_of_an_output():
                 g = np.round(rng.normal(0, 100, 2000)) if dtype == "int64" else rng.normal(0, scale, 2000)
                 m = np.where(rng.random(2000) < 0.1, g * (1 + spread), g)
                 g[:5] = m[:5] = np.nan if dtype != "int64" else 0.0
-                _, word, why = judged("msprobe", g, m, dtype, exact=dtype == "int64")
-                found = find("msprobe", OUTPUT).output(numbers(g, m, dtype).measures(), "exp", dtype)
+                _, word, why = judged("msprobe", g, m, dtype)
+                found = find("msprobe", OUTPUT).output(numbers(g, m, dtype).measures, "exp", dtype)
                 assert (word, why) == (found.status, found.message)
                 full = find("msprobe", OUTPUT).output(measure(g, m, dtype), "exp", dtype)
                 assert full.status == word, (dtype, scale, spread)
@@ -94,10 +94,10 @@ def test_msprobe_counts_what_both_sides_hold_as_right():
 
 def test_msprobe_of_nothing_but_its_largest_error():
     """What was not measured passes nowhere."""
-    bare = Numbers("int64", 4, True, False, False, None, None, 2.0, None, None, None, None, 0, 0)
+    bare = Numbers.of("int64", 4, {"max_abs_err": 2.0}, None, False)
     rule = find("msprobe", PAIRS).pairs.rule
     assert rule(bare)[1:] == ("error", "values differ and must be equal")
-    bare = Numbers("float32", 4, False, False, False, 0.999, None, 2.0, None, None, None, None, 0, 0)
+    bare = Numbers.of("float32", 4, {"cosine": 0.999, "max_abs_err": 2.0}, None, False)
     assert rule(bare)[1:] == ("SKIP", "dual_1000 was not measured")
 
 

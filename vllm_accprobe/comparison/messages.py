@@ -24,7 +24,7 @@ from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.comparison.verdict import harmless
 from vllm_accprobe.judge import flips
 from vllm_accprobe.judge.verdict import METRICS, RowErrors, Worst, describe, value_and_limit
-from vllm_accprobe.kernels import definition
+from vllm_accprobe.kernels.formulas import Metrics
 from vllm_accprobe.standards.limits import Limits
 
 NOBODY = (
@@ -39,7 +39,7 @@ class Facts:
     comes from, error in units of it). note: said behind everything else."""
 
     worst: Worst
-    metrics: definition.Metrics | None
+    metrics: Metrics | None
     phase: str | None
     floor: tuple[float | None, str | None, float | None] = (None, None, None)
     note: str = ""
@@ -121,7 +121,7 @@ def _names(unit: MeasuredUnit, part: Part) -> dict[str, Any]:
     }
 
 
-def _metrics(part: Part, m: definition.Metrics | None) -> dict[str, Any]:
+def _metrics(part: Part, m: Metrics | None) -> dict[str, Any]:
     if part.identical:
         return {
             "cosine": None if part.zero else 1.0,

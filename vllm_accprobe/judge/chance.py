@@ -63,12 +63,34 @@ def _student(level: float, freedom: float) -> float:
     return float(-special.stdtrit(freedom, 0.5 * level))
 
 
-def moderated(known: float, known_freedom: float, squares: float, freedom: float) -> tuple[float, float]:
-    """(variance, degrees of freedom) of ``squares``, a sum of squares about its mean, where a variance is ``known`` as
-    if from ``known_freedom`` degrees: (d0 s0^2 + d s^2) / (d0 + d) [G. Smyth, Stat. Appl. Genet. Mol. Biol. 3 (2004) 3,
-    eq. 3.2]."""
-    every = known_freedom + freedom
-    return (known_freedom * known + squares) / every, every
+@dataclass(frozen=True, slots=True)
+class Against:
+    """How a value compares with its kin. off: from their mean; scale: what t is told in; freedom: of t."""
+
+    off: float
+    scale: float
+    freedom: float
+
+    @property
+    def t(self) -> float:
+        return self.off / self.scale if self.scale else 0.0
+
+    @property
+    def above(self) -> float:
+        """The probability that a Student's t is as far above."""
+        return float(special.stdtr(self.freedom, -self.t))
+
+
+def against_kin(
+    off: float, kin: int, squares: float, known: float, known_freedom: float, own: float = 0.0
+) -> Against:  # fmt: skip
+    """A value that is ``off`` from the mean of so many kin, 2 or more, whose squares about that mean have this sum,
+    where a variance is ``known`` as if from ``known_freedom`` degrees: s^2 = (d0 s0^2 + d s^2) / (d0 + d) with d = kin
+    - 1 [G. Smyth, Stat. Appl. Genet. Mol. Biol. 3 (2004) 3, eq. 3.2], and the difference has the variance
+    s^2 (1 + 1 / kin). own: a further variance of each, from the counting noise of what was measured."""
+    freedom = known_freedom + (kin - 1)
+    variance = (known_freedom * known + squares) / freedom
+    return Against(off, math.sqrt((variance + own) * (1.0 + 1.0 / kin)), freedom)
 
 
 def deviation(values: np.ndarray) -> tuple[float, float]:

@@ -4,17 +4,19 @@ The problem: a fast kernel can be wrong in ways that look plausible. The idea: e
 directly as its formula allows; the kernel is tested against this, and where numba is missing this is what runs.
 g is the golden, m is mine, d = m - g, all float64. Positions where g or m is not finite are left out of every
 sum and maximum and counted instead; they mismatch unless both hold the same (NaN equals NaN, +inf equals +inf).
-Not here: what a number means (judge/), how bits become numbers (dump/dtypes.py), formulas as text (catalog.py).
+Not here: a tensor's metrics from its sums (formulas.py), what a number means (judge/), how bits become numbers
+(dump/dtypes.py), formulas as text (catalog.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import sqrt
+from dataclasses import replace
 
 import numpy as np
+
+from vllm_accprobe.kernels.formulas import DUAL, TINY, Metrics, metrics
 
 ROW_FIELDS = ("n", "gg", "mm", "gm", "dd", "abs_d", "max_d", "max_rel", "nonfinite", "mismatch", "peak")
 """Columns of a row table, float64. n: finite positions; gg, mm, gm, dd: sums of g*g, m*m, g*m, d*d; abs_d: sum of |d|;
@@ -32,35 +34,9 @@ ELEMENT_FIELDS = (
 of |d|, elements with |g| <= 2**-23 left out, as in msit; unequal: how many have d != 0. Positions that are not
 finite on both sides are left out everywhere."""
 WITHIN_100, WITHIN_1000, WITHIN_10000, CLOSE, ABOVE, SUM_REL, TOP_REL, SUM_ABS, TOP_ABS, UNEQUAL = range(10)
-CLOSE_ABS, CLOSE_REL, ABOVE_BOUND, TINY = 1e-8, 1e-5, 1e-3, 2.0**-23
+CLOSE_ABS, CLOSE_REL, ABOVE_BOUND = 1e-8, 1e-5, 1e-3
 _TOGETHER = 1 << 15  # rows whose tables are summed up together
 _STRETCH = 1 << 18  # elements of a row that are float64 at a time
-_EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
-
-
-def eps_of(dtype: str) -> float:
-    """msprobe's eps: numpy's machine epsilon, 2**-8 for bfloat16; 0 for dtypes that it does not divide by."""
-    return _EPS.get(dtype, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """Of one tensor. None where a metric is not defined: no finite position, or a zero norm.
-
-    max_abs_index: flat index of the first largest |d|; max_abs_golden, max_abs_mine: the values there.
-    """
-
-    cosine: float | None
-    max_abs_err: float | None
-    mean_abs_err: float | None
-    rmse: float | None
-    rel_l2: float | None
-    max_rel_err: float | None
-    nonfinite: int
-    nonfinite_mismatch: int
-    max_abs_index: int | None = None
-    max_abs_golden: float | None = None
-    max_abs_mine: float | None = None
 
 
 def row_table(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:
@@ -94,14 +70,14 @@ def row_table(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:
 
 
 def element_sums(golden: np.ndarray, mine: np.ndarray, eps: float) -> np.ndarray:
-    """ELEMENT_FIELDS of two numeric arrays of one shape: float64 [10]. eps: see `eps_of`."""
+    """ELEMENT_FIELDS of two numeric arrays of one shape: float64 [10]. eps: formulas.eps_of's."""
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         g, m = golden.astype(np.float64).ravel(), mine.astype(np.float64).ravel()
         finite = np.isfinite(g) & np.isfinite(m)
         a, d = np.abs(g[finite]), np.abs(m[finite] - g[finite])
         seen = a > TINY
         rel, big = d[seen] / a[seen], d[seen]
-        counts = [(d < (a + eps) * t).sum() for t in (1e-2, 1e-3, 1e-4)]
+        counts = [(d < (a + eps) * t).sum() for t in DUAL]
         counts += [(d <= CLOSE_ABS + CLOSE_REL * a).sum(), (d > ABOVE_BOUND).sum()]
     tops = [x.max() if len(x) else 0.0 for x in (rel, big)]
     return np.array([*counts, rel.sum(), tops[0], big.sum(), tops[1], (d > 0).sum()], np.float64)
@@ -168,25 +144,9 @@ def metrics_of_each(tables: Sequence[np.ndarray]) -> list[Metrics]:
                 sums = columns.sum(axis=2)
             tops = columns[[MAX_D, MAX_REL]].max(axis=2) if rows else np.full((2, len(these)), -1.0)
             for i, s, top in zip(these, sums.T.tolist(), tops.T.tolist(), strict=True):
-                out[i] = _metrics(s, *top)
+                counts = int(s[NONFINITE]), int(s[MISMATCH])
+                out[i] = metrics(*(s[k] for k in (N, GG, MM, GM, DD, ABS_D)), *top, *counts)
     return [m for m in out if m is not None]
-
-
-def _metrics(sums: list[float], max_d: float, max_rel: float) -> Metrics:
-    n, gg, mm, gm, dd, abs_d = (sums[i] for i in (N, GG, MM, GM, DD, ABS_D))
-    counts = int(sums[NONFINITE]), int(sums[MISMATCH])
-    if not n:
-        return Metrics(None, None, None, None, None, None, *counts)
-    return Metrics(
-        cosine=gm / (sqrt(gg) * sqrt(mm)) if gg > 0 and mm > 0 else None,
-        max_abs_err=max_d,
-        mean_abs_err=abs_d / n,
-        rmse=sqrt(dd / n),
-        rel_l2=sqrt(dd) / sqrt(gg) if gg > 0 else None,
-        max_rel_err=max_rel if max_rel >= 0 else None,
-        nonfinite=counts[0],
-        nonfinite_mismatch=counts[1],
-    )
 
 
 def locate(golden_row: np.ndarray, mine_row: np.ndarray) -> tuple[int, float, float]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.kernels import definition, native, structure
+from vllm_accprobe.kernels.formulas import eps_of
 
 _SHIFT16, _HALF, _PLAIN32, _TABLE8 = range(4)
 _KINDS = {"bfloat16": _SHIFT16, "float16": _HALF, "float32": _PLAIN32}
@@ -44,7 +45,7 @@ def rows(
     """
     _check(golden, golden_rows, mine, mine_rows)
     loops = _loops(golden, golden_dtype, mine_dtype) if compiled else None
-    eps = definition.eps_of(golden_dtype)
+    eps = eps_of(golden_dtype)
     if loops is None:
         both = widen(golden[golden_rows], golden_dtype), widen(mine[mine_rows], mine_dtype)
         if elements is not None:

@@ -3,7 +3,8 @@
 The problem: each standard for operators counts something of its own (steps of the last place, errors of small values,
 decades), and a generated test on a machine without accprobe and without numpy must count the same. The idea: one pass
 over the flat tensors in blocks, in float64, from which all measures come; written once, over what numpy's arrays and
-torch's tensors share, with the few things that they spell differently in `_Numpy` and `_Torch`.
+torch's tensors share. The reference is float64, so that compare's loops over stored bits of at most 32 cannot take it;
+what sums make of a tensor's metrics is theirs (kernels/formulas.py).
 g is the reference, m is mine, d = m - g.
 
 What holds everywhere: a reference beyond the range of mine's dtype counts as infinite, because an honest kernel
@@ -14,72 +15,36 @@ wrong otherwise. A measure that has no position to be taken at is None, or 0 whe
 Sources: msprobe's documents of accuracy_checking_details.csv, releases 1.0.4 and 26.2, and for what these leave open
 msprobe 26.2's behaviour; ait's opcheck for ait_share; torch_xray's counts above 1e-n. docs/opcheck-standards.md has
 the formulas side by side and where msprobe's code differs from its documents.
-Not here: the measures' names (standards/measures.py), which is carried along with this file (kit/testgen.py).
+Not here: the measures' names (standards/measures.py), numbers by dtype (standards/dtype_limits.py), what the two
+libraries spell differently (arrays.py); all are carried along with this file (kit/testgen.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from vllm_accprobe.kernels.formulas import DUAL, TINY, metrics
+from vllm_accprobe.opcheck.arrays import NumpyArrays, TorchArrays, arrays_of
+from vllm_accprobe.standards.dtype_limits import (
+    ACCUMULATIVE,
+    AIT,
+    CURRENT,
+    EPS,
+    LARGEST,
+    ULP,
+    ULP_BOUND,
+    V1,
+    Domain,
+)
 from vllm_accprobe.standards.measures import Measures
 
 BLOCK = 1 << 17
 """Elements at a time; some twenty arrays of float64 of this length exist at once."""
-EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-23, "float32": 2.0**-52, "float64": 2.0**-52}
-"""What is added to |g| before dividing: the machine epsilon of the reference's dtype, which is one wider than mine's;
-2**-8 for bfloat16, as msprobe has it. Others: float16's."""
-ULP = {
-    "float16": (-14, 10), "bfloat16": (-126, 7), "float32": (-126, 23), "float64": (-1022, 52),
-    "float8_e4m3fn": (-6, 3), "float8_e5m2": (-14, 2),
-}  # fmt: skip
-"""Smallest exponent of a normal number, bits of the mantissa."""
-ULP_BOUND = {"float32": 32.0, "float64": 32.0}
-"""ulp_share counts what is above; 1 for coarser dtypes."""
-AIT = {
-    "float32": 2.0**-20, "float16": 2.0**-10, "bfloat16": 2.0**-8, "float64": 1e-4, "int64": 1e-4, "int32": 1e-4,
-    "int16": 1.0, "int8": 1.0, "uint8": 1.0, "bool": 0.0,
-}  # fmt: skip
-"""ait's tolerance for |m / g - 1|; float16's for others. Where |g| <= 2**-23 ait counts no error."""
-TINY = 2.0**-23
-LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38,
-           "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # fmt: skip
-"""The largest finite numbers. Without infinity, float8_e4m3fn saturates."""
-
-
-@dataclass(frozen=True)
-class Domain:
-    """How one release tells small values from normal ones, by dtype; "" stands for all others. small: a value with
-    |g| <= small is small; atol: its error must not exceed this; rtol: a normal value's |d| / (|g| + eps) must not."""
-
-    small: dict[str, float]
-    atol: dict[str, float]
-    rtol: dict[str, float]
-
-    def of(self, dtype: str) -> tuple[float, float, float]:
-        return tuple(t.get(dtype, t[""]) for t in (self.small, self.atol, self.rtol))  # type: ignore[return-value]
-
-
-CURRENT = Domain(
-    {"float16": 2.0**-11, "bfloat16": 2.0**-8, "": 2.0**-14},
-    {"float16": 2.0**-16, "bfloat16": 2.0**-16, "": 2.0**-30},
-    {"float16": 2.0**-10, "bfloat16": 2.0**-8, "": 2.0**-20},
-)
-"""msprobe's present document, "Small Value Range"; it does not state rtol: 26.2's."""
-V1 = Domain(
-    {"float16": 1e-3, "bfloat16": 1e-3, "": 1e-6},
-    {"float16": 1e-5, "bfloat16": 1e-5, "": 1e-9},
-    {"float16": 1e-3, "bfloat16": 4e-3, "": 1e-6},
-)
-"""msprobe 1.0.4's document, section 4.2; rtol: its api_precision_threshold.yaml."""
-_BOUND = {"float16": 2.0**-8, "bfloat16": 2.0**-7, "": 2.0**-11}
-ACCUMULATIVE = Domain({"": 1.0}, _BOUND, _BOUND)
-"""msprobe's accumulative error: everything below 1 is small, and one bound serves both."""
+_EXPONENT = 0x7FF0_0000_0000_0000
+"""The bits of a float64 that are the power of two below it."""
 
 
 def measure(
@@ -92,7 +57,7 @@ def measure(
     Raises ValueError for two shapes, and for numbers that are neither real nor complex (those are taken as pairs)."""
     if reference.shape != mine.shape:
         raise ValueError(f"the reference has shape {list(reference.shape)}, mine has {list(mine.shape)}")
-    arrays = _Torch() if type(reference).__module__.startswith("torch") else _Numpy()
+    arrays = arrays_of(reference)
     g, m = arrays.flat(reference), arrays.flat(mine)
     dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
     domains = current, v1, ACCUMULATIVE
@@ -100,75 +65,9 @@ def measure(
         counts = _Sums(arrays, dtype, domains, 1.0).all(g, m)
         top = max(counts.top_g, counts.top_m)
         if top > 0 and not 1e-100 < top < 1e120:  # squares of the largest and smallest doubles are none
-            power = math.ldexp(1.0, -math.frexp(top)[1])
+            power = math.ldexp(1.0, min(-math.frexp(top)[1], 1023))
             counts = _Sums(arrays, dtype, domains, power).all(g, m)
         return counts.measures(_kl(arrays, g, m, dtype) if kl else None)
-
-
-class _Numpy:
-    """xp: the functions that both libraries have under one name."""
-
-    def __init__(self) -> None:
-        self.xp: Any = importlib.import_module("numpy")
-        self.double, self.single, self.half = self.xp.float64, self.xp.float32, self.xp.float16
-
-    def quiet(self) -> contextlib.AbstractContextManager[Any]:
-        return self.xp.errstate(all="ignore")
-
-    def flat(self, array: Any) -> Any:
-        array = self.xp.ascontiguousarray(array).reshape(-1)
-        if array.dtype.kind == "c":
-            array = array.view(self.double if array.dtype.itemsize == 16 else self.single)
-        if array.dtype.kind not in "fiub":
-            raise ValueError(f"numbers of dtype {array.dtype} cannot be measured")
-        return array
-
-    def to(self, array: Any, dtype: Any) -> Any:
-        return array.astype(dtype)
-
-    def exact(self, array: Any) -> bool:
-        """Whether these are integers."""
-        return array.dtype.kind in "iub"
-
-    def apart(self, g: Any, m: Any) -> Any:
-        """m - g of integers, exact and rounded once, where float64 may not hold them; else None."""
-        if g.dtype.kind not in "iu" or m.dtype.kind not in "iu" or 8 not in (g.dtype.itemsize, m.dtype.itemsize):
-            return None
-        less, a, b = m < g, self.to(m, self.xp.uint64), self.to(g, self.xp.uint64)
-        return self.xp.where(less, -self.to(b - a, self.double), self.to(a - b, self.double))
-
-    def steps(self, e: Any, g: Any, smallest: int, mantissa: int) -> Any:
-        """e in steps of the last place at g; smallest, mantissa: see ULP."""
-        exponent = self.xp.where(g == 0, 0, self.xp.frexp(g)[1] - 1)
-        return self.xp.ldexp(e, mantissa - self.xp.maximum(exponent, smallest))
-
-
-class _Torch:
-    """As `_Numpy`, where there is nothing but torch."""
-
-    def __init__(self) -> None:
-        self.xp: Any = importlib.import_module("torch")
-        self.double, self.single, self.half = self.xp.float64, self.xp.float32, self.xp.float16
-
-    def quiet(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def flat(self, array: Any) -> Any:
-        array = (self.xp.view_as_real(array) if array.is_complex() else array).reshape(-1)
-        return array if array.is_floating_point() else array.long()
-
-    def to(self, array: Any, dtype: Any) -> Any:
-        return array.to(dtype)
-
-    def exact(self, array: Any) -> bool:
-        return not array.is_floating_point()
-
-    def apart(self, g: Any, m: Any) -> Any:
-        return (m - g).to(self.double) if self.exact(g) and self.exact(m) else None
-
-    def steps(self, e: Any, g: Any, smallest: int, mantissa: int) -> Any:
-        exponent = self.xp.where(g == 0, 0, self.xp.frexp(g).exponent - 1).clamp(min=smallest)
-        return self.xp.ldexp(e, (mantissa - exponent).double())
 
 
 def _blocks(g: Any, m: Any) -> Iterator[tuple[Any, Any]]:
@@ -176,7 +75,7 @@ def _blocks(g: Any, m: Any) -> Iterator[tuple[Any, Any]]:
         yield g[begin : begin + BLOCK], m[begin : begin + BLOCK]
 
 
-def _in_range(arrays: _Numpy | _Torch, g: Any, dtype: str) -> tuple[Any, Any]:
+def _in_range(arrays: NumpyArrays | TorchArrays, g: Any, dtype: str) -> tuple[Any, Any]:
     """g in float64 with infinity where it is beyond ``dtype``, and g as msprobe casts it: to numpy's dtype of mine,
     float32 for bfloat16."""
     wide = arrays.to(g, arrays.double)
@@ -192,7 +91,7 @@ def _in_range(arrays: _Numpy | _Torch, g: Any, dtype: str) -> tuple[Any, Any]:
 class _Sums:
     """What the blocks add up to. scale: a power of two that all is multiplied by before it is squared."""
 
-    def __init__(self, arrays: _Numpy | _Torch, dtype: str, domains: tuple[Domain, ...], scale: float):
+    def __init__(self, arrays: NumpyArrays | TorchArrays, dtype: str, domains: tuple[Domain, ...], scale: float):
         self.arrays, self.xp, self.dtype, self.scale = arrays, arrays.xp, dtype, scale
         self.eps = EPS.get(dtype, EPS["float16"])
         self.domains = [_Split(arrays.xp, d.of(dtype)) for d in domains]
@@ -276,20 +175,25 @@ class _Sums:
             self.rel += float(plain.sum())
             self.top_rel = max(self.top_rel, float(plain.max()))
         rel = e / (a + self.eps)
-        for i, part in enumerate((1e-2, 1e-3, 1e-4)):
+        for i, part in enumerate(DUAL):
             self.dual[i] += int(self.xp.count_nonzero(rel < part))
         for i in range(6):
             if largest > 10.0 ** -(i + 1):
                 self.above[i] += int(self.xp.count_nonzero(e > 10.0 ** -(i + 1)))
         self.ait += int(self.xp.count_nonzero((e <= AIT.get(self.dtype, AIT["float16"]) * a) | (a <= TINY)))
-        self._add_ulp(g, e)
+        self._add_ulp(g, e, nonzero < len(a))
         for split in self.domains:
             split.add(a, e, rel)
 
-    def _add_ulp(self, g: Any, e: Any) -> None:
+    def _add_ulp(self, g: Any, e: Any, some_zero: bool) -> None:
         if self.dtype not in ULP:
             return
-        ulp = self.arrays.steps(e, g, *ULP[self.dtype])
+        smallest, mantissa = ULP[self.dtype]
+        step = (g.view(self.xp.int64) & _EXPONENT).view(self.xp.float64).clip(2.0**smallest)
+        if some_zero:
+            step[g == 0] = 1.0
+        ulp = e / step
+        ulp *= 2.0**mantissa
         self.ulp += float(ulp.sum())
         self.top_ulp = max(self.top_ulp, float(ulp.max()))
         self.steep += int(self.xp.count_nonzero(ulp > ULP_BOUND.get(self.dtype, 1.0)))
@@ -302,27 +206,26 @@ class _Sums:
         def share(count: float) -> float | None:
             return count / n if n else None
 
-        def mean(total: float, over: int) -> float | None:
-            return float(total) / over if over else None
-
         def top(value: float) -> float | None:
             return value if value >= 0 else None
 
-        length = math.sqrt(self.gg) * math.sqrt(self.mm)
+        sums = self.gg, self.mm, self.gm, self.dd, self.abs_d, self.top_d, self.top_rel
+        whole = metrics(seen, *sums, self.nonfinite, self.mismatch)
+        no_direction = 0.0 if seen and not self.gg and not self.dd else None
         inf_nan, small, top_rel, mean_rel, rmse, rel_wrong, abs_wrong = current.values(n, seen)
         v1_inf_nan, v1_small, v1_top_rel, v1_mean_rel, v1_rmse, v1_rel_wrong, v1_abs_wrong = v1.values(n, seen)
         acc_inf_nan, _, _, _, _, acc_rel_wrong, acc_abs_wrong = acc.values(n, seen)
         return Measures(
-            elements=n, nonfinite=self.nonfinite, nonfinite_mismatch=self.mismatch,
+            elements=n, nonfinite=whole.nonfinite, nonfinite_mismatch=whole.nonfinite_mismatch,
             max_abs_reference=top(self.top_g), max_abs_mine=top(self.top_m),
-            cosine=max(-1.0, min(1.0, self.gm / length)) if length else None,
-            max_abs_err=top(self.top_d), mean_abs_err=mean(self.abs_d, seen),
-            rmse=math.sqrt(self.dd / seen) / self.scale if seen else None,
-            rel_l2=math.sqrt(self.dd) / math.sqrt(self.gg) if self.gg else (0.0 if seen and not self.dd else None),
-            max_rel_err=top(self.top_rel), mean_rel_err=mean(self.rel, self.nonzero),
+            cosine=None if whole.cosine is None else max(-1.0, min(1.0, whole.cosine)),
+            max_abs_err=whole.max_abs_err, mean_abs_err=whole.mean_abs_err,
+            rmse=None if whole.rmse is None else whole.rmse / self.scale,
+            rel_l2=whole.rel_l2 if self.gg else no_direction,
+            max_rel_err=whole.max_rel_err, mean_rel_err=self.rel / self.nonzero if self.nonzero else None,
             dual_100=share(self.dual[0]), dual_1000=share(self.dual[1]), dual_10000=share(self.dual[2]),
             error_balance=share(abs(self.more - self.less)), binary_err_ratio=share(self.unequal),
-            ulp_max=top(self.top_ulp), ulp_mean=mean(self.ulp, seen) if has_ulp else None,
+            ulp_max=top(self.top_ulp), ulp_mean=self.ulp / seen if has_ulp and seen else None,
             ulp_share=share(self.steep) if has_ulp else None,
             inf_nan_err_ratio=inf_nan, small_value_err_ratio=small, normal_max_rel_err=top_rel,
             normal_mean_rel_err=mean_rel, normal_rmse=rmse, rel_err_ratio=rel_wrong, abs_err_ratio=abs_wrong,
@@ -371,7 +274,7 @@ class _Split:
         return self.inf_nan / n, wrong, self.top, mean, rmse, self.normal_wrong / normal if normal else 0.0, wrong
 
 
-def _kl(arrays: _Numpy | _Torch, g: Any, m: Any, dtype: str) -> float | None:
+def _kl(arrays: NumpyArrays | TorchArrays, g: Any, m: Any, dtype: str) -> float | None:
     """sum p (log p - log q) of the softmaxes over all positions that are finite on both sides; at least 0."""
     tops, sums = [-math.inf, -math.inf], [0.0, 0.0]
     cross = 0.0

@@ -1,7 +1,7 @@
 """ait: msit's seven metrics of a pair, which come without any verdict, and its opcheck's tolerances of one output.
 
 Of a pair the status stays our own. Of one output more than a share of the elements, by dtype, must lie within a
-relative tolerance (opcheck/measures.AIT), as msit 8.2 has them; a NaN or infinity on one side only is an error, which
+relative tolerance (dtype_limits.AIT), as msit 8.2 has them; a NaN or infinity on one side only is an error, which
 its tools do not always find. Of two machines the same on each.
 """
 
@@ -27,10 +27,10 @@ def pairs(n: Numbers) -> tuple[tuple[Cell, ...], str, str]:
     """The metrics, and why they are missing."""
     sums = [n.sum(name, 0.0) for name in ("max_rel", "sum_rel", "max_abs", "sum_abs")]
     means = [None if s is None or not n.count else s / n.count for s in sums]
-    euclid = 0.0 if n.identical else n.rel_l2
-    kl = 0.0 if n.identical else n.kl
+    euclid = 0.0 if n.identical else n.measures.rel_l2
+    kl = 0.0 if n.identical else n.measures.kl
     reason = "data contains NaN or Inf" if n.broken else "" if n.elements or n.identical else "not measured"
-    cosine = 1.0 if n.identical or n.zero else n.cosine
+    cosine = 1.0 if n.identical or n.zero else n.measures.cosine
     return (cosine, sums[0], means[1], sums[2], means[3], kl, euclid, reason), NO_VERDICT, ""
 
 

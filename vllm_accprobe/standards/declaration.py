@@ -9,11 +9,11 @@ Not here: the rules (one file each), how they are found (__init__.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, RuleFinding
-from vllm_accprobe.standards.measures import Measures, as_measures
+from vllm_accprobe.standards.measures import Measures, Values, as_measures
 
 if TYPE_CHECKING:
     from vllm_accprobe.standards.limits import Standard
@@ -22,6 +22,7 @@ __all__ = [
     "ERROR",
     "MACHINES",
     "NO_VERDICT",
+    "OF_PAIRS",
     "OUTPUT",
     "PAIRS",
     "PASS",
@@ -40,33 +41,53 @@ PAIRS, OUTPUT, MACHINES = "pairs of tensors", "one machine's output", "two machi
 SKIPPED, NO_VERDICT = "SKIP", ""
 """Words of a PairRule besides PASS, WARNING and ERROR: nothing could be judged; the tool gives no verdict."""
 Cell = float | int | str | None
+OF_PAIRS = ("cosine", "max_abs_err", "mean_abs_err", "rmse", "rel_l2", "max_rel_err", "kl", "nonfinite",
+            "nonfinite_mismatch")  # fmt: skip
+"""Measures that pairs have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """One tensor. count: of the elements that are finite on both sides; nonfinite: of the others, mismatch: of those
-    where the two differ; cosine and the others as kernels/definition.Metrics; elements: by the names of
-    definition.ELEMENT_FIELDS, kl: KL divergence of softmax(golden) from softmax(mine), None where not measured."""
+    """One pair of tensors. measures: as of one output, where pairs are measured for them; elements: sums by the names
+    of kernels/definition.ELEMENT_FIELDS, None where not measured; identical: all numbers are equal; zero: both hold
+    nothing else."""
 
     dtype: str
-    count: int
-    exact: bool
+    measures: Measures
+    elements: Mapping[str, float] | None
     identical: bool
     zero: bool
-    cosine: float | None
-    rmse: float | None
-    max_abs: float | None
-    rel_l2: float | None
-    max_rel: float | None
-    elements: Mapping[str, float] | None
-    kl: float | None
-    nonfinite: int
-    mismatch: int
+
+    @classmethod
+    def of(
+        cls, dtype: str, size: int, values: Values, elements: Mapping[str, float] | None, identical: bool
+    ) -> Numbers:  # fmt: skip
+        """size: all elements; values: OF_PAIRS by name. Largest values of each side are not measured of pairs,
+        and no overflow is told from another infinity. What both sides hold (NaN and NaN, the same infinity) is right in
+        shares."""
+        found = {**values, "elements": size}
+        zero = values.get("cosine") is None and not values.get("max_abs_err")
+        numbers = cls(dtype, as_measures(found), elements, identical, zero)
+        if size:
+            both, wrong = numbers.count, numbers.measures.nonfinite_mismatch
+            agreed = numbers.measures.nonfinite - wrong
+            found["inf_nan_err_ratio"] = wrong / size
+            for parts in (100, 1000, 10000):
+                near = numbers.sum(f"within_{parts}", float(both))
+                found[f"dual_{parts}"] = None if near is None else (near + agreed) / size
+            unequal = numbers.sum("unequal", 0.0)
+            found["binary_err_ratio"] = None if unequal is None else (unequal + wrong) / size
+        return replace(numbers, measures=as_measures(found))
+
+    @property
+    def count(self) -> int:
+        """Of the elements that are finite on both sides."""
+        return self.measures.elements - self.measures.nonfinite
 
     @property
     def broken(self) -> bool:
         """NaN or infinity on one side only."""
-        return self.mismatch > 0
+        return self.measures.nonfinite_mismatch > 0
 
     def sum(self, name: str, identical: float) -> float | None:
         """``elements``' ``name``; where it was not measured, ``identical`` of identical tensors."""
@@ -78,24 +99,6 @@ class Numbers:
         """Of the elements, those that ``name`` counts; of identical tensors all."""
         counted = self.sum(name, float(self.count))
         return None if counted is None or not self.count else counted / self.count
-
-    def measures(self) -> Measures:
-        """What a rule for one output reads; largest values of each side are not measured of pairs, and no overflow is
-        told from another infinity. What both sides hold (NaN and NaN, the same infinity) is right in shares."""
-        elements, agreed = self.count + self.nonfinite, self.nonfinite - self.mismatch
-        found: dict[str, float | None] = {
-            "elements": elements, "nonfinite": self.nonfinite, "nonfinite_mismatch": self.mismatch,
-            "cosine": self.cosine, "max_abs_err": self.max_abs, "rmse": self.rmse, "rel_l2": self.rel_l2,
-            "max_rel_err": self.max_rel, "kl": self.kl,
-        }  # fmt: skip
-        if elements:
-            found["inf_nan_err_ratio"] = self.mismatch / elements
-            for parts in (100, 1000, 10000):
-                near = self.sum(f"within_{parts}", float(self.count))
-                found[f"dual_{parts}"] = None if near is None else (near + agreed) / elements
-            unequal = self.sum("unequal", 0.0)
-            found["binary_err_ratio"] = None if unequal is None else (unequal + self.mismatch) / elements
-        return as_measures(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The problem: every standard counts something of its own, and a csv that another machine wrote must mean the same. The
 idea: one dataclass that all of them read; a standard says which of its fields it looks at. g is the reference, m is
-mine, d = m - g; CURRENT, V1 and ACCUMULATIVE are opcheck/measures.py's limits of what a small value is.
+mine, d = m - g; CURRENT, V1 and ACCUMULATIVE are dtype_limits.py's limits of what a small value is.
 Not here: how they are measured (opcheck/measures.py). Needs neither numpy nor torch.
 """
 

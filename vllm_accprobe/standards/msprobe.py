@@ -60,13 +60,13 @@ _EXACT = ("bool", "int", "uint")
 
 def pairs(n: Numbers) -> tuple[tuple[Cell, ...], str, str]:
     """`output`, of a whole tensor, whose operator is not known."""
-    m = n.measures()
+    m = n.measures
     found = output(m, "", n.dtype)
     word = SKIPPED if found.status == SKIP else found.status
     if n.dtype.startswith(_EXACT):
-        numbers: tuple[Cell, ...] = (None, n.max_abs, None, None, None, m.binary_err_ratio)
+        numbers: tuple[Cell, ...] = (None, m.max_abs_err, None, None, None, m.binary_err_ratio)
     else:
-        numbers = (n.cosine, n.max_abs, m.dual_100, m.dual_1000, m.dual_10000, None)
+        numbers = (m.cosine, m.max_abs_err, m.dual_100, m.dual_1000, m.dual_10000, None)
     return (*numbers, word, found.message), word, found.message
 
 

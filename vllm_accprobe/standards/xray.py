@@ -21,8 +21,9 @@ COLUMNS = ("Status", "Cosine", "RMSE", "IsClose (%)", "Max Err (t)", "GtNum")
 def pairs(n: Numbers) -> tuple[tuple[Cell, ...], str, str]:
     """Fail where the largest error is above 0.01."""
     close, above = n.share("close"), n.sum("above", 0.0)
-    bad = n.broken or (n.max_abs is not None and not n.max_abs <= LARGEST)
-    cells = n.cosine, n.rmse, None if close is None else 100.0 * close, n.max_abs, None if above is None else int(above)
+    m, largest = n.measures, n.measures.max_abs_err
+    bad = n.broken or (largest is not None and not largest <= LARGEST)
+    cells = m.cosine, m.rmse, None if close is None else 100.0 * close, largest, None if above is None else int(above)
     why = "NaN or infinity on one side only" if n.broken else f"Max Err above {LARGEST:g}" if bad else ""
     return ("Fail" if bad else "", *cells), ERROR if bad else PASS, why
 

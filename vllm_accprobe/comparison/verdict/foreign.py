@@ -15,10 +15,9 @@ from math import prod
 
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Comparison, Foreign, Pair
-from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.kernels.definition import ELEMENT_FIELDS
 from vllm_accprobe.standards import NamedStandard
-from vllm_accprobe.standards.declaration import ERROR, NO_VERDICT, SKIPPED, WARNING, Cell, Numbers, PairRule
+from vllm_accprobe.standards.declaration import ERROR, NO_VERDICT, OF_PAIRS, SKIPPED, WARNING, Cell, Numbers, PairRule
 
 
 def apply(result: Comparison, standard: NamedStandard) -> Comparison:
@@ -85,20 +84,7 @@ def _judged(pair: Pair, name: str, rule: PairRule) -> tuple[tuple[Cell, ...], Pa
 
 
 def _numbers(pair: Pair) -> Numbers:
-    kind = DTYPES[pair.dtype_mine].kind if pair.dtype_mine in DTYPES else "float"
-    return Numbers(
-        dtype=pair.dtype_mine or "",
-        count=max(prod(pair.shape) - (pair.nonfinite or 0), 0),
-        exact=kind != "float",
-        identical=pair.identical,
-        zero=pair.cosine is None and not pair.max_abs_err,
-        cosine=pair.cosine,
-        rmse=pair.rmse,
-        max_abs=pair.max_abs_err,
-        rel_l2=pair.rel_l2,
-        max_rel=pair.max_rel_err,
-        elements=None if pair.elements is None else dict(zip(ELEMENT_FIELDS, pair.elements, strict=True)),
-        kl=pair.kl,
-        nonfinite=pair.nonfinite or 0,
-        mismatch=pair.nonfinite_mismatch or 0,
-    )
+    elements = None if pair.elements is None else dict(zip(ELEMENT_FIELDS, pair.elements, strict=True))
+    values = {name: getattr(pair, name) for name in OF_PAIRS}
+    size = max(prod(pair.shape), pair.nonfinite or 0)
+    return Numbers.of(pair.dtype_mine or "", size, values, elements, pair.identical)

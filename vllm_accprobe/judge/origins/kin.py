@@ -17,26 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy import special
 
 from vllm_accprobe.judge import constants as c
-from vllm_accprobe.judge.chance import moderated
-
-
-@dataclass(frozen=True, slots=True)
-class Against:
-    """How a value compares with its kin. off: from their mean; scale: what t is told in; freedom: of t."""
-
-    off: float
-    scale: float
-    freedom: float
-
-    @property
-    def t(self) -> float:
-        return self.off / self.scale if self.scale else 0.0
+from vllm_accprobe.judge.chance import Against, against_kin
 
 
 class Spreads:
@@ -61,9 +47,7 @@ class Spreads:
             self._common[kind] = _fitted([v for name, v in self._known.items() if name != kind], self._least)
         variance, freedom = self._common[kind]
         own = max(float(np.var(others, ddof=1)), self._least**2)
-        variance, every = moderated(variance, freedom, (k - 1) * own, k - 1)
-        scale = math.sqrt(variance * (1.0 + 1.0 / k))
-        return Against(float(values[at] - np.mean(others)), scale, every)
+        return against_kin(float(values[at] - np.mean(others)), k, (k - 1) * own, variance, freedom)
 
 
 def _fitted(known: Sequence[tuple[float, int]], least: float) -> tuple[float, float]:

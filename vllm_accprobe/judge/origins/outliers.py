@@ -22,9 +22,9 @@ from functools import cached_property
 import numpy as np
 
 from vllm_accprobe.judge import constants as c
-from vllm_accprobe.judge.chance import Chance, deviation
+from vllm_accprobe.judge.chance import Against, Chance, deviation
 from vllm_accprobe.judge.origins.columns import Columns
-from vllm_accprobe.judge.origins.kin import Against, Spreads, passed_on
+from vllm_accprobe.judge.origins.kin import Spreads, passed_on
 from vllm_accprobe.judge.origins.peer_evidence import COLUMNS, GAIN, GROWTH, Hidden, Known, Look
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, UNLIKE_KIN
 

@@ -8,7 +8,9 @@ normal ones [S. Arbel, O. Marchal, H. Nguyen, ESAIM P&S 24 (2020) 39]), the chi-
 Wilson's and Hilferty's cube root [PNAS 17 (1931) 684], which lies above the exact quantile where degrees of freedom
 are few and the tail is far. Sums of squares of unequal variances v have (sum v)**2 / sum v**2 degrees of freedom
 [F. Satterthwaite, Biometrics 2 (1946) 110].
-Not here: what is summed (verdict.py, pooled.py). Needs no torch; copied beside the tests that gentest writes.
+By Python's own functions, because this file is copied beside the tests that gentest writes, where there is no scipy;
+those of a comparison (judge/chance.py) are scipy's, whose last digits are others, and stand in its figures.
+Not here: what is summed (verdict.py, pooled.py). Needs no torch.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ The problem: a reference's model of rounding may be twice too large for a kernel
 the model leaves. The idea: layers of one class run the same kernel, so that whatever the model is wrong by, it is wrong
 by in all of them. For each output of a tap, the variance of all its errors over the model's (pooled.py); its logarithm
 is compared with those of its kin, the same class, role and dtype in the other layers, of golden and of mine. Layers
-honestly differ, so the spread is estimated from the kin as well, moderated toward what is known of such spreads: a
-t-statistic with d0 + n - 1 degrees of freedom, s**2 = (d0 s0**2 + sum (x - mean)**2) / (d0 + n - 1) [G. Smyth, Stat.
-Appl. Genet. Mol. Biol. 3 (2004) 3, eq. 3.2], and the difference of a number from the mean of n others has the variance
-s**2 (1 + 1 / n). With few kin its tail is wide, and with fewer than three nothing is said.
+honestly differ, so the spread is estimated from the kin as well, moderated toward what is known of such spreads, as a
+comparison's is (judge/chance.py, `against_kin`): but for tensors that have been compared it is fitted to other kinds,
+and here it is a constant. With few kin the tail is wide, and with fewer than three nothing is said.
 Not here: the sums (pooled.py), floors that need no kin (verdict.py). Needs no torch.
 """
 
@@ -17,9 +16,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from scipy import special
-
-from vllm_accprobe.judge.chance import moderated
+from vllm_accprobe.judge.chance import against_kin
 
 LEAST = 3
 """Chosen: of two peers, either may be the odd one."""
@@ -91,12 +88,6 @@ def _stands_out(x: float, others: list[float], freedom: float) -> tuple[float, f
     n = len(others)
     mean = sum(others) / n
     squares = sum((o - mean) ** 2 for o in others)
-    variance, known = moderated(PRIOR_SPREAD**2, PRIOR_FREEDOM, squares, n - 1)
     own = 2.0 / max(freedom, 1.0)  # variance of the logarithm of a chi-square over its degrees, to first order
-    t = (x - mean) / math.sqrt((variance + own) * (1.0 + 1.0 / n))
-    return math.exp((x - mean) / 2.0), upper_t(t, known)
-
-
-def upper_t(t: float, freedom: float) -> float:
-    """P(T > t) of Student's t."""
-    return float(special.stdtr(freedom, -t))
+    found = against_kin(x - mean, n, squares, PRIOR_SPREAD**2, PRIOR_FREEDOM, own)
+    return math.exp((x - mean) / 2.0), found.above

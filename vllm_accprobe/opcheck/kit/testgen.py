@@ -27,9 +27,12 @@ KIT = "operator_kit"
 _PACKAGE = Path(__file__).parents[1]
 _FILES = (
     "reference", "calls/case", "kit/tensorfile", "floors/chance", "floors/verdict", "floors/rounding", "kit/bench",
-    "measures", "calls/random_inputs",
+    "measures", "arrays", "calls/random_inputs",
 )  # fmt: skip
-_FURTHER = {"judge/floor.py": "floor", "standards/measures.py": "measure_names"}
+_FURTHER = {
+    "judge/floor.py": "floor", "kernels/formulas.py": "formulas", "standards/measures.py": "measure_names",
+    "standards/dtype_limits.py": "dtype_limits",
+}  # fmt: skip
 """Files of other rooms, and what they are called in the kit."""
 _ROOMS = re.compile(r"vllm_accprobe\.opcheck(\.(calls|floors|kit)\b)?")
 """The kit is one flat package."""
