@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.tokens import position, subject
+from vllm_accprobe.judge.origins.influence import spread
 from vllm_accprobe.judge.origins.row_errors import Trace
 
 _CHOICE = re.compile(r"(top_?k|expert)_?(ids|indices|index|idx)$")
@@ -165,9 +166,7 @@ class Rerouted:
         near = [t for t in before if unit.key[0].startswith(t.tap.rpartition(".")[0] + ".")][-12:]
         worst, limit = np.zeros(len(keys)), 0.0
         for t in near:
-            if len(t.keys):
-                at = np.minimum(np.searchsorted(t.keys, keys), len(t.keys) - 1)
-                np.maximum(worst, np.where(t.keys[at] == keys, t.err[at], 0.0), out=worst)
+            np.maximum(worst, spread(keys, t.keys, t.err), out=worst)
             limit = max(limit, t.allowed)
         return (worst > 0) & (worst <= limit)
 

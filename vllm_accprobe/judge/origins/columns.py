@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_accprobe.judge import constants as c
 
-_TINY = 1e-300
+TINY = 1e-300
 """Instead of 0 in a denominator."""
 
 
@@ -71,8 +71,8 @@ def column_offsets(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """From kernels.structure's sums: (mean error of each column relative to its size, as in `column_signs`; the same in
     standard errors of a mean of random signs)."""
     dd, gg, n, off = sums[0], sums[1], np.maximum(sums[4], 1.0), sums[5]
-    size = np.sqrt(np.maximum(gg, max(c.COLUMN_SMALL * float(np.median(gg)), _TINY)) / n)
-    return off / n / size, np.where(dd > 0, off / np.sqrt(np.maximum(dd, _TINY)), 0.0)
+    size = np.sqrt(np.maximum(gg, max(c.COLUMN_SMALL * float(np.median(gg)), TINY)) / n)
+    return off / n / size, np.where(dd > 0, off / np.sqrt(np.maximum(dd, TINY)), 0.0)
 
 
 def column_signs(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -81,7 +81,7 @@ def column_signs(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     dd, gg, gd, square = sums[:4]
     floor = c.COLUMN_SMALL * float(np.median(gg))
     with np.errstate(divide="ignore", invalid="ignore"):
-        err = np.sqrt(dd / np.maximum(gg, max(floor, _TINY)))
-        slope = gd / np.maximum(gg, max(floor, _TINY))
-        sure = gd / np.sqrt(np.maximum(square, _TINY))
+        err = np.sqrt(dd / np.maximum(gg, max(floor, TINY)))
+        slope = gd / np.maximum(gg, max(floor, TINY))
+        sure = gd / np.sqrt(np.maximum(square, TINY))
     return err, slope, np.where(gd == 0, 0.0, sure)

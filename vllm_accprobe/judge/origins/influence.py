@@ -61,7 +61,7 @@ class Influence:
             if source.vision:
                 rows, values = self._as_text(source.keys, values)
                 seen = RowSet(rows)
-            found = self._causal(rows, values, seen, wanted) if mixing else _same_row(rows, values, keys)
+            found = self._causal(rows, values, seen, wanted) if mixing else spread(keys, rows, values)
         return np.maximum(base, found)
 
     def _as_text(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -109,11 +109,11 @@ class Influence:
 
 
 def spread(wanted: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """``values`` of the sorted ``keys`` at all ``wanted`` keys, 0 where there is none."""
+    """``values`` of the sorted ``keys`` at all ``wanted`` keys, 0 where there is none: float64, to be read only."""
     if not len(keys) or len(values) != len(keys):
         return np.zeros(len(wanted))
     if keys is wanted or np.array_equal(keys, wanted):  # the usual case, at a tenth of the cost
-        return values.astype(np.float64)
+        return np.asarray(values, np.float64)
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0.0)
 
@@ -122,15 +122,6 @@ def _edges(keys: np.ndarray) -> np.ndarray:
     """Where each request begins in sorted ``keys``."""
     who = subject(keys)
     return np.flatnonzero(np.append(True, who[1:] != who[:-1])) if len(keys) else np.zeros(0, np.int64)
-
-
-def _same_row(rows: np.ndarray, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    if not len(rows):
-        return np.zeros(len(keys))
-    if rows is keys or np.array_equal(rows, keys):
-        return values
-    at = np.minimum(np.searchsorted(rows, keys), len(rows) - 1)
-    return np.where(rows[at] == keys, values[at], 0.0)
 
 
 def _same_subject(rows: np.ndarray, values: np.ndarray, keys: np.ndarray) -> np.ndarray:

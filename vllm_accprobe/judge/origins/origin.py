@@ -7,7 +7,7 @@ inputs and parameters at the rows that can influence this one. In front of a lea
 children of a parent (a residual addition, a reshape, a call that no hook sees) lie the children's inputs: in front of
 them are the parent's inputs and the outputs that came before; what is created there is the parent's own doing. So the
 deepest visible module is blamed, and a parent only for what none of its children shows.
-Not here: how large an error is (verdict.py), what is in front of what (flow.py), flipped tokens (flips.py).
+Not here: how large an error is (verdict.py), what is in front of what (in_front.py), flipped tokens (flips.py).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.row_set import RowSet
-from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.chance import chance_of_size
 from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, FALSE_ALARM_RATE, NARROW
 from vllm_accprobe.judge.flow import Tree
+from vllm_accprobe.judge.origins.in_front import BACKWARD, Fronts
 from vllm_accprobe.judge.origins.influence import Influence, spread
 from vllm_accprobe.judge.origins.outliers import Peers
 from vllm_accprobe.judge.origins.peer_evidence import COLUMNS, Hidden, Look, kind_of_place
@@ -32,8 +32,6 @@ from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED
 from vllm_accprobe.standards.limits import Standard
 
-BACKWARD = "backward."
-"""What the places of backward runs begin with."""
 _NONE = np.zeros(0, np.int64)
 
 
@@ -76,22 +74,23 @@ class _Search:
     def __init__(self, traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, Any], rate: float):
         self.rate = rate
         self.tree, self.standard, self.influence = tree, standard, Influence(images)
-        self.by_tap: dict[str, dict[str, list[Trace]]] = defaultdict(lambda: {INPUT: [], OUTPUT: [], PARAM: []})
-        for t in sorted(traces, key=lambda t: t.order):
-            self.by_tap[t.tap][t.kind].append(t)
+        self.fronts = Fronts(traces, tree)
+        self.by_tap = self.fronts.by_tap
         self.found: dict[str, list[Created]] = defaultdict(list)
         self.looks: dict[tuple[str, Trace], Look] = {}
         self.means: dict[Trace, float] = {}
 
     def run(self) -> list[Created]:
         self._look()
-        taps = sorted(self.by_tap, key=lambda t: -_level(self.tree, t))
+        taps = sorted(self.by_tap, key=lambda t: -len(self.tree.above(t)))
         for tap in taps:  # the deepest first, so that a parent knows what its descendants are blamed for
             for t in self.by_tap[tap][PARAM]:
                 if t.everywhere > 0:
                     one = np.array([t.everywhere])
                     self.found[tap].append(Created(tap, t, _NONE, one, np.zeros(1), "values"))
-            self._body(tap)
+            below = self._blamed_below(tap)
+            for sink, sources in self.fronts.places(tap):
+                self._check(tap, sink, sources, self.tree.mixing.get(tap, True), below)
         self._top()
         found = _sure(sorted((c for cs in self.found.values() for c in cs), key=lambda c: c.trace.order))
         return [replace(c, look=self.looks.get((c.tap, c.trace)), chance=self._chance(c)) for c in found]
@@ -111,7 +110,7 @@ class _Search:
         Where an operator's results are equal in all layers, there is nothing to measure."""
         if any(len(t.keys) for kinds in self.by_tap.values() for t in kinds[OUTPUT] + kinds[INPUT]):
             # Asking for a tap that has no trace adds it.
-            places = [(tap, *place) for tap in list(self.by_tap) for place in self._places(tap)]
+            places = [(tap, *place) for tap in list(self.by_tap) for place in self.fronts.places(tap)]
             places = [p for p in places if p[1].rounding and len(p[1].seen) and not p[1].weak]
             kinds = [kind_of_place(tap, _role(tap, sink)) for tap, sink, _ in places]
             odd = {kind for kind, (_, sink, _) in zip(kinds, places, strict=True) if len(sink.keys)}
@@ -139,24 +138,8 @@ class _Search:
         columns = [s.by_column for s in sources if s.by_column is not None and s is not sink]
         cls = self.tree.classes.get(tap, "")
         rows = sink.seen.keys, err, slope, before, gain
-        role, known = _role(tap, sink), self._inputs_known(tap, sink, sources)
+        role, known = _role(tap, sink), self.fronts.inputs_known(tap, sink, sources)
         return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.by_column, columns, mixing, passed, known)
-
-    def _is_part(self, tap: str, sink: Trace) -> bool:
-        """Whether a place between children may be a slice of what one of them gave out (q, k and v of one product): of
-        the whole's error a part may have any share, and nothing is computed there that could be out of the ordinary."""
-        if sink.tap == tap or sink.kind != INPUT:
-            return False
-        before = [t for child in self.tree.children.get(tap, []) for t in self.by_tap[child][OUTPUT]]
-        return any(t.order < sink.order and t.width > sink.width for t in before)
-
-    def _inputs_known(self, tap: str, sink: Trace, sources: list[Trace]) -> bool:
-        """Whether an error of 0 in front of a leaf's output means equal inputs, and not that nobody saw them: a tensor
-        that is no mere factor went into the same call, at all of its rows."""
-        if sink.tap != tap or sink.kind != OUTPUT or self.tree.children.get(tap):
-            return False
-        wide = [s for s in sources if s.tap == tap and s.kind == INPUT and s.width >= NARROW and s.rounding]
-        return any(s.vision == sink.vision and bool(np.isin(sink.seen.keys, s.seen.keys).all()) for s in wide)
 
     def _mean_gain(self, source: Trace) -> float:
         """The median of its rows' gains; 0 where there are none."""
@@ -166,64 +149,11 @@ class _Search:
             self.means[source] = mean if np.isfinite(mean) else 0.0
         return self.means[source]
 
-    def _places(self, tap: str) -> list[tuple[Trace, list[Trace]]]:
-        """Where ``tap`` itself may create an error, with what is in front: its outputs, and between its children."""
-        children = self.tree.children.get(tap, [])
-        own = self.by_tap[tap][OUTPUT]
-        places = [(sink, self._inside(tap, sink) if children else self._before(tap, sink)) for sink in own]
-        for child in children:
-            places += [(sink, self._inside(tap, sink)) for sink in self.by_tap[child][INPUT]]
-        return places
-
-    def _body(self, tap: str) -> None:
-        below = self._blamed_below(tap)
-        for sink, sources in self._places(tap):
-            self._check(tap, sink, sources, self.tree.mixing.get(tap, True), below)
-
     def _top(self) -> None:
         """What is created in front of the outermost taps, where nobody else can be blamed: their inputs."""
         for tap in self.tree.children.get(None, []):
             for sink in self.by_tap[tap][INPUT]:
-                self._check(tap, sink, self._earlier(sink), True, [])
-
-    def _before(self, tap: str, sink: Trace) -> list[Trace]:
-        """In front of a leaf's output: the same call's inputs and its parameters; without inputs, what came before."""
-        mine = self.by_tap[tap]
-        inputs = [t for t in mine[INPUT] if t.call == sink.call] or mine[INPUT]
-        sources = inputs + mine[PARAM] + self._silent(tap)
-        if not inputs:
-            sources += self._around(tap, sink)
-        if tap.startswith(BACKWARD):  # what a backward run reads besides gradients, the forward run kept for it
-            forward = self.by_tap.get(tap.removeprefix(BACKWARD), {})
-            sources += [t for kind in (INPUT, PARAM, OUTPUT) for t in forward.get(kind, ())]
-        return sources
-
-    def _inside(self, tap: str, sink: Trace) -> list[Trace]:
-        """In front of a place in the body of ``tap``: its inputs and parameters, and its children's earlier outputs."""
-        mine = self.by_tap[tap]
-        sources = [t for t in mine[INPUT] if t.order <= sink.order]
-        if not sources:
-            sources = self._around(tap, sink)
-        sources = sources + mine[PARAM]
-        for child in self.tree.children.get(tap, []):
-            sources += [t for t in self.by_tap[child][OUTPUT] if t.order < sink.order]
-            sources += self.by_tap[child][PARAM] if not self.by_tap[child][OUTPUT] else []
-        if tap == ROOT_TAP:  # logits and sampling read what the root gave out
-            sources += [t for t in mine[OUTPUT] if t.order < sink.order]
-        return sources
-
-    def _around(self, tap: str, sink: Trace) -> list[Trace]:
-        up = self.tree.parent.get(tap)
-        return self._inside(up, sink) if up is not None else self._earlier(sink)
-
-    def _earlier(self, sink: Trace) -> list[Trace]:
-        return [t for kinds in self.by_tap.values() for t in kinds[OUTPUT] if t.order < sink.order]
-
-    def _silent(self, tap: str) -> list[Trace]:
-        """Parameters of siblings that never run as modules: lm_head's weight is used inside the logits processor."""
-        siblings = self.tree.children.get(self.tree.parent.get(tap), [])
-        silent = (s for s in siblings if s != tap and not self.by_tap[s][OUTPUT] and not self.tree.children.get(s))
-        return [t for s in silent for t in self.by_tap[s][PARAM]]
+                self._check(tap, sink, self.fronts.earlier(sink), True, [])
 
     def _blamed_below(self, tap: str) -> list[Trace]:
         """What descendants created, as sources of unlimited error."""
@@ -233,13 +163,8 @@ class _Search:
             child = todo.pop()
             todo += self.tree.children.get(child, [])
             for c in self.found[child]:
-                everywhere = 0.0 if len(c.keys) else np.inf
-                err = np.full(len(c.keys), np.inf)
-                broken = (
-                    np.isin(c.keys, c.trace.keys[c.trace.broken])
-                    if len(c.trace.broken)
-                    else np.zeros(len(c.keys), bool)
-                )
+                everywhere, err = 0.0 if len(c.keys) else np.inf, np.full(len(c.keys), np.inf)
+                broken = np.isin(c.keys, c.trace.broken_keys)
                 out.append(replace(c.trace, keys=c.keys, err=err, everywhere=everywhere, broken=broken))
         return out
 
@@ -277,9 +202,7 @@ class _Search:
 
     def _steps(self, sink: Trace, rows: RowSet, sources: Sequence[Trace], mixing: bool) -> np.ndarray:
         """bool [len(rows)]: those of ``sink`` that hold NaN or infinity, while nothing that can influence them does."""
-        broken = np.zeros(len(rows), bool)
-        if len(sink.broken) == len(sink.keys):
-            broken = np.isin(rows.keys, sink.keys[sink.broken])
+        broken = np.isin(rows.keys, sink.broken_keys)
         for source in sources:
             if source is sink or not broken.any() or source.order > sink.order:
                 continue
@@ -292,7 +215,7 @@ class _Search:
 
     def _check_hidden(self, tap: str, sink: Trace, below: list[Trace]) -> None:
         look = self.looks.get((tap, sink))
-        if look is not None and self._is_part(tap, sink):
+        if look is not None and self.fronts.is_part(tap, sink):
             return
         # What a child made that is blamed already shows again between the children, in other parts and proportions.
         if look is None or any(s.order < sink.order for s in below):
@@ -316,7 +239,3 @@ def _sure(created: list[Created]) -> list[Created]:
 
 def _role(tap: str, sink: Trace) -> str:
     return sink.role if sink.tap == tap else f"{sink.tap}/{sink.role}"
-
-
-def _level(tree: Tree, tap: str) -> int:
-    return len(tree.above(tap))

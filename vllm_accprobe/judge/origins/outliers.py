@@ -9,8 +9,8 @@ layers and the other rows); GAIN, the slope of mine over the golden (per row and
 scale does not); COLUMNS, the same per column. An answer counts only beyond what chance leaves to honest machines, at
 one rate for the whole comparison (chance.py), and where it is more than honest habits explain (constants.py).
 Each question first asks for what costs nothing: a look that nothing else could raise above 1 is done.
-Not here: what is looked at (peer_evidence.py), how far layers lie apart (kin.py), what stands in front of what, and
-errors beyond fixed limits (origin.py); the sums (kernels/, columns.py).
+Not here: what is looked at (peer_evidence.py), how far layers lie apart (kin.py), columns (odd_columns.py), what
+stands in front of what (in_front.py), errors beyond fixed limits (origin.py); the sums (kernels/, columns.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import numpy as np
 
 from vllm_accprobe.judge import constants as c
 from vllm_accprobe.judge.chance import Against, Chance, deviation
-from vllm_accprobe.judge.origins.columns import Columns
+from vllm_accprobe.judge.origins.columns import TINY
+from vllm_accprobe.judge.origins.influence import spread
 from vllm_accprobe.judge.origins.kin import Spreads, passed_on
-from vllm_accprobe.judge.origins.peer_evidence import COLUMNS, GAIN, GROWTH, Hidden, Known, Look
+from vllm_accprobe.judge.origins.odd_columns import odd_columns
+from vllm_accprobe.judge.origins.peer_evidence import GAIN, GROWTH, Hidden, Known, Look
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, UNLIKE_KIN
 
 
@@ -53,7 +55,8 @@ class Peers:
             return None
         if not look.err.any():
             return None
-        found = [self._equal_inputs(look), self._gain(look), self._odd_gain(look), self._odd_columns(look)]
+        found = [self._equal_inputs(look), self._gain(look), self._odd_gain(look)]
+        found.append(odd_columns(look, self._others(look), self.chance))
         found += [self._growth(look), self._rows(look), self._row_gain(look)]
         return max((f for f in found if f is not None), key=lambda f: f.strength, default=None)
 
@@ -176,11 +179,11 @@ class Peers:
         if off.max() <= sigmas * c.LEAST_SPREAD:
             return None
         others = self._others(look)
-        spread = max(_spread(bulk, [o.growth_tail for o in self._facts(others)]), c.LEAST_ROW_SPREAD)
-        outlier = off / (sigmas * spread)
+        scale = max(_spread(bulk, [o.growth_tail for o in self._facts(others)]), c.LEAST_ROW_SPREAD)
+        outlier = off / (sigmas * scale)
         if not (outlier > 1).any():
             return None
-        same = [_at(o.keys, o.growth, look.keys) for o in others]
+        same = [spread(look.keys, o.keys, o.growth) for o in others]
         usual = np.maximum(np.max(same, axis=0) if same else np.zeros(rows), middle)
         most = 2.0 ** np.maximum(usual, 0.0) * look.before
         made = np.sqrt(np.maximum(look.err**2 - most**2, 0.0))
@@ -192,7 +195,7 @@ class Peers:
         bad = strength > 1
         if not bad.any():
             return None
-        chance = self.chance.of_sigmas(float(off[bad].max()) / spread / c.TAILS, rows)
+        chance = self.chance.of_sigmas(float(off[bad].max()) / scale / c.TAILS, rows)
         return Hidden(bad, GROWTH, float(made[bad].max()), float(strength.max()), UNLIKE_KIN, chance)
 
     def _row_gain(self, look: Look) -> Hidden | None:
@@ -204,89 +207,22 @@ class Peers:
         if off.max() <= least:
             return None
         others = self._others(look)
-        spread = _spread(bulk, [o.gain_tail for o in self._facts(others)])
+        scale = _spread(bulk, [o.gain_tail for o in self._facts(others)])
         # What noise does to a slope shrinks with the width; each row may be noisier than the typical one.
-        noise = np.maximum(spread, look.err / max(look.width, 1) ** 0.5)
+        noise = np.maximum(scale, look.err / max(look.width, 1) ** 0.5)
         sigmas = c.TAILS * self.chance.sigmas(rows)
         need = np.maximum.reduce([np.full(rows, least), sigmas * noise, c.THROUGH * np.abs(look.gain_before)])
         if not (off / need > 1).any():
             return None
-        same = [np.abs(_at(o.keys, o.gain, look.keys)) for o in others]
+        same = [np.abs(spread(look.keys, o.keys, o.gain)) for o in others]
         if same:
             need = np.maximum(need, np.minimum(c.ROW_KIN * np.median(same, axis=0), c.ROW_KIN * off))
         strength = off / need
         bad = strength > 1
         if not bad.any():
             return None
-        chance = self.chance.of_sigmas(float((off / np.maximum(noise, _TINY))[bad].max()) / c.TAILS, rows)
+        chance = self.chance.of_sigmas(float((off / np.maximum(noise, TINY))[bad].max()) / c.TAILS, rows)
         return Hidden(bad, GAIN, float(off[bad].max()), float(strength.max()), UNLIKE_KIN, chance)
-
-    # --- columns -----------------------------------------------------------------------------------------------
-
-    def _odd_columns(self, look: Look) -> Hidden | None:
-        """Columns that err more than the others do, or follow the golden's values by another factor."""
-        if look.columns is None or look.columns.width < c.NARROW:
-            return None
-        here = look.columns
-        if here.rows < c.FEW:
-            return None
-        err, slope, sure = here.signs
-        width, least = len(err), c.COLUMN_LEAST * look.unit
-        sigmas = c.TAILS * self.chance.sigmas(width)
-        by_size = err / least
-        usual_err, spread = max(here.usual_err, c.COLUMN_TYPICAL * look.unit), float(np.median(np.abs(sure)))
-        surest = sigmas * max(c.MAD * spread, 1.0)
-        if not (
-            (np.minimum(err / (c.COLUMN * usual_err), by_size) > 1).any()
-            or (np.minimum(np.abs(sure) / surest, np.abs(slope) / least) > 1).any()
-            or (not look.mixing and (self._offset(here, sigmas, c.OFFSET_LEAST * look.unit) > 1).any())
-        ):
-            return None
-        # Errors in few columns of the input make errors of one direction, which spread unevenly over the output.
-        known = [(o.columns, o.unit) for o in self._others(look) if o.columns is not None]
-        elsewhere = [columns.uneven(unit) for columns, unit in known]
-        uneven = [c.COLUMN_KIN * most for most, _ in elsewhere]
-        uneven += [c.COLUMN_INPUT * before.uneven(look.unit)[0] for before in look.columns_before]
-        odd = max([c.COLUMN, *uneven])
-        by_err = np.minimum(err / (odd * usual_err), by_size)
-        noisy = max([surest, *(c.COLUMN_SURE * most for _, most in elsewhere)])
-        by_slope = np.minimum(np.abs(sure) / noisy, np.abs(slope) / least)
-        by_slope = np.where(np.abs(slope) > c.COLUMN_APART * abs(float(np.median(slope))), by_slope, 0.0)
-        offsets = self._offsets(look, sigmas, [k for k, _ in known])
-        strength = np.maximum(np.maximum(by_err, by_slope), offsets)
-        for before in look.columns_before:
-            worst = before.signs[0]
-            if before.width % width == 0:  # an operator by element passes a bad column on, from each part
-                worst = worst.reshape(-1, width).max(axis=0)
-                strength = np.where(err > c.BY_ELEMENT * worst, strength, 0.0)
-        bad = np.flatnonzero(strength > 1)
-        if not len(bad) or len(bad) > width // 2:
-            return None
-        at = int(bad[strength[bad].argmax()])
-        shifted = abs(float(here.offsets[1][at]))
-        odd = max(abs(float(sure[at])) / max(c.MAD * spread, 1.0), _log_deviations(err, at), shifted)
-        chance = self.chance.of_sigmas(odd / c.TAILS, width)
-        return Hidden(look.err > 0, COLUMNS, float(err[bad].max()), float(strength.max()), UNLIKE_KIN, chance, bad)
-
-    def _offset(self, columns: Columns, sigmas: float, need: float) -> np.ndarray:
-        offset, sure = columns.offsets
-        return np.minimum(np.abs(sure) / sigmas, np.abs(offset) / need)
-
-    def _offsets(self, look: Look, sigmas: float, elsewhere: Sequence[Columns]) -> np.ndarray:
-        """How strongly each column is shifted to one side. A column that hardly changes is rounded to the same side in
-        each row, by up to one rounding; what other layers and the inputs show of that is not enough here. Attention
-        gives many rows the same values, errors included: there it says nothing."""
-        assert look.columns is not None
-        if look.mixing:
-            return np.zeros(look.columns.width)
-        known = [*elsewhere, *look.columns_before]
-        usual = max((k.most_offset for k in known if k.width >= c.NARROW), default=0.0)
-        need = max(c.OFFSET_LEAST * look.unit, c.OFFSET_KIN * min(usual, c.OFFSET_MOST * look.unit))
-        return self._offset(look.columns, sigmas, need)
-
-
-_TINY = 1e-300
-"""Instead of 0 in a denominator."""
 
 
 def _fit(look: Look) -> bool:
@@ -298,18 +234,3 @@ def _spread(bulk: float, tails: Sequence[float]) -> float:
     """A robust standard deviation: of the bulk, or, in other layers, of the outer tenth (chance.tail), whichever is
     larger. Here the outer tenth may be what is looked for."""
     return max(bulk, float(np.median(tails)) if tails else 0.0)
-
-
-def _log_deviations(err: np.ndarray, at: int) -> float:
-    """How many robust deviations the error of column ``at`` lies above the typical column's, in logarithms."""
-    logs = np.log2(np.maximum(err, _TINY))
-    middle, bulk = deviation(logs)
-    return max(float(logs[at]) - middle, 0.0) / max(bulk, c.LEAST_SPREAD)
-
-
-def _at(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """``values`` at the sorted ``keys`` where they are ``wanted``; 0 elsewhere."""
-    if keys is wanted or np.array_equal(keys, wanted):
-        return values
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[at] == wanted, values[at], 0.0)

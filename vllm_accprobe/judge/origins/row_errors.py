@@ -62,6 +62,11 @@ class Trace:
         """What ``columns`` say, worked out once for all that ask."""
         return None if self.columns is None else Columns(self.columns)
 
+    @property
+    def broken_keys(self) -> np.ndarray:
+        """The rows where mine holds NaN or infinity and golden does not; none where nobody looked."""
+        return self.keys[self.broken] if len(self.broken) == len(self.keys) else self.keys[:0]
+
 
 def kind_of(role: str) -> str:
     return INPUT if role.startswith("input") else PARAM if role.startswith("param") else OUTPUT

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, device_kernel, reference
 from vllm_accprobe.opcheck.references.kernels_common import vendor
 
+_X = ("x", "input_", "input", "hidden_states", "0")
 _TANH = ("tanh", "gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")
 """Spellings of GELU by tanh."""
 
@@ -50,62 +51,51 @@ def soft_cap(x: Any, cap: float) -> Any:
     return cap * torch.tanh(x / cap)
 
 
-def _x(call: Call) -> Any:
-    return call.wide("x", "input", "hidden_states", "0")
-
-
-def _gated(call: Call, f: Callable[[Any], Any], gate_first: bool = True) -> Expected:
-    x = _x(call)
+def gated(x: Any, f: Callable[[Any], Any], unit: float, gate_first: bool = True) -> Expected:
+    """f(gate) * up of the halves of x, with f rounded. 1 + erf and 1 + tanh in f cancel."""
     a, b = x.chunk(2, -1)
     gate, up = (a, b) if gate_first else (b, a)
     y = f(gate) * up
-    return gated(y, gate, up, call.unit, f in (gelu, gelu_tanh))
+    bound = (unit + APPROXIMATE) * y.abs()
+    if f in (gelu, gelu_tanh):
+        bound = bound + 0.5 * APPROXIMATE * (gate * up).abs()
+    return Expected(y, ROUNDED * unit * y.abs(), bound=bound)
 
 
-def gated(y: Any, gate: Any, up: Any, unit: float, cancels: bool) -> Expected:
-    """y = f(gate) * up with f rounded; cancels: 1 + erf or 1 + tanh in f."""
-    size = y.abs()
-    bound = (unit + APPROXIMATE) * size
-    if cancels:
-        return Expected(y, ROUNDED * unit * size, bound=bound + 0.5 * APPROXIMATE * (gate * up).abs())
-    return Expected(y, ROUNDED * unit * size, bound=bound)
-
-
-def alone(y: Any, x: Any, unit: float, cancels: bool) -> Expected:
-    """y = x * phi(x), where phi may be rounded; cancels: 1 + erf or 1 + tanh in it, rounded before it is added."""
-    size = 0.5 * x.abs() if cancels else y.abs()
+def alone(x: Any, f: Callable[[Any], Any], unit: float) -> Expected:
+    """f(x) = x * phi(x) in several roundings: one more of the size of the result, or, of 1 + erf and 1 + tanh, which
+    cancel, of the size before they do."""
+    y = f(x)
+    size = 0.5 * x.abs() if f in (gelu, gelu_tanh) else y.abs()
     return Expected(y, ROUNDED * unit * size, bound=(unit + APPROXIMATE) * (size + y.abs()))
-
-
-def _alone(call: Call, f: Callable[[Any], Any]) -> Expected:
-    """An activation in several roundings, x * phi(x): one more of the size of the result."""
-    x = _x(call)
-    return alone(f(x), x, call.unit, f in (gelu, gelu_tanh))
 
 
 @reference("SiluAndMul", by_rows=True)
 def silu_and_mul(call: Call) -> Expected:
-    return _gated(call, silu)
+    return gated(call.wide(*_X), silu, call.unit)
 
 
 @reference("MulAndSilu", by_rows=True)
 def mul_and_silu(call: Call) -> Expected:
-    return _gated(call, silu, gate_first=False)
+    return gated(call.wide(*_X), silu, call.unit, gate_first=False)
+
+
+def _by_tanh(call: Call) -> bool:
+    """Which GELU a GeluAndMul has. Raises Declined."""
+    kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
+    if kind not in (*_TANH, "none", "gelu", "geglu"):
+        raise Declined("attribute approximate was not recorded")
+    return kind in _TANH
 
 
 @reference("GeluAndMul", by_rows=True)
 def gelu_and_mul(call: Call) -> Expected:
-    kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
-    if kind in _TANH:
-        return _gated(call, gelu_tanh)
-    if kind in ("none", "gelu", "geglu"):
-        return _gated(call, gelu)
-    raise Declined("attribute approximate was not recorded")
+    return gated(call.wide(*_X), gelu_tanh if _by_tanh(call) else gelu, call.unit)
 
 
 @reference("SwigluOAIAndMul", by_rows=True)
 def swiglu_oai(call: Call) -> Expected:
-    x = _x(call)
+    x = call.wide(*_X)
     alpha, limit = float(call.attr("alpha", default=1.702)), float(call.attr("limit", default=7.0))
     gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
     y = gate * torch.sigmoid(alpha * gate) * (up + 1.0)
@@ -114,56 +104,41 @@ def swiglu_oai(call: Call) -> Expected:
     return Expected(y, noise, bound=(3.0 * call.unit + APPROXIMATE) * y.abs())
 
 
-@reference("SiLU", "SiLUActivation", by_rows=True)
-def only_silu(call: Call) -> Expected:
-    return _alone(call, silu)
+_ALONE: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("SiLU", "SiLUActivation"), silu),
+    **dict.fromkeys(("GELU", "GELUActivation"), gelu),
+    **dict.fromkeys(("GELUTanh", "NewGELU", "NewGELUActivation", "FastGELU", "FastGELUActivation", "PytorchGELUTanh"),
+                    gelu_tanh),
+    **dict.fromkeys(("QuickGELU", "QuickGELUActivation"), quick_gelu),
+    "ReLUSquaredActivation": relu2,
+}  # fmt: skip
+_AT_ONCE: dict[str, Callable[[Any], Any]] = {"ReLU": torch.relu, "Sigmoid": torch.sigmoid, "Tanh": torch.tanh}
+"""What is one function of the device: nothing is rounded on the way."""
 
 
-@reference("GELU", "GELUActivation", by_rows=True)
-def only_gelu(call: Call) -> Expected:
-    kind = call.attrs.get("approximate", "none")
-    return _alone(call, gelu_tanh if kind == "tanh" else gelu)
+def _formula(call: Call) -> Callable[[Any], Any]:
+    f = _ALONE[call.cls]
+    return gelu_tanh if f is gelu and call.attrs.get("approximate") == "tanh" else f
 
 
-@reference(
-    "GELUTanh", "NewGELU", "NewGELUActivation", "FastGELU", "FastGELUActivation", "PytorchGELUTanh", by_rows=True
-)
-def only_gelu_tanh(call: Call) -> Expected:
-    x = _x(call)
-    return alone(gelu_tanh(x), x, call.unit, True)
+@reference(*_ALONE, by_rows=True)
+def by_itself(call: Call) -> Expected:
+    return alone(call.wide(*_X), _formula(call), call.unit)
 
 
-@reference("QuickGELU", "QuickGELUActivation", by_rows=True)
-def only_quick_gelu(call: Call) -> Expected:
-    return _alone(call, quick_gelu)
-
-
-@reference("ReLUSquaredActivation", by_rows=True)
-def only_relu2(call: Call) -> Expected:
-    return _alone(call, relu2)
-
-
-@reference("ReLU", by_rows=True)
-def only_relu(call: Call) -> Expected:
-    y = torch.relu(_x(call))
-    return Expected(y, bound=torch.zeros((), dtype=torch.float64))
-
-
-@reference("Sigmoid", by_rows=True)
-def only_sigmoid(call: Call) -> Expected:
-    y = torch.sigmoid(_x(call))
-    return Expected(y, bound=APPROXIMATE * y)
-
-
-@reference("Tanh", by_rows=True)
-def only_tanh(call: Call) -> Expected:
-    y = torch.tanh(_x(call))
-    return Expected(y, bound=APPROXIMATE * y.abs())
+@reference(*_AT_ONCE, by_rows=True)
+def at_once(call: Call) -> Expected:
+    y = _AT_ONCE[call.cls](call.wide(*_X))
+    return Expected(y, bound=torch.zeros((), dtype=torch.float64) if call.cls == "ReLU" else APPROXIMATE * y.abs())
 
 
 # --- on a device --------------------------------------------------------------------------------------------------
 
-_X = ("x", "input_", "input", "hidden_states", "0")
+_HERE: dict[Callable[[Any], Any], Callable[[Any], Any]] = {
+    silu: F.silu, gelu: F.gelu, gelu_tanh: lambda x: F.gelu(x, approximate="tanh"), quick_gelu: quick_gelu,
+    relu2: lambda x: F.relu(x).square(),
+}  # fmt: skip
+"""By formula, what torch has for it."""
 
 
 def _gated_here(call: Call, name: str, act: Any, first: bool = True) -> Any:
@@ -189,50 +164,15 @@ def mul_and_silu_kernel(call: Call) -> Any:
 
 @device_kernel("GeluAndMul")
 def gelu_and_mul_kernel(call: Call) -> Any:
-    kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
-    if kind is None:
-        raise Declined("attribute approximate was not recorded")
-    tanh = kind in _TANH
-    name = "gelu_tanh_and_mul" if tanh else "gelu_and_mul"
-    return _gated_here(call, name, lambda x: F.gelu(x, approximate="tanh" if tanh else "none"))
+    tanh = _by_tanh(call)
+    return _gated_here(call, "gelu_tanh_and_mul" if tanh else "gelu_and_mul", _HERE[gelu_tanh if tanh else gelu])
 
 
-@device_kernel("SiLU", "SiLUActivation")
-def silu_kernel(call: Call) -> Any:
-    return F.silu(call.tensor(*_X))
+@device_kernel(*_ALONE)
+def by_itself_kernel(call: Call) -> Any:
+    return _HERE[_formula(call)](call.tensor(*_X))
 
 
-@device_kernel("GELU", "GELUActivation")
-def gelu_kernel(call: Call) -> Any:
-    return F.gelu(call.tensor(*_X), approximate="tanh" if call.attrs.get("approximate") == "tanh" else "none")
-
-
-@device_kernel("GELUTanh", "NewGELU", "NewGELUActivation", "FastGELU", "FastGELUActivation", "PytorchGELUTanh")
-def gelu_tanh_kernel(call: Call) -> Any:
-    return F.gelu(call.tensor(*_X), approximate="tanh")
-
-
-@device_kernel("QuickGELU", "QuickGELUActivation")
-def quick_gelu_kernel(call: Call) -> Any:
-    x = call.tensor(*_X)
-    return x * torch.sigmoid(1.702 * x)
-
-
-@device_kernel("ReLUSquaredActivation")
-def relu2_kernel(call: Call) -> Any:
-    return F.relu(call.tensor(*_X)).square()
-
-
-@device_kernel("ReLU")
-def relu_kernel(call: Call) -> Any:
-    return F.relu(call.tensor(*_X))
-
-
-@device_kernel("Sigmoid")
-def sigmoid_kernel(call: Call) -> Any:
-    return torch.sigmoid(call.tensor(*_X))
-
-
-@device_kernel("Tanh")
-def tanh_kernel(call: Call) -> Any:
-    return torch.tanh(call.tensor(*_X))
+@device_kernel(*_AT_ONCE)
+def at_once_kernel(call: Call) -> Any:
+    return _AT_ONCE[call.cls](call.tensor(*_X))

@@ -13,7 +13,8 @@ bit. Operators that draw random numbers, hold no tensor, or depend on a dtype's 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,8 +91,15 @@ def outputs_by_role(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return found | {f"inplace.{role}": t for role, t in tensors_by_role(args, kwargs).items()}
 
 
+def each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with ``change`` applied to what is in it, through lists and tuples."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(each(v, change) for v in value)
+    return change(value)
+
+
 def raised(value: Any, real: Any, imaginary: Any) -> Any:
-    """Tensors, dtypes and containers of them with floats in these dtypes, everything on the CPU."""
+    """A tensor or dtype with floats in these dtypes, and everything on the CPU; other values as they are."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         if value.is_complex():
@@ -99,32 +107,26 @@ def raised(value: Any, real: Any, imaginary: Any) -> Any:
         return value.to(real, copy=True) if value.is_floating_point() else value.clone()
     if isinstance(value, torch.dtype):
         return real if value.is_floating_point else imaginary if value.is_complex else value
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
-    if isinstance(value, (list, tuple)):
-        return type(value)(raised(v, real, imaginary) for v in value)
-    return value
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _moved(value: Any, generator: Any) -> Any:
     """Floats times 1 ± 2**-24 (float32: its next number), at random: signs from a table whose length is a prime, so
     that no two rows share theirs; to draw one for each element would take longer than most operators."""
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        if value.dim() == 2 and not value.is_contiguous() and value.t().is_contiguous():
-            return _moved(value.t(), generator).t()
-        flat = value.reshape(-1)
-        signs = torch.randint(0, 2, (min(_TABLE, len(flat)),), generator=generator).double()
-        step = max(_MOVED, torch.finfo(value.dtype).eps)
-        table = (1.0 + step * (2.0 * signs - 1.0)).to(value.dtype)
-        whole = len(flat) // _TABLE * _TABLE
-        moved = torch.empty_like(flat)
-        if whole:
-            torch.mul(flat[:whole].view(-1, _TABLE), table, out=moved[:whole].view(-1, _TABLE))
-        torch.mul(flat[whole:], table[: len(flat) - whole], out=moved[whole:])
-        return moved.view(value.shape)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(v, generator) for v in value)
-    return value
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    if value.dim() == 2 and not value.is_contiguous() and value.t().is_contiguous():
+        return _moved(value.t(), generator).t()
+    flat = value.reshape(-1)
+    signs = torch.randint(0, 2, (min(_TABLE, len(flat)),), generator=generator).double()
+    step = max(_MOVED, torch.finfo(value.dtype).eps)
+    table = (1.0 + step * (2.0 * signs - 1.0)).to(value.dtype)
+    whole = len(flat) // _TABLE * _TABLE
+    moved = torch.empty_like(flat)
+    if whole:
+        torch.mul(flat[:whole].view(-1, _TABLE), table, out=moved[:whole].view(-1, _TABLE))
+    torch.mul(flat[whole:], table[: len(flat) - whole], out=moved[whole:])
+    return moved.view(value.shape)
 
 
 @reference("aten.*", "torch.ops.aten.*")
@@ -146,17 +148,26 @@ def in_float64(call: Call, function: Any, cast: bool = False) -> dict[str, Expec
     _check_size(call, function)
     why = ""
     for real, imaginary in ((torch.float64, torch.complex128), (torch.float32, torch.complex64)):
-        args = raised(list(call.args), real, imaginary)
-        kwargs = {k: raised(v, real, imaginary) for k, v in call.kwargs.items()}
+        wide = partial(raised, real=real, imaginary=imaginary)
         try:
-            found = outputs_by_role(function(*args, **kwargs), args, kwargs)
-        except (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError) as error:
+            found = _given(call, function, wide)
+        except _REFUSALS as error:
             why = why or " ".join(str(error).split())[:80]
             continue
         if not found:
             raise Declined("its result holds no tensor")
-        return _expected(call, function, found, real, imaginary, cast)
+        return _expected(call, function, found, wide, real is torch.float32, cast)
     raise Declined(f"its own CPU kernel refuses: {why}")
+
+
+_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)
+"""What a kernel raises for arguments that it does not take."""
+
+
+def _given(call: Call, function: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """What ``function`` gives for the call's arguments, each changed, by role."""
+    args, kwargs = each(list(call.args), change), {k: each(v, change) for k, v in call.kwargs.items()}
+    return outputs_by_role(function(*args, **kwargs), args, kwargs)
 
 
 def _check_size(call: Call, function: Any) -> None:
@@ -167,8 +178,8 @@ def _check_size(call: Call, function: Any) -> None:
         return
     held = sum(t.numel() for t in (*tensors_by_role(call.args, call.kwargs).values(), *call.outputs.values()))
     try:
-        made = function(*_on_meta(list(call.args)), **{k: _on_meta(v) for k, v in call.kwargs.items()})
-        size = sum(t.numel() for t in outputs_by_role(made, (), {}).values())
+        made = _given(call, function, _on_meta)
+        size = sum(t.numel() for role, t in made.items() if role.startswith("output."))
     except Exception as error:
         raise Declined(f"how much it would make is not known: {type(error).__name__}") from None
     if size > _LARGE + 4 * held:
@@ -190,20 +201,17 @@ def _product(value: Any) -> int:
 def _on_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to("meta")
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    return type(value)(_on_meta(v) for v in value) if isinstance(value, (list, tuple)) else value
+    return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 def _expected(
-    call: Call, function: Any, found: dict[str, Any], real: Any, imaginary: Any, cast: bool
-) -> dict[str, Expected]:  # fmt: skip
+    call: Call, function: Any, found: dict[str, Any], wide: Callable[[Any], Any], narrow: bool, cast: bool
+) -> dict[str, Expected]:
+    """Each of ``found`` with its noise, from asking again. narrow: it was asked in float32; cast: it only rounds."""
     generator = torch.Generator().manual_seed(0)
-    args = _moved(raised(list(call.args), real, imaginary), generator)
-    kwargs = {k: _moved(raised(v, real, imaginary), generator) for k, v in call.kwargs.items()}
     try:
-        again = outputs_by_role(function(*args, **kwargs), args, kwargs)
-    except (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError):
+        again = _given(call, function, lambda value: _moved(wide(value), generator))
+    except _REFUSALS:
         again = {}
     expected = {}
     for role, value in found.items():
@@ -217,7 +225,7 @@ def _expected(
                 expected[role] = Expected(value.to(given.dtype).double(), unit=0.0)
                 continue
             noise = _spread(value, other)
-            if real is torch.float32:
+            if narrow:
                 noise = noise + 2.0**-20 * value.abs()
             expected[role] = Expected(value, noise, common=0.5 * call.unit)
         elif value.is_complex() or value.dim() == 0 or other is None or other.shape != value.shape:
@@ -256,10 +264,6 @@ def operator_kernel(call: Call) -> dict[str, Any]:
     def placed(value: Any) -> Any:
         if isinstance(value, torch.device):
             return device
-        if isinstance(value, (list, tuple)):
-            return [placed(v) for v in value]
         return value.clone() if isinstance(value, torch.Tensor) else value
 
-    args, kwargs = [placed(a) for a in call.args], {k: placed(v) for k, v in call.kwargs.items()}
-    result = function(*args, **kwargs)
-    return outputs_by_role(result, args, kwargs)
+    return _given(call, function, placed)

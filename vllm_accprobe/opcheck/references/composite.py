@@ -16,7 +16,7 @@ from typing import Any
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, reference, sum_of_two
 from vllm_accprobe.opcheck.references.hf import mixture, residual_layer
 from vllm_accprobe.opcheck.references.linear import added, rounded
-from vllm_accprobe.opcheck.references.parts import inside, same, unscaled
+from vllm_accprobe.opcheck.references.parts import UNTOLD, held, inside, ranks_of, same, unscaled
 
 
 def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> dict[str, Expected]:
@@ -33,7 +33,7 @@ def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> 
             if held is not None:
                 found[role] = held
     if not found:
-        raise Declined("a block whose parts do not tell what it hands on")
+        raise Declined(UNTOLD)
     return found
 
 
@@ -73,11 +73,7 @@ def mlp(call: Call) -> dict[str, Expected]:
 
 
 def _gated(call: Call, gate: Any) -> Expected:
-    read = call.extra["read"]
-    down = same(call, "output.0", "down_proj", "output.0")
-    if down is None:
-        raise Declined("a block whose parts do not tell what it hands on")
-    y = down.value * read(gate).double().sigmoid()
+    y = held(call, "down_proj").value * call.extra["read"](gate).double().sigmoid()
     size = call.unit * y.abs()
     return Expected(y, ROUNDED * size, common=call.unit, bound=2.0 * size + APPROXIMATE * y.abs())
 
@@ -87,16 +83,12 @@ def experts(call: Call) -> dict[str, Expected]:
     """Routed and shared experts added up; over the ranks where each of them has a part."""
     if not call.extra.get("partial"):
         return {"output.0": _experts(call)}
-    parts = [_experts(rank) for rank in call.extra.get("ranks", ())]
-    if len(parts) != call.extra["partial"]:
-        raise Declined("adds up over ranks, and not all of them were captured")
+    parts = [_experts(rank) for rank in ranks_of(call, call.extra["partial"])]
     return {"output.0": reduce(lambda total, p: added(rounded(total, call.unit), rounded(p, call.unit)), parts)}
 
 
 def _experts(call: Call) -> Expected:
-    routed = same(call, "output.0", "routed_experts.quant_method", "output.0")
-    if routed is None:
-        raise Declined("a block whose parts do not tell what it hands on")
+    routed = held(call, "routed_experts.quant_method")
     unscaled(call)
     shared = same(call, "output.0", "_shared_experts._layer", "output.0")
     if shared is None:
@@ -138,25 +130,23 @@ def patch_embed(call: Call) -> dict[str, Expected]:
             value = read(record).double()
             if value.numel() == out.numel():
                 return {"output.0": Expected(value.reshape(out.shape), None, 0.0)}
-    raise Declined("a block whose parts do not tell what it hands on")
+    raise Declined(UNTOLD)
 
 
 @reference("*VisionBlock")
 def vision_block(call: Call) -> dict[str, Expected]:
     """The residual that its second norm gave, and the MLP's output, added."""
-    down, stream = (same(call, "output.0", *place) for place in (("mlp", "output.0"), ("norm2", "output.1")))
-    if down is None or stream is None:
-        raise Declined("a block whose parts do not tell what it hands on")
+    down, stream = held(call, "mlp"), held(call, "norm2", "output.1")
     return {"output.0": sum_of_two(down.value + stream.value, call.unit)}
 
 
 @reference("*VisionTransformer")
 def vision_transformer(call: Call) -> dict[str, Expected]:
     """The merger's rows, perhaps in another order (windows are undone behind it): each of them once."""
-    merged = same(call, "output.0", "merger", "output.0")
-    out = call.outputs.get("output.0")
-    if merged is None or out is None or out.dim() != 2:
-        raise Declined("a block whose parts do not tell what it hands on")
+    merged = held(call, "merger")
+    out = call.outputs["output.0"]
+    if out.dim() != 2:
+        raise Declined(UNTOLD)
     rows: dict[tuple[float, ...], list[int]] = {}
     for k, row in enumerate(merged.value.tolist()):
         rows.setdefault(tuple(row), []).append(k)
@@ -171,5 +161,5 @@ def last_part(call: Call) -> dict[str, Expected]:
     read, out = call.extra.get("read"), call.outputs.get("output.0")
     _, role, record = inside(call)[-1]
     if read is None or out is None or role != "output.0" or tuple(record.shape) != tuple(out.shape):
-        raise Declined("a block whose parts do not tell what it hands on")
+        raise Declined(UNTOLD)
     return {"output.0": Expected(read(record).double(), None, 0.0)}

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
 from vllm_accprobe.opcheck.references.kernels_common import weight_here
+from vllm_accprobe.opcheck.references.parts import ranks_of
 
 _COPY = torch.zeros((), dtype=torch.float64)
 """Bound of a copy."""
@@ -39,11 +40,8 @@ def embedding(call: Call) -> Expected:
         if int(ids.max()) >= table.shape[0] or int(ids.min()) < 0:
             raise Declined("an id lies outside its table")
         return Expected(looked_up(ids, table), bound=_COPY)
-    ranks: list[Call] = list(call.extra.get("ranks", ()))
-    if len(ranks) != size:
-        raise Declined("adds up over ranks, and not all of them were captured")
     total = torch.zeros((), dtype=torch.float64)
-    for other in ranks:
+    for other in ranks_of(call, size):
         table = other.param("weight")
         total = total + looked_up(ids, table, int(other.attr("tp_rank", default=0)) * table.shape[0])
     return Expected(total, bound=_COPY)  # every rank but one adds zeros

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference, sum_of_two
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
 from vllm_accprobe.opcheck.references import activations, moe, norms
-from vllm_accprobe.opcheck.references.attention import attend
-from vllm_accprobe.opcheck.references.linear import product, rounded
+from vllm_accprobe.opcheck.references.attention import full_attention
+from vllm_accprobe.opcheck.references.linear import biased, product
+from vllm_accprobe.opcheck.references.parts import reshaped
 from vllm_accprobe.opcheck.references.quantised import weight_of
-from vllm_accprobe.opcheck.references.rotary import rotate, rotation_noise
+from vllm_accprobe.opcheck.references.rotary import turned
 
 _CACHE = "reads the KV cache, which is not kept: its module's call is checked instead"
 
@@ -43,40 +45,38 @@ def _wide(call: Call, place: int) -> Any:
 @reference("torch.ops._C.rms_norm")
 def rms_norm(call: Call) -> dict[str, Expected]:
     """(out, input, weight, epsilon)"""
-    weight = _arg(call, 2)
-    y = norms.rms_norm(_wide(call, 1), None if weight is None else weight.double(), float(_arg(call, 3)))
-    return {"inplace.input.0": norms.normed(y, call.unit, y.shape[-1])}
+    return {"inplace.input.0": norms.fused(_wide(call, 1), None, *_weighed(call), call.unit)[0]}
 
 
 @reference("torch.ops._C.fused_add_rms_norm")
 def fused_add_rms_norm(call: Call) -> dict[str, Expected]:
     """(input, residual, weight, epsilon): both become what the norm and the sum are."""
-    total, weight = _wide(call, 0) + _wide(call, 1), _arg(call, 2)
-    y = norms.rms_norm(total, None if weight is None else weight.double(), float(_arg(call, 3)))
-    normed = norms.normed(y, call.unit, y.shape[-1], 2)
-    return {"inplace.input.0": normed, "inplace.input.1": sum_of_two(total, call.unit)}
+    normed, total = norms.fused(_wide(call, 0), _wide(call, 1), *_weighed(call), call.unit)
+    assert total is not None
+    return {"inplace.input.0": normed, "inplace.input.1": total}
+
+
+def _weighed(call: Call) -> tuple[Any | None, float]:
+    """Weight and epsilon."""
+    return None if _arg(call, 2) is None else _wide(call, 2), float(_arg(call, 3))
 
 
 _GATED: dict[str, Callable[[Any], Any]] = {
-    "silu_and_mul": activations.silu, "gelu_and_mul": activations.gelu, "gelu_tanh_and_mul": activations.gelu_tanh,
+    "silu_and_mul": activations.silu, "mul_and_silu": activations.silu,
+    "gelu_and_mul": activations.gelu, "gelu_tanh_and_mul": activations.gelu_tanh,
 }  # fmt: skip
 _ALONE: dict[str, Callable[[Any], Any]] = {
     "gelu_new": activations.gelu_tanh, "gelu_fast": activations.gelu_tanh, "gelu_quick": activations.quick_gelu,
 }  # fmt: skip
 
 
-@reference(*(f"torch.ops._C.{name}" for name in (*_GATED, "mul_and_silu", *_ALONE)))
+@reference(*(f"torch.ops._C.{name}" for name in (*_GATED, *_ALONE)))
 def activation(call: Call) -> dict[str, Expected]:
     """(out, input); a gated one has the gate in the first half, mul_and_silu in the second."""
-    name = call.cls.removeprefix("torch.ops.").split(".")[1]
-    x = _wide(call, 1)
+    name, x = call.cls.removeprefix("torch.ops.").split(".")[1], _wide(call, 1)
     if name in _ALONE:
-        y = _ALONE[name](x)
-        return {"inplace.input.0": activations.alone(y, x, call.unit, name != "gelu_quick")}
-    a, b = x.chunk(2, -1)
-    gate, up = (b, a) if name == "mul_and_silu" else (a, b)
-    y = (activations.silu if name == "mul_and_silu" else _GATED[name])(gate) * up
-    return {"inplace.input.0": activations.gated(y, gate, up, call.unit, "gelu" in name)}
+        return {"inplace.input.0": activations.alone(x, _ALONE[name], call.unit)}
+    return {"inplace.input.0": activations.gated(x, _GATED[name], call.unit, gate_first=name != "mul_and_silu")}
 
 
 @reference("torch.ops._C.rotary_embedding")
@@ -85,20 +85,14 @@ def rotary_embedding(call: Call) -> dict[str, Expected]:
     positions, head, cache, neox = _arg(call, 0), int(_arg(call, 3)), _wide(call, 4), bool(_arg(call, 5))
     offset, inverse = int(_arg(call, 6, "rope_dim_offset") or 0), bool(_arg(call, 7, "inverse"))
     cos, sin = cache[positions.flatten().long()].unsqueeze(1).chunk(2, -1)
-    sin = -sin if inverse else sin
-    dim = cache.shape[-1]
+    sin, still = -sin if inverse else sin, torch.zeros_like(cos)
     found = {}
     for place in (1, 2):
         given = _arg(call, place)
         if isinstance(given, torch.Tensor):
             x = given.double().reshape(positions.numel(), -1, head)
-            before, turn, rest = x[..., :offset], x[..., offset : offset + dim], x[..., offset + dim :]
-            y = torch.cat((before, rotate(turn, cos, sin, neox), rest), -1)
-            turned = rotation_noise(turn, torch.zeros_like(cos), neox, call.unit)
-            noise = torch.cat((torch.zeros_like(before), turned, torch.zeros_like(rest)), -1)
-            found[f"inplace.input.{place}"] = Expected(
-                y.reshape(given.shape), noise.reshape(given.shape), groups=dim, shared=True
-            )
+            y = reshaped(turned(x, cos, sin, neox, call.unit, still, offset=offset), given.shape)
+            found[f"inplace.input.{place}"] = replace(y, bound=None)
     return found
 
 
@@ -109,17 +103,11 @@ def packed_product(call: Call) -> dict[str, Expected]:
     weight = weight_of(call)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise Declined("the weight of the module that called it does not fit")
-    y = product(x, weight)
-    bias = _arg(call, 2) if "onednn" in call.cls else _arg(call, 3)
-    value = y.value
-    if isinstance(bias, torch.Tensor):
-        value = value + bias.double()
-    out = _arg(call, 0)
-    if value.numel() != out.numel():
+    bias, out = _arg(call, 2 if "onednn" in call.cls else 3), _arg(call, 0)
+    y = biased(product(x, weight), bias.double() if isinstance(bias, torch.Tensor) else None, call.unit)
+    if y.value.numel() != out.numel():
         raise Declined("the weight of the module that called it does not fit")
-    y = y if bias is None else rounded(y, call.unit)
-    noise, bound = (None if t is None else t.reshape(out.shape) for t in (y.noise, y.bound))
-    return {"inplace.input.0": Expected(value.reshape(out.shape), noise, bound=bound)}
+    return {"inplace.input.0": reshaped(y, out.shape)}
 
 
 @reference("torch.ops._C.cpu_fused_moe")
@@ -164,16 +152,7 @@ def sdpa_wrapper(call: Call) -> Expected:
     q, k, v = (_wide(call, n) for n in range(3))
     given, ends = _arg(call, 3, "scale"), _arg(call, 4, "cu_seqlens")
     scale = float(given) if given is not None else 1.0 / math.sqrt(q.shape[-1])
-    runs = [int(e) for e in ends] if ends is not None else [0, q.shape[1]]
-    if runs[0] != 0 or runs[-1] != q.shape[1] or sorted(runs) != runs:
-        raise Declined("not all rows of its sequences were captured")
-    done = []
-    for n in range(len(q)):
-        parts = [attend(q[n, a:b], k[n, a:b], v[n, a:b], scale, step=call.unit) for a, b in pairwise(runs) if b > a]
-        done.append([torch.cat([p[i] for p in parts]) for i in range(3)])
-    shape = call.outputs["output.0"].shape
-    value, noise, bound = (torch.stack([d[i] for d in done]).reshape(shape) for i in range(3))
-    return Expected(value, noise, bound=bound, groups=q.shape[-2])
+    return full_attention(q, k, v, ends, scale, call)
 
 
 @reference("torch.ops._C.get_scheduler_metadata")

@@ -13,21 +13,18 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, reference
 from vllm_accprobe.opcheck.references import moe
 from vllm_accprobe.opcheck.references.linear import product
-from vllm_accprobe.opcheck.references.parts import same, unscaled
+from vllm_accprobe.opcheck.references.parts import first, held, unit_of, unscaled
 
 
 def residual_layer(call: Call) -> dict[str, Expected]:
     """x + attention + MLP, rounded twice."""
-    attention = next((f for f in (same(call, "output.0", c, "output.0") for c in ("self_attn", "attn")) if f), None)
-    last = same(call, "output.0", "mlp", "output.0")
-    out = call.outputs.get("output.0")
-    if attention is None or last is None or out is None or _has_other_parts(call):
+    attention, last = first(call, "self_attn", "attn"), first(call, "mlp")
+    if attention is None or last is None or _has_other_parts(call):
         raise Declined("a layer that adds its residual itself")
-    middle = call.wide("hidden_states", "0").reshape(out.shape) + attention.value
+    middle = call.wide("hidden_states", "0").reshape(last.value.shape) + attention.value
     size = call.unit * middle.abs()
     return {"output.0": Expected(middle + last.value, ROUNDED * size, bound=size)}
 
@@ -74,19 +71,10 @@ def router(call: Call) -> dict[str, Expected]:
         return found
     if call.cls.startswith("DeepseekV2"):  # transformers' own never renormalises, whatever config.json says
         settings = {**settings, "renormalize": False}
-    bias = call.params.get("e_score_correction_bias")
-    step = max(unit(str(x.dtype).removeprefix("torch.")) for x in (logits, weights))
-    dense, clear = moe.route(
-        logits.double(), ids.shape[1], tie=4 * step, bias=None if bias is None else bias.double(), **settings
-    )
-    value = dense.gather(1, ids.long())
-    tied = "two experts are tied"
-    bound = 2.0 * (step + APPROXIMATE) * value
-    found["output.1"] = Expected(
-        value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason=tied, bound=bound
-    )
-    chosen = torch.where(value > 0, ids.long(), -1)  # an expert that should not have been chosen
-    found["output.2"] = Expected(chosen, rows=clear, reason=tied)
+    step = unit_of(logits, weights)
+    said = moe.routed(logits, ids, call.params.get("e_score_correction_bias"), step, settings)
+    chosen = torch.where(said.value > 0, ids.long(), -1)  # an expert that should not have been chosen
+    found |= {"output.1": said, "output.2": Expected(chosen, rows=said.rows, reason=said.reason)}
     return found
 
 
@@ -103,11 +91,8 @@ def experts(call: Call) -> Expected:
 
 def mixture(call: Call) -> dict[str, Expected]:
     """Experts' sum, with the shared ones', gated or not."""
-    routed = same(call, "output.0", "experts", "output.0")
-    if routed is None:
-        raise Declined("a block whose parts do not tell what it hands on")
-    shared = next((f for f in (same(call, "output.0", c, "output.0") for c in ("shared_expert", "shared_experts"))
-                   if f), None)  # fmt: skip
+    routed = held(call, "experts")
+    shared = first(call, "shared_expert", "shared_experts")
     if shared is None:
         unscaled(call)
         return {"output.0": routed}

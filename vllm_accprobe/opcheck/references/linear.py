@@ -10,6 +10,7 @@ on one rank, or once after the sum. Quantised weights are turned into numbers fi
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from vllm_accprobe.opcheck.reference import (
 )
 from vllm_accprobe.opcheck.references.activations import soft_cap
 from vllm_accprobe.opcheck.references.kernels_common import weight_here
+from vllm_accprobe.opcheck.references.parts import param_if, ranks_of
 from vllm_accprobe.opcheck.references.quantised import activation_noise, weight_of
 
 _INPUT = ("input_", "x", "input", "hidden_states", "0")
@@ -55,16 +57,14 @@ def partial(call: Call) -> Expected:
 
 
 def _bias(call: Call) -> Any | None:
-    if "bias" not in call.params or call.attr("skip_bias_add", default=False):
-        return None
-    return call.param("bias")
+    return None if call.attr("skip_bias_add", default=False) else param_if(call, "bias")
 
 
-def _with(y: Expected, bias: Any | None, unit: float, first_rounded: bool = False) -> Expected:
+def biased(y: Expected, bias: Any | None, unit: float | None = None) -> Expected:
+    """y + bias, with y rounded before to ``unit``, None for not at all; None: y."""
     if bias is None:
         return y
-    first = rounded(y, unit) if first_rounded else y
-    return replace(first, value=y.value + bias)
+    return replace(y if unit is None else rounded(y, unit), value=y.value + bias)
 
 
 def rounded(y: Expected, unit: float) -> Expected:
@@ -81,15 +81,14 @@ def added(a: Expected, b: Expected) -> Expected:
 
 @reference(
     "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "ReplicatedLinear", "GateLinear",
-    "MergedReplicatedLinear", "QKVCrossParallelLinear", "*ParallelLinear", "Linear", "*Linear",
+    "MergedReplicatedLinear", "QKVCrossParallelLinear", "*ParallelLinear", "Linear", "*Linear", "ParallelLMHead",
     by_rows=True,
 )  # fmt: skip
 def column(call: Call) -> dict[str, Expected]:
     """Its columns, on this rank. Some kernels round before they add the bias, so noise allows it."""
     if call.attr("gather_output", default=False) and int(call.attr("tp_size", default=1)) > 1:
         raise Declined("gathers its output over ranks")
-    y = _with(partial(call), _bias(call), call.unit, first_rounded=True)
-    found = {"output.0": y}
+    found = {"output.0": biased(partial(call), _bias(call), call.unit)}
     if call.attr("skip_bias_add", default=False) and "bias" in call.params:
         found["output.1"] = Expected(call.param("bias"))
     return found
@@ -104,22 +103,10 @@ def row(call: Call) -> dict[str, Expected]:
     size = int(call.attr("tp_size", default=1))
     if size == 1 or not call.attr("reduce_results", default=True):
         bias = _bias(call) if int(call.attr("tp_rank", default=0)) == 0 else None
-        return {"output.0": _with(partial(call), bias, call.unit, first_rounded=True)}
-    ranks: list[Call] = list(call.extra.get("ranks", ()))
-    if len(ranks) != size:
-        raise Declined("adds up over ranks, and not all of them were captured")
-    total: Expected | None = None
-    for other in ranks:
-        y = _with(partial(other), _bias(other) if other.attr("tp_rank", default=0) == 0 else None, call.unit)
-        y = rounded(y, call.unit)
-        total = y if total is None else added(rounded(total, call.unit), y)
-    assert total is not None
-    return {"output.0": total}
-
-
-@reference("ParallelLMHead", by_rows=True)
-def lm_head(call: Call) -> Expected:
-    return _with(partial(call), _bias(call), call.unit, first_rounded=True)
+        return {"output.0": biased(partial(call), bias, call.unit)}
+    parts = (biased(partial(r), _bias(r) if r.attr("tp_rank", default=0) == 0 else None) for r in ranks_of(call, size))
+    each = (rounded(y, call.unit) for y in parts)
+    return {"output.0": reduce(lambda total, y: added(rounded(total, call.unit), y), each)}
 
 
 @reference("LogitsProcessor")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, combined, reference
-from vllm_accprobe.opcheck.references.attention import attend, scale_of
+from vllm_accprobe.opcheck.references.attention import attend, by_request, cache_of, probabilities, scale_of
 
 
 def matrices(call: Call, nope: int) -> tuple[Any, Any]:
@@ -31,19 +31,14 @@ def matrices(call: Call, nope: int) -> tuple[Any, Any]:
 @reference("MLAAttention")
 def latent_attention(call: Call) -> Expected:
     """q [tokens, heads, nope + rope], kv_c_normed [tokens, latent], k_pe [tokens, 1, rope]."""
-    cache = call.extra.get("cache")
-    if cache is None:
-        raise Declined("which row belongs to which request was not captured")
+    cache = cache_of(call)
     q, pe = call.wide("q"), call.wide("k_pe")
     rope = pe.shape[-1]
     nope = q.shape[-1] - rope
     up_k, up_v = matrices(call, nope)
-    captured, step = call.outputs["output.0"], call.unit
-    out = torch.zeros(q.shape[0], q.shape[1], up_v.shape[1], dtype=torch.float64)
-    noise, bound = torch.zeros_like(out), torch.zeros_like(out)
-    rows = torch.zeros(q.shape[0], dtype=torch.bool)
-    scale = scale_of(call, q.shape[-1])
-    for at, positions, past in cache.requests():
+    scale, step = scale_of(call, q.shape[-1]), call.unit
+
+    def one(at: Any, positions: Any, past: Any) -> tuple[Any, ...]:
         latent, k_pe = past["kv_c_normed"].double(), past["k_pe"].double().reshape(len(past["k_pe"]), -1)
         k_nope = torch.einsum("mc,hnc->mhn", latent, up_k)
         k = torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, q.shape[1], -1)), -1)
@@ -54,22 +49,15 @@ def latent_attention(call: Call) -> Expected:
         by_queries = torch.einsum("nhc,mc->hnm", absorbed**2, latent**2)
         score_noise = ROUNDED * step * scale * torch.maximum(by_keys, by_queries).sqrt()
         y, e, most = attend(q[at], k, v, scale, positions, step=step, score_noise=score_noise)
-        p = _probabilities(q[at], k, scale, positions)
+        p = probabilities(q[at], k, scale, positions)
         rounded_v = ROUNDED * step * torch.einsum("hnm,mhv->nhv", p * p, v * v).sqrt()
         mixed = torch.einsum("hnm,mc->nhc", p, latent)
         rounded_mix = ROUNDED * step * torch.einsum("nhc,hvc->nhv", mixed**2, up_v**2).sqrt()
         # a rounded v is off by step |v|, a rounded mix by step |mixed|
         most = most + step * torch.einsum("nhc,hvc->nhv", mixed.abs(), up_v.abs())
         most = most + step * torch.einsum("hnm,mhv->nhv", p, v.abs())
-        out[at], noise[at], bound[at] = y, combined(e, torch.maximum(rounded_v, rounded_mix)), most
-        rows[at] = True
-    if not bool(rows.any()):
-        raise Declined(cache.why or "no row has its whole history in the dump")
-    out, noise, bound = (t.reshape(captured.shape) for t in (out, noise, bound))
+        return y, combined(e, torch.maximum(rounded_v, rounded_mix)), most
+
+    whole, rows = by_request(cache, len(q), one)
+    out, noise, bound = (t.reshape(call.outputs["output.0"].shape) for t in whole)
     return Expected(out, noise, rows=rows, reason=cache.why, bound=bound, groups=q.shape[1])
-
-
-def _probabilities(q: Any, k: Any, scale: float, positions: Any) -> Any:
-    scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
-    hidden = positions[:, None] < torch.arange(k.shape[0])[None, :]
-    return torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import (
     APPROXIMATE,
     ROUNDED,
@@ -30,6 +29,7 @@ from vllm_accprobe.opcheck.reference import (
     reference,
 )
 from vllm_accprobe.opcheck.references.activations import gelu, silu
+from vllm_accprobe.opcheck.references.parts import unit_of
 
 _RENORMALIZES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": False, "deepseek_v2": False, "deepseek_v3": True}
 """What a model does whose config.json does not say: transformers' defaults of norm_topk_prob."""
@@ -87,9 +87,7 @@ def dense(weights: Any, ids: Any, experts: int) -> Any:
     return out.scatter_add(1, ids.long().clamp(min=0), torch.where(ids >= 0, weights.double(), 0.0))
 
 
-def expert_mlps(
-    x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float, *, apart: bool = False
-) -> Expected:
+def expert_mlps(x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float, *, apart: bool = False) -> Expected:
     """The sum: x [tokens, h], weights [tokens, experts], w13 [experts, 2 i, h] gates first, w2 [experts, h, i].
     apart: each step is an operator of its own and rounds: the activation, and the product with a row's weight, too."""
     more = 1 if apart else 0
@@ -164,25 +162,27 @@ def routing_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+def routed(logits: Any, ids: Any, bias: Any | None, step: float, settings: Mapping[str, Any]) -> Expected:
+    """What a router should have said of the experts ``ids`` [tokens, k], in their order: one that should not be chosen
+    has 0. step: one rounding of what it computes in; settings: of `route`."""
+    weights, clear = route(
+        logits.double(), ids.shape[1], tie=4 * step, bias=None if bias is None else bias.double(), **settings
+    )
+    value = torch.where(ids >= 0, weights.gather(1, ids.long().clamp(min=0)), 0.0)
+    return Expected(value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason="two experts are tied",
+                    bound=2.0 * (step + APPROXIMATE) * value)  # fmt: skip
+
+
 def _routing(call: Call, experts: int) -> Expected | None:
-    """What the router should have said, in the order in which mine said it: an expert that should not be chosen has
-    0."""
-    logits, config = call.extra.get("router_logits"), call.config
-    ids, k = call.tensor("topk_ids"), call.tensor("topk_ids").shape[1]
+    """What the router should have said; None where what it did was not recorded."""
+    logits, config, ids = call.extra.get("router_logits"), call.config, call.tensor("topk_ids")
     if logits is None or not config or logits.shape != (len(ids), experts):
         return None
     settings = routing_settings(config)
     bias = call.extra.get("gate", {}).get("e_score_correction_bias")
     if settings is None or settings["factor"] != 1.0 or (config.get("topk_method") == "noaux_tc" and bias is None):
         return None  # with a factor, whether it is in the weights or behind the experts was not recorded
-    step = unit(str(logits.dtype).removeprefix("torch."))  # some routers work in the dtype of their logits
-    weights, clear = route(
-        logits.double(), k, tie=4 * step, bias=None if bias is None else bias.double(), **settings
-    )  # fmt: skip
-    at = ids.long().clamp(min=0)
-    value = torch.where(ids >= 0, weights.gather(1, at), 0.0)
-    return Expected(value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason="two experts are tied",
-                    bound=2.0 * (step + APPROXIMATE) * value)  # fmt: skip
+    return routed(logits, ids, bias, unit_of(logits), settings)  # some routers work in the dtype of their logits
 
 
 # --- on a device --------------------------------------------------------------------------------------------------

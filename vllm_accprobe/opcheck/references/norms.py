@@ -29,6 +29,7 @@ from vllm_accprobe.opcheck.reference import (
     sum_of_two,
 )
 from vllm_accprobe.opcheck.references.kernels_common import vendor, weight_here
+from vllm_accprobe.opcheck.references.parts import param_if
 
 _EPS = ("variance_epsilon", "eps")
 _CONFIGURED = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
@@ -60,24 +61,21 @@ def epsilon(call: Call) -> tuple[float, str]:
     return float(usual), f"its epsilon is {own:g}, where config.json and its siblings have {usual:g}"
 
 
-def _weight(call: Call) -> Any | None:
-    return call.param("weight") if "weight" in call.params else None
-
-
-def _rms(call: Call, offset: float) -> dict[str, Expected]:
-    x = call.wide("x", "hidden_states", "input", "0")
-    eps, note = epsilon(call)
-    weight = _weight(call)
-    if weight is not None:
-        weight = weight + offset
-    # transformers and vLLM's native path round x / rms to the model's dtype before they weigh it
-    residual = call.maybe("residual", "1")
+def fused(
+    x: Any, residual: Any | None, weight: Any | None, eps: float, unit: float, note: str = ""
+) -> tuple[Expected, Expected | None]:
+    """RMSNorm of x + residual, and the sum, None where there is no residual; all float64. transformers and vLLM's
+    native path round x / rms to the model's dtype before they weigh it."""
     if residual is None:
-        y = rms_norm(x, weight, eps)
-        return {"output.0": normed(y, call.unit, x.shape[-1], note=note)}
-    total = x + residual.double()
-    y = rms_norm(total, weight, eps)
-    return {"output.0": normed(y, call.unit, x.shape[-1], 2, note), "output.1": sum_of_two(total, call.unit)}
+        return normed(rms_norm(x, weight, eps), unit, x.shape[-1], note=note), None
+    total = x + residual
+    return normed(rms_norm(total, weight, eps), unit, x.shape[-1], 2, note), sum_of_two(total, unit)
+
+
+def _offset(cls: str) -> float:
+    """What is added to the weight: Gemma's norms weigh with 1 + w, but for the latest, which do as everybody else."""
+    gemma = cls.startswith("Gemma") and cls.endswith("RMSNorm") and not cls.startswith(("Gemma3n", "Gemma4"))
+    return 1.0 if gemma or cls == "Qwen3NextRMSNorm" else 0.0
 
 
 def normed(y: Any, unit: float, width: int, roundings: int = 1, note: str = "") -> Expected:
@@ -88,22 +86,20 @@ def normed(y: Any, unit: float, width: int, roundings: int = 1, note: str = "") 
     return Expected(y, noise, common=_SHARED * unit, note=note, bound=bound)
 
 
-@reference("RMSNorm", "*RMSNorm", "*RMSNormFused", by_rows=True)
+@reference("RMSNorm", "*RMSNorm", "*RMSNormFused", "GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm", by_rows=True)
 def rms(call: Call) -> dict[str, Expected]:
-    return _rms(call, 0.0)
-
-
-@reference("GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm", by_rows=True)
-def gemma_rms(call: Call) -> dict[str, Expected]:
-    if call.cls.startswith(("Gemma3n", "Gemma4")):  # these weigh with w as everybody else does
-        return _rms(call, 0.0)
-    return _rms(call, 1.0)
+    x = call.wide("x", "hidden_states", "input", "0")
+    eps, note = epsilon(call)
+    weight, residual = param_if(call, "weight"), call.maybe("residual", "1")
+    weight = None if weight is None else weight + _offset(call.cls)
+    y, total = fused(x, None if residual is None else residual.double(), weight, eps, call.unit, note)
+    return {"output.0": y} | ({} if total is None else {"output.1": total})
 
 
 @reference("RMSNormGated", "*RMSNormGated")
 def gated_rms(call: Call) -> Expected:
     x = call.wide("x", "hidden_states", "0")
-    eps, weight = float(call.attr(*_EPS)), _weight(call)
+    eps, weight = float(call.attr(*_EPS)), param_if(call, "weight")
     z = call.inputs.get("z", call.inputs.get("gate"))
     if z is None:
         return Expected(rms_norm(x, weight, eps))
@@ -122,11 +118,11 @@ def gated_rms(call: Call) -> Expected:
 @reference("LayerNorm", "*LayerNorm", by_rows=True)
 def layer(call: Call) -> Expected:
     x = call.wide("input", "x", "hidden_states", "0")
-    bias = call.param("bias") if "bias" in call.params else None
+    bias = param_if(call, "bias")
     shape = call.attr("normalized_shape", default=[x.shape[-1]])
     dims = len(shape) if isinstance(shape, (list, tuple)) else 1
     eps = float(call.attr(*_EPS))
-    weight = _weight(call)
+    weight = param_if(call, "weight")
     flat = x.flatten(-dims) if dims > 1 else x
     y = layer_norm(flat, None, None, eps).reshape(x.shape)
     scaled = y if weight is None else y * weight
@@ -147,10 +143,9 @@ def group(call: Call) -> Expected:
         raise Declined("its channels are no multiple of its groups")
     y = layer_norm(x.reshape(x.shape[0], groups, -1), None, None, float(call.attr(*_EPS))).reshape(x.shape)
     shape = (1, -1, *[1] * (x.dim() - 2))
-    if "weight" in call.params:
-        y = y * call.param("weight").reshape(shape)
-    if "bias" in call.params:
-        y = y + call.param("bias").reshape(shape)
+    weight, bias = param_if(call, "weight"), param_if(call, "bias")
+    y = y if weight is None else y * weight.reshape(shape)
+    y = y if bias is None else y + bias.reshape(shape)
     return Expected(y)
 
 
@@ -166,31 +161,19 @@ def _rms_here(x: Any, weight: Any | None, eps: float) -> Any:
     return (y if weight is None else y * weight.float()).to(x.dtype)
 
 
-@device_kernel("RMSNorm", "*RMSNorm", "*RMSNormFused")
+@device_kernel("RMSNorm", "*RMSNorm", "*RMSNormFused", "GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm")
 def rms_kernel(call: Call) -> dict[str, Any]:
     x, eps = call.tensor("x", "hidden_states", "input", "0"), float(call.attr(*_EPS))
-    w = call.params.get("weight")
-    residual = call.maybe("residual", "1")
-    if residual is None:
-        kernel = vendor("rms_norm")
-        if kernel is not None and w is not None and x.dim() == 2 and x.device.type != "cpu":
-            out = torch.empty_like(x)
-            kernel(out, x.contiguous(), w, eps)
-            return {"output.0": out}
-        return {"output.0": _rms_here(x, w, eps)}
-    total = x + residual
-    return {"output.0": _rms_here(total, w, eps), "output.1": total}
-
-
-@device_kernel("GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm")
-def gemma_rms_kernel(call: Call) -> Any:
-    if call.cls.startswith(("Gemma3n", "Gemma4")):
-        return rms_kernel(call)
-    x, eps = call.tensor("x", "hidden_states", "0"), float(call.attr(*_EPS))
-    residual = call.maybe("residual", "1")
+    w, residual, kernel = call.params.get("weight"), call.maybe("residual", "1"), vendor("rms_norm")
     total = x if residual is None else x + residual
-    y = _rms_here(total.float(), 1.0 + weight_here(call).float(), eps).to(x.dtype)
-    return {"output.0": y} | ({} if residual is None else {"output.1": total})
+    more = {} if residual is None else {"output.1": total}
+    if _offset(call.cls):
+        return {"output.0": _rms_here(total.float(), 1.0 + weight_here(call).float(), eps).to(x.dtype)} | more
+    if residual is None and kernel is not None and w is not None and x.dim() == 2 and x.device.type != "cpu":
+        out = torch.empty_like(x)
+        kernel(out, x.contiguous(), w, eps)
+        return {"output.0": out}
+    return {"output.0": _rms_here(total, w, eps)} | more
 
 
 @device_kernel("LayerNorm", "*LayerNorm")

@@ -1,16 +1,45 @@
-"""What was captured inside a block, for references that check a block against its own parts.
+"""What references of several families ask of a call: parameters it may lack, other ranks, what is inside a block.
 
-Not here: which parts a block hands on (composite.py, hf.py).
+The problem: most references want the same few things, and each must decline in the same words where they are missing.
+Not here: which parts a block hands on (composite.py, hf.py), what device kernels want (kernels_common.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 
 Inside = Sequence[tuple[str, str, Any]]
+UNTOLD = "a block whose parts do not tell what it hands on"
+"""Why a block is declined."""
+
+
+def param_if(call: Call, name: str) -> Any | None:
+    """A parameter in float64; None where the module has none of this name. Raises Declined where it was packed."""
+    return call.param(name) if name in call.params else None
+
+
+def unit_of(*tensors: Any) -> float:
+    """One rounding of the coarsest of these tensors' dtypes."""
+    return max(unit(str(t.dtype).removeprefix("torch.")) for t in tensors)
+
+
+def reshaped(y: Expected, shape: Sequence[int]) -> Expected:
+    """``y`` in the shape that was captured."""
+    value, noise, bound = (None if t is None else t.reshape(shape) for t in (y.value, y.noise, y.bound))
+    return replace(y, value=value, noise=noise, bound=bound)
+
+
+def ranks_of(call: Call, size: int) -> list[Call]:
+    """The same call on all ``size`` ranks, whose results are added up. Raises Declined."""
+    found: list[Call] = list(call.extra.get("ranks", ()))
+    if len(found) != size:
+        raise Declined("adds up over ranks, and not all of them were captured")
+    return found
 
 
 def inside(call: Call) -> Inside:
@@ -32,6 +61,19 @@ def same(call: Call, role: str, child: str, child_role: str) -> Expected | None:
                 return None
             return Expected(read(record).double(), None, 0.0)
     return None
+
+
+def first(call: Call, *children: str) -> Expected | None:
+    """output.0 as the first of these children that was captured gave it; None where none was."""
+    return next((f for f in (same(call, "output.0", child, "output.0") for child in children) if f), None)
+
+
+def held(call: Call, child: str, child_role: str = "output.0") -> Expected:
+    """output.0 as this child gave it. Raises Declined."""
+    found = same(call, "output.0", child, child_role)
+    if found is None:
+        raise Declined(UNTOLD)
+    return found
 
 
 def unscaled(call: Call) -> None:

@@ -64,8 +64,7 @@ def _block(size: int, count: int, least: int) -> int:
 
 def unpack_rows(packed: Any) -> Any:
     """int32 [n, m] of eight 4-bit numbers each, lowest bits first, along dimension 0: int64 [8 n, m]."""
-    shifts = torch.arange(0, 32, 4).reshape(1, 8, 1)
-    return ((packed.long().unsqueeze(1) >> shifts) & 15).flatten(0, 1)
+    return unpack_columns(packed.T).T
 
 
 def unpack_columns(packed: Any, order: tuple[int, ...] = tuple(range(8))) -> Any:
@@ -81,22 +80,20 @@ def unpack_columns(packed: Any, order: tuple[int, ...] = tuple(range(8))) -> Any
 def gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any | None = None) -> Any:
     """float64 [outputs, inputs] from GPTQ's 4-bit checkpoint: qweight int32 [inputs / 8, outputs], qzeros int32
     [groups, outputs / 8], scales [groups, outputs], g_idx [inputs] the group of each input or None for equal runs."""
-    q = unpack_rows(qweight)
-    zeros = unpack_columns(qzeros) + 1
-    group = g_idx.long() if g_idx is not None and g_idx.numel() else _groups(q.shape[0], scales.shape[0])
-    return ((q - zeros[group]).double() * scales.double()[group]).T
+    return _from_groups(unpack_rows(qweight), unpack_columns(qzeros) + 1, scales, g_idx)
 
 
 def awq(qweight: Any, qzeros: Any, scales: Any) -> Any:
     """float64 [outputs, inputs] from AWQ's 4-bit checkpoint: qweight int32 [inputs, outputs / 8], qzeros int32 [groups,
     outputs / 8], scales [groups, outputs]."""
-    q, zeros = unpack_columns(qweight, _AWQ_ORDER), unpack_columns(qzeros, _AWQ_ORDER)
-    group = _groups(q.shape[0], scales.shape[0])
+    return _from_groups(unpack_columns(qweight, _AWQ_ORDER), unpack_columns(qzeros, _AWQ_ORDER), scales)
+
+
+def _from_groups(q: Any, zeros: Any, scales: Any, g_idx: Any | None = None) -> Any:
+    """(q - zero) * scale of each input's group, float64 [outputs, inputs]."""
+    known = g_idx is not None and g_idx.numel()
+    group = g_idx.long() if known else torch.arange(len(q)) // math.ceil(len(q) / len(scales))
     return ((q - zeros[group]).double() * scales.double()[group]).T
-
-
-def _groups(inputs: int, groups: int) -> Any:
-    return torch.arange(inputs) // math.ceil(inputs / groups)
 
 
 def _packed(call: Call) -> Any:

@@ -14,15 +14,15 @@ Where the settings are not known, the captured cache is used, so far as it goes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, device_kernel, reference
 from vllm_accprobe.opcheck.references.hf import rotary_tables
 from vllm_accprobe.opcheck.references.kernels_common import on
+from vllm_accprobe.opcheck.references.parts import reshaped, unit_of
 
 
 def plain_frequencies(dim: int, base: float) -> Any:
@@ -154,42 +154,53 @@ def rotary(call: Call) -> dict[str, Expected]:
     """Of query and key, [tokens, heads * size] or [tokens, heads, size]; channels past rotary_dim pass through."""
     if "inv_freq" in call.params and call.maybe("query", "1") is None:
         return rotary_tables(call)
-    head, neox = int(call.attr("head_size")), bool(call.attr("is_neox_style", default=True))
-    dim = int(call.attr("rotary_dim", default=head))
+    neox, dim = bool(call.attr("is_neox_style", default=True)), _rotary_dim(call)
     cache = call.params.get("cos_sin_cache")
-    step = max(call.unit if cache is None else unit(str(cache.dtype).removeprefix("torch.")), call.unit)
+    step = call.unit if cache is None else max(unit_of(cache), call.unit)
     angle, size = token_angles(call, dim)
-    found: dict[str, Expected] = {}
-    for place, (name, role) in enumerate((("query", "output.0"), ("key", "output.1")), 1):
-        given = call.maybe(name, str(place))
-        if given is None:
-            continue
-        x = given.double()
-        heads = x.reshape(x.shape[0], -1, head)
-        turn, rest = heads[..., :dim], heads[..., dim:]
-        a = angle.unsqueeze(1)
-        y = torch.cat((size * rotate(turn, a.cos(), a.sin(), neox), rest), -1)
-        nothing = torch.zeros_like(rest)
-        noise = torch.cat((size * rotation_noise(turn, a, neox, step), nothing), -1)
-        bound = torch.cat((size * rotation_bound(turn, a, neox, step), nothing), -1)
-        found[role] = found[f"inplace.{name}"] = found[f"inplace.{place}"] = Expected(
-            y.reshape(x.shape), noise.reshape(x.shape), bound=bound.reshape(x.shape), groups=dim, shared=True
-        )
+    angle = angle.unsqueeze(1)
+    cos, sin = angle.cos(), angle.sin()
+    found = {}
+    for roles, x, heads in _given(call):
+        y = turned(heads.double(), cos, sin, neox, step, angle, size=size)
+        found |= dict.fromkeys(roles, reshaped(y, x.shape))
     return found
+
+
+def _rotary_dim(call: Call) -> int:
+    return int(call.attr("rotary_dim", default=int(call.attr("head_size"))))
+
+
+def _given(call: Call) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Query and key, with the roles that their results may stand under, and as [tokens, heads, size]."""
+    for place, (name, role) in enumerate((("query", "output.0"), ("key", "output.1")), 1):
+        x = call.maybe(name, str(place))
+        if x is not None:
+            heads = x.reshape(x.shape[0], -1, int(call.attr("head_size")))
+            yield (role, f"inplace.{name}", f"inplace.{place}"), x, heads
+
+
+def turned(
+    x: Any, cos: Any, sin: Any, neox: bool, step: float, angle: Any, *, offset: int = 0, size: float = 1.0
+) -> Expected:
+    """x [..., d] with the channels from ``offset`` on turned, so far as cos and sin go; the others pass through. step:
+    one rounding of cosines and products; angle: as in `rotation_noise`; size: of cos and sin."""
+    end = offset + 2 * cos.shape[-1]
+    turn = x[..., offset:end]
+    errors = (f(turn, angle, neox, step) for f in (rotation_noise, rotation_bound))
+    parts = rotate(turn, cos, sin, neox), *errors
+    y, noise, bound = x.clone(), torch.zeros_like(x), torch.zeros_like(x)
+    for whole, part in zip((y, noise, bound), parts, strict=True):
+        whole[..., offset:end] = size * part
+    return Expected(y, noise, bound=bound, groups=end - offset, shared=True)
 
 
 @reference("ApplyRotaryEmb")
 def apply_rotary(call: Call) -> Expected:
     """x [..., tokens, heads, size] turned by given cosines and sines [tokens, size / 2]."""
     x, cos, sin = call.wide("x", "0"), call.wide("cos", "1"), call.wide("sin", "2")
-    neox = bool(call.attr("is_neox_style", default=True))
-    dim = 2 * cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    turn, rest = x[..., :dim], x[..., dim:]
-    y = rotate(turn, cos, sin, neox)
-    nothing, angle = torch.zeros_like(rest), torch.zeros_like(cos)
-    noise, bound = (torch.cat((f(turn, angle, neox, call.unit), nothing), -1) for f in (rotation_noise, rotation_bound))
-    return Expected(torch.cat((y, rest), -1), noise, bound=bound, groups=dim, shared=True)
+    return turned(x, cos, sin, bool(call.attr("is_neox_style", default=True)), call.unit, torch.zeros_like(cos))
 
 
 # --- on a device --------------------------------------------------------------------------------------------------
@@ -198,16 +209,11 @@ def apply_rotary(call: Call) -> Expected:
 @device_kernel("*RotaryEmbedding", "MRotaryEmbeddingInterleaved")
 def rotary_kernel(call: Call) -> dict[str, Any]:
     """Cosines and sines in float64 on the CPU, rounded to the dtype; the rotation itself on the device."""
-    head, neox = int(call.attr("head_size")), bool(call.attr("is_neox_style", default=True))
-    dim = int(call.attr("rotary_dim", default=head))
+    neox, dim = bool(call.attr("is_neox_style", default=True)), _rotary_dim(call)
     angle, size = token_angles(on(call, "cpu"), dim)
-    found: dict[str, Any] = {}
-    for place, (name, role) in enumerate((("query", "output.0"), ("key", "output.1")), 1):
-        x = call.maybe(name, str(place))
-        if x is None:
-            continue
+    found = {}
+    for roles, x, heads in _given(call):
         cos, sin = ((size * f(angle)).to(x.dtype).to(x.device).unsqueeze(1) for f in (torch.cos, torch.sin))
-        heads = x.reshape(x.shape[0], -1, head)
-        y = torch.cat((rotate(heads[..., :dim], cos, sin, neox), heads[..., dim:]), -1).reshape(x.shape)
-        found[role] = found[f"inplace.{name}"] = found[f"inplace.{place}"] = y
+        y = torch.cat((rotate(heads[..., :dim], cos, sin, neox), heads[..., dim:]), -1)
+        found |= dict.fromkeys(roles, y.reshape(x.shape))
     return found

@@ -38,14 +38,12 @@ def probabilities(logits: Any, temperature: float = 1.0, top_k: int = 0, top_p: 
     return torch.softmax(z, -1)
 
 
-@reference("Softmax")
-def softmax(call: Call) -> Expected:
-    return Expected(torch.softmax(call.wide("input", "x", "0"), int(call.attr("dim", default=-1))))
+_NORMALISED = {"Softmax": torch.softmax, "LogSoftmax": torch.log_softmax}
 
 
-@reference("LogSoftmax")
-def log_softmax(call: Call) -> Expected:
-    return Expected(torch.log_softmax(call.wide("input", "x", "0"), int(call.attr("dim", default=-1))))
+@reference(*_NORMALISED)
+def normalised(call: Call) -> Expected:
+    return Expected(_NORMALISED[call.cls](call.wide("input", "x", "0"), int(call.attr("dim", default=-1))))
 
 
 @reference("Sampler")
@@ -67,11 +65,6 @@ def sampler(call: Call) -> dict[str, Expected]:
 # --- on a device --------------------------------------------------------------------------------------------------
 
 
-@device_kernel("Softmax")
-def softmax_kernel(call: Call) -> Any:
-    return torch.softmax(call.tensor("input", "x", "0"), int(call.attr("dim", default=-1)))
-
-
-@device_kernel("LogSoftmax")
-def log_softmax_kernel(call: Call) -> Any:
-    return torch.log_softmax(call.tensor("input", "x", "0"), int(call.attr("dim", default=-1)))
+@device_kernel(*_NORMALISED)
+def normalised_kernel(call: Call) -> Any:
+    return _NORMALISED[call.cls](call.tensor("input", "x", "0"), int(call.attr("dim", default=-1)))

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
 from vllm_accprobe.opcheck.references.kernels_common import weight_here
-from vllm_accprobe.opcheck.references.linear import product, rounded
+from vllm_accprobe.opcheck.references.linear import biased, product
+from vllm_accprobe.opcheck.references.parts import param_if
 
 
 @reference("FusedMMInputNorm")
@@ -39,10 +40,9 @@ def convolution(call: Call) -> Expected:
     if weight.shape[1] != x.shape[1]:
         raise Declined("a convolution in groups")
     y = product(_patches(x, kernel), weight.flatten(1))
-    bias = call.param("bias") if "bias" in call.params else None
-    y = y if bias is None else rounded(y, call.unit)
+    y = biased(y, param_if(call, "bias"), call.unit)
     value, noise, bound = (_back(t, len(x), grid) for t in (y.value, y.noise, y.bound))
-    return Expected(value if bias is None else value + bias.reshape(1, -1, *[1] * dims), noise, bound=bound)
+    return Expected(value, noise, bound=bound)
 
 
 def _back(rows: Any, n: int, grid: list[int]) -> Any:
