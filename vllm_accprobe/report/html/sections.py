@@ -33,8 +33,8 @@ def verdict(comparison: Comparison) -> str:
     passed = comparison.verdict == "pass"
     badge = f'<span class="badge">{"PASS" if passed else "FAIL"}</span>'
     if passed or not comparison.origins:
-        said = as_sentence(facts.headline(comparison).split(": ", 1)[1])
-        return f'<h1 class="said">{badge}<span>{said}</span></h1>' + _divergence(comparison)
+        sentence = as_sentence(facts.headline(comparison).split(": ", 1)[1])
+        return f'<h1 class="said">{badge}<span>{sentence}</span></h1>' + _divergence(comparison)
     origin = comparison.origins[0]
     kind = f' <span class="cls">{_e(origin["class"], 80)}</span>' if origin.get("class") else ""
     head = (
