@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from rank_pieces import split
 
 from vllm_accprobe.align.merged import plan_merged
-from vllm_accprobe.align.shards import MergePlan, RankPiece, Unmergeable, merge, split
+from vllm_accprobe.align.shards import MergePlan, RankPiece, Unmergeable, merge
 from vllm_accprobe.dump.schema import Layout, Record
 
 UNKNOWN = Layout("unknown")

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from rank_pieces import split
 
-from vllm_accprobe.align.shards import RankPiece, Unmergeable, merge, plan_merge, split
+from vllm_accprobe.align.shards import RankPiece, Unmergeable, merge, plan_merge
 from vllm_accprobe.dump.schema import REPLICATED, Layout
 
 

@@ -1,13 +1,12 @@
-"""Names of rows: validity, supersession, flips, requests and ranks, on row maps written by hand."""
+"""Names of rows: supersession, flips and ranks, on row maps written by hand."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_accprobe.align.final_tokens import valid_rows
 from vllm_accprobe.align.requests import distinct, pair_requests
 from vllm_accprobe.align.tokens import AFTER_FLIP, SUPERSEDED, align_rows, find_cells, make_key
-from vllm_accprobe.dump.schema import Image, Request, RowSpace, Segment
+from vllm_accprobe.dump.schema import Request, RowSpace, Segment
 
 
 @dataclass
@@ -63,14 +62,6 @@ def test_without_a_sampler_the_last_row_counts():
     assert plan.mine.rows[(0, 1, "tokens")].keep.tolist() == [True, False]
 
 
-def test_a_draft_behind_a_rejected_draft_is_not_real_even_if_its_token_came_true():
-    keys = np.array([make_key(0, p) for p in (3, 4, 5)])
-    accepted = {0: (np.array([3, 4, 5]), np.array([20, 21, 22]))}
-    assert valid_rows(keys, np.array([20, 99, 22]), np.zeros(3, int), accepted).tolist() == [True, False, False]
-    # a second run that begins at row 2 is another request's or a gap: what stands before it does not matter
-    assert valid_rows(keys, np.array([20, 99, 22]), np.array([0, 0, 2]), accepted).tolist() == [True, False, True]
-
-
 def test_recomputed_rows_count_once_and_the_last_one():
     dump = maps({"tokens": PROMPT}, {"tokens": PROMPT})
     plan = align(maps({"tokens": PROMPT}), dump)
@@ -91,21 +82,6 @@ def test_a_flip_is_the_first_token_that_differs():
         "tokens: 2 sampled tokens compared, 1 requests flip",
         "rows: 4 rows after a flipped token left out",
     ]
-
-
-def test_requests_pair_by_the_strictest_rule_that_fits():
-    cat, dog = (Image("cat", 0, 1),), (Image("dog", 0, 1),)
-    golden = [request("1", images=cat), request("2", images=dog, ordinal=1), request("3", "q"), request("4", "only")]
-    mine = [request("9", images=dog), request("8", images=cat, ordinal=1), request("3", "q"), request("4", "else")]
-    plan = pair_requests(golden, mine)
-    assert [(g.id, m.id, rule) for g, m, rule in plan.pairs] == [
-        ("1", "9", "prompt and ordinal"), ("2", "8", "prompt and ordinal"), ("3", "3", "id and prompt"),
-    ]  # fmt: skip
-    assert [(g.id, m.prompt) for g, m in plan.different] == [("4", "else")]
-    assert len(plan.images_differ) == 2
-    exact = pair_requests(golden[:1], [request("7", images=cat), request("6", images=dog)])
-    assert [m.id for _, m, _ in exact.pairs] == ["7"]
-    assert exact.pairs[0][2] == "prompt, images and ordinal"
 
 
 def test_ranks_with_the_same_rows_are_one_cell_others_are_not():

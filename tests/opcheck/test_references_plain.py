@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References, device_kernel
 from vllm_accprobe.opcheck.references import collectives
-from vllm_accprobe.opcheck.references.sampling import probabilities
 from vllm_accprobe.opcheck.registry import default_references
 
 G = torch.Generator().manual_seed(5)
@@ -173,20 +172,6 @@ def test_embeddings_whole_and_sharded() -> None:
     same(found, F.embedding(ids, table))
     with pytest.raises(Declined, match="outside"):
         run("VocabParallelEmbedding", {"input_": torch.tensor([10])}, params={"weight": table})
-
-
-def test_sampling_probabilities_by_hand() -> None:
-    z = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64))
-
-    def expect(got: torch.Tensor, *p: float) -> None:
-        same(got, torch.tensor([p], dtype=torch.float64))
-
-    expect(probabilities(z), 0.5, 0.3, 0.15, 0.05)
-    expect(probabilities(z, top_k=2), 0.625, 0.375, 0, 0)
-    expect(probabilities(z, top_p=0.6), 0.625, 0.375, 0, 0)
-    expect(probabilities(z, top_p=0.45), 1, 0, 0, 0)
-    expect(probabilities(z, min_p=0.3), *(x / 0.95 for x in (0.5, 0.3, 0.15)), 0)
-    expect(probabilities(z, temperature=0.0), 1, 0, 0, 0)
 
 
 def test_the_best_logits_and_ties() -> None:

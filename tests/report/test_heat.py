@@ -1,13 +1,12 @@
-"""The heat map's numbers, and what the page is told about single pairs: computed by hand."""
+"""Layers by tokens: codes, bins, and what does not fit."""
 
 import base64
 
 import numpy as np
 from report_examples import comparison, pair, row_table
 
-from vllm_accprobe.comparison.row_table import ValueSample
 from vllm_accprobe.report.heat import INFINITE, MISSING, encode, heat
-from vllm_accprobe.report.html.looks import heat_json, looks_json, tree_json
+from vllm_accprobe.report.html.looks import heat_json
 
 
 def decode(code):
@@ -62,18 +61,6 @@ def test_outputs_by_tap_and_token():
     assert base64.b64decode(told["requests"][0]["codes"]) == a.codes.tobytes()
 
 
-def test_it_begins_with_the_request_that_has_the_culprit():
-    pairs = [pair(tap="visual.blocks.0"), pair(tap="model.layers.0", order=1)]
-    entries = [
-        (1, "a", 0, False, 0.2, 12.5),
-        (0, "a, image 0", 0, False, 0.1, 6.0),
-        (0, "b, image 0", 0, False, 0.1, 7.0),
-    ]
-    h = heat(comparison(pairs=pairs, rows=row_table(entries)))
-    first = [heat_json(h, r, t)["first"] for r, t in (("a", "visual.blocks.0"), ("a", "model.layers.0"), ("z", "z"))]
-    assert [h.requests[i].label for i in first] == ["a, image 0", "a", "a"]
-
-
 def test_long_requests_are_binned_by_their_worst_row():
     n = 1100
     rows = row_table([(0, "a", 10 + i, False, 1.0, 5.0 if i == 700 else 0.5) for i in range(n)])
@@ -90,26 +77,3 @@ def test_what_does_not_fit_is_counted_and_the_worst_stays():
     assert [r.label for r in h.requests] == ["r7", "r0", "r1"]
     assert h.left_out == 6
     assert heat(comparison(pairs=[pair()])).requests == ()
-
-
-def test_tree_takes_the_worst_output_and_every_failure():
-    told = tree_json(example())
-    assert [t[0] for t in told["taps"]] == ["model.layers.0.mlp", "model.layers.1", "ids", "none"]
-    by = {t[0]: t[3:] for t in told["taps"]}
-    assert by["model.layers.1"] == [1.0, 1, 1]
-    assert by["none"] == [-1.0, 0, 1]
-    assert by["model.layers.0.mlp"] == [0.0, 0, 3]
-
-
-def test_worst_rows_of_a_pair_first_and_all_counted():
-    rows = row_table([(0, "a", i, i > 4, (float("nan") if i == 3 else 0.01 * i), 0.1 * i) for i in range(20)])
-    sample = ValueSample(0, np.array([1.0, np.nan]), np.array([2.0, np.inf]), 1, "a", 19)
-    told = looks_json(comparison(pairs=[pair(status="fail"), pair()], rows=rows, samples=(sample,)), {0: 4, 1: 5})
-    assert set(told["rows"]) == {"4"}
-    total, *worst = told["rows"]["4"]
-    assert total == 19
-    assert [w[1] for w in worst] == [3, 19, 18, 17, 16, 15, 14, 13]
-    assert worst[0] == ["a", 3, "prefill", "NaN", 0.3]
-    assert worst[1] == ["a", 19, "decode", 0.19, 1.9]
-    assert told["samples"]["4"]["golden"] == [1.0, "NaN"]
-    assert told["samples"]["4"]["mine"] == [2.0, "Inf"]

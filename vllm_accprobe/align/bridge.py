@@ -46,10 +46,7 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     peers = meet(golden, mine, rules)
     if peers is not None:
         found, swapped, lines = peers
-        if swapped:  # the rules say how golden's places are made
-            mine, golden, said = apply(found, mine, golden)
-        else:
-            golden, mine, said = apply(found, golden, mine)
+        golden, mine, said = apply(found, golden, mine, swapped)
         return Bridge(golden, mine, lines + said, foreign=True)
     if rules is not None:
         golden, mine, said = apply(rules, golden, mine)
@@ -58,16 +55,18 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     foreign = set(sides) == {vllm_hf.TRANSFORMERS, vllm_hf.VLLM}
     if foreign:
         lines.append(f"mapping: golden is a dump of {sides[0]}, mine of {sides[1]}: built-in rules")
-        if sides[0] == vllm_hf.TRANSFORMERS:
-            golden, mine, said = apply(vllm_hf.RULES, golden, mine)
-        else:  # the rules say how vLLM's places are made, whichever side vLLM is
-            mine, golden, said = apply(vllm_hf.RULES, mine, golden)
+        # the rules say how vLLM's places are made, whichever side vLLM is
+        golden, mine, said = apply(vllm_hf.RULES, golden, mine, sides[0] == vllm_hf.VLLM)
         lines += said
     return Bridge(golden, mine, lines, foreign)
 
 
-def apply(rules: Rules, golden: Any, mine: Any) -> tuple[View, View, list[str]]:
-    """(golden, mine, lines) with the tensors that ``rules`` make, under mine's names."""
+def apply(rules: Rules, golden: Any, mine: Any, swapped: bool = False) -> tuple[View, View, list[str]]:
+    """(golden, mine, lines) with the tensors that ``rules`` make, under mine's names; swapped: the rules say how
+    golden's places are made of mine's, and the tensors stand under golden's names."""
+    if swapped:
+        mine, golden, lines = apply(rules, mine, golden)
+        return golden, mine, lines
     work = _Work(rules, golden.records, mine.records)
     work.run()
     return View(golden, work.golden_records()), View(mine, work.mine_records()), work.lines()
@@ -117,25 +116,20 @@ class _Work:
                     self.replaced.add(tap)
 
     def golden_records(self) -> list[Record]:
-        left = []
-        for r in self.golden.records:
-            if (r.tap, r.role) in self.made or r.tap in self.replaced:
-                continue
-            if r.tap in self.used and r.tap not in self.mine.roles:
-                continue  # all of it went into something else
-            if (r.tap, r.role) in self.taken and r.role not in self.mine.roles.get(r.tap, ()):
-                continue
-            left.append(r)
-        return left + [r for rs in self.made.values() for r in rs]
+        return [r for r in self.golden.records if self._stays(r)] + [r for rs in self.made.values() for r in rs]
+
+    def _stays(self, r: Record) -> bool:
+        if (r.tap, r.role) in self.made or r.tap in self.replaced:
+            return False
+        if r.tap in self.used and r.tap not in self.mine.roles:
+            return False  # all of it went into something else
+        return (r.tap, r.role) not in self.taken or r.role in self.mine.roles.get(r.tap, ())
 
     def mine_records(self) -> list[Record]:
+        parts = [r for r in self.mine.records if (r.tap, r.role) in self.summed]
+        covered = {(tap, *_moment(r)) for (tap, _), rs in self.sums.items() for r in rs}
         left = [r for r in self.mine.records if (r.tap, r.role) not in self.summed]
-        covered = {(tap, r.rank, r.step, r.call) for (tap, _), rs in self.sums.items() for r in rs}
-        left += [
-            r
-            for r in self.mine.records
-            if (r.tap, r.role) in self.summed and (r.tap, r.rank, r.step, r.call) not in covered
-        ]
+        left += [r for r in parts if (r.tap, *_moment(r)) not in covered]
         return left + [r for rs in self.sums.values() for r in rs]
 
     def lines(self) -> list[str]:

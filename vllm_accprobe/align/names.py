@@ -55,30 +55,27 @@ class NamePlan:
         ]
         classes = Counter((p.golden.cls, p.mine.cls) for p in self.pairs if p.rule == OTHER_CLASS)
         lines += [f"names: class {g} is {m} in mine, {n} taps" for (g, m), n in classes.items()]
-        if self.only_golden:
-            lines.append(f"names: {len(self.only_golden)} taps only in golden")
-        if self.only_mine:
-            lines.append(f"names: {len(self.only_mine)} taps only in mine")
-        for side, roles in (("golden", self.roles_only_golden()), ("mine", self.roles_only_mine())):
+        for side, left in (("golden", self.only_golden), ("mine", self.only_mine)):
+            lines += [f"names: {len(left)} taps only in {side}"] if left else []
+        for side, roles in self.roles_only.items():
             if roles:
-                what = ", ".join(f"{role} ({n})" for role, n in roles.most_common(5)) + (
-                    ", ..." if len(roles) > 5 else ""
-                )
+                what = ", ".join(f"{role} ({n})" for role, n in roles.most_common(5))
+                what += ", ..." if len(roles) > 5 else ""
                 lines.append(f"names: {sum(roles.values())} tensors of paired taps only in {side}: {what}")
         return lines
 
     def skips(self) -> Counter[str]:
         """What the coverage must count: tensors of paired taps that have no partner."""
-        golden, mine = sum(self.roles_only_golden().values()), sum(self.roles_only_mine().values())
-        counts = Counter({"tensor of a paired tap only in golden": golden, "tensor of a paired tap only in mine": mine})
-        return +counts
+        return +Counter({f"tensor of a paired tap only in {s}": sum(n.values()) for s, n in self.roles_only.items()})
 
-    def roles_only_golden(self) -> Counter[str]:
-        """Roles without a partner at taps that have one, with how many taps have them."""
-        return Counter(r for p in self.pairs for r in p.golden.roles if r not in {g for g, _, _ in p.roles})
-
-    def roles_only_mine(self) -> Counter[str]:
-        return Counter(r for p in self.pairs for r in p.mine.roles if r not in {m for _, m, _ in p.roles})
+    @property
+    def roles_only(self) -> dict[str, Counter[str]]:
+        """Of each side: roles without a partner at taps that have one, with how many taps have them."""
+        sides: dict[str, Counter[str]] = {"golden": Counter(), "mine": Counter()}
+        for pair in self.pairs:
+            for i, (counts, place) in enumerate(zip(sides.values(), (pair.golden, pair.mine), strict=True)):
+                counts.update(r for r in place.roles if r not in {p[i] for p in pair.roles})
+        return sides
 
 
 def pair_names(golden: Sequence[TapRoles], mine: Sequence[TapRoles], *, by_order: bool = True) -> NamePlan:
@@ -94,16 +91,13 @@ def pair_names(golden: Sequence[TapRoles], mine: Sequence[TapRoles], *, by_order
         taken = {g.tap for g, _ in found.values()}
         return [g for g in golden if g.tap not in taken], [m for m in mine if m.tap not in found]
 
-    rest_golden, rest_mine = left()
-    for g, m in _by_prefix(rest_golden, rest_mine):
-        found[m.tap] = (g, PREFIX)
-    rest_golden, rest_mine = left()
-    for g, m in by_structure(rest_golden, rest_mine, [(found[m.tap][0], m) for m in mine if m.tap in found]):
-        found[m.tap] = (g, STRUCTURE)
-    if by_order:
-        rest_golden, rest_mine = left()
-        for g, m in _by_order(rest_golden, rest_mine):
-            found[m.tap] = (g, ORDER)
+    def structure(golden: Sequence[TapRoles], mine_left: Sequence[TapRoles]) -> list[tuple[TapRoles, TapRoles]]:
+        return by_structure(golden, mine_left, [(found[m.tap][0], m) for m in mine if m.tap in found])
+
+    loose = [(PREFIX, _by_prefix), (STRUCTURE, structure), *([(ORDER, _by_order)] if by_order else [])]
+    for rule, pairing in loose:
+        for g, m in pairing(*left()):
+            found[m.tap] = (g, rule)
     rest_golden, rest_mine = left()
     pairs = []
     for m in mine:

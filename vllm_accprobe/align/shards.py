@@ -9,7 +9,6 @@ Not here: which records belong together (comparison/plan/units.py), reading (dum
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -210,18 +209,3 @@ def merge(plan: MergePlan, arrays: Sequence[np.ndarray]) -> np.ndarray:
     assert plan.dim is not None
     before = (slice(None),) * plan.dim
     return np.concatenate([arrays[k][(*before, slice(start, stop))] for k, start, stop in plan.pieces], axis=plan.dim)
-
-
-def split(whole: np.ndarray, dim: int, sizes: Sequence[int], replicas: Sequence[int], ranks: int) -> list[np.ndarray]:
-    """The pieces that ``ranks`` ranks hold of ``whole``, made of blocks of ``sizes`` along ``dim``, each with so many
-    replicas; the inverse of `merge`, for tests and for showing a whole the way a rank saw it."""
-    if sum(sizes) != whole.shape[dim]:
-        raise ValueError(f"blocks {list(sizes)} do not add up to {whole.shape[dim]}")
-    edges = np.cumsum([0, *sizes])
-    held: list[list[np.ndarray]] = [[] for _ in range(ranks)]
-    for b, (size, r) in enumerate(zip(sizes, replicas, strict=True)):
-        local = math.ceil(size * r / ranks)
-        for k in range(ranks):
-            start = edges[b] + (k // r) * local
-            held[k].append(np.take(whole, range(start, min(start + local, edges[b + 1])), axis=dim))
-    return [np.concatenate(h, axis=dim) for h in held]

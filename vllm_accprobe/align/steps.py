@@ -97,16 +97,17 @@ def plan_steps(golden: Any, mine: Any) -> StepPlan | None:
     skipped[NO_STEP] = _keep(sides[1], set(steps[1]) - {p[1] for p in pairs})
     skipped[NO_STEP_MINE] = _keep(sides[0], set(steps[0]) - {p[0] for p in pairs})
     rows: list[dict[Space, Rows]] = [{}, {}]
-    for number, pair in enumerate(pairs):
+
+    def put(side: int, step: int, place: int) -> None:
         for rank in ranks:
-            key = np.array([make_key(rank, number)])
-            for side, step in zip(rows, pair, strict=True):
-                side[(rank, step, WHOLE)] = Rows(key, np.ones(1, bool), np.zeros(1, bool))
-    for i, (side, own) in enumerate(zip(rows, steps, strict=True)):  # a step without a partner has a key of its own
-        for step in set(own) - {p[i] for p in pairs}:
-            for rank in ranks:
-                key = np.array([make_key(rank, (2 + i) * len(steps[0] + steps[1]) + step)])
-                side[(rank, step, WHOLE)] = Rows(key, np.ones(1, bool), np.zeros(1, bool))
+            key = np.array([make_key(rank, place)])
+            rows[side][(rank, step, WHOLE)] = Rows(key, np.ones(1, bool), np.zeros(1, bool))
+
+    for i, own in enumerate(steps):
+        for number, pair in enumerate(pairs):
+            put(i, pair[i], number)
+        for step in set(own) - {p[i] for p in pairs}:  # a step without a partner has a key of its own
+            put(i, step, (2 + i) * len(steps[0] + steps[1]) + step)
     of_rank = dict.fromkeys({*golden.ranks, *mine.ranks}, 0)
     names_of: dict[int, tuple[str, int | None]] = dict.fromkeys(ranks, ("", None))
     both = [SideRows(r, of_rank, 0) for r in rows]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.judge.constants import FLOOR_MARGIN
+from vllm_accprobe.whole_file import write_text
 
 NAME = "calibration.json"
 KIND = "accprobe calibration"
@@ -73,9 +74,7 @@ class Calibration:
             }
         )  # fmt: skip
         path = directory / NAME
-        part = path.with_name(NAME + ".part")
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(path)
+        write_text(path, text + "\n")
         return path
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.report import tiers
-from vllm_accprobe.report.text import against, count, num, place, ratio, safe
+from vllm_accprobe.report.text import MISSING, against, count, num, place, ratio, safe, times
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison, Counts, Pair
@@ -94,9 +94,32 @@ def worst(comparison: Comparison, n: int = 10) -> list[Pair]:
     return heapq.nsmallest(n, failed, key=lambda p: (-severity(p), p.order, p.step if p.step is not None else -1))
 
 
+EVIDENCE = {
+    "replay": "replaying the operator on mine's own inputs does not give mine's output",
+    "jump": "its output is further off than its inputs explain",
+    "values": "its values differ though nothing before them does",
+}
+"""What an origin's ``evidence`` means."""
+
+
+def where(found: Mapping[str, Any]) -> str:
+    """The row of an origin or a divergence: ``request 'a', position 17 (decode)``; empty where it has none."""
+    return place(found.get("request"), found.get("position"), found.get("phase"))
+
+
+def step_of(pair: Pair) -> str:
+    return MISSING if pair.step is None else str(pair.step)
+
+
+def over(pair: Pair) -> str:
+    """``13x``, ``∞``: how many times its limit a failed pair reaches."""
+    found = severity(pair)
+    return "∞" if found == math.inf else times(found, 1.0) or MISSING
+
+
 def blame(origin: Mapping[str, Any]) -> str:
     """What an origin does, and in how many layers."""
-    return deed(origin) + (f" {where}, first here" if (where := tiers.layers(origin)) else "")
+    return deed(origin) + (f" {layers}, first here" if (layers := tiers.layers(origin)) else "")
 
 
 def deed(origin: Mapping[str, Any]) -> str:
@@ -129,9 +152,7 @@ def infinite(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     """Where and how much: ``output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)``."""
     parts = [safe(origin["role"], 80)] if origin.get("role") and origin["role"] != FILE else []
-    where = place(origin.get("request"), origin.get("position"), origin.get("phase"))
-    if where:
-        parts.append(where)
+    parts += [row] if (row := where(origin)) else []
     created = origin.get("created")
     if created is None:
         parts.append("the values differ")
@@ -158,12 +179,9 @@ def divergence(comparison: Comparison) -> str | None:
     d = comparison.first_divergence
     if not d:
         return None
-    name = safe(d.get("module", "?")) + (f"/{safe(d['role'], 80)}" if d.get("role") and d["role"] != FILE else "")
-    parts = [name]
+    parts = [safe(d.get("module", "?")) + (f"/{safe(d['role'], 80)}" if d.get("role") and d["role"] != FILE else "")]
     parts += [f"{key} {safe(d[key], 20)}" for key in ("rank", "step") if d.get(key) is not None]
-    where = place(d.get("request"), d.get("position"), d.get("phase"))
-    if where:
-        parts.append(where)
+    parts += [row] if (row := where(d)) else []
     value = d.get("value")
     if d.get("metric") in ("exact", "nonfinite"):
         parts.append(METRICS[d["metric"]])
@@ -186,11 +204,7 @@ def headline(comparison: Comparison) -> str:
     standard = safe((comparison.standard or {}).get("name") or "", 60)
     text = f"PASS: {count(c.passed, 'pair')} and {count(rows, 'row')} agree"
     text += f" within the standard '{standard}'" if standard else " within the standard"
-    extra = []
-    if c.identical:
-        extra.append(f"{c.identical:,} identical")
-    if c.skipped:
-        extra.append(f"{c.skipped:,} more skipped")
+    extra = [f"{n:,} {what}" for n, what in ((c.identical, "identical"), (c.skipped, "more skipped")) if n]
     return text + (f" ({', '.join(extra)})" if extra else "")
 
 
@@ -210,7 +224,7 @@ def _failure(comparison: Comparison, c: Counts) -> str:
 def coverage_rows(comparison: Comparison) -> list[tuple[str, str]]:
     """What was compared and what was not, as (label, value) pairs; reasons follow in ``skip_rows``."""
     cov, c = comparison.coverage, comparison.counts
-    rows = [
+    return [
         ("pairs compared", f"{c.compared:,} ({c.passed:,} pass, {c.failed:,} fail)"),
         ("pairs identical", f"{c.identical:,} ({c.bit_identical:,} bit-identical)"),
         ("pairs skipped", f"{c.skipped:,}"),
@@ -221,7 +235,6 @@ def coverage_rows(comparison: Comparison) -> list[tuple[str, str]]:
         ("taps only in mine", num(len(cov.get("taps_only_mine") or ()))),
         ("tokens compared", num(int(comparison.tokens.get("compared") or 0))),
     ]
-    return rows
 
 
 def skip_rows(comparison: Comparison) -> list[tuple[str, int]]:

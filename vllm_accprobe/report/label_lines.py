@@ -6,10 +6,8 @@ the json. Not here: measuring and judging (comparison/labelled_pairs.py).
 
 from __future__ import annotations
 
-import csv
 import json
 import math
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from vllm_accprobe.comparison.labelled_pairs import FAIL, PASS, SKIP, LabelCompa
 from vllm_accprobe.comparison.plan.labelled import LabelSide
 from vllm_accprobe.report.table import cell
 from vllm_accprobe.report.text import count, num, safe
+from vllm_accprobe.whole_file import write_csv_lines, write_text
 
 COLUMNS = (
     "data_id", "pta_data_path", "pta_dtype", "pta_shape", "acl_data_path", "acl_dtype", "acl_shape", "cmp_flag",
@@ -51,27 +50,9 @@ def _side(side: LabelSide | None) -> list[Any]:
 def write(found: LabelComparison, out: Path) -> list[Path]:
     """Writes labels.csv and labels.json into ``out``, whole or not at all. Raises OSError."""
     table, facts = out / "labels.csv", out / "labels.json"
-    with _whole(table) as part, part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
-        writer = csv.writer(f, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(row(p) for p in [*found.pairs, *found.unpaired])
-    with _whole(facts) as part:
-        part.write_text(json.dumps(to_json(found), indent=1), encoding="utf-8", errors="backslashreplace")
+    write_csv_lines(table, COLUMNS, (row(p) for p in [*found.pairs, *found.unpaired]))
+    write_text(facts, json.dumps(to_json(found), indent=1))
     return [table, facts]
-
-
-class _whole:
-    """A file that appears only when it is complete."""
-
-    def __init__(self, path: Path):
-        self._path, self._part = path, path.with_name(path.name + ".part")
-
-    def __enter__(self) -> Path:
-        return self._part
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            os.replace(self._part, self._path)
 
 
 def to_json(found: LabelComparison) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_accprobe.report import facts, machines, terminal, tiers
-from vllm_accprobe.report.text import MISSING, count, num, place, safe
+from vllm_accprobe.report import facts, machines, tiers
+from vllm_accprobe.report.text import MISSING, capital, count, more, num, safe
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -60,7 +60,7 @@ def _origins(comparison: Comparison) -> list[str]:
             str(i + 1),
             code(o.get("module", "?")),
             code(o.get("class") or ""),
-            code(", ".join(x for x in (str(o.get("role") or ""), place(*_place(o))) if x)),
+            code(", ".join(x for x in (str(o.get("role") or ""), facts.where(o)) if x)),
             f"{num(o.get('created'))} / {num(o.get('floor'))}",
             code(o.get("evidence") or MISSING),
             code(facts.shape(o) or ""),
@@ -91,13 +91,8 @@ def _machines(comparison: Comparison) -> list[str]:
     found = machines.lines(comparison.machines)
     if not found:
         return []
-    title = machines.TITLE[:1].upper() + machines.TITLE[1:]
     lines = [f"- {code(line, 400)}" for line in found[:MAX_LIST]]
-    return ["", f"### {title}", "", *lines, *_more(len(found), "machines")]
-
-
-def _place(o: dict[str, object]) -> tuple[object, object, object]:
-    return o.get("request"), o.get("position"), o.get("phase")
+    return ["", f"### {capital(machines.TITLE)}", "", *lines, *_more(len(found), "machines")]
 
 
 def _worst(comparison: Comparison) -> list[str]:
@@ -107,9 +102,8 @@ def _worst(comparison: Comparison) -> list[str]:
     rows = []
     for p in facts.worst(comparison, MAX_LIST):
         measure, value, limit = facts.decided(p)
-        step = MISSING if p.step is None else str(p.step)
-        over = terminal.over_text(facts.severity(p))
-        rows.append((over, measure, num(value, 4), num(limit), step, code(p.mine or p.golden)))
+        name = code(p.mine or p.golden)
+        rows.append((facts.over(p), measure, num(value, 4), num(limit), facts.step_of(p), name))
     title = "Failed pairs" if failed <= MAX_LIST else f"The {MAX_LIST} worst of {failed:,} failed pairs"
     return ["", f"### {title}", "", *_table(("× limit", "measure", "value", "limit", "step", "pair"), rows)]
 
@@ -133,7 +127,8 @@ def _flipped(comparison: Comparison) -> list[str]:
 
 
 def _more(total: int, where: str) -> list[str]:
-    return ["", f"… {total - MAX_LIST:,} more: compare.json, {where}"] if total > MAX_LIST else []
+    said = more(total, MAX_LIST, f"compare.json, {where}")
+    return ["", *said] if said else []
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

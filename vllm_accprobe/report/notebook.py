@@ -11,11 +11,11 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.result import COLUMNS, Pair
-from vllm_accprobe.report import facts, machines, terminal, tiers
+from vllm_accprobe.report import facts, machines, tiers
 from vllm_accprobe.report.depth import depth
 from vllm_accprobe.report.html.elements import escaped
 from vllm_accprobe.report.html.further import command_lines as _command
-from vllm_accprobe.report.text import MISSING, num, safe
+from vllm_accprobe.report.text import num, safe
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -88,9 +88,8 @@ def repr_html(comparison: Comparison) -> str:
     rows = []
     for p in facts.worst(comparison, 10):
         measure, value, limit = facts.decided(p)
-        cells = (p.tap, p.role, MISSING if p.step is None else p.step, measure, num(value, 4), num(limit))
-        over = terminal.over_text(facts.severity(p))
-        rows.append("<tr>" + "".join(f"<td>{escaped(c)}</td>" for c in (*cells, over)) + "</tr>")
+        cells = (p.tap, p.role, facts.step_of(p), measure, num(value, 4), num(limit), facts.over(p))
+        rows.append("<tr>" + "".join(f"<td>{escaped(c)}</td>" for c in cells) + "</tr>")
     if rows:
         head = "".join(f"<th>{h}</th>" for h in ("tap", "tensor", "step", "measure", "value", "limit", "× limit"))
         out.append(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")

@@ -7,8 +7,6 @@ tuples are JSON lists (``[8, 64]``). Not here: which pairs there are (comparison
 
 from __future__ import annotations
 
-import csv
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from itertools import islice
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.result import COLUMNS, Pair
+from vllm_accprobe.whole_file import write_csv_lines
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -62,14 +61,9 @@ def write_csv(comparison: Comparison, path: str | Path) -> None:
 
     Raises OSError as the file system gives it.
     """
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
-        writer = csv.writer(f, lineterminator="\n")
-        other = comparison.foreign
-        writer.writerow(COLUMNS if other is None else (*COLUMNS, *other.columns))
-        ours = rows(comparison.pairs)
-        if other is not None:
-            ours = ((*a, *map(cell, b)) for a, b in zip(ours, other.rows, strict=True))
-        writer.writerows(ours)
-    os.replace(part, path)
+    other, ours = comparison.foreign, rows(comparison.pairs)
+    if other is None:
+        write_csv_lines(path, COLUMNS, ours)
+    else:
+        both = ((*a, *map(cell, b)) for a, b in zip(ours, other.rows, strict=True))
+        write_csv_lines(path, (*COLUMNS, *other.columns), both)

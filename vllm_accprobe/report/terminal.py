@@ -8,18 +8,18 @@ the page shows too (facts.py).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_accprobe.report import facts, machines, tiers
-from vllm_accprobe.report.text import MISSING, count, num, place, safe, times
+from vllm_accprobe.report.text import count, more, num, place, safe
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from vllm_accprobe.comparison.result import Comparison, Pair
 
+T = TypeVar("T")
 QUIET, NORMAL, FULL = 0, 1, 2
 """Verbosity: verdict and notes only; the usual report; nothing left out (plan, all origins and taps)."""
 
@@ -67,6 +67,12 @@ def _styled(comparison: Comparison, verbosity: int) -> list[tuple[str, str]]:
     return out
 
 
+def _list(items: Sequence[T], n: int | None, where: str, say: Callable[[T], list[str]]) -> list[str]:
+    """What is said of the first ``n``, None for all, and where the others are."""
+    shown = items[:n]
+    return [x for item in shown for x in say(item)] + [f"  {x}" for x in more(len(items), len(shown), where)]
+
+
 def notes(comparison: Comparison) -> list[str]:
     """What must be known before the verdict is believed: different weights, prompts, ranks that stopped early."""
     return [f"note: {safe(note, 1000)}" for note in comparison.notes]
@@ -83,30 +89,21 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
     if said := facts.shape(culprit):
         out.append(f"shape: {said}")
     if others:
-        shown = others if full else others[:5]
         out.append(f"{count(len(others), 'other independent origin')}, in data-flow order:")
-        out += [_other(comparison, o) for o in shown]
-        if len(shown) < len(others):
-            out.append(f"  … {len(others) - len(shown):,} more: compare.json, origins")
+        out += _list(others, None if full else 5, "compare.json, origins", lambda o: [_other(comparison, o)])
     return out
 
 
 def _other(comparison: Comparison, origin: Any) -> str:
-    said = facts.shape(origin)
-    parts = [f"  {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}"]
-    parts += [x for x in (tiers.short(origin), tiers.layers(origin)) if x]
-    return "; ".join([*parts, *([f"shape: {said}"] if said else [])])
+    said = f"shape: {shape}" if (shape := facts.shape(origin)) else None
+    title = f"  {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}"
+    return "; ".join(x for x in (title, tiers.short(origin), tiers.layers(origin), said) if x)
 
 
 def _evidence(origin: Any) -> str:
     if origin.get("role") == facts.FILE:
         return "evidence: the values alone; files do not say what went into them"
-    said = {
-        "replay": "replaying the operator on mine's own inputs does not give mine's output",
-        "jump": "its output is further off than its inputs explain",
-        "values": "its values differ though nothing before them does",
-    }
-    why = said.get(str(origin.get("evidence")), safe(origin.get("evidence") or "not given"))
+    why = facts.EVIDENCE.get(str(origin.get("evidence")), safe(origin.get("evidence") or "not given"))
     passed = origin.get("propagated")
     return f"evidence: {why}" + ("" if passed is None else f" (error passed on from its inputs: {num(passed)})")
 
@@ -122,23 +119,19 @@ def deciding(comparison: Comparison, full: bool = False, n: int = 3) -> list[str
     steps = comparison.would_decide
     if not steps:
         return []
-    shown = steps if full else steps[:n]
-    out = ["this would decide:"]
-    for step in shown:
-        out += [f"  {safe(step['why'], 400)}:", *(f"    {safe(line, 1000)}" for line in step["command"].splitlines())]
-    if len(shown) < len(steps):
-        out.append(f"  … {len(steps) - len(shown):,} more: compare.json, would_decide")
-    return out
+
+    def say(step: Mapping[str, str]) -> list[str]:
+        return [f"  {safe(step['why'], 400)}:", *(f"    {safe(line, 1000)}" for line in step["command"].splitlines())]
+
+    return ["this would decide:", *_list(steps, None if full else n, "compare.json, would_decide", say)]
 
 
 def how_they_compute(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:
     """Habits of both machines, differences first."""
     found = machines.lines(comparison.machines)
-    shown = found if full else found[:n]
-    out = [f"{machines.TITLE}:", *(f"  {line}" for line in shown)] if found else []
-    if len(shown) < len(found):
-        out.append(f"  … {len(found) - len(shown):,} more: compare.html, or compare.json, machines")
-    return out
+    where = "compare.html, or compare.json, machines"
+    said = _list(found, None if full else n, where, lambda line: [f"  {line}"])
+    return [f"{machines.TITLE}:", *said] if found else []
 
 
 def first_divergence(comparison: Comparison, full: bool = False) -> list[str]:
@@ -151,14 +144,11 @@ def worst_pairs(comparison: Comparison, full: bool = False, n: int = 10) -> list
     failed = comparison.counts.failed
     if not failed:
         return []
-    shown = facts.worst(comparison, n)
     head = ("x limit", "measure", "value", "limit", "cosine", "step", "pair")
-    body = [_pair_cells(p) for p in shown]
+    body = [_pair_cells(p) for p in facts.worst(comparison, n)]
     title = "failed pairs, worst first:" if failed <= n else f"the {n} worst of {failed:,} failed pairs:"
-    out = [title, *_aligned([head, *body])]
-    if failed > n:
-        out.append(f"  … {failed - n:,} more: compare.html, or compare.csv where status is fail")
-    return out
+    left = more(failed, n, "compare.html, or compare.csv where status is fail")
+    return [title, *_aligned([head, *body]), *(f"  {line}" for line in left)]
 
 
 def _pair_cells(pair: Pair) -> tuple[str, ...]:
@@ -173,16 +163,10 @@ def _pair_cells(pair: Pair) -> tuple[str, ...]:
         # The first clause of a measured pair says what the columns say.
         note = safe(pair.message if pair.measure is None else pair.message.partition("; ")[2])
     measure, value, limit = facts.decided(pair)
-    step = MISSING if pair.step is None else str(pair.step)
     last = "; ".join(x for x in (name, where, note) if x)
     bound = f"1 ± {num(limit, 2)}" if pair.measure == "row_norm_ratio" else num(limit)
     worst = num(value, 4) if pair.measure == "row_norm_ratio" else num(value)
-    return over_text(facts.severity(pair)), measure, worst, bound, num(pair.cosine, 6), step, last
-
-
-def over_text(severity: float) -> str:
-    """``13x``, ``∞``: how many times its limit a failed pair reaches."""
-    return "∞" if severity == math.inf else times(severity, 1.0) or MISSING
+    return facts.over(pair), measure, worst, bound, num(pair.cosine, 6), facts.step_of(pair), last
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
@@ -199,17 +183,16 @@ def flipped_tokens(comparison: Comparison, full: bool = False, n: int = 10) -> l
     if not flipped:
         return []
     compared = int(comparison.tokens.get("compared") or 0)
-    shown = flipped if full else flipped[:n]
-    out = [f"{len(flipped):,} of {count(compared, 'sampled token')} flipped (margin: first logit minus second):"]
-    for t in shown:
-        out.append(
-            f"  request '{safe(t.get('request'), 80)}', generated token {safe(t.get('ordinal'), 20)}: "
-            f"golden {safe(t.get('golden'), 20)} (margin {num(t.get('golden_margin'))}), "
-            f"mine {safe(t.get('mine'), 20)} (margin {num(t.get('mine_margin'))})"
-        )
-    if len(shown) < len(flipped):
-        out.append(f"  … {len(flipped) - len(shown):,} more: compare.json, tokens.flipped")
-    return out
+    title = f"{len(flipped):,} of {count(compared, 'sampled token')} flipped (margin: first logit minus second):"
+    return [title, *_list(flipped, None if full else n, "compare.json, tokens.flipped", _flip)]
+
+
+def _flip(t: Mapping[str, Any]) -> list[str]:
+    return [
+        f"  request '{safe(t.get('request'), 80)}', generated token {safe(t.get('ordinal'), 20)}: "
+        f"golden {safe(t.get('golden'), 20)} (margin {num(t.get('golden_margin'))}), "
+        f"mine {safe(t.get('mine'), 20)} (margin {num(t.get('mine_margin'))})"
+    ]
 
 
 def coverage(comparison: Comparison, full: bool = False, n: int = 3) -> list[str]:

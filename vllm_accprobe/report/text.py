@@ -47,6 +47,16 @@ def count(n: int, one: str, many: str | None = None) -> str:
     return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
+def capital(text: str) -> str:
+    """With a capital."""
+    return text[:1].upper() + text[1:]
+
+
+def more(total: int, shown: int, where: str) -> list[str]:
+    """``… 5 more: compare.json, origins``, where not all are shown."""
+    return [f"… {total - shown:,} more: {where}"] if total > shown else []
+
+
 def ratio(value: float | None, limit: float | None) -> float | None:
     """How many times ``limit`` fits into ``value``; infinite over a limit of 0, None where either is missing or NaN."""
     if value is None or limit is None or math.isnan(value) or math.isnan(limit):

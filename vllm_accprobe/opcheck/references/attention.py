@@ -223,7 +223,8 @@ def full_attention(q: Any, k: Any, v: Any, cu_seqlens: Any | None, scale: float,
         raise Declined("not all rows of its sequences were captured")
     done = []
     for b in range(len(q)):
-        parts = [attend(*(x[b, i:j] for x in (q, k, v)), scale, step=call.unit) for i, j in pairwise(ends) if j > i]
+        runs = [(b, slice(i, j)) for i, j in pairwise(ends) if j > i]
+        parts = [attend(q[r], k[r], v[r], scale, step=call.unit) for r in runs]
         done.append([torch.cat(t) for t in zip(*parts, strict=True)])
     shape = call.outputs["output.0"].shape
     out, noise, bound = (torch.stack(t).reshape(shape) for t in zip(*done, strict=True))

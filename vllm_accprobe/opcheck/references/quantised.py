@@ -91,8 +91,9 @@ def awq(qweight: Any, qzeros: Any, scales: Any) -> Any:
 
 def _from_groups(q: Any, zeros: Any, scales: Any, g_idx: Any | None = None) -> Any:
     """(q - zero) * scale of each input's group, float64 [outputs, inputs]."""
-    known = g_idx is not None and g_idx.numel()
-    group = g_idx.long() if known else torch.arange(len(q)) // math.ceil(len(q) / len(scales))
+    if g_idx is None or not g_idx.numel():
+        g_idx = torch.arange(len(q)) // math.ceil(len(q) / len(scales))
+    group = g_idx.long()
     return ((q - zeros[group]).double() * scales.double()[group]).T
 
 

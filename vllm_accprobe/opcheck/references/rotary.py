@@ -160,7 +160,7 @@ def rotary(call: Call) -> dict[str, Expected]:
     angle, size = token_angles(call, dim)
     angle = angle.unsqueeze(1)
     cos, sin = angle.cos(), angle.sin()
-    found = {}
+    found: dict[str, Any] = {}
     for roles, x, heads in _given(call):
         y = turned(heads.double(), cos, sin, neox, step, angle, size=size)
         found |= dict.fromkeys(roles, reshaped(y, x.shape))
@@ -211,7 +211,7 @@ def rotary_kernel(call: Call) -> dict[str, Any]:
     """Cosines and sines in float64 on the CPU, rounded to the dtype; the rotation itself on the device."""
     neox, dim = bool(call.attr("is_neox_style", default=True)), _rotary_dim(call)
     angle, size = token_angles(on(call, "cpu"), dim)
-    found = {}
+    found: dict[str, Any] = {}
     for roles, x, heads in _given(call):
         cos, sin = ((size * f(angle)).to(x.dtype).to(x.device).unsqueeze(1) for f in (torch.cos, torch.sin))
         y = torch.cat((rotate(heads[..., :dim], cos, sin, neox), heads[..., dim:]), -1)

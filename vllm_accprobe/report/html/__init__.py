@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from vllm_accprobe.report.html import further, sections
 from vllm_accprobe.report.html.columns import columns_json, packed, script_json
 from vllm_accprobe.report.html.looks import heat_json, looks_json, page_indices, tree_json
 from vllm_accprobe.report.text import safe
+from vllm_accprobe.whole_file import write_text
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison, Pair
@@ -45,10 +45,7 @@ _ENDS = re.compile("</script", re.IGNORECASE)
 
 def write_html(comparison: Comparison, path: str | Path, *, max_pairs: int = MAX_PAIRS) -> None:
     """Write the page to ``path``; the file appears whole or not at all. Raises OSError as the file system gives it."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    part.write_text(page(comparison, max_pairs=max_pairs), encoding="utf-8", errors="backslashreplace", newline="\n")
-    os.replace(part, path)
+    write_text(path, page(comparison, max_pairs=max_pairs))
 
 
 def page(comparison: Comparison, *, max_pairs: int = MAX_PAIRS) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from vllm_accprobe.report.text import safe
+from vllm_accprobe.report.text import capital, more, safe
 
 MAX_LIST = 200
 """Lines of one list on the page; compare.json has them all."""
@@ -22,7 +22,7 @@ def escaped(value: object, limit: int = 400) -> str:
 
 def as_sentence(text: str) -> str:
     """With a capital and a full stop."""
-    return escape(text[:1].upper() + text[1:] + ".")
+    return escape(capital(text) + ".")
 
 
 def html_table(
@@ -36,4 +36,4 @@ def html_table(
 
 
 def more_of(total: int, shown: int, where: str) -> str:
-    return f'<p class="hint">… {total - shown:,} more: compare.json, {where}</p>' if total > shown else ""
+    return "".join(f'<p class="hint">{line}</p>' for line in more(total, shown, f"compare.json, {where}"))

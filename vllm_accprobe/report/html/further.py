@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm_accprobe.report import machines
 from vllm_accprobe.report.html.elements import MAX_LIST, as_sentence, escaped, html_table, more_of
-from vllm_accprobe.report.text import safe
+from vllm_accprobe.report.text import capital, safe
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -46,7 +46,7 @@ def how_they_compute(comparison: Comparison) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in found[:MAX_LIST])
     rows = [tuple(map(escape, row)) for row in machines.rows(comparison.machines)[:MAX_LIST]]
     table = html_table(("Side", "Operator", "Habit", "Price", "Seen in"), rows)
-    title = machines.TITLE[:1].upper() + machines.TITLE[1:]
+    title = capital(machines.TITLE)
     return (
         f'<section aria-labelledby="h-machines"><h2 id="h-machines">{title}</h2><ul class="plain">{items}</ul>'
         f"{more_of(len(found), MAX_LIST, 'machines')}<details><summary>Each habit, with what it was seen in</summary>"

@@ -13,17 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.report import facts, tiers
 from vllm_accprobe.report.html.elements import MAX_LIST, as_sentence, escaped, html_table, more_of
-from vllm_accprobe.report.text import MISSING, count, num, safe, times
+from vllm_accprobe.report.text import MISSING, capital, count, num, safe, times
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
-
-EVIDENCE = {
-    "replay": ("replay", "Replaying the operator on mine's own inputs does not give mine's output."),
-    "jump": ("jump", "Its output is further off than its inputs explain."),
-    "values": ("values", "Its values differ though nothing before them does."),
-}
-
 
 _e = escaped
 
@@ -40,9 +33,8 @@ def verdict(comparison: Comparison) -> str:
     passed = comparison.verdict == "pass"
     badge = f'<span class="badge">{"PASS" if passed else "FAIL"}</span>'
     if passed or not comparison.origins:
-        sentence = facts.headline(comparison).split(": ", 1)[1]
-        sentence = sentence[:1].upper() + sentence[1:]
-        return f'<h1 class="said">{badge}<span>{escape(sentence)}.</span></h1>' + _divergence(comparison)
+        sentence = as_sentence(facts.headline(comparison).split(": ", 1)[1])
+        return f'<h1 class="said">{badge}<span>{sentence}</span></h1>' + _divergence(comparison)
     origin = comparison.origins[0]
     kind = f' <span class="cls">{_e(origin["class"], 80)}</span>' if origin.get("class") else ""
     head = (
@@ -62,20 +54,20 @@ def verdict(comparison: Comparison) -> str:
     else:
         over = times(created, floor)
         limit = None if floor is None else f"limit {num(floor)}"
-        name = facts.created_as(origin)
-        cells.append(_fact(name[:1].upper() + name[1:], num(created), limit, "big"))
+        cells.append(_fact(capital(facts.created_as(origin)), num(created), limit, "big"))
         if over:
             cells.append(_fact("Over the limit", over.replace("x", "×"), None, "big"))
     if origin.get("propagated") is not None:
         cells.append(_fact("From its inputs", num(origin["propagated"])))
-    name, why = EVIDENCE.get(str(origin.get("evidence")), (safe(origin.get("evidence") or MISSING), ""))
+    name = safe(origin.get("evidence") or MISSING)
+    why = as_sentence(said) if (said := facts.EVIDENCE.get(name)) else ""
     if tier := tiers.short(origin):
         cells.append(_fact("Floor it breaks", f"{tier[:-1]}×" if tier.endswith("x") else tier))
     if said := facts.shape(origin):
         cells.append(_fact("Shape of the error", said, None, "shape-fact"))
     facts_list = f'<dl class="facts">{"".join(cells)}</dl>'
     tier = f" {as_sentence(said)}" if (said := tiers.sentence(origin)) else ""
-    return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {_e(why)}{tier}{_first(comparison, origin)}</p>'
+    return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {why}{tier}{_first(comparison, origin)}</p>'
 
 
 def _layers(origin: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from judge_dumps import HEAD, HEADS, VOCAB, capture, scaled
+from synthetic_model import HEAD, HEADS, VOCAB, capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.judge.origins.shape import RowFacts, sentence

@@ -1,0 +1,66 @@
+"""What the page shows of rows, samples and the tree, as plain values."""
+
+import numpy as np
+from report_examples import comparison, pair, row_table
+
+from vllm_accprobe.comparison.row_table import ValueSample
+from vllm_accprobe.report.heat import heat
+from vllm_accprobe.report.html.looks import heat_json, looks_json, tree_json
+
+
+def example():
+    pairs = [
+        pair(tap="model.layers.0.mlp", step=0, order=1),
+        pair(tap="model.layers.0.mlp", step=1, order=1),
+        pair(tap="model.layers.0.mlp", role="input.0", step=1, order=0),
+        pair(tap="model.layers.1", step=1, order=2, status="fail"),
+        pair(tap="ids", step=1, order=3, dtype_golden="int64", limit=0.0),
+        pair(tap="none", step=1, order=4, status="skip", limit=None),
+    ]
+    rows = row_table(
+        [
+            (0, "a", 0, False, 0.0, 0.0),
+            (0, "a", 1, False, 0.016, 1.0),
+            (1, "a", 2, True, 0.16, 10.0),
+            (2, "a", 2, True, 9.0, 900.0),
+            (3, "a", 2, True, 0.0016, 0.1),
+            (4, "a", 2, True, 9.0, np.inf),
+            (0, "b", 0, False, 0.0, 0.0),
+        ]
+    )
+    return comparison(pairs=pairs, rows=rows)
+
+
+def test_it_begins_with_the_request_that_has_the_culprit():
+    pairs = [pair(tap="visual.blocks.0"), pair(tap="model.layers.0", order=1)]
+    entries = [
+        (1, "a", 0, False, 0.2, 12.5),
+        (0, "a, image 0", 0, False, 0.1, 6.0),
+        (0, "b, image 0", 0, False, 0.1, 7.0),
+    ]
+    h = heat(comparison(pairs=pairs, rows=row_table(entries)))
+    first = [heat_json(h, r, t)["first"] for r, t in (("a", "visual.blocks.0"), ("a", "model.layers.0"), ("z", "z"))]
+    assert [h.requests[i].label for i in first] == ["a, image 0", "a", "a"]
+
+
+def test_tree_takes_the_worst_output_and_every_failure():
+    told = tree_json(example())
+    assert [t[0] for t in told["taps"]] == ["model.layers.0.mlp", "model.layers.1", "ids", "none"]
+    by = {t[0]: t[3:] for t in told["taps"]}
+    assert by["model.layers.1"] == [1.0, 1, 1]
+    assert by["none"] == [-1.0, 0, 1]
+    assert by["model.layers.0.mlp"] == [0.0, 0, 3]
+
+
+def test_worst_rows_of_a_pair_first_and_all_counted():
+    rows = row_table([(0, "a", i, i > 4, (float("nan") if i == 3 else 0.01 * i), 0.1 * i) for i in range(20)])
+    sample = ValueSample(0, np.array([1.0, np.nan]), np.array([2.0, np.inf]), 1, "a", 19)
+    told = looks_json(comparison(pairs=[pair(status="fail"), pair()], rows=rows, samples=(sample,)), {0: 4, 1: 5})
+    assert set(told["rows"]) == {"4"}
+    total, *worst = told["rows"]["4"]
+    assert total == 19
+    assert [w[1] for w in worst] == [3, 19, 18, 17, 16, 15, 14, 13]
+    assert worst[0] == ["a", 3, "prefill", "NaN", 0.3]
+    assert worst[1] == ["a", 19, "decode", 0.19, 1.9]
+    assert told["samples"]["4"]["golden"] == [1.0, "NaN"]
+    assert told["samples"]["4"]["mine"] == [2.0, "Inf"]
