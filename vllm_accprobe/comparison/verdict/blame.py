@@ -20,7 +20,7 @@ from vllm_accprobe.align.tokens import Flip, position, subject
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import Setting
 from vllm_accprobe.comparison.pair import counted
-from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN
+from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, Pair
 from vllm_accprobe.judge import flips as rules
 from vllm_accprobe.judge.origins import shape
