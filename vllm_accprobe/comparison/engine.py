@@ -25,7 +25,8 @@ from vllm_accprobe.comparison.measure.samples import take_samples
 from vllm_accprobe.comparison.measure.workers import measure_all, unit_bytes
 from vllm_accprobe.comparison.plan.coverage import coverage
 from vllm_accprobe.comparison.plan.row_index import Indices
-from vllm_accprobe.comparison.plan.units import LOOKED_UP, SAMPLER, TOKEN, Plan, Unit, make_plan
+from vllm_accprobe.comparison.plan.unit import LOOKED_UP, SAMPLER, TOKEN, Unit
+from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.store.resume import Finished, identity

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Setting
 from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.measure.statistics import said as figures_said
-from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN
+from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.comparison.verdict import harmless
@@ -70,6 +71,7 @@ def make_pair(
     numbers = _metrics(part, facts.metrics)
     # Without a finite position there is no largest error, and all there is to compare are the NaNs.
     same = bool(numbers) and not numbers["max_abs_err"] and not numbers["nonfinite_mismatch"]
+    by: dict[str, Any] = {} if decided is None else dict(zip(("measure", "measured", "allowed"), decided, strict=True))
     return Pair(
         **_names(unit, part),
         shape=part.feature if part.whole else (len(part.rows), *part.feature),
@@ -92,60 +94,33 @@ def make_pair(
         floor=facts.floor[0],
         floor_source=facts.floor[1],
         x_floor=facts.floor[2],
-        **_decided(decided),
+        **by,
     )
-
-
-def _decided(decided: tuple[str, float, float] | None) -> dict[str, Any]:
-    return {} if decided is None else {"measure": decided[0], "measured": decided[1], "allowed": decided[2]}
 
 
 def skipped_pair(unit: MeasuredUnit, part: Part) -> Pair:
     return Pair(**_names(unit, part), shape=part.feature, status=SKIP, message=part.skip)
 
 
+_METRICS = tuple(f.name for f in fields(Metrics))
+_PART = ("golden", "mine", "step", "rank", "dtype_golden", "dtype_mine", "call")
+_metrics_of, _part_of = attrgetter(*_METRICS), attrgetter(*_PART)
+
+
 def _names(unit: MeasuredUnit, part: Part) -> dict[str, Any]:
-    return {
-        "golden": part.golden,
-        "mine": part.mine,
-        "step": part.step,
-        "rank": part.rank,
-        "dtype_golden": part.dtype_golden,
-        "dtype_mine": part.dtype_mine,
-        "tap": unit.key[0],
-        "cls": unit.cls,
-        "role": unit.key[1],
-        "call": part.call,
-        "order": unit.order,
-        "rule": unit.rule,
-    }
+    place = {"tap": unit.key[0], "cls": unit.cls, "role": unit.key[1], "order": unit.order, "rule": unit.rule}
+    return place | dict(zip(_PART, _part_of(part), strict=True))
 
 
 def _metrics(part: Part, m: Metrics | None) -> dict[str, Any]:
+    """With the place of the largest error; nothing where nothing was read."""
     if part.identical:
-        return {
-            "cosine": None if part.zero else 1.0,
-            "max_abs_err": 0.0,
-            "mean_abs_err": 0.0,
-            "rmse": 0.0,
-            "rel_l2": None if part.zero else 0.0,
-            "max_rel_err": None if part.zero else 0.0,
-            "nonfinite": part.nonfinite,
-            "nonfinite_mismatch": 0,
-        }
-    if part.table is None or m is None:
+        cosine, relative = (None, None) if part.zero else (1.0, 0.0)
+        m = Metrics(cosine, 0.0, 0.0, 0.0, relative, relative, part.nonfinite, 0)
+    if m is None:
         return {}
-    out: dict[str, Any] = {
-        "cosine": m.cosine,
-        "max_abs_err": m.max_abs_err,
-        "mean_abs_err": m.mean_abs_err,
-        "rmse": m.rmse,
-        "rel_l2": m.rel_l2,
-        "max_rel_err": m.max_rel_err,
-        "nonfinite": m.nonfinite,
-        "nonfinite_mismatch": m.nonfinite_mismatch,
-    }
-    if part.worst is not None and m.max_abs_err:
+    out = dict(zip(_METRICS, _metrics_of(m), strict=True))
+    if part.table is not None and part.worst is not None and m.max_abs_err:
         row, flat, golden, mine = part.worst
         inner = part.feature
         if part.whole and len(inner) > 1:  # the first dimension served as rows

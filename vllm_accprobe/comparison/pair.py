@@ -108,6 +108,11 @@ class Counts:
         return self.compared + self.skipped
 
 
+def counted(n: int, one: str) -> str:
+    """``1 row``, ``1,234 rows``."""
+    return f"{n:,} {one}{'s' * (n != 1)}"
+
+
 def count_pairs(pairs: list[Pair]) -> Counts:
     status = Counter(p.status for p in pairs)
     reasons = Counter(p.message for p in pairs if p.status == SKIP)

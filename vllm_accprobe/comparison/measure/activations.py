@@ -24,8 +24,9 @@ from vllm_accprobe.comparison.measure.replicas import settle
 from vllm_accprobe.comparison.measure.stream import RowReader, row_bytes, stretches
 from vllm_accprobe.comparison.plan import expert_choices as choices
 from vllm_accprobe.comparison.plan import integer_inputs
+from vllm_accprobe.comparison.plan.joining import Group
 from vllm_accprobe.comparison.plan.row_index import Indices
-from vllm_accprobe.comparison.plan.units import Group, Unit
+from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.judge.routing import is_choice
 from vllm_accprobe.kernels import definition, wide

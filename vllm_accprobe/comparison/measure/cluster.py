@@ -23,7 +23,7 @@ from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
 from vllm_accprobe.comparison.measure.workers import UnitMeasurer, batches
 from vllm_accprobe.comparison.plan.row_index import Indices
-from vllm_accprobe.comparison.plan.units import Unit
+from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.comparison.store import wire
 from vllm_accprobe.dump.reader import reopen

@@ -18,7 +18,8 @@ from vllm_accprobe.align.requests import identity
 from vllm_accprobe.align.tokens import Flip
 from vllm_accprobe.comparison.measure.read import Loader, Unread
 from vllm_accprobe.comparison.plan.joining import Group, alone
-from vllm_accprobe.comparison.plan.units import MASKED_IDS, MASKED_LOGITS, SAMPLER, TOP_IDS, TOP_LOGITS, Plan
+from vllm_accprobe.comparison.plan.unit import MASKED_IDS, MASKED_LOGITS, SAMPLER, TOP_IDS, TOP_LOGITS
+from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.schema import LOGITS, MASKS_KNOWN
 

@@ -19,7 +19,8 @@ import numpy as np
 from vllm_accprobe.align.final_tokens import POSITION_BITS, POSITION_MASK
 from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.plan.joining import Moment
-from vllm_accprobe.comparison.plan.units import Plan, Unit
+from vllm_accprobe.comparison.plan.unit import Unit
+from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.store.spill import Shelf
 from vllm_accprobe.judge.flow import Key
 

@@ -18,7 +18,8 @@ from vllm_accprobe.comparison.measure import statistics
 from vllm_accprobe.comparison.measure.activations import OTHER_WIDTH, UNKNOWN_DTYPE
 from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.measure.read import UNREAD, Loader, RowBlock, Stretch, Unread, cut_shape, find_cut
-from vllm_accprobe.comparison.plan.units import Group, Unit
+from vllm_accprobe.comparison.plan.joining import Group
+from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.kernels import definition, rows

@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_accprobe.align.derived import read
 from vllm_accprobe.align.shards import SUM, merge
-from vllm_accprobe.comparison.plan.units import Group
+from vllm_accprobe.comparison.plan.joining import Group
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import DumpError
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_accprobe.align.shards import ONE, TAKEN_FOR_COPIES
 from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Stretch
-from vllm_accprobe.comparison.plan.units import Group
+from vllm_accprobe.comparison.plan.joining import Group
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.kernels import definition, wide
 

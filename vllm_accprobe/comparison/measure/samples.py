@@ -15,7 +15,9 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison.measure.read import Loader, Unread, find_cut
-from vllm_accprobe.comparison.plan.units import Group, Plan, Unit
+from vllm_accprobe.comparison.plan.joining import Group
+from vllm_accprobe.comparison.plan.unit import Unit
+from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.result import FAIL, Pair
 from vllm_accprobe.comparison.row_table import RowLog, ValueSample
 from vllm_accprobe.dump.dtypes import widen

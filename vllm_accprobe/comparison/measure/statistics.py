@@ -12,7 +12,7 @@ from __future__ import annotations
 from vllm_accprobe.align.derived import join_stats
 from vllm_accprobe.align.shards import CAT, ONE
 from vllm_accprobe.comparison.measure.read import Loader
-from vllm_accprobe.comparison.plan.units import Group
+from vllm_accprobe.comparison.plan.joining import Group
 from vllm_accprobe.dump.schema import Record, Stats
 from vllm_accprobe.dump.stats import tensor_stats
 

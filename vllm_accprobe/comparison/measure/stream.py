@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_accprobe.align.shards import CAT, ONE
 from vllm_accprobe.comparison.measure.read import Loader, RowBlock, unread
-from vllm_accprobe.comparison.plan.units import Group
+from vllm_accprobe.comparison.plan.joining import Group
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Record

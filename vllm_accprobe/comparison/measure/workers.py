@@ -21,7 +21,7 @@ from vllm_accprobe.comparison.measure.measured import MeasuredUnit
 from vllm_accprobe.comparison.measure.params import compare_params
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.plan.row_index import Indices
-from vllm_accprobe.comparison.plan.units import Unit
+from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.standards.limits import Standard
 
 BATCH = 8 << 20

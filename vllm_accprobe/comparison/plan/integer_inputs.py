@@ -13,7 +13,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from vllm_accprobe.comparison.measure.read import RowBlock
-from vllm_accprobe.comparison.plan.units import Group, Unit
+from vllm_accprobe.comparison.plan.joining import Group
+from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Stats
 

@@ -24,26 +24,13 @@ from vllm_accprobe.comparison.plan.expert_choices import with_routers
 from vllm_accprobe.comparison.plan.joining import Group, Joining, Moment, merged, widths_of
 from vllm_accprobe.comparison.plan.operators import set_apart
 from vllm_accprobe.comparison.plan.partial_sums import WHOLE, Loose, loose, unsummed_taps
-from vllm_accprobe.comparison.plan.unit import (
-    LOOKED_UP,
-    MASKED_IDS,
-    MASKED_LOGITS,
-    SAMPLER,
-    TOKEN,
-    TOP_IDS,
-    TOP_LOGITS,
-    Unit,
-)
+from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, Unit
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import OWN, Module, Record
 from vllm_accprobe.dump.select import matches
 from vllm_accprobe.judge.flow import Key, Tree, add_parameters, flow_order
 from vllm_accprobe.judge.origins.unseen import Layers, gaps, unseen_taps
 
-__all__ = [
-    "LOOKED_UP", "MASKED_IDS", "MASKED_LOGITS", "SAMPLER", "TOKEN", "TOP_IDS", "TOP_LOGITS", "Group", "Moment", "Plan",
-    "Unit", "make_plan",
-]  # fmt: skip
 
 @dataclass(frozen=True)
 class Plan:

@@ -36,7 +36,6 @@ class _Writer:
     def __init__(self) -> None:
         self.pools: dict[str, list[np.ndarray]] = {k: [] for k in _POOLS}
         self.ends = dict.fromkeys(_POOLS, 0)
-        self._rows: dict[RowSet, list[Any]] = {}
         self.known: dict[tuple[str, bytes], list[Any]] = {}
 
     def put(self, array: np.ndarray | None) -> list[Any] | None:
@@ -54,12 +53,6 @@ class _Writer:
         if name is not None:
             self.known[name] = where
         return where
-
-    def put_rows(self, rows: RowSet) -> list[Any]:
-        """As `put`, of each of fields.ROWS."""
-        if rows not in self._rows:
-            self._rows[rows] = [self.put(getattr(rows, name)) for name in fields.ROWS]
-        return self._rows[rows]
 
     def write(self, archive: zipfile.ZipFile, rest: Callable[[], None]) -> None:
         """Each pool as a member, array by array, as numpy.savez would write it. rest: called now and then."""
@@ -90,12 +83,10 @@ def save(measured: Measured, directory: Path) -> Path:
         "places": [out.put(a) for a in s.places],
         "moments": [[list(m), out.put(keys)] for m, keys in s.moments.items()],
     }
-    units = []
-    for u in measured.each():
-        parts = [[fields.plain_of(p), [*out.put_rows(p.rows), *map(out.put, fields.tables_of(p))]] for p in u.parts]
-        head = [list(u.key), u.cls, u.rule, u.order, u.depth, u.is_param, u.vision, u.gap]
-        units.append([head, parts, [out.put(u.columns), None]])  # None: sums that earlier releases kept
-    text = json.dumps({"version": VERSION, "plain": fields.PLAIN, "setting": setting, "units": units}, default=_plain)
+    units = [said for u in measured.each() for said in fields.say([u], out.put)]
+    text = json.dumps(
+        {"version": VERSION, "plain": fields.PLAIN, "setting": setting, "units": units}, default=fields.plain
+    )
     path, part = directory / NAME, directory / (NAME + ".part")
     shelf = measured.shelf
     with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -151,22 +142,4 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
             known[name] = fields.rows_of(*map(get, where))
         return known[name]
 
-    units = []
-    for head, parts, (columns, _) in meta["units"]:
-        made = []
-        for plain, arrays in parts:
-            values = dict(zip(fields.PLAIN, plain, strict=True))
-            values |= zip(fields.TABLES, map(get, arrays[len(fields.ROWS) :]), strict=True)
-            made.append(fields.part_of(values, rows_at(arrays[: len(fields.ROWS)])))
-        (tap, role, call), cls, rule, order, depth, is_param, vision, gap = head
-        whole = (tap, role, call), cls, rule, order, depth, is_param, vision, get(columns), None, gap
-        units.append(fields.unit_of(dict(zip(fields.UNIT, whole, strict=True)), made))
-    return Measured(Setting(**raw), units)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return str(value)
+    return Measured(Setting(**raw), fields.hear(meta["units"], get, rows_at))

@@ -17,11 +17,10 @@ import numpy as np
 
 from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
-from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.store import fields
 
 _HEAD = struct.Struct("<QQ16s")
-LAYOUT = f"1 {' '.join(fields.PART)} | {' '.join(fields.UNIT)}"
+LAYOUT = " ".join(["2", *fields.PLAIN, *fields.TABLES, "|", *fields.UNIT])
 """Changes whenever old frames would be misread."""
 Known = dict[tuple[bytes, bytes], RowSet]
 """Sets of rows by the bytes of their keys and flags."""
@@ -30,7 +29,7 @@ Known = dict[tuple[bytes, bytes], RowSet]
 def pack(units: Sequence[MeasuredUnit]) -> bytes:
     """One frame."""
     out = _Arrays()
-    said = [[[out.say(getattr(u, name, None)) for name in fields.UNIT], [out.part(p) for p in u.parts]] for u in units]
+    said = fields.say(units, out.put)
     return frame({"units": said, "arrays": out.described}, b"".join(out.data))
 
 
@@ -40,22 +39,23 @@ def unpack(text: dict[str, Any], data: bytes, known: Known | None = None) -> lis
     known: remembers sets of rows: those of a step belong to all its tensors.
     """
     known = {} if known is None else known
+
+    def rows_at(where: list[int]) -> RowSet:
+        keys, decode = (arrays[i] for i in where)
+        name = keys.tobytes(), decode.tobytes()
+        if name not in known:
+            known[name] = fields.rows_of(keys.copy(), decode.copy())
+        return known[name]
+
     try:
         arrays = [_array(data, dtype, shape, start) for dtype, shape, start in text["arrays"]]
-        units = []
-        for head, parts in text["units"]:
-            made = []
-            for part in parts:
-                values = dict(zip(fields.PART, (_hear(v, arrays) for v in part), strict=True))
-                made.append(fields.part_of(values, _rows(known, *(values.pop(name) for name in fields.ROWS))))
-            units.append(fields.unit_of(dict(zip(fields.UNIT, (_hear(v, arrays) for v in head), strict=True)), made))
-        return units
+        return fields.hear(text["units"], lambda i: None if i is None else arrays[i], rows_at)
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as e:
         raise ValueError(f"not a frame of measured units: {e}") from None
 
 
 def frame(text: dict[str, Any], data: bytes = b"") -> bytes:
-    head = json.dumps(text).encode()
+    head = json.dumps(text, default=fields.plain).encode()
     return _HEAD.pack(len(head), len(data), _digest(head, data)) + head + data
 
 
@@ -87,52 +87,15 @@ class _Arrays:
         self.data: list[bytes] = []
         self.described: list[list[Any]] = []
         self._end = 0
-        self._rows: dict[RowSet, dict[str, Any]] = {}
 
-    def part(self, part: Part) -> list[Any]:
-        """Its values in the order of fields.PART; rows that several parts have are stored once."""
-        if part.rows not in self._rows:
-            self._rows[part.rows] = {name: self.say(getattr(part.rows, name)) for name in fields.ROWS}
-        rows = self._rows[part.rows]
-        return [rows[name] if name in rows else self.say(getattr(part, name)) for name in fields.PART]
-
-    def say(self, value: Any) -> Any:
-        """A value as JSON: tuples and arrays, which JSON does not have, as marked lists."""
-        if isinstance(value, np.ndarray):
-            return ["array", self._put(value)]
-        if isinstance(value, np.generic):
-            return value.item()
-        if isinstance(value, tuple):
-            return ["tuple", *(self.say(v) for v in value)]
-        if isinstance(value, list):
-            return ["list", *(self.say(v) for v in value)]
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise TypeError(f"{type(value).__name__} cannot be stored")
-
-    def _put(self, array: np.ndarray) -> int:
+    def put(self, array: np.ndarray | None) -> int | None:
+        if array is None:
+            return None
         data = np.ascontiguousarray(array).tobytes()
         self.described.append([array.dtype.str, list(array.shape), self._end])
         self.data.append(data)
         self._end += len(data)
         return len(self.described) - 1
-
-
-def _hear(value: Any, arrays: list[np.ndarray]) -> Any:
-    if not isinstance(value, list):
-        return value
-    kind, *rest = value
-    if kind == "array":
-        return arrays[rest[0]]
-    items = [_hear(v, arrays) for v in rest]
-    return tuple(items) if kind == "tuple" else items
-
-
-def _rows(known: Known, keys: np.ndarray, decode: np.ndarray) -> RowSet:
-    name = keys.tobytes(), decode.tobytes()
-    if name not in known:
-        known[name] = fields.rows_of(keys.copy(), decode.copy())
-    return known[name]
 
 
 def _array(data: bytes, dtype: str, shape: list[int], start: int) -> np.ndarray:

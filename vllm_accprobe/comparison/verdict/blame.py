@@ -19,7 +19,8 @@ import numpy as np
 from vllm_accprobe.align.tokens import Flip, position, subject
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import Setting
-from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN
+from vllm_accprobe.comparison.pair import counted
+from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, Pair
 from vllm_accprobe.judge import flips as rules
 from vllm_accprobe.judge.origins import shape
@@ -197,7 +198,7 @@ def condemn(created: Sequence[Created], pairs: Compared) -> Compared:
             if pair.status == PASS and mask.any():
                 most, limit = float(c.err[mask].max()), c.trace.limit
                 gap = c.trace.gap
-                where = f"{gap} unseen layer{'s' * (gap > 1)}" if gap else "one operator"
+                where = counted(gap, "unseen layer") if gap else "one operator"
                 what = f"creates an error of {most:.3g} (limit {limit:.2g} for {where})"
                 if c.hidden is not None:  # within fixed limits, but not what this operator does elsewhere
                     most, limit, _ = size_of(c)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_accprobe.align.tokens import AFTER_FLIP
-from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
+from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
 from vllm_accprobe.comparison.plan.coverage import NEAR_TIE
 from vllm_accprobe.judge.flips import UNKNOWN
 from vllm_accprobe.judge.tiers import UNLIKE_KIN
@@ -27,7 +27,6 @@ MOST = 0.5
 """chosen: where more than half was not judged or differs, the other half is the exception."""
 PARTLY, WHOLE = "partly", "whole"
 """How much of a comparison was replayed, where anything was."""
-_LOW = ("bfloat16", "float16")
 
 
 class Result(Protocol):
@@ -168,21 +167,19 @@ class _Case:
         if by_statistics:
             which = " and ".join(s.name for s in poor)
             verb = "hold" if len(poor) > 1 else "holds"
-            judged = f"{_count(by_statistics, 'pair')} {'was' if by_statistics == 1 else 'were'}"
+            judged = f"{counted(by_statistics, 'pair')} {'was' if by_statistics == 1 else 'were'}"
             yield (
                 f"{which} {verb} statistics only, which show less than values do: {judged} judged by them",
-                self._lines(*(s.capture("tensors", TASK="tensor") for s in poor),
-                            self._compare(**{s.name: s.again("tensors") for s in poor})),
-            )  # fmt: skip
+                self._anew("tensors", poor, TASK="tensor"),
+            )
 
     def _eager(self) -> Iterator[_Step]:
         blind = [s for s in self._sides() if s.of("probe", "graphs")]
         if blind:
             yield (
                 f"{' and '.join(s.name for s in blind)} ran as graphs, in which nothing is seen: eager, each module is",
-                self._lines(*(s.capture("eager", GRAPHS="0") for s in blind),
-                            self._compare(**{s.name: s.again("eager") for s in blind})),
-            )  # fmt: skip
+                self._anew("eager", blind, GRAPHS="0"),
+            )
 
     def _replay(self) -> Iterator[_Step]:
         if self.result.replayed == WHOLE or not all(s.ours and s.task == "tensor" for s in self._sides()):
@@ -194,12 +191,10 @@ class _Case:
         if not self.result.origins:
             return
         tap = str(self.result.origins[0].get("module", ""))
-        settings = {"PARTS": "input,output,params", "MODULES": tap}
-        names = {s.name: s.again("inputs") for s in self._sides()}
         yield (
             "inputs were not captured, so nothing can be replayed; with them, a replay tells whether this operator is "
             "wrong for its own",
-            self._lines(*(s.capture("inputs", **settings) for s in self._sides()), self._compare("--replay", **names)),
+            self._anew("inputs", self._sides(), "--replay", PARTS="input,output,params", MODULES=tap),
         )
 
     def _second_run(self) -> Iterator[_Step]:
@@ -209,19 +204,19 @@ class _Case:
         floor = g.again("floor")
         yield (
             "a second run of golden's side, batched in another way, shows what honest runs differ by",
-            self._lines(g.capture("again"),
-                        f"accprobe calibrate {_word(g.path)} {_word(g.again('again'))} --out {_word(floor)}",
-                        self._compare("--floor", floor)),
-        )  # fmt: skip
+            f"{g.capture('again')}\n"
+            f"accprobe calibrate {_word(g.path)} {_word(g.again('again'))} --out {_word(floor)}\n"
+            f"{self._compare('--floor', floor)}",
+        )
 
     def _float32(self) -> Iterator[_Step]:
         own = [str(s.of("model", "dtype") or "") for s in self._sides()]
-        if own[0] not in _LOW or own[0] != own[1] or self._alike_upstream() > MOST:
+        if own[0] not in ("bfloat16", "float16") or own[0] != own[1] or self._alike_upstream() > MOST:
             return
         yield (
             f"golden is {own[0]} as mine is, and what comes before the error differs too: of a float32 golden, all "
             "differences are mine's",
-            self._lines(self.golden.capture("float32", "float32"), self._compare(golden=self.golden.again("float32"))),
+            f"{self.golden.capture('float32', 'float32')}\n{self._compare(golden=self.golden.again('float32'))}",
         )
 
     def _modules(self) -> Iterator[_Step]:
@@ -230,26 +225,24 @@ class _Case:
             yield (
                 f"{' and '.join(s.name for s in some)} kept only some modules ({', '.join(some[0].chosen)}): the error "
                 "may come from one that nobody saw",
-                self._lines(*(s.capture("whole") for s in some),
-                            self._compare(**{s.name: s.again("whole") for s in some})),
-            )  # fmt: skip
+                self._anew("whole", some),
+            )
 
     def _rows(self) -> Iterator[_Step]:
         rows = int(self.result.coverage.get("rows_compared") or 0)
         if 0 < rows < FEW_ROWS:
             yield (
-                f"{_count(rows, 'row')} compared, too few to tell a habit from an accident: send both sides more and "
+                f"{counted(rows, 'row')} compared, too few to tell a habit from an accident: send both sides more and "
                 "longer requests",
-                self._more(),
+                self._anew("more", self._sides()),
             )
 
     def _logits(self) -> Iterator[_Step]:
         unknown = sum(f.get("why") == UNKNOWN for f in self.result.tokens.get("flipped") or ())
         if unknown:
-            names = {s.name: s.again("logits") for s in self._sides()}
             yield (
-                f"{_count(unknown, 'flipped token')} may be near ties: the logits, which tell, were not captured",
-                self._lines(*(s.capture("logits", MODULES="logits") for s in self._sides()), self._compare(**names)),
+                f"{counted(unknown, 'flipped token')} may be near ties: the logits, which tell, were not captured",
+                self._anew("logits", self._sides(), MODULES="logits"),
             )
 
     def _unjudged(self) -> Iterator[_Step]:
@@ -259,16 +252,16 @@ class _Case:
         # Rows after a near tie were compared and then left unjudged; those after a flip were never compared.
         if ties + flips > MOST * (compared + flips):
             yield (
-                f"{ties + flips:,} of {_count(compared + flips, 'row')} are not judged, for they come after a near tie "
-                "or a flipped token: send both sides more requests, and shorter ones",
-                self._more(),
+                f"{ties + flips:,} of {counted(compared + flips, 'row')} are not judged, for they come after a near "
+                "tie or a flipped token: send both sides more requests, and shorter ones",
+                self._anew("more", self._sides()),
             )
 
     def _without_partner(self) -> Iterator[_Step]:
         alone = self.result.coverage.get("taps_only_mine") or ()
         if alone and self.result.replayed != WHOLE and self.mine.inputs:
             yield (
-                f"{_count(len(alone), 'module')} of mine have no partner in golden, first {alone[0]}; run again from "
+                f"{counted(len(alone), 'module')} of mine have no partner in golden, first {alone[0]}; run again from "
                 "their own inputs they need none",
                 f"accprobe opcheck {_word(self.mine.path)}",
             )
@@ -293,20 +286,13 @@ class _Case:
         words = ["accprobe", "compare", golden or self.golden.path, mine or self.mine.path]
         return " ".join(map(_word, [*words, *self.result.options, *more]))
 
-    def _more(self) -> str:
-        names = {s.name: s.again("more") for s in self._sides()}
-        return self._lines(*(s.capture("more") for s in self._sides()), self._compare(**names))
-
-    @staticmethod
-    def _lines(*lines: str) -> str:
-        return "\n".join(lines)
+    def _anew(self, what: str, sides: Sequence[DumpFacts], *more: str, **settings: str) -> str:
+        """Captures ``sides`` again and compares them, with ``more``. what, settings: as DumpFacts.capture's."""
+        compare = self._compare(*more, **{s.name: s.again(what) for s in sides})
+        return "\n".join([*(s.capture(what, **settings) for s in sides), compare])
 
 
 def _word(text: str) -> str:
     """A word of a command line, quoted where that is needed. A name comes from a dump: a line break in it would end a
     comment, or look like another command; `?` stands for it, as in a glob."""
     return shlex.quote("".join(c if c.isprintable() else "?" for c in text))
-
-
-def _count(n: int, one: str) -> str:
-    return f"{n:,} {one}{'s' * (n != 1)}"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.comparison.pair import counted
 from vllm_accprobe.comparison.result import FAIL, SKIP, CompareError, Comparison, Pair
 from vllm_accprobe.judge.calibration import (
     FLOAT32,
@@ -118,7 +119,7 @@ def sentence(calibration: Calibration | None, pairs: Sequence[Pair]) -> str:
         return ""
     taps = {(p.tap, p.role) for p in pairs if p.x_floor is not None}
     known = sum(1 for key in taps if key in calibration.floors)
-    runs = f"{len(calibration.runs)} run" + ("s" if len(calibration.runs) != 1 else "")
+    runs = counted(len(calibration.runs), "run")
     second = calibration.source == SECOND_RUN
     what = "golden against other runs of its side" if second else "a float32 golden's distance to lower precision"
     return f"floor measured by {runs} ({what}) at {known} of {len(taps)} tensors, rounding model elsewhere"

@@ -21,13 +21,14 @@ from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit
 from vllm_accprobe.comparison.measure.params import is_computed
 from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.plan.coverage import finished
-from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN
+from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.verdict import blame, floors, harmless
 from vllm_accprobe.comparison.verdict.remarks import other_settings, remarks
+from vllm_accprobe.comparison.verdict.rerouted_rows import settle
 from vllm_accprobe.comparison.verdict.row_limits import Holder
-from vllm_accprobe.comparison.verdict.wrong_rows import Wrong, forgive, wrong_rows
+from vllm_accprobe.comparison.verdict.wrong_rows import Wrong, wrong_rows
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
@@ -36,7 +37,7 @@ from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.origins.everywhere import in_all_layers
 from vllm_accprobe.judge.origins.origin import Created, find_origins
 from vllm_accprobe.judge.origins.row_errors import Trace, kind_of
-from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice
+from vllm_accprobe.judge.routing import Rerouted, choices_first
 from vllm_accprobe.judge.verdict import RowErrors, rows_of
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import EXACT, Limits, Standard
@@ -180,7 +181,9 @@ class _Judge:
         limits = self.holder.limits(unit, parts)
         totals = [total for total, _ in limits]
         errors = self.holder.errors(parts, self.holder.row_floor(unit.parts), totals)
-        settled = [self._reroute(unit, part, e) for part, e in zip(parts, errors, strict=True)]
+        rows = [self._rows_of(p) for p in parts]
+        each = zip(parts, rows, errors, strict=True)
+        settled = [settle(unit, *one, self.rerouted, self.unit, self.traces) for one in each]
         notes = [s.note for s in settled]
         facts = self._facts(unit, parts, errors, totals, notes)
         judged = iter(zip(parts, errors, totals, facts, strict=True))
@@ -190,7 +193,6 @@ class _Judge:
             else:
                 self._add(unit, *next(judged))
         if parts and unit.key[:2] != (SAMPLER, TOKEN):
-            rows = [self._rows_of(p) for p in parts]
             for i, mask in enumerate(s.left for s in settled):
                 if mask is not None:  # a row that is not judged is not one without an error: nothing is learned from it
                     rows[i] = rows[i].only(~mask)
@@ -276,39 +278,3 @@ class _Judge:
 
     def _skip(self, unit: MeasuredUnit, part: Part) -> None:
         self.pairs.append((messages.skipped_pair(unit, part), _NO_KEYS))
-
-    def _reroute(self, unit: MeasuredUnit, part: Part, errors: RowErrors) -> _Settled:
-        """Finds rows sent to other experts at a near tie, and leaves the rows that come after one unjudged."""
-        if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
-            keys = self._rows_of(part).keys
-            if not self.rerouted.after(keys).any():
-                return _Settled()
-            forgive(errors, np.ones(len(errors.err), bool))
-            why = "not judged: its step has rows after a router's near tie, and it does not say which are theirs"
-            return _Settled(why, np.ones(len(keys), bool))
-        keys = part.rows.keys
-        if len(errors.err) != len(keys):
-            return _Settled()
-        wrong = np.zeros(len(keys), bool)
-        if is_choice(unit.key[1], unit.cls):
-            other = np.flatnonzero(errors.err > 0)
-            found = None if part.margins is None else part.margins[other]
-            excused, bad = self.rerouted.judge(keys[other], found, self.unit, unit, self.traces)
-            self.rerouted.add(keys[other[excused]])
-            wrong[other[bad]] = True
-        mask = self.rerouted.after(keys) & ~wrong
-        own = keys[wrong]
-        if not mask.any():
-            return _Settled("", None, own)
-        forgive(errors, mask)
-        return _Settled(f"{int(mask.sum())} rows after a router's near tie are not judged", mask, own)
-
-
-@dataclass(frozen=True)
-class _Settled:
-    """What choices of experts make of a part. note: for its pair. left: bool [rows], which are not judged. own: keys of
-    the rows whose choice is wrong by mine's own logits."""
-
-    note: str = ""
-    left: np.ndarray | None = None
-    own: np.ndarray = field(default_factory=lambda: _NO_KEYS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_accprobe.comparison.pair import counted
 from vllm_accprobe.judge.routing import Rerouted
 
 _NAMED = 3
@@ -29,7 +30,7 @@ def nonfinite_steps(origins: Sequence[Mapping[str, Any]]) -> list[str]:
     which = ", ".join(f"{tap} ({n})" for tap, n in found[:_NAMED])
     which += f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     steps = "1 operator turns" if len(found) == 1 else f"{len(found)} operators turn"
-    return [f"{steps} finite inputs into NaN or infinity, in {_rows(rows)}: {which}"]
+    return [f"{steps} finite inputs into NaN or infinity, in {counted(rows, 'row')}: {which}"]
 
 
 def choices(rerouted: Rerouted) -> list[str]:
@@ -37,13 +38,13 @@ def choices(rerouted: Rerouted) -> list[str]:
     out = []
     if rerouted.wrong:
         why = "mine leaves an expert to which its own router gives a clearly higher logit"
-        out.append(f"wrong experts are chosen in {_rows(rerouted.wrong)}: {why}")
+        out.append(f"wrong experts are chosen in {counted(rerouted.wrong, 'row')}: {why}")
     if rerouted.unruled:
         why = "golden itself does not take its highest logits (groups, a bias), so no margin shows a near tie"
-        out.append(f"{_rows(rerouted.unruled)} went to other experts and are not judged from there on: {why}")
+        out.append(f"{counted(rerouted.unruled, 'row')} went to other experts and are not judged from there on: {why}")
     if rerouted.unknown:
         why = "without the router's logits in both dumps nothing shows a near tie; capture the router (gate), too"
-        out.append(f"{_rows(rerouted.unknown)} went to other experts, which counts as an error: {why}")
+        out.append(f"{counted(rerouted.unknown, 'row')} went to other experts, which counts as an error: {why}")
     return out
 
 
@@ -54,7 +55,3 @@ def other_settings(settings: Mapping[str, str]) -> list[str]:
     first, said = next(iter(settings.items()))
     which = "1 module was" if len(settings) == 1 else f"{len(settings)} modules were, each,"
     return [f"{which} built with another constant: {first}: {said}"]
-
-
-def _rows(n: int) -> str:
-    return f"{n:,} row{'s' * (n != 1)}"

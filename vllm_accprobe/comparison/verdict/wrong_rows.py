@@ -18,11 +18,6 @@ from vllm_accprobe.judge.verdict import NONFINITE, RowErrors
 _NO_KEYS = np.zeros(0, np.int64)
 
 
-def forgive(errors: RowErrors, mask: np.ndarray) -> None:
-    errors.err[mask], errors.rel[mask], errors.ratio[mask], errors.peak[mask] = 0.0, 0.0, 1.0, 0.0
-    errors.gain[mask] = 0.0
-
-
 @dataclass(frozen=True)
 class Wrong:
     """The rows of a unit that have an error: at, which of its keys, one part after the other; what `Trace` says."""

@@ -20,8 +20,10 @@ import numpy as np
 from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.shards import ONE
 from vllm_accprobe.comparison.measure.read import Loader
+from vllm_accprobe.comparison.plan.joining import Group
 from vllm_accprobe.comparison.plan.row_index import Indices
-from vllm_accprobe.comparison.plan.units import Group, Plan, Unit, make_plan
+from vllm_accprobe.comparison.plan.unit import Unit
+from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from vllm_accprobe.comparison.plan.units import SAMPLER, TOKEN, TOP_IDS
+from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, TOP_IDS
 from vllm_accprobe.judge.origins.everywhere import in_all_layers
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, UNLIKE_KIN
