@@ -48,6 +48,16 @@ def test_a_path_with_an_old_dump_gets_a_number(tmp_path: Path) -> None:
     assert len(open_dump(tmp_path / "d").ops) == len(open_dump(tmp_path / "d.2").ops) == 2
 
 
+def test_its_dumps_are_announced_to_accprobe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register = tmp_path / "register"
+    register.touch()
+    monkeypatch.setenv("ACCPROBE_RUN_REGISTER", str(register))
+    for _ in range(2):
+        begin_dump(tmp_path / "d")
+        end_dump(close=True)
+    assert register.read_text() == f"{tmp_path / 'd'}\n{tmp_path / 'd.2'}\n"
+
+
 def test_modules_and_parameters_are_named_by_the_model(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.ReLU()))
     with torch.no_grad():

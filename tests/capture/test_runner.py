@@ -184,7 +184,12 @@ class Poisoned(Runner):
 
 
 @pytest.mark.parametrize("exits", [False, True])
-def test_a_capture_and_errcheck_listen_to_one_runner(tmp_path: Path, exits: bool) -> None:
+def test_a_capture_and_errcheck_listen_to_one_runner(
+    tmp_path: Path, exits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register = tmp_path / "register"
+    register.touch()
+    monkeypatch.setenv("ACCPROBE_RUN_REGISTER", str(register))
     runner = Poisoned(pools=True)
     worker = Plain(model_runner=runner)
     adapter = RunnerAdapter(worker, runner, PARALLEL)
@@ -213,3 +218,4 @@ def test_a_capture_and_errcheck_listen_to_one_runner(tmp_path: Path, exits: bool
     assert [(r.step, r.tap, r.role) for r in kept.records if r.role == "output.0"] == [(1, "pooler", "output.0")]
     for module in runner.model.modules():
         assert "forward" not in vars(module)  # both have taken off what they put on
+    assert register.read_text() == f"{tmp_path / 'dump'}\n"  # the finding's small dump is a part of it

@@ -43,48 +43,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- headers ---
 
 
-def header(*lines: str, size: int | None = None, payload: int = 0) -> atb.AtbHeader:
-    data = "".join(f"{line}\n" for line in lines).encode()
-    return atb.parse_header(data, len(data) + payload if size is None else size)
-
-
-def test_a_header_by_hand() -> None:
-    found = header("$Version=1.0", "format=2", "dtype=27", "dims=3,5", "$End=1", payload=30)
-    assert (found.dtype, found.shape, found.stored, found.stats) == ("bfloat16", (3, 5), True, None)
-    assert found.offset == len("$Version=1.0\nformat=2\ndtype=27\ndims=3,5\n$End=1\n")
-
-
-def test_scalars_and_empty_tensors() -> None:
-    assert header("dtype=0", "dims=", "$End=1", payload=4).shape == ()
-    assert header("dtype=0", "dims=0,7", "$End=1").shape == (0, 7)
-
-
-def test_statistics_in_place_of_values() -> None:
-    found = header("dtype=1", "dims=4", "max=2.5", "min=-1", "mean=0.5", "l2norm=3", "$End=1")
-    assert found.stats is not None
-    assert (found.stored, found.stats.max, found.stats.l2, found.stats.count) == (False, 2.5, 3.0, 4)
-
-
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        (("dtype=0", "dims=2"), "does not end"),
-        (("dtype=0", "dims=-2", "$End=1"), "dims is '-2'"),
-        (("dtype=0", "dims=2,x", "$End=1"), "dims is 'x'"),
-        (("dtype=0", "dims=2,,2", "$End=1"), "dims is ''"),
-        (("dtype=0", "$End=1"), "no dims"),
-        (("dims=2", "$End=1"), "dtype is ''"),
-        (("dtype=0", "dims=2", "nonsense", "$End=1"), "without '='"),
-        (("dtype=0", "dims=" + ",".join(["1000000"] * 9), "$End=1"), "no tensor has these"),
-        (("dtype=0", "dims=4", "$End=1"), r"need 16 bytes, the file holds 0"),
-        (("dtype=0", "dims=" + "9" * 40, "$End=1"), "not a number"),
-    ],
-)
-def test_headers_that_are_refused(lines: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        header(*lines)
-
-
 def test_dtypes_without_counterpart_are_skipped(tmp_path: Path) -> None:
     write(tmp_path / "0_Op/after/outtensor0.bin", np.zeros(4, np.int8), lines={"dtype": 29})
     write(tmp_path / "0_Op/after/outtensor1.bin", np.zeros(4, np.int8), lines={"data": "../elsewhere.bin"})
@@ -388,9 +346,3 @@ def test_float_against_quantised(tmp_path: Path, topology: bool) -> None:
     ) in pairs
     assert len(pairs) == 8
     assert any("4 tensors that are integers on one side" in line for line in found.plan)
-
-
-@pytest.mark.parametrize("kind", ["LinearQuantOperation", "LinearDequantOnly", "LinearW8A8Operation"])
-def test_what_a_quantised_type_stands_for(kind: str) -> None:
-    plain = {"LinearDequantOnly": "LinearNoQuant"}.get(kind, "LinearOperation")
-    assert atb_topology.plain_kind(kind) == atb_topology.plain_kind(plain)

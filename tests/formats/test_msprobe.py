@@ -19,8 +19,9 @@ from vllm_accprobe.align import steps
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.result import NothingCompared
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.formats import msprobe, open_dump
+from vllm_accprobe.formats import open_dump
 from vllm_accprobe.formats.common.foreign import UNREADABLE
+from vllm_accprobe.formats.common.msprobe_files import LOST, OUTSIDE
 
 MAKER = Path(__file__).with_name("make_msprobe_dump.py")
 
@@ -190,7 +191,7 @@ def test_payloads_outside_missing_and_wrong(tmp_path: Path) -> None:
     write(tmp_path / "d", data, {"ok.pt": np.ones(2, "f4")})
     dump = open_dump(tmp_path / "d")
     assert [r.payload is not None for r in dump.records] == [False, False, False, True]
-    assert sorted(s.reason for s in dump.skips) == [msprobe.LOST, msprobe.OUTSIDE, msprobe.OUTSIDE]
+    assert sorted(s.reason for s in dump.skips) == [LOST, OUTSIDE, OUTSIDE]
     assert sum("leads out of the dump" in p for p in dump.problems) == 2
     found = compare(tmp_path / "d", tmp_path / "d")
     assert [p.status for p in found.pairs] == ["skip", "skip", "skip", "pass"]

@@ -12,7 +12,7 @@ from support.peer_dumps import FIELDS, expected, unpack
 
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.formats import open_dump, xray
+from vllm_accprobe.formats import open_dump
 from vllm_accprobe.formats.io import hdf5
 
 
@@ -73,22 +73,6 @@ def test_paths_with_other_names_pair_by_order(tmp_path: Path) -> None:
     ]
     assert {p.rule for p in found.pairs} == {"order"}
     assert "names: two is second by order" in found.plan
-
-
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        ("blocks.1.norm2.LayerNorm.1.forward_params.weight", ("blocks.1.norm2", "LayerNorm", "param.weight", None)),
-        ("blocks.0.fc.ColumnParalleLinear.forward_output.0", ("blocks.0.fc", "ColumnParalleLinear", "output.0", None)),
-        ("blocks.0.forward_input.2", ("blocks.0", "", "input.2", None)),
-        ("Qwen3_VisionTransformer.0.forward_output.0", ("<root>", "Qwen3_VisionTransformer", "output.0", None)),
-        ("lm_head.Linear.0.call3.forward_output.0", ("lm_head", "Linear", "output.0", 3)),
-        ("a.Linear.0.backward_input.0", ("backward.a", "Linear", "input.0", None)),
-        ("something else", ("something else", "", "output.0", None)),
-    ],
-)
-def test_places(name: str, place: tuple[Any, ...]) -> None:
-    assert xray.place_of(name) == place
 
 
 def test_steps_and_ranks(tmp_path: Path) -> None:

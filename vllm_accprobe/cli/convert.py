@@ -100,6 +100,8 @@ def _to_msprobe(dump: Dump, records: list[Record], out: Path) -> None:
 
 def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Path]:
     """Where each rank goes. A name that ends like the container is a file, anything else a directory."""
+    from vllm_accprobe.formats.write import names
+
     if out.suffix == f".{kind}" and not out.is_dir():
         if len(ranks) > 1:
             raise CommandError(f"the dump has {len(ranks)} ranks: name a directory, not {out}, or choose with --rank")
@@ -109,7 +111,7 @@ def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Pa
         for rank in ranks:
             local = dump.starts.get(rank, {}).get("local_rank")
             local = local if type(local) is int and local >= 0 else rank
-            found[rank] = out / f"globalrank-{rank}_localrank-{local}.{kind}"
+            found[rank] = out / names.rank_file(rank, local, kind)
     for path in found.values():
         if path.exists():
             raise CommandError(f"{path} exists: nothing is overwritten; remove it or choose another name")

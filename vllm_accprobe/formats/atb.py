@@ -24,9 +24,9 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.common.atb_topology import load_topology
 from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
 from vllm_accprobe.formats.io import walk
-from vllm_accprobe.formats.io.atb_file import AtbHeader, number, parse_header, read_header, read_tensor, stats_of
+from vllm_accprobe.formats.io.atb_file import number, read_header, read_tensor, stats_of
+from vllm_accprobe.formats.io.plain_file import read_text
 
-__all__ = ["HOW", "NAME", "AtbDump", "AtbHeader", "open", "parse_header", "read_header", "read_tensor", "recognise"]
 NAME = "atb"
 HOW = "a directory with */before|after/intensor<k>.bin|outtensor<k>.bin, or ATB's statistic.csv"
 ORDER = 50
@@ -59,27 +59,23 @@ def _is_tensor(parts: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AtbPlace:
-    """Where a tensor file stands. process: names above the execution; token: the execution; operator: names."""
+    """Where a tensor file stands. process: names above the execution; step: the execution; operator: names."""
 
     process: tuple[str, ...]
-    token: str
+    step: int
     operator: tuple[str, ...]
 
 
 def place(parts: tuple[str, ...]) -> AtbPlace | None:
     """From the names of the directories above ``before`` or ``after``; None where there is no numbered operator."""
     cut = len(parts)
-    while cut and _OPERATOR.fullmatch(parts[cut - 1]) and not _is_process(parts, cut - 1):
+    # ``{device}_{pid}`` looks like an operator with a number for a name.
+    while cut and _OPERATOR.fullmatch(parts[cut - 1]) and not _DEVICE.fullmatch(parts[cut - 1]):
         cut -= 1
     if cut == len(parts):
         return None
     token = parts[cut - 1] if cut and parts[cut - 1].isdecimal() else ""
-    return AtbPlace(parts[: cut - 1] if token else parts[:cut], token, parts[cut:])
-
-
-def _is_process(parts: tuple[str, ...], i: int) -> bool:
-    """``{device}_{pid}`` looks like an operator with a number for a name."""
-    return _DEVICE.fullmatch(parts[i]) is not None
+    return AtbPlace(parts[: cut - 1] if token else parts[:cut], int(token or 0), parts[cut:])
 
 
 def open(path: Path) -> AtbDump:
@@ -99,11 +95,10 @@ def open(path: Path) -> AtbDump:
                 entries.append((where, _order(where.operator, f.parts[-2], f.parts[-1]), f))
     one_run({w.process[:-1] for w, _, _ in entries}, path)
     ranks = number_ranks([w.process for w, _, _ in entries])
-    steps = _steps([w.token for w, _, _ in entries])
-    entries.sort(key=lambda e: (ranks[e[0].process], steps[e[0].token], e[1]))
+    entries.sort(key=lambda e: (ranks[e[0].process], e[0].step, e[1]))
     dump.topology = load_topology({".".join(w.operator) for w, _, _ in entries}, path, dump.problem)
     for where, _, f in entries:
-        _add(dump, f, where, ranks[where.process], steps[where.token])
+        _add(dump, f, where, ranks[where.process])
     if not entries:
         for table in tables:
             _add_table(dump, table)
@@ -128,10 +123,6 @@ def number_ranks(processes: list[tuple[str, ...]]) -> dict[tuple[str, ...], int]
     return {p: i for i, p in enumerate(known)}
 
 
-def _steps(tokens: list[str]) -> dict[str, int]:
-    return {t: int(t) if t else 0 for t in tokens}
-
-
 def _order(operator: tuple[str, ...], when: str, file: str) -> tuple[float, ...]:
     """Inputs before what runs inside, outputs behind it."""
     match = _FILE.fullmatch(file)
@@ -140,13 +131,16 @@ def _order(operator: tuple[str, ...], when: str, file: str) -> tuple[float, ...]
     return (*path, -1.0 if match[1].lower() == "in" else math.inf, 0.0 if when == "before" else 1.0, float(match[2]))
 
 
-def _add(dump: AtbDump, f: walk.FoundFile, where: AtbPlace, rank: int, step: int) -> None:
+def _add(dump: AtbDump, f: walk.FoundFile, where: AtbPlace, rank: int) -> None:
+    step = where.step
     match = _FILE.fullmatch(f.parts[-1])
     assert match is not None
     kind = match[1].lower()
     operator = where.operator[-1].partition("_")[2]
-    # An input seen after the operator, where it may have been changed in place, is another thing than before it.
-    role = f"{kind}put.{int(match[2])}" if (kind == "in") == (f.parts[-2] == "before") else _odd(kind, match[2])
+    role = f"{kind}put.{int(match[2])}"
+    if (kind == "in") != (f.parts[-2] == "before"):
+        # An input seen after the operator, where it may have been changed in place, is another thing than before it.
+        role = f"inplace.{int(match[2])}" if kind == "in" else f"before.{role}"
     tap = ".".join(where.operator)
     if role.startswith("input."):
         role = weight_role(operator, int(match[2]), dump.topology.get(tap, {})) or role
@@ -193,10 +187,6 @@ def weight_role(kind: str, index: int, node: Mapping[str, Any]) -> str | None:
     return "param.weight" if _WORDS.search(kind) and index == 0 else None
 
 
-def _odd(kind: str, index: str) -> str:
-    return f"inplace.{int(index)}" if kind == "in" else f"before.output.{int(index)}"
-
-
 _COLUMNS = 15
 
 
@@ -204,7 +194,7 @@ def _add_table(dump: AtbDump, f: walk.FoundFile) -> None:
     """``statistic.csv``: Device and PID, Execution Count, Op Name, Op Type, Op Id, Input/Output, Tensor Index, Dtype,
     Format, Shape, Max, Min, Mean, Norm, Tensor Path."""
     try:
-        rows = list(csv.reader(io.StringIO(walk.read_text(f.path))))
+        rows = list(csv.reader(io.StringIO(read_text(f.path))))
     except (OSError, ValueError, csv.Error) as e:
         why = e.strerror or e if isinstance(e, OSError) else e
         dump.unreadable(f"{f.name} cannot be read: {why}", f.name)

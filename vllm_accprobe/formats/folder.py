@@ -13,9 +13,9 @@ from pathlib import Path
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import single
 from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUE, ForeignDump, Tensor
-from vllm_accprobe.formats.io import hdf5, walk
+from vllm_accprobe.formats.io import hdf5, tensor_file, walk
 
-SUFFIXES = (*single.SUFFIXES, *hdf5.SUFFIXES)
+SUFFIXES = (*tensor_file.SUFFIXES, *hdf5.SUFFIXES)
 NAME = "folder"
 HOW = f"a directory with files that end in {', '.join(SUFFIXES)}"
 ORDER, LOOSE = 90, True
@@ -52,6 +52,6 @@ def _add(dump: ForeignDump, found: walk.FoundFile, tap: str) -> None:
             else:
                 dump.add(Tensor(f"{found.name}:{place}", f"{tap}.{place}", VALUE, d.dtype, d.shape, d.read))
         return
-    items = single.items(found.path)
+    items = tensor_file.items(found.path)
     for item in items:
         single.add(dump, item, found.name, tap, alone=len(items) == 1)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtyp
 from vllm_accprobe.formats.common.module_order import execution_order
 from vllm_accprobe.formats.io import torchfile, walk
 from vllm_accprobe.formats.io.atb_file import number, stats_of
+from vllm_accprobe.formats.io.plain_file import read_json, read_text
 
 NAME = "msit"
 HOW = "a directory torch_tensors/<device>_<pid>/<token>/<module>/ with input_<k>.pth, output.pth (ait, msit)"
@@ -132,24 +132,25 @@ def _add_module(
         if role is None:
             continue
         seen.add(role)
-        order = place[0] * _SLOTS + _slot(role) if role.startswith("input") else place[1] * _SLOTS + _slot(role)
+        order = _order(role, place)
         add_torch_file(dump, f, tap, role, cls=cls, step=token, rank=rank, order=order, row=table.get(role))
     label = files[0].name.rpartition("/")[0]
     for role, row in table.items():
         if role in seen:
             continue
         dtype, shape, stats = row
-        order = place[0 if role.startswith("input") else 1] * _SLOTS + _slot(role)
         dump.add(Tensor(f"{label}/{STATISTICS}:{role}", tap, role, dtype, shape, None, cls, token, rank, 0, stats,
-                        order=order))  # fmt: skip
+                        order=_order(role, place)))  # fmt: skip
 
 
 _SLOTS = 64
 
 
-def _slot(role: str) -> int:
+def _order(role: str, place: tuple[int, int]) -> int:
+    """place: of the module's inputs and of its outputs."""
     digits = role.split(".")[1]
-    return min(int(digits), _SLOTS - 1) if digits.isdecimal() else _SLOTS - 1
+    slot = min(int(digits), _SLOTS - 1) if digits.isdecimal() else _SLOTS - 1
+    return place[0 if role.startswith("input") else 1] * _SLOTS + slot
 
 
 def _add_weight(dump: ForeignDump, f: walk.FoundFile, rank: int, tree: Mapping[str, str]) -> None:
@@ -163,9 +164,9 @@ def add_torch_file(
 ) -> None:  # fmt: skip
     """Adds the tensors of a torch file: usually one, under ``role``; of a container each with its key behind that."""
     try:
-        found = torchfile.tensors(torchfile.load(f.path), f.path)
-    except (DumpError, OSError) as e:
-        dump.unreadable(e if isinstance(e, DumpError) else f"{f.name}: {e.strerror or e}", tap, step, role)
+        found = torchfile.items(f.path)
+    except DumpError as e:
+        dump.unreadable(e, tap, step, role)
         return
     if not found:
         dump.skip(tap, "file without a tensor", step, role)
@@ -179,8 +180,8 @@ def add_torch_file(
 def _read_tree(dump: ForeignDump, f: walk.FoundFile) -> dict[str, str]:
     """module → class, in the order of declaration."""
     try:
-        root = json.loads(walk.read_text(f.path, _MAX_TREE))
-    except (OSError, ValueError, RecursionError) as e:
+        root = read_json(f.path, _MAX_TREE)
+    except (OSError, ValueError) as e:
         dump.problem(f"{f.name} cannot be read ({str(e)[:80]}): classes are not known")
         return {}
     out: dict[str, str] = {}
@@ -206,7 +207,7 @@ def _read_statistics(dump: ForeignDump, files: list[walk.FoundFile]) -> dict[str
         return {}
     out: dict[str, _Row] = {}
     try:
-        for row in csv.DictReader(io.StringIO(walk.read_text(f.path))):
+        for row in csv.DictReader(io.StringIO(read_text(f.path))):
             role = f"{str(row.get('InputOutput', '')).strip().lower()}.{str(row.get('Index', '')).strip() or 0}"
             shape = tuple(int(d) for d in re.findall(r"\d{1,15}", row.get("Shape") or ""))
             stats = stats_of(shape, *(number(row.get(k)) for k in ("Min", "Max", "Mean", "L2Norm")))

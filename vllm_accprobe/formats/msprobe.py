@@ -1,54 +1,48 @@
 """Dumps of msprobe (MindStudio-Probe): many steps and ranks, tensors, statistics or checksums, PyTorch and MindSpore.
 
-The problem: a record is a module or an API call, numbered over the whole step, written when it ends, with its tensors
-in nested lists; its own comparison takes one step at a time and throws away what golden has alone. The idea: a module's
-place is its path; an API's place is the module that called it (construct.json), so that its number counts there and one
-call more elsewhere moves nothing; inputs stand in the order of execution before what ran inside. Backward runs are
-places of their own, ``backward.<path>``.
+The problem: its own comparison takes one step at a time, one that is named on both sides, and throws away what golden
+has alone. The idea: all steps and ranks below a directory are one dump, each with its own index; an API's place is the
+module that called it (construct.json), so that one call more elsewhere moves nothing. Backward runs are places of their
+own, ``backward.<path>``; what an export of ours noted beside its records is taken from there.
 Layout: ``[step<S>/][rank<R>|proc<PID>/]{dump,stack,construct}.json`` or ``debug.json``, payloads in
 ``dump_tensor_data/<data_name>`` beside it (``dump_data_dir`` is another machine's path and is not used).
-Not here: the arguments of API calls (msprobe_calls.py), the payloads' files (msprobe_files.py), writing
-(formats/write/msprobe_dump.py).
+Not here: a record's place and tensors (msprobe_records.py), the arguments of API calls (msprobe_calls.py), payloads
+(msprobe_files.py), writing (formats/write/msprobe_dump.py).
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.dump.schema import ROOT_TAP, Layout, OpCall, Stats
+from vllm_accprobe.dump.schema import Layout, OpCall
 from vllm_accprobe.formats.common import msprobe_calls
-from vllm_accprobe.formats.common.foreign import PARAM, UNKNOWN, VALUE, ForeignDump, Tensor, torch_dtype
-from vllm_accprobe.formats.common.msprobe_files import DATA, LOST, OUTSIDE, names_in, payload
+from vllm_accprobe.formats.common.foreign import PARAM, UNKNOWN, ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.common.msprobe_files import names_in, payload
+from vllm_accprobe.formats.common.msprobe_records import (
+    PlacedRecord,
+    RecordPlace,
+    RecordTensor,
+    in_order,
+    place_of,
+    record_stats,
+)
+from vllm_accprobe.formats.common.msprobe_words import CONSTRUCT, DATA, DEBUG, DUMP, SECTIONS, operator_name
 from vllm_accprobe.formats.io import walk
+from vllm_accprobe.formats.io.plain_file import read_json
 from vllm_accprobe.formats.write import notes
 
-__all__ = ["HOW", "LOST", "NAME", "OUTSIDE", "open", "recognise"]
 NAME = "msprobe"
 HOW = "dump.json or debug.json in the directory, or in [step<S>/][rank<R>|proc<PID>/] below it"
 ORDER, STRICT = 20, True
-DUMP, DEBUG, CONSTRUCT = "dump.json", "debug.json", "construct.json"
 _STEP = re.compile(r"step(\d{1,9})", re.ASCII)
 _RANK = re.compile(r"rank(\d{0,9})", re.ASCII)
 _PROC = re.compile(r"proc(\d+)", re.ASCII)
-_MODULE = re.compile(r"(?:Module|Cell)\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_grad)(?:\.(\d+))?")
-_API = re.compile(r"(.+)\.(\d+)\.(forward|backward)")
-_SECTIONS = {
-    "input_args": ("input", "input"),
-    "input": ("input", "input"),
-    "input_kwargs": ("input", "kwargs"),
-    "output": ("output", "output"),
-    "parameters": ("param", "parameters"),
-}
-"""Section of a record → (what a role begins with, what the name of its tensors has)."""
-_ORDER = ("parameters", "input_args", "input", "input_kwargs", "output")
-_MAX_NESTED = 16
 _MAX_JSON = 2 << 30
 
 
@@ -99,32 +93,8 @@ def _rank(names: list[str], processes: dict[str, int]) -> int:
     return int(match[1]) if match and match[1] else processes.setdefault(own, len(processes))
 
 
-# --- one rank of one step --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a record stands. inside: path of the module it is or was called by; module: whether it is one."""
-
-    tap: str
-    cls: str
-    call: int | None
-    inside: str
-    module: bool
-    grads: bool = False
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """One tensor of a record. suffix: its name behind the record's."""
-
-    role: str
-    suffix: str
-    info: Mapping[str, Any]
-
-
 def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -> None:
-    head = _json(file)
+    head = _read(file)
     data = head.get("data") if isinstance(head, dict) else None
     if not isinstance(data, dict):
         raise DumpError(f"{file} is no dump of msprobe: it has no records under 'data'")
@@ -135,19 +105,19 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
     noted = _Notes(head.get(notes.NAME), rank, step)
     data_dir = str(directory / DATA)
     stored = names_in(dump, data_dir)
-    places: list[tuple[str, Mapping[str, Any], _Place]] = [
-        (key, record, noted.place(key, _place(key, parents))) for key, record in data.items()
+    places: list[PlacedRecord] = [
+        (key, record, noted.place(key, place_of(key, parents))) for key, record in data.items()
         if isinstance(record, dict)
     ]  # fmt: skip
     numbers: dict[str, tuple[int, int]] = {}
-    for order, (key, place, leaf) in enumerate(_in_order(places)):
+    for order, (key, place, leaf) in enumerate(in_order(places)):
         info, role = leaf.info, noted.role(key, leaf)
         dtype, shape = torch_dtype(str(info.get("dtype"))), info.get("shape")
         if not isinstance(shape, list) or any(type(n) is not int for n in shape):
             dump.skip(place.tap, "record without a shape", step, leaf.role)
             continue
         name = info.get("data_name")
-        stats = _stats(info, math.prod(shape))
+        stats = record_stats(info, math.prod(shape))
         if not name and stats is None and noted.knows(key):
             continue  # what an operator was given to write into: nothing of it was captured
         read = None
@@ -178,19 +148,19 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
 
 
 def _add_calls(
-    dump: ForeignDump, places: list[tuple[str, Mapping[str, Any], _Place]], numbers: Mapping[str, tuple[int, int]],
+    dump: ForeignDump, places: list[PlacedRecord], numbers: Mapping[str, tuple[int, int]],
     noted: _Notes, step: int, rank: int,
 ) -> None:  # fmt: skip
     """The API calls of a rank and step. numbers: by record, the call's number and its place in the order."""
     framework = str(dump.run.get("framework", ""))
     for key, record, place in places:
-        if place.module or key not in numbers or not record.keys() & _SECTIONS.keys() or not key.endswith(".forward"):
+        if place.module or key not in numbers or not record.keys() & SECTIONS.keys() or not key.endswith(".forward"):
             continue
         if (op := noted.op(key)) is not None:
             dump.ops.append(replace(op, seq=numbers[key][1]))
             continue
         args, kwargs = msprobe_calls.arguments(record)
-        name, (call, seq) = msprobe_calls.operator_name(place.cls, framework), numbers[key]
+        name, (call, seq) = operator_name(place.cls, framework), numbers[key]
         dump.ops.append(OpCall(rank, step, place.tap, name, call, seq, place.inside or None, args, kwargs, ()))
 
 
@@ -212,14 +182,14 @@ class _Notes:
     def knows(self, key: str) -> bool:
         return key in self._records
 
-    def place(self, key: str, place: _Place) -> _Place:
+    def place(self, key: str, place: RecordPlace) -> RecordPlace:
         said = notes.record({**self._of(key), "role": ""})
         if said is None:
             return place
         inside = said.tap if place.module else place.inside
         return replace(place, tap=said.tap, cls=said.cls, call=said.call, inside=inside)
 
-    def role(self, key: str, leaf: _Leaf) -> str:
+    def role(self, key: str, leaf: RecordTensor) -> str:
         roles = self._of(key).get("roles")
         said = roles.get(leaf.suffix) if isinstance(roles, dict) else None
         return said if isinstance(said, str) else leaf.role
@@ -243,18 +213,12 @@ class _Notes:
         modules[:] = [known.get(m.tap, m) for m in modules] + [m for t, m in known.items() if t not in seen]
 
 
-def _json(file: Path) -> Any:
-    import orjson
-
+def _read(file: Path) -> Any:
     try:
-        text = walk.read_text(file, _MAX_JSON)
-        try:
-            return orjson.loads(text)
-        except ValueError:  # orjson takes no NaN and no Infinity, which msprobe writes
-            return json.loads(text)
+        return read_json(file, _MAX_JSON)
     except OSError as e:
         raise DumpError(f"cannot read {file}: {e.strerror or e}") from None
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise DumpError(f"{file} is damaged: {str(e)[:120]}") from None
 
 
@@ -264,97 +228,10 @@ def _parents(dump: ForeignDump, file: Path) -> dict[str, str]:
         dump.problem(f"{CONSTRUCT} is missing: API calls are not placed in the modules that made them")
         return {}
     try:
-        found = _json(file)
+        found = _read(file)
         if not isinstance(found, dict):
             raise DumpError(f"{file} is damaged: not the JSON object it should be")
     except DumpError as e:
         dump.problem(f"{e}: API calls are not placed in the modules that made them")
         return {}
     return {k: (v[0] if isinstance(v, list) and v else v) for k, v in found.items()}
-
-
-def _place(key: str, parents: Mapping[str, Any]) -> _Place:
-    if match := _MODULE.fullmatch(key):
-        path = match[1] or ROOT_TAP
-        tap = path if match[3] == "forward" else f"backward.{path}"
-        return _Place(tap, match[2], int(match[4] or 0), tap, True, match[3] == "parameters_grad")
-    if match := _API.fullmatch(key):
-        cls = match[1]
-        head, _, name = cls.partition(".")
-        leaf = f"{head}:{name.replace('.', '_')}" if name else head
-        backward = match[3] == "backward"
-        caller = parents.get(key) or parents.get(f"{match[1]}.{match[2]}.forward")
-        inside = _MODULE.fullmatch(caller) if isinstance(caller, str) else None
-        path = "" if inside is None else inside[1] or ROOT_TAP
-        tap = f"{path}.{leaf}" if path and path != ROOT_TAP else leaf
-        prefix = "backward." if backward else ""
-        # Numbered where it was called: the number in the name counts calls of the whole step.
-        return _Place(prefix + tap, cls, None if path else int(match[2]), prefix + path if path else "", False)
-    return _Place(key.removesuffix(".debug"), "", None, "", False)
-
-
-def _in_order(places: list[tuple[str, Mapping[str, Any], _Place]]) -> Iterator[tuple[str, _Place, _Leaf]]:
-    """The tensors in the order of execution. Records are written when they end; a module began, with its weights and
-    its inputs, before the first record inside it."""
-    began: dict[str, int] = {}
-    keyed: list[tuple[tuple[int, int, int, int], str, _Place, _Leaf]] = []
-    for i, (key, record, place) in enumerate(places):
-        above = place.inside
-        while above:
-            began.setdefault(above, i)
-            above = above.rpartition(".")[0]
-        start = began.pop(place.inside, i) if place.module and not place.grads else i
-        depth = place.inside.count(".") if place.module else 1 << 20
-        for n, leaf in enumerate(_leaves(record, place)):
-            early = leaf.role.startswith(("input", PARAM))
-            keyed.append(((start, 0, depth, n) if early else (i, 1, 0, n), key, place, leaf))
-    for _, key, place, leaf in sorted(keyed, key=lambda item: item[0]):
-        yield key, place, leaf
-
-
-def _leaves(record: Mapping[str, Any], place: _Place) -> Iterator[_Leaf]:
-    if "dtype" in record:  # what save() of level debug wrote
-        yield _Leaf(VALUE, "", record)
-        return
-    if place.grads:
-        for name, value in record.items():
-            for suffix, info in _tensors(value, ()):
-                rest = suffix[1:] if suffix[:1] == ("0",) else suffix
-                yield _Leaf(".".join(("output", str(name), *rest)), ".".join((str(name), *rest)), info)
-        return
-    known = [s for s in (_ORDER if record.keys() & _SECTIONS.keys() else ()) if s in record]
-    for section in known:
-        role, word = _SECTIONS[section]
-        for suffix, info in _tensors(record[section], ()):
-            yield _Leaf(".".join((role, *suffix)), ".".join((word, *suffix)), info)
-    if not known:
-        for suffix, info in _tensors(record, ()):
-            yield _Leaf(".".join((VALUE, *suffix)), ".".join(suffix), info)
-
-
-def _tensors(value: Any, suffix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    if len(suffix) > _MAX_NESTED:
-        return
-    if isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from _tensors(item, (*suffix, str(i)))
-    elif isinstance(value, dict):
-        if "dtype" in value and "shape" in value:
-            yield suffix or ("0",), value
-            return
-        if "type" in value and "value" in value:
-            return  # a number or a text
-        for key, item in value.items():
-            yield from _tensors(item, (*suffix, str(key)))
-
-
-def _stats(info: Mapping[str, Any], count: int) -> Stats | None:
-    """msprobe takes its statistics in the tensor's own dtype, infinities and NaN included, and none of bool."""
-    values = [info.get(k) for k in ("Min", "Max", "Mean", "Norm")]
-    if all(v is None for v in values):
-        return None
-    numbers = [float(v) if isinstance(v, (int, float)) else None for v in values]
-    ends = [v for v in numbers[:2] if v is not None]
-    nan = int(any(math.isnan(v) for v in ends))
-    finite = [v if v is not None and math.isfinite(v) else None for v in numbers]
-    return Stats(count, finite[0], finite[1], finite[2], finite[3], nan, sum(math.isinf(v) for v in ends))

@@ -4,26 +4,26 @@ The problem: a tensor's ranks lie in separate files, and how they make a whole i
 language. The idea: the file name is the tensor's name, its step, rank and place in the order of execution; the note
 (``t num_heads[tp] head_dim``, ``t h[tp:partial]``, ``t h # tp:replicated``) becomes a layout, and several ranks that
 are cut along several dimensions are put together here, when they are read.
-The note: one word per dimension, in brackets the parallel groups that cut it, each with ``partial`` (add instead of
-joining) or ``zigzag`` (two chunks per rank, from both ends); after ``#`` the groups that hold copies.
-Not here: .pt files (torchfile.py).
+Not here: .pt files (torchfile.py), the notes' language (sglang_dims.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Layout
 from vllm_accprobe.formats.common.foreign import UNKNOWN, ForeignDump, Tensor
+from vllm_accprobe.formats.common.sglang_dims import Dims, parse_dims, put_together
 from vllm_accprobe.formats.io import torchfile, walk
 from vllm_accprobe.formats.io.torchfile import TorchTensor
 
@@ -31,30 +31,10 @@ NAME = "sglang"
 HOW = "a directory of step=<s>___rank=<r>___dump_index=<i>___name=<name>*.pt (SGLang's dumper)"
 ORDER = 30
 _PREFIX = re.compile(r"step=.+?___rank=.+?___dump_index=.+?___name=.+\.pt")
-_DIM = re.compile(r"(?:([A-Za-z_]\w*|1)|\(([^()]+)\))(?:\[([^\]]+)\])?")
 _NO_PLACE = {"step", "rank", "dump_index", "name", "recompute_status", "layer_id"}
 _RANKS = {"pp_rank", "tp_rank", "cp_rank", "ep_rank", "etp_rank", "dp_rank"}
 _HOOKED = re.compile(r"non_intrusive__(?:(.*)\.)?(inputs\.[^.]+|output)(?:\.(.+))?")
 ODD_NOTE = "dims note that is not understood"
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """One parallel group in a note. dim: which dimension of the tensor; kind: ``join``, ``partial``."""
-
-    group: str
-    dim: int
-    kind: str
-    zigzag: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Dims:
-    """A note. cuts: innermost first, the order in which they are undone."""
-
-    dims: int
-    cuts: tuple[Cut, ...]
-    copies: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,30 +48,6 @@ class _File:
     @property
     def label(self) -> str:
         return f"{self.found.name}:{self.key}" if self.key else self.found.name
-
-
-def parse_dims(note: str) -> Dims:
-    """Raises ValueError for what is no such note."""
-    shape, _, rest = note.partition("#")
-    cuts: list[Cut] = []
-    dim = 0
-    for word in re.sub(r"\s*\*\s*", "*", shape).split():
-        match = _DIM.fullmatch(word)
-        if match is None:
-            raise ValueError(word)
-        own = []
-        for modifier in (match[3] or "").split(","):
-            if not modifier.strip():
-                continue
-            group, _, how = modifier.strip().partition(":")
-            kinds = {h.strip() for h in how.split("+") if h.strip()}
-            if not kinds <= {"partial", "zigzag", "natural"}:
-                raise ValueError(modifier)
-            own.append(Cut(group, dim, "partial" if "partial" in kinds else "join", "zigzag" in kinds))
-        cuts += reversed(own)
-        dim += 1
-    copies = frozenset(w.removesuffix(":replicated") for w in rest.split() if w.endswith(":replicated"))
-    return Dims(dim, tuple(cuts), copies)
 
 
 def parse_name(name: str) -> dict[str, str]:
@@ -167,9 +123,8 @@ def _load(dump: ForeignDump, f: walk.FoundFile) -> list[_File]:
             meta = tree["meta"] if isinstance(tree.get("meta"), dict) else {}
             tree = tree["value"]
         found = torchfile.tensors(tree, f.path)
-    except (DumpError, OSError) as e:
-        why = e if isinstance(e, DumpError) else f"{f.name}: {e.strerror or e}"
-        dump.unreadable(why, tap, _number(tags["step"]), role)
+    except DumpError as e:
+        dump.unreadable(e, tap, _number(tags["step"]), role)
         return []
     if not found:
         dump.skip(tap, "value that is no tensor", _number(tags["step"]), role)
@@ -260,8 +215,8 @@ def _joined(
     wanted = int(np.prod(sizes))
     if len(pieces) != wanted or any(t.dtype != first.dtype or len(t.shape) != dims.dims for t in pieces.values()):
         return None
-    partial = any(c.kind == "partial" for c in cuts)
-    if partial and DTYPES[first.dtype].kind != "float":
+    summed = any(c.kind == "partial" for c in cuts)
+    if summed and DTYPES[first.dtype].kind != "float":
         return None
     shape = list(first.shape)
     for c, n in zip(cuts, sizes, strict=True):
@@ -269,40 +224,4 @@ def _joined(
             shape[c.dim] *= n
     if any(t.shape != first.shape for t in pieces.values()):
         return None
-
-    def read() -> np.ndarray:
-        values = {at: _value(t, partial) for at, t in pieces.items()}
-        return _put_together(values, cuts, sizes)
-
-    return read, tuple(shape), "float32" if partial else first.dtype
-
-
-def _value(t: TorchTensor, numbers: bool) -> np.ndarray:
-    bits = t.read()
-    return widen(bits, t.dtype).astype(np.float32) if numbers else bits
-
-
-def _put_together(
-    values: dict[tuple[int, ...], np.ndarray], cuts: Sequence[Cut], sizes: Sequence[int]
-) -> np.ndarray:
-    """Undoes one cut after the other, the first of ``cuts`` first."""
-    for c, n in zip(cuts, sizes, strict=True):
-        merged = {}
-        for rest in sorted({at[1:] for at in values}):
-            parts = [values[(i, *rest)] for i in range(n)]
-            if c.kind == "partial":
-                merged[rest] = np.sum([p.astype(np.float64) for p in parts], axis=0).astype(parts[0].dtype)
-            else:
-                whole = np.concatenate(parts, axis=c.dim)
-                merged[rest] = unzigzag(whole, c.dim, n) if c.zigzag else whole
-        values = merged
-    return values[()]
-
-
-def unzigzag(whole: np.ndarray, dim: int, ranks: int) -> np.ndarray:
-    """The natural order of a sequence of which rank i held chunks i and 2 * ranks - 1 - i, one behind the other."""
-    chunks = np.array_split(whole, 2 * ranks, axis=dim)
-    order = [0] * (2 * ranks)
-    for i in range(ranks):
-        order[i], order[2 * ranks - 1 - i] = 2 * i, 2 * i + 1
-    return np.concatenate([chunks[k] for k in order], axis=dim)
+    return partial(put_together, pieces, cuts, sizes), tuple(shape), "float32" if summed else first.dtype

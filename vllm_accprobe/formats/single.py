@@ -1,66 +1,25 @@
 """One file with one tensor or several: .pt, .pth, .npy, .npz, .bin, .safetensors.
 
-The problem: two people send each other single tensors, saved in whatever way was at hand. The idea: a file is a list of
-(key, dtype, shape, a function that reads the bits), whatever its kind; each is held against the file's size before
-anything is allocated, object arrays and pickled objects are refused, and two files with one tensor each meet whatever
-they are called.
-Sources: numpy/lib/format.py (npy 1.0 to 3.0), the safetensors format. HDF5 files are torch_xray's (xray.py).
-Not here: torch files (torchfile.py), ATB's header (atb.py), folders of files (folder.py).
+The problem: two people send each other single tensors, saved in whatever way was at hand. The idea: a file is its
+tensors, whatever its kind; two files with one tensor each meet whatever they are called, several meet by their keys,
+and what `accprobe convert` wrote says its places itself.
+Not here: what is in a file (io/tensor_file.py), HDF5 (xray.py), folders of files (folder.py).
 """
 
 from __future__ import annotations
 
-import ast
-import json
-import os
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUE, ForeignDump, Read, Tensor, numpy_dtype
-from vllm_accprobe.formats.io import torchfile
-from vllm_accprobe.formats.io.zipindex import DEFLATED, STORED, Unpacker, ZipError, ZipMember, index, too_much
-from vllm_accprobe.formats.write import notes
+from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUE, ForeignDump, Tensor
+from vllm_accprobe.formats.io.plain_file import FileTensor
+from vllm_accprobe.formats.io.tensor_file import SUFFIXES, first, items
+from vllm_accprobe.formats.write.names import RANK_FILE, key_place
 
+__all__ = ["HOW", "NAME", "SUFFIXES", "first", "items", "open", "recognise"]
 NAME = "single file"
-SUFFIXES = (".pt", ".pth", ".npy", ".npz", ".bin", ".safetensors")
 HOW = f"a file that ends in {', '.join(SUFFIXES)}"
 ORDER = 80
-MAX_HEADER = 64 << 20
-MAX_UNPACKED = 1 << 30
-"""Bytes of a compressed member: what a small file may grow to."""
-_OURS = re.compile(
-    r"(?:rank(\d{1,9})/)?(\d{1,9}|param)/([^/]+)/((?:input|output|inplace|param|grad|value)(?:\.[^/#]+)?)(?:#(\d{1,9}))?(?:~\d+)?",
-    re.ASCII,
-)
-"""How `accprobe convert` names tensors."""
-_RANK_FILE = re.compile(r"globalrank-(\d{1,9})_localrank-\d{1,9}", re.ASCII)
-"""How it names one rank's file, where there are several."""
-_NPY = b"\x93NUMPY"
-_SAFE = {i.safetensors: i.name for i in DTYPES.values() if not i.tail and i.safetensors != "U8"} | {
-    "U8": "uint8", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "C64": "complex64",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """One tensor of a file. key: "" where the file has just one and no name for it; dtype as Tensor's; problem: why it
-    cannot be read, a sentence that names the file, or ""."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    read: Read
-    problem: str = ""
 
 
 def recognise(path: Path) -> bool:
@@ -85,269 +44,25 @@ def add(dump: ForeignDump, item: FileTensor, file: str, tap: str, *, alone: bool
     if item.problem:
         dump.unreadable(item.problem, tap if alone else ".".join(filter(None, (tap, item.key))))
         return
-    if match := _OURS.fullmatch(item.key):
-        rank, step, place, role, call = match.groups()
-        if rank is None and (said := _RANK_FILE.fullmatch(Path(file).stem)):
-            rank = said[1]
-        if role != VALUE:
+    if (said := key_place(item.key)) is not None:
+        of_file = RANK_FILE.fullmatch(Path(file).stem)
+        rank = said.rank if said.rank is not None else int(of_file[1]) if of_file else 0
+        if said.role != VALUE:
             dump.run.pop(INDEPENDENT, None)
         dump.add(
             Tensor(
                 name=f"{file}:{item.key}",
-                tap=place,
-                role=role,
+                tap=said.tap,
+                role=said.role,
                 dtype=item.dtype,
                 shape=item.shape,
                 read=item.read,
-                step=0 if step == "param" else int(step),
-                rank=int(rank or 0),
-                call=int(call or 0),
+                step=said.step or 0,
+                rank=rank,
+                call=said.call,
             )
         )
         return
     key = "" if alone else item.key
-    dump.add(
-        Tensor(
-            name=f"{file}:{key}" if key else file,
-            tap=".".join(filter(None, (tap, key))),
-            role=VALUE,
-            dtype=item.dtype,
-            shape=item.shape,
-            read=item.read,
-        )
-    )
-
-
-def first(path: Path) -> FileTensor:
-    """The tensor of a file that has one. Raises DumpError."""
-    found = items(path)
-    if not found or found[0].problem:
-        raise DumpError(found[0].problem if found else f"{path} holds no tensor")
-    return found[0]
-
-
-def items(path: Path) -> list[FileTensor]:
-    """The tensors of a file, told by its beginning and not by its name. Reads no payload. Raises DumpError."""
-    try:
-        fd = open_regular(path)
-    except OSError as e:
-        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None
-    try:
-        size = os.fstat(fd).st_size
-        head = os.pread(fd, 16, 0)
-        if not head:
-            raise DumpError(f"{path} is empty")
-        if head.startswith(_NPY):
-            return [_npy_item(path, fd, size)]
-        if head.startswith(b"PK\x03\x04"):
-            members = index(fd, size)
-            if any(n.endswith("data.pkl") for n in members):
-                return _torch_items(path)
-            return list(_npz_items(path, fd, members))
-        if path.suffix.lower() == ".safetensors":
-            return list(_safetensors_items(path, fd, size))
-        if path.suffix.lower() == ".bin" and b"=" in head:
-            return _atb_items(path)
-        return _torch_items(path)
-    except ZipError as e:
-        raise DumpError(f"{path} cannot be read: {e}") from None
-    except OSError as e:
-        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None
-    finally:
-        os.close(fd)
-
-
-def _torch_items(path: Path) -> list[FileTensor]:
-    found = torchfile.tensors(torchfile.load(path), path)
-    return [FileTensor(key, t.dtype, t.shape, t.read) for key, t in found]
-
-
-def _atb_items(path: Path) -> list[FileTensor]:
-    from vllm_accprobe.formats import atb
-
-    header = atb.read_header(path)
-    if not header.stored:
-        raise DumpError(f"{path} holds statistics only, or its values lie in another file")
-    return [FileTensor("", header.dtype, header.shape, lambda: atb.read_tensor(path, header))]
-
-
-# --- npy and npz -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NpyHeader:
-    """dtype: torch's name; swap: the other byte order; offset: of the values, from the array's first byte."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    swap: bool
-    fortran: bool
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        info = DTYPES.get(self.dtype)
-        return prod(self.shape) * info.itemsize if info else 0
-
-    def array(self, data: np.ndarray) -> np.ndarray:
-        """The bits from ``data``, uint8 [nbytes]."""
-        info = DTYPES[self.dtype]
-        flat = data.view(info.storage)
-        if self.swap:
-            flat = flat.view(info.storage.newbyteorder(">")).astype(info.storage)
-        if self.fortran:
-            return np.ascontiguousarray(flat.reshape(self.shape[::-1]).T)
-        return flat.reshape(self.shape)
-
-
-def npy_header(begin: bytes, where: str) -> NpyHeader:
-    """From the first bytes of an npy array, all of its header. Raises DumpError."""
-    if len(begin) < 12 or begin[:6] != _NPY:
-        raise DumpError(f"{where} is no npy array, or ends too early")
-    wide = begin[6] > 1
-    start = 12 if wide else 10
-    length = int.from_bytes(begin[8:start], "little")
-    if begin[6] > 3 or len(begin) < start + length or length > 1 << 20:
-        raise DumpError(f"{where} has a damaged npy header")
-    try:
-        said = ast.literal_eval(begin[start : start + length].decode("utf-8" if begin[6] > 2 else "latin1").strip())
-        descr, shape, fortran = said["descr"], said["shape"], said["fortran_order"]
-        plain = isinstance(descr, str) and len(descr) < 20 and "O" not in descr
-        dtype = np.dtype(descr) if plain else None
-        ok = isinstance(shape, tuple) and len(shape) <= 64 and all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
-    except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError):
-        raise DumpError(f"{where} has a damaged npy header") from None
-    if not ok:
-        raise DumpError(f"{where} has an npy header with an impossible shape")
-    if dtype is None or dtype.kind not in "fiubcV":
-        raise DumpError(f"{where} holds {str(descr)[:40]}, not numbers: object arrays and text are not read")
-    name = "bfloat16" if dtype == np.dtype("V2") else numpy_dtype(dtype)  # how numpy saves ml_dtypes' bfloat16
-    return NpyHeader(name, shape, dtype.byteorder == ">", bool(fortran), start + length)
-
-
-def read_npy(path: Path) -> tuple[np.ndarray, str]:
-    """(bits, dtype) of an npy file. Raises DumpError."""
-    item = first(path)
-    return item.read(), item.dtype
-
-
-def _npy_item(path: Path, fd: int, size: int) -> FileTensor:
-    header = npy_header(os.pread(fd, _npy_room(os.pread(fd, 12, 0)), 0), str(path))
-    if header.offset + header.nbytes > size:
-        raise DumpError(f"{path} has {size - header.offset:,} bytes of values where {header.nbytes:,} were announced")
-
-    def read() -> np.ndarray:
-        return header.array(_bytes_of(path, header.offset, header.nbytes))
-
-    return FileTensor("", header.dtype, header.shape, read)
-
-
-def _npy_room(begin: bytes) -> int:
-    """How many bytes an array's header has, at most."""
-    wide = len(begin) > 6 and begin[6] > 1
-    length = int.from_bytes(begin[8 : 12 if wide else 10], "little")
-    return 12 + min(length, 1 << 20)
-
-
-def _npz_items(path: Path, fd: int, members: dict[str, ZipMember]) -> Iterator[FileTensor]:
-    for name, member in members.items():
-        if name.endswith("/"):
-            continue
-        key, where = name.removesuffix(".npy"), f"{path}: {name[:80]!r}"
-        try:
-            header = _member_header(member, fd, where)
-        except DumpError as e:  # the other members can be read all the same
-            why = f"{where} cannot be read: {e}" if isinstance(e, ZipError) else str(e)
-            yield FileTensor(key, "", (), _nothing, why)
-            continue
-        yield FileTensor(key, header.dtype, header.shape, _npz_read(path, member, header))
-
-
-def _member_header(member: ZipMember, fd: int, where: str) -> NpyHeader:
-    """Raises DumpError."""
-    if member.method not in (STORED, DEFLATED):
-        raise DumpError(f"{where} is packed by method {member.method}, which is not known here")
-    if member.method == DEFLATED and (too_much(member.packed, member.size) or member.size > MAX_UNPACKED):
-        raise DumpError(f"{where} would grow from {member.packed:,} to {member.size:,} bytes: not unpacked "
-                        "(numpy.savez stores it as it is)")  # fmt: skip
-    begin = Unpacker(member, fd).read(min(12, member.size))
-    begin = Unpacker(member, fd).read(min(_npy_room(begin), member.size))
-    header = npy_header(begin, where)
-    if header.offset + header.nbytes > member.size:
-        raise DumpError(f"{where} ends before its {header.nbytes:,} bytes of values do")
-    return header
-
-
-def _nothing() -> np.ndarray:
-    raise DumpError("this member cannot be read")
-
-
-def _npz_read(path: Path, member: ZipMember, header: NpyHeader) -> Read:
-    def read() -> np.ndarray:
-        fd = open_regular(path)
-        try:
-            data = np.empty(header.nbytes, np.uint8)
-            unpacker = Unpacker(member, fd)
-            unpacker.read(header.offset)
-            unpacker.into(data.data)
-        except ZipError as e:
-            raise DumpError(f"{path} cannot be read: {e}") from None
-        finally:
-            os.close(fd)
-        return header.array(data)
-
-    return read
-
-
-# --- safetensors -----------------------------------------------------------------------------------------------------
-
-
-def _safetensors_items(path: Path, fd: int, size: int) -> Iterator[FileTensor]:
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if length > min(size - 8, MAX_HEADER):
-        raise DumpError(f"{path} is no safetensors file: its header would have {length:,} bytes")
-    try:
-        header = json.loads(os.pread(fd, length, 8))
-        entries = [(k, v) for k, v in header.items() if k != "__metadata__"]
-        listed = [(k, v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for k, v in entries]
-        about = header.get("__metadata__")
-        noted = notes.parsed(str(about.get(notes.DTYPES, "")).encode()) if isinstance(about, dict) else {}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise DumpError(f"{path} has a damaged safetensors header") from None
-    end, room = 0, size - 8 - length
-    for key, kind, shape, start, stop in sorted(listed, key=lambda e: (_number(e[3]), _number(e[4]))):
-        if not isinstance(kind, str) or any(_number(n) < 0 for n in (*shape, start, stop)) or len(shape) > 64:
-            raise DumpError(f"{path} has a damaged safetensors header")
-        dtype = _SAFE.get(kind, kind)
-        info = DTYPES.get(dtype)
-        said = DTYPES.get(str(noted.get(key, "")))
-        rest = len(shape) - len(said.tail) if said is not None else 0
-        if said is not None and said.safetensors == kind and shape[rest:] == said.tail:
-            dtype, info, shape = said.name, said, shape[:rest]
-        if start < end or stop > room or (info is not None and stop - start != prod(shape) * info.itemsize):
-            raise DumpError(f"{path}: {key[:80]!r} does not lie where its header says: damaged, or made up")
-        end = stop
-        yield FileTensor(key, dtype, shape, _plain_read(path, 8 + length + start, stop - start, dtype, shape))
-
-
-def _number(value: Any) -> int:
-    return value if type(value) is int and value < 1 << 62 else -1
-
-
-def _plain_read(path: Path, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Read:
-    def read() -> np.ndarray:
-        return _bytes_of(path, offset, nbytes).view(DTYPES[dtype].storage).reshape(shape)
-
-    return read
-
-
-def _bytes_of(path: Path, offset: int, nbytes: int) -> np.ndarray:
-    """uint8 [nbytes] of a file from ``offset`` on; the caller has held it against the file's size."""
-    data = np.empty(nbytes, np.uint8)
-    fd = open_regular(path)
-    try:
-        if not read_into(fd, offset, data.data):
-            raise DumpError(f"{path} has become shorter since it was opened")
-    finally:
-        os.close(fd)
-    return data
+    name = f"{file}:{key}" if key else file
+    dump.add(Tensor(name, ".".join(filter(None, (tap, key))), VALUE, item.dtype, item.shape, item.read))

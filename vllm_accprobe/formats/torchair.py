@@ -16,14 +16,14 @@ import io
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.formats import single
 from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor
-from vllm_accprobe.formats.io import ge_dump, walk
+from vllm_accprobe.formats.io import ge_dump, tensor_file, walk
+from vllm_accprobe.formats.io.plain_file import read_text
 
 NAME = "torchair"
 HOW = "files <OpType>.<OpName>.<task>.<stream>.<time> (GE), or <node>-<aten op>.INPUT|OUTPUT.<k>.<time>.npy (FX)"
@@ -120,13 +120,13 @@ def _open_ge(path: Path, listed: list[walk.FoundFile]) -> GeDump:
         where = f.found.parts[:-1]
         token = next((int(p) for p in reversed(where) if p.isdecimal() and len(p) < 10), 0)
         if f.role:
-            _add_npy(dump, f, ranks[where], token)
+            _add_npy(dump, f.found, f.name, f.role, f.kind, token, ranks[where])
         else:
             _add_file(dump, f.found, (f.kind, f.name), token, ranks[where])
     for graph in listed:
         if _GRAPH.fullmatch(graph.parts[-1]):
             try:
-                fx, inputs = read_graph(walk.read_text(graph.path).splitlines())
+                fx, inputs = read_graph(read_text(graph.path).splitlines())
                 dump.fx.update(fx)
                 dump.inputs.update(inputs)
                 dump.known.update(inputs)
@@ -149,7 +149,7 @@ def _long_names(dump: GeDump, tables: Iterable[walk.FoundFile]) -> dict[tuple[tu
     out = {}
     for f in tables:
         try:
-            for row in csv.reader(io.StringIO(walk.read_text(f.path))):
+            for row in csv.reader(io.StringIO(read_text(f.path))):
                 if len(row) >= 2:
                     out[(f.parts[:-1], row[0].strip())] = row[1].strip()
         except (OSError, ValueError, csv.Error) as e:
@@ -188,25 +188,16 @@ def _add_file(
             if strict:
                 dump.problem(f"{f.name}: {role}: {problem}")
             continue
-        dump.add(
-            Tensor(f"{f.name}:{role}", tap, role, t.dtype, t.shape, _reader(f.path, t), kind, step, rank)
-        )  # fmt: skip
+        read = partial(ge_dump.read, f.path, t)
+        dump.add(Tensor(f"{f.name}:{role}", tap, role, t.dtype, t.shape, read, kind, step, rank))
 
 
-def _reader(path: Path, tensor: ge_dump.GeTensor) -> Any:
-    return lambda: ge_dump.read(path, tensor)
-
-
-def _add_npy(dump: ForeignDump, f: _GeFile, rank: int, step: int) -> None:
-    add_npy(dump, f.found, f.name, f.role, f.kind, step, rank)
-
-
-def add_npy(dump: ForeignDump, f: walk.FoundFile, tap: str, role: str, cls: str, step: int, rank: int) -> None:
+def _add_npy(dump: ForeignDump, f: walk.FoundFile, tap: str, role: str, cls: str, step: int, rank: int) -> None:
     """Adds the array of an .npy file."""
     try:
-        item = single.first(f.path)
-    except (DumpError, OSError) as e:
-        dump.unreadable(e if isinstance(e, DumpError) else f"{f.name}: {e.strerror or e}", tap, step, role)
+        item = tensor_file.first(f.path)
+    except DumpError as e:
+        dump.unreadable(e, tap, step, role)
         return
     dump.add(Tensor(f.name, tap, role, item.dtype, item.shape, item.read, cls, step, rank))
 
@@ -290,5 +281,5 @@ def _open_fx(path: Path, listed: list[walk.FoundFile]) -> FxDump:
         rows.append(((token, m[5], m[3] == "OUTPUT", int(m[4])), f, m))
     for (token, _, _, _), f, m in sorted(rows, key=lambda r: r[0]):
         role = f"{m[3].lower()}.{int(m[4])}"
-        add_npy(dump, f, m[1], role, m[2], token - first, _rank(f.parts[:-1]))
+        _add_npy(dump, f, m[1], role, m[2], token - first, _rank(f.parts[:-1]))
     return dump

@@ -8,27 +8,23 @@ Layout: ``globalrank-<r>_localrank-<l>.h5``, a group per step, in it datasets ``
 ``...forward_output.<i>``, ``...forward_params.<name>``, the parts ``Class.n`` or ``n`` missing in some releases. HDF5
 has no bfloat16: torch_xray stores float32. `accprobe convert` writes such files, with what these names cannot say as an
 attribute (formats/write/notes.py).
-Not here: HDF5 itself (hdf5.py).
+Not here: HDF5 itself (hdf5.py), the names' grammar (formats/write/names.py).
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.formats.common import held
-from vllm_accprobe.formats.common.foreign import UNKNOWN, VALUE, ForeignDump, Tensor
+from vllm_accprobe.formats.common.foreign import UNKNOWN, ForeignDump, Tensor
 from vllm_accprobe.formats.io import hdf5
 from vllm_accprobe.formats.write import notes
+from vllm_accprobe.formats.write.names import H5_FILE, dataset_place
 
 NAME = "torch_xray"
 HOW = "an .h5 file, or a directory with globalrank-<r>_localrank-<l>.h5; a group per step in it"
 ORDER, STRICT = 10, True
-_FILE = re.compile(r"globalrank-(\d{1,9})(?:_localrank-\d+)?.*\.(?:h5|hdf5)", re.ASCII)
-_PART = re.compile(r"(?:^|\.)(forward|backward)_(input|output|params?|inplace|grad(?:_(?:in|out)put)?|value)s?\.(.+)$")
-_CALL = re.compile(r"(.*)\.call(\d{1,9})$", re.ASCII)
 
 
 def recognise(path: Path) -> bool:
@@ -62,13 +58,13 @@ def open(path: Path) -> ForeignDump:
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
-    return sorted(p for p in path.iterdir() if _FILE.fullmatch(p.name) and not p.is_symlink() and p.is_file())
+    return sorted(p for p in path.iterdir() if H5_FILE.fullmatch(p.name) and not p.is_symlink() and p.is_file())
 
 
 def _odd(path: Path) -> list[tuple[str, str]]:
     """(name, why) of what has the name of a rank's file and is none."""
     found = []
-    for p in sorted(p for p in path.iterdir() if _FILE.fullmatch(p.name)) if path.is_dir() else ():
+    for p in sorted(p for p in path.iterdir() if H5_FILE.fullmatch(p.name)) if path.is_dir() else ():
         if p.is_symlink():
             found.append((p.name, "a link, not followed (a dump's files lie in the dump)"))
         elif not p.is_file():
@@ -77,14 +73,14 @@ def _odd(path: Path) -> list[tuple[str, str]]:
 
 
 def _rank(name: str, otherwise: int = 0) -> int:
-    match = _FILE.fullmatch(name)
+    match = H5_FILE.fullmatch(name)
     return int(match[1]) if match else otherwise
 
 
 def _add(dump: ForeignDump, file: Path, rank: int) -> None:
     for d in hdf5.datasets(file, dump.problem):
         step = d.group.strip("/").rpartition("/")[2]
-        tap, cls, role, call = place_of(d.name)
+        tap, cls, role, call = dataset_place(d.name)
         noted = notes.record(d.notes) if d.notes else None
         if noted is not None:
             tap, cls, role, call = noted.tap, noted.cls, noted.role, noted.call
@@ -108,30 +104,3 @@ def _add(dump: ForeignDump, file: Path, rank: int) -> None:
         )
         if record is not None:
             dump.noted(rank, notes.module(d.notes.get("module")), notes.op(rank, d.notes.get("op")), record)
-
-
-def place_of(name: str) -> tuple[str, str, str, int | None]:
-    """(tap, class, role, call) of a dataset's name. A name of another kind is its own tap, with one output."""
-    match = _PART.search(name)
-    if match is None:
-        return name, "", "output.0", None
-    module, kind = name[: match.start()], match[2]
-    role = {"params": "param", "param": "param", "grad_input": "input", "grad_output": "output"}.get(kind, kind)
-    call: int | None = None
-    if called := _CALL.fullmatch(module):
-        module, call = called[1], int(called[2])
-    parts = module.split(".") if module else []
-    cls = ""
-    if len(parts) > 1 and parts[-1].isdecimal() and not parts[-2].isdecimal() and _is_class(parts[-2], len(parts)):
-        cls, parts = parts[-2], parts[:-2]
-    elif parts and _is_class(parts[-1], 0):
-        cls, parts = parts[-1], parts[:-1]
-    tap = ".".join(parts) or ROOT_TAP
-    if match[1] == "backward":
-        tap = f"backward.{tap}"
-    return tap, cls, role if role == VALUE else f"{role}.{match[3]}", call
-
-
-def _is_class(word: str, parts: int) -> bool:
-    """A class has a capital letter at its beginning; a module path hardly ever has."""
-    return word.lstrip("_")[:1].isupper()

@@ -97,6 +97,7 @@ class CaptureObserver(StepObserver):
             self._recording = Recording(
                 self.config, self.root, run, layouts, self._rows.space, rank=parallel["rank"], device=device,
                 parallel={k: v for k, v in parallel.items() if k != "rank"}, beside="this engine's dump goes",
+                announced=True,
             )  # fmt: skip
             self.root, self.session = self._recording.root, self._recording.session
             self.session.deal = lambda: self._adapter.batch.deal

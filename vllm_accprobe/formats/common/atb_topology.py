@@ -9,7 +9,6 @@ Not here: tensors (atb.py), torch models (atb_torch.py), applying what is found 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.formats.io import walk
+from vllm_accprobe.formats.io.plain_file import read_json
 
 _MAX_JSON = 64 << 20
 
@@ -50,8 +50,8 @@ def load_topology(taps: set[str], path: Path, problem: Callable[[str], None]) ->
         return best
     for file in files:
         try:
-            data = json.loads(walk.read_text(file, _MAX_JSON))
-        except (OSError, ValueError, RecursionError) as e:
+            data = read_json(file, _MAX_JSON)
+        except (OSError, ValueError) as e:
             problem(f"{file.name}: no topology can be read from it ({str(e)[:80]})")
             continue
         found: dict[str, Mapping[str, Any]] = {}

@@ -14,29 +14,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_accprobe.formats.common.foreign import torch_dtype
+from vllm_accprobe.formats.common.msprobe_words import INPUTS, KEYWORDS, STATS
 
-MINDSPORE = "mindspore"
-_OTHERS = {"Tensor": "mindspore.Tensor", "Functional": "mindspore.ops"}
 _PLAIN = ("int", "bool", "str", "NoneType", "None")
 _INDEX = (int, type(None))
 _DEEPEST = 6
 
 
-def operator_name(cls: str, framework: str) -> str:
-    """The name of an API in ``OpCall.op``: msprobe's own, ``Functional.linear``, ``Mint.add``; of ``Aten.mm.default``
-    the operator's, ``aten.mm.default``; of MindSpore's
-    ``Tensor.add`` and ``Functional.add`` ``mindspore.Tensor.add`` and ``mindspore.ops.add``."""
-    head, dot, rest = cls.partition(".")
-    if head == "Aten" and rest:
-        return f"aten.{rest}"
-    return f"{_OTHERS[head]}.{rest}" if framework == MINDSPORE and dot and head in _OTHERS else cls
-
-
 def arguments(record: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(positional, by keyword) VALUES of a record's arguments; a tensor's role is its record's, ``input.<place>``."""
-    given = record.get("input_args", record.get("input"))
+    given = record.get(INPUTS, record.get("input"))
     args = tuple(_value(v, f"input.{i}", 0) for i, v in enumerate(_listed(given)))
-    kwargs = record.get("input_kwargs")
+    kwargs = record.get(KEYWORDS)
     named = kwargs.items() if isinstance(kwargs, dict) else ()
     return args, {str(k): _value(v, f"input.{k}", 0) for k, v in named}
 
@@ -69,8 +58,8 @@ def _tensor(info: Mapping[str, Any], role: str) -> Any:
         return {"skipped": "a tensor without a shape", "role": role}
     dtype = torch_dtype(str(info["dtype"]))
     found: dict[str, Any] = {"role": role, "dtype": dtype, "shape": shape, "count": math.prod(shape)}
-    for ours, theirs in (("min", "Min"), ("max", "Max"), ("mean", "Mean"), ("l2", "Norm")):
-        number = info.get(theirs)
+    for ours in ("min", "max", "mean", "l2"):
+        number = info.get(STATS[ours])
         if isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number):
             found[ours] = number
     return {"tensor": found}

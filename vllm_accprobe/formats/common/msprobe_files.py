@@ -4,7 +4,7 @@ The problem: the index says dtype and shape, the file says so too, and one among
 tensor at all. The idea: each file is opened for what it says of itself when the dump is, as in all other formats; one
 that cannot be read, or that holds something else than the index says, is left out with its reason, and its record keeps
 its statistics. Reading is then one read at a known offset.
-Not here: the index (msprobe.py), the containers (torchfile.py, single.py).
+Not here: the index (msprobe.py), the containers (torchfile.py, tensor_file.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.formats import single
 from vllm_accprobe.formats.common.foreign import ForeignDump, Read
-from vllm_accprobe.formats.io import torchfile
+from vllm_accprobe.formats.common.msprobe_words import DATA
+from vllm_accprobe.formats.io import tensor_file, torchfile
+from vllm_accprobe.formats.io.plain_file import FileTensor
+from vllm_accprobe.formats.io.torchtensor import TorchTensor
 
-DATA = "dump_tensor_data"
-LOST = "payload missing in dump_tensor_data"
+LOST = f"payload missing in {DATA}"
 OUTSIDE = "payload outside the dump"
 
 
@@ -55,7 +56,7 @@ def payload(
         return None
     path = Path(directory, name)
     try:
-        found = single.first(path) if name.endswith(".npy") else _torch_item(path)
+        found = tensor_file.first(path) if name.endswith(".npy") else _torch_item(path)
         held = _held(found, said[0], path)
     except DumpError as e:
         dump.unreadable(e, tap, step, role)
@@ -67,30 +68,26 @@ def payload(
     return held
 
 
-def _torch_item(path: Path) -> single.FileTensor:
-    found = torchfile.tensors(torchfile.load(path), path)
+def _torch_item(path: Path) -> TorchTensor:
+    found = torchfile.items(path)
     if len(found) != 1:
         raise DumpError(f"{path} holds {len(found)} tensors, not one")
-    return single.FileTensor("", found[0][1].dtype, found[0][1].shape, found[0][1].read)
+    return found[0][1]
 
 
-def _held(item: single.FileTensor, dtype: str, path: Path) -> Read:
+def _held(item: FileTensor | TorchTensor, dtype: str, path: Path) -> Read:
     """What reads the bits of ``dtype``: the file's own, or of a bfloat16 that numpy stored as float32, which takes
     its values to tell. Raises DumpError where the file's dtype is another."""
     if item.dtype == dtype or dtype not in DTYPES:
         return item.read
+    other = f"{path} holds {item.dtype} where {dtype} was announced"
     if (item.dtype, dtype) != ("float32", "bfloat16"):
-        raise DumpError(f"{path} holds {item.dtype} where {dtype} was announced")
-    return lambda: _as_dtype(item.read(), item.dtype, dtype, path)
+        raise DumpError(other)
 
+    def read() -> np.ndarray:
+        whole = np.ascontiguousarray(item.read()).view(np.uint32)
+        if (whole & 0xFFFF).any():
+            raise DumpError(other)
+        return (whole >> 16).astype(np.uint16)
 
-def _as_dtype(bits: np.ndarray, found: str, dtype: str, path: Path) -> np.ndarray:
-    """The bits of ``dtype`` from those of the file: the same, or of bfloat16 and 8-bit floats that numpy stored as
-    float32. Raises DumpError."""
-    if found == dtype or dtype not in DTYPES:
-        return bits
-    if found == "float32" and dtype == "bfloat16":
-        whole = np.ascontiguousarray(bits).view(np.uint32)
-        if not (whole & 0xFFFF).any():
-            return (whole >> 16).astype(np.uint16)
-    raise DumpError(f"{path} holds {found} where {dtype} was announced")
+    return read

@@ -16,10 +16,11 @@ from pathlib import Path
 
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON
+from vllm_accprobe.formats.common.msprobe_words import CONSTRUCT, DATA, DUMP, STACK
 
 _RANK = re.compile(r"rank\d{4,9}", re.ASCII)
-_PARTS = {"dump_tensor_data": "dump.json", "construct.json": "dump.json", "stack.json": "dump.json"}
-"""Of msprobe: what lies beside the file that a dump of it is known by."""
+_PARTS = (DATA, CONSTRUCT, STACK)
+"""Of msprobe: what lies beside the dump.json that a dump of it is known by."""
 _DEPTH, _MOST = 3, 4000
 _NAMED = 3
 
@@ -43,7 +44,7 @@ def around(path: Path) -> Path | None:
     if name == JOURNAL:
         above = around(parent)
         return above if above is not None and _RANK.fullmatch(parent.name) else None
-    if name in _PARTS and (parent / _PARTS[name]).is_file():
+    if name in _PARTS and (parent / DUMP).is_file():
         return parent
     return None
 

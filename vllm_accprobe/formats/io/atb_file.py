@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.files import DumpError, open_regular
+from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Stats
-from vllm_accprobe.formats.io.ge_dump import fill
+from vllm_accprobe.formats.io.plain_file import SHORTER_THAN_HEADER, fill, opened
 
 _MAX_HEADER = 64 << 10
 _USUAL_HEADER = 1 << 10
@@ -66,17 +66,11 @@ class AtbHeader:
 
 def read_header(path: Path) -> AtbHeader:
     """The header of an ATB .bin, checked against the file's size. Raises DumpError, one line."""
-    try:
-        fd = open_regular(path)
-        try:
-            size = os.fstat(fd).st_size
-            data = os.pread(fd, _USUAL_HEADER, 0)
-            if b"$End=" not in data:
-                data = os.pread(fd, _MAX_HEADER, 0)
-        finally:
-            os.close(fd)
-    except OSError as e:
-        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None
+    with opened(path) as fd:
+        size = os.fstat(fd).st_size
+        data = os.pread(fd, _USUAL_HEADER, 0)
+        if b"$End=" not in data:
+            data = os.pread(fd, _MAX_HEADER, 0)
     try:
         return parse_header(data, size)
     except ValueError as e:
@@ -165,7 +159,5 @@ def number(text: str | None) -> float | None:
 
 def read_tensor(path: Path, header: AtbHeader) -> np.ndarray:
     """The bits, shape ``header.shape``, C order. Raises DumpError."""
-    data = np.empty(header.shape, DTYPES[header.dtype].storage)
-    if data.size:
-        fill(path, header.offset, data)
-    return data
+    with opened(path) as fd:
+        return fill(path, fd, header.offset, np.empty(header.shape, DTYPES[header.dtype].storage), SHORTER_THAN_HEADER)

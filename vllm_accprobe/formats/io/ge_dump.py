@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.files import DumpError, open_regular, read_into
+from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.io import protobuf
+from vllm_accprobe.formats.io.plain_file import SHORTER_THAN_HEADER, fill, opened
 
 _MAX_HEADER = 16 << 20
 _MAX_DIMS = 32
@@ -90,17 +91,13 @@ class GeFile:
 
 def parse(path: Path) -> GeFile:
     """Reads the header of ``path``, no payload. Raises DumpError, one line, for anything that is no such dump."""
-    try:
-        fd = open_regular(path)
-        with os.fdopen(fd, "rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            start = f.read(8)
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or not 0 < length <= min(_MAX_HEADER, size - 8):
-                raise DumpError(f"{path}: not a graph engine dump: its header would be {length} of {size} bytes")
-            header = memoryview(f.read(length))
-    except OSError as e:
-        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None
+    with opened(path) as fd:
+        size = os.fstat(fd).st_size
+        start = os.pread(fd, 8, 0)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or not 0 < length <= min(_MAX_HEADER, size - 8):
+            raise DumpError(f"{path}: not a graph engine dump: its header would be {length} of {size} bytes")
+        header = memoryview(os.pread(fd, length, 8))
     try:
         return _file(path, header, 8 + length, size)
     except ValueError as e:
@@ -197,9 +194,8 @@ def read(path: Path, tensor: GeTensor) -> np.ndarray:
     if problem or tensor.dtype is None:
         raise DumpError(f"{path}: {tensor.kind} {tensor.index}: {problem}")
     storage = DTYPES[tensor.dtype].storage
-    data = np.empty(tensor.stored, storage)
-    if data.size:
-        fill(path, tensor.offset, data)
+    with opened(path) as fd:
+        data = fill(path, fd, tensor.offset, np.empty(tensor.stored, storage), SHORTER_THAN_HEADER)
     if tensor.shape == tensor.stored:
         return data
     return np.ascontiguousarray(_undo(data, tensor.format, tensor.shape))
@@ -213,17 +209,3 @@ def _undo(data: np.ndarray, form: int, shape: tuple[int, ...]) -> np.ndarray:
         return np.asarray(turned[..., : shape[-2], : shape[-1]])
     n, c1, h, w, c0 = data.shape
     return data.transpose(0, 1, 4, 2, 3).reshape(n, c1 * c0, h, w)[:, : shape[1]]
-
-
-def fill(path: Path, offset: int, out: np.ndarray) -> None:
-    """Fills ``out``, contiguous and not empty, with the bytes of ``path`` from ``offset`` on. Raises DumpError."""
-    target = out.reshape(-1).view(np.uint8).data
-    try:
-        fd = open_regular(path)
-        try:
-            if not read_into(fd, offset, target):
-                raise DumpError(f"{path} is shorter than its header says")
-        finally:
-            os.close(fd)
-    except OSError as e:
-        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES, widen
-from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.common.foreign import numpy_dtype
+from vllm_accprobe.formats.io.plain_file import descriptor, fill
 from vllm_accprobe.formats.io.walk import natural
 from vllm_accprobe.formats.io.zipindex import too_much
 from vllm_accprobe.formats.write import notes
@@ -66,13 +66,8 @@ class Dataset:
         if self.offset is None:
             self._through_library(out)
             return self._narrowed(out)
-        view = out.reshape(-1).view(np.uint8).data
-        fd = open_regular(self.path)
-        try:
-            if not read_into(fd, self.offset, view):
-                raise DumpError(f"{self.path} is shorter than it says: not all of it was written or copied")
-        finally:
-            os.close(fd)
+        with descriptor(self.path) as fd:
+            fill(self.path, fd, self.offset, out)
         if self.narrow:
             return self._narrowed(out)
         if self.swap:
@@ -106,8 +101,8 @@ class Dataset:
 
 def is_hdf5(path: Path) -> bool:
     """Whether the file begins as HDF5 files do."""
-    with os.fdopen(open_regular(path), "rb") as f:
-        return f.read(8) == MAGIC
+    with descriptor(path) as fd:
+        return os.pread(fd, 8, 0) == MAGIC
 
 
 def datasets(path: Path, problem: Callable[[str], None]) -> Iterator[Dataset]:
@@ -217,8 +212,7 @@ def _notes(dataset: Any) -> Mapping[str, Any]:
 def _narrow(noted: Mapping[str, Any]) -> str:
     """The dtype whose numbers are float32 in the file, "" where its own is it."""
     said = noted.get("dtype")
-    narrow = isinstance(said, str) and (said == "bfloat16" or said.startswith("float8")) and said in DTYPES
-    return str(said) if narrow else ""
+    return said if isinstance(said, str) and notes.narrow(said) and said in DTYPES else ""
 
 
 def _noted(dataset: Any) -> str:

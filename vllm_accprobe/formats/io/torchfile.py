@@ -16,16 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.io import unpickle
-from vllm_accprobe.formats.io.torchtensor import Storage, TorchTensor, names_for, opened, storage_of
+from vllm_accprobe.formats.io.plain_file import SHORTER, opened
+from vllm_accprobe.formats.io.torchtensor import Storage, TorchTensor, names_for, storage_of
 from vllm_accprobe.formats.io.unpickle import PickleError
-from vllm_accprobe.formats.io.zipindex import ZipError, ZipMember, index
+from vllm_accprobe.formats.io.zipindex import ZipMember, index
 
-SUFFIXES = (".pt", ".pth", ".bin")
 MAX_PICKLE = 256 << 20
 MAX_TENSORS = 1_000_000
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -37,17 +35,14 @@ def load(path: Path) -> Any:
     """What was saved: plain containers and values, with a TorchTensor for each tensor. Reads no payload. Raises
     DumpError, one line."""
     with opened(path) as fd:
-        return _load(path, fd)
-
-
-def read_tensor(path: Path, key: str = "") -> tuple[np.ndarray, str]:
-    """(bits, dtype) of the one tensor in the file, or of the one called ``key`` (see `tensors`), opening it once."""
-    with opened(path) as fd:
-        found = dict(tensors(_load(path, fd), path))
-        if key not in found and not (key == "" and len(found) == 1):
-            raise DumpError(f"{path} holds {len(found)} tensors, none called {key!r}")
-        tensor = found[key] if key in found else next(iter(found.values()))
-        return tensor.read(fd), tensor.dtype
+        size = os.fstat(fd).st_size
+        head = os.pread(fd, 16, 0)
+        if head[:4] == b"PK\x03\x04":
+            return _load_zip(path, fd, size)
+        if head[: len(_LEGACY_START)] == _LEGACY_START[: len(head)] and len(head) >= 14:
+            return _load_legacy(path, fd, size)
+        what = "is no file of torch.save: it begins with neither a zip archive nor torch's magic number"
+        raise DumpError(f"{path} {what if head else 'is empty'}")
 
 
 def tensors(tree: Any, path: Path | str = "") -> list[tuple[str, TorchTensor]]:
@@ -76,45 +71,30 @@ def tensors(tree: Any, path: Path | str = "") -> list[tuple[str, TorchTensor]]:
     return found
 
 
-
-
-def _load(path: Path, fd: int) -> Any:
-    size = os.fstat(fd).st_size
-    head = os.pread(fd, 16, 0)
-    if head[:4] == b"PK\x03\x04":
-        return _load_zip(path, fd, size)
-    if head[: len(_LEGACY_START)] == _LEGACY_START[: len(head)] and len(head) >= 14:
-        return _load_legacy(path, fd, size)
-    if not head:
-        raise DumpError(f"{path} is empty")
-    raise DumpError(f"{path} is no file of torch.save: it begins with neither a zip archive nor torch's magic number")
+def items(path: Path) -> list[tuple[str, TorchTensor]]:
+    """The tensors of a file, as `tensors`. Reads no payload. Raises DumpError."""
+    return tensors(load(path), path)
 
 
 def _load_zip(path: Path, fd: int, size: int) -> Any:
-    try:
-        members = index(fd, size)
-        name = next((n for n in members if n.endswith("/data.pkl") or n == "data.pkl"), None)
-        if name is None:
-            what = "a TorchScript program" if any(n.endswith("constants.pkl") for n in members) else "a zip archive"
-            raise DumpError(f"{path} is {what} without data.pkl: not what torch.save writes")
-        if any(n.endswith("/constants.pkl") for n in members):
-            raise DumpError(f"{path} is a TorchScript program, not tensors")
-        root = name.removesuffix("data.pkl")
-        pickle = members[name].read(fd, MAX_PICKLE)
-        order = members.get(root + "byteorder")
-        swap = order is not None and order.read(fd, 16) == b"big"
-    except ZipError as e:
-        raise DumpError(f"{path} cannot be read: {e}") from None
+    members = index(fd, size)
+    name = next((n for n in members if n.endswith("/data.pkl") or n == "data.pkl"), None)
+    if name is None:
+        what = "a TorchScript program" if any(n.endswith("constants.pkl") for n in members) else "a zip archive"
+        raise DumpError(f"{path} is {what} without data.pkl: not what torch.save writes")
+    if any(n.endswith("/constants.pkl") for n in members):
+        raise DumpError(f"{path} is a TorchScript program, not tensors")
+    root = name.removesuffix("data.pkl")
+    pickle = members[name].read(fd, MAX_PICKLE)
+    order = members.get(root + "byteorder")
+    swap = order is not None and order.read(fd, 16) == b"big"
 
     def persistent(id: Any) -> Storage:
         storage = storage_of(id)
         member: ZipMember | None = members.get(f"{root}data/{storage.key}")
         if member is None:
             raise PickleError(f"storage {storage.key[:40]!r} is missing in the archive")
-        try:
-            start = member.start(fd)
-        except ZipError as e:
-            raise PickleError(str(e)) from None
+        start = member.start(fd)
         nbytes = storage.numel * DTYPES[storage.dtype].itemsize
         if nbytes > member.size:
             raise PickleError(f"storage {storage.key[:40]!r} has {member.size:,} bytes where {nbytes:,} were announced")
@@ -165,7 +145,7 @@ def _pickles_and_places(path: Path, fd: int, size: int, data: bytes) -> Any:
         count = int.from_bytes(os.pread(fd, 8, at), "big" if swap else "little", signed=True)
         nbytes = storage.numel * DTYPES[storage.dtype].itemsize
         if count != storage.numel or at + 8 + nbytes > size:
-            raise PickleError("it is shorter than it says: not all of it was written or copied")
+            raise PickleError(f"it {SHORTER}")
         places[key] = replace(storage, start=at + 8, nbytes=nbytes, swap=swap)
         at += 8 + nbytes
     return _placed(tree, places)

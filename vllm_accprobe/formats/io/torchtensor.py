@@ -9,9 +9,7 @@ Not here: the files (torchfile.py), the interpreter (unpickle.py).
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,19 +18,21 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.files import open_regular, read_into
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.io import unpickle
+from vllm_accprobe.formats.io.plain_file import fill, opened
 from vllm_accprobe.formats.io.unpickle import KnownFunction, PickleError
 
 EXPANDED = 256 << 20
 """Bytes that a tensor may have although its storage has fewer (torch's ``expand``)."""
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
     "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128", "UntypedStorage": "uint8", "UntypedStorage_": "uint8",
+    "ComplexDoubleStorage": "complex128",
 }  # fmt: skip
+"""Typed storages → dtypes."""
+_STORAGES = {**STORAGES, "UntypedStorage": "uint8", "UntypedStorage_": "uint8"}
 _PLAIN_NPU_FORMATS = (-1, 0, 2)
 """ACL_FORMAT_UNDEFINED, NCHW and ND: values in the order of the shape; the others are tiled for the card."""
 
@@ -61,9 +61,8 @@ class TorchTensor:
     stride: tuple[int, ...]
     offset: int
 
-    def read(self, fd: int | None = None) -> np.ndarray:
-        """The bits: DTYPES[dtype].storage, C order, ``shape``. fd: the file, where it is open already. Raises
-        DumpError, OSError."""
+    def read(self) -> np.ndarray:
+        """The bits: DTYPES[dtype].storage, C order, ``shape``. Raises DumpError."""
         info = DTYPES[self.dtype]
         if not prod(self.shape):
             return np.zeros(self.shape, info.storage)
@@ -72,8 +71,8 @@ class TorchTensor:
         start = self.offset * info.itemsize
         if start + count * info.itemsize > self.storage.nbytes:
             raise DumpError(f"{self.path}: a tensor reaches beyond its storage")
-        flat = np.empty(count, info.storage)
-        fill(self.path, self.storage.start + start, flat, fd)
+        with opened(self.path) as fd:
+            flat = fill(self.path, fd, self.storage.start + start, np.empty(count, info.storage))
         if self.storage.swap:
             flat.byteswap(inplace=True)
         if self.stride == contiguous(self.shape) or count == prod(self.shape) == 1:
@@ -91,33 +90,6 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(n, 1)
     return tuple(reversed(strides))
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """The file's descriptor; what goes wrong with it comes out as a DumpError that names the file."""
-    try:
-        fd = open_regular(path)
-    except OSError as e:
-        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None
-    try:
-        yield fd
-    except PickleError as e:
-        raise DumpError(f"{path} cannot be read: {e}") from None
-    except OSError as e:
-        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None
-    finally:
-        os.close(fd)
-
-
-def fill(path: Path, offset: int, target: np.ndarray, fd: int | None) -> None:
-    """Fills ``target`` with the file's bytes from ``offset`` on. Raises DumpError."""
-    if fd is None:
-        with opened(path) as own:
-            fill(path, offset, target, own)
-        return
-    if not read_into(fd, offset, target.reshape(-1).view(np.uint8).data):
-        raise DumpError(f"{path} is shorter than it says: not all of it was written or copied")
 
 
 def storage_of(id: Any) -> Storage:

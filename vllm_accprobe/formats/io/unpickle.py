@@ -14,15 +14,15 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_accprobe.dump.reader import DumpError
+from vllm_accprobe.formats.io.plain_file import FileProblem
 
 MAX_STACK = 10_000_000
 """Values that a pickle may hold at a time."""
 _PLAIN = (str, int, float, bool, bytes, type(None))
 
 
-class PickleError(DumpError):
-    """What is wrong with the pickle, without the file's name."""
+class PickleError(FileProblem):
+    """What is wrong with the pickle."""
 
 
 class KnownFunction:

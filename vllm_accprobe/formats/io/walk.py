@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 48
 _PROBE = 4000
-_MAX_TEXT = 256 << 20
 _NUMBER = re.compile(r"(\d+)")
 
 
@@ -54,8 +53,9 @@ class Passed:
         """Puts all of it into the dump's skips and problems."""
         for name, why in self.odd:
             dump.unreadable(f"{name}: {why}", name)
-        if said := links_sentence(self.links):
-            dump.problem(said)
+        if self.links:
+            more = f" and {len(self.links) - 1} more" if len(self.links) > 1 else ""
+            dump.problem(f"{self.links[0]}{more}: a link, not followed (a dump's files lie in the dump)")
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
@@ -124,22 +124,3 @@ def probe(root: Path, found: Callable[[tuple[str, ...]], bool], depth: int = 20)
             continue
         stack += sorted(below, reverse=True)
     return False
-
-
-def links_sentence(links: list[str]) -> str:
-    """What to say about links that were passed over; "" where there is none."""
-    if not links:
-        return ""
-    more = f" and {len(links) - 1} more" if len(links) > 1 else ""
-    return f"{links[0]}{more}: a link, not followed (a dump's files lie in the dump)"
-
-
-def read_text(path: Path, limit: int = _MAX_TEXT) -> str:
-    """A text file as UTF-8, what is no UTF-8 replaced. Raises ValueError where it is larger than ``limit``, OSError."""
-    from vllm_accprobe.dump.files import open_regular
-
-    with os.fdopen(open_regular(path), "rb") as f:
-        data = f.read(limit + 1)
-    if len(data) > limit:
-        raise ValueError(f"larger than {limit >> 20} MiB")
-    return data.decode("utf-8", "replace")

@@ -14,7 +14,8 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from vllm_accprobe.dump.reader import DumpError
+from vllm_accprobe.dump.files import read_into
+from vllm_accprobe.formats.io.plain_file import SHORTER, FileProblem
 
 MAX_DIRECTORY = 512 << 20
 _END, _END64, _LOCATOR, _CENTRAL, _LOCAL = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07", b"PK\x01\x02", b"PK\x03\x04"
@@ -27,8 +28,8 @@ _MUCH, _DENSE = 64 << 20, 250
 """Bytes from which on what is packed must be no smaller than one byte for so many."""
 
 
-class ZipError(DumpError):
-    """What is wrong with the archive, without the file's name."""
+class ZipError(FileProblem):
+    """What is wrong with the archive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class ZipMember:
         name, extra = struct.unpack_from("<HH", local, 26)
         begin: int = self.header + 30 + name + extra
         if begin + self.packed > os.fstat(fd).st_size:
-            raise ZipError("it is shorter than it says: not all of it was written or copied")
+            raise ZipError(f"it {SHORTER}")
         return begin
 
     def read(self, fd: int, limit: int) -> bytes:
@@ -192,10 +193,7 @@ def _large(extra: bytes, whole: int, packed: int, header: int) -> tuple[int, int
 
 
 def _exactly(fd: int, start: int, n: int) -> bytes:
-    data = os.pread(fd, n, start)
-    while len(data) < n:
-        more = os.pread(fd, n - len(data), start + len(data))
-        if not more:
-            raise ZipError("it is shorter than it says: not all of it was written or copied")
-        data += more
-    return data
+    data = bytearray(n)
+    if not read_into(fd, start, memoryview(data)):
+        raise ZipError(f"it {SHORTER}")
+    return bytes(data)

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Record
-from vllm_accprobe.formats.write import notes
-from vllm_accprobe.formats.write.msprobe_record import Sections, api_name
+from vllm_accprobe.formats.common.msprobe_words import BACKWARD, CONSTRUCT, DATA, DUMP, STACK, api_name
+from vllm_accprobe.formats.write import names, notes
+from vllm_accprobe.formats.write.msprobe_record import Sections
 from vllm_accprobe.formats.write.torchzip import save_pt
 
 LISTED = "weights listed more often than there are steps, which msprobe has no place for"
-BACKWARD = "backward."
 _UNSAFE = re.compile(r"[^\w.\-]", re.ASCII)
 _LONGEST = 180
 """Of a file's name; longer ones are numbered."""
@@ -73,17 +73,17 @@ def _write_step(
     dump: Dump, rank: int, records: list[Record], directory: Path, later: Path, tick: Callable[[], None]
 ) -> None:
     calls = _calls(dump, rank, records)
-    data_dir = directory / "dump_tensor_data"
+    data_dir = directory / DATA
     stored = any(r.payload is not None for r in records)
     (data_dir if stored else directory).mkdir(parents=True)
-    names = _Names()
+    taken: set[str] = set()
     params = {f"{r.tap}/{r.role}": r for r in dump.records if r.step is None and r.rank == rank}
     data, noted = {}, {}
     for c in calls:
         found = Sections(c.op, c.records, params)
         for word, r, info in found.tensors:
             if r.payload is not None:
-                info["data_name"] = names.of(f"{c.name}.{word}") + ".pt"
+                info["data_name"] = _file_name(f"{c.name}.{word}", taken) + ".pt"
                 save_pt(data_dir / info["data_name"], dump.read(r), r.dtype)
         for _ in c.records:
             tick()
@@ -97,8 +97,8 @@ def _write_step(
         "data": data,
         notes.NAME: {"records": noted, "modules": [notes.of_module(m) for m in dump.modules.get(rank, ()) if m.attrs]},
     }
-    for name, content, indent in (("dump", head, None), ("stack", {}, None), ("construct", _parents(calls), 1)):
-        with open(directory / f"{name}.json", "x", encoding="utf-8") as f:
+    for name, content, indent in ((DUMP, head, None), (STACK, {}, None), (CONSTRUCT, _parents(calls), 1)):
+        with open(directory / name, "x", encoding="utf-8") as f:
             json.dump(content, f, indent=indent)
 
 
@@ -141,19 +141,10 @@ def plain(name: str) -> str:
     return _UNSAFE.sub("_", name).strip(".") or "_"
 
 
-class _Names:
-    """File names, each once, none too long."""
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-
-    def of(self, name: str) -> str:
-        short = plain(name) if len(name) <= _LONGEST else f"{plain(name[:_LONGEST])}~{len(self._taken)}"
-        unique, n = short, 2
-        while unique.lower() in self._taken:
-            unique, n = f"{short}~{n}", n + 1
-        self._taken.add(unique.lower())
-        return unique
+def _file_name(name: str, taken: set[str]) -> str:
+    """Each once, on systems that know no capitals too, none too long."""
+    short = plain(name) if len(name) <= _LONGEST else f"{plain(name[:_LONGEST])}~{len(taken)}"
+    return short + names.unused(short.lower(), taken)[len(short) :]
 
 
 def _parents(calls: Sequence[_ApiCall]) -> dict[str, str | None]:

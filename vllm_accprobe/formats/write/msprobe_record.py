@@ -15,19 +15,11 @@ from typing import Any
 
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.schema import OpCall, Record
+from vllm_accprobe.formats.common.msprobe_words import INPUTS, KEYWORDS, OUTPUTS, PARAMETERS, STATS
 from vllm_accprobe.formats.write import notes
 
 _TYPES = {"dtype": "torch.dtype", "device": "torch.device", "memory_format": "torch.memory_format",
           "layout": "torch.layout"}  # fmt: skip
-_MINDSPORE = {"mindspore.Tensor": "Tensor", "mindspore.ops": "Functional"}
-
-
-def api_name(op: str, framework: str) -> str:
-    """msprobe's name of an operator: ``Aten.mm.default``; its own names as they are."""
-    if op.startswith("aten."):
-        return f"Aten.{op.removeprefix('aten.')}"
-    head, _, rest = op.rpartition(".")
-    return f"{_MINDSPORE[head]}.{rest}" if framework == "mindspore" and head in _MINDSPORE else op
 
 
 class Sections:
@@ -36,15 +28,15 @@ class Sections:
     op: the call's journal line, None for a module's. params: records of parameters by ``<tap>/<role>``."""
 
     def __init__(self, op: OpCall | None, records: Sequence[Record], params: Mapping[str, Record]):
-        self.out: dict[str, Any] = {"input_args": [], "input_kwargs": {}, "output": []}
+        self.out: dict[str, Any] = {INPUTS: [], KEYWORDS: {}, OUTPUTS: []}
         self.tensors: list[tuple[str, Record, dict[str, Any]]] = []
         self._op, self._params, self._roles = op, params, {}  # type: ignore[var-annotated]
         self._records = records
         self._left = {r.role: r for r in records}
         if op is not None:
-            self.out["input_args"] = [self._value(v, f"input.{i}") for i, v in enumerate(op.args)]
-            self.out["input_kwargs"] = {k: self._value(v, f"kwargs.{k}") for k, v in op.kwargs.items()}
-            self.out["output"] = [self._value(v, f"output.{i}") for i, v in enumerate(op.outputs)]
+            self.out[INPUTS] = [self._value(v, f"input.{i}") for i, v in enumerate(op.args)]
+            self.out[KEYWORDS] = {k: self._value(v, f"kwargs.{k}") for k, v in op.kwargs.items()}
+            self.out[OUTPUTS] = [self._value(v, f"output.{i}") for i, v in enumerate(op.outputs)]
         for r in sorted(self._left.values(), key=lambda r: (_places(r.role) is None, r.seq)):  # names last
             self._take(r)
 
@@ -59,11 +51,11 @@ class Sections:
         kind, _, rest = r.role.partition(".")
         info = info_of(r)
         if kind == "param":
-            word, self.out.setdefault("parameters", {})[rest] = f"parameters.{rest}", info
+            word, self.out.setdefault(PARAMETERS, {})[rest] = f"parameters.{rest}", info
         elif kind == "input" and _places(r.role) is None:
-            word, self.out["input_kwargs"][rest] = f"kwargs.{rest}", info
+            word, self.out[KEYWORDS][rest] = f"kwargs.{rest}", info
         else:
-            section = self.out["input_args" if kind == "input" else "output"]
+            section = self.out[INPUTS if kind == "input" else OUTPUTS]
             places = _places(r.role) if kind in ("input", "output") else None
             if places is None or not _put(section, places, info):
                 places = [len(section)]
@@ -99,8 +91,7 @@ class Sections:
         r = self._left.pop(role, None) or self._params.get(str(t.get("param", "")))
         if r is None:
             about = {"type": "torch.Tensor", "dtype": f"torch.{t['dtype']}", "shape": list(t.get("shape", []))}
-            figures = {"Max": t.get("max"), "Min": t.get("min"), "Mean": t.get("mean"), "Norm": t.get("l2")}
-            return {**about, **figures, "requires_grad": False}
+            return {**about, **{theirs: t.get(ours) for ours, theirs in STATS.items()}, "requires_grad": False}
         info = info_of(r) | {"shape": list(t.get("shape", r.shape))}
         self.tensors.append((word, r, info))
         if word.replace("kwargs.", "input.", 1) != role:
@@ -136,12 +127,9 @@ def _put(section: list[Any], places: Sequence[int], info: Any) -> bool:
 def info_of(r: Record) -> dict[str, Any]:
     """A tensor as msprobe describes it, statistics included, without its file."""
     s = r.stats
-    values: dict[str, float | None] = dict.fromkeys(("Max", "Min", "Mean", "Norm"))
-    if s is not None and s.nan:
-        values = dict.fromkeys(values, math.nan)
-    elif s is not None:
-        values |= {"Max": s.max, "Min": s.min}
-        if DTYPES[r.dtype].kind == "float":  # msprobe takes neither of integers
-            values |= {"Mean": s.mean, "Norm": s.l2}
+    values: dict[str, float | None] = dict.fromkeys(STATS.values(), math.nan if s is not None and s.nan else None)
+    if s is not None and not s.nan:
+        known = STATS if DTYPES[r.dtype].kind == "float" else ("max", "min")  # msprobe takes no others of integers
+        values |= {STATS[name]: getattr(s, name) for name in known}
     about = {"type": "torch.Tensor", "dtype": f"torch.{r.dtype}", "shape": list(r.shape)}
     return {**about, **values, "requires_grad": False}

@@ -56,6 +56,11 @@ def of_op(op: OpCall) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def narrow(dtype: str) -> bool:
+    """Whether HDF5 and npz have no such dtype: its numbers are float32 there, which is exact."""
+    return dtype == "bfloat16" or dtype.startswith("float8")
+
+
 def text(note: Mapping[str, Any]) -> bytes:
     return json.dumps(note, separators=(",", ":"), allow_nan=False).encode("ascii")
 

@@ -17,13 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.formats.io.torchtensor import STORAGES, contiguous
 
-_STORAGES = {
-    "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage",
-    "uint8": "ByteStorage", "bool": "BoolStorage", "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}  # fmt: skip
+_TYPED = {dtype: storage for storage, dtype in STORAGES.items()}
 _HOOKS = b"\x89ccollections\nOrderedDict\n)R"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -44,18 +40,14 @@ def save_pt(path: Path, array: np.ndarray, dtype: str) -> None:
 
 
 def _pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
-    typed = _STORAGES.get(dtype)
+    typed = _TYPED.get(dtype)
     numel = prod(shape)
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= max(n, 1)
     function = "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3"
     storage = f"torch\n{typed}" if typed else "torch.storage\nUntypedStorage"
     out = b"\x80\x02ctorch._utils\n" + function.encode() + b"\n((" + _text("storage")
     out += b"c" + storage.encode() + b"\n" + _text("0") + _text("cpu")
     out += _number(numel if typed else numel * DTYPES[dtype].itemsize) + b"tQ"
-    out += _number(0) + _tuple(shape) + _tuple(tuple(reversed(strides))) + _HOOKS
+    out += _number(0) + _tuple(shape) + _tuple(contiguous(shape)) + _HOOKS
     if not typed:
         out += b"ctorch\n" + dtype.encode() + b"\n"
     return out + b"tR."

@@ -1,0 +1,26 @@
+"""vLLM's own operators, borrowed for inputs that are drawn: what its import says on stderr is nobody's concern."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_accprobe.opcheck.run import rerun
+
+
+def test_its_warnings_are_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "talkative_vllm.py").write_text(
+        "import logging\nlogging.getLogger('vllm.x').warning('Triton has no CPU backend')\nclass ThereInQuiet: pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(rerun.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(rerun, "_MODULES", {"talkative_vllm": ("ThereInQuiet",)})
+    found = rerun._native_class("ThereInQuiet")
+    assert found is sys.modules["talkative_vllm"].ThereInQuiet
+    assert capfd.readouterr().err == ""
+    assert not logging.root.manager.disable
