@@ -278,6 +278,15 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """``{"event": "error"}``: something in the probe failed and was survived. where: the tap, or the probe's part."""
+
+    where: str
+    message: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """``{"event": "end"}``: the journal's last line when the dump was closed in order."""
 

@@ -81,6 +81,11 @@ class Layouts:
             return self._unknown()
         return REPLICATED
 
+    def param_event(self, tap: str, name: str, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        """What a line says of how the parameter is split; None where it is whole."""
+        layout = self.of_param(tap, name, shape)
+        return layout.to_event() if layout.size > 1 or layout.kind != "replicated" else None
+
     def _find(self, tap: str, role: str, shape: tuple[int, ...]) -> Layout:
         module = self._modules.get(tap)
         if tap.startswith(LABEL_TAP):  # taken anywhere in the model: only hidden states are known to be whole

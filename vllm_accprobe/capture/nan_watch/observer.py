@@ -24,7 +24,7 @@ from vllm_accprobe.capture.core.rows import EncoderItem, Requests, Scheduled, Sp
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import HEAD, VISION
 from vllm_accprobe.capture.nan_watch.bad_values import parameters
-from vllm_accprobe.capture.nan_watch.keep import finding, fingerprint, keep
+from vllm_accprobe.capture.nan_watch.keep import Fingerprint, finding, fingerprint, keep
 from vllm_accprobe.capture.nan_watch.module_call import watched
 from vllm_accprobe.capture.nan_watch.step import Alarm, WatchedStep
 from vllm_accprobe.capture.nan_watch.watch import Watch
@@ -83,7 +83,7 @@ class ErrcheckObserver(StepObserver):
         self._parallel = adapter.parallel
         self._requests = Requests(self.config)
         self._rows = ChosenRows(adapter.batch, self.config, self._requests)
-        self._loaded: dict[str, list[dict[str, Any]]] = {}
+        self._loaded: dict[str, list[Fingerprint]] = {}
         self._written = time.monotonic()
         self._seen_steps = self._later = 0
         self._places: Counter[str] = Counter()
