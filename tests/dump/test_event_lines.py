@@ -9,12 +9,12 @@ import pytest
 
 from vllm_accprobe.dump.journal import event_lines
 from vllm_accprobe.dump.journal.event_lines import KINDS
+from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.recorder.lines import encode
 from vllm_accprobe.dump.schema import (
     End,
     Failure,
     Image,
-    Label,
     Mask,
     Masks,
     Module,

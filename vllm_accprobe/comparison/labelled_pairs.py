@@ -18,9 +18,9 @@ import numpy as np
 
 from vllm_accprobe.comparison.measure.label_sums import LabelSide, LabelSums, measure
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.label_files import locate
+from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA, Label, label_file, locate
 from vllm_accprobe.dump.reader import Dump, DumpError
-from vllm_accprobe.dump.schema import ACL, LABEL_TAP, PTA, Label, Record, label_file, rank_dir, segment_name
+from vllm_accprobe.dump.schema import Record, rank_dir, segment_name
 from vllm_accprobe.dump.select import row_space
 from vllm_accprobe.judge.floor import flow_unit, is_exact
 from vllm_accprobe.judge.verdict import describe, row_errors, value_and_limit

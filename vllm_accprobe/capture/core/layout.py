@@ -15,7 +15,8 @@ from typing import Any
 
 from vllm_accprobe.capture.core import tp_slices
 from vllm_accprobe.capture.core.tp_slices import Parts
-from vllm_accprobe.dump.schema import LABEL_TAP, REPLICATED, Layout
+from vllm_accprobe.dump.label_files import LABEL_TAP
+from vllm_accprobe.dump.schema import REPLICATED, Layout
 
 
 class Layouts:

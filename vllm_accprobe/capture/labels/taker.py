@@ -25,8 +25,8 @@ from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session
 from vllm_accprobe.capture.core.step_state import StepState
 from vllm_accprobe.capture.labels import binding
 from vllm_accprobe.dump.journal.event_lines import LABEL, LABEL_ENDINGS
-from vllm_accprobe.dump.label_files import locate
-from vllm_accprobe.dump.schema import ACL, LABEL_TAP, PTA, Label, label_file, rank_dir
+from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA, Label, label_file, locate
+from vllm_accprobe.dump.schema import rank_dir
 
 _MAX_ID = 400
 _MANY = 512

@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_accprobe.dump.journal.events import MAX_INT, Event, integer, optional_integer, optional_string, short, string
+from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.schema import (
     DECODE,
     PREFILL,
     End,
     Failure,
     Image,
-    Label,
     Mask,
     Masks,
     Module,
