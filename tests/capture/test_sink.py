@@ -12,6 +12,7 @@ from vllm_accprobe.capture.core import rowmaps
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.capture.core.sink import Sink, Ticket
 from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.journal.tensor_lines import TensorHead
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.recorder.writer import write_run_json
 from vllm_accprobe.dump.schema import Request, Segment, Step
@@ -28,8 +29,8 @@ def sink(tmp_path: Path, request: pytest.FixtureRequest) -> Sink:
     return made
 
 
-def event(role: str, rows: str | None = None, row_dim: int = 0) -> dict[str, object]:
-    return {"event": "tensor", "step": 0, "tap": "m", "class": "M", "role": role, "call": 0, "seq": 0, "rows": rows, "row_dim": row_dim}  # fmt: skip  # noqa: E501
+def head(role: str, rows: str | None = None, row_dim: int = 0) -> TensorHead:
+    return TensorHead(0, "m", "M", role, rows=rows, row_dim=row_dim)
 
 
 def closed(sink: Sink, path: Path) -> Dump:
@@ -102,9 +103,9 @@ def test_only_the_kept_rows_are_stored_along_any_dimension(sink: Sink, tmp_path:
     sink.rows(0, space)
     dense, wide = torch.arange(40.0).view(8, 5), torch.arange(24.0).view(3, 8)
     strided = torch.arange(80).view(8, 10)[:, ::2]
-    sink.tensor(event("output.dense", "tokens"), dense, space, 0)
-    sink.tensor(event("output.wide", "tokens", 1), wide, space, 1)
-    sink.tensor(event("output.strided", "tokens"), strided, space, 0)
+    sink.tensor(head("output.dense", "tokens"), dense, space)
+    sink.tensor(head("output.wide", "tokens", 1), wide, space)
+    sink.tensor(head("output.strided", "tokens"), strided, space)
     dense.zero_()  # what the model does afterwards must not matter
     dump = closed(sink, tmp_path)
     kept = [0, 3, 4]
@@ -115,16 +116,16 @@ def test_only_the_kept_rows_are_stored_along_any_dimension(sink: Sink, tmp_path:
 
 def test_lazy_conjugates_and_negations_are_resolved(sink: Sink, tmp_path: Path) -> None:
     value = torch.tensor([1 + 2j, 3 - 4j])
-    sink.tensor(event("output.conj"), value.conj(), None, 0)
-    sink.tensor(event("output.imag"), value.conj().imag, None, 0)
+    sink.tensor(head("output.conj"), value.conj(), None)
+    sink.tensor(head("output.imag"), value.conj().imag, None)
     dump = closed(sink, tmp_path)
     assert np.allclose(read(dump, "output.conj").view(np.complex64).reshape(-1), [1 - 2j, 3 + 4j])
     assert read(dump, "output.imag").tolist() == [-2.0, 4.0]
 
 
 def test_what_is_no_plain_tensor_is_counted(sink: Sink, tmp_path: Path) -> None:
-    sink.tensor(event("output.sparse"), torch.eye(3).to_sparse(), None, 0)
-    sink.tensor(event("output.sparse"), torch.eye(3).to_sparse(), None, 0)
+    sink.tensor(head("output.sparse"), torch.eye(3).to_sparse(), None)
+    sink.tensor(head("output.sparse"), torch.eye(3).to_sparse(), None)
     dump = closed(sink, tmp_path)
     assert [(s.tap, s.role, s.reason, s.count) for s in dump.skips] == [("m", "output.sparse", "not a plain tensor", 2)]
 
@@ -134,10 +135,10 @@ def test_an_unchanged_input_is_not_stored_again_and_a_changed_one_is(sink: Sink,
     kept, changed = torch.ones(4), torch.ones(4)
     for role, tensor in (("kept", kept), ("changed", changed)):
         ticket = Ticket()
-        sink.tensor(event(f"input.{role}"), tensor, None, 0, ticket)
+        sink.tensor(head(f"input.{role}"), tensor, None, ticket)
         if role == "changed":
             tensor.mul_(3)
-        sink.after(event(f"inplace.{role}"), tensor, None, 0, ticket, told.append)
+        sink.after(head(f"inplace.{role}"), tensor, None, ticket, told.append)
     dump = closed(sink, tmp_path)
     assert told == [False, True]
     assert {r.role for r in dump.records} == {"input.kept", "input.changed", "inplace.changed"}

@@ -9,11 +9,12 @@ import pytest
 
 from vllm_accprobe.dump.journal import event_lines
 from vllm_accprobe.dump.journal.event_lines import KINDS
+from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.recorder.lines import encode
 from vllm_accprobe.dump.schema import (
     End,
+    Failure,
     Image,
-    Label,
     Mask,
     Masks,
     Module,
@@ -62,6 +63,16 @@ def test_there_and_back(value: Any, text: str) -> None:
     assert encode(kind.to_line(value)).decode() == text + "\n"
     given = {name: getattr(value, name) for name in kind.given}
     assert kind.from_line(json.loads(text), **given) == value
+
+
+def test_an_error_and_what_the_writer_does_not_know_of_it() -> None:
+    failure = event_lines.ERROR.to_line(Failure("norm", "ValueError: odd"))
+    assert encode(failure) == b'{"event":"error","where":"norm","message":"ValueError: odd","step":null}\n'
+    assert event_lines.ERROR.to_line(Failure("norm", "odd"), "step") == {
+        "event": "error",
+        "where": "norm",
+        "message": "odd",
+    }
 
 
 def test_every_kind_is_here() -> None:

@@ -14,6 +14,7 @@ from dumps import bits, parts, put, tensor_event, writer
 
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.dump.recorder.queued import TensorLine
 from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
 from vllm_accprobe.dump.schema import Payload, Stats
 from vllm_accprobe.dump.stats import StatsCell, tensor_stats
@@ -87,13 +88,11 @@ def test_parts_are_joined_and_large_payloads_span_blocks(tmp_path):
     root, rng = tmp_path / "d", np.random.default_rng(2)
     w = writer(root, block_bytes=4096, blocks=2)
     a, b, c = bits(rng, 3 * 4096 + 2), bits(rng, 50_000), bits(rng, 2)
-    cell = StatsCell()
     whole = np.concatenate([a, b, c])
+    cell = StatsCell(None, xxhash.xxh3_128_hexdigest(whole.tobytes()), "bfloat16")
     event = tensor_event("t", whole, "bfloat16", shape=(whole.size // 2,))
     p = w.put([*parts(a), (0, 0), *parts(b), *parts(c)], event, cell)
-    later = p
-    w.line(tensor_event("same", whole, "bfloat16", shape=(2, whole.size // 4), stats=cell, hash=cell)
-           | {"seg": later.seg, "off": later.off, "nbytes": later.nbytes})  # fmt: skip
+    w.line(TensorLine(tensor_event("same", whole, "bfloat16", shape=(2, whole.size // 4)), cell))
     w.close("done", {})
     dump = open_dump(root)
     first, same = dump.records

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 import xxhash
 from dump.dumps import bits, parts, tensor_event, writer
 
+from vllm_accprobe.dump.journal.tensor_lines import TensorHead
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.recorder.template import TensorTemplate
+from vllm_accprobe.dump.recorder.lines import encode
+from vllm_accprobe.dump.recorder.queued import TensorLine
+from vllm_accprobe.dump.recorder.template import TensorTemplate, spell
+from vllm_accprobe.dump.schema import Payload
 from vllm_accprobe.dump.stats import StatsCell, moments_at, tensor_stats
 
-CONSTANT = ("tap", "class", "role", "rows", "row_dim", "dtype", "shape", "layout", "mutated")
+LAYOUT = {"kind": "shard", "group": "tp", "index": 1, "size": 2, "dim": -1, "parts": [[4, 1]]}
 
 
-def template(event, array):
-    return TensorTemplate({k: event[k] for k in CONSTANT if k in event}, array.nbytes)
+def template(tap, array, dtype, **more):
+    head = TensorHead(0, tap, "Linear", "output.0", **more)
+    return TensorTemplate(head, dtype, array.shape, array.nbytes)
 
 
 def cell_of(array, dtype):
@@ -27,16 +33,17 @@ def cell_of(array, dtype):
 @pytest.mark.parametrize("tap", ["model.layers.0.mlp", 'quo"te\\d', "grün|日本", "half \ud800 pair", ""])
 def test_the_same_record_either_way(tmp_path, tap):
     a = np.random.default_rng(0).standard_normal((3, 4)).astype("<f4")
-    layout = {"kind": "shard", "group": "tp", "index": 1, "size": 2, "dim": -1, "parts": [[4, 1]]}
-    more = {"rows": None, "row_dim": 0, "mutated": True, "seq": 7, "call": 2, "step": 5, "layout": layout}
-    event = tensor_event(tap, a, "float32", **more)
+    head = TensorHead(5, tap, "Linear", "output.0", 2, 7, None, 0, LAYOUT, True)
     records = []
     for way in ("event", "template"):
         w = writer(tmp_path / way)
         if way == "event":
-            w.put(parts(a), dict(event))
+            w.put(parts(a), head.line("float32", a.shape))
         else:
-            w.tensor((template(event, a), 5, 2, 7, cell_of(a, "float32")), a.ctypes.data)
+            w.tensor(
+                (template(tap, a, "float32", layout=LAYOUT, mutated=True), 5, 2, 7, cell_of(a, "float32")),
+                a.ctypes.data,
+            )
         w.close("done", {})
         dump = open_dump(tmp_path / way)
         assert dump.problems == []
@@ -46,12 +53,24 @@ def test_the_same_record_either_way(tmp_path, tap):
     assert dataclasses.asdict(records[0]) == dataclasses.asdict(records[1])
 
 
+@pytest.mark.parametrize("mutated", [False, True])
+@pytest.mark.parametrize("layout", [None, LAYOUT])
+@pytest.mark.parametrize("place", [None, Payload(2, 640, 48)])
+def test_the_same_keys_and_values_as_the_line_that_is_made_whole(mutated, layout, place):
+    a = np.arange(12, dtype="<f4").reshape(3, 4)
+    cell = cell_of(a, "float32")
+    cell.sums, cell.payload = moments_at(a.ctypes.data, a.nbytes, "float32"), place
+    head = TensorHead(5, "a.b", "M", "output.0", 2, 7, "tokens", 1, layout, mutated)
+    short = spell((TensorTemplate(head, "float32", a.shape, a.nbytes), 5, 2, 7, cell))
+    assert json.loads(short) == json.loads(encode(TensorLine(head.line("float32", a.shape), cell).whole()))
+
+
 def test_a_later_line_about_the_same_bytes_shares_everything(tmp_path):
     w = writer(tmp_path / "d", block_bytes=4096)
     a = np.arange(5000, dtype="<f4")  # spans blocks: its statistics come in pieces
     cell = cell_of(a, "float32")
     for i in range(3):
-        line = (template(tensor_event(f"t{i}", a, "float32"), a), 0, 0, i, cell)
+        line = (template(f"t{i}", a, "float32"), 0, 0, i, cell)
         w.tensor(line, a.ctypes.data) if i == 0 else w.line(line)
     w.put(parts(a), tensor_event("event", a, "float32"))
     w.close("done", {})
@@ -67,7 +86,7 @@ def test_statistics_without_payload(tmp_path):
     a = np.array([1.0, np.nan, -3.0], "<f4")
     cell = cell_of(a, "float32")
     cell.sums = moments_at(a.ctypes.data, a.nbytes, "float32")
-    w.line((template(tensor_event("t", a, "float32"), a), 0, 0, 0, cell))
+    w.line((template("t", a, "float32"), 0, 0, 0, cell))
     w.close("done", {})
     (record,) = open_dump(tmp_path / "d").records
     assert record.payload is None
@@ -81,7 +100,7 @@ def test_stock_safetensors_lists_them_by_name(tmp_path):
     rng = np.random.default_rng(1)
     arrays = [bits(rng, n) for n in (100, 64, 1)]
     for i, a in enumerate(arrays):
-        w.tensor((template(tensor_event(f"t{i}", a, "uint8"), a), 3, i, i, cell_of(a, "uint8")), a.ctypes.data)
+        w.tensor((template(f"t{i}", a, "uint8"), 3, i, i, cell_of(a, "uint8")), a.ctypes.data)
     w.close("done", {})
     with safe_open(tmp_path / "d" / "rank0000" / "seg-00000.safetensors", "np") as f:
         names = [k for k in f.keys() if not k.startswith("__pad")]  # noqa: SIM118
@@ -95,8 +114,8 @@ def test_the_budget_counts_them(tmp_path):
     w = writer(tmp_path / "d", budget_bytes=20_000, on_stop=told.append)
     a = np.zeros(3000, np.uint8)
     for i in range(20):
-        w.tensor((template(tensor_event("t", a, "uint8"), a), i, 0, 0, cell_of(a, "uint8")), a.ctypes.data)
-    w.line((template(tensor_event("t", a, "uint8"), a), 20, 0, 0, cell_of(a, "uint8")))
+        w.tensor((template("t", a, "uint8"), i, 0, 0, cell_of(a, "uint8")), a.ctypes.data)
+    w.line((template("t", a, "uint8"), 20, 0, 0, cell_of(a, "uint8")))
     w.close("done", {})
     assert told == ["budget of 20000 bytes spent"]
     dump = open_dump(tmp_path / "d")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_accprobe.dump.label_files import locate
-from vllm_accprobe.dump.schema import Label
+from vllm_accprobe.dump.label_files import Label, locate
 
 PATH = "0_Model/3_Attention/after/outTensor0.bin"
 

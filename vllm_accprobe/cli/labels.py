@@ -31,7 +31,7 @@ def labels(
 
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.comparison.labelled_pairs import compare_labels, count_pairs
-    from vllm_accprobe.dump.schema import LABEL_TAP
+    from vllm_accprobe.dump.label_files import LABEL_TAP
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.report import label_lines as report
 

@@ -21,8 +21,8 @@ from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.measure.workers import measure_all
 from vllm_accprobe.comparison.plan.labelled import LabelSide, LabelView, meeting, places, sides_of
 from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import ACL, LABEL_TAP, PTA
 from vllm_accprobe.dump.select import row_space
 from vllm_accprobe.judge.floor import flow_unit, is_exact
 from vllm_accprobe.judge.verdict import describe, row_errors, value_and_limit

@@ -18,9 +18,9 @@ import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError, SegmentData, open_regular, read_into
+from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.schema import (
     End,
-    Label,
     Mask,
     Module,
     OpCall,

@@ -1,4 +1,4 @@
-"""Where an accelerator's library has put the file that a label names.
+"""Labels in a dump: their words, and where an accelerator's library has put the file that one names.
 
 The problem: a label gives the end of a path (``0_Model/0_Layer/3_Attention/after/outTensor0.bin``); the library puts
 directories of its own choice in front of it: process id, task id, device and process, number of the execution. The
@@ -14,14 +14,44 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from vllm_accprobe.dump.schema import Label
-
+LABEL_TAP = "label:"
+"""Begins the tap of what ``set_label`` was given; the id follows. Roles are PTA and ACL."""
+PTA, ACL = "pta", "acl"
 _DEPTH = 5
 """Directories that a library may put in front: dump, "tensors", device and process, task, execution."""
 _MOST = 20_000
 """Directories that are looked at."""
+
+
+def label_file(number: int, ending: str) -> str:
+    """Name, in the rank's directory, of a file that was collected for a label."""
+    return f"label-{number:05d}.{ending}"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """``{"event": "label"}``: a labelled tensor that lies in a file of its own, written by an accelerator's library.
+
+    path: as ``set_label`` was given it. pid and task: the process and its AIT_CMP_TASK_ID, which such libraries name
+    directories after; execution: how often this path was labelled before in this process. file and ending: number and
+    kind of the copy in the dump (`label_file`), None while there is none; reason: why there is none.
+    """
+
+    rank: int
+    step: int
+    tap: str
+    role: str
+    call: int
+    path: str
+    pid: int = 0
+    task: str = ""
+    execution: int = 0
+    file: int | None = None
+    ending: str = ""
+    reason: str = ""
 
 
 def locate(label: Label, roots: Sequence[Path]) -> tuple[Path | None, str]:

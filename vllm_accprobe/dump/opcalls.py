@@ -23,17 +23,25 @@ Nothing else is let in. Not here: the dataclass (schema.py), how calls are captu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_accprobe.dump.journal.events import Event, integer, optional_integer, optional_string, short, string
+from vllm_accprobe.dump.journal.events import (
+    MAX_DIMS,
+    MAX_INT,
+    Event,
+    integer,
+    optional_integer,
+    optional_string,
+    short,
+    string,
+)
 from vllm_accprobe.dump.schema import OpCall, Record
+from vllm_accprobe.dump.stats import StatsCell
 
 SEPARATOR = "::"
 """Between the module's path and the operator in a tap."""
 _DEPTH = 6
-_MAX_DIMS = 32
-_MAX_INT = 1 << 53
 _WORDS = ("dtype", "device", "layout", "memory_format")
 _FLOATS = ("inf", "-inf", "nan")
 
@@ -41,6 +49,47 @@ _FLOATS = ("inf", "-inf", "nan")
 def is_operator(tap: str) -> bool:
     """Whether a tap is an operator's and not a module's."""
     return SEPARATOR in tap
+
+
+def op_line(
+    tap: str,
+    call: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outputs: Sequence[Any],
+    mutates: Sequence[str],
+    *,
+    step: int | None,
+    op: str,
+    seq: int,
+    module: str | None,
+    module_call: int | None,
+    slot: int | None,
+    inside: str | None = None,
+) -> dict[str, Any]:
+    """An ``op`` event, see `OpCall`. inside: the operator whose Python kernel made the call; nothing reads it yet."""
+    line: dict[str, Any] = {
+        "event": "op", "step": step, "tap": tap, "op": op, "call": call, "seq": seq, "module": module, "args": args,
+        "kwargs": kwargs, "mutates": mutates,
+    }  # fmt: skip
+    if module_call is not None:
+        line["module_call"] = module_call
+    if inside is not None:
+        line["inside"] = inside
+    if slot is not None:
+        line["slot"] = slot
+    line["outputs"] = outputs
+    return line
+
+
+def about_bytes(cell: StatsCell) -> dict[str, Any]:
+    """What a tensor's description says where the tensor was looked at: those keys that its bytes tell."""
+    stats = cell.value
+    about: dict[str, Any] = {} if stats is None else {
+        "count": stats.count, "min": stats.min, "max": stats.max, "mean": stats.mean, "l2": stats.l2,
+        "nan": stats.nan, "inf": stats.inf,
+    }  # fmt: skip
+    return about if cell.hash is None else about | {"hash": cell.hash}
 
 
 def op_call(rank: int, e: Event) -> OpCall:
@@ -148,8 +197,8 @@ def _check_tensor(t: Any) -> None:
         sizes = t.get(key, [])
         if (
             not isinstance(sizes, list)
-            or len(sizes) > _MAX_DIMS
-            or not all(type(n) is int and 0 <= n <= _MAX_INT for n in sizes)
+            or len(sizes) > MAX_DIMS
+            or not all(type(n) is int and 0 <= n <= MAX_INT for n in sizes)
         ):
             raise ValueError(f"{key} of {t['role'][:60]} is {short(sizes)}")
     after = t.get("after")

@@ -19,7 +19,7 @@ from vllm_accprobe.dump.journal.event_lines import END
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.recorder.lines import encode, lock, remove_reserve
 from vllm_accprobe.dump.schema import JOURNAL, End, Record, rank_dir, segment_name
-from vllm_accprobe.dump.segment import HeaderEntry, build_header, part_name, write_all
+from vllm_accprobe.dump.segment import HeaderEntry, build_header, entry_key, part_name, write_all
 
 _PART = re.compile(r"seg-(\d{5,9})\.safetensors\.part", re.ASCII)
 
@@ -108,7 +108,7 @@ def _finish(directory: Path, index: int, records: list[Record]) -> bool:
 
 def _entry(r: Record) -> HeaderEntry:
     assert r.payload is not None
-    key = f"{'param' if r.step is None else r.step}|{r.tap}|{r.role}|{r.call}"
+    key = entry_key(r.step, r.tap, r.role, r.call)
     return HeaderEntry(key, r.dtype if r.dtype in DTYPES else "", r.shape, r.payload.off, r.payload.nbytes)
 
 

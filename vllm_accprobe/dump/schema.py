@@ -4,8 +4,8 @@ The problem: capture (inside vLLM) and analysis (anywhere) share nothing but fil
 those files must be said once. The idea: plain frozen dataclasses, one per kind of journal line; the JSON keys are the
 field names, except that ``cls`` is spelt ``class`` and that the three fields of a payload stand in the tensor's line
 itself. docs/dump-format.md says the same in prose. Not here: how bytes reach the disk (writer.py), how a line becomes
-one of these and back (event_lines.py), how a tensor is a part of a whole (layouts.py, whose words are these too), what
-a dtype's bits mean (dtypes.py).
+one of these and back (journal/), how a tensor is a part of a whole (layouts.py, whose words are these too), labels
+(label_files.py), what a dtype's bits mean (dtypes.py).
 """
 
 from __future__ import annotations
@@ -278,6 +278,15 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """``{"event": "error"}``: something in the probe failed and was survived. where: the tap, or the probe's part."""
+
+    where: str
+    message: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """``{"event": "end"}``: the journal's last line when the dump was closed in order."""
 
@@ -286,36 +295,3 @@ class End:
     tensors: int
     bytes: int
     skipped: Mapping[str, int] = field(default_factory=dict)
-
-
-LABEL_TAP = "label:"
-"""Begins the tap of what ``set_label`` was given; the id follows. Roles are PTA and ACL."""
-PTA, ACL = "pta", "acl"
-
-
-def label_file(number: int, ending: str) -> str:
-    """Name, in the rank's directory, of a file that was collected for a label."""
-    return f"label-{number:05d}.{ending}"
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """``{"event": "label"}``: a labelled tensor that lies in a file of its own, written by an accelerator's library.
-
-    path: as ``set_label`` was given it. pid and task: the process and its AIT_CMP_TASK_ID, which such libraries name
-    directories after; execution: how often this path was labelled before in this process. file and ending: number and
-    kind of the copy in the dump (`label_file`), None while there is none; reason: why there is none.
-    """
-
-    rank: int
-    step: int
-    tap: str
-    role: str
-    call: int
-    path: str
-    pid: int = 0
-    task: str = ""
-    execution: int = 0
-    file: int | None = None
-    ending: str = ""
-    reason: str = ""

@@ -13,11 +13,10 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quote
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
 try:
     import fcntl
@@ -37,8 +36,7 @@ MAX_HEADER = 100_000_000
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
+class HeaderEntry(NamedTuple):
     """One tensor of a segment's header; ``off`` counts from the start of the data."""
 
     key: str
@@ -53,10 +51,9 @@ def part_name(index: int) -> str:
     return segment_name(index) + ".part"
 
 
-def entry_key(event: Mapping[str, Any]) -> str:
-    """A tensor's name in the header, from its journal event: ``step|tap|role|call``, or ``param|tap|role|call``."""
-    step = event.get("step")
-    return f"{'param' if step is None else step}|{event.get('tap', '')}|{event.get('role', '')}|{event.get('call', 0)}"
+def entry_key(step: int | None, tap: str, role: str, call: int) -> str:
+    """A tensor's name in the header; step: None of a parameter."""
+    return f"{'param' if step is None else step}|{tap}|{role}|{call}"
 
 
 def entry_room(tap: str, role: str, ndim: int) -> int:

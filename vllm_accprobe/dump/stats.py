@@ -32,13 +32,13 @@ Sums = tuple[int, float, float, float, float, int, int]
 class StatsCell:
     """What all journal lines about the same bytes share; each of them may hold the same cell.
 
-    ``value``: their statistics, ``hash``: both None until somebody has computed them, for a payload the writer's
-    thread. ``sums``: the statistics as moments, which are made into ``value`` when that is asked for. ``payload``:
-    where the bytes lie. ``text``: all of it as it stands at the end of a line (template.py).
+    ``value``: their statistics, None until somebody has computed them, for a payload the writer's thread. ``sums``: the
+    statistics as moments, which are made into ``value`` when that is asked for. ``hash``: None of a fingerprint.
+    ``payload``: where the bytes lie. ``text``: all of it as it stands at the end of a line (template.py). ``dtype``: of
+    the statistics, None where none are wanted.
     """
 
     __slots__ = ("_value", "dtype", "hash", "payload", "sums", "text")
-    wants_hash = False
 
     def __init__(self, value: Stats | None = None, hash: str | None = None, dtype: str | None = None):
         self._value = value
@@ -55,9 +55,9 @@ class StatsCell:
             self._value = Stats(**in_words(self.sums))
         return self._value
 
-    @value.setter
-    def value(self, value: Stats | None) -> None:
-        self._value = value
+    def settle(self) -> None:
+        """All pieces have passed: ``value`` says it from now on."""
+        self._value, self.sums = self.value, None
 
     def add(self, sums: Sums) -> None:
         """The moments of the next piece of the payload."""

@@ -15,7 +15,8 @@ from typing import Any
 
 from vllm_accprobe.capture.core import tp_slices
 from vllm_accprobe.capture.core.tp_slices import Parts
-from vllm_accprobe.dump.schema import LABEL_TAP, REPLICATED, Layout
+from vllm_accprobe.dump.label_files import LABEL_TAP
+from vllm_accprobe.dump.schema import REPLICATED, Layout
 
 
 class Layouts:
@@ -80,6 +81,11 @@ class Layouts:
                 return self._shard(-2, parts)
             return self._unknown()
         return REPLICATED
+
+    def param_event(self, tap: str, name: str, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        """What a line says of how the parameter is split; None where it is whole."""
+        layout = self.of_param(tap, name, shape)
+        return layout.to_event() if layout.size > 1 or layout.kind != "replicated" else None
 
     def _find(self, tap: str, role: str, shape: tuple[int, ...]) -> Layout:
         module = self._modules.get(tap)

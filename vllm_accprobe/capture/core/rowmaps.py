@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.capture.core.say import say
-from vllm_accprobe.dump.schema import Segment
+from vllm_accprobe.dump.schema import RowSpace, Segment
 
-Finish = Callable[[Sequence[torch.Tensor]], dict[str, Any]]
+Finish = Callable[[Sequence[torch.Tensor]], RowSpace]
 
 
 class RowMaps:
@@ -41,17 +40,18 @@ class RowMaps:
 
     def of(self, step: int, space: Space) -> tuple[list[torch.Tensor], Finish]:
         """The tensors whose values the line needs (ids and positions: integers, [token rows]), and what makes the
-        line of their copies in host memory."""
-        event = {"event": "rows", "step": step, "space": space.name, "src_rows": space.src}
+        row map of their copies in host memory."""
+        name, src_rows = space.name, space.src
         segments, ranges, token_rows = list(space.segments), list(space.ranges), list(space.token_rows)
         floors = dict(space.floors)
         found = [(name, tensor) for name in ("ids", "positions") if (tensor := getattr(space, name)) is not None]
 
-        def finish(hosts: Sequence[torch.Tensor]) -> dict[str, Any]:
+        def finish(hosts: Sequence[torch.Tensor]) -> RowSpace:
             named = dict(zip((name for name, _ in found), hosts, strict=True))
+            ids: list[int] = []
             if "ids" in named:
                 self._ids = named["ids"].tolist()
-                event["ids"] = [i for start, stop in ranges for i in self._ids[start:stop]]
+                ids = [i for start, stop in ranges for i in self._ids[start:stop]]
             # Asynchronous speculation corrects positions on the device after the scheduler has guessed them.
             if "positions" in named:
                 self._positions = named["positions"].tolist()
@@ -59,12 +59,11 @@ class RowMaps:
             else:
                 rows = _firsts(segments, token_rows)
             if token_rows and self._ids:
-                event["ids"] = [self._ids[row] for row in token_rows]
+                ids = [self._ids[row] for row in token_rows]
             true = segments
             if rows and self._positions:
                 true = [self._corrected(s, r, floors.get(s.req)) for s, r in zip(segments, rows, strict=True)]
-            event["segments"] = [_segment(s) for s in true]
-            return event
+            return RowSpace(step, name, src_rows, tuple(true), tuple(ids))
 
         return [tensor for _, tensor in found], finish
 
@@ -87,19 +86,6 @@ class RowMaps:
             )
         self.disbelieved += 1
         return segment
-
-
-def _segment(segment: Segment) -> dict[str, Any]:
-    event: dict[str, Any] = {
-        "req": segment.req,
-        "pos": segment.pos,
-        "n": segment.n,
-        "row": segment.row,
-        "phase": segment.phase,
-    }
-    if segment.image is not None:
-        event["image"] = segment.image
-    return event
 
 
 def _firsts(segments: Sequence[Segment], token_rows: Sequence[int]) -> list[int]:

@@ -22,7 +22,9 @@ from vllm_accprobe.capture.core.sink import Sink, Ticket
 from vllm_accprobe.capture.core.step_state import StepState
 from vllm_accprobe.capture.taps.fast_path import Express, Sites
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.schema import DEALT, LOGITS, OWN, ROOT_TAP, TOKENS, Layout, Module, Request, Step
+from vllm_accprobe.dump.journal.event_lines import STOP
+from vllm_accprobe.dump.journal.tensor_lines import TensorHead
+from vllm_accprobe.dump.schema import DEALT, LOGITS, OWN, ROOT_TAP, TOKENS, Layout, Module, Request, Step, Stop
 
 NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 LANGUAGE, VISION, HEAD = "language", "vision", "head"
@@ -117,7 +119,7 @@ class Session:
             self.dead = self.dead or f"the tap at {where} failed: {text}"
             if first:
                 self.sink.error(where, text + place, state.number if state else None)
-                self.sink.line({"event": "stop", "reason": self.dead, "step": state.number if state else None})
+                self.sink.line(STOP.to_line(Stop(self.dead, state.number if state else None)))
                 self.say(f"the probe failed at {where}: {text}{place}; capture is off, serving goes on")
         except Exception as again:
             sys.stderr.write(f"accprobe: the probe failed at {where} and could not say so: {again!r}\n")
@@ -145,10 +147,10 @@ class Session:
                 if ticket is not None:
                     ticket.digest = digest
                 return
-        found = self._event(state, tap, cls, role, call, tensor, part)
+        found = self._head(state, tap, cls, role, call, tensor, part)
         if found is not None:
-            event, space, dim = found
-            self.sink.tensor(event, tensor, space, dim, ticket)
+            head, space = found
+            self.sink.tensor(head, tensor, space, ticket)
 
     def record_if_changed(
         self,
@@ -171,16 +173,23 @@ class Session:
             if digest is not None:
                 changed(digest != ticket.digest)
                 return
-        found = self._event(state, tap, cls, role, call, tensor, part)
+        found = self._head(state, tap, cls, role, call, tensor, part, mutated=True)
         if found is not None:
-            event, space, dim = found
-            event["mutated"] = True
-            self.sink.after(event, tensor, space, dim, ticket, changed)
+            head, space = found
+            self.sink.after(head, tensor, space, ticket, changed)
 
-    def _event(
-        self, state: StepState, tap: str, cls: str, role: str, call: int, tensor: torch.Tensor, part: str
-    ) -> tuple[dict[str, Any], Space | None, int] | None:
-        """The journal line of a tensor and where its rows are, or None if nothing of it is wanted."""
+    def _head(
+        self,
+        state: StepState,
+        tap: str,
+        cls: str,
+        role: str,
+        call: int,
+        tensor: torch.Tensor,
+        part: str,
+        mutated: bool = False,
+    ) -> tuple[TensorHead, Space | None] | None:
+        """What is known of a tensor by its place, and its rows; None if nothing of it is wanted."""
         shape = tensor.shape
         space: Space | None = None
         dim = 0
@@ -200,15 +209,10 @@ class Session:
             return None
         seq = state.seq
         state.seq = seq + 1
-        event: dict[str, Any] = {
-            "event": "tensor", "step": state.number, "tap": tap, "class": cls, "role": role, "call": call, "seq": seq,
-            "rows": None if space is None else space.name, "row_dim": dim,
-        }  # fmt: skip
         dealt = part == VISION and self.deal() is not None
         layout = self.own_layout() if dealt else self.layout_event(tap, role, shape)
-        if layout is not None:
-            event["layout"] = layout
-        return event, space, dim
+        rows = None if space is None else space.name
+        return TensorHead(state.number, tap, cls, role, call, seq, rows, dim, layout, mutated), space
 
     def own_layout(self) -> dict[str, Any]:
         """What a line says of a tensor of images that were dealt to this rank."""

@@ -11,7 +11,6 @@ Not here: blocks and files (dump/recorder/writer.py), which rows are which (rows
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,18 +24,12 @@ from vllm_accprobe.capture.core.memory import DTYPE_NAMES, LAZY, Ranges, Scratch
 from vllm_accprobe.capture.core.rowmaps import RowMaps
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.journal.event_lines import ERROR, MODULE, REQUEST, ROWS, SKIP, STEP
+from vllm_accprobe.dump.journal.tensor_lines import TensorHead
+from vllm_accprobe.dump.recorder.queued import Event, TensorLine
 from vllm_accprobe.dump.recorder.writer import RankWriter
-from vllm_accprobe.dump.schema import ROOT_TAP, Module, Request, Step
+from vllm_accprobe.dump.schema import ROOT_TAP, Failure, Module, Request, Skip, Step
 from vllm_accprobe.dump.stats import StatsCell, moments_at, warm_up
-
-
-def _event(kind: str, value: Any) -> dict[str, Any]:
-    event: dict[str, Any] = {"event": kind}
-    for f in dataclasses.fields(value):
-        item = getattr(value, f.name)
-        if item is not None and item != ():
-            event[f.name] = item
-    return event
 
 
 class Sink:
@@ -61,9 +54,7 @@ class Sink:
     ):
         self.keep = config.task == "tensor"
         self._on_stop = on_stop
-        self.writer = RankWriter(
-            root, rank, {"event": "start", **start}, budget_bytes=config.budget_bytes, on_stop=on_stop
-        )
+        self.writer = RankWriter(root, rank, start, budget_bytes=config.budget_bytes, on_stop=on_stop)
         # Compiling takes seconds the first time on a machine: now, not in somebody's request. Not earlier, at import:
         # vLLM 0.32's CPU worker cannot be initialised in a process that has already loaded llvmlite.
         warm_up()
@@ -91,45 +82,34 @@ class Sink:
 
     # --- lines -------------------------------------------------------------------------------------------------
 
-    def line(self, event: dict[str, Any] | Callable[[], dict[str, Any] | None]) -> None:
+    def line(self, line: Event | TensorLine | Callable[[], Event | None]) -> None:
         """A journal line in its place among the tensors. A callable is asked for it on the writer's thread, when the
         lines before it are done."""
         if self._staging is None:
-            self.writer.line(event)
+            self.writer.line(line)
         else:
-            self._staging.stage((), lambda _: self.writer.line(event))
+            self._staging.stage((), lambda _: self.writer.line(line))
 
     def step(self, step: Step) -> None:
         """A step begins; bytes of the last one, parameters' excepted, are no longer known."""
         self.steps += 1
         self._then(self._new_step)
-        self.line(_event("step", step) | {"batch": dict(step.batch)})
+        self.line(STEP.to_line(step))
 
     def request(self, request: Request) -> None:
         """A request's line, once, before the first row map that names it."""
-        event = _event("request", request)
-        if request.images:
-            event["images"] = [dataclasses.asdict(image) for image in request.images]
-        self.line(event)
+        self.line(REQUEST.to_line(request))
 
     def module(self, module: Module) -> None:
         """A tap's line."""
-        self.line(
-            {
-                "event": "module",
-                "tap": module.tap,
-                "class": module.cls,
-                "index": module.index,
-                "attrs": dict(module.attrs),
-            }
-        )
+        self.line(MODULE.to_line(module))
 
     def rows(self, step: int, space: Space) -> None:
         """The row map of ``space``; token ids (and true positions) come from its tensors as they are at this moment."""
         tensors, finish = self._rowmaps.of(step, space)
 
         def arrived(hosts: Sequence[torch.Tensor]) -> None:
-            self.writer.line(finish(hosts))
+            self.writer.line(ROWS.to_line(finish(hosts)))
 
         if self._staging is None:
             arrived(tensors)
@@ -142,143 +122,124 @@ class Sink:
 
     def error(self, where: str, message: str, step: int | None) -> None:
         """A failure that was survived; a message of at most 2,000 characters is kept."""
-        self.line({"event": "error", "where": where, "message": message[:2000], "step": step})
+        self.line(ERROR.to_line(Failure(where, message[:2000], step)))
 
     # --- tensors -----------------------------------------------------------------------------------------------
 
     def tensor(
         self,
-        event: dict[str, Any],
+        head: TensorHead,
         tensor: torch.Tensor,
         space: Space | None,
-        row_dim: int,
         ticket: Ticket | None = None,
         lasting: bool = False,
     ) -> None:
-        """Stores ``tensor`` (its selected rows, if it has any) and queues its line; ``ticket`` gets the hash.
-        ``lasting``: the same bytes will come again in later steps."""
-        ready = self._prepare(event, tensor, space, row_dim)
-        if ready is None:
-            return
-        tensor, ranges = ready
-        if self._staging is None:
-            hash = self._store(event, tensor, ranges, lasting)
-            if ticket is not None:
-                ticket.digest = hash
-            return
+        """Stores ``tensor`` (its selected rows, if it has any) and queues its line; ``ticket`` is told of its bytes.
+        ``lasting``: the same bytes will come again in later steps. Parameters are always stored."""
 
-        def arrived(hosts: Sequence[torch.Tensor]) -> None:
-            hash = self._store(event, hosts[0], None, lasting)
+        def store(dtype: str, host: torch.Tensor, ranges: Ranges) -> None:
+            shape, parts = self.scratch.parts(host, ranges)
+            cell = self._store(head, dtype, shape, parts, digest(parts), lasting)
             if ticket is not None:
-                ticket.digest = hash
+                ticket.told(cell)
 
-        self._staging.stage((selected(tensor, ranges),), arrived)
+        self._on_host(head.tap, head.role, tensor, space, head.row_dim, store)
 
     def after(
         self,
-        event: dict[str, Any],
+        head: TensorHead,
+        tensor: torch.Tensor,
+        space: Space | None,
+        before: Ticket,
+        changed: Callable[[bool], None],
+        ticket: Ticket | None = None,
+    ) -> None:
+        """Stores ``tensor`` only if its bytes are no longer those of ``before``; tells ``changed`` which, and
+        ``ticket`` of its bytes if it is stored."""
+
+        def compare(dtype: str, host: torch.Tensor, ranges: Ranges) -> None:
+            shape, parts = self.scratch.parts(host, ranges)
+            hash = digest(parts)
+            different = before.digest is not None and hash != before.digest
+            changed(different)
+            if different:
+                cell = self._store(head, dtype, shape, parts, hash)
+                if ticket is not None:
+                    ticket.told(cell)
+
+        self._on_host(head.tap, head.role, tensor, space, head.row_dim, compare)
+
+    def look(self, tap: str, role: str, tensor: torch.Tensor, ticket: Ticket) -> None:
+        """Tells ``ticket`` hash and statistics of ``tensor``, of which there is no line."""
+
+        def look(dtype: str, host: torch.Tensor, ranges: Ranges) -> None:
+            _, parts = self.scratch.parts(host, ranges)
+            hash = digest(parts)
+            ticket.told(self.seen.get(hash + dtype) or self._measured(StatsCell(None, hash, dtype), parts))
+
+        self._on_host(tap, role, tensor, None, 0, look)
+
+    def _on_host(
+        self,
+        tap: str,
+        role: str,
         tensor: torch.Tensor,
         space: Space | None,
         row_dim: int,
-        ticket: Ticket,
-        changed: Callable[[bool], None],
+        take: Callable[[str, torch.Tensor, Ranges], None],
     ) -> None:
-        """Stores ``tensor`` only if its bytes are no longer those of ``ticket``; tells ``changed`` which."""
-        ready = self._prepare(event, tensor, space, row_dim)
-        if ready is None:
+        """Gives ``take`` the dtype's name, the tensor in host memory with its rows along dimension 0 (or whole), and
+        which ranges of them are wanted: now, or on the staging thread. What cannot be stored is counted as skipped."""
+        dtype = DTYPE_NAMES.get(tensor.dtype)
+        if dtype is None or tensor.layout is not torch.strided:  # sparse, quantised, nested
+            self.skip(tap, "not a plain tensor", role)
             return
-        tensor, ranges = ready
-
-        def compare(host: torch.Tensor, ranges: Ranges) -> None:
-            event["shape"], parts = self.scratch.parts(host, ranges)
-            hash = digest(parts)
-            different = ticket.digest is not None and hash != ticket.digest
-            changed(different)
-            if different:
-                self._store_parts(event, parts, hash)
-
-        if self._staging is None:
-            compare(tensor, ranges)
-        else:
-            self._staging.stage((selected(tensor, ranges),), lambda hosts: compare(hosts[0], None))
-
-    def look(self, event: dict[str, Any], tensor: torch.Tensor, ticket: Ticket) -> None:
-        """Hash and statistics of ``tensor``, put into ``event``, which becomes no line."""
-        ready = self._prepare(event, tensor, None, 0)
-        if ready is None:
-            return
-
-        def arrived(hosts: Sequence[torch.Tensor]) -> None:
-            event["shape"], parts = self.scratch.parts(hosts[0], None)
-            ticket.digest = event["hash"] = digest(parts)
-            cell = self.seen.get(event["hash"] + event["dtype"])
-            if cell is None:
-                cell = StatsCell(None, event["hash"])
-                for address, nbytes in parts:
-                    cell.add(moments_at(address, nbytes, event["dtype"]))
-            event["stats"] = cell
-
-        if self._staging is None:
-            arrived((ready[0],))
-        else:
-            self._staging.stage((ready[0],), arrived)
-
-    def _prepare(
-        self, event: dict[str, Any], tensor: torch.Tensor, space: Space | None, row_dim: int
-    ) -> tuple[torch.Tensor, Ranges] | None:
-        """The tensor with its rows along dimension 0 (or whole) and the wanted ranges; None if it cannot be stored."""
-        name = DTYPE_NAMES.get(tensor.dtype)
-        if name is None or tensor.layout is not torch.strided:  # sparse, quantised, nested
-            self.skip(event["tap"], "not a plain tensor", event["role"])
-            return None
         # Half precision has no lazy conjugates, and asking releases the GIL, which the writer's thread may then take.
-        if name in LAZY and (tensor.is_conj() or tensor.is_neg()):
+        if dtype in LAZY and (tensor.is_conj() or tensor.is_neg()):
             tensor = tensor.resolve_conj().resolve_neg()
-        event["dtype"] = name
-        if space is None or (space.whole and tensor.shape[row_dim] == space.src):
-            return tensor, None
-        if row_dim != 0:
-            return torch.cat([tensor.narrow(row_dim, a, b - a) for a, b in space.ranges], row_dim), None
-        return tensor, space.ranges
+        ranges: Ranges = None
+        if space is not None and not (space.whole and tensor.shape[row_dim] == space.src):
+            if row_dim == 0:
+                ranges = space.ranges
+            else:
+                tensor = torch.cat([tensor.narrow(row_dim, a, b - a) for a, b in space.ranges], row_dim)
+        if self._staging is None:
+            take(dtype, tensor, ranges)
+        else:
+            self._staging.stage((selected(tensor, ranges),), lambda hosts: take(dtype, hosts[0], None))
 
-    def _store(self, event: dict[str, Any], host: torch.Tensor, ranges: Ranges, lasting: bool = False) -> str:
-        event["shape"], parts = self.scratch.parts(host, ranges)
-        return self._store_parts(event, parts, digest(parts), lasting)
-
-    def _store_parts(
-        self, event: dict[str, Any], parts: list[tuple[int, int]], hash: str, lasting: bool = False
-    ) -> str:
-        event["hash"] = hash
+    def _store(
+        self,
+        head: TensorHead,
+        dtype: str,
+        shape: tuple[int, ...],
+        parts: list[tuple[int, int]],
+        hash: str,
+        lasting: bool = False,
+    ) -> StatsCell:
+        """Queues the line, with the bytes if they are new in this step; the cell of these bytes."""
+        event = head.line(dtype, shape)
         self.tensors += 1
-        key = hash + event["dtype"]
+        key = hash + dtype
         cell = self.seen.get(key)
-        if cell is not None:
-            payload = cell.payload
-            event["stats"] = cell
-            if payload is not None:
-                event["seg"], event["off"], event["nbytes"] = payload.seg, payload.off, payload.nbytes
-            self.writer.line(event)
-            return hash
-        cell = self.seen[key] = StatsCell(None, hash)
-        if lasting or event["event"] == "param":
-            self.lasting[key] = cell
-        event["stats"] = cell
-        if self.keep or event["event"] == "param":
-            cell.payload = self.writer.put(parts, event, cell)
-        else:
-            for address, nbytes in parts:
-                cell.add(moments_at(address, nbytes, event["dtype"]))
-            self.writer.line(event)
-        return hash
+        if cell is None:
+            cell = self.seen[key] = StatsCell(None, hash, dtype)
+            if lasting or head.step is None:
+                self.lasting[key] = cell
+            if self.keep or head.step is None:
+                self.writer.put(parts, event, cell)
+                return cell
+            self._measured(cell, parts)
+        self.writer.line(TensorLine(event, cell))
+        return cell
 
-    # --- parameters --------------------------------------------------------------------------------------------
-
-    def param(self, event: dict[str, Any], tensor: torch.Tensor | None, stats: StatsCell | None = None) -> None:
-        """A parameter's line: with its payload where ``tensor`` is given, else a fingerprint with ``stats``."""
-        if tensor is not None:
-            self.tensor(event, tensor, None, 0)
-        else:
-            self.line(event | {"stats": stats})
+    @staticmethod
+    def _measured(cell: StatsCell, parts: list[tuple[int, int]]) -> StatsCell:
+        """``cell`` with the statistics of its bytes."""
+        assert cell.dtype is not None
+        for address, nbytes in parts:
+            cell.add(moments_at(address, nbytes, cell.dtype))
+        return cell
 
     # --- the end -----------------------------------------------------------------------------------------------
 
@@ -295,10 +256,7 @@ class Sink:
             self.skip(ROOT_TAP, why, "positions", self._rowmaps.disbelieved)
         totals: Counter[str] = Counter()
         for (tap, role, why), count in self.skipped.items():
-            event = {"event": "skip", "tap": tap, "reason": why, "count": count}
-            if role is not None:
-                event["role"] = role
-            self.writer.line(event)
+            self.writer.line(SKIP.to_line(Skip(tap, why, None, role, count)))
             totals[why] += count
         self.writer.close(reason, {"steps": self.steps, "tensors": self.tensors, "skipped": dict(totals)})
 
@@ -314,14 +272,19 @@ class Sink:
             self._staging.stage((), lambda _: action())
 
     def _staging_failed(self, error: BaseException) -> None:
-        self.writer.line({"event": "error", "where": "staging", "message": f"{type(error).__name__}: {error}"[:2000]})
+        failure = Failure("staging", f"{type(error).__name__}: {error}"[:2000])
+        self.writer.line(ERROR.to_line(failure, "step"))
         self._on_stop(f"the copy from the device failed: {error}")
 
 
 class Ticket:
-    """Gets the hash of a stored tensor: at once for host tensors, on the staging thread for a device's."""
+    """Gets the hash of a tensor: at once for host tensors, on the staging thread for a device's."""
 
     __slots__ = ("digest",)
 
     def __init__(self) -> None:
         self.digest: str | None = None
+
+    def told(self, cell: StatsCell) -> None:
+        """The cell of its bytes is known."""
+        self.digest = cell.hash

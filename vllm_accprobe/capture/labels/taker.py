@@ -24,9 +24,9 @@ import torch
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session
 from vllm_accprobe.capture.core.step_state import StepState
 from vllm_accprobe.capture.labels import binding
-from vllm_accprobe.dump.journal.event_lines import LABEL_ENDINGS
-from vllm_accprobe.dump.label_files import locate
-from vllm_accprobe.dump.schema import ACL, LABEL_TAP, PTA, Label, label_file, rank_dir
+from vllm_accprobe.dump.journal.event_lines import LABEL, LABEL_ENDINGS
+from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA, Label, label_file, locate
+from vllm_accprobe.dump.schema import rank_dir
 
 _MAX_ID = 400
 _MANY = 512
@@ -218,8 +218,7 @@ class Labels:
         return ""
 
     def _line(self, label: Label) -> None:
-        event = {k: v for k, v in dataclasses.asdict(label).items() if v not in (None, "") and k != "rank"}
-        self._session.sink.line({"event": "label", **event})
+        self._session.sink.line(LABEL.to_line(label))
 
 
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY

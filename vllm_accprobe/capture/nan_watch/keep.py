@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,29 @@ from vllm_accprobe.dump.findings import (
     UNSURE,
     FirstBad,
 )
+from vllm_accprobe.dump.journal.tensor_lines import TensorHead, last
+from vllm_accprobe.dump.recorder.queued import TensorLine
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, Segment, Step
+from vllm_accprobe.dump.stats import StatsCell
 
 FindSpace = Callable[[str, int], "Space | None"]
 """The space of a tensor with so many rows in a part of the model, or None."""
 MAX_GB = 1.0
 
 
-def fingerprint(name: str, tensor: torch.Tensor) -> dict[str, Any]:
-    """The line of a parameter without its values, tap and layout."""
-    return {
-        "event": "param", "role": f"param.{name}", "call": 0, "seq": 0, "rows": None, "row_dim": 0,
-        "dtype": DTYPE_NAMES.get(tensor.dtype, ""), "shape": list(tensor.shape), "sample": sample_hash(tensor),
-    }  # fmt: skip
+@dataclass(frozen=True)
+class Fingerprint:
+    """A parameter of a module without its values. sample: see taps/params.py."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sample: str
+
+
+def fingerprint(name: str, tensor: torch.Tensor) -> Fingerprint:
+    """The fingerprint of a plain tensor as it is now."""
+    return Fingerprint(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), sample_hash(tensor))
 
 
 def finding(
@@ -151,7 +162,7 @@ def keep(
     rows: Sequence[int],
     find_space: FindSpace,
     requests: Mapping[int, Request],
-    params: Sequence[dict[str, Any]],
+    params: Sequence[Fingerprint],
 ) -> str:
     """Writes the alarm's call as this rank's dump under ``root``. Returns how it went, as part of a sentence.
 
@@ -182,12 +193,10 @@ def keep(
         if tap in watch.modules:
             sink.module(watch.modules[tap])
     path = "" if alarm.tap == ROOT_TAP else alarm.tap
-    for event in params:
-        whole = {**event, "tap": alarm.tap, "class": alarm.cls}
-        layout = layouts.of_param(path, event["role"].removeprefix("param."), tuple(event["shape"]))
-        if layout.size > 1 or layout.kind != "replicated":
-            whole["layout"] = layout.to_event()
-        sink.param(whole, None)
+    for p in params:
+        layout = layouts.param_event(path, p.name, p.shape)
+        head = TensorHead(None, alarm.tap, alarm.cls, f"param.{p.name}", layout=layout, sample=p.sample)
+        sink.line(TensorLine(last(head.line(p.dtype, p.shape), "tap", "class", "layout"), StatsCell()))
     for item in alarm.inputs:
         if item.tensor is None:
             sink.skip(alarm.tap, "changed in place before it could be kept", item.role)

@@ -3,16 +3,15 @@
 The problem: everything that capture has to know of vLLM's runner (what a step is, which row is whose, when a process
 ends) errcheck has to know, too, with or without a capture beside it, and for all requests. The idea: a second observer
 of the same runner, with a Watch instead of a Session; nothing is written until something is bad.
-Not here: the runner (vllm/runner.py), finding (watch.py), writing (keep.py, dump/findings.py).
+Not here: the runner (vllm/runner.py), finding (watch.py), what was found so far (rank_findings.py), its tensors
+(keep.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import time
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
 import torch
@@ -24,8 +23,9 @@ from vllm_accprobe.capture.core.rows import EncoderItem, Requests, Scheduled, Sp
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import HEAD, VISION
 from vllm_accprobe.capture.nan_watch.bad_values import parameters
-from vllm_accprobe.capture.nan_watch.keep import finding, fingerprint, keep
+from vllm_accprobe.capture.nan_watch.keep import Fingerprint, finding, fingerprint, keep
 from vllm_accprobe.capture.nan_watch.module_call import watched
+from vllm_accprobe.capture.nan_watch.rank_findings import RankFindings
 from vllm_accprobe.capture.nan_watch.step import Alarm, WatchedStep
 from vllm_accprobe.capture.nan_watch.watch import Watch
 from vllm_accprobe.capture.taps.hooks import Taps
@@ -38,13 +38,11 @@ from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
 from vllm_accprobe.capture.vllm.vllm_compat import hidden_size, language_prefix, run_info
 from vllm_accprobe.config import ConfigError, ProbeConfig
-from vllm_accprobe.dump.findings import FirstBad, RankReport, sentence, write
+from vllm_accprobe.dump.findings import sentence
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, hash_tokens
 
 EXIT = "exit"
 SUBDIR = "errcheck"
-_PLACES = 100
-_REPORT_S = 10.0
 _LATE_STEPS = 4
 """Steps for which a finished request is remembered, because numbers of a device come late."""
 
@@ -74,22 +72,18 @@ class ErrcheckObserver(StepObserver):
         self.taps: Taps | None = None
         self.kinds = tuple(kind for kind in config.errcheck if kind != EXIT)
         self.exits = EXIT in config.errcheck
-        self.first: FirstBad | None = None
-        self.bad_parameters: dict[str, list[str]] = {}
         self.config = dataclasses.replace(config, requests=(), tokens=(), steps=(), modules=())
-        self.root = root_of(config) / SUBDIR if config.enabled else root_of(config)
         self._adapter = adapter
         self._batch = adapter.batch
         self._parallel = adapter.parallel
         self._requests = Requests(self.config)
         self._rows = ChosenRows(adapter.batch, self.config, self._requests)
-        self._loaded: dict[str, list[dict[str, Any]]] = {}
-        self._written = time.monotonic()
-        self._seen_steps = self._later = 0
-        self._places: Counter[str] = Counter()
+        root = root_of(config) / SUBDIR if config.enabled else root_of(config)
+        self.findings = RankFindings(root, self.kinds, self._parallel)
+        self._loaded: dict[str, list[Fingerprint]] = {}
         self._prompts: dict[str, Any] = {}
         self._leaving: deque[list[str]] = deque()
-        self._report_fails = self._said_off = self._closed = False
+        self._said_off = self._closed = False
         self._layouts: Layouts | None = None
         self._run: dict[str, Any] = {}
 
@@ -112,7 +106,7 @@ class ErrcheckObserver(StepObserver):
         ]
         for name, bad in parameters(module):
             text = f"{path or ROOT_TAP}.{name}: {bad.nan:,} NaN, {bad.inf:,} Inf"
-            self.bad_parameters.setdefault(path or ROOT_TAP, []).append(text)
+            self.findings.parameters.setdefault(path or ROOT_TAP, []).append(text)
             say(f"errcheck: parameter {text}, rank {self._parallel['rank']}, as loaded")
 
     def loaded(self) -> None:
@@ -126,28 +120,17 @@ class ErrcheckObserver(StepObserver):
         tp_rank, tp_size = self._parallel["tp"]
         self._layouts = Layouts(modules, tp_rank, tp_size, hidden_size(runner.vllm_config))
         self._run = run_info(runner, model, device, self._parallel, self.config.to_json())
-        self._settle_place()
+        self.findings.settle()
         watch = Watch(self.kinds, self._alarm, say, device, hold_bytes=1 << 28)
         self.taps = Taps(watch, functools.partial(watched, watch))
         self.taps.attach(model, language_prefix(model))
         self.watch = watch
-        self._write("watching")
-        seen = (
-            ""
-            if not compiles(runner.vllm_config, model)
-            else "; modules inside compiled or captured graphs are not seen"
-        )
-        say(f"errcheck: {', '.join(self.kinds)} in {len(self.taps.taps)} modules{seen}; findings go to {self.root}")
-
-    def _settle_place(self) -> None:
-        """A second engine of one process writes beside the first one's."""
-        root = self.root
-        for number in range(1, 1000):
-            place = root if number == 1 else root.with_name(f"{root.name}.{number}")
-            if not (place / f"errcheck-rank{self._parallel['rank']:04d}.json").exists():
-                place.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self.root = place
-                return
+        findings = self.findings
+        findings.taps = len(self.taps.taps)
+        findings.write("watching")
+        unseen = compiles(runner.vllm_config, model)
+        seen = "; modules inside compiled or captured graphs are not seen" if unseen else ""
+        say(f"errcheck: {', '.join(self.kinds)} in {findings.taps} modules{seen}; findings go to {findings.root}")
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -160,8 +143,8 @@ class ErrcheckObserver(StepObserver):
             self._prompts[new.name] = new.prompt
         self._requests.unsent.clear()
         if step.number is not None:
-            self._seen_steps += 1
-            if self._seen_steps == 1:  # the KV cache has its memory by now
+            self.findings.steps += 1
+            if self.findings.steps == 1:  # the KV cache has its memory by now
                 watch.hold_bytes = hold_bytes(torch.device(getattr(self._adapter.runner, "device", "cpu")))
             watch.begin(WatchedStep(step.number, step.tokens))
         self._leaving.append(list(step.finished))
@@ -187,9 +170,9 @@ class ErrcheckObserver(StepObserver):
         if watch.dead is not None:
             if not self._said_off:
                 self._said_off = True
-                self._write("off", watch.dead)
-        elif time.monotonic() - self._written > _REPORT_S:  # so that a killed rank has left how far it came
-            self._write("watching")
+                self.findings.write("off", watch.dead)
+        elif self.findings.old():
+            self.findings.write("watching")
 
     def _images(self) -> list[EncoderItem]:
         """The images of the step; none where they are dealt out to ranks, and rows of the encoder are one rank's."""
@@ -200,14 +183,8 @@ class ErrcheckObserver(StepObserver):
     def _alarm(self, alarm: Alarm) -> None:
         watch = self.watch
         assert watch is not None
-        first = self.first
-        again = first is not None and not first.dtype and bool(alarm.outputs) and alarm.tap == first.tap
-        if first is not None:
-            self._later += 1
-            if len(self._places) < _PLACES or alarm.tap in self._places:
-                self._places[alarm.tap] += 1
-            if not again:
-                return
+        if not self.findings.counts(alarm.tap, bool(alarm.outputs)):
+            return
         note = alarm.step.note
         batch: list[Scheduled] = note[0] if note else self._batch.rows()
         items: list[EncoderItem] = note[1] if note else self._images() if alarm.part == VISION else []
@@ -225,8 +202,7 @@ class ErrcheckObserver(StepObserver):
         requests = self._named(batch)
         tensor = dict(alarm.outputs).get(alarm.role)
         space = spaces(alarm.part, tensor.shape[0]) if tensor is not None and tensor.dim() else None
-        bad = self.bad_parameters.get(alarm.tap, [])
-        found, rows = finding(watch, alarm, space, requests, bad)
+        found, rows = finding(watch, alarm, space, requests, self.findings.parameters.get(alarm.tap, []))
         if tensor is None:
             held = watch.hold_bytes / 1e6
             kept = f"not kept: the step was larger than the {held:.0f} MB that may be held; its next bad call will be"
@@ -235,16 +211,17 @@ class ErrcheckObserver(StepObserver):
             try:
                 params = self._loaded.get("" if alarm.tap == ROOT_TAP else alarm.tap, [])
                 kept = keep(
-                    self.root, self._run, self._parallel, watch, self._layouts, alarm, rows, spaces, requests, params
+                    self.findings.root, self._run, self._parallel, watch, self._layouts, alarm, rows, spaces, requests,
+                    params,
                 )  # fmt: skip
             except Exception as error:  # a full disk, mostly: the finding itself is worth saying all the same
                 kept = f"not kept: {type(error).__name__}: {error}"
-        self.first = dataclasses.replace(found, tensors=kept)
-        self._write("watching")
+        self.findings.first = first = dataclasses.replace(found, tensors=kept)
+        self.findings.write("watching")
         ends = "the engine is stopped" if self.exits else "serving goes on"
-        say(f"errcheck: {sentence(self.first)}, rank {self._parallel['rank']}; tensors {kept}; {ends}")
+        say(f"errcheck: {sentence(first)}, rank {self._parallel['rank']}; tensors {kept}; {ends}")
         if self.exits:
-            self.stopping = ErrcheckExit(f"accprobe errcheck stops this engine: {sentence(self.first)}")
+            self.stopping = ErrcheckExit(f"accprobe errcheck stops this engine: {sentence(first)}")
 
     def _named(self, batch: list[Scheduled]) -> dict[int, Request]:
         found = {}
@@ -262,32 +239,6 @@ class ErrcheckObserver(StepObserver):
         else:
             say(f"errcheck: {where} failed ({type(error).__name__}: {error}): it is off on this rank; serving goes on")
 
-    def _write(self, state: str, why: str = "") -> None:
-        self._written = time.monotonic()
-        try:
-            write(
-                self.root,
-                RankReport(
-                    rank=self._parallel["rank"],
-                    pid=os.getpid(),
-                    pp=self._parallel["pp"][0],
-                    dp=self._parallel["dp"][0] if self._parallel["dp"][1] > 1 else 0,
-                    state=state,
-                    why=why,
-                    kinds=self.kinds,
-                    taps=len(self.taps.taps) if self.taps is not None else 0,
-                    steps=self._seen_steps,
-                    later=self._later,
-                    places=dict(self._places),
-                    first=self.first,
-                    parameters=tuple(text for texts in self.bad_parameters.values() for text in texts),
-                ),
-            )
-        except OSError as error:
-            if not self._report_fails:
-                self._report_fails = True
-                say(f"errcheck: its findings cannot be written to {self.root}: {error.strerror or error}")
-
     def close(self, reason: str) -> None:
         """Reads what is still on its way and writes the last report, once. Never raises."""
         if self._closed:
@@ -302,9 +253,9 @@ class ErrcheckObserver(StepObserver):
                 watch.poll(wait=True)
             if self.taps is not None:
                 self.taps.remove()
-            self._write("closed" if watch.dead is None else "off", watch.dead or "")
-            if self.first is None and watch.dead is None:
-                say(f"errcheck: rank {self._parallel['rank']}: nothing bad in {self._seen_steps} steps")
+            self.findings.write("closed" if watch.dead is None else "off", watch.dead or "")
+            if self.findings.first is None and watch.dead is None:
+                say(f"errcheck: rank {self._parallel['rank']}: nothing bad in {self.findings.steps} steps")
         except Exception as error:
             say(f"errcheck: closing failed: {type(error).__name__}: {error}")
 

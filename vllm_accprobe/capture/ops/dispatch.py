@@ -23,21 +23,30 @@ from vllm_accprobe.capture.ops.choice import DEDUP, VIEW, Choice
 from vllm_accprobe.capture.ops.kinds import Operator, shares_memory, tensors_in
 from vllm_accprobe.capture.ops.op_tensors import Memory, TakenTensor, Takes, address
 from vllm_accprobe.capture.ops.op_values import Found, inputs, outputs
+from vllm_accprobe.dump.opcalls import op_line
 
 _UNLISTED = "not selected by VLLM_ACCPROBE_OPS_LIST"
 
 
 class _OpenCall:
-    """One call on its way: its line so far, what was taken of it, its written arguments as they were before and as
-    they are after."""
+    """One call on its way: what is known of it, what was taken of it, its written arguments as they were before and as
+    they are after. keep: its tensors are stored; place: of its line, what says where the call was."""
 
-    __slots__ = ("after", "before", "event", "keep", "number", "refused", "taken", "tap")
+    __slots__ = (
+        "after", "args", "before", "keep", "kwargs", "mutates", "number", "outputs", "place", "refused", "taken", "tap",
+    )  # fmt: skip
 
-    def __init__(self, tap: str, number: int, keep: bool, event: dict[str, Any]):
+    def __init__(
+        self, tap: str, number: int, keep: bool, args: list[Any], kwargs: dict[str, Any], place: dict[str, Any]
+    ):
         self.tap = tap
         self.number = number
         self.keep = keep
-        self.event = event
+        self.args = args
+        self.kwargs = kwargs
+        self.place = place
+        self.outputs: list[Any] = []
+        self.mutates: list[str] = []
         self.refused = False
         self.taken: list[tuple[TakenTensor, dict[str, Any]]] = []
         self.before: list[tuple[str, torch.Tensor, TakenTensor | None, dict[str, Any]]] = []
@@ -47,16 +56,14 @@ class _OpenCall:
         """The journal's line, when everything about its tensors is known."""
         for taken, about in self.taken:
             taken.add_to(about)
-        event = self.event
         for role, taken, about in self.after:
-            if role in event["mutates"]:
+            if role in self.mutates:
                 taken.add_to(about.setdefault("after", {}))
-        if not self.refused:
-            return event
-        event["args"] = [_settled(v) for v in event["args"]]
-        event["kwargs"] = {name: _settled(v) for name, v in event["kwargs"].items()}
-        event["outputs"] = [_settled(v) for v in event["outputs"]]
-        return event
+        args, kwargs, outputs = self.args, self.kwargs, self.outputs
+        if self.refused:
+            args, outputs = [_settled(v) for v in args], [_settled(v) for v in outputs]
+            kwargs = {name: _settled(v) for name, v in kwargs.items()}
+        return op_line(self.tap, self.number, args, kwargs, outputs, self.mutates, **self.place)
 
 
 class Operators(TorchDispatchMode):
@@ -163,18 +170,13 @@ class Operators(TorchDispatchMode):
             sink.skip(operator.skip_tap, "same shapes and dtypes as an earlier call")
             return None
         keep, slot = self._choice.keeps(operator.name)
-        event: dict[str, Any] = {
-            "event": "op", "step": state.number, "tap": tap, "op": operator.name, "call": number, "seq": state.seq,
-            "module": module, "args": values, "kwargs": named, "mutates": [],
+        where = {
+            "step": state.number, "op": operator.name, "seq": state.seq, "module": module, "slot": slot,
+            "module_call": None if module is None else max(state.calls.get(module, 1) - 1, 0),
+            "inside": self._inside[-1] if self._inside else None,
         }  # fmt: skip
         state.seq += 1
-        if module is not None:
-            event["module_call"] = max(state.calls.get(module, 1) - 1, 0)
-        if self._inside:
-            event["inside"] = self._inside[-1]
-        if slot is not None:
-            event["slot"] = slot
-        call = _OpenCall(tap, number, keep, event)
+        call = _OpenCall(tap, number, keep, values, named, where)
         for role, tensor, about in found:
             self._input(state, operator, call, role, tensor, about)
         self.calls += 1
@@ -242,7 +244,7 @@ class Operators(TorchDispatchMode):
 
     def _after(self, state: StepState, operator: Operator, call: _OpenCall, result: Any) -> None:
         """Takes what was changed in place and what came out, and queues the call's line."""
-        mutates = call.event["mutates"]
+        mutates = call.mutates
         tap, op, number, keep = call.tap, operator.name, call.number, call.keep
         for role, tensor, before, about in call.before:
             if before is None:  # nothing was there before: whatever it is, it is new
@@ -253,7 +255,7 @@ class Operators(TorchDispatchMode):
                 taken = self._takes.take_changed(state, tap, op, role, number, tensor, keep, before, changed)
             call.after.append((role, taken, about))
         found: Found = []
-        call.event["outputs"] = outputs(result, found)
+        call.outputs = outputs(result, found)
         for role, tensor, about in found:
             where = address(tensor)
             name = self._memory.parameters.get(where)

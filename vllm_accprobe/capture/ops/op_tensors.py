@@ -19,17 +19,17 @@ from vllm_accprobe.capture.core.memory import DTYPE_NAMES
 from vllm_accprobe.capture.core.sink import Sink, Ticket
 from vllm_accprobe.capture.core.step_state import StepState
 from vllm_accprobe.capture.taps.fast_path import Express, Sites
+from vllm_accprobe.dump.journal.tensor_lines import TensorHead, last, told
+from vllm_accprobe.dump.opcalls import about_bytes
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.dump.stats import StatsCell
 
 CACHE = "the KV cache"
 FINGERPRINT = "a parameter, kept as a fingerprint"
-_CARRIED = ("hash", "stats", "seg", "off", "nbytes", "shape", "dtype")
 _SMALL = 1 << 18
 """Weights of so many bytes are hashed as often as they are seen: that is quicker than a sample."""
 _ALIKE = 32
 """How many calls of an operator in one module and step are told apart when it comes to what is known of them."""
-Event = dict[str, Any]
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -73,37 +73,25 @@ class Memory:
 
 
 class TakenTensor(Ticket):
-    """A tensor that was taken. ``digest``: its hash, for a device's tensor later; ``after``: told about it then."""
+    """A tensor that was taken. ``cell``: of its bytes, for a device's tensor later; ``after``: called then."""
 
-    __slots__ = ("_after", "_digest", "event")
+    __slots__ = ("_after", "cell")
 
-    def __init__(self, event: Event | None = None, after: Callable[[str], None] | None = None) -> None:
-        self._digest: str | None = None
+    def __init__(self, cell: StatsCell | None = None, after: Callable[[StatsCell], None] | None = None) -> None:
+        self.digest = None if cell is None else cell.hash
+        self.cell = cell
         self._after = after
-        self.event: Event = event if event is not None else {}
 
-    @property
-    def digest(self) -> str | None:  # type: ignore[override]
-        return self._digest
-
-    @digest.setter
-    def digest(self, value: str | None) -> None:
-        self._digest = value
-        if self._after is not None and value is not None:
-            self._after(value)
+    def told(self, cell: StatsCell) -> None:
+        """The cell of its bytes is known."""
+        self.digest, self.cell = cell.hash, cell
+        if self._after is not None:
+            self._after(cell)
 
     def add_to(self, about: dict[str, Any]) -> None:
         """Adds what is known by now to the tensor's description in the call's line."""
-        event = self.event
-        stats = event.get("stats")
-        if isinstance(stats, StatsCell):
-            stats = stats.value
-        if stats is not None:
-            about["count"], about["min"], about["max"] = stats.count, stats.min, stats.max
-            about["mean"], about["l2"] = stats.mean, stats.l2
-            about["nan"], about["inf"] = stats.nan, stats.inf
-        if isinstance(event.get("hash"), str):
-            about["hash"] = event["hash"]
+        if self.cell is not None:
+            about |= about_bytes(self.cell)
 
 
 class Takes:
@@ -113,7 +101,7 @@ class Takes:
         self._sink = sink
         self._memory = memory
         self._max_bytes = max_bytes
-        self._weights: dict[tuple[Any, ...], tuple[str, Event]] = {}
+        self._weights: dict[tuple[Any, ...], tuple[str, TakenTensor]] = {}
         # Operators' tensors have no rows and no layout; else they are like those of modules.
         self._express = Express(sink, lambda *_: None, lambda *_: (None, 0))
         self._sites: dict[tuple[str, int], Sites] = {}
@@ -150,12 +138,8 @@ class Takes:
                 cell = self._sink.seen[key]
                 if weight:
                     self._sink.lasting[key] = cell
-                taken = TakenTensor({"hash": digest, "stats": cell})
-                taken.digest = digest
-                return taken
-        taken = TakenTensor(self._line(state, tap, op, role, call))
-        self._general(taken, tensor, keep, weight)
-        return taken
+                return TakenTensor(cell)
+        return self._general(self._head(state, tap, op, role, call), tensor, keep, weight)
 
     def take_changed(
         self, state: StepState, tap: str, op: str, role: str, call: int, tensor: torch.Tensor, keep: bool,
@@ -170,16 +154,15 @@ class Takes:
                 if digest == before.digest:
                     return TakenTensor()
                 changed()
-                return TakenTensor({"hash": digest, "stats": self._sink.seen[digest + DTYPE_NAMES[tensor.dtype]]})
-        event = self._line(state, tap, op, role, call)
-        if keep:
-            event["mutated"] = True
-            self._sink.after(event, tensor, None, 0, before, lambda different: changed() if different else None)
-        else:
-            self._sink.look(
-                event, tensor, TakenTensor(None, lambda digest: changed() if digest != before.digest else None)
-            )
-        return TakenTensor(event)
+                return TakenTensor(self._sink.seen[digest + DTYPE_NAMES[tensor.dtype]])
+        head = self._head(state, tap, op, role, call, mutated=True)
+        if not keep:
+            taken = TakenTensor(None, lambda cell: changed() if cell.hash != before.digest else None)
+            self._sink.look(tap, role, tensor, taken)
+            return taken
+        taken = TakenTensor()
+        self._sink.after(head, tensor, None, before, lambda different: changed() if different else None, taken)
+        return taken
 
     def _sites_of(self, tap: str, call: int) -> Sites:
         """What is known of the tensors of this call: one module's calls of an operator differ, steps are alike."""
@@ -189,38 +172,37 @@ class Takes:
             found = self._sites[key] = {}
         return found
 
-    def _line(self, state: StepState, tap: str, op: str, role: str, call: int) -> Event:
+    @staticmethod
+    def _head(state: StepState, tap: str, op: str, role: str, call: int, mutated: bool = False) -> TensorHead:
         seq = state.seq
         state.seq = seq + 1
-        return {
-            "event": "tensor", "step": state.number, "tap": tap, "class": op, "role": role, "call": call, "seq": seq,
-            "rows": None, "row_dim": 0,
-        }  # fmt: skip
+        return TensorHead(state.number, tap, op, role, call, seq, mutated=mutated)
 
-    def _general(self, taken: TakenTensor, tensor: torch.Tensor, keep: bool, lasting: bool = False) -> None:
+    def _general(self, head: TensorHead, tensor: torch.Tensor, keep: bool, lasting: bool) -> TakenTensor:
+        taken = TakenTensor()
         if keep:
-            self._sink.tensor(taken.event, tensor, None, 0, taken, lasting)
+            self._sink.tensor(head, tensor, None, taken, lasting)
         else:
-            self._sink.look(taken.event, tensor, taken)
+            self._sink.look(head.tap, head.role, tensor, taken)
+        return taken
 
     def _weight(
         self, state: StepState, tap: str, op: str, role: str, call: int, tensor: torch.Tensor, keep: bool
     ) -> TakenTensor:
-        """A large weight: what its first line said, while it is the same memory and a sample of it the same bytes."""
+        """A large weight: what is known of it, while it is the same memory and a sample of it the same bytes."""
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), keep)
         sample = _sample(tensor)
         known = self._weights.get(key)
         if known is None or known[0] != sample:
-            taken = TakenTensor(self._line(state, tap, op, role, call))
-            self._weights[key] = sample, taken.event
-            self._general(taken, tensor, keep, True)
+            taken = self._general(self._head(state, tap, op, role, call), tensor, keep, True)
+            self._weights[key] = sample, taken
             return taken
-        first = known[1]
+        taken = known[1]
         if keep:
-            event = self._line(state, tap, op, role, call)
+            event = self._head(state, tap, op, role, call).line(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
             self._sink.tensors += 1
-            self._sink.line(lambda: event | {name: first[name] for name in _CARRIED if name in first})
-        return TakenTensor(first)
+            self._sink.line(lambda: None if taken.cell is None else last(event | told(taken.cell), "shape", "dtype"))
+        return taken
 
 
 def _sample(tensor: torch.Tensor) -> str:

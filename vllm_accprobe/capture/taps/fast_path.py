@@ -21,6 +21,7 @@ from vllm_accprobe.capture.core.memory import DTYPE_NAMES, LAZY
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.capture.core.sink import Sink
 from vllm_accprobe.capture.core.step_state import StepState
+from vllm_accprobe.dump.journal.tensor_lines import TensorHead
 from vllm_accprobe.dump.recorder.template import TensorTemplate
 from vllm_accprobe.dump.stats import StatsCell, moments_at
 
@@ -132,19 +133,12 @@ class Express:
         space, dim = self._decide(state, role, shape)
         if space is not None and shape[dim] != space.src:
             return None
-        event: dict[str, Any] = {
-            "tap": tap, "class": cls, "role": role, "rows": None if space is None else space.name, "row_dim": dim,
-            "dtype": dtype, "shape": list(shape),
-        }  # fmt: skip
-        layout = self._layout_of(tap, role, shape)
-        if layout is not None:
-            event["layout"] = layout
-        if mutated:
-            event["mutated"] = True
+        rows, layout = None if space is None else space.name, self._layout_of(tap, role, shape)
+        head = TensorHead(state.number, tap, cls, role, 0, 0, rows, dim, layout, mutated)
         nbytes = tensor.nbytes
         bytes_at = self._views.get(nbytes)
         if bytes_at is None:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             bytes_at = self._views[nbytes] = (ctypes.c_char * nbytes).from_address
-        return Site(tensor, state.rows, TensorTemplate(event, nbytes), bytes_at)
+        return Site(tensor, state.rows, TensorTemplate(head, dtype, tuple(shape), nbytes), bytes_at)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import xxhash
@@ -21,6 +20,8 @@ import xxhash
 from vllm_accprobe.capture.core.memory import DTYPE_NAMES
 from vllm_accprobe.capture.core.session import Session
 from vllm_accprobe.capture.taps.selection import chooses
+from vllm_accprobe.dump.journal.tensor_lines import TensorHead
+from vllm_accprobe.dump.recorder.queued import TensorLine
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
 from vllm_accprobe.dump.stats import StatsCell
 
@@ -83,17 +84,14 @@ class ParameterLines:
         if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized:
             session.sink.skip(tap, "not a plain tensor", f"param.{name}")
             return
-        event: dict[str, Any] = {
-            "event": "param", "tap": tap, "class": cls, "role": f"param.{name}", "call": 0, "seq": 0,
-            "rows": None, "row_dim": 0, "dtype": dtype, "shape": list(tensor.shape), "sample": sample_hash(tensor),
-        }  # fmt: skip
-        layout = session.layouts.of_param(path, name, tuple(tensor.shape))
-        if layout.size > 1 or layout.kind != "replicated":
-            event["layout"] = layout.to_event()
+        shape = tuple(tensor.shape)
+        layout = session.layouts.param_event(path, name, shape)
+        head = TensorHead(None, tap, cls, f"param.{name}", layout=layout, sample=sample_hash(tensor))
         if self.stored:
-            session.sink.param(event, tensor.detach())
+            session.sink.tensor(head, tensor.detach(), None)
         else:
-            session.sink.param(event, None, StatsCell(_device_stats(tensor.detach())))
+            cell = StatsCell(_device_stats(tensor.detach()))
+            session.sink.line(TensorLine(head.line(dtype, shape), cell))
 
 
 def sample_hash(tensor: torch.Tensor) -> str:

@@ -39,6 +39,7 @@ from vllm_accprobe.capture.vllm.vllm_compat import (
     starts,
 )
 from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.schema import Mask
 
 
 class EngineBatch:
@@ -231,13 +232,13 @@ class ChosenRows:
         space.floors = self._floors(batch)
         return space
 
-    def masks(self, grammar: Grammar) -> list[dict[str, Any]]:
-        """Which of the chosen requests have their logits masked in this step, and by what, as the journal says it."""
-        return [
-            {"req": request.req, "by": by} | ({"grammar": mask} if mask else {})
+    def masks(self, grammar: Grammar) -> dict[int, Mask]:
+        """Which of the chosen requests, by number, have their logits masked in this step, and by what."""
+        return {
+            request.req: Mask(tuple(by), mask)
             for name, by, mask in self.batch.masked(grammar)
             if (request := self._requests.get(name)) is not None and self._requests.wanted(name)
-        ]
+        }
 
     def _floors(self, batch: list[Scheduled]) -> dict[int, int]:
         """How far back a request's rows may be corrected: to the end of its prompt, and only where there are drafts."""

@@ -19,7 +19,8 @@ from vllm_accprobe.capture.core.session import HEAD, Session
 from vllm_accprobe.capture.taps.selection import chooses
 from vllm_accprobe.capture.vllm.batch import ChosenRows
 from vllm_accprobe.capture.vllm.masks import TRACE, Grammar, grammar_of
-from vllm_accprobe.dump.schema import MASKS_KNOWN, Module
+from vllm_accprobe.dump.journal.event_lines import MASKS
+from vllm_accprobe.dump.schema import MASKS_KNOWN, Masks, Module
 
 SAMPLER = "sampler"
 BEST = 5
@@ -130,9 +131,10 @@ class Sampling:
         state = self._session.state
         assert state is not None
         found = self._rows.masks(self._grammar)
-        state.masked = bool(found) and not any(TRACE in one["by"] for one in found)  # whose tokens no logits chose
+        traced = any(TRACE in mask.by for mask in found.values())  # whose tokens no logits chose
+        state.masked = bool(found) and not traced
         if found:
-            self._session.sink.line({"event": "masks", "step": state.number, "masked": found})
+            self._session.sink.line(MASKS.to_line(Masks(state.number, found)))
 
     def _before_sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._aside(self._left, args[0] if args else kwargs.get("logits"))

@@ -23,9 +23,9 @@ from vllm_accprobe.comparison.plan.row_index import Indices
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.dump.face import Dump
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.dump.label_files import locate
+from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA, Label, label_file, locate
 from vllm_accprobe.dump.layouts import REPLICATED
-from vllm_accprobe.dump.schema import ACL, LABEL_TAP, PTA, Label, Record, label_file, rank_dir, segment_name
+from vllm_accprobe.dump.schema import Record, rank_dir, segment_name
 from vllm_accprobe.formats import open_dump
 
 PairKey = tuple[int, int, str, int]

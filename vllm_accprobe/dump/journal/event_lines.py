@@ -4,25 +4,27 @@ The problem: keys, defaults and what is left out of a line were said where it is
 idea: a line's keys are the fields of its dataclass (schema.py), and each is read as its type says. A `LineKind` tells
 only what differs: which keys must be there, what else a value must be, which values are no key. ``to_line`` makes the
 dict, whole and once; ``from_line`` raises ValueError with a short reason, and the reader counts these.
-Not here: tensors' and operators' lines, of which there are thousands: read by hand (events.py, opcalls.py), written of
-parts that are known later (recorder/template.py, recorder/queued.py). JSON (recorder/lines.py).
+Not here: tensors' and operators' lines, of which there are thousands (tensor_lines.py, opcalls.py). JSON
+(recorder/lines.py). The first line, of which only the writer knows more than the reader asks (recorder/writer.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_accprobe.dump.journal.events import MAX_INT, Event, integer, optional_integer, optional_string, short, string
+from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.schema import (
     DECODE,
     PREFILL,
     End,
+    Failure,
     Image,
-    Label,
     Mask,
     Masks,
     Module,
@@ -64,13 +66,19 @@ class LineKind:
     order: tuple[str, ...] = ()
     whole: Callable[[Event], Any] | None = None
 
-    def to_line(self, value: Any) -> dict[str, Any]:
-        """The line of ``value``; the dataclasses in it are plain dicts, too."""
+    def to_line(self, value: Any, *unknown: str) -> dict[str, Any]:
+        """The line of ``value``; the dataclasses in it are plain dicts, too. unknown: keys of which nobody can say
+        here whether they have a value."""
+        keys, values, odd = self._written
         line: dict[str, Any] = {"event": self.event} if self.event else {}
-        for name in self.order or [f.name for f in self._fields]:
-            item = getattr(value, name)
-            if not any(type(item) is type(no) and item == no for no in self.left_out):
-                line[_key(name)] = self.writers.get(name, _plain)(item)
+        line.update(zip(keys, values(value), strict=True))
+        for key, write in odd:
+            if line[key] in self.left_out:
+                del line[key]
+            else:
+                line[key] = write(line[key])
+        for key in unknown:
+            del line[key]
         return line
 
     def from_line(self, e: Event, **given: Any) -> Any:
@@ -82,6 +90,19 @@ class LineKind:
     @functools.cached_property
     def _fields(self) -> list[dataclasses.Field[Any]]:
         return [f for f in dataclasses.fields(self.type) if f.name not in self.given]  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def _written(self) -> tuple[list[str], Callable[[Any], tuple[Any, ...]], list[tuple[str, Callable[[Any], Any]]]]:
+        """Keys, what gives their values, and (key, writer) of those whose value is not always written as it is."""
+        types = {f.name: str(f.type) for f in self._fields}
+        names = self.order or tuple(types)
+        as_it_is = {"int", "float", "str"} - {type(no).__name__ for no in self.left_out}
+        odd = [n for n in names if n in self.writers or types[n] not in as_it_is]
+        return (
+            [_key(n) for n in names],
+            operator.attrgetter(*names),
+            [(_key(n), self.writers.get(n, _plain)) for n in odd],
+        )
 
     @functools.cached_property
     def _read(self) -> list[tuple[str, str, Reader]]:
@@ -197,11 +218,12 @@ MODULE = LineKind("module", Module, needs=("tap",))
 MASKS = LineKind("masks", Masks, needs=("step",), readers={"masked": _masked}, writers={"masked": _masked_words})
 SKIP = LineKind("skip", Skip, needs=("reason",), order=("tap", "reason", "step", "count", "role"))
 STOP = LineKind("stop", Stop, needs=("reason",), left_out=())
+ERROR = LineKind("error", Failure, left_out=())
 END = LineKind("end", End, readers={"skipped": _counts})
 LABEL = LineKind(
     "label", Label, needs=("step", "tap", "role", "path"), given=("rank",), readers={"ending": _ending},
     left_out=(None, ""),
 )  # fmt: skip
 KINDS = {kind.event: kind for kind in (REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, STOP, END, LABEL)}
-"""Besides ``start``, ``error``, ``tensor``, ``param`` and ``op``."""
+"""Besides ``start``, ``tensor``, ``param``, ``op``, and ``error``, which is read as it is, whatever else it says."""
 _WITHIN: dict[Any, LineKind] = {Image: IMAGE, Segment: SEGMENT}

@@ -3,7 +3,7 @@
 The problem: lines may be torn, damaged, from a newer release, or promise what the files do not hold. The idea: every
 line stands for itself; what is not understood is counted and named in ``problems``; afterwards each record is checked
 against the segment files and the row maps, and loses what does not hold. Not here: a line's fields (event_lines.py,
-events.py).
+tensor_lines.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vllm_accprobe.dump.face import Dump
 from vllm_accprobe.dump.files import MISSING, DumpError, find_segment, journal_lines
 from vllm_accprobe.dump.journal import events
 from vllm_accprobe.dump.journal.event_lines import KINDS, LABEL
+from vllm_accprobe.dump.journal.tensor_lines import record
 from vllm_accprobe.dump.opcalls import op_call, replaced
 from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, Layout, OpCall, Record, Skip, rank_dir
 
@@ -101,7 +102,7 @@ class RankReader:
     def _event(self, e: dict[str, Any]) -> None:
         kind, dump, rank = e["event"], self.dump, self.rank
         if kind in ("tensor", "param"):
-            self.records.append(events.record(rank, e, self.layouts))
+            self.records.append(record(rank, e, self.layouts))
             return
         if kind == "op":
             self.ops.append(op_call(rank, e))

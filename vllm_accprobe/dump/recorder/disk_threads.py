@@ -2,7 +2,7 @@
 
 The problem: a journal line promises that its payload is on disk, whatever fails and whenever. The idea: bytes and lines
 arrive together in batches, one block of bytes each with the lines that wait for it. One thread writes the bytes, and
-meanwhile another computes statistics and hashes from the same block; when both are done, it writes the lines. After the
+meanwhile another computes statistics from the same block; when both are done, it writes the lines. After the
 first error nothing more is written but the line that names it, and the end. Not here: threads, waiting and budgets
 (writer.py).
 """
@@ -14,10 +14,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.journal.event_lines import END, ERROR, STOP
+from vllm_accprobe.dump.journal.tensor_lines import last
 from vllm_accprobe.dump.recorder.lines import JournalFile, encode
-from vllm_accprobe.dump.recorder.queued import Event, Line, OpenSegment, PendingPayload, WriteBatch
-from vllm_accprobe.dump.recorder.template import spell
-from vllm_accprobe.dump.segment import SegmentFile
+from vllm_accprobe.dump.recorder.queued import Event, Line, OpenSegment, TensorLine, WriteBatch
+from vllm_accprobe.dump.recorder.template import TemplateLine, spell
+from vllm_accprobe.dump.schema import End, Failure, Stop
+from vllm_accprobe.dump.segment import HeaderEntry, SegmentFile
 from vllm_accprobe.dump.stats import StatsCell, moments_within
 
 
@@ -48,23 +51,21 @@ class Drain:
             self._broken = True
 
     def digest(self, batch: WriteBatch) -> None:
-        """Statistics and hashes of the pieces, while the bytes are being written."""
+        """Statistics of the pieces, while the bytes are being written."""
         if self.failed or batch.block is None:
             return
         base = batch.block.address
         try:
             # All pieces of a dtype in one call: each call gives up the GIL, and may wait for milliseconds to get it.
-            alike: dict[str, list[tuple[PendingPayload | StatsCell, int, int]]] = {}
+            alike: dict[str, list[tuple[StatsCell, int, int]]] = {}
             for piece in batch.pieces:
-                payload, start, stop = piece
-                if payload.dtype is not None:
-                    alike.setdefault(payload.dtype, []).append(piece)
-                if payload.wants_hash and isinstance(payload, PendingPayload):
-                    payload.update(base + start, stop - start)
+                dtype = piece[0].dtype
+                if dtype is not None:
+                    alike.setdefault(dtype, []).append(piece)
             for dtype, pieces in alike.items():
                 found = moments_within(base, [(start, stop) for _, start, stop in pieces], dtype)
-                for (payload, _, _), sums in zip(pieces, found, strict=True):
-                    payload.add(sums)
+                for (cell, _, _), sums in zip(pieces, found, strict=True):
+                    cell.add(sums)
         except Exception as e:
             self._fail(e, f"segment {batch.segment.index if batch.segment else 0}")
 
@@ -79,18 +80,13 @@ class Drain:
             try:
                 self.journal.append(b"".join(self._encoded(batch.lines)))
                 if batch.segment is not None:
-                    batch.segment.entries += [line.entry() for line in batch.lines if isinstance(line, PendingPayload)]
-                    batch.segment.entries += [
-                        template.entry(step, call, cell.payload)
-                        for template, step, call, _, cell in batch.templates
-                        if cell.payload is not None
-                    ]
+                    batch.segment.entries += map(_entry, batch.brought)
                 self.bytes_written = self._payload_bytes + self.journal.size
             except Exception as e:
-                self._lost += _payloads(batch)
+                self._lost += len(batch.brought)
                 self._fail(e, "the journal")
         else:
-            self._lost += _payloads(batch)
+            self._lost += len(batch.brought)
         if batch.last and batch.segment is not None:
             self._finish_segment(batch.segment)
 
@@ -102,11 +98,11 @@ class Drain:
             skipped = {str(k): v for k, v in dict(summary.get("skipped") or {}).items()}
             if self._lost:
                 skipped["not written when capture stopped"] = self._lost
-            event: Event = {"event": "end", "reason": reason, "steps": self._steps, "tensors": self._tensors}
-            event |= {k: v for k, v in summary.items() if v is not None}
-            event |= {"bytes": self.bytes_written, "skipped": skipped}
+            counted = {"steps": self._steps, "tensors": self._tensors}
+            steps, tensors = (n if summary.get(key) is None else summary[key] for key, n in counted.items())
             self.journal.release_reserve()
-            self.journal.append(encode(event))
+            line = END.to_line(End(reason, steps, tensors, self.bytes_written, skipped))
+            self.journal.append(encode(last(line, "bytes")))
             self.bytes_written = self._payload_bytes + self.journal.size
             self.journal.close()
         except Exception as e:
@@ -129,15 +125,15 @@ class Drain:
         self._tensors += tensors
         return encoded
 
-    def _event(self, line: PendingPayload | Event | Callable[[], Event | None]) -> Event | None:
-        if isinstance(line, PendingPayload):
-            return line.finished()
+    def _event(self, line: TensorLine | Event | Callable[[], Event | None]) -> Event | None:
+        if isinstance(line, TensorLine):
+            return line.whole()
         if not callable(line):
             return line
         try:
             return line()
         except Exception as e:  # the line is lost, but not silently and not the capture with it
-            return {"event": "error", "where": "journal line", "message": f"{type(e).__name__}: {e}"}
+            return ERROR.to_line(Failure("journal line", f"{type(e).__name__}: {e}"), "step")
 
     def _finish_segment(self, segment: OpenSegment) -> None:
         if self._segment is segment:
@@ -161,11 +157,17 @@ class Drain:
             self.failed = f"error in the writer at {where}: {type(error).__name__}: {error}"
         try:
             self.journal.release_reserve()
-            self.journal.append(encode({"event": "stop", "reason": self.failed}))
+            self.journal.append(encode(STOP.to_line(Stop(self.failed), "step")))
         except Exception:
             pass  # the disk is gone altogether: the missing ``end`` line tells the reader
         self._on_error(self.failed)
 
 
-def _payloads(batch: WriteBatch) -> int:
-    return sum(isinstance(line, PendingPayload) for line in batch.lines) + len(batch.templates)
+def _entry(line: TensorLine | TemplateLine) -> HeaderEntry:
+    """A segment's entry of the payload that the line brought."""
+    if isinstance(line, TensorLine):
+        assert line.cell.payload is not None
+        return line.entry(line.cell.payload)
+    template, step, call, _, cell = line
+    assert cell.payload is not None
+    return template.entry(step, call, cell.payload)

@@ -71,9 +71,7 @@ def _cell(value: Any) -> Any:
 
 
 def encode(event: Mapping[str, Any]) -> bytes:
-    """One line, with its newline. A cell at the key ``hash`` gives its hash, at any other key its statistics."""
-    if isinstance(event.get("hash"), StatsCell):
-        event = {**event, "hash": event["hash"].hash}
+    """One line, with its newline. A cell gives its statistics."""
     if orjson is not None and event.get("event") in ("tensor", "op"):
         try:  # the kinds of line that are written thousands of times; their numbers are finite by construction
             return orjson.dumps(event, _cell, orjson.OPT_APPEND_NEWLINE)

@@ -1,78 +1,49 @@
-"""What is on its way through the writer: payloads, lines, and the batches they travel in.
+"""What is on its way through the writer: lines, and the batches in which they travel with the bytes.
 
 Not here: how batches are filled (staging.py) and what becomes of them (disk_threads.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.journal.tensor_lines import told
 from vllm_accprobe.dump.recorder.blocks import AlignedBlock
 from vllm_accprobe.dump.recorder.template import TemplateLine
+from vllm_accprobe.dump.schema import Payload
 from vllm_accprobe.dump.segment import HEADER_BYTES, HeaderEntry, SegmentFile, entry_key
-from vllm_accprobe.dump.stats import StatsCell, Sums, TensorMoments
+from vllm_accprobe.dump.stats import StatsCell
 
 Event = dict[str, Any]
 
 
-def xxh3_128() -> Any:
-    """A new hash."""
-    import xxhash  # here, so that a journal without payloads does without it
+class TensorLine:
+    """A tensor's line on its way: ``event``, which was decided once and stays as it is, and the ``cell`` of its bytes,
+    which says the rest when the line is written."""
 
-    return xxhash.xxh3_128()
+    __slots__ = ("cell", "event")
 
-
-class PendingPayload:
-    """A payload on its way: its event, and the statistics and hash that grow piece by piece. ``dtype``: of the
-    statistics, None where none are wanted."""
-
-    __slots__ = ("_sums", "_wants_stats", "cell", "digest", "dtype", "event", "wants_hash")
-
-    def __init__(self, event: Event, cell: StatsCell | None):
+    def __init__(self, event: Mapping[str, Any], cell: StatsCell):
         self.event = event
         self.cell = cell
-        self._wants_stats = cell is not None or "stats" not in event
-        self.dtype: str | None = event["dtype"] if self._wants_stats and event["dtype"] in DTYPES else None
-        self.wants_hash = not isinstance(event.get("hash"), str)
-        self._sums: TensorMoments | None = None
-        self.digest: Any = None
 
-    def add(self, sums: Sums) -> None:
-        """The moments of the next piece of the payload."""
-        self._sums = TensorMoments(*sums) if self._sums is None else self._sums + TensorMoments(*sums)
+    def whole(self) -> Event:
+        """The line as it is written; its bytes have all passed by now."""
+        cell = self.cell
+        if cell.payload is not None:
+            cell.settle()
+        return {**self.event, **told(cell)}
 
-    def update(self, address: int, nbytes: int) -> None:
-        """The bytes of the next piece, for the hash."""
-        if self.digest is None:
-            self.digest = xxh3_128()
-        self.digest.update((ctypes.c_char * nbytes).from_address(address))
-
-    def finished(self) -> Event:
-        """The event with hash and statistics, once all its bytes have passed."""
-        digest = self.event.get("hash")
-        if not isinstance(digest, str):
-            digest = (self.digest or xxh3_128()).hexdigest()
-        self.event["hash"] = digest
-        if self._wants_stats:
-            empty = self.dtype is not None and not self.event["nbytes"]
-            sums = TensorMoments() if empty else self._sums
-            self.event["stats"] = None if sums is None else sums.stats()
-        if self.cell is not None:
-            self.cell.hash = digest
-            self.cell.value = self.event["stats"]
-        return self.event
-
-    def entry(self) -> HeaderEntry:
-        """Its entry in the segment's header."""
+    def entry(self, payload: Payload) -> HeaderEntry:
+        """The tensor's entry in the segment's header."""
         e = self.event
-        return HeaderEntry(entry_key(e), str(e["dtype"]), tuple(e["shape"]), e["off"], e["nbytes"])
+        key = entry_key(e.get("step"), e["tap"], e["role"], e.get("call", 0))
+        return HeaderEntry(key, str(e["dtype"]), tuple(e["shape"]), payload.off, payload.nbytes)
 
 
-Line = PendingPayload | Event | Callable[[], Event | None] | TemplateLine
+Line = TensorLine | Event | Callable[[], Event | None] | TemplateLine
 
 
 class OpenSegment:
@@ -90,11 +61,12 @@ class OpenSegment:
 
 
 class WriteBatch:
-    """``used`` bytes of ``block`` that follow each other in ``segment``, the pieces of payloads in them as (payload,
-    start, stop), the lines to be written when they are on disk, and those from templates that brought their bytes.
-    ``last``: the segment ends here. ``written``: the disk thread is through with it; ``error``: what happened there."""
+    """``used`` bytes of ``block`` that follow each other in ``segment``, the pieces of payloads in them as (the
+    payload's cell, start, stop), the lines to be written when they are on disk, and those of them that ``brought``
+    their bytes. ``last``: the segment ends here. ``written``: the disk thread is through with it; ``error``: what
+    happened there."""
 
-    __slots__ = ("block", "born", "error", "last", "lines", "pieces", "segment", "templates", "used", "written")
+    __slots__ = ("block", "born", "brought", "error", "last", "lines", "pieces", "segment", "used", "written")
 
     def __init__(self) -> None:
         self.block: AlignedBlock | None = None
@@ -103,7 +75,7 @@ class WriteBatch:
         self.born = time.monotonic()
         self.last = False
         self.lines: list[Line] = []
-        self.templates: list[TemplateLine] = []
-        self.pieces: list[tuple[PendingPayload | StatsCell, int, int]] = []
+        self.brought: list[TensorLine | TemplateLine] = []
+        self.pieces: list[tuple[StatsCell, int, int]] = []
         self.written = False
         self.error: BaseException | None = None

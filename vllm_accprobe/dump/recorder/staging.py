@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from vllm_accprobe.dump.recorder.blocks import AlignedBlock
-from vllm_accprobe.dump.recorder.queued import Line, OpenSegment, PendingPayload, WriteBatch
+from vllm_accprobe.dump.recorder.queued import Line, OpenSegment, TensorLine, WriteBatch
 from vllm_accprobe.dump.recorder.template import TemplateLine
 from vllm_accprobe.dump.schema import Payload
 from vllm_accprobe.dump.segment import ALIGN, PAGE
@@ -42,11 +42,10 @@ class BatchStaging:
         self._segment_bytes = segment_bytes
         self._segment: OpenSegment | None = None
 
-    def copy(
-        self, parts: Sequence[tuple[int, int]], nbytes: int, room: int, owner: PendingPayload | StatsCell
-    ) -> Payload | None:
-        """Copies ``parts``, ``nbytes`` in all, as the payload of ``owner``, whose header entry takes ``room`` bytes.
-        None when ``closed`` came while it waited for a block. ``append_with_payload`` queues the line afterwards."""
+    def copy(self, parts: Sequence[tuple[int, int]], nbytes: int, room: int, line: TensorLine | TemplateLine) -> None:
+        """Copies ``parts``, ``nbytes`` in all, as the payload of ``line``, whose header entry takes ``room`` bytes;
+        puts its place into the line's cell and queues the line. Neither when ``closed`` came while it waited."""
+        cell = line[4] if isinstance(line, tuple) else line.cell
         segment = self._segment
         if segment is None or segment.room < room or segment.end + nbytes > self._segment_bytes:
             segment = self._segment_for(nbytes, room)
@@ -61,17 +60,24 @@ class BatchStaging:
                 if batch is None or batch.block is None or batch.used == self._block_bytes:
                     batch = self._with_room(segment)
                 if batch is None or batch.block is None:
-                    return None
+                    return
                 n = min(left, self._block_bytes - batch.used)
                 batch.block.fill(batch.used, address, n)
-                self._piece(batch, owner, n)
+                self._piece(batch, cell, n)
                 segment.end += n
                 address, left = address + n, left - n
-        return payload
+        cell.payload = payload
+        self.payload_bytes += nbytes
+        batch = self.current or self._batch()
+        batch.lines.append(line)
+        batch.brought.append(line)
+        self.waiting_lines += 1
+        if batch.used == self._block_bytes:
+            self.seal()
 
     def copy_whole(self, address: int, line: TemplateLine) -> bool:
-        """``copy`` and ``append_with_payload`` in one, for a payload that fits into the current block as it is; False,
-        and nothing done, where it does not. Most of a model's tensors do."""
+        """``copy``, quicker, for a payload that fits into the current block as it is; False, and nothing done, where it
+        does not. Most of a model's tensors do."""
         batch, segment = self.current, self._segment
         if batch is None or segment is None or batch.segment is not segment or batch.block is None:
             return False
@@ -89,23 +95,12 @@ class BatchStaging:
         batch.used = start + nbytes
         batch.pieces.append((cell, start, start + nbytes))
         batch.lines.append(line)
-        batch.templates.append(line)
+        batch.brought.append(line)
         segment.room -= template.room
         segment.end = off + nbytes
         self.payload_bytes += nbytes
         self.waiting_lines += 1
         return True
-
-    def append_with_payload(self, line: PendingPayload | TemplateLine, nbytes: int) -> None:
-        """Queues the line of the payload that was copied last."""
-        self.payload_bytes += nbytes
-        batch = self.current or self._batch()
-        batch.lines.append(line)
-        self.waiting_lines += 1
-        if isinstance(line, tuple):
-            batch.templates.append(line)
-        if batch.used == self._block_bytes:
-            self.seal()
 
     def _segment_for(self, nbytes: int, room: int) -> OpenSegment:
         segment = self._segment
@@ -147,11 +142,11 @@ class BatchStaging:
             segment.end += gap
 
     @staticmethod
-    def _piece(batch: WriteBatch, owner: PendingPayload | StatsCell, n: int) -> None:
+    def _piece(batch: WriteBatch, cell: StatsCell, n: int) -> None:
         start, stop = batch.used, batch.used + n
-        if batch.pieces and batch.pieces[-1][0] is owner:
+        if batch.pieces and batch.pieces[-1][0] is cell:
             start = batch.pieces.pop()[1]  # parts of one payload: one piece, so that no element is cut
-        batch.pieces.append((owner, start, stop))
+        batch.pieces.append((cell, start, stop))
         batch.used = stop
 
     def append(self, line: Line) -> None:

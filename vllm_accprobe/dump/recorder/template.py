@@ -3,37 +3,40 @@
 The problem: hundreds of tensors per step each become a journal line while a model waits, and nine tenths of such a line
 are the same at every call of a tap. The idea: the part that stays is encoded once, as a template; a line on its way is
 a template, three numbers and the cell of its bytes (TemplateLine), and text only when it is written. Not here: lines
-of other kinds (lines.py), who keeps templates (capture/taps/fast_path.py).
+of other kinds (lines.py), what a tensor's line says (journal/tensor_lines.py), who keeps templates
+(capture/taps/fast_path.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from vllm_accprobe.dump.journal.tensor_lines import TensorHead, last
 from vllm_accprobe.dump.recorder.lines import encode, statistics
 from vllm_accprobe.dump.schema import Payload
-from vllm_accprobe.dump.segment import HeaderEntry, entry_room
+from vllm_accprobe.dump.segment import HeaderEntry, entry_key, entry_room
 from vllm_accprobe.dump.stats import StatsCell
+
+_CHANGES = ("step", "call", "seq")
 
 
 class TensorTemplate:
-    """``event``: the keys of a tensor's line that do not change: tap, class, role, rows, row_dim, dtype, shape, layout.
-    ``nbytes``: size of its payload. ``room``: header bytes that an entry takes."""
+    """head: of the tensors' lines, whatever its step, call and seq. ``nbytes``: size of the payload. ``room``: header
+    bytes that an entry takes."""
 
-    __slots__ = ("dtype", "head", "name", "nbytes", "room", "shape")
+    __slots__ = ("dtype", "nbytes", "role", "room", "shape", "tap", "text")
 
-    def __init__(self, event: Mapping[str, Any], nbytes: int):
-        self.head = encode({"event": "tensor", **event}).decode()[:-2] + ',"call":'
-        self.name = f"{event['tap']}|{event['role']}"
-        self.dtype = str(event["dtype"])
-        self.shape = tuple(event["shape"])
+    def __init__(self, head: TensorHead, dtype: str, shape: tuple[int, ...], nbytes: int):
+        line = last(head.line(dtype, shape), "layout", "mutated")
+        self.text = encode({k: v for k, v in line.items() if k not in _CHANGES}).decode()[:-2]
+        self.tap, self.role = head.tap, head.role
+        self.dtype = dtype
+        self.shape = shape
         self.nbytes = nbytes
-        self.room = entry_room(event["tap"], event["role"], len(self.shape))
+        self.room = entry_room(head.tap, head.role, len(shape))
 
     def entry(self, step: int, call: int, payload: Payload) -> HeaderEntry:
         """The tensor's entry in a segment's header."""
-        return HeaderEntry(f"{step}|{self.name}|{call}", self.dtype, self.shape, payload.off, payload.nbytes)
+        key = entry_key(step, self.tap, self.role, call)
+        return HeaderEntry(key, self.dtype, self.shape, payload.off, payload.nbytes)
 
 
 TemplateLine = tuple[TensorTemplate, int, int, int, StatsCell]
@@ -43,7 +46,7 @@ TemplateLine = tuple[TensorTemplate, int, int, int, StatsCell]
 def spell(line: TemplateLine) -> bytes:
     """The line as it is written."""
     template, step, call, seq, cell = line
-    return f'{template.head}{call},"seq":{seq},"step":{step}{cell.text or _spell(cell)}'.encode()
+    return f'{template.text},"call":{call},"seq":{seq},"step":{step}{cell.text or _spell(cell)}'.encode()
 
 
 def _spell(cell: StatsCell) -> str:

@@ -11,21 +11,24 @@ segment looks (segment.py), how a line is spelt (lines.py).
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.journal.event_lines import STOP
 from vllm_accprobe.dump.recorder.disk_threads import Drain
-from vllm_accprobe.dump.recorder.lines import JournalFile, encode, plain
-from vllm_accprobe.dump.recorder.queued import Event, PendingPayload, WriteBatch
+from vllm_accprobe.dump.recorder.lines import JournalFile, encode
+from vllm_accprobe.dump.recorder.queued import Event, Line, TensorLine, WriteBatch
 from vllm_accprobe.dump.recorder.run_json import write_run_json
 from vllm_accprobe.dump.recorder.staging import BatchStaging
 from vllm_accprobe.dump.recorder.template import TemplateLine
-from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, Payload, rank_dir
+from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, Payload, Stop, rank_dir
 from vllm_accprobe.dump.segment import PAGE, entry_room
-from vllm_accprobe.dump.stats import StatsCell
+from vllm_accprobe.dump.stats import StatsCell, TensorMoments
 
 __all__ = ["RankWriter", "StatsCell", "write_run_json"]
 
@@ -98,42 +101,40 @@ class RankWriter:
 
     # ---- the model's thread
 
-    def put(self, parts: Sequence[tuple[int, int]], event: Event, stats: StatsCell | None = None) -> Payload | None:
+    def put(self, parts: Sequence[tuple[int, int]], event: Event, cell: StatsCell | None = None) -> Payload | None:
         """Copies the memory regions ``parts``, (address, bytes) each, one after the other, and queues ``event``, which
-        belongs to the writer from now on; it has ``tap``, ``role``, ``dtype`` and ``shape``.
+        stays as it is; it has ``tap``, ``role``, ``dtype`` and ``shape``.
 
-        The writer adds where the payload lies (``seg``, ``off``, ``nbytes``). From the copy it computes, later,
-        ``stats`` (unless the event has the key and no cell is given) and ``hash``, xxh3-128 (unless the event has it),
-        and puts both into the cell too. Returns where the payload will lie, or None when nothing is written any more.
-        May wait for the disk.
+        cell: says the rest of the line, see `told`: it has the hash, gets the payload's place here and, later,
+        statistics from the copy. Without one, hash and statistics are the event's where it has such keys, else the
+        bytes'. Returns where the payload will lie, or None when nothing is written any more. May wait for the disk.
         """
         nbytes = sum(n for _, n in parts)
+        cell = cell or _cell_of(event, parts)
+        if not nbytes and cell.dtype is not None:
+            cell.add(TensorMoments())
         room = entry_room(event["tap"], event["role"], len(event["shape"]))
         with self._producer:
             with self._lock:
                 if self.stopped or self._closing:
                     return None
                 if self._affordable(nbytes):
-                    pending = PendingPayload(event, stats)
                     self._producing = threading.get_ident()
                     try:
-                        payload = self._staging.copy(parts, nbytes, room, pending)
-                        if payload is not None:
-                            event["seg"], event["off"], event["nbytes"] = payload.seg, payload.off, nbytes
-                            self._staging.append_with_payload(pending, nbytes)
+                        self._staging.copy(parts, nbytes, room, TensorLine(event, cell))
                     except BaseException as e:
                         self._interrupted(e, event.get("step"))
                         raise
                     finally:
                         self._producing = 0
-                    return payload
+                    return cell.payload
             self._spent(event.get("step"))
         return None
 
     def tensor(self, line: TemplateLine, address: int) -> None:
         """Copies the ``nbytes`` bytes of the line's template from ``address`` and queues the line; its cell, which has
         their hash, gets their place, and later their statistics. May wait for the disk."""
-        template, step, _, _, cell = line
+        template, step, _, _, _ = line
         nbytes = template.nbytes
         with self._producer:
             with self._lock:
@@ -143,9 +144,7 @@ class RankWriter:
                     self._producing = threading.get_ident()
                     try:
                         if not self._staging.copy_whole(address, line):
-                            cell.payload = self._staging.copy(((address, nbytes),), nbytes, template.room, cell)
-                            if cell.payload is not None:
-                                self._staging.append_with_payload(line, nbytes)
+                            self._staging.copy(((address, nbytes),), nbytes, template.room, line)
                     except BaseException as e:
                         self._interrupted(e, step)
                         raise
@@ -154,19 +153,20 @@ class RankWriter:
                     return
             self._spent(step)
 
-    def line(self, event: Event | TemplateLine | Callable[[], Event | None]) -> None:
+    def line(self, line: Line) -> None:
         """Queues a line without a payload of its own. A callable is called by a thread of ours, in order, and gives the
         dict or None. With no payload waiting before it, the line is on disk a tenth of a second later."""
         with self._lock:
             if self.stopped or self._closing:
                 return
             if self._affordable(0):
-                self._staging.append(event)
+                self._staging.append(line)
                 return
-        if isinstance(event, tuple):
-            self._spent(event[1])
+        if isinstance(line, tuple):
+            self._spent(line[1])
         else:
-            self._spent(event.get("step") if isinstance(event, dict) else None)
+            event = line.event if isinstance(line, TensorLine) else line
+            self._spent(event.get("step") if isinstance(event, Mapping) else None)
 
     def flush(self, timeout: float = _CLOSE_TIMEOUT) -> bool:
         """Waits until everything queued so far is on disk; False when it is not, or capture has stopped."""
@@ -193,7 +193,7 @@ class RankWriter:
     def _interrupted(self, error: BaseException, step: Any) -> None:
         """A signal's exception in the middle of a copy: what is half done is never continued."""
         reason = f"interrupted while a tensor was copied ({type(error).__name__})"
-        self._staging.append({"event": "stop", "reason": reason, "step": step})
+        self._staging.append(STOP.to_line(Stop(reason, step)))
         self._stop(reason)
 
     def _affordable(self, nbytes: int) -> bool:
@@ -207,7 +207,7 @@ class RankWriter:
         reason = f"budget of {f'{gb:.1f} GB' if gb >= 0.1 else f'{self._budget} bytes'} spent"
         with self._cond:
             if not self.stopped:
-                self._staging.append(plain({"event": "stop", "reason": reason, "step": step}))
+                self._staging.append(STOP.to_line(Stop(reason, step)))
         self._stop(reason)
 
     # ---- either thread
@@ -279,3 +279,17 @@ class RankWriter:
                     self._staging.seal()
                 else:
                     self._cond.wait(limit - age)
+
+
+def _cell_of(event: Event, parts: Sequence[tuple[int, int]]) -> StatsCell:
+    """The cell of an event that came without one."""
+    hash = event.get("hash")
+    if hash is None:
+        import xxhash  # here, so that a journal without payloads does without it
+
+        digest = xxhash.xxh3_128()
+        for address, nbytes in parts:
+            digest.update((ctypes.c_char * nbytes).from_address(address))
+        hash = digest.hexdigest()
+    wanted = "stats" not in event and event["dtype"] in DTYPES
+    return StatsCell(event.get("stats"), hash, event["dtype"] if wanted else None)
