@@ -26,8 +26,8 @@ from vllm_accprobe.opcheck.run import table
 KIT = "operator_kit"
 _PACKAGE = Path(__file__).parents[1]
 _FILES = (
-    "reference", "calls/case", "kit/tensorfile", "floors/chance", "floors/verdict", "floors/rounding", "kit/bench",
-    "measures", "arrays", "calls/random_inputs",
+    "reference", "calls/case", "kit/tensorfile", "floors/chance", "floors/error_limits", "floors/verdict",
+    "floors/rounding", "kit/bench", "measures", "arrays", "calls/random_inputs",
 )  # fmt: skip
 _FURTHER = {
     "judge/floor.py": "floor", "kernels/formulas.py": "formulas", "standards/measures.py": "measure_names",
