@@ -27,7 +27,7 @@ from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.reference import Declined, Expected, References
-from vllm_accprobe.opcheck.run.replay import Checked
+from vllm_accprobe.opcheck.run.result_row import Checked
 
 MOST = 16
 """Origins whose errors are split; the first in data-flow order matter, and each costs a replay."""

@@ -27,7 +27,8 @@ from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.aten import of, outputs_by_role, tensors_by_role
 from vllm_accprobe.opcheck.references.kernels_common import on
-from vllm_accprobe.opcheck.run.replay import SKIP, Checked, judged, matrix, message_of, numbers, unchecked
+from vllm_accprobe.opcheck.run.judged_row import judged, matrix, message_of, numbers
+from vllm_accprobe.opcheck.run.result_row import SKIP, Checked, unchecked
 
 _ROLE = "grad."
 _SPREAD = 4.0
