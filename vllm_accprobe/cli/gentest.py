@@ -13,7 +13,7 @@ from vllm_accprobe.cli.common.options import CommandError, progress, writable
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls, Captured
     from vllm_accprobe.opcheck.kit.testgen import Written
-    from vllm_accprobe.opcheck.reference import References
+    from vllm_accprobe.opcheck.reference_table import References
 
 
 def gentest(

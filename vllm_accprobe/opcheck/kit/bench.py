@@ -25,7 +25,8 @@ from vllm_accprobe.opcheck.floors.rounding import judge
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.kit.tensorfile import load
 from vllm_accprobe.opcheck.measures import measure
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import families
 from vllm_accprobe.opcheck.references.kernels_common import on
 

@@ -26,7 +26,8 @@ from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
-from vllm_accprobe.opcheck.reference import Declined, Expected, References
+from vllm_accprobe.opcheck.reference import Declined, Expected
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.result_row import Checked
 
 MOST = 16

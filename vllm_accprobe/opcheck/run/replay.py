@@ -28,7 +28,8 @@ from vllm_accprobe.opcheck.floors.rounding import judge
 from vllm_accprobe.opcheck.floors.verdict import EXACT, NONFINITE, Verdict
 from vllm_accprobe.opcheck.habits.look import due, look
 from vllm_accprobe.opcheck.measures import measure
-from vllm_accprobe.opcheck.reference import Declined, Expected, References, combined
+from vllm_accprobe.opcheck.reference import Declined, Expected, combined
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.judged_row import (
     judged,
     matrix,
