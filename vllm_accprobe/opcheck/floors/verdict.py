@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.kernels.float_formats import smallest
 from vllm_accprobe.opcheck.floors.chance import CHANCE, tail
 from vllm_accprobe.opcheck.floors.error_limits import (
     POWER,
@@ -50,11 +51,6 @@ PROVED, BEYOND_CHANCE = "proved", "beyond chance"
 _GRID = 2.0**-12
 """Units from this on are those of a grid of 16 bits or fewer, whose last rounding is half a step; below, the order of
 summation decides, and the unit is a standard error (judge/floor.py: 64 roundings)."""
-_TINY = {
-    "bfloat16": 2.0**-133, "float16": 2.0**-24, "float32": 2.0**-149, "float8_e4m3fn": 2.0**-9,
-    "float8_e4m3fnuz": 2.0**-10, "float8_e5m2": 2.0**-16, "float8_e5m2fnuz": 2.0**-17,
-}  # fmt: skip
-"""Smallest subnormal numbers: below, nothing can be relatively exact."""
 _EXPONENT = 0x7FF0_0000_0000_0000
 Tensor = Any  # a torch.Tensor
 
@@ -131,7 +127,7 @@ def judge(
     planes = torch.empty(8, n, width, dtype=torch.float64)
     squares, v, powers, products, weighted, spread, errors, noises = planes.unbind(0)
     on_grid = u >= _GRID
-    least = 0.5 * _TINY.get(dtype, 0.0)
+    least = 0.5 * smallest(dtype)  # below that nothing can be relatively exact
     half = ((y.view(torch.int64) & _EXPONENT).view(torch.float64) * u if on_grid else u * y.abs()).clamp_(min=least)
     torch.mul(half, half, out=v)
     if on_grid:

@@ -1,4 +1,4 @@
-"""A row of the table from a verdict, and one that says why there is none; tensors as the verdict wants them.
+"""A row of the table from a verdict, and one that says why there is none.
 
 Not here: checking (replay.py, stored.py, backward.py), the row itself, which needs no torch (result_row.py).
 """
@@ -6,9 +6,6 @@ Not here: checking (replay.py, stored.py, backward.py), the row itself, which ne
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
@@ -30,22 +27,6 @@ def without_verdict(c: Captured, role: str, record: Record | None, status: str, 
 def _seq(c: Captured, record: Record | None) -> int:
     """The output's place in the order of execution; the call's last where there is no output."""
     return record.seq if record is not None else max((r.seq for r in c.records.values()), default=c.seq)
-
-
-def numbers(tensor: Any) -> Any:
-    """A tensor's exact values on the CPU: float64, or int64 for integers and bool; complex ones as pairs."""
-    tensor = tensor.detach().cpu()
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.to(torch.complex128))
-    return tensor.double() if tensor.is_floating_point() else tensor.long()
-
-
-def matrix(tensor: Any, row_dim: int) -> Any:
-    """[rows, everything else]; a tensor without rows is one row."""
-    if not tensor.dim():
-        return tensor.reshape(1, 1)
-    dim = row_dim if row_dim < tensor.dim() else 0
-    return tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1) if tensor.numel() else tensor.reshape(0, 1)
 
 
 def on_grid(row: Checked, record: Record, dtype: str) -> Checked:

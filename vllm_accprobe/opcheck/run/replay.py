@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.dump.select import matches
@@ -23,6 +21,7 @@ from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.floors.attention_causes import cause
 from vllm_accprobe.opcheck.floors.chance import BUDGET, Budget
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.pools import Pools
 from vllm_accprobe.opcheck.floors.rounding import judge
 from vllm_accprobe.opcheck.floors.verdict import EXACT, NONFINITE, Verdict
@@ -30,15 +29,7 @@ from vllm_accprobe.opcheck.habits.look import due, look
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Declined, Expected, combined
 from vllm_accprobe.opcheck.reference_table import References
-from vllm_accprobe.opcheck.run.judged_row import (
-    judged,
-    matrix,
-    message_of,
-    numbers,
-    on_grid,
-    place_of,
-    without_verdict,
-)
+from vllm_accprobe.opcheck.run.judged_row import judged, message_of, on_grid, place_of, without_verdict
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, OURS, PASS, SKIP, STRICT, WARNING, Checked, id_of
 from vllm_accprobe.standards import OUTPUT, find
 
@@ -133,33 +124,21 @@ def _checked(
     if tuple(expected.value.shape) != shape:
         raise ValueError(f"shape {list(expected.value.shape)} instead of {list(shape)}")
     row_dim = record.row_dim if record.rows is not None else 0
-    mine, reference = matrix(numbers(captured), row_dim), matrix(numbers(expected.value), row_dim)
-    noise, bound = (None if e is None or captured.is_complex() else matrix(numbers(e).expand(shape), row_dim)
-                    for e in (expected.noise, expected.bound))  # fmt: skip
-    rows = torch.arange(len(mine))
-    if expected.rows is not None:
-        rows = expected.rows.nonzero().flatten()
-        if not len(rows):
-            return without_verdict(c, role, record, SKIP, expected.reason or "no row has a reference")
-        mine, reference = mine[rows], reference[rows]
-        noise = noise[rows] if noise is not None else None
-        bound = bound[rows] if bound is not None else None
+    found = OutputRows.of(expected, captured, row_dim)
+    if not len(found.at) and expected.rows is not None:
+        return without_verdict(c, role, record, SKIP, expected.reason or "no row has a reference")
     dtype = grid.name_of(captured)  # the record's, or the coarser one whose numbers it holds
-    exact = None
-    if expected.exact is not None:
-        exact = matrix(numbers(expected.exact).reshape(shape), row_dim)[rows]
-    v = judge(reference, mine, dtype, chance=options.budget.output, noise=noise, bound=bound, last=expected.unit,
-              common=expected.common, groups=expected.groups, shared=expected.shared, exact=exact,
-              strict=options.standard == STRICT)  # fmt: skip
+    reference, mine, exact, rows = found.reference, found.mine, found.exact, found.at
+    v = found.judge(dtype, chance=options.budget.output, strict=options.standard == STRICT)
     evidence = ""
     if options.habits and v.measure not in (EXACT, NONFINITE) and due(c.step, role, c.what, v.passed):
 
         def again(y: Any, more: Any) -> Verdict:
-            return judge(y, mine, dtype, noise=combined(noise, more), last=expected.unit, common=expected.common)
+            return judge(y, mine, dtype, noise=combined(found.noise, more), last=expected.unit, common=expected.common)
 
         evidence = look(
-            c.what, role, reference if exact is None else exact, mine, dtype, noise=noise, rows=rows, passed=v.passed,
-            judge=again,
+            c.what, role, reference if exact is None else exact, mine, dtype, noise=found.noise, rows=rows,
+            passed=v.passed, judge=again,
         ).to_text()  # fmt: skip
     measures = None
     if options.measured or options.standard not in (OURS, STRICT):
