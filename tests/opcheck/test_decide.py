@@ -11,7 +11,7 @@ from vllm_accprobe.judge.tiers import PROVED, UNLIKE_KIN
 from vllm_accprobe.opcheck.floors.peers import Odd, Pooled
 from vllm_accprobe.opcheck.proof.decide import Proof, decide
 from vllm_accprobe.opcheck.proof.prove import prove
-from vllm_accprobe.opcheck.run.replay import COLUMNS, Checked
+from vllm_accprobe.opcheck.run.result_row import COLUMNS, Checked
 
 
 def checked(tap, status="fail", severity=10.0, rows=4, seq=0):

@@ -20,7 +20,8 @@ from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
-from vllm_accprobe.opcheck.reference import Call, Expected, References, reference
+from vllm_accprobe.opcheck.reference import Call, Expected, reference
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.table import COLUMNS
 
 

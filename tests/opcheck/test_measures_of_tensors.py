@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_accprobe.opcheck import measures
-from vllm_accprobe.opcheck.run.replay import numbers
+from vllm_accprobe.opcheck.floors.output_rows import numbers
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int8", "bool", "float8_e4m3fn", "complex64")
 

@@ -11,7 +11,7 @@ import torch
 from vllm_accprobe.judge import tiers
 from vllm_accprobe.judge.chance import Against
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
-from vllm_accprobe.opcheck.floors import chance, peers, verdict
+from vllm_accprobe.opcheck.floors import chance, error_limits, peers, verdict
 from vllm_accprobe.opcheck.floors.pooled import COLUMN, COLUMN_SCALE, SCALE, TOGETHER, Pool
 from vllm_accprobe.opcheck.reference import Call, Expected, gamma
 from vllm_accprobe.opcheck.registry import default_references
@@ -123,7 +123,7 @@ def test_kernels_that_round_on_the_way_keep_within_the_bound(cls: str) -> None:
             scores = scores.masked_fill(torch.ones(64, 64, dtype=torch.bool).triu(1), -math.inf)
             mine = way(torch.einsum("hnm,mhd->nhd", way(torch.softmax(scores, -1)), v)).reshape(64, 128)
         power = e.value.square().sum(1)
-        most = verdict._proved(e.value, U * e.value.abs(), e.bound, power)
+        most = error_limits.proved(e.value, U * e.value.abs(), e.bound, power)
         assert bool(((mine - e.value).abs() <= most).all())
 
 

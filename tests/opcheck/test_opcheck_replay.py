@@ -13,7 +13,8 @@ from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import Checked, check
+from vllm_accprobe.opcheck.run.replay import check
+from vllm_accprobe.opcheck.run.result_row import Checked
 from vllm_accprobe.opcheck.run.totals import totals
 
 HEADS, KV, HEAD, WIDTH = 4, 2, 8, 32

@@ -92,7 +92,7 @@ def test_vllms_native_code_is_its_own_and_torchs_agrees() -> None:
 def statistics_only(root: Path) -> Calls:
     """The calls of a dump as VLLM_ACCPROBE_TASK=stats leaves it: no payload but parameters'."""
     calls = Calls(open_dump(build(root)), None)
-    for steps in calls._calls.values():
+    for steps in calls.by_tap.values():
         for records in steps.values():
             for role, r in records.items():
                 records[role] = replace(r, payload=None)

@@ -13,7 +13,8 @@ from opcheck import torch_only
 from vllm_accprobe.cli import main
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
-from vllm_accprobe.opcheck.reference import Call, References
+from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import families
 
 KERNELS = """

@@ -11,9 +11,11 @@ from opcheck.opcheck_dumps import Maker, name
 
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import Checked, check
+from vllm_accprobe.opcheck.run.replay import check
+from vllm_accprobe.opcheck.run.result_row import Checked
 from vllm_accprobe.opcheck.run.totals import totals
 
 G = torch.Generator().manual_seed(3)

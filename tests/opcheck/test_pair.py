@@ -20,7 +20,8 @@ from vllm_accprobe.children import ONE_THREAD
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.opcheck.calls import batches
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.reference import Call, Expected, References, reference
+from vllm_accprobe.opcheck.reference import Call, Expected, reference
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run import pair
 from vllm_accprobe.opcheck.run.replay import Options, check

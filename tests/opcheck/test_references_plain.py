@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References, device_kernel
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import collectives
 from vllm_accprobe.opcheck.registry import default_references
 

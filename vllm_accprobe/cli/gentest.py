@@ -13,7 +13,7 @@ from vllm_accprobe.cli.common.options import CommandError, progress, writable
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls, Captured
     from vllm_accprobe.opcheck.kit.testgen import Written
-    from vllm_accprobe.opcheck.reference import References
+    from vllm_accprobe.opcheck.reference_table import References
 
 
 def gentest(
@@ -107,7 +107,8 @@ def _matching(calls: Calls, ops: list[str], options: object, most: int) -> Itera
 
 def _failed(calls: Calls, references: References, ops: list[str], options: object) -> Iterator[Captured]:
     """The worst wrong call of each tap, the worst tap first."""
-    from vllm_accprobe.opcheck.run.replay import FAIL, Checked, Options, check_tap, wanted
+    from vllm_accprobe.opcheck.run.replay import Options, check_tap, wanted
+    from vllm_accprobe.opcheck.run.result_row import FAIL, Checked
 
     assert isinstance(options, Options)
     worst: dict[tuple[int, str], Checked] = {}

@@ -144,8 +144,9 @@ def metrics_of_each(tables: Sequence[np.ndarray]) -> list[Metrics]:
                 sums = columns.sum(axis=2)
             tops = columns[[MAX_D, MAX_REL]].max(axis=2) if rows else np.full((2, len(these)), -1.0)
             for i, s, top in zip(these, sums.T.tolist(), tops.T.tolist(), strict=True):
+                n, gg, mm, gm, dd, abs_d = (s[k] for k in (N, GG, MM, GM, DD, ABS_D))
                 counts = int(s[NONFINITE]), int(s[MISMATCH])
-                out[i] = metrics(*(s[k] for k in (N, GG, MM, GM, DD, ABS_D)), *top, *counts)
+                out[i] = metrics(n, gg, mm, gm, dd, abs_d, top[0], top[1], *counts)
     return [m for m in out if m is not None]
 
 

@@ -1,32 +1,30 @@
-"""What a captured call is, what a reference says of it, and how the one finds the other.
+"""What a captured call is, and what a reference says of it.
 
 The problem: hundreds of operators, of vLLM, of vendors and of users, each with its own arguments, must be judged by
 formulas that are right, and a formula that does not fit must never be taken for a verdict. The idea: a `Call` holds
 what was captured; a reference is a plain function from a Call to exact outputs, marked with ``@reference("name")``; a
 device kernel one from a Call to what the device where its tensors lie makes of it, ``@device_kernel("name")``. Either
-gives its outputs, or a `Declined` with the reason as a value. Marking is all that the decorators do: a `References`
-table collects the marked functions of modules, so that nothing registers itself behind anybody's back. An `Expected`
+gives its outputs, or a `Declined` with the reason as a value. Marking is all that the decorators do. An `Expected`
 also carries ``noise``: the standard error that roundings inside an honest kernel leave in each element, added up as
 independent errors are, root of the sum of squares [N. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019) A2815], and
 ``bound``: what they leave at most, sums of absolute values [N. Higham, Accuracy and Stability of Numerical Algorithms,
 2nd ed., chapter 3]. A bound holds by proof for +, x, / and sqrt; of exp, tanh, erf and rsqrt it supposes that they are
-as near as APPROXIMATE says, which only a machine's profile can measure. Not here: the formulas (references/), the table
-of all that are installed (registry.py), where calls come from (records.py), the verdict (verdict.py).
+as near as APPROXIMATE says, which only a machine's profile can measure. Not here: the formulas (references/), how a
+call finds its reference (reference_table.py), where calls come from (records.py), the verdict (verdict.py).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from types import ModuleType
 from typing import Any
 
 from vllm_accprobe.judge.floor import unit
 
-_REFERENCE, _KERNEL = "__accprobe_references__", "__accprobe_device_kernels__"
-_BY_ROWS = "__accprobe_by_rows__"
+MARKS = REFERENCE, KERNEL = "__accprobe_references__", "__accprobe_device_kernels__"
+BY_ROWS = "__accprobe_by_rows__"
+"""Attributes of marked functions: the names that each mark gives, and whether a reference works row by row."""
 ROUNDED = 3.0**-0.5
 """Units: the standard error of a rounding to nearest, at most. Derived: step / sqrt(12), and a step is 2 units of the
 power of two below a number, so at most 2 units of it."""
@@ -152,128 +150,26 @@ def reference(*names: str, by_rows: bool = False) -> Callable[[Reference], Refer
     (``torch.ops.vendor.fused_norm``, ``aten.mm``). It gives exact outputs by role, or one value for ``output.0``, and
     raises Declined where it cannot. by_rows: every row of every output, its noise too, follows from that row of the
     inputs alone, whatever the other rows hold: several calls may be evaluated as one (batches.py)."""
-    if not names:
-        raise ValueError("@reference needs at least one name")
-
-    def mark(function: Reference) -> Reference:
-        setattr(function, _REFERENCE, names)
-        setattr(function, _BY_ROWS, by_rows)
-        return function
-
-    return mark
+    return _mark("reference", {REFERENCE: names, BY_ROWS: by_rows}, names)
 
 
 def device_kernel(*names: str) -> Callable[[Kernel], Kernel]:
     """Marks a function as what a device has for ``names``, which are those of ``@reference``. Its call's tensors lie on
     the device; it gives tensors there in the dtypes of the model, by role or one for ``output.0``, and raises Declined
     where it cannot. An operator of torch.ops needs none: it runs itself."""
-    if not names:
-        raise ValueError("@device_kernel needs at least one name")
+    return _mark("device_kernel", {KERNEL: names}, names)
 
-    def mark(function: Kernel) -> Kernel:
-        setattr(function, _KERNEL, names)
+
+def _mark(word: str, attributes: Mapping[str, object], names: tuple[str, ...]) -> Callable[[Any], Any]:
+    if not names:
+        raise ValueError(f"@{word} needs at least one name")
+
+    def mark(function: Any) -> Any:
+        for name, value in attributes.items():
+            setattr(function, name, value)
         return function
 
     return mark
-
-
-def marked(source: ModuleType | Reference) -> list[Reference]:
-    """The functions of a module, or the one, that are marked with ``@reference`` or ``@device_kernel``."""
-    found = list(vars(source).values()) if isinstance(source, ModuleType) else [source]
-    return [f for f in found if callable(f) and (hasattr(f, _REFERENCE) or hasattr(f, _KERNEL))]
-
-
-class _Named:
-    """Functions by the names that one mark gives them."""
-
-    def __init__(self, mark: str):
-        self._mark = mark
-        self._by_name: dict[str, Reference] = {}
-        self._globs: dict[str, Reference] = {}
-        self.find = functools.cache(self._find)
-
-    def add(self, function: Reference) -> None:
-        for name in getattr(function, self._mark, ()):
-            (self._globs if any(c in name for c in "*?[") else self._by_name)[name] = function
-        self.find.cache_clear()
-
-    def names(self) -> list[str]:
-        return sorted({*self._by_name, *self._globs})
-
-    def _find(self, name: str) -> Reference | Declined:
-        spellings = _spellings(name)
-        for spelling in spellings:
-            if spelling in self._by_name:
-                return self._by_name[spelling]
-        fits = [g for g in self._globs if any(fnmatchcase(s, g) for s in spellings)]
-        if not fits:
-            return Declined(f"no reference for {name}")
-        return self._globs[max(fits, key=lambda g: sum(c not in "*?" for c in g.removeprefix("torch.ops.")))]
-
-
-class References:
-    """A table of references by name, and one of device kernels. The one whose name has most letters besides ``*`` and
-    ``?`` wins; a later source beats an earlier one, so that a user's own replaces ours."""
-
-    def __init__(self, sources: Iterable[ModuleType | Reference] = ()):
-        self._references, self._kernels = _Named(_REFERENCE), _Named(_KERNEL)
-        self.problems: list[str] = []
-        for source in sources:
-            self.add(source)
-
-    def add(self, source: ModuleType | Reference) -> None:
-        """All marked functions of a module, or one. Raises ValueError where there is none."""
-        found = marked(source)
-        if not found:
-            raise ValueError(f"{getattr(source, '__name__', source)} has no function marked with @reference")
-        for function in found:
-            self._references.add(function)
-            self._kernels.add(function)
-
-    def names(self) -> list[str]:
-        """What there are references for."""
-        return self._references.names()
-
-    def find(self, name: str) -> Reference | Declined:
-        """The reference for a class or operator, or why there is none. (Cached.)"""
-        return self._references.find(name)
-
-    def by_rows(self, name: str) -> bool:
-        """Whether there is a reference for a class that works row by row."""
-        return bool(getattr(self.find(name), _BY_ROWS, False))
-
-    def evaluate(self, call: Call) -> dict[str, Expected] | Declined:
-        """The exact outputs of ``call`` by role, or why there are none. Never raises for what a reference does."""
-        outputs = _outputs(self.find(call.cls), call)
-        if isinstance(outputs, Declined):
-            return outputs
-        return {role: x if isinstance(x, Expected) else Expected(x) for role, x in outputs.items()}
-
-    def run(self, call: Call) -> Mapping[str, Tensor] | Declined:
-        """What the device where the tensors of ``call`` lie makes of it, by role, or why nothing. Never raises."""
-        return _outputs(self._kernels.find(call.cls), call)
-
-
-def _outputs(found: Reference | Declined, call: Call) -> Mapping[str, Any] | Declined:
-    if isinstance(found, Declined):
-        return found
-    try:
-        result = found(call)
-    except Declined as why:
-        return why
-    except Exception as error:  # a reference may be anybody's: its crash is a row of the table, not the end
-        text = " ".join(str(error).split())[:120]
-        return Declined(f"the reference failed: {type(error).__name__}: {text}", failed=True)
-    return result if isinstance(result, Mapping) else {"output.0": result}
-
-
-def _spellings(name: str) -> tuple[str, ...]:
-    """A class's name alone; an operator's with and without ``torch.ops.`` and its overload, the longest first."""
-    if "." not in name:
-        return (name,)
-    short = name.removeprefix("torch.ops.")
-    bare = ".".join(short.split(".")[:2])
-    return tuple(dict.fromkeys((f"torch.ops.{short}", short, f"torch.ops.{bare}", bare)))
 
 
 def combined(*noises: Tensor | None) -> Tensor | None:

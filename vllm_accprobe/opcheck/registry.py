@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from vllm_accprobe import extensions
 from vllm_accprobe.opcheck import references
-from vllm_accprobe.opcheck.reference import References
+from vllm_accprobe.opcheck.reference_table import References
 
 
 def default_references() -> References:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_accprobe.kernels.float_formats import FORMATS
 from vllm_accprobe.kernels.formulas import eps_of
 
 EPS = {"bfloat16": eps_of("bfloat16"), "float16": eps_of("float32"), "float32": eps_of("float64"),
        "float64": eps_of("float64")}  # fmt: skip
 """What is added to |g| before dividing: the machine epsilon of the reference's dtype, which is one wider than mine's;
 bfloat16's own, as msprobe has it. Others: float16's."""
-ULP = {
-    "float16": (-14, 10), "bfloat16": (-126, 7), "float32": (-126, 23), "float64": (-1022, 52),
-    "float8_e4m3fn": (-6, 3), "float8_e5m2": (-14, 2),
-}  # fmt: skip
-"""Smallest exponent of a normal number, bits of the mantissa."""
+ULP = {name: (least, bits - 1) for name, (bits, least) in FORMATS.items() if not name.endswith("fnuz")}
+"""Smallest exponent of a normal number, bits of the mantissa; msprobe knows no other formats."""
 ULP_BOUND = {"float32": 32.0, "float64": 32.0}
 """ulp_share counts what is above; 1 for coarser dtypes."""
 AIT = {

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.calls.records import Captured
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference_table import References
 
 Outcome = Mapping[str, Expected] | Declined
 _MOST = 1 << 21

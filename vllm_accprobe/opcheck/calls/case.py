@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, References
+from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference_table import References
 
 _PLAIN = (bool, int, str, type(None))
 _TORCH = {"dtype": torch.dtype, "device": torch.device, "layout": torch.layout, "memory_format": torch.memory_format}

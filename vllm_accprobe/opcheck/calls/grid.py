@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.kernels.float_formats import FORMATS
 from vllm_accprobe.opcheck.reference import Call
 
-BITS = {"float8_e5m2": 3, "float8_e4m3fn": 4, "bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
+BITS = {name: bits for name, (bits, _) in FORMATS.items() if not name.endswith("fnuz")}
 """Significant bits of the dtypes between which a grid is looked for, the leading one counted; the coarsest first."""
 PROOF = 64
 """Bits that must be 0 by chance: among a million tensors one is mistaken with probability 2**-44 (derived)."""

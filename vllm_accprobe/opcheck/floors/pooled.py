@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_accprobe.opcheck.floors.chance import chi_square, deviations_of, normal, tail
-from vllm_accprobe.opcheck.floors.verdict import (
+from vllm_accprobe.opcheck.floors.error_limits import (
     BIAS,
     CONSTANT,
     ERROR,
@@ -39,9 +39,9 @@ from vllm_accprobe.opcheck.floors.verdict import (
     SQUARE,
     VARIANCE,
     WEIGHTED,
-    ErrorSums,
     told,
 )
+from vllm_accprobe.opcheck.floors.verdict import ErrorSums
 
 TOGETHER, SCALE, COLUMN, COLUMN_SCALE, COLUMN_MEAN = (
     "all rows", "scale of all rows", "column of all rows", "scale of a column", "mean of a column",

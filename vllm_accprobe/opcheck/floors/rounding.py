@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.kernels.float_formats import LOW, half_step
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.floors.verdict import judge as judge_nearest
 
@@ -37,11 +38,6 @@ TOWARD_ZERO, EARLIER = "toward zero", "toward zero before the last rounding"
 ROUNDING = "rounding"
 """A measure of its own: the share of the numbers that tell which are truncated. Half of them is a kernel's chance."""
 
-_GRIDS = {
-    "bfloat16": (8, -126), "float16": (11, -14), "float8_e4m3fn": (4, -6), "float8_e4m3fnuz": (4, -7),
-    "float8_e5m2": (3, -14), "float8_e5m2fnuz": (3, -15),
-}  # fmt: skip
-"""Significant bits and smallest normal exponent. Not float32's: there the order of summation decides, no rounding."""
 _SAMPLE, _GLANCE = 8192, 1024
 """Numbers that are looked at, evenly spread: where they decide, and where it is only said how an operator rounds that
 is right either way (chosen: half of them tell, and at three standard deviations a hundred would do)."""
@@ -79,18 +75,14 @@ UNKNOWN = Direction(False, 0, 0)
 
 def steps(y: Tensor, dtype: str) -> Tensor:
     """The distance of neighbours on ``dtype``'s grid at each of the float64 ``y``, subnormal ones included."""
-    bits, least = _GRIDS[dtype]
+    bits, least = LOW[dtype]
     return torch.ldexp(torch.ones_like(y), torch.frexp(y).exponent.clamp(min=least + 1) - bits)
-
-
-def unit_of(dtype: str) -> float:
-    return float(2.0 ** -_GRIDS[dtype][0])
 
 
 def direction(exact: Tensor, mine: Tensor, dtype: str, most: int = _SAMPLE) -> Direction:
     """exact: float64; mine: the captured numbers, float64, same shape; dtype: whose grid they lie on, torch's name;
     most: how many numbers are looked at."""
-    if dtype not in _GRIDS:
+    if dtype not in LOW:
         return UNKNOWN
     y, m = exact.reshape(-1), mine.reshape(-1)
     if len(y) > most:
@@ -104,7 +96,7 @@ def direction(exact: Tensor, mine: Tensor, dtype: str, most: int = _SAMPLE) -> D
     t, r = _either(q.trunc() == given, rounded)
     if _more(r, t):
         return Direction(False, t + r, t)
-    scaled = q * (1.0 + unit_of(dtype) * _FACTORS[:, None])
+    scaled = q * (1.0 + half_step(dtype) * _FACTORS[:, None])
     cuts = scaled.trunc() == given
     best = cuts[int(cuts.sum(1).argmax())]
     if not _more(*_either(best, rounded)):
@@ -141,7 +133,7 @@ def judge(
         return judge_nearest(y, mine, dtype, noise=noise, last=last, common=common, **more)
 
     nearest = held(reference, noise)
-    if last == 0.0 or dtype not in _GRIDS or nearest.nonfinite_mismatch or not reference.is_floating_point():
+    if last == 0.0 or dtype not in LOW or nearest.nonfinite_mismatch or not reference.is_floating_point():
         return nearest
     source = reference if exact is None else exact
     if not _smaller(source, mine):
@@ -181,7 +173,7 @@ def _nearest_of(ways: Sequence[Tensor], mine: Tensor) -> Tensor:
 def middles(mine: Tensor, dtype: str) -> Tensor:
     """The middles of what truncated numbers stand for: float64, half a step further from 0; unchanged where ``dtype``
     has no grid, and zeros."""
-    return mine + 0.5 * steps(mine, dtype) * torch.sign(mine) if dtype in _GRIDS else mine
+    return mine + 0.5 * steps(mine, dtype) * torch.sign(mine) if dtype in LOW else mine
 
 
 def _expected(y: Tensor, noise: Tensor | None, dtype: str, cut: bool) -> Iterator[Tensor]:
@@ -198,4 +190,4 @@ def _expected(y: Tensor, noise: Tensor | None, dtype: str, cut: bool) -> Iterato
         half = torch.where(loose, 0.5 * step * torch.sign(y), 0.0)
         yield y - half
     if bool(early.any()):
-        yield torch.where(early, y * (1.0 - 2.0 / 3.0 * unit_of(dtype)), y) - half
+        yield torch.where(early, y * (1.0 - 2.0 / 3.0 * half_step(dtype)), y) - half

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from vllm_accprobe.judge.profile import ACCUMULATOR, FUNCTION, ROUNDING, SUBNORMALS, Habit
+from vllm_accprobe.kernels.float_formats import half_step
 from vllm_accprobe.opcheck.floors.truncating import truncating
 from vllm_accprobe.opcheck.habits import habit_words as words
 from vllm_accprobe.opcheck.habits.evidence import AWAY, ZERO, Evidence
@@ -133,7 +134,7 @@ def _group(
     for f in functions_of(places, dtype):
         habits.units[f"{cls} {dtype} {f.name}"] = f.size
         if f.off:
-            habits.add(FUNCTION, key, f.words, f.size / words.unit_of(dtype), places, lambda p: len(p.seen))
+            habits.add(FUNCTION, key, f.words, f.size / half_step(dtype), places, lambda p: len(p.seen))
             if habits.enough(f.name, dtype, places):
                 allowed[f.name] = f.words
         else:

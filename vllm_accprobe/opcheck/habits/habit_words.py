@@ -11,15 +11,12 @@ from __future__ import annotations
 import re
 
 from vllm_accprobe.judge.profile import ACCUMULATOR, ROUNDING, SPLIT, TWICE
+from vllm_accprobe.kernels.float_formats import FORMATS
 from vllm_accprobe.opcheck.habits.evidence import AWAY, NEAREST, ZERO
 
 STOCHASTIC, ONCE = "stochastic", "once"
 ROUNDED = {NEAREST: "to nearest", ZERO: "toward zero", AWAY: "away from zero", STOCHASTIC: "at random (stochastic)"}
 PRICES = {NEAREST: 0.0, ZERO: 1.0, AWAY: 1.0, STOCHASTIC: 1.0}
-BITS = {"bfloat16": 8, "float16": 11, "float8_e4m3fn": 4, "float8_e4m3fnuz": 4, "float8_e5m2": 3, "float8_e5m2fnuz": 3,
-        "float32": 24}  # fmt: skip
-_LEAST = {"bfloat16": -126, "float16": -14, "float32": -126, "float8_e4m3fn": -6, "float8_e4m3fnuz": -7,
-          "float8_e5m2": -14, "float8_e5m2fnuz": -15}  # fmt: skip
 _LOW = re.compile(r"low (\d+)( bias first)?")
 _SPLIT = re.compile(r"split (\d+)")
 
@@ -68,12 +65,8 @@ def plural(said: str) -> str:
 
 
 def flushed(dtype: str) -> str:
-    return f"gives 0 for results below 2^{_LEAST[dtype]}, the smallest normal number"
+    return f"gives 0 for results below 2^{FORMATS[dtype][1]}, the smallest normal number"
 
 
 def kept(dtype: str) -> str:
-    return f"keeps results below 2^{_LEAST[dtype]}"
-
-
-def unit_of(dtype: str) -> float:
-    return float(2.0 ** -BITS[dtype]) if dtype in BITS else 0.0
+    return f"keeps results below 2^{FORMATS[dtype][1]}"

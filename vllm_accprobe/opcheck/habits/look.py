@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_accprobe.opcheck.floors.rounding import _GRIDS, steps
+from vllm_accprobe.kernels.float_formats import FORMATS, LOW, half_step
+from vllm_accprobe.opcheck.floors.rounding import steps
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.habits import functions, ways
 from vllm_accprobe.opcheck.habits.evidence import BINS, Evidence
@@ -45,7 +46,7 @@ _TERMS = 1 << 24
 _WANDER = 2.0
 """Chosen: partial sums in one order, over what they are in the mean over all orders; it is
 used for large products alone, all of whose partial sums would take too long."""
-_LEAST_NORMAL = {name: float(2.0**least) for name, (_, least) in _GRIDS.items()} | {"float32": 2.0**-126}
+_LEAST_NORMAL = {name: float(2.0 ** FORMATS[name][1]) for name in (*LOW, "float32")}
 
 
 def due(step: int | None, role: str, call: Call, passed: bool) -> bool:
@@ -72,7 +73,7 @@ def look(
         would["flush"] = judge(torch.where(small & (mine == 0), 0.0, y), None).severity
     at = _spread(len(y), max(_NUMBERS // max(y.shape[1], 1), 1))
     s, given = SampledRows(y[at], rows[at], dtype, role), mine[at]
-    if dtype not in _GRIDS:
+    if dtype not in LOW:
         found = functions.of_float32(call, role, s, given, noise[at] if noise is not None else None)
         if not passed:
             would |= functions.would_float32(call, role, y, mine, rows, judge)
@@ -114,7 +115,7 @@ def _subnormals(y: Tensor, mine: Tensor, dtype: str) -> tuple[int, int]:
     size = y.abs()
     if not bool((size < least).any()):
         return 0, 0
-    tiny = least * 2.0 ** -(22 if dtype == "float32" else _GRIDS[dtype][0] - 2)
+    tiny = least * 2.0 ** -(FORMATS[dtype][0] - 2)
     seen = (size < least * (1 - 2.0**-8)) & (size >= tiny) & torch.isfinite(mine)
     flushed = int((seen & (mine == 0)).sum())
     return int(seen.sum()) - flushed, flushed
@@ -195,7 +196,7 @@ def _would(call: Call, role: str, y: Tensor, rows: Tensor, dtype: str, judge: Ju
         return found
     if squares.shape != y.shape:
         return found
-    n, once = weight.shape[1], _ROUNDED * 2.0 ** -_GRIDS[dtype][0]
+    n, once = weight.shape[1], _ROUNDED * half_step(dtype)
     blocks = [b for b in ways.BLOCKS if b < n]
     for block, sizes in zip(blocks, _partial_sums(x.reshape(-1, n)[rows], weight, y, squares, blocks), strict=True):
         found[ways.low_name(block, False)] = judge(y, once * (sizes + y * y).sqrt()).severity

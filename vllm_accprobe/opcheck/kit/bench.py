@@ -17,15 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vllm_accprobe.opcheck.calls.case import decode
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, redrawn
-from vllm_accprobe.opcheck.floors.rounding import judge
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.kit.tensorfile import load
 from vllm_accprobe.opcheck.measures import measure
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import families
 from vllm_accprobe.opcheck.references.kernels_common import on
 
@@ -99,20 +98,14 @@ class Bench:
         if tuple(e.value.shape) != shape:
             return CaseOutcome(role, dtype, shape, "fail", f"shape {list(shape)} instead of {list(e.value.shape)}")
         row_dim = int(case.about.get("row_dims", {}).get(role, 0))
-        reference, numbers = (_matrix(_wide(t), row_dim) for t in (e.value, mine))
-        noise, bound = (None if x is None else _matrix(_wide(x).expand(shape), row_dim) for x in (e.noise, e.bound))
-        if e.rows is not None:
-            rows = e.rows.nonzero().flatten()
-            if not len(rows):
-                return CaseOutcome(role, dtype, shape, "skip", e.reason)
-            reference, numbers = reference[rows], numbers[rows]
-            noise, bound = (None if x is None else x[rows] for x in (noise, bound))
-        v = judge(reference, numbers, dtype, noise=noise, bound=bound, last=e.unit, common=e.common, groups=e.groups,
-                  shared=e.shared)  # fmt: skip
-        message = "" if v.passed else _say(v, reference, numbers)
+        found = OutputRows.of(e, mine, row_dim)
+        if not len(found.at) and e.rows is not None:
+            return CaseOutcome(role, dtype, shape, "skip", e.reason)
+        v = found.judge(dtype)
+        message = "" if v.passed else _say(v, found.reference, found.mine)
         if way == DRAWN:
             message = f"{message}; {WEAKER}".lstrip("; ")
-        measures = asdict(measure(reference, numbers, dtype))
+        measures = asdict(measure(found.reference, found.mine, dtype))
         return CaseOutcome(role, dtype, shape, "pass" if v.passed else "fail", message, v, measures)
 
     def lines(self, case: Case, outcomes: Sequence[CaseOutcome]) -> list[list[object]]:
@@ -131,21 +124,6 @@ class Bench:
 
 def _skipped(why: str) -> CaseOutcome:
     return CaseOutcome("", "", (), "skip", why)
-
-
-def _wide(t: Any) -> Any:
-    t = t.detach().cpu()
-    if t.is_complex():
-        return torch.view_as_real(t.to(torch.complex128))
-    return t.double() if t.is_floating_point() else t.long()
-
-
-def _matrix(t: Any, row_dim: int) -> Any:
-    """[rows, everything else]; a tensor without rows is one row."""
-    if not t.dim():
-        return t.reshape(1, 1)
-    dim = row_dim if row_dim < t.dim() else 0
-    return t.movedim(dim, 0).reshape(t.shape[dim], -1) if t.numel() else t.reshape(0, 1)
 
 
 def _say(v: Verdict, reference: Any, mine: Any) -> str:

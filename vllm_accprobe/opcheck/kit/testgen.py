@@ -20,18 +20,20 @@ from typing import Any
 from vllm_accprobe.opcheck.calls import case as cases
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.kit.tensorfile import save
-from vllm_accprobe.opcheck.reference import Declined, Expected, References
+from vllm_accprobe.opcheck.reference import Declined, Expected
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run import table
 
 KIT = "operator_kit"
 _PACKAGE = Path(__file__).parents[1]
 _FILES = (
-    "reference", "calls/case", "kit/tensorfile", "floors/chance", "floors/verdict", "floors/rounding", "kit/bench",
-    "measures", "arrays", "calls/random_inputs",
+    "reference", "reference_table", "calls/case", "kit/tensorfile", "floors/chance", "floors/error_limits",
+    "floors/verdict", "floors/rounding", "floors/output_rows", "kit/bench", "measures", "arrays",
+    "calls/random_inputs",
 )  # fmt: skip
 _FURTHER = {
-    "judge/floor.py": "floor", "kernels/formulas.py": "formulas", "standards/measures.py": "measure_names",
-    "standards/dtype_limits.py": "dtype_limits",
+    "judge/floor.py": "floor", "kernels/formulas.py": "formulas", "kernels/float_formats.py": "float_formats",
+    "standards/measures.py": "measure_names", "standards/dtype_limits.py": "dtype_limits",
 }  # fmt: skip
 """Files of other rooms, and what they are called in the kit."""
 _ROOMS = re.compile(r"vllm_accprobe\.opcheck(\.(calls|floors|kit)\b)?")

@@ -27,9 +27,10 @@ from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
-from vllm_accprobe.opcheck.calls.records import Calls, Captured, as_numbers
-from vllm_accprobe.opcheck.reference import Declined, Expected, References
-from vllm_accprobe.opcheck.run.replay import Checked
+from vllm_accprobe.opcheck.calls.records import Calls, Captured
+from vllm_accprobe.opcheck.reference import Declined, Expected
+from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.run.result_row import Checked
 
 MOST = 16
 """Origins whose errors are split; the first in data-flow order matter, and each costs a replay."""
@@ -117,7 +118,7 @@ def _rows(
     router should have named."""
     outputs: Mapping[str, Any] = captured.what.outputs
     value = outputs[role] if role in outputs else captured.what.inputs[role.removeprefix("input.")]
-    arrays = [as_numbers(expected.value.expand(record.shape)), as_numbers(value)]
+    arrays = [_as_numbers(expected.value.expand(record.shape)), _as_numbers(value)]
     wide = [np.moveaxis(a.astype(np.float64), group.row_dim, 0) for a in arrays]
     first, second = (a.reshape(a.shape[0], -1) for a in wide)
     return first, second
@@ -126,3 +127,9 @@ def _rows(
 def _golden(loader: Loader, group: Group) -> np.ndarray:
     block = loader.load(group)
     return np.asarray(widen(block.data, block.dtype, as_float=True), np.float64)
+
+
+def _as_numbers(tensor: Any) -> np.ndarray:
+    """A tensor as numpy numbers that hold its values exactly: float64, or int64 for integers and bool."""
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    return np.asarray((tensor.double() if floating else tensor.long()).numpy())

@@ -21,8 +21,7 @@ from vllm_accprobe.opcheck.floors.peers import Odd
 from vllm_accprobe.opcheck.floors.truncating import sentence
 from vllm_accprobe.opcheck.proof.decide import Blame, Proof
 from vllm_accprobe.opcheck.proof.propagated import Split
-from vllm_accprobe.opcheck.run.replay import FAIL, PASS, Checked
-from vllm_accprobe.opcheck.run.result_row import grids
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked, grids
 
 ALIKE = 3.0
 """Golden is as wrong as mine where mine's error is at most so many times golden's, both in what is allowed."""

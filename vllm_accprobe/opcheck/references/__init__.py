@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-from vllm_accprobe.opcheck.reference import marked
+from vllm_accprobe.opcheck.reference_table import marked
 
 
 def families() -> list[ModuleType]:

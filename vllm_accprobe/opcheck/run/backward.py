@@ -21,13 +21,16 @@ import torch
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.records import Captured
+from vllm_accprobe.opcheck.floors.output_rows import matrix, numbers
 from vllm_accprobe.opcheck.floors.rounding import judge
 from vllm_accprobe.opcheck.measures import measure
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.aten import of, outputs_by_role, tensors_by_role
 from vllm_accprobe.opcheck.references.kernels_common import on
-from vllm_accprobe.opcheck.run.replay import SKIP, Checked, judged, matrix, message_of, numbers, unchecked
+from vllm_accprobe.opcheck.run.judged_row import judged, message_of
+from vllm_accprobe.opcheck.run.result_row import SKIP, Checked, unchecked
 
 _ROLE = "grad."
 _SPREAD = 4.0

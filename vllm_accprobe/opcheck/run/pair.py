@@ -27,7 +27,7 @@ from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.floors.chance import RATE
 from vllm_accprobe.opcheck.floors.peers import Pooled
 from vllm_accprobe.opcheck.floors.pools import Pools
-from vllm_accprobe.opcheck.reference import References
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.replay import Options, check_call, wanted
 from vllm_accprobe.opcheck.run.result_row import COLUMNS, Checked
 

@@ -21,8 +21,10 @@ import torch
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.opcheck.calls.case import closed
-from vllm_accprobe.opcheck.calls.records import Captured, to_torch
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, References, combined
+from vllm_accprobe.opcheck.calls.module_index import to_torch
+from vllm_accprobe.opcheck.calls.records import Captured
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import mindspore_api
 from vllm_accprobe.opcheck.references.kernels_common import on
 from vllm_accprobe.opcheck.run.replay import Options, check_call

@@ -20,7 +20,8 @@ from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.opcheck.calls.operator_calls import STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, DrawnMoments, draw
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
-from vllm_accprobe.opcheck.reference import Call, Declined, References
+from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references.kernels_common import on
 from vllm_accprobe.opcheck.run.replay import Options, check_call
 from vllm_accprobe.opcheck.run.rerun import forward_native

@@ -103,7 +103,8 @@ class OpenJob:
     def rows(self, tap: Tap, crashed: Crashes, begins: Begins) -> Rows:
         """The rows of one tap."""
         from vllm_accprobe.opcheck.floors.pools import Pools
-        from vllm_accprobe.opcheck.run.replay import FAIL, OURS, check_stored
+        from vllm_accprobe.opcheck.run.result_row import FAIL, OURS
+        from vllm_accprobe.opcheck.run.stored import check_stored
 
         if tap == STORED:
             yield from check_stored(self.calls, self.job.ops)

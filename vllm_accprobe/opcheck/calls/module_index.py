@@ -1,0 +1,105 @@
+"""A dump's module calls by where they stand, and a call from its records.
+
+The problem: a dump is a list of records, and a call is asked for by rank, tap, step and ordinal, together with its
+module's attributes, its parameters and the model's configuration. The idea: one pass over the records, and then
+dictionaries. Everything becomes a torch tensor of the captured dtype. Not here: a module's parameters (parameters.py),
+in which order calls are taken (records.py), what other records tell about a call (neighbours.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_accprobe.dump.opcalls import is_operator
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Record
+from vllm_accprobe.opcheck.calls.parameters import ModuleParameters
+from vllm_accprobe.opcheck.calls.weights import model_config
+from vllm_accprobe.opcheck.reference import Call
+
+_BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+def to_torch(array: np.ndarray, dtype: str) -> Any:
+    """Stored bits of torch dtype ``dtype`` as a tensor that shares their memory. Raises ValueError for one that this
+    torch does not have."""
+    target = getattr(torch, dtype, None)
+    if not isinstance(target, torch.dtype):
+        raise ValueError(f"this torch has no dtype {dtype}")
+    array = np.ascontiguousarray(array)
+    if dtype in ("bool", "complex64", "complex128"):
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(_BITS[array.dtype.itemsize])).view(target)
+
+
+class ModuleIndex:
+    """model: directory with config.json and, if any, the checkpoint; None: nothing of it.
+
+    by_tap: (rank, tap) → (step, ordinal) → the call's records by role; ops, op_records: the same of operators, whose
+    step may be None; children: (rank, tap) → taps below; problems: sentences on what was asked for and is not there."""
+
+    def __init__(self, dump: Dump, model: Path | None):
+        self.dump = dump
+        self.problems: list[str] = []
+        self.modules = {rank: {m.tap: m for m in modules} for rank, modules in dump.modules.items()}
+        self.by_tap: dict[tuple[int, str], dict[tuple[int, int], dict[str, Record]]] = {}
+        self.ops: dict[tuple[int, str], list[OpCall]] = {}
+        self.op_records: dict[tuple[int, str], dict[tuple[int | None, int], dict[str, Record]]] = {}
+        for op in dump.ops:
+            self.ops.setdefault((op.rank, op.tap), []).append(op)
+        for r in dump.records:
+            if is_operator(r.tap) or (r.rank, r.tap) in self.ops:
+                self.op_records.setdefault((r.rank, r.tap), {}).setdefault((r.step, r.call), {})[r.role] = r
+            elif r.step is not None:
+                self.by_tap.setdefault((r.rank, r.tap), {}).setdefault((r.step, r.call), {})[r.role] = r
+        self.children: dict[tuple[int, str], list[str]] = {}
+        for rank, tap in self.by_tap:
+            parent = tap
+            if tap != ROOT_TAP:
+                self.children.setdefault((rank, ROOT_TAP), []).append(tap)
+            while "." in parent:
+                parent = parent.rpartition(".")[0]
+                self.children.setdefault((rank, parent), []).append(tap)
+        self.config = model_config(model)
+        self.parameters = ModuleParameters(dump, model, self.modules, self.read)
+        if self.parameters.problem:
+            self.problems.append(self.parameters.problem)
+
+    def records_of(self, rank: int, tap: str, step: int, n: int) -> Mapping[str, Record]:
+        """By role; {} where there is no such call."""
+        return self.by_tap.get((rank, tap), {}).get((step, n), {})
+
+    def cls_of(self, rank: int, tap: str) -> str:
+        """The class of a tap that was called."""
+        return next(iter(next(iter(self.by_tap[rank, tap].values())).values())).cls
+
+    def read(self, record: Record) -> Any:
+        return to_torch(self.dump.read(record), record.dtype)
+
+    def call(
+        self, rank: int, tap: str, cls: str, records: Mapping[str, Record], read: Callable[[Record], Any] | None = None
+    ) -> Call:  # fmt: skip
+        """A module's call from its records. read: gives a record's tensor, if not `read` does."""
+        read = read or self.read
+        module = self.modules.get(rank, {}).get(tap)
+        parent = self.modules.get(rank, {}).get(tap.rpartition(".")[0])
+        return Call(
+            name=tap,
+            cls=cls,
+            inputs={r.removeprefix("input."): read(x) for r, x in records.items() if r.startswith("input.")},
+            params=self.parameters.of(rank, tap),
+            attrs=dict(module.attrs) if module else {},
+            parent=dict(parent.attrs) if parent else {},
+            config=self._config(tap),
+            outputs={r: read(x) for r, x in records.items() if r.startswith(("output.", "inplace."))},
+        )
+
+    def _config(self, tap: str) -> Mapping[str, Any]:
+        part = "vision_config" if tap.startswith(("visual", "vision", "model.visual")) else "text_config"
+        inner = self.config.get(part)
+        return {**self.config, **inner} if isinstance(inner, dict) else self.config

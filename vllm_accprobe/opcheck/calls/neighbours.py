@@ -1,0 +1,154 @@
+"""What other records of a dump tell about a call: its ranks, what lies inside it, what it looks back at.
+
+The problem: some outputs do not follow from a call's own inputs: a sum over ranks, a block's children, logits that
+another module made, keys and values of earlier steps. The idea: `Neighbours` is asked once per call and gives it all by
+name, for `Call.extra`; what is not in the dump is not there, and the reference says so.
+Not here: what a reference makes of it (references/), the cache itself (history.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vllm_accprobe.dump.schema import ROOT_TAP, Record
+from vllm_accprobe.opcheck.calls.history import Past
+from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
+from vllm_accprobe.opcheck.calls.prefix import Prefix, prefixes
+from vllm_accprobe.opcheck.reference import Call
+
+_PAST = {
+    "Attention": ("key", "value"),
+    "EncoderOnlyAttention": ("key", "value"),
+    "MLAAttention": ("kv_c_normed", "k_pe"),
+}
+_SUMMED = ("RowParallelLinear", "VocabParallelEmbedding")
+_SUMMED_INSIDE = ("MoERunner", "FusedMoE", "SharedFusedMoE")
+
+
+class Neighbours:
+    """Of the calls of ``index``."""
+
+    def __init__(self, index: ModuleIndex):
+        self._index = index
+        self._common: dict[tuple[int, str], Mapping[str, Any]] = {}
+        self._shared: dict[int, Mapping[int, Prefix]] = {}
+
+    def past(self, rank: int, cls: str) -> Past | None:
+        """An empty cache for the calls of one tap, which come step by step; None for a class that has none."""
+        if cls not in _PAST:
+            return None
+        if rank not in self._shared:
+            self._shared[rank] = prefixes(self._index.dump, rank)
+        return Past(_PAST[cls], self._shared[rank])
+
+    def cache(self, past: Past, what: Call, rank: int, step: int, records: Mapping[str, Record]) -> dict[str, Any]:
+        """``cache``, what this call looks back at, itself included."""
+        record = next((r for role, r in records.items() if role == f"input.{past.names[0]}"), None)
+        space = self._index.dump.rows.get((rank, step, record.rows)) if record is not None and record.rows else None
+        if space is None or any(n not in what.inputs for n in past.names):
+            return {}
+        if any(len(what.inputs[n]) != space.n for n in past.names):
+            return {}
+        past.write(space, what.inputs)
+        return {"cache": past.view(space)}
+
+    def extra(self, what: Call, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
+        """All but the cache. Raises DumpError."""
+        extra: dict[str, Any] = {"usual": self._usual(rank, what.cls)}
+        dump, parameters = self._index.dump, self._index.parameters
+        if what.cls in _SUMMED and "tp_size" not in what.attrs:  # another tool's dump: is its output a summand?
+            extra["apart"] = len(dump.ranks) > 1
+        elif what.cls in _SUMMED and int(what.attrs["tp_size"]) > 1:
+            ranks = self._calls_of_all_ranks(what.cls, tap, step, n)
+            extra["ranks"] = sorted(ranks.values(), key=lambda c: int(c.attrs.get("tp_rank", 0)))
+        if what.cls == "LogitsProcessor":
+            head = tap.rpartition("logits_processor")[0] + "lm_head"
+            extra |= self._gathered("lm_head", rank, head, step, n)
+        if what.cls == "Sampler":
+            for other in ("logits_processor", "language_model.logits_processor"):
+                extra |= self._output("logits", rank, other, step, n)
+        if what.cls == "MLAAttention":
+            weight = parameters.of(rank, f"{tap}.kv_b_proj")
+            extra |= {"kv_b_proj": weight["weight"]} if weight.get("weight") is not None else {}
+        if tap.endswith(".routed_experts.quant_method"):
+            block = tap.removesuffix(".routed_experts.quant_method")
+            gates = (f"{block}.gate", f"{block.rpartition('.')[0]}.gate")
+            for gate in gates:
+                extra |= self._output("router_logits", rank, gate, step, n)
+            extra["gate"] = {n: t for g in gates for n, t in self._bias(rank, g).items()}
+        extra |= self._inside(rank, tap, step)
+        if what.cls in _SUMMED_INSIDE and len(dump.ranks) > 1:
+            extra |= self._parts(what, rank, tap, step, n, extra)
+        return extra
+
+    def _inside(self, rank: int, tap: str, step: int) -> dict[str, Any]:
+        children = self._index.children.get((rank, tap))
+        read = self._index.read
+        return {"children": self._within(rank, tap, children, step), "read": read} if children else {}
+
+    def _parts(self, what: Call, rank: int, tap: str, step: int, n: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """The other ranks' calls of a block whose parts each have a share of the sum: how many, and they."""
+        mine = self._index.records_of(rank, tap, step, n).get("output.0")
+        inner = [r for _, role, r in extra.get("children", ()) if role == "output.0" and r.layout.kind == "partial"]
+        if mine is None or mine.layout.kind == "partial" or not inner:
+            return {}
+        calls = self._calls_of_all_ranks(what.cls, tap, step, n)
+        ranks = [replace(part, extra=self._inside(other, tap, step)) for other, part in calls.items()]
+        return {"partial": inner[-1].layout.size, "ranks": ranks}
+
+    def _calls_of_all_ranks(self, cls: str, tap: str, step: int, n: int) -> dict[int, Call]:
+        """The same call by rank, where the dump has all of it."""
+        held = {rank: self._index.records_of(rank, tap, step, n) for rank in self._index.dump.ranks}
+        return {
+            rank: self._index.call(rank, tap, cls, records)
+            for rank, records in held.items() if records and all(r.payload is not None for r in records.values())
+        }  # fmt: skip
+
+    def _output(self, name: str, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
+        """``output.0`` of another tap in the same step."""
+        return self._held(name, self._index.records_of(rank, tap, step, n).get("output.0"))
+
+    def _held(self, name: str, record: Record | None) -> dict[str, Any]:
+        return {name: self._index.read(record)} if record is not None and record.payload is not None else {}
+
+    def _gathered(self, name: str, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
+        """`_output`, its ranks' parts one after the other where it is cut along its columns."""
+        record = self._index.records_of(rank, tap, step, n).get("output.0")
+        if record is None or record.layout.kind != "shard" or record.layout.dim != -1:
+            return self._held(name, record)
+        parts = [self._index.records_of(r, tap, step, n).get("output.0") for r in self._index.dump.ranks]
+        held = sorted((p for p in parts if p is not None and p.payload is not None), key=lambda p: p.layout.index)
+        if [p.layout.index for p in held] != list(range(record.layout.size)):
+            return {}
+        return {name: torch.cat([self._index.read(p) for p in held], -1)}
+
+    def _usual(self, rank: int, cls: str) -> Mapping[str, Any]:
+        """The commonest value of each number among the attributes of a class's modules."""
+        if (rank, cls) not in self._common:
+            values: dict[str, Counter[Any]] = {}
+            for m in self._index.modules.get(rank, {}).values():
+                for key, value in m.attrs.items() if m.cls == cls else ():
+                    if isinstance(value, (int, float)):
+                        values.setdefault(key, Counter())[value] += 1
+            self._common[rank, cls] = {key: c.most_common(1)[0][0] for key, c in values.items()}
+        return self._common[rank, cls]
+
+    def _bias(self, rank: int, gate: str) -> dict[str, Any]:
+        """The correction that a router adds before it chooses, where there is one."""
+        name = "e_score_correction_bias"
+        return self._held(name, self._index.parameters.record(rank, f"{gate}/param.{name}"))
+
+    def _within(self, rank: int, tap: str, children: list[str], step: int) -> list[tuple[str, str, Record]]:
+        """(path below the tap, role, record) of outputs inside, in the order of execution."""
+        found = []
+        start = 0 if tap == ROOT_TAP else len(tap) + 1
+        for child in children:
+            for (s, _), records in self._index.by_tap[rank, child].items():
+                if s == step:
+                    found += [(child[start:], role, r) for role, r in records.items() if not role.startswith("input.")]
+        return sorted(found, key=lambda f: f[2].seq)
