@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from vllm_accprobe.align.engines import atb_torch
@@ -34,18 +35,16 @@ def meet(golden: Any, mine: Any, rules: Rules | None) -> tuple[Rules, bool, list
     types = rules.types if rules is not None else {}
     if rules is not None and not types:
         return None
-    if kinds.count("atb") == 1 and "" in kinds:
-        swapped = kinds[0] == "atb"
-        sides = (mine, golden) if swapped else (golden, mine)
-        pairs, lines = _torch_and_atb(*sides, types)
-        return _rules("torch modules for ATB operators", pairs), swapped, lines
     if kinds == ["atb", "atb"]:
         return _two_atb(golden, mine)
-    if sorted(kinds) == ["fx", "ge"]:
-        swapped = kinds[0] == "ge"
-        fx, ge = (mine, golden) if swapped else (golden, mine)
-        pairs, lines = _fx_and_ge(fx, ge)
-        return _rules("FX nodes for GE operators", pairs), swapped, lines
+    for made, of, origin, pair in (
+        ("atb", "", "torch modules for ATB operators", partial(_torch_and_atb, types=types)),
+        ("ge", "fx", "FX nodes for GE operators", _fx_and_ge),
+    ):
+        if sorted(kinds) == sorted((made, of)):
+            swapped = kinds[0] == made
+            pairs, lines = pair(*((mine, golden) if swapped else (golden, mine)))
+            return _rules(origin, pairs), swapped, lines
     if kinds == ["ge", "ge"]:
         fused = _fusions(golden, mine)
         lines = [f"mapping: {len(fused)} tensors of fused operators, by the names of what they fuse"]

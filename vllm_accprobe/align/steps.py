@@ -110,7 +110,7 @@ def plan_steps(golden: Any, mine: Any) -> StepPlan | None:
             put(i, step, (2 + i) * len(steps[0] + steps[1]) + step)
     of_rank = dict.fromkeys({*golden.ranks, *mine.ranks}, 0)
     names_of: dict[int, tuple[str, int | None]] = dict.fromkeys(ranks, ("", None))
-    both = [SideRows(r, of_rank, 0) for r in rows]
+    both = [SideRows(r, of_rank) for r in rows]
     tokens = StepTokens(both[0], both[1], names_of, [], 0, {}, said=tuple(said))
     return StepPlan(*sides, RequestPlan([], [], [], []), tokens, cell, +skipped, notes, tuple(pairs))
 

@@ -68,7 +68,6 @@ class SideRows:
 
     rows: dict[Space, Rows]
     cells: dict[int, Cell]
-    superseded: int
 
 
 @dataclass(frozen=True)
@@ -262,7 +261,6 @@ def _finish(raw: _Numbering, limits: dict[int, int], skipped: dict[str, int]) ->
     by_name: dict[str, list[Space]] = defaultdict(list)
     for where in sorted(raw.spaces, key=lambda w: (w[1], w[0])):
         by_name[where[2]].append(where)
-    superseded = 0
     # pair → first position that is not comparable
     first = np.full(max(limits, default=-1) + 1, POSITION_MASK, np.int64)
     for pair, at in limits.items():
@@ -280,8 +278,7 @@ def _finish(raw: _Numbering, limits: dict[int, int], skipped: dict[str, int]) ->
                 flipped = (who >= 0) & (who < len(first))
                 late[flipped] = position(keys[flipped]) >= first[who[flipped]]
             if name != "logits":  # the same rows once more
-                superseded += dropped
+                skipped[SUPERSEDED] += dropped
                 skipped[AFTER_FLIP] += int((late & keep[where]).sum())
             rows[where] = Rows(keys, keep[where] & ~late, decode)
-    skipped[SUPERSEDED] += superseded
-    return SideRows(rows, raw.cells, superseded)
+    return SideRows(rows, raw.cells)

@@ -77,13 +77,9 @@ def add_parameters(
             put.setdefault(first[tap] - 0.5 if tap in first else place + 0.25, []).extend(by_tap.pop(tap))
         if tap in last and tap != ROOT_TAP:
             place = float(last[tap])
-    out: list[tuple[float, int, Key]] = [(float(i), 0, key) for i, key in enumerate(ordered)]
-    n = 0
-    for at, keys in put.items():
-        for key in keys:
-            n += 1
-            out.append((at, n, key))
-    return [key for _, _, key in sorted(out, key=lambda item: item[:2])]
+    out = [(float(i), key) for i, key in enumerate(ordered)]
+    out += [(at, key) for at, keys in put.items() for key in keys]
+    return [key for _, key in sorted(out, key=lambda item: item[0])]  # stable: what is put at one place keeps its order
 
 
 @dataclass

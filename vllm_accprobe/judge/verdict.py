@@ -109,16 +109,10 @@ def alike(value: float, *, exact: bool) -> RowErrors:
     return RowErrors(np.array([value]), np.ones(1), err, err, np.zeros(1, np.int8), np.zeros(1))
 
 
-def part_of(errors: RowErrors, start: int, stop: int) -> RowErrors:
-    """Some of the rows; the same numbers, not a copy."""
-    e, at = errors, slice(start, stop)
-    return RowErrors(e.rel[at], e.ratio[at], e.peak[at], e.err[at], e.measure[at], e.gain[at])
-
-
-def rows_of(errors: RowErrors, mask: np.ndarray) -> RowErrors:
-    """Those of the rows that ``mask`` chooses."""
+def rows_of(errors: RowErrors, at: slice | np.ndarray) -> RowErrors:
+    """Some of the rows; of a slice the same numbers, not a copy."""
     e = errors
-    return RowErrors(e.rel[mask], e.ratio[mask], e.peak[mask], e.err[mask], e.measure[mask], e.gain[mask])
+    return RowErrors(e.rel[at], e.ratio[at], e.peak[at], e.err[at], e.measure[at], e.gain[at])
 
 
 def worst_of_each(found: Sequence[RowErrors]) -> list[Worst]:

@@ -35,11 +35,12 @@ def num(value: Any, digits: int = 3) -> str:
         return safe(value)
     if isinstance(value, int):
         return f"{value:,}"
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Inf" if value > 0 else "-Inf"
-    return f"{value:.{digits}g}"
+    return nonfinite(value) or f"{value:.{digits}g}"
+
+
+def nonfinite(value: float) -> str:
+    """``NaN``, ``Inf``, ``-Inf``; empty for a number."""
+    return "" if math.isfinite(value) else "NaN" if math.isnan(value) else "Inf" if value > 0 else "-Inf"
 
 
 def count(n: int, one: str, many: str | None = None) -> str:
@@ -69,11 +70,14 @@ def ratio(value: float | None, limit: float | None) -> float | None:
 def times(value: float | None, limit: float | None) -> str:
     """``13x``, ``1.04x``; empty where ``ratio`` is None or infinite."""
     r = ratio(value, limit)
-    if r is None or math.isinf(r):
-        return ""
+    return "" if r is None or math.isinf(r) else f"{factor(r)}x"
+
+
+def factor(r: float, digits: int = 3) -> str:
+    """``1.04``, ``130``, ``5e+07``: how many times; ``digits`` below ten."""
     if r < 10:
-        return f"{r:.3g}x"
-    return f"{r:,.0f}x" if r < 1e6 else f"{r:.0e}x"
+        return f"{r:.{digits}g}"
+    return f"{r:,.0f}" if r < 1e6 else f"{r:.0e}"
 
 
 def against(value: float | None, limit: float | None) -> str:

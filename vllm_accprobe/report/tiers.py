@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, UNLIKE_KIN
-from vllm_accprobe.report.text import safe
+from vllm_accprobe.report.text import factor, safe
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -23,7 +23,7 @@ _RAREST = 1e-12
 
 def sentence(origin: Mapping[str, Any]) -> str | None:
     """``proved: 3.1 times the error bound of its own inputs``; None where an origin does not say its tier."""
-    tier, by = origin.get("tier"), _factor(origin.get("times"))
+    tier, by = origin.get("tier"), f"{n} times" if (n := _number(origin.get("times"))) else ""
     seldom = odds(origin.get("chance"))
     if tier == PROVED:
         return f"{PROVED}: {by or 'beyond'} the error bound of its own inputs"
@@ -84,15 +84,8 @@ def alarms(comparison: Comparison) -> str | None:
     return f"honest machines would be given an origin in {odds(expected)} comparisons like this ({allowed} allowed)"
 
 
-def _factor(times: object) -> str | None:
-    by = _number(times)
-    return f"{by} times" if by else None
-
-
 def _number(times: object) -> str | None:
     """``3.1``, ``130``, ``5e+07``; None for what is no finite number."""
     if isinstance(times, bool) or not isinstance(times, (int, float)) or not math.isfinite(times):
         return None
-    if times < 10:
-        return f"{times:.2g}"
-    return f"{times:,.0f}" if times < 1e6 else f"{times:.0e}"
+    return factor(times, 2)

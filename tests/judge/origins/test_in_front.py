@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.align.row_set import NO_ROWS, RowSet
 from vllm_accprobe.judge.flow import Tree
+from vllm_accprobe.judge.origins.in_front import Fronts
 from vllm_accprobe.judge.origins.origin import find_origins
 from vllm_accprobe.judge.origins.peer_evidence import GAIN
-from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, Trace
+from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace
 from vllm_accprobe.standards.limits import Standard
 
 UNIT, ROWS = 2.0**-8, 60
@@ -41,3 +42,28 @@ def test_a_slice_is_not_held_against_the_whole(whole, found):
     origins = find_origins(traces, TREE, Standard(), {})
     assert [o.tap for o in origins] == found
     assert all(o.hidden is not None and o.hidden.how == GAIN for o in origins)
+
+
+def test_what_stands_in_front_of_what():
+    """A parent with two children and one parameter that never ran as a module."""
+    where = {}
+    for order, (tap, role, kind) in enumerate([
+        ("m", "input.0", INPUT), ("m.a", "input.0", INPUT), ("m.a", "param.w", PARAM), ("m.a", "output.0", OUTPUT),
+        ("m.b", "input.0", INPUT), ("m.b", "output.0", OUTPUT), ("m.c", "param.w", PARAM), ("m", "output.0", OUTPUT),
+    ]):  # fmt: skip
+        where[(tap, role)] = Trace(tap, role, 0, kind, order, 1.0, NO_ROWS, NO_ROWS.keys, NO_ROWS.keys)
+    taps = list(dict.fromkeys(tap for tap, _ in where))
+    fronts = Fronts(list(where.values()), Tree.of(taps, {}))
+
+    def said(tap):
+        return {f"{s.tap}/{s.role}": sorted(f"{t.tap}/{t.role}" for t in found) for s, found in fronts.places(tap)}
+
+    # a leaf: its own input and parameter, and what a neighbour without outputs may hold
+    assert said("m.a") == {"m.a/output.0": ["m.a/input.0", "m.a/param.w", "m.c/param.w"]}
+    # the parent: between its children, and behind the last
+    assert said("m") == {
+        "m/output.0": ["m.a/output.0", "m.b/output.0", "m.c/param.w", "m/input.0"],
+        "m.a/input.0": ["m.c/param.w", "m/input.0"],
+        "m.b/input.0": ["m.a/output.0", "m.c/param.w", "m/input.0"],
+    }
+    assert fronts.earlier(where[("m.b", "output.0")]) == [where[("m.a", "output.0")]]

@@ -47,6 +47,13 @@ def _cat(mine: str | None, *places: tuple[str, str | None]) -> RoleRule:
     return RoleRule(mine, tuple(Source(t, r) for t, r in places))
 
 
+def _fused(whole: str, *parts: str) -> TapRule:
+    """A projection and its parameters, joined from modules beside one another."""
+    first, *others = parts
+    label = f"{whole} ← {', '.join(parts)}"
+    return _rule(label, f"**.{whole}", _cat(None, (f"**.{first}", None), *((f"{{1}}.{o}", None) for o in others)))
+
+
 def _rope(mine: str, tap: str) -> RoleRule:
     cos, sin = (Source("{1}.rotary_emb", f"output.{k}") for k in (0, 1))
     return RoleRule(mine, (Source(tap, "output.0"), cos, sin), ROPE)
@@ -83,16 +90,8 @@ _STREAM = "input.hidden_states"
 _NORMS = r"re:(.*\.(?:input_layernorm|post_attention_layernorm)|(?:.*\.)?norm2?)"
 _MLA = r"re:(.*\.self_attn)\.mla_attn"
 _RULES = (
-    _rule(
-        "qkv_proj ← q_proj, k_proj, v_proj",
-        "**.qkv_proj",
-        _cat(None, ("**.q_proj", None), ("{1}.k_proj", None), ("{1}.v_proj", None)),
-    ),
-    _rule(
-        "gate_up_proj ← gate_proj, up_proj",
-        "**.gate_up_proj",
-        _cat(None, ("**.gate_proj", None), ("{1}.up_proj", None)),
-    ),
+    _fused("qkv_proj", "q_proj", "k_proj", "v_proj"),
+    _fused("gate_up_proj", "gate_proj", "up_proj"),
     _rule(
         "act_fn ← gate_proj, up_proj, down_proj",
         "**.act_fn",
@@ -169,11 +168,7 @@ _RULES = (
         _one("input.hidden_states", "{1}", _STREAM),
         _one("output.0", "{1}", "output.0"),
     ),
-    _rule(
-        "fused_qkv_a_proj ← q_a_proj, kv_a_proj_with_mqa",
-        "**.fused_qkv_a_proj",
-        _cat(None, ("**.q_a_proj", None), ("{1}.kv_a_proj_with_mqa", None)),
-    ),
+    _fused("fused_qkv_a_proj", "q_a_proj", "kv_a_proj_with_mqa"),
     _rule(
         "latent attention ← kv_a_layernorm, o_proj",
         _MLA + r"\.mla_attn",

@@ -20,7 +20,7 @@ from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
 from vllm_accprobe.judge.floor import is_exact
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.verdict import RowErrors, Worst, alike, part_of, row_errors, worst_of_each
+from vllm_accprobe.judge.verdict import RowErrors, Worst, alike, row_errors, rows_of, worst_of_each
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import EXACT, Limits, Standard
 
@@ -112,7 +112,7 @@ class Holder:
         found = row_errors(np.concatenate(tables), floor, parts[batch[0]].width, self.standard, exact=limits.exact)
         start = 0
         for i, table in zip(batch, tables, strict=True):
-            out[i] = part_of(found, start, start + len(table))
+            out[i] = rows_of(found, slice(start, start + len(table)))
             start += len(table)
 
     # --- one number per tensor ---------------------------------------------------------------------------------

@@ -160,17 +160,19 @@ def _conditions(rows: RowFacts, bad: np.ndarray) -> Iterator[tuple[str, np.ndarr
     chunk = rows.chunk
     if (chunk > 1).any():
         if len(np.unique(chunk[bad])) == 1:
-            name = {1: "first", 2: "second", 3: "third"}.get(int(chunk[bad][0]), f"{int(chunk[bad][0])}th")
-            yield f"only the {name} chunk of a prompt", chunk == chunk[bad][0]
+            yield f"only the {_ordinal(chunk[bad][0])} chunk of a prompt", chunk == chunk[bad][0]
         first = _split(chunk, bad)
         if (first is not None and first > 2) or (first == 2 and chunk.max() > 2):
-            name = {2: "second", 3: "third"}.get(int(first), f"{int(first)}th")
-            yield f"only from the {name} chunk of a prompt on", chunk >= first
+            yield f"only from the {_ordinal(first)} chunk of a prompt on", chunk >= first
     yield from _from(rows.tokens, bad, "only steps with a number of rows")
     who = np.unique(rows.request[bad])
     if len(who) == 1:
         name = rows.names.get(int(who[0]), str(who[0]))
         yield f"only request {name!r}", rows.request == who[0]
+
+
+def _ordinal(n: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(int(n), f"{int(n)}th")
 
 
 def _from(values: np.ndarray, bad: np.ndarray, what: str) -> Iterator[tuple[str, np.ndarray]]:

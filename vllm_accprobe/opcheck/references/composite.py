@@ -37,6 +37,11 @@ def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> 
     return found
 
 
+def _last(call: Call, *children: str) -> dict[str, Expected]:
+    """output.0 from the first of these children that was captured and ran last."""
+    return _handed_on(call, *(("output.0", child, "output.0") for child in children))
+
+
 @reference("*DecoderLayer")
 def decoder_layer(call: Call) -> dict[str, Expected]:
     """Of layers that hand on (hidden, residual); those that add the residual themselves: hf.py."""
@@ -51,17 +56,9 @@ def decoder_layer(call: Call) -> dict[str, Expected]:
     )
 
 
-@reference("*Attention")
+@reference("*Attention", "MultiHeadLatentAttentionWrapper")
 def attention_block(call: Call) -> dict[str, Expected]:
-    return _handed_on(
-        call,
-        *(("output.0", c, "output.0") for c in ("o_proj", "mla_attn", "proj", "dense", "out_proj", "c_proj", "wo")),
-    )
-
-
-@reference("MultiHeadLatentAttentionWrapper")
-def latent_block(call: Call) -> dict[str, Expected]:
-    return _handed_on(call, ("output.0", "o_proj", "output.0"))
+    return _last(call, "o_proj", "mla_attn", "proj", "dense", "out_proj", "c_proj", "wo")
 
 
 @reference("*MLP")
@@ -69,7 +66,7 @@ def mlp(call: Call) -> dict[str, Expected]:
     gates = [f for f in inside(call) if f[0] == "expert_gate" and f[1] == "output.0"]
     if gates:
         return {"output.0": _gated(call, gates[-1][2])}
-    return _handed_on(call, *(("output.0", c, "output.0") for c in ("down_proj", "fc2", "c_proj", "dense_4h_to_h")))
+    return _last(call, "down_proj", "fc2", "c_proj", "dense_4h_to_h")
 
 
 def _gated(call: Call, gate: Any) -> Expected:
@@ -104,7 +101,7 @@ def moe_block(call: Call) -> dict[str, Expected]:
     if "experts" in parts and ("shared_expert" in parts or "shared_experts" in parts):
         return mixture(call)
     unscaled(call)
-    return _handed_on(call, ("output.0", "experts", "output.0"))
+    return _last(call, "experts")
 
 
 @reference("*Model")

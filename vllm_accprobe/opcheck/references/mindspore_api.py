@@ -22,7 +22,7 @@ import torch
 from vllm_accprobe.opcheck.reference import Call, Declined, device_kernel, reference
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.api import DUNDER, split
-from vllm_accprobe.opcheck.references.aten import outputs_by_role
+from vllm_accprobe.opcheck.references.aten import each, outputs_by_role
 
 HEADS = ("Mint", "MintFunctional", "mindspore.Tensor")
 MISSING = "MindSpore is not installed"
@@ -79,8 +79,7 @@ def run(call: Call) -> dict[str, Any]:
     """What MindSpore gives for the call's arguments, torch tensors by role (``output.0``). Raises Declined."""
     function = _function(call.cls)
     try:
-        args = [_over(a) for a in call.args]
-        kwargs = {k: _over(v) for k, v in call.kwargs.items()}
+        args, kwargs = each(list(call.args), _over), {k: each(v, _over) for k, v in call.kwargs.items()}
         result = _back(function(*args, **kwargs))
     except Exception as error:  # kernels that a device does not have are found out by calling them
         raise Declined(f"MindSpore refuses {call.cls}: {_line(error)}") from None
@@ -96,8 +95,6 @@ def _over(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         name = str(value).removeprefix("torch.")
         return getattr(ms, "bool_" if name == "bool" else name)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_over(v) for v in value)
     return value
 
 

@@ -24,7 +24,7 @@ from vllm_accprobe.report.depth import Point, depth
 from vllm_accprobe.report.heat import heat
 from vllm_accprobe.report.html import further, sections
 from vllm_accprobe.report.html.columns import columns_json, packed, script_json
-from vllm_accprobe.report.html.looks import heat_json, looks_json, page_indices, tree_json
+from vllm_accprobe.report.html.looks import heat_json, looks_json, tree_json
 from vllm_accprobe.report.text import safe
 from vllm_accprobe.whole_file import write_text
 
@@ -66,7 +66,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor) ->
         "depth": _depth_json(comparison, points[:MAX_POINTS]),
         "heat": heat_json(heat(comparison), culprit.get("request"), culprit.get("module")),
         "tree": tree_json(comparison),
-        "looks": looks_json(comparison, page_indices(shown)),
+        "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}),
     }
     holes = {
         "csp": escape(_policy([*scripts.values(), plotly or ""])),

@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any
 
 from vllm_accprobe.comparison.result import COLUMNS, Pair
-from vllm_accprobe.report.text import safe
+from vllm_accprobe.report.text import nonfinite, safe
 
 _FINE = frozenset({"cosine", "worst_row_norm_ratio", "measured"})
 """Columns whose interesting part is their distance from 1."""
@@ -78,11 +78,7 @@ def _number(value: Any, digits: str) -> str:
     if isinstance(value, (bool, int)):
         return str(int(value))
     value = float(value)
-    if math.isnan(value):
-        return '"NaN"'
-    if math.isinf(value):
-        return '"Inf"' if value > 0 else '"-Inf"'
-    return format(value, digits)
+    return format(value, digits) if math.isfinite(value) else f'"{nonfinite(value)}"'
 
 
 def _text(value: Any, between: str) -> Any:

@@ -8,15 +8,14 @@ pairs, the samples as they are, one line per tap for the tree, and the heat map'
 from __future__ import annotations
 
 import base64
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_accprobe.report import facts
 from vllm_accprobe.report.heat import Heat
-from vllm_accprobe.report.text import safe
+from vllm_accprobe.report.text import nonfinite, safe
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -129,12 +128,4 @@ def _values(values: np.ndarray) -> list[Any]:
 
 
 def _plain(value: float, digits: int = 4) -> Any:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Inf" if value > 0 else "-Inf"
-    return float(f"{value:.{digits}g}")
-
-
-def page_indices(shown: Sequence[int]) -> dict[int, int]:
-    return {i: k for k, i in enumerate(shown)}
+    return nonfinite(value) or float(f"{value:.{digits}g}")

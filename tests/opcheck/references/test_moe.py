@@ -1,4 +1,4 @@
-"""Routing, experts and blocks against transformers' modules and numbers by hand."""
+"""Experts and their routing, by hand, by transformers and token by token."""
 
 from __future__ import annotations
 
@@ -7,24 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from reference_calls import drawer, evaluated
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references.moe import dense, route
-from vllm_accprobe.opcheck.registry import default_references
 
-G = torch.Generator().manual_seed(3)
-TABLE = default_references()
-
-
-def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=G, dtype=torch.float64)
-
-
-def run(call: Call) -> dict[str, Expected]:
-    found = TABLE.evaluate(call)
-    if isinstance(found, Declined):
-        raise found
-    return found
+draw = drawer(3)
 
 
 def test_routing_by_hand() -> None:
@@ -92,7 +80,7 @@ def experts_call(config: dict[str, Any], **params: torch.Tensor) -> tuple[Call, 
 
 def test_experts_token_by_token() -> None:
     call, expected = experts_call({"hidden_act": "silu"})
-    torch.testing.assert_close(run(call)["output.0"].value, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(evaluated(call)["output.0"].value, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_experts_that_are_not_understood_are_declined() -> None:
@@ -103,13 +91,13 @@ def test_experts_that_are_not_understood_are_declined() -> None:
         (experts_call({"hidden_act": "silu"}, w2_weight=draw(3, 6, 8))[0], "unknown form"),
     ):
         with pytest.raises(Declined, match=why):
-            run(call)
+            evaluated(call)
 
 
 def test_router_weights_are_checked_where_the_model_says_how() -> None:
     logits = draw(5, 3)
     call, _ = experts_call({"hidden_act": "silu", "model_type": "mixtral"})
-    found = run(Call(**{**call.__dict__, "extra": {"router_logits": logits}}))
+    found = evaluated(Call(**{**call.__dict__, "extra": {"router_logits": logits}}))
     p = torch.softmax(logits, -1)
     best = p.topk(2, -1)
     for t in range(5):
@@ -119,44 +107,5 @@ def test_router_weights_are_checked_where_the_model_says_how() -> None:
             want = float(p[t, e] / best.values[t].sum()) if e in chosen else 0.0
             assert found["input.topk_weights"].value[t, k].item() == pytest.approx(want)
     call, _ = experts_call({"hidden_act": "silu", "model_type": "unheard_of"})
-    found = run(Call(**{**call.__dict__, "extra": {"router_logits": logits}}))
+    found = evaluated(Call(**{**call.__dict__, "extra": {"router_logits": logits}}))
     assert "input.topk_weights" not in found
-
-
-# --- blocks ---------------------------------------------------------------------------------------------------------
-
-
-def block(
-    cls: str, out: torch.Tensor, parts: dict[str, torch.Tensor], more: dict[str, torch.Tensor] | None = None
-) -> Call:
-    """A block with one output and the outputs of its parts, by ``path/role``."""
-    children = [(*key.split("/"), value) for key, value in parts.items()]
-    return Call("b", cls, outputs={"output.0": out, **(more or {})}, extra={"children": children, "read": lambda r: r})
-
-
-def test_blocks_hand_on_what_their_last_part_gave() -> None:
-    a, b = draw(2, 3), draw(2, 3)
-    layer = block("LlamaDecoderLayer", a, {"post_attention_layernorm/output.1": b, "mlp/output.0": a}, {"output.1": b})
-    found = run(layer)
-    assert {k: v.value.tolist() for k, v in found.items()} == {"output.0": a.tolist(), "output.1": b.tolist()}
-    assert {v.unit for v in found.values()} == {0.0}  # must be equal
-    with pytest.raises(Declined, match="adds its residual"):
-        run(block("LlamaDecoderLayer", a, {"mlp/output.0": a}))
-    sandwich = {"mlp/output.0": b, "pre_feedforward_layernorm/output.1": b, "post_feedforward_layernorm/output.0": a}
-    found = run(block("Gemma3DecoderLayer", a, sandwich, {"output.1": b}))
-    assert found["output.0"].value.tolist() == a.tolist()
-    with pytest.raises(Declined, match="do not tell"):  # something else runs behind the projection
-        run(block("OddAttention", a, {"o_proj/output.0": a, "post_norm/output.0": b}))
-    with pytest.raises(Declined, match="nothing inside"):
-        run(block("LlamaMLP", a, {}))
-
-
-def test_blocks_that_add_up() -> None:
-    a, b, gate = draw(2, 3), draw(2, 3), draw(2, 1)
-    parts = {"routed_experts.quant_method/output.0": a, "_shared_experts._layer/output.0": b}
-    torch.testing.assert_close(run(block("MoERunner", a, parts))["output.0"].value, a + b)
-    gated = block("Qwen2MoeMLP", a, {"expert_gate/output.0": gate, "down_proj/output.0": b})
-    torch.testing.assert_close(run(gated)["output.0"].value, b * torch.sigmoid(gate))
-    scaled = block("MoERunner", a, parts)
-    with pytest.raises(Declined, match="scaling factor"):
-        run(Call(**{**scaled.__dict__, "config": {"routed_scaling_factor": 2.5}}))

@@ -1,0 +1,39 @@
+"""Calls of references with drawn numbers, and what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.registry import default_references
+
+TABLE = default_references()
+
+
+def drawer(seed: int) -> Callable[..., torch.Tensor]:
+    """Normal numbers in float64, the same in each run of a file."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def evaluated(call: Call) -> dict[str, Expected]:
+    """Raises Declined."""
+    found = TABLE.evaluate(call)
+    if isinstance(found, Declined):
+        raise found
+    return found
+
+
+def run(cls: str, inputs: Mapping[str, Any], out: Any = None, **more: Any) -> dict[str, Expected]:
+    return evaluated(Call("tap", cls, inputs, outputs={} if out is None else {"output.0": out}, **more))
+
+
+def value(cls: str, inputs: Mapping[str, Any], out: Any = None, **more: Any) -> torch.Tensor:
+    return run(cls, inputs, out, **more)["output.0"].value
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,74 @@
+"""What references ask of a call, and the words in which they decline."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.references.parts import (
+    first,
+    held,
+    inside,
+    param_if,
+    ranks_of,
+    reshaped,
+    same,
+    unit_of,
+    unscaled,
+)
+
+Y = torch.arange(6.0).reshape(2, 3)
+INSIDE = {
+    "children": [("a", "output.0", Y), ("b", "output.0", Y + 1), ("b", "output.1", Y + 2), ("c", "output.0", Y[:1])],
+    "read": lambda record: record,
+}
+BLOCK = Call("block", "Block", outputs={"output.0": Y}, extra=INSIDE)
+
+
+def test_parameters_that_may_be_missing() -> None:
+    call = Call("t", "T", params={"bias": torch.ones(2), "weight": torch.ones(0)})
+    assert param_if(call, "bias").tolist() == [1.0, 1.0]
+    assert param_if(call, "scale") is None
+    with pytest.raises(Declined, match="parameter weight was packed"):
+        param_if(call, "weight")
+
+
+def test_the_coarsest_dtype_counts() -> None:
+    assert unit_of(Y.bfloat16(), Y) == 2.0**-8
+    assert unit_of(Y.half()) == 2.0**-11
+
+
+def test_all_ranks_or_none() -> None:
+    ranks = [Call("r", "R"), Call("r", "R")]
+    assert ranks_of(Call("t", "T", extra={"ranks": ranks}), 2) == ranks
+    with pytest.raises(Declined, match="not all of them were captured"):
+        ranks_of(Call("t", "T", extra={"ranks": ranks}), 3)
+
+
+def test_what_a_child_gave() -> None:
+    assert held(BLOCK, "b").value.equal((Y + 1).double())
+    assert held(BLOCK, "b", "output.1").value.equal((Y + 2).double())
+    assert first(BLOCK, "nobody", "a", "b").value.equal(Y.double())
+    assert first(BLOCK, "nobody") is None
+    assert same(BLOCK, "output.0", "c", "output.0") is None  # of another shape
+    assert same(BLOCK, "output.1", "a", "output.0") is None  # nothing of the block's to hold it against
+    with pytest.raises(Declined, match="do not tell what it hands on"):
+        held(BLOCK, "c")
+    with pytest.raises(Declined, match="nothing inside it was captured"):
+        inside(Call("t", "T"))
+
+
+def test_another_shape_of_the_same_numbers() -> None:
+    y = reshaped(Expected(Y, noise=2 * Y, groups=3.0), (3, 2))
+    assert (y.value.shape, y.noise.shape, y.bound, y.groups) == ((3, 2), (3, 2), None, 3.0)
+
+
+@pytest.mark.parametrize("factor", [None, 1, 1.0])
+def test_a_routed_factor_of_one_is_none(factor: float | None) -> None:
+    config = {} if factor is None else {"routed_scaling_factor": factor}
+    assert unscaled(SimpleNamespace(config=config)) is None
+    with pytest.raises(Declined, match="routed scaling factor"):
+        unscaled(SimpleNamespace(config={"routed_scaling_factor": 2.5}))
