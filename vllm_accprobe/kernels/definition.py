@@ -4,14 +4,14 @@ The problem: a fast kernel can be wrong in ways that look plausible. The idea: e
 directly as its formula allows; the kernel is tested against this, and where numba is missing this is what runs.
 g is the golden, m is mine, d = m - g, all float64. Positions where g or m is not finite are left out of every
 sum and maximum and counted instead; they mismatch unless both hold the same (NaN equals NaN, +inf equals +inf).
-Not here: what a number means (judge/), how bits become numbers (dump/dtypes.py), formulas as text (catalog.py).
+Not here: what a number means (judge/), how bits become numbers (dump/dtypes.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import sqrt
 
 import numpy as np
@@ -45,9 +45,12 @@ def eps_of(dtype: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Of one tensor. None where a metric is not defined: no finite position, or a zero norm.
+    """Of one tensor, sums and norms over all its finite positions. None where a metric is not defined.
 
-    max_abs_index: flat index of the first largest |d|; max_abs_golden, max_abs_mine: the values there.
+    cosine: sum(g*m) / (norm(g) * norm(m)) [Salton 1971], None where a norm is 0. max_abs_err, mean_abs_err: of |d|;
+    rmse: sqrt(mean(d*d)) [Willmott and Matsuura 2005]. rel_l2: norm(d) / norm(g), None where norm(g) is 0; max_rel_err:
+    max |d| / |g| over positions with g != 0 [Golub and Van Loan, Matrix Computations, 4th ed., section 2.2.3].
+    nonfinite: positions where g or m is NaN or infinite; nonfinite_mismatch: those of them that differ.
     """
 
     cosine: float | None
@@ -58,9 +61,6 @@ class Metrics:
     max_rel_err: float | None
     nonfinite: int
     nonfinite_mismatch: int
-    max_abs_index: int | None = None
-    max_abs_golden: float | None = None
-    max_abs_mine: float | None = None
 
 
 def row_table(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:
@@ -148,7 +148,7 @@ def kl_divergence(sums: np.ndarray) -> float | None:
 
 
 def tensor_metrics(table: np.ndarray) -> Metrics:
-    """The metrics of a whole tensor from its row table; without the place of the largest error (see `locate`)."""
+    """The metrics of a whole tensor from its row table; where the largest error is, says `locate`."""
     return metrics_of_each([table])[0]
 
 
@@ -203,18 +203,6 @@ def locate(golden_row: np.ndarray, mine_row: np.ndarray) -> tuple[int, float, fl
             at, largest = begin + here, float(d[here])
     with np.errstate(invalid="ignore"):
         return at, float(golden_row[at]), float(mine_row[at])
-
-
-def tensor(golden: np.ndarray, mine: np.ndarray) -> Metrics:
-    """The metrics of two numeric arrays of any one shape; an integer or boolean array is taken as float64."""
-    if golden.shape != mine.shape:
-        raise ValueError(f"shapes differ: {golden.shape} and {mine.shape}")
-    g, m = golden.reshape(1, -1), mine.reshape(1, -1)
-    found = tensor_metrics(row_table(g, m))
-    if found.max_abs_err is None:
-        return found
-    at, vg, vm = locate(g[0], m[0])
-    return replace(found, max_abs_index=at, max_abs_golden=vg, max_abs_mine=vm)
 
 
 def row_rel_l2(table: np.ndarray, floor: float = 0.0) -> np.ndarray:
