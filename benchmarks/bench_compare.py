@@ -40,7 +40,6 @@ def main() -> None:
     parser.add_argument("--msprobe-gb", type=float, default=0.2, help="of each of its dumps")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    rows.warm_up()
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="accprobe-bench-", dir=arguments.dir) as name:
         root = Path(name)

@@ -29,7 +29,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    rows.warm_up()
     rng = np.random.default_rng(0)
     report = []
     for width in (64, 512, 1024, 4096, 8192):

@@ -29,14 +29,14 @@ for folder in (TESTS / "opcheck", TESTS / "comparison", TESTS):  # some name the
 
 import machines  # noqa: E402
 import numpy as np  # noqa: E402
+import picture_runs  # noqa: E402
 import synthetic_model  # noqa: E402
 import torch  # noqa: E402
 from capture.test_errcheck_files import FOUND, report  # noqa: E402
 from cli import cli_dumps  # noqa: E402
-from cli.test_compare_replaying import GAIN  # noqa: E402
-from cli.test_compare_replaying import dump as two_norms  # noqa: E402
-from comparison import test_other_inputs  # noqa: E402
-from comparison.test_operator_calls import Model  # noqa: E402
+from cli.replay.test_replaying import GAIN  # noqa: E402
+from cli.replay.test_replaying import dump as two_norms  # noqa: E402
+from comparison.plan.test_operators import Model  # noqa: E402
 from formats import test_atb, test_msit, test_msprobe, test_sglang, test_torchair  # noqa: E402
 from formats.test_damaged_files import empty, garbage, truncated  # noqa: E402
 from formats.test_hostile_formats import _more as hostile  # noqa: E402
@@ -145,12 +145,12 @@ def ours(root: Path) -> None:
         for name, how in (("stats", {}), ("stats-faulty", {"faults": {DOWN: scaled(1.2)}})):
             write(capture(**ASK, **how), root / name, payloads=False)
         write(capture(prompts={"a": [9]}, tokens=2), root / "other-prompt")
-        pixels = test_other_inputs.PIXELS
+        pixels = picture_runs.PIXELS
         with mock.patch.object(synthetic_model, "PROMPTS", ASK["prompts"]):
             for name, dtype, off in (("vision", "uint8", 0.0), ("vision-faulty", "uint8", 0.1)):
-                write(test_other_inputs.seen(pixels, dtype, off=off), root / name)
-            values = test_other_inputs.NORMALISED
-            write(test_other_inputs.seen(values, "bfloat16", hashed="new"), root / "vision-normalised")
+                write(picture_runs.seen(pixels, dtype, off=off), root / name)
+            values = picture_runs.NORMALISED
+            write(picture_runs.seen(values, "bfloat16", hashed="new"), root / "vision-normalised")
 
 
 def of_tiny_models(root: Path) -> None:

@@ -118,7 +118,7 @@ def _files(root: Path) -> dict[str, Path]:
 
 
 def _placed(text: str, home: Path) -> str:
-    """``home``, a half-made file's process and what is of this installation as placeholders; a journal's length as well:
+    """``home``, a half-made file's process and what is of this installation as placeholders. A journal's length, too:
     it changes with the last digit of a statistic, that is with the processor and with who was faster to take it."""
     text = PART.sub(b".<PID>.part", text.encode()).decode()
     text = text.replace("\r\n", "\n").replace(str(home.resolve()), "<HOME>").replace(str(home), "<HOME>")

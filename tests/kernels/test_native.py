@@ -50,12 +50,6 @@ def test_the_same_bits_as_when_numba_runs_them(loops, width):
         np.testing.assert_array_equal(found[0][1], found[1][1])
 
 
-def test_the_block_is_the_compiled_one():
-    from vllm_accprobe.kernels import bits
-
-    assert native.BLOCK == bits.BLOCK
-
-
 def test_a_comparison_does_not_import_numba(loops):
     code = (
         "import sys\nimport numpy as np\n"

@@ -14,7 +14,7 @@ from vllm_accprobe.standards.declaration import OF_PAIRS, Numbers
 
 def numbers(golden, mine, dtype="float32", *, identical=False, kl=True):
     g, m = np.asarray(golden, float), np.asarray(mine, float)
-    found = asdict(definition.tensor(g, m))
+    found = asdict(definition.tensor_metrics(definition.row_table(g.reshape(1, -1), m.reshape(1, -1))))
     found["kl"] = definition.kl_divergence(definition.softmax_sums(g, m)) if kl else None
     values = {name: found[name] for name in OF_PAIRS}
     elements = dict(zip(definition.ELEMENT_FIELDS, definition.element_sums(g, m, eps_of(dtype)), strict=True))

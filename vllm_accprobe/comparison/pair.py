@@ -19,7 +19,7 @@ class Pair:
 
     golden, mine: each tensor's name in its own dump's spelling (``tap/role#call``); "" where there is no partner.
     step: mine's step, None for a parameter. rank: mine's rank, or None when several ranks were merged.
-    shape: of the rows compared, ``[rows, ...]``; the metrics are defined in kernels/catalog.py.
+    shape: of the rows compared, ``[rows, ...]``; the metrics are defined in kernels/definition.py.
     worst_row_norm_ratio: the norm ratio mine/golden furthest from 1. max_abs_index: index within ``shape``.
     status: pass, fail or skip; message: why, in words. order: place in the data flow, small is early.
     rule: how the names were paired. rows: how many rows were compared (None for tensors without rows).

@@ -21,9 +21,6 @@ from numba.extending import intrinsic
 
 from vllm_accprobe.user_cache import numba_kept
 
-SHIFT16, HALF, PLAIN32, TABLE8 = range(4)
-BLOCK = 2048
-"""Elements that are turned into float32 at a time: both sides and what is made of them stay in the nearest caches."""
 KEPT_ELSEWHERE = sys.platform == "linux"
 """There native.py keeps the machine code; numba's own cache would not notice a change in another file than its own."""
 # Sums may be reordered (that is what vector code does); NaN and infinity keep their meaning.
@@ -53,7 +50,8 @@ smaller = extreme_of("llvm.minnum")
 
 @compiled
 def load(row: Any, kind: int, table: Any, out: Any) -> Any:
-    """Bits of one block into float32 bits; whether all of them are finite numbers (if not, ``out`` is not filled)."""
+    """Bits of one block into float32 bits; whether all of them are finite numbers (if not, ``out`` is not filled).
+    kind: 0 bfloat16, 1 float16, 2 float32, 3 eight bits that ``table`` turns into float32's."""
     top = np.uint32(0)
     if kind == 0:
         half = row.view(np.uint16)

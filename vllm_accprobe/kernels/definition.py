@@ -5,14 +5,13 @@ directly as its formula allows; the kernel is tested against this, and where num
 g is the golden, m is mine, d = m - g, all float64. Positions where g or m is not finite are left out of every
 sum and maximum and counted instead; they mismatch unless both hold the same (NaN equals NaN, +inf equals +inf).
 Not here: a tensor's metrics from its sums (formulas.py), what a number means (judge/), how bits become numbers
-(dump/dtypes.py), formulas as text (catalog.py).
+(dump/dtypes.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -124,7 +123,7 @@ def kl_divergence(sums: np.ndarray) -> float | None:
 
 
 def tensor_metrics(table: np.ndarray) -> Metrics:
-    """The metrics of a whole tensor from its row table; without the place of the largest error (see `locate`)."""
+    """The metrics of a whole tensor from its row table; where the largest error is, says `locate`."""
     return metrics_of_each([table])[0]
 
 
@@ -164,18 +163,6 @@ def locate(golden_row: np.ndarray, mine_row: np.ndarray) -> tuple[int, float, fl
             at, largest = begin + here, float(d[here])
     with np.errstate(invalid="ignore"):
         return at, float(golden_row[at]), float(mine_row[at])
-
-
-def tensor(golden: np.ndarray, mine: np.ndarray) -> Metrics:
-    """The metrics of two numeric arrays of any one shape; an integer or boolean array is taken as float64."""
-    if golden.shape != mine.shape:
-        raise ValueError(f"shapes differ: {golden.shape} and {mine.shape}")
-    g, m = golden.reshape(1, -1), mine.reshape(1, -1)
-    found = tensor_metrics(row_table(g, m))
-    if found.max_abs_err is None:
-        return found
-    at, vg, vm = locate(g[0], m[0])
-    return replace(found, max_abs_index=at, max_abs_golden=vg, max_abs_mine=vm)
 
 
 def row_rel_l2(table: np.ndarray, floor: float = 0.0) -> np.ndarray:

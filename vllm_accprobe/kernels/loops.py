@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.kernels.bits import BLOCK, compiled, larger, leave_out, load, load_any, smaller
+from vllm_accprobe.kernels.bits import compiled, larger, leave_out, load, load_any, smaller
+from vllm_accprobe.kernels.native import BLOCK
 from vllm_accprobe.kernels.vectors import LANES, add_rows
 
 
@@ -129,7 +130,7 @@ def rows(
 ) -> None:  # fmt: skip
     """The row table of rows gi of g8 against rows mi of m8 into ``out`` (zeroed float64 [n, 11]).
 
-    g8, m8: uint8, the rows one after the other, of elements of kinds gk and mk; gt, mt: uint32[256] for TABLE8. A row's
+    g8, m8: uint8, the rows one after the other, of elements of kinds gk and mk; gt, mt: uint32[256] for kind 3. A row's
     width is in ``out``'s first column. elements: float64 [10], to which _elements adds. gb, mb: uint32, room for BLOCK;
     q, rel: float64, room for the larger of BLOCK and the width: |d| and |d| / |g|, of one row where a block is a part
     of it, of a block where that is several rows.

@@ -25,8 +25,9 @@ import numpy as np
 
 from vllm_accprobe import user_cache
 
-BLOCK = 2048  # bits.BLOCK, which cannot be imported without numba; tested to be equal
-SOURCES = ("bits.py", "vectors.py", "loops.py", "export.py")
+BLOCK = 2048
+"""Elements that are turned into float32 at a time: both sides and what is made of them stay in the nearest caches."""
+SOURCES = ("native.py", "bits.py", "vectors.py", "loops.py", "export.py")
 _STUBBED = ("numba_", "NRT_")
 _MAGIC = "accprobe loops 1"
 _MOST = 32 << 20

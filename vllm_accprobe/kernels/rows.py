@@ -20,8 +20,9 @@ import numpy as np
 from vllm_accprobe.kernels import definition, native, structure
 from vllm_accprobe.kernels.formulas import eps_of
 
-_SHIFT16, _HALF, _PLAIN32, _TABLE8 = range(4)
-_KINDS = {"bfloat16": _SHIFT16, "float16": _HALF, "float32": _PLAIN32}
+_KINDS = {"bfloat16": 0, "float16": 1, "float32": 2}
+_TABLE8 = 3
+"""8-bit floats, whose numbers stand in a table. What the loops do with each kind: bits.py."""
 Widen = Callable[[np.ndarray, str], np.ndarray]
 
 
@@ -181,11 +182,3 @@ class _ByNumba:
 
 def _buffers(width: int) -> list[np.ndarray]:
     return native.buffers(max(width, native.BLOCK))
-
-
-def warm_up() -> None:
-    """Compiles or loads the loop (some seconds the first time on a machine); safe to call from any thread."""
-    one, at = np.zeros((1, 1), np.uint16), np.zeros(1, np.int64)
-    same = one, "bfloat16", at, one, "bfloat16", at, lambda a, _: a.astype(np.float32)
-    rows(*same)
-    structure_sums(*same)

@@ -102,7 +102,6 @@ class Loader:
         self._limit = limit
         self._kept: OrderedDict[Any, RowBlock] = OrderedDict()
         self._bytes = 0
-        self.payload_bytes = 0
 
     def load(self, group: Group, cut: tuple[int, int] | None = None) -> RowBlock:
         """The whole of ``group``; ``cut`` = (dimension, size): without padding that the other side does not have.
@@ -146,7 +145,6 @@ class Loader:
             data = read(self._dump, group.records[member])
         except (DumpError, OSError) as error:
             raise unread(self._dump, error) from None
-        self.payload_bytes += data.nbytes
         return data
 
     @staticmethod

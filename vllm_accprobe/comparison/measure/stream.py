@@ -69,7 +69,6 @@ class RowReader:
             found: np.ndarray = self._dump.read_rows(group.records[member], slice(start, stop), out)
         except (DumpError, OSError) as error:
             raise unread(self._dump, error) from None
-        self._loader.payload_bytes += found.nbytes
         return found
 
     def _join(self, group: Group, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:

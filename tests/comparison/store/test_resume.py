@@ -7,15 +7,12 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
+from measured_units import unit
 from synthetic_model import capture, scaled, write
 
-from vllm_accprobe.align.row_set import NO_ROWS, RowSet
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.measure import workers
-from vllm_accprobe.comparison.measure.measured import MeasuredUnit
-from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.store import resume, wire
 from vllm_accprobe.comparison.store.resume import NAME, Finished, forget, identity
 from vllm_accprobe.formats import open_dump
@@ -29,32 +26,6 @@ def dumps(tmp_path_factory):
     return write(capture(together=False), root / "golden"), write(capture(chunk=4, faults=fault), root / "mine")
 
 
-def unit(tap="a", **more):
-    keys = np.arange(3)
-    table = np.array([[np.inf, -0.0, 1 / 3]])
-    part = {"golden": "g", "mine": "m", "step": 0, "rank": None, "moment": (0, 1), "dtype_golden": None,
-            "dtype_mine": "bfloat16", "call": 0, "feature": (4,), "rows": RowSet(keys), "table": table,
-            "worst": (0, 1, float("nan"), 2.5)}  # fmt: skip
-    made = MeasuredUnit((tap, "output.0", 0), "C", "exact", 1, 0, False, False, [Part(**part | more)] * 2)
-    return made
-
-
-def said(units):
-    names = Part.__dataclass_fields__
-    return repr([(u.key, u.columns, [[getattr(p, n) for n in names] for p in u.parts]) for u in units])
-
-
-def test_units_come_back_as_they_were():
-    units = [unit(), unit("b", table=None, rows=NO_ROWS)]
-    units[1].columns = np.array([[1.5], [np.nan]])
-    ((text, data, end),) = wire.frames(wire.pack(units))
-    back = wire.unpack(text, data, {})
-    assert said(back) == said(units)
-    assert type(back[0].key) is type(back[0].parts[0].moment) is tuple
-    assert back[0].parts[0].rows is back[0].parts[1].rows
-    assert end == len(wire.pack(units))
-
-
 def test_the_names_of_all_values_are_part_of_the_identity(monkeypatch, dumps):
     """A file of a release that kept other values of a unit begins anew."""
     opened = [open_dump(d) for d in dumps]
@@ -62,31 +33,6 @@ def test_the_names_of_all_values_are_part_of_the_identity(monkeypatch, dumps):
     before = identity(opened)
     monkeypatch.setattr(wire, "LAYOUT", wire.LAYOUT + " more")
     assert identity(opened) != before
-
-
-def test_a_frame_with_an_array_of_another_kind_is_refused():
-    ((text, data, _),) = wire.frames(wire.pack([unit()]))
-    assert text["arrays"][0][0] == "<i8"
-    text["arrays"][0][0] = "<f8"
-    with pytest.raises(ValueError, match="keys of float64"):
-        wire.unpack(text, data)
-
-
-def test_a_torn_frame_is_not_there_and_a_damaged_one_neither():
-    one, two = wire.pack([unit("a")]), wire.pack([unit("b")])
-    whole = one + two
-    assert len(list(wire.frames(whole))) == 2
-    cuts = len(whole) - 1, len(one), len(one) - 1, 5, 0
-    assert [len(list(wire.frames(whole[:n]))) for n in cuts] == [1, 1, 0, 0, 0]
-    bad = bytearray(whole)
-    bad[len(one) + 60] ^= 1
-    assert len(list(wire.frames(bytes(bad)))) == 1
-
-
-@pytest.mark.parametrize("arrays", [[["|O", [1], 0]], [["<f8", [99], 0]], [["<f8", [1], -8]], "x", [[1]]])
-def test_made_up_frames_are_refused(arrays):
-    with pytest.raises(ValueError):
-        wire.unpack({"units": [], "arrays": arrays}, b"\0" * 16)
 
 
 def test_a_file_of_another_comparison_begins_anew(tmp_path):

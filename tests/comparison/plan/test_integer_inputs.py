@@ -1,4 +1,4 @@
-"""Inputs and images that two releases prepare in two ways, and a model that is right all the same."""
+"""Inputs that two releases prepare in two ways, and a model that is right all the same."""
 
 from __future__ import annotations
 
@@ -6,29 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic_model import MemoryDump, capture
+from picture_runs import NORMALISED, PIXELS, seen
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.dump.schema import Image, RowSpace, Segment
 
 KIND = "inputs of another kind of number (integers against fractions)"
-PIXELS = np.random.default_rng(1).integers(0, 256, (8, 12))
-
-
-def seen(pixels: np.ndarray, dtype: str, *, hashed: str = "old", role: str = "input.pixels", off: float = 0.0,
-         rows: bool = True) -> MemoryDump:  # fmt: skip
-    """A run whose first request, "a", has a picture of two placeholders and eight patches. off: an error in it."""
-    dump = capture()
-    dump.requests[(0, 0)] = replace(dump.requests[(0, 0)], images=(Image(hashed, 2, 2),))
-    name = "vision/4" if rows else None
-    if rows:
-        dump.rows[(0, 0, "vision/4")] = RowSpace(0, "vision/4", 8, (Segment(0, 0, 8, 0, image=0),))
-    dump.add(0, 0, "visual", role, pixels, dtype, 0, name)
-    dump.add(0, 0, "visual", "output.0", (PIXELS - 128.0) * (1 + off), "float32", 1, name)
-    return dump
-
-
-NORMALISED = (PIXELS - 127.5) / 66.0
 
 
 @pytest.mark.parametrize("rows", [True, False])
@@ -71,24 +53,3 @@ def test_statistics_alone_tell_the_kind_too() -> None:
     for side in sides:
         side.records = [replace(r, payload=None) if r.role == "input.pixels" else r for r in side.records]
     assert compare(*sides).coverage["skipped"][KIND] == 1
-
-
-def test_a_changed_way_of_hashing_is_called_so_where_the_images_agree() -> None:
-    golden, mine = seen(PIXELS, "uint8"), seen(PIXELS, "uint8", hashed="new")
-    golden.run["versions"], mine.run["versions"] = {"vllm": "0.20.2"}, {"vllm": "0.32.0"}
-    result = compare(golden, mine)
-    assert result.notes == [
-        "image hashes differ in all requests that have images (1), and all that was computed of the images agrees: "
-        "another way of hashing (vLLM 0.20.2 and 0.32.0)"
-    ]
-
-
-def test_another_image_is_called_so() -> None:
-    result = compare(seen(PIXELS, "uint8"), seen(PIXELS, "uint8", hashed="new", off=0.5))
-    assert "request 'a' has different images" in result.notes
-    assert not any("hashing" in note for note in result.notes)
-    # nothing of the picture was captured: nobody knows
-    bare = [seen(PIXELS, "uint8"), seen(PIXELS, "uint8", hashed="new")]
-    for side in bare:
-        side.records = [r for r in side.records if r.tap != "visual"]
-    assert compare(*bare).notes == ["request 'a' has different images"]
