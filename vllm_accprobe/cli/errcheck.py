@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.common.options import CommandError
+from vllm_accprobe.cli.common.options import CommandError, require_directory
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.findings import RankReport
@@ -46,8 +46,7 @@ def errcheck(
     if read is not None:
         if command:
             raise CommandError("--read looks at a run that has ended; leave the command away")
-        if not read.is_dir():
-            raise CommandError(f"--read: {read} is no directory")
+        require_directory(read, "--read")
         found = reports(read)
         if not found:
             raise CommandError(f"--read: {read} holds no findings of errcheck: name the --dir of that run")
