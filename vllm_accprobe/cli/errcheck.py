@@ -63,6 +63,7 @@ def errcheck(
     from vllm_accprobe.config import ENV, PREFIX, ProbeConfig, default_dir
     from vllm_accprobe.run.launcher import LaunchError
     from vllm_accprobe.run.launcher import run as launch
+    from vllm_accprobe.run.settings import allow_plugin
 
     environ = dict(os.environ)
     environ[PREFIX + "ERRCHECK"] = ",".join([kinds, *(["exit"] if exit else [])])
@@ -75,9 +76,7 @@ def errcheck(
         raise CommandError(f"--dir={root} already holds a dump or findings; name another directory")
     outputs.check_place(root, option="--dir")
     environ[PREFIX + "DIR"] = str(root)
-    plugins = environ.get("VLLM_PLUGINS")
-    if plugins is not None and "accprobe" not in [p.strip() for p in plugins.split(",")]:
-        environ["VLLM_PLUGINS"] = ",".join([*filter(None, plugins.split(",")), "accprobe"])
+    allow_plugin(environ)
     seen: list[float] = []
 
     def tick() -> None:

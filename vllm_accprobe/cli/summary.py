@@ -14,6 +14,7 @@ import typer
 
 from vllm_accprobe.cli.common.declared import DUMP, NAMES, RANK, REQUEST, ROLE, STEP
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, print_table, selection, size, writable
+from vllm_accprobe.cli.common.values import shape_text
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
@@ -136,11 +137,6 @@ def _cells(index: int, r: Record) -> list[str]:
     role = safe(r.role) + (f"#{r.call}" if r.call else "")
     step = "param" if r.step is None else str(r.step)
     return [str(index), step, str(r.rank), safe(r.tap), role, shape_text(r.shape), r.dtype, *values, *bad]
-
-
-def shape_text(shape: tuple[int, ...]) -> str:
-    """``8x64``, or ``scalar``."""
-    return "x".join(map(str, shape)) if shape else "scalar"
 
 
 def _check_csv(path: Path, dump: Path) -> None:
