@@ -41,15 +41,17 @@ def test_summary_loads_neither_torch_nor_vllm(tmp_path):
     assert loaded_after("summary", str(tmp_path / "d")) <= {"numpy"}
 
 
-def test_help_lists_every_command():
+def test_help_lists_every_command(capsys):
     out = run("--help")
     assert out.returncode == 0
     listed = [line.split()[0] for line in out.stdout.partition("Commands:")[2].splitlines() if line.strip()]
     assert listed == list(cli.COMMANDS)
     assert run().stdout == out.stdout
     for command in cli.COMMANDS:
-        out = run(command, "--help")
-        assert (out.returncode, out.stderr) == (0, "")
+        assert cli.main([command, "--help"]) == 0
+        said = capsys.readouterr()
+        assert said.err == ""
+        assert f"accprobe {command}" in said.out
 
 
 @pytest.mark.parametrize(
@@ -66,13 +68,20 @@ def test_help_lists_every_command():
         (["convert", "nowhere", "out.pt"], "--to: pt is not one of h5, npz"),
     ],
 )
-def test_errors_are_one_line_and_exit_2(tmp_path, arguments, line):
-    out = run(*arguments, cwd=tmp_path)
-    assert out.returncode == 2
-    assert out.stdout == ""
-    assert out.stderr.startswith("accprobe: ")
-    assert line in out.stderr
-    assert out.stderr.count("\n") == 1
+def test_errors_are_one_line_and_exit_2(tmp_path, monkeypatch, capsys, arguments, line):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("accprobe: ")
+    assert line in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_an_error_leaves_the_process_with_its_code(tmp_path):
+    out = run("summary", "nowhere", cwd=tmp_path)
+    assert (out.returncode, out.stdout) == (2, "")
+    assert out.stderr == "accprobe: nowhere does not exist: name a dump's directory or file\n"
 
 
 def test_a_defect_is_one_line_too(capsys, monkeypatch):

@@ -9,6 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import open_dump
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +154,12 @@ def test_options_after_the_commands_first_word_are_its_own(tmp_path: Path) -> No
         assert done.returncode == 3, done.stderr
 
 
-def test_mistakes_are_one_line_and_start_nothing(tmp_path: Path) -> None:
+def test_mistakes_are_one_line_and_start_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in os.environ.keys() - environ({}).keys():
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
     marker = tmp_path / "started"
     cases = [
         (["--tokens", "x", "--", f"touch {marker}"], "VLLM_ACCPROBE_TOKENS=x: 'x' is not a number"),
@@ -163,10 +171,11 @@ def test_mistakes_are_one_line_and_start_nothing(tmp_path: Path) -> None:
         ([], "Missing argument"),
     ]
     for words, line in cases:
-        done = accprobe(*words, cwd=tmp_path)
-        assert done.returncode == 2, done.stderr
-        assert line in done.stderr
-        assert done.stderr.count("\n") == 1
+        assert main(["run", *words]) == 2
+        said = capfd.readouterr()
+        assert line in said.err
+        assert said.err.count("\n") == 1
+        assert said.out == ""
     assert not marker.exists()
     assert list(tmp_path.iterdir()) == []
 

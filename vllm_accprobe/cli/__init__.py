@@ -97,7 +97,7 @@ def explain(error: Exception) -> tuple[str, int]:
         usage: Any = error
         command = usage.ctx.command_path if getattr(usage, "ctx", None) else "accprobe"
         return f"{_one_line(usage.format_message())} (see `{command} --help`)", 2
-    if kinds & {"NothingCompared", "NothingReadable"}:
+    if kinds & {"NothingCompared", "NothingReadable", "NothingThere"}:
         return _one_line(error), 3
     if kinds & {"DumpError", "CompareError", "ConfigError", "CommandError"}:
         return _one_line(error), 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.common.options import CommandError
+from vllm_accprobe.cli.common.options import CommandError, NothingThere
 
 
 def calibrate(
@@ -80,8 +80,7 @@ def _profile(dump: Path, model: Path | None, out: Path) -> None:
         [side] = pair.check_both([calls], default_references(), [], lambda done, of: to(done))
     _, found = decided.settle(side.rows)
     if not found.habits:
-        typer.echo(f"accprobe: {dump}: nothing of how its machine computes could be told", err=True)
-        raise typer.Exit(3)
+        raise NothingThere(f"{dump}: nothing of how its machine computes could be told")
     for line in table.computes(found):
         typer.echo(line)
     out.mkdir(parents=True, exist_ok=True)

@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.common.options import (
-    RANK,
-    REQUEST,
-    ROLE,
-    STEP,
-    CommandError,
-    progress,
-    selection,
-    size,
-    writable,
-)
+from vllm_accprobe.cli.common.declared import NAMES, RANK, REQUEST, ROLE, STEP
+from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, say_notes, selection, size, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
@@ -33,7 +24,7 @@ KINDS = ("h5", "npz", "safetensors", "msprobe")
 def convert(
     dump: Path = typer.Argument(..., metavar="DUMP", help="A dump of any format (accprobe formats)."),
     out: Path = typer.Argument(..., metavar="OUT", help="File for one rank, directory for several or msprobe."),
-    names: list[str] = typer.Argument(None, metavar="[GLOB]...", help="Taps, e.g. '*.mlp.*'; '!...' excludes."),
+    names: list[str] = NAMES,
     to: str = typer.Option(None, "--to", metavar="h5|npz|safetensors|msprobe", help="Container; else by OUT's ending."),
     step: str = STEP,
     rank: str = RANK,
@@ -60,8 +51,7 @@ def convert(
     stored = [r for r in chosen if r.payload is not None]
     if not stored:
         what = "only statistics, no values" if chosen else "no tensor that matches"
-        typer.echo(f"accprobe: {dump} holds {what}: nothing to convert", err=True)
-        raise typer.Exit(3)
+        raise NothingThere(f"{dump} holds {what}: nothing to convert")
     targets = _targets(opened, sorted({r.rank for r in stored}), out, kind)
     write = {"h5": containers.write_h5, "npz": containers.write_npz, "safetensors": containers.write_safetensors}[kind]
     left = 0
@@ -78,8 +68,7 @@ def convert(
         typer.echo(f"skipped: {len(chosen) - len(stored):,} tensors of which only statistics were stored")
     if left:
         typer.echo(f"skipped: {left:,} operator calls or modules with more to say than an HDF5 attribute takes")
-    for problem in opened.problems:
-        typer.echo(f"note: {problem}")
+    say_notes(opened.problems, err=False)
 
 
 def _to_msprobe(dump: Dump, records: list[Record], out: Path) -> None:
@@ -94,8 +83,7 @@ def _to_msprobe(dump: Dump, records: list[Record], out: Path) -> None:
     typer.echo(f"{written:,} tensors of {len(ranks)} ranks and {len(steps)} steps: {out}")
     for reason, n in skipped.items():
         typer.echo(f"skipped: {n:,} {reason}")
-    for problem in dump.problems:
-        typer.echo(f"note: {problem}")
+    say_notes(dump.problems, err=False)
 
 
 def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Path]:

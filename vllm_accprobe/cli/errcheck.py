@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.common.options import CommandError
+from vllm_accprobe.cli.common.options import CommandError, require_directory
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.findings import RankReport
@@ -46,8 +46,7 @@ def errcheck(
     if read is not None:
         if command:
             raise CommandError("--read looks at a run that has ended; leave the command away")
-        if not read.is_dir():
-            raise CommandError(f"--read: {read} is no directory")
+        require_directory(read, "--read")
         found = reports(read)
         if not found:
             raise CommandError(f"--read: {read} holds no findings of errcheck: name the --dir of that run")
@@ -64,6 +63,7 @@ def errcheck(
     from vllm_accprobe.config import ENV, PREFIX, ProbeConfig, default_dir
     from vllm_accprobe.run.launcher import LaunchError
     from vllm_accprobe.run.launcher import run as launch
+    from vllm_accprobe.run.settings import allow_plugin
 
     environ = dict(os.environ)
     environ[PREFIX + "ERRCHECK"] = ",".join([kinds, *(["exit"] if exit else [])])
@@ -76,9 +76,7 @@ def errcheck(
         raise CommandError(f"--dir={root} already holds a dump or findings; name another directory")
     outputs.check_place(root, option="--dir")
     environ[PREFIX + "DIR"] = str(root)
-    plugins = environ.get("VLLM_PLUGINS")
-    if plugins is not None and "accprobe" not in [p.strip() for p in plugins.split(",")]:
-        environ["VLLM_PLUGINS"] = ",".join([*filter(None, plugins.split(",")), "accprobe"])
+    allow_plugin(environ)
     seen: list[float] = []
 
     def tick() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.common.options import say_notes
+
 
 def formats(
     path: Path = typer.Argument(None, metavar="[PATH]", help="Say which format this dump or file is of."),
@@ -22,7 +24,7 @@ def formats(
     if path is not None:
         _, found, notes = sniff.find(path)
         typer.echo(sniff.OWN if found is None else found.name)
-        _say(notes)
+        say_notes(notes)
         return
     problems: list[str] = []
     known = sniff.formats(problems)
@@ -30,9 +32,4 @@ def formats(
     width = max(len(name) for name, _ in rows)
     for name, how in rows:
         typer.echo(f"{name:<{width}}  {how}")
-    _say(problems)
-
-
-def _say(notes: list[str]) -> None:
-    for note in notes:
-        typer.echo(f"note: {note}", err=True)
+    say_notes(problems)

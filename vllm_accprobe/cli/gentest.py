@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.common.options import CommandError, progress, writable
+from vllm_accprobe.cli.common.declared import DUMP, IDS, OPS, WEIGHTS
+from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, say_notes, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls, Captured
@@ -17,19 +18,15 @@ if TYPE_CHECKING:
 
 
 def gentest(
-    dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
+    dump: Path = DUMP,
     failed: bool = typer.Option(False, "--failed", help="Calls that opcheck finds wrong, the worst of each module."),
-    ops: list[str] = typer.Option(
-        [], "--ops", metavar="GLOB", help="Classes, operators, paths; '!...' excludes. Can be repeated."
-    ),
-    ids: str = typer.Option("", "--ids", metavar="IDS", help="Calls by opcheck.csv's column id, e.g. 0.0.57,0.1.3."),
+    ops: list[str] = OPS,
+    ids: str = IDS,
     out: Path = typer.Option(
         Path("accprobe-gentest"), "--out", "-o", metavar="DIR", help="The folder to write; must not exist."
     ),
     most: int = typer.Option(50, "--most", "-n", min=1, help="At most so many calls."),
-    model: Path = typer.Option(
-        None, "--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."
-    ),
+    model: Path = WEIGHTS,
 ) -> None:
     """Write captured calls as tests: tensors, float64 references and one parametrised test per operator.
 
@@ -72,11 +69,9 @@ def gentest(
             left.append(f"{captured.tap}: {why}")
     if wider:
         left.append(f"{wider} calls hold numbers of a coarser dtype than their tensors': the tests have them in that")
-    for line in [*calls.dump.problems, *calls.problems, *references.problems, *left]:
-        typer.echo(f"note: {line}", err=True)
+    say_notes([*calls.dump.problems, *calls.problems, *references.problems, *left])
     if not written:
-        typer.echo(f"accprobe: {dump}: {_why_none(calls, failed)}: nothing was written", err=True)
-        raise typer.Exit(3)
+        raise NothingThere(f"{dump}: {_why_none(calls, failed)}: nothing was written")
     write_folder(written, out, f"the dump {dump.resolve().name}")
     operators = len({w.op for w in written})
     typer.echo(f"written: {out}, {len(written)} calls of {operators} operators; run `pytest {out}` with torch alone")

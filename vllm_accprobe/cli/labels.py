@@ -6,11 +6,12 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.common.options import CommandError, progress
+from vllm_accprobe.cli.common.declared import DUMP
+from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, require_directory, say_notes
 
 
 def labels(
-    dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
+    dump: Path = DUMP,
     out: Path = typer.Option(
         Path("accprobe-labels"), "--out", "-o", metavar="DIR", help="Where labels.csv and labels.json go."
     ),
@@ -38,20 +39,17 @@ def labels(
     if limit is not None and not 0 <= limit < 1:
         raise CommandError(f"--limit: {limit} is no relative error; write for example 0.01")
     for directory in acl:
-        if not directory.is_dir():
-            raise CommandError(f"--acl: {directory} is no directory")
+        require_directory(directory, "--acl")
     ours = {"labels.csv": outputs.csv_with(*report.COLUMNS), "labels.json": outputs.SCHEMA_AND_VERDICT}
     outputs.check(out, ours, dumps=[dump])
     opened = open_dump(dump)
     roots = [*acl, *(Path(d) for name in ENVS if (d := os.environ.get(name)) and Path(d).is_dir())]
     with progress("comparing", count_pairs(opened)) as done:
         found = compare_labels(opened, roots, limit, done)
-    for problem in opened.problems:
-        typer.echo(f"note: {problem}", err=True)
+    say_notes(opened.problems)
     if not found.pairs and not found.unpaired:
         why = "; ".join(f"{n} x {reason}" for reason, n in found.skipped.items()) or "set_label was never called in it"
-        typer.echo(f"accprobe: {dump} holds no labels: {why}", err=True)
-        raise typer.Exit(3)
+        raise NothingThere(f"{dump} holds no labels: {why}")
     out.mkdir(parents=True, exist_ok=True)
     written = report.write(found, out)
     for line in report.lines(found, None if verbose else 10):

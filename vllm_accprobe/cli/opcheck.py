@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.common.options import CommandError, progress
+from vllm_accprobe.cli.common.declared import DUMP, IDS, OPS, WEIGHTS
+from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, require_directory, say_notes
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
@@ -17,14 +18,10 @@ _EXACT, _DEVICE = "float64", "device"
 
 
 def opcheck(
-    dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
-    ops: list[str] = typer.Option(
-        [], "--ops", metavar="GLOB", help="Classes, operators, paths; '!...' excludes. Can be repeated."
-    ),
-    ids: str = typer.Option("", "--ids", metavar="IDS", help="Calls by opcheck.csv's column id, e.g. 0.0.57,0.1.3."),
-    model: Path = typer.Option(
-        None, "--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."
-    ),
+    dump: Path = DUMP,
+    ops: list[str] = OPS,
+    ids: str = IDS,
+    model: Path = WEIGHTS,
     standard: str = typer.Option("operator", "--standard", metavar="NAME", help="Limits: {standards}."),
     against: str = typer.Option(
         _EXACT, "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
@@ -64,16 +61,14 @@ def opcheck(
         raise CommandError(str(why)) from None
     finally:
         bar.end()
-    for problem in found.problems:
-        typer.echo(f"note: {problem}", err=True)
+    say_notes(found.problems)
     rows, machine = decided.settle(found.rows, strict=standard == result_row.STRICT)
     if rows != found.rows:
         table.resettle(out / "opcheck.csv", rows)
     totals = count(rows)
     if not totals.checked and not totals.statuses.get(result_row.FAIL):
         reason = next(iter(totals.skipped), "no call matches" if ops or ids else "the dump holds no call")
-        typer.echo(f"accprobe: {dump}: nothing could be checked: {reason}", err=True)
-        raise typer.Exit(3)
+        raise NothingThere(f"{dump}: nothing could be checked: {reason}")
     table.write_result(rows, out / "result.csv")
     for line in table.lines(rows, totals, most=None if verbose else 10, machine=machine):
         typer.echo(line)
@@ -116,8 +111,7 @@ def _job(
         raise CommandError(f"--standard: {why}") from None
     if rerun and against != _EXACT:
         raise CommandError("--rerun and --against: choose one")
-    if model is not None and not model.is_dir():
-        raise CommandError(f"--weights: {model} is no directory")
+    require_directory(model, "--weights")
     if not dump.exists():
         raise CommandError(f"{dump} does not exist: name a dump's directory or file")
     golden = ""
@@ -180,8 +174,7 @@ def opened_calls(dump: Path, model: Path | None) -> Calls:
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.opcheck.calls.records import Calls
 
-    if model is not None and not model.is_dir():
-        raise CommandError(f"--weights: {model} is no directory")
+    require_directory(model, "--weights")
     opened = open_dump(dump)
     return Calls(opened, model or _model_of(opened.run))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.common.options import CommandError, progress
+from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress
 
 
 def opdiff(
@@ -69,8 +69,7 @@ def opdiff(
         for line in lines.left_out(diff, totals):
             typer.echo(line)
         why = next(iter(totals.skipped), "no output is in both files" if totals.alone else "the files have no rows")
-        typer.echo(f"accprobe: nothing could be judged: {lines.safe(why)} ({golden}, {mine})", err=True)
-        raise typer.Exit(3)
+        raise NothingThere(f"nothing could be judged: {lines.safe(why)} ({golden}, {mine})")
     (out / "opdiff.md").write_text(lines.markdown(diff, totals), encoding="utf-8")
     for line in lines.lines(diff, totals, None if verbose else 10):
         typer.echo(line)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.common.options import CommandError
+from vllm_accprobe.cli.common.options import CommandError, NothingThere, require_directory
 
 
 def patches(
@@ -42,8 +42,7 @@ def patches(
         raise typer.Exit(0)
     roots = {}
     if source is not None:
-        if not source.is_dir():
-            raise CommandError(f"--source: {source} is no directory")
+        require_directory(source, "--source")
         roots[source.resolve().name] = source.resolve()
     packages = dict.fromkeys(t.module.partition(".")[0] for p in chosen for t in p.targets)
     if source is not None and not roots.keys() & packages.keys():
@@ -55,8 +54,7 @@ def patches(
         if root is not None:
             typer.echo(f"{name} {package_version(root, name) or 'of unknown version'}")
     if not any(found.values()):
-        typer.echo(f"accprobe: {', '.join(packages)} not installed, no --source: nothing to check against", err=True)
-        raise typer.Exit(3)
+        raise NothingThere(f"{', '.join(packages)} not installed, no --source: nothing to check against")
     refused = 0
     for p in chosen:
         outcomes = check(p, roots)

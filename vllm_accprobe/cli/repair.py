@@ -6,6 +6,8 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.common.options import NothingThere, say_notes
+
 
 def repair(
     dump: Path = typer.Argument(..., metavar="DUMP", help="Directory that a killed run left behind."),
@@ -17,8 +19,7 @@ def repair(
     from vllm_accprobe.formats.common.nearby import own
 
     place, said = own(dump)
-    if said:
-        typer.echo(f"note: {said}", err=True)
+    say_notes([said] if said else [])
     done = run(place)
     for r in done:
         if not r.needed:
@@ -29,5 +30,4 @@ def repair(
         extra = [f"{r.segments} segment file(s) finished", *extra]
         typer.echo(f"rank {r.rank}: {r.tensors} tensors readable; {', '.join(extra)}")
     if not done:
-        typer.echo(f"accprobe: {place}: no rank has written anything", err=True)
-        raise typer.Exit(3)
+        raise NothingThere(f"{place}: no rank has written anything")

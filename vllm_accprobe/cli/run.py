@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from vllm_accprobe.cli.common.options import CommandError, size
+from vllm_accprobe.report.text import count
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vllm_accprobe.config import ProbeConfig
     from vllm_accprobe.run.watcher import Progress, Watcher
 
@@ -66,7 +66,7 @@ def run(
         "requests": requests, "max_gb": max_gb, "config": config, "ops": _flag(ops), "graphs": _flag(graphs),
     } | _settings(more)  # fmt: skip
     environ, settings, notes = environment(given, os.environ)
-    root = _path(settings.dir)
+    root = Path(settings.dir)
     if not is_own(root):  # its own earlier dump: who writes it says so
         outputs.check_place(root, option="--dir")
     if atb:
@@ -88,7 +88,7 @@ def run(
             output.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(prefix="accprobe-run-") as register:
             environ[REGISTER] = register.name
-            watcher, status, began = Watcher(root, _path(register.name)), _Status(settings, quiet), time.time()
+            watcher, status, began = Watcher(root, Path(register.name)), _Status(settings, quiet), time.time()
             before = _killed_for_memory()
             code = launch(command, environ, tick=lambda: status.show(watcher.look()), busy=watcher.writing)
             status.clear()
@@ -137,7 +137,7 @@ def _conclude(watcher: Watcher, settings: ProbeConfig, code: int, files: int, qu
         _say(f"{found.errors} errors inside the probe: `accprobe summary {dumps[0]}` shows the first")
     open_ranks = found.ranks - found.ended
     if open_ranks and dumps:
-        _say(f"{_count(open_ranks, 'rank')} not closed: what was written is readable; `accprobe repair {dumps[0]}`")
+        _say(f"{count(open_ranks, 'rank')} not closed: what was written is readable; `accprobe repair {dumps[0]}`")
     if not found.tensors and not files:
         if code and not found.steps:
             what = "a step was computed" if dumps else "a probe could begin"
@@ -147,7 +147,7 @@ def _conclude(watcher: Watcher, settings: ProbeConfig, code: int, files: int, qu
         elif not found.steps:
             why = "no step was computed, or none was selected: check --steps, --tokens, --requests, --ranks"
         else:
-            why = f"{_count(found.steps, 'step')}, but no tensor selected: check --modules, --parts"
+            why = f"{count(found.steps, 'step')}, but no tensor selected: check --modules, --parts"
         _say(f"NOTHING was captured: {why}")
         return code or 3
     if not quiet:
@@ -183,14 +183,8 @@ class _Status:
 
 
 def _summary(found: Progress) -> str:
-    steps, tensors, ranks = (
-        _count(found.steps, "step"), _count(found.tensors, "tensor"), _count(found.ranks, "rank")
-    )  # fmt: skip
+    steps, tensors, ranks = count(found.steps, "step"), count(found.tensors, "tensor"), count(found.ranks, "rank")
     return f"{steps}, {tensors}, {ranks}, {size(found.nbytes)}"
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def _settings(words: list[str]) -> dict[str, str | None]:
@@ -206,12 +200,6 @@ def _settings(words: list[str]) -> dict[str, str | None]:
 
 def _flag(value: bool | None) -> str | None:
     return None if value is None else str(int(value))
-
-
-def _path(text: str) -> Path:
-    from pathlib import Path
-
-    return Path(text)
 
 
 def _say(line: str) -> None:

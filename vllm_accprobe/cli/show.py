@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.common.options import CALL, RANK, ROLE, STEP, CommandError, ranges, selection, writable
+from vllm_accprobe.cli.common.declared import CALL, DUMP, RANK, ROLE, STEP
+from vllm_accprobe.cli.common.options import CommandError, NothingThere, ranges, selection, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
@@ -23,7 +24,7 @@ _LISTED = 20
 
 
 def show(
-    dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
+    dump: Path = DUMP,
     tap: str = typer.Argument(..., metavar="TAP", help="A module path, or tap/role#call as in compare.csv."),
     role: list[str] = ROLE,
     step: str = STEP,
@@ -58,8 +59,7 @@ def show(
 
         found = [r for r in found if rows_of(opened, r, request, positions).size]
     if not found:
-        typer.echo(f"accprobe: {safe(name)} is in {dump}, but {_what_there_is(opened, name)}", err=True)
-        raise typer.Exit(3)
+        raise NothingThere(f"{safe(name)} is in {dump}, but {_what_there_is(opened, name)}")
     if save is not None and len(found) > 1:
         raise CommandError(f"--save: {count(len(found), 'tensor')} match, e.g. {', '.join(map(_brief, found[:4]))}: "
                            "narrow down with --role, --step, --call or --rank")  # fmt: skip

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli.common.options import RANK, REQUEST, ROLE, STEP, CommandError, selection, size, writable
+from vllm_accprobe.cli.common.declared import DUMP, NAMES, RANK, REQUEST, ROLE, STEP
+from vllm_accprobe.cli.common.options import CommandError, NothingThere, print_table, selection, size, writable
+from vllm_accprobe.cli.common.values import shape_text
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
@@ -24,8 +26,8 @@ MORE = ("class", "call", "rows", "requests", "mutated", "hash", "layout", "bytes
 
 
 def summary(
-    dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump."),
-    names: list[str] = typer.Argument(None, metavar="[GLOB]...", help="Taps, e.g. '*.mlp.*'; '!...' excludes."),
+    dump: Path = DUMP,
+    names: list[str] = NAMES,
     step: str = STEP,
     rank: str = RANK,
     role: list[str] = ROLE,
@@ -61,7 +63,8 @@ def summary(
         listed = [(i, r) for i, r in chosen if r.tap not in taps]
         shown = listed[:limit] if limit else listed
         if shown:
-            _print_table([_cells(i, r) for i, r in shown])
+            texts = ("tap", "role", "shape", "dtype")
+            print_table(COLUMNS, [_cells(i, r) for i, r in shown], texts, folded=("tap",))
         if len(shown) < len(listed):
             left = len(listed) - len(shown)
             typer.echo(f"... {left:,} more: --limit 0 shows all, --csv FILE writes all, a GLOB or --step narrows down")
@@ -72,8 +75,7 @@ def summary(
     if csv is not None and chosen:
         typer.echo(f"written: {csv}")
     if not chosen and not calls:
-        typer.echo(f"accprobe: {dump}: {_why_none(opened, names or [], ops)}", err=True)
-        raise typer.Exit(3)
+        raise NothingThere(f"{dump}: {_why_none(opened, names or [], ops)}")
 
 
 def _refuse_files(dump: Dump, names: list[str]) -> None:
@@ -135,29 +137,6 @@ def _cells(index: int, r: Record) -> list[str]:
     role = safe(r.role) + (f"#{r.call}" if r.call else "")
     step = "param" if r.step is None else str(r.step)
     return [str(index), step, str(r.rank), safe(r.tap), role, shape_text(r.shape), r.dtype, *values, *bad]
-
-
-def shape_text(shape: tuple[int, ...]) -> str:
-    """``8x64``, or ``scalar``."""
-    return "x".join(map(str, shape)) if shape else "scalar"
-
-
-def _print_table(rows: list[list[str]]) -> None:
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in COLUMNS:
-        text = name in ("tap", "role", "shape", "dtype")
-        table.add_column(name, justify="left" if text else "right", no_wrap=name != "tap", overflow="fold")
-    for row in rows:
-        alarm = "red" if row[-2:] != ["0", "0"] and row[-1].isdigit() else ""
-        table.add_row(*(Text(cell, style=alarm) for cell in row))
-    # In a pipe nothing is folded or cut: a line is a tensor.
-    Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(table)
 
 
 def _check_csv(path: Path, dump: Path) -> None:

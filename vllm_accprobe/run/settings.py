@@ -40,8 +40,15 @@ def environment(
         raise ConfigError(f"--dir={root} already holds a dump; name another directory, or remove it")
     environ[PREFIX + "DIR"] = root
     notes = []
-    plugins = environ.get("VLLM_PLUGINS")
-    if plugins is not None and PLUGIN not in [p.strip() for p in plugins.split(",")]:
-        environ["VLLM_PLUGINS"] = ",".join([*filter(None, [p.strip() for p in plugins.split(",")]), PLUGIN])
+    if allow_plugin(environ):
         notes.append(f"VLLM_PLUGINS did not contain {PLUGIN}, and vLLM would not have loaded it: added")
     return environ, config.with_dir(root), notes
+
+
+def allow_plugin(environ: dict[str, str]) -> bool:
+    """Adds our plugin to vLLM's list of those that it may load, where there is one without it; whether it did."""
+    names = [p.strip() for p in environ.get("VLLM_PLUGINS", PLUGIN).split(",")]
+    if PLUGIN in names:
+        return False
+    environ["VLLM_PLUGINS"] = ",".join([*filter(None, names), PLUGIN])
+    return True

@@ -76,23 +76,12 @@ def _number(value: Any) -> int:
 
 def show(dump: Dump, calls: Sequence[OpCall], limit: int) -> None:
     """Prints the table and a line about it."""
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
+    from vllm_accprobe.cli.common.options import print_table
     from vllm_accprobe.report.text import count
 
     rows = table(dump, calls)
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    for name in COLUMNS:
-        text = name in ("operator", "commonest input")
-        grid.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
-    for row in rows[:limit] if limit else rows:
-        alarm = "red" if row[-2:] != ["0", "0"] else ""
-        grid.add_row(*(Text(cell, style=alarm) for cell in row))
-    Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(grid)
+    texts = ("operator", "commonest input")
+    print_table(COLUMNS, rows[:limit] if limit else rows, texts, folded=texts)
     if limit and len(rows) > limit:
         typer.echo(f"... {len(rows) - limit:,} more operators: --limit 0 shows all")
     typer.echo(f"{count(len(calls), 'call')} of {count(len(rows), 'operator')}, of {len(dump.ops):,} captured")

@@ -1,13 +1,13 @@
-"""What several commands' options share: their spelling, and how they become a Selection.
+"""What commands have in common: how they refuse, what options become, notes, a progress bar.
 
-Not here: what a selection chooses (dump/select.py).
+Not here: the options' spelling (declared.py), what a selection chooses (dump/select.py), where to write (outputs.py).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,22 @@ if TYPE_CHECKING:
 
 class CommandError(Exception):
     """One line: what was asked for and cannot be done. Exit code 2."""
+
+
+class NothingThere(CommandError):
+    """One line: what there was nothing of to work on. Exit code 3."""
+
+
+def require_directory(path: Path | None, option: str) -> None:
+    """Raises CommandError where ``path`` is given and is no directory."""
+    if path is not None and not path.is_dir():
+        raise CommandError(f"{option}: {path} is no directory")
+
+
+def say_notes(lines: Iterable[str], err: bool = True) -> None:
+    """A line each for what whoever looks at a result should know of its dump."""
+    for line in lines:
+        typer.echo(f"note: {line}", err=err)
 
 
 def writable(directory: Path, option: str = "--out") -> None:
@@ -59,18 +75,6 @@ class Command(typer.core.TyperCommand):
             what = next(kind for kind, command in COMMANDS.items() if command == self.name)
             option.help = option.help.replace("{standards}", ", ".join(names(what)))  # type: ignore[attr-defined]
         super().format_help(ctx, formatter)
-
-
-STEP = typer.Option("", "--step", metavar="RANGES", help="Engine steps, e.g. 0-3,7.")
-RANK = typer.Option("", "--rank", metavar="RANGES", help="Global ranks, e.g. 0,2-3.")
-ROLE = typer.Option([], "--role", metavar="GLOB", help="E.g. output.0 or 'input.*'; '!...' excludes. Can be repeated.")
-CALL = typer.Option("", "--call", metavar="RANGES", help="Ordinals of the tap's calls within a step.")
-REQUEST = typer.Option(
-    [],
-    "--request",
-    metavar="GLOB",
-    help="Only tensors with rows of these requests: id, or start of the prompt's hash; '!...' excludes.",
-)
 
 
 def ranges(text: str, option: str) -> Ranges:
@@ -123,6 +127,27 @@ def progress(title: str, total: int, steps: bool = False) -> Iterator[Any]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield (lambda done: bar.update(task, completed=done)) if steps else (lambda: bar.advance(task))
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[str], folded: Sequence[str]
+) -> None:
+    """A table for the eye, whose last two columns count NaN and Inf: a row that has any is red. texts: the columns
+    that are no numbers; folded: those that may take several lines. In a pipe nothing is folded or cut."""
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        justify: Any = "left" if name in texts else "right"
+        table.add_column(name, justify=justify, no_wrap=name not in folded, overflow="fold")
+    for row in rows:
+        alarm = "red" if any(cell.isdigit() and cell != "0" for cell in row[-2:]) else ""
+        table.add_row(*(Text(cell, style=alarm) for cell in row))
+    Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(table)
 
 
 def size(nbytes: float) -> str:

@@ -8,12 +8,9 @@ compare copies to see that nothing was lost. Not here: what is in the dumps; equ
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from vllm_accprobe.cli.common.options import CommandError
-
-_RANK = re.compile(r"rank\d{4,9}", re.ASCII)
 
 
 def refuse_same(first: tuple[str, Path], second: tuple[str, Path], what: str = "dump") -> None:
@@ -56,10 +53,10 @@ def _opened(path: Path) -> Path:
 def _is_part(inner: Path, outer: Path) -> bool:
     """Whether what is read of ``inner`` is read of ``outer``, too. What lies in a dump of ours beside the ranks is
     another dump (`accprobe run --atb` puts ATB's there), and so is a dump of another tool in any dump."""
-    from vllm_accprobe.formats.common import sniff
+    from vllm_accprobe.formats.common import nearby, sniff
 
-    if sniff.is_own(outer):
-        return any(_RANK.fullmatch(part) for part in inner.relative_to(outer).parts[:1])
+    if nearby.is_own(outer):
+        return any(nearby.RANK_DIR.fullmatch(part) for part in inner.relative_to(outer).parts[:1])
     if inner.is_file():
         return True
     known = sniff.formats([])

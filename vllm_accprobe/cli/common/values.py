@@ -28,6 +28,11 @@ _MAX_ROWS = 64
 _CHUNK = 1 << 20
 
 
+def shape_text(shape: tuple[int, ...]) -> str:
+    """``8x64``, or ``scalar``."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
 def stats_line(r: Record) -> str:
     """Extremes, mean and deviation, and NaN and Inf where there are any, in one line."""
     from vllm_accprobe.report.text import num
@@ -43,9 +48,9 @@ def header(dump: Dump, r: Record) -> list[str]:
     """What is said of one tensor before its values."""
     from vllm_accprobe.report.text import num, safe
 
-    shape = "x".join(map(str, r.shape)) or "scalar"
     step = "parameter" if r.step is None else f"step {r.step}"
-    lines = [f"{safe(r.name)}  {safe(r.cls)}  {step}, rank {r.rank}", f"  {r.dtype} {shape}, {stats_line(r)}"]
+    what = f"{r.dtype} {shape_text(r.shape)}"
+    lines = [f"{safe(r.name)}  {safe(r.cls)}  {step}, rank {r.rank}", f"  {what}, {stats_line(r)}"]
     if r.stats is not None:
         lines[-1] += f", l2 {num(r.stats.l2, 6)}"
     layout = r.layout

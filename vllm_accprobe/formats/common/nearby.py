@@ -18,7 +18,7 @@ from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON
 from vllm_accprobe.formats.common.msprobe_words import CONSTRUCT, DATA, DUMP, STACK
 
-_RANK = re.compile(r"rank\d{4,9}", re.ASCII)
+RANK_DIR = re.compile(r"rank\d{4,9}", re.ASCII)
 _PARTS = (DATA, CONSTRUCT, STACK)
 """Of msprobe: what lies beside the dump.json that a dump of it is known by."""
 _DEPTH, _MOST = 3, 4000
@@ -31,7 +31,7 @@ def is_own(path: Path) -> bool:
         return True
     try:
         with os.scandir(path) as entries:
-            return any(_RANK.fullmatch(e.name) for e in entries)
+            return any(RANK_DIR.fullmatch(e.name) for e in entries)
     except OSError:
         return False
 
@@ -39,11 +39,11 @@ def is_own(path: Path) -> bool:
 def around(path: Path) -> Path | None:
     """The dump that ``path`` is a part of by its name: a rank's folder, run.json, a journal, msprobe's data folder."""
     name, parent = Path(os.path.abspath(path)).name, path.parent if path.name else path / ".."
-    if name == RUN_JSON or _RANK.fullmatch(name):
+    if name == RUN_JSON or RANK_DIR.fullmatch(name):
         return parent if is_own(parent) else None
     if name == JOURNAL:
         above = around(parent)
-        return above if above is not None and _RANK.fullmatch(parent.name) else None
+        return above if above is not None and RANK_DIR.fullmatch(parent.name) else None
     if name in _PARTS and (parent / DUMP).is_file():
         return parent
     return None
