@@ -11,7 +11,6 @@ segment looks (segment.py), how a line is spelt (lines.py).
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from vllm_accprobe.dump.recorder.staging import BatchStaging
 from vllm_accprobe.dump.recorder.template import TemplateLine
 from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, Payload, Stop, rank_dir
 from vllm_accprobe.dump.segment import PAGE, entry_room
-from vllm_accprobe.dump.stats import StatsCell, TensorMoments
+from vllm_accprobe.dump.stats import StatsCell, TensorMoments, digest
 
 __all__ = ["RankWriter", "StatsCell", "write_run_json"]
 
@@ -283,13 +282,6 @@ class RankWriter:
 
 def _cell_of(event: Event, parts: Sequence[tuple[int, int]]) -> StatsCell:
     """The cell of an event that came without one."""
-    hash = event.get("hash")
-    if hash is None:
-        import xxhash  # here, so that a journal without payloads does without it
-
-        digest = xxhash.xxh3_128()
-        for address, nbytes in parts:
-            digest.update((ctypes.c_char * nbytes).from_address(address))
-        hash = digest.hexdigest()
+    hash = event.get("hash") or digest(parts)
     wanted = "stats" not in event and event["dtype"] in DTYPES
     return StatsCell(event.get("stats"), hash, event["dtype"] if wanted else None)
