@@ -113,28 +113,24 @@ class RankWriter:
         if not nbytes and cell.dtype is not None:
             cell.add(TensorMoments())
         room = entry_room(event["tap"], event["role"], len(event["shape"]))
-        with self._producer:
-            with self._lock:
-                if self.stopped or self._closing:
-                    return None
-                if self._affordable(nbytes):
-                    self._producing = threading.get_ident()
-                    try:
-                        self._staging.copy(parts, nbytes, room, TensorLine(event, cell))
-                    except BaseException as e:
-                        self._interrupted(e, event.get("step"))
-                        raise
-                    finally:
-                        self._producing = 0
-                    return cell.payload
-            self._spent(event.get("step"))
-        return None
+        self._bring(TensorLine(event, cell), parts, nbytes, room, event.get("step"))
+        return cell.payload
 
     def tensor(self, line: TemplateLine, address: int) -> None:
         """Copies the ``nbytes`` bytes of the line's template from ``address`` and queues the line; its cell, which has
         their hash, gets their place, and later their statistics. May wait for the disk."""
-        template, step, _, _, _ = line
+        template = line[0]
         nbytes = template.nbytes
+        self._bring(line, ((address, nbytes),), nbytes, template.room, line[1])
+
+    def _bring(
+        self,
+        line: TensorLine | TemplateLine,
+        parts: Sequence[tuple[int, int]],
+        nbytes: int,
+        room: int,
+        step: int | None,
+    ) -> None:
         with self._producer:
             with self._lock:
                 if self.stopped or self._closing:
@@ -142,8 +138,7 @@ class RankWriter:
                 if self._affordable(nbytes):
                     self._producing = threading.get_ident()
                     try:
-                        if not self._staging.copy_whole(address, line):
-                            self._staging.copy(((address, nbytes),), nbytes, template.room, line)
+                        self._staging.copy(parts, nbytes, room, line)
                     except BaseException as e:
                         self._interrupted(e, step)
                         raise
