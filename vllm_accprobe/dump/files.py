@@ -32,6 +32,13 @@ class SegmentData:
         self.path, self.start, self.size = path, start, size
 
 
+def beside(root: Path) -> Iterator[Path]:
+    """``root`` and the names of what is put beside it where it is taken: ``root.2``, ``root.3`` ... ``root.999``."""
+    yield root
+    for number in range(2, 1000):
+        yield root.with_name(f"{root.name}.{number}")
+
+
 def open_regular(path: Path) -> int:
     """Raises OSError also for a link or anything else that is not a plain file: a dump's files lie in the dump."""
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))

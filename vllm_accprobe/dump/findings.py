@@ -9,6 +9,7 @@ sum over ranks makes all of them bad at once. Not here: how anything is found, a
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -16,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from vllm_accprobe.dump.files import beside
 
 PATTERN = "errcheck-rank*.json"
 MOST_ROWS = 16
@@ -104,12 +107,8 @@ def read(root: Path) -> list[RankReport]:
     Raises ErrcheckError for a file that is no such report.
     """
     found: list[RankReport] = []
-    beside = [root, *(root.with_name(f"{root.name}.{n}") for n in range(2, 1000))]
-    for place in beside:
-        if not place.is_dir():
-            break
-        for path in sorted(place.glob(PATTERN)):
-            found.append(_report(path))
+    for place in itertools.takewhile(Path.is_dir, beside(root)):
+        found += map(_report, sorted(place.glob(PATTERN)))
     return found
 
 

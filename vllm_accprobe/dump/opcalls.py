@@ -36,7 +36,7 @@ from vllm_accprobe.dump.journal.events import (
     short,
     string,
 )
-from vllm_accprobe.dump.schema import OpCall, Record
+from vllm_accprobe.dump.schema import OpCall, Record, Stats
 from vllm_accprobe.dump.stats import StatsCell
 
 SEPARATOR = "::"
@@ -85,10 +85,7 @@ def op_line(
 def about_bytes(cell: StatsCell) -> dict[str, Any]:
     """What a tensor's description says where the tensor was looked at: those keys that its bytes tell."""
     stats = cell.value
-    about: dict[str, Any] = {} if stats is None else {
-        "count": stats.count, "min": stats.min, "max": stats.max, "mean": stats.mean, "l2": stats.l2,
-        "nan": stats.nan, "inf": stats.inf,
-    }  # fmt: skip
+    about = {} if stats is None else {name: getattr(stats, name) for name in Stats.__slots__}
     return about if cell.hash is None else about | {"hash": cell.hash}
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.config import ConfigError
+from vllm_accprobe.dump.files import beside
 from vllm_accprobe.dump.schema import rank_dir
 
-_MOST = 1000
 REGISTER = "ACCPROBE_RUN_REGISTER"
 """Environment variable: a file to which each dump's directory is appended, a line each. Not for users."""
 
@@ -36,10 +36,9 @@ def announce(root: Path) -> None:
 def free_directory(root: Path, rank: int, what: str) -> Path:
     """``root``, or ``root.2``, ``root.3`` ... where it already has a dump of ``rank``. what: what goes there, for
     the line that says so. Raises ConfigError when all are taken."""
-    for number in range(1, _MOST):
-        place = root if number == 1 else root.with_name(f"{root.name}.{number}")
+    for place in beside(root):
         if not (place / rank_dir(rank)).exists():
-            if number > 1:
+            if place != root:
                 say(f"{root} already holds rank {rank}; {what} to {place}")
             return place
-    raise ConfigError(f"{root} and {_MOST - 2} directories beside it already hold rank {rank}; remove some")
+    raise ConfigError(f"{root} and 998 directories beside it already hold rank {rank}; remove some")

@@ -7,12 +7,10 @@ brought together in a scratch buffer that is used again and again. Not here: wha
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 
 import torch
-import xxhash
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name
@@ -82,15 +80,3 @@ def selected(tensor: torch.Tensor, ranges: Ranges) -> torch.Tensor:
     if ranges is None:
         return tensor
     return tensor[slice(*ranges[0])] if len(ranges) == 1 else torch.cat([tensor[a:b] for a, b in ranges])
-
-
-def digest(parts: Sequence[tuple[int, int]]) -> str:
-    """xxh3-128 over the parts one after the other, 32 hex digits."""
-    if len(parts) == 1 and parts[0][1]:
-        address, nbytes = parts[0]
-        return str(xxhash.xxh3_128_hexdigest((ctypes.c_char * nbytes).from_address(address)))
-    hasher = xxhash.xxh3_128()
-    for address, nbytes in parts:
-        if nbytes:
-            hasher.update((ctypes.c_char * nbytes).from_address(address))
-    return str(hasher.hexdigest())

@@ -137,46 +137,29 @@ class Session:
         part: str,
         ticket: Ticket | None = None,
         sites: Sites | None = None,
+        changed: Callable[[bool], None] | None = None,
     ) -> None:
-        """Takes one tensor; ``ticket`` gets its hash. ``sites``: what is known of this tap's tensors."""
+        """Takes one tensor; ``ticket`` gets its hash. ``sites``: what is known of this tap's tensors. With ``changed``:
+        takes it again, in role ``inplace.*``, if it is no longer what ``ticket`` saw, and tells which."""
         if self.flatten is not None:
             tensor = self.flatten(tensor)
-        if sites is not None and state.rows > 0 and part == LANGUAGE:
-            digest = self.express.take(state, sites, tap, cls, role, call, tensor)
+        before = ticket.digest if ticket is not None and changed is not None else None
+        if sites is not None and state.rows > 0 and part == LANGUAGE and (changed is None or before is not None):
+            digest = self.express.take(state, sites, tap, cls, role, call, tensor, before)
             if digest is not None:
-                if ticket is not None:
+                if changed is not None:
+                    changed(digest != before)
+                elif ticket is not None:
                     ticket.digest = digest
                 return
-        found = self._head(state, tap, cls, role, call, tensor, part)
-        if found is not None:
-            head, space = found
-            self.sink.tensor(head, tensor, space, ticket)
-
-    def record_if_changed(
-        self,
-        state: StepState,
-        tap: str,
-        cls: str,
-        role: str,
-        call: int,
-        tensor: torch.Tensor,
-        part: str,
-        ticket: Ticket,
-        changed: Callable[[bool], None],
-        sites: Sites,
-    ) -> None:
-        """Takes ``tensor`` again, in role ``inplace.*``, if it is no longer what ``ticket`` saw."""
-        if self.flatten is not None:
-            tensor = self.flatten(tensor)
-        if state.rows > 0 and part == LANGUAGE and ticket.digest is not None:
-            digest = self.express.take(state, sites, tap, cls, role, call, tensor, ticket.digest)
-            if digest is not None:
-                changed(digest != ticket.digest)
-                return
-        found = self._head(state, tap, cls, role, call, tensor, part, mutated=True)
-        if found is not None:
-            head, space = found
+        found = self._head(state, tap, cls, role, call, tensor, part, changed is not None)
+        if found is None:
+            return
+        head, space = found
+        if changed is not None and ticket is not None:
             self.sink.after(head, tensor, space, ticket, changed)
+        else:
+            self.sink.tensor(head, tensor, space, ticket)
 
     def _head(
         self,
@@ -187,7 +170,7 @@ class Session:
         call: int,
         tensor: torch.Tensor,
         part: str,
-        mutated: bool = False,
+        mutated: bool,
     ) -> tuple[TensorHead, Space | None] | None:
         """What is known of a tensor by its place, and its rows; None if nothing of it is wanted."""
         shape = tensor.shape

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.core.device_staging import DeviceStaging
-from vllm_accprobe.capture.core.memory import DTYPE_NAMES, LAZY, Ranges, Scratch, digest, selected
+from vllm_accprobe.capture.core.memory import DTYPE_NAMES, LAZY, Ranges, Scratch, selected
 from vllm_accprobe.capture.core.rowmaps import RowMaps
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.config import ProbeConfig
@@ -29,7 +29,7 @@ from vllm_accprobe.dump.journal.tensor_lines import TensorHead
 from vllm_accprobe.dump.recorder.queued import Event, TensorLine
 from vllm_accprobe.dump.recorder.writer import RankWriter
 from vllm_accprobe.dump.schema import ROOT_TAP, Failure, Module, Request, Skip, Step
-from vllm_accprobe.dump.stats import StatsCell, moments_at, warm_up
+from vllm_accprobe.dump.stats import StatsCell, digest, moments_at, warm_up
 
 
 class Sink:
@@ -85,15 +85,15 @@ class Sink:
     def line(self, line: Event | TensorLine | Callable[[], Event | None]) -> None:
         """A journal line in its place among the tensors. A callable is asked for it on the writer's thread, when the
         lines before it are done."""
-        if self._staging is None:
+        if self._staging is None:  # without a function of its own for each line
             self.writer.line(line)
         else:
-            self._staging.stage((), lambda _: self.writer.line(line))
+            self._arrived((), lambda _: self.writer.line(line))
 
     def step(self, step: Step) -> None:
         """A step begins; bytes of the last one, parameters' excepted, are no longer known."""
         self.steps += 1
-        self._then(self._new_step)
+        self._arrived((), lambda _: self._new_step())
         self.line(STEP.to_line(step))
 
     def request(self, request: Request) -> None:
@@ -107,14 +107,7 @@ class Sink:
     def rows(self, step: int, space: Space) -> None:
         """The row map of ``space``; token ids (and true positions) come from its tensors as they are at this moment."""
         tensors, finish = self._rowmaps.of(step, space)
-
-        def arrived(hosts: Sequence[torch.Tensor]) -> None:
-            self.writer.line(ROWS.to_line(finish(hosts)))
-
-        if self._staging is None:
-            arrived(tensors)
-        else:
-            self._staging.stage(tensors, arrived)
+        self._arrived(tensors, lambda hosts: self.writer.line(ROWS.to_line(finish(hosts))))
 
     def skip(self, tap: str, reason: str, role: str | None = None, count: int = 1) -> None:
         """Counted here and written once, at close: a skip that repeats every step is one line."""
@@ -265,11 +258,12 @@ class Sink:
         self.seen.update(self.lasting)
         self._rowmaps.new_step()
 
-    def _then(self, action: Callable[[], None]) -> None:
+    def _arrived(self, tensors: Sequence[torch.Tensor], take: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """Gives ``take`` the tensors in host memory, in order: now, or on the staging thread."""
         if self._staging is None:
-            action()
+            take(tensors)
         else:
-            self._staging.stage((), lambda _: action())
+            self._staging.stage(tensors, take)
 
     def _staging_failed(self, error: BaseException) -> None:
         failure = Failure("staging", f"{type(error).__name__}: {error}"[:2000])

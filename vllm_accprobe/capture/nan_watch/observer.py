@@ -37,7 +37,7 @@ from vllm_accprobe.capture.vllm.eager import compiles
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
 from vllm_accprobe.capture.vllm.vllm_compat import hidden_size, language_prefix, run_info
-from vllm_accprobe.config import ConfigError, ProbeConfig
+from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.findings import sentence
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, hash_tokens
 
@@ -53,13 +53,8 @@ class ErrcheckExit(RuntimeError):
 
 def attach(wrapper: Any) -> ErrcheckObserver | None:
     """Called in each worker after init_device, after the capture's own attach. Never raises."""
-    try:
-        return observe(wrapper, ErrcheckObserver, ErrcheckObserver.without)
-    except ConfigError as error:
-        say(str(error))
-    except Exception as error:
-        say(f"errcheck could not attach ({type(error).__name__}: {error}): it is off on this rank; serving goes on")
-    return None
+    failed = "errcheck could not attach ({}): it is off on this rank; serving goes on"
+    return observe(wrapper, ErrcheckObserver, ErrcheckObserver.without, failed)
 
 
 class ErrcheckObserver(StepObserver):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.capture.core.say import say
+from vllm_accprobe.dump.files import beside
 from vllm_accprobe.dump.findings import FirstBad, RankReport, write
 
 _PLACES = 100
@@ -41,9 +42,7 @@ class RankFindings:
 
     def settle(self) -> None:
         """A second engine of one process writes beside the first one's."""
-        root = self.root
-        for number in range(1, 1000):
-            place = root if number == 1 else root.with_name(f"{root.name}.{number}")
+        for place in beside(self.root):
             if not (place / f"errcheck-rank{self._parallel['rank']:04d}.json").exists():
                 place.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.root = place

@@ -153,18 +153,8 @@ def _leave(session: Session, state: StepState, tap: Tap, call: _Call, result: An
                 session.record(state, name, cls, role, number, tensor, part)
     for role, tensor, ticket in taken or ():
         after = "inplace." + role.partition(".")[2]
-        session.record_if_changed(
-            state,
-            name,
-            tap.cls,
-            after,
-            number,
-            tensor,
-            part,
-            ticket,
-            _verdict(tap.checks[state.prefill], role),
-            tap.sites[name],
-        )
+        changed = _verdict(tap.checks[state.prefill], role)
+        session.record(state, name, tap.cls, after, number, tensor, part, ticket, tap.sites[name], changed)
 
 
 def _verdict(checks: dict[str, int], role: str) -> Callable[[bool], None]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm_accprobe.capture.core.put_over import put_over
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION
 from vllm_accprobe.capture.taps.arguments import attributes
 from vllm_accprobe.capture.taps.calls import Tap
@@ -115,17 +116,8 @@ class Taps:
             return
         original = module.forward
         tap = Tap(taps, cls, original, parts, chosen, taps[0] == ROOT_TAP)
-        before = module.__dict__.get("forward")
-        module.__dict__["forward"] = self._around(tap, original)
+        self._undo.append(put_over(module, "forward", self._around(tap, original)))
         self.taps.append(tap)
-
-        def undo() -> None:
-            if before is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = before
-
-        self._undo.append(undo)
 
     def _wrap_apply(self, module: torch.nn.Module, taps: list[str], cls: str) -> None:
         """The lm_head is never called: the logits processor calls ``quant_method.apply(lm_head, x, bias)``."""

@@ -10,12 +10,10 @@ each machine's in its own form (loading.py tells when). Not here: the decision's
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Iterator
 
 import torch
-import xxhash
 
 from vllm_accprobe.capture.core.memory import DTYPE_NAMES
 from vllm_accprobe.capture.core.session import Session
@@ -23,7 +21,7 @@ from vllm_accprobe.capture.taps.selection import chooses
 from vllm_accprobe.dump.journal.tensor_lines import TensorHead
 from vllm_accprobe.dump.recorder.queued import TensorLine
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
-from vllm_accprobe.dump.stats import StatsCell
+from vllm_accprobe.dump.stats import StatsCell, digest
 
 SAMPLE = 4096
 """Elements in the hashed sample: every ceil(n / SAMPLE)-th one of the flattened tensor, from the first."""
@@ -99,10 +97,7 @@ def sample_hash(tensor: torch.Tensor) -> str:
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().contiguous().reshape(-1)
     stride = max(1, math.ceil(flat.numel() / SAMPLE))
     sample = flat[::stride].contiguous().cpu()
-    nbytes = sample.numel() * sample.element_size()
-    if not nbytes:
-        return str(xxhash.xxh3_128_hexdigest(b""))
-    return str(xxhash.xxh3_128_hexdigest((ctypes.c_char * nbytes).from_address(sample.data_ptr())))
+    return digest([(sample.data_ptr(), sample.nbytes)])
 
 
 def _device_stats(tensor: torch.Tensor) -> Stats:
@@ -111,11 +106,8 @@ def _device_stats(tensor: torch.Tensor) -> Stats:
     low, high, total, squares, nan, inf, finite = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
     flat = tensor.reshape(-1)
     for begin in range(0, count, 1 << 24):
-        chunk = (
-            flat[begin : begin + (1 << 24)].float()
-            if not tensor.is_complex()
-            else flat[begin : begin + (1 << 24)].abs().float()
-        )
+        chunk = flat[begin : begin + (1 << 24)]
+        chunk = (chunk.abs() if chunk.is_complex() else chunk).float()
         good = torch.isfinite(chunk)
         clean = torch.where(good, chunk, torch.zeros_like(chunk))
         numbers = torch.stack(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.core.put_over import put_over
 from vllm_accprobe.dump.schema import Image
 
 
@@ -83,9 +84,9 @@ class Foresight:
             finally:
                 self._asked = None
 
-        self._put(model, "generate", asked)
+        self._undo.append(put_over(model, "generate", asked))
         for tower in found:
-            self._put(tower, "forward", self._announcing(tower.forward, begin))
+            self._undo.append(put_over(tower, "forward", self._announcing(tower.forward, begin)))
 
     def _announcing(self, forward: Callable[..., Any], begin: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -96,20 +97,7 @@ class Foresight:
 
         return run
 
-    def _put(self, module: torch.nn.Module, name: str, value: Any) -> None:
-        before = module.__dict__.get(name)
-        module.__dict__[name] = value
-
-        def undo() -> None:
-            """Puts back what was wrapped, the last one first."""
-            if before is None:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = before
-
-        self._undo.append(undo)
-
     def undo(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        """Puts back what was wrapped, the last one first."""
+        while self._undo:
+            self._undo.pop()()

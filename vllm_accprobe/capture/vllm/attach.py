@@ -15,21 +15,32 @@ from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.step_observer import StepObserver
 from vllm_accprobe.capture.vllm.vllm_compat import parallel_of
-from vllm_accprobe.config import ProbeConfig, in_ranges
+from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges
 
 Observer = TypeVar("Observer", bound=StepObserver)
 ADAPTER = "_accprobe"
 """What vLLM's wrapper keeps the adapter as; plugin.py closes it."""
 
 
-def observe(wrapper: Any, make: Callable[[ProbeConfig, RunnerAdapter], Observer], without: str) -> Observer | None:
+def observe(
+    wrapper: Any, make: Callable[[ProbeConfig, RunnerAdapter], Observer], without: str, failed: str
+) -> Observer | None:
     """Adds ``make(config, adapter)`` to the adapter of the worker inside vLLM's ``wrapper``, and returns it.
 
-    Returns None where this rank is not chosen, or the worker has no runner; then ``without`` tells what follows.
-
-    Raises:
-        ConfigError: a setting is wrong.
+    Returns None where this rank is not chosen, or the worker has no runner; then ``without`` tells what follows. Never
+    raises: where something is wrong the server starts without the probe, and ``failed`` is said, which has ``{}`` for
+    the error.
     """
+    try:
+        return _observe(wrapper, make, without)
+    except ConfigError as error:
+        say(str(error))
+    except Exception as error:
+        say(failed.format(f"{type(error).__name__}: {error}"))
+    return None
+
+
+def _observe(wrapper: Any, make: Callable[[ProbeConfig, RunnerAdapter], Observer], without: str) -> Observer | None:
     config = ProbeConfig.from_env()
     worker = getattr(wrapper, "worker", wrapper)
     runner = getattr(worker, "model_runner", None)

@@ -34,23 +34,15 @@ from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
 from vllm_accprobe.capture.vllm.vllm_compat import hidden_size, language_prefix, run_info
-from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges
+from vllm_accprobe.config import ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import ROOT_TAP, Step
 
 
 def attach(wrapper: Any) -> CaptureObserver | None:
-    """Called in each worker after init_device. Returns the capture, or None if this rank is not captured. Never raises:
-    where something is wrong the server starts without the probe, and says so."""
-    try:
-        return observe(wrapper, CaptureObserver, CaptureObserver.without)
-    except ConfigError as error:
-        say(str(error))
-    except Exception as error:
-        say(
-            f"could not attach ({type(error).__name__}: {error}): NOTHING will be captured on this rank; "
-            "run `accprobe doctor`"
-        )
-    return None
+    """Called in each worker after init_device. Returns the capture, or None if this rank is not captured. Never
+    raises."""
+    failed = "could not attach ({}): NOTHING will be captured on this rank; run `accprobe doctor`"
+    return observe(wrapper, CaptureObserver, CaptureObserver.without, failed)
 
 
 class CaptureObserver(StepObserver):

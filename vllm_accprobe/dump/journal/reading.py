@@ -14,10 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-try:
-    import orjson
-except ImportError:  # three times slower, nothing else
-    orjson = None  # type: ignore[assignment]
+import orjson
 
 from vllm_accprobe.dump import image_calls
 from vllm_accprobe.dump.face import Dump
@@ -43,12 +40,10 @@ def check_schema(e: dict[str, Any], where: Path) -> None:
 
 def _parse(line: bytes) -> Any:
     """JSON as Python's encoder writes it. orjson is several times as fast, but refuses half a surrogate pair."""
-    if orjson is not None:
-        try:
-            return orjson.loads(line)
-        except ValueError:
-            pass
-    return json.loads(line)
+    try:
+        return orjson.loads(line)
+    except ValueError:
+        return json.loads(line)
 
 
 class RankReader:

@@ -8,30 +8,21 @@ journal (lines.py) or in a report (findings.py).
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_accprobe.dump.files import beside
 from vllm_accprobe.dump.findings import ErrcheckError, alive, read
 from vllm_accprobe.dump.recorder.lines import lock
 from vllm_accprobe.dump.schema import JOURNAL
-
-_MOST = 100
 
 
 def writing(root: Path) -> bool:
     """Whether a rank's journal or report is open below ``root``, its ``errcheck``, or the dumps of further engines
     beside it (``root.2`` ...). Never raises."""
-    return any(_written(place) for dump in _dumps(root) for place in (dump, dump / "errcheck"))
-
-
-def _dumps(root: Path) -> Iterator[Path]:
-    yield root
-    for number in range(2, _MOST):
-        beside = root.with_name(f"{root.name}.{number}")
-        if not beside.is_dir():
-            return
-        yield beside
+    dumps = itertools.takewhile(lambda dump: dump == root or dump.is_dir(), beside(root))
+    return any(_written(place) for dump in dumps for place in (dump, dump / "errcheck"))
 
 
 def _written(dump: Path) -> bool:

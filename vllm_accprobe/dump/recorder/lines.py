@@ -17,15 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 try:
     import fcntl
 except ImportError:
     fcntl = None  # type: ignore[assignment]
-
-try:
-    import orjson
-except ImportError:  # ten times slower, nothing else
-    orjson = None  # type: ignore[assignment]
 
 from vllm_accprobe.dump.schema import JOURNAL
 from vllm_accprobe.dump.segment import write_all
@@ -72,7 +69,7 @@ def _cell(value: Any) -> Any:
 
 def encode(event: Mapping[str, Any]) -> bytes:
     """One line, with its newline. A cell gives its statistics."""
-    if orjson is not None and event.get("event") in ("tensor", "op"):
+    if event.get("event") in ("tensor", "op"):
         try:  # the kinds of line that are written thousands of times; their numbers are finite by construction
             return orjson.dumps(event, _cell, orjson.OPT_APPEND_NEWLINE)
         except TypeError:
@@ -88,8 +85,6 @@ def statistics(cell: StatsCell) -> str:
     """What stands behind ``"stats":`` in a line about the bytes of ``cell``."""
     if cell.sums is None:
         return _ENCODER.encode(plain(cell.value))
-    if orjson is None:
-        return _ENCODER.encode(in_words(cell.sums))
     return str(orjson.dumps(in_words(cell.sums)), "ascii")
 
 

@@ -46,7 +46,30 @@ class BatchStaging:
         """Copies ``parts``, ``nbytes`` in all, as the payload of ``line``, whose header entry takes ``room`` bytes;
         puts its place into the line's cell and queues the line. Neither when ``closed`` came while it waited."""
         cell = line[4] if isinstance(line, tuple) else line.cell
-        segment = self._segment
+        batch, segment = self.current, self._segment
+        if (  # most of a model's tensors: one piece, which fits into the current block as it is
+            segment is not None
+            and len(parts) == 1
+            and batch is not None
+            and batch.segment is segment
+            and batch.block is not None
+            and not segment.end % ALIGN
+            and segment.room >= room
+            and segment.end + nbytes <= self._segment_bytes
+            and 0 < nbytes < self._block_bytes - batch.used
+        ):
+            start = batch.used
+            batch.block.fill(start, parts[0][0], nbytes)
+            cell.payload = Payload(segment.index, segment.end, nbytes)
+            batch.used = start + nbytes
+            batch.pieces.append((cell, start, start + nbytes))
+            batch.lines.append(line)
+            batch.brought.append(line)
+            segment.room -= room
+            segment.end += nbytes
+            self.payload_bytes += nbytes
+            self.waiting_lines += 1
+            return
         if segment is None or segment.room < room or segment.end + nbytes > self._segment_bytes:
             segment = self._segment_for(nbytes, room)
         segment.room -= room
@@ -74,33 +97,6 @@ class BatchStaging:
         self.waiting_lines += 1
         if batch.used == self._block_bytes:
             self.seal()
-
-    def copy_whole(self, address: int, line: TemplateLine) -> bool:
-        """``copy``, quicker, for a payload that fits into the current block as it is; False, and nothing done, where it
-        does not. Most of a model's tensors do."""
-        batch, segment = self.current, self._segment
-        if batch is None or segment is None or batch.segment is not segment or batch.block is None:
-            return False
-        template, _, _, _, cell = line
-        nbytes, off, start = template.nbytes, segment.end, batch.used
-        if (
-            off % ALIGN
-            or segment.room < template.room
-            or off + nbytes > self._segment_bytes
-            or start + nbytes >= self._block_bytes
-        ):
-            return False
-        batch.block.fill(start, address, nbytes)
-        cell.payload = Payload(segment.index, off, nbytes)
-        batch.used = start + nbytes
-        batch.pieces.append((cell, start, start + nbytes))
-        batch.lines.append(line)
-        batch.brought.append(line)
-        segment.room -= template.room
-        segment.end = off + nbytes
-        self.payload_bytes += nbytes
-        self.waiting_lines += 1
-        return True
 
     def _segment_for(self, nbytes: int, room: int) -> OpenSegment:
         segment = self._segment

@@ -11,7 +11,6 @@ segment looks (segment.py), how a line is spelt (lines.py).
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from vllm_accprobe.dump.recorder.staging import BatchStaging
 from vllm_accprobe.dump.recorder.template import TemplateLine
 from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, Payload, Stop, rank_dir
 from vllm_accprobe.dump.segment import PAGE, entry_room
-from vllm_accprobe.dump.stats import StatsCell, TensorMoments
+from vllm_accprobe.dump.stats import StatsCell, TensorMoments, digest
 
 __all__ = ["RankWriter", "StatsCell", "write_run_json"]
 
@@ -114,28 +113,24 @@ class RankWriter:
         if not nbytes and cell.dtype is not None:
             cell.add(TensorMoments())
         room = entry_room(event["tap"], event["role"], len(event["shape"]))
-        with self._producer:
-            with self._lock:
-                if self.stopped or self._closing:
-                    return None
-                if self._affordable(nbytes):
-                    self._producing = threading.get_ident()
-                    try:
-                        self._staging.copy(parts, nbytes, room, TensorLine(event, cell))
-                    except BaseException as e:
-                        self._interrupted(e, event.get("step"))
-                        raise
-                    finally:
-                        self._producing = 0
-                    return cell.payload
-            self._spent(event.get("step"))
-        return None
+        self._bring(TensorLine(event, cell), parts, nbytes, room, event.get("step"))
+        return cell.payload
 
     def tensor(self, line: TemplateLine, address: int) -> None:
         """Copies the ``nbytes`` bytes of the line's template from ``address`` and queues the line; its cell, which has
         their hash, gets their place, and later their statistics. May wait for the disk."""
-        template, step, _, _, _ = line
+        template = line[0]
         nbytes = template.nbytes
+        self._bring(line, ((address, nbytes),), nbytes, template.room, line[1])
+
+    def _bring(
+        self,
+        line: TensorLine | TemplateLine,
+        parts: Sequence[tuple[int, int]],
+        nbytes: int,
+        room: int,
+        step: int | None,
+    ) -> None:
         with self._producer:
             with self._lock:
                 if self.stopped or self._closing:
@@ -143,8 +138,7 @@ class RankWriter:
                 if self._affordable(nbytes):
                     self._producing = threading.get_ident()
                     try:
-                        if not self._staging.copy_whole(address, line):
-                            self._staging.copy(((address, nbytes),), nbytes, template.room, line)
+                        self._staging.copy(parts, nbytes, room, line)
                     except BaseException as e:
                         self._interrupted(e, step)
                         raise
@@ -283,13 +277,6 @@ class RankWriter:
 
 def _cell_of(event: Event, parts: Sequence[tuple[int, int]]) -> StatsCell:
     """The cell of an event that came without one."""
-    hash = event.get("hash")
-    if hash is None:
-        import xxhash  # here, so that a journal without payloads does without it
-
-        digest = xxhash.xxh3_128()
-        for address, nbytes in parts:
-            digest.update((ctypes.c_char * nbytes).from_address(address))
-        hash = digest.hexdigest()
+    hash = event.get("hash") or digest(parts)
     wanted = "stats" not in event and event["dtype"] in DTYPES
     return StatsCell(event.get("stats"), hash, event["dtype"] if wanted else None)
