@@ -39,11 +39,6 @@ _identify, _conclude = attrgetter(*_ID), attrgetter(*_MORE)
 _measured = attrgetter(*Measures.FIELDS)
 
 
-def write_csv(rows: Iterable[Checked], path: Path) -> None:
-    """opcheck.csv: UTF-8, a header line, floats with all digits; whole or not at all. Raises OSError."""
-    write_rows(path, COLUMNS, (cells(row) for row in rows))
-
-
 def resettle(path: Path, rows: Sequence[Checked]) -> None:
     """Writes what was decided over all rows into the csv that `cells` of the single ones made: status, message and the
     figure behind it. rows: all of the csv's, in its order. Raises OSError, ValueError."""

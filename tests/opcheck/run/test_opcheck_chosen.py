@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli.cli_dumps import make
-from opcheck.test_opcheck_replay import build
+from opcheck.layer_dumps import build
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
