@@ -326,8 +326,8 @@ def test_bad_usage(opdiff, tmp_path):
         (
             (good, good),
             ("--standard", "strict"),
-            "unknown standard 'strict': known are operator, ait, msprobe, msprobe-1.0, xray; strict is known to compare "
-            "and opcheck only",
+            "unknown standard 'strict': known are operator, ait, msprobe, msprobe-1.0, xray; strict is known to "
+            "compare and opcheck only",
         ),
         ((good, good), ("--algorithm", "mm=fast"), "'mm=fast' is not GLOB=NAME with NAME one of absolute, benchmark"),
         ((good, good), ("--algorithm", "mm"), "'mm' is not GLOB=NAME"),
