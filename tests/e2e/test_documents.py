@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from opcheck.test_opdiff import CHINESE, details
+from opcheck.opdiff_files import CHINESE, details
 from support.captures import Engines
 from support.documents import COMMAND, PAGES, PYTHON, ROOT, SYNOPSIS, Snippet, snippets
 from support.engine import Ask

@@ -42,9 +42,9 @@ from formats.test_damaged_files import empty, garbage, truncated  # noqa: E402
 from formats.test_hostile_formats import _more as hostile  # noqa: E402
 from formats.test_named_files import arrays  # noqa: E402
 from labels import atb_file  # noqa: E402
-from opcheck import test_opdiff  # noqa: E402
-from opcheck.test_opcheck_replay import build as layer_calls  # noqa: E402
-from opcheck.test_operator_call_replays import OpMaker, W, X, Y  # noqa: E402
+from opcheck import opdiff_files  # noqa: E402
+from opcheck.layer_dumps import build as layer_calls  # noqa: E402
+from opcheck.operator_dumps import OpMaker, W, X, Y  # noqa: E402
 from support.peer_dumps import unpack  # noqa: E402
 from synthetic_model import capture, scaled, write  # noqa: E402
 
@@ -199,12 +199,12 @@ def of_machines(root: Path) -> None:
     odd = machines.one_of(replace(machines.HONEST, last=machines.zero))
     machines.dump(root / "machine-odd", odd, only="norm linear")
     for name, factor in (("gpu", 1.0), ("npu", 1.03)):
-        rows = [test_opdiff.row(op, factor=factor) for op in test_opdiff.FIVE.values()]
-        rows.append(test_opdiff.unmeasured("their.own.default", "skip", "no reference"))
+        rows = [opdiff_files.row(op, factor=factor) for op in opdiff_files.FIVE.values()]
+        rows.append(opdiff_files.unmeasured("their.own.default", "skip", "no reference"))
         (root / f"opdiff-{name}").mkdir()
-        test_opdiff.write(root / f"opdiff-{name}" / "opcheck.csv", rows)
+        opdiff_files.write(root / f"opdiff-{name}" / "opcheck.csv", rows)
         file = f"accuracy_checking_details_{name}.csv"
-        test_opdiff.details(root, file, test_opdiff.CHINESE, 1 if name == "gpu" else 2)
+        opdiff_files.details(root, file, opdiff_files.CHINESE, 1 if name == "gpu" else 2)
 
 
 def of_labels(root: Path) -> None:

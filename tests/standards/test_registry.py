@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from comparison.synthetic_model import capture, scaled, write
-from opcheck.test_opcheck_replay import build
+from opcheck.layer_dumps import build
 
 from vllm_accprobe import standards
 from vllm_accprobe.cli import main

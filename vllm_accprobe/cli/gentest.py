@@ -85,13 +85,13 @@ def _why_none(calls: Calls, failed: bool) -> str:
 
 def _matching(calls: Calls, ops: list[str], options: object, most: int) -> Iterator[Captured]:
     """Calls with all their tensors: as many of each tap as fit, the first ones."""
-    from vllm_accprobe.opcheck.run.replay import Options, wanted
+    from vllm_accprobe.opcheck.run.replay import Options
 
     assert isinstance(options, Options)
-    taps = [(rank, tap) for rank, tap, cls in calls.taps() if wanted(ops, tap, cls)]
+    taps = calls.taps(ops)
     share = max(most // max(len(taps), 1), 1) if not options.ids else most
     with progress("gentest", len(taps)) as done:
-        for rank, tap in taps:
+        for rank, tap, _ in taps:
             taken = 0
             for captured in calls.of(rank, tap):
                 if taken < share and not captured.missing and options.wants(captured) and captured.what.outputs:
@@ -102,14 +102,14 @@ def _matching(calls: Calls, ops: list[str], options: object, most: int) -> Itera
 
 def _failed(calls: Calls, references: References, ops: list[str], options: object) -> Iterator[Captured]:
     """The worst wrong call of each tap, the worst tap first."""
-    from vllm_accprobe.opcheck.run.replay import Options, check_tap, wanted
+    from vllm_accprobe.opcheck.run.replay import Options, check_tap
     from vllm_accprobe.opcheck.run.result_row import FAIL, Checked
 
     assert isinstance(options, Options)
     worst: dict[tuple[int, str], Checked] = {}
-    taps = [(rank, tap) for rank, tap, cls in calls.taps() if wanted(ops, tap, cls)]
+    taps = calls.taps(ops)
     with progress("checking", len(taps)) as done:
-        for rank, tap in taps:
+        for rank, tap, _ in taps:
             rows = check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), options)
             bad = [r for r in rows if r.status == FAIL and r.step is not None]
             if bad:

@@ -11,7 +11,7 @@ done with a call (replay.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from types import MappingProxyType
 from vllm_accprobe.dump.opcalls import SEPARATOR, is_operator
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import OpCall, Record
+from vllm_accprobe.dump.select import matches
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.neighbours import Neighbours
@@ -47,6 +48,12 @@ class Captured:
 UNREAD = "a payload of it cannot be read"
 
 
+def wanted(globs: Iterable[str], tap: str, cls: str) -> bool:
+    """Whether a tap is asked for: globs over classes, operators (``.default`` may be left out) and paths; ``!``
+    excludes, and the last that matches decides; all if there are none."""
+    return matches(tuple(globs), (cls, tap, cls.removesuffix(".default"), tap.removesuffix(".default")))
+
+
 class Calls(ModuleIndex):
     """The module and operator calls of a dump."""
 
@@ -64,8 +71,9 @@ class Calls(ModuleIndex):
                 taps.add((r.rank, r.tap, r.role))
         return Budget(rate, max(outputs, 1), max(len(taps), 1))
 
-    def taps(self) -> list[tuple[int, str, str]]:
-        """(rank, tap, class) of everything that was called, ranks after one another, in the order of the model."""
+    def taps(self, ops: Iterable[str] = ()) -> list[tuple[int, str, str]]:
+        """(rank, tap, class) of everything that was called and is `wanted`, ranks after one another, in the order of
+        the model."""
         order = {(rank, tap): m.index for rank, named in self.modules.items() for tap, m in named.items()}
         found = [(rank, tap, self.cls_of(rank, tap)) for rank, tap in self.by_tap]
         found += [(rank, tap, ops[0].op) for (rank, tap), ops in self.ops.items()]
@@ -74,7 +82,8 @@ class Calls(ModuleIndex):
             module, _, op = f[1].partition(SEPARATOR)
             return f[0], order.get((f[0], module), 1 << 40), len(op) > 0
 
-        return sorted(found, key=place)
+        globs = tuple(ops)
+        return sorted((f for f in found if wanted(globs, *f[1:])), key=place)
 
     def of(
         self, rank: int, tap: str, *, begins: Callable[[int | None, int], object] = lambda step, call: None,

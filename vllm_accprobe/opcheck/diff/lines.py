@@ -9,12 +9,11 @@ Not here: the judging (verdicts.py).
 
 from __future__ import annotations
 
-import csv
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from vllm_accprobe.opcheck import plain_csv
 from vllm_accprobe.opcheck.diff.csv_rows import OURS
 from vllm_accprobe.opcheck.diff.verdicts import CALL, SHAPES, CallStatuses, Compared, Diff, DiffTotals, is_msprobe
 from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING
@@ -29,7 +28,6 @@ JUDGED = (
 BESIDE = ("max_abs_err", "cosine", "rel_l2", *DECADES)
 STEP = 1000
 """Rows between two signs of progress."""
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def identity(diff: Diff) -> tuple[str, ...]:
@@ -54,7 +52,7 @@ def write_details(diff: Diff, path: Path, totals: DiffTotals, done: Callable[[],
                 done()
             yield _details(c, numbers)
 
-    _write(path, header, cells())
+    plain_csv.write_rows(path, header, cells())
 
 
 def _details(c: Compared, names: Sequence[str]) -> list[object]:
@@ -66,39 +64,25 @@ def _details(c: Compared, names: Sequence[str]) -> list[object]:
     sides = (c.golden, c.mine)
     beside = [None if side is None else side.value(name) for name in BESIDE for side in sides]
     row = c.row
-    return [*row.key, row.dtype, row.shape, c.api, c.finding.algorithm, c.level, c.finding.status, c.finding.message,
-            *numbers, *beside]  # fmt: skip
+    said = c.api, c.finding.algorithm, c.level, c.finding.status, c.finding.message
+    return [_cell(v) for v in (*row.key, row.dtype, row.shape, *said, *numbers, *beside)]
 
 
 def write_result(diff: Diff, path: Path, totals: DiffTotals) -> None:
     """A row for each call: its outputs' worst status, forward and backward. Raises OSError."""
     names = ("api_name",) if is_msprobe(diff) else tuple(k for k in diff.keys if k != "role")
     header = (*names, "api", "forward", "backward", "outputs", "algorithm", "message")
-    _write(path, header, (_result(key, call) for key, call in totals.calls.items()))
+    plain_csv.write_rows(path, header, (_result(key, call) for key, call in totals.calls.items()))
 
 
 def _result(key: Sequence[str], call: CallStatuses) -> list[object]:
     outputs = len(call.forward) + len(call.backward)
-    return [*key, call.api, *call.statuses, outputs, ", ".join(sorted(call.algorithms)), call.message]
-
-
-def _write(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
-            writer = csv.writer(f, lineterminator="\n")
-            writer.writerow(header)
-            for row in rows:
-                writer.writerow([_cell(v) for v in row])
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    values = *key, call.api, *call.statuses, outputs, ", ".join(sorted(call.algorithms)), call.message
+    return [_cell(v) for v in values]
 
 
 def _cell(value: object) -> object:
-    if isinstance(value, str) and value.startswith(_FORMULA):  # a spreadsheet would run it; csv files may be hostile
-        return "'" + value
-    return value
+    return plain_csv.inert(value) if isinstance(value, str) else value
 
 
 def lines(diff: Diff, totals: DiffTotals, most: int | None = 10) -> list[str]:
@@ -207,5 +191,4 @@ def _md(text: str) -> str:
 
 def safe(text: str, most: int = 240) -> str:
     """Printable, in one line, not endless: names come from files."""
-    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
-    return plain if len(plain) <= most else plain[: most - 1] + "…"
+    return plain_csv.safe(" ".join(text.split()), most)

@@ -118,8 +118,7 @@ def _rows(
     router should have named."""
     outputs: Mapping[str, Any] = captured.what.outputs
     value = outputs[role] if role in outputs else captured.what.inputs[role.removeprefix("input.")]
-    arrays = [_as_numbers(expected.value.expand(record.shape)), _as_numbers(value)]
-    wide = [np.moveaxis(a.astype(np.float64), group.row_dim, 0) for a in arrays]
+    wide = [np.moveaxis(t.double().numpy(), group.row_dim, 0) for t in (expected.value.expand(record.shape), value)]
     first, second = (a.reshape(a.shape[0], -1) for a in wide)
     return first, second
 
@@ -127,9 +126,3 @@ def _rows(
 def _golden(loader: Loader, group: Group) -> np.ndarray:
     block = loader.load(group)
     return np.asarray(widen(block.data, block.dtype, as_float=True), np.float64)
-
-
-def _as_numbers(tensor: Any) -> np.ndarray:
-    """A tensor as numpy numbers that hold its values exactly: float64, or int64 for integers and bool."""
-    floating = tensor.is_floating_point() or tensor.is_complex()
-    return np.asarray((tensor.double() if floating else tensor.long()).numpy())

@@ -28,7 +28,7 @@ from vllm_accprobe.opcheck.floors.chance import RATE
 from vllm_accprobe.opcheck.floors.peers import Pooled
 from vllm_accprobe.opcheck.floors.pools import Pools
 from vllm_accprobe.opcheck.reference_table import References
-from vllm_accprobe.opcheck.run.replay import Options, check_call, wanted
+from vllm_accprobe.opcheck.run.replay import Options, check_call
 from vllm_accprobe.opcheck.run.result_row import COLUMNS, Checked
 
 _GROUPS = 4096
@@ -57,7 +57,7 @@ def check_both(
     """What each dump gives, in its order. ops: globs, all if empty; told: how many taps are done of how many; rate:
     false alarms of each dump's replay."""
     options = [Options(measured=False, budget=c.budget(rate)) for c in sides]
-    tasks = [Task(n, rank, tap) for n, c in enumerate(sides) for rank, tap, cls in c.taps() if wanted(ops, tap, cls)]
+    tasks = [Task(n, rank, tap) for n, c in enumerate(sides) for rank, tap, _ in c.taps(ops)]
     told(0, len(tasks))
     size = -(-len(tasks) // _GROUPS)
     groups = [range(k, min(k + size, len(tasks))) for k in range(0, len(tasks), size or 1)]

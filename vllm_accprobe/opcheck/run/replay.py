@@ -16,7 +16,6 @@ from typing import Any
 
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import Record
-from vllm_accprobe.dump.select import matches
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.floors.attention_causes import cause
@@ -54,20 +53,12 @@ class Options:
         return not self.ids or any(id_of(c.rank, c.step, r.seq) in self.ids for r in c.records.values())
 
 
-def wanted(globs: Iterable[str], tap: str, cls: str) -> bool:
-    """Whether a tap is asked for: globs over classes, operators (``.default`` may be left out) and paths; ``!``
-    excludes, and the last that matches decides; all if there are none."""
-    return matches(tuple(globs), (cls, tap, cls.removesuffix(".default"), tap.removesuffix(".default")))
-
-
 def check(
     calls: Calls, references: References, *, ops: Iterable[str] = (), options: Options = Options()
 ) -> Iterator[Checked]:  # fmt: skip
-    """Rows tap by tap. ops: globs over classes and paths, all if empty."""
-    globs = tuple(ops)
-    for rank, tap, cls in calls.taps():
-        if wanted(globs, tap, cls):
-            yield from check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), options)
+    """Rows tap by tap. ops: records.wanted's globs."""
+    for rank, tap, _ in calls.taps(ops):
+        yield from check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), options)
 
 
 def check_tap(calls: Calls, rank: int, tap: str, evaluate: Evaluate, options: Options) -> Iterator[Checked]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from vllm_accprobe.opcheck.calls import grid
-from vllm_accprobe.opcheck.calls.records import Calls, Captured
+from vllm_accprobe.opcheck.calls.records import Calls, Captured, wanted
 from vllm_accprobe.opcheck.floors.output_rows import numbers
 from vllm_accprobe.opcheck.floors.rounding import judge
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.run.judged_row import judged, on_grid, without_verdict
-from vllm_accprobe.opcheck.run.replay import wanted
 from vllm_accprobe.opcheck.run.result_row import SKIP, Checked
 
 OTHER_FORM = "a parameter that the engine keeps in another form than the checkpoint"

@@ -9,7 +9,6 @@ a row comes about (replay.py).
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -18,11 +17,11 @@ from typing import Any
 from vllm_accprobe.judge import profile
 from vllm_accprobe.opcheck.floors.truncating import sentence
 from vllm_accprobe.opcheck.habits.decided import MachineHabits
+from vllm_accprobe.opcheck.plain_csv import FORMULA, escaped, inert, safe, write_rows
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, Checked, grids
 from vllm_accprobe.opcheck.run.totals import Totals
 from vllm_accprobe.standards.measures import Measures
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _MOST = 10
 _ID = ("cls", "cls", "tap", "call", "role", "step", "rank", "dtype", "shape")
 _MORE = (
@@ -34,13 +33,10 @@ COLUMNS = ("op", "class", *_ID[2:], *Measures.FIELDS, *_MORE)
 stored: the tensor's dtype where its numbers are of the coarser one in ``dtype``."""
 RESULT = ("op", "class", "tap", "rank", "calls", "pass", "warning", "fail", "skip", "error", "worst", "message")
 """Of result.csv: outputs by status; worst: the largest share of what is allowed."""
+_WHOLE = ("rank", "step", "call", "seq", "rows", "checked", "position", "column")
+_REAL, _MAY_LACK = ("created", "measured", "allowed", "chance"), ("measure", "request")
 _identify, _conclude = attrgetter(*_ID), attrgetter(*_MORE)
 _measured = attrgetter(*Measures.FIELDS)
-
-
-def write_csv(rows: Iterable[Checked], path: Path) -> None:
-    """opcheck.csv: UTF-8, a header line, floats with all digits; whole or not at all. Raises OSError."""
-    write_rows(path, COLUMNS, (cells(row) for row in rows))
 
 
 def resettle(path: Path, rows: Sequence[Checked]) -> None:
@@ -74,16 +70,6 @@ def _result(rank: int, tap: str, cls: str, group: list[Checked]) -> list[object]
     return [cell(x) for x in (cls, cls, tap, rank, calls, *counts, worst, message)]
 
 
-def write_rows(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
-    """A csv; whole or not at all. Raises OSError."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
-        writer = csv.writer(f, lineterminator="\n")
-        writer.writerow(header)
-        writer.writerows(lines)
-    os.replace(part, path)
-
-
 def cells(row: Checked) -> list[object]:
     """A row of opcheck.csv, in the order of COLUMNS."""
     empty = ("",) * len(Measures.FIELDS)
@@ -96,29 +82,19 @@ def from_cells(given: Sequence[Any]) -> Checked:
     ValueError."""
     if len(given) != len(COLUMNS):
         raise ValueError(f"a row has {len(given)} cells instead of {len(COLUMNS)}")
-    given_by: dict[str, Any] = {n: None if v == "" else v for n, v in zip(COLUMNS, given, strict=True)}
+    texts = {n: None if v == "" else v for n, v in zip(COLUMNS, given, strict=True)} | {"cls": given[1] or None}
 
-    def whole(name: str) -> Any:
-        return None if given_by[name] is None else int(given_by[name])
+    def value(name: str) -> Any:
+        found = texts[name]
+        if name in _WHOLE or name in _REAL:
+            return None if found is None else int(found) if name in _WHOLE else float(found)
+        if name == "shape":
+            return tuple(int(n) for n in str(found or "[]").strip("[]").split(",") if n.strip())
+        if found is None:
+            return None if name in _MAY_LACK else ""
+        return found[1:] if isinstance(found, str) and found[:1] == "'" and found[1:2] in FORMULA else found
 
-    def real(name: str) -> Any:
-        return None if given_by[name] is None else float(given_by[name])
-
-    def text(name: str) -> Any:
-        value = given_by[name]
-        return value[1:] if isinstance(value, str) and value[:1] == "'" and value[1:2] in _FORMULA else value
-
-    shape = tuple(int(n) for n in str(given_by["shape"] or "[]").strip("[]").split(",") if n.strip())
-    return Checked(
-        tap=text("tap") or "", cls=text("class") or "", role=text("role") or "", rank=whole("rank"), step=whole("step"),
-        call=whole("call"), seq=whole("seq"), dtype=text("dtype") or "", shape=shape, rows=whole("rows"),
-        checked=whole("checked"), unchecked_because=text("unchecked_because") or "", created=real("created"),
-        measure=text("measure"), measured=real("measured"), allowed=real("allowed"), request=text("request"),
-        position=whole("position"), column=whole("column"), status=text("status") or "", message=text("message") or "",
-        algorithm=text("algorithm") or "", stored=text("stored") or "", rounding=text("rounding") or "",
-        evidence=text("evidence") or "", habit=text("habit") or "",
-        tier=text("tier") or "", chance=real("chance"),
-    )  # fmt: skip
+    return Checked(**{name: value(name) for name in (*_ID[1:], *_MORE) if name != "id"})
 
 
 def cell(value: object) -> object:
@@ -126,9 +102,7 @@ def cell(value: object) -> object:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(str, value)) + "]"
     if isinstance(value, str):
-        if not value.isprintable():
-            value = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
-        return "'" + value if value.startswith(_FORMULA) else value
+        return inert(escaped(value))
     return float(value) if isinstance(value, float) else value  # numpy's floats write themselves in other ways
 
 
@@ -142,7 +116,7 @@ def lines(
         worst = max(group, key=lambda r: r.severity)
         roles = ", ".join(sorted({r.role or r.status for r in group}))
         steps = sorted({r.step for r in group if r.step is not None})
-        out.append(f"  {_safe(worst.tap)}  {_safe(worst.cls)}  {_safe(roles)}, {_steps(steps)}: {_safe(worst.message)}")
+        out.append(f"  {safe(worst.tap)}  {safe(worst.cls)}  {safe(roles)}, {_steps(steps)}: {safe(worst.message)}")
     if most is not None and len(wrong) > most:
         out.append(f"  ... {len(wrong) - most} more modules: opcheck.csv has all, --verbose shows them")
     out += ["", "class                                calls' outputs   pass   fail  worst, of what is allowed"]
@@ -153,13 +127,13 @@ def lines(
             bad = sum(r.status == FAIL for r in verdicts)
             part = f"{worst.severity:.2f}" if worst.severity < 1e4 else "far beyond"
             exact = " (must be equal)" if worst.measure == "exact" else f" ({worst.measure})"
-            out.append(f"{_safe(cls, 36):<36} {len(verdicts):>14} {len(verdicts) - bad:>6} {bad:>6}  {part}{exact}")
+            out.append(f"{safe(cls, 36):<36} {len(verdicts):>14} {len(verdicts) - bad:>6} {bad:>6}  {part}{exact}")
     known = {h.operator for h in machine.habits} if machine else set()
     notes = [*grids(rows), sentence(r for r in rows if r.cls not in known)]
-    out += [f"note: {_safe(said, 1000)}" for said in notes if said]
-    skipped = [f"  {n:>7}  calls: {_safe(why)}" for why, n in totals.skipped.items()]
-    skipped += [f"  {n:>7}  rows of checked calls: {_safe(why)}" for why, n in totals.rows_skipped.items()]
-    skipped += [f"  {n:>7}  outputs of checked calls: {_safe(why)}" for why, n in totals.outputs_skipped.items()]
+    out += [f"note: {safe(said, 1000)}" for said in notes if said]
+    skipped = [f"  {n:>7}  calls: {safe(why)}" for why, n in totals.skipped.items()]
+    skipped += [f"  {n:>7}  rows of checked calls: {safe(why)}" for why, n in totals.rows_skipped.items()]
+    skipped += [f"  {n:>7}  outputs of checked calls: {safe(why)}" for why, n in totals.outputs_skipped.items()]
     told = ["", *computes(machine)] if machine is not None and (machine.habits or machine.unknown) else []
     return out + told + (["", "not checked:", *skipped] if skipped else [])
 
@@ -167,7 +141,7 @@ def lines(
 def computes(machine: MachineHabits) -> list[str]:
     """The section on how this machine computes: a line for each operator and dtype, then what cannot be told."""
     told = (*profile.lines(machine.habits), *machine.unknown)
-    return ["How this machine computes:", *(f"  {_safe(said, 1000)}" for said in told)]
+    return ["How this machine computes:", *(f"  {safe(said, 1000)}" for said in told)]
 
 
 def _sentence(rows: Sequence[Checked], totals: Totals) -> str:
@@ -180,7 +154,7 @@ def _sentence(rows: Sequence[Checked], totals: Totals) -> str:
     n = len({r.tap for r in rows if r.status == FAIL})
     return (
         f"fail: {share}, {bad:,} outputs of {n} {'module' if n == 1 else 'modules'} are wrong for their own inputs, "
-        f"first {_safe(first.tap)} ({_safe(first.cls)}){more}"
+        f"first {safe(first.tap)} ({safe(first.cls)}){more}"
     )
 
 
@@ -207,9 +181,3 @@ def _steps(steps: Sequence[int]) -> str:
     if len(steps) == 1:
         return f"step {steps[0]}"
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
-
-
-def _safe(text: str, most: int = 200) -> str:
-    """Printable, in one line, not endless: names come from dumps."""
-    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return plain if len(plain) <= most else plain[: most - 1] + "…"

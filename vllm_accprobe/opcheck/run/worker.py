@@ -95,10 +95,8 @@ class OpenJob:
         return [*self.calls.dump.problems, *self.calls.problems, *self.references.problems]
 
     def taps(self) -> list[Tap]:
-        from vllm_accprobe.opcheck.run.replay import wanted
-
         stored = [STORED] if self.job.against == EXACT and not self.job.ids else []
-        return [*stored, *(t for t in self.calls.taps() if wanted(self.job.ops, t[1], t[2]))]
+        return [*stored, *self.calls.taps(self.job.ops)]
 
     def rows(self, tap: Tap, crashed: Crashes, begins: Begins) -> Rows:
         """The rows of one tap."""

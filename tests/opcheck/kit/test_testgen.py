@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from opcheck import torch_only
+from opcheck.layer_dumps import build
 from opcheck.opcheck_dumps import Maker
-from opcheck.test_opcheck_replay import build
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from cli.cli_dumps import make
-from opcheck.test_opcheck_replay import build
+from opcheck.layer_dumps import build
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.select import Selection
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.run.replay import wanted
+from vllm_accprobe.opcheck.calls.records import wanted
 
 
 def rows(path: Path) -> list[dict[str, str]]:

@@ -13,49 +13,22 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from opcheck.opdiff_files import (
+    CHINESE,
+    ENGLISH,
+    FIVE,
+    bfloat16,
+    cells_of,
+    details,
+    row,
+    unmeasured,
+    write,
+)
 
 from vllm_accprobe import cli
 from vllm_accprobe.opcheck.diff.aggregate import gathered
 from vllm_accprobe.opcheck.diff.csv_rows import Sheet, SheetError
 from vllm_accprobe.opcheck.measures import Measures, measure
-
-ID = ("op", "class", "tap", "call", "role", "step", "rank", "dtype", "shape")
-REFERENCE = np.random.default_rng(1).standard_normal((8, 100))
-
-
-def bfloat16(x):
-    bits = np.asarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
-
-
-def row(op="aten.exp.default", *, factor=1.0, role="output.0", call=0, dtype="bfloat16", status="pass", message="",
-        cls=None, **changes):  # fmt: skip
-    """A row of opcheck.csv: REFERENCE times ``factor``, rounded to ``dtype``, measured."""
-    g = np.round(REFERENCE * 10) if dtype == "int64" else REFERENCE
-    m = g * factor
-    m = {"bfloat16": bfloat16, "float32": np.float32, "int64": np.int64, "float64": np.float64}[dtype](m)
-    if op in EXACT:  # what only moves values is exact: its reference is what the captured dtype holds
-        g = bfloat16(g).astype(np.float64)
-    found = measure(g, m, dtype)
-    values = dict(zip(ID, (op, cls or op, "model.layers.0.x", call, role, 0, 0, dtype, "[8, 100]"), strict=True))
-    values |= _measures(found) | {"status": status, "message": message}
-    return {k: "" if v is None else v for k, v in (values | changes).items()}
-
-
-EXACT = ("aten.sort.default",)
-
-
-def unmeasured(op, status, message, **changes):
-    return row(op, status=status, message=message, **dict.fromkeys(Measures.FIELDS, "")) | changes
-
-
-def write(path: Path, rows, drop=()):
-    names = [n for n in rows[0] if n not in drop]
-    with path.open("w", encoding="utf-8", newline="") as f:
-        writer = csv.DictWriter(f, names, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
 
 
 def read(path: Path):
@@ -93,12 +66,6 @@ def opdiff(tmp_path, capsys):
         return Out(tmp_path, capsys, *files, *options)
 
     return run
-
-
-FIVE = {
-    "absolute threshold": "aten.mul.Tensor", "benchmark ratio": "RMSNorm", "binary consistency": "aten.sort.default",
-    "ULP": "aten.mm.default", "dual-1000": "aten.convolution.default",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("standard", ["msprobe", "msprobe-1.0"])
@@ -256,49 +223,6 @@ def test_other_tools_standards(opdiff, standard):
     assert [r["status"] for r in opdiff(golden, mine, "--standard", standard).details] == ["pass", "error"]
 
 
-CHINESE = (
-    "API Name", "Bench Dtype", "DEVICE Dtype", "Shape", "余弦相似度", "最大绝对误差", "双百指标", "双千指标",
-    "双万指标", "二进制一致错误率", "误差均衡性", "均方根误差", "小值域错误占比", "相对误差最大值",
-    "相对误差平均值", "inf/nan错误率", "相对误差错误率", "绝对误差错误率", "ULP误差最大值", "ULP误差平均值",
-    "ULP误差大于阈值占比", "Status", "Message",
-)  # fmt: skip
-ENGLISH = (
-    "API name", "Bench Dtype", "DEVICE Dtype", "Shape", "Cosine similarity", "Maximum absolute error",
-    "Dual-100 metric", "Dual-1000 metric", "Dual-10000 metric", "Binary consistency error rate", "Error balance",
-    "Root-mean-square error (RMSE)", "Error ratio in small value range", "Maximum relative error",
-    "Mean relative error", "inf/nan error rate", "Relative error rate", "Absolute error rate", "Maximum ULP error",
-    "Mean ULP error", "Proportion of ULP errors greater than the threshold", "Status", "Message",
-)  # fmt: skip
-SMALL, RMSE, TOP, MEAN, BALANCE = "小值域错误占比", "均方根误差", "相对误差最大值", "相对误差平均值", "误差均衡性"
-ULP, ULPS, BINARY, DUAL = "ULP误差平均值", "ULP误差大于阈值占比", "二进制一致错误率", "双千指标"
-INF, REL, ABS = "inf/nan错误率", "相对误差错误率", "绝对误差错误率"
-
-
-def details(tmp_path, name, header, f):
-    """What release 1.0.4 writes: each API has its own algorithm's columns, the others are a space. f: 1 is right."""
-    bad = f != 1
-    lines = (
-        ("Functional.softmax.0.forward.output.0", "bfloat16", {SMALL: 0.01 * f, RMSE: 0.1 * f, TOP: 0.1 * f,
-                                                               MEAN: 0.1 * f, BALANCE: 0.1, "Message": "fine\n"}),
-        ("Torch.mm.3.forward.output.0", "float32", {ULP: 50 * f, ULPS: 0.06 * f}),
-        ("Torch.mm.3.backward.output.0", "float32", {ULP: 1, ULPS: 0}),
-        ("Torch.mm.3.backward.output.1", None, {"Status": "SKIP", "Message": "requires_grad is False"}),
-        ("Tensor.mul_.1.forward.output.0", "float16", {INF: 0, REL: 0.1 * bad, ABS: 0}),
-        ("Torch.sort.0.forward.output.1", "int64", {BINARY: 0.2 * bad}),
-        ("Functional.conv2d.0.forward.output.0", "bfloat16", {DUAL: 0.9 if bad else 0.9995}),
-        ("Torch.linalg.inv.0.forward.output.0", "float64", {"余弦相似度": 1}),
-    )  # fmt: skip
-    path = tmp_path / name
-    with path.open("w", encoding="utf-8-sig", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        for api, dtype, values in lines:
-            known = {"API Name": api, "DEVICE Dtype": f"torch.{dtype}" if dtype else " ", "Shape": "(4, 5)"}
-            known |= {"Status": "pass", **values}
-            writer.writerow([known.get(c, " ") for c in CHINESE])
-    return path
-
-
 @pytest.mark.parametrize("header", [CHINESE, ENGLISH])
 @pytest.mark.parametrize("standard", ["msprobe", "msprobe-1.0"])
 def test_msprobes_details(opdiff, tmp_path, header, standard):
@@ -399,9 +323,12 @@ def test_bad_usage(opdiff, tmp_path):
         ((good, tmp_path), (), "2 files may be meant (good.csv, theirs.csv); name one"),
         ((good, tmp_path / "empty"), (), "no csv file is in this folder"),
         ((good, theirs), (), "theirs.csv is msprobe's: two files of one kind are needed"),
-        ((good, good), ("--standard", "strict"),
-         "unknown standard 'strict': known are operator, ait, msprobe, msprobe-1.0, xray; strict is known to compare "
-         "and opcheck only"),
+        (
+            (good, good),
+            ("--standard", "strict"),
+            "unknown standard 'strict': known are operator, ait, msprobe, msprobe-1.0, xray; strict is known to "
+            "compare and opcheck only",
+        ),
         ((good, good), ("--algorithm", "mm=fast"), "'mm=fast' is not GLOB=NAME with NAME one of absolute, benchmark"),
         ((good, good), ("--algorithm", "mm"), "'mm' is not GLOB=NAME"),
         ((good, good), ("--algorithm", "mm=ulp", "--standard", "xray"), "xray has no algorithms to choose from"),
@@ -474,7 +401,7 @@ def test_gathered_measures_are_those_of_one_large_tensor(tmp_path):
     """Of three calls as if they had been one; what a csv cannot know stays within the calls' own range."""
     r = np.random.default_rng(5)
     parts = [(g, bfloat16(g * 1.004)) for g in (r.standard_normal(n) * s for n, s in ((50, 1), (7, 30), (200, 0.1)))]
-    rows = [row("a.b", step=i) | _measures(measure(*p, "bfloat16")) for i, p in enumerate(parts)]
+    rows = [row("a.b", step=i) | cells_of(measure(*p, "bfloat16")) for i, p in enumerate(parts)]
     whole = measure(np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]), "bfloat16")
     sheet = Sheet(write(tmp_path / "a.csv", rows))
     (one,) = gathered(sheet.rows(("op", "role")))
@@ -487,10 +414,6 @@ def test_gathered_measures_are_those_of_one_large_tensor(tmp_path):
             low, high = min(single, default=0.0), max(single, default=0.0)
             assert low * (1 - 1e-9) <= (one.value(name) or 0.0) <= high * (1 + 1e-9), name
     assert one.value("normal_max_rel_err") == pytest.approx(whole.normal_max_rel_err)
-
-
-def _measures(m):
-    return {n: "" if getattr(m, n) is None else getattr(m, n) for n in Measures.FIELDS}
 
 
 def test_gathering_leaves_out_what_was_skipped(opdiff):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from opcheck.test_opcheck_replay import build
+from opcheck.layer_dumps import build
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.schema import Record

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from opcheck.test_opcheck_replay import build
+from opcheck.layer_dumps import build
 
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.case import StoredCache, closed, decode, encode

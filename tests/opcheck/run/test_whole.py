@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from opcheck.test_opcheck_replay import build
+from opcheck.layer_dumps import build
 
 from vllm_accprobe.cli import main
 
