@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli.test_compare_replaying import GAIN, dump
+from cli.replay.test_replaying import GAIN, dump
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found through /proc")
 ACCPROBE = str(Path(sys.executable).parent / "accprobe")

@@ -150,5 +150,5 @@ def meeting(units: Iterable[Unit]) -> Indices:
         if group.where is not None and group.where not in rows:
             n = group.first.shape[0]
             rows[group.where] = Rows(np.arange(n), np.ones(n, bool), np.zeros(n, bool))
-    side = SideRows(rows, {}, 0)
+    side = SideRows(rows, {})
     return Indices((side, side))
