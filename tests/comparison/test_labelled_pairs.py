@@ -193,9 +193,7 @@ def test_a_file_that_comes_after_the_run_is_found_by_acl(made: Path, tmp_path: P
     assert compare_labels(open_dump(made), [tmp_path / "late"]).pairs[0].status == "pass"
 
 
-def test_files_beyond_the_budget_are_left_and_said(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_beyond_the_budget_are_left_and_said(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ACCPROBE_MAX_GB", "0.0001")
     labels.close()
     monkeypatch.setenv("VLLM_ACCPROBE_DIR", str(tmp_path / "small"))

@@ -1,20 +1,22 @@
-"""Sums per column, by hand."""
+"""Sums per column by hand; the sample of rows."""
 
 import numpy as np
 
 from vllm_accprobe.kernels.structure import chosen, structure
 
 
-def test_structure_by_hand():
-    g = np.array([[3.0, 4.0], [0.0, 2.0], [0.0, 0.0], [1.0, np.inf]])
-    m = np.array([[3.0, 5.0], [1.0, 2.0], [1.0, 0.0], [1.0, 1.0]])
-    # rows 2 (a zero norm) and 3 (not finite) are left out; weights 1/25 and 1/4
-    expected = [[1 / 4, 1 / 25], [9 / 25, 16 / 25 + 1], [0, 4 / 25], [0, (4 / 25) ** 2], [2, 2], [1 / 2, 1 / 5]]
-    np.testing.assert_allclose(structure(g, m), expected, rtol=1e-6)
+def test_sums_by_hand():
+    # row 0: |g| = 5, d = (0, 5), so g/|g| = (0.6, 0.8) and d/|g| = (0, 1); a zero row and a NaN row are left out
+    g = np.array([[3, 4], [0, 0], [1, 1]], np.float32)
+    m = np.array([[3, 9], [1, 1], [np.nan, 1]], np.float32)
+    found = structure(g, m)
+    want = [[0, 1], [0.36, 0.64], [0, 0.8], [0, 0.64], [1, 1], [0, 1]]
+    np.testing.assert_allclose(found, want, rtol=1e-6)
 
 
 def test_rows_are_chosen_evenly():
-    assert chosen(3, 10).tolist() == [0, 1, 2]
-    assert len(chosen(1000, 1 << 18)) == 16
-    assert chosen(1000, 4096)[[0, -1]].tolist() == [0, 999]
-    assert len(chosen(0, 8)) == 0
+    assert chosen(5, 10).tolist() == [0, 1, 2, 3, 4]
+    assert chosen(0, 10).tolist() == []
+    some = chosen(1000, 1 << 18)  # never fewer than 16
+    assert (len(some), some[0], some[-1]) == (16, 0, 999)
+    assert not some.flags.writeable

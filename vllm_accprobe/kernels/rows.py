@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.kernels import definition, native, structure
+from vllm_accprobe.kernels.chunk import CHUNK
 from vllm_accprobe.kernels.formulas import eps_of
 
 _KINDS = {"bfloat16": 0, "float16": 1, "float32": 2}
@@ -181,4 +182,4 @@ class _ByNumba:
 
 
 def _buffers(width: int) -> list[np.ndarray]:
-    return native.buffers(max(width, native.BLOCK))
+    return native.buffers(max(width, CHUNK))

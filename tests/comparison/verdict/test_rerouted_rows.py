@@ -1,0 +1,40 @@
+"""Rows after a near tie are not judged, and neither is a tensor that does not say which rows are theirs."""
+
+import numpy as np
+
+from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit
+from vllm_accprobe.comparison.measure.part import Part
+from vllm_accprobe.comparison.verdict.rerouted_rows import settle
+from vllm_accprobe.judge.routing import Rerouted
+from vllm_accprobe.judge.verdict import RowErrors
+
+KEYS = np.array([(1 << 32) | i for i in range(4)])
+UNIT = MeasuredUnit(("mlp", "output.0", 0), "", "", 1, 0, False, False)
+
+
+def settled(rerouted, *, whole=False):
+    n = 1 if whole else 4
+    errors = RowErrors(np.ones(n), np.full(n, 2.0), np.ones(n), np.ones(n), np.zeros(n, np.int8), np.ones(n))
+    part = Part("g", "m", 0, 0, (0, 0), None, "float32", 0, (8,), whole=whole)
+    return settle(UNIT, part, RowSet(KEYS), errors, rerouted, 2.0**-8, []), errors
+
+
+def test_nothing_was_sent_elsewhere():
+    found, errors = settled(Rerouted())
+    assert (found.note, found.left, found.own.tolist()) == ("", None, [])
+    assert errors.err.tolist() == [1.0] * 4
+
+
+def test_rows_from_the_near_tie_on():
+    found, errors = settled(Rerouted(first={1: 2}))
+    assert found.note == "2 rows after a router's near tie are not judged"
+    assert found.left.tolist() == [False, False, True, True]
+    assert (errors.err.tolist(), errors.ratio.tolist()) == ([1, 1, 0, 0], [2, 2, 1, 1])
+
+
+def test_a_tensor_without_rows_is_left_out_whole():
+    found, errors = settled(Rerouted(first={1: 3}), whole=True)
+    assert found.note.startswith("not judged: its step has rows after a router's near tie")
+    assert (found.left.all(), errors.err.tolist()) == (True, [0.0])
+    assert settled(Rerouted(first={9: 0}), whole=True)[0].left is None
