@@ -1,0 +1,24 @@
+"""Names of operators, here and in msprobe."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_accprobe.formats.common.msprobe_words import api_name, operator_name
+
+
+@pytest.mark.parametrize(
+    ("api", "framework", "operator"),
+    [
+        ("Functional.linear", "pytorch", "Functional.linear"),
+        ("Functional.linear", "mindspore", "mindspore.ops.linear"),
+        ("Tensor.add", "mindspore", "mindspore.Tensor.add"),
+        ("Tensor.add", "pytorch", "Tensor.add"),
+        ("Mint.add", "mindspore", "Mint.add"),
+        ("Aten.mm.default", "pytorch", "aten.mm.default"),
+        ("Aten", "pytorch", "Aten"),
+    ],
+)
+def test_there_and_back(api: str, framework: str, operator: str) -> None:
+    assert operator_name(api, framework) == operator
+    assert api_name(operator, framework) == api

@@ -1,0 +1,28 @@
+"""Walks through a stranger's directory: in natural order, never through a link, what is passed over remembered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm_accprobe.formats.io import walk
+
+
+def test_files_in_order_and_what_is_passed_over(tmp_path: Path) -> None:
+    for name in ("b10/x.t", "b9/x.t", "a.t", "a.u"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "d.t").mkdir()
+    (tmp_path / "link.t").symlink_to("/etc/passwd")
+    (tmp_path / "out").symlink_to("/etc")
+    passed = walk.Passed()
+    assert [f.name for f in walk.files(tmp_path, lambda n: n.endswith(".t"), passed)] == ["a.t", "b9/x.t", "b10/x.t"]
+    assert sorted(passed.links) == ["link.t", "out"]
+    assert passed.odd == [("d.t", "a directory in place of a file")]
+
+
+def test_probe(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/wanted").touch()
+    assert walk.probe(tmp_path, lambda parts: parts == ("a", "b", "wanted"))
+    assert not walk.probe(tmp_path, lambda parts: parts[-1] == "wanted", depth=1)
+    assert not walk.probe(tmp_path / "a/b/wanted", lambda parts: True)
