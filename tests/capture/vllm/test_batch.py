@@ -16,6 +16,8 @@ from vllm_accprobe.capture.core.rows import Requests, Scheduled
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
 from vllm_accprobe.capture.vllm.batch import ChosenRows, EngineBatch
 from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.journal.event_lines import MASKS
+from vllm_accprobe.dump.schema import Mask, Masks
 
 
 def scheduled(total: int = 6, **other: Any) -> Plain:
@@ -60,6 +62,17 @@ def test_the_older_runner_orders_rows_by_its_input_batch() -> None:
     logits = chosen(batch).space(HEAD, 2)
     assert logits is not None
     assert [(s.req, s.pos, s.n, s.row) for s in logits.segments] == [(1, 9, 1, 0), (0, 4, 1, 1)]
+
+
+def test_what_masks_logits_is_told_by_the_number_of_each_chosen_request() -> None:
+    runner = old_runner()
+    runner.input_batch.sampling_metadata = Plain(bad_words_token_ids={1: [[3]]})
+    batch = begun(runner, scheduled(scheduled_spec_decode_tokens={"old": []}))
+    assert chosen(batch).masks({"old": "ab"}) == {1: Mask(("a grammar",), "ab"), 0: Mask(("bad words",))}
+    assert MASKS.to_line(Masks(3, chosen(batch).masks({"old": "ab", "else": None}))) == {
+        "event": "masks", "step": 3,
+        "masked": [{"req": 1, "by": ["a grammar"], "grammar": "ab"}, {"req": 0, "by": ["bad words"]}],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("runner_class", [EarlyV2, LaterV2])
