@@ -78,7 +78,7 @@ def test_chosen_ranks_count_replicas(monkeypatch: pytest.MonkeyPatch, chosen: st
         parallel = Plain(rank=0, world_size=1, data_parallel_index=index, data_parallel_rank=0, data_parallel_size=1)
         worker = Plain(model_runner=Plain(vllm_config=Plain(parallel_config=parallel)))
         wrapper = Plain(worker=worker, vllm_config=worker.model_runner.vllm_config)
-        observe(wrapper, make, "")
+        observe(wrapper, make, "", "")
     assert got == made
 
 
@@ -118,8 +118,7 @@ def test_a_missing_rank_is_said(tmp_path: Path) -> None:
         "rank 1 of 2 is missing (never started, or written elsewhere?): nothing of what was computed there is compared"
     ]
     assert written(tmp_path / "few", 1, 3, world=5, probe={"ranks": [[1, 1], [3, 3]]}) == [
-        "ranks 0, 2, 4 of 5 are missing (others were chosen): "
-        "nothing of what was computed there is compared"
+        "ranks 0, 2, 4 of 5 are missing (others were chosen): nothing of what was computed there is compared"
     ]
 
 

@@ -136,7 +136,7 @@ class Sink:
             if ticket is not None:
                 ticket.told(cell)
 
-        self._on_host(head.tap, head.role, tensor, space, head.row_dim, store)
+        self._on_host(head, tensor, space, store)
 
     def after(
         self,
@@ -160,9 +160,9 @@ class Sink:
                 if ticket is not None:
                     ticket.told(cell)
 
-        self._on_host(head.tap, head.role, tensor, space, head.row_dim, compare)
+        self._on_host(head, tensor, space, compare)
 
-    def look(self, tap: str, role: str, tensor: torch.Tensor, ticket: Ticket) -> None:
+    def look(self, head: TensorHead, tensor: torch.Tensor, ticket: Ticket) -> None:
         """Tells ``ticket`` hash and statistics of ``tensor``, of which there is no line."""
 
         def look(dtype: str, host: torch.Tensor, ranges: Ranges) -> None:
@@ -170,27 +170,26 @@ class Sink:
             hash = digest(parts)
             ticket.told(self.seen.get(hash + dtype) or self._measured(StatsCell(None, hash, dtype), parts))
 
-        self._on_host(tap, role, tensor, None, 0, look)
+        self._on_host(head, tensor, None, look)
 
     def _on_host(
         self,
-        tap: str,
-        role: str,
+        head: TensorHead,
         tensor: torch.Tensor,
         space: Space | None,
-        row_dim: int,
         take: Callable[[str, torch.Tensor, Ranges], None],
     ) -> None:
         """Gives ``take`` the dtype's name, the tensor in host memory with its rows along dimension 0 (or whole), and
         which ranges of them are wanted: now, or on the staging thread. What cannot be stored is counted as skipped."""
         dtype = DTYPE_NAMES.get(tensor.dtype)
         if dtype is None or tensor.layout is not torch.strided:  # sparse, quantised, nested
-            self.skip(tap, "not a plain tensor", role)
+            self.skip(head.tap, "not a plain tensor", head.role)
             return
         # Half precision has no lazy conjugates, and asking releases the GIL, which the writer's thread may then take.
         if dtype in LAZY and (tensor.is_conj() or tensor.is_neg()):
             tensor = tensor.resolve_conj().resolve_neg()
         ranges: Ranges = None
+        row_dim = head.row_dim
         if space is not None and not (space.whole and tensor.shape[row_dim] == space.src):
             if row_dim == 0:
                 ranges = space.ranges

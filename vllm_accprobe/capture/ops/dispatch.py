@@ -11,6 +11,7 @@ which calls (choice.py), what is stored of a tensor (op_tensors.py), code outsid
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -202,10 +203,7 @@ class Operators(TorchDispatchMode):
         about: dict[str, Any],
     ) -> None:
         written = operator.written(role)
-        where = address(tensor)
-        name = self._memory.parameters.get(where)
-        if name is not None:
-            about["param"] = name
+        where, name = self._named(tensor, about)
         if written:
             about["written"] = True
         if self._refused(call, role, tensor, where, about):
@@ -220,6 +218,14 @@ class Operators(TorchDispatchMode):
         call.taken.append((taken, about))
         if written:
             call.before.append((role, tensor, taken, about))
+
+    def _named(self, tensor: torch.Tensor, about: dict[str, Any]) -> tuple[int, str | None]:
+        """Where the tensor's storage begins, and which parameter it is part of, which is said in ``about``."""
+        where = address(tensor)
+        name = self._memory.parameters.get(where)
+        if name is not None:
+            about["param"] = name
+        return where, name
 
     def _refused(self, call: _OpenCall, role: str, tensor: torch.Tensor, where: int, about: dict[str, Any]) -> bool:
         reason = self._takes.refuses(tensor, where)
@@ -251,24 +257,17 @@ class Operators(TorchDispatchMode):
                 taken = self._takes.take(state, tap, op, f"inplace.{role}", number, tensor, keep, False)
                 mutates.append(role)
             else:
-                changed = _appends(mutates, role)
+                changed = functools.partial(mutates.append, role)
                 taken = self._takes.take_changed(state, tap, op, role, number, tensor, keep, before, changed)
             call.after.append((role, taken, about))
         found: Found = []
         call.outputs = outputs(result, found)
         for role, tensor, about in found:
-            where = address(tensor)
-            name = self._memory.parameters.get(where)
-            if name is not None:
-                about["param"] = name
+            where, _ = self._named(tensor, about)
             if not self._refused(call, role, tensor, where, about):
                 taken = self._takes.take(state, tap, op, role, number, tensor, keep, False)
                 call.taken.append((taken, about))
         self._session.sink.line(call.line)
-
-
-def _appends(roles: list[str], role: str) -> Any:
-    return lambda: roles.append(role)
 
 
 def _settled(value: Any) -> Any:

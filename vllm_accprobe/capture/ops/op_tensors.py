@@ -158,7 +158,7 @@ class Takes:
         head = self._head(state, tap, op, role, call, mutated=True)
         if not keep:
             taken = TakenTensor(None, lambda cell: changed() if cell.hash != before.digest else None)
-            self._sink.look(tap, role, tensor, taken)
+            self._sink.look(head, tensor, taken)
             return taken
         taken = TakenTensor()
         self._sink.after(head, tensor, None, before, lambda different: changed() if different else None, taken)
@@ -183,7 +183,7 @@ class Takes:
         if keep:
             self._sink.tensor(head, tensor, None, taken, lasting)
         else:
-            self._sink.look(head.tap, head.role, tensor, taken)
+            self._sink.look(head, tensor, taken)
         return taken
 
     def _weight(

@@ -158,13 +158,13 @@ class EngineBatch:
         positions = positions_of(source)
         return (ids[:n] if ids is not None else None), (positions[:n] if positions is not None else None)
 
-    def masked(self, grammar: Grammar) -> list[tuple[str, list[str], Any]]:
-        """(request, what masks its logits in this step, its grammar's mask or None), in the order of the rows.
-        grammar: those that a grammar constrains, where somebody was told."""
+    def masked(self, grammar: Grammar) -> dict[str, Mask]:
+        """By request, in the order of the rows: what masks its logits in this step. grammar: those that a grammar
+        constrains, where somebody was told."""
         names = [part.internal for part in self.rows()]
         grammar = grammar or grammar_of([self._scheduled])
         found = masks_of(self._runner, self._prepared, names, grammar)
-        return [(name, list(found[name]), grammar.get(name)) for name in names if name in found]
+        return {name: Mask(found[name], grammar.get(name)) for name in names if name in found}
 
     def items(self) -> list[EncoderItem]:
         """The encoder's inputs of this step in the order in which the runner batches them."""
@@ -235,8 +235,8 @@ class ChosenRows:
     def masks(self, grammar: Grammar) -> dict[int, Mask]:
         """Which of the chosen requests, by number, have their logits masked in this step, and by what."""
         return {
-            request.req: Mask(tuple(by), mask)
-            for name, by, mask in self.batch.masked(grammar)
+            request.req: mask
+            for name, mask in self.batch.masked(grammar).items()
             if (request := self._requests.get(name)) is not None and self._requests.wanted(name)
         }
 

@@ -42,8 +42,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, StatsCell):
         return plain(value.value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        if hasattr(value, "to_event"):
-            return plain(value.to_event())
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {k: plain(v) for k, v in fields.items() if v is not None}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The order of a step's rows, as runners of both generations and a plain model's call give it.
+"""The order of a step's rows, as runners of both generations give it.
 
 What real runners do is shown by the engines of tests/e2e; here are the cases that no engine makes on purpose.
 """
@@ -13,10 +13,11 @@ import torch
 from fake_runners import EarlyV2, HostPositions, LaterV2
 
 from vllm_accprobe.capture.core.rows import Requests, Scheduled
-from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION
-from vllm_accprobe.capture.torch_model.padded_batch import Rectangle
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
 from vllm_accprobe.capture.vllm.batch import ChosenRows, EngineBatch
 from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.journal.event_lines import MASKS
+from vllm_accprobe.dump.schema import Mask, Masks
 
 
 def scheduled(total: int = 6, **other: Any) -> Plain:
@@ -61,6 +62,17 @@ def test_the_older_runner_orders_rows_by_its_input_batch() -> None:
     logits = chosen(batch).space(HEAD, 2)
     assert logits is not None
     assert [(s.req, s.pos, s.n, s.row) for s in logits.segments] == [(1, 9, 1, 0), (0, 4, 1, 1)]
+
+
+def test_what_masks_logits_is_told_by_the_number_of_each_chosen_request() -> None:
+    runner = old_runner()
+    runner.input_batch.sampling_metadata = Plain(bad_words_token_ids={1: [[3]]})
+    batch = begun(runner, scheduled(scheduled_spec_decode_tokens={"old": []}))
+    assert chosen(batch).masks({"old": "ab"}) == {1: Mask(("a grammar",), "ab"), 0: Mask(("bad words",))}
+    assert MASKS.to_line(Masks(3, chosen(batch).masks({"old": "ab", "else": None}))) == {
+        "event": "masks", "step": 3,
+        "masked": [{"req": 1, "by": ["a grammar"], "grammar": "ab"}, {"req": 0, "by": ["bad words"]}],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("runner_class", [EarlyV2, LaterV2])
@@ -147,23 +159,3 @@ def test_pictures_come_by_kind_and_as_the_encoder_takes_them() -> None:
         ("old", 0, "image", 3),
         ("new", 0, "video", 4),
     ]
-
-
-def test_a_rectangle_drops_padding_and_knows_its_requests_again() -> None:
-    config = ProbeConfig()
-    requests = Requests(config)
-    rectangle = Rectangle(config, requests, torch.nn.Linear(1, 1))
-    ids = torch.tensor([[0, 11, 12], [21, 22, 23]])
-    assert rectangle.begin({"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])})
-    assert rectangle.prompts
-    assert [(p.start, p.n) for p in rectangle.batch] == [(0, 2), (0, 3)]
-    flat = rectangle.flatten(torch.arange(6).reshape(2, 3, 1))
-    assert flat.flatten().tolist() == [1, 2, 3, 4, 5]
-    cache = Plain(get_seq_length=lambda: 3)
-    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-    assert rectangle.begin({"input_ids": ids[:, :1], "past_key_values": cache, "attention_mask": mask})
-    assert not rectangle.prompts
-    assert [(p.internal, p.start, p.n) for p in rectangle.batch] == [("call-0", 2, 1), ("call-1", 3, 1)]
-    assert rectangle.space(VISION, 2) is None
-    assert not rectangle.begin({"inputs_embeds": torch.zeros(2, 3, 1)})
-    assert rectangle.flatten(torch.zeros(2, 3)).shape == (2, 3)

@@ -1,6 +1,6 @@
 """One adapter around a runner and those who listen to it: what they are told, in which order, and what they may break.
 
-The runners are test_steps.py's; what a capture makes of the calls is tested there."""
+The runners are ../test_steps.py's; what a capture makes of the calls is tested there."""
 
 from __future__ import annotations
 

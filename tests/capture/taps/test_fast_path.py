@@ -11,7 +11,6 @@ import torch
 from capture.toy import Toy
 
 from vllm_accprobe import Probe
-from vllm_accprobe.capture.taps.arguments import Inputs, outputs
 from vllm_accprobe.capture.taps.fast_path import Express
 from vllm_accprobe.dump.reader import Dump, open_dump
 
@@ -90,23 +89,3 @@ def test_both_ways_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert None in taken
     payloads = [{r.payload for r in dump.records if r.payload} for dump in (short, general)]
     assert len(payloads[0]) == len(payloads[1])  # the same bytes are stored once, whichever way they came
-
-
-def test_roles_of_inputs() -> None:
-    x = torch.ones(1)
-    names = Inputs(["a", "b"], "more.")
-    found = names((x, 3, x, None, [x, "s"]), {"k": x, "n": 1.0, "d": {"e": (x,)}})
-    assert [role for role, _ in found] == ["input.a", "input.more.0", "input.more.2.0", "input.k", "input.d.e.0"]
-    assert [role for role, _ in Inputs([], "")((x, x), {})] == ["input.0", "input.1"]
-
-
-def test_roles_of_outputs() -> None:
-    x = torch.ones(1)
-    assert [role for role, _ in outputs(x)] == ["output.0"]
-    assert [role for role, _ in outputs((x, None, [x, x], {"k": x}, 5, x))] == [
-        "output.0", "output.2.0", "output.2.1", "output.3.k", "output.5",
-    ]  # fmt: skip
-    assert [role for role, _ in outputs([x, None, x])] == ["output.0", "output.2"]
-    assert [role for role, _ in outputs({"k": x})] == ["output.k"]
-    assert [role for role, _ in outputs((x,) * 40)] == [f"output.{i}" for i in range(40)]
-    assert outputs(None) == []

@@ -17,13 +17,13 @@ from tiny_model import make
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import open_dump
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SEED_COLUMNS = [
     "data_id", "pta_data_path", "pta_dtype", "pta_shape", "acl_data_path", "acl_dtype", "acl_shape", "cmp_flag",
     "cosine_similarity", "max_relative_error", "mean_relative_error", "relative_euclidean_distance",
     "cmp_fail_reason",
 ]  # fmt: skip
-SCRIPT = '''
+SCRIPT = """
 import os, sys, torch
 from pathlib import Path
 from transformers import AutoModelForCausalLM
@@ -58,7 +58,7 @@ for turn in range(2):
         own[2] = 0
     write(place / "0_Model/1_Layer/3_SelfAttention/after/outTensor0.bin", own.numpy(), 1)
 torch.save({"hidden": hidden.detach(), "attention": inner["attention"].detach()}, sys.argv[2])
-'''
+"""
 
 
 @pytest.fixture(scope="module")

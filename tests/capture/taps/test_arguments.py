@@ -1,4 +1,4 @@
-"""What a module says of itself for a replay: numbers, lists, settings of an attention kernel and of a rotary."""
+"""What a call's tensors are called, and what a module says of itself for a replay: numbers, lists, settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_accprobe.capture.taps.arguments import attributes
+from vllm_accprobe.capture.taps.arguments import Inputs, attributes, outputs
 
 
 def test_convolutions() -> None:
@@ -57,3 +57,23 @@ def test_what_is_no_description_is_left_out() -> None:
     module.padding = [1, object()]
     module.base = torch.zeros((), device="meta")
     assert json.loads(json.dumps(attributes(module))) == {}
+
+
+def test_roles_of_inputs() -> None:
+    x = torch.ones(1)
+    names = Inputs(["a", "b"], "more.")
+    found = names((x, 3, x, None, [x, "s"]), {"k": x, "n": 1.0, "d": {"e": (x,)}})
+    assert [role for role, _ in found] == ["input.a", "input.more.0", "input.more.2.0", "input.k", "input.d.e.0"]
+    assert [role for role, _ in Inputs([], "")((x, x), {})] == ["input.0", "input.1"]
+
+
+def test_roles_of_outputs() -> None:
+    x = torch.ones(1)
+    assert [role for role, _ in outputs(x)] == ["output.0"]
+    assert [role for role, _ in outputs((x, None, [x, x], {"k": x}, 5, x))] == [
+        "output.0", "output.2.0", "output.2.1", "output.3.k", "output.5",
+    ]  # fmt: skip
+    assert [role for role, _ in outputs([x, None, x])] == ["output.0", "output.2"]
+    assert [role for role, _ in outputs({"k": x})] == ["output.k"]
+    assert [role for role, _ in outputs((x,) * 40)] == [f"output.{i}" for i in range(40)]
+    assert outputs(None) == []

@@ -1,0 +1,21 @@
+"""What lay in an object before comes back, and nothing is left where nothing lay."""
+
+from __future__ import annotations
+
+from vllm_accprobe.capture.core.put_over import put_over
+
+
+class Owner:
+    name = "of the class"
+
+
+def test_one_over_the_other_and_back() -> None:
+    owner = Owner()
+    first = put_over(owner, "name", "first")
+    second = put_over(owner, "name", "second")
+    assert owner.name == "second"
+    second()
+    assert owner.name == "first"
+    first()
+    assert owner.name == "of the class"
+    assert owner.__dict__ == {}

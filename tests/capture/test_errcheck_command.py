@@ -1,0 +1,105 @@
+"""The setting of errcheck, and the command that starts, watches and reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dump.errcheck_reports import report
+
+from vllm_accprobe.cli import main
+from vllm_accprobe.config import ConfigError, ProbeConfig
+from vllm_accprobe.dump.findings import write
+
+
+def test_the_setting() -> None:
+    def kinds(text: str) -> tuple[str, ...]:
+        return ProbeConfig.from_env({"VLLM_ACCPROBE_ERRCHECK": text}).errcheck
+
+    assert kinds("overflow,nan") == ("overflow", "nan")
+    assert kinds("1") == ("overflow", "nan")
+    assert kinds("NaN, exit") == ("nan", "exit")
+    assert kinds("0") == kinds("off") == kinds("") == ()
+    for bad, why in (("nans", "did you mean nan"), ("exit", "name overflow, nan or both besides exit")):
+        with pytest.raises(ConfigError, match=why):
+            kinds(bad)
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from dump.errcheck_reports import report
+from vllm_accprobe.dump.findings import write
+root = Path(os.environ["VLLM_ACCPROBE_DIR"])
+assert os.environ["VLLM_ACCPROBE_ERRCHECK"] == sys.argv[3]
+assert "VLLM_ACCPROBE" not in os.environ
+root.mkdir(parents=True, exist_ok=True)
+if sys.argv[1] != "nothing":
+    write(root, report(0) if sys.argv[1] == "bad" else report(0, None))
+if sys.argv[1] == "bad" and "exit" in sys.argv[3]:
+    import time
+    time.sleep(60)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def under(tmp_path: Path, *script: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "engine.py").write_text(SCRIPT)
+    accprobe = [sys.executable, "-m", "vllm_accprobe.cli", "errcheck", "--dir", str(tmp_path / "d"), *options]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")}
+    env["PYTHONPATH"] = str(Path(__file__).parents[1])
+    return subprocess.run(
+        [*accprobe, "--", sys.executable, str(tmp_path / "engine.py"), *script],
+        env=env, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        (("bad", "0"), 1, "errcheck: first: NaN in model.layers.3.mlp output.0 [MLP], step 7"),
+        (("good", "0"), 0, "errcheck: nothing bad in 20 steps of 1 rank(s), 50 modules"),
+        (("good", "7"), 7, "errcheck: nothing bad in 20 steps"),
+        (("nothing", "0"), 3, "errcheck: nothing was watched"),
+    ],
+)
+def test_the_command_and_its_exit_code(tmp_path: Path, script: tuple[str, str], code: int, said: str) -> None:
+    done = under(tmp_path, *script, "overflow,nan")
+    assert (done.returncode, done.stderr) == (code, "")
+    assert done.stdout.startswith(said)
+
+
+def test_exit_ends_a_command_that_does_not_end_itself(tmp_path: Path) -> None:
+    program = tmp_path / "short.py"
+    program.write_text(
+        "import sys\nfrom vllm_accprobe.cli import errcheck, main\nerrcheck._GRACE_S = 0.5\n"
+        "sys.exit(main(['errcheck', '--dir', sys.argv[1], '--exit', '--kinds', 'nan', '--', *sys.argv[2:]]))\n"
+    )
+    (tmp_path / "engine.py").write_text(SCRIPT)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")}
+    env["PYTHONPATH"] = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "d"), sys.executable, str(tmp_path / "engine.py"), "bad", "0",
+         "nan,exit"], env=env, capture_output=True, text=True, timeout=50, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("errcheck: first: NaN")
+
+
+def test_reading_afterwards_and_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, report(0))
+    assert main(["errcheck", "--read", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.startswith("errcheck: first: NaN")
+    assert main(["errcheck", "--dir", str(tmp_path), "--", "true"]) == 2
+    assert "already holds a dump or findings" in capsys.readouterr().err
+    assert main(["errcheck"]) == 2
+    assert "no command is given" in capsys.readouterr().err
+    assert main(["errcheck", "--kinds", "nans", "--", "true"]) == 2
+    assert "did you mean nan" in capsys.readouterr().err
+    assert main(["errcheck", "--read", str(tmp_path / "none")]) == 2
+    (tmp_path / "errcheck-rank0001.json").write_text(json.dumps({"schema": 9}))
+    assert main(["errcheck", "--read", str(tmp_path)]) == 2
