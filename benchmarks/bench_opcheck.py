@@ -82,7 +82,7 @@ def captured(root: Path, calls: int, width: int, rows: int) -> Path:
             for k in range(n):
                 model(torch.randint(0, 2000, (1, rows), generator=torch.Generator().manual_seed(k)), use_cache=False)
         found = Calls(open_dump(place), None)
-        return sum(len(list(steps)) for steps in (*found._calls.values(), *found._ops.values()))
+        return sum(len(list(steps)) for steps in (*found.by_tap.values(), *found.ops.values()))
 
     per = forwards(root / "one", 1)
     shutil.rmtree(root / "one")

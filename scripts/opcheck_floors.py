@@ -23,7 +23,7 @@ from vllm_accprobe.cli.opcheck import _model_of
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.floors import pooled
+from vllm_accprobe.opcheck.floors import output_rows, pooled
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run import pair, replay
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS
@@ -68,7 +68,7 @@ class Found:
     def add(self, path: Path, listed: bool) -> None:
         dump = open_dump(path)
         calls = Calls(dump, _model_of(dump.run))
-        judge, breach = replay.judge, pooled.Pool.breach
+        judge, breach = output_rows.judge, pooled.Pool.breach
 
         def watched(*args: Any, **more: Any) -> Any:
             self._seen.append(judge(*args, **more))
@@ -78,12 +78,12 @@ class Found:
             self._pools.append((pool, pool.measures(chance)))
             return breach(pool, chance)
 
-        replay.judge, pooled.Pool.breach = watched, breached  # type: ignore[method-assign]
+        output_rows.judge, pooled.Pool.breach = watched, breached  # type: ignore[method-assign]
         try:
             for rank, tap, cls in calls.taps():
                 self._tap(path, cls, calls, pair.Task(0, rank, tap), listed)
         finally:
-            replay.judge, pooled.Pool.breach = judge, breach  # type: ignore[method-assign]
+            output_rows.judge, pooled.Pool.breach = judge, breach  # type: ignore[method-assign]
 
     def _tap(self, path: Path, cls: str, calls: Calls, task: pair.Task, listed: bool) -> None:
         self._seen.clear()
