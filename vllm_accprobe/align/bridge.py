@@ -19,7 +19,7 @@ from vllm_accprobe.align.derived import Derived, View, derive
 from vllm_accprobe.align.engines import vllm_hf
 from vllm_accprobe.align.graph_pairs import meet
 from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
-from vllm_accprobe.align.names import pair_roles
+from vllm_accprobe.align.names import enclosing, pair_roles
 from vllm_accprobe.dump.schema import Record
 
 Place = tuple[str, str]
@@ -266,10 +266,7 @@ def _known(records: Iterable[Record]) -> dict[bool, set[str]]:
     """Taps and what encloses them, for tensors (False) and parameters (True)."""
     known: dict[bool, set[str]] = {False: set(), True: set()}
     for tap, param in {(r.tap, r.step is None) for r in records}:
-        known[param].add(tap)
-        while "." in tap:
-            tap = tap.rpartition(".")[0]
-            known[param].add(tap)
+        known[param].update((tap, *enclosing(tap)))
     return known
 
 

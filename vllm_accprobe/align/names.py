@@ -10,7 +10,7 @@ Not here: rows (tokens.py) and ranks (shards.py).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 EXACT, OTHER_CLASS, PREFIX, ORDER = "exact", "exact, other class", "prefix", "order"
@@ -76,6 +76,13 @@ class NamePlan:
             for i, (counts, place) in enumerate(zip(sides.values(), (pair.golden, pair.mine), strict=True)):
                 counts.update(r for r in place.roles if r not in {p[i] for p in pair.roles})
         return sides
+
+
+def enclosing(tap: str) -> Iterator[str]:
+    """The paths above a tap, nearest first: ``a.b`` and ``a`` of ``a.b.c``."""
+    while "." in tap:
+        tap = tap.rpartition(".")[0]
+        yield tap
 
 
 def pair_names(golden: Sequence[TapRoles], mine: Sequence[TapRoles], *, by_order: bool = True) -> NamePlan:

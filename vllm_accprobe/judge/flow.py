@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 
 Key = tuple[str, str, int]
@@ -134,11 +135,7 @@ def _during(spans: Mapping[str, tuple[int, int]], tap: str, other: str) -> bool:
 def _parent(tap: str, known: set[str]) -> str | None:
     if tap == ROOT_TAP:
         return None
-    while "." in tap:
-        tap = tap.rpartition(".")[0]
-        if tap in known:
-            return tap
-    return ROOT_TAP if ROOT_TAP in known else None
+    return next((up for up in (*enclosing(tap), ROOT_TAP) if up in known), None)
 
 
 def mixes(tap: str, cls: str) -> bool:

@@ -14,9 +14,10 @@ Not here: the limits (standards/limits.py), the order of the flow (flow.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 from vllm_accprobe.judge.flow import Key
 
@@ -80,14 +81,10 @@ def gaps(passed: Sequence[frozenset[str]], taps: Sequence[str], counts: Sequence
             out.append(0)
             continue
         if layers not in known:
-            known[layers] = len(layers - _names(compared))
+            known[layers] = len(layers - compared)
         out.append(max(known[layers] - before, 0))
         before = max(known[layers], before)
     return out
-
-
-def _names(blocks: Collection[str | None]) -> frozenset[str]:
-    return frozenset(b for b in blocks if b is not None)
 
 
 def _is_param(role: str) -> bool:
@@ -100,14 +97,8 @@ def unseen_taps(dump: Any) -> list[str]:
     compiled = {s.tap for s in dump.skips if s.reason.startswith("compiled")}
     if compiled:
         taps = {m.tap for modules in dump.modules.values() for m in modules} | {s.tap for s in dump.skips}
-        out |= {t for t in taps if t in compiled or any(up in compiled for up in _above(t))}
+        out |= {t for t in taps if not compiled.isdisjoint((t, *enclosing(t)))}
     return sorted(out)
-
-
-def _above(tap: str) -> Iterable[str]:
-    while "." in tap:
-        tap = tap.rpartition(".")[0]
-        yield tap
 
 
 def _earlier(block: str, other: str) -> bool:
@@ -123,8 +114,4 @@ def _place(tap: str, role: str, index: Mapping[str, int]) -> float:
         return -1.0 if role.startswith("input") else _BEHIND
     if "." not in tap and tap not in index:
         return _BEHIND
-    while tap:
-        if tap in index:
-            return float(index[tap])
-        tap = tap.rpartition(".")[0]
-    return -1.0
+    return float(next((index[t] for t in (tap, *enclosing(tap)) if t in index), -1))
