@@ -12,9 +12,8 @@ from typing import Any
 
 from numba import carray, cfunc, types
 
-from vllm_accprobe.kernels import loops
+from vllm_accprobe.kernels import BLOCK, loops
 from vllm_accprobe.kernels.bits import FAST
-from vllm_accprobe.kernels.native import BLOCK
 
 _BYTES, _WORDS = types.CPointer(types.uint8), types.CPointer(types.uint32)
 _INDEX, _NUMBERS = types.CPointer(types.int64), types.CPointer(types.float64)

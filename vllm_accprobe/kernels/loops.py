@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.kernels import BLOCK
 from vllm_accprobe.kernels.bits import compiled, larger, leave_out, load, load_any, smaller
-from vllm_accprobe.kernels.native import BLOCK
 from vllm_accprobe.kernels.vectors import LANES, add_rows
 
 

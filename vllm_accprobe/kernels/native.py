@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe import user_cache
+from vllm_accprobe.kernels import BLOCK
 
-BLOCK = 2048
-"""Elements that are turned into float32 at a time: both sides and what is made of them stay in the nearest caches."""
-SOURCES = ("native.py", "bits.py", "vectors.py", "loops.py", "export.py")
+SOURCES = ("__init__.py", "bits.py", "vectors.py", "loops.py", "export.py")
 _STUBBED = ("numba_", "NRT_")
 _MAGIC = "accprobe loops 1"
 _MOST = 32 << 20
