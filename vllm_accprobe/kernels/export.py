@@ -12,9 +12,8 @@ from typing import Any
 
 from numba import carray, cfunc, types
 
-from vllm_accprobe.kernels import loops
+from vllm_accprobe.kernels import BLOCK, loops
 from vllm_accprobe.kernels.bits import FAST
-from vllm_accprobe.kernels.chunk import CHUNK
 
 _BYTES, _WORDS = types.CPointer(types.uint8), types.CPointer(types.uint32)
 _INDEX, _NUMBERS = types.CPointer(types.int64), types.CPointer(types.float64)
@@ -29,10 +28,10 @@ def _rows(
     g: Any, gn: Any, gk: Any, gt: Any, gi: Any, m: Any, mn: Any, mk: Any, mt: Any, mi: Any, n: Any, out: Any,
     width: Any, eps: Any, elements: Any, a: Any, b: Any, q: Any, rel: Any,
 ) -> None:  # fmt: skip
-    size = max(width, CHUNK)
+    size = max(width, BLOCK)
     loops.rows(
         carray(g, (gn,)), gk, carray(gt, (256,)), carray(gi, (n,)), carray(m, (mn,)), mk, carray(mt, (256,)),
-        carray(mi, (n,)), carray(out, (n, 11)), eps, carray(elements, (10,)), carray(a, (CHUNK,)), carray(b, (CHUNK,)),
+        carray(mi, (n,)), carray(out, (n, 11)), eps, carray(elements, (10,)), carray(a, (BLOCK,)), carray(b, (BLOCK,)),
         carray(q, (size,)), carray(rel, (size,)),
     )  # fmt: skip
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.kernels import BLOCK
 from vllm_accprobe.kernels.bits import compiled, larger, leave_out, load, load_any, smaller
-from vllm_accprobe.kernels.chunk import CHUNK
 from vllm_accprobe.kernels.vectors import LANES, add_rows
 
 
@@ -131,8 +131,8 @@ def rows(
     """The row table of rows gi of g8 against rows mi of m8 into ``out`` (zeroed float64 [n, 11]).
 
     g8, m8: uint8, the rows one after the other, of elements of kinds gk and mk; gt, mt: uint32[256] for kind 3. A row's
-    width is in ``out``'s first column. elements: float64 [10], to which _elements adds. gb, mb: uint32, room for CHUNK;
-    q, rel: float64, room for the larger of CHUNK and the width: |d| and |d| / |g|, of one row where a block is a part
+    width is in ``out``'s first column. elements: float64 [10], to which _elements adds. gb, mb: uint32, room for BLOCK;
+    q, rel: float64, room for the larger of BLOCK and the width: |d| and |d| / |g|, of one row where a block is a part
     of it, of a block where that is several rows.
     """
     gs = 1 if gk == 3 else (4 if gk == 2 else 2)
@@ -140,10 +140,10 @@ def rows(
     width: Any = np.int64(out[0, 0])
     r = 0
     while r < gi.size:
-        run: Any = _neighbours(gi[r:], mi[r:], max(CHUNK // width, 1))
-        for start in range(0, width, CHUNK):
+        run: Any = _neighbours(gi[r:], mi[r:], max(BLOCK // width, 1))
+        for start in range(0, width, BLOCK):
             # Either several whole rows, or a part of one.
-            n = run * width if width <= CHUNK else min(CHUNK, width - start)
+            n = run * width if width <= BLOCK else min(BLOCK, width - start)
             g_at, m_at = (gi[r] * width + start) * gs, (mi[r] * width + start) * ms
             g_bits, m_bits = g8[g_at : g_at + n * gs], m8[m_at : m_at + n * ms]
             gw, mw = gb[:n], mb[:n]
@@ -175,8 +175,8 @@ def rows(
 @compiled
 def _load_row(bits: Any, size: int, kind: int, table: Any, out: Any) -> Any:
     """One row into ``out`` (uint32, its width), block by block; whether all of it is finite."""
-    for start in range(0, out.size, CHUNK):
-        stop = min(start + CHUNK, out.size)
+    for start in range(0, out.size, BLOCK):
+        stop = min(start + BLOCK, out.size)
         if not load(bits[start * size : stop * size], kind, table, out[start:stop]):
             return False
     return True

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe import user_cache
-from vllm_accprobe.kernels.chunk import CHUNK
+from vllm_accprobe.kernels import BLOCK
 
-SOURCES = ("native.py", "chunk.py", "bits.py", "vectors.py", "loops.py", "export.py")
+SOURCES = ("__init__.py", "bits.py", "vectors.py", "loops.py", "export.py")
 _STUBBED = ("numba_", "NRT_")
 _MAGIC = "accprobe loops 1"
 _MOST = 32 << 20
@@ -66,7 +66,7 @@ class Loops:
     def _buffers(self, width: int) -> tuple[int, ...]:
         own = self._own
         if getattr(own, "width", 0) < width:
-            own.width = max(width, CHUNK)
+            own.width = max(width, BLOCK)
             own.arrays = buffers(own.width)
             own.at = tuple(a.ctypes.data for a in own.arrays)
         return own.at  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ _WIDTH = 11
 """Columns of a row table."""
 _DIGITS = 14
 """Bits of a count: three of them fit into a float64, so that all sums fit into the processor's registers. Counts go up
-to chunk.CHUNK."""
+to BLOCK."""
 _SUMS = ("contract", "nsz", "reassoc")
 _WORD, _ONE = ir.IntType(64), ir.DoubleType()
 _WIDE, _NARROW = ir.VectorType(_ONE, LANES), ir.VectorType(ir.FloatType(), LANES)
@@ -43,7 +43,7 @@ def add_rows(
     |d| / |g|, inf where g is 0. out: float64 [rows, 11], n is right: gg, mm, gm, dd, abs_d, max_d and max_rel take the
     rows in. whole: these are whole rows and not parts: max_rel and peak are finished too. elements: float64 [10], takes
     in definition.ELEMENT_FIELDS with ``eps``. g_bits, m_bits: uint8, what the numbers were made of, g_size and m_size
-    bytes each; as many that lie behind them are on their way to the cache afterwards. At most chunk.CHUNK numbers.
+    bytes each; as many that lie behind them are on their way to the cache afterwards. At most BLOCK numbers.
     None of it is checked.
     """
 
