@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.kernels import definition, native, structure
+from vllm_accprobe.kernels import BLOCK, definition, native, structure
+from vllm_accprobe.kernels.formulas import eps_of
 
 _KINDS = {"bfloat16": 0, "float16": 1, "float32": 2}
 _TABLE8 = 3
@@ -45,7 +46,7 @@ def rows(
     """
     _check(golden, golden_rows, mine, mine_rows)
     loops = _loops(golden, golden_dtype, mine_dtype) if compiled else None
-    eps = definition.eps_of(golden_dtype)
+    eps = eps_of(golden_dtype)
     if loops is None:
         both = widen(golden[golden_rows], golden_dtype), widen(mine[mine_rows], mine_dtype)
         if elements is not None:
@@ -180,4 +181,4 @@ class _ByNumba:
 
 
 def _buffers(width: int) -> list[np.ndarray]:
-    return native.buffers(max(width, native.BLOCK))
+    return native.buffers(max(width, BLOCK))
