@@ -50,6 +50,7 @@ def engine(*, graphs: bool = True) -> dict[str, Any]:
 class PieceCall:
     """A line of the log; see CapturedWrapper._note."""
 
+    rank: int
     piece: int
     did: str
     size: int

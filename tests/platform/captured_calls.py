@@ -123,8 +123,7 @@ class capture(TorchDispatchMode):  # called like torch.cuda.graph, for which it 
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        data_dependent = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
-        if data_dependent:
+        if _depends_on_data(func, args):
             raise CaptureError(f"{func} cannot be captured: what it returns depends on data")
         result = func(*args, **kwargs)
         if _name(func) in ALLOCATIONS:
@@ -138,6 +137,12 @@ class capture(TorchDispatchMode):  # called like torch.cuda.graph, for which it 
 def _name(func: Any) -> str:
     """``empty`` of ``aten::empty``."""
     return func._schema.name.split("::")[-1]
+
+
+def _depends_on_data(func: Any, args: tuple[Any, ...]) -> bool:
+    if _name(func) == "index":  # by a mask, but not by numbers
+        return any(t.dtype in (torch.bool, torch.uint8) for t in tensors(args[1]))
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
 
 
 def _kernels(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Iterator[Call]:

@@ -14,6 +14,9 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+V1 = ("vllm.v1.worker.gpu_model_runner.graph_capture", "vllm.v1.worker.gpu_model_runner.lock_workspace")
+V2 = ("vllm.v1.worker.gpu.cudagraph_utils.graph_capture", "vllm.v1.worker.gpu.model_runner.lock_workspace")
+
 
 class CapturedWorker(CPUWorker):
     """Captures what the runner's dispatcher has keys for."""
@@ -21,9 +24,10 @@ class CapturedWorker(CPUWorker):
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         if self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+            streams, workspace = V2 if self.use_v2_model_runner else V1
             with (
-                patch("vllm.v1.worker.gpu_model_runner.graph_capture", lambda device: nullcontext()),
-                patch("vllm.v1.worker.gpu_model_runner.lock_workspace"),
+                patch(streams, lambda device: nullcontext()),
+                patch(workspace),
                 patch.object(torch.accelerator, "get_memory_info", lambda *_: (0, 0)),
             ):
                 self.model_runner.capture_model()

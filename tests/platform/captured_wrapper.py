@@ -106,13 +106,14 @@ class CapturedWrapper(cuda_graph.CUDAGraphWrapper):
                 logger.warning("planted in piece %d at size %d: %s", self.piece, size, fault)
 
     def _note(self, did: str, bodies: int, output: Any, context: Any) -> None:
-        """One line: piece, did (plain, capture, replay), size (rows), real (those that are no padding; 0 in a dummy
-        run), bodies (runs of the piece's Python), at (the outputs' addresses), rows and padding (hashes of the first
-        output's real and padded rows), zero and nan (whether the padded ones are all zero, or some NaN)."""
+        """One line: rank, piece, did (plain, capture, replay), size (rows), real (those that are no padding; 0 in a
+        dummy run), bodies (runs of the piece's Python), at (the outputs' addresses), rows and padding (hashes of the
+        first output's real and padded rows), zero and nan (whether the padded ones are all zero, or some NaN)."""
         outputs = tensors(output)
         size = context.batch_descriptor.num_tokens if context.batch_descriptor else len(outputs[0])
         real = int((~context.is_padding).sum()) if context.is_padding is not None else size
-        line = {"piece": self.piece, "did": did, "size": size, "real": real, "bodies": bodies}
+        rank = self.vllm_config.parallel_config.rank
+        line = {"rank": rank, "piece": self.piece, "did": did, "size": size, "real": real, "bodies": bodies}
         line |= {"at": [t.data_ptr() for t in outputs], "rows": _digest(outputs[0][:real])}
         line |= {"padding": _digest(outputs[0][real:]), "zero": not outputs[0][real:].any()}
         line["nan"] = bool(outputs[0][real:].isnan().any())

@@ -80,6 +80,17 @@ def test_what_depends_on_data_cannot_be_captured() -> None:
         x.sum().item()
     with pytest.raises(CaptureError, match="depends on data"), capture(CallGraph()):
         x.nonzero()
+    with pytest.raises(CaptureError, match="depends on data"), capture(CallGraph()):
+        x[x > 0]
+
+
+def test_rows_chosen_by_number_can_be_captured() -> None:
+    x, which, graph = torch.arange(3.0), torch.tensor([2, 0]), CallGraph()
+    with capture(graph):
+        chosen = x[which]
+    which.copy_(torch.tensor([1, 1]))
+    graph.replay()
+    assert chosen.tolist() == [1.0, 1.0]
 
 
 def test_an_operator_that_only_writes_into_its_arguments() -> None:
