@@ -10,7 +10,8 @@ dispatcher that pads to the wrapper that captures, is vLLM's code as it runs on 
 
 Needs the eager backend: code that inductor has generated calls no operators that could be recorded. Captures
 PIECEWISE only; the CPU's attention says that it supports no full graphs. Its MLA kernel takes no padded rows, so that
-DeepSeek's models fail here. Dense and MoE models, both model runners and tensor parallelism run. Not here: ``FULL``, breakable graphs, streams.
+DeepSeek's models fail here. Dense and MoE models, both model runners and tensor parallelism run.
+Not here: ``FULL``, breakable graphs, streams.
 """
 
 from __future__ import annotations
