@@ -50,7 +50,8 @@ class Ask:
 @dataclass(frozen=True)
 class Run:
     """What one engine left: ``dump`` (None where nothing was written), sampled ids per request, counters, and for a
-    pooling model its embedding of each request.
+    pooling model its embedding of each request. logprobs: per request and token, where ``sampling`` asked for them,
+    [token, log-probability] of each candidate.
 
     metrics: preemptions, prefix_hits (tokens), drafted and accepted (speculative tokens), steps, widest (most requests
     in one step), build_s and serve_s (seconds).
@@ -60,6 +61,7 @@ class Run:
     tokens: list[list[int]]
     metrics: dict[str, float] = field(default_factory=dict)
     vectors: list[list[float]] = field(default_factory=list)
+    logprobs: list[list[list[list[float]]]] = field(default_factory=list)
 
 
 class EngineHost:
@@ -118,7 +120,7 @@ class EngineHost:
         if "error" in answer:
             raise EngineError(f"{answer['error']}\n{self._tail()}")
         written = out if (out / "run.json").exists() else None
-        return Run(written, answer["tokens"], answer["metrics"], answer["vectors"])
+        return Run(written, answer["tokens"], answer["metrics"], answer["vectors"], answer["logprobs"])
 
     def close(self) -> None:
         process, self._process = self._process, None

@@ -50,13 +50,14 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         _sabotage(engine)
     try:
         pools = job["engine"].get("runner") == "pooling"
-        answers, steps, widest = _drive(engine, job["asks"], job["how"], pools, job["dummies"])
+        answers, likely, steps, widest = _drive(engine, job["asks"], job["how"], pools, job["dummies"])
         metrics = {m.name: getattr(m, "value", 0) for m in llm.get_metrics() if hasattr(m, "value")}
     finally:
         _end(llm)
     return {
         "tokens": [] if pools else answers,
         "vectors": answers if pools else [],
+        "logprobs": likely,
         "metrics": {
             "preemptions": metrics.get("vllm:num_preemptions", 0),
             "prefix_hits": metrics.get("vllm:prefix_cache_hits", 0),
@@ -91,10 +92,11 @@ def _limit_files(megabytes: str) -> None:
 
 def _drive(
     engine: Any, asks: list[dict[str, Any]], how: str, pools: bool, dummies: bool
-) -> tuple[list[list[Any]], int, int]:
+) -> tuple[list[list[Any]], list[list[Any]], int, int]:
     names = [ask["id"] or f"ask-{i}" for i, ask in enumerate(asks)]
     waiting = list(zip(names, asks, strict=True))
     done: dict[str, list[Any]] = {}
+    likely: dict[str, list[Any]] = {}
     steps = widest = 0
     while waiting or engine.has_unfinished_requests():
         running = engine.get_num_unfinished_requests()
@@ -111,10 +113,16 @@ def _drive(
         for output in engine.step():
             if output.finished:
                 done[output.request_id] = output.outputs.data.tolist() if pools else list(output.outputs[0].token_ids)
+                likely[output.request_id] = [] if pools else _likely(output.outputs[0].logprobs)
         if dummies:
             engine.model_executor.collective_rpc("execute_dummy_batch")
         steps += 1
-    return [done[name] for name in names], steps, widest
+    return [done[name] for name in names], [likely[name] for name in names], steps, widest
+
+
+def _likely(positions: Any) -> list[list[list[Any]]]:
+    """At each position, where log-probabilities were asked for: [token, log-probability] of each candidate."""
+    return [[[token, it.logprob] for token, it in position.items()] for position in positions or []]
 
 
 def _prompt(ask: dict[str, Any]) -> dict[str, Any]:
