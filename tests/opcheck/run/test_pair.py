@@ -98,8 +98,9 @@ def assert_alike(both: list[pair.ReplaySide], theirs: list[list[Checked]]) -> No
 
 def in_a_process(what: str, root: Path) -> None:
     """Calls a function of this file where a fork is allowed: in a process that has one thread."""
-    code = f"import sys, pathlib; from opcheck import test_pair; test_pair.{what}(pathlib.Path(sys.argv[1]))"
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    code = f"import sys, pathlib, test_pair; test_pair.{what}(pathlib.Path(sys.argv[1]))"
+    here = Path(__file__)
+    path = os.pathsep.join(filter(None, [str(here.parent), str(here.parents[2]), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, **ONE_THREAD, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", code, str(root)], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
