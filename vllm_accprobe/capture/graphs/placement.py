@@ -96,7 +96,7 @@ def plan(seen: Sightings, chooses: Callable[[str, str], bool], most_rows: int, b
 class Placed:
     """A plan carried out on a model: its buffers, and the two ``select`` that all of them share.
 
-    chosen: of the placed taps those that the settings choose; only these ever copy anything, into the buffer beside them.
+    chosen: of the placed taps those that the settings choose; only these copy anything, into the buffer beside them.
     """
 
     def __init__(self, plan: TapPlan, chooses: Callable[[str, str], bool], device: torch.device):
