@@ -241,7 +241,7 @@ def test_rows_beyond_the_memory_are_left_out_and_counted(start: Start) -> None:
     assert result.coverage["pairs_failed"] == 0
     golden = next(r for r in eager.records if (r.tap, r.role, r.step) == ("model.layers.0.up", "output.0", 0))
     mine = next(r for r in small.records if (r.tap, r.role, r.step) == ("model.layers.0.up", "output.0", 0))
-    assert np.array_equal(eager.array(golden)[:rows], small.array(mine))
+    assert np.array_equal(eager.read(golden)[:rows], small.read(mine))
 
 
 def test_a_fault_inside_the_compiled_engine_is_found_first_where_it_is(start: Start) -> None:

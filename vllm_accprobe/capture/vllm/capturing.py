@@ -129,7 +129,9 @@ class CaptureObserver(StepObserver):
             session, self.taps, model, language_prefix(model), self.root, self._adapter.parallel["rank"],
             stored=parameters.stored, runner=runner, compiled=compiled,
         )  # fmt: skip
-        if compiled and self.config.graphs:
+        if self._graphs is not None and self._graphs.placed:
+            pass  # it has said how much is seen
+        elif compiled and self.config.graphs:
             say(
                 "the engine compiles or captures graphs (left as configured by VLLM_ACCPROBE_GRAPHS=1): "
                 "modules inside them are not seen, and are counted as skipped"

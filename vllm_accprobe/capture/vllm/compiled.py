@@ -122,6 +122,11 @@ class InGraphs:
             run(rows, **{name: value for name, value in options.items() if name in known})
         return seen
 
+    @property
+    def placed(self) -> bool:
+        """Whether there are taps."""
+        return self._placed is not None and bool(self._placed.plan.placed)
+
     # --- steps -------------------------------------------------------------------------------------------------
 
     def computed(self) -> None:
