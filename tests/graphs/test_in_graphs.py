@@ -276,6 +276,20 @@ def test_a_tap_that_the_graph_does_not_have_is_a_skip(start: Start, monkeypatch:
     assert {tap for _, tap in outputs(dump)} == {"<root>", "embed"}
 
 
+def test_a_step_that_is_not_compiled_is_taken_once(start: Start) -> None:
+    """vLLM runs some batches of a compiled model as Python (skip_compiled)."""
+    runner = Runner(compiles=True)
+    probe = start(runner)
+    runner.execute_model(STEPS[0])
+    runner.model.model.do_not_compile = True
+    runner.execute_model(STEPS[1])
+    probe.close("test")
+    taken = [(r.step, r.tap) for r in open_dump(probe.root).records if r.role == "output.0" and r.step is not None]
+    assert len(taken) == len({*taken})
+    assert {tap for step, tap in taken if step == 1} > {tap for step, tap in taken if step == 0}
+    assert "forward" not in runner.model.__dict__
+
+
 @pytest.mark.parametrize("where", ["aim", "take"])
 def test_a_failure_ends_the_capture_and_not_the_serving(
     start: Start, monkeypatch: pytest.MonkeyPatch, where: str

@@ -73,6 +73,8 @@ class GraphDrain:
                     session.fired.add(sighting.path)
                     continue
                 self._live.add(key)
+            if state.calls.get(sighting.path):  # this step ran as Python, whose taps have seen it
+                continue
             session.fired.add(sighting.path)
             if left:
                 session.sink.skip(sighting.path, MORE_ROWS, sighting.role, left)

@@ -23,7 +23,7 @@ import torch
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import Session
 from vllm_accprobe.capture.graphs.drain import GraphDrain
-from vllm_accprobe.capture.graphs.placement import Placed, plan
+from vllm_accprobe.capture.graphs.placement import FULL, Placed, plan
 from vllm_accprobe.capture.graphs.sightings import Sightings, watching
 from vllm_accprobe.capture.taps.selection import chooses
 from vllm_accprobe.capture.vllm.eager import compiled_modules
@@ -49,6 +49,7 @@ class InGraphs:
         self._unfit: dict[str, str] = {}
         self._placed: Placed | None = None
         self._drain: GraphDrain | None = None
+        self._undo: Callable[[], None] = lambda: None
         os.environ[TAP_SET] = ""
 
     # --- before the engine compiles ----------------------------------------------------------------------------
@@ -66,7 +67,16 @@ class InGraphs:
             self.computed()
             return result
 
+        before = self._model.__dict__.get("forward")
         self._model.__dict__["forward"] = forward
+
+        def undo() -> None:
+            if before is None:
+                self._model.__dict__.pop("forward", None)
+            else:
+                self._model.__dict__["forward"] = before
+
+        self._undo = undo
 
     def place(self, root: Path) -> None:
         """Places taps, and says so, also in the run.json of the dump at ``root``. Never raises."""
@@ -95,6 +105,7 @@ class InGraphs:
         say(
             f"{len(made.placed)} taps in compiled graphs (the {made.kind} set; {made.rows} rows, "
             f"{made.nbytes / 1e6:.0f} MB), {len(placed.chosen)} of them chosen"
+            + ("; so many may change what the compiler makes of the model" if made.kind == FULL else "")
         )
 
     def _refusal(self) -> str:
@@ -142,8 +153,9 @@ class InGraphs:
         return self._unfit.get(tap, otherwise)
 
     def close(self) -> None:
-        """Taps copy nothing any more."""
+        """Taps copy nothing any more; the taps that stand outside of this one's root are gone already."""
         self.end_step()
+        self._undo()
         if self._placed is not None:
             self._placed.remove()
         self._drain = None
