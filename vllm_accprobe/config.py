@@ -20,8 +20,8 @@ from vllm_accprobe import config_values as words
 from vllm_accprobe.config_values import Ranges, in_ranges, matches, parse_ranges
 
 __all__ = [
-    "ENV", "PREFIX", "REPLICAS", "RUN_ID", "ConfigError", "DumpConfig", "ProbeConfig", "Ranges", "default_dir",
-    "environment_names", "in_ranges", "matches", "parse_ranges",
+    "ENV", "PREFIX", "REPLICAS", "RUN_ID", "TAP_SET", "ConfigError", "DumpConfig", "ProbeConfig", "Ranges",
+    "default_dir", "environment_names", "in_ranges", "matches", "parse_ranges",
 ]  # fmt: skip
 
 ENV = "VLLM_ACCPROBE"
@@ -31,6 +31,8 @@ RUN_ID = PREFIX + "RUN_ID"
 several front ends of one run (docs/capture.md)."""
 REPLICAS = PREFIX + "REPLICAS"
 """Set by the front end for its workers: how many data-parallel replicas there are. Not for users."""
+TAP_SET = PREFIX + "TAP_SET"
+"""Set by each worker for itself, before its engine compiles: the key of the taps in its graphs. Not for users."""
 
 
 class ConfigError(ValueError):
@@ -46,7 +48,8 @@ class ProbeConfig:
     task: ``tensor`` keeps payloads, ``stats`` only statistics and hashes.
     tokens, steps, ranks: closed ranges, () means all. modules, requests: globs, () means all; ``!`` excludes.
     parts: of input, output, params; () means input and output, and params while they fit a quarter of the budget.
-    graphs: leave torch.compile and captured graphs as configured. ops: capture operator calls too; ops_mode: ``trace``
+    graphs: leave torch.compile and captured graphs as configured; graph_mb: taps inside them get so many 1e6 bytes of a
+    rank's memory, 0 for none (docs/graphs.md). ops: capture operator calls too; ops_mode: ``trace``
     (no tensors), ``dedup`` (one call of each set of shapes and dtypes), ``sample`` (tensors of ``ops_calls`` random
     calls of each operator) or ``full``; ops_list: globs over operators, or over ``module::operator``; ops_max_mb:
     tensors above so many 1e6 bytes are not kept; seed: of whatever is drawn at random.
@@ -65,6 +68,7 @@ class ProbeConfig:
     parts: tuple[str, ...] = ()
     requests: tuple[str, ...] = ()
     graphs: bool = False
+    graph_mb: int = 512
     ops: bool = False
     max_gb: float = 20.0
     ops_mode: str = "full"
@@ -79,6 +83,11 @@ class ProbeConfig:
     def budget_bytes(self) -> int:
         """``max_gb`` in bytes."""
         return int(self.max_gb * 1e9)
+
+    @property
+    def modules_left(self) -> bool:
+        """Whether ``modules`` leaves any out."""
+        return self.modules not in ((), ("all",))
 
     @property
     def capture_inputs(self) -> bool:
@@ -110,8 +119,10 @@ class ProbeConfig:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """All fields by name, as run.json keeps them."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """All fields by name, as run.json keeps them; all modules are (), however that was said."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {
+            "modules": self.modules if self.modules_left else ()
+        }
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ProbeConfig:
@@ -152,10 +163,11 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "tokens": parse_ranges,
     "steps": parse_ranges,
     "ranks": parse_ranges,
-    "modules": words.globs,
+    "modules": words.modules,
     "parts": words.parts,
     "requests": words.globs,
     "graphs": words.flag,
+    "graph_mb": words.natural,
     "ops": words.flag,
     "max_gb": words.amount("gigabytes", "GB", 10**6),
     "ops_mode": words.choice(words.OPS_MODES),
@@ -170,7 +182,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
 
 def environment_names() -> tuple[str, ...]:
     """All environment names that belong to accprobe."""
-    names = [ENV, PREFIX + "CONFIG", RUN_ID, REPLICAS]
+    names = [ENV, PREFIX + "CONFIG", RUN_ID, REPLICAS, TAP_SET]
     names += [PREFIX + name.upper() for name in _PARSERS if name != "enabled"]
     return tuple(names)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 TASKS = ("tensor", "stats")
@@ -52,9 +52,17 @@ def in_ranges(ranges: Ranges, value: int) -> bool:
 
 def globs(value: object) -> tuple[str, ...]:
     """``"a,b*"`` or a list; "all" and "*" alone → (), which is all."""
-    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    found = tuple(str(item).strip() for item in items if str(item).strip())
+    found = tuple(str(item).strip() for item in _items(value) if str(item).strip())
     return () if found in (("all",), ("*",)) else found
+
+
+def _items(value: object) -> Sequence[object]:
+    return value if isinstance(value, (list, tuple)) else str(value).split(",")
+
+
+def modules(value: object) -> tuple[str, ...]:
+    """As ``globs``, but "all" and "*" stay ("all",): in compiled graphs it is not the same as naming nothing."""
+    return globs(value) or (("all",) if any(str(item).strip() for item in _items(value)) else ())
 
 
 def choice(options: tuple[str, ...]) -> Callable[[object], str]:

@@ -70,15 +70,18 @@ def _say(message: str) -> None:
 
 
 def _announce() -> None:
-    from vllm_accprobe.config import ENV, PREFIX, environment_names
+    from vllm_accprobe.config import ENV, PREFIX, TAP_SET, environment_names
 
     envs = sys.modules.get("vllm.envs")
     table = getattr(envs, "environment_variables", None)
     if not isinstance(table, dict):
         return
     # vLLM hashes the values of all known names into its compile cache. Only those that change what a compiled graph
-    # contains may do so: a new dump directory must not recompile the model.
-    hashed = (ENV, PREFIX + "GRAPHS", PREFIX + "MODULES", PREFIX + "PATCHES")
+    # contains may do so: a new dump directory must not recompile the model. With taps in the graph their key says all
+    # (it is known when the model is loaded), and which of them are chosen is no matter of the graph.
+    hashed = (ENV, PREFIX + "GRAPHS", PREFIX + "PATCHES", TAP_SET)
+    modules = PREFIX + "MODULES"
+    table.setdefault(modules, lambda: None if os.environ.get(TAP_SET) else os.environ.get(modules))
     for name in environment_names():
         if name in hashed:
             table.setdefault(name, lambda name=name: os.environ.get(name))

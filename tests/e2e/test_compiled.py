@@ -1,7 +1,7 @@
 """A compiled engine against an eager one: a whole model of unseen operators lies between the taps that both have.
 
 torch.compile's inductor takes a minute here, so that one compiled engine serves all tests. What is planted is planted
-in the eager one: an error is a difference, whichever side has it.
+in the eager one: an error is a difference, whichever side has it. With taps inside the graph: test_graph_taps.py.
 """
 
 from __future__ import annotations
@@ -9,27 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.captures import FIVE, Engines, explain
-from support.engine import EngineHost, Run
+from support.captures import Engines, explain
+from support.engine import Run
 
 pytestmark = pytest.mark.engine
 ROOT = "<root>"
 
 
 @pytest.fixture(scope="module")
-def compiled(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("compiled")
-    host = EngineHost(folder / "log", forced=engines.forced)
-    try:
-        return host.capture(
-            engines.model("qwen2"),
-            FIVE,
-            out=folder / "dump",
-            env={"VLLM_ACCPROBE_GRAPHS": "1"},
-            enforce_eager=False,
-        )
-    finally:
-        host.close()
+def compiled(engines: Engines) -> Run:
+    return engines.compiled("compiled-untapped", VLLM_ACCPROBE_GRAPH_MB="0")
 
 
 def test_compiled_against_eager(engines: Engines, compiled: Run, compared: Any) -> None:

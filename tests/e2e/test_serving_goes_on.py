@@ -177,7 +177,7 @@ def test_compiled_as_configured_is_skipped_loudly(engines: Engines, tmp_path: Pa
     host = EngineHost(tmp_path / "log", {"VLLM_CPU_CI_ENV": "1"})
     bare = EngineHost(tmp_path / "bare.log", {"VLLM_CPU_CI_ENV": "1"}, probe=False)
     try:
-        graphs = {"VLLM_ACCPROBE_GRAPHS": "1"}
+        graphs = {"VLLM_ACCPROBE_GRAPHS": "1", "VLLM_ACCPROBE_GRAPH_MB": "0"}
         run = host.capture(model, FIVE, out=tmp_path / "dump", env=graphs, enforce_eager=False)
         host.close()  # the second engine finds what the first has compiled
         control = bare.capture(model, FIVE, out=tmp_path / "no-dump", enforce_eager=False)

@@ -36,9 +36,15 @@ class Engines:
         return make(name, self.root / "models" / name)
 
     def host(self, kind: str = "v1") -> EngineHost:
-        """``v1``; ``v2``: the V2 model runner; ``tp2``: two ranks, one core each; ``bare``: no probe."""
+        """``v1``; ``v2``: the V2 model runner; ``tp2``: two ranks, one core each; ``bare``: no probe; ``inductor``,
+        ``dynamo``: engines that compile, or only trace, each with a cache of its own."""
         if kind not in self._hosts:
-            env: Mapping[str, str] = {"v1": {}, "bare": {}, "v2": V2_ENV, "tp2": TP2_ENV}[kind]
+            cache = {"VLLM_CACHE_ROOT": str(self.root / f"cache-{kind}")}
+            kinds: dict[str, Mapping[str, str]] = {
+                "v1": {}, "bare": {}, "v2": V2_ENV, "tp2": TP2_ENV,
+                "inductor": cache, "dynamo": cache | {"VLLM_CPU_CI_ENV": "1"},
+            }  # fmt: skip
+            env = kinds[kind]
             self._hosts[kind] = EngineHost(self.root / f"{kind}.log", env, probe=kind != "bare", forced=self.forced)
         return self._hosts[kind]
 
@@ -60,6 +66,10 @@ class Engines:
     def serial(self, model: str = "qwen2", asks: Sequence[Ask] = FIVE) -> Run:
         """The golden of most pairs: the requests sent one at a time, unchunked."""
         return self.run(f"{model}-serial", model, asks, how="serial")
+
+    def compiled(self, name: str, host: str = "inductor", **env: str) -> Run:
+        """The capture of a compiled engine, all five requests at once; further keywords are of its environment."""
+        return self.run(name, host=host, env={"VLLM_ACCPROBE_GRAPHS": "1"} | env, enforce_eager=False)
 
     def close(self) -> None:
         for host in self._hosts.values():

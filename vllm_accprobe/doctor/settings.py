@@ -51,7 +51,7 @@ def configuration(environ: Mapping[str, str]) -> list[Finding]:
     text = ", ".join(f"{name}={environ[name]}" for name in given) if given else "all at their defaults"
     out = [Finding(OK, "settings", text)]
     if config.graphs:
-        text = f"{PREFIX}GRAPHS=1: modules inside compiled or captured graphs are not seen, and are counted as skipped"
+        text = f"{PREFIX}GRAPHS=1: inside compiled or captured graphs taps see some modules, the rest counts as skipped"
         out.append(Finding(WARNING, "settings", text, f"unset {PREFIX}GRAPHS to see every module"))
     return out
 

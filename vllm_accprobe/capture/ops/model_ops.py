@@ -49,7 +49,7 @@ def _watch(
         return ((path, name, t) for path, _, name, t in named_tensors(model) if not moves)
 
     config = session.config
-    chosen = frozenset().union(*(tap.chosen for tap in taps.taps)) if config.modules else None
+    chosen = frozenset().union(*(tap.chosen for tap in taps.taps)) if config.modules_left else None
     session.ops = Operators(session, Memory(named, caches, stored), chosen, bool(config.requests or config.tokens))
 
 

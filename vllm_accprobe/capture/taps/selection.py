@@ -30,7 +30,7 @@ _PRESETS: dict[str, Callable[[str, str], bool]] = {
 
 def chooses(config: ProbeConfig, path: str, cls: str) -> bool:
     """Whether VLLM_ACCPROBE_MODULES (globs over paths, presets, class names) selects the module at ``path``."""
-    if not config.modules:
+    if not config.modules_left:
         return True
     globs: list[str] = []
     name = path or ROOT_TAP

@@ -28,6 +28,7 @@ from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.capture.taps.params import ParameterLines
 from vllm_accprobe.capture.vllm.attach import observe
 from vllm_accprobe.capture.vllm.batch import ChosenRows
+from vllm_accprobe.capture.vllm.compiled import InGraphs
 from vllm_accprobe.capture.vllm.dealing import Dealing, watch_dealing
 from vllm_accprobe.capture.vllm.eager import compiled_modules, compiles
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
@@ -62,6 +63,7 @@ class CaptureObserver(StepObserver):
         self._parameters: ParameterLines | None = None
         self._attachments: Attachments | None = None
         self._dealing: Dealing | None = None
+        self._graphs: InGraphs | None = None
         self._seen_steps = self._armed_steps = 0
         self._closed = False
 
@@ -105,17 +107,24 @@ class CaptureObserver(StepObserver):
                 self.session.ops.forget_weights()
             return
         session, parameters = self._open(model)
+        compiled = compiles(runner.vllm_config, model)
+        if compiled and self.config.graphs:
+            self._graphs = InGraphs(session, runner, model, self._adapter.parallel)
+            self._graphs.around()
         self.taps = Taps(session, functools.partial(tapped, session))
         self.taps.attach(model, language_prefix(model))
         Sampling(session, runner, model, self._rows)
         parameters.rest()
+        if self._graphs is not None:
+            self._graphs.place(self.root)
         self._dealing = watch_dealing(batch, runner.vllm_config)
-        compiled = compiles(runner.vllm_config, model)
         self._attachments = put_on(
             session, self.taps, model, language_prefix(model), self.root, self._adapter.parallel["rank"],
             stored=parameters.stored, runner=runner, compiled=compiled,
         )  # fmt: skip
-        if compiled and self.config.graphs:
+        if self._graphs is not None and self._graphs.placed:
+            pass  # it has said how much is seen
+        elif compiled and self.config.graphs:
             say(
                 "the engine compiles or captures graphs (left as configured by VLLM_ACCPROBE_GRAPHS=1): "
                 "modules inside them are not seen, and are counted as skipped"
@@ -170,6 +179,8 @@ class CaptureObserver(StepObserver):
             session.state = state if session.dead is None else None
 
     def computed(self) -> None:
+        if self._graphs is not None:
+            self._graphs.computed()
         state = self.session.state if self.session is not None else None
         if self.session is not None and state is not None and not state.spaces:
             # No tap fired (a captured graph, or a filter): the step's rows are written all the same.
@@ -180,6 +191,8 @@ class CaptureObserver(StepObserver):
     def end_step(self) -> None:
         if self.session is not None:
             self.session.end()
+        if self._graphs is not None:
+            self._graphs.end_step()
 
     # --- the end -----------------------------------------------------------------------------------------------
 
@@ -202,8 +215,10 @@ class CaptureObserver(StepObserver):
             if self.taps is not None:
                 if self._armed_steps:
                     for tap, why in self.taps.never_fired():
-                        sink.skip(tap, why)
+                        sink.skip(tap, why if self._graphs is None else self._graphs.why(tap, why))
                 self.taps.remove()
+            if self._graphs is not None:
+                self._graphs.close()
             if self._attachments is not None:
                 self._attachments.close()
             if self._dealing is not None:

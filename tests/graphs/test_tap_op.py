@@ -1,0 +1,112 @@
+"""The tap operator: what it copies, and that choosing makes no new graph, with both of torch's ways to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from vllm_accprobe.capture.graphs.tap_op import _tap_device, choose, selection, tap
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.parametrize("operator", [tap, _tap_device], ids=["host", "device"])
+def test_the_chosen_rows_in_their_order(operator) -> None:  # type: ignore[no-untyped-def]
+    x = torch.arange(12, dtype=torch.bfloat16).view(6, 2)
+    buffer, select = torch.full((4, 2), -1, dtype=torch.bfloat16), selection(4, CPU)
+    choose(select, [5, 0, 2])
+    assert operator(x, buffer, select) is None
+    assert buffer[:3].tolist() == [[10, 11], [0, 1], [4, 5]]
+
+
+def test_nothing_is_copied_while_it_is_off_or_does_not_fit() -> None:
+    buffer, select = torch.full((4, 2), -1.0), selection(4, CPU)
+    tap(torch.ones(6, 2), buffer, select)
+    choose(select, [0])
+    choose(select, ())
+    tap(torch.ones(6, 2), buffer, select)
+    choose(select, [7])  # no such row
+    tap(torch.ones(6, 2), buffer, select)
+    choose(select, [0])
+    tap(torch.ones(6, 3), buffer, select)  # another width
+    tap(torch.ones(6, 2, dtype=torch.float16), buffer, select)  # another dtype
+    assert (buffer == -1).all()
+
+
+def test_rows_of_any_stride() -> None:
+    x = torch.arange(24.0).view(2, 4, 3).transpose(0, 1)
+    buffer, select = torch.zeros(4, 2, 3), selection(4, CPU)
+    choose(select, [3, 1])
+    tap(x, buffer, select)
+    assert torch.equal(buffer[:2], x[[3, 1]])
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+        self.register_buffer("held", torch.zeros(4, 8), persistent=False)
+        self.register_buffer("select", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x)
+        tap(out, self.held, self.select)
+        return torch.relu(out)
+
+
+def stack(select: torch.Tensor, layers: int = 3) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Layer() for _ in range(layers)))
+    for layer in model:
+        layer.select = select[:]
+    return model
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_one_graph_for_all_rows_and_all_choices(backend: str) -> None:
+    select = selection(4, CPU)
+    model = stack(select)
+    plain = [layer.inner for layer in model]
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+        choices: list[tuple[int, Sequence[int]]] = [(5, [4, 1]), (3, []), (17, [16, 0, 3, 9]), (2, [1]), (64, [63])]
+        for rows, chosen in choices:
+            x = torch.randn(rows, 8)
+            choose(select, chosen)
+            before = [layer.held.clone() for layer in model]
+            got = compiled(x)
+            for layer, linear, old in zip(model, plain, before, strict=True):
+                out = linear(x)
+                assert torch.equal(layer.held[: len(chosen)], out[list(chosen)])
+                assert torch.equal(layer.held[len(chosen) :], old[len(chosen) :])
+                x = torch.relu(out)
+            assert torch.equal(got, x)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_nothing_of_ours_but_tensors_enters_the_graph() -> None:
+    seen: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        seen.append(graph)
+        return graph
+
+    with torch.no_grad():
+        torch.compile(stack(selection(4, CPU)), backend=keep, fullgraph=True)(torch.zeros(3, 8))
+    (graph,) = seen
+    taps = [node for node in graph.graph.nodes if node.target is tap]
+    assert len(taps) == 3
+    for node in taps:
+        assert not node.kwargs
+        assert all(isinstance(arg, torch.fx.Node) for arg in node.args)
+        assert [arg.op for arg in node.args[1:]] == ["placeholder", "placeholder"]

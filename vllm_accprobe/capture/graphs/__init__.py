@@ -1,0 +1,1 @@
+"""Taps inside compiled and captured graphs: operators instead of Python around a call."""
