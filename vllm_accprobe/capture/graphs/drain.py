@@ -10,11 +10,9 @@ here: which taps there are (placement.py), when a forward begins (vllm/compiled.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.memory import DTYPE_NAMES
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.capture.core.session import LANGUAGE, Session
 from vllm_accprobe.capture.core.step_state import StepState
@@ -22,6 +20,7 @@ from vllm_accprobe.capture.graphs.placement import Placed, unwritten
 from vllm_accprobe.capture.graphs.sightings import Sighting
 from vllm_accprobe.capture.graphs.tap_op import choose
 from vllm_accprobe.capture.taps.fast_path import Sites
+from vllm_accprobe.dump.journal.tensor_lines import TensorHead
 from vllm_accprobe.dump.schema import TOKENS
 
 HELD = f"{TOKENS}/held"
@@ -99,14 +98,9 @@ class GraphDrain:
             session.sink.rows(state.number, space)
         seq = state.seq
         state.seq = seq + 1
-        event: dict[str, Any] = {
-            "event": "tensor", "step": state.number, "tap": one.path, "class": one.cls, "role": one.role, "call": 0,
-            "seq": seq, "rows": space.name, "row_dim": 0, "dtype": DTYPE_NAMES[one.dtype],
-        }  # fmt: skip
         layout = session.layout_event(one.path, one.role, rows.shape)
-        if layout is not None:
-            event["layout"] = layout
-        session.sink.tensor(event, rows, None, 0)
+        head = TensorHead(state.number, one.path, one.cls, one.role, 0, seq, space.name, layout=layout)
+        session.sink.tensor(head, rows, None)
 
 
 def held(space: Space, most: int) -> Space:
