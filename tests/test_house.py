@@ -11,6 +11,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "vllm_accprobe"
 FILES = sorted(PACKAGE.rglob("*.py"))
+CROSSING = ("e2e", "faults", "freeze", "platform", "scripts")
+"""Folders of tests that mirror no room: engines, the fault laboratory, every output, captured graphs, scripts."""
 MANY = {"cli", "opcheck/references"}
 """One file per command, and per family of operators: as many as there are."""
 
@@ -88,3 +90,17 @@ def test_no_name_of_a_module_is_in_more_than_two_rooms() -> None:
 def test_no_room_is_too_full() -> None:
     rooms = Counter(f.parent.relative_to(PACKAGE).as_posix() for f in FILES if f.name != "__init__.py")
     assert {room: n for room, n in rooms.items() if n > 15 and room not in MANY} == {}
+
+
+def test_tests_lie_where_their_modules_lie() -> None:
+    """A test is found by its module's name. What crosses modules has a name that no module has."""
+    tests = PACKAGE.parent / "tests"
+    modules = defaultdict(set)
+    for file in FILES:
+        modules[f"test_{file.name}"].add(file.relative_to(PACKAGE).parent)
+    found = [t.relative_to(tests) for t in tests.rglob("test_*.py")]
+    assert len(found) > 200
+    stray = {t for t in found if modules[t.name] and t.parent not in modules[t.name] and str(t.parent) not in CROSSING}
+    assert {str(t) for t in stray} == set()
+    rooms = {file.relative_to(PACKAGE).parent for file in FILES} | {Path(room) for room in CROSSING}
+    assert {str(t) for t in found if t.parent not in rooms} == set()

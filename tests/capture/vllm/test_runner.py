@@ -1,6 +1,6 @@
 """One adapter around a runner and those who listen to it: what they are told, in which order, and what they may break.
 
-The runners are ../test_steps.py's; what a capture makes of the calls is tested there."""
+The runners are ../test_runner_steps.py's; what a capture makes of the calls is tested there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_steps import PARALLEL, Drafting, Output, PoolingV2, Runner, new
+from test_runner_steps import PARALLEL, Drafting, Output, PoolingV2, Runner, new
 
 from vllm_accprobe.capture.nan_watch import observer as errcheck
 from vllm_accprobe.capture.nan_watch.observer import ErrcheckExit, ErrcheckObserver

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.test_children import left_behind
+from cli.test_killed_commands import left_behind
 from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.children import ONE_THREAD
