@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from vllm_accprobe.dump.dtypes import DTYPES, byte_values, widen
 from vllm_accprobe.dump.schema import Payload, Stats
@@ -148,18 +147,6 @@ def moments_within(base: int, spans: Sequence[tuple[int, int]], dtype: str) -> l
         except Exception:
             pass
     return [moments(_bytes_at(base + start, stop - start), dtype) for start, stop in spans]
-
-
-def digest(parts: Sequence[tuple[int, int]]) -> str:
-    """xxh3-128 over the memory regions (address, bytes) one after the other, 32 hex digits."""
-    if len(parts) == 1 and parts[0][1]:
-        address, nbytes = parts[0]
-        return xxhash.xxh3_128_hexdigest((ctypes.c_char * nbytes).from_address(address))
-    hasher = xxhash.xxh3_128()
-    for address, nbytes in parts:
-        if nbytes:
-            hasher.update((ctypes.c_char * nbytes).from_address(address))
-    return hasher.hexdigest()
 
 
 def _bytes_at(address: int, nbytes: int) -> np.ndarray:

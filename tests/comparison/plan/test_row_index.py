@@ -10,7 +10,7 @@ def side(**spaces):
     rows = {}
     for name, (keys, keep) in spaces.items():
         rows[0, int(name[1:]), "tokens"] = Rows(np.array(keys), np.array(keep, bool), np.zeros(len(keys), bool))
-    return SideRows(rows, {}, 0)
+    return SideRows(rows, {})
 
 
 A, B = (0, 0, "tokens"), (0, 1, "tokens")

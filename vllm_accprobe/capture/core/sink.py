@@ -26,10 +26,11 @@ from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal.event_lines import ERROR, MODULE, REQUEST, ROWS, SKIP, STEP
 from vllm_accprobe.dump.journal.tensor_lines import TensorHead
+from vllm_accprobe.dump.recorder.hashing import digest
 from vllm_accprobe.dump.recorder.queued import Event, TensorLine
 from vllm_accprobe.dump.recorder.writer import RankWriter
 from vllm_accprobe.dump.schema import ROOT_TAP, Failure, Module, Request, Skip, Step
-from vllm_accprobe.dump.stats import StatsCell, digest, moments_at, warm_up
+from vllm_accprobe.dump.stats import StatsCell, moments_at, warm_up
 
 
 class Sink:

@@ -19,9 +19,10 @@ from vllm_accprobe.capture.core.memory import DTYPE_NAMES
 from vllm_accprobe.capture.core.session import Session
 from vllm_accprobe.capture.taps.selection import chooses
 from vllm_accprobe.dump.journal.tensor_lines import TensorHead
+from vllm_accprobe.dump.recorder.hashing import digest
 from vllm_accprobe.dump.recorder.queued import TensorLine
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
-from vllm_accprobe.dump.stats import StatsCell, digest
+from vllm_accprobe.dump.stats import StatsCell
 
 SAMPLE = 4096
 """Elements in the hashed sample: every ceil(n / SAMPLE)-th one of the flattened tensor, from the first."""

@@ -20,6 +20,7 @@ from typing import Any
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.journal.event_lines import STOP
 from vllm_accprobe.dump.recorder.disk_threads import Drain
+from vllm_accprobe.dump.recorder.hashing import digest
 from vllm_accprobe.dump.recorder.lines import JournalFile, encode
 from vllm_accprobe.dump.recorder.queued import Event, Line, TensorLine, WriteBatch
 from vllm_accprobe.dump.recorder.run_json import write_run_json
@@ -27,7 +28,7 @@ from vllm_accprobe.dump.recorder.staging import BatchStaging
 from vllm_accprobe.dump.recorder.template import TemplateLine
 from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, Payload, Stop, rank_dir
 from vllm_accprobe.dump.segment import PAGE, entry_room
-from vllm_accprobe.dump.stats import StatsCell, TensorMoments, digest
+from vllm_accprobe.dump.stats import StatsCell, TensorMoments
 
 __all__ = ["RankWriter", "StatsCell", "write_run_json"]
 
