@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-APART = ("test_documents.py",)
+APART = ("test_documents.py", "test_replicas_engine.py")
 """Files with engines that take long and share few captures: the other process begins with them."""
 
 

@@ -60,6 +60,11 @@ NOT_RUN = {
     "python benchmarks/bench_capture.py --rounds 9": "minutes; timings are no tests",
     "python benchmarks/bench_tap.py": "timings are no tests",
     "accprobe show DUMP TAP": "TAP is to be filled in",
+    "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=eager vllm serve MODEL": "for the line below it",
+    "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=compiled VLLM_ACCPROBE_GRAPHS=1 vllm serve MODEL": (
+        "inductor takes a minute; test_graph_taps.py has such engines"
+    ),
+    "accprobe compare eager/ compiled/": "needs the lines above",
     "VLLM_ACCPROBE_PATCHES=all": "a setting, not a command; the line above it has another",
     "VLLM_ACCPROBE_PATCHES=./mine.toml": "a setting, not a command",
 }
