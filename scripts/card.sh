@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# What a machine's card makes of our taps: one page and one small archive to send us.
+# What accprobe does on this machine's card, with this machine's own vLLM: one page and one small archive to send us.
 #
-#   bash scripts/card.sh --torch [--out DIR] [--device cpu|cuda|npu]
+#   bash scripts/card.sh [--quick] [--out DIR] [--engine JSON] [--only PARTS] [--again [PARTS]] [--limit S]
+#   bash scripts/card.sh --torch [--out DIR] [--device NAME]
 #
-# --torch needs torch and nothing else of a server: a tiny transformer runs eager, compiled and, where CUDA is, captured
-# in a graph, each clean and with one planted fault. (With the machine's own vLLM: to come.) PYTHON chooses the Python.
+# Engines run eager, compiled and captured, each clean and with a planted fault; see docs/card.md. The same command goes
+# on where it was interrupted. --torch needs torch and nothing of a server. PYTHON chooses the Python (python3).
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
-if [ "${1:-}" != "--torch" ]; then
-    echo "usage: bash scripts/card.sh --torch [--out DIR] [--device NAME]" >&2
-    exit 2
+script=card.py
+if [ "${1:-}" = "--torch" ]; then
+    script=card_torch.py
+    shift
 fi
-shift
-PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" exec "${PYTHON:-python3}" "$here/scripts/card_torch.py" "$@"
+PYTHONPATH="$here:$here/scripts${PYTHONPATH:+:$PYTHONPATH}" exec "${PYTHON:-python3}" "$here/scripts/$script" "$@"

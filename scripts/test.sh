@@ -16,7 +16,9 @@ check() {  # name, command...
 check ruff "$PYTHON" -m ruff check .
 check mypy "$PYTHON" -m mypy
 check imports "$VENV/bin/lint-imports" --no-logo
-# Two processes: engines in one, everything else in the other (tests/conftest.py); -n 0 runs them in one.
+# Hundreds of children import the package; where an image forbids bytecode files, each would compile it anew (1 s).
+unset PYTHONDONTWRITEBYTECODE
+# Two processes: tests/conftest.py says who gets what; -n 0 runs all in one.
 check pytest "$PYTHON" -m pytest -n 2 --dist loadgroup --durations=25 "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then

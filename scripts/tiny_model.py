@@ -32,6 +32,8 @@ class TinyModel:
     config: dict[str, Any]
     weights: Callable[[dict[str, Any]], Iterator[Weight]]
     extra_files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    mean_gain: float = 1.0
+    """Of a norm's weights: 0 where the model adds 1 to them itself."""
 
 
 def _linear(name: str, out: int, in_: int, gain: float = 1.0) -> Weight:
@@ -92,6 +94,25 @@ def _qwen2_moe(c: dict[str, Any]) -> Iterator[Weight]:
         yield _linear(f"{p}.mlp.shared_expert_gate", 1, h)
 
     return _frame(c, layer)
+
+
+def _gemma3(c: dict[str, Any]) -> Iterator[Weight]:
+    """Norms of queries and keys, and one behind attention and MLP as well. The embedding is multiplied by the square
+    root of its width; here the head is not tied to it, so that a token is not its own likeliest successor."""
+    h, heads, kv, d = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+    yield "model.embed_tokens.weight", (c["vocab_size"], h), 1 / h**0.5
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}"
+        yield _norm(f"{p}.input_layernorm", h)
+        for name, n in (("q", heads), ("k", kv), ("v", kv)):
+            yield _linear(f"{p}.self_attn.{name}_proj", n * d, h)
+        yield from (_norm(f"{p}.self_attn.{name}_norm", d) for name in ("q", "k"))
+        yield _linear(f"{p}.self_attn.o_proj", h, heads * d)
+        yield from (_norm(f"{p}.{name}_layernorm", h) for name in ("post_attention", "pre_feedforward"))
+        yield from _mlp(f"{p}.mlp", h, c["intermediate_size"])
+        yield _norm(f"{p}.post_feedforward_layernorm", h)
+    yield _norm("model.norm", h)
+    yield _linear("lm_head", c["vocab_size"], h, gain=4.0)
 
 
 def _mixtral(c: dict[str, Any]) -> Iterator[Weight]:
@@ -223,6 +244,21 @@ _MOE = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "attention_bias": False,
+    "sliding_window": 24,  # shorter than the prompts of most tests
+    "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING],
+    "rope_parameters": {
+        _SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+        _FULL: {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+}
 _MLA = {
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
@@ -301,6 +337,7 @@ _WHISPER = {
 MODELS: dict[str, TinyModel] = {
     "qwen2": TinyModel(_base("Qwen2ForCausalLM", "qwen2"), _dense(bias=True)),
     "llama": TinyModel(_base("LlamaForCausalLM", "llama", num_hidden_layers=3), _dense(bias=False)),
+    "gemma3": TinyModel(_base("Gemma3ForCausalLM", "gemma3_text", **_GEMMA), _gemma3, mean_gain=0.0),
     "qwen2-moe": TinyModel(_base("Qwen2MoeForCausalLM", "qwen2_moe", **_MOE), _qwen2_moe),
     "mixtral": TinyModel(
         _base("MixtralForCausalLM", "mixtral", num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2),
@@ -333,7 +370,8 @@ MODELS: dict[str, TinyModel] = {
         _dense(bias=True),
     ),
 }
-"""``qwen2``: dense, GQA. ``qwen2-moe``, ``mixtral``: experts. ``deepseek-v2``: MLA, one dense and two expert layers.
+"""``qwen2``: dense, GQA. ``gemma3``: windowed and full attention, norms of q and k and behind each part.
+``qwen2-moe``, ``mixtral``: experts. ``deepseek-v2``: MLA, one dense and two expert layers.
 ``qwen2.5-vl``: vision tower and M-RoPE. ``whisper``: audio encoder and decoder.
 ``bench-h1024``: 8 layers of hidden size 1024, for the benchmarks."""
 
@@ -358,7 +396,9 @@ def make(name: str, path: str | Path, *, seed: int = 0, **overrides: Any) -> Pat
     tensors = {}
     for tensor, shape, std in model.weights(config):
         is_gain = len(shape) == 1 and tensor.endswith(".weight")
-        values = torch.randn(shape, generator=generator, dtype=torch.float32) * std + (1.0 if is_gain else 0.0)
+        values = torch.randn(shape, generator=generator, dtype=torch.float32) * std
+        if is_gain:
+            values += model.mean_gain
         tensors[tensor] = values.to(torch.bfloat16)
     write_tokenizer(path, vocab_size=config["vocab_size"])
     if "vision_config" in config:

@@ -1,14 +1,21 @@
 """How the suite is spread over two processes.
 
-What starts a vLLM engine or a Ray cluster stays in one of them, one after the other, because engines are shared by
-session-scoped fixtures; it begins first, because it takes longest. Of all other tests a file is a piece."""
+The problem: most of the time goes into vLLM engines, which tests share by session-scoped fixtures, and what is shared
+must stay in one process. The idea: the engines with this machine's kernels are one piece of work, those with lesser
+kernels, which share nothing with them, another; the two processes begin with these, and whoever is ready takes the
+next piece: first what starts engines of its own (APART), then all other tests, file by file."""
 
 from __future__ import annotations
 
 import pytest
 
-APART = ("test_documents.py", "test_replicas_engine.py")
-"""Files with engines that take long and share few captures: the other process begins with them."""
+SHARED, LESSER = "engine", "engine-avx2"
+APART = ("test_documents.py", "test_replicas_engine.py", "test_captured_engine.py", "test_cluster.py")
+"""Files with engines or clusters that take long and share few captures."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # else xdist begins with the piece that has most tests, which takes seconds
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups, whichever of the two was loaded first
@@ -16,10 +23,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        name = "engine" if _engine(item) and item.path.name not in APART else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(name))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
     if getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not _engine(item))
+        items.sort(key=_turn)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -27,6 +33,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     grouped = getattr(session.config.option, "loadgroup", False) and hasattr(session.config, "workerinput")
     if grouped and session.items and not any("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist did not group the tests: another pytest than pyproject.toml asks for?")
+
+
+def _group(item: pytest.Item) -> str:
+    if not _engine(item) or item.path.name in APART:
+        return str(item.path)
+    parameters = getattr(item, "callspec", None)
+    return LESSER if parameters and parameters.params.get("each_engines") == "avx2" else SHARED
+
+
+def _turn(item: pytest.Item) -> int:
+    """When its group begins; xdist deals the groups out in the order of the tests."""
+    return (SHARED, LESSER).index(_group(item)) if _group(item) in (SHARED, LESSER) else 2 if _engine(item) else 3
 
 
 def _engine(item: pytest.Item) -> bool:

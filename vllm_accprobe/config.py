@@ -49,10 +49,12 @@ class ProbeConfig:
     tokens, steps, ranks: closed ranges, () means all. modules, requests: globs, () means all; ``!`` excludes.
     parts: of input, output, params; () means input and output, and params while they fit a quarter of the budget.
     graphs: leave torch.compile and captured graphs as configured; graph_mb: taps inside them get so many 1e6 bytes of a
-    rank's memory, 0 for none (docs/graphs.md). ops: capture operator calls too; ops_mode: ``trace``
-    (no tensors), ``dedup`` (one call of each set of shapes and dtypes), ``sample`` (tensors of ``ops_calls`` random
-    calls of each operator) or ``full``; ops_list: globs over operators, or over ``module::operator``; ops_max_mb:
-    tensors above so many 1e6 bytes are not kept; seed: of whatever is drawn at random.
+    rank's memory, 0 for none; graph_taps: globs over modules, at which alone taps stand; graph_full: while the disk
+    is slower than they, ``wait`` or ``drop`` and count what they hold (docs/graphs.md).
+    ops: capture operator calls too; ops_mode: ``trace`` (no tensors), ``dedup`` (one call of each set of shapes and
+    dtypes), ``sample`` (tensors of ``ops_calls`` random calls of each operator) or ``full``; ops_list: globs over
+    operators, or over ``module::operator``; ops_max_mb: tensors above so many 1e6 bytes are not kept; seed: of whatever
+    is drawn at random.
     max_gb: disk budget per rank in 1e9 bytes.
     errcheck: of overflow, nan, exit: what is looked for in every step, with the probe off, too, and whether the engine
     is then stopped. patches: names or files of patches (docs/patches.md), or ``all``.
@@ -69,6 +71,8 @@ class ProbeConfig:
     requests: tuple[str, ...] = ()
     graphs: bool = False
     graph_mb: int = 512
+    graph_full: str = "wait"
+    graph_taps: tuple[str, ...] = ()
     ops: bool = False
     max_gb: float = 20.0
     ops_mode: str = "full"
@@ -168,6 +172,8 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "requests": words.globs,
     "graphs": words.flag,
     "graph_mb": words.natural,
+    "graph_full": words.choice(words.WHEN_FULL),
+    "graph_taps": words.globs,
     "ops": words.flag,
     "max_gb": words.amount("gigabytes", "GB", 10**6),
     "ops_mode": words.choice(words.OPS_MODES),

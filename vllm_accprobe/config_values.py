@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 TASKS = ("tensor", "stats")
+WHEN_FULL = ("wait", "drop")
 PARTS = ("input", "output", "params")
 ERRCHECK = ("overflow", "nan", "exit")
 OPS_MODES = ("trace", "dedup", "sample", "full")

@@ -97,6 +97,8 @@ READ = {
     "errcheck": ["errcheck", "--read", "@"],
     "opdiff": ["opdiff", "@", "@", "--out", "OUT"],
     "patches": ["patches", "check", "--source", "@"],
+    "gate": ["gate", "@", "golden"],
+    "gate, mine": ["gate", "--samples", "@", "golden"],
 }
 
 

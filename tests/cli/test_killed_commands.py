@@ -27,6 +27,7 @@ COMMANDS = {
     "compare": "compare golden mine --out report",
     "opcheck": "opcheck golden --out checked -j 2",
     "doctor": "doctor",
+    "doctor-graphs": "doctor --graphs -o NEW -- sleep 600",
     "run": "run -- sleep 600",
     "run-shell": "run -- 'sleep 600 & sleep 601'",
     "errcheck": "errcheck -- sleep 600",
@@ -105,7 +106,7 @@ def test_a_command_that_is_killed_leaves_nothing_behind(
     path = os.pathsep.join(filter(None, [str(place / "slow"), os.environ.get("PYTHONPATH")]))
     mark = f"{request.node.name}-{os.getpid()}"
     children = 2 if command.startswith("opcheck") or "&" in command else 1
-    words = [ACCPROBE, *shlex.split(command)]
+    words = [ACCPROBE, *shlex.split(command.replace("NEW", f"new-{number}"))]
     assert left_behind(words, mark, {"PYTHONPATH": path}, number, place, children) == []
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.interrupts import in_the_foreground
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import open_dump
@@ -101,7 +102,7 @@ def test_ctrl_c_is_the_commands_and_the_dump_is_closed(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [ACCPROBE, "run", "-d", "out", "--", sys.executable, "-c", QUICK, "30", "3"],
         cwd=tmp_path, env=environ({}), text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.PIPE, preexec_fn=in_the_foreground,
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "captured\n"

@@ -60,6 +60,7 @@ class MemoryDump:
     run: dict[str, Any] = field(default_factory=dict)
     ranks: tuple[int, ...] = (0,)
     records: list[Record] = field(default_factory=list)
+    padding: list[Record] = field(default_factory=list)
     requests: dict[Any, Request] = field(default_factory=dict)
     steps: dict[Any, Step] = field(default_factory=dict)
     rows: dict[Any, RowSpace] = field(default_factory=dict)

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_evaluations import right, write_samples
+from made_folders import folder
 from opcheck.opdiff_files import CHINESE, details
 from support.captures import Engines
 from support.documents import COMMAND, PAGES, PYTHON, ROOT, SYNOPSIS, Snippet, snippets
@@ -59,12 +61,20 @@ NOT_RUN = {
     "(cd cases && pytest --device cuda --detail-csv gpu.csv)": "no CUDA device here",
     "python benchmarks/bench_capture.py --rounds 9": "minutes; timings are no tests",
     "python benchmarks/bench_tap.py": "timings are no tests",
+    "bash scripts/card.sh": "ten minutes; test_card_parts.py runs its parts",
+    "bash scripts/card.sh --torch": "inductor takes a minute; test_card.py has what it runs",
     "accprobe show DUMP TAP": "TAP is to be filled in",
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=eager vllm serve MODEL": "for the line below it",
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=compiled VLLM_ACCPROBE_GRAPHS=1 vllm serve MODEL": (
         "inductor takes a minute; test_graph_taps.py has such engines"
     ),
     "accprobe compare eager/ compiled/": "needs the lines above",
+    "accprobe doctor --graphs -- vllm serve MODEL": "four engines; test_taps_change_nothing.py has them",
+    "python scripts/graph_models.py --keep DIR --markdown FILE": "thirty engines; run by hand before a release",
+    "accprobe doctor --graphs -- python my_generate.py": "a program of the reader's own",
+    "accprobe send prompts.jsonl --url URL --out DIR": "test_real_server.py has a server",
+    "accprobe send prompts.jsonl --url http://localhost:8000 --out golden-sent": "test_real_server.py has a server",
+    'accprobe send --engine "vllm serve MODEL --max-model-len 16384" --out mine-sent': "test_real_server.py starts one",
     "VLLM_ACCPROBE_PATCHES=all": "a setting, not a command; the line above it has another",
     "VLLM_ACCPROBE_PATCHES=./mine.toml": "a setting, not a command",
 }
@@ -74,7 +84,7 @@ ENDS = {
     "(cd accprobe-gentest && pytest)": (1, "failed"),  # the fault's calls
 }
 """Command: the exit code that it has on a machine without the device or library, and a word of what it says."""
-JUDGES = {"compare", "opcheck", "opdiff", "labels", "errcheck", "gentest"}
+JUDGES = {"compare", "opcheck", "opdiff", "labels", "errcheck", "gentest", "gate"}
 """Commands that may end with 1: differences were found."""
 FAULT = '{"kind": "scale", "module": "model.layers.2.self_attn.o_proj", "factor": 1.05, "rows": "position>=20"}'
 NAN = '{"kind": "nan", "module": "model.layers.2.mlp.down_proj", "rows": "position>=20", "features": [3]}'
@@ -82,10 +92,11 @@ _SERVE = '''#!{python}
 """`vllm serve MODEL` without HTTP: a real vLLM engine answers two requests and ends."""
 import os, sys
 assert sys.argv[1] == "serve", sys.argv
-os.environ |= {{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}}
+os.environ |= {{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}}
 sys.path.insert(0, {support!r})
-from engine_worker import DEFAULTS
+from engine_worker import DEFAULTS, spare_the_imports
 from vllm import LLM, SamplingParams
+spare_the_imports()
 llm = LLM(model=sys.argv[2], **DEFAULTS)
 asks = [{{"prompt_token_ids": list(range(20 + i, 50 + i))}} for i in range(2)]
 for answer in llm.generate(asks, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)):
@@ -151,6 +162,11 @@ def place(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (at / "work" / "start.sh").write_text("cd ..\nexec vllm serve MODEL\n")
     (at / "run.sh").write_text("exec vllm serve MODEL\n")
     (at / "map.yaml").write_text("'**.qkv_proj': '**.qkv_proj'\n")
+    for side, seed in (("golden", 1), ("mine", 2)):
+        folder(at / f"{side}-sent", seed)
+    for side, wrong in (("golden", range(26, 50)), ("mine", range(24, 48))):
+        write_samples(at / f"{side}.jsonl", right(50, wrong))
+        write_samples(at / f"{side}-run" / "tiny" / "samples_sums_2026-11-23T10-00-00.jsonl", right(50, wrong))
     np.save(at / "a.npy", np.arange(6, dtype="f4"))
     monkeypatch.chdir(at)
     for name in [n for n in os.environ if n.startswith("VLLM_ACCPROBE")]:

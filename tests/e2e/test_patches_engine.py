@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.captures import FIVE, VISION, Engines, explain
 from support.engine import Run
+from support.patch_text import target
 
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump, open_dump
@@ -17,26 +18,16 @@ from vllm_accprobe.dump.schema import Record
 
 pytestmark = pytest.mark.engine
 
-OLD = """
-[[target]]
-module = "vllm.model_executor.models.qwen2"
-function = "Qwen2Attention.forward"
-[[target.tap]]
-name = "q"
-value = "q"
-after = "q, k = self.rotary(positions, q, k)"
-[[target]]
-module = "vllm.model_executor.models.qwen2"
-function = "Qwen2MLP.forward"
-[[target.tap]]
-name = "gate_up"
-value = "gate_up.no_such_attribute"
-after = "gate_up, _ = self.gate_up_proj(x)"
-[[target.tap]]
-name = "shape"
-value = "gate_up"
-after = "gate_up, _ = self.gate_up_proj(x)"
-"""
+OLD = target(
+    "vllm.model_executor.models.qwen2",
+    "Qwen2Attention.forward",
+    {"name": "q", "value": "q", "after": "q, k = self.rotary(positions, q, k)"},
+) + target(
+    "vllm.model_executor.models.qwen2",
+    "Qwen2MLP.forward",
+    {"name": "gate_up", "value": "gate_up.no_such_attribute", "after": "gate_up, _ = self.gate_up_proj(x)"},
+    {"name": "shape", "value": "gate_up", "after": "gate_up, _ = self.gate_up_proj(x)"},
+)
 
 
 def patched(engines: Engines, model: str, **how: Any) -> tuple[Run, Dump]:

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import xxhash
 from support.captures import Engines
+from support.interrupts import in_the_foreground
 from vllm_server import ENV, SMALL, _free_port
 
 from vllm_accprobe.dump.reader import open_dump
@@ -84,6 +85,7 @@ def test_ctrl_c_on_a_terminal(engines: Engines, tmp_path: Path) -> None:
     words = command(engines, port, dump)
     pid, master = pty.fork()
     if pid == 0:
+        in_the_foreground()
         os.execve(words[0], words, environ())
     said = bytearray()
     status: list[int] = []

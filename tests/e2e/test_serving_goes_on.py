@@ -191,7 +191,7 @@ def test_compiled_as_configured_is_skipped_loudly(engines: Engines, tmp_path: Pa
     taps = {r.tap for r in found.records if r.step is not None}
     assert {"<root>", "logits_processor", "lm_head", "sampler"} <= taps
     unseen = {s.tap: s.reason for s in found.skips}
-    assert unseen["model"] == "compiled by torch.compile: what is inside cannot be seen"
+    assert unseen["model"] == "compiled by torch.compile, which calls past its own tap"
     assert "model.layers.0.mlp.down_proj" in unseen
     assert any("compiles or captures graphs" in line for line in said(host.log))
     assert run.tokens == control.tokens

@@ -52,6 +52,8 @@ class Site:
         """``new`` in the chosen rows and features, ``old`` elsewhere; in the dtype of ``old``."""
         import torch
 
+        if not rows.tests and not self.fault.features:  # no mask from the host, which a captured graph could not take
+            return new.to(old.dtype)
         mask = rows.mask(old.shape[0]).to(old.device).view(-1, *[1] * (old.dim() - 1))
         if self.fault.features:
             columns = torch.zeros(old.shape[-1], dtype=torch.bool, device=old.device)
@@ -353,13 +355,27 @@ def setting(site: Site) -> None:
     setattr(owner, name, type(old)(site.fault.factor) if isinstance(old, (bool, int)) else site.fault.factor)
 
 
+def tapped(site: Site) -> None:
+    """Output times ``factor`` where the probe has put a tap into the module: looking changes the result, as an operator
+    does that stands in the way of a fusion."""
+
+    def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if not hasattr(site.module, "accprobe_tap_0"):
+            return output
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        return (first * site.fault.factor, *rest) if rest else first * site.fault.factor
+
+    wrap_forward(site.module, around)
+
+
 KINDS: dict[str, Callable[[Site], None]] = {
     f.__name__: f
     for f in (
         *(scale, add, jitter, zero, nan, coarse, stale, logits, head),
         *(product, short, low_sum, bias),
         *(eps, act, rope, angle, attn, cache, slot, block, expert, route),
-        *(weight, noise, setting),
+        *(weight, noise, setting, tapped),
     )
 }
 EARLY = ("weight", "noise")

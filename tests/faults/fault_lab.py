@@ -206,7 +206,8 @@ def _factor(origin: dict[str, Any]) -> float:
 
 
 def _sentence(origin: dict[str, Any]) -> str:
-    return str(origin.get("shape") or origin.get("sentence") or "")
+    graph = origin.get("graph") or {}
+    return "; ".join(filter(None, (str(origin.get("shape") or origin.get("sentence") or ""), graph.get("sentence"))))
 
 
 def _worded(words: Iterable[str], sentence: str) -> bool:

@@ -54,6 +54,15 @@ def test_a_reduction_that_stops_early() -> None:
     assert run(linear(ROWS), Fault("short", "inner", factor=1), ONES).tolist() == [[6.0, 1.5]]
 
 
+def test_an_output_that_a_tap_changes() -> None:
+    layer = linear(ROWS)
+    fault = Fault("tapped", "inner", factor=2)
+    assert run(layer, fault, ONES).tolist() == [[10.0, 2.0]]
+    layer.register_buffer("accprobe_tap_0", torch.zeros(1))
+    with torch.no_grad():
+        assert layer(ONES).tolist() == [[20.0, 4.0]]
+
+
 def test_a_forgotten_bias() -> None:
     assert run(linear(ROWS, [10.0, 20.0]), Fault("bias", "inner", factor=1), ONES).tolist() == [[10.0, 2.0]]
 

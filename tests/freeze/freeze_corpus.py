@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 TESTS = Path(__file__).resolve().parents[1]
-for folder in (TESTS / "opcheck", TESTS / "comparison", TESTS):  # some name their neighbours without the folder
+for folder in (TESTS / "formats", TESTS / "opcheck", TESTS / "comparison", TESTS):  # some name neighbours without it
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

@@ -24,6 +24,7 @@ BOUNDS = {  # of memory, of hostile input, of text; and places in an order: they
     "influence.py": {64, 20, 32},
     "flow.py": {0.25},
     "routing.py": {64, 12, 3},
+    "near_ties.py": {3},
     "unseen.py": {1e18, 1e19},
     "kin.py": {50, 1e-8},
     "columns.py": {1e-300, 3, 4, 5},

@@ -9,6 +9,7 @@ import pytest
 import torch
 from capture import toy
 from capture.toy import Toy
+from support.patch_text import target
 
 from vllm_accprobe import Probe
 from vllm_accprobe.comparison.engine import compare
@@ -17,72 +18,38 @@ from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.patching.install import HOOK
 
 IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
-BLOCK = """
-[[target]]
-module = "capture.toy"
-function = "Block.forward"
-
-[[target.tap]]
-name = "q_before"
-value = "query"
-after = "query, key = self.qkv(hidden_states).split(8, dim=-1)"
-
-[[target.tap]]
-name = "q_rotated"
-value = "query"
-after = "query, key = self.rotary(positions, query, key)"
-
-[[target.tap]]
-name = "none"
-value = "result[1]"
-at = "return"
-"""
-ROTARY = """
-[[target]]
-module = "capture.toy"
-function = "Rotary.forward"
-
-[[target.tap]]
-name = "doubled"
-value = "query"
-after = "query.mul_(2.0)"
-"""
-MISSING = """
-[[target]]
-module = "capture.toy"
-function = "Toy.forward"
-
-[[target.tap]]
-name = "hidden"
-value = "hidden"
-after = "hidden = self.embedding(input_ids)"
-
-[[target]]
-module = "capture.no_such_module"
-function = "f"
-
-[[target.tap]]
-name = "x"
-value = "x"
-at = "entry"
-"""
-LABELS = """
-[[target]]
-module = "capture.toy"
-function = "Block.forward"
-
-[[target.tap]]
-label = "pta"
-id = "rotation"
-value = "query"
-after = "query, key = self.qkv(hidden_states).split(8, dim=-1)"
-
-[[target.tap]]
-label = "acl"
-id = "rotation"
-value = "query"
-after = "query, key = self.rotary(positions, query, key)"
-"""
+BLOCK = target(
+    "capture.toy",
+    "Block.forward",
+    {"name": "q_before", "value": "query", "after": "query, key = self.qkv(hidden_states).split(8, dim=-1)"},
+    {"name": "q_rotated", "value": "query", "after": "query, key = self.rotary(positions, query, key)"},
+    {"name": "none", "value": "result[1]", "at": "return"},
+)
+ROTARY = target(
+    "capture.toy",
+    "Rotary.forward",
+    {"name": "doubled", "value": "query", "after": "query.mul_(2.0)"},
+)
+MISSING = target(
+    "capture.toy",
+    "Toy.forward",
+    {"name": "hidden", "value": "hidden", "after": "hidden = self.embedding(input_ids)"},
+) + target(
+    "capture.no_such_module",
+    "f",
+    {"name": "x", "value": "x", "at": "entry"},
+)
+LABELS = target(
+    "capture.toy",
+    "Block.forward",
+    {
+        "label": "pta",
+        "id": "rotation",
+        "value": "query",
+        "after": "query, key = self.qkv(hidden_states).split(8, dim=-1)",
+    },
+    {"label": "acl", "id": "rotation", "value": "query", "after": "query, key = self.rotary(positions, query, key)"},
+)
 
 
 def captured(tmp_path: Path, *texts: str, model: Toy | None = None, name: str = "d", **how: str) -> Dump:
@@ -114,9 +81,7 @@ def test_values_rows_and_modules(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values(dump, "layers.0::q_rotated"), query * 2)
     # The shared rotary module has a name in either layer; the value is that of the running one.
     np.testing.assert_array_equal(values(dump, "layers.0.rotary::doubled"), query * 2)
-    np.testing.assert_array_equal(
-        values(dump, "layers.1.rotary::doubled"), values(dump, "layers.1.rotary", "output.0")
-    )
+    np.testing.assert_array_equal(values(dump, "layers.1.rotary::doubled"), values(dump, "layers.1.rotary", "output.0"))
     (record,) = [r for r in dump.records if r.tap == "layers.1::q_rotated"]
     assert (record.rows, record.shape, record.cls) == ("tokens", (8, 8), "patch:patch0")
     (module,) = [m for found in dump.modules.values() for m in found if m.tap == "layers.1::q_rotated"]

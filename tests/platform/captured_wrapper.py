@@ -67,6 +67,8 @@ class CapturedWrapper(cuda_graph.CUDAGraphWrapper):
         self.bodies = 0
         self.names = tuple(node.name for node in self.runnable.graph.graph.find_nodes(op="placeholder"))
         self.faults = captured_faults.from_env()
+        miscounts = [fault for fault in self.faults if (fault.kind, fault.piece) == ("count", self.piece)]
+        self.miscount = captured_faults.Miscount(miscounts[0]) if miscounts else None
         self.log = os.environ.get(LOG)
         fill = os.environ.get(FILL)
         cuda_graph.torch.cuda.graph = partial(capture, fill=float(fill) if fill else None)
@@ -84,6 +86,8 @@ class CapturedWrapper(cuda_graph.CUDAGraphWrapper):
         known = context.batch_descriptor in graphs
         if known and self.faults:
             args = captured_faults.moved(self.faults, self.piece, self.names, args)
+            if self.miscount is not None:
+                self.miscount.spoil(self.names, args, context.is_padding)
         output = super().__call__(*args, **kwargs)
         did = "plain"
         if context.cudagraph_runtime_mode == self.runtime_mode:

@@ -1,8 +1,9 @@
 """A whole engine on the captured platform: it pads, captures and replays, and serves what it serves without graphs.
 
-One process builds all engines, one after another: with graphs, without, and with each planted fault. A fault must
-change what is served exactly where it can be: the requests are sent one at a time, so that a request of n tokens is
-one step of n rows, padded to a captured size or too large for any, and then steps of one row.
+One process builds all engines, one after another: with graphs, without, with each planted fault, and at last with the
+probe's taps, which must name the faults. A fault must change what is served exactly where it can be: the requests are
+sent one at a time, so that a request of n tokens is one step of n rows, padded to a captured size or too large for
+any, and then steps of one row.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from typing import Any
 
 import captured_bench as bench
 import pytest
+from support.captures import explain
 from support.engine import Ask, EngineError, EngineHost, Run
 from support.prompts import prompts
 from tiny_model import make
+
+from vllm_accprobe.comparison.engine import compare
 
 pytestmark = pytest.mark.engine
 
@@ -42,14 +46,19 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     host = EngineHost(folder / "log", bench.environment(folder), probe=False)
     done: dict[str, Served] = {}
 
-    def once(how: str = "serial", *, graphs: bool = True, faults: Sequence[Mapping[str, Any]] = ()) -> Served:
-        name = "-".join([how, str(graphs), *(fault["kind"] for fault in faults)])
+    def once(
+        how: str = "serial", *, graphs: bool = True, faults: Sequence[Mapping[str, Any]] = (), taps: bool = False
+    ) -> Served:
+        name = "-".join([how, str(graphs), str(taps), *(fault["kind"] for fault in faults)])
         if name not in done:
             asks, log = MIXED if how == "staggered" else ONE_BY_ONE, folder / name
             fill = math.nan if how == "staggered" else 1.0
             options = bench.options(log=log, faults=faults, fill=fill)
+            options |= {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_GRAPHS": "1"} if taps else {"VLLM_ACCPROBE": ""}
             model = make("qwen2", folder / "model")
-            run = host.capture(model, asks, out=folder / "dump", how=how, env=options, **bench.engine(graphs=graphs))
+            run = host.capture(
+                model, asks, out=folder / f"dump-{name}", how=how, env=options, **bench.engine(graphs=graphs)
+            )
             done[name] = run, bench.calls(log)
         return done[name]
 
@@ -149,3 +158,36 @@ def test_planted_faults_show_where_they_can_and_nowhere_else(
 def test_a_replay_with_an_input_at_another_address_is_refused(serve: Serve) -> None:
     with pytest.raises(EngineError, match="Input addresses for cudagraphs are different"):
         serve(faults=[{"kind": "move", "piece": 1, "input": "positions"}])
+
+
+# --- with the probe's taps, behind all others: the process is patched from here on ---------------------------------
+
+NAMED = [
+    {"kind": "leak", "piece": 2, "size": 8, "factor": 0.5, "at": "onednn_mm#0"},
+    {"kind": "size", "piece": 3, "size": 4, "factor": 1.1, "at": "onednn_mm#2"},
+]
+"""In one engine: padding that leaks in the second layer, NaN to begin with, and one captured size that is wrong in the
+third, of which that NaN leaves too few steps to say so."""
+
+
+def test_taps_show_the_same_rows_with_graphs_and_without(serve: Serve) -> None:
+    """Padded against plain: every row has its partner, and the sampled tokens are those of an engine without taps."""
+    (captured, _), (plain, _) = (serve("staggered", graphs=graphs, taps=True) for graphs in (True, False))
+    assert captured.tokens == plain.tokens == serve("staggered")[0].tokens
+    result = compare(plain.dump, captured.dump)
+    assert result.verdict == "pass", explain(result)
+    assert result.counts.bit_identical == result.counts.compared
+    assert not result.coverage["rows_only_golden"]
+    assert not result.coverage["rows_only_mine"]
+    assert any("rows of padding" in why for why in result.coverage["skipped"])
+
+
+def test_faults_of_captured_graphs_are_named_with_piece_size_and_padding(serve: Serve) -> None:
+    (plain, _), (faulty, _) = serve("staggered", graphs=False, taps=True), serve("staggered", faults=NAMED, taps=True)
+    result = compare(plain.dump, faulty.dump)
+    found = {origin["module"]: origin["graph"] for origin in result.origins}
+    leak, size = found["model.layers.1.self_attn.o_proj"], found["model.layers.2.mlp.down_proj"]
+    assert result.origins[0]["graph"] is leak, explain(result)
+    assert (leak["condition"], leak["sizes"], leak["piece"]) == ("size and padding", [8], 2)
+    assert leak["in_padding"].startswith("rows of padding hold")
+    assert (size["condition"], size["piece"]) == (None, 3)

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from captured_calls import CallGraph, capture  # noqa: E402
-from captured_faults import ENV, Captured, Fault, from_env, moved, plant  # noqa: E402
+from captured_faults import ENV, Captured, Fault, Miscount, from_env, moved, plant  # noqa: E402
 
 
 def piece(previous: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,8 +48,11 @@ CLEAN = [[10.0, 10.0], [13.0, 13.0], [11.0, 11.0]]
         (Fault("stale", 1), 0, [[10.0, 10.0], [10.0, 10.0], [11.0, 11.0]]),
         (Fault("size", 1, size=4, factor=2), 0, [[20.0, 20.0], [26.0, 26.0], [11.0, 11.0]]),
         (Fault("share", 1), 0, [[10.0, 10.0], [13.0, 13.0], [20.0, 20.0]]),
+        (Fault("size", 1, factor=2, at="mul#0"), 0, [[20.0, 20.0], [23.0, 23.0], [21.0, 21.0]]),
+        (Fault("leak", 1, factor=1, at="mul"), 1, [[20.0, 20.0], [23.0, 23.0], [21.0, 21.0]]),
+        (Fault("twice", 1, at="add#1"), 0, [[10.0, 10.0], [13.0, 13.0], [12.0, 12.0]]),
     ],
-    ids=["leak-full", "leak-padded", "stale", "size", "share"],
+    ids=["leak-full", "leak-padded", "stale", "size", "share", "size-at", "leak-at", "twice"],
 )
 def test_a_fault(fault: Fault, padding: int, expected: list[list[float]]) -> None:
     made = captured(padding)
@@ -72,7 +75,19 @@ def test_an_input_at_another_address() -> None:
     assert positions.data_ptr() != made.inputs[1].data_ptr()
 
 
+def test_a_request_too_few_leaves_what_an_earlier_step_wrote() -> None:
+    rows, count = torch.zeros(4, 2), Miscount(Fault("count", 1, input="previous"))
+    for step, (padding, seen) in enumerate([(0, 1.0), (1, 2.0), (2, 3.0), (0, 4.0)], start=1):
+        rows.fill_(step)
+        count.spoil(("previous", "positions"), (rows, torch.zeros(4)), torch.arange(4) >= 4 - padding)
+        real = 4 - padding
+        assert rows[: real - 1].tolist() == [[step] * 2] * (real - 1)
+        assert rows[real - 1].tolist() == [seen - (padding > 0)] * 2
+
+
 def test_what_cannot_be_planted_is_said() -> None:
+    with pytest.raises(ValueError, match="has 2 calls of add, and add#2 is none of them"):
+        plant(Fault("size", 1, at="add#2"), captured())
     with pytest.raises(ValueError, match="no input called mrope"):
         plant(Fault("stale", 1, input="mrope"), captured())
     with pytest.raises(ValueError, match="reads nothing of the piece before it"):

@@ -1,26 +1,9 @@
 """Annotations on GitHub's log, with names that try to issue commands."""
 
-from report_examples import DIVERGENCE, ORIGIN, comparison, pair
+from report_examples import ORIGIN, comparison, pair
+from small_examples import failing
 
 from vllm_accprobe.report import github
-
-
-def failing():
-    return comparison(
-        pairs=[
-            pair(tap="c", status="fail", worst_row_rel_l2=0.21, step=4),
-            pair(tap="n", status="fail", measure="row_norm_ratio", measured=1.06, allowed=0.04),
-        ],
-        verdict="fail",
-        origins=[ORIGIN | {"shape": "one column, 7 of 64"}, ORIGIN | {"module": "lm_head", "created": None}],
-        first_divergence=DIVERGENCE,
-        notes=["golden is float32, mine bfloat16"],
-        coverage={"pairs": 2, "rows_compared": 8, "skipped": {"no rows in common": 7}},
-        tokens={
-            "compared": 36,
-            "flipped": [{"request": "a", "ordinal": 5, "golden": 3, "mine": 4, "golden_margin": 0.4, "mine_margin": 0}],
-        },
-    )
 
 
 def test_annotations_of_a_failure():

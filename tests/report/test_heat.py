@@ -4,6 +4,7 @@ import base64
 
 import numpy as np
 from report_examples import comparison, pair, row_table
+from small_examples import two_requests
 
 from vllm_accprobe.report.heat import INFINITE, MISSING, encode, heat
 from vllm_accprobe.report.html.looks import heat_json
@@ -23,31 +24,8 @@ def test_codes():
     assert codes[6] == 254
 
 
-def example():
-    pairs = [
-        pair(tap="model.layers.0.mlp", step=0, order=1),
-        pair(tap="model.layers.0.mlp", step=1, order=1),
-        pair(tap="model.layers.0.mlp", role="input.0", step=1, order=0),
-        pair(tap="model.layers.1", step=1, order=2, status="fail"),
-        pair(tap="ids", step=1, order=3, dtype_golden="int64", limit=0.0),
-        pair(tap="none", step=1, order=4, status="skip", limit=None),
-    ]
-    rows = row_table(
-        [
-            (0, "a", 0, False, 0.0, 0.0),
-            (0, "a", 1, False, 0.016, 1.0),
-            (1, "a", 2, True, 0.16, 10.0),
-            (2, "a", 2, True, 9.0, 900.0),
-            (3, "a", 2, True, 0.0016, 0.1),
-            (4, "a", 2, True, 9.0, np.inf),
-            (0, "b", 0, False, 0.0, 0.0),
-        ]
-    )
-    return comparison(pairs=pairs, rows=rows)
-
-
 def test_outputs_by_tap_and_token():
-    h = heat(example())
+    h = heat(two_requests())
     assert h.taps == ("model.layers.0.mlp", "model.layers.1")
     assert h.layers == ("model.layers.0", "model.layers.1")
     assert [r.label for r in h.requests] == ["a", "b"]

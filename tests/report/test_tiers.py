@@ -5,7 +5,7 @@ import math
 import pytest
 from report_examples import ORIGIN, comparison
 
-from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, UNLIKE_KIN
+from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, UNLIKE_KIN
 from vllm_accprobe.report import facts, tiers
 
 PROVEN = {"tier": PROVED, "times": 3.1, "chance": 0.0}
@@ -31,6 +31,11 @@ ODD = {"tier": UNLIKE_KIN, "times": 4.0, "chance": 5e-4}
             ODD | {"evidence": "replay"},
             "unlike its kin: 4 times what the same operator does in its other calls (1 of 2,000)",
             "unlike its kin, 4x",
+        ),
+        (
+            {"tier": BEHIND_A_ROUTER, "times": 6.6, "chance": None},
+            "behind an unseen router: 6.6 times its floor, as rows are that a near tie sends to other experts",
+            "behind an unseen router, 6.6x",
         ),
         (PROVEN | {"times": math.inf}, "proved: beyond the error bound of its own inputs", "proved"),
         (PROVEN | {"times": "inf"}, "proved: beyond the error bound of its own inputs", "proved"),

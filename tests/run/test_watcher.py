@@ -52,6 +52,7 @@ def test_every_way_of_cutting_the_journal_counts_the_same(tmp_path: Path) -> Non
     lines = [
         {"event": "start", "rank": 0},
         {"event": "step", "step": 0},
+        {"event": "step", "step": 0, "graph": {"mode": "FULL", "size": 8}},
         {"event": "tensor", "tap": evil},
         {"event": "param", "tap": "w"},
         {"event": "tensor", "tap": "b\n"},

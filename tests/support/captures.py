@@ -40,8 +40,9 @@ class Engines:
         ``dynamo``: engines that compile, or only trace, each with a cache of its own."""
         if kind not in self._hosts:
             cache = {"VLLM_CACHE_ROOT": str(self.root / f"cache-{kind}")}
+            forked = TP2_ENV | {"ACCPROBE_TEST_FORK": "1", "OMP_NUM_THREADS": "1"}
             kinds: dict[str, Mapping[str, str]] = {
-                "v1": {}, "bare": {}, "v2": V2_ENV, "tp2": TP2_ENV,
+                "v1": {}, "bare": {}, "v2": V2_ENV, "tp2": forked,
                 "inductor": cache, "dynamo": cache | {"VLLM_CPU_CI_ENV": "1"},
             }  # fmt: skip
             env = kinds[kind]

@@ -160,11 +160,11 @@ class EngineHost:
         env |= {
             "PYTHONPATH": os.pathsep.join([str(faults), *([old] if old else [])]),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", self._threads()),
         }
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
@@ -177,6 +177,11 @@ class EngineHost:
                 env=env | kernels.environment(self.forced, env) | self.extra_env,
                 start_new_session=True,  # so that a stuck engine can be killed with all of its ranks
             )
+
+    def _threads(self) -> str:
+        """One: of two, on cores that the other half of the suite uses, each mostly waits for the other (twice as slow,
+        measured). Lesser kernels compute with as many as the machine has: there, too, sums are split over threads."""
+        return "1" if self.forced == kernels.NATIVE else str(os.cpu_count())
 
     def _tail(self, lines: int = 25) -> str:
         text = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []

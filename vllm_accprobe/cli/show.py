@@ -53,7 +53,7 @@ def show(
     opened = open_dump(dump)
     name = _resolve(opened, tap)
     escaped = "".join(f"[{c}]" if c in "*?[" else c for c in name)
-    found = [r for _, r in selection([escaped], step, rank, request, role, call).apply(opened)]
+    found = [r for _, r in selection([escaped], step, rank, request, role, call).apply(opened, padding=True)]
     if positions:  # the steps that computed one of them
         from vllm_accprobe.dump.select import rows_of
 
@@ -94,7 +94,9 @@ def _resolve(dump: Dump, tap: str) -> str:
     from vllm_accprobe.report.text import safe
 
     taps = sorted({r.tap for r in dump.records} | {m.tap for ms in dump.modules.values() for m in ms})
-    if tap in {r.tap for r in dump.records} or any(tap in (r.name, f"{r.tap}/{r.role}") for r in dump.records):
+    if tap in {r.tap for r in dump.records} or any(
+        tap in (r.name, f"{r.tap}/{r.role}") for r in (*dump.records, *dump.padding)
+    ):
         return tap
     if tap in taps:
         reasons = sorted({s.reason for s in dump.skips if s.tap == tap})
@@ -109,7 +111,7 @@ def _resolve(dump: Dump, tap: str) -> str:
 def _what_there_is(dump: Dump, name: str) -> str:
     from vllm_accprobe.report.text import safe
 
-    records = [r for r in dump.records if name in (r.tap, f"{r.tap}/{r.role}", r.name)]
+    records = [r for r in (*dump.records, *dump.padding) if name in (r.tap, f"{r.tap}/{r.role}", r.name)]
     roles = sorted({r.role for r in records})
     steps = sorted({r.step for r in records if r.step is not None})
     at = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
@@ -121,4 +123,4 @@ def _brief(r: Record) -> str:
     from vllm_accprobe.report.text import safe
 
     step = "parameter" if r.step is None else f"step {r.step}"
-    return f"{safe(r.role)}{f'#{r.call}' if r.call else ''} ({step}, rank {r.rank})"
+    return f"{safe(r.which)} ({step}, rank {r.rank})"

@@ -55,7 +55,7 @@ def summary(
         from vllm_accprobe.cli.common import operators
 
         calls = operators.chosen(opened, what)
-    chosen = [] if ops else what.apply(opened)
+    chosen = [] if ops else what.apply(opened, padding=True)
     if chosen and csv is not None:
         _write_csv(opened, chosen, csv)
     if chosen and csv is None:
@@ -103,13 +103,14 @@ def about(dump: Dump, chosen: list[Record]) -> list[str]:
 
     from vllm_accprobe.report.text import count, safe
 
-    stored = {(r.rank, r.payload.seg, r.payload.off): r.payload.nbytes for r in dump.records if r.payload}
-    tensors = sum(r.step is not None for r in dump.records)
+    records = [*dump.records, *dump.padding]
+    stored = {(r.rank, r.payload.seg, r.payload.off): r.payload.nbytes for r in records if r.payload}
+    tensors = sum(r.step is not None for r in records)
     steps = len({step for _, step in dump.steps})
     requests = len({(q.id, q.prompt, q.ordinal) for q in dump.requests.values()})
     lines = [
         f"{count(len(chosen), 'tensor')} of {count(tensors, 'captured tensor')} and "
-        f"{count(len(dump.records) - tensors, 'parameter')}; {count(len(dump.ranks), 'rank')}, {count(steps, 'step')}, "
+        f"{count(len(records) - tensors, 'parameter')}; {count(len(dump.ranks), 'rank')}, {count(steps, 'step')}, "
         f"{count(requests, 'request')}, {size(sum(stored.values()))} stored"
     ]
     reasons: Counter[str] = Counter()
@@ -134,7 +135,7 @@ def _cells(index: int, r: Record) -> list[str]:
     s = r.stats
     values = [num(v, 6) for v in (s.min, s.max, s.mean, s.std)] if s else [num(None)] * 4
     bad = [str(s.nan), str(s.inf)] if s else [num(None)] * 2
-    role = safe(r.role) + (f"#{r.call}" if r.call else "")
+    role = safe(r.which)
     step = "param" if r.step is None else str(r.step)
     return [str(index), step, str(r.rank), safe(r.tap), role, shape_text(r.shape), r.dtype, *values, *bad]
 

@@ -38,7 +38,27 @@ def notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
         out += [f"{side}: {problem}" for problem in dump.problems]
         if dump.errors:
             out.append(f"{side}: the probe noted {len(dump.errors)} errors of its own, first: {_first_error(dump)}")
+        out += [f"{side}: {said}" for said in taps_effect(dump.run)]
     return out
+
+
+def taps_effect(run: dict[str, Any]) -> list[str]:
+    """What `accprobe doctor --graphs` has found of the taps of this very run, if it was one of its runs: a sentence.
+    run: run.json, perhaps a stranger's."""
+    changed: Any = run
+    for key in ("engine", "graphs", "changed"):
+        changed = changed.get(key) if isinstance(changed, dict) else None
+    if not isinstance(changed, dict):
+        return []
+    if changed.get("repeats") is not True:
+        return ["two runs without taps differed already: whether its taps change the result is not known"]
+    wrong = [word for word in ("tokens", "top_logits", "logits", "root") if changed.get(word) is True]
+    if not wrong:
+        return ["its taps changed no bit of the result (accprobe doctor --graphs)"]
+    far, module = changed.get("root_rel_l2"), changed.get("module")
+    much = f" by {far:.2g} (relative L2)" if isinstance(far, float) and "root" in wrong else ""
+    where = f", first where a tap stands at {_printable(module)}" if isinstance(module, str) else ""
+    return [f"ITS TAPS CHANGED THE RESULT{much}: {', '.join(wrong)}{where}; compare without that tap (docs/doctor.md)"]
 
 
 def _first_error(dump: Any) -> str:
@@ -64,7 +84,11 @@ def _dtypes(plan: Plan) -> list[str]:
 def _examples(dumps: tuple[Any, Any]) -> list[str]:
     """A tap of either dump, one with values of the model where there is one."""
     found = [next((r for r in d.records if r.step is not None), d.records[0]).tap for d in dumps]
-    return ["".join(c if c.isprintable() else "?" for c in tap[:120]) for tap in found]
+    return [_printable(tap) for tap in found]
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in name[:120])
 
 
 def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:

@@ -20,6 +20,7 @@ from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
 from vllm_accprobe.comparison import beforehand
 from vllm_accprobe.comparison.measure.flipped import best_logits
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
+from vllm_accprobe.comparison.measure.padding import graphs_of, padding_of
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.measure.samples import take_samples
 from vllm_accprobe.comparison.measure.workers import measure_all, unit_bytes
@@ -258,6 +259,8 @@ class _Run:
             other_images=[g.id for g, _ in plan.requests.images_differ],
             rehashed=plan.requests.rehashed,
             settings=differing(golden, mine),
+            graphs=graphs_of(mine),
+            padding=padding_of(mine),
             places=places_of(plan),
             moments=moments_of(plan),
         )  # fmt: skip

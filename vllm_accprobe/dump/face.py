@@ -20,6 +20,7 @@ from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError, SegmentData, open_regular, read_into
 from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.schema import (
+    PADDING,
     End,
     Mask,
     Module,
@@ -41,6 +42,8 @@ class Dump:
 
     run: run.json; starts: the first line of each rank's journal; records: all ranks, journal order within a rank;
     ops: calls of operators, all ranks, journal order within a rank;
+    padding, padding_rows: tensors whose rows are nobody's, which are in no comparison, and how many rows they have, by
+    (rank, step);
     requests by (rank, req), steps by (rank, step), rows by (rank, step, space); masks by (rank, step, req),
     what changed the request's logits before sampling; labels, those in files of their own, by
     (rank, step, tap, role, call); modules, stops and ends by rank;
@@ -58,6 +61,8 @@ class Dump:
         self.requests: dict[tuple[int, int], Request] = {}
         self.steps: dict[tuple[int, int], Step] = {}
         self.rows: dict[tuple[int, int, str], RowSpace] = {}
+        self.padding: list[Record] = []
+        self.padding_rows: dict[tuple[int, int], RowSpace] = {}
         self.masks: dict[tuple[int, int, int], Mask] = {}
         self.modules: dict[int, list[Module]] = {}
         self.labels: dict[tuple[int, int, str, str, int], Label] = {}
@@ -150,6 +155,15 @@ class Dump:
 def _close_all(fds: dict[tuple[int, int], int]) -> None:
     while fds:
         os.close(fds.popitem()[1])
+
+
+def row_space(dump: Dump, record: Record) -> RowSpace | None:
+    """Which rows a record has, or None where that is not known."""
+    if record.rows is None or record.step is None:
+        return None
+    if record.rows == PADDING:
+        return dump.padding_rows.get((record.rank, record.step))
+    return dump.rows.get((record.rank, record.step, record.rows))
 
 
 def reopen(path: Path, data: dict[tuple[int, int], SegmentData]) -> Dump:

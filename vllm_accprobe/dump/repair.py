@@ -66,7 +66,7 @@ def _repair_rank(dump: Dump, rank: int) -> RankRepair:
     parts = sorted(int(m[1]) for name in os.listdir(directory) if (m := _PART.fullmatch(name)))
     if rank in dump.ends and not parts:
         return RankRepair(rank, needed=False)
-    records = [r for r in dump.records if r.rank == rank and r.payload is not None]
+    records = [r for r in (*dump.records, *dump.padding) if r.rank == rank and r.payload is not None]
     try:
         finished = [_finish(directory, index, records) for index in parts]
         dropped = [] if rank in dump.bad_lines else [i for i, done in zip(parts, finished, strict=True) if not done]
@@ -125,7 +125,7 @@ def _close_journal(dump: Dump, rank: int, records: list[Record]) -> int:
     for s in dump.skips:
         skipped[s.reason] = skipped.get(s.reason, 0) + s.count
     steps = sum(1 for r, _ in dump.steps if r == rank)
-    tensors = sum(1 for r in dump.records if r.rank == rank)
+    tensors = sum(1 for r in (*dump.records, *dump.padding) if r.rank == rank)
     nbytes = whole + sum(n for _, n in {(r.payload, r.payload.nbytes) for r in records if r.payload})
     end = End("repaired", steps, tensors, nbytes, skipped)
     os.close(open_regular(path))

@@ -28,6 +28,8 @@ PREFILL, DECODE = "prefill", "decode"
 
 TOKENS, LOGITS = "tokens", "logits"
 """Names of the two row spaces that every step of a language model has. Others: ``vision/<k>``, see RowSpace."""
+PADDING = f"{TOKENS}/padding"
+"""The row space of rows that a captured graph computes behind the tokens' and that are nobody's."""
 DEALT = "#"
 """Stands in the name of a vision space whose images were dealt out to ranks: ``vision/4#1`` is this rank's own."""
 
@@ -122,6 +124,7 @@ class RowSpace:
 
     The stored rows are the segments one after the other. ``ids`` holds one token id per stored row (tokens and logits
     spaces; empty elsewhere). ``src_rows`` is the number of rows the model computed, padding included.
+    ``padding``: how many rows the space PADDING has; the first is the tensor's row ``Step.batch["tokens"]``.
     ``vision/<k>`` spaces hold k rows per placeholder token as a fraction string: ``vision/4`` patches, ``vision/1``
     merged patches, ``vision/image`` one row per image. Behind ``#`` stands a number where the encoder's images were
     dealt out to ranks (in the n-th call of the step): the rows are this rank's, and other ranks have others.
@@ -132,21 +135,33 @@ class RowSpace:
     src_rows: int
     segments: tuple[Segment, ...]
     ids: tuple[int, ...] = ()
+    padding: int | None = None
 
     @property
     def n(self) -> int:
         """How many rows are stored."""
-        return sum(s.n for s in self.segments)
+        return sum(s.n for s in self.segments) + (self.padding or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """The captured graph that computed a step. mode: ``PIECEWISE`` or ``FULL``; size: rows of its tensors, those of
+    padding included, for which it was captured."""
+
+    mode: str
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """``{"event": "step"}``: one execute_model with real requests. ``batch`` tells the whole batch's size, also
-    of requests that are not stored: ``{"requests", "tokens", "padded"}``."""
+    of requests that are not stored: ``{"requests", "tokens", "padded"}``. ``graph``: None where no captured graph
+    computed it. A later line of the same step replaces the earlier one."""
 
     step: int
     batch: Mapping[str, int] = field(default_factory=dict)
     time: float = 0.0
+    graph: StepGraph | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +241,13 @@ class Record:
 
     @property
     def name(self) -> str:
-        """How people and csv columns call it: ``tap/role`` and, where it is not 0, ``#call``."""
-        return f"{self.tap}/{self.role}" + (f"#{self.call}" if self.call else "")
+        """How people and csv columns call it: ``tap/role``, where it is not 0 ``#call``, and ``@padding``."""
+        return f"{self.tap}/{self.which}"
+
+    @property
+    def which(self) -> str:
+        """The name without its tap, whatever a foreign dump's own name is."""
+        return self.role + (f"#{self.call}" if self.call else "") + ("@padding" if self.rows == PADDING else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from vllm_accprobe.dump.face import row_space as row_space
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import Record, Request, RowSpace
+from vllm_accprobe.dump.schema import Record, Request
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -34,12 +35,12 @@ class Selection:
     calls: Ranges = ()
     parameters: bool = False
 
-    def apply(self, dump: Dump) -> list[tuple[int, Record]]:
-        """The chosen records with their index in ``dump.records``."""
+    def apply(self, dump: Dump, padding: bool = False) -> list[tuple[int, Record]]:
+        """The chosen records with their index in ``dump.records``; behind them those of ``dump.padding``."""
         wanted = self._requests(dump) if self.requests else None
         known: dict[tuple[str, str, int], bool] = {}
         found = []
-        for i, r in enumerate(dump.records):
+        for i, r in enumerate([*dump.records, *dump.padding] if padding else dump.records):
             key = (r.tap, r.role, r.call)
             if key not in known:
                 known[key] = (
@@ -71,13 +72,6 @@ def holds(dump: Dump, record: Record, requests: set[tuple[int, int]]) -> bool:
     """Whether one of the record's rows belongs to one of ``requests``, given as (rank, req)."""
     space = row_space(dump, record)
     return space is not None and any((record.rank, s.req) in requests for s in space.segments)
-
-
-def row_space(dump: Dump, record: Record) -> RowSpace | None:
-    """Which rows a record has, or None where that is not known."""
-    if record.rows is None or record.step is None:
-        return None
-    return dump.rows.get((record.rank, record.step, record.rows))
 
 
 def rows_of(dump: Dump, record: Record, requests: Sequence[str], positions: Ranges = ()) -> np.ndarray:

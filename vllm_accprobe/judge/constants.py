@@ -164,6 +164,14 @@ COLUMN_ALIKE, COLUMN_SHARE = 0.25, 0.7
 """chosen: a scale of columns is said where they agree within a quarter and it is 70 % of their error."""
 HEAD_BAD, HEAD_GOOD = 0.7, 0.2
 """chosen: a head is bad with so many bad columns, and good with no more than so many."""
+HALF_OF_STEPS = 0.5
+"""chosen: a captured size is taken for wrong where at least half of its steps are; steps are wrong as a whole."""
+GRAPH_KINDS = 5
+"""derived: the kinds of steps that graph_steps.py tries, over which the chance is divided as Bonferroni's inequality
+asks: replayed, not replayed, sizes, padding, a size with padding."""
+GRAPH_CHANCE = 0.01
+"""chosen: a kind of step is said where wrong steps dealt out at random would all be of it less than once in a hundred.
+It words an origin that was found beyond chance already, so that it is no matter of FALSE_ALARM_RATE."""
 RANGE_FULL = 0.8
 """chosen: a range of columns is said where so many of it are bad."""
 FEW_LISTED, BOUNDS_TRIED, TAIL_PART, HEAD_LEAST = 4, 512, 64, 4

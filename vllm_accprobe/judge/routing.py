@@ -11,7 +11,8 @@ Two cases have no margin. Without logits nothing shows a near tie, and nothing i
 take its highest logits (groups of experts, a bias that corrects the scores), logits do not tell how near a choice was:
 rows whose logits differ within their limits are then left out, because to accuse needs proof as well; they are counted
 apart, and the verdict says so.
-Not here: flipped tokens, which are the same at the end of the model (flips.py).
+Not here: chosen experts that nobody saw (near_ties.py), flipped tokens, which are the same at the end of the model
+(flips.py).
 """
 
 from __future__ import annotations
@@ -159,6 +160,12 @@ class Rerouted:
         self.unknown += int((said.unknown & ~before).sum())
         self.wrong += int(said.wrong.sum())
         return (near & ~said.unknown | said.tie) & ~said.wrong, said.wrong
+
+    def undecided(self, keys: np.ndarray, found: np.ndarray, rounding: float, near: np.ndarray) -> np.ndarray:
+        """bool [len(keys)]: rows that rounding alone may have sent to other experts. found: what near_ties.undecided
+        says of them; near: whether their logits differ by no more than the limit."""
+        said = Choices.of(found, len(keys), rounding)
+        return ~said.unknown & (near | said.tie)
 
     def near_ties(self, keys: np.ndarray, unit: Any, traces: Sequence[Trace]) -> np.ndarray:
         """bool [len(keys)]: rows where what the router read differs, but by no more than its limit allows."""

@@ -10,6 +10,8 @@ operator fared elsewhere says that something is odd. The idea: each origin says 
 - BEYOND_CHANCE: a bound that holds with a stated probability, because roundings behave as independent errors of mean
   zero [N. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019) A2815; I. Ipsen and H. Zhou, arXiv 1906.10465].
 - UNLIKE_KIN: percentiles of this operator elsewhere: in the other layers, in other calls, in a calibration.
+- BEHIND_A_ROUTER: none. A router that was not captured may have sent the rows to other experts at a near tie, behind
+  which honest machines differ by far more than any limit (near_ties.py).
 
 Not here: the floors themselves (constants.py, outliers.py; opcheck/).
 """
@@ -17,5 +19,6 @@ Not here: the floors themselves (constants.py, outliers.py; opcheck/).
 from __future__ import annotations
 
 PROVED, BEYOND_CHANCE, UNLIKE_KIN = "proved", "beyond chance", "unlike its kin"
-TIERS = (PROVED, BEYOND_CHANCE, UNLIKE_KIN)
+BEHIND_A_ROUTER = "behind an unseen router"
+TIERS = (PROVED, BEYOND_CHANCE, UNLIKE_KIN, BEHIND_A_ROUTER)
 """The strongest first."""

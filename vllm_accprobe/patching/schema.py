@@ -142,7 +142,7 @@ def _tap(table: Mapping[str, Any]) -> TapSpec:
         raise ValueError(f"tap name {name[:80]!r} is not of letters, digits and _.-")
     places = [k for k in ("at", AFTER, BEFORE) if k in table]
     if len(places) != 1:
-        raise ValueError(f"tap {name}: give one of after, before, and at = \"entry\" or \"return\"")
+        raise ValueError(f'tap {name}: give one of after, before, and at = "entry" or "return"')
     anchors: tuple[str, ...] = ()
     if places[0] == "at":
         at = _text(table, "at")
@@ -160,7 +160,7 @@ def _tap(table: Mapping[str, Any]) -> TapSpec:
         raise ValueError(f"tap {name}: at return a value begins with {RESULT}, {value[:80]!r} does not")
     like = _text(table, "like", "").split()
     if like and len(like) != 2:
-        raise ValueError(f"tap {name}: like is a tap and a role, for example \"attn input.query\"")
+        raise ValueError(f'tap {name}: like is a tap and a role, for example "attn input.query"')
     label = None
     if "label" in table:
         side = _text(table, "label")

@@ -43,7 +43,7 @@ def tapped(function: Function, insertions: Sequence[Insertion]) -> Function:
         if item.tap.at in (AFTER, BEFORE):
             anchor = find_statement(new, item.tap.anchors).statement
             if item.tap.at == AFTER and isinstance(anchor, (ast.Return, ast.Raise, ast.Continue, ast.Break)):
-                raise NotThere(f"nothing runs after `{ast.unparse(anchor)}`: use before, or at = \"return\"")
+                raise NotThere(f'nothing runs after `{ast.unparse(anchor)}`: use before, or at = "return"')
             call = _call(item, me, item.tap.expression, anchor)
             (afters if item.tap.at == AFTER else befores).append((anchor, call))
     result = [p.statement for p in statements(new) if isinstance(p.statement, ast.Return)]

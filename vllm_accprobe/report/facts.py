@@ -174,6 +174,13 @@ def shape(origin: Mapping[str, Any]) -> str | None:
     return safe(origin["shape"], 300) if origin.get("shape") else None
 
 
+def graph(origin: Mapping[str, Any]) -> str | None:
+    """Where in compiled and captured graphs an origin's error is: the piece, captured sizes, padding; None where it is
+    not known, as in an engine that compiles nothing."""
+    found = origin.get("graph")
+    return safe(found["sentence"], 400) if isinstance(found, Mapping) and found.get("sentence") else None
+
+
 def divergence(comparison: Comparison) -> str | None:
     """The first divergence as one line without its heading, or None."""
     d = comparison.first_divergence

@@ -72,6 +72,10 @@ def _origins(comparison: Comparison) -> list[str]:
     if any(said):
         head = (*head, "floor that it breaks")
         rows = [(*row, code(text, 400)) for row, text in zip(rows, said, strict=False)]
+    graphs = [facts.graph(o) for o in comparison.origins]
+    if any(graphs):
+        head = (*head, "in graphs")
+        rows = [(*row, code(text or "", 400)) for row, text in zip(rows, graphs, strict=False)]
     return ["", "### Origins", "", *_table(head, rows), *_more(len(comparison.origins), "origins")]
 
 

@@ -80,6 +80,8 @@ def repr_html(comparison: Comparison) -> str:
     out += [f"<p>{escaped(tier)}</p>" for o in comparison.origins[:1] if (tier := tiers.sentence(o))]
     if said := [s for o in comparison.origins[:1] if (s := facts.shape(o))]:
         out.append(f"<p>shape of the error: {escaped(said[0])}</p>")
+    if said := [s for o in comparison.origins[:1] if (s := facts.graph(o))]:
+        out.append(f"<p>in compiled and captured graphs: {escaped(said[0])}</p>")
     for step in comparison.would_decide[:3]:
         out.append(f"<p>{escaped(step['why'])}:</p><pre>{_command(step['command'])}</pre>")
     if habits := machines.lines(comparison.machines):

@@ -88,6 +88,8 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
         out.append(said)
     if said := facts.shape(culprit):
         out.append(f"shape: {said}")
+    if said := facts.graph(culprit):
+        out.append(f"graphs: {said}")
     if others:
         out.append(f"{count(len(others), 'other independent origin')}, in data-flow order:")
         out += _list(others, None if full else 5, "compare.json, origins", lambda o: [_other(comparison, o)])
@@ -97,7 +99,8 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
 def _other(comparison: Comparison, origin: Any) -> str:
     said = f"shape: {shape}" if (shape := facts.shape(origin)) else None
     title = f"  {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}"
-    return "; ".join(x for x in (title, tiers.short(origin), tiers.layers(origin), said) if x)
+    graphs = f"graphs: {text}" if (text := facts.graph(origin)) else None
+    return "; ".join(x for x in (title, tiers.short(origin), tiers.layers(origin), said, graphs) if x)
 
 
 def _evidence(origin: Any) -> str:

@@ -65,7 +65,7 @@ def run(
     watched = {*PASSED_ON, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
 
-    guard = _Guard()
+    guard = Guard()
 
     def prepare() -> None:  # in the child: signals as they were for us
         if own_group:
@@ -94,7 +94,7 @@ def run(
     return 128 - code if code < 0 else code
 
 
-class _Guard:
+class Guard:
     """Sends SIGTERM to what is watched if this process dies before it has dismissed the guard. In a session of its own:
     what is sent to our group does not reach it."""
 

@@ -24,6 +24,8 @@ _PER_LOOK = 64 << 20
 _MOST = 100
 _RANK = re.compile(r"rank\d{4,9}", re.ASCII)
 _STEP, _TENSOR, _STOP, _END = (f'{{"event":"{kind}"'.encode() for kind in ("step", "tensor", "stop", "end"))
+_AGAIN = b',"graph":{"mode":"'
+"""Stands in the line of a step that is told for the second time."""
 _ERROR, _LABEL = (f'{{"event":"{kind}"'.encode() for kind in ("error", "label"))
 
 
@@ -60,7 +62,7 @@ class RankProgress:
         if not newline:
             return
         # Inside a JSON string a quote is escaped, so these words only ever begin a line.
-        self.steps += whole.count(_STEP)
+        self.steps += whole.count(_STEP) - whole.count(_AGAIN)
         self.tensors += whole.count(_TENSOR) + whole.count(_LABEL)
         self.errors += whole.count(_ERROR)
         self.ended = self.ended or _END in whole

@@ -10,7 +10,8 @@ import torch
 
 from vllm_accprobe.capture.core import rowmaps
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.sink import Sink, Ticket
+from vllm_accprobe.capture.core.sink import Sink
+from vllm_accprobe.capture.core.step_state import Ticket
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal.tensor_lines import TensorHead
 from vllm_accprobe.dump.reader import Dump, open_dump

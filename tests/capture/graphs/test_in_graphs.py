@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace as Plain
@@ -14,17 +16,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from captured_calls import CallGraph, capture
 from torch._dynamo.utils import counters
 
-from vllm_accprobe.capture.graphs import drain, placement
+from vllm_accprobe.capture.core import recording
+from vllm_accprobe.capture.core.sink import Sink
+from vllm_accprobe.capture.graphs import drain, in_module, placement
+from vllm_accprobe.capture.graphs.stats_drain import NOT_MEASURED
+from vllm_accprobe.capture.graphs.stats_op import _stats_device
 from vllm_accprobe.capture.vllm import capturing
 from vllm_accprobe.capture.vllm import compiled as in_graphs
 from vllm_accprobe.capture.vllm import runner as capture_runner
-from vllm_accprobe.capture.vllm.capturing import CaptureObserver
+from vllm_accprobe.capture.vllm.capturing import CaptureObserver, left_out
+from vllm_accprobe.capture.vllm.dummy_look import LookingOn
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.comparison.plan.coverage import NOBODYS
 from vllm_accprobe.config import TAP_SET, ProbeConfig
 from vllm_accprobe.dump.reader import Dump, open_dump
+from vllm_accprobe.dump.select import Selection
 
 PARALLEL = {"rank": 0, "world_size": 1, "tp": [0, 1], "pp": [0, 1], "dp": [0, 1], "ep": [0, 1]}
 WIDE = 9000
@@ -35,15 +45,39 @@ class RowParallelLinear(torch.nn.Linear):
     pass
 
 
+FAILS: list[int] = []
+LIBRARY = torch.library.Library("in_graphs", "DEF")
+LIBRARY.define("may_fail(Tensor x) -> Tensor")
+
+
+def may_fail(x: torch.Tensor) -> torch.Tensor:
+    if FAILS:
+        raise RuntimeError("planted in a kernel")
+    return x.clone()
+
+
+LIBRARY.impl("may_fail", may_fail, "CPU")
+torch.library.register_fake("in_graphs::may_fail", torch.empty_like, lib=LIBRARY)
+
+
+class Turn(torch.nn.Module):
+    """As vLLM's rotary embedding: one instance, which every layer has a name for."""
+
+    def forward(self, x: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * scale, x.flip(-1)
+
+
 class Layer(torch.nn.Module):
-    def __init__(self, wide: int) -> None:
+    def __init__(self, wide: int, turn: Turn) -> None:
         super().__init__()
+        self.turn = turn
         self.up = RowParallelLinear(8, wide)
         self.norm = torch.nn.LayerNorm(wide)
         self.down = RowParallelLinear(wide, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.norm(self.up(x))))
+        turned, flipped = self.turn(x, 0.5)
+        return x + self.down(torch.relu(self.norm(self.up(turned + flipped))))
 
 
 class Compiled(torch.nn.Module):
@@ -53,7 +87,9 @@ class Compiled(torch.nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.do_not_compile = not compiles
-        self.layers = torch.nn.ModuleList([Layer(wide), Layer(16)])
+        turn = Turn()
+        self.layers = torch.nn.ModuleList([Layer(wide, turn), Layer(16, turn)])
+        self.again = torch.nn.Tanh()
         guards = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # as vLLM does
         self.compiled = torch.compile(self.forward, backend="eager", fullgraph=True, dynamic=True, options=guards)
 
@@ -62,7 +98,7 @@ class Compiled(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x)
+            x = self.again(torch.ops.in_graphs.may_fail(layer(x)))
         return x
 
 
@@ -104,8 +140,10 @@ def more(**computed: int) -> Output:
 
 
 class Runner:
-    def __init__(self, compiles: bool, wide: int = 32, fault: float = 1.0) -> None:
+    def __init__(self, compiles: bool, wide: int = 32, fault: float = 1.0, pad: int = 1) -> None:
         self.device = "cpu"
+        self.pad = pad
+        self.graphs: dict[int, tuple[CallGraph, torch.Tensor]] = {}
         self.vllm_config = Plain(
             model_config=Plain(enforce_eager=not compiles, get_hidden_size=lambda: 8),
             compilation_config=Plain(mode=2 if compiles else 0, cudagraph_mode=Plain(value=0, name="NONE")),
@@ -132,8 +170,24 @@ class Runner:
         for request in out.scheduled_new_reqs:
             self.requests[request.req_id] = Plain(num_tokens=len(request.prompt_token_ids))
         self.input_batch.req_ids = list(out.num_scheduled_tokens)
-        n = out.total_num_scheduled_tokens
-        return self.model(self.input_ids[:n], self.positions[:n])
+        n = -(-out.total_num_scheduled_tokens // self.pad) * self.pad
+        return self._model_forward(input_ids=self.input_ids[:n], positions=self.positions[:n])
+
+    def _model_forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        graph, output = self.graphs.get(len(input_ids), (None, None))
+        if graph is None:
+            return self.model(input_ids=input_ids, positions=positions)
+        graph.replay()
+        return output
+
+    @torch.inference_mode()
+    def capture_model(self, *sizes: int) -> None:
+        """As vLLM with cudagraph mode FULL: the whole forward, whose inputs are the runner's buffers."""
+        for n in sizes:
+            graph = CallGraph()
+            with torch.compiler.set_stance("force_eager"), capture(graph):  # dynamo compiles nothing under a mode
+                output = self.model(self.input_ids[:n], self.positions[:n])
+            self.graphs[n] = graph, output
 
     @torch.inference_mode()
     def _dummy_run(self, num_tokens: int, is_profile: bool = False) -> None:
@@ -175,7 +229,12 @@ def served(start: Start, name: str, runner: Runner, **settings: Any) -> tuple[Du
 
 
 def outputs(dump: Dump) -> dict[tuple[int, str], str]:
-    return {(r.step, r.tap): r.hash for r in dump.records if r.role == "output.0" and r.step is not None}
+    """By step and name; ``#1`` is a module's second call."""
+    return {
+        (r.step, r.tap + (f"#{r.call}" if r.call else "")): r.hash
+        for r in dump.records
+        if r.role == "output.0" and r.step is not None
+    }
 
 
 def test_the_compiled_engine_leaves_what_the_eager_one_does(start: Start) -> None:
@@ -190,6 +249,7 @@ def test_the_compiled_engine_leaves_what_the_eager_one_does(start: Start) -> Non
     order = [r.tap for r in default.records if r.step == 0 and r.role == "output.0"]
     assert order == [r.tap for r in eager.records if r.step == 0 and r.role == "output.0" and r.tap in order]
     reasons = {s.tap: s.reason for s in default.skips}
+    assert reasons["model.layers.0.turn"] == reasons["model.layers.1.turn"] == placement.NOT_DEFAULT
     assert reasons["model.layers.0"] == reasons["model.layers.1.norm"] == placement.NOT_DEFAULT
     facts = default.run["engine"]["graphs"]
     assert (facts["set"], facts["taps"], facts["chosen"], facts["rows"]) == ("default", 4, 4, 64)
@@ -205,6 +265,12 @@ def test_all_modules_where_somebody_names_them(start: Start) -> None:
     missing = set(outputs(eager)) - set(outputs(full))
     assert {tap for _, tap in missing} == {"model"}
     assert outputs(full).items() <= outputs(eager).items()
+    assert {tap for step, tap in outputs(full) if step} > {
+        "model.layers.0.turn", "model.layers.1.turn", "model.again", "model.again#1"
+    }  # fmt: skip
+    order = [(r.tap, r.role, r.call) for r in full.records if r.step == 0 and r.role.startswith("output")]
+    every = [(r.tap, r.role, r.call) for r in eager.records if r.step == 0 and r.role.startswith("output")]
+    assert order == [one for one in every if one in order]
     assert full.run["engine"]["graphs"]["set"] == "full"
 
 
@@ -244,6 +310,137 @@ def test_rows_beyond_the_memory_are_left_out_and_counted(start: Start) -> None:
     assert np.array_equal(eager.read(golden)[:rows], small.read(mine))
 
 
+def test_rows_of_padding_are_kept_apart(start: Start) -> None:
+    """29, 2 and 1 rows, padded to 32, 8 and 8."""
+    eager, _ = served(start, "eager", Runner(compiles=False, pad=8))
+    runner = Runner(compiles=True, pad=8)
+    padded, _ = served(start, "padded", runner)
+    assert eager.padding == []
+    tap = "model.layers.0.up"
+    found = {r.step: r for r in padded.padding if r.tap == tap}
+    assert {step: (r.name, r.rows, r.shape) for step, r in found.items()} == {
+        step: (f"{tap}/output.0@padding", "tokens/padding", (rows, 32)) for step, rows in ((0, 3), (1, 6), (2, 7))
+    }
+    with torch.no_grad():
+        x = runner.model.embed(runner.input_ids[:32])
+        want = runner.model.model.layers[0].up(x / 2 + x.flip(-1))
+    for step, rows in ((0, slice(29, 32)), (1, slice(2, 8)), (2, slice(1, 8))):
+        assert np.allclose(padded.read(found[step]).view(np.float32), want[rows].numpy(), atol=1e-6)
+    assert {(r.tap, r.step) for r in padded.padding} == {
+        (r.tap, r.step) for r in padded.records if r.tap.endswith(("up", "down")) and r.step is not None
+    }
+    result = compare(eager.path, padded.path)
+    assert result.verdict == "pass"
+    assert result.coverage["skipped"][f"mine: {NOBODYS}"] == len(padded.padding) == 12
+    chosen = Selection(names=(f"{tap}/*",), steps=((1, 1),)).apply(padded, padding=True)
+    assert [r.rows for _, r in chosen] == ["tokens", "tokens/padding"]
+    assert not served(start, "some", Runner(compiles=True, pad=8), requests="b")[0].padding
+    assert not served(start, "few", Runner(compiles=True, pad=8), tokens="0-1")[0].padding
+
+
+def test_rows_of_padding_that_do_not_fit_are_counted(start: Start) -> None:
+    small, _ = served(start, "small", Runner(compiles=True, wide=WIDE, pad=32), graph_mb=1)
+    rows = small.run["engine"]["graphs"]["rows"]
+    tap = "model.layers.0.up"
+    assert {r.step: r.shape[0] for r in small.padding if r.tap == tap} == {1: rows - 2, 2: rows - 1}
+    left = 3 + (30 - (rows - 2)) + (31 - (rows - 1))
+    assert [s.count for s in small.skips if (s.tap, s.reason) == (tap, drain.MORE_PADDING)] == [left]
+
+
+def lines(dump: Dump) -> dict[tuple[int, str], tuple[Any, ...]]:
+    return {
+        (r.step, r.tap): (r.seq >= 0, r.cls, r.dtype, r.shape, r.rows, r.row_dim, r.stats, r.hash, r.payload is None)
+        for r in dump.records if r.role == "output.0" and r.step is not None
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("some", [{}, {"requests": "b", "tokens": "0-1"}], ids=["all", "some rows"])
+def test_statistics_are_those_of_an_eager_engine_s_statistics(start: Start, some: dict[str, str]) -> None:
+    eager, answers = served(start, "eager", Runner(compiles=False), task="stats", **some)
+    stats, same = served(start, "stats", Runner(compiles=True), task="stats", **some)
+    assert all(map(torch.equal, answers, same))
+    assert counters["stats"]["unique_graphs"] == 1
+    taps = {tap for _, tap in lines(stats)}
+    assert len(taps) == 6
+    assert lines(stats) == {key: line for key, line in lines(eager).items() if key[1] in taps}
+    order = [r.tap for r in stats.records if r.step == 0 and r.role == "output.0"]
+    assert order == [r.tap for r in eager.records if r.step == 0 and r.role == "output.0" and r.tap in order]
+    facts = stats.run["engine"]["graphs"]
+    assert (facts["taps"], facts["tensors"], facts["statistics"], facts["rows"]) == (4, 0, 4, 0)
+    result = compare(eager.path, stats.path)
+    assert result.verdict == "pass"
+    assert {p.tap for p in result.pairs if p.status == "pass"} >= taps
+
+
+def test_choosing_among_taps_that_measure_makes_no_other_graph(start: Start) -> None:
+    everything, _ = served(start, "stats", Runner(compiles=True), task="stats")
+    key = os.environ[TAP_SET]
+    some, _ = served(start, "some", Runner(compiles=True), task="stats", modules="*.up", steps="1")
+    assert os.environ[TAP_SET] == key != ""
+    assert lines(some) == {(1, f"model.layers.{i}.up"): lines(everything)[1, f"model.layers.{i}.up"] for i in (0, 1)}
+    served(start, "tensors", Runner(compiles=True))
+    assert os.environ[TAP_SET] != key
+
+
+def test_what_does_not_fit_is_measured_and_only_then_left_out(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, _ = served(start, "eager", Runner(compiles=False, wide=WIDE))
+    monkeypatch.setattr(placement, "_LEAST_ROWS", 28)  # of 36,000 bytes: more than a megabyte
+    mixed, _ = served(start, "mixed", Runner(compiles=True, wide=WIDE), graph_mb=1)
+    facts = mixed.run["engine"]["graphs"]
+    assert (facts["taps"], facts["tensors"], facts["statistics"], facts["rows"]) == (4, 3, 1, 64)
+    assert facts["bytes"] == 64 * 4 * (8 + 16 + 8) + placement.STATS_BYTES
+    (want, got) = ({(r.step, r.tap): r for r in dump.records if r.role == "output.0"} for dump in (eager, mixed))
+    order = [r.tap for r in sorted(mixed.records, key=lambda r: r.seq) if r.step == 0 and r.role == "output.0"]
+    assert [tap for tap in order if tap in {t for _, t in got} and tap.startswith("model.")] == [
+        f"model.layers.{i}.{name}" for i in (0, 1) for name in ("up", "down")
+    ]
+    for step in range(3):
+        up, down = (step, "model.layers.0.up"), (step, "model.layers.0.down")
+        assert (got[up].payload, got[up].hash, got[up].shape) == (None, want[up].hash, want[up].shape)
+        assert want[up].stats.l2 == pytest.approx(got[up].stats.l2, rel=1e-12)  # summed in other pieces
+        assert np.array_equal(eager.read(want[down]), mixed.read(got[down]))
+    assert compare(eager.path, mixed.path).verdict == "pass"
+
+
+def test_an_old_line_of_numbers_is_not_taken_for_this_step_s(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the graph that ran second had no taps."""
+    runner = Runner(compiles=True)
+    probe = start(runner, task="stats")
+    runner.execute_model(STEPS[0])
+    monkeypatch.setattr(drain.StatsDrain, "aim", aims_nothing)
+    runner.execute_model(STEPS[1])
+    probe.close("test")
+    dump = open_dump(probe.root)
+    assert {step for step, tap in lines(dump) if tap == "model.layers.0.up"} == {0}
+    assert [s.count for s in dump.skips if (s.tap, s.reason) == ("model.layers.0.up", NOT_MEASURED)] == [1]
+
+
+def aims_nothing(self: drain.StatsDrain, space: Any) -> None:
+    self._space = space
+    self._serial += 1
+
+
+def test_numbers_of_a_device_arrive_over_the_staging(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a device: its operator, and one copy of all lines; here on CPU tensors."""
+    eager, _ = served(start, "eager", Runner(compiles=False), task="stats")
+    library = torch.library.Library("accprobe_test", "FRAGMENT")
+    library.define("device_stats(Tensor x, Tensor(a!) buffer, Tensor select) -> ()")
+    library.impl("device_stats", _stats_device, "CPU")
+    torch.library.register_fake("accprobe_test::device_stats", lambda x, buffer, select: None, lib=library)
+    monkeypatch.setattr(in_module, "tap_stats", torch.ops.accprobe_test.device_stats.default)
+    monkeypatch.setattr(recording, "Sink", functools.partial(Sink, staged=True))
+    got = lines(served(start, "staged", Runner(compiles=True), task="stats")[0])
+    kernels = {key for key in got if key[1].startswith("model.layers")}
+    assert len(kernels) == 12
+    for key in kernels:
+        want = lines(eager)[key]
+        assert got[key][:6] == want[:6]
+        assert got[key][7:] == (None, True)
+        mine, golden = got[key][6], want[6]
+        assert (mine.count, mine.min, mine.max, mine.nan) == (golden.count, golden.min, golden.max, golden.nan)
+        assert mine.l2 == pytest.approx(golden.l2, rel=1e-6)
+
+
 def test_a_fault_inside_the_compiled_engine_is_found_first_where_it_is(start: Start) -> None:
     eager, _ = served(start, "eager", Runner(compiles=False))
     faulty, _ = served(start, "faulty", Runner(compiles=True, fault=1.2), parts="input,output")
@@ -270,7 +467,7 @@ def test_dummy_batches_and_the_next_steps_leave_nothing_in_a_step(start: Start) 
 
 def test_a_tap_that_the_graph_does_not_have_is_a_skip(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a cached graph without taps had been used."""
-    monkeypatch.setattr(placement, "_tap_outputs", lambda module, args, output: None)
+    monkeypatch.setattr(in_module, "_tap_outputs", lambda module, args, output: None)
     dump, _ = served(start, "mine", Runner(compiles=True))
     assert {s.reason for s in dump.skips if s.tap == "model.layers.0.up"} == {drain.NOT_RUN}
     assert {tap for _, tap in outputs(dump)} == {"<root>", "embed"}
@@ -284,7 +481,11 @@ def test_a_step_that_is_not_compiled_is_taken_once(start: Start) -> None:
     runner.model.model.do_not_compile = True
     runner.execute_model(STEPS[1])
     probe.close("test")
-    taken = [(r.step, r.tap) for r in open_dump(probe.root).records if r.role == "output.0" and r.step is not None]
+    taken = [
+        (r.step, f"{r.tap}#{r.call}")
+        for r in open_dump(probe.root).records
+        if r.role == "output.0" and r.step is not None
+    ]
     assert len(taken) == len({*taken})
     assert {tap for step, tap in taken if step == 1} > {tap for step, tap in taken if step == 0}
     assert "forward" not in runner.model.__dict__
@@ -294,7 +495,7 @@ def test_a_step_that_is_not_compiled_is_taken_once(start: Start) -> None:
 def test_a_failure_ends_the_capture_and_not_the_serving(
     start: Start, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("planted in the probe")
 
     _, answers = served(start, "eager", Runner(compiles=False))
@@ -309,7 +510,7 @@ def test_a_failure_ends_the_capture_and_not_the_serving(
 def test_where_taps_cannot_be_placed_the_engine_stays_as_it_is(
     start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("planted in the probe")
 
     monkeypatch.setattr(in_graphs, "plan", broken)
@@ -321,10 +522,84 @@ def test_where_taps_cannot_be_placed_the_engine_stays_as_it_is(
 
 @pytest.mark.parametrize(
     ("settings", "why"),
-    [({"graph_mb": 0}, "VLLM_ACCPROBE_GRAPH_MB=0"), ({"parts": "input"}, "VLLM_ACCPROBE_PARTS does not")],
+    [({"graph_mb": 0}, "VLLM_ACCPROBE_GRAPH_MB=0"), ({"parts": "params"}, "names neither inputs nor outputs")],
 )
 def test_taps_that_nobody_wants(start: Start, settings: dict[str, Any], why: str) -> None:
     runner = Runner(compiles=True)
     dump, _ = served(start, "mine", runner, **settings)
     assert any(s.reason.endswith(why) for s in dump.skips)
     assert not any(hasattr(module, "accprobe_tap_0") for module in runner.model.modules())
+
+
+def test_a_forward_that_is_replayed_as_a_whole(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 and 32 rows; the root's Python does not run, and what it would have been given and has given is seen."""
+    eager, answers = served(start, "eager", Runner(compiles=False, pad=8))
+    context = Plain(cudagraph_runtime_mode=Plain(name="FULL"), batch_descriptor=Plain(num_tokens=8))
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", Plain(get_forward_context=lambda: context))
+    runner = Runner(compiles=True, pad=8)
+    runner.vllm_config.compilation_config.cudagraph_mode = Plain(value=2, name="FULL")
+    probe = start(runner, "full", modules="all")
+    runner.capture_model(8)
+    ran = []
+    runner.model.embed.register_forward_hook(lambda *_: ran.append(1))
+    same = [runner.execute_model(step).clone() for step in STEPS]
+    probe.close("test")
+    assert len(ran) == 1, "the first step alone, of 32 rows"
+    full = open_dump(probe.root)
+    assert all(map(torch.equal, answers, same))
+    assert {step: one.graph and one.graph.mode for (_, step), one in full.steps.items()} == dict.fromkeys(
+        range(3), "FULL"
+    )
+    missing = set(outputs(eager)) - set(outputs(full))
+    assert {tap for step, tap in missing} == {"model"}
+    assert outputs(full).items() <= outputs(eager).items()
+    roots = {(r.step, r.role) for r in full.records if r.tap == "<root>"}
+    assert roots == {(r.step, r.role) for r in eager.records if r.tap == "<root>"}
+    assert {r.step for r in full.padding if r.tap == "embed"} == {1, 2}
+    assert compare(eager.path, full.path).verdict == "pass"
+
+
+def test_a_rank_that_is_not_captured_takes_part_in_the_dummy_batch(start: Start) -> None:
+    ran: list[int] = []
+    runner = Runner(compiles=True)
+    dummy = runner._dummy_run
+
+    def counted(num_tokens: int, is_profile: bool = False) -> None:
+        ran.append(num_tokens)
+        dummy(num_tokens)
+
+    runner._dummy_run = counted  # type: ignore[method-assign]
+    config = ProbeConfig.from_kwargs(graphs=True, ranks="0")
+    adapter = RunnerAdapter(Plain(model_runner=runner), runner, PARALLEL | {"rank": 1, "world_size": 2})
+    other = left_out(config, adapter)
+    assert isinstance(other, LookingOn)
+    adapter.add(other)
+    runner.load_model()
+    runner.load_model()
+    runner.execute_model(STEPS[0])
+    assert ran == [11]
+    assert not any(hasattr(module, "accprobe_tap_0") for module in runner.model.modules())
+    assert left_out(ProbeConfig.from_kwargs(ranks="0"), adapter) is None
+
+
+def test_a_forward_that_fails_in_the_graph(start: Start) -> None:
+    """The engine hears of it, the step keeps what was taken before, and the next steps are as ever."""
+    runner = Runner(compiles=True)
+    probe = start(runner, "failing")
+    runner.execute_model(STEPS[0])
+    FAILS.append(1)
+    with pytest.raises(RuntimeError, match="planted in a kernel"):
+        runner.execute_model(STEPS[1])
+    FAILS.clear()
+    unclosed = open_dump(probe.root)
+    assert not unclosed.errors
+    assert not unclosed.bad_lines
+    runner.execute_model(STEPS[2])
+    probe.close("test")
+    dump = open_dump(probe.root)
+    taps = {step: {r.tap for r in dump.records if r.step == step and r.role.startswith("output")} for step in range(3)}
+    assert taps[0] == taps[2]
+    assert taps[1] == {"embed"}, "what stood before the graph"
+    plain = outputs(served(start, "plain", Runner(compiles=True))[0])
+    assert all(plain[key] == hash for key, hash in outputs(dump).items())
+    assert all(dump.read(r).size for r in dump.records if r.payload is not None)

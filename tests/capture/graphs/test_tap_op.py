@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from vllm_accprobe.capture.graphs.tap_op import _tap_device, choose, selection, tap
+from vllm_accprobe.capture.graphs.tap_op import _each_device, _tap_device, choose, selection, tap, tap_each
 
 CPU = torch.device("cpu")
 
@@ -40,6 +40,67 @@ def test_nothing_is_copied_while_it_is_off_or_does_not_fit() -> None:
     tap(torch.ones(6, 3), buffer, select)  # another width
     tap(torch.ones(6, 2, dtype=torch.float16), buffer, select)  # another dtype
     assert (buffer == -1).all()
+
+
+@pytest.mark.parametrize("operator", [tap_each, _each_device], ids=["host", "device"])
+def test_each_call_has_its_own_rows(operator) -> None:  # type: ignore[no-untyped-def]
+    buffer, cursor, select = torch.full((2, 3, 2), -1.0), torch.zeros(1, dtype=torch.int64), selection(3, CPU)
+    calls = [torch.arange(10.0).view(5, 2) + 100 * i for i in range(3)]
+    choose(select, [4, 1])
+    for x in calls[:2]:
+        assert operator(x, buffer, cursor, select) is None
+    want = torch.stack([x[[4, 1]] for x in calls[:2]])
+    assert torch.equal(buffer[:, :2], want)
+    operator(calls[2], buffer, cursor, select)  # beyond the last: counted, not copied
+    assert cursor.tolist() == [3]
+    assert torch.equal(buffer[:, :2], want)
+    cursor.zero_()
+    operator(calls[2], buffer, cursor, select)
+    assert torch.equal(buffer[0, :2], calls[2][[4, 1]])
+    operator(torch.zeros(5, 3), buffer, cursor, select)  # another width
+    assert torch.equal(buffer[1, :2], want[1])
+    assert cursor.tolist() == [2]
+
+
+def test_a_cursor_does_not_move_while_taps_are_off() -> None:
+    cursor = torch.zeros(1, dtype=torch.int64)
+    tap_each(torch.ones(2, 2), torch.zeros(2, 3, 2), cursor, selection(3, CPU))
+    assert cursor.tolist() == [0]
+
+
+class Shared(torch.nn.Module):
+    """Three calls of one module, as vLLM's rotary embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+        self.register_buffer("held", torch.zeros(3, 4, 8), persistent=False)
+        self.register_buffer("cursor", torch.zeros(1, dtype=torch.int64), persistent=False)
+        self.register_buffer("select", selection(4, CPU), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.inner(x)
+            tap_each(x, self.held, self.cursor, self.select)
+        return x
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_calls_keep_their_order_when_compiled(backend: str) -> None:
+    model = Shared()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+        for rows, chosen in ((5, [4, 1]), (9, [8]), (3, [])):
+            model.cursor.zero_()
+            choose(model.select, chosen)
+            before, x = model.held.clone(), torch.randn(rows, 8)
+            got = compiled(x)
+            for held, old in zip(model.held, before, strict=True):
+                x = model.inner(x)
+                assert torch.equal(held[: len(chosen)], x[chosen])
+                assert torch.equal(held[len(chosen) :], old[len(chosen) :])
+            assert torch.equal(got, x)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_rows_of_any_stride() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from capture.toy import Toy
+from support.patch_text import target
 
 from vllm_accprobe import Probe, gen_id, labels, set_label
 from vllm_accprobe.capture.nan_watch import module_call
@@ -18,16 +19,11 @@ from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.dump.reader import open_dump
 
 IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
-PATCH = """
-[[target]]
-module = "capture.toy"
-function = "Block.forward"
-
-[[target.tap]]
-name = "strided"
-value = "query"
-after = "query, key = self.qkv(hidden_states).split(8, dim=-1)"
-"""
+PATCH = target(
+    "capture.toy",
+    "Block.forward",
+    {"name": "strided", "value": "query", "after": "query, key = self.qkv(hidden_states).split(8, dim=-1)"},
+)
 
 
 def calls(path: Path, model: torch.nn.Module, prepare: Callable[[torch.nn.Module], object] = lambda m: None,

@@ -5,7 +5,8 @@ import numpy as np
 from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
 from vllm_accprobe.comparison.measure.part import Part
-from vllm_accprobe.comparison.verdict.rerouted_rows import settle
+from vllm_accprobe.comparison.verdict.remarks import unseen_routing
+from vllm_accprobe.comparison.verdict.rerouted_rows import add_undecided, settle
 from vllm_accprobe.judge.routing import Rerouted
 from vllm_accprobe.judge.verdict import RowErrors
 
@@ -38,3 +39,25 @@ def test_a_tensor_without_rows_is_left_out_whole():
     assert found.note.startswith("not judged: its step has rows after a router's near tie")
     assert (found.left.all(), errors.err.tolist()) == (True, [0.0])
     assert settled(Rerouted(first={9: 0}), whole=True)[0].left is None
+
+
+def test_logits_alone_tell_which_rows_are_left_out():
+    """Row 0 has no margin; 1 lies within its limit, 2 beyond it; 3 is another request's, within."""
+    keys = np.array([*KEYS[:3], 2 << 32])
+    err = np.array([0.01, 0.01, 0.5, 0.03])
+    errors = RowErrors(err, np.ones(4), err, err, np.zeros(4, np.int8), np.zeros(4))
+    part = Part("g", "m", 0, 0, (0, 0), None, "float32", 0, (8,))
+    rerouted = Rerouted()
+    add_undecided(part, RowSet(keys), errors, rerouted, 2.0**-8, 0.04)
+    assert not rerouted.first
+    part.margins = np.array([[np.nan] * 3, [0.1, 0.1, 1.0], [1.0, 1.0, 2.0], [0.2, 0.0, 1.0]])
+    add_undecided(part, RowSet(keys), errors, rerouted, 2.0**-8, 0.04)
+    assert rerouted.first == {1: 1, 2: 0}
+    assert errors.err.tolist() == err.tolist()  # the logits themselves are judged
+
+
+def test_what_is_said_where_nobody_saw_the_routing():
+    assert unseen_routing(["m.0.experts"], 0) == unseen_routing([], 2) == []
+    (said,) = unseen_routing(["m.0.experts", "m.1.experts"], 1)
+    assert said.startswith("an origin is no proof: which experts rows went to is not known (m.0.experts and 1 more)")
+    assert "capture the router's logits (gate) in both" in said

@@ -23,6 +23,7 @@ from vllm_accprobe.dump.schema import (
     Segment,
     Skip,
     Step,
+    StepGraph,
     Stop,
 )
 
@@ -38,9 +39,13 @@ LINES = [
     (RowSpace(1, "vision/4", 4, (Segment(0, 0, 4, 0, image=1),)),
      '{"event":"rows","step":1,"space":"vision/4","src_rows":4,"segments":['
      '{"req":0,"pos":0,"n":4,"row":0,"phase":"prefill","image":1}]}'),
+    (RowSpace(1, "tokens/padding", 8, (), (), 3),
+     '{"event":"rows","step":1,"space":"tokens/padding","src_rows":8,"padding":3}'),
     (Step(2, {"requests": 1, "tokens": 3}, 1.5),
      '{"event":"step","step":2,"batch":{"requests":1,"tokens":3},"time":1.5}'),
     (Step(0), '{"event":"step","step":0,"batch":{},"time":0.0}'),
+    (Step(3, {"tokens": 3}, 2.5, StepGraph("PIECEWISE", 4)),
+     '{"event":"step","step":3,"batch":{"tokens":3},"time":2.5,"graph":{"mode":"PIECEWISE","size":4}}'),
     (Module("a.b", "Linear", 4, {"eps": 1e-6}),
      '{"event":"module","tap":"a.b","class":"Linear","index":4,"attrs":{"eps":1e-06}}'),
     (Masks(2, {0: Mask(("a grammar",), "ab"), 5: Mask(("bad words",))}),

@@ -67,3 +67,32 @@ def test_what_stands_in_front_of_what():
         "m.b/input.0": ["m.a/output.0", "m.c/param.w", "m/input.0"],
     }
     assert fronts.earlier(where[("m.b", "output.0")]) == [where[("m.a", "output.0")]]
+
+
+def test_what_a_module_gave_whose_own_output_nobody_saw():
+    """A compiled module is known by a parameter alone; what its last child gave explains the root's output."""
+    where = [
+        Trace(tap, role, 0, kind, order, 1.0, NO_ROWS, NO_ROWS.keys, NO_ROWS.keys)
+        for order, (tap, role, kind) in enumerate([
+            ("<root>", "input.ids", INPUT), ("model", "param.scale", PARAM), ("model.down", "output.0", OUTPUT),
+            ("<root>", "output.0", OUTPUT), ("model.late", "output.0", OUTPUT),
+        ])
+    ]  # fmt: skip
+    fronts = Fronts(where, Tree.of(list(dict.fromkeys(t.tap for t in where)), {}))
+    found = {s.role: {f"{t.tap}/{t.role}" for t in sources} for s, sources in fronts.places("<root>")}
+    assert found["output.0"] == {"<root>/input.ids", "model/param.scale", "model.down/output.0"}
+
+
+def test_what_a_router_said_is_not_all_that_went_into_experts():
+    """The hidden states stay inside a compiled graph: what the norm gave explains what the experts gave."""
+    where = {
+        (tap, role): Trace(tap, role, 0, kind, order, 1.0, NO_ROWS, NO_ROWS.keys, NO_ROWS.keys)
+        for order, (tap, role, kind) in enumerate([
+            ("m.norm", "output.0", OUTPUT), ("m.experts", "input.router_logits", INPUT),
+            ("m.experts.method", "input.topk_weights", INPUT), ("m.experts.method", "input.topk_ids", INPUT),
+            ("m.experts.method", "output.0", OUTPUT), ("m.experts", "output.0", OUTPUT),
+        ])
+    }  # fmt: skip
+    fronts = Fronts(list(where.values()), Tree.of(list(dict.fromkeys(tap for tap, _ in where)), {}))
+    for tap in ("m.experts", "m.experts.method"):
+        assert where["m.norm", "output.0"] in dict(fronts.places(tap))[where[tap, "output.0"]]

@@ -25,7 +25,7 @@ def test_depth_counts_numbered_blocks():
 def test_layers_that_nobody_saw_are_passed_by_what_comes_behind_them():
     taps = [ROOT_TAP, "m", "m.embed", *(f"m.layers.{i}" for i in range(4)), "m.norm", "logits_processor"]
     modules = [Module(tap, "X", i) for i, tap in enumerate(taps)]
-    skips = [Skip("m", "compiled by torch.compile: what is inside cannot be seen")]
+    skips = [Skip("m", "compiled by torch.compile, which calls past its own tap")]
     skips += [Skip(f"m.layers.{i}", "never called in a captured step") for i in range(4)]
     skips += [Skip("visual.blocks.0", "never called in a captured step")]  # and not inside of what is compiled
     dump = SimpleNamespace(skips=skips, modules={0: modules})

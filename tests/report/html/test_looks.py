@@ -2,33 +2,11 @@
 
 import numpy as np
 from report_examples import comparison, pair, row_table
+from small_examples import two_requests
 
 from vllm_accprobe.comparison.row_table import ValueSample
 from vllm_accprobe.report.heat import heat
 from vllm_accprobe.report.html.looks import heat_json, looks_json, tree_json
-
-
-def example():
-    pairs = [
-        pair(tap="model.layers.0.mlp", step=0, order=1),
-        pair(tap="model.layers.0.mlp", step=1, order=1),
-        pair(tap="model.layers.0.mlp", role="input.0", step=1, order=0),
-        pair(tap="model.layers.1", step=1, order=2, status="fail"),
-        pair(tap="ids", step=1, order=3, dtype_golden="int64", limit=0.0),
-        pair(tap="none", step=1, order=4, status="skip", limit=None),
-    ]
-    rows = row_table(
-        [
-            (0, "a", 0, False, 0.0, 0.0),
-            (0, "a", 1, False, 0.016, 1.0),
-            (1, "a", 2, True, 0.16, 10.0),
-            (2, "a", 2, True, 9.0, 900.0),
-            (3, "a", 2, True, 0.0016, 0.1),
-            (4, "a", 2, True, 9.0, np.inf),
-            (0, "b", 0, False, 0.0, 0.0),
-        ]
-    )
-    return comparison(pairs=pairs, rows=rows)
 
 
 def test_it_begins_with_the_request_that_has_the_culprit():
@@ -44,7 +22,7 @@ def test_it_begins_with_the_request_that_has_the_culprit():
 
 
 def test_tree_takes_the_worst_output_and_every_failure():
-    told = tree_json(example())
+    told = tree_json(two_requests())
     assert [t[0] for t in told["taps"]] == ["model.layers.0.mlp", "model.layers.1", "ids", "none"]
     by = {t[0]: t[3:] for t in told["taps"]}
     assert by["model.layers.1"] == [1.0, 1, 1]

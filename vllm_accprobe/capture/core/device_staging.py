@@ -5,7 +5,7 @@ in place. The idea: on the model's stream the tensor is cloned (cheap, ordered b
 stream copies the clone into a ring of pinned memory, and a thread waits for the copy's event before it hands the
 bytes on. The ring's size is the back-pressure: when the disk is slower than the model, the forward waits for room,
 on the host. torch.accelerator names streams and events for CUDA, NPU and XPU alike; without a device (tests) the
-same path runs with plain copies. Not here: what the bytes mean (sink.py).
+same path runs with plain copies. Not here: what the bytes mean (sink.py), the ring (staging_ring.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from vllm_accprobe.capture.core.staging_ring import RingPlace, StagingRing
 
 Callback = Callable[[Sequence[torch.Tensor]], None]
 
@@ -88,13 +90,9 @@ class DeviceStaging:
 
     def __init__(self, device: torch.device, failed: Callable[[BaseException], None], capacity: int = 256 << 20):
         self._streams: _NoStream | _SideStream = _NoStream() if device.type == "cpu" else _SideStream(device)
-        self._pin = device.type != "cpu"
-        self._capacity = capacity
-        self._ring = torch.empty(capacity, dtype=torch.uint8, pin_memory=self._pin)
-        self._head = 0  # next free byte
-        self._used = 0
-        self._room = threading.Condition()
-        self._queue: queue.SimpleQueue[tuple[Any, list[torch.Tensor], int, Callback] | None] = queue.SimpleQueue()
+        self._device = device
+        self._ring = StagingRing(capacity, pin=device.type != "cpu")
+        self._queue: queue.SimpleQueue[tuple[Any, StagingRing, list[RingPlace], Callback] | None] = queue.SimpleQueue()
         self._failed = failed
         self._broken = False
         self._thread = threading.Thread(target=self._drain, name="accprobe-staging", daemon=True)
@@ -103,63 +101,61 @@ class DeviceStaging:
     def stage(self, tensors: Sequence[torch.Tensor], callback: Callback) -> None:
         """Queues a snapshot of ``tensors`` as they are now; ``callback`` gets contiguous host copies, in call order.
 
-        The copies are valid only during the callback. Blocks while the ring is full. Tensors of any device and stride.
+        The copies are valid only during the callback. Blocks while the ring is full: all tensors of a call together are
+        less than half of it, or one. Tensors of any device and stride.
         """
         if self._broken:
             return
-        hosts: list[torch.Tensor] = []
-        taken = 0
-        clones: list[torch.Tensor] = []
-        for tensor in tensors:
-            # contiguous() copies a strided tensor already; only a dense one needs its own clone.
-            clone = tensor.contiguous()
-            clones.append(clone.clone() if clone.data_ptr() == tensor.data_ptr() else clone)
-        if clones:
+        ring = self._ring
+        places = [ring.take(tensor) for tensor in tensors]
+        copies = [_copied(tensor, place.near) for tensor, place in zip(tensors, places, strict=True)]
+        if copies:
             self._streams.fork()
         with self._streams.on_side():
-            for clone in clones:
-                host, used = self._allocate(clone)
-                taken += used
-                host.copy_(clone, non_blocking=True)
-                if clone.device.type != "cpu":
-                    self._streams.keep(clone)
-                hosts.append(host)
-            done = self._streams.done() if clones else None
-        self._queue.put((done, hosts, taken, callback))
+            for copy, place in zip(copies, places, strict=True):
+                place.host.copy_(copy, non_blocking=True)
+                if place.near is None and copy.device.type != "cpu":
+                    self._streams.keep(copy)
+            done = self._streams.done() if copies else None
+        self._queue.put((done, ring, places, callback))
+
+    def reserve(self, nbytes: int) -> None:
+        """From now on ``nbytes`` of the device's memory, taken now, and as many of pinned memory are what may be in
+        flight: no copy takes memory of the device that the engine may need by then."""
+        self._ring = StagingRing(nbytes, pin=self._device.type != "cpu", near=self._device)
+
+    def room(self, sizes: Sequence[int]) -> bool:
+        """Whether tensors of so many bytes can be staged now without waiting."""
+        return self._broken or self._ring.room(sizes)
+
+    def idle(self) -> bool:
+        """Whether nothing is in flight."""
+        return self._ring.idle()
 
     def close(self, timeout: float = 30.0) -> None:
         """Waits until everything queued has been delivered."""
         self._queue.put(None)
         self._thread.join(timeout)
 
-    def _allocate(self, like: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """A host tensor for ``like`` in the ring, and how many ring bytes it takes (0: it has memory of its own)."""
-        nbytes = like.numel() * like.element_size()
-        size = -(-nbytes // 64) * 64
-        if size == 0 or size > self._capacity // 2:
-            return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._pin and size > 0), 0
-        with self._room:
-            skip = self._capacity - self._head if self._head + size > self._capacity else 0
-            while self._used + skip + size > self._capacity and not self._broken:
-                self._room.wait(1.0)
-            start = 0 if skip else self._head
-            self._head = (start + size) % self._capacity
-            self._used += skip + size
-        view = self._ring[start : start + nbytes].view(like.dtype).view(like.shape)
-        return view, skip + size
-
     def _drain(self) -> None:
         while (item := self._queue.get()) is not None:
-            done, hosts, taken, callback = item
+            done, ring, places, callback = item
             try:
                 if done is not None:
                     done.synchronize()
                 if not self._broken:
-                    callback(hosts)
+                    callback([place.host for place in places])
             except BaseException as error:
                 self._broken = True
+                self._ring.give_up()
                 self._failed(error)
             finally:
-                with self._room:
-                    self._used -= taken
-                    self._room.notify_all()
+                ring.give_back(places)
+
+
+def _copied(tensor: torch.Tensor, near: torch.Tensor | None) -> torch.Tensor:
+    """A contiguous copy of ``tensor`` as it is now, on its own device: in ``near``, or in memory of its own."""
+    if near is not None:
+        return near.copy_(tensor)
+    copy = tensor.contiguous()  # a strided tensor's is a copy already; only a dense one needs its own clone
+    return copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy

@@ -19,7 +19,7 @@ import torch
 
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.capture.core.say import say
-from vllm_accprobe.dump.schema import RowSpace, Segment
+from vllm_accprobe.dump.schema import PADDING, RowSpace, Segment
 
 Finish = Callable[[Sequence[torch.Tensor]], RowSpace]
 
@@ -44,6 +44,7 @@ class RowMaps:
         name, src_rows = space.name, space.src
         segments, ranges, token_rows = list(space.segments), list(space.ranges), list(space.token_rows)
         floors = dict(space.floors)
+        nobodys = space.n if name == PADDING else None
         found = [(name, tensor) for name in ("ids", "positions") if (tensor := getattr(space, name)) is not None]
 
         def finish(hosts: Sequence[torch.Tensor]) -> RowSpace:
@@ -63,7 +64,7 @@ class RowMaps:
             true = segments
             if rows and self._positions:
                 true = [self._corrected(s, r, floors.get(s.req)) for s, r in zip(segments, rows, strict=True)]
-            return RowSpace(step, name, src_rows, tuple(true), tuple(ids))
+            return RowSpace(step, name, src_rows, tuple(true), tuple(ids), nobodys)
 
         return [tensor for _, tensor in found], finish
 

@@ -9,6 +9,7 @@ for good. Not here: vLLM (runner.py), plain torch models (probe.py), which both 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,13 +19,25 @@ import torch
 
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Deal, Space
-from vllm_accprobe.capture.core.sink import Sink, Ticket
-from vllm_accprobe.capture.core.step_state import StepState
+from vllm_accprobe.capture.core.sink import Sink
+from vllm_accprobe.capture.core.step_state import StepState, Ticket
 from vllm_accprobe.capture.taps.fast_path import Express, Sites
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal.event_lines import STOP
 from vllm_accprobe.dump.journal.tensor_lines import TensorHead
-from vllm_accprobe.dump.schema import DEALT, LOGITS, OWN, ROOT_TAP, TOKENS, Layout, Module, Request, Step, Stop
+from vllm_accprobe.dump.schema import (
+    DEALT,
+    LOGITS,
+    OWN,
+    ROOT_TAP,
+    TOKENS,
+    Layout,
+    Module,
+    Request,
+    Step,
+    StepGraph,
+    Stop,
+)
 
 NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 LANGUAGE, VISION, HEAD = "language", "vision", "head"
@@ -63,6 +76,7 @@ class Session:
         self.layouts = layouts
         self.say = say
         self.state: StepState | None = None
+        self._step = Step(-1)
         self.dead: str | None = None
         self.fired: set[str] = set()
         self.ops: OperatorTap | None = None
@@ -80,6 +94,7 @@ class Session:
         for request in requests:
             self.sink.request(request)
         requests.clear()
+        self._step = step
         self.sink.step(step)
         self.state = StepState(step.step, prefill)
         return self.state
@@ -87,6 +102,12 @@ class Session:
     def end(self) -> None:
         """The step is over: taps let everything pass until the next one begins."""
         self.state = None
+
+    def computed_by(self, graph: StepGraph) -> None:
+        """A captured graph computes the step that runs."""
+        if self.state is not None and self._step.graph != graph:
+            self._step = dataclasses.replace(self._step, graph=graph)
+            self.sink.step_again(self._step)
 
     def module(self, module: Module) -> None:
         """A module is tapped (hooks.py)."""

@@ -23,6 +23,7 @@ from vllm_accprobe.capture.core.device_staging import DeviceStaging
 from vllm_accprobe.capture.core.memory import DTYPE_NAMES, LAZY, Ranges, Scratch, selected
 from vllm_accprobe.capture.core.rowmaps import RowMaps
 from vllm_accprobe.capture.core.rows import Space
+from vllm_accprobe.capture.core.step_state import Ticket
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal.event_lines import ERROR, MODULE, REQUEST, ROWS, SKIP, STEP
 from vllm_accprobe.dump.journal.tensor_lines import TensorHead
@@ -30,7 +31,7 @@ from vllm_accprobe.dump.recorder.hashing import digest
 from vllm_accprobe.dump.recorder.queued import Event, TensorLine
 from vllm_accprobe.dump.recorder.writer import RankWriter
 from vllm_accprobe.dump.schema import ROOT_TAP, Failure, Module, Request, Skip, Step
-from vllm_accprobe.dump.stats import StatsCell, moments_at, warm_up
+from vllm_accprobe.dump.stats import StatsCell, Sums, moments_at, warm_up
 
 
 class Sink:
@@ -66,7 +67,7 @@ class Sink:
         self.skipped: Counter[tuple[str, str | None, str]] = Counter()
         self.tensors = 0
         self.steps = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may close in the middle of a skip
         self._closed = False
         device = device or torch.device("cpu")
         self._staging = DeviceStaging(device, self._staging_failed) if staged or device.type != "cpu" else None
@@ -75,6 +76,19 @@ class Sink:
     def direct(self) -> bool:
         """Whether tensors lie in host memory and are taken where they are."""
         return self._staging is None
+
+    def room(self, sizes: Sequence[int]) -> bool:
+        """Whether tensors of so many bytes each can be taken now without waiting for the disk."""
+        return self.writer.room(sizes) if self._staging is None else self._staging.room(sizes)
+
+    def idle(self) -> bool:
+        """Whether there is as much room as there will ever be."""
+        return self.writer.idle() if self._staging is None else self._staging.idle()
+
+    def reserve(self, nbytes: int) -> None:
+        """Takes the memory for copies on the device, see DeviceStaging.reserve; nothing where tensors are direct."""
+        if self._staging is not None:
+            self._staging.reserve(nbytes)
 
     @property
     def stopped(self) -> str | None:
@@ -89,12 +103,16 @@ class Sink:
         if self._staging is None:  # without a function of its own for each line
             self.writer.line(line)
         else:
-            self._arrived((), lambda _: self.writer.line(line))
+            self.arrived((), lambda _: self.writer.line(line))
 
     def step(self, step: Step) -> None:
         """A step begins; bytes of the last one, parameters' excepted, are no longer known."""
         self.steps += 1
-        self._arrived((), lambda _: self._new_step())
+        self.arrived((), lambda _: self._new_step())
+        self.line(STEP.to_line(step))
+
+    def step_again(self, step: Step) -> None:
+        """More is known of the step that runs: a line that replaces its first one."""
         self.line(STEP.to_line(step))
 
     def request(self, request: Request) -> None:
@@ -108,11 +126,12 @@ class Sink:
     def rows(self, step: int, space: Space) -> None:
         """The row map of ``space``; token ids (and true positions) come from its tensors as they are at this moment."""
         tensors, finish = self._rowmaps.of(step, space)
-        self._arrived(tensors, lambda hosts: self.writer.line(ROWS.to_line(finish(hosts))))
+        self.arrived(tensors, lambda hosts: self.writer.line(ROWS.to_line(finish(hosts))))
 
     def skip(self, tap: str, reason: str, role: str | None = None, count: int = 1) -> None:
-        """Counted here and written once, at close: a skip that repeats every step is one line."""
-        self.skipped[tap, role, reason] += count
+        """Counted here and written once, at close: a skip that repeats every step is one line. From any thread."""
+        with self._lock:
+            self.skipped[tap, role, reason] += count
 
     def error(self, where: str, message: str, step: int | None) -> None:
         """A failure that was survived; a message of at most 2,000 characters is kept."""
@@ -172,6 +191,16 @@ class Sink:
             ticket.told(self.seen.get(hash + dtype) or self._measured(StatsCell(None, hash, dtype), parts))
 
         self._on_host(head, tensor, None, look)
+
+    def measured(self, head: TensorHead, dtype: str, shape: tuple[int, ...], sums: Sums, hash: str | None) -> None:
+        """Queues the line of a tensor of which only statistics came, and its hash where that is known. Called on the
+        thread on which tensors arrive."""
+        self.tensors += 1
+        cell = None if hash is None else self.seen.get(hash + dtype)
+        if cell is None:
+            cell = StatsCell(None, hash, dtype)
+            cell.sums = sums
+        self.writer.line(TensorLine(head.line(dtype, shape), cell))
 
     def _on_host(
         self,
@@ -258,7 +287,7 @@ class Sink:
         self.seen.update(self.lasting)
         self._rowmaps.new_step()
 
-    def _arrived(self, tensors: Sequence[torch.Tensor], take: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    def arrived(self, tensors: Sequence[torch.Tensor], take: Callable[[Sequence[torch.Tensor]], None]) -> None:
         """Gives ``take`` the tensors in host memory, in order: now, or on the staging thread."""
         if self._staging is None:
             take(tensors)
@@ -269,16 +298,3 @@ class Sink:
         failure = Failure("staging", f"{type(error).__name__}: {error}"[:2000])
         self.writer.line(ERROR.to_line(failure, "step"))
         self._on_stop(f"the copy from the device failed: {error}")
-
-
-class Ticket:
-    """Gets the hash of a tensor: at once for host tensors, on the staging thread for a device's."""
-
-    __slots__ = ("digest",)
-
-    def __init__(self) -> None:
-        self.digest: str | None = None
-
-    def told(self, cell: StatsCell) -> None:
-        """The cell of its bytes is known."""
-        self.digest = cell.hash

@@ -6,6 +6,7 @@ Not here: when a step is armed (session.py), which rows a tensor has (rows.py).
 from __future__ import annotations
 
 from vllm_accprobe.capture.core.rows import Space
+from vllm_accprobe.dump.stats import StatsCell
 
 
 class StepState:
@@ -28,3 +29,16 @@ class StepState:
         self.stack: list[str] = []
         self.inside: str | None = None
         self.spaces: dict[str, Space] = {}
+
+
+class Ticket:
+    """Gets the hash of a tensor: at once for host tensors, on the staging thread for a device's."""
+
+    __slots__ = ("digest",)
+
+    def __init__(self) -> None:
+        self.digest: str | None = None
+
+    def told(self, cell: StatsCell) -> None:
+        """The cell of its bytes is known."""
+        self.digest = cell.hash

@@ -3,8 +3,11 @@
 The problem: a graph's taps know neither steps nor requests, their buffers are few rows high, and the next step writes
 over them. The idea: before the forward the rows that are wanted are chosen (tap_op.choose), after it the buffers go
 through the session like tensors of a hook: the same roles, the same row maps, the same lines. Rows that do not fit are
-left out of the step's map for these taps and counted; a buffer that nobody has written to is a skip and no tensor. Not
-here: which taps there are (placement.py), when a forward begins (vllm/compiled.py).
+left out of the step's map for these taps and counted; a buffer that nobody has written to is a skip and no tensor.
+Nothing is handed over that the next forward could write over: it is copied first, in host memory into the writer's
+block, on a device on the stream in which the next forward comes. Where there is no room for that, the forward waits, or
+(VLLM_ACCPROBE_GRAPH_FULL=drop) all taps of the step are counted skips. Not here: which taps there are (placement.py),
+when a forward begins (vllm/compiled.py).
 """
 
 from __future__ import annotations
@@ -16,15 +19,17 @@ import torch
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.capture.core.session import LANGUAGE, Session
 from vllm_accprobe.capture.core.step_state import StepState
-from vllm_accprobe.capture.graphs.placement import Placed, unwritten
+from vllm_accprobe.capture.graphs.placement import STATS_BYTES, Placed, unwritten
 from vllm_accprobe.capture.graphs.sightings import Sighting
+from vllm_accprobe.capture.graphs.stats_drain import DROPPED, StatsDrain
 from vllm_accprobe.capture.graphs.tap_op import choose
 from vllm_accprobe.capture.taps.fast_path import Sites
 from vllm_accprobe.dump.journal.tensor_lines import TensorHead
-from vllm_accprobe.dump.schema import TOKENS
+from vllm_accprobe.dump.schema import PADDING, TOKENS
 
 HELD = f"{TOKENS}/held"
 """The row space of a graph's taps in a step with more rows than their buffers have: the first ones."""
+MORE_PADDING = "rows of padding beyond those that VLLM_ACCPROBE_GRAPH_MB holds in one step"
 MORE_ROWS = "rows beyond those that VLLM_ACCPROBE_GRAPH_MB holds in one step"
 NOT_RUN = "the compiled graph did not run its tap"
 
@@ -35,16 +40,21 @@ class GraphDrain:
     def __init__(self, session: Session, placed: Placed):
         self._session = session
         self._placed = placed
+        self._drops = session.config.graph_full == "drop"
+        # Rows of padding may hold what an earlier step left there of anybody: stored where everybody's are.
+        self._everybodys = not session.config.requests and not session.config.tokens
         self._aimed: StepState | None = None
         self._space: Space | None = None
+        self._padding: Space | None = None
         self._on = False
-        self._live: set[tuple[str, int]] = set()
-        self._sites: dict[tuple[str, int], Sites] = {}
+        self._stats = StatsDrain(session, placed.stats_select) if placed.plan.measured else None
+        self._live: set[tuple[str, str, int]] = set()
+        self._sites: dict[tuple[str, str, int], Sites] = {}
 
     def aim(self, padded: int = 0) -> None:
         """The session's step is about to be computed, and its rows are known. padded: rows of the model's tensors."""
         session, state = self._session, self._session.state
-        if state is None or not self._placed.chosen:
+        if state is None or state is self._aimed or not self._placed.chosen:
             return
         session.whole_step(state)  # makes the step's rows known
         space = state.spaces.get(TOKENS)
@@ -52,9 +62,21 @@ class GraphDrain:
             session.skip(self._placed.chosen[0][0].path, "its rows cannot be told apart in a compiled graph")
             return
         space.padded = max(space.padded, padded)
-        self._space = held(space, self._placed.plan.rows)
         self._aimed, self._on = state, True
-        choose(self._placed.select, [row for start, stop in self._space.ranges for row in range(start, stop)])
+        self._placed.begin()
+        if self._stats is not None:
+            self._stats.aim(space)
+        most = self._placed.plan.rows
+        self._space, self._padding = held(space, most) if most else space, None
+        if most:
+            self._aim_copies(self._space, most)
+
+    def _aim_copies(self, space: Space, most: int) -> None:
+        """The same for the taps that copy ``most`` rows at most."""
+        if self._everybodys and space.padded > space.src:
+            self._padding = padding_of(space, most - space.n)
+        ranges = [*space.ranges, *(self._padding.ranges if self._padding is not None else ())]
+        choose(self._placed.select, [row for start, stop in ranges for row in range(start, stop)])
 
     def take(self) -> None:
         """The forward has returned: what the taps have copied goes into the dump."""
@@ -62,9 +84,20 @@ class GraphDrain:
         self._aimed = self._space = None
         if state is None or space is None or session.state is not state or not space.n:
             return
+        fits = not self._drops or session.sink.room([self._copied(one, space) for one, _ in self._placed.chosen])
+        if not fits and not session.sink.idle():
+            for one, _ in self._placed.chosen:
+                session.fired.add(one.path)
+                session.sink.skip(one.path, DROPPED, one.role)
+            return
         left = (state.spaces[TOKENS].n - space.n) if space.name == HELD else 0
         for sighting, buffer in self._placed.chosen:
-            key = (sighting.path, sighting.index)
+            if self._stats is not None and self._placed.plan.measures(sighting):
+                if not state.calls.get(sighting.path):
+                    session.fired.add(sighting.path)
+                    self._stats.take(state, sighting, buffer)
+                continue
+            key = (sighting.path, sighting.role, sighting.call)
             rows = buffer[: space.n]
             if key not in self._live:
                 if unwritten(rows):
@@ -75,13 +108,36 @@ class GraphDrain:
             if state.calls.get(sighting.path):  # this step ran as Python, whose taps have seen it
                 continue
             session.fired.add(sighting.path)
+            if not fits and not session.sink.room([self._copied(sighting, space)]) and not session.sink.idle():
+                session.sink.skip(sighting.path, DROPPED, sighting.role)
+                continue
             if left:
                 session.sink.skip(sighting.path, MORE_ROWS, sighting.role, left)
             if space.whole and space.name == TOKENS:
                 sites = self._sites.setdefault(key, {})
-                session.record(state, sighting.path, sighting.cls, sighting.role, 0, rows, LANGUAGE, None, sites)
+                session.record(
+                    state, sighting.path, sighting.cls, sighting.role, sighting.call, rows, LANGUAGE, None, sites
+                )
             else:
                 self._record(state, sighting, rows, space)
+            if self._padding is not None:
+                self._take_padding(state, sighting, buffer[space.n :], self._padding)
+        if self._stats is not None:
+            self._stats.flush(drops=not fits)
+
+    def _copied(self, one: Sighting, space: Space) -> int:
+        """Bytes that the tap at ``one`` hands over in a step with the rows of ``space``."""
+        if self._placed.plan.measures(one):
+            return STATS_BYTES
+        return one.row_bytes * (space.n + (0 if self._padding is None else self._padding.n))
+
+    def _take_padding(self, state: StepState, one: Sighting, rows: torch.Tensor, space: Space) -> None:
+        """What stands in the rows behind the tokens', as many as were copied."""
+        if space.n:
+            self._record(state, one, rows[: space.n], space)
+        left = space.padded - space.ranges[0][0] - space.n
+        if left:
+            self._session.sink.skip(one.path, MORE_PADDING, one.role, left)
 
     def rest(self) -> None:
         """No step runs: what is computed now (dummy batches, drafts) is none of anybody's."""
@@ -89,6 +145,8 @@ class GraphDrain:
         if self._on:
             self._on = False
             choose(self._placed.select, ())
+            if self._stats is not None:
+                self._stats.rest()
 
     def _record(self, state: StepState, one: Sighting, rows: torch.Tensor, space: Space) -> None:
         """A tensor that has the kept rows of ``space`` and no others."""
@@ -99,8 +157,14 @@ class GraphDrain:
         seq = state.seq
         state.seq = seq + 1
         layout = session.layout_event(one.path, one.role, rows.shape)
-        head = TensorHead(state.number, one.path, one.cls, one.role, 0, seq, space.name, layout=layout)
+        head = TensorHead(state.number, one.path, one.cls, one.role, one.call, seq, space.name, layout=layout)
         session.sink.tensor(head, rows, None)
+
+
+def padding_of(space: Space, most: int) -> Space:
+    """The first ``most`` of the rows that tensors have behind those of ``space``."""
+    stop = min(space.padded, space.src + max(most, 0))
+    return Space(PADDING, space.padded, space.padded, [(space.src, stop)], [])
 
 
 def held(space: Space, most: int) -> Space:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.core.memory import DTYPE_NAMES
-from vllm_accprobe.capture.core.sink import Sink, Ticket
-from vllm_accprobe.capture.core.step_state import StepState
+from vllm_accprobe.capture.core.sink import Sink
+from vllm_accprobe.capture.core.step_state import StepState, Ticket
 from vllm_accprobe.capture.taps.fast_path import Express, Sites
 from vllm_accprobe.dump.journal.tensor_lines import TensorHead, last, told
 from vllm_accprobe.dump.opcalls import about_bytes

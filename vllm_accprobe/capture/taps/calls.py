@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, Session
-from vllm_accprobe.capture.core.sink import Ticket
-from vllm_accprobe.capture.core.step_state import StepState
+from vllm_accprobe.capture.core.step_state import StepState, Ticket
 from vllm_accprobe.capture.taps.arguments import Inputs, argument_names, outputs
 from vllm_accprobe.capture.taps.fast_path import Sites
 

@@ -109,7 +109,7 @@ class Taps:
                 self._owner.skip(taps[0], "a container, never called")
             return
         if getattr(module, "do_not_compile", True) is False:
-            self._owner.skip(taps[0], "compiled by torch.compile: what is inside cannot be seen")
+            self._owner.skip(taps[0], "compiled by torch.compile, which calls past its own tap")
             return
         if isinstance(module, torch.jit.ScriptModule):
             self._owner.skip(taps[0], "a TorchScript module, its forward cannot be wrapped")

@@ -5,7 +5,7 @@ Not here: which requests and tokens (rows.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from vllm_accprobe.config import ProbeConfig, matches
 from vllm_accprobe.dump.schema import ROOT_TAP
@@ -30,11 +30,14 @@ _PRESETS: dict[str, Callable[[str, str], bool]] = {
 
 def chooses(config: ProbeConfig, path: str, cls: str) -> bool:
     """Whether VLLM_ACCPROBE_MODULES (globs over paths, presets, class names) selects the module at ``path``."""
-    if not config.modules_left:
-        return True
+    return not config.modules_left or picks(config.modules, path, cls)
+
+
+def picks(words: Sequence[str], path: str, cls: str) -> bool:
+    """Whether such globs, presets and class names choose the module at ``path``."""
     globs: list[str] = []
     name = path or ROOT_TAP
-    for glob in config.modules:
+    for glob in words:
         mark = "!" if glob.startswith("!") else ""
         word = glob.lstrip("!")
         if word in _PRESETS:

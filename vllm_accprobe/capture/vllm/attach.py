@@ -23,16 +23,20 @@ ADAPTER = "_accprobe"
 
 
 def observe(
-    wrapper: Any, make: Callable[[ProbeConfig, RunnerAdapter], Observer], without: str, failed: str
+    wrapper: Any,
+    make: Callable[[ProbeConfig, RunnerAdapter], Observer],
+    without: str,
+    failed: str,
+    left_out: Callable[[ProbeConfig, RunnerAdapter], StepObserver | None] = lambda config, adapter: None,
 ) -> Observer | None:
     """Adds ``make(config, adapter)`` to the adapter of the worker inside vLLM's ``wrapper``, and returns it.
 
-    Returns None where this rank is not chosen, or the worker has no runner; then ``without`` tells what follows. Never
-    raises: where something is wrong the server starts without the probe, and ``failed`` is said, which has ``{}`` for
-    the error.
+    Returns None where this rank is not chosen, which then has what ``left_out`` makes, or the worker has no runner;
+    then ``without`` tells what follows. Never raises: where something is wrong the server starts without the probe, and
+    ``failed`` is said, which has ``{}`` for the error.
     """
     try:
-        return _observe(wrapper, make, without)
+        return _observe(wrapper, make, without, left_out)
     except ConfigError as error:
         say(str(error))
     except Exception as error:
@@ -40,7 +44,12 @@ def observe(
     return None
 
 
-def _observe(wrapper: Any, make: Callable[[ProbeConfig, RunnerAdapter], Observer], without: str) -> Observer | None:
+def _observe(
+    wrapper: Any,
+    make: Callable[[ProbeConfig, RunnerAdapter], Observer],
+    without: str,
+    left_out: Callable[[ProbeConfig, RunnerAdapter], StepObserver | None],
+) -> Observer | None:
     config = ProbeConfig.from_env()
     worker = getattr(wrapper, "worker", wrapper)
     runner = getattr(worker, "model_runner", None)
@@ -48,12 +57,13 @@ def _observe(wrapper: Any, make: Callable[[ProbeConfig, RunnerAdapter], Observer
         say(f"{type(worker).__name__} has no model_runner after init_device: {without}")
         return None
     parallel = parallel_of(getattr(wrapper, "vllm_config", None) or runner.vllm_config)
-    if not in_ranges(config.ranks, parallel["rank"]):
-        return None
     adapter = wrapper.__dict__.get(ADAPTER)
     if adapter is None or adapter.runner is not runner:
         adapter = RunnerAdapter(worker, runner, parallel)
-    observer = make(config, adapter)
-    wrapper.__dict__[ADAPTER] = adapter
-    adapter.add(observer)
+    chosen = in_ranges(config.ranks, parallel["rank"])
+    observer = make(config, adapter) if chosen else None
+    other = observer if chosen else left_out(config, adapter)
+    if other is not None:
+        wrapper.__dict__[ADAPTER] = adapter
+        adapter.add(other)
     return observer

@@ -30,6 +30,7 @@ from vllm_accprobe.capture.vllm.attach import observe
 from vllm_accprobe.capture.vllm.batch import ChosenRows
 from vllm_accprobe.capture.vllm.compiled import InGraphs
 from vllm_accprobe.capture.vllm.dealing import Dealing, watch_dealing
+from vllm_accprobe.capture.vllm.dummy_look import LookingOn
 from vllm_accprobe.capture.vllm.eager import compiled_modules, compiles
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
@@ -43,7 +44,12 @@ def attach(wrapper: Any) -> CaptureObserver | None:
     """Called in each worker after init_device. Returns the capture, or None if this rank is not captured. Never
     raises."""
     failed = "could not attach ({}): NOTHING will be captured on this rank; run `accprobe doctor`"
-    return observe(wrapper, CaptureObserver, CaptureObserver.without, failed)
+    return observe(wrapper, CaptureObserver, CaptureObserver.without, failed, left_out)
+
+
+def left_out(config: ProbeConfig, adapter: RunnerAdapter) -> StepObserver | None:
+    """What a rank needs that is not captured."""
+    return LookingOn(config, adapter) if config.graphs else None
 
 
 class CaptureObserver(StepObserver):
@@ -109,7 +115,7 @@ class CaptureObserver(StepObserver):
         session, parameters = self._open(model)
         compiled = compiles(runner.vllm_config, model)
         if compiled and self.config.graphs:
-            self._graphs = InGraphs(session, runner, model, self._adapter.parallel)
+            self._graphs = InGraphs(session, runner, model)
             self._graphs.around()
         self.taps = Taps(session, functools.partial(tapped, session))
         self.taps.attach(model, language_prefix(model))
@@ -157,6 +163,8 @@ class CaptureObserver(StepObserver):
                 )
                 batch = {"requests": len(step.counts), "tokens": step.tokens}
                 session.begin(Step(step.number, batch, time.time()), self.requests.unsent, prefill)
+                if self._graphs is not None:
+                    self._graphs.begin_step()
         # Only now: a request that finished in the last step may not be needed any more, but its number stays used.
         for name in step.finished:
             self.requests.forget(name)
@@ -212,6 +220,8 @@ class CaptureObserver(StepObserver):
         try:
             recording.end(reason)
             session, sink = recording.session, recording.session.sink
+            if self._graphs is not None:
+                self._graphs.end()  # some of its taps stand around others of ours
             if self.taps is not None:
                 if self._armed_steps:
                     for tap, why in self.taps.never_fired():

@@ -18,6 +18,8 @@ _NAMES = ("level", "mode", "cudagraph_mode")
 """Of vLLM's CompilationConfig: ``level`` to 0.11, ``mode`` from 0.12 on, and the graphs that are captured."""
 _STOCK = 1
 """Level or mode in which the runner compiles the whole model, after it has been loaded (``model.compile()``)."""
+PIECES = 3
+"""Level or mode in which vLLM compiles the model itself, cut into pieces."""
 
 
 def make_eager(args: Any) -> list[str]:
@@ -53,12 +55,12 @@ def compiles(vllm_config: Any, model: Any) -> bool:
     ``model``: its modules know (vLLM's ``support_torch_compile`` sets ``do_not_compile`` on each).
     """
     config = vllm_config.compilation_config
-    level = _level(config)
-    if compiled_modules(model) or level == _STOCK:
+    number = level(config)
+    if compiled_modules(model) or number == _STOCK:
         return True
     if getattr(vllm_config.model_config, "enforce_eager", False):  # then no release captures a graph
         return False
-    return bool(level) or bool(_number(getattr(config, "cudagraph_mode", None)))
+    return bool(number) or bool(_number(getattr(config, "cudagraph_mode", None)))
 
 
 def compiled_modules(model: Any) -> list[str]:
@@ -77,12 +79,12 @@ def facts(vllm_config: Any, model: Any) -> dict[str, Any]:
     return {
         "eager": not compiles(vllm_config, model),
         "enforce_eager": bool(getattr(vllm_config.model_config, "enforce_eager", False)),
-        "compilation_mode": _level(config),
+        "compilation_mode": level(config),
         "cudagraph_mode": getattr(graphs, "name", None),
     }
 
 
-def _level(config: Any) -> int:
+def level(config: Any) -> int:
     """0 none, 1 torch.compile of the whole model, 2 dynamo once, 3 vLLM's own; the same numbers in all releases."""
     mode = getattr(config, "mode", None)
     return int((mode if mode is not None else getattr(config, "level", None)) or 0)

@@ -17,7 +17,7 @@ import torch
 from vllm_accprobe.capture.core.recording import run_facts
 from vllm_accprobe.capture.vllm.eager import facts
 from vllm_accprobe.config import REPLICAS
-from vllm_accprobe.dump.schema import Image
+from vllm_accprobe.dump.schema import Image, StepGraph
 
 BATCH_FIELDS = (
     "req_ids", "num_scheduled_tokens", "num_tokens", "num_tokens_after_padding", "input_ids", "positions",
@@ -33,6 +33,19 @@ def starts(out: Any) -> dict[str, int]:
     starts = {new.req_id: int(new.num_computed_tokens) for new in out.scheduled_new_reqs}
     starts.update(zip(cached.req_ids, (int(n) for n in cached.num_computed_tokens), strict=True))
     return starts
+
+
+def step_graph() -> StepGraph | None:
+    """The captured graph that the model's forward, which must be running, is dispatched to; None where it is none."""
+    contexts = sys.modules.get("vllm.forward_context")
+    try:
+        context = contexts.get_forward_context()  # type: ignore[union-attr]
+    except (AttributeError, AssertionError):
+        return None
+    mode = getattr(context, "cudagraph_runtime_mode", None)  # from 0.11 on
+    batch = getattr(context, "batch_descriptor", None)
+    name = getattr(mode, "name", "NONE")
+    return None if name == "NONE" or batch is None else StepGraph(name, int(batch.num_tokens))
 
 
 def images_of(new: Any) -> tuple[Image, ...]:

@@ -101,9 +101,7 @@ def histogram(array: np.ndarray, dtype: str, bins: int = BINS) -> list[str]:
     return lines
 
 
-def choose(
-    dump: Dump, r: Record, wanted: Ranges, requests: Sequence[str], positions: Ranges
-) -> np.ndarray | None:
+def choose(dump: Dump, r: Record, wanted: Ranges, requests: Sequence[str], positions: Ranges) -> np.ndarray | None:
     """Indices along dimension ``row_dim`` of the rows asked for; None where none were. Raises CommandError."""
     import numpy as np
 

@@ -148,9 +148,13 @@ class Measurer:
                     table[some] = found
                 reading.look(found, some, stretch)
                 reading.add_columns(found, stretch)
-                if part.choices is not None and unit.router is not None and found[:, definition.MAX_D].any():
-                    chosen_at = (golden[i], cuts[0], row[some]), (group, cuts[1], kept[some])
-                    margins = choices.margins(self.rows, unit.router, chosen_at, self._fits)
+                if (part.choices is not None or unit.takes) and found[:, definition.MAX_D].any():
+                    margins = None
+                    if unit.takes:
+                        margins = choices.logits_alone(here, (stretch.mine, stretch.mine_rows), unit.takes)
+                    elif unit.router is not None:
+                        chosen_at = (golden[i], cuts[0], row[some]), (group, cuts[1], kept[some])
+                        margins = choices.margins(self.rows, unit.router, chosen_at, self._fits)
                     if margins is not None:
                         part.margins = np.full((len(kept), 3), np.nan) if part.margins is None else part.margins
                         part.margins[some] = margins

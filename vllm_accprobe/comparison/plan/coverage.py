@@ -23,6 +23,7 @@ TEXT = "text"
 NEAR_TIE = "rows after a router's near tie"
 UNRULED = "choices of experts left out: golden does not take its highest logits, which tell no margin then"
 UNKNOWN = "choices of experts that differ without the router's logits in both dumps: no near tie is shown"
+NOBODYS = "tensors of a captured graph's rows of padding, which are nobody's"
 _NONE = np.zeros(0, np.int64)
 
 
@@ -52,6 +53,8 @@ def coverage(
     for side, dump in zip(("golden", "mine"), dumps, strict=True):
         for skip in dump.skips:
             reasons[f"{side}: {skip.reason}"] += skip.count
+        if dump.padding:
+            reasons[f"{side}: {NOBODYS}"] += len(dump.padding)
     return {
         "rows_compared": both,
         "rows_only_golden": golden,

@@ -24,7 +24,8 @@ class Unit:
 
     depth: layers passed; gap: those of them that were passed unseen since the compared tensor before
     (judge/origins/unseen.py). router: of chosen experts, the groups (golden's, mine's) of the logits by which they were
-    chosen, where both are there."""
+    chosen, where both are there. takes: of a router's logits, how many of the highest are taken, where the choice
+    itself is not in both dumps; else 0."""
 
     key: Key
     golden_key: Key
@@ -36,6 +37,7 @@ class Unit:
     mine: list[Group]
     router: tuple[list[Group], list[Group]] | None = None
     gap: int = 0
+    takes: int = 0
 
     @property
     def is_param(self) -> bool:

@@ -109,7 +109,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
                 at = place[key] if key in place else place[(*key[:2], 0)]  # a weight of a later step
                 units.append(Unit(key, golden_key, pair.mine.cls, rule, at, 0, golden_groups, mine_groups))
     units.sort(key=lambda u: u.order)
-    units = with_routers(_with_depths(units, orders[1], layers))
+    units = with_routers(_with_depths(units, orders[1], layers), [*_modules(golden), *_modules(mine)])
     classes = {p.mine.tap: p.mine.cls for p in names.pairs}
     tree = Tree.of(list(dict.fromkeys(u.key[0] for u in units)), classes, _spans(units))
     ranks = (len(golden.ranks), len(mine.ranks))

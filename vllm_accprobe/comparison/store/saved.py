@@ -80,6 +80,7 @@ def save(measured: Measured, directory: Path) -> Path:
         "names": list(s.names.items()),
         "images": list(s.images.items()),
         "batches": list(s.batches.items()),
+        "graphs": list(s.graphs.items()),
         "places": [out.put(a) for a in s.places],
         "moments": [[list(m), out.put(keys)] for m, keys in s.moments.items()],
     }
@@ -132,6 +133,7 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
     raw["names"] = {int(k): (v[0], v[1]) for k, v in raw["names"]}
     raw["images"] = {int(k): [tuple(x) for x in v] for k, v in raw["images"]}
     raw["batches"] = {int(k): (v[0], v[1]) for k, v in raw["batches"]}
+    raw["graphs"] = {int(k): (v[0], v[1]) for k, v in raw.get("graphs", [])}
     raw["places"] = tuple(get(a) for a in raw["places"])
     raw["moments"] = {(m[0], m[1]): get(keys) for m, keys in raw["moments"]}
     known: dict[str, RowSet] = {}

@@ -19,11 +19,12 @@ import numpy as np
 from vllm_accprobe.align.tokens import Flip, position, subject
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import Setting
+from vllm_accprobe.comparison.measure.padding import stood_in_padding
 from vllm_accprobe.comparison.pair import counted
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, Pair
 from vllm_accprobe.judge import flips as rules
-from vllm_accprobe.judge.origins import shape
+from vllm_accprobe.judge.origins import graph_steps, shape
 from vllm_accprobe.judge.origins.origin import Created
 from vllm_accprobe.judge.origins.peer_evidence import Look
 from vllm_accprobe.judge.origins.row_errors import OUTPUT, PARAM, Trace
@@ -98,7 +99,7 @@ def origin_entry(
         "nonfinite": 0,
         "shape": "; ".join(filter(None, (said, other))),
         "setting": other,
-    }
+    } | ({"graph": graph} if (graph := _graph_of(c, setting, places)) else {})
 
 
 def steps_of(created: Sequence[Created]) -> dict[str, int]:
@@ -138,15 +139,21 @@ def shape_of(c: Created, setting: Setting, places: Places, chosen: Chosen) -> st
     return shape.sentence(rows, c.trace.columns, attrs, tail="the vocabulary's tail" if logits else "")
 
 
-def _shape_rows(c: Created, look: Look, setting: Setting, places: Places, chosen: Chosen) -> shape.RowFacts:
-    at, there = places.find(look.keys)
-    step = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
-    counts = [setting.batches.get(int(s), (-1, -1)) for s in step.tolist()]
+def _made(c: Created, look: Look) -> np.ndarray:
+    """What was created in each row of ``look``, infinite where NaN or infinity was."""
     made = np.sqrt(np.maximum(look.err**2 - np.where(np.isfinite(look.before), look.before, 0.0) ** 2, 0.0))
     made[~np.isfinite(look.err)] = np.inf
     if len(c.keys):  # the measure that condemned a row may be another one than its relative error
         guilty = np.isin(look.keys, c.keys)
         made[guilty & (made == 0)] = look.err[guilty & (made == 0)]
+    return made
+
+
+def _shape_rows(c: Created, look: Look, setting: Setting, places: Places, chosen: Chosen) -> shape.RowFacts:
+    at, there = places.find(look.keys)
+    step = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
+    counts = [setting.batches.get(int(s), (-1, -1)) for s in step.tolist()]
+    made = _made(c, look)
     who, where = subject(look.keys), position(look.keys)
     decode = places.decode[at] & there if len(places.known) else np.zeros(len(look.keys), bool)
     return shape.RowFacts(
@@ -161,6 +168,30 @@ def _shape_rows(c: Created, look: Look, setting: Setting, places: Places, chosen
         names={int(s): setting.names[int(s)][0] for s in np.unique(who)},
         experts=_experts(c.tap, look.keys, chosen),
     )
+
+
+def _graph_of(c: Created, setting: Setting, places: Places) -> dict[str, Any] | None:
+    """Which piece, captured size and padding of mine's graphs (judge/origins/graph_steps.py), as far as it is known."""
+    engine = setting.mine_run.get("engine")
+    graphs = engine.get("graphs") if isinstance(engine, dict) else None
+    if not isinstance(graphs, dict) or c.trace.kind == PARAM:
+        return None
+    place = graph_steps.piece_of(c.trace.tap, graphs) or graph_steps.piece_of(c.tap, graphs)
+    found, stood = None, ""
+    if setting.graphs and c.look is not None and len(c.look.keys):
+        rows = _graph_rows(c, c.look, setting, places)
+        found = graph_steps.of_steps(rows, c.look.mixing)
+        stood = stood_in_padding(setting.padding, c.trace.tap)
+    return graph_steps.entry(found, place, stood)
+
+
+def _graph_rows(c: Created, look: Look, setting: Setting, places: Places) -> graph_steps.GraphRows:
+    at, there = places.find(look.keys)
+    steps = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
+    known = [setting.graphs.get(int(s), (-1, 0)) for s in steps.tolist()]
+    bad = shape.bad_rows(_made(c, look)) | np.isin(look.keys, c.keys)
+    sizes, padding = (np.array([k[i] for k in known], np.int64) for i in (0, 1))
+    return graph_steps.GraphRows(steps, sizes, padding, subject(look.keys), position(look.keys), bad)
 
 
 def _experts(tap: str, keys: np.ndarray, chosen: Chosen) -> np.ndarray | None:
@@ -184,6 +215,11 @@ def _chunks(who: np.ndarray, step: np.ndarray) -> np.ndarray:
         mine = who == one
         out[mine] = np.searchsorted(np.unique(step[mine]), step[mine]) + 1
     return out
+
+
+def unproved(c: Created) -> Created:
+    """An origin to which a router that nobody saw may have sent other rows: how likely that is, nobody knows."""
+    return c if c.evidence == "values" else replace(c, unproved=True, chance=None)
 
 
 def condemn(created: Sequence[Created], pairs: Compared) -> Compared:

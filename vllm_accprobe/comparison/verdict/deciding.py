@@ -19,7 +19,7 @@ from vllm_accprobe.align.tokens import AFTER_FLIP
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
 from vllm_accprobe.comparison.plan.coverage import NEAR_TIE
 from vllm_accprobe.judge.flips import UNKNOWN
-from vllm_accprobe.judge.tiers import UNLIKE_KIN
+from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER, UNLIKE_KIN
 
 FEW_ROWS = 32
 """chosen: a share of a few per cent of the rows, which is what a wrong tile or head touches, is one row of so many."""
@@ -125,9 +125,9 @@ def would_decide(result: Result) -> list[dict[str, str]]:
 
 
 def convicted(origin: Mapping[str, Any]) -> bool:
-    """Whether an origin breaks a floor that needs no further witness: any but that of its kin. An origin that does not
-    say its tier rests on fixed limits."""
-    return origin.get("tier") != UNLIKE_KIN or str(origin.get("role")).startswith("param.")
+    """Whether an origin breaks a floor that needs no further witness: any but that of its kin, and not behind
+    an unseen router. An origin that does not say its tier rests on fixed limits."""
+    return origin.get("tier") not in (UNLIKE_KIN, BEHIND_A_ROUTER) or str(origin.get("role")).startswith("param.")
 
 
 _Step = tuple[str, str]

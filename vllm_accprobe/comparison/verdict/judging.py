@@ -25,8 +25,8 @@ from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.verdict import blame, floors, harmless
-from vllm_accprobe.comparison.verdict.remarks import other_settings, remarks
-from vllm_accprobe.comparison.verdict.rerouted_rows import settle
+from vllm_accprobe.comparison.verdict.remarks import other_settings, remarks, unseen_routing
+from vllm_accprobe.comparison.verdict.rerouted_rows import add_undecided, settle
 from vllm_accprobe.comparison.verdict.row_limits import Holder
 from vllm_accprobe.comparison.verdict.wrong_rows import Wrong, wrong_rows
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
@@ -34,10 +34,12 @@ from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.flow import Tree
+from vllm_accprobe.judge.near_ties import behind, unknown_routers
 from vllm_accprobe.judge.origins.everywhere import in_all_layers
 from vllm_accprobe.judge.origins.origin import Created, find_origins
 from vllm_accprobe.judge.origins.row_errors import Trace, kind_of
-from vllm_accprobe.judge.routing import Rerouted, choices_first
+from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice, is_logits
+from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER
 from vllm_accprobe.judge.verdict import RowErrors, rows_of
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import EXACT, Limits, Standard
@@ -88,6 +90,8 @@ class _Judge:
         places = blame.Places(setting)
         created = find_origins(self.traces, self.tree, self.standard, setting.images, self.rate)
         created, excused = self._not_excused(created)
+        unseen = self._unseen_routers()
+        created = [blame.unproved(c) if not c.trace.vision and behind(c.tap, unseen) else c for c in created]
         first = {c.tap: c for c in reversed(created)}  # a tap is named once, by the first tensor that shows it
         named = [c for c in created if first[c.tap] is c]
         origins = [(c.trace.order, blame.origin_entry(c, setting, places, self.pairs, self.chosen)) for c in named]
@@ -104,7 +108,12 @@ class _Judge:
         failed = any(p.status == FAIL for p in pairs)
         rows = self.log.table(pairs, setting.names)
         images = harmless.images(setting, self.measured.units, pairs)
-        said = [*remarks([o for _, o in origins], self.rerouted), *other_settings(setting.settings)]
+        open_to = sum(c.tier == BEHIND_A_ROUTER for c in named)
+        said = [
+            *remarks([o for _, o in origins], self.rerouted),
+            *unseen_routing(unseen, open_to),
+            *other_settings(setting.settings),
+        ]
         about_floor = [s for s in (floors.sentence(self.floor, pairs), excused) if s]
         return Comparison(
             golden_path=setting.golden_path,
@@ -144,6 +153,12 @@ class _Judge:
             return created, ""
         what = f"{len(taps)} taps create errors that golden's own runs show as well, first {taps[0]}"
         return kept, what + ": not taken for origins"
+
+    def _unseen_routers(self) -> list[str]:
+        """Modules whose experts nobody can tell, of both dumps' records."""
+        units = self.measured.units
+        known = [u.key[0] for u in units if is_choice(u.key[1], u.cls) or is_logits(u.key[0], u.key[1], u.cls)]
+        return unknown_routers(self.measured.setting.attrs, known)
 
     def _check_floor(self) -> None:
         if self.floor is None or any(self.floor.floor(p.tap, p.role, None) is not None for p, _ in self.pairs):
@@ -186,6 +201,8 @@ class _Judge:
         settled = [settle(unit, *one, self.rerouted, self.unit, self.traces) for one in each]
         notes = [s.note for s in settled]
         facts = self._facts(unit, parts, errors, totals, notes)
+        for part, own_rows, error, total in zip(parts, rows, errors, totals, strict=True):
+            add_undecided(part, own_rows, error, self.rerouted, self.unit, total.row)
         judged = iter(zip(parts, errors, totals, facts, strict=True))
         for part in unit.parts:
             if part.skip:
@@ -201,7 +218,9 @@ class _Judge:
             wrong, everywhere = wrong_rows(parts, errors, rows, own)
             allowed, created = (max(pair[i].row for pair in limits) for i in (0, 1))
             weak = any(p.stats is not None for p in parts)
-            self._trace(unit, rows, wrong, created, everywhere, max(allowed, 0.0), weak)
+            # Sums over rows and columns have no rows to leave out: what near ties moved would look like odd columns.
+            columns = None if any(s.left is not None for s in settled) else unit.columns
+            self._trace(replace(unit, columns=columns), rows, wrong, created, everywhere, max(allowed, 0.0), weak)
 
     def _trace(
         self,

@@ -48,6 +48,19 @@ def choices(rerouted: Rerouted) -> list[str]:
     return out
 
 
+def unseen_routing(routers: Sequence[str], origins: int) -> list[str]:
+    """What must be known of mixtures of experts whose routing is not in both dumps. origins: those it may explain."""
+    if not routers or not origins:
+        return []
+    what = "an origin is" if origins == 1 else f"{origins} origins are"
+    which = routers[0] + (f" and {len(routers) - 1} more" if len(routers) > 1 else "")
+    return [
+        f"{what} no proof: which experts rows went to is not known ({which}), and one that a near tie sends elsewhere "
+        "differs as much; capture the router's logits (gate) in both, for compiled graphs without "
+        "VLLM_ACCPROBE_GRAPH_MB=0"
+    ]
+
+
 def other_settings(settings: Mapping[str, str]) -> list[str]:
     """Modules that were built with other constants, whether or not it shows. settings: settings.differing's."""
     if not settings:

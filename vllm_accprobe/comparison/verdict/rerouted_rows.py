@@ -62,6 +62,19 @@ def settle(
     return Settled(f"{int(mask.sum())} rows after a router's near tie are not judged", mask, own)
 
 
+def add_undecided(
+    part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float, allowed: float
+) -> None:
+    """Adds rows that a near tie of these logits may have sent elsewhere, where nobody saw the choice (near_ties.py), to
+    ``rerouted``: from here on they are not judged. The logits themselves are. allowed: the limit of their rows."""
+    if part.margins is None or part.choices is not None or len(errors.err) != len(rows.keys):
+        return
+    other = np.flatnonzero(~np.isnan(part.margins[:, 0]))
+    err = errors.err[other]
+    keys = rows.keys[other]
+    rerouted.add(keys[rerouted.undecided(keys, part.margins[other], rounding, (err > 0) & (err <= allowed))])
+
+
 def _forgive(errors: RowErrors, mask: np.ndarray) -> None:
     errors.err[mask], errors.rel[mask], errors.ratio[mask], errors.peak[mask] = 0.0, 0.0, 1.0, 0.0
     errors.gain[mask] = 0.0

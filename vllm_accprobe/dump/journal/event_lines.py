@@ -33,6 +33,7 @@ from vllm_accprobe.dump.schema import (
     Segment,
     Skip,
     Step,
+    StepGraph,
     Stop,
 )
 
@@ -154,6 +155,11 @@ def _time(e: Event, key: str) -> float:
     return float(value) if type(value) in (int, float) else 0.0
 
 
+def _step_graph(e: Event, key: str) -> StepGraph | None:
+    value = _mapping(e, key)
+    return STEP_GRAPH.from_line(value) if value else None
+
+
 def _phase(e: Event, key: str) -> str:
     phase = string(e, key, PREFILL)
     if phase not in (PREFILL, DECODE):
@@ -181,7 +187,8 @@ def _request_images(e: Event, key: str) -> tuple[Image, ...]:
 
 def _row_space(e: Event) -> RowSpace:
     segments = tuple(SEGMENT.from_line(s) for s in _dicts(e, "segments"))
-    total = sum(s.n for s in segments)
+    padding = _ROWS(e, "padding") if e.get("padding") is not None else None
+    total = sum(s.n for s in segments) + (padding or 0)
     if total > MAX_ROWS:
         raise ValueError(f"{total} rows in one step")
     ids = e.get("ids") or []
@@ -189,7 +196,9 @@ def _row_space(e: Event) -> RowSpace:
         raise ValueError("ids is not a list of token ids")
     if ids and len(ids) != total:
         raise ValueError(f"{len(ids)} token ids for {total} rows")
-    return RowSpace(integer(e, "step"), string(e, "space"), integer(e, "src_rows", total), segments, tuple(ids))
+    return RowSpace(
+        integer(e, "step"), string(e, "space"), integer(e, "src_rows", total), segments, tuple(ids), padding
+    )
 
 
 def _masked(e: Event, key: str) -> dict[int, Mask]:
@@ -212,8 +221,9 @@ IMAGE = LineKind("", Image, readers={"n": functools.partial(_ROWS, default=0)})
 SEGMENT = LineKind("", Segment, needs=("req", "pos"), readers={"n": _ROWS, "phase": _phase})
 MASK = LineKind("", Mask, readers={"by": _masked_by}, left_out=(None,))
 REQUEST = LineKind("request", Request, needs=("req", "id"), readers={"images": _request_images})
-ROWS = LineKind("rows", RowSpace, order=("step", "space", "src_rows", "ids", "segments"), whole=_row_space)
-STEP = LineKind("step", Step, needs=("step",), readers={"time": _time})
+ROWS = LineKind("rows", RowSpace, order=("step", "space", "src_rows", "ids", "segments", "padding"), whole=_row_space)
+STEP_GRAPH = LineKind("", StepGraph, needs=("mode", "size"), readers={"size": _ROWS})
+STEP = LineKind("step", Step, needs=("step",), readers={"time": _time, "graph": _step_graph})
 MODULE = LineKind("module", Module, needs=("tap",))
 MASKS = LineKind("masks", Masks, needs=("step",), readers={"masked": _masked}, writers={"masked": _masked_words})
 SKIP = LineKind("skip", Skip, needs=("reason",), order=("tap", "reason", "step", "count", "role"))
@@ -226,4 +236,4 @@ LABEL = LineKind(
 )  # fmt: skip
 KINDS = {kind.event: kind for kind in (REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, STOP, END, LABEL)}
 """Besides ``start``, ``tensor``, ``param``, ``op``, and ``error``, which is read as it is, whatever else it says."""
-_WITHIN: dict[Any, LineKind] = {Image: IMAGE, Segment: SEGMENT}
+_WITHIN: dict[Any, LineKind] = {Image: IMAGE, Segment: SEGMENT, StepGraph: STEP_GRAPH}

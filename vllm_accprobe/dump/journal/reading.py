@@ -17,13 +17,13 @@ from typing import Any
 import orjson
 
 from vllm_accprobe.dump import image_calls
-from vllm_accprobe.dump.face import Dump
+from vllm_accprobe.dump.face import Dump, row_space
 from vllm_accprobe.dump.files import MISSING, DumpError, find_segment, journal_lines
 from vllm_accprobe.dump.journal import events
 from vllm_accprobe.dump.journal.event_lines import KINDS, LABEL
 from vllm_accprobe.dump.journal.tensor_lines import record
 from vllm_accprobe.dump.opcalls import op_call, replaced
-from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, Layout, OpCall, Record, Skip, rank_dir
+from vllm_accprobe.dump.schema import JOURNAL, PADDING, SCHEMA, Layout, OpCall, Record, Skip, rank_dir
 
 LOST = "payload that is not in its file"
 """The reason under which they are counted; their statistics and hashes are there still."""
@@ -73,7 +73,8 @@ class RankReader:
         self.records = replaced(self.records, self.ops)
         self._check_payloads()
         self._check_rows()
-        self.dump.records += self.records
+        self.dump.padding += [r for r in self.records if r.rows == PADDING]
+        self.dump.records += [r for r in self.records if r.rows != PADDING]
         self.dump.ops += self.ops
         self._report()
 
@@ -112,6 +113,8 @@ class RankReader:
         value = found.from_line(e, **({"rank": rank} if found is LABEL else {}))
         if kind == "request":
             dump.requests[rank, value.req] = value
+        elif kind == "rows" and value.space == PADDING:
+            dump.padding_rows[rank, value.step] = value
         elif kind == "rows":
             dump.rows[rank, value.step, value.space] = value
         elif kind == "step":
@@ -167,7 +170,7 @@ class RankReader:
         for i, r in enumerate(self.records):
             if r.rows is None or r.step is None:
                 continue
-            space = self.dump.rows.get((self.rank, r.step, r.rows))
+            space = row_space(self.dump, r)
             if space is None or not r.shape or space.n != r.shape[r.row_dim]:
                 self.records[i] = replace(r, rows=None)
                 odd += 1

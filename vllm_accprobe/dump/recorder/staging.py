@@ -21,6 +21,9 @@ from vllm_accprobe.dump.schema import Payload
 from vllm_accprobe.dump.segment import ALIGN, PAGE
 from vllm_accprobe.dump.stats import StatsCell
 
+_ENTRY_MOST = 1024
+"""More bytes than a tensor's entry in a segment's header takes."""
+
 
 class BatchStaging:
     """Batches on their way, each in two queues, since two threads work on it at once. ``payload_bytes`` are those
@@ -38,7 +41,7 @@ class BatchStaging:
         self.closed = False
         self._cond = cond
         self._block_bytes = block_bytes
-        self._unmade_blocks = blocks
+        self._blocks = self._unmade_blocks = blocks
         self._segment_bytes = segment_bytes
         self._segment: OpenSegment | None = None
 
@@ -97,6 +100,25 @@ class BatchStaging:
         self.waiting_lines += 1
         if batch.used == self._block_bytes:
             self.seal()
+
+    def room(self, sizes: Sequence[int]) -> bool:
+        """Whether payloads of so many bytes each find room in the blocks that are free now."""
+        need, segment, current = sum(sizes) + ALIGN * len(sizes), self._segment, self.current
+        have = self._free_blocks() * self._block_bytes
+        if current is not None and current.block is not None:
+            have += self._block_bytes - current.used
+        if segment is not None and (
+            segment.end + need > self._segment_bytes or segment.room < _ENTRY_MOST * len(sizes)
+        ):
+            need += self._block_bytes  # the next segment begins with a block of its own
+        return need <= have
+
+    def idle(self) -> bool:
+        """Whether all blocks but the current one are free: more room there will never be."""
+        return self._free_blocks() >= self._blocks - 1
+
+    def _free_blocks(self) -> int:
+        return len(self.free) + self._unmade_blocks
 
     def _segment_for(self, nbytes: int, room: int) -> OpenSegment:
         segment = self._segment

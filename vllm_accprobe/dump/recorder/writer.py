@@ -163,6 +163,16 @@ class RankWriter:
             event = line.event if isinstance(line, TensorLine) else line
             self._spent(event.get("step") if isinstance(event, Mapping) else None)
 
+    def room(self, sizes: Sequence[int]) -> bool:
+        """Whether payloads of so many bytes each can be taken now without waiting for the disk."""
+        with self._lock:
+            return self.stopped is not None or self._staging.room(sizes)
+
+    def idle(self) -> bool:
+        """Whether there is as much room as there will ever be."""
+        with self._lock:
+            return self._staging.idle()
+
     def flush(self, timeout: float = _CLOSE_TIMEOUT) -> bool:
         """Waits until everything queued so far is on disk; False when it is not, or capture has stopped."""
         with self._cond:

@@ -92,9 +92,7 @@ def _flatten(node: Mapping[str, Any], above: str, out: dict[str, Mapping[str, An
             _flatten(child, f"{tap}.", out, depth + 1)
 
 
-def tree(
-    taps: Iterable[str], topology: Mapping[str, Mapping[str, Any]], counting: Container[str] = ()
-) -> list[Node]:
+def tree(taps: Iterable[str], topology: Mapping[str, Mapping[str, Any]], counting: Container[str] = ()) -> list[Node]:
     """The operators that ``taps`` name, as a forest in order of execution. counting: those that give int8."""
     root = Node("", "", 0)
     known = {"": root}

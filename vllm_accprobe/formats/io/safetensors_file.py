@@ -61,6 +61,7 @@ def items(path: Path, fd: int, size: int) -> Iterator[FileTensor]:
 def _number(value: Any) -> int:
     return value if type(value) is int and value < 1 << 62 else -1
 
+
 def _reader(path: Path, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Read:
     def read() -> np.ndarray:
         return read_bytes(path, offset, nbytes).view(DTYPES[dtype].storage).reshape(shape)

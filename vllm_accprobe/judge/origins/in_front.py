@@ -18,6 +18,7 @@ from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.constants import NARROW
 from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace
+from vllm_accprobe.judge.routing import is_choice, is_logits, is_weight
 
 BACKWARD = "backward."
 """What the places of backward runs begin with."""
@@ -42,11 +43,11 @@ class Fronts:
         return places
 
     def _before(self, tap: str, sink: Trace) -> list[Trace]:
-        """In front of a leaf's output: the same call's inputs and its parameters; without inputs, what came before."""
+        """In front of a leaf's output: the same call's inputs and its parameters; without these, what came before."""
         mine = self.by_tap[tap]
         inputs = [t for t in mine[INPUT] if t.call == sink.call] or mine[INPUT]
         sources = inputs + mine[PARAM] + self._silent(tap)
-        if not inputs:
+        if not _fed(inputs):
             sources += self._around(tap, sink)
         if tap.startswith(BACKWARD):  # what a backward run reads besides gradients, the forward run kept for it
             forward = self.by_tap.get(tap.removeprefix(BACKWARD), {})
@@ -57,15 +58,23 @@ class Fronts:
         """In front of a place in the body of ``tap``: its inputs and parameters, and its children's earlier outputs."""
         mine = self.by_tap[tap]
         sources = [t for t in mine[INPUT] if t.order <= sink.order]
-        if not sources:
-            sources = self._around(tap, sink)
+        if not _fed(sources):
+            sources = sources + self._around(tap, sink)
         sources = sources + mine[PARAM]
         for child in self.tree.children.get(tap, []):
-            sources += [t for t in self.by_tap[child][OUTPUT] if t.order < sink.order]
-            sources += self.by_tap[child][PARAM] if not self.by_tap[child][OUTPUT] else []
+            sources += self._given(child, sink)
         if tap == ROOT_TAP:  # logits and sampling read what the root gave out
             sources += [t for t in mine[OUTPUT] if t.order < sink.order]
         return sources
+
+    def _given(self, tap: str, sink: Trace) -> list[Trace]:
+        """What ``tap`` gave out before ``sink``; where nobody saw any of that (a compiled module is in the tree by its
+        parameters alone), its parameters and what its children gave."""
+        mine = self.by_tap[tap]
+        if mine[OUTPUT]:
+            return [t for t in mine[OUTPUT] if t.order < sink.order]
+        inside = (t for child in self.tree.children.get(tap, []) for t in self._given(child, sink))
+        return [*mine[PARAM], *inside]
 
     def _around(self, tap: str, sink: Trace) -> list[Trace]:
         up = self.tree.parent.get(tap)
@@ -95,3 +104,9 @@ class Fronts:
             return False
         wide = [s for s in sources if s.tap == tap and s.kind == INPUT and s.width >= NARROW and s.rounding]
         return any(s.vision == sink.vision and bool(np.isin(sink.seen.keys, s.seen.keys).all()) for s in wide)
+
+
+def _fed(inputs: Sequence[Trace]) -> bool:
+    """Whether these are more than what a router said: of experts in compiled graphs only that went in visibly."""
+    said = (is_choice(t.role, "") or is_weight(t.role, "") or is_logits(t.tap, t.role, "") for t in inputs)
+    return not all(said)

@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.chance import chance_of_size
 from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, FALSE_ALARM_RATE, NARROW
 from vllm_accprobe.judge.flow import Tree
@@ -29,7 +31,7 @@ from vllm_accprobe.judge.origins.influence import Influence, spread
 from vllm_accprobe.judge.origins.outliers import Peers
 from vllm_accprobe.judge.origins.peer_evidence import COLUMNS, Hidden, Look, kind_of_place
 from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace
-from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED
+from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED
 from vllm_accprobe.standards.limits import Standard
 
 _NONE = np.zeros(0, np.int64)
@@ -41,7 +43,8 @@ class Created:
 
     hidden: the sign by which an error was found that lies within fixed limits (outliers.py). look: all rows of the
     trace with what stood in front of them. steps: keys of the rows where NaN or infinity comes out and none went in.
-    chance: the probability that honest machines show this anywhere in the comparison; None where nobody knows."""
+    chance: the probability that honest machines show this anywhere in the comparison; None where nobody knows.
+    unproved: a router that nobody saw may have sent the rows elsewhere (near_ties.py)."""
 
     tap: str
     trace: Trace
@@ -53,13 +56,16 @@ class Created:
     look: Look | None = None
     steps: np.ndarray = field(default_factory=lambda: _NONE)
     chance: float | None = 0.0
+    unproved: bool = False
 
     @property
     def tier(self) -> str:
         """What kind of floor is broken (tiers.py): values that must be equal are proved to be wrong."""
         if self.hidden is not None:
             return self.hidden.tier
-        return PROVED if self.evidence == "values" else BEYOND_CHANCE
+        if self.evidence == "values":
+            return PROVED
+        return BEHIND_A_ROUTER if self.unproved else BEYOND_CHANCE
 
 
 def find_origins(
@@ -93,7 +99,8 @@ class _Search:
                 self._check(tap, sink, sources, self.tree.mixing.get(tap, True), below)
         self._top()
         found = _sure(sorted((c for cs in self.found.values() for c in cs), key=lambda c: c.trace.order))
-        return [replace(c, look=self.looks.get((c.tap, c.trace)), chance=self._chance(c)) for c in found]
+        found = [replace(c, look=self.looks.get((c.tap, c.trace)), chance=self._chance(c)) for c in found]
+        return [replace(c, tap=owner(c.tap, c.trace)) for c in found]
 
     def _chance(self, c: Created) -> float | None:
         """Of a fixed limit, which is no quantile: how likely an honest place is to make so much, by what all make."""
@@ -225,6 +232,18 @@ class _Search:
             rows = hidden.rows
             found = look.keys[rows], np.maximum(look.err, np.abs(look.gain))[rows], look.before[rows]
             self.found[tap].append(Created(tap, sink, *found, "jump", hidden))
+
+
+def owner(tap: str, sink: Trace) -> str:
+    """The module in whose body ``sink`` lies, a place between the children of ``tap``: the nearest one that encloses
+    it, be it that nobody saw its tensors (inside a compiled graph only some modules are tapped), else ``tap``."""
+    if sink.kind != INPUT or sink.tap == tap:
+        return tap
+    # What holds numbered modules is a container: the one above it computes.
+    above = zip((sink.tap, *enclosing(sink.tap)), enclosing(sink.tap), strict=False)
+    nearest = next((up for path, up in above if not path.rpartition(".")[2].isdecimal()), "")
+    inside = nearest.startswith(f"{tap}.") or tap == ROOT_TAP
+    return nearest if nearest and inside else tap
 
 
 def _sure(created: list[Created]) -> list[Created]:

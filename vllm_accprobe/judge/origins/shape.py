@@ -53,7 +53,7 @@ def sentence(rows: RowFacts | None, columns: np.ndarray | None, attrs: Mapping[s
         factor = slope if said else None
     if rows is not None and len(rows.made):
         narrow = bool(parts and parts[0])
-        bad = _bad(rows, c.BAD_PART_NARROW if narrow else c.BAD_PART)
+        bad = bad_rows(rows.made, c.BAD_PART_NARROW if narrow else c.BAD_PART)
         parts.append(_where(rows, bad, "" if narrow else _count(rows, bad)))
         if np.isinf(rows.made[bad]).any():
             parts.append("NaN or infinity on one side")
@@ -67,10 +67,11 @@ def sentence(rows: RowFacts | None, columns: np.ndarray | None, attrs: Mapping[s
 # --- rows ------------------------------------------------------------------------------------------------------
 
 
-def _bad(rows: RowFacts, part: float) -> np.ndarray:
+def bad_rows(made: np.ndarray, part: float = c.BAD_PART) -> np.ndarray:
     """bool [n]: rows that have at least 1 / part of what the typical bad row has (those with a third of the worst or
-    more). An error in few columns is as large as the row's values there happen to be: part is then larger."""
-    made = rows.made
+    more). An error in few columns is as large as the row's values there happen to be: part is then larger.
+
+    made: float64 [n], n >= 1, RowFacts.made."""
     if np.isinf(made).any():
         return np.isinf(made)
     high = float(np.median(made[made >= made.max() / c.HIGH_PART]))

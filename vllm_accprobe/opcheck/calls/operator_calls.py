@@ -90,4 +90,3 @@ class _Maker:
             return self.draw(t)
         looked_at = t.get("hash") is not None or t.get("min") is not None
         raise NotKept(STATISTICS if looked_at else f"argument {role} was not kept")
-

@@ -65,6 +65,8 @@ def verdict(comparison: Comparison) -> str:
         cells.append(_fact("Floor it breaks", f"{tier[:-1]}×" if tier.endswith("x") else tier))
     if said := facts.shape(origin):
         cells.append(_fact("Shape of the error", said, None, "shape-fact"))
+    if said := facts.graph(origin):
+        cells.append(_fact("In compiled and captured graphs", said, None, "shape-fact"))
     facts_list = f'<dl class="facts">{"".join(cells)}</dl>'
     tier = f" {as_sentence(said)}" if (said := tiers.sentence(origin)) else ""
     return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {why}{tier}{_first(comparison, origin)}</p>'
@@ -177,6 +179,10 @@ def origins(comparison: Comparison) -> str:
     if any(facts.shape(o) for o in comparison.origins):
         head = (*head, "Shape")
         rows = [(*r, _e(facts.shape(o) or MISSING)) for r, o in zip(rows, comparison.origins, strict=False)]
+    graphs = [facts.graph(o) for o in comparison.origins]
+    if any(graphs):
+        head = (*head, "In graphs")
+        rows = [(*r, _e(text or MISSING)) for r, text in zip(rows, graphs, strict=False)]
     said = [tiers.whole(o) for o in comparison.origins]
     if any(said):
         head = (*head, "Floor that it breaks")

@@ -1,0 +1,143 @@
+"""``accprobe doctor --graphs`` as typed: programs, a server, and commands that fail.
+
+What is run writes the dumps of an engine (doctor/graphs/small_engine.py) and takes a fraction of one's time; a real
+one is in tests/e2e/test_taps_change_nothing.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doctor.graphs.small_engine import CHANGES, EAGER, TAPS
+
+ROOT = Path(__file__).resolve().parents[2]
+ACCPROBE = Path(sys.executable).parent / "accprobe"
+ENGINE = "from doctor.graphs.small_engine import main; main()"
+SERVER = """
+import json, os, signal, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from doctor.graphs.small_engine import main
+asked = open(os.environ["VLLM_ACCPROBE_DIR"] + ".asked", "w")
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, value):
+        data = json.dumps(value).encode()
+        self.send_response(200); self.send_header("Content-Length", str(len(data))); self.end_headers()
+        self.wfile.write(data)
+    def do_GET(self):
+        self.answer({"data": [{"id": "tiny"}]} if self.path == "/v1/models" else {})
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        print(json.dumps([self.headers["X-Request-Id"], self.headers["Authorization"], body]), file=asked, flush=True)
+        self.answer({"id": os.urandom(4).hex(), "choices": [{"text": body["prompt"][::-1], "finish_reason": "length"}]})
+    def log_message(self, *args):
+        pass
+port = next(int(word.partition("=")[2]) for word in sys.argv if word.startswith("--port="))
+server = HTTPServer(("127.0.0.1", port), Handler)
+def end(number, frame):
+    main()
+    print("closed", flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+server.serve_forever()
+"""
+
+
+def doctor(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "SMALL_"))}
+    return subprocess.run(
+        [ACCPROBE, "doctor", *map(str, words)],
+        cwd=cwd, env=kept | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"} | env, text=True,
+        capture_output=True, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+
+
+def test_a_program_whose_taps_change_nothing(tmp_path: Path) -> None:
+    done = doctor("--graphs", "--", sys.executable, "-c", ENGINE, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.splitlines()
+    assert [line.split("  ")[0] for line in table[:5]] == ["run", "off", "off again", "on", "selected"]
+    assert table[3].split()[1:3] == ["6", "(default)"]
+    assert table[5].startswith("looking changed nothing: ")
+    out = tmp_path / "accprobe-doctor-graphs"
+    assert {p.name for p in out.iterdir()} == {
+        f"{name}{end}" for name in ("off", "off-again", "on", "selected") for end in ("", ".log")
+    }
+    assert (out / "on.log").stat().st_mode & 0o777 == 0o600
+    again = doctor("--graphs", "--", sys.executable, "-c", ENGINE, cwd=tmp_path)
+    assert (again.returncode, again.stderr) == (2, f"accprobe: --out {out} is not empty: name a new directory\n")
+
+
+def test_taps_that_change_the_result_are_exit_code_1(tmp_path: Path) -> None:
+    words = ("--graphs", "--json", "-o", "there", "--", sys.executable, "-c", ENGINE)
+    done = doctor(*words, cwd=tmp_path, **{CHANGES: TAPS[3]})
+    assert done.returncode == 1, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["verdict"], said["culprits"][0]["module"]) == ("changed", TAPS[3])
+    assert "which of 6: at most 4 more runs" in done.stderr
+
+
+def test_an_eager_engine_is_exit_code_3(tmp_path: Path) -> None:
+    done = doctor("--graphs", "--", sys.executable, "-c", ENGINE, cwd=tmp_path, **{EAGER: "1"})
+    assert done.returncode == 3
+    assert done.stdout.splitlines()[-1].startswith("nothing could be proved: the engine is eager")
+
+
+def test_a_server_is_asked_and_ended(tmp_path: Path) -> None:
+    (tmp_path / "vllm").write_text(f"#!{sys.executable}\n{SERVER}")
+    (tmp_path / "vllm").chmod(0o700)
+    (tmp_path / "prompts").write_text('{"prompt": "a secret"}\n[5, 6]\nplain text\n')
+    words = ("--graphs", "--prompts", "prompts", "--max-tokens", "3", "--", "./vllm", "serve", "MODEL", "--api-key=k")
+    done = doctor(*words, cwd=tmp_path, http_proxy="http://127.0.0.1:1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = tmp_path / "accprobe-doctor-graphs"
+    for name in ("off", "off-again", "on", "selected"):
+        asked = [json.loads(line) for line in (out / f"{name}.asked").read_text().splitlines()]
+        assert [one[0] for one in asked] == [f"accprobe-doctor-{i}" for i in range(3)]
+        assert {one[1] for one in asked} == {"Bearer k"}
+        assert [one[2]["prompt"] for one in asked] == ["a secret", [5, 6], "plain text"]
+        assert asked[0][2] | {"prompt": ""} == {
+            "model": "tiny", "prompt": "", "max_tokens": 3, "temperature": 0.0, "seed": 0, "logprobs": 5,
+            "ignore_eos": True,
+        }  # fmt: skip
+        assert (out / f"{name}.log").read_text() == "closed\n"
+    assert "secret" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--graphs"], "no command is given; write `accprobe doctor --graphs -- vllm serve MODEL ...`"),
+        (["--graphs", "--", "no-such-program"], "no-such-program: no such command; is it installed, and on PATH?"),
+        (["--", "true"], "a command is run with --graphs only: accprobe doctor --graphs -- CMD ..."),
+        (["--full"], "--full goes with --graphs"),
+        (["--graphs", "--", "vllm", "serve", "m", "--uds", "x"], "--uds: a server is asked over plain HTTP"),
+    ],
+)
+def test_bad_usage_is_one_line(tmp_path: Path, words: list[str], said: str) -> None:
+    done = doctor(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"accprobe: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_command_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
+    done = doctor("--graphs", "--", sys.executable, "-c", "import sys; print('why'); sys.exit(5)", cwd=tmp_path)
+    assert done.returncode == 2
+    *_, tail, last = done.stderr.splitlines()
+    assert (tail, last) == ("    why", "accprobe: run `off`: the command ended with exit code 5")
+    words = ("--graphs", "-o", "b", "--timeout", "1", "--", "sleep", "60")
+    done = doctor(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("accprobe: run `off`: the command still runs after 1 s (--timeout)")
+    (tmp_path / "vllm").write_text("#!/bin/sh\necho no model >&2\nexit 3\n")
+    (tmp_path / "vllm").chmod(0o700)
+    done = doctor("--graphs", "-o", "c", "--", "./vllm", "serve", "MODEL", cwd=tmp_path)
+    assert done.returncode == 2
+    *_, tail, last = done.stderr.splitlines()
+    assert tail == "    no model"
+    assert last == "accprobe: run `off`: the server ended with exit code 3 before it answered"

@@ -1,0 +1,77 @@
+"""``accprobe send`` as typed: what is wrong is one line, and costs nothing; the rest is in gate/sending."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from odd_server import completion, odd
+
+from vllm_accprobe.cli import main
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("p.txt").write_text("a secret prompt\nanother\n")
+    Path("full").mkdir()
+    Path("full/thesis.tex").write_text("x")
+    Path("bin").mkdir()
+    Path("bin/vllm").write_text("#!/bin/sh\necho something broke\nexit 3\n")
+    Path("bin/vllm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
+def closed_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["p.txt"], "one of the two"),
+        (["p.txt", "--url", "http://x", "--engine", "vllm serve M"], "one of the two"),
+        (["p.txt", "--url", "x"], "--url"),
+        (["p.txt", "--url", "http://x", "--arrive", "twice"], "--arrive"),
+        (["nowhere.jsonl", "--url", "http://x"], "nowhere.jsonl"),
+        (["p.txt", "--url", "http://x", "--out", "full"], "other files"),
+        (["p.txt", "--url", "http://x", "--out", "p.txt"], "is a file"),
+        (["p.txt", "--url", "http://127.0.0.1:{port}"], "does not answer"),
+        (["p.txt", "--engine", "true"], "is no `vllm serve`"),
+        (["p.txt", "--engine", "'"], "--engine"),
+        (["p.txt", "--engine", " "], "write a command"),
+        (["p.txt", "--engine", "vllm serve M"], "ended with exit code 3 before it served; read out/engine-0.log"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: list[str], says: str, here: Path, capsys: Any) -> None:
+    words = [w.format(port=closed_port()) for w in words]
+    out = [] if "--out" in words else ["--out", "out"]
+    assert main(["send", *words, *out, "--timeout", "5"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, len(said.err.splitlines())) == ("", 1), said
+    assert says in said.err
+    assert "internal error" not in said.err
+    assert "secret" not in said.err
+    assert not Path("out/send.json").exists()
+
+
+def test_an_answer_to_none_is_exit_code_3(here: Path, capsys: Any) -> None:
+    with odd(lambda path, body: (400, b"")) as (url, _):
+        assert main(["send", "p.txt", "--url", url, "--out", "out"]) == 3
+    assert "no prompt was answered: 4 HTTP 400" in capsys.readouterr().err
+
+
+def test_done(here: Path, capsys: Any) -> None:
+    with odd(lambda path, body: (200, completion(body))) as (url, seen):
+        words = ["send", "p.txt", "--url", f"{url}/v1/", "--out", "out", "--arrive", "poisson:100"]
+        assert main(words) == 0
+        assert capsys.readouterr().out == "2 of 2 answered in 1 pass; written: out\n"
+        assert main(words) == 0
+        assert capsys.readouterr().out == "2 of 2 answered, 2 of them before in 1 pass; written: out\n"
+    assert seen == [("/v1/completions", "p0000"), ("/v1/completions", "p0001")]

@@ -1,0 +1,28 @@
+"""One real server for all tests of the gate."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_model import make
+from vllm_server import Server
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here")
+    return make("qwen2", tmp_path_factory.mktemp("gate") / "model")
+
+
+@pytest.fixture(scope="session")
+def server(served_model: Path) -> Iterator[Server]:
+    """`vllm serve` with the probe on, which captures statistics of the logits."""
+    root = served_model.parent
+    env = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": str(root / "dump"), "VLLM_ACCPROBE_TASK": "stats"}
+    env |= {"VLLM_ACCPROBE_MODULES": "logits", "OMP_NUM_THREADS": "1"}
+    with Server(served_model, log=root / "server.log", env=env, args=["--enable-prompt-tokens-details"]) as running:
+        yield running

@@ -1,0 +1,67 @@
+"""An HTTP server that answers as badly as one can: what no real server does when it is asked to."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Answer = Callable[[str, dict[str, Any]], tuple[int, bytes]]
+"""Of a path and the body that came: a status and the bytes; the status 0 closes the connection."""
+MODELS = {"data": [{"id": "tiny", "max_model_len": 512}]}
+
+
+def completion(body: dict[str, Any]) -> bytes:
+    """A good answer of vLLM's to /v1/completions: one token."""
+    top = {"token_id:7": -0.25, "token_id:9": -1.5}
+    choice = {
+        "token_ids": [7], "prompt_token_ids": [1, 2], "finish_reason": "length",
+        "logprobs": {"token_logprobs": [-0.25], "top_logprobs": [top]},
+    }  # fmt: skip
+    return json.dumps({"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 1}}}).encode()
+
+
+@contextmanager
+def odd(answer: Answer) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """(url, the (path, request id) of what came)."""
+    seen: list[tuple[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/v1/models":
+                return self._say(200, json.dumps(MODELS).encode())
+            self._say(*answer(self.path, {}))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            seen.append((self.path, self.headers.get("X-Request-Id", "")))
+            self._say(*answer(self.path, body))
+
+        def _say(self, status: int, raw: bytes) -> None:
+            if not status:
+                self.connection.close()
+                return
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: Any) -> None: ...  # a connection that was closed, which is the point
+
+    server = Server(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", seen
+    finally:
+        server.shutdown()
+        server.server_close()
+        time.sleep(0)

@@ -1,0 +1,101 @@
+"""Prompts files of every shape, the shipped set, and what is no prompt."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_accprobe.gate.sending import prompts, shipped
+from vllm_accprobe.gate.sending.prompts import PromptLine, PromptsError, read
+
+
+def given(tmp_path: Path, name: str, *lines: object) -> str:
+    path = tmp_path / name
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return str(path)
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    path = given(
+        tmp_path, "p.jsonl", {"id": "a", "prompt": "one", "max_tokens": 5, "stop": "\n"}, {"messages": messages},
+        {"token_ids": [1, 2, 3]}, {"prompt": [4, 5]}, {"prompt": "x", "metadata": 7}, "", '"bare"',
+    )  # fmt: skip
+    lines = read(path)
+    assert lines[0] == PromptLine("a", text="one", max_tokens=5, stop=("\n",))
+    assert lines[1] == PromptLine("p0001", messages=tuple(messages))
+    assert [line.token_ids for line in lines[2:4]] == [(1, 2, 3), (4, 5)]
+    assert [line.text for line in lines[4:]] == ["x", "bare"]
+    (tmp_path / "again.jsonl").write_text(prompts.to_text(lines))
+    assert read(str(tmp_path / "again.jsonl")) == lines  # what is kept is what is read
+
+
+def test_sharegpt_up_to_the_last_question(tmp_path: Path) -> None:
+    turns = [{"from": f, "value": v} for f, v in (("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))]
+    path = tmp_path / "share.json"
+    path.write_text(json.dumps([{"id": "s1", "conversations": turns}], indent=2))
+    (line,) = read(str(path))
+    assert line.name == "s1"
+    assert line.messages is not None
+    assert [(m["role"], m["content"]) for m in line.messages] == [("user", "a"), ("assistant", "b"), ("user", "c")]
+
+
+def test_plain_text_and_images(tmp_path: Path) -> None:
+    assert [line.text for line in read(given(tmp_path, "p.txt", "one", "", "two {"))] == ["one", "two {"]
+    (tmp_path / "i.png").write_bytes(b"image")
+    (line,) = read(given(tmp_path, "i.jsonl", {"prompt": "what?", "images": ["i.png", "https://x/y.jpg"]}))
+    assert line.messages is not None
+    first, second, text = line.messages[0]["content"]
+    assert first["image_url"]["url"] == "data:image/png;base64," + base64.b64encode(b"image").decode()
+    assert second["image_url"]["url"] == "https://x/y.jpg"
+    assert text == {"type": "text", "text": "what?"}
+
+
+def test_the_shipped_set() -> None:
+    lines = read("default")
+    assert [prompts.digest(lines)] == [prompts.digest(read("default"))]
+    by_name = {line.name: line.text or "" for line in lines}
+    assert len(by_name["five"]) < 30
+    assert 30_000 < len(by_name["long-8000"]) < 36_000
+    shared = [by_name[f"prefix-{k}"] for k in range(3)]
+    assert len(set(shared)) == 3
+    assert len({text[:2300] for text in shared}) == 1
+    assert {round(len(by_name[f"long-{n}"]) / n) for n in shipped.LENGTHS} == {4}
+    assert sum("一" <= c <= "鿿" for c in by_name["chinese"]) > 20
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["{torn"], "line 1 is no json"),
+        ([{"prompt": "a"}, 7], "line 2"),
+        ([{"prompt": ""}], "not an empty one"),
+        ([{"prompt": "a", "token_ids": [1]}], "one of prompt"),
+        ([{"text": "a"}], "one of prompt"),
+        ([{"token_ids": ["a"]}], "list of numbers"),
+        ([{"token_ids": [True]}], "list of numbers"),
+        ([{"messages": ["a"]}], "role and content"),
+        ([{"id": "a b", "prompt": "x"}], "printable ASCII"),
+        ([{"id": "é", "prompt": "x"}], "printable ASCII"),
+        ([{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}], "stands twice"),
+        ([{"prompt": "x", "max_tokens": 0}], "max_tokens"),
+        ([{"prompt": "x", "stop": [1]}], "stop"),
+        ([{"prompt": "x", "images": ["nowhere.png"]}], "nowhere.png"),
+        ([{"conversations": [{"from": "human"}]}], "conversations"),
+        (["[" * 100_000], "is no json"),
+        ([""], "has no prompts"),
+    ],
+)
+def test_what_is_no_prompt_is_named(lines: list[object], says: str, tmp_path: Path) -> None:
+    with pytest.raises(PromptsError, match=says):
+        read(given(tmp_path, "p.jsonl", *lines))
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
+    for name, says in (("nowhere", "no file"), ("b.txt", "UTF-8")):
+        with pytest.raises(PromptsError, match=says):
+            read(str(tmp_path / name))

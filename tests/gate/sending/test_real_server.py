@@ -1,0 +1,124 @@
+"""``accprobe send`` with a real `vllm serve`: ids, log-probabilities, a hang, a kill, and going on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from vllm_server import ENV, SMALL, Server
+
+from vllm_accprobe.cli import main
+from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.gate.sending import replies
+
+pytestmark = pytest.mark.engine
+SECRET = "Nobody but the owner of these two servers may ever read this line."
+
+
+def prompts(path: Path, lines: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_what_came_back(server: Server, tmp_path: Path, capsys: Any) -> None:
+    asked = [
+        {"id": "text", "prompt": SECRET, "max_tokens": 5},
+        {"id": "ids", "token_ids": [40, 41, 42, 43, 44, 45], "max_tokens": 3},
+        {"id": "chat", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4},
+        {"id": "long", "prompt": SECRET * 60},
+    ]
+    out = tmp_path / "out"
+    words = ["send", prompts(tmp_path / "p.jsonl", asked), "--url", server.url, "--out", str(out), "--top", "4"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    written, refused = said.out.splitlines()
+    assert written == f"6 of 8 answered in 2 passes; written: {out}"
+    assert refused.startswith("refused: 2 HTTP 400 (input_t")  # the field that vLLM blames
+    sent = replies.read(out)
+    assert sent.about["server"] == {"version": "0.32.0", "model": "tiny", "max_model_len": 512}
+    one, every = sent.passes
+    assert one["ids"].prompt_token_ids == every["ids"].prompt_token_ids == [40, 41, 42, 43, 44, 45]
+    for name, n in (("text", 5), ("ids", 3), ("chat", 4)):
+        for reply in (one[name], every[name]):
+            assert reply.token_ids is not None
+            assert reply.logprobs is not None
+            assert reply.top is not None
+            assert reply.margins is not None
+            assert len(reply.token_ids) == len(reply.logprobs) == len(reply.top) == n
+            assert reply.prompt_token_ids
+            for token, logprob, (ids, values), margin in zip(
+                reply.token_ids, reply.logprobs, reply.top, reply.margins, strict=True
+            ):
+                assert ids is not None
+                assert values == sorted(values, reverse=True)
+                # Greedy: the best, or one of several that are equally good.
+                assert logprob == values[0] == values[ids.index(token)]
+                assert margin == pytest.approx(values[0] - values[1], abs=1e-5)
+        assert one[name].prompt_token_ids == every[name].prompt_token_ids
+    assert type(every["text"].cached) is int
+    assert main(words) == 0
+    assert "6 of 8 answered, 8 of them before" in capsys.readouterr().out
+    assert SECRET not in said.out + said.err + server.log.read_text(errors="replace")
+    names = {r.id for r in open_dump(server.model.parent / "dump").requests.values()}
+    assert any("ids" in name for name in names)
+    assert any("ids.pass1" in name for name in names)
+
+
+def test_a_hang_is_one_line_and_the_same_command_goes_on(server: Server, tmp_path: Path, capsys: Any) -> None:
+    """The whole server is stopped as by Ctrl-Z in the middle of a pass."""
+    asked = [{"id": f"p{i}", "token_ids": [50 + i, 60, 70], "max_tokens": 2} for i in range(5)]
+    out = tmp_path / "out"
+    words = ["send", prompts(tmp_path / "p.jsonl", asked), "--url", server.url, "--out", str(out), "--arrive", "all"]
+    assert server.process is not None
+    os.killpg(server.process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        code = main([*words, "--timeout", "1"])
+        assert time.monotonic() - began < 20
+    finally:
+        os.killpg(server.process.pid, signal.SIGCONT)
+    err = capsys.readouterr().err.splitlines()
+    assert (code, len(err)) == (2, 1)
+    assert "did not answer within 1 s (--timeout)" in err[0]
+    assert main(words) == 0
+    assert len(replies.read(out).passes[0]) == 5
+
+
+def test_an_engine_that_is_killed(served_model: Path, server: Server, tmp_path: Path) -> None:
+    """--engine starts a server; it is killed in the middle; another one goes on."""
+    asked = [{"id": f"p{i}", "token_ids": [50 + i, 60, 70], "max_tokens": 100} for i in range(40)]
+    out, file = tmp_path / "out", prompts(tmp_path / "p.jsonl", asked)
+    vllm = Path(sys.executable).parent / "vllm"
+    engine = f"{vllm} serve {served_model} {' '.join(SMALL)} --enforce-eager"
+    words = [sys.executable, "-m", "vllm_accprobe.cli", "send", file, "--out", str(out), "--arrive", "one"]
+    with subprocess.Popen(
+        [*words, "--engine", engine], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | ENV | {"OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + 300
+        first = out / "pass-0.jsonl"
+        while not (first.exists() and first.read_bytes().count(b"\n") >= 3):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        started = [p for p in psutil.Process(process.pid).children(recursive=True) if "serve" in " ".join(p.cmdline())]
+        group = os.getpgid(started[0].pid)
+        os.killpg(group, signal.SIGKILL)
+        stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout, len(stderr.splitlines())) == (2, "", 1), stderr
+    assert "answers are kept in" in stderr
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)
+    kept = len(replies.read(out).passes[0])
+    assert 3 <= kept < 40
+    assert main([*words[3:], "--url", server.url]) == 0
+    about = replies.read_about(out)
+    assert (about["complete"], about["passes"][0]["answered"], about["passes"][0]["resumed"]) == (True, 40, 1)

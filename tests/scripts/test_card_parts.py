@@ -1,0 +1,322 @@
+"""scripts/card.sh: which parts there are, what becomes of one that fails or hangs, and what is concluded."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import card
+import card_found
+import card_page
+import card_parts
+import pytest
+from card_parts import FAULTY, Asked, Part
+
+ROOT = Path(__file__).parents[2]
+WAYS = {
+    "eager": {"mode": "NONE", "graphs": "NONE"},
+    "compiled": {"mode": "VLLM_COMPILE", "graphs": "NONE"},
+    "captured": {"mode": "VLLM_COMPILE", "graphs": "FULL_AND_PIECEWISE"},
+    "piecewise": {"mode": "VLLM_COMPILE", "graphs": "PIECEWISE"},
+    "full": {"error": "ValueError: not on this platform"},
+}
+ON_A_CPU = {way: WAYS["eager"] if way in ("eager", "full") else WAYS["compiled"] for way in WAYS}
+
+
+def machine(ways: dict[str, Any], **more: Any) -> dict[str, Any]:
+    facts = {
+        "ways": ways, "device_type": "cuda", "devices": ["cuda:0 Some card"], "vllm": "0.32.0", "platform": "Platform",
+        "torch": "2.13", "python": "3.11", "system": "Linux", "cores": 8, "packages": {"torch": "2.13"},
+        "accprobe": {"version": "0.1.0", "source": "abc"}, "settings": {},
+    }  # fmt: skip
+    return {"status": "done", "s": 10.0, "cpu_s": 5.0, "found": facts | more}
+
+
+# --- which parts -----------------------------------------------------------------------------------------------------
+
+
+def test_ways_that_come_out_the_same_are_run_once() -> None:
+    assert card_parts.chosen_ways({"ways": WAYS}) == {
+        "eager": "", "compiled": "", "captured": "", "piecewise": "",
+        "full": "this vLLM refuses it: ValueError: not on this platform",
+    }  # fmt: skip
+    chosen = card_parts.chosen_ways({"ways": ON_A_CPU})
+    assert [way for way, why in chosen.items() if not why] == ["eager", "compiled"]
+    assert chosen["captured"] == ("the same as compiled here: mode VLLM_COMPILE, graphs NONE, which captures nothing")
+
+
+def test_a_compilation_config_of_the_caller_goes_to_whatever_compiles(tmp_path: Path) -> None:
+    asked = Asked(tmp_path, {"compilation_config": {"backend": "eager"}, "dtype": "float16"})
+    assert "compilation_config" not in asked.args("eager", "cpu")
+    assert asked.args("captured", "cpu")["compilation_config"] == {"backend": "eager"}
+    both = asked.args("piecewise", "cuda")
+    assert both["compilation_config"] == {"backend": "eager", "cudagraph_mode": "PIECEWISE"}
+    assert (both["dtype"], both["enforce_eager"]) == ("float16", False)
+    assert "gpu_memory_utilization" in both
+    assert "gpu_memory_utilization" not in asked.args("eager", "cpu")
+
+
+def test_parts_of_a_quick_run_are_among_those_of_a_whole_one(tmp_path: Path) -> None:
+    names = [
+        [part.name for part in card_parts.parts(Asked(tmp_path, {}, quick), {"ways": WAYS})] for quick in (True, False)
+    ]
+    assert set(names[0]) < set(names[1])
+    assert len(set(names[1])) == len(names[1])
+    for part in card_parts.parts(Asked(tmp_path, {}), {"ways": WAYS}):
+        assert set(part.needs) <= set(names[1][: names[1].index(part.name)]), "what it needs is run before it"
+
+
+def test_what_accprobe_needs_is_looked_for() -> None:
+    from card_engine import NEEDED
+
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("dependencies = [")[2].partition("]")[0]
+    assert set(NEEDED) == set(re.findall(r'"(\w+)[^"]*"', text)) - {"tomli", "python_version"}
+
+
+def test_half_of_the_timed_steps_are_captured() -> None:
+    from card_engine import STEPS, WINDOW, timed_steps
+
+    named = timed_steps("tensor").split(",")
+    assert named[0] == f"{WINDOW}-{2 * WINDOW - 1}"
+    assert len(named) * WINDOW == STEPS // 2
+
+
+def test_the_environment_lets_vllm_load_both_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "ascend")
+    monkeypatch.setenv("VLLM_ACCPROBE_STEPS", "7")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    env = card_parts.environment(Asked(tmp_path, {}), Part("x", "x", env={"VLLM_ACCPROBE": "1"}))
+    assert env["VLLM_PLUGINS"] == "ascend,accprobe,accprobe_faults"
+    assert "VLLM_ACCPROBE_STEPS" not in env
+    assert (env["VLLM_ACCPROBE"], env["VLLM_ENABLE_V1_MULTIPROCESSING"]) == ("1", "1")
+    assert env["VLLM_CACHE_ROOT"] == str(tmp_path / "caches" / "x")
+
+
+# --- running them ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> card.Card:
+    for folder in ("jobs", "results", "logs", "dumps", "plugin", "torch"):
+        (tmp_path / folder).mkdir()
+    return card.Card(Asked(tmp_path, {}), "*", "", 20.0)
+
+
+def script(name: str, code: str, **more: Any) -> Part:
+    return Part(name, name, command=("-c", code), **more)
+
+
+def test_a_part_that_fails_says_why_and_the_next_one_runs(runner: card.Card) -> None:
+    runner.do(script("bad", "print('loading'); raise MemoryError('no room on the card')"), "1")
+    runner.do(script("good", "pass"), "2")
+    runner.do(script("later", "pass", needs=("bad",)), "3")
+    runner.do(script("once more", "pass", doubt="eager"), "4")
+    assert "once more" not in runner.results, "no bit changed"
+    assert runner.results["bad"]["status"] == card.FAILED
+    assert runner.results["bad"]["why"] == "exit code 1: MemoryError: no room on the card"
+    assert runner.results["good"]["status"] == card.DONE
+    assert runner.results["later"]["why"] == "needs bad"
+    page = runner.page().parent / "card.md"
+    assert "MemoryError: no room on the card" in page.read_text(encoding="utf-8")
+
+
+def test_a_part_that_hangs_is_stopped_with_all_that_it_started(runner: card.Card, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    runner.limit = 3.0
+    runner.do(script("hangs", code), "1")
+    assert runner.results["hangs"]["why"] == "stopped: it took longer than 3 s"
+    for _ in range(50):  # a killed child of a killed parent is reaped by whoever adopts it
+        try:
+            os.kill(int(pid.read_text()), 0)
+        except ProcessLookupError:
+            break
+        if Path(f"/proc/{pid.read_text()}/stat").read_text().split()[2] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the child of a stopped part is still running")
+
+
+def test_what_is_done_is_not_done_again(runner: card.Card, tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    code = f"open({str(count)!r}, 'a').write('x')"
+    again = card.Card(runner.asked, "*", "mine", 20.0)
+    for one in (runner, runner, again):
+        one.do(script("mine", code), "1")
+    assert count.read_text() == "xx"
+    runner.do(script("mine", code + "  # other questions"), "1")
+    assert count.read_text() == "xxx"
+    assert json.loads((tmp_path / "results" / "mine.json").read_text())["status"] == card.DONE
+
+
+def test_two_at_once_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit) as refused:
+            card.main(["--out", str(tmp_path)])
+    assert refused.value.code == 2
+    assert f"another card.sh works in {tmp_path}" in capsys.readouterr().err
+
+
+def test_without_an_installation_the_checkout_becomes_a_plugin(tmp_path: Path) -> None:
+    """In a Python that has nothing of ours but the checkout on its path."""
+    code = "import card, sys, pathlib; card.make_plugin(pathlib.Path(sys.argv[1])); "
+    look = "from importlib.metadata import entry_points as e; print([p.value for p in e(group='vllm.general_plugins')])"
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}:{tmp_path}", "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-S", "-c", code + look, str(tmp_path)]  # -S: no site-packages
+    said = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "['vllm_accprobe.plugin:register']"
+
+
+# --- what it means ---------------------------------------------------------------------------------------------------
+
+
+def served(top: str = "0x1p-1", hash_: str = "a", inside: int = 20, **more: Any) -> dict[str, Any]:
+    dump = {
+        "inside": inside,
+        "replayed": {"PIECEWISE": 30},
+        "skips": {},
+        "errors": [],
+        "outside": {"0/1/logits": hash_},
+    }
+    answers = {"card-0": {"tokens": [1, 2], "top": [{"1": top}]}}
+    return {"status": "done", "s": 1.0, "found": {"answers": answers, "how": WAYS["captured"], "dump": dump | more}}
+
+
+def compared(verdict: str, first: str = "") -> dict[str, Any]:
+    found = {"verdict": verdict, "origins": [{"module": first}] if first else []}
+    return {"status": "done", "s": 1.0, "found": found}
+
+
+def results() -> dict[str, Any]:
+    made: dict[str, Any] = {"machine": machine({"eager": WAYS["eager"], "captured": WAYS["captured"]})}
+    for way in ("eager", "captured"):
+        made |= {f"{way}-{variant}": served() for variant in ("bare", "on", "selected", "fault")}
+        made[f"compare-{way}-fault"] = compared("fail", FAULTY)
+    return made | {"compare-captured-on": compared("pass")}
+
+
+def way(made: dict[str, Any], name: str = "captured") -> card_found.WayFound:
+    return next(one for one in card_found.conclusions(made) if one.way == name)
+
+
+def test_a_good_run_passes() -> None:
+    found = way(results())
+    assert found.problems == []
+    assert (found.passed, found.verdict, found.culprit, found.taps) == (True, "pass", FAULTY, 20)
+    assert found.bits == {"on": True, "selected": True}
+    assert card_found.all_good(results())
+    assert "**Everything passed.**" in card_page.page(results(), {})
+
+
+def test_what_was_not_run_has_not_passed() -> None:
+    made = results() | {"captured-off": {"status": "not yet", "s": 0.0}}
+    assert (way(made).passed, way(made).rest) == (None, ["captured-off"])
+    page = card_page.page(made, {})
+    assert "**What was run passed; 1 parts were not run.**" in page
+    assert "| unfinished |" in page
+    assert f"- {len(made) - 1} of {len(made)} parts, " in page
+
+
+@pytest.mark.parametrize(
+    ("part", "instead", "says"),
+    [
+        ("captured-on", served(top="0x1p-2"), "bits of the top log-probabilities of 1 of 1 answers differ"),
+        ("captured-selected", served(hash_="b"), "1 of 1 records outside the graphs differ"),
+        ("captured-on", served(inside=0), "nothing inside the model was captured"),
+        ("captured-on", served(errors=["taps: broken"]), "the probe failed: taps: broken"),
+        ("compare-captured-on", compared("fail", "model.norm"), "clean against eager: fail, first model.norm"),
+        ("compare-captured-fault", compared("pass"), "was not named first, but nothing"),
+        ("captured-bare", {"status": "failed", "why": "exit code 1: no room", "s": 1.0}, "exit code 1: no room"),
+    ],
+)
+def test_whatever_is_wrong_is_said(part: str, instead: dict[str, Any], says: str) -> None:
+    made = results() | {part: instead}
+    assert any(says in problem for problem in way(made).problems)
+    assert way(made).passed is False
+    assert not card_found.all_good(made)
+    assert way(made, "eager").passed, "the other way is as it was"
+
+
+def test_a_machine_that_changes_bits_by_itself_is_not_held_against_the_taps() -> None:
+    made = results() | {"captured-on": served(top="0x1p-2"), "captured-again": served(top="0x1p-3")}
+    assert card_found.changed_bits(made, "captured")
+    assert not card_found.changed_bits(made, "eager")
+    found = way(made)
+    assert (found.repeatable, found.bits["on"], found.problems) == (False, False, [])
+    steady = way(made | {"captured-again": served()})
+    assert (steady.repeatable, steady.passed) == (True, False)
+
+
+def test_costs_are_ratios_to_the_engine_without_the_probe() -> None:
+    def timed(**steps: float) -> dict[str, Any]:
+        times = {name: {"wall_s": [ms / 1e3 * f for f in (0.9, 1, 1.1)], "n": 8} for name, ms in steps.items()}
+        return {"status": "done", "s": 1.0, "found": {"steps": times, "dump": {"a_step": 40}}}
+
+    made = results() | {
+        "captured-cost-bare": timed(bare=10.0), "captured-cost-stats": timed(off=99.0, stats=10.8),
+        "captured-cost-tensor": timed(off=10.2, tensor=11.0),
+    }  # fmt: skip
+    [cost] = card_found.costs(made)
+    assert (cost.way, cost.clock) == ("captured", "wall clock")
+    assert [round(cost.ratio(kind), 3) for kind in ("off", "stats", "tensor")] == [1.02, 1.08, 1.1]
+    assert round(cost.each_us("tensor"), 3) == 25.0
+
+
+def test_the_page_and_the_archive(tmp_path: Path) -> None:
+    made = results() | {"captured-off": {"status": "failed", "why": "stopped: | 600 s", "s": 600.0}}
+    for folder in ("logs", "torch", "dumps/captured-on/rank0000", "compared/x"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "logs" / "captured-off.log").write_text("first\n" + "line\n" * 100 + "the last line\n")
+    (tmp_path / "dumps/captured-on/run.json").write_text("{}")
+    (tmp_path / "dumps/captured-on/rank0000/seg-00000.safetensors").write_bytes(b"0" * 1000)
+    (tmp_path / "compared/x/compare.json").write_text("[" + " " * card_page.LARGEST + "]")
+    archive = card_page.write(tmp_path, made, quick=False)
+    page = (tmp_path / "card.md").read_text(encoding="utf-8")
+    assert "**Not all passed.**" in page
+    assert "- devices: cuda:0 Some card" in page
+    row = "| captured | VLLM_COMPILE, FULL_AND_PIECEWISE | 20 | 30 PIECEWISE | same | same | - | pass | "
+    assert f"{row}{FAULTY} | FAILED |" in page.splitlines()
+    assert "| compiled | this vLLM refuses it: not asked | | | | | | | | not run |" in page.splitlines()
+    assert "**captured-off**: stopped: / 600 s" in page
+    assert "the last line" in page
+    assert "first" not in page.split("## What did not run")[1], "only last lines"
+    with tarfile.open(archive) as file:
+        names = sorted(name.removeprefix("accprobe-card/") for name in file.getnames())
+    assert names == ["card.json", "card.md", "dumps/captured-on/run.json", "left-out.txt", "logs/captured-off.log"]
+
+
+# --- an engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+def test_a_part_with_an_engine(tmp_path: Path) -> None:
+    """The process of one part, on the smallest model: what it answers, and what is kept of its dump."""
+    pytest.importorskip("vllm")
+    from tiny_model import make
+
+    asked = Asked(tmp_path, {})
+    made = next(part for part in card_parts.parts(asked, machine(ON_A_CPU, device_type="cpu")["found"])
+                if part.name == "eager-on")  # fmt: skip
+    make("qwen2", asked.model("small"))
+    for folder in ("jobs", "results", "logs"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+    runner = card.Card(asked, "*", "", 300.0)
+    runner.do(made, "1")
+    assert runner.results["eager-on"]["status"] == card.DONE, runner.results["eager-on"]
+    found = runner.results["eager-on"]["found"]
+    assert len(found["answers"]) == 10
+    assert all(len(one["tokens"]) == len(one["top"]) for one in found["answers"].values())
+    assert found["dump"]["inside"] > 20
+    assert {key.split("/")[2] for key in found["dump"]["outside"]} >= {"<root>", "logits_processor", "sampler"}
+    assert found["dump"]["errors"] == []

@@ -1,0 +1,94 @@
+"""``accprobe send PROMPTS --url URL --out DIR``: the same prompts to a server, and a folder with the answers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import typer
+
+from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress
+
+
+def send(
+    prompts: str = typer.Argument(
+        "default", metavar="[PROMPTS]", help="A jsonl, a ShareGPT json, a text with a prompt on each line, or default."
+    ),
+    url: str = typer.Option("", "--url", metavar="URL", help="The server, for example http://localhost:8000."),
+    engine: str = typer.Option("", "--engine", metavar="CMD", help="Or a command that serves: started, and ended."),
+    out: Path = typer.Option(
+        ..., "--out", "-o", metavar="DIR", help="Where the folder goes; one begun is gone on with."
+    ),
+    arrive: list[str] = typer.Option(
+        ["one", "all"], "--arrive", metavar="HOW", help="one, all or poisson:RATE; a pass for each. Default: one, all."
+    ),
+    concurrency: int = typer.Option(64, "--concurrency", metavar="N", min=1, max=1024, help="Requests at a time."),
+    top: int = typer.Option(20, "--top", metavar="N", min=2, max=1000, help="Log-probabilities for each token."),
+    max_tokens: int = typer.Option(32, "--max-tokens", metavar="N", min=1, help="Where a prompt says no other."),
+    model: str = typer.Option(
+        "", "--model", metavar="NAME", help="Where the server has several; the first by default."
+    ),
+    timeout: float = typer.Option(600, "--timeout", metavar="S", min=0.1, help="Without an answer, for one request."),
+    ready: float = typer.Option(1800, "--ready-timeout", metavar="S", min=1, help="Until --engine answers."),
+) -> None:
+    """Send the same prompts to a server, greedily, and keep token ids and log-probabilities.
+
+    Sends them once for each --arrive: one by one and then all at once, so that the folder knows what the server's own
+    batching changes. An interrupted run goes on with the same command. A key is taken from VLLM_API_KEY.
+    Exit code 0: done, 2: bad usage, or the server does not answer, 3: no prompt was answered.
+    """
+    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.gate.sending import passes, replies
+    from vllm_accprobe.gate.sending import prompts as prompts_file
+    from vllm_accprobe.gate.sending.arrival import parse
+    from vllm_accprobe.gate.sending.client import Sender, SendError
+    from vllm_accprobe.report.text import count
+
+    if bool(url) == bool(engine):
+        raise CommandError("name a server with --url, or a command that serves with --engine, one of the two")
+    try:
+        arrivals = [parse(word) for word in arrive]
+    except ValueError as e:
+        raise CommandError(f"--arrive: {e}") from None
+    outputs.check(out, {})
+    if out.is_dir() and not replies.exists(out) and any(not p.name.startswith("engine-") for p in out.iterdir()):
+        raise CommandError(f"--out {out} has other files: name a new directory, or one that a send began")
+    key, how = os.environ.get("VLLM_API_KEY", ""), {"timeout": timeout, "top": top, "max_tokens": max_tokens}
+    try:
+        lines = prompts_file.read(prompts)
+        total = len(lines) * len(arrivals)
+        with ExitStack() as stack:
+            if engine:
+                from vllm_accprobe.gate.sending.serving import served
+
+                out.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if sys.stderr.isatty():
+                    typer.echo(f"starting the engine; its output goes to {out}/engine-N.log", err=True)
+                url, key = stack.enter_context(served(engine, os.environ, out, ready))
+            sender, server = Sender(url, key, model=model, **how).introduced()  # type: ignore[arg-type]
+            tell = stack.enter_context(progress("send", total, steps=True))
+            done = passes.send(sender, server, lines, arrivals, concurrency, out, _made(prompts), tell)
+    except (SendError, prompts_file.PromptsError, replies.FolderError) as e:
+        raise CommandError(str(e)) from None
+    if not done.answered:
+        raise NothingThere(f"no prompt was answered: {_reasons(done.reasons)} ({out})")
+    again = "" if done.sent == done.of else f", {done.of - done.sent:,} of them before"
+    passed = count(len(arrivals), "pass", "passes")
+    typer.echo(f"{done.answered:,} of {done.of:,} answered{again} in {passed}; written: {out}")
+    if done.refused:
+        typer.echo(f"refused: {_reasons(done.reasons)}")
+
+
+def _reasons(reasons: dict[str, int]) -> str:
+    return ", ".join(f"{n:,} {why}" for why, n in reasons.items())
+
+
+def _made(prompts: str) -> dict[str, str]:
+    from datetime import datetime, timezone
+
+    from vllm_accprobe import __version__
+
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"accprobe": __version__, "source": Path(prompts).name, "started": now}

@@ -1,0 +1,194 @@
+"""Prompts from a file: jsonl, ShareGPT, plain text, or the set that ships with us.
+
+The problem: two captures, or two servers, are comparable only if they got the same prompts under the same names, and
+everybody keeps prompts in a file of another shape. The idea: whatever the file is, each prompt becomes one line of one
+format (docs/gate.md), with an id that is the same in every run; that line is what is kept and sent.
+Not here: the shipped set (shipped.py), sending (client.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import mimetypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe.gate.sending import shipped
+
+MAX_IMAGE = 64 << 20
+"""Chosen: bytes of an image; a server would refuse it long before."""
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+          "system": "system"}  # fmt: skip
+
+
+class PromptsError(Exception):
+    """One line: which file or line is no prompt, and what to write instead."""
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """One prompt. name: the request's id, printable ASCII. One of text, messages (OpenAI's) and token_ids is not None.
+    max_tokens, stop: the line's own, None where it has none."""
+
+    name: str
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The line of OUT/prompts.jsonl, which `read` takes again."""
+        what = {"prompt": self.text, "messages": self.messages, "token_ids": self.token_ids}
+        how = {"max_tokens": self.max_tokens, "stop": self.stop}
+        return {"id": self.name, **{k: v for k, v in (what | how).items() if v is not None}}
+
+
+def digest(lines: list[PromptLine]) -> str:
+    """SHA-256 of all that is sent; two folders with the same were asked the same."""
+    return hashlib.sha256(to_text(lines).encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def to_text(lines: list[PromptLine]) -> str:
+    return "".join(json.dumps(line.to_json(), ensure_ascii=False) + "\n" for line in lines)
+
+
+def read(source: str) -> list[PromptLine]:
+    """``default``, or the path of a file. Raises PromptsError, OSError."""
+    path = Path(source)
+    if source == shipped.NAME and not path.exists():
+        return _named([_line(line, "the shipped set", Path()) for line in shipped.lines()])
+    if not path.is_file():
+        raise PromptsError(f"{source} is no file: name a jsonl, a ShareGPT json or a text, or `{shipped.NAME}`")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise PromptsError(f"{path} is no text in UTF-8") from None
+    found = list(_lines(path, text))
+    if not found:
+        raise PromptsError(f"{path} has no prompts")
+    return _named(found)
+
+
+def _lines(path: Path, text: str) -> Iterator[PromptLine]:
+    if path.suffix == ".jsonl" or text.lstrip()[:1] == "{":
+        for number, raw in enumerate(text.splitlines(), 1):
+            if raw.strip():
+                yield _line(_parse(raw, f"{path}, line {number}"), f"{path}, line {number}", path.parent)
+    elif path.suffix == ".json" or text.lstrip().startswith("[{"):
+        value = _parse(text, str(path))
+        if not isinstance(value, list):
+            raise PromptsError(f"{path} is no list of prompts or conversations")
+        for number, item in enumerate(value, 1):
+            yield _line(item, f"{path}, item {number}", path.parent)
+    else:
+        for raw in text.splitlines():
+            if raw.strip():
+                yield PromptLine("", text=raw)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise PromptsError(f"{where} is no json") from None
+
+
+def _line(value: Any, where: str, folder: Path) -> PromptLine:
+    if isinstance(value, str):
+        value = {"prompt": value}
+    if not isinstance(value, dict):
+        raise PromptsError(f"{where}: write an object with prompt, messages, token_ids or conversations")
+    text, messages, ids = value.get("prompt"), value.get("messages"), _first(value, "token_ids", "prompt_token_ids")
+    if isinstance(text, list):
+        text, ids = None, text
+    if messages is None and "conversations" in value:
+        messages = _conversation(value["conversations"], where)
+    given = [v for v in (text, messages, ids) if v is not None]
+    if len(given) != 1 or not given[0]:
+        raise PromptsError(f"{where}: write one of prompt, messages, token_ids and conversations, and not an empty one")
+    images = value.get("images")
+    if images:
+        if not isinstance(images, list) or not isinstance(text, str):
+            raise PromptsError(f"{where}: images is a list of files or URLs beside a prompt that is a text")
+        parts = [{"type": "image_url", "image_url": {"url": _image(i, where, folder)}} for i in images]
+        messages, text = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}], None
+    if ids is not None and not (isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)):
+        raise PromptsError(f"{where}: token_ids is a list of numbers")
+    if text is not None and not isinstance(text, str):
+        raise PromptsError(f"{where}: prompt is a text or a list of token ids")
+    if messages is not None and not (
+        isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
+    ):
+        raise PromptsError(f"{where}: messages is a list of objects with role and content")
+    limit, stop = value.get("max_tokens"), value.get("stop")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise PromptsError(f"{where}: max_tokens is a number from 1 on")
+    stop = [stop] if isinstance(stop, str) else stop
+    if stop is not None and not (isinstance(stop, list) and all(isinstance(s, str) and s for s in stop)):
+        raise PromptsError(f"{where}: stop is a text or a list of texts")
+    return PromptLine(
+        _name(value.get("id"), where),
+        text=text,
+        messages=None if messages is None else tuple(messages),
+        token_ids=None if ids is None else tuple(ids),
+        max_tokens=limit,
+        stop=tuple(stop) if stop else None,
+    )
+
+
+def _first(value: dict[str, Any], *keys: str) -> Any:
+    return next((value[k] for k in keys if value.get(k) is not None), None)
+
+
+def _name(given: Any, where: str) -> str:
+    if given is None:
+        return ""
+    name = str(given)
+    if not name or len(name) > 200 or not all("!" <= c <= "~" for c in name):
+        raise PromptsError(f"{where}: id is at most 200 printable ASCII characters without blanks: it is the request's")
+    return name
+
+
+def _conversation(turns: Any, where: str) -> list[dict[str, Any]]:
+    """ShareGPT's turns up to the last question; the answers before it are part of the prompt."""
+    if not isinstance(turns, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in turns):
+        raise PromptsError(f"{where}: conversations is a list of objects with from and value")
+    said = [{"role": _ROLES.get(str(t.get("from")), "user"), "content": t["value"]} for t in turns]
+    while said and said[-1]["role"] != "user":
+        said.pop()
+    return said
+
+
+def _image(given: Any, where: str, folder: Path) -> str:
+    if not isinstance(given, str):
+        raise PromptsError(f"{where}: an image is a file or a URL")
+    if given.startswith(("data:", "http://", "https://")):
+        return given
+    path = folder / given
+    try:
+        if path.stat().st_size > MAX_IMAGE:
+            raise PromptsError(f"{where}: {path} is larger than {MAX_IMAGE >> 20} MiB")
+        data = path.read_bytes()
+    except OSError as e:
+        raise PromptsError(f"{where}: {path}: {e.strerror}") from None
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _named(lines: list[PromptLine]) -> list[PromptLine]:
+    """With ids: those that have none get the number of their line. Raises PromptsError where two are the same."""
+    from dataclasses import replace
+
+    width = max(len(str(len(lines) - 1)), 4)
+    named = [line if line.name else replace(line, name=f"p{i:0{width}}") for i, line in enumerate(lines)]
+    seen: set[str] = set()
+    for line in named:
+        if line.name in seen:
+            raise PromptsError(f"the id {line.name} stands twice: two requests cannot have one name")
+        seen.add(line.name)
+    return named

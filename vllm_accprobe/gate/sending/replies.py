@@ -1,0 +1,141 @@
+"""The folder of a `send`: what was sent, what came back, and how far it got.
+
+    OUT/send.json       schema, server, settings, the passes and how many prompts each has answered
+    OUT/prompts.jsonl   what was sent, a prompt on each line; `accprobe send` takes it again
+    OUT/pass-0.jsonl    a `Reply` on each line, in the order of the answers; pass-1.jsonl, ...
+
+The problem: a run of hours ends in the middle, and what was answered must neither be lost nor asked again. The idea:
+each answer is one line, written at once; a torn last line is cut off before the next is added; a folder is gone on with
+only where prompts, model and settings are the same. Directories are 0700 and files 0600: these are users' prompts.
+Not here: sending (passes.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe.gate.sending.client import Reply
+from vllm_accprobe.whole_file import whole
+
+SCHEMA = 1
+SEND, PROMPTS = "send.json", "prompts.jsonl"
+_NAMES = tuple(f.name for f in fields(Reply))
+
+
+class FolderError(Exception):
+    """One line: why a folder is no folder of a `send`, or not of this one."""
+
+
+def pass_name(index: int) -> str:
+    return f"pass-{index}.jsonl"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """An open folder, to be read. about: send.json; passes: the replies of each, by the prompt's id."""
+
+    path: Path
+    about: dict[str, Any]
+    passes: list[dict[str, Reply]]
+
+
+def exists(out: Path) -> bool:
+    return (out / SEND).is_file()
+
+
+def read(out: Path) -> Sent:
+    """Raises FolderError, OSError."""
+    about = read_about(out)
+    return Sent(out, about, [_by_name(out / pass_name(i)) for i in range(len(about["passes"]))])
+
+
+def read_about(out: Path) -> dict[str, Any]:
+    """send.json. Raises FolderError, OSError."""
+    try:
+        about = json.loads((out / SEND).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise FolderError(f"{out} is no folder of `accprobe send`: it has no {SEND}") from None
+    except (ValueError, RecursionError):
+        raise FolderError(f"{out / SEND} is no json") from None
+    if not isinstance(about, dict) or about.get("schema") != SCHEMA or not isinstance(about.get("passes"), list):
+        raise FolderError(f"{out / SEND} is not of this version of accprobe send (schema {SCHEMA})")
+    return about
+
+
+def begin(out: Path, prompts: str, about: dict[str, Any]) -> None:
+    """Makes a folder. Raises OSError."""
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write(out / PROMPTS, prompts)
+    write_about(out, about)
+
+
+def write_about(out: Path, about: dict[str, Any]) -> None:
+    _write(out / SEND, json.dumps(about, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    with whole(path) as part:
+        part.unlink(missing_ok=True)
+        fd = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
+            f.write(text)
+
+
+def answered(path: Path) -> set[str]:
+    """The ids in a pass's file, which is cut to its whole lines. Raises OSError."""
+    if not path.exists():
+        return set()
+    raw = path.read_bytes()
+    end = raw.rfind(b"\n") + 1
+    if end < len(raw):
+        os.truncate(path, end)
+    return set(_by_name(path))
+
+
+def _by_name(path: Path) -> dict[str, Reply]:
+    return {reply.name: reply for reply in _replies(path)}
+
+
+def _replies(path: Path) -> Iterator[Reply]:
+    """Each whole line that is a reply."""
+    if not path.exists():
+        return
+    with path.open("rb") as f:
+        for raw in f:
+            try:
+                value = json.loads(raw)
+                if not raw.endswith(b"\n"):
+                    continue
+                top = value.get("top")
+                if top is not None:
+                    value["top"] = [(ids, values) for ids, values in top]
+                yield Reply(**{k: v for k, v in value.items() if k in _NAMES})
+            except (ValueError, RecursionError, TypeError, AttributeError):
+                continue
+
+
+class ReplyWriter:
+    """Adds replies to a pass's file, from several threads."""
+
+    def __init__(self, path: Path):
+        fd = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+        self._file = os.fdopen(fd, "ab", buffering=0)
+        self._lock = threading.Lock()
+
+    def add(self, reply: Reply) -> None:
+        """One line at once. Raises OSError."""
+        value = {k: v for k, v in asdict(reply).items() if v is not None}
+        raw = (json.dumps(value, separators=(",", ":")) + "\n").encode()
+        with self._lock:
+            left = memoryview(raw)
+            while left:
+                left = left[self._file.write(left) :]
+
+    def close(self) -> None:
+        self._file.close()
