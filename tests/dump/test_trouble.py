@@ -199,7 +199,11 @@ def test_a_file_that_may_not_grow_stops_the_capture_and_nothing_else(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/mounts") or os.geteuid() != 0, reason="needs root and Linux")
 def test_a_really_full_disk(tmp_path):
-    """A tmpfs of 4 MB, without O_DIRECT: the room kept in reserve takes the stop and end lines."""
+    """A tmpfs of 4 MB, without O_DIRECT: the room kept in reserve takes the stop and end lines.
+
+    Which of the two files meets the last page is the threads' affair: the journal may need one just when a segment
+    took it, or the other way round.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True)
@@ -212,7 +216,8 @@ def test_a_really_full_disk(tmp_path):
         for i in range(100):
             put(w, str(i), a, "uint8")
         w.close("served on", {})
-        assert told == ["disk full at segment 0: No space left on device"]
+        assert len(told) == 1
+        assert told[0] in [f"disk full at {file}: No space left on device" for file in ("segment 0", "the journal")]
         dump = open_dump(disk / "d")
         assert 20 <= len(dump.records) <= 30
         assert all(dump.read(r).tobytes() == a.tobytes() for r in dump.records)
