@@ -57,6 +57,12 @@ def best() -> str:
     return next((name for name in ("avx512", "avx2") if possible(name)), NATIVE)
 
 
+def taken(forced: str) -> str:
+    """What an engine computes with that is ``forced``: on a lesser processor, or in a suite that is forced as a whole,
+    ``native`` is one of the others."""
+    return next((kernels for kernels in (forced, current()) if kernels != NATIVE), best())
+
+
 def environment(kernels: str, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """What to add to a child's environment, over ``base`` (this process's), so that it takes ``kernels``.
 
