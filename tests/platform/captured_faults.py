@@ -21,9 +21,9 @@ not replay that recording stays as it was: other sizes, prompts too long for any
 - ``move``: at replay, the input called ``input`` comes at another address. Nothing is served: vLLM's own check of
   addresses, which it makes at log level DEBUG, and here always, ends the step.
 
-``at`` names a recorded call by a part of its name and, behind ``#``, which of several, from 0: ``onednn_mm#2`` is the
-third product of the piece, and the fault stands before whatever reads it. Without ``at`` it is the piece's first output
-at its end, where taps have copied it already.
+``at`` names a recorded call by a part of its name and, behind ``#``, which of several, from 0: ``product#2`` is the
+third product of the piece, whatever kernel this processor takes for it, and the fault stands before what reads it.
+Without ``at`` it is the piece's first output at its end, where taps have copied it already.
 
 Not here: what the model computes; faults of modules and operators (tests/faults).
 """
@@ -40,6 +40,8 @@ import torch
 from captured_calls import Call, CallGraph, memory, tensors
 
 ENV = "ACCPROBE_CAPTURED_FAULT"
+_PRODUCTS = ("onednn_mm", "weight_packed_linear", "aten::linear")
+"""What vLLM's CPU build multiplies by weights with: AVX-512, AMX, AVX2."""
 KINDS = ("leak", "stale", "size", "twice", "count", "share", "move")
 
 
@@ -142,7 +144,8 @@ def _place(captured: Captured, at: str) -> tuple[int, torch.Tensor, list[torch.T
     if not at:
         return len(calls), captured.outputs[0], list(captured.outputs)
     name, _, number = at.partition("#")
-    found = [i for i, call in enumerate(calls) if name in call.name]
+    names = _PRODUCTS if name == "product" else (name,)
+    found = [i for i, call in enumerate(calls) if any(part in call.name for part in names)]
     if int(number or 0) >= len(found):
         raise ValueError(f"piece {captured.piece} has {len(found)} calls of {name}, and {at} is none of them")
     index = found[int(number or 0)]

@@ -102,13 +102,13 @@ def _module(name: str, model: str, culprit: str, mine: str = "captured", **fault
 
 ONLY_THERE: list[GraphCase] = [
     _there("padding-leaks", "qwen2", _LAYER.format(1) + "self_attn.o_proj", ("only in steps with padding", "piece 2"),
-           kind="leak", piece=2, at="onednn_mm#0", factor=0.5),
+           kind="leak", piece=2, at="product#0", factor=0.5),
     _there("padding-not-written", "llama", _LAYER.format(0) + "self_attn.o_proj", ("only in steps with padding",
-           "piece 1"), fill=math.nan, kind="leak", piece=1, at="onednn_mm#0", factor=1.0),
+           "piece 1"), fill=math.nan, kind="leak", piece=1, at="product#0", factor=1.0),
     _there("stale-positions", "qwen2", _LAYER.format(2) + "self_attn", ("replayed", "piece 2"),
            kind="stale", piece=2, input="positions"),
     _there("one-size", "llama", _LAYER.format(2) + "mlp.down_proj", ("only in steps replayed at size 4", "piece 3"),
-           kind="size", piece=3, at="onednn_mm#2", size=4, factor=1.05),
+           kind="size", piece=3, at="product#2", size=4, factor=1.05),
     _there("recycled-buffer", "qwen2", _LAYER.format(1) + "mlp.gate_up_proj", ("replayed", "piece 2"),
            kind="share", piece=2),
     _there("a-request-too-few", "llama", _LAYER.format(1) + "self_attn.attn", ("only in steps with padding",

@@ -163,8 +163,8 @@ def test_a_replay_with_an_input_at_another_address_is_refused(serve: Serve) -> N
 # --- with the probe's taps, behind all others: the process is patched from here on ---------------------------------
 
 NAMED = [
-    {"kind": "leak", "piece": 2, "size": 8, "factor": 0.5, "at": "onednn_mm#0"},
-    {"kind": "size", "piece": 3, "size": 4, "factor": 1.1, "at": "onednn_mm#2"},
+    {"kind": "leak", "piece": 2, "size": 8, "factor": 0.5, "at": "product#0"},
+    {"kind": "size", "piece": 3, "size": 4, "factor": 1.1, "at": "product#2"},
 ]
 """In one engine: padding that leaks in the second layer, NaN to begin with, and one captured size that is wrong in the
 third, of which that NaN leaves too few steps to say so."""

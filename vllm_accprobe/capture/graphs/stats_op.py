@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -113,7 +114,8 @@ def _stats_host(x: torch.Tensor, buffer: torch.Tensor, select: torch.Tensor) -> 
             x = x.resolve_conj().resolve_neg()
         if not x.is_contiguous():
             x = torch.cat([x[start:stop] for start, stop in ranges])
-            ranges = [(0, x.shape[0])]
+            ends = list(itertools.accumulate(stop - start for start, stop in ranges))
+            ranges = list(zip([0, *ends], ends, strict=False))  # each summed by itself, as a capture does
         row = x.nbytes // x.shape[0]
         address = x.data_ptr()
         parts = [(address + start * row, (stop - start) * row) for start, stop in ranges]
