@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cli.replay.test_replaying import GAIN, dump
+from support.interrupts import in_the_foreground
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found through /proc")
 ACCPROBE = str(Path(sys.executable).parent / "accprobe")
@@ -70,7 +71,7 @@ def left_behind(words: list[str], mark: str, env: dict[str, str], number: int, c
     env = {**os.environ, "ACCPROBE_TEST_MARK": mark, **env}
     process = subprocess.Popen(
         words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=in_the_foreground,
     )  # fmt: skip
     try:
         assert until(lambda: len(marked(mark)) > children, 60), names(marked(mark))

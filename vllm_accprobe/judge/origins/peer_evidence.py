@@ -98,8 +98,10 @@ class Known:
     @cached_property
     def made(self) -> float:
         """What the typical row gained in error, beyond what came in: relative L2, independent errors taken for
-        granted."""
-        return float(np.sqrt(max(float(np.median(self.look.err**2 - self.look.before**2)), 0.0)))
+        granted; of a row that came in with no finite error nothing can be told, 0."""
+        told = np.isfinite(self.look.before)
+        gained = self.look.err**2 - np.where(told, self.look.before, 0.0) ** 2
+        return float(np.sqrt(max(float(np.median(np.where(told, gained, 0.0))), 0.0)))
 
     @cached_property
     def log_made(self) -> float:
