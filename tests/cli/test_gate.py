@@ -107,10 +107,11 @@ def test_two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     monkeypatch.chdir(tmp_path)
     folder(Path("golden"), 1)
     folder(Path("same"), 2)
-    folder(Path("worse"), 3, fault=lambda length, k: 0.8)
+    folder(Path("worse"), 3, fault=lambda length, k, index: 0.8)
     folder(Path("once"), 4, arrive=("one",))
+    folder(Path("golden-once"), 5, arrive=("one",))
     for mine, code, says in (
-        ("same", 0, "pass: no further apart"), ("worse", 1, "fail: further apart"), ("once", 3, "no verdict: each side")
+        ("same", 0, "pass: no further away"), ("worse", 1, "fail: further away"), ("once", 3, "no verdict: golden needs")
     ):  # fmt: skip
         assert main(["gate", "golden", mine]) == code
         out = capsys.readouterr().out

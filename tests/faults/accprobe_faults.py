@@ -26,6 +26,7 @@ from typing import Any
 
 from accprobe_fault_kinds import EARLY, Site
 from accprobe_fault_kinds import KINDS as MODULE_KINDS
+from accprobe_fault_rows import ENGINE
 
 ENV = "ACCPROBE_FAULT"
 SAMPLER = "sampler"
@@ -106,6 +107,7 @@ def register() -> None:
     def greedy_sample(logits: Any) -> Any:
         return (greedy(logits) + shift[0]) % logits.shape[-1]
 
+    ENGINE.watch()
     load_model._accprobe_faults = True  # type: ignore[attr-defined]
     loader.load_model = load_model  # type: ignore[method-assign]
     base_loader.process_weights_after_loading = process_weights
