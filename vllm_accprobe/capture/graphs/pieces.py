@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_accprobe.capture.graphs.folded_sums import FoldedSums
+
 _ALLOCATIONS = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"})
 
 
@@ -21,12 +23,13 @@ class Cutter(TorchDispatchMode):
     """While it is entered, operators are seen. ``piece``: that of what is computed now, -1 before the first operator.
 
     splitting: names of operators at which the graph is cut (``vllm::unified_attention_with_output``). opaque: of others
-    that no compiler looks into. on_call: called for each call of either, with whether it splits.
+    that no compiler looks into. on_call: called for each call of either, with whether it splits. ``sums``: see there.
     """
 
     def __init__(self, splitting: Sequence[str], opaque: Sequence[str], on_call: Callable[[bool], None]):
         super().__init__()
         self.piece = -1
+        self.sums = FoldedSums()
         self._splitting = frozenset(splitting)
         self._opaque = frozenset(opaque)
         self._on_call = on_call
@@ -44,4 +47,6 @@ class Cutter(TorchDispatchMode):
             self.piece += 1
         if name in self._opaque:
             self._on_call(False)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.sums.ran(name, args, result)
+        return result

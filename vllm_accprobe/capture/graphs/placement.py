@@ -40,6 +40,10 @@ STATS_BYTES = 8 * WORDS
 """Of a call that is measured."""
 _UNWRITTEN = 0xFF
 NOT_DEFAULT = "inside compiled code, not of the default taps: VLLM_ACCPROBE_MODULES=all places taps at all modules"
+FOLDED = (
+    "inside compiled code, not of the default taps: its product is added up in the same kernel, and a tap would change "
+    "the sum's rounding; VLLM_ACCPROBE_MODULES=all places one"
+)
 NOT_NAMED = "inside compiled code, not among VLLM_ACCPROBE_GRAPH_TAPS"
 TOO_LARGE = "its tap does not fit into VLLM_ACCPROBE_GRAPH_MB"
 
@@ -108,6 +112,7 @@ def plan(
     outputs: bool = True,
     only_stats: bool = False,
     places: Callable[[str, str], bool] | None = None,
+    folds: bool = False,
 ) -> TapPlan:
     """Which of the ``seen`` tensors get a tap.
 
@@ -116,6 +121,7 @@ def plan(
         most_rows: rows of the largest batch. budget: bytes for all buffers of this rank. inputs, outputs: whether
             VLLM_ACCPROBE_PARTS names them. only_stats: no rows are kept.
         places: which (path, class) get a tap, whatever else; None: the default or the full set, as ``chooses`` says.
+        folds: whether the compiler folds sums into products (folded_sums.py): those are not of the default set then.
     """
     more = places is None and any(chooses(one.path, one.cls) and not _has_default(one, seen) for one in seen.found)
     named = None if places is None else {one.tap for one in seen.found if places(one.path, one.cls)}
@@ -124,11 +130,12 @@ def plan(
     for one in seen.found:
         if not (inputs if one.goes_in else outputs):
             continue
-        fits = _is_default(one) or ((more or named is not None) and not one.goes_in)
+        apart = folds and one.folded
+        fits = (_is_default(one) and not apart) or ((more or named is not None) and not one.goes_in)
         if fits and (named is None or one.tap in named):
             taps.setdefault(one.tap, []).append(one)
         elif not one.goes_in:
-            left.append((one, NOT_DEFAULT if named is None else NOT_NAMED))
+            left.append((one, NOT_NAMED if named is not None else FOLDED if apart else NOT_DEFAULT))
     least = min(_LEAST_ROWS, most_rows)
     needs = {tap: sum(one.row_bytes for one in calls) * least for tap, calls in taps.items()}
     behind = sum(min(needs[tap], STATS_BYTES * len(calls)) for tap, calls in taps.items())

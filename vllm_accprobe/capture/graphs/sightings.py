@@ -36,6 +36,7 @@ class Sighting:
 
     at: its place among the outputs; of an input its position, or its name where it came by keyword. bypassed: the call
     went straight to ``forward``, past the module's hooks. boundary: it goes into an operator that is not looked into.
+    folded: it is a product that is added to something, see folded_sums.py.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Sighting:
     call: int = 0
     bypassed: bool = False
     boundary: bool = False
+    folded: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -97,6 +99,7 @@ class _Watch:
         self.announced: set[int] = set()
         self.numbers: Counter[str] = Counter()
         self.seen: list[tuple[int, Sighting, _Call]] = []
+        self.products: dict[tuple[int, str], int] = {}
         self.names: dict[str, str] = {}
         self.called: dict[str, list[int]] = {}
         self.cutter = Cutter(splitting, opaque, self._boundary)
@@ -142,6 +145,9 @@ class _Watch:
                 form = (tuple(value.shape[1:]), value.dtype)
                 one = Sighting(call.path, type(module).__name__, module, role, at, *form, call.number, call.bypassed)
                 self.seen.append((int(value.shape[0]), one, call))
+                product = None if one.goes_in else self.cutter.sums.number(value)
+                if product is not None:
+                    self.products.setdefault(one.tap, product)
 
 
 @contextmanager
@@ -186,7 +192,8 @@ def _sort(watch: _Watch, sightings: Sightings) -> None:
     fits = set()
     for rows, one, call in watch.seen:
         if rows == most and len(forms[one.tap]) == 1:
-            sightings.found.append(replace(one, boundary=one.goes_in and call.boundary))
+            folded = watch.products.get(one.tap) in watch.cutter.sums.folded
+            sightings.found.append(replace(one, boundary=one.goes_in and call.boundary, folded=folded))
             if not one.goes_in:
                 fits.add(one.path)
         elif not one.goes_in and len(forms[one.tap]) > 1:

@@ -81,6 +81,7 @@ class InGraphs:
             seen, asked if config.modules else lambda path, cls: False, rows, budget - ring,
             inputs=config.capture_inputs, outputs=config.capture_outputs, only_stats=config.task == "stats",
             places=functools.partial(picks, config.graph_taps) if config.graph_taps else None,
+            folds=device.type == "cpu" and "inductor" in _compiled_how(self._runner.vllm_config)["backend"],
         )  # fmt: skip
         self._unfit, self._names = made.unfit, seen.names
         placed = Placed(made, asked, device)
