@@ -137,7 +137,7 @@ def test_ahead_of_its_tokens_and_after_preemption(
     ]
     run = hosts[runner].capture(
         served_model, asks, out=tmp_path / "none", env={"VLLM_ACCPROBE_FORCE": str(tmp_path / "steps-0")},
-        how="staggered", max_num_batched_tokens=64, num_gpu_blocks_override=13, block_size=32,
+        how="staggered", max_num_batched_tokens=64, num_gpu_blocks_override=13, block_size=32, max_model_len=256,
     )  # fmt: skip
     assert run.tokens == [r.token_ids for r in named]
     assert run.metrics["ahead"] == 2
