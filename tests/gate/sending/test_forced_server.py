@@ -137,13 +137,14 @@ def test_ahead_of_its_tokens_and_after_preemption(
     ]
     run = hosts[runner].capture(
         served_model, asks, out=tmp_path / "none", env={"VLLM_ACCPROBE_FORCE": str(tmp_path / "steps-0")},
-        how="staggered", max_num_batched_tokens=64, num_gpu_blocks_override=13, block_size=32, max_model_len=256,
+        how="staggered", max_num_batched_tokens=64, num_gpu_blocks_override=11, block_size=32, max_model_len=256,
     )  # fmt: skip
     assert run.tokens == [r.token_ids for r in named]
     assert run.metrics["ahead"] == 2
     assert run.metrics["preemptions"] > 0
-    again = steps.read(tmp_path).rows(0, "p1") + steps.read(tmp_path).rows(0, "p2")
-    assert len({(before, n) for _, before, n, _ in again}) < len(again)  # computed twice
+    written = steps.read(tmp_path)
+    computed = [sum(n for _, _, n, _ in written.rows(0, r.name)) for r in named]
+    assert sum(computed) > sum(sum(size) - 1 for size in SIZES)  # what was preempted, once more
 
 
 def along(ids: list[int] | None) -> dict[str, str]:
