@@ -46,7 +46,7 @@ def test_a_column_of_few_prompts() -> None:
 
 
 def test_the_size_of_both_tests() -> None:
-    """False alarms of columns that hang together, at a rate of 0.1: of 400 draws more than 60 have a chance of 0.001."""
+    """False alarms of columns that hang together, at a rate of 0.1: more than 60 of 400 have a chance of 0.001."""
     random, alarms = np.random.default_rng(3), 0
     for _ in range(400):
         base = random.normal(0, 0.3, (8, 1))
