@@ -73,7 +73,8 @@ class Gate:
 
     p: of mine being within its limits, batching and rounding; p_batching: within golden's batching alone; None where
     there is nothing to hold it to, which ``why`` says. times: mine's mean distance by that of the right servers;
-    floors: each one's mean distance from golden; nearest: to which right server mine is nearest, 0 for golden."""
+    condition: of a fail; differs: of what is beyond golden's batching, where rounding may explain it; floors: each
+    one's distance from golden; nearest: to which right server mine is nearest, 0 for golden."""
 
     across: Gaps
     golden_self: Gaps
@@ -86,6 +87,7 @@ class Gate:
     rate: float
     why: str | None
     condition: Condition | None
+    differs: Condition | None
     worst: tuple[Worst, ...]
     floors: tuple[float, ...]
     nearest: int
@@ -122,7 +124,9 @@ def compare(
         across, golden_self, mine_self, _cells(table, sizes, across, golden_self, mine_self),
         len(table.names) if tested is None else tested.prompts, p, None if alone is None else alone.p,
         _times(table, sizes), rate, None if tested else _why(table, floors),
-        conditions.explain(table, sizes, rate) if beyond else None, _worst(table, sizes),
+        conditions.explain(table, sizes, rate) if beyond else None,
+        None if beyond or alone is None or alone.p > rate else conditions.explain(table, floor.batching(table), rate),
+        _worst(table, sizes),
         tuple(_rms(row) or 0.0 for row in table.floors), sizes.nearest, _forced(mine),
         (*(f"floor {i} is left out: it has no numbers for some tokens" for i in bad),
          *_notes(golden, mine, table, sizes)),
