@@ -113,7 +113,8 @@ def to_json(gate: Gate, floors: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "schema": 1, "verdict": gate.verdict, "why": gate.why,
         "condition": None if gate.condition is None else asdict(gate.condition),
-        "differs": None if gate.differs is None else asdict(gate.differs), "p": gate.p, "p_batching": gate.p_batching, "times": gate.times, "false_alarm_rate": gate.rate,
+        "differs": None if gate.differs is None else asdict(gate.differs), "p": gate.p,
+        "p_batching": gate.p_batching, "times": gate.times, "false_alarm_rate": gate.rate,
         "prompts": gate.prompts, "forced": gate.forced, "nearest": gate.nearest,
         "floors": [{"name": names[i], "distance": _finite(size)} for i, size in enumerate(gate.floors)],
         "cells": [{k: _finite(v) for k, v in asdict(c).items()} for c in gate.cells],

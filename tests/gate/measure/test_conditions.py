@@ -37,7 +37,8 @@ def found(made: Table, wrong: np.ndarray, noise: float = 0.1) -> conditions.Cond
     """mine is three times its limit where ``wrong`` holds, and within it elsewhere."""
     random = np.random.default_rng(1)
     mine = np.where(wrong, 3.0, 0.9) * np.exp(random.normal(0, noise, len(wrong)))
-    return conditions.explain(made, replace(floor.batching(made), mine=mine), 0.05)
+    said = conditions.explain(made, replace(floor.batching(made), mine=mine), 0.05)
+    return None if said is None else said[0]
 
 
 def where(made: Table, rule: object) -> np.ndarray:
