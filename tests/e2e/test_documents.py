@@ -81,6 +81,8 @@ NOT_RUN = {
         "test_real_gate.py has a server"
     ),
     'accprobe send --engine "vllm serve MODEL --max-model-len 16384" --out mine-sent': "test_real_server.py starts one",
+    "VLLM_ACCPROBE_FORCE=1 vllm serve MODEL": "test_forced_server.py has such servers",
+    "accprobe send --along golden-sent --url http://mine:8000 --out mine-sent": "test_forced_server.py has servers",
     "VLLM_ACCPROBE_PATCHES=all": "a setting, not a command; the line above it has another",
     "VLLM_ACCPROBE_PATCHES=./mine.toml": "a setting, not a command",
 }
