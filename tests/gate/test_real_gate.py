@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,14 @@ def test_a_fault_in_decode(
     ).items():
         monkeypatch.setenv(name, value)
     command = shlex.join(
-        ["vllm", "serve", str(served_model), "--host=127.0.0.1", *SMALL, "--max-num-batched-tokens=64"]
+        [
+            str(Path(sys.executable).parent / "vllm"),
+            "serve",
+            str(served_model),
+            "--host=127.0.0.1",
+            *SMALL,
+            "--max-num-batched-tokens=64",
+        ]
     )
     out = tmp_path / "out"
     words = ["gate", server.url, command, "--prompts", str(tmp_path / "p.jsonl"), "--out", str(out), "--max-tokens=6"]
