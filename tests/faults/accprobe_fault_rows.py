@@ -30,26 +30,29 @@ _NUMBERED = re.compile(r"(position|token|batch|chunk|row)(:|>=)(\d+)")
 
 
 class Engine:
-    """What the runner that is computing now says of its requests; noted by a wrapped execute_model."""
+    """What the runner that is computing now says of its requests; noted where the V1 runner takes a step's changes."""
 
     def __init__(self) -> None:
         self.runner: Any = None
         self.begun: dict[str, int] = {}
+        self.watches = False
 
     def watch(self) -> None:
-        """Wraps the runner's class: the plugin's, where the faults are planted by it."""
+        """In a worker, when a model is loaded: a method that nobody else has wrapped or bound by then."""
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-        execute = GPUModelRunner.execute_model
+        if self.watches:
+            return
+        self.watches, update = True, GPUModelRunner._update_states
 
-        @functools.wraps(execute)
-        def execute_model(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(update)
+        def noted(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self.runner = runner
             for new in scheduler_output.scheduled_new_reqs:
                 self.begun[new.req_id] = int(new.num_computed_tokens)
-            return execute(runner, scheduler_output, *args, **kwargs)
+            return update(runner, scheduler_output, *args, **kwargs)
 
-        GPUModelRunner.execute_model = execute_model
+        GPUModelRunner._update_states = noted
 
     def starts(self, requests: int) -> Any:
         """int64 [requests]: how many rows each had from the prefix cache when it began; 0 where nobody knows."""

@@ -94,6 +94,8 @@ def register() -> None:
         finally:
             planting.pop()
         here.late(model)
+        if any("hit" in f.rows or "chunk" in f.rows for f in faults):
+            ENGINE.watch()
         if faults:
             print(f"accprobe_faults: planted {text}", file=sys.stderr, flush=True)
         return model
@@ -107,7 +109,6 @@ def register() -> None:
     def greedy_sample(logits: Any) -> Any:
         return (greedy(logits) + shift[0]) % logits.shape[-1]
 
-    ENGINE.watch()
     load_model._accprobe_faults = True  # type: ignore[attr-defined]
     loader.load_model = load_model  # type: ignore[method-assign]
     base_loader.process_weights_after_loading = process_weights
