@@ -59,6 +59,8 @@ def register() -> None:
     if not config.graphs:
         _patch_engine_args()
     _tell_replicas()
+    if config.enabled:
+        _patch_scheduler()
     _patch_workers()
     _patch_shutdown()
 
@@ -175,6 +177,20 @@ def _tell_replicas() -> None:
 
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
     _patched.add("replicas")
+
+
+def _patch_scheduler() -> None:
+    """Lets the process that makes the steps look at the control file, for all ranks (capture/arming/)."""
+    if "scheduler" in _patched:
+        return
+    try:
+        from vllm.v1.engine.core import EngineCore
+
+        from vllm_accprobe.capture.arming.with_the_step import control_file, patch
+    except ImportError:
+        return  # nothing can be armed, which its ranks say where it matters
+    if patch(EngineCore, control_file):
+        _patched.add("scheduler")
 
 
 def _patch_shutdown() -> None:
