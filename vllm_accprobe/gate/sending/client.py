@@ -160,7 +160,8 @@ class Sender:
     def can(self, way: str) -> bool:
         """Whether the server answers with named tokens in this way; it is asked for four. Raises ServerLost."""
         try:
-            return replace(self, way=way).ask(ways.PROBE, ways.PROBE.name, {}, time.monotonic()).refused is None
+            asking = replace(self, way=way, score_tokens=SCORE_TOKENS)
+            return asking.ask(ways.PROBE, ways.PROBE.name, {}, time.monotonic()).refused is None
         except (NotForced, OtherIds):
             return False
 
