@@ -39,7 +39,7 @@ def golden(tmp_path: Path) -> Sent:
 def test_the_request_whole_up_to_the_token(golden: Sent) -> None:
     plan = choose(golden, golden, [worst("p1", 4, 0)])
     assert plan.target == Target("p1", 4, 23, 0.5, 0)
-    assert plan.windows == (Window(0, ("p1",), 0, 4, 40),)
+    assert plan.windows == (Window(0, ("p1",), 0, 4, (40,)),)
     assert plan.words == ("one",)  # what comes after it need not be sent
     own = plan.windows[0]
     assert (own.rows, own.sampled, own.requests) == (44, 5, ("p1",))
@@ -69,7 +69,7 @@ def test_who_filled_the_prefix_cache(tmp_path: Path, golden: Sent) -> None:
         (0, ("p1",), 0, 0), (1, ("p2",), 0, 3),
     ]  # fmt: skip
     # In the pass in which one came after the other, it is an earlier prompt of that pass.
-    assert choose(golden, mine, [worst("p2", 3, 0)]).windows == (Window(0, ("p2", "p1"), 0, 3, 100),)
+    assert choose(golden, mine, [worst("p2", 3, 0)]).windows == (Window(0, ("p2", "p1"), 0, 3, (60, 40)),)
 
 
 def test_a_server_that_does_not_tell(tmp_path: Path) -> None:
@@ -97,7 +97,9 @@ def test_a_scored_pass_only_where_nothing_else_is_wrong(tmp_path: Path) -> None:
 
 
 PLAN = DigPlan(
-    Target("a", 6, 70, 0.5, 1), (Window(0, ("s",), 0, 0, 50), Window(1, ("a", "b", "c"), 0, 6, 300)), ("one", "all")
+    Target("a", 6, 70, 0.5, 1),
+    (Window(0, ("s",), 0, 0, (50,)), Window(1, ("a", "b", "c"), 0, 6, (100, 100, 100))),
+    ("one", "all"),
 )
 
 
@@ -122,7 +124,7 @@ def test_what_a_budget_leaves(left: float, windows: list[Any], says: list[str]) 
 
 
 def test_a_prompts_last_row_is_kept_whatever_it_takes() -> None:
-    plan = DigPlan(Target("a", 0, 99, 0.5, 0), (Window(0, ("a",), 0, 0, 100),), ("one",))
+    plan = DigPlan(Target("a", 0, 99, 0.5, 0), (Window(0, ("a",), 0, 0, (100,)),), ("one",))
     found = narrowed(plan, Sizes(1e6, 0, 1e6))
     assert found.windows == plan.windows
     assert found.left == ("what the budget ends before: 0.1 GB a rank are needed (--dig-gb)",)

@@ -51,14 +51,18 @@ class Target:
 
 @dataclass(frozen=True)
 class Window:
-    """What is captured in one pass: of the prompts ``names`` the token ordinals first to last. prompt_rows: of them
-    all, together."""
+    """What is captured in one pass: of the prompts ``names`` the token ordinals first to last. prompts: how many
+    tokens each prompt has."""
 
     pass_index: int
     names: tuple[str, ...]
     first: int
     last: int
-    prompt_rows: int
+    prompts: tuple[int, ...]
+
+    @property
+    def prompt_rows(self) -> int:
+        return sum(self.prompts)
 
     @property
     def rows(self) -> int:
@@ -92,7 +96,8 @@ class DigPlan:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DigPlan:
         """Raises KeyError, TypeError, ValueError for what ``to_json`` has not made."""
-        windows = tuple(Window(**{**w, "names": tuple(w["names"])}) for w in value["windows"])
+        lists = [{**w, "names": tuple(w["names"]), "prompts": tuple(w["prompts"])} for w in value["windows"]]
+        windows = tuple(Window(**w) for w in lists)
         return cls(Target(**value["target"]), windows, tuple(value["words"]), tuple(value["left"]))
 
 
@@ -122,7 +127,7 @@ def choose(golden: Sent, mine: Sent, worst: Sequence[Token]) -> DigPlan:
 
 
 def _window(golden: Sent, index: int, names: tuple[str, ...], first: int, last: int) -> Window:
-    return Window(index, names, first, last, sum(len(_prompt(golden, name)) for name in names))
+    return Window(index, names, first, last, tuple(len(_prompt(golden, name)) for name in names))
 
 
 def _prompt(golden: Sent, name: str) -> list[int]:
@@ -175,8 +180,7 @@ def narrowed(plan: DigPlan, sizes: Sizes) -> DigPlan:
     left = list(plan.left)
     had = len(own.names)
     while len(own.names) > 1 and sizes.of(plan) > sizes.left:
-        share = own.prompt_rows // len(own.names)
-        own = replace(own, names=own.names[:-1], prompt_rows=own.prompt_rows - share)
+        own = replace(own, names=own.names[:-1], prompts=own.prompts[:-1])
         plan = replace(plan, windows=(*others, own))
     if len(own.names) < had:
         left.append(f"{had - len(own.names)} of {had} requests")
