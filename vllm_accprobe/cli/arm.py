@@ -37,7 +37,7 @@ def arm(
         raise CommandError(f"{dump} is no directory: name the one that the server was given (VLLM_ACCPROBE_DIR)")
     if dump.stat().st_uid != os.geteuid():
         raise CommandError(f"{dump} belongs to another user, and only the server's own user can arm it")
-    watcher = Watcher(dump)
+    watcher = Watcher(dump.absolute())
     found = watcher.look()
     if found.ranks and not watcher.writing():
         raise CommandError(f"{dump}: no server writes into this dump any more")
