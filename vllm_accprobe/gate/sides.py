@@ -115,6 +115,8 @@ def made(
                 url, key = _started(stack, of, out, asking.ready_s, environ)
             _sent(what, of, Sender(url, key), out, asking, golden, lines, digest, progress)
         return replies.read(out)
+    except NotServed as e:
+        raise NotServed(f"{what}: {e}") from None
     except OtherIds as e:
         raise NotComparable(f"{what}: {e}") from None
     except (SendError, along.AlongError, prompts_file.PromptsError, replies.FolderError) as e:
@@ -122,7 +124,7 @@ def made(
 
 
 def _plain(e: Exception) -> str:
-    return str(e).replace("--engine: ", "").replace("--url: ", "").replace("--out", "--out of the gate")
+    return str(e).replace("--engine: ", "").replace("--url: ", "")
 
 
 def _started(stack: ExitStack, of: Side, out: Path, ready_s: float, environ: dict[str, str]) -> tuple[str, str]:

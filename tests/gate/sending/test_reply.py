@@ -16,7 +16,9 @@ def test_a_forced_token_outside_of_the_best_stands_last() -> None:
     place = {"token_id": 9, "logprob": -7.5, "rank": 80}
     best = [{"token_id": 9, "logprob": -7.5}, {"token_id": 4, "logprob": -0.5}, {"token_id": 3, "logprob": -1.5}]
     reply = generated(EMPTY, {
-        "choices": [{"token_ids": [9], "finish_reason": "length", "logprobs": {"content": [place | {"top_logprobs": best}]}}],
+        "choices": [
+            {"token_ids": [9], "finish_reason": "length", "logprobs": {"content": [place | {"top_logprobs": best}]}}
+        ],
         "prompt_token_ids": [1, 2], "usage": {"prompt_tokens_details": {"cached_tokens": 16}},
     })  # fmt: skip
     assert (reply.prompt_token_ids, reply.token_ids, reply.logprobs, reply.cached) == ([1, 2], [9], [-7.5], 16)
