@@ -114,7 +114,7 @@ def made_golden(path: Path) -> replies.Sent:
 
 
 def test_two_commands_to_the_module(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gate's result by hand: token 3 of p2 in the second pass. The fault is in mine's command, in rows that decode."""
+    """A gate's result by hand: token 3 of p2 in the second pass. Mine's fault is in rows that decode."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for name, value in (ENV | {"OMP_NUM_THREADS": "1"}).items():
         monkeypatch.setenv(name, value)
