@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace as Plain
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.gate.measure.gating import Worst
 from vllm_accprobe.gate.sending import replies
 from vllm_accprobe.gate.sending.replies import Reply
-from vllm_accprobe.gate.sides import Asking
+from vllm_accprobe.gate.sides import COMMAND, Asking, Side
 
 pytestmark = pytest.mark.engine
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -122,14 +121,14 @@ def test_two_commands_to_the_module(engines: Engines, tmp_path: Path, monkeypatc
         monkeypatch.delenv(name)
     golden = made_golden(tmp_path / "golden")
     worst = (Worst("p2", 3, 40, 0.01, 0.0, 1),)
-    opened: Any = Plain(golden=golden, mine=golden, gate=Plain(worst=worst))
     command = f"vllm serve {engines.model('qwen2')} {' '.join(SMALL)} --enforce-eager"
     mine = f"PYTHONPATH={ROOT / 'tests' / 'faults'} ACCPROBE_FAULT={shlex.quote(FAULT)} {command}"
     said: list[str] = []
 
     def dig() -> Any:
         quiet = lambda what, total: nullcontext(lambda done: None)  # noqa: E731
-        return gate_dig.dig(opened, command, mine, tmp_path / "out", Asking(), 1.0, quiet, said.append)
+        failed = gate_dig.Failed(golden, golden, worst, (Side(COMMAND, command), Side(COMMAND, mine)))
+        return gate_dig.dig(failed, tmp_path / "out", Asking(), 1.0, quiet, said.append)
 
     found = dig()
     assert found.origin is not None, said

@@ -82,6 +82,7 @@ NOT_RUN = {
     'accprobe gate "vllm serve MODEL" "MY_SWITCH=1 vllm serve MODEL" --prompts prompts.jsonl --out OUT --dig': (
         "four or five servers; test_digging.py has two of them"
     ),
+    'accprobe gate "vllm serve A" "vllm serve B" --out OUT --dig': "A and B are to be filled in; test_digging.py",
     "VLLM_ACCPROBE_PATCHES=all": "a setting, not a command; the line above it has another",
     "VLLM_ACCPROBE_PATCHES=./mine.toml": "a setting, not a command",
 }

@@ -5,47 +5,54 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
 from vllm_accprobe.cli.common.options import CommandError, NothingThere
-from vllm_accprobe.cli.gate_servers import Opened
-from vllm_accprobe.gate import sides
 from vllm_accprobe.gate.dig import by_hand
-from vllm_accprobe.gate.dig.choose import DigPlan, choose
+from vllm_accprobe.gate.dig.choose import DigPlan, Token, choose
 from vllm_accprobe.gate.dig.culprit import Dug, dug
 from vllm_accprobe.gate.dig.recapture import Dig, DigError, How, Progress
 from vllm_accprobe.gate.sending.along import AlongError, digest
 from vllm_accprobe.gate.sending.client import SendError
-from vllm_accprobe.gate.sending.replies import FolderError
+from vllm_accprobe.gate.sending.replies import FolderError, Sent
 from vllm_accprobe.gate.sides import COMMAND, Asking, Side, SideError
 
 FOLDER = "dig"
 
 
+@dataclass(frozen=True)
+class Failed:
+    """What is left of a gate that failed: both sides' answers, tokens beyond their limits, the sides as given."""
+
+    golden: Sent
+    mine: Sent
+    worst: Sequence[Token]
+    commands: tuple[Side, Side]
+
+
 def dig(
-    opened: Opened, golden: str, mine: str, out: Path | None, asking: Asking, gigabytes: float, progress: Progress,
-    say: Callable[[str], None],
-) -> Dug | None:  # fmt: skip
+    gate: Failed, out: Path | None, asking: Asking, gigabytes: float, progress: Progress, say: Callable[[str], None]
+) -> Dug | None:
     """Captures both sides and compares, or says which commands would. say: gets the lines for people. None where there
     is nothing to dig for, or it is to be done by hand. Raises CommandError, NothingThere."""
     from vllm_accprobe.report.servers import dig_lines
 
-    if not opened.gate.worst:
+    if not gate.worst:
         say("dig: no single token is beyond its limit; there is nothing to capture")
         return None
-    plan = choose(opened.golden, opened.mine, opened.gate.worst)
-    left, right = sides.side(golden), sides.side(mine)
-    if left.kind != COMMAND or right.kind != COMMAND or out is None:
-        for line in [*dig_lines.planned(plan), *by_hand.lines(plan, opened.golden.path, gigabytes)]:
+    plan = choose(gate.golden, gate.mine, gate.worst)
+    if out is None or any(side.kind != COMMAND for side in gate.commands):
+        for line in [*dig_lines.planned(plan), *by_hand.lines(plan, gate.golden.path, gigabytes)]:
             say(line)
         return None
     try:
-        done = _captured(plan, opened, left, right, out / FOLDER, asking, gigabytes, progress, say)
+        done = _captured(plan, gate, out / FOLDER, asking, gigabytes, progress, say)
         _compared(done.dump("golden"), done.dump("mine"), done.root / "compare")
-        found = dug(done, done.root / "compare", opened.golden)
+        found = dug(done, done.root / "compare", gate.golden)
     except (DigError, SendError, AlongError, FolderError, SideError, ValueError) as e:
         raise CommandError(f"dig: {str(e).replace('--engine: ', '')} (the gate itself has failed, see above)") from None
     for line in dig_lines.lines(found):
@@ -54,16 +61,17 @@ def dig(
 
 
 def _captured(
-    plan: DigPlan, opened: Opened, golden: Side, mine: Side, root: Path, asking: Asking, gigabytes: float,
-    progress: Progress, say: Callable[[str], None],
+    plan: DigPlan, gate: Failed, root: Path, asking: Asking, gigabytes: float, progress: Progress,
+    say: Callable[[str], None],
 ) -> Dig:  # fmt: skip
     from vllm_accprobe.report.servers import dig_lines
 
-    key = {"golden": golden.digest, "mine": mine.digest, "along": digest(opened.golden), "gigabytes": gigabytes}
+    golden, mine = gate.commands
+    key = {"golden": golden.digest, "mine": mine.digest, "along": digest(gate.golden), "gigabytes": gigabytes}
     done = Dig(root, key, plan)
     how = How(gigabytes, asking.timeout, asking.ready_s, asking.model, dict(os.environ), progress)
     for side, command in (("golden", golden.text), ("mine", mine.text)):
-        done.capture(side, command, opened.golden, how)
+        done.capture(side, command, gate.golden, how)
         if side == "golden":
             for line in dig_lines.planned(done.plan):
                 say(line)

@@ -61,7 +61,8 @@ def run(
         from vllm_accprobe.cli import gate_dig
 
         tell = gate_dig.to_stderr if as_json else typer.echo
-        found = gate_dig.dig(opened, golden, mine, out, asking, dig_gb, _progress, tell)
+        failed = gate_dig.Failed(opened.golden, opened.mine, result.worst, (sides.side(golden), sides.side(mine)))
+        found = gate_dig.dig(failed, out, asking, dig_gb, _progress, tell)
         said |= {} if found is None else {"dig": found.to_json()}
         if out is not None:
             write(out / RESULT, said)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.gate.dig.by_hand import lines, settings
-from vllm_accprobe.gate.dig.choose import DigPlan, Target, Window
+from vllm_accprobe.gate.dig.choose import DigPlan, DigTarget, Window
 
 PLAN = DigPlan(
-    Target("a*b", 3, 70, 0.5, 1),
+    DigTarget("a*b", 3, 70, 0.5, 1),
     (Window(0, ("s",), 0, 0, (50,)), Window(1, ("a*b", "it's,c"), 0, 3, (40, 50))),
     ("one", "all"),
 )

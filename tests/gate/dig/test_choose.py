@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from made_folders import folder
 
-from vllm_accprobe.gate.dig.choose import DigPlan, Sizes, Target, Window, choose, narrowed
+from vllm_accprobe.gate.dig.choose import DigPlan, DigTarget, RowSizes, Window, choose, narrowed
 from vllm_accprobe.gate.measure.gating import Worst
 from vllm_accprobe.gate.sending import replies
 from vllm_accprobe.gate.sending.replies import Reply, Sent
@@ -38,7 +38,7 @@ def golden(tmp_path: Path) -> Sent:
 
 def test_the_request_whole_up_to_the_token(golden: Sent) -> None:
     plan = choose(golden, golden, [worst("p1", 4, 0)])
-    assert plan.target == Target("p1", 4, 23, 0.5, 0)
+    assert plan.target == DigTarget("p1", 4, 23, 0.5, 0)
     assert plan.windows == (Window(0, ("p1",), 0, 4, (40,)),)
     assert plan.words == ("one",)  # what comes after it need not be sent
     own = plan.windows[0]
@@ -97,7 +97,7 @@ def test_a_scored_pass_only_where_nothing_else_is_wrong(tmp_path: Path) -> None:
 
 
 PLAN = DigPlan(
-    Target("a", 6, 70, 0.5, 1),
+    DigTarget("a", 6, 70, 0.5, 1),
     (Window(0, ("s",), 0, 0, (50,)), Window(1, ("a", "b", "c"), 0, 6, (100, 100, 100))),
     ("one", "all"),
 )
@@ -114,17 +114,17 @@ PLAN = DigPlan(
     (1, [("a", 6, 6)], ["2 of 3", "filled", "rows of the prompt", "before token 6", "GB a rank are needed (--dig-gb)"]),
 ])  # fmt: skip
 def test_what_a_budget_leaves(left: float, windows: list[Any], says: list[str]) -> None:
-    plan = narrowed(PLAN, Sizes(10.0, 0.5, left))
+    plan = narrowed(PLAN, RowSizes(10.0, 0.5, left))
     assert [("".join(w.names), w.first, w.last) for w in plan.windows] == windows
     assert len(plan.left) == len(says)
     for said, wanted in zip(plan.left, says, strict=True):
         assert wanted in said
-    assert (Sizes(10.0, 0.5, left).of(plan) <= left) == (not any("--dig-gb" in s for s in plan.left))
+    assert (RowSizes(10.0, 0.5, left).of(plan) <= left) == (not any("--dig-gb" in s for s in plan.left))
     assert plan.target == PLAN.target
 
 
 def test_a_prompts_last_row_is_kept_whatever_it_takes() -> None:
-    plan = DigPlan(Target("a", 0, 99, 0.5, 0), (Window(0, ("a",), 0, 0, (100,)),), ("one",))
-    found = narrowed(plan, Sizes(1e6, 0, 1e6))
+    plan = DigPlan(DigTarget("a", 0, 99, 0.5, 0), (Window(0, ("a",), 0, 0, (100,)),), ("one",))
+    found = narrowed(plan, RowSizes(1e6, 0, 1e6))
     assert found.windows == plan.windows
     assert found.left == ("what the budget ends before: 0.1 GB a rank are needed (--dig-gb)",)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from made_folders import folder
 
-from vllm_accprobe.gate.dig.choose import DigPlan, Target, Window
+from vllm_accprobe.gate.dig.choose import DigPlan, DigTarget, Window
 from vllm_accprobe.gate.dig.culprit import Dug, commands, dug
 from vllm_accprobe.gate.dig.recapture import Dig
 from vllm_accprobe.gate.sending import replies
@@ -20,7 +20,7 @@ ORIGIN = {
     "position": 63, "phase": "decode", "created": 0.05, "propagated": 0.0, "floor": 0.004, "evidence": "jump",
     "tier": "beyond chance", "times": 12.5, "shape": "only decode, scale 1.05",
 }  # fmt: skip
-PLAN = DigPlan(Target("p1", 3, 42, 0.4, 1), (Window(1, ("p1", "p2"), 0, 3, (40, 60)),), ("one", "all"))
+PLAN = DigPlan(DigTarget("p1", 3, 42, 0.4, 1), (Window(1, ("p1", "p2"), 0, 3, (40, 60)),), ("one", "all"))
 
 
 @pytest.fixture

@@ -19,14 +19,14 @@ from odd_server import odd
 
 from vllm_accprobe import arm_file
 from vllm_accprobe.gate.dig import recapture
-from vllm_accprobe.gate.dig.choose import DigPlan, Target, Window
+from vllm_accprobe.gate.dig.choose import DigPlan, DigTarget, Window
 from vllm_accprobe.gate.dig.recapture import MEASURED, PLAN, Dig, DigError, How, environment
 from vllm_accprobe.gate.sending import replies, ways
 from vllm_accprobe.gate.sending.client import SendError
 from vllm_accprobe.gate.sending.replies import Sent
 
 PLAN_OF_TWO = DigPlan(
-    Target("p1", 2, 40, 0.5, 1),
+    DigTarget("p1", 2, 40, 0.5, 1),
     (Window(0, ("p0",), 0, 0, (20,)), Window(1, ("p1", "p2"), 0, 2, (40, 60))),
     ("one", "all"),
 )

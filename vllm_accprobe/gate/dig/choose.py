@@ -39,7 +39,7 @@ class Token(Protocol):
 
 
 @dataclass(frozen=True)
-class Target:
+class DigTarget:
     """The token that is dug for. ordinal: as VLLM_ACCPROBE_TOKENS counts; gap: in nats, of the gate."""
 
     name: str
@@ -85,7 +85,7 @@ class DigPlan:
     """windows: by rising pass, the target's last. words: the arrivals of the passes that are sent, the target's last.
     left: what is not captured, as sentences."""
 
-    target: Target
+    target: DigTarget
     windows: tuple[Window, ...]
     words: tuple[str, ...]
     left: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class DigPlan:
         """Raises KeyError, TypeError, ValueError for what ``to_json`` has not made."""
         lists = [{**w, "names": tuple(w["names"]), "prompts": tuple(w["prompts"])} for w in value["windows"]]
         windows = tuple(Window(**w) for w in lists)
-        return cls(Target(**value["target"]), windows, tuple(value["words"]), tuple(value["left"]))
+        return cls(DigTarget(**value["target"]), windows, tuple(value["words"]), tuple(value["left"]))
 
 
 def choose(golden: Sent, mine: Sent, worst: Sequence[Token]) -> DigPlan:
@@ -106,7 +106,7 @@ def choose(golden: Sent, mine: Sent, worst: Sequence[Token]) -> DigPlan:
     words = [str(p.get("arrive")) for p in golden.about["passes"]]
     served = [w for w in worst if w.pass_index < len(words) and words[w.pass_index] != SCORE]
     first = (served or list(worst))[0]
-    target = Target(first.name, first.ordinal, first.position, first.gap, first.pass_index)
+    target = DigTarget(first.name, first.ordinal, first.position, first.gap, first.pass_index)
     here = [w for w in (served or worst) if w.pass_index == target.pass_index]
     names = tuple(dict.fromkeys(w.name for w in here))[:MOST]
     last = max(next(w.ordinal for w in here if w.name == name) for name in names)
@@ -162,7 +162,7 @@ def _cached(side: Sent, name: str, index: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RowSizes:
     """Bytes of one rank, measured. row: of all modules, for a row of tokens; sampled: for one that reaches the logits,
     in addition; left: of the disk budget."""
 
@@ -174,7 +174,7 @@ class Sizes:
         return sum(w.rows * self.row + w.sampled * self.sampled for w in plan.windows)
 
 
-def narrowed(plan: DigPlan, sizes: Sizes) -> DigPlan:
+def narrowed(plan: DigPlan, sizes: RowSizes) -> DigPlan:
     """As much of ``plan`` as fits; the target's own row is in it in any case."""
     *others, own = plan.windows
     left = list(plan.left)

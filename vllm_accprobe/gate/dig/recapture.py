@@ -24,7 +24,7 @@ from vllm_accprobe import arm_file
 from vllm_accprobe.arm_file import ArmSelection, literal
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import LOGITS
-from vllm_accprobe.gate.dig.choose import DigPlan, Sizes, narrowed
+from vllm_accprobe.gate.dig.choose import DigPlan, RowSizes, narrowed
 from vllm_accprobe.gate.sending import along, passes, replies
 from vllm_accprobe.gate.sending.arrival import parse
 from vllm_accprobe.gate.sending.client import Sender
@@ -158,7 +158,7 @@ class Dig:
         return replies.read(self.sent(side))
 
 
-def measured(sender: Sender, dump: Path, line: PromptLine, budget: float) -> Sizes | None:
+def measured(sender: Sender, dump: Path, line: PromptLine, budget: float) -> RowSizes | None:
     """What a row costs this server, by a request of four tokens, fewer than any block of a prefix cache. None where
     nothing of it is seen. Raises SendError, OSError."""
     ids = (line.token_ids or tuple(range(4)))[:4]
@@ -174,7 +174,7 @@ def measured(sender: Sender, dump: Path, line: PromptLine, budget: float) -> Siz
     return None
 
 
-def _sizes(dump: Path, rows: int, budget: float) -> Sizes | None:
+def _sizes(dump: Path, rows: int, budget: float) -> RowSizes | None:
     """By the rank that has most; None where nothing is there yet."""
     opened = open_dump(dump)
     by_rank: dict[int, list[float]] = {}
@@ -189,4 +189,4 @@ def _sizes(dump: Path, rows: int, budget: float) -> Sizes | None:
     if not any(row for row, _, _ in by_rank.values()):
         return None
     row, sampled, before = (max(sizes[i] for sizes in by_rank.values()) for i in range(3))
-    return Sizes(row / rows, sampled, budget - before - row - sampled)
+    return RowSizes(row / rows, sampled, budget - before - row - sampled)
