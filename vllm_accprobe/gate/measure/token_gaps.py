@@ -10,6 +10,7 @@ Not here: what is expected (floor.py), who forces (sending/along.py), what condi
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from vllm_accprobe.gate.sending.replies import Reply
@@ -80,7 +81,7 @@ def gaps(golden: Reply, mine: Reply) -> tuple[list[TokenGap], int, str | None]:
         sizes = [abs(y - x) for x, y in values if x is not None and y is not None]
         gap = sum(sizes) / len(sizes) if len(sizes) == len(chosen) else None
         margins = [(r.margins or [])[k] if k < len(r.margins or []) else None for r in (golden, mine)]
-        far = distance(a, b) if a or b else math.inf if gap is None else gap
+        far = distance(a, b, chosen) if a or b else math.inf if gap is None else gap
         kl = divergence(a, b)
         found.append(TokenGap(k, first + k - 1, length, cached, gap, far, kl, flipped, margins[0], margins[1], scored))
         if apart:
@@ -122,17 +123,24 @@ def _best(reply: Reply, k: int) -> int:
     return ids[0]
 
 
-def distance(golden: dict[int, float], mine: dict[int, float]) -> float:
+def distance(golden: dict[int, float], mine: dict[int, float], chosen: Collection[int] = ()) -> float:
     """Root mean square of the differences of log-probabilities, in nats, over the tokens that a side lists: a mean of
     20 numbers, which says more of the size of rounding than the chosen token's alone. What only one side lists is less
-    likely on the other than all that it lists: the difference is at least that to the last of them. Infinite where a
-    side lists nothing that is a number."""
+    likely on the other than all that it lists for being likely, and not for being ``chosen``: the difference is at
+    least that to the last of these. Infinite where a side lists nothing that is a number."""
     if not golden or not mine:
         return math.inf
-    last = (min(golden.values()), min(mine.values()))
-    total = sum((x - mine[t]) ** 2 if t in mine else max(x - last[1], 0.0) ** 2 for t, x in golden.items())
-    alone = [max(y - last[0], 0.0) ** 2 for t, y in mine.items() if t not in golden]
-    return math.sqrt((total + sum(alone)) / (len(golden) + len(alone)))
+    lasts = [min((v for t, v in side.items() if t not in chosen), default=math.inf) for side in (golden, mine)]
+    total, n = 0.0, 0
+    for ours, theirs, last in ((golden, mine, lasts[1]), (mine, golden, lasts[0])):
+        for token, x in ours.items():
+            if token not in theirs:
+                total += max(x - last, 0.0) ** 2
+                n += 1
+            elif ours is golden:
+                total += (x - theirs[token]) ** 2
+                n += 1
+    return math.sqrt(total / n)
 
 
 def divergence(golden: dict[int, float], mine: dict[int, float]) -> float | None:
