@@ -33,7 +33,7 @@ def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) 
         words = shlex.split(command)
     except ValueError as e:
         raise SendError(f"--engine: {e}") from None
-    given = list(itertools.takewhile(_assigns, words))
+    given = list(itertools.takewhile(assigns, words))
     environ, words = {**environ, **dict(word.split("=", 1) for word in given)}, words[len(given) :]
     if not words:
         raise SendError("--engine: write a command, for example --engine 'vllm serve MODEL'")
@@ -52,7 +52,7 @@ def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) 
         raise SendError(f"--engine: {e}") from None
 
 
-def _assigns(word: str) -> bool:
+def assigns(word: str) -> bool:
     """Whether a word in front of a command is of its environment, as a shell would have it."""
     name, equals, _ = word.partition("=")
     return bool(equals) and name.isidentifier()
