@@ -125,9 +125,9 @@ class _Cut:
     likelihood: float
 
 
-def explain(table: Table, sizes: Sizes, rate: float) -> Condition | None:
-    """The condition of a difference that is beyond the floor; None where none parts the tokens, or where all else is
-    beyond the floor, too."""
+def explain(table: Table, sizes: Sizes, rate: float) -> tuple[Condition, np.ndarray] | None:
+    """The condition of a difference that is beyond the floor, and bool [n], which tokens have it; None where none parts
+    the tokens, or where all else is beyond the floor, too."""
     y = contrast(sizes.mine, limits(sizes))
     known = ~np.isnan(y)
     share = _distinct(table)
@@ -139,7 +139,7 @@ def explain(table: Table, sizes: Sizes, rate: float) -> Condition | None:
     good = [cut for cut in cuts if best - cut.likelihood < AS_GOOD]
     good.sort(key=lambda cut: (int((cut.mask & known).sum()), ORDER.index(cut.axis.name)))
     first, *others = [_named(cut) for cut in good]
-    return replace(first, also=tuple(others))
+    return replace(first, also=tuple(others)), good[0].mask
 
 
 def _distinct(table: Table) -> float:
