@@ -75,6 +75,8 @@ NOT_RUN = {
     "accprobe send prompts.jsonl --url URL --out DIR": "test_real_server.py has a server",
     "accprobe send prompts.jsonl --url http://localhost:8000 --out golden-sent": "test_real_server.py has a server",
     'accprobe send --engine "vllm serve MODEL --max-model-len 16384" --out mine-sent': "test_real_server.py starts one",
+    "VLLM_ACCPROBE_FORCE=1 vllm serve MODEL": "test_forced_server.py has such servers",
+    "accprobe send --along golden-sent --url http://mine:8000 --out mine-sent": "test_forced_server.py has servers",
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_ARMED=0 VLLM_ACCPROBE_DIR=armed vllm serve MODEL": "nobody arms it in time",
     "accprobe arm armed --requests 'my-req*' --tokens 0-4": "wants a server that stays; test_digging.py",
     "accprobe arm DIR": "DIR is to be filled in",
