@@ -201,15 +201,9 @@ def _tell_replicas() -> None:
 
 def _patch_scheduler() -> None:
     """Lets the process that makes the steps look at the control file, for all ranks (capture/arming/)."""
-    if "scheduler" in _patched:
-        return
-    try:
-        from vllm.v1.engine.core import EngineCore
+    from vllm_accprobe.capture.arming.with_the_step import patch_engines
 
-        from vllm_accprobe.capture.arming.with_the_step import control_file, patch
-    except ImportError:
-        return  # nothing can be armed, which its ranks say where it matters
-    if patch(EngineCore, control_file):
+    if "scheduler" not in _patched and patch_engines():
         _patched.add("scheduler")
 
 

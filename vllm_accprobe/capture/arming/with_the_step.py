@@ -71,6 +71,15 @@ def control_file() -> Path:
     return Path(os.environ.get(PREFIX + "DIR", "")) / arm_file.NAME
 
 
+def patch_engines() -> bool:
+    """`patch` for this vLLM's engines; False where it has none that step: its ranks say so where it matters."""
+    try:
+        from vllm.v1.engine.core import EngineCore
+    except ImportError:
+        return False
+    return patch(EngineCore, control_file)
+
+
 def patch(core: Any, path: Callable[[], Path]) -> bool:
     """Puts the look around the scheduler of every engine of vLLM's class ``core`` (EngineCore), when it first steps;
     False where the class has no method that steps. path: where the control file of this process's dump lies."""

@@ -71,8 +71,7 @@ class Requests:
 
     def aim(self, config: ProbeConfig | None) -> None:
         """Other settings choose from now on, also among the requests that are known; None: no request is chosen."""
-        self._chosen = config
-        self._named -= {request.req for request in self.unsent}
+        self._chosen, self._named = config, self._named - {request.req for request in self.unsent}
         self.unsent.clear()
         for internal, request in self._by_id.items():
             self._choose(internal, request)
