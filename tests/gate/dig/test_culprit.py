@@ -10,7 +10,7 @@ import pytest
 from made_folders import folder
 
 from vllm_accprobe.gate.dig.choose import DigPlan, DigTarget, Window
-from vllm_accprobe.gate.dig.culprit import Dug, commands, dug
+from vllm_accprobe.gate.dig.culprit import EAGER, Dug, commands, dug
 from vllm_accprobe.gate.dig.recapture import Dig
 from vllm_accprobe.gate.sending import replies
 from vllm_accprobe.report.servers import dig_lines
@@ -31,7 +31,7 @@ def made(tmp_path: Path) -> Any:
         folder(dig.sent("mine"), 2, noise=0.0, forced="accprobe", fault=lambda length, k, i: wrong if k == 3 else 0.0)
         for side in ("golden", "mine"):
             dig.dump(side).mkdir()
-            (dig.dump(side) / "run.json").write_text(json.dumps({"probe": {"graphs": graphs}}))
+        (dig.sent("mine") / "engine-0.log").write_text("" if graphs else f"WARNING accprobe: {EAGER.decode()} so that")
         (dig.root / "compare").mkdir()
         said = {"schema": 1, "verdict": verdict, "origins": origins}
         (dig.root / "compare" / "compare.json").write_text(json.dumps(said))

@@ -24,6 +24,9 @@ from vllm_accprobe.gate.sending.replies import Sent
 SHOWS = 0.5
 """Chosen: of the gate's gap at the target; a captured run batches otherwise, and rounding moves a gap by less."""
 _PASS = ".pass"
+EAGER = b"the engine is made eager"
+"""What the plugin says (plugin.py)."""
+_START = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,19 @@ def dug(dig: Dig, compared: Path, golden: Sent) -> Dug:
     said = json.loads((compared / "compare.json").read_bytes())
     origins = said.get("origins") or []
     origin = origins[0] if origins else None
-    run = json.loads((dig.dump("mine") / "run.json").read_bytes())
-    graphs = bool((run.get("probe") or {}).get("graphs"))
     return Dug(
         dig.plan, str(said.get("verdict")), origin, max(len(origins) - 1, 0), _gap(dig), _token(origin, golden),
-        not graphs, commands(dig.dump("golden"), dig.dump("mine"), dig.root),
+        made_eager(dig.sent("mine") / "engine-0.log"), commands(dig.dump("golden"), dig.dump("mine"), dig.root),
     )  # fmt: skip
+
+
+def made_eager(log: Path) -> bool:
+    """Whether the engine would have compiled or captured graphs, had it not been captured: it says so at its start."""
+    try:
+        with log.open("rb") as f:
+            return EAGER in f.read(_START)
+    except OSError:
+        return False
 
 
 def commands(golden: Path, mine: Path, out: Path) -> tuple[str, ...]:
