@@ -74,6 +74,12 @@ NOT_RUN = {
     "accprobe doctor --graphs -- python my_generate.py": "a program of the reader's own",
     "accprobe send prompts.jsonl --url URL --out DIR": "test_real_server.py has a server",
     "accprobe send prompts.jsonl --url http://localhost:8000 --out golden-sent": "test_real_server.py has a server",
+    'accprobe gate "vllm serve MODEL" "vllm serve MODEL --kv-cache-dtype fp8" --prompts prompts.jsonl --out gated': (
+        "three servers; test_gate_servers.py has them by hand"
+    ),
+    "accprobe gate golden-sent http://new-card:8000 --floor other-good-card-sent --out gated": (
+        "test_real_gate.py has a server"
+    ),
     'accprobe send --engine "vllm serve MODEL --max-model-len 16384" --out mine-sent': "test_real_server.py starts one",
     "VLLM_ACCPROBE_FORCE=1 vllm serve MODEL": "test_forced_server.py has such servers",
     "accprobe send --along golden-sent --url http://mine:8000 --out mine-sent": "test_forced_server.py has servers",

@@ -33,7 +33,7 @@ def table(batch: int = 9) -> Table:
     return Table(names, np.array(prompt), np.array(passes), tuple(tokens), tuple(features), one, one, none, none, False)
 
 
-def found(made: Table, wrong: np.ndarray, noise: float = 0.1) -> conditions.Condition | None:
+def found(made: Table, wrong: np.ndarray, noise: float = 0.1) -> conditions.GateCondition | None:
     """mine is three times its limit where ``wrong`` holds, and within it elsewhere."""
     random = np.random.default_rng(1)
     mine = np.where(wrong, 3.0, 0.9) * np.exp(random.normal(0, noise, len(wrong)))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_accprobe.gate.measure import conditions, floor
-from vllm_accprobe.gate.measure.conditions import Condition
+from vllm_accprobe.gate.measure.conditions import GateCondition
 from vllm_accprobe.gate.measure.features import Features, Steps
 from vllm_accprobe.gate.measure.floor import LEAST, RATE
 from vllm_accprobe.gate.measure.token_gaps import TokenGap, forced
@@ -55,7 +55,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Worst:
+class WorstToken:
     """A token that is far beyond its floor. name: the prompt's id; ordinal: 0 for the one that is computed with the
     prompt, k for the forward of the k-th generated; of a scored one 0, and position says which row of the prompt.
     gap: mine's distance, floor: what it is held to, root mean squares over the listed tokens, in nats."""
@@ -88,9 +88,9 @@ class Gate:
     times: float | None
     rate: float
     why: str | None
-    condition: Condition | None
-    differs: Condition | None
-    worst: tuple[Worst, ...]
+    condition: GateCondition | None
+    differs: GateCondition | None
+    worst: tuple[WorstToken, ...]
     floors: tuple[float, ...]
     nearest: int
     forced: str | None
@@ -232,7 +232,7 @@ def _cell(name: str, tokens: list[TokenGap], selves: list[float | None], away: t
     return Cell(name, len(tokens), flips, *quantiles, kl, float(sizes.mean()), *selves, *away)
 
 
-def _worst(table: Table, sizes: floor.Sizes) -> tuple[Worst, ...]:
+def _worst(table: Table, sizes: floor.Sizes) -> tuple[WorstToken, ...]:
     """Tokens beyond their limit: of each prompt the one that is furthest beyond first, then the others."""
     limit = np.nan_to_num(floor.limits(sizes))
     over = sizes.mine - limit
@@ -243,7 +243,7 @@ def _worst(table: Table, sizes: floor.Sizes) -> tuple[Worst, ...]:
     leading = list(first.values())
     rest = [i for i in order[: 10 * WORST] if i not in set(leading)]
     return tuple(
-        Worst(
+        WorstToken(
             table.names[table.prompt[i]], 0 if table.tokens[i].scored else table.tokens[i].ordinal,
             table.tokens[i].position, float(sizes.mine[i]), float(limit[i]), int(table.pass_index[i]),
         )
