@@ -24,10 +24,10 @@ from vllm_accprobe import arm_file
 from vllm_accprobe.arm_file import ArmSelection
 from vllm_accprobe.cli import gate_dig
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.gate.measure.gating import Worst
+from vllm_accprobe.gate.measure.gating import WorstToken
 from vllm_accprobe.gate.sending import replies
 from vllm_accprobe.gate.sending.replies import Reply
-from vllm_accprobe.gate.sides import COMMAND, Asking, Side
+from vllm_accprobe.gate.sides import COMMAND, Asking, ServerSide
 
 pytestmark = pytest.mark.engine
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -120,14 +120,14 @@ def test_two_commands_to_the_module(engines: Engines, tmp_path: Path, monkeypatc
     for name in [n for n in os.environ if n.startswith("VLLM_ACCPROBE")]:
         monkeypatch.delenv(name)
     golden = made_golden(tmp_path / "golden")
-    worst = (Worst("p2", 3, 40, 0.01, 0.0, 1),)
+    worst = (WorstToken("p2", 3, 40, 0.01, 0.0, 1),)
     command = f"vllm serve {engines.model('qwen2')} {' '.join(SMALL)} --enforce-eager"
     mine = f"PYTHONPATH={ROOT / 'tests' / 'faults'} ACCPROBE_FAULT={shlex.quote(FAULT)} {command}"
     said: list[str] = []
 
     def dig() -> Any:
         quiet = lambda what, total: nullcontext(lambda done: None)  # noqa: E731
-        failed = gate_dig.Failed(golden, golden, worst, (Side(COMMAND, command), Side(COMMAND, mine)))
+        failed = gate_dig.Failed(golden, golden, worst, (ServerSide(COMMAND, command), ServerSide(COMMAND, mine)))
         return gate_dig.dig(failed, tmp_path / "out", Asking(), 1.0, quiet, said.append)
 
     found = dig()

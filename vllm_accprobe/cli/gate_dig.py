@@ -19,7 +19,7 @@ from vllm_accprobe.gate.dig.recapture import Dig, DigError, How, Progress
 from vllm_accprobe.gate.sending.along import AlongError, digest
 from vllm_accprobe.gate.sending.client import SendError
 from vllm_accprobe.gate.sending.replies import FolderError, Sent
-from vllm_accprobe.gate.sides import COMMAND, Asking, Side, SideError
+from vllm_accprobe.gate.sides import COMMAND, Asking, ServerSide, SideError
 
 FOLDER = "dig"
 
@@ -31,7 +31,7 @@ class Failed:
     golden: Sent
     mine: Sent
     worst: Sequence[Token]
-    commands: tuple[Side, Side]
+    commands: tuple[ServerSide, ServerSide]
 
 
 def dig(

@@ -10,7 +10,7 @@ import pytest
 from made_folders import folder
 
 from vllm_accprobe.gate.dig.choose import DigPlan, DigTarget, RowSizes, Window, choose, narrowed
-from vllm_accprobe.gate.measure.gating import Worst
+from vllm_accprobe.gate.measure.gating import WorstToken
 from vllm_accprobe.gate.sending import replies
 from vllm_accprobe.gate.sending.replies import Reply, Sent
 
@@ -27,8 +27,8 @@ def sent(
     return replies.read(folder(path, 1, arrive=arrive, change=change, prompts=4, **how))
 
 
-def worst(name: str, ordinal: int, pass_index: int, gap: float = 0.5) -> Worst:
-    return Worst(name, ordinal, 19 + ordinal, gap, 0.01, pass_index)
+def worst(name: str, ordinal: int, pass_index: int, gap: float = 0.5) -> WorstToken:
+    return WorstToken(name, ordinal, 19 + ordinal, gap, 0.01, pass_index)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_the_engines_own_steps_tell_better(tmp_path: Path) -> None:
 
 def test_a_scored_pass_only_where_nothing_else_is_wrong(tmp_path: Path) -> None:
     golden = sent(tmp_path / "golden", ("one", "all", "score"), cached={})
-    scored = Worst("p1", 0, 30, 0.9, 0.01, 2)
+    scored = WorstToken("p1", 0, 30, 0.9, 0.01, 2)
     assert choose(golden, golden, [scored, worst("p2", 3, 0)]).words == ("one",)
     plan = choose(golden, golden, [scored])
     assert plan.words == ("one", "all", "score")
