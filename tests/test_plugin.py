@@ -69,6 +69,13 @@ def test_an_unusable_directory_stops_the_start_with_one_line(tmp_path: Path) -> 
     assert "old already holds a dump" in done.stderr
 
 
+def test_what_it_says_of_an_eager_engine_is_what_a_dig_looks_for() -> None:
+    from vllm_accprobe import plugin
+    from vllm_accprobe.gate.dig.culprit import EAGER
+
+    assert EAGER in Path(plugin.__file__).read_bytes()
+
+
 def test_the_entry_points_are_registered() -> None:
     from importlib.metadata import entry_points
 

@@ -43,7 +43,8 @@ class ConfigError(ValueError):
 class ProbeConfig:
     """Everything that can be chosen. Field ``x`` is ``VLLM_ACCPROBE_X`` in the environment and ``x`` in TOML.
 
-    enabled: the probe is on (``VLLM_ACCPROBE=1``).
+    enabled: the probe is on (``VLLM_ACCPROBE=1``). armed: a served engine captures from its start, and not only once
+    its control file says so (arm_file.py).
     dir: the dump directory; "" means ./accprobe/<UTC time>.
     task: ``tensor`` keeps payloads, ``stats`` only statistics and hashes.
     tokens, steps, ranks: closed ranges, () means all. modules, requests: globs, () means all; ``!`` excludes.
@@ -84,6 +85,7 @@ class ProbeConfig:
     seed: int = 0
     errcheck: tuple[str, ...] = ()
     patches: tuple[str, ...] = ()
+    armed: bool = True
     force: str = ""
 
     @property
@@ -191,6 +193,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "seed": words.natural,
     "errcheck": words.errcheck,
     "patches": words.names,
+    "armed": words.flag,
     "force": words.on_or_path,
 }
 

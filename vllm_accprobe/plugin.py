@@ -64,6 +64,8 @@ def register() -> None:
     if watches and not config.graphs:
         _patch_engine_args()
     _tell_replicas()
+    if config.enabled:
+        _patch_scheduler()
     _patch_workers()
     if watches:
         _patch_shutdown()
@@ -195,6 +197,14 @@ def _tell_replicas() -> None:
 
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
     _patched.add("replicas")
+
+
+def _patch_scheduler() -> None:
+    """Lets the process that makes the steps look at the control file, for all ranks (capture/arming/)."""
+    from vllm_accprobe.capture.arming.with_the_step import patch_engines
+
+    if "scheduler" not in _patched and patch_engines():
+        _patched.add("scheduler")
 
 
 def _patch_shutdown() -> None:

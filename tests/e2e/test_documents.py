@@ -83,6 +83,14 @@ NOT_RUN = {
     'accprobe send --engine "vllm serve MODEL --max-model-len 16384" --out mine-sent': "test_real_server.py starts one",
     "VLLM_ACCPROBE_FORCE=1 vllm serve MODEL": "test_forced_server.py has such servers",
     "accprobe send --along golden-sent --url http://mine:8000 --out mine-sent": "test_forced_server.py has servers",
+    "VLLM_ACCPROBE=1 VLLM_ACCPROBE_ARMED=0 VLLM_ACCPROBE_DIR=armed vllm serve MODEL": "nobody arms it in time",
+    "accprobe arm armed --requests 'my-req*' --tokens 0-4": "wants a server that stays; test_digging.py",
+    "accprobe arm DIR": "DIR is to be filled in",
+    "accprobe arm armed --off": "wants a server that stays; test_digging.py",
+    'accprobe gate "vllm serve MODEL" "MY_SWITCH=1 vllm serve MODEL" --prompts prompts.jsonl --out OUT --dig': (
+        "four or five servers; test_digging.py has two of them"
+    ),
+    'accprobe gate "vllm serve A" "vllm serve B" --out OUT --dig': "A and B are to be filled in; test_digging.py",
     "VLLM_ACCPROBE_PATCHES=all": "a setting, not a command; the line above it has another",
     "VLLM_ACCPROBE_PATCHES=./mine.toml": "a setting, not a command",
 }

@@ -23,3 +23,9 @@ def test_what_a_command_says_of_itself_holds_no_key() -> None:
     one = side("vllm serve org/model --api-key secret --dtype=float16")
     assert (str(one), repr(one)) == ("vllm serve org/model", "ServerSide(command)")
     assert one.digest != side("vllm serve org/model").digest
+
+
+def test_what_is_set_in_front_of_a_command_is_not_shown() -> None:
+    """It may be a key."""
+    assert str(side("VLLM_API_KEY=secret FAULT='{\"a\": 1}' vllm serve org/model --port 1")) == "vllm serve org/model"
+    assert str(side("KEY='secret vllm serve")) == "a command"

@@ -20,7 +20,7 @@ from vllm_accprobe.cli.common.options import Command
 
 COMMANDS = (
     "compare", "opcheck", "gentest", "opdiff", "calibrate", "summary", "show", "convert", "repair",
-    "doctor", "labels", "run", "errcheck", "formats", "patches", "send", "gate",
+    "doctor", "labels", "run", "errcheck", "formats", "patches", "send", "gate", "arm",
 )  # fmt: skip
 STARTERS = ("run", "errcheck")
 """Commands that start one: what follows its first word, options too, belongs to it, with or without ``--``."""

@@ -35,6 +35,10 @@ def gate(
         help="Of the floor that golden's command makes. Default: see docs/gate.md.",
     ),
     no_floor: bool = typer.Option(False, "--no-floor", help="Golden's command makes none."),
+    dig: bool = typer.Option(
+        False, "--dig", help="Where they differ: capture the worst tokens of both, compare, and name the operator."
+    ),
+    dig_gb: float = typer.Option(20, "--dig-gb", metavar="GB", min=0.001, help="Disk for it, for each side and rank."),
     score: bool = typer.Option(
         None, "--score/--no-score", help="A last pass that scores prompt and answer. Default: where a server can."
     ),
@@ -77,9 +81,9 @@ def gate(
             ready_s=ready, score=score,
         )  # fmt: skip
         gate_servers.run(golden, mine, out, gate_servers.Floors(tuple(floors), floor_dtype, no_floor), asking, rate,
-                         as_json)  # fmt: skip
-    if out or floors or floor_dtype or no_floor:
-        raise CommandError("--out, --floor, --floor-dtype and --no-floor are for servers, without --samples")
+                         as_json, dig_gb if dig else None)  # fmt: skip
+    if out or floors or floor_dtype or no_floor or dig:
+        raise CommandError("--out, --floor, --floor-dtype, --no-floor and --dig are for servers, without --samples")
     _samples(Path(golden), Path(mine), task, metric, filter, rate, prompts_out, csv, as_json, verbose)
 
 

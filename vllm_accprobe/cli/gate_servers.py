@@ -42,9 +42,11 @@ class Opened:
 
 
 def run(
-    golden: str, mine: str, out: Path | None, floors: Floors, asking: Asking, rate: float | None, as_json: bool
-) -> NoReturn:
-    """Compares, prints, writes OUT/gate.json, and ends with compare's exit codes."""
+    golden: str, mine: str, out: Path | None, floors: Floors, asking: Asking, rate: float | None, as_json: bool,
+    dig_gb: float | None = None,
+) -> NoReturn:  # fmt: skip
+    """Compares, prints, writes OUT/gate.json, and ends with compare's exit codes. dig_gb: the disk budget of a dig
+    after a gate that fails; None: there is none."""
     from vllm_accprobe.report import gap_lines
 
     opened = compare(golden, mine, out, floors, asking, rate)
@@ -52,11 +54,20 @@ def run(
     said = gap_lines.to_json(result, opened.names)
     if out is not None:
         write(out / RESULT, said)
-    if as_json:
-        typer.echo(json.dumps(said, indent=1))
-    else:
+    if not as_json:
         for line in gap_lines.lines(result, opened.names):
             typer.echo(line)
+    if dig_gb is not None and result.verdict == "fail":
+        from vllm_accprobe.cli import gate_dig
+
+        tell = gate_dig.to_stderr if as_json else typer.echo
+        failed = gate_dig.Failed(opened.golden, opened.mine, result.worst, (sides.side(golden), sides.side(mine)))
+        found = gate_dig.dig(failed, out, asking, dig_gb, _progress, tell)
+        said |= {} if found is None else {"dig": found.to_json()}
+        if out is not None:
+            write(out / RESULT, said)
+    if as_json:
+        typer.echo(json.dumps(said, indent=1))
     raise typer.Exit({"pass": 0, "fail": 1, None: 3}[result.verdict])
 
 

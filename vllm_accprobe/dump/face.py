@@ -21,6 +21,7 @@ from vllm_accprobe.dump.files import DumpError, SegmentData, open_regular, read_
 from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.schema import (
     PADDING,
+    Armed,
     End,
     Mask,
     Module,
@@ -46,7 +47,8 @@ class Dump:
     (rank, step);
     requests by (rank, req), steps by (rank, step), rows by (rank, step, space); masks by (rank, step, req),
     what changed the request's logits before sampling; labels, those in files of their own, by
-    (rank, step, tap, role, call); modules, stops and ends by rank;
+    (rank, step, tap, role, call); modules, stops and ends by rank; armed: (rank, from which step on what selection
+    held), where the server was armed while it ran;
     problems: sentences on what is missing, damaged or ignored; bad_lines: how many of each rank's journal were not
     understood; unread: a sentence for each file that is there and cannot be read; data: where each (rank, segment)
     lies.
@@ -67,6 +69,7 @@ class Dump:
         self.modules: dict[int, list[Module]] = {}
         self.labels: dict[tuple[int, int, str, str, int], Label] = {}
         self.skips: list[Skip] = []
+        self.armed: list[tuple[int, Armed]] = []
         self.stops: dict[int, Stop] = {}
         self.ends: dict[int, End] = {}
         self.errors: list[dict[str, Any]] = []

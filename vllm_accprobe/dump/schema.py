@@ -290,6 +290,15 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True)
+class Armed:
+    """``{"event": "armed"}``: from ``step`` on the control file's ``selection`` holds; on: 0 for nothing at all."""
+
+    step: int
+    on: int
+    selection: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """``{"event": "stop"}``: capture ended before the run did: budget spent, disk full, an error in the probe."""
 

@@ -10,7 +10,9 @@ Not here: sending (sending/), in which dtype a floor is made (floor_dtype.py), c
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
+import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from vllm_accprobe.gate.sending.arrival import parse
 from vllm_accprobe.gate.sending.client import OtherIds, Sender, SendError, ServerLost
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.gate.sending.serving import served
+from vllm_accprobe.gate.sending.serving import assigns, served
 
 FOLDER, URL, COMMAND = "folder", "url", "command"
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -59,10 +61,13 @@ class ServerSide:
         return f"ServerSide({self.kind})"
 
     def __str__(self) -> str:
-        """For people: of a command its first words, up to the first option."""
+        """For people: of a command its first words, up to the first option, without what is set in front of it."""
         if self.kind != COMMAND:
             return self.text
-        words = self.text.split()
+        try:
+            words = list(itertools.dropwhile(assigns, shlex.split(self.text)))
+        except ValueError:  # a quote that is not closed; it will not be started
+            return "a command"
         shown = words[: next((i for i, word in enumerate(words) if word.startswith("-")), len(words))]
         return " ".join(shown[:3]) or "a command"
 

@@ -203,3 +203,8 @@ def test_a_spent_budget_ends_the_capture_and_not_the_model(tmp_path: Path, caplo
     for record in dump.records:
         if record.payload is not None:
             dump.read(record)
+
+
+def test_a_probe_is_not_armed() -> None:
+    with pytest.raises(ConfigError, match="armed=0 is for a served engine"):
+        Probe(torch.nn.Linear(2, 2), armed=False)

@@ -12,6 +12,7 @@ from vllm_accprobe.dump.journal.event_lines import KINDS
 from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.recorder.lines import encode
 from vllm_accprobe.dump.schema import (
+    Armed,
     End,
     Failure,
     Image,
@@ -52,6 +53,8 @@ LINES = [
      '{"event":"masks","step":2,"masked":[{"req":0,"by":["a grammar"],"grammar":"ab"},{"req":5,"by":["bad words"]}]}'),
     (Skip("a", "odd", None, "input.x", 3), '{"event":"skip","tap":"a","reason":"odd","count":3,"role":"input.x"}'),
     (Skip("", "odd", 2), '{"event":"skip","tap":"","reason":"odd","step":2,"count":1}'),
+    (Armed(7, 1, {"on": True, "tokens": "0-4"}),
+     '{"event":"armed","step":7,"on":1,"selection":{"on":true,"tokens":"0-4"}}'),
     (Stop("budget spent", 4), '{"event":"stop","reason":"budget spent","step":4}'),
     (Stop("disk full"), '{"event":"stop","reason":"disk full","step":null}'),
     (End("done", 2, 30, 400, {"odd": 3}),

@@ -45,9 +45,10 @@ class Requests:
     """The requests that a rank has seen, by the engine's id: their numbers in the journal, prompts and images."""
 
     def __init__(self, config: ProbeConfig):
-        self._config = config
+        self._chosen: ProbeConfig | None = config
         self._by_id: dict[str, Request] = {}
         self._wanted: dict[str, bool] = {}
+        self._named: set[int] = set()
         self._prompts: dict[str, int] = {}
         self._next = 0
         self.unsent: list[Request] = []
@@ -59,18 +60,28 @@ class Requests:
         known = self._by_id.get(internal)
         if known is not None:
             return known
-        names = external_ids(internal)
         prompt = hash_tokens(prompt_ids) if prompt_ids is not None else ""
         ordinal = self._prompts.get(prompt, 0)
         self._prompts[prompt] = ordinal + 1
-        request = Request(self._next, names[-1], internal, prompt, prompt_len, ordinal, images)
+        request = Request(self._next, external_ids(internal)[-1], internal, prompt, prompt_len, ordinal, images)
         self._next += 1
         self._by_id[internal] = request
-        wanted = self._config.wants_request(*names)
-        self._wanted[internal] = wanted
-        if wanted:  # the others leave no trace on the disk, not even a hash of their prompt
-            self.unsent.append(request)
+        self._choose(internal, request)
         return request
+
+    def aim(self, config: ProbeConfig | None) -> None:
+        """Other settings choose from now on, also among the requests that are known; None: no request is chosen."""
+        self._chosen, self._named = config, self._named - {request.req for request in self.unsent}
+        self.unsent.clear()
+        for internal, request in self._by_id.items():
+            self._choose(internal, request)
+
+    def _choose(self, internal: str, request: Request) -> None:
+        wanted = self._chosen is not None and self._chosen.wants_request(*external_ids(internal))
+        self._wanted[internal] = wanted
+        if wanted and request.req not in self._named:  # the others leave no trace on the disk, not even a hash
+            self._named.add(request.req)
+            self.unsent.append(request)
 
     def get(self, internal: str) -> Request | None:
         """The request of vLLM's own id, or None once it was forgotten."""
@@ -82,7 +93,7 @@ class Requests:
 
     def forget(self, internal: str) -> None:
         """Frees what a finished request holds; its number is never used again."""
-        self._by_id.pop(internal, None)
+        self._named.discard(getattr(self._by_id.pop(internal, None), "req", -1))
         self._wanted.pop(internal, None)
 
 

@@ -54,6 +54,9 @@ class OperatorTap(Protocol):
     def forget_weights(self) -> None:
         """Memory that held weights may hold others now."""
 
+    def narrow(self, chosen: frozenset[str] | None) -> None:
+        """Operators of these modules alone are taken from now on; None: of all that the settings choose."""
+
 
 class Session:
     """Ties configuration, sink and layouts of one rank together.
@@ -76,6 +79,8 @@ class Session:
         self.layouts = layouts
         self.say = say
         self.state: StepState | None = None
+        self.everybodys = not config.requests and not config.tokens
+        """Whether all rows of all requests are wanted now."""
         self._step = Step(-1)
         self.dead: str | None = None
         self.fired: set[str] = set()

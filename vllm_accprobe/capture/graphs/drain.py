@@ -41,8 +41,6 @@ class GraphDrain:
         self._session = session
         self._placed = placed
         self._drops = session.config.graph_full == "drop"
-        # Rows of padding may hold what an earlier step left there of anybody: stored where everybody's are.
-        self._everybodys = not session.config.requests and not session.config.tokens
         self._aimed: StepState | None = None
         self._space: Space | None = None
         self._padding: Space | None = None
@@ -73,7 +71,8 @@ class GraphDrain:
 
     def _aim_copies(self, space: Space, most: int) -> None:
         """The same for the taps that copy ``most`` rows at most."""
-        if self._everybodys and space.padded > space.src:
+        # Rows of padding may hold what an earlier step left there of anybody: stored where everybody's are.
+        if self._session.everybodys and space.padded > space.src:
             self._padding = padding_of(space, most - space.n)
         ranges = [*space.ranges, *(self._padding.ranges if self._padding is not None else ())]
         choose(self._placed.select, [row for start, stop in ranges for row in range(start, stop)])

@@ -71,19 +71,18 @@ class Operators(TorchDispatchMode):
     """The operator tap of one session: ``with session.operators(): forward()``.
 
     chosen: names of the tapped modules whose operators are wanted; None for all and those outside any module.
-    selective: not all requests are wanted in every step: steps of which only a part is wanted are left out.
+    Steps of which only a part is wanted are left out.
     """
 
     supports_higher_order_operators = True  # else PyTorch refuses them under any mode
 
-    def __init__(self, session: Session, memory: Memory, chosen: frozenset[str] | None = None, selective: bool = False):
+    def __init__(self, session: Session, memory: Memory, chosen: frozenset[str] | None = None):
         super().__init__()
         self._session = session
         self._memory = memory
         self._choice = Choice(session.config)
         self._takes = Takes(session.sink, memory, int(session.config.ops_max_mb * 1e6))
-        self._chosen = chosen
-        self._selective = selective
+        self._all = self._chosen = chosen
         self._operators: dict[Any, Operator] = {}
         self._step: StepState | None = None
         self._inside: list[str] = []
@@ -94,6 +93,10 @@ class Operators(TorchDispatchMode):
     def forget_weights(self) -> None:
         """Memory that held weights may hold others now: they are looked at anew."""
         self._takes.forget_weights()
+
+    def narrow(self, chosen: frozenset[str] | None) -> None:
+        """Of these modules alone calls are taken from now on; None: of all that the settings choose."""
+        self._chosen = self._all if chosen is None else chosen
 
     def forget_calls(self) -> None:
         """Samples and counts of equal calls begin anew."""
@@ -189,7 +192,7 @@ class Operators(TorchDispatchMode):
         if self._chosen is not None and module not in self._chosen:
             return "its module is not selected by VLLM_ACCPROBE_MODULES"
         # Outside any module nobody may ask for the rows yet: the runner is still preparing them.
-        if self._selective and (module is None or not self._session.whole_step(state)):
+        if not self._session.everybodys and (module is None or not self._session.whole_step(state)):
             return "its rows cannot be told apart, and not all requests are selected"
         return None
 

@@ -50,7 +50,7 @@ def _watch(
 
     config = session.config
     chosen = frozenset().union(*(tap.chosen for tap in taps.taps)) if config.modules_left else None
-    session.ops = Operators(session, Memory(named, caches, stored), chosen, bool(config.requests or config.tokens))
+    session.ops = Operators(session, Memory(named, caches, stored), chosen)
 
 
 def _offloads(vllm_config: Any) -> bool:

@@ -28,10 +28,11 @@ class Tap:
     """One wrapped callable of one module: its names, its class, the names of its arguments, what was seen of it.
 
     parts: in which part of the model each name lies (session.py's words): one instance may stand in a vision tower and
-    in the language model, as vLLM's activations do.
+    in the language model, as vLLM's activations do. chosen: of the names, those whose tensors are taken now; tapped:
+    those that ever are.
     """
 
-    __slots__ = ("checks", "chosen", "cls", "inputs", "is_root", "names", "parts", "sites")
+    __slots__ = ("checks", "chosen", "cls", "inputs", "is_root", "names", "parts", "sites", "tapped")
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class Tap:
         self.names = names
         self.cls = cls
         self.parts = parts
-        self.chosen = chosen
+        self.chosen = self.tapped = chosen
         self.is_root = is_root
         self.inputs = Inputs(*argument_names(forward))
         self.checks: tuple[dict[str, int], dict[str, int]] = ({}, {})

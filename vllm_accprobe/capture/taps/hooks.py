@@ -19,7 +19,7 @@ from vllm_accprobe.capture.core.put_over import put_over
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION
 from vllm_accprobe.capture.taps.arguments import attributes
 from vllm_accprobe.capture.taps.calls import Tap
-from vllm_accprobe.capture.taps.selection import chooses
+from vllm_accprobe.capture.taps.selection import chooses, picks
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 
@@ -84,12 +84,20 @@ class Taps:
         while self._undo:
             self._undo.pop()()
 
+    def narrow(self, words: tuple[str, ...] | None) -> frozenset[str] | None:
+        """Of the tapped modules only those are taken from now on that ``words`` pick (selection.picks); None: all. What
+        is taken, None for all."""
+        for tap in self.taps:
+            picked = (n for n in tap.tapped if words is None or picks(words, "" if n == ROOT_TAP else n, tap.cls))
+            tap.chosen = frozenset(picked)
+        return None if words is None else frozenset().union(*(tap.chosen for tap in self.taps))
+
     def never_fired(self) -> Iterator[tuple[str, str]]:
         """(tap, reason) of all chosen taps that no call of an armed step has reached."""
         for tap in self.taps:
             known = any(name in self._owner.fired for name in tap.names)
             for name in tap.names:
-                if name in tap.chosen and name not in self._owner.fired:
+                if name in tap.tapped and name not in self._owner.fired:
                     yield name, "another name of a captured module" if known else "never called in a captured step"
 
     def _part(self, path: str, cls: str, language_prefix: str) -> str:

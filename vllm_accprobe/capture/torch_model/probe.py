@@ -55,6 +55,8 @@ class Probe:
         else:
             device_id = None
             config = config or (ProbeConfig.from_kwargs(**kwargs) if kwargs else _from_environment())
+        if not config.armed:
+            raise ConfigError("armed=0 is for a served engine: a Probe captures inside its `with`, and never before")
         self.config = config
         self.model = model
         self.root = root_of(config)

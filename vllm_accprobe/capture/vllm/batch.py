@@ -203,6 +203,10 @@ class ChosenRows:
         self._config = config
         self._requests = requests
 
+    def aim(self, config: ProbeConfig) -> None:
+        """Other settings choose tokens from now on."""
+        self._config = config
+
     def space(self, part: str, rows: int) -> Space | None:
         """The row space of a tensor with ``rows`` rows in ``part`` of the model (session.py's words for parts)."""
         batch, deal = self.batch.rows(), self.batch.deal

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.arming.windows import Windows
 from vllm_accprobe.capture.core.attachments import Attachments, put_on
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import Recording, root_of
@@ -36,8 +37,9 @@ from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
 from vllm_accprobe.capture.vllm.vllm_compat import hidden_size, language_prefix, run_info
-from vllm_accprobe.config import ProbeConfig, in_ranges
-from vllm_accprobe.dump.schema import ROOT_TAP, Step
+from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.journal.event_lines import ARMED
+from vllm_accprobe.dump.schema import ROOT_TAP, Armed, Step
 
 
 def attach(wrapper: Any) -> CaptureObserver | None:
@@ -58,7 +60,7 @@ class CaptureObserver(StepObserver):
     without = "NOTHING will be captured on this rank"
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
-        self.config = config
+        self.config = self._selected = config
         self.root = root_of(config)
         self.requests = Requests(config)
         self.session: Session | None = None
@@ -70,6 +72,7 @@ class CaptureObserver(StepObserver):
         self._attachments: Attachments | None = None
         self._dealing: Dealing | None = None
         self._graphs: InGraphs | None = None
+        self.windows = Windows(config, self._aim, self._note, self._refuse, say)
         self._seen_steps = self._armed_steps = 0
         self._closed = False
 
@@ -148,14 +151,17 @@ class CaptureObserver(StepObserver):
     def begin_step(self, step: EngineStep) -> None:
         session = self.session
         assert session is not None
+        self.windows.told(step.arming, step.number)
         for new in step.new:
             self.requests.add(new.name, new.prompt, new.length, new.images)
         if step.number is not None:
             self._seen_steps += 1
+        if step.number is not None and self.windows.wants(step.number):
             begins = step.starts()
             triples = [(name, begins.get(name, 0), n) for name, n in step.counts.items()]
-            if in_ranges(self.config.steps, step.number) and wanted_at_all(self.config, self.requests, triples):
+            if wanted_at_all(self._selected, self.requests, triples):
                 self._armed_steps += 1
+                self.windows.took()
                 prefill = any(
                     start < request.prompt_len
                     for name, start, _ in triples
@@ -168,6 +174,27 @@ class CaptureObserver(StepObserver):
         # Only now: a request that finished in the last step may not be needed any more, but its number stays used.
         for name in step.finished:
             self.requests.forget(name)
+
+    def _aim(self, config: ProbeConfig | None, modules: tuple[str, ...] | None) -> None:
+        """Other rows are taken from now on; config: None for none at all. modules: see Taps.narrow."""
+        self.requests.aim(config)
+        session = self.session
+        if config is None or session is None:
+            return
+        self._selected = config
+        self._rows.aim(config)
+        session.everybodys = not config.requests and not config.tokens
+        chosen = self.taps.narrow(modules) if self.taps is not None else None
+        if session.ops is not None:
+            session.ops.narrow(chosen)
+
+    def _note(self, armed: Armed) -> None:
+        if self.session is not None:
+            self.session.sink.line(ARMED.to_line(armed))
+
+    def _refuse(self, why: str) -> None:
+        if self.session is not None:
+            self.session.sink.error("arming", why, None)
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         return NOTHING if self.session is None else self.session.operators()
@@ -233,6 +260,7 @@ class CaptureObserver(StepObserver):
                 self._attachments.close()
             if self._dealing is not None:
                 self._dealing.close()
+            self.windows.close()
             steps, tensors = sink.steps, sink.tensors
             recording.close(reason)
             done = sink.stopped or "closed"
@@ -242,9 +270,9 @@ class CaptureObserver(StepObserver):
                 f"in {self.root} ({done})"
             )
             if self._seen_steps and not session.fired:
-                say(
-                    f"NOTHING was captured in {self._seen_steps} steps ({self._armed_steps} selected): "
-                    "check the VLLM_ACCPROBE_* filters, or run `accprobe doctor`"
-                )
+                why = "check the VLLM_ACCPROBE_* filters, or run `accprobe doctor`"
+                if not self.config.armed and not self.windows.count:
+                    why = f"it began disarmed (VLLM_ACCPROBE_ARMED=0), and nobody armed it: `accprobe arm {self.root}`"
+                say(f"NOTHING was captured in {self._seen_steps} steps ({self._armed_steps} selected): {why}")
         except Exception as error:
             say(f"closing the dump failed: {type(error).__name__}: {error}")

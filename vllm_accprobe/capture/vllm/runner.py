@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.arming.with_the_step import WORDS
 from vllm_accprobe.capture.core.recording import at_exit
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.vllm.batch import EngineBatch
@@ -163,7 +164,7 @@ class RunnerAdapter:
         if total and not any(name.startswith(_WARMUP_IDS) for name in counts):
             self._step = number = self._step + 1
         finished = [name for name in out.finished_req_ids if name not in counts]
-        return EngineStep(number, counts, total, new, finished, lambda: starts(out))
+        return EngineStep(number, counts, total, new, finished, lambda: starts(out), getattr(out, WORDS, None))
 
     def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -37,7 +37,8 @@ class EngineStep:
 
     number: of the steps from 0 on; None for a batch that is no step (nothing scheduled, or the engine's own warm-up).
     counts: tokens by request; tokens: all of them. starts: asked for the tokens computed before, by request.
-    finished: requests of earlier steps that get no more rows.
+    finished: requests of earlier steps that get no more rows. arming: the control file's words (capture/arming/), None
+    where the scheduler does not look at it.
     """
 
     number: int | None
@@ -46,6 +47,7 @@ class EngineStep:
     new: Sequence[NewRequest]
     finished: Sequence[str]
     starts: Callable[[], dict[str, int]]
+    arming: bytes | None = None
 
 
 class StepObserver:

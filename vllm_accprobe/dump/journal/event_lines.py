@@ -22,6 +22,7 @@ from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.schema import (
     DECODE,
     PREFILL,
+    Armed,
     End,
     Failure,
     Image,
@@ -227,6 +228,7 @@ STEP = LineKind("step", Step, needs=("step",), readers={"time": _time, "graph": 
 MODULE = LineKind("module", Module, needs=("tap",))
 MASKS = LineKind("masks", Masks, needs=("step",), readers={"masked": _masked}, writers={"masked": _masked_words})
 SKIP = LineKind("skip", Skip, needs=("reason",), order=("tap", "reason", "step", "count", "role"))
+ARMED = LineKind("armed", Armed, needs=("step", "on"), left_out=(None,))
 STOP = LineKind("stop", Stop, needs=("reason",), left_out=())
 ERROR = LineKind("error", Failure, left_out=())
 END = LineKind("end", End, readers={"skipped": _counts})
@@ -234,6 +236,6 @@ LABEL = LineKind(
     "label", Label, needs=("step", "tap", "role", "path"), given=("rank",), readers={"ending": _ending},
     left_out=(None, ""),
 )  # fmt: skip
-KINDS = {kind.event: kind for kind in (REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, STOP, END, LABEL)}
+KINDS = {kind.event: kind for kind in (REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, ARMED, STOP, END, LABEL)}
 """Besides ``start``, ``tensor``, ``param``, ``op``, and ``error``, which is read as it is, whatever else it says."""
 _WITHIN: dict[Any, LineKind] = {Image: IMAGE, Segment: SEGMENT, StepGraph: STEP_GRAPH}

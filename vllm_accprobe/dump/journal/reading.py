@@ -125,6 +125,8 @@ class RankReader:
             dump.masks.update({(rank, value.step, req): by for req, by in value.masked.items()})
         elif kind == "skip":
             dump.skips.append(value)
+        elif kind == "armed":
+            dump.armed.append((rank, value))
         elif kind == "stop":
             dump.stops.setdefault(rank, value)
         elif kind == "end":

@@ -58,10 +58,11 @@ def send(
     made: dict[str, Any],
     progress: Callable[[int], None] = lambda done: None,
     plan: Forcing = FREE,
+    before: Callable[[int], None] = lambda index: None,
 ) -> Done:
     """Sends what ``out`` does not hold yet. server: from `Sender.introduced`; made: version and time, for send.json;
-    progress: told how many are done; plan: which passes are forced. Raises ServerLost and SendError with what was kept,
-    FolderError, OSError."""
+    progress: told how many are done; plan: which passes are forced; before: called before each pass, while the server
+    is idle. Raises ServerLost and SendError with what was kept, FolderError, OSError."""
     arrive = [*arrive, Arrival(SCORE)] if plan.score else arrive
     about = _about(sender, server, lines, settings(sender, arrive, concurrency, plan), out, made, plan)
     done = sent = 0
@@ -77,6 +78,7 @@ def send(
         if had:
             about["passes"][index]["resumed"] += 1
             replies.write_about(out, about)
+        before(index)
         asking = replace(sender, way=plan.way(index, arrival.word))
         run = _Pass(asking, left, arrival, concurrency, index, path)
         try:

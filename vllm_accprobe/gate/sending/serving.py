@@ -7,6 +7,7 @@ Not here: what is asked of it (passes.py).
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import time
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,8 @@ def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) 
         words = shlex.split(command)
     except ValueError as e:
         raise SendError(f"--engine: {e}") from None
+    given = list(itertools.takewhile(assigns, words))
+    environ, words = {**environ, **dict(word.split("=", 1) for word in given)}, words[len(given) :]
     if not words:
         raise SendError("--engine: write a command, for example --engine 'vllm serve MODEL'")
     number = next(i for i in range(10_000) if not (out / f"engine-{i}.log").exists())
@@ -47,6 +50,12 @@ def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) 
             yield server.url, server.key
     except (ServerCommandError, LaunchError) as e:
         raise SendError(f"--engine: {e}") from None
+
+
+def assigns(word: str) -> bool:
+    """Whether a word in front of a command is of its environment, as a shell would have it."""
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name.isidentifier()
 
 
 def _wait(running: Background, url: str, key: str, until: float) -> None:

@@ -1,0 +1,147 @@
+"""The control file of a running capture, DUMP/arm.json: what is written there, and who may have written it.
+
+The problem: rows are wanted for one pass out of three, while the server stays up and its cache warm; and whoever may
+write the file decides whose prompts reach the disk. The idea: a small json in the dump's directory, replaced whole.
+It is believed only if it is a plain file of the server's own user that nobody else can read or write, and if every key
+in it is known; anything else is refused in one line, and what held before goes on.
+Not here: when a server looks (capture/arming/), what a selection does (capture/core/rows.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe.config_values import Ranges, globs, modules, nearest, parse_ranges
+from vllm_accprobe.whole_file import whole
+
+NAME = "arm.json"
+MAX_BYTES = 1 << 16
+"""Chosen: some thousand request ids; it travels to every rank with every step."""
+_KEYS = ("on", "requests", "tokens", "modules", "steps")
+
+
+class ArmFileError(ValueError):
+    """One line: why a control file is refused, and what would be right."""
+
+
+@dataclass(frozen=True)
+class ArmSelection:
+    """What is captured from now on. on: anything at all. requests: globs; tokens: ordinals; modules: globs, of those
+    that VLLM_ACCPROBE_MODULES has chosen; steps: engine steps, the first under this selection is 0. None: as the server
+    was started."""
+
+    on: bool = True
+    requests: tuple[str, ...] | None = None
+    tokens: Ranges | None = None
+    modules: tuple[str, ...] | None = None
+    steps: Ranges | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The file's object; ranges as text."""
+        spans = {"tokens": _spans(self.tokens), "steps": _spans(self.steps)}
+        lists = {"requests": _list(self.requests), "modules": _list(self.modules)}
+        return {"on": self.on, **{k: v for k, v in (lists | spans).items() if v is not None}}
+
+
+def _list(value: tuple[str, ...] | None) -> list[str] | None:
+    return None if value is None else list(value)
+
+
+def _spans(ranges: Ranges | None) -> str | None:
+    return None if ranges is None else ",".join(f"{a}-{b}" if a != b else str(a) for a, b in ranges)
+
+
+def understood(value: Any) -> ArmSelection:
+    """The selection of the file's object, whoever made it. Raises ArmFileError."""
+    if not isinstance(value, Mapping):
+        raise ArmFileError("it is no object with " + ", ".join(_KEYS))
+    for key in value:
+        if key not in _KEYS:
+            raise ArmFileError(f"{str(key)[:40]!r} is none of {', '.join(_KEYS)}{nearest(str(key)[:40], _KEYS)}")
+    on = value.get("on", True)
+    if type(on) is not bool:
+        raise ArmFileError("on is true or false")
+    try:
+        return ArmSelection(
+            on,
+            globs(_names("requests", value["requests"])) if "requests" in value else None,
+            parse_ranges(_numbers("tokens", value["tokens"])) if "tokens" in value else None,
+            modules(_names("modules", value["modules"])) if "modules" in value else None,
+            parse_ranges(_numbers("steps", value["steps"])) if "steps" in value else None,
+        )
+    except ArmFileError:
+        raise
+    except ValueError as error:
+        raise ArmFileError(str(error)[:200]) from None
+
+
+def _names(key: str, value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+        return value
+    raise ArmFileError(f"{key} is a list of globs")
+
+
+def _numbers(key: str, value: Any) -> Any:
+    if type(value) in (str, int):
+        return value
+    raise ArmFileError(f"{key} is a text such as '0-4,7'")
+
+
+def literal(name: str) -> str:
+    """A glob that matches this request's id, whatever is in it, and hardly any other."""
+    escaped = "".join(f"[{c}]" if c in "*?[" else "?" if c == "," else c for c in name)
+    return f"?{escaped[1:]}" if escaped.startswith("!") else escaped
+
+
+def read(path: Path, owner: int | None = None) -> ArmSelection:
+    """What the file says. owner: the user who must own it, this process's by default. Raises ArmFileError, and
+    FileNotFoundError where there is none."""
+    owner = os.geteuid() if owner is None else owner
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        what = "it is a link" if path.is_symlink() else error.strerror or str(error)
+        raise ArmFileError(what) from None
+    try:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):
+            raise ArmFileError("it is no plain file")
+        if about.st_uid != owner:
+            raise ArmFileError("it belongs to another user than the server")
+        if stat.S_IMODE(about.st_mode) & 0o177:
+            raise ArmFileError(f"its mode is {stat.S_IMODE(about.st_mode):04o}, and only 0600 is believed")
+        if about.st_nlink != 1:
+            raise ArmFileError("it has a second name (a hard link)")
+        raw = os.read(fd, MAX_BYTES + 1)
+    finally:
+        os.close(fd)
+    if len(raw) > MAX_BYTES:
+        raise ArmFileError(f"it is larger than {MAX_BYTES >> 10} KiB")
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise ArmFileError("it is no json") from None
+    return understood(value)
+
+
+def write(dump: Path, selection: ArmSelection) -> Path:
+    """Puts the control file of the dump in place, whole, 0600; the file. Raises OSError."""
+    path = dump / NAME
+    raw = (json.dumps(selection.to_json(), indent=1) + "\n").encode()
+    with whole(path) as part:
+        part.unlink(missing_ok=True)
+        fd = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "wb") as f:
+            os.fchmod(fd, 0o600)
+            f.write(raw)
+            f.flush()
+            os.fsync(fd)
+    return path

@@ -1,0 +1,122 @@
+"""The scheduler's process reads the control file, and what it says travels with the step to every rank.
+
+The problem: ranks of one engine that each look at a file do so at different moments, and a step that some of them
+capture and others do not can be compared with nothing. The idea: one process makes the steps of an engine for all its
+ranks. There the file is looked at, once before each step, and its words are put on the scheduler's output, so that
+every rank gets the same with the same step, whatever executor carries it and on whichever machine it lies. A rank never
+looks at the file. Without a change that costs one lstat.
+Not here: what a rank does with it (windows.py), what the file may say (arm_file.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe import arm_file
+from vllm_accprobe.capture.core.say import say
+from vllm_accprobe.config import PREFIX
+
+WORDS = "accprobe_arming"
+"""The attribute of a SchedulerOutput. Bytes, json: serial (how often the file has changed), selection (null: as the
+server was started), refused (why the newest file is not believed, null where it is)."""
+_STEPS = ("step", "step_with_batch_queue")
+
+
+class ControlFile:
+    """The file of one engine, looked at between steps. ``look`` never raises."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._seen: tuple[int, ...] | None = None
+        self._serial = 0
+        self._selection: dict[str, Any] | None = None
+        self._words = self._said(None)
+
+    def look(self) -> bytes:
+        """The words for the step that is scheduled next."""
+        now: tuple[int, ...] = ()
+        try:
+            about = os.lstat(self.path)
+            now = (about.st_ino, about.st_mtime_ns, about.st_ctime_ns, about.st_size)
+        except OSError:
+            pass
+        if now != self._seen and not (now == () and self._seen is None):
+            self._seen = now
+            self._change()
+        return self._words
+
+    def _change(self) -> None:
+        self._serial += 1
+        refused: str | None = None
+        try:
+            self._selection = arm_file.read(self.path).to_json()
+        except FileNotFoundError:
+            self._selection = None
+        except (arm_file.ArmFileError, OSError) as error:
+            refused = f"{arm_file.NAME} is refused: {error}; what held before goes on"
+            say(f"{self.path}: {error}: refused; what held before goes on")
+        self._words = self._said(refused)
+
+    def _said(self, refused: str | None) -> bytes:
+        return json.dumps({"serial": self._serial, "selection": self._selection, "refused": refused}).encode()
+
+
+def control_file() -> Path:
+    """Where the control file of this process's dump lies: in the directory that was settled for all processes, also
+    where a second engine's dump goes beside it."""
+    return Path(os.environ.get(PREFIX + "DIR", "")) / arm_file.NAME
+
+
+def patch_engines() -> bool:
+    """`patch` for this vLLM's engines; False where it has none that step: its ranks say so where it matters."""
+    try:
+        from vllm.v1.engine.core import EngineCore
+    except ImportError:
+        return False
+    return patch(EngineCore, control_file)
+
+
+def patch(core: Any, path: Callable[[], Path]) -> bool:
+    """Puts the look around the scheduler of every engine of vLLM's class ``core`` (EngineCore), when it first steps;
+    False where the class has no method that steps. path: where the control file of this process's dump lies."""
+    found = False
+    for name in _STEPS:
+        original = getattr(core, name, None)
+        if callable(original):
+            setattr(core, name, _stepping(original, path))
+            found = True
+    return found
+
+
+def _stepping(original: Callable[..., Any], path: Callable[[], Path]) -> Callable[..., Any]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "_accprobe_arming" not in self.__dict__:
+            self._accprobe_arming = True
+            try:
+                look_before(self.scheduler, ControlFile(path()))
+            except Exception as error:
+                say(f"this engine cannot be armed ({type(error).__name__}: {error}); it captures as it was started")
+        return original(self, *args, **kwargs)
+
+    step.__name__ = original.__name__
+    return step
+
+
+def look_before(scheduler: Any, control: ControlFile) -> None:
+    """``scheduler.schedule`` gives outputs that have the control file's words."""
+    schedule = scheduler.schedule
+
+    def looked(*args: Any, **kwargs: Any) -> Any:
+        words = control.look()
+        out = schedule(*args, **kwargs)
+        try:
+            setattr(out, WORDS, words)
+        except AttributeError:  # a vendor's class with slots: its ranks say that they cannot be armed
+            pass
+        return out
+
+    scheduler.schedule = looked
