@@ -39,7 +39,7 @@ def bisect(
         1, "--repeat", metavar="N", min=1, max=20, help="Times a run must pass to count as pass."
     ),
     share: float = typer.Option(
-        None, "--share", metavar="S", help="A run fails that is so much of CMD's distance away; 0.2 if not given."
+        None, "--share", metavar="S", help="A run fails that is so much of CMD's distance away; 0.5 if not given."
     ),
     plan: bool = typer.Option(False, "--plan", help="Print the settings and the number of runs; start nothing."),
     max_tokens: int = typer.Option(32, "--max-tokens", metavar="N", min=1, help="Where a prompt says no other."),

@@ -31,7 +31,8 @@ def plan_lines(axes: Sequence[Axis], usual: int, most: int, kept: int) -> list[s
         parts = f"  ({count(len(axis.parts), 'part')})" if axis and axis.parts else ""
         out.append(f"  {cells}{parts}")
     out.append(
-        f"about {usual} runs for one culprit, {most} at the most; {2 ** len(axes):,} combinations"
+        f"about {usual} runs for one culprit, {most} at the most"
+        + f"{', and those of its parts' * any(a.parts for a in axes)}; {2 ** len(axes):,} combinations"
         + (f"; {count(kept, 'run')} of a bisection before {'is' if kept == 1 else 'are'} kept" if kept else "")
     )
     return out
@@ -80,7 +81,8 @@ def _cause(cause: Cause, found: Found, line: Callable[..., str]) -> list[str]:
         out.append(f"  {safe(axis.name)}: {safe(axis.value)} (plain: {safe(axis.plain)})")
     without = cause.without
     out.append(f"  this set alone, everything else plain: {cause.alone.kind} ({num(cause.alone.size)} nats)")
-    out.append(f"  the command without it: {without.kind} ({num(without.size)} nats)")
+    it = "it and the sets before" if cause.before else "it"
+    out.append(f"  the command without {it}: {without.kind} ({num(without.size)} nats)")
     for name, outcome in cause.each.items():
         out.append(f"  the command without {safe(name)} alone: {outcome.kind}")
     for name, (low, high) in cause.limits.items():
@@ -89,7 +91,7 @@ def _cause(cause: Cause, found: Found, line: Callable[..., str]) -> list[str]:
     bad, plain, passes = line(cause, "fails"), line(cause, "plain"), line(cause, "passes")
     out += ["  fails:", f"    {bad}", "  passes, with everything plain:", f"    {plain}"]
     if without.kind == "pass":
-        out += ["  passes, your command without it:", f"    {passes}"]
+        out += [f"  passes, your command without {it}:", f"    {passes}"]
     return [*out, "  to the operator:", f"    {dig(plain, bad)}"]
 
 

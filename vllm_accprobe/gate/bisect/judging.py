@@ -26,8 +26,9 @@ from vllm_accprobe.gate.sending.replies import Sent
 
 RATE = 0.05
 """Chosen: as of evaluations (samples/contrast.py), of a whole bisection: `rate_each` divides it."""
-SHARE = 0.2
-"""Chosen: of the bad command's distance; rounding that is a fifth of what is looked for is told, and passes."""
+SHARE = 0.5
+"""Chosen: of the bad command's distance. Of three equal faults that add up like noise each has 1 / sqrt(3) of it; other
+rounding of a tiny bfloat16 model (block size, operators) had a quarter of a fault's (measured, docs/bisect.md)."""
 LEAST = 6
 """Derived: with fewer prompts no pattern of signs is rarer than 1/32, and two crossings share 0.05."""
 

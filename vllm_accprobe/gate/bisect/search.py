@@ -53,9 +53,9 @@ Try = Callable[[Configuration, int], Outcome]
 
 @dataclass
 class Cause:
-    """A set. settings: its axes; alone: what the set alone does; without: what the command without all of them does;
-    each: the same without one of them, by name, where there are several. limits: of an axis with a scale, the last
-    number that fails and the first that passes."""
+    """A set. settings: its axes; alone: what the set alone does; before: members of the sets that were found before;
+    without: what the command does without it and them; each: the same with all but one of it, by name, where there are
+    several. limits: of an axis with a scale, the last number that fails and the first that passes."""
 
     settings: tuple[Axis, ...]
     alone: Outcome
@@ -64,6 +64,8 @@ class Cause:
     flaky: list[str] = field(default_factory=list)
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
+    before: tuple[str, ...] = ()
+    gone: frozenset[str] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -127,7 +129,7 @@ class Search:
         causes: list[Cause] = []
         rest: Outcome | None = None
         while left and len(causes) < MAX_CAUSES:
-            cause = self._cause(left, base)
+            cause = self._cause(left, base, causes)
             causes.append(cause)
             tops = {self._top(n) for n in cause.names}
             if cause.without.kind != FAIL:
@@ -177,22 +179,29 @@ class Search:
         self._held = tuple(base)
         return base, plain
 
-    def _cause(self, left: list[str], base: frozenset[str]) -> Cause:
+    def _cause(self, left: list[str], base: frozenset[str], found: Sequence[Cause]) -> Cause:
         chosen = ddmin(left, lambda some: self.test(Configuration(base | set(some))).kind)
         apart: frozenset[str] = frozenset()
         for name in chosen:
             chosen, apart = self._divided(name, chosen, apart, base)
         alone = Configuration(base | set(chosen), apart)
-        rest = self._rest(chosen, apart)
+        before = tuple(n for c in found for n in c.names)
+        gone = apart.union(*(c.apart for c in found))
+        rest = self._rest((*before, *chosen), gone)
         cause = Cause(
-            tuple(self._axis(n) for n in chosen), self.test(alone), self.test(rest), apart=apart,
-        )  # fmt: skip
+            tuple(self._axis(n) for n in chosen),
+            self.test(alone),
+            self.test(rest),
+            apart=apart,
+            before=before,
+            gone=gone,
+        )
         for configuration, what in ((alone, "the set alone"), (rest, "the command without it")):
             first, second = self.test(configuration), self.repeat(configuration)
             if first.kind != second.kind:
                 cause.flaky.append(f"{what}: {first.kind}, then {second.kind}")
         if len(chosen) > 1 and cause.without.kind == PASS:
-            cause.each = {n: self.test(self._rest((n,), apart)) for n in chosen}
+            cause.each = {n: self.test(self._rest((*before, n), gone)) for n in chosen}
         if self._narrow:
             for axis in cause.settings:
                 if (limit := self._limit(axis, alone)) is not None:
@@ -252,10 +261,10 @@ class Search:
 
 
 def expected(axes: Sequence[Axis], golden: bool) -> tuple[int, int]:
-    """(trials for one culprit, the most) of a plan: bad and plain, ddmin, and the two that are confirmed."""
+    """(trials for one culprit, the most) of a plan, parts left away: the command, plain, ddmin, the command without the
+    set, and the two that are repeated."""
     first = 2 + golden
-    largest = max((len(a.parts) for a in axes), default=0)
-    return first + usual(len(axes)) + 3, first + most(len(axes)) + most(largest) + 4
+    return first + usual(len(axes)) + 3, first + most(len(axes)) + 3
 
 
 def without(

@@ -72,6 +72,7 @@ class Trials:
 
     def __init__(self, out: Path, asked: Asked, versions: Mapping[str, str], made: Mapping[str, Any]):
         self._out, self._asked, self._versions, self._made = out / "trials", asked, dict(versions), dict(made)
+        self._ran: set[str] = set()
 
     def key(self, command: Command, again: int = 0) -> str:
         """Of everything that decides a trial's numbers; again: counts repetitions of the same."""
@@ -107,10 +108,11 @@ class Trials:
         finally:
             about["seconds"] = round(about.get("seconds", 0.0) + time.monotonic() - began, 3)
             replies._write(place / TRIAL, json.dumps(about, indent=1) + "\n")
+        self._ran.add(key)
         found = self._known(key, place)
         if found is None:
             raise BisectError(f"{place} has no complete answers after a run: is somebody else writing there?")
-        return Tried(key, found.sent, found.log, found.seconds, False, found.why)
+        return found
 
     def _serve(self, command: Command, place: Path) -> None:
         asked, environ = self._asked, command.full()
@@ -136,11 +138,11 @@ class Trials:
         logs = sorted(place.glob("engine-*.log"), key=lambda p: p.stat().st_mtime)
         log, seconds = logs[-1] if logs else None, float(about.get("seconds", 0.0))
         if about.get("why"):
-            return Tried(key, None, log, seconds, True, str(about["why"]))
+            return Tried(key, None, log, seconds, key not in self._ran, str(about["why"]))
         sent = place / FOLDER
         if not replies.exists(sent) or not replies.read_about(sent).get("complete"):
             return None
-        return Tried(key, sent, log, seconds, True)
+        return Tried(key, sent, log, seconds, key not in self._ran)
 
 
 class _NotServed(Exception):

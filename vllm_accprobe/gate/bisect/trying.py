@@ -106,7 +106,7 @@ class Trier:
         configurations = {
             "fails": Configuration(base | set(cause.names), cause.apart),
             "plain": Configuration(base),
-            "passes": without(cause.names, cause.apart, self.axes, self._parts),
+            "passes": without((*cause.before, *cause.names), cause.gone, self.axes, self._parts),
         }
         return self.made(configurations[what]).line()
 
