@@ -1,0 +1,92 @@
+"""A `vllm serve` that starts at once: numbers that depend on dtype and fault, tokens that can be forced.
+
+Put into a folder on PATH as `vllm` (`installed`). Options: --dtype (float8 is refused), --fault SIZE, --dies-after N
+(answers, then the process ends without a word), --other-ids (it makes other token ids of a text).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROUNDING = {"bfloat16": 0.02, "float16": 0.0025, "float32": 1e-6}
+
+
+def installed(folder: Path) -> str:
+    """The folder, with `vllm` in it; for PATH."""
+    folder.mkdir(exist_ok=True)
+    script = folder / "vllm"
+    paths = [str(HERE), str(HERE / "sending"), str(HERE.parents[1])]
+    script.write_text(f"#!{sys.executable}\nimport sys\nsys.path[:0] = {paths!r}\nimport fake_vllm\nfake_vllm.main()\n")
+    script.chmod(0o755)
+    return str(folder)
+
+
+def main() -> None:
+    """`vllm serve MODEL --port=N ...`"""
+    import odd_server
+
+    words = sys.argv[1:]
+    dtype, fault = option(words, "--dtype", "bfloat16"), float(option(words, "--fault", "0"))
+    dies = int(option(words, "--dies-after", "0"))
+    if dtype not in ROUNDING:
+        sys.exit("no such dtype")
+    answered = [0]
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        if path in ("/health", "/version"):
+            return 200, b"{}"
+        if path == "/tokenize":
+            return 200, json.dumps({"tokens": ids_of(body["prompt"], "--other-ids" in words)}).encode()
+        if path != "/v1/completions" or body.get("prompt_logprobs"):
+            return 404, b""
+        answered[0] += 1
+        if dies and answered[0] > dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 200, json.dumps(completion(body, dtype, fault)).encode()
+
+    with odd_server.odd(answer, forced=True, port=int(option(words, "--port", "0"))):
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        while not stop.is_set():
+            time.sleep(0.02)
+
+
+def option(words: list[str], name: str, default: str) -> str:
+    return next((w.split("=", 1)[1] for w in reversed(words) if w.startswith(name + "=")), default)
+
+
+def ids_of(prompt: str | list[int], other: bool = False) -> list[int]:
+    """Of a text one for each letter, all the same."""
+    return list(prompt) if isinstance(prompt, list) else [8 if other else 7] * len(prompt)
+
+
+def completion(body: dict[str, Any], dtype: str, fault: float) -> dict[str, Any]:
+    """Token k of a prompt of n ids: five candidates, as tests/gate/made_folders.py has them."""
+    import numpy as np
+
+    prompt = ids_of(body["prompt"])
+    named = (body.get("vllm_xargs") or {}).get("accprobe_along")
+    forced = [int(i) for i in named.split()] if named else []
+    ids, chosen, tops = [], [], []
+    for k in range(len(forced) or body["max_tokens"]):
+        base = np.array([-0.4, -1.6, -3.0, -4.0, -5.0]) - 0.01 * ((len(prompt) * 7 + k * 3) % 11)
+        seeds = np.random.default_rng((len(dtype), ord(dtype[-1]), len(prompt), k))
+        values = base + seeds.normal(0, ROUNDING[dtype], 5)
+        values += np.random.default_rng((len(prompt), k)).normal(0, fault, 5) if fault and k else 0
+        names = [100 + 5 * k + i for i in range(5)]
+        token = forced[k] if forced else names[int(values.argmax())]
+        ids.append(token)
+        place = dict(zip(names, values.tolist(), strict=True))
+        chosen.append(place.get(token, -9.0))
+        tops.append({f"token_id:{i}": v for i, v in (place | {token: chosen[-1]}).items()})
+    logprobs = {"token_logprobs": chosen, "top_logprobs": tops}
+    choice = {"token_ids": ids, "prompt_token_ids": prompt, "finish_reason": "length", "logprobs": logprobs}
+    return {"choices": [choice]}
