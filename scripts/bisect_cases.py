@@ -62,7 +62,7 @@ class BisectCase:
 
 
 CASES = (
-    BisectCase("prefix caching", _DOWN | {"rows": "chunk>=2", "when": "prefix&tokens>=512"}, ("prefix caching",),
+    BisectCase("prefix caching", _DOWN | {"rows": "hit"}, ("prefix caching",),
                ("--plain", "block size=64", "--hold", "chunked prefill")),
     BisectCase("chunks and block size", _DOWN | {"rows": "chunk>=2", "when": "chunks&block<=32"},
                ("chunked prefill", "block size"), ("--plain", "block size=128", "--narrow")),

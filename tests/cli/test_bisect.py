@@ -1,4 +1,4 @@
-"""``accprobe bisect`` from end to end, with servers that only seem to be vLLM (tests/gate/bisect/fake_vllm.py)."""
+"""``accprobe bisect`` from end to end, with servers that only seem to be vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_vllm import install
+from settings_server import install, served
 
 from vllm_accprobe.cli import main
 
@@ -21,19 +21,20 @@ SECRET = "a prompt that nobody may see"
 SERVE = ["vllm", "serve", "M", "--max-num-batched-tokens", "64", "--block-size", "32", "--async-scheduling"]
 PREFIX = "!--no-enable-prefix-caching"
 CHUNKS, BLOCK, ASYNC = "--max-num-batched-tokens 64", "--block-size 32", " --async-scheduling"
-"""Parts of fake_vllm's sets: prefix caching is on unless it is switched off."""
+"""Parts of settings_server's sets: prefix caching is on unless it is switched off."""
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     install(tmp_path / "bin")
-    lines = [{"id": f"p{i}", "token_ids": [i + 1, i + 2, 9], "max_tokens": 4} for i in range(16)]
+    lines = [{"id": f"p{i}", "token_ids": [i + 1, i + 2, 9], "max_tokens": 4} for i in range(12)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_STARTS", str(tmp_path / "starts"))
     monkeypatch.chdir(tmp_path)
     # An environment in which no vllm is found takes every option to be there; this one's is found or not.
     monkeypatch.setattr("vllm_accprobe.gate.bisect.offered.interpreter", lambda words, environ: None)
+    monkeypatch.setattr("vllm_accprobe.gate.bisect.trials.served", served)
     return tmp_path
 
 
@@ -125,12 +126,13 @@ def test_what_is_elsewhere_with_a_golden(place: Path, monkeypatch: pytest.Monkey
 
 
 def test_configurations_that_do_not_start(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Block size alone does not start: it is unresolved, told with its log, and the culprit is found around it."""
-    fault(monkeypatch, [PREFIX, CHUNKS])
-    fault(monkeypatch, [BLOCK, "--no-async-scheduling"], name="FAKE_DEAD")
+    """The half with the block size does not start: it is unresolved, told with its log, and the set is found around
+    it."""
+    fault(monkeypatch, [PREFIX, BLOCK])
+    fault(monkeypatch, [BLOCK, "--no-enable-prefix-caching"], name="FAKE_DEAD")
     assert main(words(place)) == 1
     out = capsys.readouterr().out
-    assert "found: prefix caching + chunked prefill" in out
+    assert "found: prefix caching + block size" in out
     assert "could not be tried:" in out
     assert "exit code 3 before it served" in out
     assert "engine-0.log" in out

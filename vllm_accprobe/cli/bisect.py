@@ -79,7 +79,7 @@ def bisect(
         found = settings.axes(target, there, vendor.read(switches, target) if switches else (), _pairs(plain))
         axes = _chosen(found, only, hold)
         asked, folder = _asked(golden, prompts, max_tokens, concurrency, timeout, ready)
-        trials = _trials(out, asked, there.version)
+        trials = _trials(out, asked, there.version, [name for a in found for name, _ in a.edit.environ])
         kept = sum(1 for p in (out / "trials").glob("*/sent/send.json")) if (out / "trials").is_dir() else 0
         usual, most = expected(axes, bool(golden))
         for line in bisect_lines.plan_lines(axes, usual, most, kept):
@@ -191,12 +191,12 @@ def _asked(
     return Asked(tuple(lines), arrive, timeout=timeout, ready=ready, source=source, **how), sent
 
 
-def _trials(out: Path, asked: Asked, version: str) -> Any:
+def _trials(out: Path, asked: Asked, version: str, variables: list[str]) -> Any:
     from vllm_accprobe import __version__
     from vllm_accprobe.cli.send import _made
     from vllm_accprobe.gate.bisect.trials import Trials
 
-    return Trials(out, asked, {"vllm": version, "accprobe": __version__}, _made(asked.source))
+    return Trials(out, asked, {"vllm": version, "accprobe": __version__}, _made(asked.source), variables)
 
 
 def _golden(golden: str, asked: Asked, out: Path, trials: Any) -> Sent | None:

@@ -14,7 +14,7 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,15 +68,21 @@ class Tried:
 
 
 class Trials:
-    """OUT/trials/. versions: of the vLLM that runs, and ours. made: for send.json."""
+    """OUT/trials/. versions: of the vLLM that runs, and ours. made: for send.json. variables: those of a vendor's
+    switches, which decide, too."""
 
-    def __init__(self, out: Path, asked: Asked, versions: Mapping[str, str], made: Mapping[str, Any]):
+    def __init__(
+        self, out: Path, asked: Asked, versions: Mapping[str, str], made: Mapping[str, Any],
+        variables: Iterable[str] = (),
+    ):  # fmt: skip
+        self._variables = frozenset(variables)
         self._out, self._asked, self._versions, self._made = out / "trials", asked, dict(versions), dict(made)
         self._ran: set[str] = set()
 
     def key(self, command: Command, again: int = 0) -> str:
         """Of everything that decides a trial's numbers; again: counts repetitions of the same."""
-        environ = {k: v for k, v in command.full().items() if _DECIDES.match(k) and not _NOT.match(k)}
+        named = self._variables | {name for name, _ in command.environ}
+        environ = {k: v for k, v in command.full().items() if k in named or (_DECIDES.match(k) and not _NOT.match(k))}
         what = [command.words, sorted(environ.items()), self._asked.digest(), sorted(self._versions.items()), again]
         return hashlib.sha256(json.dumps(what).encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
@@ -155,6 +161,3 @@ def _read(place: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) and value.get("schema") == 1 else {}
-
-
-Say = Callable[[str], None]

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from vllm_accprobe.gate.sending.client import SendError
 
 LENGTH = 512
 
@@ -25,7 +30,7 @@ def install(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "vllm"
     path.write_text(f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-                    "from fake_vllm import main\nmain(sys.argv)\n")  # fmt: skip
+                    "from settings_server import main\nmain(sys.argv)\n")  # fmt: skip
     path.chmod(0o700)
     return path
 
@@ -43,24 +48,28 @@ def holds(name: str, words: list[str]) -> bool:
     return any(all(there(p) for p in one) for one in json.loads(os.environ.get(name, "[]")))
 
 
-def main(argv: list[str]) -> None:
-    words = argv[1:]
+class Ended(Exception):
+    """The command ends with this code."""
+
+
+def server_of(words: list[str], port: int) -> ThreadingHTTPServer:
+    """Listens, and is not served yet. Raises Ended."""
     if starts := os.environ.get("FAKE_STARTS"):
         with open(starts, "a") as f:
             f.write(" ".join(words) + "\n")
     if holds("FAKE_DEAD", words):
-        print("ValueError: no such combination")
-        sys.exit(3)
+        raise Ended(3)
     bad, lost = holds("FAKE_FAULT", words), holds("FAKE_LOST", words)
     if bad and (coin := os.environ.get("FAKE_COIN")):
         n = int(Path(coin).read_text() or 0) if Path(coin).exists() else 0
         Path(coin).write_text(str(n + 1))
         bad = n % 2 == 0
-    port = next(int(w.partition("=")[2]) for w in words if w.startswith("--port="))
     asked = [0]
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if lost and asked[0] > 3:
+                return self.connection.close()
             if self.path == "/v1/models":
                 return self._say({"data": [{"id": "fake", "max_model_len": LENGTH}]})
             self._say({"version": "0.32.0"})
@@ -69,7 +78,7 @@ def main(argv: list[str]) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked[0] += 1
             if lost and asked[0] > 3:
-                os._exit(1)
+                return self.connection.close()
             self._say(answer(body, bad))
 
         def _say(self, value: dict[str, Any]) -> None:
@@ -81,10 +90,49 @@ def main(argv: list[str]) -> None:
 
         def log_message(self, *_: Any) -> None: ...
 
-    ThreadingHTTPServer.request_queue_size = 128
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128
+
+        def handle_error(self, *_: Any) -> None: ...  # a connection that was closed, which is the point
+
+    return Server(("127.0.0.1", port), Handler)
+
+
+def main(argv: list[str]) -> None:
+    """As a command."""
+    port = next(int(w.partition("=")[2]) for w in argv if w.startswith("--port="))
+    try:
+        server = server_of(argv[1:], port)
+    except Ended as e:
+        print("ValueError: no such combination")
+        sys.exit(e.args[0])
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
     server.serve_forever(poll_interval=0.02)
+
+
+@contextmanager
+def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) -> Iterator[tuple[str, str]]:
+    """In place of gate/sending/serving.py's, in this process: no time is spent on processes."""
+    log = out / f"engine-{len(list(out.glob('engine-*.log')))}.log"
+    log.write_text("")
+    log.chmod(0o600)
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        server = server_of(shlex.split(command), 0)
+    except Ended as e:
+        raise SendError(f"--engine: the command ended with exit code {e} before it served; read {log}") from None
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", ""
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def answer(body: dict[str, Any], bad: bool) -> dict[str, Any]:
