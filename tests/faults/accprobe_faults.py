@@ -77,6 +77,8 @@ def register() -> None:
     from vllm.model_executor.model_loader import base_loader
     from vllm.v1.sample.sampler import Sampler
 
+    if any(word in os.environ.get(ENV, "") for word in ("hit", "chunk")):
+        ENGINE.watch()  # before accprobe binds the runner's methods, which it does in a forced server
     loader = base_loader.BaseModelLoader
     if getattr(loader.load_model, "_accprobe_faults", False):
         return
