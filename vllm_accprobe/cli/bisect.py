@@ -34,6 +34,9 @@ def bisect(
     hold: list[str] = typer.Option([], "--hold", metavar="SETTING", help="Leave as in CMD. Can be repeated."),
     plain: list[str] = typer.Option([], "--plain", metavar="SETTING=VALUE", help="Another plain value, of attention."),
     switches: Path = typer.Option(None, "--switches", metavar="FILE", help="A vendor's own switches, toml or json."),
+    floor: list[Path] = typer.Option(
+        [], "--floor", metavar="FOLDER", help="Of send: a server known to be right. Can be repeated."
+    ),
     narrow: bool = typer.Option(False, "--narrow", help="Of numbers that are found: from where on they fail."),
     repeat: int = typer.Option(
         1, "--repeat", metavar="N", min=1, max=20, help="Times a run must pass to count as pass."
@@ -89,8 +92,8 @@ def bisect(
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         against = folder or _golden(golden, asked, out, trials)
         rate = judging.rate_each(usual, len(asked.lines))
-        trier = _trier(target, axes, trials, against, rate, share, as_json)
-        trier.expected = usual
+        trier = _trier(target, axes, trials, against, rate, share)
+        trier.expected, trier.floors = usual, [_floor(path) for path in floor]
         _go(trier, bool(golden), repeat - 1, narrow, as_json)
     except (edits.BisectError, ServerCommandError, LaunchError, PromptsError, FolderError, SendError) as e:
         raise CommandError(f"{str(e).removesuffix(KEPT)}{_kept(out, e)}") from None
@@ -137,12 +140,16 @@ def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> 
     raise typer.Exit({None: 3, "same": 0}.get(found.verdict, 1))
 
 
-def _trier(
-    target: Any, axes: Sequence[Axis], trials: Any, golden: Sent | None, rate: float, share: float, quiet: bool
-) -> Trier:
+def _trier(target: Any, axes: Sequence[Axis], trials: Any, golden: Sent | None, rate: float, share: float) -> Trier:
     from vllm_accprobe.gate.bisect.trying import Trier
 
     return Trier(target, axes, trials, golden, rate, share, lambda line: typer.echo(line, err=True))
+
+
+def _floor(path: Path) -> Sent:
+    from vllm_accprobe.gate.sending import replies
+
+    return replies.read(path)
 
 
 def _chosen(found: list[Axis], only: list[str], hold: list[str]) -> list[Axis]:

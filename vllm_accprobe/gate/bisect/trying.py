@@ -46,12 +46,14 @@ class Trier:
     rate: float
     share: float
     say: Callable[[str], None] = lambda line: None
+    floors: list[Sent] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     expected: int = 0
     size: float = 0.0
     length: int | None = None
     _parts: dict[str, tuple[Axis, ...]] = field(default_factory=dict)
     _bad: Tried | None = None
+    _same: frozenset[str] = frozenset()
 
     def first(self) -> Tried:
         """The command itself, which tells the model's length and its operators."""
@@ -97,8 +99,11 @@ class Trier:
 
     def equal(self, bad: Configuration, plain: Configuration) -> frozenset[str]:
         """Axes of which both engines' logs tell the same."""
-        one, other = (engine_log.facts(engine_log.read(self.trials.run(self.made(c)).log)) for c in (bad, plain))
-        return frozenset(a.name for a in self.axes if a.name not in plain.bad and engine_log.same(a.fact, one, other))
+        logs = [engine_log.read(self.trials.run(self.made(c)).log) for c in (bad, plain)]
+        one, other = map(engine_log.facts, logs)
+        varied = [a for a in self.axes if a.name not in plain.bad]
+        self._same = frozenset(a.name for a in varied if engine_log.same(a.fact, one, other))
+        return self._same
 
     def line(self, found: Found, cause: Cause, what: str) -> str:
         """The command to type. what: ``fails``, the set alone; ``plain``; ``passes``, the command without the set."""
@@ -121,7 +126,7 @@ class Trier:
         mine = replies.read(tried.sent)
         if self.golden is None:
             self.golden = mine
-        found = judging.judge(self.golden, mine)
+        found = judging.judge(self.golden, mine, self.floors)
         whole = (
             configuration.bad >= {a.name for a in self.axes} and not configuration.apart and not configuration.values
         )
@@ -144,7 +149,7 @@ class Trier:
         return replace(edit, add=tuple(kept))
 
     def _tell(self, configuration: Configuration, outcome: Outcome, tried: Tried, again: int) -> None:
-        names = sorted(configuration.bad) or ["everything plain"]
+        names = sorted(configuration.bad - self._same) or ["everything plain"]
         if len(configuration.bad) == len(self.axes) and not configuration.apart and not configuration.values:
             names = ["the command itself"]
         names += [f"{name} {number}" for name, number in configuration.values]
