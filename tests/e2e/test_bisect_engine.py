@@ -1,4 +1,4 @@
-"""``accprobe bisect`` with real servers: a fault that needs prefix caching is found, and what is kept is not run again."""
+"""``accprobe bisect`` with real servers: a fault that needs prefix caching; what is kept is not run again."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from vllm_accprobe.cli.common.options import CommandError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_accprobe.gate.bisect.axes import Axis
+    from vllm_accprobe.gate.bisect.axes import Setting
     from vllm_accprobe.gate.bisect.search import Cause
-    from vllm_accprobe.gate.bisect.trials import Asked
+    from vllm_accprobe.gate.bisect.trials import TrialPrompts
     from vllm_accprobe.gate.bisect.trying import Trier
     from vllm_accprobe.gate.sending.replies import Sent
 
@@ -140,7 +140,7 @@ def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> 
     raise typer.Exit({None: 3, "same": 0}.get(found.verdict, 1))
 
 
-def _trier(target: Any, axes: Sequence[Axis], trials: Any, golden: Sent | None, rate: float, share: float) -> Trier:
+def _trier(target: Any, axes: Sequence[Setting], trials: Any, golden: Sent | None, rate: float, share: float) -> Trier:
     from vllm_accprobe.gate.bisect.trying import Trier
 
     return Trier(target, axes, trials, golden, rate, share, lambda line: typer.echo(line, err=True))
@@ -152,7 +152,7 @@ def _floor(path: Path) -> Sent:
     return replies.read(path)
 
 
-def _chosen(found: list[Axis], only: list[str], hold: list[str]) -> list[Axis]:
+def _chosen(found: list[Setting], only: list[str], hold: list[str]) -> list[Setting]:
     names = [a.name for a in found]
     for name in [*only, *hold]:
         if name not in names:
@@ -174,9 +174,9 @@ def _pairs(given: list[str]) -> dict[str, str]:
 
 def _asked(
     golden: str, prompts: str, max_tokens: int, concurrency: int, timeout: float, ready: float
-) -> tuple[Asked, Sent | None]:
+) -> tuple[TrialPrompts, Sent | None]:
     """What each run is sent, and golden where it is a folder."""
-    from vllm_accprobe.gate.bisect.trials import Asked
+    from vllm_accprobe.gate.bisect.trials import TrialPrompts
     from vllm_accprobe.gate.bisect.trying import golden_folder, sent_as
     from vllm_accprobe.gate.sending import prompts as prompts_file
     from vllm_accprobe.gate.sending import replies
@@ -195,10 +195,10 @@ def _asked(
     lines = prompts_file.read(prompts or "default")
     arrive = tuple(parse(word) for word in how.pop("arrive"))
     source = Path(prompts or "default").name
-    return Asked(tuple(lines), arrive, timeout=timeout, ready=ready, source=source, **how), sent
+    return TrialPrompts(tuple(lines), arrive, timeout=timeout, ready=ready, source=source, **how), sent
 
 
-def _trials(out: Path, asked: Asked, version: str, variables: list[str]) -> Any:
+def _trials(out: Path, asked: TrialPrompts, version: str, variables: list[str]) -> Any:
     from vllm_accprobe import __version__
     from vllm_accprobe.cli.send import _made
     from vllm_accprobe.gate.bisect.trials import Trials
@@ -206,7 +206,7 @@ def _trials(out: Path, asked: Asked, version: str, variables: list[str]) -> Any:
     return Trials(out, asked, {"vllm": version, "accprobe": __version__}, _made(asked.source), variables)
 
 
-def _golden(golden: str, asked: Asked, out: Path, trials: Any) -> Sent | None:
+def _golden(golden: str, asked: TrialPrompts, out: Path, trials: Any) -> Sent | None:
     """Golden's answers, where it is a URL or a command; None where the plain configuration is golden."""
     from vllm_accprobe.gate.bisect import edits
     from vllm_accprobe.gate.sending import passes, replies

@@ -12,14 +12,14 @@ from vllm_accprobe.report.text import count, num, safe
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm_accprobe.gate.bisect.axes import Axis
+    from vllm_accprobe.gate.bisect.axes import Setting
     from vllm_accprobe.gate.bisect.search import Cause, Found
-    from vllm_accprobe.gate.bisect.trying import Row
+    from vllm_accprobe.gate.bisect.trying import TrialRow
 
 MAX_PARTS = 8
 
 
-def plan_lines(axes: Sequence[Axis], usual: int, most: int, kept: int) -> list[str]:
+def plan_lines(axes: Sequence[Setting], usual: int, most: int, kept: int) -> list[str]:
     """What is varied, and how many runs that takes."""
     if not axes:
         return ["nothing to vary: every setting of the command is plain already"]
@@ -38,7 +38,7 @@ def plan_lines(axes: Sequence[Axis], usual: int, most: int, kept: int) -> list[s
     return out
 
 
-def lines(found: Found, rows: Sequence[Row], seconds: float, line: Callable[..., str]) -> list[str]:
+def lines(found: Found, rows: Sequence[TrialRow], seconds: float, line: Callable[..., str]) -> list[str]:
     """The verdict, each set with its commands, and what could not be tried. line: the command for (names as in the
     command, axes that are apart), None for those of the command itself."""
     out = [_headline(found)]
@@ -107,7 +107,7 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if minutes < 2 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
-def to_json(found: Found, rows: Sequence[Row], seconds: float, line: Callable[..., str]) -> dict[str, Any]:
+def to_json(found: Found, rows: Sequence[TrialRow], seconds: float, line: Callable[..., str]) -> dict[str, Any]:
     """For programs. verdict: found, same, elsewhere, inconsistent, or null."""
 
     def outcome(o: Any) -> dict[str, Any] | None:

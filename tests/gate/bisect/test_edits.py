@@ -6,12 +6,12 @@ import shlex
 
 import pytest
 
-from vllm_accprobe.gate.bisect.edits import BisectError, Command, Edit, command, number
+from vllm_accprobe.gate.bisect.edits import BisectError, Edit, ServeCommand, command, number
 
 CC = "--compilation-config"
 
 
-def of(text: str, **base: str) -> Command:
+def of(text: str, **base: str) -> ServeCommand:
     return command(shlex.split(text), base)
 
 

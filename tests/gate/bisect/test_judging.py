@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from made_folders import folder
 
-from vllm_accprobe.gate.bisect.judging import Judged, judge, rate_each
+from vllm_accprobe.gate.bisect.judging import TrialGate, judge, rate_each
 from vllm_accprobe.gate.sending.replies import read
 
 
@@ -37,7 +37,7 @@ def test_nothing_to_judge(tmp_path: Path) -> None:
     assert not one.fails(1.0, 0.0)
     few = judge(read(folder(tmp_path / "g2", 1, prompts=3)), read(folder(tmp_path / "m2", 2, prompts=3)))
     assert few.why
-    assert not Judged(1.0, 0.0, 12, "why").fails(1.0, 0.0)
+    assert not TrialGate(1.0, 0.0, 12, "why").fails(1.0, 0.0)
 
 
 def test_a_rate_that_can_be_reached() -> None:

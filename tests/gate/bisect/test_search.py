@@ -7,25 +7,25 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_accprobe.gate.bisect.axes import Axis
+from vllm_accprobe.gate.bisect.axes import Setting
 from vllm_accprobe.gate.bisect.ddmin import FAIL, PASS, UNRESOLVED, most
 from vllm_accprobe.gate.bisect.edits import Edit
-from vllm_accprobe.gate.bisect.search import Configuration, Found, Outcome, Search, edits_of, expected
+from vllm_accprobe.gate.bisect.search import Configuration, Found, Search, TrialOutcome, edits_of, expected
 
 
-def axis(name: str, parts: int = 0, scale: tuple[str, int, int | None] | None = None) -> Axis:
-    inner = tuple(Axis(f"{name}: {i}", "on", "off", Edit()) for i in range(parts))
-    return Axis(name, "on", "off", Edit(), inner, scale=scale)
+def axis(name: str, parts: int = 0, scale: tuple[str, int, int | None] | None = None) -> Setting:
+    inner = tuple(Setting(f"{name}: {i}", "on", "off", Edit()) for i in range(parts))
+    return Setting(name, "on", "off", Edit(), inner, scale=scale)
 
 
 class Engine:
     """fails: told the names of leaves that are as in the command (parts in place of an axis that has parts)."""
 
-    def __init__(self, axes: list[Axis], fails: Callable[[frozenset[str]], bool | None]):
+    def __init__(self, axes: list[Setting], fails: Callable[[frozenset[str]], bool | None]):
         self.axes, self.fails = axes, fails
         self.asked: list[tuple[Configuration, int]] = []
 
-    def __call__(self, configuration: Configuration, again: int) -> Outcome:
+    def __call__(self, configuration: Configuration, again: int) -> TrialOutcome:
         self.asked.append((configuration, again))
         plain = {a.name for a in edits_of(configuration, self.axes, {})}
         leaves = frozenset(
@@ -33,10 +33,10 @@ class Engine:
             for leaf in ([p.name for p in a.parts] or [a.name]) if leaf not in plain
         )  # fmt: skip
         answer = self.fails(leaves)
-        return Outcome(UNRESOLVED if answer is None else FAIL if answer else PASS, 1.0)
+        return TrialOutcome(UNRESOLVED if answer is None else FAIL if answer else PASS, 1.0)
 
 
-def go(axes: list[Axis], fails: Callable[[frozenset[str]], bool | None], **how: bool | int) -> tuple[Found, Engine]:
+def go(axes: list[Setting], fails: Callable[[frozenset[str]], bool | None], **how: bool | int) -> tuple[Found, Engine]:
     engine = Engine(axes, fails)
     return Search(axes, engine, golden=False, **how).find(), engine  # type: ignore[arg-type]
 
@@ -133,9 +133,9 @@ def test_a_scale(bad: int, plain: int, fails: int, limit: tuple[int, int]) -> No
     """fails: up to this number, from its absolute value on where it is negative."""
     one = [axis("n", scale=("--n", bad, plain)), axis("b")]
 
-    def attempt(configuration: Configuration, again: int) -> Outcome:
+    def attempt(configuration: Configuration, again: int) -> TrialOutcome:
         number = dict(configuration.values).get("n", bad if "n" in configuration.bad else plain)
-        return Outcome(FAIL if (number <= fails if fails > 0 else number >= -fails) else PASS, 1.0)
+        return TrialOutcome(FAIL if (number <= fails if fails > 0 else number >= -fails) else PASS, 1.0)
 
     found = Search(one, attempt, golden=False, narrow=True).find()
     assert found.causes[0].limits == {"n": limit}

@@ -42,7 +42,7 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Command:
+class ServeCommand:
     """words: of the program; environ: what stands before it, None: unset. base: the environment it runs in."""
 
     words: tuple[str, ...]
@@ -92,7 +92,7 @@ class Command:
                 _set(made, name[len(option) + 1 :], _value(value or "true"))
         return made
 
-    def edited(self, edits: Sequence[Edit]) -> Command:
+    def edited(self, edits: Sequence[Edit]) -> ServeCommand:
         """With the changes, one after another."""
         words, environ = list(self.words), dict(self.environ)
         for edit in edits:
@@ -100,7 +100,7 @@ class Command:
             words = _without(words, lambda name, gone=gone: name in gone)  # type: ignore[misc]
             words += edit.add
             for option, path, value in edit.fields:
-                made = Command(tuple(words)).json(option)
+                made = ServeCommand(tuple(words)).json(option)
                 _set(made, path, value)
                 words = _without(words, lambda name, o=option: name == o or name.startswith(o + "."))  # type: ignore[misc]
                 words += [option, json.dumps(made, separators=(",", ":"))]
@@ -108,7 +108,7 @@ class Command:
                 environ[name] = text
                 if text is None and name not in self.base:
                     del environ[name]
-        return Command(tuple(words), tuple(environ.items()), self.base)
+        return ServeCommand(tuple(words), tuple(environ.items()), self.base)
 
     def line(self) -> str:
         """What a person types; a key is not shown."""
@@ -124,7 +124,7 @@ class Command:
         return " ".join([*before, *words])
 
 
-def command(words: Sequence[str], base: Mapping[str, str]) -> Command:
+def command(words: Sequence[str], base: Mapping[str, str]) -> ServeCommand:
     """From what was typed: variables in front, with or without ``env``, are the command's environment. Raises
     BisectError."""
     parts = list(words)
@@ -145,7 +145,7 @@ def command(words: Sequence[str], base: Mapping[str, str]) -> Command:
         environ[name] = value
     if not parts:
         raise BisectError("the command has variables and no program")
-    return Command(tuple(parts), tuple(environ.items()), dict(base))
+    return ServeCommand(tuple(parts), tuple(environ.items()), dict(base))
 
 
 def number(text: str | None) -> int | None:

@@ -25,7 +25,7 @@ DRAWN = 2.0 / (floor.DRAWS + 1)
 
 
 @dataclass(frozen=True)
-class Judged:
+class TrialGate:
     """size: root mean square of the gaps of chosen tokens, nats, of the pair of passes where it is largest; a token
     that a side does not list counts as the largest that is listed, at least 1. p: of the gate, 1 without one. n:
     prompts. why: there is no judgement, None where there is."""
@@ -45,15 +45,15 @@ def rate_each(trials: int, prompts: int, rate: float = RATE) -> float:
     return min(rate, max(rate / max(trials, 1), 2.0 * 0.5**prompts, DRAWN))
 
 
-def judge(golden: Sent, mine: Sent, floors: Sequence[Sent] = ()) -> Judged:
+def judge(golden: Sent, mine: Sent, floors: Sequence[Sent] = ()) -> TrialGate:
     """Two folders of the same two arrivals. floors: servers that are known to be right."""
     try:
         gate = gating.compare(golden, mine, floors)
     except gating.GateError as e:
-        return Judged(0.0, 1.0, 0, str(e))
+        return TrialGate(0.0, 1.0, 0, str(e))
     if gate.p is None:
-        return Judged(0.0, 1.0, gate.prompts, gate.why)
-    return Judged(_size(golden, mine), gate.p, gate.prompts)
+        return TrialGate(0.0, 1.0, gate.prompts, gate.why)
+    return TrialGate(_size(golden, mine), gate.p, gate.prompts)
 
 
 def _size(golden: Sent, mine: Sent) -> float:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_accprobe.gate.bisect.edits import Command
+from vllm_accprobe.gate.bisect.edits import ServeCommand
 
 _WHERE = """
 import importlib.util, sys
@@ -50,7 +50,7 @@ class Offered:
         return self.options is None or option in self.options
 
 
-def look(command: Command) -> Offered:
+def look(command: ServeCommand) -> Offered:
     """Never raises for what is not found there."""
     environ = command.full()
     python = interpreter(command.words, environ)

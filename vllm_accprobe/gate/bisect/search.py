@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_accprobe.gate.bisect.axes import Axis
+from vllm_accprobe.gate.bisect.axes import Setting
 from vllm_accprobe.gate.bisect.ddmin import FAIL, PASS, UNRESOLVED, ddmin, most, usual
 
 HOLD = ("tensor parallel", "KV cache dtype", "speculation")
@@ -36,7 +36,7 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """kind: PASS, FAIL or UNRESOLVED; size: nats; p; why: of an unresolved one; smaller: differs beyond chance, but by
     much less than the command does."""
 
@@ -47,7 +47,7 @@ class Outcome:
     smaller: bool = False
 
 
-Try = Callable[[Configuration, int], Outcome]
+Try = Callable[[Configuration, int], TrialOutcome]
 """(configuration, how often it was tried before): repetitions are runs of their own."""
 
 
@@ -57,10 +57,10 @@ class Cause:
     without: what the command does without it and them; each: the same with all but one of it, by name, where there are
     several. limits: of an axis with a scale, the last number that fails and the first that passes."""
 
-    settings: tuple[Axis, ...]
-    alone: Outcome
-    without: Outcome
-    each: dict[str, Outcome] = field(default_factory=dict)
+    settings: tuple[Setting, ...]
+    alone: TrialOutcome
+    without: TrialOutcome
+    each: dict[str, TrialOutcome] = field(default_factory=dict)
     flaky: list[str] = field(default_factory=list)
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
@@ -79,14 +79,14 @@ class Found:
     two logs tell them alike; held: left as in the command, because without them nothing starts."""
 
     verdict: str | None
-    axes: tuple[Axis, ...]
+    axes: tuple[Setting, ...]
     equal: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
     causes: list[Cause] = field(default_factory=list)
-    bad: Outcome | None = None
-    plain: Outcome | None = None
+    bad: TrialOutcome | None = None
+    plain: TrialOutcome | None = None
     why: str = ""
-    rest: Outcome | None = None
+    rest: TrialOutcome | None = None
 
 
 class Search:
@@ -95,16 +95,16 @@ class Search:
     tell alike; parts: an axis's parts that the model has; lengths: the model's."""
 
     def __init__(
-        self, axes: Sequence[Axis], attempt: Try, *, golden: bool, again: int = 0, narrow: bool = False,
+        self, axes: Sequence[Setting], attempt: Try, *, golden: bool, again: int = 0, narrow: bool = False,
         equal: Callable[[Configuration, Configuration], frozenset[str]] = lambda bad, plain: frozenset(),
-        parts: Callable[[Axis], tuple[Axis, ...]] = lambda axis: axis.parts,
+        parts: Callable[[Setting], tuple[Setting, ...]] = lambda axis: axis.parts,
         lengths: Callable[[], int | None] = lambda: None,
         say: Callable[[str], None] = lambda line: None,
     ):  # fmt: skip
         self._axes, self._attempt, self._golden, self._again = list(axes), attempt, golden, again
         self._narrow, self._equal, self._parts, self._length, self._say = narrow, equal, parts, lengths, say
         self._held: tuple[str, ...] = ()
-        self.outcomes: dict[Configuration, list[Outcome]] = {}
+        self.outcomes: dict[Configuration, list[TrialOutcome]] = {}
 
     def find(self) -> Found:
         """Everything, from the first trial on. Raises what trials raise."""
@@ -127,7 +127,7 @@ class Search:
         left = [n for n in names if n not in base and n not in equal]
         base |= equal & frozenset(names)
         causes: list[Cause] = []
-        rest: Outcome | None = None
+        rest: TrialOutcome | None = None
         while left and len(causes) < MAX_CAUSES:
             cause = self._cause(left, base, causes)
             causes.append(cause)
@@ -142,11 +142,11 @@ class Search:
 
     def _end(
         self, verdict: str | None, equal: tuple[str, ...] = (), causes: Sequence[Cause] = (),
-        bad: Outcome | None = None, plain: Outcome | None = None, why: str = "", rest: Outcome | None = None,
+        bad: TrialOutcome | None = None, plain: TrialOutcome | None = None, why: str = "", rest: TrialOutcome | None = None,
     ) -> Found:  # fmt: skip
         return Found(verdict, tuple(self._axes), equal, self._held, list(causes), bad, plain, why, rest)
 
-    def test(self, configuration: Configuration) -> Outcome:
+    def test(self, configuration: Configuration) -> TrialOutcome:
         """Once; from memory where it was asked for before."""
         known = self.outcomes.setdefault(configuration, [])
         if not known:
@@ -156,14 +156,14 @@ class Search:
                     known.append(self._attempt(configuration, i + 1))
         return known[-1]
 
-    def repeat(self, configuration: Configuration) -> Outcome:
+    def repeat(self, configuration: Configuration) -> TrialOutcome:
         """Once more."""
         self.test(configuration)
         known = self.outcomes[configuration]
         known.append(self._attempt(configuration, len(known)))
         return known[-1]
 
-    def _base(self, names: list[str]) -> tuple[frozenset[str], Outcome]:
+    def _base(self, names: list[str]) -> tuple[frozenset[str], TrialOutcome]:
         """What must stay as in the command so that the plain configuration starts, and that one's outcome."""
         base: frozenset[str] = frozenset()
         plain = self.test(Configuration(base))
@@ -225,7 +225,7 @@ class Search:
             return chosen, apart
         return (*others, *found), inside
 
-    def _limit(self, axis: Axis, alone: Configuration) -> tuple[int, int] | None:
+    def _limit(self, axis: Setting, alone: Configuration) -> tuple[int, int] | None:
         """Binary search between the command's number, which fails, and the plain one's: over powers of two."""
         if axis.scale is None:
             return None
@@ -249,10 +249,10 @@ class Search:
     def _rest(self, chosen: Sequence[str], apart: frozenset[str]) -> Configuration:
         return without(chosen, apart, self._axes, {a.name: self._parts(a) for a in self._axes})
 
-    def _axis_parts(self, name: str) -> tuple[Axis, ...]:
+    def _axis_parts(self, name: str) -> tuple[Setting, ...]:
         return self._parts(self._axis(name))
 
-    def _axis(self, name: str) -> Axis:
+    def _axis(self, name: str) -> Setting:
         each = [*self._axes, *(p for a in self._axes for p in a.parts)]
         return next(a for a in each if a.name == name)
 
@@ -260,7 +260,7 @@ class Search:
         return next(a.name for a in self._axes if a.name == name or any(p.name == name for p in a.parts))
 
 
-def expected(axes: Sequence[Axis], golden: bool) -> tuple[int, int]:
+def expected(axes: Sequence[Setting], golden: bool) -> tuple[int, int]:
     """(trials for one culprit, the most) of a plan, parts left away: the command, plain, ddmin, the command without the
     set, and the two that are repeated."""
     first = 2 + golden
@@ -268,7 +268,7 @@ def expected(axes: Sequence[Axis], golden: bool) -> tuple[int, int]:
 
 
 def without(
-    chosen: Sequence[str], apart: frozenset[str], axes: Sequence[Axis], parts: Mapping[str, tuple[Axis, ...]]
+    chosen: Sequence[str], apart: frozenset[str], axes: Sequence[Setting], parts: Mapping[str, tuple[Setting, ...]]
 ) -> Configuration:
     """The command with ``chosen`` made plain. Of an axis that is apart, the parts that are not chosen stay."""
     inside = frozenset(a.name for a in axes if a.name in apart and {p.name for p in parts[a.name]} & set(chosen))
@@ -276,9 +276,11 @@ def without(
     return Configuration((frozenset(a.name for a in axes) - inside | kept) - set(chosen), inside)
 
 
-def edits_of(configuration: Configuration, axes: Sequence[Axis], parts: Mapping[str, tuple[Axis, ...]]) -> list[Axis]:
+def edits_of(
+    configuration: Configuration, axes: Sequence[Setting], parts: Mapping[str, tuple[Setting, ...]]
+) -> list[Setting]:
     """The axes and parts that are made plain in ``configuration``, whose edits make its command."""
-    made: list[Axis] = []
+    made: list[Setting] = []
     for axis in axes:
         if axis.name in configuration.apart:
             made += [p for p in parts.get(axis.name, axis.parts) if p.name not in configuration.bad]

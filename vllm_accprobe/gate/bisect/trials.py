@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.gate.bisect.edits import BisectError, Command
+from vllm_accprobe.gate.bisect.edits import BisectError, ServeCommand
 from vllm_accprobe.gate.sending import passes, prompts, replies
 from vllm_accprobe.gate.sending.arrival import Arrival
 from vllm_accprobe.gate.sending.client import Sender, SendError, ServerLost
@@ -36,7 +36,7 @@ _NOT = re.compile(r"VLLM_API_KEY$|HF_TOKEN$|ACCPROBE_TRACEBACK$|VLLM_LOGGING|VLL
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrialPrompts:
     """What every trial is sent. source: what the prompts came from, for send.json."""
 
     lines: tuple[PromptLine, ...] = field(repr=False)
@@ -72,26 +72,26 @@ class Trials:
     switches, which decide, too."""
 
     def __init__(
-        self, out: Path, asked: Asked, versions: Mapping[str, str], made: Mapping[str, Any],
+        self, out: Path, asked: TrialPrompts, versions: Mapping[str, str], made: Mapping[str, Any],
         variables: Iterable[str] = (),
     ):  # fmt: skip
         self._variables = frozenset(variables)
         self._out, self._asked, self._versions, self._made = out / "trials", asked, dict(versions), dict(made)
         self._ran: set[str] = set()
 
-    def key(self, command: Command, again: int = 0) -> str:
+    def key(self, command: ServeCommand, again: int = 0) -> str:
         """Of everything that decides a trial's numbers; again: counts repetitions of the same."""
         named = self._variables | {name for name, _ in command.environ}
         environ = {k: v for k, v in command.full().items() if k in named or (_DECIDES.match(k) and not _NOT.match(k))}
         what = [command.words, sorted(environ.items()), self._asked.digest(), sorted(self._versions.items()), again]
         return hashlib.sha256(json.dumps(what).encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
-    def known(self, command: Command, again: int = 0) -> Tried | None:
+    def known(self, command: ServeCommand, again: int = 0) -> Tried | None:
         """What is kept of it, None where it must be run."""
         key = self.key(command, again)
         return self._known(key, self._out / key)
 
-    def run(self, command: Command, again: int = 0) -> Tried:
+    def run(self, command: ServeCommand, again: int = 0) -> Tried:
         """Raises ServerLost where it was lost for the first time, SendError where it cannot be asked, OSError; what was
         answered is kept then, and the next call goes on."""
         key = self.key(command, again)
@@ -120,7 +120,7 @@ class Trials:
             raise BisectError(f"{place} has no complete answers after a run: is somebody else writing there?")
         return found
 
-    def _serve(self, command: Command, place: Path) -> None:
+    def _serve(self, command: ServeCommand, place: Path) -> None:
         asked, environ = self._asked, command.full()
         # The custom operators of the model are told at this level alone; with --enable-log-requests it tells prompts.
         if command.flag("--enable-log-requests") is not True:

@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.gate.bisect import engine_log, judging
-from vllm_accprobe.gate.bisect.axes import MODEL_LENGTH, Axis, partial
+from vllm_accprobe.gate.bisect.axes import MODEL_LENGTH, Setting, partial
 from vllm_accprobe.gate.bisect.ddmin import FAIL, PASS, UNRESOLVED
-from vllm_accprobe.gate.bisect.edits import Command, Edit
-from vllm_accprobe.gate.bisect.search import Cause, Configuration, Found, Outcome, edits_of, without
+from vllm_accprobe.gate.bisect.edits import Edit, ServeCommand
+from vllm_accprobe.gate.bisect.search import Cause, Configuration, Found, TrialOutcome, edits_of, without
 from vllm_accprobe.gate.bisect.trials import Trials, Tried
 from vllm_accprobe.gate.sending import replies
 from vllm_accprobe.gate.sending.replies import Sent
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     """One trial, for the report. bad: names of the axes as in the command."""
 
     bad: tuple[str, ...]
-    outcome: Outcome
+    outcome: TrialOutcome
     tried: Tried
     command: str
     values: tuple[tuple[str, int], ...] = ()
@@ -39,19 +39,19 @@ class Row:
 class Trier:
     """golden: None: the plain configuration becomes it. rate: of one trial; share: of the command's own distance."""
 
-    command: Command
-    axes: Sequence[Axis]
+    command: ServeCommand
+    axes: Sequence[Setting]
     trials: Trials
     golden: Sent | None
     rate: float
     share: float
     say: Callable[[str], None] = lambda line: None
     floors: list[Sent] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TrialRow] = field(default_factory=list)
     expected: int = 0
     size: float = 0.0
     length: int | None = None
-    _parts: dict[str, tuple[Axis, ...]] = field(default_factory=dict)
+    _parts: dict[str, tuple[Setting, ...]] = field(default_factory=dict)
     _bad: Tried | None = None
     _same: frozenset[str] = frozenset()
 
@@ -70,11 +70,11 @@ class Trier:
             self._parts[axis.name] = kept.parts
         return tried
 
-    def parts(self, axis: Axis) -> tuple[Axis, ...]:
+    def parts(self, axis: Setting) -> tuple[Setting, ...]:
         """Those that the model has."""
         return self._parts.get(axis.name, axis.parts)
 
-    def made(self, configuration: Configuration) -> Command:
+    def made(self, configuration: Configuration) -> ServeCommand:
         """The command of a configuration."""
         edits = [self._filled(a.edit) for a in edits_of(configuration, self.axes, self._parts)]
         for name, number in configuration.values:
@@ -83,7 +83,7 @@ class Trier:
             edits.append(Edit(drop=(scale[0],), add=(scale[0], str(number))))
         return self.command.edited(edits)
 
-    def attempt(self, configuration: Configuration, again: int) -> Outcome:
+    def attempt(self, configuration: Configuration, again: int) -> TrialOutcome:
         """Raises what trials raise."""
         command = self.made(configuration)
         known = self.trials.known(command, again)
@@ -92,7 +92,7 @@ class Trier:
         outcome = self._judged(configuration, tried)
         if tried.key not in told:
             self.rows.append(
-                Row(tuple(sorted(configuration.bad)), outcome, tried, command.line(), configuration.values)
+                TrialRow(tuple(sorted(configuration.bad)), outcome, tried, command.line(), configuration.values)
             )
             self._tell(configuration, outcome, tried, again)
         return outcome
@@ -120,9 +120,9 @@ class Trier:
         """Of all that was run for this, now or before."""
         return sum(row.tried.seconds for row in self.rows)
 
-    def _judged(self, configuration: Configuration, tried: Tried) -> Outcome:
+    def _judged(self, configuration: Configuration, tried: Tried) -> TrialOutcome:
         if tried.sent is None:
-            return Outcome(UNRESOLVED, why=f"{tried.why} ({tried.log})" if tried.log else tried.why)
+            return TrialOutcome(UNRESOLVED, why=f"{tried.why} ({tried.log})" if tried.log else tried.why)
         mine = replies.read(tried.sent)
         if self.golden is None:
             self.golden = mine
@@ -131,13 +131,13 @@ class Trier:
             configuration.bad >= {a.name for a in self.axes} and not configuration.apart and not configuration.values
         )
         if found.why is not None:
-            return Outcome(UNRESOLVED, why=found.why)
+            return TrialOutcome(UNRESOLVED, why=found.why)
         if whole and found.fails(self.rate, 0.0):
             self.size = max(self.size, found.size)
         least = 0.0 if whole else self.share * self.size
         if found.fails(self.rate, least):
-            return Outcome(FAIL, found.size, found.p)
-        return Outcome(PASS, found.size, found.p, smaller=found.fails(self.rate, 0.0))
+            return TrialOutcome(FAIL, found.size, found.p)
+        return TrialOutcome(PASS, found.size, found.p, smaller=found.fails(self.rate, 0.0))
 
     def _filled(self, edit: Edit) -> Edit:
         if MODEL_LENGTH not in edit.add:
@@ -148,7 +148,7 @@ class Trier:
             kept = [*edit.add[: i - 1], *edit.add[i + 1 :]]
         return replace(edit, add=tuple(kept))
 
-    def _tell(self, configuration: Configuration, outcome: Outcome, tried: Tried, again: int) -> None:
+    def _tell(self, configuration: Configuration, outcome: TrialOutcome, tried: Tried, again: int) -> None:
         names = sorted(configuration.bad - self._same) or ["everything plain"]
         if len(configuration.bad) == len(self.axes) and not configuration.apart and not configuration.values:
             names = ["the command itself"]
@@ -168,10 +168,10 @@ class Trier:
         return runs * statistics.median(each) if each else 0.0
 
 
-def _operators(axis: Axis, known: Mapping[str, bool]) -> tuple[Axis, ...]:
+def _operators(axis: Setting, known: Mapping[str, bool]) -> tuple[Setting, ...]:
     """Of an engine whose source is not at hand: what its log names."""
     return tuple(
-        Axis(f"{axis.name}: {name}", "as by default", "native",
+        Setting(f"{axis.name}: {name}", "as by default", "native",
              Edit(fields=(("--compilation-config", "custom_ops+", f"-{name}"),)))
         for name, enabled in sorted(known.items()) if enabled
     )  # fmt: skip
