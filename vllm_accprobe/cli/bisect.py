@@ -14,7 +14,7 @@ from vllm_accprobe.cli.common.options import CommandError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_accprobe.gate.bisect.axes import Setting
+    from vllm_accprobe.gate.bisect.axes import ServerSetting
     from vllm_accprobe.gate.bisect.search import Cause
     from vllm_accprobe.gate.bisect.trials import TrialPrompts
     from vllm_accprobe.gate.bisect.trying import Trier
@@ -140,7 +140,9 @@ def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> 
     raise typer.Exit({None: 3, "same": 0}.get(found.verdict, 1))
 
 
-def _trier(target: Any, axes: Sequence[Setting], trials: Any, golden: Sent | None, rate: float, share: float) -> Trier:
+def _trier(
+    target: Any, axes: Sequence[ServerSetting], trials: Any, golden: Sent | None, rate: float, share: float
+) -> Trier:
     from vllm_accprobe.gate.bisect.trying import Trier
 
     return Trier(target, axes, trials, golden, rate, share, lambda line: typer.echo(line, err=True))
@@ -152,7 +154,7 @@ def _floor(path: Path) -> Sent:
     return replies.read(path)
 
 
-def _chosen(found: list[Setting], only: list[str], hold: list[str]) -> list[Setting]:
+def _chosen(found: list[ServerSetting], only: list[str], hold: list[str]) -> list[ServerSetting]:
     names = [a.name for a in found]
     for name in [*only, *hold]:
         if name not in names:

@@ -12,14 +12,14 @@ from vllm_accprobe.report.text import count, num, safe
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm_accprobe.gate.bisect.axes import Setting
+    from vllm_accprobe.gate.bisect.axes import ServerSetting
     from vllm_accprobe.gate.bisect.search import Cause, Found
     from vllm_accprobe.gate.bisect.trying import TrialRow
 
 MAX_PARTS = 8
 
 
-def plan_lines(axes: Sequence[Setting], usual: int, most: int, kept: int) -> list[str]:
+def plan_lines(axes: Sequence[ServerSetting], usual: int, most: int, kept: int) -> list[str]:
     """What is varied, and how many runs that takes."""
     if not axes:
         return ["nothing to vary: every setting of the command is plain already"]

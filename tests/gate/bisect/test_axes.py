@@ -6,18 +6,18 @@ import shlex
 
 import pytest
 
-from vllm_accprobe.gate.bisect.axes import MODEL_LENGTH, Setting, axes
+from vllm_accprobe.gate.bisect.axes import MODEL_LENGTH, ServerSetting, axes
 from vllm_accprobe.gate.bisect.edits import BisectError, command
 from vllm_accprobe.gate.bisect.offered import Offered
 
 ALL = Offered(None, ("fuse_a",), ("norm", "act"), ("rms_norm",))
 
 
-def of(text: str, offered: Offered = ALL, plain: dict[str, str] | None = None, **base: str) -> dict[str, Setting]:
+def of(text: str, offered: Offered = ALL, plain: dict[str, str] | None = None, **base: str) -> dict[str, ServerSetting]:
     return {a.name: a for a in axes(command(shlex.split(text), base), offered, (), plain or {})}
 
 
-def made(text: str, axis: Setting) -> str:
+def made(text: str, axis: ServerSetting) -> str:
     return shlex.join(command(shlex.split(text), {}).edited([axis.edit]).words)
 
 

@@ -7,21 +7,21 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_accprobe.gate.bisect.axes import Setting
+from vllm_accprobe.gate.bisect.axes import ServerSetting
 from vllm_accprobe.gate.bisect.ddmin import FAIL, PASS, UNRESOLVED, most
 from vllm_accprobe.gate.bisect.edits import Edit
 from vllm_accprobe.gate.bisect.search import Configuration, Found, Search, TrialOutcome, edits_of, expected
 
 
-def axis(name: str, parts: int = 0, scale: tuple[str, int, int | None] | None = None) -> Setting:
-    inner = tuple(Setting(f"{name}: {i}", "on", "off", Edit()) for i in range(parts))
-    return Setting(name, "on", "off", Edit(), inner, scale=scale)
+def axis(name: str, parts: int = 0, scale: tuple[str, int, int | None] | None = None) -> ServerSetting:
+    inner = tuple(ServerSetting(f"{name}: {i}", "on", "off", Edit()) for i in range(parts))
+    return ServerSetting(name, "on", "off", Edit(), inner, scale=scale)
 
 
 class Engine:
     """fails: told the names of leaves that are as in the command (parts in place of an axis that has parts)."""
 
-    def __init__(self, axes: list[Setting], fails: Callable[[frozenset[str]], bool | None]):
+    def __init__(self, axes: list[ServerSetting], fails: Callable[[frozenset[str]], bool | None]):
         self.axes, self.fails = axes, fails
         self.asked: list[tuple[Configuration, int]] = []
 
@@ -36,7 +36,9 @@ class Engine:
         return TrialOutcome(UNRESOLVED if answer is None else FAIL if answer else PASS, 1.0)
 
 
-def go(axes: list[Setting], fails: Callable[[frozenset[str]], bool | None], **how: bool | int) -> tuple[Found, Engine]:
+def go(
+    axes: list[ServerSetting], fails: Callable[[frozenset[str]], bool | None], **how: bool | int
+) -> tuple[Found, Engine]:
     engine = Engine(axes, fails)
     return Search(axes, engine, golden=False, **how).find(), engine  # type: ignore[arg-type]
 

@@ -21,7 +21,7 @@ _FACTS = {
     "custom operators": r"'custom_ops': (\[[^\]]*\])",
     "IR operators": r"\bir_op_priority=(IrOpPriorityConfig\([^)]*\))",
 }
-"""Of the line with the configuration, by the name in `Setting.fact`."""
+"""Of the line with the configuration, by the name in `ServerSetting.fact`."""
 _LINES = {"async": r"Asynchronous scheduling is (enabled|disabled)", "chunks": r"Chunked prefill is enabled with (\S+)"}
 _USED = re.compile(r"(enabled|disabled) custom ops: Counter\(\{([^}]*)\}\)")
 
@@ -36,7 +36,7 @@ def read(path: Path | None) -> str:
 
 
 def facts(text: str) -> dict[str, str]:
-    """By `Setting.fact`, what is told and nothing else."""
+    """By `ServerSetting.fact`, what is told and nothing else."""
     found = {}
     config = next((line for line in text.splitlines() if _CONFIG in line), "")
     for source, patterns in ((config, _FACTS), (text, _LINES)):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_accprobe.gate.bisect.axes import Setting
+from vllm_accprobe.gate.bisect.axes import ServerSetting
 from vllm_accprobe.gate.bisect.ddmin import FAIL, PASS, UNRESOLVED, ddmin, most, usual
 
 HOLD = ("tensor parallel", "KV cache dtype", "speculation")
@@ -57,7 +57,7 @@ class Cause:
     without: what the command does without it and them; each: the same with all but one of it, by name, where there are
     several. limits: of an axis with a scale, the last number that fails and the first that passes."""
 
-    settings: tuple[Setting, ...]
+    settings: tuple[ServerSetting, ...]
     alone: TrialOutcome
     without: TrialOutcome
     each: dict[str, TrialOutcome] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Found:
     two logs tell them alike; held: left as in the command, because without them nothing starts."""
 
     verdict: str | None
-    axes: tuple[Setting, ...]
+    axes: tuple[ServerSetting, ...]
     equal: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
     causes: list[Cause] = field(default_factory=list)
@@ -95,9 +95,9 @@ class Search:
     tell alike; parts: an axis's parts that the model has; lengths: the model's."""
 
     def __init__(
-        self, axes: Sequence[Setting], attempt: Try, *, golden: bool, again: int = 0, narrow: bool = False,
+        self, axes: Sequence[ServerSetting], attempt: Try, *, golden: bool, again: int = 0, narrow: bool = False,
         equal: Callable[[Configuration, Configuration], frozenset[str]] = lambda bad, plain: frozenset(),
-        parts: Callable[[Setting], tuple[Setting, ...]] = lambda axis: axis.parts,
+        parts: Callable[[ServerSetting], tuple[ServerSetting, ...]] = lambda axis: axis.parts,
         lengths: Callable[[], int | None] = lambda: None,
         say: Callable[[str], None] = lambda line: None,
     ):  # fmt: skip
@@ -141,9 +141,15 @@ class Search:
         return self._end(verdict, tuple(sorted(equal)), causes, seen, plain, rest=rest)
 
     def _end(
-        self, verdict: str | None, equal: tuple[str, ...] = (), causes: Sequence[Cause] = (),
-        bad: TrialOutcome | None = None, plain: TrialOutcome | None = None, why: str = "", rest: TrialOutcome | None = None,
-    ) -> Found:  # fmt: skip
+        self,
+        verdict: str | None,
+        equal: tuple[str, ...] = (),
+        causes: Sequence[Cause] = (),
+        bad: TrialOutcome | None = None,
+        plain: TrialOutcome | None = None,
+        why: str = "",
+        rest: TrialOutcome | None = None,
+    ) -> Found:
         return Found(verdict, tuple(self._axes), equal, self._held, list(causes), bad, plain, why, rest)
 
     def test(self, configuration: Configuration) -> TrialOutcome:
@@ -225,7 +231,7 @@ class Search:
             return chosen, apart
         return (*others, *found), inside
 
-    def _limit(self, axis: Setting, alone: Configuration) -> tuple[int, int] | None:
+    def _limit(self, axis: ServerSetting, alone: Configuration) -> tuple[int, int] | None:
         """Binary search between the command's number, which fails, and the plain one's: over powers of two."""
         if axis.scale is None:
             return None
@@ -249,10 +255,10 @@ class Search:
     def _rest(self, chosen: Sequence[str], apart: frozenset[str]) -> Configuration:
         return without(chosen, apart, self._axes, {a.name: self._parts(a) for a in self._axes})
 
-    def _axis_parts(self, name: str) -> tuple[Setting, ...]:
+    def _axis_parts(self, name: str) -> tuple[ServerSetting, ...]:
         return self._parts(self._axis(name))
 
-    def _axis(self, name: str) -> Setting:
+    def _axis(self, name: str) -> ServerSetting:
         each = [*self._axes, *(p for a in self._axes for p in a.parts)]
         return next(a for a in each if a.name == name)
 
@@ -260,7 +266,7 @@ class Search:
         return next(a.name for a in self._axes if a.name == name or any(p.name == name for p in a.parts))
 
 
-def expected(axes: Sequence[Setting], golden: bool) -> tuple[int, int]:
+def expected(axes: Sequence[ServerSetting], golden: bool) -> tuple[int, int]:
     """(trials for one culprit, the most) of a plan, parts left away: the command, plain, ddmin, the command without the
     set, and the two that are repeated."""
     first = 2 + golden
@@ -268,7 +274,10 @@ def expected(axes: Sequence[Setting], golden: bool) -> tuple[int, int]:
 
 
 def without(
-    chosen: Sequence[str], apart: frozenset[str], axes: Sequence[Setting], parts: Mapping[str, tuple[Setting, ...]]
+    chosen: Sequence[str],
+    apart: frozenset[str],
+    axes: Sequence[ServerSetting],
+    parts: Mapping[str, tuple[ServerSetting, ...]],
 ) -> Configuration:
     """The command with ``chosen`` made plain. Of an axis that is apart, the parts that are not chosen stay."""
     inside = frozenset(a.name for a in axes if a.name in apart and {p.name for p in parts[a.name]} & set(chosen))
@@ -277,10 +286,10 @@ def without(
 
 
 def edits_of(
-    configuration: Configuration, axes: Sequence[Setting], parts: Mapping[str, tuple[Setting, ...]]
-) -> list[Setting]:
+    configuration: Configuration, axes: Sequence[ServerSetting], parts: Mapping[str, tuple[ServerSetting, ...]]
+) -> list[ServerSetting]:
     """The axes and parts that are made plain in ``configuration``, whose edits make its command."""
-    made: list[Setting] = []
+    made: list[ServerSetting] = []
     for axis in axes:
         if axis.name in configuration.apart:
             made += [p for p in parts.get(axis.name, axis.parts) if p.name not in configuration.bad]

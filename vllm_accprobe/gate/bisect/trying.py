@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.gate.bisect import engine_log, judging
-from vllm_accprobe.gate.bisect.axes import MODEL_LENGTH, Setting, partial
+from vllm_accprobe.gate.bisect.axes import MODEL_LENGTH, ServerSetting, partial
 from vllm_accprobe.gate.bisect.ddmin import FAIL, PASS, UNRESOLVED
 from vllm_accprobe.gate.bisect.edits import Edit, ServeCommand
 from vllm_accprobe.gate.bisect.search import Cause, Configuration, Found, TrialOutcome, edits_of, without
@@ -40,7 +40,7 @@ class Trier:
     """golden: None: the plain configuration becomes it. rate: of one trial; share: of the command's own distance."""
 
     command: ServeCommand
-    axes: Sequence[Setting]
+    axes: Sequence[ServerSetting]
     trials: Trials
     golden: Sent | None
     rate: float
@@ -51,7 +51,7 @@ class Trier:
     expected: int = 0
     size: float = 0.0
     length: int | None = None
-    _parts: dict[str, tuple[Setting, ...]] = field(default_factory=dict)
+    _parts: dict[str, tuple[ServerSetting, ...]] = field(default_factory=dict)
     _bad: Tried | None = None
     _same: frozenset[str] = frozenset()
 
@@ -70,7 +70,7 @@ class Trier:
             self._parts[axis.name] = kept.parts
         return tried
 
-    def parts(self, axis: Setting) -> tuple[Setting, ...]:
+    def parts(self, axis: ServerSetting) -> tuple[ServerSetting, ...]:
         """Those that the model has."""
         return self._parts.get(axis.name, axis.parts)
 
@@ -168,10 +168,10 @@ class Trier:
         return runs * statistics.median(each) if each else 0.0
 
 
-def _operators(axis: Setting, known: Mapping[str, bool]) -> tuple[Setting, ...]:
+def _operators(axis: ServerSetting, known: Mapping[str, bool]) -> tuple[ServerSetting, ...]:
     """Of an engine whose source is not at hand: what its log names."""
     return tuple(
-        Setting(f"{axis.name}: {name}", "as by default", "native",
+        ServerSetting(f"{axis.name}: {name}", "as by default", "native",
              Edit(fields=(("--compilation-config", "custom_ops+", f"-{name}"),)))
         for name, enabled in sorted(known.items()) if enabled
     )  # fmt: skip

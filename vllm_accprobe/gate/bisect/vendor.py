@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.gate.bisect.axes import Setting
+from vllm_accprobe.gate.bisect.axes import ServerSetting
 from vllm_accprobe.gate.bisect.edits import BisectError, Edit, ServeCommand
 
 MAX_BYTES = 1 << 20
@@ -29,7 +29,7 @@ _FIELDS = {"name", "environment", "option", "words", "plain"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,200}")
 
 
-def read(path: Path, command: ServeCommand) -> list[Setting]:
+def read(path: Path, command: ServeCommand) -> list[ServerSetting]:
     """The switches whose value in ``command`` is not plain. Raises BisectError, OSError."""
     if not path.is_file():
         raise BisectError(f"--switches {path} is no file")
@@ -55,7 +55,7 @@ def _load(path: Path, text: str) -> Any:
     return tomllib.loads(text)
 
 
-def _axis(entry: Any, where: str, command: ServeCommand) -> Setting | None:
+def _axis(entry: Any, where: str, command: ServeCommand) -> ServerSetting | None:
     if not isinstance(entry, dict):
         raise BisectError(f"--switches {where}: write an object with name, environment and plain")
     if unknown := sorted(set(map(str, entry)) - _FIELDS):
@@ -85,13 +85,13 @@ def _axis(entry: Any, where: str, command: ServeCommand) -> Setting | None:
         edit = Edit(drop=(what.replace("_", "-"),), add=() if plain is None else (what, plain))
     if now == plain:
         return None
-    return Setting(name, "not set" if now is None else now or "on", "not set" if plain is None else plain, edit)
+    return ServerSetting(name, "not set" if now is None else now or "on", "not set" if plain is None else plain, edit)
 
 
-def _words(name: str, what: Any, plain: str | None, where: str, command: ServeCommand) -> Setting | None:
+def _words(name: str, what: Any, plain: str | None, where: str, command: ServeCommand) -> ServerSetting | None:
     good = isinstance(what, list) and what and all(isinstance(w, str) and w and "\0" not in w for w in what)
     if not good or plain is not None:
         raise BisectError(f"--switches {where}: words is a list of texts that make the command plain, without plain")
     if all(word in command.words for word in what):
         return None
-    return Setting(name, "without " + " ".join(what), "with it", Edit(add=tuple(what)))
+    return ServerSetting(name, "without " + " ".join(what), "with it", Edit(add=tuple(what)))
