@@ -1,10 +1,10 @@
 """The settings that bisect varies: what the command has, and what the plainest value of it is.
 
 The problem: a fault of a new card shows with prefix caching, or chunks and asynchronous scheduling together, or with
-one custom operator, and whoever switches by hand tries three of the hundred combinations. The idea: each `ServerSetting` is
-one setting whose value in the command is not the plain one, with the `Edit` that makes it plain. What is made of many
-(compilation, custom operators) is one axis first, and is taken apart only where it belongs to the culprits. Not here:
-what the installed vLLM has (offered.py), a vendor's own (vendor.py), trying (trials.py)."""
+one custom operator, and whoever switches by hand tries three of the hundred combinations. The idea: each
+`ServerSetting` is one setting whose value in the command is not the plain one, with the `Edit` that makes it plain.
+What is made of many (compilation, custom operators) is one axis first, and is taken apart only where it belongs to
+the culprits. Not here: what the installed vLLM has (offered.py), a vendor's own (vendor.py), trying (trials.py)."""
 
 from __future__ import annotations
 
