@@ -130,7 +130,10 @@ def _one(client: socket.socket) -> None:
         _run(words)
     client.setblocking(False)
     code: int | None = None
+    parent = os.getppid()
     while code is None:
+        if os.getppid() != parent:  # the script was interrupted: no engine is left behind
+            os.killpg(pid, signal.SIGKILL)
         done, status = os.waitpid(pid, os.WNOHANG)
         code = os.waitstatus_to_exitcode(status) if done else None
         try:
