@@ -72,6 +72,9 @@ NOT_RUN = {
     "accprobe doctor --graphs -- vllm serve MODEL": "four engines; test_taps_change_nothing.py has them",
     "python scripts/graph_models.py --keep DIR --markdown FILE": "thirty engines; run by hand before a release",
     "accprobe doctor --graphs -- python my_generate.py": "a program of the reader's own",
+    "accprobe bisect -- vllm serve MODEL": "a dozen servers; test_bisect_engine.py has some",
+    "accprobe bisect -- vllm serve MODEL --max-num-batched-tokens 256 --block-size 32": "a dozen servers",
+    "accprobe bisect --golden golden-sent --switches switches.toml -- vllm serve MODEL": "a dozen servers",
     "accprobe send prompts.jsonl --url URL --out DIR": "test_real_server.py has a server",
     "accprobe send prompts.jsonl --url http://localhost:8000 --out golden-sent": "test_real_server.py has a server",
     'accprobe gate "vllm serve MODEL" "vllm serve MODEL --kv-cache-dtype fp8" --prompts prompts.jsonl --out gated': (

@@ -11,7 +11,8 @@ just as it would see a bad kernel. Most faults wrap ``forward`` on the module IN
 
     {"kind": "scale", "module": "model.layers.2.mlp.down_proj", "factor": 1.05, "rows": "position>=40"}
 
-Not here: the kinds (accprobe_fault_kinds.py); row conditions (accprobe_fault_rows.py); faults inside compiled graphs;
+Not here: the kinds (accprobe_fault_kinds.py); row conditions (accprobe_fault_rows.py); engines' conditions
+(accprobe_fault_when.py); faults inside compiled graphs;
 sampler faults for the V2 runner.
 """
 
@@ -27,6 +28,7 @@ from typing import Any
 from accprobe_fault_kinds import EARLY, Site
 from accprobe_fault_kinds import KINDS as MODULE_KINDS
 from accprobe_fault_rows import ENGINE
+from accprobe_fault_when import holds
 
 ENV = "ACCPROBE_FAULT"
 SAMPLER = "sampler"
@@ -40,6 +42,7 @@ class Fault:
     module: path as in ``model.named_modules()``. factor: the kind's number. rows: see accprobe_fault_rows.py.
     features: which columns of the output (or rows of a parameter); empty means all. output: which of several outputs.
     expert, param: for the kinds that speak of them. rank: the tensor-parallel rank that is broken, or None for all.
+    when: in which engines it is there, see accprobe_fault_when.py.
     """
 
     kind: str
@@ -51,6 +54,7 @@ class Fault:
     expert: int = 0
     param: str = "weight"
     rank: int | None = None
+    when: str = "always"
 
 
 def parse(text: str) -> list[Fault]:
@@ -73,6 +77,8 @@ def register() -> None:
     from vllm.model_executor.model_loader import base_loader
     from vllm.v1.sample.sampler import Sampler
 
+    if any(word in os.environ.get(ENV, "") for word in ("hit", "chunk")):
+        ENGINE.watch()  # before accprobe binds the runner's methods, which it does in a forced server
     loader = base_loader.BaseModelLoader
     if getattr(loader.load_model, "_accprobe_faults", False):
         return
@@ -85,7 +91,8 @@ def register() -> None:
         # Rotary embeddings are shared through this table by all models of a process, faulty ones too.
         getattr(rotary_embedding, "_ROPE_DICT", {}).clear()
         text = os.environ.get(ENV)
-        faults = parse(text) if text else []
+        config = kwargs.get("vllm_config", args[0] if args else None)
+        faults = [f for f in (parse(text) if text else []) if holds(f.when, config)]
         shift[0] = int(any(f.kind == SAMPLER for f in faults))
         here = Planting([f for f in faults if f.kind != SAMPLER and (f.rank is None or f.rank == _tp_rank())])
         planting.append(here)

@@ -20,9 +20,9 @@ from vllm_accprobe.cli.common.options import Command
 
 COMMANDS = (
     "compare", "opcheck", "gentest", "opdiff", "calibrate", "summary", "show", "convert", "repair",
-    "doctor", "labels", "run", "errcheck", "formats", "patches", "send", "gate", "arm",
+    "doctor", "labels", "run", "errcheck", "formats", "patches", "send", "gate", "bisect", "arm",
 )  # fmt: skip
-STARTERS = ("run", "errcheck")
+STARTERS = ("run", "errcheck", "bisect")
 """Commands that start one: what follows its first word, options too, belongs to it, with or without ``--``."""
 TRACEBACK = "ACCPROBE_TRACEBACK"
 """Environment variable: 1 shows the traceback of an internal error."""

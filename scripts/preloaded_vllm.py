@@ -1,0 +1,180 @@
+"""A `vllm` command whose servers start from one process that has imported vLLM already.
+
+The problem: a tiny server's start is imports, three times over (front end, engine, worker), 20 to 80 s on a busy
+machine, and a bisection starts thirty of them. The idea: one process imports once and waits at a socket; the command
+`vllm` hands it its words, environment and output, it forks, and the child is `vllm serve` as ever, engine and all;
+its own processes are forked, too. For scripts on the CPU only: fork is not for processes that have a device open.
+
+    with preloaded(folder, environ) as bin: ...  # put ``bin`` in front of PATH
+
+Not here: what is served.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_CLIENT = """#!{python}
+import json, os, signal, socket, sys
+s = socket.socket(socket.AF_UNIX)
+s.connect({path!r})
+said = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode() + b"\\n"
+socket.send_fds(s, [said[:1]], [1, 2])
+s.sendall(said[1:])
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda n, _: s.send(b"%d\\n" % n))
+data = b""
+while not data.endswith(b"\\n"):
+    got = s.recv(64)
+    if not got:
+        sys.exit(1)
+    data += got
+sys.exit(int(data))
+"""
+
+
+@contextmanager
+def preloaded(folder: Path, environ: Mapping[str, str], timeout: float = 300.0) -> Iterator[Path]:
+    """A folder with the command `vllm`. environ: in which vLLM is imported (its log level and PYTHONPATH are read
+    then)."""
+    at = folder / "socket"
+    bin_ = folder / "bin"
+    bin_.mkdir(parents=True, exist_ok=True)
+    (bin_ / "vllm").write_text(_CLIENT.format(python=sys.executable, path=str(at)))
+    (bin_ / "vllm").chmod(0o700)
+    with (folder / "preloaded.log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, __file__, str(at)], env=dict(environ), stdin=subprocess.DEVNULL,
+                                   stdout=log, stderr=subprocess.STDOUT)  # fmt: skip
+    try:
+        end = time.monotonic() + timeout
+        while not at.exists():
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"vLLM was not imported; read {folder / 'preloaded.log'}")
+            time.sleep(0.1)
+        yield bin_
+    finally:
+        process.terminate()
+        process.wait()
+        at.unlink(missing_ok=True)
+
+
+def _forked_only() -> None:
+    """multiprocessing's contexts are all fork, whatever a platform sets."""
+    import multiprocessing
+
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]
+
+
+def _load() -> None:
+    import gc
+    import importlib
+
+    for name in (
+        "vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
+        "vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu.model_runner", "vllm.v1.executor.multiproc_executor",
+        "vllm.model_executor.models.qwen2", "vllm.v1.attention.backends.cpu_attn", "vllm.v1.engine.async_llm",
+        "vllm.entrypoints.openai.api_server", "vllm.model_executor.model_loader.default_loader",
+    ):  # fmt: skip
+        try:
+            importlib.import_module(name)
+        except ImportError as e:
+            print(f"not preloaded: {name}: {e}", flush=True)
+    gc.collect()
+    gc.freeze()
+
+
+def _serve(at: str) -> None:
+    _forked_only()
+    _load()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(at + ".part")
+    listener.listen()
+    os.rename(at + ".part", at)
+    while True:
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _one(client)
+        client.close()
+
+
+def _one(client: socket.socket) -> None:
+    """Between the zygote and the command: hands the client's signals on, and tells it how the command ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    first, fds, _, _ = socket.recv_fds(client, 1, 2)
+    data = first
+    while not data.endswith(b"\n"):
+        data += client.recv(1 << 16)
+    words, environ, where = json.loads(data)
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        for n, fd in enumerate(fds, 1):
+            os.dup2(fd, n)
+        client.close()
+        os.chdir(where)
+        os.environ.clear()
+        os.environ.update(environ)
+        _run(words)
+    client.setblocking(False)
+    code: int | None = None
+    parent = os.getppid()
+    while code is None:
+        if os.getppid() != parent:  # the script was interrupted: no engine is left behind
+            os.killpg(pid, signal.SIGKILL)
+        done, status = os.waitpid(pid, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status) if done else None
+        try:
+            said: Any = client.recv(64)
+            if said:
+                os.kill(pid, int(said.split()[0]))
+            else:  # the command was killed: so is what it stands for
+                os.killpg(pid, signal.SIGKILL)
+        except (BlockingIOError, ProcessLookupError):
+            pass
+        time.sleep(0.02)
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    client.setblocking(True)
+    try:
+        client.sendall(b"%d\n" % (code if code >= 0 else 128 - code))
+    except OSError:
+        pass
+    os._exit(0)
+
+
+def _run(words: list[str]) -> None:
+    from vllm.entrypoints.cli.main import main
+
+    sys.argv = ["vllm", *words]
+    code = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

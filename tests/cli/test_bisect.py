@@ -1,0 +1,274 @@
+"""``accprobe bisect`` from end to end, with servers that only seem to be vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from settings_server import install, served
+
+from vllm_accprobe.cli import main
+
+SECRET = "a prompt that nobody may see"
+SERVE = ["vllm", "serve", "M", "--max-num-batched-tokens", "64", "--block-size", "32", "--async-scheduling"]
+PREFIX = "!--no-enable-prefix-caching"
+CHUNKS, BLOCK, ASYNC = "--max-num-batched-tokens 64", "--block-size 32", " --async-scheduling"
+"""Parts of settings_server's sets: prefix caching is on unless it is switched off."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    install(tmp_path / "bin")
+    lines = [{"id": f"p{i}", "token_ids": [i + 1, i + 2, 9], "max_tokens": 4} for i in range(12)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_STARTS", str(tmp_path / "starts"))
+    monkeypatch.chdir(tmp_path)
+    # An environment in which no vllm is found takes every option to be there; this one's is found or not.
+    monkeypatch.setattr("vllm_accprobe.gate.bisect.offered.interpreter", lambda words, environ: None)
+    monkeypatch.setattr("vllm_accprobe.gate.bisect.trials.served", served)
+    return tmp_path
+
+
+def words(place: Path, *options: str, serve: list[str] = SERVE) -> list[str]:
+    held = ["--hold", "compilation", "--hold", "custom operators"]
+    return ["bisect", "--out", "out", "--prompts", "p.jsonl", *held, *options, "--", *serve]
+
+
+def starts(place: Path) -> int:
+    file = place / "starts"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def found(capsys: Any) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def fault(monkeypatch: pytest.MonkeyPatch, *sets: list[str], name: str = "FAKE_FAULT") -> None:
+    monkeypatch.setenv(name, json.dumps(list(sets)))
+
+
+def test_one_setting(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    fault(monkeypatch, [PREFIX])
+    assert main(words(place)) == 1
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert lines[0] == "4 settings of the command can be made plain:"
+    assert "found: prefix caching (0.5 nats from golden)" in lines
+    assert "  this set alone, everything else plain: fail (0.5 nats)" in lines
+    assert "  the command without it: pass (0 nats)" in lines
+    at = lines.index("  fails:")
+    assert (
+        lines[at + 1].startswith("    vllm serve M --no-async-scheduling") or "--no-async-scheduling" in lines[at + 1]
+    )
+    assert "--no-enable-prefix-caching" not in lines[at + 1]
+    assert "--no-enable-prefix-caching" in lines[at + 3]
+    assert lines[-4].strip().startswith("accprobe gate 'vllm serve M") or any("--dig" in line for line in lines)
+    runs = starts(place)
+    assert f"{runs} runs, of 16 combinations" in said.out
+    assert runs <= 9
+    # Everything is kept: the same command starts nothing.
+    assert main(words(place)) == 1
+    assert starts(place) == runs
+    assert f"{runs} runs, {runs} of them kept from before, of 16 combinations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("planted", "names"),
+    [
+        ([[CHUNKS, BLOCK]], {"chunked prefill", "block size"}),
+        ([[CHUNKS, ASYNC]], {"chunked prefill", "async scheduling"}),
+        ([[PREFIX, CHUNKS, BLOCK]], {"prefix caching", "chunked prefill", "block size"}),
+    ],
+)
+def test_several_together(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, planted: list[list[str]], names: set[str]
+) -> None:
+    fault(monkeypatch, *planted)
+    assert main(words(place, "--json")) == 1
+    result = found(capsys)
+    (cause,) = result["causes"]
+    assert {s["name"] for s in cause["settings"]} == names
+    assert cause["without"]["outcome"] == "pass"
+    assert {o["outcome"] for o in cause["each"].values()} == {"pass"}  # any one of them is enough
+    assert set(cause["each"]) == names
+
+
+def test_two_faults_are_two_sets(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    fault(monkeypatch, [PREFIX], [BLOCK])
+    assert main(words(place, "--json")) == 1
+    result = found(capsys)
+    assert sorted(s["name"] for c in result["causes"] for s in c["settings"]) == ["block size", "prefix caching"]
+    assert [c["without"]["outcome"] for c in result["causes"]] == ["fail", "pass"]
+    assert all(" 32" not in c["commands"]["passes"].split("--block-size")[-1] for c in result["causes"][1:])
+
+
+def test_nothing_differs(place: Path, capsys: Any) -> None:
+    assert main(words(place)) == 0
+    assert "nothing differs" in capsys.readouterr().out
+    assert starts(place) == 2
+
+
+def test_what_is_elsewhere_with_a_golden(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Golden is another command; this one's plain configuration is wrong as well."""
+    fault(monkeypatch, ["serve M"])
+    assert main(words(place, "--json", "--golden", "vllm serve GOOD")) == 1
+    assert found(capsys)["verdict"] == "elsewhere"
+    assert main(words(place, "--json", "--golden", "out/none")) == 2
+
+
+def test_configurations_that_do_not_start(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The half with the block size does not start: it is unresolved, told with its log, and the set is found around
+    it."""
+    fault(monkeypatch, [PREFIX, BLOCK])
+    fault(monkeypatch, [BLOCK, "--no-enable-prefix-caching"], name="FAKE_DEAD")
+    assert main(words(place)) == 1
+    out = capsys.readouterr().out
+    assert "found: prefix caching + block size" in out
+    assert "could not be tried:" in out
+    assert "exit code 3 before it served" in out
+    assert "engine-0.log" in out
+
+
+def test_a_plain_configuration_that_does_not_start_holds_what_it_needs(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    serve = [*SERVE, "-tp", "2"]
+    fault(monkeypatch, [PREFIX])
+    fault(monkeypatch, ["--tensor-parallel-size 1"], name="FAKE_DEAD")
+    assert main(words(place, "--json", serve=serve)) == 1
+    result = found(capsys)
+    assert result["held"] == ["tensor parallel"]
+    assert [s["name"] for c in result["causes"] for s in c["settings"]] == ["prefix caching"]
+    assert "-tp 2" in result["causes"][0]["commands"]["fails"]
+
+
+def test_nothing_starts(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    fault(monkeypatch, ["serve"], name="FAKE_DEAD")
+    assert main(words(place)) == 3
+    assert "nothing could be tried" in capsys.readouterr().out
+
+
+def test_an_outcome_that_changes_is_told(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    fault(monkeypatch, [PREFIX])
+    monkeypatch.setenv("FAKE_COIN", str(place / "coin"))
+    assert main(words(place, "--json", "--only", "prefix caching")) == 1
+    result = found(capsys)
+    assert result["verdict"] == "inconsistent"
+    assert result["causes"][0]["flaky"] == ["the set alone: fail, then pass"]
+
+
+def test_a_number_is_narrowed(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    few = [[f"--max-num-batched-tokens {n}"] for n in (64, 128)]
+    fault(monkeypatch, *few)
+    assert main(words(place, "--json", "--narrow")) == 1
+    assert found(capsys)["causes"][0]["limits"] == {"chunked prefill": [128, 256]}
+
+
+def test_a_custom_operator_is_one_of_its_axis(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The list is found from the installed vLLM."""
+    from vllm_accprobe.gate.bisect import offered
+
+    ops = tuple(f"op{i:02}" for i in range(12))
+    monkeypatch.setattr(offered, "look", lambda command: offered.Offered(None, (), ops))
+    fault(monkeypatch, ["!-op07", '!"none"'])
+    assert (
+        main(["bisect", "--out", "out", "--prompts", "p.jsonl", "--hold", "compilation", "--json", "--", *SERVE]) == 1
+    )
+    result = found(capsys)
+    assert [s["name"] for c in result["causes"] for s in c["settings"]] == ["custom operators: op07"]
+    assert '"-op06"' in result["causes"][0]["commands"]["fails"]
+    assert '"-op07"' not in result["causes"][0]["commands"]["fails"]
+    assert '"custom_ops":["-op07"]' in result["causes"][0]["commands"]["passes"]
+
+
+def test_a_vendors_switch(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("VENDOR_NORM", "1")
+    fault(monkeypatch, ["$VENDOR_NORM=1"])
+    (place / "s.toml").write_text('[[switch]]\nname = "norm"\nenvironment = "VENDOR_NORM"\nplain = "0"\n')
+    assert main(words(place, "--json", "--switches", "s.toml")) == 1
+    result = found(capsys)
+    assert [s["name"] for c in result["causes"] for s in c["settings"]] == ["norm"]
+    assert result["causes"][0]["commands"]["passes"].startswith("VENDOR_NORM=0 vllm serve")
+
+
+def test_a_plan_starts_nothing(place: Path, capsys: Any) -> None:
+    assert main(words(place, "--plan")) == 0
+    assert "combinations" in capsys.readouterr().out
+    assert starts(place) == 0
+    assert not (place / "out").exists()
+
+
+def test_a_server_that_is_lost_is_one_line_and_then_unresolved(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    fault(monkeypatch, [PREFIX])
+    fault(monkeypatch, ["--no-enable-prefix-caching"], name="FAKE_LOST")
+    assert main(words(place)) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("accprobe: ")]
+    assert "the same command goes on from there" in line
+    kept = len(list((place / "out" / "trials").glob("*/sent/pass-0.jsonl")))
+    monkeypatch.delenv("FAKE_LOST")
+    assert kept == 2
+    assert main(words(place)) == 1
+    assert "found: prefix caching" in capsys.readouterr().out
+
+
+def test_ctrl_c_is_one_line_and_the_same_command_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch, [PREFIX])
+    program = "from vllm_accprobe.gate.bisect import offered; offered.interpreter = lambda w, e: None; " \
+              "import sys; from vllm_accprobe.cli import main; sys.exit(main())"  # fmt: skip
+    line = [sys.executable, "-c", program, *words(place)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        end = time.monotonic() + 60
+        while starts(place) < 2 and time.monotonic() < end:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert [x for x in err.splitlines() if not x.startswith(("run ", "the first run"))] == [
+        "accprobe: interrupted; what was run is kept in out, and the same command goes on from there"
+    ]
+    begun = starts(place)
+    assert main(words(place)) == 1
+    assert starts(place) < begun + 9
+
+
+BAD: list[tuple[Callable[[Path], list[str]], str]] = [
+    (lambda p: ["bisect", "--out", "out", "--", "python", "-c", "pass"], "is no `vllm serve`"),
+    (lambda p: ["bisect", "--out", "out", "--", "no-such-program", "serve"], "no such command"),
+    (lambda p: words(p, "--only", "nonsense"), "is no setting that can be varied here"),
+    (lambda p: words(p, "--share", "1.5"), "--share"),
+    (lambda p: words(p, "--plain", "attention"), "SETTING=VALUE"),
+    (lambda p: words(p, "--plain", "colour=red"), "have other plain values"),
+    (lambda p: words(p, "--switches", "none.toml"), "is no file"),
+    (lambda p: words(p, serve=["vllm", "serve", "M", "-cc", "{"]), "no json"),
+    (lambda p: ["bisect", "--out", "out", "--prompts", "none.jsonl", "--", *SERVE], "is no file"),
+]
+
+
+@pytest.mark.parametrize(("made", "said"), BAD, ids=[said for _, said in BAD])
+def test_bad_input_is_one_line(place: Path, capsys: Any, made: Callable[[Path], list[str]], said: str) -> None:
+    assert main(made(place)) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1
+    assert said in err[0]
+    assert starts(place) == 0
+
+
+def test_files_are_their_owners(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    fault(monkeypatch, [PREFIX])
+    main(words(place, serve=[*SERVE, "--api-key", "hush"]))
+    assert "hush" not in capsys.readouterr().out
+    trials = place / "out" / "trials"
+    for path in trials.rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+        assert path.is_dir() or b"hush" not in path.read_bytes()

@@ -1,0 +1,148 @@
+"""A `vllm` command without vLLM: serves numbers that depend on its own words and environment, as a bad card's would.
+
+FAKE_FAULT: a JSON list of sets, each a list of words or NAME=VALUE; where all of one set are there, log-probabilities
+are off by half a nat. FAKE_DEAD: the same for a server that ends before it serves; FAKE_LOST: for one that ends in the
+middle; FAKE_COIN: a file: every second start of a faulty server is not faulty; FAKE_STARTS: a file that gets a line for
+each start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe.gate.sending.client import SendError
+
+LENGTH = 512
+
+
+def install(folder: Path) -> Path:
+    """Makes the command ``vllm`` in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "vllm"
+    path.write_text(f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+                    "from settings_server import main\nmain(sys.argv)\n")  # fmt: skip
+    path.chmod(0o700)
+    return path
+
+
+def holds(name: str, words: list[str]) -> bool:
+    """Whether one of the sets of this variable is there."""
+    joined = " ".join(words)
+
+    def there(part: str) -> bool:
+        if part.startswith("$"):
+            variable, _, value = part[1:].partition("=")
+            return os.environ.get(variable) == value
+        return part[1:] not in joined if part.startswith("!") else part in joined
+
+    return any(all(there(p) for p in one) for one in json.loads(os.environ.get(name, "[]")))
+
+
+class Ended(Exception):
+    """The command ends with this code."""
+
+
+def server_of(words: list[str], port: int) -> ThreadingHTTPServer:
+    """Listens, and is not served yet. Raises Ended."""
+    if starts := os.environ.get("FAKE_STARTS"):
+        with open(starts, "a") as f:
+            f.write(" ".join(words) + "\n")
+    if holds("FAKE_DEAD", words):
+        raise Ended(3)
+    bad, lost = holds("FAKE_FAULT", words), holds("FAKE_LOST", words)
+    if bad and (coin := os.environ.get("FAKE_COIN")):
+        n = int(Path(coin).read_text() or 0) if Path(coin).exists() else 0
+        Path(coin).write_text(str(n + 1))
+        bad = n % 2 == 0
+    asked = [0]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if lost and asked[0] > 3:
+                return self.connection.close()
+            if self.path == "/v1/models":
+                return self._say({"data": [{"id": "fake", "max_model_len": LENGTH}]})
+            self._say({"version": "0.32.0"})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked[0] += 1
+            if lost and asked[0] > 3:
+                return self.connection.close()
+            self._say(answer(body, bad))
+
+        def _say(self, value: dict[str, Any]) -> None:
+            raw = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128
+
+        def handle_error(self, *_: Any) -> None: ...  # a connection that was closed, which is the point
+
+    return Server(("127.0.0.1", port), Handler)
+
+
+def main(argv: list[str]) -> None:
+    """As a command."""
+    port = next(int(w.partition("=")[2]) for w in argv if w.startswith("--port="))
+    try:
+        server = server_of(argv[1:], port)
+    except Ended as e:
+        print("ValueError: no such combination")
+        sys.exit(e.args[0])
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
+    server.serve_forever(poll_interval=0.02)
+
+
+@contextmanager
+def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) -> Iterator[tuple[str, str]]:
+    """In place of gate/sending/serving.py's, in this process: no time is spent on processes."""
+    log = out / f"engine-{len(list(out.glob('engine-*.log')))}.log"
+    log.write_text("")
+    log.chmod(0o600)
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        server = server_of(shlex.split(command), 0)
+    except Ended as e:
+        raise SendError(f"--engine: the command ended with exit code {e} before it served; read {log}") from None
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", ""
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def answer(body: dict[str, Any], bad: bool) -> dict[str, Any]:
+    """Four tokens, of a prompt of token ids."""
+    ids = body["prompt"]
+    off = 0.5 if bad else 0.0
+    chosen = [-0.25 - 0.01 * ((sum(ids) + k) % 7) - off for k in range(4)]
+    tops = [{f"token_id:{100 + k}": v, f"token_id:{200 + k}": v - 2.0} for k, v in enumerate(chosen)]
+    choice = {
+        "token_ids": [100 + k for k in range(4)], "prompt_token_ids": ids, "finish_reason": "length",
+        "logprobs": {"token_logprobs": chosen, "top_logprobs": tops},
+    }  # fmt: skip
+    return {"choices": [choice], "usage": {}}

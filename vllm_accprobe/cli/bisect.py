@@ -1,0 +1,231 @@
+"""``accprobe bisect -- vllm serve ...``: which settings of a command make its numbers wrong?"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from vllm_accprobe.cli.common.options import CommandError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_accprobe.gate.bisect.axes import ServerSetting
+    from vllm_accprobe.gate.bisect.search import Cause
+    from vllm_accprobe.gate.bisect.trials import TrialPrompts
+    from vllm_accprobe.gate.bisect.trying import Trier
+    from vllm_accprobe.gate.sending.replies import Sent
+
+
+def bisect(
+    command: list[str] = typer.Argument(
+        ..., metavar="-- CMD...", help="The server that is wrong: vllm serve MODEL ..."
+    ),
+    golden: str = typer.Option(
+        "", "--golden", metavar="SIDE", help="A folder of send, a URL or a command; the plain command if not given."
+    ),
+    out: Path = typer.Option("accprobe-bisect", "--out", "-o", metavar="DIR", help="Where runs are kept."),
+    prompts: str = typer.Option("", "--prompts", metavar="FILE", help="As of accprobe send; golden's by default."),
+    only: list[str] = typer.Option([], "--only", metavar="SETTING", help="Vary only these. Can be repeated."),
+    hold: list[str] = typer.Option([], "--hold", metavar="SETTING", help="Leave as in CMD. Can be repeated."),
+    plain: list[str] = typer.Option([], "--plain", metavar="SETTING=VALUE", help="Another plain value, of attention."),
+    switches: Path = typer.Option(None, "--switches", metavar="FILE", help="A vendor's own switches, toml or json."),
+    floor: list[Path] = typer.Option(
+        [], "--floor", metavar="FOLDER", help="Of send: a server known to be right. Can be repeated."
+    ),
+    narrow: bool = typer.Option(False, "--narrow", help="Of numbers that are found: from where on they fail."),
+    repeat: int = typer.Option(
+        1, "--repeat", metavar="N", min=1, max=20, help="Times a run must pass to count as pass."
+    ),
+    share: float = typer.Option(
+        None, "--share", metavar="S", help="A run fails that is so much of CMD's distance away; 0.5 if not given."
+    ),
+    plan: bool = typer.Option(False, "--plan", help="Print the settings and the number of runs; start nothing."),
+    max_tokens: int = typer.Option(32, "--max-tokens", metavar="N", min=1, help="Where a prompt says no other."),
+    concurrency: int = typer.Option(64, "--concurrency", metavar="N", min=1, max=1024, help="Requests at a time."),
+    timeout: float = typer.Option(600, "--timeout", metavar="S", min=0.1, help="Without an answer, for one request."),
+    ready: float = typer.Option(1800, "--ready-timeout", metavar="S", min=1, help="Until a server answers."),
+    as_json: bool = typer.Option(False, "--json", help="Print json, not lines."),
+) -> None:
+    """Find the smallest set of settings that makes a server's numbers wrong.
+
+    Each run is CMD with some settings made plain (no prefix caching, no chunks, native operators ...), served, sent the
+    same prompts and held against golden; delta debugging finds sets of several settings, too. Runs are kept in DIR, and
+    an interrupted bisection goes on with the same command.
+    Exit code 0: nothing differs, 1: it differs, 2: bad usage, or a server was lost, 3: nothing could be tried.
+    """
+    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.gate.bisect import axes as settings
+    from vllm_accprobe.gate.bisect import edits, judging, offered, vendor
+    from vllm_accprobe.gate.bisect.search import expected
+    from vllm_accprobe.gate.sending.client import SendError
+    from vllm_accprobe.gate.sending.prompts import PromptsError
+    from vllm_accprobe.gate.sending.replies import FolderError
+    from vllm_accprobe.report import bisect_lines
+    from vllm_accprobe.run.launcher import LaunchError, command_line
+    from vllm_accprobe.run.server_command import ServerCommandError, understood
+
+    share = judging.SHARE if share is None else share
+    if not 0 <= share < 1:
+        raise CommandError(f"--share: {share} is no number from 0 to below 1")
+    outputs.check(out, {})
+    try:
+        target = edits.command(command, os.environ)
+        command_line(target.words, target.full())
+        if not understood(target.words, target.full()).url:
+            raise CommandError(f"{target.words[0]} is no `vllm serve`: bisect changes the options of one")
+        there = offered.look(target)
+        found = settings.axes(target, there, vendor.read(switches, target) if switches else (), _pairs(plain))
+        axes = _chosen(found, only, hold)
+        asked, folder = _asked(golden, prompts, max_tokens, concurrency, timeout, ready)
+        trials = _trials(out, asked, there.version, [name for a in found for name, _ in a.edit.environ])
+        kept = sum(1 for p in (out / "trials").glob("*/sent/send.json")) if (out / "trials").is_dir() else 0
+        usual, most = expected(axes, bool(golden))
+        for line in bisect_lines.plan_lines(axes, usual, most, kept):
+            typer.echo(line, err=as_json)
+        if plan or not axes:
+            raise typer.Exit(0)
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        against = folder or _golden(golden, asked, out, trials)
+        rate = judging.rate_each(usual, len(asked.lines))
+        trier = _trier(target, axes, trials, against, rate, share)
+        trier.expected, trier.floors = usual, [_floor(path) for path in floor]
+        _go(trier, bool(golden), repeat - 1, narrow, as_json)
+    except (edits.BisectError, ServerCommandError, LaunchError, PromptsError, FolderError, SendError) as e:
+        raise CommandError(f"{str(e).removesuffix(KEPT)}{_kept(out, e)}") from None
+    except KeyboardInterrupt:
+        typer.echo(
+            f"accprobe: interrupted; what was run is kept in {out}, and the same command goes on from there", err=True
+        )
+        raise typer.Exit(130) from None
+
+
+KEPT = ", and the same command goes on from there"
+
+
+def _kept(out: Path, error: Exception) -> str:
+    from vllm_accprobe.gate.sending.client import ServerLost
+
+    return f"{KEPT} (read the newest engine log in {out / 'trials'})" if isinstance(error, ServerLost) else ""
+
+
+def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> None:
+    """The search, and what is printed of it. Raises typer.Exit with the verdict's code."""
+    from vllm_accprobe.gate.bisect.search import Search
+    from vllm_accprobe.report import bisect_lines
+
+    first = trier.first()
+    if not first.kept:
+        trier.say(
+            f"the first run took {first.seconds:.0f} s: about {trier.left(trier.expected - 1) / 60:.0f} min to go"
+        )
+    search = Search(
+        trier.axes, trier.attempt, golden=golden, again=again, narrow=narrow, equal=trier.equal, parts=trier.parts,
+        lengths=lambda: trier.length, say=trier.say,
+    )  # fmt: skip
+    found = search.find()
+
+    def line(cause: Cause, what: str) -> str:
+        return trier.line(found, cause, what)
+
+    if as_json:
+        typer.echo(json.dumps(bisect_lines.to_json(found, trier.rows, trier.seconds, line), indent=1))
+    else:
+        for text in bisect_lines.lines(found, trier.rows, trier.seconds, line):
+            typer.echo(text)
+    raise typer.Exit({None: 3, "same": 0}.get(found.verdict, 1))
+
+
+def _trier(
+    target: Any, axes: Sequence[ServerSetting], trials: Any, golden: Sent | None, rate: float, share: float
+) -> Trier:
+    from vllm_accprobe.gate.bisect.trying import Trier
+
+    return Trier(target, axes, trials, golden, rate, share, lambda line: typer.echo(line, err=True))
+
+
+def _floor(path: Path) -> Sent:
+    from vllm_accprobe.gate.sending import replies
+
+    return replies.read(path)
+
+
+def _chosen(found: list[ServerSetting], only: list[str], hold: list[str]) -> list[ServerSetting]:
+    names = [a.name for a in found]
+    for name in [*only, *hold]:
+        if name not in names:
+            raise CommandError(
+                f"{name!r} is no setting that can be varied here: {', '.join(names) or 'there are none'}"
+            )
+    return [a for a in found if (not only or a.name in only) and a.name not in hold]
+
+
+def _pairs(given: list[str]) -> dict[str, str]:
+    made = {}
+    for text in given:
+        name, has, value = text.partition("=")
+        if not has or not value:
+            raise CommandError(f"--plain {text}: write SETTING=VALUE, for example attention=TRITON_ATTN")
+        made[name.strip()] = value
+    return made
+
+
+def _asked(
+    golden: str, prompts: str, max_tokens: int, concurrency: int, timeout: float, ready: float
+) -> tuple[TrialPrompts, Sent | None]:
+    """What each run is sent, and golden where it is a folder."""
+    from vllm_accprobe.gate.bisect.trials import TrialPrompts
+    from vllm_accprobe.gate.bisect.trying import golden_folder, sent_as
+    from vllm_accprobe.gate.sending import prompts as prompts_file
+    from vllm_accprobe.gate.sending import replies
+    from vllm_accprobe.gate.sending.arrival import parse
+
+    how: dict[str, Any] = {"arrive": ["one", "all"], "concurrency": concurrency, "top": 20, "max_tokens": max_tokens}
+    folder = golden_folder(golden) if golden else None
+    sent = None
+    if folder is not None:
+        if prompts:
+            raise CommandError("--prompts: golden is a folder, whose own prompts are sent")
+        sent, prompts = replies.read(folder), str(folder / replies.PROMPTS)
+        how |= sent_as(sent.about)
+        if len(how["arrive"]) < 2:
+            raise CommandError(f"{folder} has one pass: send golden's with --arrive one --arrive all")
+    lines = prompts_file.read(prompts or "default")
+    arrive = tuple(parse(word) for word in how.pop("arrive"))
+    source = Path(prompts or "default").name
+    return TrialPrompts(tuple(lines), arrive, timeout=timeout, ready=ready, source=source, **how), sent
+
+
+def _trials(out: Path, asked: TrialPrompts, version: str, variables: list[str]) -> Any:
+    from vllm_accprobe import __version__
+    from vllm_accprobe.cli.send import _made
+    from vllm_accprobe.gate.bisect.trials import Trials
+
+    return Trials(out, asked, {"vllm": version, "accprobe": __version__}, _made(asked.source), variables)
+
+
+def _golden(golden: str, asked: TrialPrompts, out: Path, trials: Any) -> Sent | None:
+    """Golden's answers, where it is a URL or a command; None where the plain configuration is golden."""
+    from vllm_accprobe.gate.bisect import edits
+    from vllm_accprobe.gate.sending import passes, replies
+    from vllm_accprobe.gate.sending.client import Sender
+
+    if not golden:
+        return None
+    if golden.startswith(("http://", "https://")):
+        how: dict[str, Any] = {"timeout": asked.timeout, "top": asked.top, "max_tokens": asked.max_tokens}
+        sender, told = Sender(golden, os.environ.get("VLLM_API_KEY", ""), **how).introduced()
+        from vllm_accprobe.cli.send import _made
+
+        passes.send(
+            sender, told, list(asked.lines), list(asked.arrive), asked.concurrency, out / "golden", _made(asked.source)
+        )
+        return replies.read(out / "golden")
+    tried = trials.run(edits.command([golden], os.environ))
+    if tried.sent is None:
+        raise CommandError(f"--golden: {tried.why}")
+    return replies.read(tried.sent)
