@@ -13,11 +13,14 @@ from vllm_accprobe.cli.common.options import CommandError, NothingThere
 
 def gate(
     golden: Path = typer.Argument(
-        ...,
+        None,
         metavar="GOLDEN",
         help="Of the machine that is trusted: a folder of accprobe send; or an evaluation's answers.",
     ),
-    mine: Path = typer.Argument(..., metavar="MINE", help="The same of the other."),
+    mine: Path = typer.Argument(None, metavar="MINE", help="The same of the other."),
+    itself: str = typer.Option("", "--self", metavar="COMMAND|URL", help="One server against itself, instead of two."),
+    prompts: str = typer.Option("default", "--prompts", metavar="FILE", help="With --self or a server: what is sent."),
+    out: Path = typer.Option(None, "--out", "-o", metavar="DIR", help="With --self or a server: where answers go."),
     samples: bool = typer.Option(False, "--samples", help="GOLDEN and MINE are an evaluation's: files or folders."),
     task: list[str] = typer.Option([], "--task", metavar="GLOB", help="Only these tasks. Can be repeated."),
     metric: list[str] = typer.Option([], "--metric", metavar="GLOB", help="Only these metrics. Can be repeated."),
@@ -39,6 +42,14 @@ def gate(
     the difference is more than chance, how many questions would show it, and which questions flipped.
     Exit code 0: no difference beyond chance, 1: one beyond, 2: unreadable input, 3: nothing could be paired.
     """
+    if itself:
+        from vllm_accprobe.cli.gate_self import gate_self
+
+        if golden is not None or samples:
+            raise CommandError("--self is one server against itself: leave GOLDEN, MINE and --samples away")
+        gate_self(itself, prompts, out, rate, as_json)
+    if golden is None or mine is None:
+        raise CommandError("name GOLDEN and MINE, or one server with --self")
     if not samples:
         if task or metric or filter or prompts_out or csv:
             raise CommandError("--task, --metric, --filter, --prompts-out and --csv are for --samples")

@@ -1,0 +1,52 @@
+"""``accprobe gate --self COMMAND|URL``: one server against itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from vllm_accprobe.cli.common.options import CommandError
+
+
+def gate_self(side: str, prompts: str, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
+    """Asks the server in every way, and says which way is the odd one."""
+    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.send import _made
+    from vllm_accprobe.gate.self import asked, odd_one
+    from vllm_accprobe.gate.sending import prompts as prompts_file
+    from vllm_accprobe.gate.sending import replies
+    from vllm_accprobe.gate.sending.client import SendError
+    from vllm_accprobe.report.servers import self_lines
+    from vllm_accprobe.whole_file import whole
+
+    rate = odd_one.RATE if rate is None else rate
+    if not 0 < rate < 1:
+        raise CommandError(f"--false-alarm-rate: {rate} is no probability between 0 and 1")
+    if out is None:
+        raise CommandError("--self: name a folder for the answers with --out DIR")
+    outputs.check(out, {})
+    begun = not out.is_dir() or (out / "alone").is_dir()
+    if not begun and any(not p.name.startswith("engine-") for p in out.iterdir()):
+        raise CommandError(f"--out {out} has other files: name a new directory, or one that a gate --self began")
+    told = (lambda said: typer.echo(f"asking: {said}", err=True)) if sys.stderr.isatty() else (lambda said: None)
+    how = asked.How(out, _made(prompts), tell=told)
+    try:
+        lines = prompts_file.read(prompts)
+        found = asked.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
+    except (SendError, prompts_file.PromptsError, replies.FolderError) as e:
+        raise CommandError(str(e).replace("--engine:", "--self:").replace("--url:", "--self:")) from None
+    result = odd_one.judge(found.ways, found.answers, rate, found.missing, tuple(found.notes))
+    said = self_lines.to_json(result)
+    with whole(out / "self.json") as part:
+        part.write_text(json.dumps(said, indent=1) + "\n")
+    if as_json:
+        typer.echo(json.dumps(said, indent=1))
+    else:
+        for line in self_lines.lines(result):
+            typer.echo(line)
+    raise typer.Exit({"pass": 0, "fail": 1, None: 3}[result.verdict])

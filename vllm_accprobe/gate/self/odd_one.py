@@ -1,0 +1,205 @@
+"""Which way of asking one server gives other numbers than rounding explains.
+
+The problem: there is no second machine to say what is right, and other batch shapes round in other ways, by an amount
+that depends on the model. The idea: the ways measure each other. What must be the same to the bit is compared as bits.
+Of the others each has an allowance: a few times what the *other* ways differ in the mean (their median, so that one
+odd way does not set it), and not less than a few steps of the logits' own grid. The question asked of the tokens is
+whether more than half of them lie beyond it, by a sign test: exact, and with no assumption about the size of rounding.
+It is asked of all prompts together and of each prompt's tokens, because some faults need a long prompt.
+Not here: how a server is asked (salted.py), the grid (logit_grid.py), lines (report/servers).
+
+What no way can show: a fault that is the same in all of them, say from a position on. That takes a second server.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy import special
+
+from vllm_accprobe.gate.measure.token_gaps import gaps
+from vllm_accprobe.gate.self.logit_grid import step
+from vllm_accprobe.gate.self.ways import BASE, EQUAL, Way
+from vllm_accprobe.gate.sending.client import Reply
+
+TIMES = 4.0
+"""Chosen: how many times the others' mean, or how many steps of the logits, are still rounding."""
+RATE = 0.05
+"""Chosen: as of two servers."""
+NO_HIT = "prompts of which nothing was found in the cache"
+NOT_FRESH = "prompts that should have been fresh and were in the cache"
+
+Replies = Mapping[str, Reply]
+
+
+@dataclass
+class Distance:
+    """Between two ways: by prompt the gap and the logits' step of each token that both have read alike. unequal:
+    prompts whose answers are not the same to the bit; left_out: prompts, by reason."""
+
+    by_prompt: dict[str, np.ndarray] = field(default_factory=dict)
+    flips: int = 0
+    unequal: list[str] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def all(self) -> np.ndarray:
+        """float64 [tokens, 2]: gap, step."""
+        return np.concatenate([np.zeros((0, 2)), *self.by_prompt.values()])
+
+    @property
+    def mean(self) -> float:
+        return float(self.all[:, 0].mean()) if len(self.all) else 0.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one way showed. tokens, prompts: compared; flips: tokens that are not the same; unequal: prompts that are
+    not the same to the bit. mean, worst: gaps in nats; allowance: of a token, in the mean; p: that an equal or honestly
+    rounding way has so many tokens beyond it, over all prompts or in one of them, times how often it was asked; odd:
+    prompts beyond, worst first. ok: None where nothing was compared. why: the reason, for people."""
+
+    way: Way
+    ok: bool | None
+    why: str
+    prompts: int = 0
+    tokens: int = 0
+    flips: int = 0
+    unequal: int = 0
+    mean: float = 0.0
+    worst: float = 0.0
+    allowance: float | None = None
+    p: float | None = None
+    odd: tuple[str, ...] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SelfGate:
+    """findings: a way each; odd: the names of those that are not ok; agree: whether these agree with one another, so
+    that what they were compared with may be the odd one. None of both where fewer than two are odd."""
+
+    findings: tuple[Finding, ...]
+    odd: tuple[str, ...]
+    agree: bool | None
+    rate: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str | None:
+        """None where nothing was compared."""
+        known = [f for f in self.findings if f.ok is not None]
+        return None if not known else "fail" if self.odd else "pass"
+
+
+def judge(
+    ways: list[Way], answers: Mapping[str, Replies], rate: float = RATE, missing: Mapping[str, str] | None = None,
+    notes: tuple[str, ...] = (),
+) -> SelfGate:  # fmt: skip
+    """answers: by the way's name. missing: why a way has none."""
+    asked = [w for w in ways if w.name != BASE]
+    distances = {
+        w.name: distance(answers[w.against], answers[w.name], w)
+        for w in asked
+        if w.name in answers and w.against in answers
+    }
+    noisy = [w.name for w in asked if w.name in distances and w.rule != EQUAL and distances[w.name].by_prompt]
+    findings = []
+    for w in asked:
+        d = distances.get(w.name)
+        if d is None or not d.by_prompt:
+            why = (missing or {}).get(w.name, "no prompt could be compared")
+            findings.append(Finding(w, None, why, left_out={} if d is None else dict(d.left_out)))
+            continue
+        others = [distances[name].mean for name in noisy if name != w.name]
+        findings.append(_judged(w, d, float(np.median(others)) if others else 0.0, rate / max(len(distances), 1)))
+    odd = tuple(f.way.name for f in findings if f.ok is False)
+    return SelfGate(tuple(findings), odd, _agree(odd, answers, findings, rate), rate, notes)
+
+
+def distance(golden: Replies, mine: Replies, way: Way) -> Distance:
+    """Token by token up to the first that is not the same; prompts that did not meet the cache as they should are left
+    out, where the server tells."""
+    found = Distance()
+    for name, reply in golden.items():
+        other = mine.get(name)
+        if other is None:
+            continue
+        if way.before and other.cached == 0:
+            found.left_out[NO_HIT] += 1
+            continue
+        if not way.before and not way.scored and other.cached:
+            found.left_out[NOT_FRESH] += 1
+            continue
+        tokens, _, why = gaps(reply, other)
+        rows = [(t.gap, step(reply.top[t.ordinal][1])) for t in tokens if t.gap is not None and reply.top is not None]
+        if why is not None or not rows:
+            found.left_out[why or "prompts without log-probabilities of the same tokens"] += 1
+            continue
+        found.by_prompt[name] = np.array(rows, np.float64)
+        found.flips += sum(t.flipped for t in tokens)
+        if (reply.token_ids, reply.logprobs, reply.top) != (other.token_ids, other.logprobs, other.top):
+            found.unequal.append(name)
+    return found
+
+
+def _judged(way: Way, d: Distance, floor: float, rate: float) -> Finding:
+    rows = d.all
+    p, odd = beyond(d, floor)
+    allowance = TIMES * max(floor, float(rows[:, 1].mean()))
+    unequal = len(d.unequal)
+    if way.rule == EQUAL and unequal and not way.restarts:
+        ok, why = False, "the same request in the same batch must give the same bits"
+        odd = tuple(d.unequal)
+    elif p <= rate:
+        ok, why = False, "further apart than rounding explains"
+    elif way.scored or unequal:
+        ok, why = True, "within rounding"
+        if way.rule == EQUAL:
+            why = "not the same bits, within rounding: another start may have chosen other kernels"
+        elif not rows[:, 0].any():
+            why = "the same numbers"
+    else:
+        ok, why = True, "the same bits"
+    return Finding(
+        way, ok, why, len(d.by_prompt), len(rows), d.flips, unequal, float(rows[:, 0].mean()), float(rows[:, 0].max()),
+        None if way.rule == EQUAL and not way.restarts else allowance, p, odd if not ok else (), dict(d.left_out),
+    )  # fmt: skip
+
+
+def beyond(d: Distance, floor: float) -> tuple[float, tuple[str, ...]]:
+    """(p, the prompts with most tokens beyond the allowance, worst first). p is of the sign test: under the null a
+    token of a prompt, or a prompt's mean, is as likely below its allowance as above it [W. Dixon, A. Mood, J. Am. Stat.
+    Assoc. 41 (1946) 557]; asked of the prompts' means and of each prompt's tokens, and multiplied by how often."""
+    asked = []
+    tokens_of = []
+    for name, rows in d.by_prompt.items():
+        over = rows[:, 0] > TIMES * np.maximum(floor, rows[:, 1])
+        asked.append(bool(rows[:, 0].mean() > TIMES * max(floor, float(rows[:, 1].mean()))))
+        tokens_of.append((_tail(int(over.sum()), len(over)), -float(rows[:, 0].mean()), name, asked[-1]))
+    together = _tail(sum(asked), len(asked))
+    each = min(p for p, *_ in tokens_of) * len(tokens_of)
+    odd = tuple(name for _, _, name, is_over in sorted(tokens_of) if is_over)
+    return min(1.0, 2.0 * min(together, each)), odd
+
+
+def _tail(k: int, n: int) -> float:
+    """P(at least k of n heads)."""
+    return float(special.bdtrc(k - 1, n, 0.5)) if k > 0 else 1.0
+
+
+def _agree(odd: tuple[str, ...], answers: Mapping[str, Replies], findings: list[Finding], rate: float) -> bool | None:
+    """Whether the odd ways give the same as one another, within the widest of their allowances."""
+    ways = [f.way for f in findings if f.way.name in odd]
+    if len(ways) < 2 or any(w.against != BASE for w in ways):
+        return None
+    floor = max(f.allowance or 0.0 for f in findings if f.way.name in odd) / TIMES
+    pairs = [(a, b) for i, a in enumerate(ways) for b in ways[i + 1 :]]
+    for a, b in pairs:
+        d = distance(answers[a.name], answers[b.name], Way("", "", before=b.before, scored=b.scored))
+        if not d.by_prompt or beyond(d, floor)[0] <= rate / len(pairs):
+            return False
+    return True
