@@ -17,7 +17,7 @@ def gate(
         metavar="GOLDEN",
         help="Of the machine that is trusted: a folder of accprobe send; or an evaluation's answers.",
     ),
-    mine: Path = typer.Argument(None, metavar="MINE", help="The same of the other."),
+    mine_side: str = typer.Argument(None, metavar="MINE", help="The same of the other."),
     itself: str = typer.Option("", "--self", metavar="COMMAND|URL", help="One server against itself, instead of two."),
     prompts: str = typer.Option("default", "--prompts", metavar="FILE", help="With --self or a server: what is sent."),
     out: Path = typer.Option(None, "--out", "-o", metavar="DIR", help="With --self or a server: where answers go."),
@@ -48,8 +48,13 @@ def gate(
         if golden is not None or samples:
             raise CommandError("--self is one server against itself: leave GOLDEN, MINE and --samples away")
         gate_self(itself, prompts, out, rate, as_json)
-    if golden is None or mine is None:
+    if golden is None or mine_side is None:
         raise CommandError("name GOLDEN and MINE, or one server with --self")
+    if golden.is_file() and not samples:
+        from vllm_accprobe.cli.gate_trainer import gate_trainer
+
+        gate_trainer(golden, mine_side, out, as_json)
+    mine = Path(mine_side)
     if not samples:
         if task or metric or filter or prompts_out or csv:
             raise CommandError("--task, --metric, --filter, --prompts-out and --csv are for --samples")

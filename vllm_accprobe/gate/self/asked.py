@@ -33,7 +33,7 @@ NO_IDS = "the server does not say which token ids it read and wrote (vLLM's retu
 
 
 @dataclass
-class Asked:
+class WayAnswers:
     """answers: by the way's name; missing: why a way has none; notes: what a reader should know."""
 
     ways: list[Way] = field(default_factory=list)
@@ -60,9 +60,9 @@ def is_url(side: str) -> bool:
     return side.startswith(("http://", "https://"))
 
 
-def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine], how: How) -> Asked:
+def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine], how: How) -> WayAnswers:
     """side: a URL, or a command. Raises SendError, FolderError, OSError where the first way has no answer."""
-    asked = Asked()
+    asked = WayAnswers()
     if is_url(side):
         _all(ways.REQUESTS, side, key, lines, how, asked)
         asked.notes.append("a URL is not started again: eager, scheduling and chunks are asked of a command only")
@@ -95,7 +95,7 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
     return asked
 
 
-def _all(these: Any, url: str, key: str, lines: list[PromptLine], how: How, asked: Asked) -> None:
+def _all(these: Any, url: str, key: str, lines: list[PromptLine], how: How, asked: WayAnswers) -> None:
     """Of one server. Raises SendError."""
     plain = Sender(url, key, timeout=how.timeout, top=how.top, max_tokens=how.max_tokens)
     known, server = plain.introduced()
@@ -116,7 +116,7 @@ def _all(these: Any, url: str, key: str, lines: list[PromptLine], how: How, aske
             _check(asked)
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: WayAnswers) -> None:
     told = [r for r in asked.answers[BASE].values() if r.refused is None]
     if told and not any(r.token_ids and r.prompt_token_ids for r in told):
         raise SendError(NO_IDS)
@@ -126,11 +126,11 @@ def _check(asked: Asked) -> None:
         )
 
 
-def _answers(asked: Asked) -> dict[str, tuple[int, ...]]:
+def _answers(asked: WayAnswers) -> dict[str, tuple[int, ...]]:
     return {name: tuple(r.token_ids or ()) for name, r in asked.answers[BASE].items()}
 
 
-def _as_ids(lines: list[PromptLine], base: Replies, way: Way, asked: Asked) -> list[PromptLine]:
+def _as_ids(lines: list[PromptLine], base: Replies, way: Way, asked: WayAnswers) -> list[PromptLine]:
     """The prompts that the first way answered, as its token ids; images cannot be said in ids."""
     found = []
     for line in lines:
@@ -156,7 +156,7 @@ def _complete(out: Path, these: Any) -> bool:
     return all(replies.read_about(out / w.name).get("complete") for w in these)
 
 
-def _kept(these: Any, out: Path, asked: Asked) -> None:
+def _kept(these: Any, out: Path, asked: WayAnswers) -> None:
     """What an earlier run of the same command has."""
     for way in these:
         asked.ways.append(way)

@@ -56,7 +56,7 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Finding:
+class WayFinding:
     """What one way showed. tokens, prompts: compared; flips: tokens that are not the same; unequal: prompts that are
     not the same to the bit. mean, worst: gaps in nats; allowance: of a token, in the mean; p: that an equal or honestly
     rounding way has so many tokens beyond it, over all prompts or in one of them, times how often it was asked; odd:
@@ -82,7 +82,7 @@ class SelfGate:
     """findings: a way each; odd: the names of those that are not ok; agree: whether these agree with one another, so
     that what they were compared with may be the odd one. None of both where fewer than two are odd."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[WayFinding, ...]
     odd: tuple[str, ...]
     agree: bool | None
     rate: float
@@ -112,7 +112,7 @@ def judge(
         d = distances.get(w.name)
         if d is None or not d.by_prompt:
             why = (missing or {}).get(w.name, "no prompt could be compared")
-            findings.append(Finding(w, None, why, left_out={} if d is None else dict(d.left_out)))
+            findings.append(WayFinding(w, None, why, left_out={} if d is None else dict(d.left_out)))
             continue
         others = [distances[name].mean for name in noisy if name != w.name]
         findings.append(_judged(w, d, float(np.median(others)) if others else 0.0, rate / max(len(distances), 1)))
@@ -146,7 +146,7 @@ def distance(golden: Replies, mine: Replies, way: Way) -> Distance:
     return found
 
 
-def _judged(way: Way, d: Distance, floor: float, rate: float) -> Finding:
+def _judged(way: Way, d: Distance, floor: float, rate: float) -> WayFinding:
     rows = d.all
     p, odd = beyond(d, floor)
     allowance = TIMES * max(floor, float(rows[:, 1].mean()))
@@ -164,7 +164,7 @@ def _judged(way: Way, d: Distance, floor: float, rate: float) -> Finding:
             why = "the same numbers"
     else:
         ok, why = True, "the same bits"
-    return Finding(
+    return WayFinding(
         way, ok, why, len(d.by_prompt), len(rows), d.flips, unequal, float(rows[:, 0].mean()), float(rows[:, 0].max()),
         None if way.rule == EQUAL and not way.restarts else allowance, p, odd if not ok else (), dict(d.left_out),
     )  # fmt: skip
@@ -191,7 +191,9 @@ def _tail(k: int, n: int) -> float:
     return float(special.bdtrc(k - 1, n, 0.5)) if k > 0 else 1.0
 
 
-def _agree(odd: tuple[str, ...], answers: Mapping[str, Replies], findings: list[Finding], rate: float) -> bool | None:
+def _agree(
+    odd: tuple[str, ...], answers: Mapping[str, Replies], findings: list[WayFinding], rate: float
+) -> bool | None:
     """Whether the odd ways give the same as one another, within the widest of their allowances."""
     ways = [f.way for f in findings if f.way.name in odd]
     if len(ways) < 2 or any(w.against != BASE for w in ways):
