@@ -58,6 +58,8 @@ class ProbeConfig:
     max_gb: disk budget per rank in 1e9 bytes.
     errcheck: of overflow, nan, exit: what is looked for in every step, with the probe off, too, and whether the engine
     is then stopped. patches: names or files of patches (docs/patches.md), or ``all``.
+    force: ``1``: requests may name the tokens that they are answered with, with the probe off, too (docs/gate.md); a
+    directory: its engine steps are written there as well.
     """
 
     enabled: bool = False
@@ -82,6 +84,12 @@ class ProbeConfig:
     seed: int = 0
     errcheck: tuple[str, ...] = ()
     patches: tuple[str, ...] = ()
+    force: str = ""
+
+    @property
+    def force_dir(self) -> str:
+        """Where engine steps are written, "" for nowhere."""
+        return "" if self.force == words.ON else self.force
 
     @property
     def budget_bytes(self) -> int:
@@ -183,6 +191,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "seed": words.natural,
     "errcheck": words.errcheck,
     "patches": words.names,
+    "force": words.on_or_path,
 }
 
 

@@ -17,6 +17,7 @@ TASKS = ("tensor", "stats")
 WHEN_FULL = ("wait", "drop")
 PARTS = ("input", "output", "params")
 ERRCHECK = ("overflow", "nan", "exit")
+ON = "1"
 OPS_MODES = ("trace", "dedup", "sample", "full")
 
 Ranges = tuple[tuple[int, int], ...]
@@ -146,6 +147,14 @@ def path(value: object) -> str:
     if not text or "\0" in text:
         raise ValueError("the path is empty")
     return text
+
+
+def on_or_path(value: object) -> str:
+    """``1`` and its like are ON, ``0`` and its like "", anything else is a path."""
+    try:
+        return ON if flag(value) else ""
+    except ValueError:
+        return path(value)
 
 
 def matches(globs: tuple[str, ...], names: tuple[str, ...]) -> bool:

@@ -15,6 +15,7 @@ import os
 import sys
 from typing import Any
 
+_SWITCHES = ("VLLM_ACCPROBE", "VLLM_ACCPROBE_ERRCHECK", "VLLM_ACCPROBE_FORCE")
 _OFF = ("", "0", "false", "no", "off")
 _patched: set[str] = set()
 GRACE_S = 30.0
@@ -24,8 +25,8 @@ SETTLE_S = 5.0
 
 
 def _wanted() -> bool:
-    """Whether the probe is on, or errcheck, which needs no probe."""
-    return any(os.environ.get(n, "").strip().lower() not in _OFF for n in ("VLLM_ACCPROBE", "VLLM_ACCPROBE_ERRCHECK"))
+    """Whether the probe is on, or errcheck or forcing, which need no probe."""
+    return any(os.environ.get(name, "").strip().lower() not in _OFF for name in _SWITCHES)
 
 
 def platform() -> None:
@@ -36,8 +37,8 @@ def platform() -> None:
 
 
 def register() -> None:
-    """Entry point of group ``vllm.general_plugins``. Returns at once while VLLM_ACCPROBE and
-    VLLM_ACCPROBE_ERRCHECK are unset.
+    """Entry point of group ``vllm.general_plugins``. Returns at once while VLLM_ACCPROBE, VLLM_ACCPROBE_ERRCHECK and
+    VLLM_ACCPROBE_FORCE are unset.
 
     Raises:
         SystemExit: a setting is wrong or the dump directory cannot be used; the line on stderr says which.
@@ -50,17 +51,22 @@ def register() -> None:
     try:
         config = ProbeConfig.from_env()
         _check_patches(config)
-        _claim_directory(config)
+        watches = config.enabled or config.errcheck
+        if watches:
+            _claim_directory(config)
+        if config.force_dir:
+            _settle_steps(config.force_dir)
     except ConfigError as error:
         # vLLM would print a traceback for any other exception; a start that is refused on purpose is one line.
         sys.stderr.write(f"accprobe: {error}\n")
         sys.stderr.flush()
         raise SystemExit(2) from None
-    if not config.graphs:
+    if watches and not config.graphs:
         _patch_engine_args()
     _tell_replicas()
     _patch_workers()
-    _patch_shutdown()
+    if watches:
+        _patch_shutdown()
 
 
 def _say(message: str) -> None:
@@ -124,6 +130,20 @@ def _claim_directory(config: Any) -> None:
     os.environ[RUN_ID] = f"{os.getpid():x}-{os.urandom(6).hex()}"
     if config.enabled:
         _say(f"on; the dump goes to {path}")
+
+
+def _settle_steps(directory: str) -> None:
+    """Makes the directory of the steps' lines, under one name for all processes."""
+    from vllm_accprobe.config import PREFIX, ConfigError
+
+    path = os.path.abspath(directory)
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(None, "it cannot be written")
+    except OSError as error:
+        raise ConfigError(f"{PREFIX}FORCE={path}: {error.strerror or error}; name another directory, or 1") from None
+    os.environ[PREFIX + "FORCE"] = path
 
 
 def _patch_engine_args() -> None:
@@ -252,6 +272,10 @@ def _patch_workers() -> None:
                 from vllm_accprobe.capture.nan_watch.observer import attach as watch
 
                 watch(self)
+            if config.force:
+                from vllm_accprobe.capture.forcing.forcing_observer import attach as force
+
+                force(self)
         except Exception as error:  # a broken installation of the probe must not take the server with it
             _say(f"cannot start ({type(error).__name__}: {error}): NOTHING will be captured; serving goes on")
         return result

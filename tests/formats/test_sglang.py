@@ -149,7 +149,7 @@ def dumper(pytestconfig: pytest.Config) -> Path:
     return file
 
 
-_SCRIPT = r'''
+_SCRIPT = r"""
 import sys, types, importlib.util
 rank, size, where, source, fault = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5] == "fault"
 class Any_:  # stands in for what the serving runtime would say
@@ -197,7 +197,7 @@ for step in range(2):
     dumper.step()
 if size > 1:
     dist.destroy_process_group()
-'''
+"""
 
 
 def _run_dumper(dumper: Path, where: Path, size: int, fault: str) -> Path:

@@ -203,8 +203,11 @@ def test_listeners_come_and_go(module: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("function", "spec", "why"),
     [
-        ("Layer.forward", tap("q", "q", "after", "q, k = self.__cut(x)"),
-         r"no statement `q, k = self\.__cut\(x\)`; nearest, line \d+: `q, k = self\.__split\(x\)`"),
+        (
+            "Layer.forward",
+            tap("q", "q", "after", "q, k = self.__cut(x)"),
+            r"no statement `q, k = self\.__cut\(x\)`; nearest, line \d+: `q, k = self\.__split\(x\)`",
+        ),
         ("Layer.forwards", tap("q", "q", "entry"), "has no Layer.forwards of its own"),
         ("Layer.size.x", tap("q", "q", "entry"), "has no Layer.size.x"),
         ("Layer.scale", tap("q", "q", "entry"), "is a int, not a function"),

@@ -21,44 +21,72 @@ def send(
     out: Path = typer.Option(
         ..., "--out", "-o", metavar="DIR", help="Where the folder goes; one begun is gone on with."
     ),
-    arrive: list[str] = typer.Option(
-        ["one", "all"], "--arrive", metavar="HOW", help="one, all or poisson:RATE; a pass for each. Default: one, all."
+    along: Path | None = typer.Option(
+        None, "--along", metavar="GOLDEN", help="Golden's folder: its token ids are sent, and forced as answers."
     ),
-    concurrency: int = typer.Option(64, "--concurrency", metavar="N", min=1, max=1024, help="Requests at a time."),
-    top: int = typer.Option(20, "--top", metavar="N", min=2, max=1000, help="Log-probabilities for each token."),
+    score: bool | None = typer.Option(
+        None, "--score/--no-score", help="A last pass that scores prompt and answer. Default: where the server can."
+    ),
+    arrive: list[str] | None = typer.Option(
+        None, "--arrive", metavar="HOW", help="one, all or poisson:RATE; a pass for each. Default: one, all; golden's."
+    ),
+    concurrency: int | None = typer.Option(
+        None, "--concurrency", metavar="N", min=1, max=1024, help="Requests at a time. Default: 64; golden's."
+    ),
+    top: int | None = typer.Option(
+        None, "--top", metavar="N", min=2, max=1000, help="Log-probabilities for each token. Default: 20; golden's."
+    ),
     max_tokens: int = typer.Option(32, "--max-tokens", metavar="N", min=1, help="Where a prompt says no other."),
     model: str = typer.Option(
         "", "--model", metavar="NAME", help="Where the server has several; the first by default."
     ),
     timeout: float = typer.Option(600, "--timeout", metavar="S", min=0.1, help="Without an answer, for one request."),
+    score_tokens: int = typer.Option(
+        1024, "--score-tokens", metavar="N", min=2, help="Longer ones are not scored: a server may lack the memory."
+    ),
     ready: float = typer.Option(1800, "--ready-timeout", metavar="S", min=1, help="Until --engine answers."),
 ) -> None:
     """Send the same prompts to a server, greedily, and keep token ids and log-probabilities.
 
     Sends them once for each --arrive: one by one and then all at once, so that the folder knows what the server's own
-    batching changes. An interrupted run goes on with the same command. A key is taken from VLLM_API_KEY.
-    Exit code 0: done, 2: bad usage, or the server does not answer, 3: no prompt was answered.
+    batching changes. Where the server can be forced, the second pass gets the tokens of the first one as answers; with
+    --along, all passes get golden's. An interrupted run goes on with the same command. A key is taken from
+    VLLM_API_KEY. Exit code 0: done, 2: bad usage, or the server does not answer, 3: no prompt was answered, or the
+    server has another vocabulary than golden's.
     """
     from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.gate.sending import along as forcing
     from vllm_accprobe.gate.sending import passes, replies
     from vllm_accprobe.gate.sending import prompts as prompts_file
     from vllm_accprobe.gate.sending.arrival import parse
-    from vllm_accprobe.gate.sending.client import Sender, SendError
+    from vllm_accprobe.gate.sending.client import OtherIds, Sender, SendError
     from vllm_accprobe.report.text import count
 
     if bool(url) == bool(engine):
         raise CommandError("name a server with --url, or a command that serves with --engine, one of the two")
+    if along is not None and prompts != prompts_file.DEFAULT:
+        raise CommandError("--along: golden's prompts are sent; leave PROMPTS away")
     try:
-        arrivals = [parse(word) for word in arrive]
+        golden = None if along is None else forcing.golden_of(along)
+        was = {"arrive": ["one", "all"], "concurrency": 64, "top": 20} | (
+            golden.about.get("settings", {}) if golden else {}
+        )
+        arrivals = [parse(word) for word in arrive or was["arrive"] if word != forcing.SCORE]
     except ValueError as e:
         raise CommandError(f"--arrive: {e}") from None
+    except (forcing.AlongError, replies.FolderError) as e:
+        raise CommandError(f"--along: {e}") from None
     outputs.check(out, {})
-    if out.is_dir() and not replies.exists(out) and any(not p.name.startswith("engine-") for p in out.iterdir()):
+    if (
+        out.is_dir()
+        and not replies.exists(out)
+        and any(not p.name.startswith(("engine-", "steps-")) for p in out.iterdir())
+    ):
         raise CommandError(f"--out {out} has other files: name a new directory, or one that a send began")
-    key, how = os.environ.get("VLLM_API_KEY", ""), {"timeout": timeout, "top": top, "max_tokens": max_tokens}
+    key, how = os.environ.get("VLLM_API_KEY", ""), {"timeout": timeout, "max_tokens": max_tokens}
+    how |= {"top": top or was["top"], "score_tokens": score_tokens}
     try:
-        lines = prompts_file.read(prompts)
-        total = len(lines) * len(arrivals)
+        lines = prompts_file.read(prompts) if golden is None else forcing.forced_lines(golden)
         with ExitStack() as stack:
             if engine:
                 from vllm_accprobe.gate.sending.serving import served
@@ -68,15 +96,28 @@ def send(
                     typer.echo(f"starting the engine; its output goes to {out}/engine-N.log", err=True)
                 url, key = stack.enter_context(served(engine, os.environ, out, ready))
             sender, server = Sender(url, key, model=model, **how).introduced()  # type: ignore[arg-type]
+            if golden is not None:
+                forcing.check_vocabulary(sender, golden)
+            begun = replies.read_about(out) if replies.exists(out) else None
+            digest = None if golden is None else forcing.digest(golden)
+            plan = forcing.planned(sender, digest, len(arrivals), score, begun)
+            total = len(lines) * (len(arrivals) + plan.score)
             tell = stack.enter_context(progress("send", total, steps=True))
-            done = passes.send(sender, server, lines, arrivals, concurrency, out, _made(prompts), tell)
-    except (SendError, prompts_file.PromptsError, replies.FolderError) as e:
+            made = _made(prompts if along is None else along.name)
+            done = passes.send(
+                sender, server, lines, arrivals, concurrency or was["concurrency"], out, made, tell, plan
+            )
+    except OtherIds as e:
+        raise NothingThere(str(e)) from None
+    except (SendError, prompts_file.PromptsError, replies.FolderError, forcing.AlongError) as e:
         raise CommandError(str(e)) from None
     if not done.answered:
         raise NothingThere(f"no prompt was answered: {_reasons(done.reasons)} ({out})")
     again = "" if done.sent == done.of else f", {done.of - done.sent:,} of them before"
-    passed = count(len(arrivals), "pass", "passes")
+    passed = count(len(arrivals) + plan.score, "pass", "passes")
     typer.echo(f"{done.answered:,} of {done.of:,} answered{again} in {passed}; written: {out}")
+    if golden is not None and plan.how is not None:
+        typer.echo(f"forced along {along}: {forcing.told(plan, golden, len(lines))}")
     if done.refused:
         typer.echo(f"refused: {_reasons(done.reasons)}")
 

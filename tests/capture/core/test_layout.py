@@ -156,7 +156,10 @@ def test_latent_attention_whose_head_is_as_wide_as_a_slice() -> None:
     """DeepSeek's: rotary heads of 64 beside an o_proj that takes 64 per rank; vLLM 0.32's MLA modules."""
     q = module("ColumnParallelLinear", tp_size=2, output_partition_sizes=[192], gather_output=False)
     o = module(
-        "RowParallelLinear", tp_size=2, input_is_parallel=True, input_size_per_partition=64,
+        "RowParallelLinear",
+        tp_size=2,
+        input_is_parallel=True,
+        input_size_per_partition=64,
         output_partition_sizes=[128],
     )
     inner = module("MLAAttention", num_heads=2, kv_lora_rank=512)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from vllm_accprobe.gate.sending.ways import PROBE
+
 Answer = Callable[[str, dict[str, Any]], tuple[int, bytes]]
 """Of a path and the body that came: a status and the bytes; the status 0 closes the connection."""
 MODELS = {"data": [{"id": "tiny", "max_model_len": 512}]}
@@ -26,8 +28,9 @@ def completion(body: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def odd(answer: Answer) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """(url, the (path, request id) of what came)."""
+def odd(answer: Answer, *, forced: bool = False) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """(url, the (path, request id) of what came). forced: whether ``answer`` also gets what asks if it can be forced;
+    else it cannot."""
     seen: list[tuple[str, str]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -38,6 +41,8 @@ def odd(answer: Answer) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.headers.get("X-Request-Id") == PROBE.name and not forced:
+                return self._say(404, b"")
             seen.append((self.path, self.headers.get("X-Request-Id", "")))
             self._say(*answer(self.path, body))
 

@@ -122,9 +122,7 @@ def test_statistics_are_checked_with_drawn_inputs_and_say_so(tmp_path: Path) -> 
     assert first["Attention"][0].message.endswith("drawn: the keys and values that it looked back at were not captured")
 
 
-def test_a_wrong_kernel_of_this_machine_shows_on_drawn_inputs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_kernel_of_this_machine_shows_on_drawn_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = statistics_only(tmp_path / "d")
     right = linear.linear_kernel
 

@@ -19,14 +19,14 @@ from vllm_accprobe.config import ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import DEALT, DECODE, LOGITS, PREFILL, TOKENS, Image, Request, Segment, hash_tokens
 
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
-_FRONT = re.compile(r"^(cmpl|chatcmpl|embd|resp|score|rerank|classify|pool)-(?=.)")
+_FRONT = re.compile(r"^(cmpl|chatcmpl|generate-tokens|embd|resp|score|rerank|classify|pool)-(?=.)")
 
 
 def external_ids(internal: str) -> tuple[str, ...]:
     """What a client may call the request that the engine calls ``internal``; the shortest, best one last.
 
     vLLM makes ``cmpl-<X-Request-Id>-<prompt index>-<8 random hex>`` of a completion and
-    ``chatcmpl-<X-Request-Id>-<8 random hex>`` of a chat.
+    ``chatcmpl-<X-Request-Id>-<8 random hex>`` of a chat; ``generate-tokens-...`` in the same way of /inference.
     """
     names = [internal]
     without = _SUFFIX.sub("", internal)
@@ -36,7 +36,7 @@ def external_ids(internal: str) -> tuple[str, ...]:
     if front:
         without = without[front.end() :]
         names.append(without)
-        if front[1] != "chatcmpl" and without.endswith("-0"):
+        if front[1] not in ("chatcmpl", "generate-tokens") and without.endswith("-0"):
             names.append(without[:-2])
     return tuple(names)
 

@@ -224,4 +224,5 @@ class RunnerAdapter:
 def _request(new: Any) -> NewRequest:
     ids = new.prompt_token_ids
     length = len(ids) if ids is not None else int(getattr(getattr(new, "prompt_embeds", None), "shape", (0,))[0])
-    return NewRequest(new.req_id, ids, length, images_of(new))
+    extra = getattr(getattr(new, "sampling_params", None), "extra_args", None)
+    return NewRequest(new.req_id, ids, length, images_of(new), extra)

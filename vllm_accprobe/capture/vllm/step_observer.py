@@ -22,12 +22,13 @@ from vllm_accprobe.dump.schema import Image
 @dataclass(frozen=True)
 class NewRequest:
     """A request that the scheduler names for the first time. prompt: its token ids, None where it came as embeddings;
-    length: how many rows it has."""
+    length: how many rows it has. extra: what its client gave for extensions of vLLM."""
 
     name: str
     prompt: Sequence[int] | None
     length: int
     images: tuple[Image, ...]
+    extra: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Arrival:
     @property
     def alone(self) -> bool:
         """Whether no request ever meets another."""
-        return self.word == "one"
+        return self.word in ("one", "score")
 
     def moments(self, n: int) -> list[float]:
         """Seconds after the beginning, ascending, of n requests."""

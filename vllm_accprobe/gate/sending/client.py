@@ -1,18 +1,17 @@
-"""One request to an OpenAI-compatible server, and its answer as numbers.
+"""One request to an OpenAI-compatible server.
 
 The problem: of an answer only token ids and log-probabilities can be compared, and OpenAI's routes give texts; a server
 that is killed or hangs must be told from one that refuses a prompt. The idea: vLLM is asked for ids
-(``return_token_ids``, ``return_tokens_as_token_ids``); what a server that has no such fields leaves out is None. The
-standard library's http.client: a request on a connection of its own needs no more, and no proxy of the environment
-sees a prompt. No text of a request or an answer is in an error.
-Not here: when (arrival.py, passes.py), where it is kept (replies.py).
+(``return_token_ids``, ``return_tokens_as_token_ids``). The standard library's http.client: a request on a connection of
+its own needs no more, and no proxy of the environment sees a prompt. No text of a request or an answer is in an error.
+Not here: the answer as numbers (reply.py), what is sent where tokens are named beforehand (ways.py), when (arrival.py,
+passes.py), where it is kept (replies.py).
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import math
 import re
 import socket
 import time
@@ -20,9 +19,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from vllm_accprobe.gate.sending import reply as shapes
+from vllm_accprobe.gate.sending import ways
 from vllm_accprobe.gate.sending.prompts import PromptLine
+from vllm_accprobe.gate.sending.reply import Reply
 
-_TOKEN = "token_id:"
+__all__ = ["NotForced", "OtherIds", "Reply", "SendError", "Sender", "ServerLost"]
+
+SCORE_TOKENS = 1024
+"""Chosen: longer prompts are not scored. A server computes the logits of a whole chunk for that, float32, and their
+logarithms beside them: 1.2 GB for 1,024 tokens of a vocabulary of 152,000, which it has not kept free."""
 _LOST = (OSError, http.client.HTTPException)
 MAX_ANSWER = 1 << 30
 """Chosen: bytes; 8,000 tokens with 20 log-probabilities each are 10 MB."""
@@ -36,33 +42,19 @@ class ServerLost(SendError):
     """One line: it answered before, and does not any more."""
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What came back for one prompt, one list entry for each generated token.
+class NotForced(SendError):
+    """One line: it was to answer with named tokens, and gave others."""
 
-    prompt_token_ids, token_ids: None where the server does not say. logprobs: of the token that was chosen, natural;
-    top: (ids, log-probabilities) of the most likely, best first, the ids None where the server gives texts; margins:
-    the best log-probability minus the second, None where there is no second. finish: stop or length. cached: prompt
-    tokens from the prefix cache. began, seconds: since the pass began. refused: why there is no answer.
-    """
 
-    name: str
-    began: float
-    seconds: float
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
-    logprobs: list[float | None] | None = None
-    top: list[tuple[list[int] | None, list[float]]] | None = None
-    margins: list[float | None] | None = None
-    finish: str | None = None
-    cached: int | None = None
-    refused: str | None = None
+class OtherIds(SendError):
+    """One line: its token ids do not mean what golden's do. Exit code 3."""
 
 
 @dataclass(frozen=True)
 class Sender:
     """A server. url: http(s)://host:port, a path in front of /v1 allowed. key: a bearer token, never shown. timeout:
-    seconds without an answer after which it is taken for hung. top: log-probabilities for each token."""
+    seconds without an answer after which it is taken for hung. top: log-probabilities for each token. way: how it is
+    made to answer with the tokens that a line names (ways.py). score_tokens: longer ones are not scored."""
 
     url: str
     key: str = ""
@@ -70,6 +62,8 @@ class Sender:
     top: int = 20
     max_tokens: int = 32
     model: str = ""
+    way: str | None = None
+    score_tokens: int = SCORE_TOKENS
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -109,6 +103,8 @@ class Sender:
 
     def body(self, line: PromptLine) -> tuple[str, dict[str, Any]]:
         """(route, what is sent)."""
+        if line.along is not None:
+            return ways.body(line, self.way, self.model, self.top)
         common: dict[str, Any] = {
             "model": self.model, "max_tokens": line.max_tokens or self.max_tokens, "temperature": 0.0, "seed": 0,
             "return_token_ids": True, "return_tokens_as_token_ids": True,
@@ -124,9 +120,11 @@ class Sender:
 
     def ask(self, line: PromptLine, request_id: str, open_ones: dict[int, socket.socket], zero: float) -> Reply:
         """Sends one prompt and waits. open_ones: where its socket stands meanwhile, so that another thread can close
-        it. zero: time.monotonic() at which the pass began. Raises ServerLost, SendError."""
-        route, body = self.body(line)
+        it. zero: time.monotonic() at which the pass began. Raises ServerLost, NotForced, OtherIds, SendError."""
         began = time.monotonic()
+        if line.along is not None and (why := ways.unsendable(line, self.way, self.score_tokens)):
+            return Reply(line.name, round(began - zero, 6), 0.0, refused=why)
+        route, body = self.body(line)
         status, answer = self._exchange("POST", route, body, request_id, open_ones)
         reply = Reply(line.name, round(began - zero, 6), round(time.monotonic() - began, 6))
         if status in (401, 403):
@@ -135,7 +133,46 @@ class Sender:
             if status >= 500 and not self.healthy():
                 raise ServerLost(f"the server says {status} and is not healthy")
             return replace(reply, refused=f"HTTP {status}{_field(answer)}")
-        return understood(reply, answer)
+        if line.along is None:
+            return shapes.completion(reply, answer)
+        return self._forced(line, replace(reply, forced=self.way), answer)
+
+    def _forced(self, line: PromptLine, reply: Reply, answer: Any) -> Reply:
+        """Of a line whose tokens were named. Raises NotForced, OtherIds."""
+        if self.way == ways.SCORED:
+            reply = shapes.scored(reply, answer, len(line.token_ids or ()))
+        else:
+            reply = (shapes.generated if self.way == ways.TRACE else shapes.completion)(reply, answer)
+        if reply.refused is not None:
+            return reply
+        got, asked = tuple(reply.token_ids or ()), line.along or ()
+        if line.token_ids is not None and reply.prompt_token_ids != list(line.token_ids):
+            raise OtherIds("the server read other token ids than were sent: nothing can be compared")
+        if got == asked[: len(got)] and len(got) < len(asked):
+            return Reply(reply.name, reply.began, reply.seconds, refused="the server's longest sequence is too short")
+        if got != asked:
+            k = next((k for k, (a, b) in enumerate(zip(got, asked, strict=False)) if a != b), len(asked))
+            raise NotForced(
+                f"token {k + 1} of {len(asked)} is not the one that was named; to force a server, {ways.HOW_TO}"
+            )
+        return reply
+
+    def can(self, way: str) -> bool:
+        """Whether the server answers with named tokens in this way; it is asked for four. Raises ServerLost."""
+        try:
+            return replace(self, way=way).ask(ways.PROBE, ways.PROBE.name, {}, time.monotonic()).refused is None
+        except (NotForced, OtherIds):
+            return False
+
+    def how_forced(self) -> str | None:
+        """The first of `ways.WAYS` that the server can; None where it can none. Raises ServerLost."""
+        return next((way for way in ways.WAYS if self.can(way)), None)
+
+    def tokenized(self, text: str) -> list[int] | None:
+        """The ids that the server makes of a prompt; None where it does not tell. Raises ServerLost."""
+        status, answer = self._exchange("POST", "/tokenize", {"model": self.model, "prompt": text}, "", {})
+        found = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
+        return found if isinstance(found, list) and all(type(i) is int for i in found) else None
 
     def _exchange(
         self, method: str, path: str, body: Any, request_id: str, open_ones: dict[int, socket.socket]
@@ -172,56 +209,8 @@ class Sender:
             return response.status, None
 
 
-def understood(reply: Reply, answer: Any) -> Reply:
-    """A reply with what the json of either route says; refused where it is no answer of a completion."""
-    try:
-        choice = answer["choices"][0]
-        usage = answer.get("usage") or {}
-        details = usage.get("prompt_tokens_details") or {}
-        prompt = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
-        said = choice.get("logprobs")
-        if isinstance(said, dict) and "content" in said:
-            content = said["content"] or []
-            chosen = [_number(c.get("logprob")) for c in content]
-            tops = [_top([(t["token"], t["logprob"]) for t in c.get("top_logprobs") or []]) for c in content]
-        elif isinstance(said, dict):
-            chosen = [_number(v) for v in said.get("token_logprobs") or []]
-            tops = [_top(list((t or {}).items())) for t in said.get("top_logprobs") or []]
-        else:
-            return replace(reply, refused="an answer without log-probabilities")
-        return replace(
-            reply,
-            prompt_token_ids=_ids(prompt),
-            token_ids=_ids(choice.get("token_ids")),
-            logprobs=chosen,
-            top=tops,
-            margins=[round(t[1][0] - t[1][1], 6) if len(t[1]) > 1 else None for t in tops],
-            finish=str(choice.get("finish_reason")),
-            cached=details.get("cached_tokens") if isinstance(details, dict) else None,
-        )
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        return replace(reply, refused="an answer that is none of a completion")
-
-
 def _field(answer: Any) -> str:
     """`` (logprobs)``: the field that a server blames. Its message may quote the prompt, and is not looked at."""
     error = answer.get("error") if isinstance(answer, dict) else None
     name = error.get("param") if isinstance(error, dict) else None
     return f" ({name})" if isinstance(name, str) and re.fullmatch(r"[A-Za-z_]{1,40}", name) else ""
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-def _ids(value: Any) -> list[int] | None:
-    return [int(v) for v in value] if isinstance(value, list) else None
-
-
-def _top(pairs: list[tuple[str, float]]) -> tuple[list[int] | None, list[float]]:
-    """Best first; equal ones by id, so that their order says nothing about the server."""
-    known = [(token, float(value)) for token, value in pairs if isinstance(value, (int, float))]
-    if all(token.startswith(_TOKEN) for token, _ in known):
-        numbered = sorted(((int(token[len(_TOKEN) :]), value) for token, value in known), key=lambda p: (-p[1], p[0]))
-        return [i for i, _ in numbered], [v for _, v in numbered]
-    return None, sorted((v for _, v in known), reverse=True)

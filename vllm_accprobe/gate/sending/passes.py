@@ -4,7 +4,7 @@ The problem: a difference between two servers means nothing without the differen
 that dies in the middle must not cost what was measured. The idea: the same prompts go twice, one by one and then all at
 once; each pass is a queue that a few threads empty at the moments of its arrival. The first failure that is not one
 prompt's stops the rest, by closing their sockets; what was answered is in the folder.
-Not here: the folder's format (replies.py), a command that serves (serving.py).
+Not here: the folder's format (replies.py), which passes are forced (along.py), a command that serves (serving.py).
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.gate.sending import prompts as prompts_file
-from vllm_accprobe.gate.sending import replies
+from vllm_accprobe.gate.sending import replies, steps
+from vllm_accprobe.gate.sending.along import FREE, SCORE, Forcing
 from vllm_accprobe.gate.sending.arrival import Arrival
-from vllm_accprobe.gate.sending.client import Sender, SendError, ServerLost
+from vllm_accprobe.gate.sending.client import OtherIds, Sender, SendError, ServerLost
 from vllm_accprobe.gate.sending.prompts import PromptLine
+from vllm_accprobe.gate.sending.ways import SCORED
 
 _LOOK_S = 0.1
 _CLOSING_S = 2.0
@@ -39,10 +41,11 @@ class Done:
     reasons: dict[str, int]
 
 
-def settings(sender: Sender, arrive: list[Arrival], concurrency: int) -> dict[str, Any]:
+def settings(sender: Sender, arrive: list[Arrival], concurrency: int, plan: Forcing = FREE) -> dict[str, Any]:
     """What must be the same where a folder is gone on with."""
     words = [a.word for a in arrive]
-    return {"top": sender.top, "max_tokens": sender.max_tokens, "arrive": words, "concurrency": concurrency}
+    how = {"top": sender.top, "max_tokens": sender.max_tokens, "arrive": words, "concurrency": concurrency}
+    return how | ({"score_tokens": sender.score_tokens} if plan.score or plan.how == SCORED else {})
 
 
 def send(
@@ -54,15 +57,19 @@ def send(
     out: Path,
     made: dict[str, Any],
     progress: Callable[[int], None] = lambda done: None,
+    plan: Forcing = FREE,
 ) -> Done:
     """Sends what ``out`` does not hold yet. server: from `Sender.introduced`; made: version and time, for send.json;
-    progress: told how many are done. Raises ServerLost and SendError with what was kept, FolderError, OSError."""
-    about = _about(sender, server, lines, settings(sender, arrive, concurrency), out, made)
+    progress: told how many are done; plan: which passes are forced. Raises ServerLost and SendError with what was kept,
+    FolderError, OSError."""
+    arrive = [*arrive, Arrival(SCORE)] if plan.score else arrive
+    about = _about(sender, server, lines, settings(sender, arrive, concurrency, plan), out, made, plan)
     done = sent = 0
     for index, arrival in enumerate(arrive):
         path = out / replies.pass_name(index)
         had = replies.answered(path)
-        left = [line for line in lines if line.name not in had]
+        first = replies.read_pass(out, 0) if index else {}
+        left = [line for line in plan.lines(index, arrival.word, lines, first) if line.name not in had]
         done += len(lines) - len(left)
         progress(done)
         if not left:
@@ -70,12 +77,13 @@ def send(
         if had:
             about["passes"][index]["resumed"] += 1
             replies.write_about(out, about)
-        run = _Pass(sender, left, arrival, concurrency, index, path)
+        asking = replace(sender, way=plan.way(index, arrival.word))
+        run = _Pass(asking, left, arrival, concurrency, index, path)
         try:
             run.go(progress, done)
         except (SendError, KeyboardInterrupt) as e:
             _count(about, out)
-            if not isinstance(e, SendError):
+            if not isinstance(e, SendError) or isinstance(e, OtherIds):
                 raise
             total = sum(p["answered"] + p["refused"] for p in about["passes"])
             kept = f"{total:,} of {len(lines) * len(arrive):,} answers are kept in {out}"
@@ -98,6 +106,7 @@ def _about(
     how: dict[str, Any],
     out: Path,
     made: dict[str, Any],
+    plan: Forcing,
 ) -> dict[str, Any]:
     """send.json of a new folder, or of one that is gone on with."""
     asked = {"count": len(lines), "sha256": prompts_file.digest(lines)}
@@ -113,9 +122,13 @@ def _about(
                 f"{out} has answers of the model {was}, this is {server['model']}: name another --out"
             )
         return about
-    passes = [{"arrive": word, "answered": 0, "refused": 0, "resumed": 0} for word in how["arrive"]]
+    passes: list[dict[str, Any]] = []
+    for index, word in enumerate(how["arrive"]):
+        way = plan.way(index, word)
+        passes.append({"arrive": word, "answered": 0, "refused": 0, "resumed": 0} | ({"forced": way} if way else {}))
+    along = {"along": {"sha256": plan.golden, "how": plan.how}} if plan.golden else {}
     about = {"schema": replies.SCHEMA, **made, "url": sender.url, "server": server, "prompts": asked, "settings": how,
-             "passes": passes, "complete": False}  # fmt: skip
+             **along, "passes": passes, "complete": False}  # fmt: skip
     replies.begin(out, prompts_file.to_text(lines), about)
     return about
 
@@ -176,7 +189,7 @@ class _Pass:
                 return
             line = self._lines[i]
             try:
-                reply = self._sender.ask(line, self._request_id(line), self._open, zero)
+                reply = self._sender.ask(line, steps.request_id(line.name, self._index), self._open, zero)
                 if self._stop.is_set() and reply.refused is not None:  # whoever stopped may have cut this answer off
                     return
                 self._writer.add(reply)
@@ -189,10 +202,6 @@ class _Pass:
                 return
             with self._lock:
                 self._done += 1
-
-    def _request_id(self, line: PromptLine) -> str:
-        """The same in every run; of a later pass another, because a server may not have one id twice."""
-        return line.name if self._index == 0 else f"{line.name}.pass{self._index}"
 
     def _let_go(self, threads: list[threading.Thread]) -> None:
         """Ends the waiting of what still waits. Its answers are not looked at."""

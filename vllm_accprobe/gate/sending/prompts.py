@@ -19,6 +19,7 @@ from typing import Any
 
 from vllm_accprobe.gate.sending import shipped
 
+DEFAULT = shipped.NAME
 MAX_IMAGE = 64 << 20
 """Chosen: bytes of an image; a server would refuse it long before."""
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -32,7 +33,7 @@ class PromptsError(Exception):
 @dataclass(frozen=True)
 class PromptLine:
     """One prompt. name: the request's id, printable ASCII. One of text, messages (OpenAI's) and token_ids is not None.
-    max_tokens, stop: the line's own, None where it has none."""
+    max_tokens, stop: the line's own, None where it has none. along: the tokens that a server is made to answer with."""
 
     name: str
     text: str | None = None
@@ -40,11 +41,12 @@ class PromptLine:
     token_ids: tuple[int, ...] | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] | None = None
+    along: tuple[int, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The line of OUT/prompts.jsonl, which `read` takes again."""
         what = {"prompt": self.text, "messages": self.messages, "token_ids": self.token_ids}
-        how = {"max_tokens": self.max_tokens, "stop": self.stop}
+        how = {"max_tokens": self.max_tokens, "stop": self.stop, "along": self.along}
         return {"id": self.name, **{k: v for k, v in (what | how).items() if v is not None}}
 
 

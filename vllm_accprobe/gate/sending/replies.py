@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.gate.sending.client import Reply
+from vllm_accprobe.gate.sending.reply import Reply
 from vllm_accprobe.whole_file import whole
 
 SCHEMA = 1
@@ -53,6 +53,11 @@ def read(out: Path) -> Sent:
     """Raises FolderError, OSError."""
     about = read_about(out)
     return Sent(out, about, [_by_name(out / pass_name(i)) for i in range(len(about["passes"]))])
+
+
+def read_pass(out: Path, index: int) -> dict[str, Reply]:
+    """The replies of one pass, by the prompt's id. Raises OSError."""
+    return _by_name(out / pass_name(index))
 
 
 def read_about(out: Path) -> dict[str, Any]:

@@ -13,25 +13,31 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from vllm_accprobe.gate.sending import steps
 from vllm_accprobe.gate.sending.client import Sender, SendError
 from vllm_accprobe.run.background import Background
 from vllm_accprobe.run.launcher import LaunchError
 from vllm_accprobe.run.server_command import ServerCommandError, understood
 
+FORCE = "VLLM_ACCPROBE_FORCE"
 _LOOK_S = 0.25
 
 
 @contextmanager
 def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) -> Iterator[tuple[str, str]]:
     """(url, key) of the server that ``command`` starts, once it answers. out: an existing folder, where its output
-    goes as engine-N.log. Raises SendError."""
+    goes as engine-N.log; where accprobe is installed, its steps go into steps-N, and it can be forced. Raises
+    SendError."""
     try:
         words = shlex.split(command)
     except ValueError as e:
         raise SendError(f"--engine: {e}") from None
     if not words:
         raise SendError("--engine: write a command, for example --engine 'vllm serve MODEL'")
-    log = next(p for i in range(10_000) if not (p := out / f"engine-{i}.log").exists())
+    number = next(i for i in range(10_000) if not (out / f"engine-{i}.log").exists())
+    log = out / f"engine-{number}.log"
+    if not environ.get(FORCE):
+        environ = {**environ, FORCE: str((out / steps.folder_name(number)).absolute())}
     try:
         server = understood(words, environ)
         if not server.url:
