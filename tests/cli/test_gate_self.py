@@ -52,14 +52,31 @@ def test_the_path_is_named(fault: str, prompts: Path, capsys: Any) -> None:
     }
 
 
+@pytest.mark.parametrize("fault", ["", "batch", "decode"])
+def test_a_server_that_cannot_be_forced(fault: str, prompts: Path, capsys: Any) -> None:
+    """Free answers, up to the first other token, and scores."""
+    with FakeVllm(fault, forced=False).serve() as (url, _):
+        code = main(["gate", "--self", url, "--prompts", str(prompts), "--out", "out"])
+    said = capsys.readouterr().out
+    assert code == bool(fault), said
+    assert json.loads(Path("out/self.json").read_text())["odd"] == {"decode": ["scoring"], "": []}.get(fault, [fault])
+    assert "answers are compared up to the first other token" in said
+
+
+def test_a_server_that_scores_nothing(prompts: Path, capsys: Any) -> None:
+    with FakeVllm(scores=False, forced=False).serve() as (url, _):
+        assert main(["gate", "--self", url, "--prompts", str(prompts), "--out", "out"]) == 0
+    assert "not compared: scoring: the server does not tell" in capsys.readouterr().out
+
+
 def test_it_goes_on_and_says_what_is_not_known(prompts: Path, capsys: Any) -> None:
     words = ["gate", "--prompts", str(prompts), "--out", "out", "--json", "--self"]
     fake = FakeVllm(details=False)
-    with fake.serve() as (url, seen):
+    with fake.serve() as (url, _):
         assert main([*words, url]) == 0
-        asked = len(seen)
+        asked = fake.asked
         assert main([*words, url]) == 0
-        assert len(seen) == asked
+        assert fake.asked - asked <= 2  # whether it can be forced
     said = json.loads(capsys.readouterr().out.split("}\n{")[0] + "}")
     assert any("does not tell its prefix hits" in note for note in said["notes"])
     assert replies.read_about(Path("out/hit"))["complete"]

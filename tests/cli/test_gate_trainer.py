@@ -36,7 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_server_scores_the_trainers_tokens(here: Path, capsys: Any) -> None:
-    fake = FakeVllm()
+    fake = FakeVllm(forced=False)
     trainer(Path("t.jsonl"), fake)
     trainer(Path("off.jsonl"), fake, OFF)
     with fake.serve() as (url, seen):
@@ -45,7 +45,7 @@ def test_a_server_scores_the_trainers_tokens(here: Path, capsys: Any) -> None:
         assert said.startswith("pass: mean exp|dlogp| 1, within 1.05 (80 tokens of 4 sequences; server: scored as")
         asked = len(seen)
         assert main(["gate", "t.jsonl", url, "--out", "out"]) == 0
-        assert len(seen) == asked == 4
+        assert len(seen) - asked <= 3  # how it can be asked
     capsys.readouterr()
     assert main(["gate", "off.jsonl", "out", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -58,6 +58,13 @@ def test_a_server_scores_the_trainers_tokens(here: Path, capsys: Any) -> None:
     said = capsys.readouterr().out
     assert "above 1.05" in said
     assert "effective sample size" in said
+
+
+def test_a_server_decodes_the_trainers_tokens(here: Path, capsys: Any) -> None:
+    trainer(Path("t.jsonl"), FakeVllm())
+    with FakeVllm().serve() as (url, _):
+        assert main(["gate", "t.jsonl", url, "--out", "out"]) == 0
+    assert "server: decoded, forced along the trainer's tokens)" in capsys.readouterr().out
 
 
 def test_one_file_has_both_sides(here: Path, capsys: Any) -> None:

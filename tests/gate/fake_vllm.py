@@ -20,19 +20,22 @@ STEP = 2.0**-5
 
 class FakeVllm:
     """fault: the path whose numbers are off by ``size`` nats: hit, batch, scoring, again, decode, or "". rounding:
-    steps by which batches and scoring may differ from alone. details: whether prefix hits are told."""
+    steps by which batches and scoring may differ from alone. details: whether prefix hits are told; forced: whether it
+    answers with named tokens, as with our plugin; scores: whether it tells log-probabilities of prompts."""
 
     def __init__(
-        self, fault: str = "", size: float = 1.0, rounding: int = 1, details: bool = True, scores: bool = True
-    ):
-        self.fault, self.size, self.rounding, self.details, self.scores = fault, size, rounding, details, scores
+        self, fault: str = "", size: float = 1.0, rounding: int = 1, details: bool = True, forced: bool = True,
+        scores: bool = True,
+    ):  # fmt: skip
+        self.fault, self.size, self.rounding, self.details = fault, size, rounding, details
+        self.forced, self.scores = forced, scores
         self.cache: dict[str, list[int]] = {}
         self.salts: list[tuple[str, str, int]] = []
         self.busy = self.asked = 0
         self.lock = threading.Lock()
 
     def serve(self) -> Any:
-        return odd(self.answer)
+        return odd(self.answer, forced=True)
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         if path == "/health":
@@ -55,12 +58,15 @@ class FakeVllm:
         had = self.cache.get(salt, [])
         same = next((i for i, (a, b) in enumerate(zip(had, ids, strict=False)) if a != b), min(len(had), len(ids)))
         hit = min(same, len(ids) - 1) // BLOCK * BLOCK
-        scored = body.get("prompt_logprobs") is not None
+        scored = body.get("prompt_logprobs") is not None and self.scores
+        named = (body.get("vllm_xargs") or {}).get("accprobe_along") if self.forced else None
+        along = [int(t) for t in named.split()] if named else None
         cached = 0 if scored else hit
         self.salts.append((salt, "score" if scored else "ask", cached))
         self.cache[salt] = ids
-        time.sleep(0.003)
         batch = self.busy > 1
+        time.sleep(0.01)
+        batch = batch or self.busy > 1
         wrong = {"hit": cached > 0, "batch": batch, "scoring": scored, "again": turn % 2 == 0}.get(self.fault, False)
         how = f"{batch} {cached > 0} {scored}"
         if scored:
@@ -71,12 +77,15 @@ class FakeVllm:
         else:
             out: list[int] = []
             tops = []
-            for _ in range(body["max_tokens"]):
+            for k in range(body["max_tokens"]):
                 decode = self.fault == "decode" and bool(out)
-                top = self.top([*ids, *out], how, wrong or decode)
+                top = self.top([*ids, *out], how, wrong or decode, along[k] if along else None)
                 tops.append(top)
-                out.append(top[0][0])
-            said = {"token_logprobs": [t[0][1] for t in tops], "top_logprobs": [_named(t) for t in tops]}
+                out.append(along[k] if along else top[0][0])
+            said = {
+                "token_logprobs": [dict(t)[i] for t, i in zip(tops, out, strict=True)],
+                "top_logprobs": [_named(t) for t in tops],
+            }
             choice = {"token_ids": out, "prompt_token_ids": ids, "finish_reason": "length", "logprobs": said}
         usage = {"prompt_tokens_details": {"cached_tokens": cached}} if self.details else {}
         return json.dumps({"choices": [choice], "usage": usage}).encode()

@@ -17,7 +17,7 @@ def gate_self(side: str, prompts: str, out: Path | None, rate: float | None, as_
     """Asks the server in every way, and says which way is the odd one."""
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.cli.send import _made
-    from vllm_accprobe.gate.self import asked, odd_one
+    from vllm_accprobe.gate.self import asked_paths, odd_one
     from vllm_accprobe.gate.sending import prompts as prompts_file
     from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.client import SendError
@@ -34,13 +34,13 @@ def gate_self(side: str, prompts: str, out: Path | None, rate: float | None, as_
     if not begun and any(not p.name.startswith("engine-") for p in out.iterdir()):
         raise CommandError(f"--out {out} has other files: name a new directory, or one that a gate --self began")
     told = (lambda said: typer.echo(f"asking: {said}", err=True)) if sys.stderr.isatty() else (lambda said: None)
-    how = asked.How(out, _made(prompts), tell=told)
+    how = asked_paths.How(out, _made(prompts), tell=told)
     try:
         lines = prompts_file.read(prompts)
-        found = asked.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
+        found = asked_paths.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
     except (SendError, prompts_file.PromptsError, replies.FolderError) as e:
         raise CommandError(str(e).replace("--engine:", "--self:").replace("--url:", "--self:")) from None
-    result = odd_one.judge(found.ways, found.answers, rate, found.missing, tuple(found.notes))
+    result = odd_one.judge(found.paths, found.answers, rate, found.missing, tuple(found.notes))
     said = self_lines.to_json(result)
     with whole(out / "self.json") as part:
         part.write_text(json.dumps(said, indent=1) + "\n")

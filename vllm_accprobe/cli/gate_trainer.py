@@ -34,11 +34,10 @@ def gate_trainer(golden: Path, mine: str, out: Path | None, as_json: bool) -> No
         else:
             assert out is not None
             outputs.check(out, {})
-            key = os.environ.get("VLLM_API_KEY", "")
             if url:
-                right = rollout.of_server(left, mine, key, out, _made(str(golden)))
+                right = rollout.of_server(left, mine, os.environ.get("VLLM_API_KEY", ""), out, _made(str(golden)))
             else:
-                right = rollout.of_command(left, mine, key, os.environ, out, _made(str(golden)))
+                right = rollout.of_command(left, mine, os.environ, out, _made(str(golden)))
         found = ratios.compare(left, right.answers, right.how, right.left_out)
     except trainer_lines.TrainerError as e:
         raise CommandError(f"{e}; with --samples GOLDEN and MINE are the answers of an evaluation") from None

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_accprobe.gate.self import odd_one
 from vllm_accprobe.gate.self.odd_one import SelfGate, judge
-from vllm_accprobe.gate.self.ways import REQUESTS, Way
+from vllm_accprobe.gate.self.own_paths import REQUESTS, OwnPath
 from vllm_accprobe.gate.sending.client import Reply
 from vllm_accprobe.report.servers.self_lines import lines, to_json
 
@@ -105,7 +105,7 @@ def test_what_met_the_cache_otherwise_is_left_out() -> None:
 
 def test_another_start_may_round_otherwise() -> None:
     """Where the way that must be equal had to be started anew, rounding is told and is no fault; more is one."""
-    ways = [*WAYS[:2], Way("sync", "synchronous", "the same bits", add=("--x",)), WAYS[2]]
+    ways = [*WAYS[:2], OwnPath("sync", "synchronous", "the same bits", add=("--x",)), WAYS[2]]
     said = answers(1)
     said["sync"] = said["hit"]
     said["sync"] = {n: replace(r, cached=0) for n, r in said["sync"].items()}

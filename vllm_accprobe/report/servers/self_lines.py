@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.report.text import count, num, safe
 
 if TYPE_CHECKING:
-    from vllm_accprobe.gate.self.odd_one import SelfGate, WayFinding
+    from vllm_accprobe.gate.self.odd_one import PathFinding, SelfGate
 
 MAX_ODD = 5
 _HEADER = ("", "must be", "prompts", "tokens", "flips", "unequal", "mean", "worst", "allowed", "p", "")
@@ -59,7 +59,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _row(f: WayFinding) -> tuple[str, ...]:
+def _row(f: PathFinding) -> tuple[str, ...]:
     sizes = [num(v) for v in (f.mean, f.worst, f.allowance)]
     verdict = ("ok: " if f.ok else "FAIL: ") + f.why
     counts = [f"{n:,}" for n in (f.prompts, f.tokens, f.flips, f.unequal)]
@@ -74,7 +74,7 @@ def to_json(gate: SelfGate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _finding(f: WayFinding) -> dict[str, Any]:
+def _finding(f: PathFinding) -> dict[str, Any]:
     value = asdict(f)
     way = value.pop("way")
     return {"name": way["name"], "says": way["says"], "must_be": way["rule"], "against": way["against"], **value}
