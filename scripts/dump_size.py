@@ -33,8 +33,8 @@ class Layer:
 
 
 def dense(c: dict[str, Any], intermediate: int | None = None) -> Layer:
-    """Two norms with their residuals (4h), o_proj, down_proj (h each); qkv, rotary in and out, value, attention; gate and
-    up (2i), activation (i)."""
+    """Two norms with their residuals (4h), o_proj, down_proj (h each); qkv, rotary in and out, value, attention; gate
+    and up (2i), activation (i)."""
     h, i = c["hidden_size"], intermediate or c["intermediate_size"]
     heads = c["num_attention_heads"]
     dim = c.get("head_dim") or h // heads
@@ -43,8 +43,8 @@ def dense(c: dict[str, Any], intermediate: int | None = None) -> Layer:
 
 
 def latent(c: dict[str, Any]) -> Layer:
-    """DeepSeek's attention, with the norms, without the MLP: kv_a (r + p), its norm in and out (2r), with a low rank of q
-    that part in, out and normed; rotary in and out; q_b and attention's q; kv_b (in prefill); attention; o_proj."""
+    """DeepSeek's attention, with the norms, without the MLP: kv_a (r + p), its norm in and out (2r), with a low rank of
+    q that part in, out and normed; rotary in and out; q_b and attention's q; kv_b (in prefill); attention; o_proj."""
     h, n, r, low = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], c.get("q_lora_rank") or 0
     nope, p, v = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
     whole = 5 * h + (r + p) + 2 * r + 3 * low + 2 * p
@@ -69,8 +69,8 @@ def layers(c: dict[str, Any]) -> list[Layer]:
 
 
 def per_token(c: dict[str, Any], tp: int = 1, size: int = 2) -> tuple[int, int]:
-    """(bytes that all ranks together store for a token, bytes for a row of logits more). Outside the layers lie what the
-    last norm and its residual give, the token's id and its position; the embedding is the first layer's residual."""
+    """(bytes that all ranks together store for a token, bytes for a row of logits more). Outside the layers lie what
+    the last norm and its residual give, the id and the position; the embedding is the first layer's residual."""
     total = sum(tp * layer.whole * size + layer.cut * size + tp * layer.other for layer in layers(c))
     return total + tp * (2 * c["hidden_size"] * size + 4 + 8), c["vocab_size"] * size
 
