@@ -107,15 +107,18 @@ def test_two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     monkeypatch.chdir(tmp_path)
     folder(Path("golden"), 1)
     folder(Path("same"), 2)
-    folder(Path("worse"), 3, fault=lambda length, k: 0.8)
+    folder(Path("worse"), 3, fault=lambda length, k, index: 0.8)
     folder(Path("once"), 4, arrive=("one",))
-    for mine, code, says in (
-        ("same", 0, "pass: no further apart"), ("worse", 1, "fail: further apart"), ("once", 3, "no verdict: each side")
-    ):  # fmt: skip
-        assert main(["gate", "golden", mine]) == code
+    folder(Path("golden-once"), 5, arrive=("one",))
+    for golden, mine, code, says in (
+        ("golden", "same", 0, "pass: no further away"),
+        ("golden", "worse", 1, "fail: further away"),
+        ("golden-once", "once", 3, "no verdict: golden needs two passes"),
+    ):
+        assert main(["gate", golden, mine]) == code
         out = capsys.readouterr().out
         assert out.startswith(says)
-        assert main(["gate", "golden", mine, "--json"]) == code
+        assert main(["gate", golden, mine, "--json"]) == code
         assert json.loads(capsys.readouterr().out)["verdict"] == {0: "pass", 1: "fail", 3: None}[code]
     assert "flipped, those with the largest margins first" in main_out(capsys, "gate", "golden", "worse")
     assert main(["gate", "golden", "golden"]) == 2

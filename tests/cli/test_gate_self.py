@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_vllm import FakeVllm
+from fake_paths import FakePaths
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.gate.sending import replies
@@ -27,7 +27,7 @@ def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("fault", ["", "hit", "batch", "scoring", "decode"])
 def test_the_path_is_named(fault: str, prompts: Path, capsys: Any) -> None:
-    with FakeVllm(fault).serve() as (url, _):
+    with FakePaths(fault).serve() as (url, _):
         code = main(["gate", "--self", url, "--prompts", str(prompts), "--out", "out"])
     said = capsys.readouterr()
     odd = json.loads(Path("out/self.json").read_text())["odd"]
@@ -55,7 +55,7 @@ def test_the_path_is_named(fault: str, prompts: Path, capsys: Any) -> None:
 @pytest.mark.parametrize("fault", ["", "batch", "decode"])
 def test_a_server_that_cannot_be_forced(fault: str, prompts: Path, capsys: Any) -> None:
     """Free answers, up to the first other token, and scores."""
-    with FakeVllm(fault, forced=False).serve() as (url, _):
+    with FakePaths(fault, forced=False).serve() as (url, _):
         code = main(["gate", "--self", url, "--prompts", str(prompts), "--out", "out"])
     said = capsys.readouterr().out
     assert code == bool(fault), said
@@ -64,14 +64,14 @@ def test_a_server_that_cannot_be_forced(fault: str, prompts: Path, capsys: Any) 
 
 
 def test_a_server_that_scores_nothing(prompts: Path, capsys: Any) -> None:
-    with FakeVllm(scores=False, forced=False).serve() as (url, _):
+    with FakePaths(scores=False, forced=False).serve() as (url, _):
         assert main(["gate", "--self", url, "--prompts", str(prompts), "--out", "out"]) == 0
     assert "not compared: scoring: the server does not tell" in capsys.readouterr().out
 
 
 def test_it_goes_on_and_says_what_is_not_known(prompts: Path, capsys: Any) -> None:
     words = ["gate", "--prompts", str(prompts), "--out", "out", "--json", "--self"]
-    fake = FakeVllm(details=False)
+    fake = FakePaths(details=False)
     with fake.serve() as (url, _):
         assert main([*words, url]) == 0
         asked = fake.asked

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_vllm import FakeVllm
+from fake_paths import FakePaths
 from made_folders import folder
 
 from vllm_accprobe.cli import main
@@ -15,7 +15,7 @@ from vllm_accprobe.cli import main
 OFF = 0.3
 
 
-def trainer(path: Path, fake: FakeVllm, off: float = 0.0, sequences: int = 4) -> Path:
+def trainer(path: Path, fake: FakePaths, off: float = 0.0, sequences: int = 4) -> Path:
     """What the fake server says of the tokens, and ``off`` added for the last half of each answer."""
     lines = []
     for k in range(sequences):
@@ -36,7 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_server_scores_the_trainers_tokens(here: Path, capsys: Any) -> None:
-    fake = FakeVllm(forced=False)
+    fake = FakePaths(forced=False)
     trainer(Path("t.jsonl"), fake)
     trainer(Path("off.jsonl"), fake, OFF)
     with fake.serve() as (url, seen):
@@ -61,8 +61,8 @@ def test_a_server_scores_the_trainers_tokens(here: Path, capsys: Any) -> None:
 
 
 def test_a_server_decodes_the_trainers_tokens(here: Path, capsys: Any) -> None:
-    trainer(Path("t.jsonl"), FakeVllm())
-    with FakeVllm().serve() as (url, _):
+    trainer(Path("t.jsonl"), FakePaths())
+    with FakePaths().serve() as (url, _):
         assert main(["gate", "t.jsonl", url, "--out", "out"]) == 0
     assert "server: decoded, forced along the trainer's tokens)" in capsys.readouterr().out
 
@@ -86,7 +86,7 @@ def test_one_file_has_both_sides(here: Path, capsys: Any) -> None:
     ],
 )
 def test_what_is_wrong_is_one_line(words: list[str], code: int, says: str, here: Path, capsys: Any) -> None:
-    trainer(Path("t.jsonl"), FakeVllm())
+    trainer(Path("t.jsonl"), FakePaths())
     Path("none.jsonl").write_text("{}\n")
     folder(Path("sent"), 1)
     assert main(["gate", *words]) == code

@@ -12,6 +12,7 @@ A condition is one of these, or several joined by ``&``:
     token:57                        rows whose input token is 57
     batch:1  batch>=4               steps with so many requests
     chunk>=2                        rows of a prompt's second and later chunks
+    hit                             rows of requests that began with rows from the prefix cache (V1 runner)
     row:3  row>=64                  place in the step's batch, whoever's row it is: a tile of a kernel
 
 Not here: what is done to the rows (accprobe_fault_kinds.py).
@@ -24,8 +25,46 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-_PHASES = ("all", "prefill", "decode")
+_PHASES = ("all", "prefill", "decode", "hit")
 _NUMBERED = re.compile(r"(position|token|batch|chunk|row)(:|>=)(\d+)")
+
+
+class Engine:
+    """What the runner that is computing now says of its requests; noted where the V1 runner takes a step's changes."""
+
+    def __init__(self) -> None:
+        self.runner: Any = None
+        self.begun: dict[str, int] = {}
+        self.watches = False
+
+    def watch(self) -> None:
+        """In a worker, when a model is loaded: a method that nobody else has wrapped or bound by then."""
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        if self.watches:
+            return
+        self.watches, update = True, GPUModelRunner._update_states
+
+        @functools.wraps(update)
+        def noted(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self.runner = runner
+            for new in scheduler_output.scheduled_new_reqs:
+                self.begun[new.req_id] = int(new.num_computed_tokens)
+            return update(runner, scheduler_output, *args, **kwargs)
+
+        GPUModelRunner._update_states = noted
+
+    def starts(self, requests: int) -> Any:
+        """int64 [requests]: how many rows each had from the prefix cache when it began; 0 where nobody knows."""
+        import torch
+
+        batch = getattr(self.runner, "input_batch", None)
+        names = list(getattr(batch, "req_ids", ()))[:requests]
+        known = [self.begun.get(name, 0) for name in names]
+        return torch.tensor(known + [0] * (requests - len(known)))
+
+
+ENGINE = Engine()
 
 
 class Rows:
@@ -71,6 +110,8 @@ class Rows:
             return lambda starts, lengths: torch.repeat_interleave(lengths == 1, lengths)
         if part == "prefill":
             return lambda starts, lengths: torch.repeat_interleave(lengths != 1, lengths)
+        if part == "hit":
+            return lambda starts, lengths: torch.repeat_interleave(ENGINE.starts(len(lengths)) > 0, lengths)
         match = _NUMBERED.fullmatch(part)
         if not match:
             raise ValueError(f"rows {part!r} is none of {', '.join(_PHASES)}, (position|token|batch|chunk|row)(:|>=)N")
@@ -83,7 +124,7 @@ class Rows:
                 return torch.full((total,), bool(holds(len(lengths))))
             if what == "chunk":
                 # A chunk's number is not known here, only that the prompt began in an earlier step: 1 or "2 and later".
-                later = (self.positions[starts[:-1]] > 0) & (lengths > 1)
+                later = (self.positions[starts[:-1]] > ENGINE.starts(len(lengths))) & (lengths > 1)
                 return torch.repeat_interleave(holds(torch.where(later, 2, 1)), lengths)
             values = {"position": self.positions, "token": self.tokens, "row": torch.arange(total)}[what]
             return holds(values[:total])

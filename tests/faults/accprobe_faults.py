@@ -26,6 +26,7 @@ from typing import Any
 
 from accprobe_fault_kinds import EARLY, Site
 from accprobe_fault_kinds import KINDS as MODULE_KINDS
+from accprobe_fault_rows import ENGINE
 
 ENV = "ACCPROBE_FAULT"
 SAMPLER = "sampler"
@@ -93,6 +94,8 @@ def register() -> None:
         finally:
             planting.pop()
         here.late(model)
+        if any("hit" in f.rows or "chunk" in f.rows for f in faults):
+            ENGINE.watch()
         if faults:
             print(f"accprobe_faults: planted {text}", file=sys.stderr, flush=True)
         return model

@@ -1,109 +1,92 @@
-"""A vLLM without a model: answers that depend on the prompt's token ids, numbers on how they were asked for.
+"""A `vllm serve` that starts at once: numbers that depend on dtype and fault, tokens that can be forced.
 
-Prefix hits by salt, scores of prompts, batches: as far as `gate --self` and the trainer's gate can see, it is a server;
-each fault is one path that gives other numbers. The noise of batches and of scoring is rounding on the logits' grid.
+Put into a folder on PATH as `vllm` (`installed`). Options: --dtype (float8 is refused), --fault SIZE, --dies-after N
+(answers, then the process ends without a word), --other-ids (it makes other token ids of a text).
 """
 
 from __future__ import annotations
 
 import json
-import random
+import os
+import signal
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
-from odd_server import odd
-
-BLOCK = 16
-STEP = 2.0**-5
+HERE = Path(__file__).resolve().parent
+ROUNDING = {"bfloat16": 0.02, "float16": 0.0025, "float32": 1e-6}
 
 
-class FakeVllm:
-    """fault: the path whose numbers are off by ``size`` nats: hit, batch, scoring, again, decode, or "". rounding:
-    steps by which batches and scoring may differ from alone. details: whether prefix hits are told; forced: whether it
-    answers with named tokens, as with our plugin; scores: whether it tells log-probabilities of prompts."""
+def installed(folder: Path) -> str:
+    """The folder, with `vllm` in it; for PATH."""
+    folder.mkdir(exist_ok=True)
+    script = folder / "vllm"
+    paths = [str(HERE), str(HERE / "sending"), str(HERE.parents[1])]
+    script.write_text(f"#!{sys.executable}\nimport sys\nsys.path[:0] = {paths!r}\nimport fake_vllm\nfake_vllm.main()\n")
+    script.chmod(0o755)
+    return str(folder)
 
-    def __init__(
-        self, fault: str = "", size: float = 1.0, rounding: int = 1, details: bool = True, forced: bool = True,
-        scores: bool = True,
-    ):  # fmt: skip
-        self.fault, self.size, self.rounding, self.details = fault, size, rounding, details
-        self.forced, self.scores = forced, scores
-        self.cache: dict[str, list[int]] = {}
-        self.salts: list[tuple[str, str, int]] = []
-        self.busy = self.asked = 0
-        self.lock = threading.Lock()
 
-    def serve(self) -> Any:
-        return odd(self.answer, forced=True)
+def main() -> None:
+    """`vllm serve MODEL --port=N ...`"""
+    import odd_server
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        if path == "/health":
-            return 200, b""
-        if path != "/v1/completions":
+    words = sys.argv[1:]
+    dtype, fault = option(words, "--dtype", "bfloat16"), float(option(words, "--fault", "0"))
+    dies = int(option(words, "--dies-after", "0"))
+    if dtype not in ROUNDING:
+        sys.exit("no such dtype")
+    answered = [0]
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        if path in ("/health", "/version"):
+            return 200, b"{}"
+        if path == "/tokenize":
+            return 200, json.dumps({"tokens": ids_of(body["prompt"], "--other-ids" in words)}).encode()
+        if path != "/v1/completions" or body.get("prompt_logprobs"):
             return 404, b""
-        with self.lock:
-            self.busy, self.asked = self.busy + 1, self.asked + 1
-            turn = self.asked
-        try:
-            return 200, self._completion(body, turn)
-        finally:
-            with self.lock:
-                self.busy -= 1
+        answered[0] += 1
+        if dies and answered[0] > dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 200, json.dumps(completion(body, dtype, fault)).encode()
 
-    def _completion(self, body: dict[str, Any], turn: int) -> bytes:
-        prompt = body["prompt"]
-        ids = prompt if isinstance(prompt, list) else [ord(c) for c in prompt]
-        salt = body.get("cache_salt", "")
-        had = self.cache.get(salt, [])
-        same = next((i for i, (a, b) in enumerate(zip(had, ids, strict=False)) if a != b), min(len(had), len(ids)))
-        hit = min(same, len(ids) - 1) // BLOCK * BLOCK
-        scored = body.get("prompt_logprobs") is not None and self.scores
-        named = (body.get("vllm_xargs") or {}).get("accprobe_along") if self.forced else None
-        along = [int(t) for t in named.split()] if named else None
-        cached = 0 if scored else hit
-        self.salts.append((salt, "score" if scored else "ask", cached))
-        self.cache[salt] = ids
-        batch = self.busy > 1
-        time.sleep(0.01)
-        batch = batch or self.busy > 1
-        wrong = {"hit": cached > 0, "batch": batch, "scoring": scored, "again": turn % 2 == 0}.get(self.fault, False)
-        how = f"{batch} {cached > 0} {scored}"
-        if scored:
-            entries: list[Any] = [None]
-            for k in range(1, len(ids)):
-                entries.append({str(t): {"logprob": v} for t, v in self.top(ids[:k], how, wrong, ids[k])})
-            choice: dict[str, Any] = {"token_ids": [1], "prompt_token_ids": ids, "prompt_logprobs": entries}
-        else:
-            out: list[int] = []
-            tops = []
-            for k in range(body["max_tokens"]):
-                decode = self.fault == "decode" and bool(out)
-                top = self.top([*ids, *out], how, wrong or decode, along[k] if along else None)
-                tops.append(top)
-                out.append(along[k] if along else top[0][0])
-            said = {
-                "token_logprobs": [dict(t)[i] for t, i in zip(tops, out, strict=True)],
-                "top_logprobs": [_named(t) for t in tops],
-            }
-            choice = {"token_ids": out, "prompt_token_ids": ids, "finish_reason": "length", "logprobs": said}
-        usage = {"prompt_tokens_details": {"cached_tokens": cached}} if self.details else {}
-        return json.dumps({"choices": [choice], "usage": usage}).encode()
-
-    def top(self, context: list[int], how: str, wrong: bool, token: int | None = None) -> list[tuple[int, float]]:
-        """The best five after ``context``, best first, and ``token``."""
-        draw = random.Random(hash(tuple(context)))
-        ids = draw.sample(range(1000), 5)
-        logits = [round(12 - 3 * i - draw.random(), 2) // STEP * STEP for i in range(5)]
-        noise = random.Random(f"{how} {hash(tuple(context))}")
-        if how != "False False False":
-            logits = [v + STEP * noise.randint(-self.rounding, self.rounding) for v in logits]
-        if wrong:
-            logits = [v + draw.choice((-1, 1)) * self.size for v in logits]  # a fault is the same in every way
-        best = sorted(zip(ids, logits, strict=True), key=lambda p: -p[1])
-        found = [(i, v - 13.0) for i, v in best]
-        return found if token is None or token in ids else [*found, (token, -17.0)]
+    with odd_server.odd(answer, forced=True, port=int(option(words, "--port", "0"))):
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        while not stop.is_set():
+            time.sleep(0.02)
 
 
-def _named(top: list[tuple[int, float]]) -> dict[str, float]:
-    return {f"token_id:{i}": v for i, v in top}
+def option(words: list[str], name: str, default: str) -> str:
+    return next((w.split("=", 1)[1] for w in reversed(words) if w.startswith(name + "=")), default)
+
+
+def ids_of(prompt: str | list[int], other: bool = False) -> list[int]:
+    """Of a text one for each letter, all the same."""
+    return list(prompt) if isinstance(prompt, list) else [8 if other else 7] * len(prompt)
+
+
+def completion(body: dict[str, Any], dtype: str, fault: float) -> dict[str, Any]:
+    """Token k of a prompt of n ids: five candidates, as tests/gate/made_folders.py has them."""
+    import numpy as np
+
+    prompt = ids_of(body["prompt"])
+    named = (body.get("vllm_xargs") or {}).get("accprobe_along")
+    forced = [int(i) for i in named.split()] if named else []
+    ids, chosen, tops = [], [], []
+    for k in range(len(forced) or body["max_tokens"]):
+        base = np.array([-0.4, -1.6, -3.0, -4.0, -5.0]) - 0.01 * ((len(prompt) * 7 + k * 3) % 11)
+        seeds = np.random.default_rng((len(dtype), ord(dtype[-1]), len(prompt), k))
+        values = base + seeds.normal(0, ROUNDING[dtype], 5)
+        values += np.random.default_rng((len(prompt), k)).normal(0, fault, 5) if fault and k else 0
+        names = [100 + 5 * k + i for i in range(5)]
+        token = forced[k] if forced else names[int(values.argmax())]
+        ids.append(token)
+        place = dict(zip(names, values.tolist(), strict=True))
+        chosen.append(place.get(token, -9.0))
+        tops.append({f"token_id:{i}": v for i, v in (place | {token: chosen[-1]}).items()})
+    logprobs = {"token_logprobs": chosen, "top_logprobs": tops}
+    choice = {"token_ids": ids, "prompt_token_ids": prompt, "finish_reason": "length", "logprobs": logprobs}
+    return {"choices": [choice]}

@@ -38,7 +38,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     os.environ |= {"VLLM_ACCPROBE_DIR": job["out"]} | job["env"]
     if job["fault"]:
         os.environ["ACCPROBE_FAULT"] = job["fault"]
-    if os.environ.get("VLLM_ACCPROBE") or os.environ.get("VLLM_ACCPROBE_ERRCHECK"):
+    if any(os.environ.get(f"VLLM_ACCPROBE{switch}") for switch in ("", "_ERRCHECK", "_FORCE")):
         # vLLM loads plugins once per process; here every engine is a run of its own.
         from vllm_accprobe.plugin import register
 

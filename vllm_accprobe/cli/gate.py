@@ -12,16 +12,38 @@ from vllm_accprobe.cli.common.options import CommandError, NothingThere
 
 
 def gate(
-    golden: Path = typer.Argument(
-        None,
+    golden: str = typer.Argument(
+        "",
         metavar="GOLDEN",
-        help="Of the machine that is trusted: a folder of accprobe send; or an evaluation's answers.",
+        help="Of the machine that is trusted: a folder of accprobe send, a URL, a command; or an evaluation's answers.",
     ),
-    mine_side: str = typer.Argument(None, metavar="MINE", help="The same of the other."),
+    mine: str = typer.Argument("", metavar="MINE", help="The same of the other."),
     itself: str = typer.Option("", "--self", metavar="COMMAND|URL", help="One server against itself, instead of two."),
-    prompts: str = typer.Option("default", "--prompts", metavar="FILE", help="With --self or a server: what is sent."),
-    out: Path = typer.Option(None, "--out", "-o", metavar="DIR", help="With --self or a server: where answers go."),
     samples: bool = typer.Option(False, "--samples", help="GOLDEN and MINE are an evaluation's: files or folders."),
+    prompts: str = typer.Option(
+        "default", "--prompts", metavar="FILE", help="What is sent to servers; as of accprobe send."
+    ),
+    out: Path = typer.Option(
+        None, "--out", "-o", metavar="DIR", help="Folders of the servers, and gate.json; one begun is gone on with."
+    ),
+    floors: list[str] = typer.Option(
+        [], "--floor", metavar="SIDE", help="A further server that is right (folder, URL, command). Can be repeated."
+    ),
+    floor_dtype: str = typer.Option(
+        "",
+        "--floor-dtype",
+        metavar="DTYPE",
+        help="Of the floor that golden's command makes. Default: see docs/gate.md.",
+    ),
+    no_floor: bool = typer.Option(False, "--no-floor", help="Golden's command makes none."),
+    score: bool = typer.Option(
+        None, "--score/--no-score", help="A last pass that scores prompt and answer. Default: where a server can."
+    ),
+    max_tokens: int = typer.Option(32, "--max-tokens", metavar="N", min=1, help="Where a prompt says no other."),
+    concurrency: int = typer.Option(64, "--concurrency", metavar="N", min=1, max=1024, help="Requests at a time."),
+    model: str = typer.Option("", "--model", metavar="NAME", help="Where a server has several; the first by default."),
+    timeout: float = typer.Option(600, "--timeout", metavar="S", min=0.1, help="Without an answer, for one request."),
+    ready: float = typer.Option(1800, "--ready-timeout", metavar="S", min=1, help="Until a command answers."),
     task: list[str] = typer.Option([], "--task", metavar="GLOB", help="Only these tasks. Can be repeated."),
     metric: list[str] = typer.Option([], "--metric", metavar="GLOB", help="Only these metrics. Can be repeated."),
     filter: list[str] = typer.Option([], "--filter", metavar="GLOB", help="Only these filters. Can be repeated."),
@@ -35,30 +57,59 @@ def gate(
     as_json: bool = typer.Option(False, "--json", help="Print json, not lines."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show every metric, not 20."),
 ) -> None:
-    """Compare two servers by what they sent back, or, with --samples, two runs of an evaluation.
+    """Compare two servers by what they answer, or, with --samples, two runs of an evaluation.
 
-    Of two folders of accprobe send: log-probabilities, flips and KL by phase, length and position, against how far each
-    server is from itself in other batches. With --samples (lm-evaluation-harness, OpenCompass): for each metric whether
-    the difference is more than chance, how many questions would show it, and which questions flipped.
+    A server is a folder of accprobe send, a URL, or a command (what has a space), which is started and ended. Golden
+    answers first, mine along its tokens; log-probabilities, flips and KL by phase, chunk, batch, prefix hit, length and
+    position, against golden's own batches and against honest rounding. GOLDEN may be a trainer's jsonl with tokens and
+    log-probabilities. With --samples (lm-evaluation-harness,
+    OpenCompass): for each metric whether the difference is more than chance, and which questions flipped.
     Exit code 0: no difference beyond chance, 1: one beyond, 2: unreadable input, 3: nothing could be paired.
     """
-    if itself:
-        from vllm_accprobe.cli.gate_self import gate_self
-
-        if golden is not None or samples:
-            raise CommandError("--self is one server against itself: leave GOLDEN, MINE and --samples away")
-        gate_self(itself, prompts, out, rate, as_json)
-    if golden is None or mine_side is None:
+    if rate is not None and not 0 < rate < 1:
+        raise CommandError(f"--false-alarm-rate: {rate} is no probability between 0 and 1")
+    if itself and (golden or samples):
+        raise CommandError("--self is one server against itself: leave GOLDEN, MINE and --samples away")
+    if not itself and not (golden and mine):
         raise CommandError("name GOLDEN and MINE, or one server with --self")
-    if golden.is_file() and not samples:
-        from vllm_accprobe.cli.gate_trainer import gate_trainer
-
-        gate_trainer(golden, mine_side, out, as_json)
-    mine = Path(mine_side)
     if not samples:
         if task or metric or filter or prompts_out or csv:
             raise CommandError("--task, --metric, --filter, --prompts-out and --csv are for --samples")
-        _servers(golden, mine, rate, as_json)
+        from vllm_accprobe.cli import gate_servers
+        from vllm_accprobe.gate.sides import Asking
+
+        asking = Asking(
+            prompts=prompts, max_tokens=max_tokens, concurrency=concurrency, model=model, timeout=timeout,
+            ready_s=ready, score=score,
+        )  # fmt: skip
+        if itself:
+            from vllm_accprobe.cli.gate_self import gate_self
+
+            gate_self(itself, asking, out, rate, as_json)
+        if Path(golden).is_file():
+            from vllm_accprobe.cli.gate_trainer import gate_trainer
+
+            gate_trainer(Path(golden), mine, asking, out, as_json)
+        gate_servers.run(golden, mine, out, gate_servers.Floors(tuple(floors), floor_dtype, no_floor), asking, rate,
+                         as_json)  # fmt: skip
+    if out or floors or floor_dtype or no_floor:
+        raise CommandError("--out, --floor, --floor-dtype and --no-floor are for servers, without --samples")
+    _samples(Path(golden), Path(mine), task, metric, filter, rate, prompts_out, csv, as_json, verbose)
+
+
+def _samples(
+    golden: Path,
+    mine: Path,
+    task: list[str],
+    metric: list[str],
+    filter: list[str],
+    rate: float | None,
+    prompts_out: Path | None,
+    csv: Path | None,
+    as_json: bool,
+    verbose: bool,
+) -> NoReturn:
+    """Of two runs of an evaluation."""
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.cli.common.same import refuse_same
     from vllm_accprobe.gate.samples import contrast, sides
@@ -67,8 +118,6 @@ def gate(
     from vllm_accprobe.report import evaluation
 
     rate = contrast.RATE if rate is None else rate
-    if not 0 < rate < 1:
-        raise CommandError(f"--false-alarm-rate: {rate} is no probability between 0 and 1")
     for path, option in ((prompts_out, "--prompts-out"), (csv, "--csv")):
         if path is not None:
             _check_file(path, option, (golden, mine))
@@ -101,31 +150,6 @@ def gate(
         said = f"written: {prompts_out}, {len(asked):,} prompts of the questions that flipped"
         typer.echo(said + (f"; {without:,} have none in the files" if without else ""), err=as_json)
     raise typer.Exit(1 if result.verdict == "fail" else 0)
-
-
-def _servers(golden: Path, mine: Path, rate: float | None, as_json: bool) -> NoReturn:
-    """Of two folders of `send`."""
-    from vllm_accprobe.cli.common.same import refuse_same
-    from vllm_accprobe.gate.measure import floor
-    from vllm_accprobe.gate.sending import replies
-    from vllm_accprobe.report import gap_lines
-
-    rate = floor.RATE if rate is None else rate
-    if not 0 < rate < 1:
-        raise CommandError(f"--false-alarm-rate: {rate} is no probability between 0 and 1")
-    refuse_same(("GOLDEN", golden), ("MINE", mine), "folder")
-    try:
-        result = floor.compare(replies.read(golden), replies.read(mine), rate)
-    except replies.FolderError as e:
-        raise CommandError(f"{e}; with --samples GOLDEN and MINE are the answers of an evaluation") from None
-    except floor.GateError as e:
-        raise NothingThere(f"{e} ({golden}, {mine})") from None
-    if as_json:
-        typer.echo(json.dumps(gap_lines.to_json(result), indent=1))
-    else:
-        for line in gap_lines.lines(result):
-            typer.echo(line)
-    raise typer.Exit({"pass": 0, "fail": 1, None: 3}[result.verdict])
 
 
 def _check_file(path: Path, option: str, inputs: tuple[Path, ...]) -> None:

@@ -6,14 +6,17 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
 from vllm_accprobe.cli.common.options import CommandError
 
+if TYPE_CHECKING:
+    from vllm_accprobe.gate.sides import Asking
 
-def gate_self(side: str, prompts: str, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
+
+def gate_self(side: str, asking: Asking, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
     """Asks the server in every way, and says which way is the odd one."""
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.cli.send import _made
@@ -24,9 +27,6 @@ def gate_self(side: str, prompts: str, out: Path | None, rate: float | None, as_
     from vllm_accprobe.report.servers import self_lines
     from vllm_accprobe.whole_file import whole
 
-    rate = odd_one.RATE if rate is None else rate
-    if not 0 < rate < 1:
-        raise CommandError(f"--false-alarm-rate: {rate} is no probability between 0 and 1")
     if out is None:
         raise CommandError("--self: name a folder for the answers with --out DIR")
     outputs.check(out, {})
@@ -34,13 +34,15 @@ def gate_self(side: str, prompts: str, out: Path | None, rate: float | None, as_
     if not begun and any(not p.name.startswith("engine-") for p in out.iterdir()):
         raise CommandError(f"--out {out} has other files: name a new directory, or one that a gate --self began")
     told = (lambda said: typer.echo(f"asking: {said}", err=True)) if sys.stderr.isatty() else (lambda said: None)
-    how = asked_paths.How(out, _made(prompts), tell=told)
+    how = asked_paths.How(out, _made(asking.prompts), asking, told)
     try:
-        lines = prompts_file.read(prompts)
+        lines = prompts_file.read(asking.prompts)
         found = asked_paths.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
     except (SendError, prompts_file.PromptsError, replies.FolderError) as e:
         raise CommandError(str(e).replace("--engine:", "--self:").replace("--url:", "--self:")) from None
-    result = odd_one.judge(found.paths, found.answers, rate, found.missing, tuple(found.notes))
+    result = odd_one.judge(
+        found.paths, found.answers, odd_one.RATE if rate is None else rate, found.missing, tuple(found.notes)
+    )
     said = self_lines.to_json(result)
     with whole(out / "self.json") as part:
         part.write_text(json.dumps(said, indent=1) + "\n")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
 from vllm_accprobe.cli.common.options import CommandError, NothingThere
 
+if TYPE_CHECKING:
+    from vllm_accprobe.gate.sides import Asking
 
-def gate_trainer(golden: Path, mine: str, out: Path | None, as_json: bool) -> NoReturn:
+
+def gate_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, as_json: bool) -> NoReturn:
     """mine: a folder of send, a jsonl (the same one where it has both), a URL, or a command."""
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.cli.send import _made
@@ -35,9 +38,11 @@ def gate_trainer(golden: Path, mine: str, out: Path | None, as_json: bool) -> No
             assert out is not None
             outputs.check(out, {})
             if url:
-                right = rollout.of_server(left, mine, os.environ.get("VLLM_API_KEY", ""), out, _made(str(golden)))
+                right = rollout.of_server(
+                    left, mine, os.environ.get("VLLM_API_KEY", ""), out, _made(str(golden)), asking
+                )
             else:
-                right = rollout.of_command(left, mine, os.environ, out, _made(str(golden)))
+                right = rollout.of_command(left, mine, os.environ, out, _made(str(golden)), asking)
         found = ratios.compare(left, right.answers, right.how, right.left_out)
     except trainer_lines.TrainerError as e:
         raise CommandError(f"{e}; with --samples GOLDEN and MINE are the answers of an evaluation") from None

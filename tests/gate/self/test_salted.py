@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from fake_vllm import FakeVllm
+from fake_paths import FakePaths
 
 from vllm_accprobe.gate.self.own_paths import REQUESTS
 from vllm_accprobe.gate.self.salted import SaltedSender
@@ -16,7 +16,7 @@ PATHS = {w.name: w for w in REQUESTS}
 
 
 def test_only_what_is_to_hit_hits() -> None:
-    fake, line = FakeVllm(), PromptLine("p", token_ids=tuple(range(300)), max_tokens=4)
+    fake, line = FakePaths(), PromptLine("p", token_ids=tuple(range(300)), max_tokens=4)
     with fake.serve() as (url, seen):
         cached: dict[str, Any] = {}
         replies: dict[str, Any] = {}

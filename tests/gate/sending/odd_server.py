@@ -28,7 +28,7 @@ def completion(body: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def odd(answer: Answer, *, forced: bool = False) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def odd(answer: Answer, *, forced: bool = False, port: int = 0) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """(url, the (path, request id) of what came). forced: whether ``answer`` also gets what asks if it can be forced;
     else it cannot."""
     seen: list[tuple[str, str]] = []
@@ -60,7 +60,7 @@ def odd(answer: Answer, *, forced: bool = False) -> Iterator[tuple[str, list[tup
     class Server(ThreadingHTTPServer):
         def handle_error(self, *_: Any) -> None: ...  # a connection that was closed, which is the point
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()

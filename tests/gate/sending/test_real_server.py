@@ -1,4 +1,4 @@
-"""``accprobe send`` with a real `vllm serve`: ids, log-probabilities, a hang, a kill, and going on."""
+"""``accprobe send`` with a real `vllm serve`: ids, log-probabilities, a hang, a kill while forced, and going on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from golden_by_hand import golden
 from vllm_server import ENV, SMALL, Server
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.gate.sending import replies
+from vllm_accprobe.gate.sending import replies, steps
 
 pytestmark = pytest.mark.engine
 SECRET = "Nobody but the owner of these two servers may ever read this line."
@@ -40,11 +41,13 @@ def test_what_came_back(server: Server, tmp_path: Path, capsys: Any) -> None:
     assert main(words) == 0
     said = capsys.readouterr()
     written, refused = said.out.splitlines()
-    assert written == f"6 of 8 answered in 2 passes; written: {out}"
+    assert written == f"9 of 12 answered in 3 passes; written: {out}"
     assert refused.startswith("refused: 2 HTTP 400 (input_t")  # the field that vLLM blames
+    assert refused.endswith(", 1 no answer to go along")
     sent = replies.read(out)
     assert sent.about["server"] == {"version": "0.32.0", "model": "tiny", "max_model_len": 512}
-    one, every = sent.passes
+    assert [p.get("forced") for p in sent.about["passes"]] == [None, "accprobe", "scored"]
+    one, every, scored = sent.passes
     assert one["ids"].prompt_token_ids == every["ids"].prompt_token_ids == [40, 41, 42, 43, 44, 45]
     for name, n in (("text", 5), ("ids", 3), ("chat", 4)):
         for reply in (one[name], every[name]):
@@ -63,9 +66,11 @@ def test_what_came_back(server: Server, tmp_path: Path, capsys: Any) -> None:
                 assert logprob == values[0] == values[ids.index(token)]
                 assert margin == pytest.approx(values[0] - values[1], abs=1e-5)
         assert one[name].prompt_token_ids == every[name].prompt_token_ids
+        assert one[name].token_ids == every[name].token_ids == (scored[name].token_ids or [])[-n:]
+        assert one[name].logprobs == pytest.approx((scored[name].logprobs or [])[-n:], abs=1e-5)
     assert type(every["text"].cached) is int
     assert main(words) == 0
-    assert "6 of 8 answered, 8 of them before" in capsys.readouterr().out
+    assert "9 of 12 answered, 12 of them before" in capsys.readouterr().out
     assert SECRET not in said.out + said.err + server.log.read_text(errors="replace")
     names = {r.id for r in open_dump(server.model.parent / "dump").requests.values()}
     assert any("ids" in name for name in names)
@@ -93,12 +98,11 @@ def test_a_hang_is_one_line_and_the_same_command_goes_on(server: Server, tmp_pat
 
 
 def test_an_engine_that_is_killed(served_model: Path, server: Server, tmp_path: Path) -> None:
-    """--engine starts a server; it is killed in the middle; another one goes on."""
-    asked = [{"id": f"p{i}", "token_ids": [50 + i, 60, 70], "max_tokens": 100} for i in range(40)]
-    out, file = tmp_path / "out", prompts(tmp_path / "p.jsonl", asked)
+    """--engine starts a server, which is forced; it is killed in the middle; another one goes on."""
+    folder, out = golden(tmp_path / "golden", [(3, 100)] * 40, words=["one"]), tmp_path / "out"
     vllm = Path(sys.executable).parent / "vllm"
     engine = f"{vllm} serve {served_model} {' '.join(SMALL)} --enforce-eager"
-    words = [sys.executable, "-m", "vllm_accprobe.cli", "send", file, "--out", str(out), "--arrive", "one"]
+    words = [sys.executable, "-m", "vllm_accprobe.cli", "send", "--along", str(folder), "--out", str(out), "--no-score"]
     with subprocess.Popen(
         [*words, "--engine", engine], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | ENV | {"OMP_NUM_THREADS": "1"},
@@ -119,6 +123,13 @@ def test_an_engine_that_is_killed(served_model: Path, server: Server, tmp_path: 
         os.killpg(group, 0)
     kept = len(replies.read(out).passes[0])
     assert 3 <= kept < 40
+    written = steps.read(out).rows(0, "p1")
+    assert [(before, n, together) for _, before, n, together in written] == [
+        (0, 3, 1),
+        *((k, 1, 1) for k in range(3, 102)),
+    ]
     assert main([*words[3:], "--url", server.url]) == 0
     about = replies.read_about(out)
     assert (about["complete"], about["passes"][0]["answered"], about["passes"][0]["resumed"]) == (True, 40, 1)
+    was, sent = replies.read(folder).passes[0], replies.read(out).passes[0]
+    assert {name: r.token_ids for name, r in sent.items()} == {name: r.token_ids for name, r in was.items()}

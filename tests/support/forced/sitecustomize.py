@@ -1,7 +1,8 @@
-"""Makes torch say that this processor is a lesser one, where ``ACCPROBE_TEST_KERNELS`` asks for that.
+"""Makes torch say that this processor is a lesser one, where ``ACCPROBE_TEST_KERNELS`` asks for that; with
+``ACCPROBE_TEST_V2`` Triton has a backend for the CPU, which vLLM's V2 runner wants and Triton's interpreter never uses.
 
 Python imports this module at its start because the folder is on PYTHONPATH (see ../kernels.py). Nothing is imported
-here that a program does not import itself: a finder waits for ``torch.cpu`` and changes its answers once it is there.
+here that a program does not import itself: a finder waits for a module and changes it once it is there.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
 
 _NO = {
     "avx2": ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supported", "_is_amx_tile_supported",
@@ -21,32 +22,42 @@ _NO = {
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, inner: importlib.abc.Loader, names: Sequence[str]):
-        self.inner, self.names = inner, names
+    def __init__(self, inner: importlib.abc.Loader, change: Callable[[ModuleType], None]):
+        self.inner, self.change = inner, change
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self.inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self.inner.exec_module(module)
-        for name in self.names:
-            if hasattr(module, name):
-                setattr(module, name, lambda: False)
+        self.change(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, names: Sequence[str]):
-        self.names = names
+    def __init__(self, wanted: str, change: Callable[[ModuleType], None]):
+        self.wanted, self.change = wanted, change
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None):
-        if name != "torch.cpu":
+        if name != self.wanted:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.names)
+            spec.loader = _Loader(spec.loader, self.change)
         return spec
 
 
+def _lesser(module: ModuleType) -> None:
+    for name in _NO[os.environ["ACCPROBE_TEST_KERNELS"]]:
+        if hasattr(module, name):
+            setattr(module, name, lambda: False)
+
+
+def _backend(module: ModuleType) -> None:
+    module.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+
+
 if os.environ.get("ACCPROBE_TEST_KERNELS") in _NO:
-    sys.meta_path.insert(0, _Finder(_NO[os.environ["ACCPROBE_TEST_KERNELS"]]))
+    sys.meta_path.insert(0, _Finder("torch.cpu", _lesser))
+if os.environ.get("ACCPROBE_TEST_V2"):
+    sys.meta_path.insert(0, _Finder("triton.backends", _backend))

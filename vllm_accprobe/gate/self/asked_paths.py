@@ -28,6 +28,7 @@ from vllm_accprobe.gate.sending.arrival import parse
 from vllm_accprobe.gate.sending.client import Sender, SendError
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.serving import served
+from vllm_accprobe.gate.sides import Asking
 
 NO_IDS = "the server does not say which token ids it read and wrote (vLLM's return_token_ids)"
 NO_SCORES = "the server does not tell log-probabilities of prompts"
@@ -50,11 +51,7 @@ class How:
 
     out: Path
     made: Mapping[str, Any]
-    concurrency: int = 64
-    ready_s: float = 1800.0
-    timeout: float = 600.0
-    top: int = 20
-    max_tokens: int = 32
+    asking: Asking = field(default_factory=Asking)
     tell: Callable[[str], None] = lambda said: None
 
 
@@ -75,7 +72,7 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
         raise SendError(f"--self: {e}") from None
     how.out.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _kept(own_paths.REQUESTS, how.out, found):
-        with served(own_paths.command(words), environ, how.out, how.ready_s) as (url, key):
+        with served(own_paths.command(words), environ, how.out, how.asking.ready_s) as (url, key):
             _all(own_paths.REQUESTS, url, key, lines, how, found)
     lengths = [len(r.prompt_token_ids or ()) for r in found.answers[BASE].values()]
     changed: dict[str, list[OwnPath]] = {}
@@ -85,7 +82,7 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
         if _kept(these, how.out, found):
             continue
         try:
-            with served(command, environ, how.out, how.ready_s) as (url, key):
+            with served(command, environ, how.out, how.asking.ready_s) as (url, key):
                 _all(these, url, key, lines, how, found)
         except SendError as e:  # one changed command that does not serve costs its own paths only
             for path in these:
@@ -96,7 +93,8 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
 
 def _all(these: Sequence[OwnPath], url: str, key: str, lines: list[PromptLine], how: How, found: PathAnswers) -> None:
     """Of one server. Raises SendError."""
-    plain = Sender(url, key, timeout=how.timeout, top=how.top, max_tokens=how.max_tokens)
+    plain = Sender(url, key, timeout=how.asking.timeout, top=how.asking.top)
+    plain = replace(plain, max_tokens=how.asking.max_tokens, model=how.asking.model)
     known, server = plain.introduced()
     forced, salt = known.how_forced(), secrets.token_hex(16)
     decoding = forced if forced != ways.SCORED else None
@@ -115,7 +113,7 @@ def _all(these: Sequence[OwnPath], url: str, key: str, lines: list[PromptLine], 
         sender = SaltedSender(**own, own=path, salt=salt)
         plan = along.FREE if way is None else along.Forcing(way, along.digest(replies.read(how.out / BASE)))
         folder, made = how.out / path.name, dict(how.made) | {"path": path.name}
-        passes.send(sender, server, sent, [parse(path.arrive)], how.concurrency, folder, made, plan=plan)
+        passes.send(sender, server, sent, [parse(path.arrive)], how.asking.concurrency, folder, made, plan=plan)
         found.answers[path.name] = replies.read(folder).passes[0]
         if path.name == BASE:
             _check(found, decoding)

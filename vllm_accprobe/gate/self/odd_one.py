@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy import special
@@ -145,7 +145,8 @@ def distance(golden: Replies, mine: Replies, way: OwnPath) -> Distance:
         if not way.before and not way.scored and other.cached:
             found.left_out[NOT_FRESH] += 1
             continue
-        tokens, _, why = gaps(reply, other)
+        # Decoded, forced and scored tokens are the same text here: which of them they are is what is asked.
+        tokens, _, why = gaps(replace(reply, forced=None), replace(other, forced=None))
         rows = [
             (t.gap, step(reply.top[t.ordinal][1]), t.ordinal)
             for t in tokens

@@ -134,7 +134,8 @@ class Sender:
         route, body = self.body(line)
         status, answer = self._exchange("POST", route, body, request_id, open_ones)
         reply = Reply(line.name, round(began - zero, 6), round(time.monotonic() - began, 6))
-        if status in (401, 403):
+        disabled = status == 403 and route == ways.GENERATE  # what vLLM says there without --enable-scale-out
+        if status in (401, 403) and not disabled:
             raise SendError(f"{self.url} wants a key ({status}): put it into VLLM_API_KEY")
         if status != 200:
             if status >= 500 and not self.healthy():
@@ -167,7 +168,8 @@ class Sender:
     def can(self, way: str) -> bool:
         """Whether the server answers with named tokens in this way; it is asked for four. Raises ServerLost."""
         try:
-            return replace(self, way=way).ask(ways.PROBE, ways.PROBE.name, {}, time.monotonic()).refused is None
+            asking = replace(self, way=way, score_tokens=SCORE_TOKENS)
+            return asking.ask(ways.PROBE, ways.PROBE.name, {}, time.monotonic()).refused is None
         except (NotForced, OtherIds):
             return False
 

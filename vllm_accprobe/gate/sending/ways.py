@@ -22,6 +22,7 @@ PLUGIN, TRACE, SCORED = "accprobe", "trace replay", "scored"
 WAYS = (PLUGIN, TRACE, SCORED)
 KEY = "accprobe_along"
 """The same word as in capture/forcing/tokens_asked.py."""
+GENERATE = "/inference/v1/generate"
 PROBE = PromptLine("accprobe-asks", token_ids=(3, 4, 5), along=(7, 3, 9, 4))
 """What a server is asked to find out whether it can: ids that every vocabulary has, and nobody would choose so."""
 NOT_EXERCISED = "scored as part of a prompt: decode kernels and the prefix cache are not exercised"
@@ -50,7 +51,7 @@ def body(line: PromptLine, way: str | None, model: str, top: int) -> tuple[str, 
     if way == TRACE:
         params = greedy | {"logprobs": top, "trace_decode_token_ids": list(line.along), "detokenize": False}
         asked = {"model": model, "token_ids": list(line.token_ids or ()), "return_token_ids": True}
-        return "/inference/v1/generate", asked | {"sampling_params": params}
+        return GENERATE, asked | {"sampling_params": params}
     common = {"model": model, "return_token_ids": True, "return_tokens_as_token_ids": True} | greedy
     if way == SCORED:
         whole = [*(line.token_ids or ()), *line.along]

@@ -22,6 +22,7 @@ from vllm_accprobe.gate.sending.arrival import parse
 from vllm_accprobe.gate.sending.client import Sender, SendError
 from vllm_accprobe.gate.sending.prompts import PromptLine, to_text
 from vllm_accprobe.gate.sending.serving import served
+from vllm_accprobe.gate.sides import Asking
 from vllm_accprobe.gate.trainer.ratios import Scored
 from vllm_accprobe.gate.trainer.trainer_lines import ROLLOUT, TRAINER, Trained, read
 
@@ -66,12 +67,10 @@ def of_folder(path: Path) -> Rollout:
     return Rollout(scored, "; ".join(sorted(HOW.get(h, str(h)) for h in how)), left)
 
 
-def of_server(
-    golden: Trained, url: str, key: str, out: Path, made: Mapping[str, Any], timeout: float = 600.0
-) -> Rollout:
+def of_server(golden: Trained, url: str, key: str, out: Path, made: Mapping[str, Any], asking: Asking) -> Rollout:
     """Asks ``url`` for the trainer's tokens; ``out`` becomes, or is, a folder of `send`. Raises SendError, FolderError,
     OSError."""
-    sender, server = Sender(url, key, timeout=timeout).introduced()
+    sender, server = Sender(url, key, timeout=asking.timeout, model=asking.model).introduced()
     if (way := sender.how_forced()) is None:
         raise SendError(f"{url} neither decodes nor scores tokens that are named: {ways.HOW_TO}")
     lines = []
@@ -79,17 +78,17 @@ def of_server(
         start = max(line.start, 1)
         lines.append(PromptLine(line.name, token_ids=line.ids[:start], along=line.ids[start:]))
     digest = hashlib.sha256(to_text(lines).encode()).hexdigest()
-    passes.send(sender, server, lines, [parse("all")], 64, out, dict(made), plan=Forcing(way, digest))
+    passes.send(sender, server, lines, [parse("all")], asking.concurrency, out, dict(made), plan=Forcing(way, digest))
     return of_folder(out)
 
 
 def of_command(
     golden: Trained, command: str, environ: Mapping[str, str], out: Path, made: Mapping[str, Any],
-    ready_s: float = 1800.0,
+    asking: Asking,
 ) -> Rollout:  # fmt: skip
     """The same of a server that is started and ended."""
     if replies.exists(out) and replies.read_about(out).get("complete"):
         return of_folder(out)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with served(command, environ, out, ready_s) as (url, key):
-        return of_server(golden, url, key, out, made)
+    with served(command, environ, out, asking.ready_s) as (url, key):
+        return of_server(golden, url, key, out, made, asking)

@@ -1,0 +1,129 @@
+"""Real servers that are forced: all tokens are golden's, and their log-probabilities are those of scoring them.
+
+Golden's answers are drawn at random, so that no model would choose them; five at once, prompts longer than the 64
+tokens of a step, prefixes that the second pass finds cached, asynchronous scheduling. The V1 server is the room's own,
+which captures besides; the V2 server has nothing but VLLM_ACCPROBE_FORCE and vLLM's Trace Replay.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from golden_by_hand import golden
+from support.engine import V2_ENV, Ask, EngineHost
+from support.kernels import FORCED
+from support.prompts import prompt
+from vllm_server import Server
+
+from vllm_accprobe.capture.forcing.tokens_asked import KEY
+from vllm_accprobe.cli import main
+from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.gate.sending import replies, steps, ways
+from vllm_accprobe.gate.sending.client import NotForced, Sender
+from vllm_accprobe.gate.sending.prompts import PromptLine
+
+pytestmark = pytest.mark.engine
+SIZES = [(5, 12), (150, 30), (230, 20), (64, 25), (65, 9)]
+ROUNDING = 2e-6
+"""Chosen: of a log-probability near 10 in float32, twice."""
+
+
+@pytest.fixture(scope="module")
+def v2_server(served_model: Path) -> Iterator[Server]:
+    root = served_model.parent / "v2"
+    env = V2_ENV | {"OMP_NUM_THREADS": "1", "VLLM_ACCPROBE_FORCE": str(root / "steps-0")}
+    env["PYTHONPATH"] = os.pathsep.join([str(FORCED), os.environ.get("PYTHONPATH", "")])
+    args = ["--max-num-batched-tokens=64", "--enforce-eager", "--enable-trace-replay", "--enable-scale-out"]
+    with Server(served_model, log=root / "server.log", env=env, args=args) as running:
+        yield running
+
+
+def all_are_goldens(folder: Path, out: Path, way: str) -> replies.Sent:
+    """Every token of both passes, and their log-probabilities against the scored pass."""
+    was, sent = replies.read(folder), replies.read(out)
+    assert [p.get("forced") for p in sent.about["passes"]] == [way, way, "scored"]
+    flips = tokens = 0
+    for replied in sent.passes[:2]:
+        for name, reply in replied.items():
+            want, scored = was.passes[0][name], sent.passes[2][name]
+            assert (reply.prompt_token_ids, reply.token_ids) == (want.prompt_token_ids, want.token_ids)
+            assert reply.token_ids
+            assert reply.logprobs
+            assert reply.top
+            assert scored.logprobs
+            assert [*(scored.prompt_token_ids or ()), *(scored.token_ids or ())] == [
+                *(reply.prompt_token_ids or ()), *reply.token_ids,
+            ]  # fmt: skip
+            assert reply.logprobs == pytest.approx(scored.logprobs[-len(reply.logprobs) :], abs=ROUNDING)
+            for token, logprob, (ids, values) in zip(reply.token_ids, reply.logprobs, reply.top, strict=True):
+                assert ids
+                assert values == sorted(values, reverse=True)
+                assert values[ids.index(token)] == logprob
+                flips += ids[0] != token
+                tokens += 1
+    assert tokens == 2 * sum(n for _, n in SIZES)
+    assert flips > 0.9 * tokens  # nobody would have chosen these
+    return sent
+
+
+def test_v1_in_chunks_five_at_once_ahead_of_its_tokens(server: Server, tmp_path: Path) -> None:
+    folder, out = golden(tmp_path / "golden", SIZES), tmp_path / "out"
+    assert main(["send", "--along", str(folder), "--url", server.url, "--out", str(out)]) == 0
+    sent = all_are_goldens(folder, out, ways.PLUGIN)
+    assert open_dump(server.model.parent / "dump").run["engine"]["async_scheduling"] is True
+    written = steps.read(server.model.parent)
+    assert [(before, n) for _, before, n, _ in written.rows(0, "p2")][:5] == [
+        (0, 64),
+        (64, 64),
+        (128, 64),
+        (192, 38),
+        (230, 1),
+    ]
+    assert {together for _, _, _, together in written.rows(0, "p2")} == {1}
+    assert {together for _, _, _, together in written.rows(1, "p1")} >= {5}
+    for index, replied in enumerate(sent.passes[:2]):
+        for name, reply in replied.items():
+            rows = written.rows(index, name)
+            assert rows[0][1] == reply.cached
+            assert sum(n for _, _, n, _ in rows) == sum(SIZES[int(name[1:])]) - (reply.cached or 0) - 1
+
+
+@pytest.mark.parametrize("way", [ways.PLUGIN, ways.TRACE])
+def test_v2_by_the_plugin_and_by_vllm_itself(
+    way: str, v2_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = golden(tmp_path / "golden", SIZES), tmp_path / "out"
+    monkeypatch.setattr(ways, "WAYS", (way, ways.SCORED))
+    assert main(["send", "--along", str(folder), "--url", v2_server.url, "--out", str(out)]) == 0
+    all_are_goldens(folder, out, way)
+    assert "Using V2 Model Runner" in v2_server.log.read_text(errors="replace")
+    rows = steps.read(v2_server.log.parent).rows(0, "p2")
+    assert rows[-1][1] + rows[-1][2] == 230 + 20 - 1
+
+
+def test_a_token_that_no_model_has_is_not_given_to_it(server: Server) -> None:
+    sender, _ = Sender(server.url, way=ways.PLUGIN).introduced()
+    with pytest.raises(NotForced, match=r"token . of 2 is not the one that was named"):
+        sender.ask(PromptLine("beyond", token_ids=(5, 6), along=(7, 999_999_999)), "beyond", {}, 0.0)
+    assert sender.can(ways.PLUGIN)  # it goes on
+
+
+def test_with_forcing_alone_every_bit_is_as_without_the_plugin(served_model: Path, tmp_path: Path) -> None:
+    """Two engines of one process, the second one with VLLM_ACCPROBE_FORCE, where one of four requests is forced."""
+    free = {"logprobs": 5, "ignore_eos": True}
+    asks = [Ask(prompt(n, n), 9, sampling=free) for n in (21, 90, 140)]
+    last, named = (Ask(prompt(30, 1), 3, sampling=free | more) for more in ({}, {"extra_args": {KEY: "7 8 9"}}))
+    host = EngineHost(tmp_path / "log", probe=False)
+    try:
+        plain = host.capture(served_model, [*asks, last], out=tmp_path / "none", max_num_batched_tokens=64)
+        env = {"VLLM_ACCPROBE_FORCE": str(tmp_path / "steps-0")}
+        ours = host.capture(served_model, [*asks, named], out=tmp_path / "none", env=env, max_num_batched_tokens=64)
+    finally:
+        host.close()
+    assert ours.tokens[3] == [7, 8, 9] != plain.tokens[3]
+    assert (ours.tokens[:3], ours.logprobs[:3]) == (plain.tokens[:3], plain.logprobs[:3])
+    assert (plain.dump, ours.dump, (tmp_path / "none").exists()) == (None, None, False)
+    assert steps.read(tmp_path).rows(0, "ask-3")

@@ -1,0 +1,261 @@
+"""Two servers, by their folders: the verdict, under which condition they differ, and the tokens that show it best.
+
+The problem: "not the same numbers" is true of any two honest cards, and "the same within 0.05" of many broken ones.
+The idea: mine fails where it is further from golden than golden's own batching makes it, and further than servers that
+are known to be right are from one another (floor.py). Without such servers the limit is golden's batching alone, and
+the verdict says so.
+Not here: columns (token_table.py), the tests (floor.py), the condition (conditions.py), sentences
+(report/gap_lines.py), making folders (gate/sides.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_accprobe.gate.measure import conditions, floor
+from vllm_accprobe.gate.measure.conditions import Condition
+from vllm_accprobe.gate.measure.features import Features, Steps
+from vllm_accprobe.gate.measure.floor import LEAST, RATE
+from vllm_accprobe.gate.measure.token_gaps import TokenGap, forced
+from vllm_accprobe.gate.measure.token_table import Gaps, Table, build, pairs
+from vllm_accprobe.gate.sending import steps as steps_log
+from vllm_accprobe.gate.sending.replies import Sent
+
+WORST = 64
+"""Chosen: tokens for dig, of which it takes a few."""
+Slot = tuple[TokenGap, Features]
+
+
+class GateError(Exception):
+    """One line: two folders that cannot be compared. Exit code 3."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Tokens under one condition. n: compared; flips; median, p99, worst, mean: of the gaps; kl: mean, nats;
+    golden_self, mine_self: the mean gap of each server against itself there; away, floor: root mean square of mine's
+    distance to the nearest right server and of the right ones from one another; None where there are no tokens."""
+
+    condition: str
+    n: int
+    flips: int
+    median: float
+    p99: float
+    worst: float
+    kl: float | None
+    mean: float
+    golden_self: float | None
+    mine_self: float | None
+    away: float | None
+    floor: float | None
+
+
+@dataclass(frozen=True)
+class Worst:
+    """A token that is far beyond its floor. name: the prompt's id; ordinal: 0 for the one that is computed with the
+    prompt, k for the forward of the k-th generated; of a scored one 0, and position says which row of the prompt.
+    gap: mine's distance, floor: what it is held to, root mean squares over the listed tokens, in nats."""
+
+    name: str
+    ordinal: int
+    position: int
+    gap: float
+    floor: float
+    pass_index: int
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What two folders say. across: between the servers; golden_self, mine_self: each against itself.
+
+    p: of mine being within its limits, batching and rounding; p_batching: within golden's batching alone; None where
+    there is nothing to hold it to, which ``why`` says. times: mine's mean distance by that of the right servers;
+    floors: each one's mean distance from golden; nearest: to which right server mine is nearest, 0 for golden."""
+
+    across: Gaps
+    golden_self: Gaps
+    mine_self: Gaps
+    cells: tuple[Cell, ...]
+    prompts: int
+    p: float | None
+    p_batching: float | None
+    times: float | None
+    rate: float
+    why: str | None
+    condition: Condition | None
+    worst: tuple[Worst, ...]
+    floors: tuple[float, ...]
+    nearest: int
+    forced: str | None
+    notes: tuple[str, ...]
+
+    @property
+    def verdict(self) -> str | None:
+        """None without a floor."""
+        if self.p is None:
+            return None
+        return "fail" if self.p <= self.rate else "pass"
+
+
+def compare(
+    golden: Sent, mine: Sent, floors: Sequence[Sent] = (), rate: float = RATE, steps: Steps | None = None
+) -> Gate:
+    """floors: servers known to be right, forced along the same tokens. steps: of mine's engine, mine's folder's own
+    where not given. Raises GateError where no prompt is on both sides."""
+    rows = steps_log.read(mine.path).rows if steps is None else steps
+    bad = [i for i, one in enumerate(floors) if not has_numbers(golden, one)]
+    floors = [one for i, one in enumerate(floors) if i not in bad]
+    table, across, golden_self, mine_self = build(golden, mine, floors, rows)
+    if not across.by_prompt:
+        left = ", ".join(f"{n:,} {what}" for what, n in across.skipped.items()) or "a folder has no answers"
+        raise GateError(f"nothing could be compared: {left}")
+    sizes = floor.rounding(table)
+    masks = conditions.cells(table)
+    tested = floor.judge(table, sizes, masks)
+    alone = floor.judge(table, floor.batching(table), masks) if len(floors) else tested
+    p = None if tested is None else tested.p
+    beyond = p is not None and p <= rate
+    return Gate(
+        across, golden_self, mine_self, _cells(table, sizes, across, golden_self, mine_self),
+        len(table.names) if tested is None else tested.prompts, p, None if alone is None else alone.p,
+        _times(table, sizes), rate, None if tested else _why(table, floors),
+        conditions.explain(table, sizes, rate) if beyond else None, _worst(table, sizes),
+        tuple(_rms(row) or 0.0 for row in table.floors), sizes.nearest, _forced(mine),
+        (*(f"floor {i} is left out: it has no numbers for some tokens" for i in bad),
+         *_notes(golden, mine, table, sizes)),
+    )  # fmt: skip
+
+
+def has_numbers(golden: Sent, one: Sent) -> bool:
+    """Whether a floor can be one: NaN and infinity, as of a float16 that overflows, would be a limit without end."""
+    found = Gaps()
+    for i, j in pairs(golden, one):
+        found.add(golden.passes[i], one.passes[j])
+    return bool(found.by_prompt) and all(np.isfinite(t.distance) for t in found.tokens)
+
+
+def _why(table: Table, floors: Sequence[Sent]) -> str:
+    with_limit = ~np.isnan(floor.limits(floor.rounding(table)))
+    if not with_limit.any():
+        return (
+            "golden needs two passes (accprobe send --arrive one --arrive all), "
+            + ("or a floor that has answers to the same prompts" if floors else "or give a --floor")
+        )  # fmt: skip
+    return f"a floor needs {LEAST} prompts, there are {len(np.unique(table.prompt[with_limit]))}"
+
+
+def _rms(values: np.ndarray) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(np.sqrt(np.square(known).mean())) if len(known) else None
+
+
+def _times(table: Table, sizes: floor.Sizes) -> float | None:
+    """None where the right servers are equal and mine is not."""
+    limited = ~np.isnan(floor.limits(sizes))
+    mine, right = _rms(sizes.mine[limited]), _rms(np.fmax(sizes.itself, sizes.rounding)[limited])
+    if mine is None or right is None or not np.isfinite(mine):
+        return None
+    return mine / right if right else None if mine else 1.0
+
+
+def _cells(table: Table, sizes: floor.Sizes, *of: Gaps) -> tuple[Cell, ...]:
+    """By phase, chunk, batch, prefix hit, prompt length and position; what holds for all tokens is not told twice."""
+    axes: list[Callable[[Slot], str | None]] = [
+        lambda s: "all tokens",
+        lambda s: "prompt, read at once" if s[0].scored else s[0].phase,
+        lambda s: None if s[1].chunk is None else f"after {_power(s[1].chunk)} chunks",
+        lambda s: None if s[1].batch is None else f"batches up to {_power(s[1].batch)}",
+        lambda s: None if s[1].hit is None else "prefix hit" if s[1].hit else "no prefix hit",
+        lambda s: f"prompts of {_power(s[0].length)} tokens",
+        lambda s: f"positions {_power(s[0].position)}",
+    ]
+    slots = list(zip(table.tokens, table.features, strict=True))
+    order = sorted(range(len(slots)), key=lambda i: (slots[i][0].length, slots[i][0].ordinal))
+    right = np.fmax(sizes.itself, sizes.rounding)
+    found: list[Cell] = []
+    for at, axis in enumerate(axes):
+        groups: dict[str, list[int]] = {}
+        for i in order:
+            if (name := axis(slots[i])) is not None:
+                groups.setdefault(name, []).append(i)
+        if found and len(groups) == 1:
+            continue
+        for name, members in groups.items():
+            chosen = np.array(members)
+            selves = [_self(side, at, name) for side in of[1:]]
+            away = (_rms(sizes.mine[chosen]), _rms(right[chosen]))
+            found.append(_cell(name, [slots[i][0] for i in members], selves, away))
+    return tuple(found)
+
+
+def _self(side: Gaps, axis: int, name: str) -> float | None:
+    """The mean gap of a server against itself: of axes that a token tells without knowing its step."""
+    keys: dict[int, Callable[[TokenGap], str]] = {
+        0: lambda t: "all tokens",
+        1: lambda t: t.phase,
+        5: lambda t: f"prompts of {_power(t.length)} tokens",
+        6: lambda t: f"positions {_power(t.position)}",
+    }
+    known = [t.gap for t in side.tokens if axis in keys and keys[axis](t) == name and t.gap is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _power(n: int) -> str:
+    """``64-127``."""
+    low = 1 << max(n.bit_length() - 1, 0)
+    return f"{low:,}-{2 * low - 1:,}" if low > 1 else f"{low}"
+
+
+def _cell(name: str, tokens: list[TokenGap], selves: list[float | None], away: tuple[float | None, ...]) -> Cell:
+    sizes = np.array([t.gap for t in tokens if t.gap is not None] or [np.nan])
+    kls = [t.kl for t in tokens if t.kl is not None]
+    quantiles = (float(np.median(sizes)), float(np.quantile(sizes, 0.99)), float(sizes.max()))
+    kl = sum(kls) / len(kls) if kls else None
+    flips = sum(t.flipped for t in tokens)
+    return Cell(name, len(tokens), flips, *quantiles, kl, float(sizes.mean()), *selves, *away)
+
+
+def _worst(table: Table, sizes: floor.Sizes) -> tuple[Worst, ...]:
+    """Tokens beyond their limit: of each prompt the one that is furthest beyond first, then the others."""
+    limit = np.nan_to_num(floor.limits(sizes))
+    over = sizes.mine - limit
+    order = [int(i) for i in np.argsort(-over, kind="stable") if over[i] > 0]
+    first: dict[int, int] = {}
+    for i in order:
+        first.setdefault(int(table.prompt[i]), i)
+    leading = list(first.values())
+    rest = [i for i in order[: 10 * WORST] if i not in set(leading)]
+    return tuple(
+        Worst(
+            table.names[table.prompt[i]], 0 if table.tokens[i].scored else table.tokens[i].ordinal,
+            table.tokens[i].position, float(sizes.mine[i]), float(limit[i]), int(table.pass_index[i]),
+        )
+        for i in (leading + rest)[:WORST]
+    )  # fmt: skip
+
+
+def _forced(mine: Sent) -> str | None:
+    ways = {forced(r) for replies in mine.passes for r in replies.values()} - {None}
+    return ", ".join(sorted(str(way) for way in ways)) or None
+
+
+def _notes(golden: Sent, mine: Sent, table: Table, sizes: floor.Sizes) -> tuple[str, ...]:
+    notes = []
+    if nothing := int(floor.no_numbers(sizes).sum()):
+        notes.append(f"{nothing:,} tokens have no numbers on mine's side alone, which never passes")
+    for name, side in (("golden", golden), ("mine", mine)):
+        if not side.about.get("complete"):
+            notes.append(f"{name}'s folder is not complete: the same send would go on")
+        if resumed := sum(p.get("resumed", 0) for p in side.about["passes"]):
+            notes.append(f"{name}'s passes were gone on with {resumed} times: their batches were others then")
+    if not mine.about.get("along") and golden.about.get("prompts") != mine.about.get("prompts"):
+        notes.append("the two folders were not sent the same prompts")
+    if table.estimated:
+        notes.append(
+            "mine's steps are not known: batches are estimated from the requests' times, prefix hits are what the "
+            "server told, and chunks are left out (accprobe send --engine writes the steps)"
+        )
+    return tuple(notes)
