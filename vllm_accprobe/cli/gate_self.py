@@ -31,7 +31,7 @@ def gate_self(side: str, asking: Asking, out: Path | None, rate: float | None, a
         raise CommandError("--self: name a folder for the answers with --out DIR")
     outputs.check(out, {})
     begun = not out.is_dir() or (out / "alone").is_dir()
-    if not begun and any(not p.name.startswith("engine-") for p in out.iterdir()):
+    if not begun and any(not p.name.startswith(("engine-", "steps-")) for p in out.iterdir()):
         raise CommandError(f"--out {out} has other files: name a new directory, or one that a gate --self began")
     told = (lambda said: typer.echo(f"asking: {said}", err=True)) if sys.stderr.isatty() else (lambda said: None)
     how = asked_paths.How(out, _made(asking.prompts), asking, told)
