@@ -71,7 +71,10 @@ def _wanted(case: GateCase, args: argparse.Namespace) -> bool:
 def _row(o: GateOutcome, alone: GateOutcome) -> list[str]:
     gate, said = o.gate, o.gate.condition
     sentence = "; ".join(c.sentence for c in (said, *said.also)) if said else ""
-    ok = o.right and o.named is not False and (o.case.axis is not None or said is None)
+    if gate.differs is not None:
+        sentence = "(differs: " + "; ".join(c.sentence for c in (gate.differs, *gate.differs.also)) + ")"
+    everywhere = said is None or (said.axis, said.at) == ("position", 1)  # a single token has nothing to attend to
+    ok = o.right and o.named is not False and (o.case.axis is not None or everywhere)
     times = "–" if gate.times is None else f"{gate.times:.3g}"
     return ["ok" if ok else "**no**", o.case.half, o.case.title, str(gate.verdict), f"{gate.p or 0:.2g}", times,
             str(alone.gate.verdict), sentence]  # fmt: skip

@@ -138,3 +138,15 @@ def test_the_last_matching_glob_decides() -> None:
     assert matches(("!a*",), ("b",))
     assert not matches(("a*", "!ab"), ("ab",))
     assert matches(("a*", "!ab", "ab"), ("ab",))
+
+
+def test_force_is_a_switch_or_a_directory() -> None:
+    for said, force, where in (
+        ("1", "1", ""),
+        ("on", "1", ""),
+        ("0", "", ""),
+        ("steps", "steps", "steps"),
+        ("", "", ""),
+    ):
+        config = ProbeConfig.from_env({"VLLM_ACCPROBE_FORCE": said})
+        assert (config.force, config.force_dir, config.enabled) == (force, where, False)

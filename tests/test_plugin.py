@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from vllm_accprobe import plugin
+
 HEAVY = ("numpy", "torch", "safetensors", "h5py", "numba", "pandas", "xxhash", "vllm")
 REPORT = f"""
 import json, os, sys
@@ -71,3 +75,29 @@ def test_the_entry_points_are_registered() -> None:
     for group, value in (("vllm.general_plugins", "register"), ("vllm.platform_plugins", "platform")):
         found = [e for e in entry_points(group=group) if e.name == "accprobe"]
         assert [e.value for e in found] == [f"vllm_accprobe.plugin:{value}"]
+
+
+def test_forcing_alone_leaves_the_engine_as_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No argument, no shutdown, no directory of a dump; with a directory of its own, that one, for its owner."""
+    for name in [name for name in os.environ if name.startswith("VLLM_ACCPROBE")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    patched: list[str] = []
+    for name in ("_patch_engine_args", "_tell_replicas", "_patch_workers", "_patch_shutdown"):
+        monkeypatch.setattr(plugin, name, lambda name=name: patched.append(name))
+    monkeypatch.setenv("VLLM_ACCPROBE_FORCE", "1")
+    plugin.register()
+    assert (patched, list(tmp_path.iterdir())) == (["_tell_replicas", "_patch_workers"], [])
+    assert not any(name in os.environ for name in ("VLLM_ACCPROBE_DIR", "VLLM_ACCPROBE_RUN_ID"))
+    monkeypatch.setenv("VLLM_ACCPROBE_FORCE", "steps")
+    plugin.register()
+    assert os.environ["VLLM_ACCPROBE_FORCE"] == str(tmp_path / "steps")
+    assert (tmp_path / "steps").stat().st_mode & 0o777 == 0o700
+    assert [p.name for p in tmp_path.iterdir()] == ["steps"]
+
+
+def test_a_directory_for_steps_that_cannot_be_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run(tmp_path, VLLM_ACCPROBE_FORCE="file/steps")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "Not a directory; name another directory, or 1" in done.stderr

@@ -75,6 +75,12 @@ NOT_RUN = {
     "accprobe doctor --graphs -- python my_generate.py": "a program of the reader's own",
     "accprobe send prompts.jsonl --url URL --out DIR": "test_real_server.py has a server",
     "accprobe send prompts.jsonl --url http://localhost:8000 --out golden-sent": "test_real_server.py has a server",
+    'accprobe gate "vllm serve MODEL" "vllm serve MODEL --kv-cache-dtype fp8" --prompts prompts.jsonl --out gated': (
+        "three servers; test_gate_servers.py has them by hand"
+    ),
+    "accprobe gate golden-sent http://new-card:8000 --floor other-good-card-sent --out gated": (
+        "test_real_gate.py has a server"
+    ),
     'accprobe send --engine "vllm serve MODEL --max-model-len 16384" --out mine-sent': "test_real_server.py starts one",
     'accprobe gate --self "vllm serve MODEL" --out itself': "four engines; test_asked_paths.py asks real servers",
     "accprobe gate --self http://localhost:8000 --prompts prompts.jsonl --out itself": "test_asked_paths.py",
@@ -87,6 +93,8 @@ NOT_RUN = {
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine VLLM_ACCPROBE_TOKENS=0-3 accprobe send --along golden-few "
     '--engine "vllm serve MODEL" --out mine-few': "needs a server over HTTP; the page's mine lies there",
     "python scripts/dump_size.py MODEL/config.json --tokens 1000 --tp 8": "test_dump_size.py calls what it calls",
+    "VLLM_ACCPROBE_FORCE=1 vllm serve MODEL": "test_forced_server.py has such servers",
+    "accprobe send --along golden-sent --url http://mine:8000 --out mine-sent": "test_forced_server.py has servers",
     "VLLM_ACCPROBE_PATCHES=all": "a setting, not a command; the line above it has another",
     "VLLM_ACCPROBE_PATCHES=./mine.toml": "a setting, not a command",
 }

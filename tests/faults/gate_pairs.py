@@ -109,7 +109,7 @@ def _scale(module: str, factor: float, rows: str = "all") -> dict[str, Any]:
 FAULTS = [
     GateCase("qwen2", "base", "base", _scale(_DOWN.format(1), 1.05), name="one product 5 % too large"),
     GateCase("qwen2", "base", "chunk64", {"kind": "attn", "module": "model.layers.2.self_attn.attn", "factor": 1.12},
-             name="softmax scale 12 % off"),
+             name="softmax scale, 12 % off"),
     GateCase("qwen2", "base", "tp2", _scale("model.layers.0.self_attn.o_proj", 1.06), name="one product, two ranks"),
     GateCase("llama", "base", "base", {"kind": "coarse", "module": "model.layers.1.mlp.gate_up_proj", "factor": 5.0},
              name="five bits of mantissa"),
@@ -118,6 +118,8 @@ FAULTS = [
              "from position 300 on"),
     GateCase("qwen2", "base", "base", _scale("model.layers.1.self_attn.o_proj", 1.06, "chunk>=2"), "chunk",
              "second chunks"),
+    GateCase("qwen2", "base", "base", _scale(_DOWN.format(1), 1.05, "chunk>=2"), "chunk",
+             "second chunks, twice as far"),
     GateCase("llama", "base", "hits", _scale("model.layers.1.self_attn.qkv_proj", 1.06, "hit"), "hit", "prefix hits"),
     GateCase("qwen2", "base", "base", _scale(_DOWN.format(2), 1.05, "batch>=9"), "batch", "batches over 8"),
     GateCase("llama", "base", "base", _scale(_DOWN.format(1), 1.05, "batch:1"), "batch", "batches of one"),

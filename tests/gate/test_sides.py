@@ -21,5 +21,5 @@ def test_a_folder_a_url_or_what_has_a_space(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_a_command_says_of_itself_holds_no_key() -> None:
     one = side("vllm serve org/model --api-key secret --dtype=float16")
-    assert (str(one), repr(one)) == ("vllm serve org/model", "Side(command)")
+    assert (str(one), repr(one)) == ("vllm serve org/model", "ServerSide(command)")
     assert one.digest != side("vllm serve org/model").digest

@@ -54,7 +54,8 @@ class Run:
     [token, log-probability] of each candidate.
 
     metrics: preemptions, prefix_hits (tokens), drafted and accepted (speculative tokens), steps, widest (most requests
-    in one step), build_s and serve_s (seconds).
+    in one step), ahead (steps made before the tokens of the first are known; 1 without asynchronous scheduling),
+    build_s and serve_s (seconds).
     """
 
     dump: Path | None

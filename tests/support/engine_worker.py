@@ -56,6 +56,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         pools = job["engine"].get("runner") == "pooling"
         answers, likely, steps, widest = _drive(engine, job["asks"], job["how"], pools, job["dummies"])
         metrics = {m.name: getattr(m, "value", 0) for m in llm.get_metrics() if hasattr(m, "value")}
+        ahead = _ahead(engine)
     finally:
         _end(llm)
     return {
@@ -69,6 +70,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
             "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
             "steps": steps,
             "widest": widest,
+            "ahead": ahead,
             "build_s": built - started,
             "serve_s": time.monotonic() - built,
         },
@@ -220,6 +222,35 @@ def _fork_the_ranks() -> None:
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
+def _schedule_ahead() -> None:
+    """Asynchronous scheduling, which vLLM switches off on a CPU: the next step is made before this one's tokens are
+    known. A CPU's streams and events have nothing to wait for."""
+    import contextlib
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def ahead(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(ahead)
+    nothing = SimpleNamespace(**dict.fromkeys(("wait_stream", "record", "synchronize", "wait"), lambda *_, **__: None))
+    torch.cuda.current_stream = lambda *_: nothing
+    torch.cuda.stream = lambda *_: contextlib.nullcontext()
+    torch.cuda.Event = lambda **_: nothing
+
+
+def _ahead(engine: Any) -> int:
+    """How many steps the engine makes before it knows the tokens of the first one."""
+    core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
+    config = engine.vllm_config.scheduler_config
+    return core.batch_queue_size if config.async_scheduling and getattr(core, "batch_queue", None) is not None else 1
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's prints must not stand between the answers
@@ -231,6 +262,8 @@ def main() -> None:
         import vllm  # noqa: F401  # what it compiles and caches at import is not limited
 
         _limit_files(os.environ["ACCPROBE_TEST_FILE_MB"])
+    if os.environ.get("ACCPROBE_TEST_AHEAD"):
+        _schedule_ahead()
     for line in sys.stdin:
         try:
             answer = serve(json.loads(line))

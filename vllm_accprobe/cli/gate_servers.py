@@ -16,7 +16,7 @@ from vllm_accprobe.cli.common.options import CommandError, NothingThere, progres
 from vllm_accprobe.gate import floor_dtype, sides
 from vllm_accprobe.gate.measure import gating
 from vllm_accprobe.gate.sending.replies import FolderError, Sent
-from vllm_accprobe.gate.sides import COMMAND, FOLDER, Asking, Side
+from vllm_accprobe.gate.sides import COMMAND, FOLDER, Asking, ServerSide
 
 RESULT = "gate.json"
 
@@ -90,7 +90,11 @@ def compare(golden: str, mine: str, out: Path | None, floors: Floors, asking: As
         second = sides.made("mine", right, place / "mine", asking, first, _progress, environ)
         made, names = [], []
         for i, side in enumerate(given):
-            made.append(sides.made(f"floor {i}", side, place / f"floor-{i}", asking, first, _progress, environ))
+            sent = sides.made(f"floor {i}", side, place / f"floor-{i}", asking, first, _progress, environ)
+            if not gating.has_numbers(first, sent):
+                typer.echo(f"note: floor {i} ({side}) has no numbers for some tokens: it is left out", err=True)
+                continue
+            made.append(sent)
             names.append(str(side))
         if left.kind == COMMAND and not given and not floors.none:
             found = _own_floor(left, right, floors.dtype, place, asking, first, environ)
@@ -108,13 +112,13 @@ def compare(golden: str, mine: str, out: Path | None, floors: Floors, asking: As
 
 
 def _own_floor(
-    golden: Side, mine: Side, dtype: str, out: Path, asking: Asking, first: Sent, environ: dict[str, str]
+    golden: ServerSide, mine: ServerSide, dtype: str, out: Path, asking: Asking, first: Sent, environ: dict[str, str]
 ) -> tuple[Sent, str] | None:
     """Golden's command in another dtype, the first that its server takes; None where it takes none."""
     wanted = [dtype] if dtype else floor_dtype.candidates(golden.text, mine.text if mine.kind == COMMAND else None)
     refused = []
     for i, one in enumerate(wanted):
-        side = Side(COMMAND, floor_dtype.command(golden.text, one))
+        side = ServerSide(COMMAND, floor_dtype.command(golden.text, one))
         try:
             sent = sides.made("floor 0", side, out / f"floor-{i}", asking, first, _progress, environ)
         except sides.NotServed as e:

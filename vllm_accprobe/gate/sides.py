@@ -45,7 +45,7 @@ class NotComparable(SideError):
 
 
 @dataclass(frozen=True)
-class Side:
+class ServerSide:
     """kind: folder, url or command. text: as the user wrote it, never shown of a command: it may hold a key."""
 
     kind: str
@@ -56,7 +56,7 @@ class Side:
         return hashlib.sha256(self.text.encode("utf-8", "backslashreplace")).hexdigest()
 
     def __repr__(self) -> str:
-        return f"Side({self.kind})"
+        return f"ServerSide({self.kind})"
 
     def __str__(self) -> str:
         """For people: of a command its first words, up to the first option."""
@@ -82,14 +82,14 @@ class Asking:
     score: bool | None = None
 
 
-def side(text: str) -> Side:
+def side(text: str) -> ServerSide:
     """A folder that is there, a URL, or what has a space. Raises SideError."""
     if text.startswith(("http://", "https://")):
-        return Side(URL, text)
+        return ServerSide(URL, text)
     if Path(text).is_dir():
-        return Side(FOLDER, text)
+        return ServerSide(FOLDER, text)
     if " " in text.strip():
-        return Side(COMMAND, text.strip())
+        return ServerSide(COMMAND, text.strip())
     raise SideError(
         f"{text} is no folder of accprobe send, no URL (http://HOST:PORT) and no command "
         "(one has a space: 'vllm serve MODEL')"
@@ -97,7 +97,13 @@ def side(text: str) -> Side:
 
 
 def made(
-    what: str, of: Side, out: Path, asking: Asking, golden: Sent | None, progress: Progress, environ: dict[str, str]
+    what: str,
+    of: ServerSide,
+    out: Path,
+    asking: Asking,
+    golden: Sent | None,
+    progress: Progress,
+    environ: dict[str, str],
 ) -> Sent:
     """The folder of a side, which is sent to ``out`` where it is none. what: golden, mine or floor N, for people.
     golden: whose tokens are forced; None: the side answers freely. Raises SideError; what was answered is kept."""
@@ -127,7 +133,7 @@ def _plain(e: Exception) -> str:
     return str(e).replace("--engine: ", "").replace("--url: ", "")
 
 
-def _started(stack: ExitStack, of: Side, out: Path, ready_s: float, environ: dict[str, str]) -> tuple[str, str]:
+def _started(stack: ExitStack, of: ServerSide, out: Path, ready_s: float, environ: dict[str, str]) -> tuple[str, str]:
     try:
         return stack.enter_context(served(of.text, environ, out, ready_s))
     except ServerLost:
@@ -136,7 +142,7 @@ def _started(stack: ExitStack, of: Side, out: Path, ready_s: float, environ: dic
         raise NotServed(_plain(e)) from None
 
 
-def _complete(out: Path, of: Side, lines: list[PromptLine], digest: str | None) -> bool:
+def _complete(out: Path, of: ServerSide, lines: list[PromptLine], digest: str | None) -> bool:
     """Whether all has been answered. Raises FolderError where it was answered by, or asked, something else."""
     about = replies.read_about(out)
     if about.get("side") not in (None, of.digest) and of.kind == COMMAND:
@@ -150,7 +156,7 @@ def _complete(out: Path, of: Side, lines: list[PromptLine], digest: str | None) 
 
 
 def _sent(
-    what: str, of: Side, sender: Sender, out: Path, asking: Asking, golden: Sent | None, lines: list[PromptLine],
+    what: str, of: ServerSide, sender: Sender, out: Path, asking: Asking, golden: Sent | None, lines: list[PromptLine],
     digest: str | None, progress: Progress,
 ) -> None:  # fmt: skip
     settings = {} if golden is None else golden.about.get("settings", {})
@@ -172,6 +178,6 @@ def _sent(
         raise NotComparable(f"{what}: no prompt was answered: {said} ({out})")
 
 
-def _about(asking: Asking, of: Side) -> dict[str, Any]:
+def _about(asking: Asking, of: ServerSide) -> dict[str, Any]:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"accprobe": __version__, "source": os.path.basename(asking.prompts), "started": now, "side": of.digest}

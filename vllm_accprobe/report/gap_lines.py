@@ -34,6 +34,9 @@ def lines(gate: Gate, floors: Sequence[str] = ()) -> list[str]:
         out.append("or, explaining it as well: " + "; ".join(c.sentence for c in gate.condition.also))
     if gate.verdict is not None and not gate.floors and (gate.verdict == "fail" or gate.cells[0].worst):
         out.append(NO_FLOOR)
+    if gate.differs is not None:
+        every = "; or ".join(c.sentence for c in (gate.differs, *gate.differs.also))
+        out.append(f"what differs at all, though rounding may explain how far: {every}")
     out += _floors(gate, floors)
     if gate.forced:
         out.append(f"mine's tokens were golden's ({safe(gate.forced)}): a flip is a token that is not mine's own best")
@@ -110,7 +113,8 @@ def to_json(gate: Gate, floors: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "schema": 1, "verdict": gate.verdict, "why": gate.why,
         "condition": None if gate.condition is None else asdict(gate.condition),
-        "p": gate.p, "p_batching": gate.p_batching, "times": gate.times, "false_alarm_rate": gate.rate,
+        "differs": None if gate.differs is None else asdict(gate.differs), "p": gate.p,
+        "p_batching": gate.p_batching, "times": gate.times, "false_alarm_rate": gate.rate,
         "prompts": gate.prompts, "forced": gate.forced, "nearest": gate.nearest,
         "floors": [{"name": names[i], "distance": _finite(size)} for i, size in enumerate(gate.floors)],
         "cells": [{k: _finite(v) for k, v in asdict(c).items()} for c in gate.cells],

@@ -32,6 +32,7 @@ def requests(config: ProbeConfig, **prompts: int) -> Requests:
         ("cmpl-my-req-42-0-0123abcd", "my-req-42"),
         ("cmpl-my-req-42-1-0123abcd", "my-req-42-1"),
         ("chatcmpl-my-req-42-0123abcd", "my-req-42"),
+        ("generate-tokens-my-req-0-0123abcd", "my-req-0"),
         ("7-0123abcd", "7"),
         ("7", "7"),
         ("plain", "plain"),

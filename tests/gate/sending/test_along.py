@@ -196,6 +196,8 @@ def test_a_folder_is_gone_on_with_in_the_same_way_only(tmp_path: Path, capsys: A
         (tmp_path / "p.txt").write_text("x\n")
         assert main(["send", str(tmp_path / "p.txt"), "--url", url, "--out", str(out)]) == 2
         assert "was begun along other tokens" in capsys.readouterr().err
+        assert send(folder, url, out, "--no-score") == 2
+        assert "was begun with --score: name another --out" in capsys.readouterr().err
     with odd(forcible(ways.WAYS), forced=True) as (url, _):
         assert send(folder, url, out) == 0
     assert len(replies.read(out).passes[1]) == 3

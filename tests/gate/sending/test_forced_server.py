@@ -1,8 +1,9 @@
 """Real servers that are forced: all tokens are golden's, and their log-probabilities are those of scoring them.
 
 Golden's answers are drawn at random, so that no model would choose them; five at once, prompts longer than the 64
-tokens of a step, prefixes that the second pass finds cached, asynchronous scheduling. The V1 server is the room's own,
-which captures besides; the V2 server has nothing but VLLM_ACCPROBE_FORCE and vLLM's Trace Replay.
+tokens of a step, prefixes that the second pass finds cached. The V1 server is the room's own, which captures besides;
+the V2 server has nothing but VLLM_ACCPROBE_FORCE and vLLM's Trace Replay. Asynchronous scheduling, which vLLM has not
+on a CPU, and preemption are forced upon engines without a server.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from vllm_server import Server
 
 from vllm_accprobe.capture.forcing.tokens_asked import KEY
 from vllm_accprobe.cli import main
-from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.gate.sending import replies, steps, ways
 from vllm_accprobe.gate.sending.client import NotForced, Sender
 from vllm_accprobe.gate.sending.prompts import PromptLine
 
 pytestmark = pytest.mark.engine
 SIZES = [(5, 12), (150, 30), (230, 20), (64, 25), (65, 9)]
+FREE = {"logprobs": 5, "ignore_eos": True}
 ROUNDING = 2e-6
 """Chosen: of a log-probability near 10 in float32, twice."""
 
@@ -69,11 +70,10 @@ def all_are_goldens(folder: Path, out: Path, way: str) -> replies.Sent:
     return sent
 
 
-def test_v1_in_chunks_five_at_once_ahead_of_its_tokens(server: Server, tmp_path: Path) -> None:
+def test_v1_in_chunks_five_at_once(server: Server, tmp_path: Path) -> None:
     folder, out = golden(tmp_path / "golden", SIZES), tmp_path / "out"
     assert main(["send", "--along", str(folder), "--url", server.url, "--out", str(out)]) == 0
     sent = all_are_goldens(folder, out, ways.PLUGIN)
-    assert open_dump(server.model.parent / "dump").run["engine"]["async_scheduling"] is True
     written = steps.read(server.model.parent)
     assert [(before, n) for _, before, n, _ in written.rows(0, "p2")][:5] == [
         (0, 64),
@@ -111,19 +111,57 @@ def test_a_token_that_no_model_has_is_not_given_to_it(server: Server) -> None:
     assert sender.can(ways.PLUGIN)  # it goes on
 
 
-def test_with_forcing_alone_every_bit_is_as_without_the_plugin(served_model: Path, tmp_path: Path) -> None:
-    """Two engines of one process, the second one with VLLM_ACCPROBE_FORCE, where one of four requests is forced."""
-    free = {"logprobs": 5, "ignore_eos": True}
-    asks = [Ask(prompt(n, n), 9, sampling=free) for n in (21, 90, 140)]
-    last, named = (Ask(prompt(30, 1), 3, sampling=free | more) for more in ({}, {"extra_args": {KEY: "7 8 9"}}))
-    host = EngineHost(tmp_path / "log", probe=False)
-    try:
-        plain = host.capture(served_model, [*asks, last], out=tmp_path / "none", max_num_batched_tokens=64)
-        env = {"VLLM_ACCPROBE_FORCE": str(tmp_path / "steps-0")}
-        ours = host.capture(served_model, [*asks, named], out=tmp_path / "none", env=env, max_num_batched_tokens=64)
-    finally:
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineHost]]:
+    """Processes for engines that schedule ahead, of either runner; nothing of ours is on but what a test asks for."""
+    root, ahead = tmp_path_factory.mktemp("ahead"), {"ACCPROBE_TEST_AHEAD": "1"}
+    made = {
+        "V1": EngineHost(root / "v1", ahead, probe=False),
+        "V2": EngineHost(root / "v2", ahead | V2_ENV, probe=False),
+    }
+    yield made
+    for host in made.values():
         host.close()
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_ahead_of_its_tokens_and_after_preemption(
+    runner: str, hosts: dict[str, EngineHost], served_model: Path, tmp_path: Path
+) -> None:
+    named = replies.read(golden(tmp_path / "golden", SIZES)).passes[0].values()
+    asks = [
+        Ask(
+            r.prompt_token_ids or (), len(r.token_ids or ()), r.name, sampling=FREE | {"extra_args": along(r.token_ids)}
+        )
+        for r in named
+    ]
+    run = hosts[runner].capture(
+        served_model, asks, out=tmp_path / "none", env={"VLLM_ACCPROBE_FORCE": str(tmp_path / "steps-0")},
+        how="staggered", max_num_batched_tokens=64, num_gpu_blocks_override=11, block_size=32, max_model_len=256,
+    )  # fmt: skip
+    assert run.tokens == [r.token_ids for r in named]
+    assert run.metrics["ahead"] == 2
+    assert run.metrics["preemptions"] > 0
+    written = steps.read(tmp_path)
+    computed = [sum(n for _, _, n, _ in written.rows(0, r.name)) for r in named]
+    assert sum(computed) > sum(sum(size) - 1 for size in SIZES)  # what was preempted, once more
+
+
+def along(ids: list[int] | None) -> dict[str, str]:
+    return {KEY: " ".join(map(str, ids or ()))}
+
+
+def test_with_forcing_alone_every_bit_is_as_without_the_plugin(
+    hosts: dict[str, EngineHost], served_model: Path, tmp_path: Path
+) -> None:
+    """Two engines of one process, the second one with VLLM_ACCPROBE_FORCE, where one of four requests is forced."""
+    asks = [Ask(prompt(n, n), 9, sampling=FREE) for n in (21, 90, 140)]
+    last, named = (Ask(prompt(30, 1), 3, sampling=FREE | more) for more in ({}, {"extra_args": along([7, 8, 9])}))
+    none, how = tmp_path / "none", {"max_num_batched_tokens": 64}
+    plain = hosts["V1"].capture(served_model, [*asks, last], out=none, **how)
+    env = {"VLLM_ACCPROBE_FORCE": str(tmp_path / "steps-0")}
+    ours = hosts["V1"].capture(served_model, [*asks, named], out=none, env=env, **how)
     assert ours.tokens[3] == [7, 8, 9] != plain.tokens[3]
     assert (ours.tokens[:3], ours.logprobs[:3]) == (plain.tokens[:3], plain.logprobs[:3])
-    assert (plain.dump, ours.dump, (tmp_path / "none").exists()) == (None, None, False)
+    assert (plain.dump, ours.dump, none.exists()) == (None, None, False)
     assert steps.read(tmp_path).rows(0, "ask-3")

@@ -31,7 +31,7 @@ ORDER = ("hit", "chunk", "batch", "least", "phase", "position", "length")
 
 
 @dataclass(frozen=True)
-class Condition:
+class GateCondition:
     """axis: phase, position, chunk, batch, hit or length. at: the threshold: "from" the position, the chunk's number,
     "over" so many requests or prompt tokens (up to so many where the sentence says so); None of phase and hit.
     sentence: for people. also: other conditions that explain it as well."""
@@ -39,7 +39,7 @@ class Condition:
     axis: str
     at: int | None
     sentence: str
-    also: tuple[Condition, ...] = ()
+    also: tuple[GateCondition, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ class _Cut:
     likelihood: float
 
 
-def explain(table: Table, sizes: Sizes, rate: float) -> Condition | None:
-    """The condition of a difference that is beyond the floor; None where none parts the tokens, or where all else is
-    beyond the floor, too."""
+def explain(table: Table, sizes: Sizes, rate: float) -> tuple[GateCondition, np.ndarray] | None:
+    """The condition of a difference that is beyond the floor, and bool [n], which tokens have it; None where none parts
+    the tokens, or where all else is beyond the floor, too."""
     y = contrast(sizes.mine, limits(sizes))
     known = ~np.isnan(y)
     share = _distinct(table)
@@ -139,7 +139,7 @@ def explain(table: Table, sizes: Sizes, rate: float) -> Condition | None:
     good = [cut for cut in cuts if best - cut.likelihood < AS_GOOD]
     good.sort(key=lambda cut: (int((cut.mask & known).sum()), ORDER.index(cut.axis.name)))
     first, *others = [_named(cut) for cut in good]
-    return replace(first, also=tuple(others))
+    return replace(first, also=tuple(others)), good[0].mask
 
 
 def _distinct(table: Table) -> float:
@@ -181,6 +181,6 @@ def _only(table: Table, sizes: Sizes, mask: np.ndarray, rate: float) -> bool:
     return float(sign_flips(rest[:, None], 0)[0]) > rate
 
 
-def _named(cut: _Cut) -> Condition:
+def _named(cut: _Cut) -> GateCondition:
     at, sentence = cut.axis.said(int(cut.below), int(cut.value), cut.mask)
-    return Condition("batch" if cut.axis.name == "least" else cut.axis.name, at, sentence)
+    return GateCondition("batch" if cut.axis.name == "least" else cut.axis.name, at, sentence)

@@ -10,13 +10,14 @@ Not here: columns (token_table.py), the tests (floor.py), the condition (conditi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_accprobe.gate.measure import conditions, floor
-from vllm_accprobe.gate.measure.conditions import Condition
+from vllm_accprobe.gate.measure.conditions import GateCondition
 from vllm_accprobe.gate.measure.features import Features, Steps
 from vllm_accprobe.gate.measure.floor import LEAST, RATE
 from vllm_accprobe.gate.measure.token_gaps import TokenGap, forced
@@ -54,7 +55,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Worst:
+class WorstToken:
     """A token that is far beyond its floor. name: the prompt's id; ordinal: 0 for the one that is computed with the
     prompt, k for the forward of the k-th generated; of a scored one 0, and position says which row of the prompt.
     gap: mine's distance, floor: what it is held to, root mean squares over the listed tokens, in nats."""
@@ -72,8 +73,10 @@ class Gate:
     """What two folders say. across: between the servers; golden_self, mine_self: each against itself.
 
     p: of mine being within its limits, batching and rounding; p_batching: within golden's batching alone; None where
-    there is nothing to hold it to, which ``why`` says. times: mine's mean distance by that of the right servers;
-    floors: each one's mean distance from golden; nearest: to which right server mine is nearest, 0 for golden."""
+    there is nothing to hold it to, which ``why`` says. times: mine's distance by that of the right servers, of the
+    tokens that have the condition;
+    condition: of a fail; differs: of what is beyond golden's batching, where rounding may explain it; floors: each
+    one's distance from golden; nearest: to which right server mine is nearest, 0 for golden."""
 
     across: Gaps
     golden_self: Gaps
@@ -85,8 +88,9 @@ class Gate:
     times: float | None
     rate: float
     why: str | None
-    condition: Condition | None
-    worst: tuple[Worst, ...]
+    condition: GateCondition | None
+    differs: GateCondition | None
+    worst: tuple[WorstToken, ...]
     floors: tuple[float, ...]
     nearest: int
     forced: str | None
@@ -118,11 +122,15 @@ def compare(
     alone = floor.judge(table, floor.batching(table), masks) if len(floors) else tested
     p = None if tested is None else tested.p
     beyond = p is not None and p <= rate
+    said = conditions.explain(table, sizes, rate) if beyond else None
+    differs = None
+    if not beyond and alone is not None and alone.p <= rate:
+        differs = conditions.explain(table, floor.batching(table), rate)
     return Gate(
         across, golden_self, mine_self, _cells(table, sizes, across, golden_self, mine_self),
         len(table.names) if tested is None else tested.prompts, p, None if alone is None else alone.p,
-        _times(table, sizes), rate, None if tested else _why(table, floors),
-        conditions.explain(table, sizes, rate) if beyond else None, _worst(table, sizes),
+        _times(table, sizes, said and said[1]), rate, None if tested else _why(table, floors),
+        said and said[0], differs and differs[0], _worst(table, sizes),
         tuple(_rms(row) or 0.0 for row in table.floors), sizes.nearest, _forced(mine),
         (*(f"floor {i} is left out: it has no numbers for some tokens" for i in bad),
          *_notes(golden, mine, table, sizes)),
@@ -152,9 +160,9 @@ def _rms(values: np.ndarray) -> float | None:
     return float(np.sqrt(np.square(known).mean())) if len(known) else None
 
 
-def _times(table: Table, sizes: floor.Sizes) -> float | None:
+def _times(table: Table, sizes: floor.Sizes, mask: np.ndarray | None) -> float | None:
     """None where the right servers are equal and mine is not."""
-    limited = ~np.isnan(floor.limits(sizes))
+    limited = ~np.isnan(floor.limits(sizes)) & (mask if mask is not None else np.ones(len(table.tokens), bool))
     mine, right = _rms(sizes.mine[limited]), _rms(np.fmax(sizes.itself, sizes.rounding)[limited])
     if mine is None or right is None or not np.isfinite(mine):
         return None
@@ -166,8 +174,8 @@ def _cells(table: Table, sizes: floor.Sizes, *of: Gaps) -> tuple[Cell, ...]:
     axes: list[Callable[[Slot], str | None]] = [
         lambda s: "all tokens",
         lambda s: "prompt, read at once" if s[0].scored else s[0].phase,
-        lambda s: None if s[1].chunk is None else f"after {_power(s[1].chunk)} chunks",
-        lambda s: None if s[1].batch is None else f"batches up to {_power(s[1].batch)}",
+        lambda s: None if s[1].chunk is None else f"chunk {_power(s[1].chunk)}",
+        lambda s: None if s[1].batch is None else f"largest batch {_power(s[1].batch)}",
         lambda s: None if s[1].hit is None else "prefix hit" if s[1].hit else "no prefix hit",
         lambda s: f"prompts of {_power(s[0].length)} tokens",
         lambda s: f"positions {_power(s[0].position)}",
@@ -183,12 +191,18 @@ def _cells(table: Table, sizes: floor.Sizes, *of: Gaps) -> tuple[Cell, ...]:
                 groups.setdefault(name, []).append(i)
         if found and len(groups) == 1:
             continue
-        for name, members in groups.items():
+        for name, members in sorted(groups.items(), key=_order):
             chosen = np.array(members)
             selves = [_self(side, at, name) for side in of[1:]]
             away = (_rms(sizes.mine[chosen]), _rms(right[chosen]))
             found.append(_cell(name, [slots[i][0] for i in members], selves, away))
     return tuple(found)
+
+
+def _order(group: tuple[str, list[int]]) -> int:
+    """By the number in a condition's name; what has none stays where it is."""
+    number = re.search(r"\d[\d,]*", group[0])
+    return int(number[0].replace(",", "")) if number else 0
 
 
 def _self(side: Gaps, axis: int, name: str) -> float | None:
@@ -218,7 +232,7 @@ def _cell(name: str, tokens: list[TokenGap], selves: list[float | None], away: t
     return Cell(name, len(tokens), flips, *quantiles, kl, float(sizes.mean()), *selves, *away)
 
 
-def _worst(table: Table, sizes: floor.Sizes) -> tuple[Worst, ...]:
+def _worst(table: Table, sizes: floor.Sizes) -> tuple[WorstToken, ...]:
     """Tokens beyond their limit: of each prompt the one that is furthest beyond first, then the others."""
     limit = np.nan_to_num(floor.limits(sizes))
     over = sizes.mine - limit
@@ -229,7 +243,7 @@ def _worst(table: Table, sizes: floor.Sizes) -> tuple[Worst, ...]:
     leading = list(first.values())
     rest = [i for i in order[: 10 * WORST] if i not in set(leading)]
     return tuple(
-        Worst(
+        WorstToken(
             table.names[table.prompt[i]], 0 if table.tokens[i].scored else table.tokens[i].ordinal,
             table.tokens[i].position, float(sizes.mine[i]), float(limit[i]), int(table.pass_index[i]),
         )

@@ -131,7 +131,7 @@ def planned(
     Raises AlongError, ServerLost.
     """
     if begun is not None:
-        return _gone_on_with(sender, golden, begun)
+        return _gone_on_with(sender, golden, score, begun)
     how = sender.how_forced() if golden is not None or passes > 1 else None
     if golden is not None and how is None:
         raise AlongError(f"{sender.url} cannot be forced along golden's tokens: {ways.HOW_TO}")
@@ -141,7 +141,7 @@ def planned(
     return Forcing(how, golden, can)
 
 
-def _gone_on_with(sender: Sender, golden: str | None, begun: dict[str, Any]) -> Forcing:
+def _gone_on_with(sender: Sender, golden: str | None, score: bool | None, begun: dict[str, Any]) -> Forcing:
     was = (begun.get("along") or {}).get("sha256")
     if was != golden:
         raise AlongError(
@@ -150,6 +150,8 @@ def _gone_on_with(sender: Sender, golden: str | None, begun: dict[str, Any]) -> 
     words = [(p.get("arrive"), p.get("forced")) for p in begun["passes"]]
     how = next((forced for word, forced in words if forced and word != SCORE), None)
     plan = Forcing(how, golden, any(word == SCORE for word, _ in words))
+    if score not in (None, plan.score):
+        raise AlongError(f"the folder was begun with{'' if plan.score else 'out'} --score: name another --out")
     if begun.get("complete"):
         return plan
     needed = {how} | ({ways.SCORED} if plan.score else set())
