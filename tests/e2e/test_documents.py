@@ -88,6 +88,8 @@ NOT_RUN = {
     'accprobe gate --self "vllm serve MODEL" --prompts prompts.jsonl --out itself': "the same",
     'accprobe gate trainer.jsonl "vllm serve MODEL" --out scored': "test_gate_trainer.py has a server",
     'accprobe send prompts.jsonl --engine "vllm serve MODEL" --out golden-sent': "test_real_server.py starts one",
+    'accprobe send --along golden-sent --engine "vllm serve MODEL" --out mine-sent': "test_forced_server.py",
+    'accprobe send --along golden-sent --engine "vllm serve MODEL --dtype float16" --out floor-sent': "the same",
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden VLLM_ACCPROBE_TOKENS=0-3 accprobe send few.jsonl "
     '--engine "vllm serve MODEL" --out golden-few': "needs a server over HTTP; the page's golden lies there",
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine VLLM_ACCPROBE_TOKENS=0-3 accprobe send --along golden-few "
@@ -185,6 +187,7 @@ def place(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for side, wrong in (("golden", range(26, 50)), ("mine", range(24, 48))):
         write_samples(at / f"{side}.jsonl", right(50, wrong))
         write_samples(at / f"{side}-run" / "tiny" / "samples_sums_2026-11-23T10-00-00.jsonl", right(50, wrong))
+    folder(at / "floor-sent", 3)
     _trainer(at)
     np.save(at / "a.npy", np.arange(6, dtype="f4"))
     monkeypatch.chdir(at)
