@@ -21,7 +21,7 @@ def asked(folder: Path) -> str:
     draw = random.Random(1)
     lines = [
         {"id": f"p{i}", "token_ids": [draw.randrange(20, 500) for _ in range(n)], "max_tokens": 12}
-        for i, n in enumerate((20, 50, 90, 140, 200, 300, 150, 30))
+        for i, n in enumerate((20, 50, 90, 140, 200, 300, 150, 30, 25, 40, 60, 80))
     ]
     (folder / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(folder / "p.jsonl")
@@ -38,7 +38,7 @@ def test_a_clean_server_passes(server: Server, tmp_path: Path, capsys: Any) -> N
     ways = {w["name"]: w for w in said["ways"]}
     assert ways["again"]["unequal"] == 0
     assert {name: w["prompts"] for name, w in ways.items()} == {
-        "again": 8, "batch": 8, "hit": ways["hit"]["prompts"], "pieces": 4, "scoring": 8
+        "again": 12, "batch": 12, "hit": ways["hit"]["prompts"], "pieces": 4, "scoring": 12
     }  # fmt: skip
     assert ways["hit"]["prompts"] >= 4  # of a block or more
 
