@@ -15,6 +15,7 @@ from vllm_accprobe.cli import main
 from vllm_accprobe.gate.sending import replies
 
 pytestmark = pytest.mark.engine
+ONCE = ("--arrive", "one", "--no-score")
 
 
 def picture(path: Path, seed: int, size: tuple[int, int] = (112, 84)) -> str:
@@ -41,7 +42,7 @@ def test_pictures_of_files(tmp_path: Path, capsys: Any) -> None:
     model = make("qwen2.5-vl", tmp_path / "model")
     args = ["--enforce-eager", "--limit-mm-per-prompt", '{"image": 2}']
     with Server(model, log=tmp_path / "server.log", env={"OMP_NUM_THREADS": "1"}, args=args) as server:
-        assert main(["send", str(tmp_path / "p.jsonl"), "--url", server.url, "--out", str(out), "--arrive", "one"]) == 0
+        assert main(["send", str(tmp_path / "p.jsonl"), "--url", server.url, "--out", str(out), *ONCE]) == 0
     assert capsys.readouterr().out.startswith("4 of 4 answered")
     found = replies.read(out).passes[0]
     lengths = {name: len(r.prompt_token_ids or ()) for name, r in found.items()}
