@@ -153,7 +153,7 @@ def _span(where: str, log_r: np.ndarray) -> Span:
     r = np.exp(log_r)
     size = np.abs(log_r)
     return Span(
-        where, len(r), float(size.mean()), float(size.max()), float(-log_r.mean()),
+        where, len(r), float(size.mean()), float(size.max()), float(-log_r.mean()) + 0.0,
         float((np.expm1(log_r) - log_r).mean()), effective(log_r),
         float(((r < HALF[0]) | (r > HALF[1])).mean()), float(((r < CLIP[0]) | (r > CLIP[1])).mean()),
     )  # fmt: skip
