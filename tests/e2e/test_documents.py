@@ -7,6 +7,7 @@ MODEL ...) are there. What cannot run here is listed with its reason, and the li
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ from made_evaluations import right, write_samples
 from made_folders import folder
 from opcheck.opdiff_files import CHINESE, details
 from support.captures import Engines
-from support.documents import COMMAND, PAGES, PYTHON, ROOT, SYNOPSIS, Snippet, snippets
+from support.documents import COMMAND, PAGES, PYTHON, ROOT, SYNOPSIS, TRANSLATED, Snippet, snippets
 from support.engine import Ask
 from support.prompts import prompt
 from typer.main import get_command
@@ -84,6 +85,19 @@ NOT_RUN = {
         "test_real_gate.py has a server"
     ),
     'accprobe send --engine "vllm serve MODEL --max-model-len 16384" --out mine-sent': "test_real_server.py starts one",
+    'accprobe gate --self "vllm serve MODEL" --out itself': "four engines; test_asked_paths.py asks real servers",
+    "accprobe gate --self http://localhost:8000 --prompts prompts.jsonl --out itself": "test_asked_paths.py",
+    'accprobe gate --self "vllm serve MODEL" --out DIR': "four engines; test_asked_paths.py asks real servers",
+    'accprobe gate --self "vllm serve MODEL" --prompts prompts.jsonl --out itself': "the same",
+    'accprobe gate trainer.jsonl "vllm serve MODEL" --out scored': "test_gate_trainer.py has a server",
+    'accprobe send prompts.jsonl --engine "vllm serve MODEL" --out golden-sent': "test_real_server.py starts one",
+    'accprobe send --along golden-sent --engine "vllm serve MODEL" --out mine-sent': "test_forced_server.py",
+    'accprobe send --along golden-sent --engine "vllm serve MODEL --dtype float16" --out floor-sent': "the same",
+    "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden VLLM_ACCPROBE_TOKENS=0-3 accprobe send few.jsonl "
+    '--engine "vllm serve MODEL" --out golden-few': "needs a server over HTTP; the page's golden lies there",
+    "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine VLLM_ACCPROBE_TOKENS=0-3 accprobe send --along golden-few "
+    '--engine "vllm serve MODEL" --out mine-few': "needs a server over HTTP; the page's mine lies there",
+    "python scripts/dump_size.py MODEL/config.json --tokens 1000 --tp 8": "test_dump_size.py calls what it calls",
     "VLLM_ACCPROBE_FORCE=1 vllm serve MODEL": "test_forced_server.py has such servers",
     "accprobe send --along golden-sent --url http://mine:8000 --out mine-sent": "test_forced_server.py has servers",
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_ARMED=0 VLLM_ACCPROBE_DIR=armed vllm serve MODEL": "nobody arms it in time",
@@ -145,8 +159,6 @@ def captures(engines: Engines) -> Captures:
 
 
 def _fault() -> dict[str, Any]:
-    import json
-
     fault: dict[str, Any] = json.loads(FAULT)
     return fault
 
@@ -186,6 +198,8 @@ def place(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for side, wrong in (("golden", range(26, 50)), ("mine", range(24, 48))):
         write_samples(at / f"{side}.jsonl", right(50, wrong))
         write_samples(at / f"{side}-run" / "tiny" / "samples_sums_2026-11-23T10-00-00.jsonl", right(50, wrong))
+    folder(at / "floor-sent", 3)
+    _trainer(at)
     np.save(at / "a.npy", np.arange(6, dtype="f4"))
     monkeypatch.chdir(at)
     for name in [n for n in os.environ if n.startswith("VLLM_ACCPROBE")]:
@@ -193,6 +207,19 @@ def place(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PATH", f"{at / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return at
+
+
+def _trainer(at: Path) -> None:
+    """trainer.jsonl: the tokens of mine-sent with log-probabilities of its own; NeMo-RL's file has both sides."""
+    lines = [json.loads(line) for line in (at / "mine-sent" / "pass-0.jsonl").read_text().splitlines()]
+    ours = [{"id": r["name"], **{k: r[k] for k in ("prompt_token_ids", "token_ids", "logprobs")}} for r in lines]
+    nemo = [
+        {"token_ids": [[*r["prompt_token_ids"], *r["token_ids"]]], "prev_logprobs": [r["logprobs"]],
+         "generation_logprobs": [r["logprobs"]]}
+        for r in ours
+    ]  # fmt: skip
+    for name, said in (("trainer", ours), ("train_data_step1", nemo)):
+        (at / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in said))
 
 
 def _of(page: str, kind: str) -> list[Snippet]:
@@ -205,6 +232,16 @@ def test_something_is_found_on_the_pages() -> None:
     assert sum(s.kind == PYTHON for s in found) > 8
     assert {s.text for s in found if s.text in NOT_RUN} == set(NOT_RUN), "NOT_RUN has what no page says any more"
     assert {s.text for s in found if s.text in ENDS} == set(ENDS), "ENDS has what no page says any more"
+
+
+@pytest.mark.parametrize("page", sorted(TRANSLATED))
+def test_a_translation_has_the_same_commands(page: str) -> None:
+    theirs = {s.text for s in snippets(TRANSLATED[page]) if s.kind == COMMAND}
+    ours = [s.text for s in snippets(page) if s.kind == COMMAND]
+    assert len(ours) > 5
+    assert set(ours) <= theirs, f"{page}: {set(ours) - theirs}"
+    if page.startswith("docs/"):
+        assert set(ours) == theirs, f"{page}: {theirs - set(ours)}"
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if _of(p, COMMAND)])

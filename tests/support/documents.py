@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+_ALL = ["README.md", "README.zh.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+TRANSLATED = {page: page.replace(".zh.md", ".md") for page in _ALL if page.endswith(".zh.md")}
+"""Pages in Chinese, and what each is a translation of: their commands are the same ones, and typed in once."""
+PAGES = [page for page in _ALL if page not in TRANSLATED]
 COMMAND, SYNOPSIS, PYTHON = "command", "synopsis", "python"
 
 _BEGINS = re.compile(r"(accprobe|bash|python|pip|pytest) |[A-Z_]+=\S+|\(cd ")

@@ -13,11 +13,12 @@ from vllm_accprobe.cli.common.options import CommandError, NothingThere
 
 def gate(
     golden: str = typer.Argument(
-        ...,
+        "",
         metavar="GOLDEN",
         help="Of the machine that is trusted: a folder of accprobe send, a URL, a command; or an evaluation's answers.",
     ),
-    mine: str = typer.Argument(..., metavar="MINE", help="The same of the other."),
+    mine: str = typer.Argument("", metavar="MINE", help="The same of the other."),
+    itself: str = typer.Option("", "--self", metavar="COMMAND|URL", help="One server against itself, instead of two."),
     samples: bool = typer.Option(False, "--samples", help="GOLDEN and MINE are an evaluation's: files or folders."),
     prompts: str = typer.Option(
         "default", "--prompts", metavar="FILE", help="What is sent to servers; as of accprobe send."
@@ -64,12 +65,17 @@ def gate(
 
     A server is a folder of accprobe send, a URL, or a command (what has a space), which is started and ended. Golden
     answers first, mine along its tokens; log-probabilities, flips and KL by phase, chunk, batch, prefix hit, length and
-    position, against golden's own batches and against honest rounding. With --samples (lm-evaluation-harness,
+    position, against golden's own batches and against honest rounding. GOLDEN may be a trainer's jsonl with tokens and
+    log-probabilities. With --samples (lm-evaluation-harness,
     OpenCompass): for each metric whether the difference is more than chance, and which questions flipped.
     Exit code 0: no difference beyond chance, 1: one beyond, 2: unreadable input, 3: nothing could be paired.
     """
     if rate is not None and not 0 < rate < 1:
         raise CommandError(f"--false-alarm-rate: {rate} is no probability between 0 and 1")
+    if itself and (golden or samples):
+        raise CommandError("--self is one server against itself: leave GOLDEN, MINE and --samples away")
+    if not itself and not (golden and mine):
+        raise CommandError("name GOLDEN and MINE, or one server with --self")
     if not samples:
         if task or metric or filter or prompts_out or csv:
             raise CommandError("--task, --metric, --filter, --prompts-out and --csv are for --samples")
@@ -80,6 +86,14 @@ def gate(
             prompts=prompts, max_tokens=max_tokens, concurrency=concurrency, model=model, timeout=timeout,
             ready_s=ready, score=score,
         )  # fmt: skip
+        if itself:
+            from vllm_accprobe.cli.gate_self import gate_self
+
+            gate_self(itself, asking, out, rate, as_json)
+        if Path(golden).is_file():
+            from vllm_accprobe.cli.gate_trainer import gate_trainer
+
+            gate_trainer(Path(golden), mine, asking, out, as_json)
         gate_servers.run(golden, mine, out, gate_servers.Floors(tuple(floors), floor_dtype, no_floor), asking, rate,
                          as_json, dig_gb if dig else None)  # fmt: skip
     if out or floors or floor_dtype or no_floor or dig:

@@ -14,6 +14,7 @@ import http.client
 import json
 import re
 import socket
+import ssl
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,10 @@ logarithms beside them: 1.2 GB for 1,024 tokens of a vocabulary of 152,000, whic
 _LOST = (OSError, http.client.HTTPException)
 MAX_ANSWER = 1 << 30
 """Chosen: bytes; 8,000 tokens with 20 log-probabilities each are 10 MB."""
+
+
+INTRODUCTION_S = 60.0
+"""Chosen: seconds; the list of models needs no model, so a server that does not say it in a minute is hung."""
 
 
 class SendError(Exception):
@@ -79,7 +84,9 @@ class Sender:
 
     def introduced(self) -> tuple[Sender, dict[str, Any]]:
         """With the name of the model, the first that the server has, and what it says of itself. Raises SendError."""
-        status, models = self._exchange("GET", "/v1/models", None, "", {})
+        status, models = replace(self, timeout=min(self.timeout, INTRODUCTION_S))._exchange(
+            "GET", "/v1/models", None, "", {}
+        )
         if status in (401, 403):
             raise SendError(f"{self.url} wants a key ({status}): put it into VLLM_API_KEY")
         try:
@@ -199,6 +206,8 @@ class Sender:
             raw = response.read(MAX_ANSWER)
         except TimeoutError:
             raise ServerLost(f"{self.url} did not answer within {self.timeout:g} s (--timeout)") from None
+        except ssl.SSLError as e:
+            raise ServerLost(f"{self.url}: {_tls(e)}") from None
         except _LOST as e:
             why = getattr(e, "strerror", None) or type(e).__name__
             raise ServerLost(f"{self.url} does not answer ({why})") from None
@@ -209,6 +218,14 @@ class Sender:
             return response.status, json.loads(raw)
         except (ValueError, RecursionError):
             return response.status, None
+
+
+def _tls(e: ssl.SSLError) -> str:
+    if isinstance(e, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted ({e.verify_message}): name its authority's file in SSL_CERT_FILE"
+    if e.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
+        return "no TLS is spoken there: write http://"
+    return f"TLS failed ({e.reason or type(e).__name__})"
 
 
 def _field(answer: Any) -> str:

@@ -1,0 +1,1 @@
+"""A trainer's log-probabilities as golden: train against rollout."""
