@@ -15,7 +15,7 @@ from vllm_accprobe.cli.common.options import CommandError, NothingThere
 from vllm_accprobe.gate.dig import by_hand
 from vllm_accprobe.gate.dig.choose import DigPlan, Token, choose
 from vllm_accprobe.gate.dig.culprit import Dug, dug
-from vllm_accprobe.gate.dig.recapture import Dig, DigError, How, Progress
+from vllm_accprobe.gate.dig.recapture import Dig, DigError, Progress, Recapturing
 from vllm_accprobe.gate.sending.along import AlongError, digest
 from vllm_accprobe.gate.sending.client import SendError
 from vllm_accprobe.gate.sending.replies import FolderError, Sent
@@ -69,7 +69,7 @@ def _captured(
     golden, mine = gate.commands
     key = {"golden": golden.digest, "mine": mine.digest, "along": digest(gate.golden), "gigabytes": gigabytes}
     done = Dig(root, key, plan)
-    how = How(gigabytes, asking.timeout, asking.ready_s, asking.model, dict(os.environ), progress)
+    how = Recapturing(gigabytes, asking.timeout, asking.ready_s, asking.model, dict(os.environ), progress)
     for side, command in (("golden", golden.text), ("mine", mine.text)):
         done.capture(side, command, gate.golden, how)
         if side == "golden":

@@ -20,7 +20,7 @@ from odd_server import odd
 from vllm_accprobe import arm_file
 from vllm_accprobe.gate.dig import recapture
 from vllm_accprobe.gate.dig.choose import DigPlan, DigTarget, Window
-from vllm_accprobe.gate.dig.recapture import MEASURED, PLAN, Dig, DigError, How, environment
+from vllm_accprobe.gate.dig.recapture import MEASURED, PLAN, Dig, DigError, Recapturing, environment
 from vllm_accprobe.gate.sending import replies, ways
 from vllm_accprobe.gate.sending.client import SendError
 from vllm_accprobe.gate.sending.replies import Sent
@@ -84,14 +84,14 @@ def golden(tmp_path: Path) -> Sent:
     return replies.read(path)
 
 
-def how(gigabytes: float = 1.0) -> How:
+def how(gigabytes: float = 1.0) -> Recapturing:
     environ = {
         "PATH": "/bin",
         "VLLM_ACCPROBE_REQUESTS": "x",
         "VLLM_ACCPROBE_MODULES": "layers",
         "VLLM_PLUGINS": "theirs",
     }
-    return How(gigabytes, 10, 10, "", environ, lambda what, total: nullcontext(lambda done: None))
+    return Recapturing(gigabytes, 10, 10, "", environ, lambda what, total: nullcontext(lambda done: None))
 
 
 def test_each_pass_is_armed_while_the_server_is_idle(machine: Machine, golden: Sent, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class DigError(Exception):
 
 
 @dataclass(frozen=True)
-class How:
+class Recapturing:
     """gigabytes: disk budget of a rank. timeout, ready_s, model: as of `send`."""
 
     gigabytes: float
@@ -110,7 +110,7 @@ class Dig:
             with os.fdopen(fd, "w", encoding="utf-8") as f:
                 f.write(text + "\n")
 
-    def capture(self, side: str, command: str, golden: Sent, how: How) -> None:
+    def capture(self, side: str, command: str, golden: Sent, how: Recapturing) -> None:
         """Captures a side that is not done yet. golden: whose tokens are forced. Raises SendError, AlongError,
         DigError, OSError."""
         if side in self.done:

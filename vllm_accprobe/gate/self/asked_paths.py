@@ -46,7 +46,7 @@ class PathAnswers:
 
 
 @dataclass(frozen=True)
-class How:
+class PathAsking:
     """What is the same for all paths; tell: told of each path as it begins."""
 
     out: Path
@@ -59,7 +59,7 @@ def is_url(side: str) -> bool:
     return side.startswith(("http://", "https://"))
 
 
-def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine], how: How) -> PathAnswers:
+def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine], how: PathAsking) -> PathAnswers:
     """side: a URL, or a command. Raises SendError, FolderError, OSError where the first path has no answer."""
     found = PathAnswers()
     if is_url(side):
@@ -91,7 +91,9 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
     return found
 
 
-def _all(these: Sequence[OwnPath], url: str, key: str, lines: list[PromptLine], how: How, found: PathAnswers) -> None:
+def _all(
+    these: Sequence[OwnPath], url: str, key: str, lines: list[PromptLine], how: PathAsking, found: PathAnswers
+) -> None:
     """Of one server. Raises SendError."""
     plain = Sender(url, key, timeout=how.asking.timeout, top=how.asking.top)
     plain = replace(plain, max_tokens=how.asking.max_tokens, model=how.asking.model)
