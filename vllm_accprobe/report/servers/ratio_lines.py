@@ -34,10 +34,12 @@ def lines(found: Ratios) -> list[str]:
         out += [
             f"of a sequence: geometric mean {_listed(found.geometric)}; log of the product {_listed(found.product)}"
         ]
-        out += [f"effective sample size of the sequences: {num(found.sequence_ess)} of {found.sequences:,}"]
+        whole = found.sequence_ess * found.sequences
+        out += [f"effective sample size of the sequences: {num(whole)} of {found.sequences:,}"]
         out += [f"probabilities |p - q|: mean {num(found.prob_mean)}, max {num(found.prob_worst)}"]
-        out.append("furthest apart:")
-        for name, ordinal, p, q in found.worst[:MAX_WORST]:
+        apart = [one for one in found.worst if one[2] != one[3]]
+        out += ["furthest apart:"] if apart else []
+        for name, ordinal, p, q in apart[:MAX_WORST]:
             out.append(f"  {safe(name)}, answer's token {ordinal}: trainer {num(p, 4)}, server {num(q, 4)}")
     return out + [f"not compared: {n:,} {why}" for why, n in found.left_out.items()]
 
