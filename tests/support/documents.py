@@ -55,6 +55,8 @@ def snippets(page: str) -> list[Snippet]:
             end()
             language = None
         elif fence:
+            if block:
+                end()
             language, begin = fence[1], number + 1
         elif language is not None:
             block.append(line)
