@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from settings_server import install, served
+from support.interrupts import in_the_foreground
 
 from vllm_accprobe.cli import main
 
@@ -227,7 +228,9 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(place: Path, monkeypatc
     program = "from vllm_accprobe.gate.bisect import offered; offered.interpreter = lambda w, e: None; " \
               "import sys; from vllm_accprobe.cli import main; sys.exit(main())"  # fmt: skip
     line = [sys.executable, "-c", program, *words(place)]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=in_the_foreground
+    ) as process:
         end = time.monotonic() + 60
         while starts(place) < 2 and time.monotonic() < end:
             time.sleep(0.02)

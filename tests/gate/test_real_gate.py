@@ -41,6 +41,7 @@ def test_a_fault_in_decode(
             "--host=127.0.0.1",
             *SMALL,
             "--max-num-batched-tokens=64",
+            "--enforce-eager",  # as golden is, which captures: what is compiled rounds in other places
         ]
     )
     out = tmp_path / "out"
