@@ -29,6 +29,16 @@ def write_text(path: str | Path, text: str) -> None:
         part.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
+def write_private(path: str | Path, text: str) -> None:
+    """As `write_text`, for its owner only (0600): users' prompts. A part that is left there, a link too, is replaced,
+    never written through. Raises OSError."""
+    with whole(path) as part:
+        part.unlink(missing_ok=True)
+        fd = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
+            f.write(text)
+
+
 def write_csv_lines(path: str | Path, header: Sequence[object], lines: Iterable[Sequence[object]]) -> None:
     """A csv with ``\\n`` line ends, text as in `write_text`. Raises OSError."""
     with whole(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:

@@ -202,10 +202,10 @@ def _asked(
 
 def _trials(out: Path, asked: TrialPrompts, version: str, variables: list[str]) -> Any:
     from vllm_accprobe import __version__
-    from vllm_accprobe.cli.send import _made
+    from vllm_accprobe.cli.send import made_by
     from vllm_accprobe.gate.bisect.trials import Trials
 
-    return Trials(out, asked, {"vllm": version, "accprobe": __version__}, _made(asked.source), variables)
+    return Trials(out, asked, {"vllm": version, "accprobe": __version__}, made_by(asked.source), variables)
 
 
 def _golden(golden: str, asked: TrialPrompts, out: Path, trials: Any) -> Sent | None:
@@ -219,11 +219,10 @@ def _golden(golden: str, asked: TrialPrompts, out: Path, trials: Any) -> Sent | 
     if golden.startswith(("http://", "https://")):
         how: dict[str, Any] = {"timeout": asked.timeout, "top": asked.top, "max_tokens": asked.max_tokens}
         sender, told = Sender(golden, os.environ.get("VLLM_API_KEY", ""), **how).introduced()
-        from vllm_accprobe.cli.send import _made
+        from vllm_accprobe.cli.send import made_by
 
-        passes.send(
-            sender, told, list(asked.lines), list(asked.arrive), asked.concurrency, out / "golden", _made(asked.source)
-        )
+        about = made_by(asked.source)
+        passes.send(sender, told, list(asked.lines), list(asked.arrive), asked.concurrency, out / "golden", about)
         return replies.read(out / "golden")
     tried = trials.run(edits.command([golden], os.environ))
     if tried.sent is None:

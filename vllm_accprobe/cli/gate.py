@@ -169,12 +169,6 @@ def _check_file(path: Path, option: str, inputs: tuple[Path, ...]) -> None:
 
 def _write_prompts(path: Path, asked: list[dict[str, object]]) -> None:
     """Whole and only for its owner: these are an evaluation's questions, which others may not publish."""
-    import os
+    from vllm_accprobe.whole_file import write_private
 
-    from vllm_accprobe.whole_file import whole
-
-    with whole(path) as part:
-        part.unlink(missing_ok=True)
-        fd = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as f:
-            f.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in asked)
+    write_private(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in asked))

@@ -150,10 +150,6 @@ def _progress(what: str, total: int) -> AbstractContextManager[Callable[[int], N
 
 def write(path: Path, value: object) -> None:
     """json, whole, only for its owner."""
-    from vllm_accprobe.whole_file import whole
+    from vllm_accprobe.whole_file import write_private
 
-    with whole(path) as part:
-        part.unlink(missing_ok=True)
-        fd = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as f:
-            json.dump(value, f, indent=1)
+    write_private(path, json.dumps(value, indent=1))

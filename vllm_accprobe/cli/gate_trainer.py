@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def gate_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, as_json: bool) -> NoReturn:
     """mine: a folder of send, a jsonl (the same one where it has both), a URL, or a command."""
     from vllm_accprobe.cli.common import outputs
-    from vllm_accprobe.cli.send import _made
+    from vllm_accprobe.cli.send import made_by
     from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.client import SendError
     from vllm_accprobe.gate.trainer import ratios, rollout, trainer_lines
@@ -39,10 +39,10 @@ def gate_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, as_j
             outputs.check(out, {})
             if url:
                 right = rollout.of_server(
-                    left, mine, os.environ.get("VLLM_API_KEY", ""), out, _made(str(golden)), asking
+                    left, mine, os.environ.get("VLLM_API_KEY", ""), out, made_by(str(golden)), asking
                 )
             else:
-                right = rollout.of_command(left, mine, os.environ, out, _made(str(golden)), asking)
+                right = rollout.of_command(left, mine, os.environ, out, made_by(str(golden)), asking)
         found = ratios.compare(left, right.answers, right.how, right.left_out)
     except trainer_lines.TrainerError as e:
         raise CommandError(f"{e}; with --samples GOLDEN and MINE are the answers of an evaluation") from None

@@ -103,7 +103,7 @@ def send(
             plan = forcing.planned(sender, digest, len(arrivals), score, begun)
             total = len(lines) * (len(arrivals) + plan.score)
             tell = stack.enter_context(progress("send", total, steps=True))
-            made = _made(prompts if along is None else along.name)
+            made = made_by(prompts if along is None else along.name)
             done = passes.send(
                 sender, server, lines, arrivals, concurrency or was["concurrency"], out, made, tell, plan
             )
@@ -126,7 +126,8 @@ def _reasons(reasons: dict[str, int]) -> str:
     return ", ".join(f"{n:,} {why}" for why, n in reasons.items())
 
 
-def _made(prompts: str) -> dict[str, str]:
+def made_by(prompts: str) -> dict[str, str]:
+    """What send.json says of the version, the source and the time; all commands that send begin so."""
     from datetime import datetime, timezone
 
     from vllm_accprobe import __version__

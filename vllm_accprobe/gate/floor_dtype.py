@@ -15,6 +15,8 @@ import json
 import shlex
 from pathlib import Path
 
+from vllm_accprobe.run.server_command import option_of
+
 DTYPES = ("bfloat16", "float16", "float32")
 _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 WIDE = "float32's own rounding has no finer floor here: the limit is bfloat16's; --floor gives a narrower one"
@@ -23,7 +25,7 @@ WIDE = "float32's own rounding has no finer floor here: the limit is bfloat16's;
 def of_command(command: str) -> str | None:
     """The dtype that a command's words or its model's config.json name; None where nobody knows."""
     words = _words(command)
-    said = next((word for word in (_value(words, "--dtype"),) if word and word != "auto"), None)
+    said = next((word for word in (option_of(words, "--dtype"),) if word and word != "auto"), None)
     if said is None and (model := _model(words)) is not None:
         said = _configured(model)
     said = _SHORT.get(said or "", said)
@@ -58,20 +60,10 @@ def _words(text: str) -> list[str]:
         return text.split()
 
 
-def _value(words: list[str], option: str) -> str | None:
-    found = None
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        if word == option and after:
-            found = after
-        elif word.startswith(option + "="):
-            found = word[len(option) + 1 :]
-    return found
-
-
 def _model(words: list[str]) -> str | None:
     if "serve" in words[:-1] and not (after := words[words.index("serve") + 1]).startswith("-"):
         return after
-    return _value(words, "--model")
+    return option_of(words, "--model")
 
 
 def _configured(model: str) -> str | None:

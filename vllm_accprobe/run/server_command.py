@@ -52,10 +52,10 @@ def understood(words: Sequence[str], environ: Mapping[str, str], port: int | Non
     for option in _REFUSED:
         if any(part == option or part.startswith(option + "=") for part in parts):
             raise ServerCommandError(f"{option}: a server is asked over plain HTTP; leave it away for this")
-    said = _option(parts, "--port")
+    said = option_of(parts, "--port")
     if port is not None and said is not None and said != str(port):
         raise ServerCommandError(f"--port={port}, and the command says --port {said}")
-    host = _option(parts, "--host") or ""
+    host = option_of(parts, "--host") or ""
     host = "127.0.0.1" if host in _EVERYWHERE else host
     full = tuple(words)
     if said is None and port is None and not one_line:
@@ -65,7 +65,7 @@ def understood(words: Sequence[str], environ: Mapping[str, str], port: int | Non
         port = int(said) if said is not None and said.isdecimal() else _DEFAULT_PORT
     if _taken(host, port):
         raise ServerCommandError(f"something listens on port {port} of {host} already: end it, or name another --port")
-    key = _option(parts, "--api-key") or environ.get("VLLM_API_KEY", "")
+    key = option_of(parts, "--api-key") or environ.get("VLLM_API_KEY", "")
     return ServerCommand(full, f"http://{f'[{host}]' if ':' in host else host}:{port}", key)
 
 
@@ -78,7 +78,8 @@ def _serves(parts: Sequence[str]) -> bool:
     return False
 
 
-def _option(parts: Sequence[str], name: str) -> str | None:
+def option_of(parts: Sequence[str], name: str) -> str | None:
+    """The last value of the option ``name`` (``--port``) among a command's words."""
     found = None
     for part, after in zip(parts, [*parts[1:], ""], strict=True):
         if part == name and after:

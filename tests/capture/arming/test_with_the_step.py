@@ -117,6 +117,19 @@ def test_the_words_travel_with_the_step(method: str, tmp_path: Path) -> None:
     assert len(core.scheduler.asked) == 2  # looked at once, whatever the number of steps
 
 
+def test_nothing_that_a_file_does_to_its_reader_ends_the_engine(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: Path) -> ArmSelection:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(arm_file, "read", broken)
+    (tmp_path / "arm.json").write_text("{}")
+    assert ControlFile(tmp_path / "arm.json").look()
+    assert len(said) == 1
+    assert "too deep: refused; what held before goes on" in said[0]
+
+
 def test_an_engine_that_cannot_be_armed_serves(tmp_path: Path, said: list[str]) -> None:
     class Slotted:
         __slots__ = ()

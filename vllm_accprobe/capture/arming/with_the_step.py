@@ -56,7 +56,7 @@ class ControlFile:
             self._selection = arm_file.read(self.path).to_json()
         except FileNotFoundError:
             self._selection = None
-        except (arm_file.ArmFileError, OSError) as error:
+        except Exception as error:  # whatever a stranger's file does to a reader must not end the engine
             refused = f"{arm_file.NAME} is refused: {error}; what held before goes on"
             say(f"{self.path}: {error}: refused; what held before goes on")
         self._words = self._said(refused)

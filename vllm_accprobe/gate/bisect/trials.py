@@ -25,6 +25,7 @@ from vllm_accprobe.gate.sending.arrival import Arrival
 from vllm_accprobe.gate.sending.client import Sender, SendError, ServerLost
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.serving import served
+from vllm_accprobe.whole_file import write_private
 
 TRIAL, FOLDER = "trial.json", "sent"
 _DECIDES = re.compile(
@@ -113,7 +114,7 @@ class Trials:
             about["why"] = f"the server was lost twice in the middle ({e})"
         finally:
             about["seconds"] = round(about.get("seconds", 0.0) + time.monotonic() - began, 3)
-            replies._write(place / TRIAL, json.dumps(about, indent=1) + "\n")
+            write_private(place / TRIAL, json.dumps(about, indent=1) + "\n")
         self._ran.add(key)
         found = self._known(key, place)
         if found is None:

@@ -11,7 +11,6 @@ Not here: what is chosen (choose.py), what the dumps say (culprit.py), who start
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -32,7 +31,7 @@ from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
 from vllm_accprobe.gate.sending.serving import served
 from vllm_accprobe.run.settings import allow_plugin
-from vllm_accprobe.whole_file import whole
+from vllm_accprobe.whole_file import write_private
 
 PLAN = "plan.json"
 MEASURED = "accprobe-dig"
@@ -104,11 +103,7 @@ class Dig:
 
     def _write(self) -> None:
         text = json.dumps({"schema": 1, "key": self._key, "plan": self.plan.to_json(), "done": self.done}, indent=1)
-        with whole(self.root / PLAN) as part:
-            part.unlink(missing_ok=True)
-            fd = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            with os.fdopen(fd, "w", encoding="utf-8") as f:
-                f.write(text + "\n")
+        write_private(self.root / PLAN, text + "\n")
 
     def capture(self, side: str, command: str, golden: Sent, how: Recapturing) -> None:
         """Captures a side that is not done yet. golden: whose tokens are forced. Raises SendError, AlongError,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.gate.sending.reply import Reply
-from vllm_accprobe.whole_file import whole
+from vllm_accprobe.whole_file import write_private
 
 SCHEMA = 1
 SEND, PROMPTS = "send.json", "prompts.jsonl"
@@ -76,20 +76,12 @@ def read_about(out: Path) -> dict[str, Any]:
 def begin(out: Path, prompts: str, about: dict[str, Any]) -> None:
     """Makes a folder. Raises OSError."""
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write(out / PROMPTS, prompts)
+    write_private(out / PROMPTS, prompts)
     write_about(out, about)
 
 
 def write_about(out: Path, about: dict[str, Any]) -> None:
-    _write(out / SEND, json.dumps(about, indent=1) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    with whole(path) as part:
-        part.unlink(missing_ok=True)
-        fd = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
-            f.write(text)
+    write_private(out / SEND, json.dumps(about, indent=1) + "\n")
 
 
 def answered(path: Path) -> set[str]:
