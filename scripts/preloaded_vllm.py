@@ -6,7 +6,9 @@ machine, and a bisection starts thirty of them. The idea: one process imports on
 its own processes are forked, too. For scripts on the CPU only: fork is not for processes that have a device open.
 
     with preloaded(folder, environ) as bin: ...  # put ``bin`` in front of PATH
+    command(bin, path, program)  # ``path`` runs this Python file with its words, in a fork too
 
+What vLLM decides while it is imported is decided by ``environ``; PYTHONPATH and OMP_NUM_THREADS are each command's own.
 Not here: what is served.
 """
 
@@ -28,7 +30,7 @@ _CLIENT = """#!{python}
 import json, os, signal, socket, sys
 s = socket.socket(socket.AF_UNIX)
 s.connect({path!r})
-said = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode() + b"\\n"
+said = json.dumps([{program!r}, sys.argv[1:], dict(os.environ), os.getcwd()]).encode() + b"\\n"
 socket.send_fds(s, [said[:1]], [1, 2])
 s.sendall(said[1:])
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -50,8 +52,7 @@ def preloaded(folder: Path, environ: Mapping[str, str], timeout: float = 300.0) 
     at = folder / "socket"
     bin_ = folder / "bin"
     bin_.mkdir(parents=True, exist_ok=True)
-    (bin_ / "vllm").write_text(_CLIENT.format(python=sys.executable, path=str(at)))
-    (bin_ / "vllm").chmod(0o700)
+    command(bin_, bin_ / "vllm", None)
     with (folder / "preloaded.log").open("wb") as log:
         process = subprocess.Popen([sys.executable, __file__, str(at)], env=dict(environ), stdin=subprocess.DEVNULL,
                                    stdout=log, stderr=subprocess.STDOUT)  # fmt: skip
@@ -66,6 +67,14 @@ def preloaded(folder: Path, environ: Mapping[str, str], timeout: float = 300.0) 
         process.terminate()
         process.wait()
         at.unlink(missing_ok=True)
+
+
+def command(bin_: Path, path: Path, program: Path | None) -> None:
+    """Writes ``path``, a command that runs in a fork of the process whose commands are in ``bin_``: ``program``, a
+    Python file, or vLLM's own command."""
+    at = str(bin_.parent / "socket")
+    path.write_text(_CLIENT.format(python=sys.executable, path=at, program=str(program) if program else None))
+    path.chmod(0o700)
 
 
 def _forked_only() -> None:
@@ -117,7 +126,7 @@ def _one(client: socket.socket) -> None:
     data = first
     while not data.endswith(b"\n"):
         data += client.recv(1 << 16)
-    words, environ, where = json.loads(data)
+    program, words, environ, where = json.loads(data)
     pid = os.fork()
     if pid == 0:
         os.setsid()
@@ -127,7 +136,7 @@ def _one(client: socket.socket) -> None:
         os.chdir(where)
         os.environ.clear()
         os.environ.update(environ)
-        _run(words)
+        _run(program, words)
     client.setblocking(False)
     code: int | None = None
     parent = os.getppid()
@@ -157,16 +166,27 @@ def _one(client: socket.socket) -> None:
     os._exit(0)
 
 
-def _run(words: list[str]) -> None:
-    from vllm.entrypoints.cli.main import main
+def _run(program: str | None, words: list[str]) -> None:
+    import runpy
 
-    sys.argv = ["vllm", *words]
+    import torch
+
+    sys.path[:0] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
     code = 1
     try:
-        main()
+        if program:
+            sys.argv = [program, *words]
+            runpy.run_path(program, run_name="__main__")
+        else:
+            from vllm.entrypoints.cli.main import main
+
+            sys.argv = ["vllm", *words]
+            main()
         code = 0
     except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else 1
+        code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
     except BaseException:
         import traceback
 

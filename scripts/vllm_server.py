@@ -36,14 +36,21 @@ class ServerError(RuntimeError):
 class Server:
     """``with Server(model, log=...) as server: ... server.url``. The process group is killed if SIGTERM is not enough.
 
-    env: added to this process's environment. args: after ``vllm serve MODEL``, over small defaults.
+    env: added to this process's environment. args: after ``vllm serve MODEL``, over small defaults. vllm: the command.
     ready_s, stop_s: seconds it took to answer the first time, and to end.
     """
 
     def __init__(
-        self, model: Path, *, log: Path, env: Mapping[str, str] | None = None, args: Sequence[str] = ()
+        self,
+        model: Path,
+        *,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        args: Sequence[str] = (),
+        vllm: Path | None = None,
     ) -> None:
         self.model, self.log, self.env, self.args = model, log, dict(env or {}), tuple(args)
+        self.vllm = vllm or Path(sys.executable).parent / "vllm"
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
@@ -51,7 +58,7 @@ class Server:
 
     def __enter__(self) -> Server:
         begin = time.monotonic()
-        command = [str(Path(sys.executable).parent / "vllm"), "serve", str(self.model), "--host=127.0.0.1"]
+        command = [str(self.vllm), "serve", str(self.model), "--host=127.0.0.1"]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

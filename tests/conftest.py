@@ -7,11 +7,31 @@ next piece: first what starts engines of its own (APART), then all other tests, 
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+from preloaded_vllm import preloaded
+from vllm_server import ENV
 
 SHARED, LESSER = "engine", "engine-avx2"
 APART = ("test_documents.py", "test_replicas_engine.py", "test_captured_engine.py", "test_cluster.py")
 """Files with engines or clusters that take long and share few captures."""
+
+
+@pytest.fixture(scope="session")
+def preloaded_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a command `vllm` that forks from one process with vLLM imported: a server's start is a third.
+
+    Not for tests of signals, terminals and kills: those meet the command that users have.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ACCPROBE", "ACCPROBE_FAULT"))}
+    with preloaded(tmp_path_factory.mktemp("vllm"), environ | ENV | {"OMP_NUM_THREADS": "1"}) as bin_:
+        yield bin_
 
 
 def pytest_configure(config: pytest.Config) -> None:

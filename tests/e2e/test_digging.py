@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shlex
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -112,9 +111,11 @@ def made_golden(path: Path) -> replies.Sent:
     return replies.read(path)
 
 
-def test_two_commands_to_the_module(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_commands_to_the_module(
+    engines: Engines, preloaded_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A gate's result by hand: token 3 of p2 in the second pass. Mine's fault is in rows that decode."""
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{preloaded_vllm}{os.pathsep}{os.environ['PATH']}")
     for name, value in (ENV | {"OMP_NUM_THREADS": "1"}).items():
         monkeypatch.setenv(name, value)
     for name in [n for n in os.environ if n.startswith("VLLM_ACCPROBE")]:

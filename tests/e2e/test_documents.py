@@ -23,6 +23,7 @@ import pytest
 from made_evaluations import right, write_samples
 from made_folders import folder
 from opcheck.opdiff_files import CHINESE, details
+from preloaded_vllm import command
 from support.captures import Engines
 from support.documents import COMMAND, PAGES, PYTHON, ROOT, SYNOPSIS, TRANSLATED, Snippet, snippets
 from support.engine import Ask
@@ -121,8 +122,7 @@ JUDGES = {"compare", "opcheck", "opdiff", "labels", "errcheck", "gentest", "gate
 """Commands that may end with 1: differences were found."""
 FAULT = '{"kind": "scale", "module": "model.layers.2.self_attn.o_proj", "factor": 1.05, "rows": "position>=20"}'
 NAN = '{"kind": "nan", "module": "model.layers.2.mlp.down_proj", "rows": "position>=20", "features": [3]}'
-_SERVE = '''#!{python}
-"""`vllm serve MODEL` without HTTP: a real vLLM engine answers two requests and ends."""
+_SERVE = '''"""`vllm serve MODEL` without HTTP: a real vLLM engine answers two requests and ends."""
 import os, sys
 assert sys.argv[1] == "serve", sys.argv
 os.environ |= {{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}}
@@ -164,7 +164,7 @@ def _fault() -> dict[str, Any]:
 
 
 @pytest.fixture
-def place(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(captures: Captures, preloaded_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with everything that the pages give a name; the current one."""
     at = tmp_path / "place"
     (at / "bin").mkdir(parents=True)
@@ -178,12 +178,13 @@ def place(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             shutil.copytree(source, at / name)
     (at / "MODEL").symlink_to(captures.model)
     for name, text in (
-        ("vllm", _SERVE.format(python=sys.executable, support=str(ROOT / "tests" / "support"))),
         ("CMD", "#!/bin/sh\nexec vllm serve MODEL\n"),
         ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
     ):
         (at / "bin" / name).write_text(text)
         (at / "bin" / name).chmod(0o755)
+    (tmp_path / "serve.py").write_text(_SERVE.format(support=str(ROOT / "tests" / "support")))
+    command(preloaded_vllm, at / "bin" / "vllm", tmp_path / "serve.py")
     script = "from transformers import AutoModelForCausalLM\nimport torch\nfrom vllm_accprobe import Probe\n"
     script += "model = AutoModelForCausalLM.from_pretrained('MODEL', dtype=torch.float32)\n"
     script += "with Probe(model):\n    model.generate(torch.arange(20, 40)[None], max_new_tokens=2, do_sample=False)\n"

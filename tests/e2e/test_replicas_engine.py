@@ -29,10 +29,11 @@ def ask(url: str, ids: Sequence[int], tokens: int, replica: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def served(engines: Engines, preloaded_vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("replicas")
     env = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": str(root / "dump"), "OMP_NUM_THREADS": "1"}
-    with Server(engines.model("qwen2"), log=root / "log", env=env, args=["--data-parallel-size=2"]) as server:
+    two, vllm = ["--data-parallel-size=2"], preloaded_vllm / "vllm"
+    with Server(engines.model("qwen2"), log=root / "log", env=env, args=two, vllm=vllm) as server:
         for request, replica in zip(FIVE, SERVED_BY, strict=True):
             ask(server.url, request.ids, request.max_tokens, replica)
     return root / "dump"

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,12 @@ FAULT = {"kind": "scale", "module": "model.layers.2.mlp.down_proj", "factor": 1.
 
 
 def test_a_fault_in_decode(
-    server: Server, served_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    server: Server,
+    served_model: Path,
+    preloaded_vllm: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     """Golden's own batches are the limit here, which on a CPU is none: another two servers would be a minute."""
     draw = random.Random(5)
@@ -35,7 +39,7 @@ def test_a_fault_in_decode(
         monkeypatch.setenv(name, value)
     command = shlex.join(
         [
-            str(Path(sys.executable).parent / "vllm"),
+            str(preloaded_vllm / "vllm"),
             "serve",
             str(served_model),
             "--host=127.0.0.1",
