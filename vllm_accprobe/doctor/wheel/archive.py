@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, cast
 
 MOST_FILES = 60_000
 """chosen: vLLM 0.33's wheel has about 6,000 entries."""
@@ -114,13 +114,13 @@ def _zipped(path: Path) -> Iterator[_Entry]:
 
 
 def _tarred(path: Path) -> Iterator[_Entry]:
-    with gzip.open(path) as unfolded, tarfile.open(fileobj=_Counted(path, unfolded), mode="r|") as archive:
+    with gzip.open(path) as unfolded, tarfile.open(fileobj=cast(Any, _Limited(path, unfolded)), mode="r|") as archive:
         for info in archive:
             if not info.isdir():
                 yield info.name, not info.isreg(), archive.extractfile(info) if info.isreg() else None
 
 
-class _Counted:
+class _Limited:
     """A stream that ends in a refusal when it has given too much."""
 
     def __init__(self, path: Path, stream: gzip.GzipFile):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 
-from vllm_accprobe.doctor.wheel.sources import Found, Function, Module, Sources
+from vllm_accprobe.doctor.wheel.sources import Definition, Function, SourceModule, Sources
 
 _DEEP = 40
 
@@ -22,11 +22,11 @@ class Class:
     that its methods call. strangers: bases that are in none of the packages, by the package that they come from."""
 
     node: ast.ClassDef
-    module: Module
-    lineage: list[Found] = field(default_factory=list)
-    members: dict[str, Found] = field(default_factory=dict)
+    module: SourceModule
+    lineage: list[Definition] = field(default_factory=list)
+    members: dict[str, Definition] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
-    made_of: dict[str, tuple[ast.AST, Module]] = field(default_factory=dict)
+    made_of: dict[str, tuple[ast.AST, SourceModule]] = field(default_factory=dict)
     strangers: set[str] = field(default_factory=set)
 
     @property
@@ -37,10 +37,10 @@ class Class:
     @property
     def at(self) -> str:
         """``file.py:line``."""
-        return Found(self.node, self.module).at
+        return Definition(self.node, self.module).at
 
 
-def class_of(sources: Sources, found: Found | None) -> Class | None:
+def class_of(sources: Sources, found: Definition | None) -> Class | None:
     """The class that ``found`` is; None where it is none."""
     if found is None or not isinstance(found.node, ast.ClassDef):
         return None
@@ -49,7 +49,7 @@ def class_of(sources: Sources, found: Found | None) -> Class | None:
     for one in made.lineage:
         assert isinstance(one.node, ast.ClassDef)
         for name, node in _members(one.node).items():
-            made.members.setdefault(name, Found(node, one.module))
+            made.members.setdefault(name, Definition(node, one.module))
         for node in ast.walk(one.node):
             if isinstance(node, ast.Call) and _of_self(node.func):
                 made.called.add(node.func.attr)  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def parameters(node: ast.AST) -> tuple[list[str], set[str], bool] | None:
     return ordered, {*ordered, *(a.arg for a in args.kwonlyargs)}, args.kwarg is not None
 
 
-def _lineage(sources: Sources, found: Found, made: Class, seen: set[int], deep: int) -> None:
+def _lineage(sources: Sources, found: Definition, made: Class, seen: set[int], deep: int) -> None:
     if id(found.node) in seen or deep < 0:
         return
     seen.add(id(found.node))

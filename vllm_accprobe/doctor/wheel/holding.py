@@ -14,11 +14,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from vllm_accprobe.capture.vllm.names.need import V1, V2, WORKER, Need, Place, Release
+from vllm_accprobe.capture.vllm.names.need import V1, V2, WORKER, Need, Release, VllmPlace
 from vllm_accprobe.capture.vllm.names.relied_on import PLACES
 from vllm_accprobe.doctor.wheel.archive import Package, WheelError
 from vllm_accprobe.doctor.wheel.classes import Class, attribute_class, class_of, parameters
-from vllm_accprobe.doctor.wheel.sources import Found, Module, Sources
+from vllm_accprobe.doctor.wheel.sources import Definition, SourceModule, Sources
 
 VLLM = "vllm"
 
@@ -75,7 +75,7 @@ def together(packages: Sequence[Package]) -> Wheels:
     return Wheels((others or cores)[0], cores[0], Sources([*others, *cores]))
 
 
-def held(wheels: Wheels, declaration: Sequence[Place] = PLACES) -> list[Looked]:
+def held(wheels: Wheels, declaration: Sequence[VllmPlace] = PLACES) -> list[Looked]:
     """Every place of the declaration that this release has, as it is in the wheel. Raises WheelError for a source file
     that is no Python."""
     places = [place for place in declaration if place.due(wheels.release)]
@@ -100,7 +100,7 @@ def _roles(wheels: Wheels) -> dict[str, list[Class]]:
     for word in ("execute_model", "ModelRunner", "Worker"):
         for module in wheels.sources.modules(wheels.wheel, word):
             for node in module.bound.values():
-                one = class_of(wheels.sources, Found(node, module)) if id(node) not in seen else None
+                one = class_of(wheels.sources, Definition(node, module)) if id(node) not in seen else None
                 seen.add(id(node))
                 if one is None or not {"execute_model", "load_model"} <= one.members.keys() or VLLM in one.strangers:
                     continue  # not one, or what is left of one for a vLLM that was: it cannot be imported beside this
@@ -112,7 +112,7 @@ def _roles(wheels: Wheels) -> dict[str, list[Class]]:
 
 
 def _classes(
-    wheels: Wheels, place: Place, roles: dict[str, list[Class]], owners: dict[str, list[Class]]
+    wheels: Wheels, place: VllmPlace, roles: dict[str, list[Class]], owners: dict[str, list[Class]]
 ) -> Iterator[Class]:
     """The classes that are this place in these wheels: the vendor's, else vLLM's."""
     mine = roles.get(place.kind, [])
@@ -130,13 +130,13 @@ def _classes(
             return
 
 
-def _absent(place: Place) -> Looked:
+def _absent(place: VllmPlace) -> Looked:
     where = place.at[0].replace(":", ".")
     loss = place.loss or place.needs[0].loss
     return Looked(place.name, where, "", 0, (Lack(place.name, where, "it is not there", loss, ""),))
 
 
-def _class(wheels: Wheels, place: Place, one: Class) -> Looked:
+def _class(wheels: Wheels, place: VllmPlace, one: Class) -> Looked:
     lacks, there = [], 0
     for need in place.needs:
         if not need.due(wheels.release):
@@ -151,7 +151,7 @@ def _class(wheels: Wheels, place: Place, one: Class) -> Looked:
     return Looked(place.name, one.name, one.at, there, tuple(lacks))
 
 
-def _module(wheels: Wheels, place: Place) -> Looked:
+def _module(wheels: Wheels, place: VllmPlace) -> Looked:
     for name in place.at:
         module = wheels.sources.module(name)
         if module is not None:
@@ -171,7 +171,7 @@ def _module(wheels: Wheels, place: Place) -> Looked:
     return Looked(place.name, module.name, module.file, there, tuple(lacks))
 
 
-def _sets(module: Module, name: str) -> bool:
+def _sets(module: SourceModule, name: str) -> bool:
     """Whether the module sets an attribute of that name on anything."""
     return any(
         isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
@@ -179,7 +179,7 @@ def _sets(module: Module, name: str) -> bool:
     )
 
 
-def _other_signature(need: Need, have: Sequence[Found]) -> str:
+def _other_signature(need: Need, have: Sequence[Definition]) -> str:
     """How the signature differs from what is needed; "" where it does not, or nothing is asked of it."""
     known = parameters(have[0].node) if have else None
     if known is None or not (need.takes or need.keywords):

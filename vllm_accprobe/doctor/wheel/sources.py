@@ -21,7 +21,7 @@ _DEEP = 40
 
 
 @dataclass
-class Module:
+class SourceModule:
     """name: dotted. file: its path in the package. bound: what is defined at its top, also under if and try; imports:
     local name → (module, name there or "" for the module itself); stars: modules whose names it has all."""
 
@@ -35,11 +35,11 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Found:
+class Definition:
     """A definition: its node and the module that it stands in."""
 
     node: ast.AST
-    module: Module
+    module: SourceModule
 
     @property
     def at(self) -> str:
@@ -52,9 +52,9 @@ class Sources:
 
     def __init__(self, packages: Sequence[Package]):
         self.packages = packages
-        self._modules: dict[str, Module | None] = {}
+        self._modules: dict[str, SourceModule | None] = {}
 
-    def module(self, name: str) -> Module | None:
+    def module(self, name: str) -> SourceModule | None:
         """The module of that dotted name, or None. Raises WheelError where it is no Python."""
         if name not in self._modules:
             self._modules[name] = None
@@ -66,7 +66,7 @@ class Sources:
                         return self._modules[name]
         return self._modules[name]
 
-    def modules(self, package: Package, word: str) -> Iterator[Module]:
+    def modules(self, package: Package, word: str) -> Iterator[SourceModule]:
         """The modules of ``package`` in whose text ``word`` stands."""
         needle = word.encode()
         for file, data in sorted(package.files.items()):
@@ -75,13 +75,13 @@ class Sources:
                 if found is not None and found.package is package:
                     yield found
 
-    def find(self, module: str, name: str, deep: int = _DEEP) -> Found | None:
-        """What ``name`` is in ``module``: followed through imports; a Module's own node for a module."""
+    def find(self, module: str, name: str, deep: int = _DEEP) -> Definition | None:
+        """What ``name`` is in ``module``: followed through imports; a SourceModule's own node for a module."""
         where = self.module(module)
         if where is None or deep < 0:
             return None
         if name in where.bound:
-            return Found(where.bound[name], where)
+            return Definition(where.bound[name], where)
         if name in where.imports:
             source, there = where.imports[name]
             if there:
@@ -91,18 +91,18 @@ class Sources:
                 whole = self.module(f"{source}.{there}")
             else:
                 whole = self.module(source)
-            return None if whole is None else Found(whole.tree, whole)
+            return None if whole is None else Definition(whole.tree, whole)
         for star in where.stars:
             found = self.find(star, name, deep - 1)
             if found is not None:
                 return found
         return None
 
-    def has(self, module: Module, name: str) -> bool:
+    def has(self, module: SourceModule, name: str) -> bool:
         """Whether ``module`` has the name at all, also as an import of a package that is not here."""
         return name in module.bound or name in module.imports or self.find(module.name, name) is not None
 
-    def resolve(self, expression: ast.AST, module: Module) -> Found | None:
+    def resolve(self, expression: ast.AST, module: SourceModule) -> Definition | None:
         """What a name, or a dotted one, is in ``module``."""
         if isinstance(expression, ast.Subscript):  # Generic[T]
             return self.resolve(expression.value, module)
@@ -116,7 +116,7 @@ class Sources:
             return self.find(dotted, expression.attr) if dotted else None
         return None
 
-    def origin(self, expression: ast.AST, module: Module) -> str:
+    def origin(self, expression: ast.AST, module: SourceModule) -> str:
         """The top package that a name comes from, as its import says; "" for one of the module's own."""
         while isinstance(expression, (ast.Attribute, ast.Subscript)):
             expression = expression.value
@@ -137,7 +137,7 @@ def _spelt(expression: ast.AST) -> str:
     return ""
 
 
-def _parsed(name: str, file: str, package: Package) -> Module:
+def _parsed(name: str, file: str, package: Package) -> SourceModule:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -145,7 +145,7 @@ def _parsed(name: str, file: str, package: Package) -> Module:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise WheelError(f"{package.path}: {file}{line} cannot be parsed ({type(error).__name__})") from None
-    module = Module(name, file, package, tree)
+    module = SourceModule(name, file, package, tree)
     try:
         _bind(module, tree.body)
     except RecursionError:
@@ -153,7 +153,7 @@ def _parsed(name: str, file: str, package: Package) -> Module:
     return module
 
 
-def _bind(module: Module, body: Sequence[ast.stmt]) -> None:
+def _bind(module: SourceModule, body: Sequence[ast.stmt]) -> None:
     for node in body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             module.bound[node.name] = node
@@ -175,7 +175,7 @@ def _bind(module: Module, body: Sequence[ast.stmt]) -> None:
                 _bind(module, handler.body)
 
 
-def _import_from(module: Module, node: ast.ImportFrom) -> None:
+def _import_from(module: SourceModule, node: ast.ImportFrom) -> None:
     source = node.module or ""
     if node.level:
         parts = module.name.split(".")

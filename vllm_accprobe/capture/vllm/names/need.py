@@ -4,7 +4,7 @@ The problem: capture touches some two hundred names of vLLM, of releases and ven
 name that is gone is seen only on the machine that has it. The idea: each is declared once, as plain data, with the
 releases that have it and what capture cannot do without it; `accprobe doctor --wheel` holds a wheel's source against
 that, and a test holds the declaration against the code of capture, in both directions. Not here: the declarations
-(engine.py, runners.py, layers.py), reading wheels (doctor/wheel).
+(engine_names.py, runners.py, layers.py), reading wheels (doctor/wheel).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Place:
+class VllmPlace:
     """A kind of vLLM's objects, or a module. at: ``module:Class``, or ``module``, where releases have it; the first
     that is there counts. of: (another place, attribute): it is what that attribute is made of. kind: runners
     and workers are also looked for among a vendor's own classes.

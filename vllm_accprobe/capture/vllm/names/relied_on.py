@@ -6,10 +6,10 @@ that holds it against capture's source. Not here: the declarations themselves.
 
 from __future__ import annotations
 
-from vllm_accprobe.capture.vllm.names import engine, layers, runners
-from vllm_accprobe.capture.vllm.names.need import Place
+from vllm_accprobe.capture.vllm.names import engine_names, layers, runners
+from vllm_accprobe.capture.vllm.names.need import VllmPlace
 
-PLACES: tuple[Place, ...] = (*engine.PLACES, *runners.PLACES, *layers.PLACES)
+PLACES: tuple[VllmPlace, ...] = (*engine_names.PLACES, *runners.PLACES, *layers.PLACES)
 
 
 def declared() -> set[str]:

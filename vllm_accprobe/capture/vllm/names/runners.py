@@ -1,12 +1,12 @@
 """What capture relies on in a worker: its runner of either generation, the batch that it keeps, its sampler.
 
 The problem, the words and who reads this: need.py. These are the places that vendors derive from or copy. Not here: the
-engine (engine.py), layers (layers.py).
+engine (engine_names.py), layers (layers.py).
 """
 
 from __future__ import annotations
 
-from vllm_accprobe.capture.vllm.names.need import V1, V2, WORKER, Need, Place, each, one_of
+from vllm_accprobe.capture.vllm.names.need import V1, V2, WORKER, Need, VllmPlace, each, one_of
 
 _ROWS = "the rows of a step cannot be told: refused"
 _NOTHING = "nothing is captured"
@@ -19,7 +19,7 @@ _DRAFTS = "what a draft model calls would be taken for the model's"
 _FORCED = "tokens cannot be forced"
 
 PLACES = (
-    Place(
+    VllmPlace(
         "the worker's wrapper",
         ("vllm.v1.worker.worker_base:WorkerWrapperBase", "vllm.worker.worker_base:WorkerWrapperBase"),
         (
@@ -29,7 +29,7 @@ PLACES = (
         ),
         _NOTHING,
     ),
-    Place(
+    VllmPlace(
         "the worker", ("vllm.v1.worker.gpu_worker:Worker",),
         (
             *each("model_runner", _NOTHING),
@@ -38,7 +38,7 @@ PLACES = (
         ),
         kind=WORKER,
     ),
-    Place(
+    VllmPlace(
         "the V1 runner", ("vllm.v1.worker.gpu_model_runner:GPUModelRunner",),
         (
             Need(("load_model",), _NOTHING, called=True),
@@ -61,7 +61,7 @@ PLACES = (
         ),
         _NOTHING, kind=V1,
     ),
-    Place(
+    VllmPlace(
         "V1's batch", ("vllm.v1.worker.gpu_input_batch:InputBatch",),
         (
             *each("req_ids", _ROWS),
@@ -71,11 +71,11 @@ PLACES = (
         ),
         of=("the V1 runner", "input_batch"),
     ),
-    Place(
+    VllmPlace(
         "V1's request", ("vllm.v1.worker.gpu_input_batch:CachedRequestState",),
         (*each("num_tokens", _ROWS), *each("mm_features", _IMAGES)),
     ),
-    Place(
+    VllmPlace(
         "SamplingMetadata", ("vllm.v1.sample.metadata:SamplingMetadata",),
         (
             *each("all_greedy temperature top_k top_p", "what a row was sampled with is not captured"),
@@ -83,34 +83,34 @@ PLACES = (
             *each("thinking_budget_state_holder", _MASKS, since=(0, 21)),
         ),
     ),
-    Place(
+    VllmPlace(
         "logits processors", ("vllm.v1.sample.logits_processor.state:LogitsProcessors",),
         each("non_argmax_invariant", _MASKS),
     ),
-    Place(
+    VllmPlace(
         "MinTokensLogitsProcessor", ("vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor",),
         each("min_toks", _MASKS),
     ),
-    Place(
+    VllmPlace(
         "LogitBiasLogitsProcessor", ("vllm.v1.sample.logits_processor.builtin:LogitBiasLogitsProcessor",),
         each("biases", _MASKS),
     ),
-    Place(
+    VllmPlace(
         "ThinkingBudgetStateHolder", ("vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder",),
         each("has_tracked_requests", _MASKS), since=(0, 21),
     ),
-    Place(
+    VllmPlace(
         "V1's sampler", ("vllm.v1.sample.sampler:Sampler",),
         (Need(("sample",), _FORCED, takes=("logits",), called=True),), of=("the V1 runner", "sampler"),
     ),
-    Place(
+    VllmPlace(
         "SamplerOutput", ("vllm.v1.outputs:SamplerOutput",), each("sampled_token_ids", _TOKENS),
     ),
-    Place(
+    VllmPlace(
         "a pair of buffers", ("vllm.v1.utils:CpuGpuBuffer",),
         each("cpu gpu np", "rows carry no token ids and positions of the runner's own"),
     ),
-    Place(
+    VllmPlace(
         "the V2 runner", ("vllm.v1.worker.gpu.model_runner:GPUModelRunner",),
         (
             Need(("load_model",), _NOTHING, called=True),
@@ -131,7 +131,7 @@ PLACES = (
         ),
         since=(0, 13), kind=V2,
     ),
-    Place(
+    VllmPlace(
         "V2's batch", ("vllm.v1.worker.gpu.input_batch:InputBatch",),
         (
             *each("req_ids num_scheduled_tokens num_tokens num_tokens_after_padding idx_mapping_np", _ROWS),
@@ -140,21 +140,21 @@ PLACES = (
         ),
         _ROWS, since=(0, 13),
     ),
-    Place(
+    VllmPlace(
         "V2's request states", ("vllm.v1.worker.gpu.states:RequestState",), each("prefill_len", _ROWS),
         of=("the V2 runner", "req_states"), since=(0, 13), until=(0, 23),
     ),
-    Place(
+    VllmPlace(
         "V2's encoder cache", ("vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache",), each("mm_features", _IMAGES),
         since=(0, 18),
     ),
-    Place(
+    VllmPlace(
         "V2's speculator", ("vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator",
                             "vllm.v1.worker.gpu.spec_decode.eagle.speculator:EagleSpeculator",
                             "vllm.v1.worker.gpu.spec_decode.eagle:EagleSpeculator"),
         (Need(("propose",), _DRAFTS),), since=(0, 13),
     ),
-    Place(
+    VllmPlace(
         "V2's sampler", ("vllm.v1.worker.gpu.sample.sampler:Sampler",),
         (
             one_of("apply_sampling_params sample", _MASKS),
@@ -162,7 +162,7 @@ PLACES = (
         ),
         of=("the V2 runner", "sampler"), since=(0, 13),
     ),
-    Place(
+    VllmPlace(
         "V2's states of the sampler", ("vllm.v1.worker.gpu.sample.sampler:Sampler",),
         (
             *each("penalties_state", _MASKS),
@@ -173,28 +173,28 @@ PLACES = (
         ),
         of=("the V2 runner", "sampler"), since=(0, 18),
     ),
-    Place(
+    VllmPlace(
         "V2's penalties", ("vllm.v1.worker.gpu.sample.penalties:PenaltiesState",),
         each("use_penalty", _MASKS), since=(0, 18),
     ),
-    Place(
+    VllmPlace(
         "V2's biases", ("vllm.v1.worker.gpu.sample.logit_bias:LogitBiasState",),
         each("num_allowed_token_ids num_logit_bias num_stop_token_ids", _MASKS), since=(0, 18),
     ),
-    Place(
+    VllmPlace(
         "V2's bad words", ("vllm.v1.worker.gpu.sample.bad_words:BadWordsState",),
         each("num_bad_words", _MASKS), since=(0, 18),
     ),
-    Place(
+    VllmPlace(
         "V2's host-backed arrays", ("vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor",),
         each("np", _MASKS), since=(0, 18),
     ),
-    Place(
+    VllmPlace(
         "V2's graphs", ("vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager",
                         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager"),
         (*each("run_fullgraph", _GRAPHS), *each("run_pw_graph", _GRAPHS, since=(0, 23))), since=(0, 18),
     ),
-    Place(
+    VllmPlace(
         "a replay of V2", ("vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor",),
         each("cg_mode num_tokens", _GRAPHS),
         since=(0, 19),

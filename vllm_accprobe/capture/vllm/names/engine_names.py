@@ -5,7 +5,7 @@ The problem, the words and who reads this: need.py. Not here: runners and sample
 
 from __future__ import annotations
 
-from vllm_accprobe.capture.vllm.names.need import Need, Place, each, one_of
+from vllm_accprobe.capture.vllm.names.need import Need, VllmPlace, each, one_of
 
 _ROWS = "the rows of a step cannot be told: refused"
 _EAGER = "the engine is not made eager: start it with --enforce-eager"
@@ -13,18 +13,18 @@ _FACT = "run.json does not say it"
 _IMAGES = "rows of images have no names: skipped"
 
 PLACES = (
-    Place(
+    VllmPlace(
         "the package", ("vllm.version",), each("__version__", _FACT), "this is no vLLM",
     ),
-    Place(
+    VllmPlace(
         "environment names", ("vllm.envs",),
         each("environment_variables", "vLLM warns of our settings' names"), "vLLM warns of our settings' names",
     ),
-    Place(
+    VllmPlace(
         "the engine's arguments", ("vllm.engine.arg_utils:EngineArgs",),
         (Need(("create_engine_config",), _EAGER), *each("enforce_eager compilation_config", _EAGER)), _EAGER,
     ),
-    Place(
+    VllmPlace(
         "VllmConfig", ("vllm.config.vllm:VllmConfig", "vllm.config:VllmConfig"),
         (
             *each("parallel_config", "ranks are not known: capture cannot attach"),
@@ -34,7 +34,7 @@ PLACES = (
             *each("offload_config", "operators of offloaded weights are not told apart", since=(0, 18)),
         ),
     ),
-    Place(
+    VllmPlace(
         "ParallelConfig", ("vllm.config.parallel:ParallelConfig",),
         (
             *each("rank world_size", "ranks are not known: capture cannot attach"),
@@ -48,7 +48,7 @@ PLACES = (
             *each("ubatch_size", "a batch that runs in pieces is not noticed", since=(0, 15)),
         ),
     ),
-    Place(
+    VllmPlace(
         "ModelConfig", ("vllm.config.model:ModelConfig", "vllm.config:ModelConfig"),
         (
             *each("model dtype quantization max_model_len seed", _FACT),
@@ -57,11 +57,11 @@ PLACES = (
             *each("multimodal_config", "images dealt out to ranks are not noticed"),
         ),
     ),
-    Place(
+    VllmPlace(
         "MultiModalConfig", ("vllm.config.multimodal:MultiModalConfig",),
         each("mm_encoder_tp_mode", "images dealt out to ranks are not noticed"),
     ),
-    Place(
+    VllmPlace(
         "CompilationConfig", ("vllm.config.compilation:CompilationConfig",),
         (
             one_of("mode level", _EAGER),
@@ -72,34 +72,34 @@ PLACES = (
             *each("use_inductor_graph_partition", "taps in compiled graphs do not know where the graph is cut"),
         ),
     ),
-    Place(
+    VllmPlace(
         "SchedulerConfig", ("vllm.config.scheduler:SchedulerConfig", "vllm.config:SchedulerConfig"),
         each("max_num_batched_tokens async_scheduling", _FACT),
     ),
-    Place(
+    VllmPlace(
         "CacheConfig", ("vllm.config.cache:CacheConfig",),
         (
             *each("block_size enable_prefix_caching", _FACT),
             *each("cpu_offload_gb", "operators of offloaded weights are not told apart", until=(0, 18)),
         ),
     ),
-    Place(
+    VllmPlace(
         "OffloadConfig", ("vllm.config.offload:OffloadConfig",),
         each("uva prefetch", "operators of offloaded weights are not told apart"), since=(0, 18),
     ),
-    Place(
+    VllmPlace(
         "UVAOffloadConfig", ("vllm.config.offload:UVAOffloadConfig",),
         each("cpu_offload_gb", "operators of offloaded weights are not told apart"), since=(0, 18),
     ),
-    Place(
+    VllmPlace(
         "PrefetchOffloadConfig", ("vllm.config.offload:PrefetchOffloadConfig",),
         each("offload_group_size", "operators of offloaded weights are not told apart"), since=(0, 18),
     ),
-    Place(
+    VllmPlace(
         "SpeculativeConfig", ("vllm.config.speculative:SpeculativeConfig", "vllm.config:SpeculativeConfig"),
         each("method", _FACT),
     ),
-    Place(
+    VllmPlace(
         "SchedulerOutput", ("vllm.v1.core.sched.output:SchedulerOutput",),
         (
             *each("scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens total_num_scheduled_tokens", _ROWS),
@@ -109,7 +109,7 @@ PLACES = (
         ),
         _ROWS,
     ),
-    Place(
+    VllmPlace(
         "NewRequestData", ("vllm.v1.core.sched.output:NewRequestData",),
         (
             *each("req_id prompt_token_ids num_computed_tokens", _ROWS),
@@ -119,18 +119,18 @@ PLACES = (
         ),
         _ROWS,
     ),
-    Place(
+    VllmPlace(
         "CachedRequestData", ("vllm.v1.core.sched.output:CachedRequestData",),
         each("req_ids num_computed_tokens", _ROWS), _ROWS,
     ),
-    Place(
+    VllmPlace(
         "GrammarOutput", ("vllm.v1.core.sched.output:GrammarOutput", "vllm.v1.core.sched.output:SchedulerOutput"),
         each("structured_output_request_ids grammar_bitmask", "logits masked by a grammar are not told"),
     ),
-    Place(
+    VllmPlace(
         "SamplingParams", ("vllm.sampling_params:SamplingParams",), each("extra_args", "tokens cannot be forced"),
     ),
-    Place(
+    VllmPlace(
         "MultiModalFeatureSpec", ("vllm.multimodal.inputs:MultiModalFeatureSpec",),
         (
             *each("mm_position modality data", _IMAGES),
@@ -138,14 +138,14 @@ PLACES = (
             *each("identifier", "images are not recognised by their content"),
         ),
     ),
-    Place(
+    VllmPlace(
         "PlaceholderRange", ("vllm.multimodal.inputs:PlaceholderRange",),
         (
             *each("offset length", _IMAGES),
             *each("get_num_embeds", "rows of an image with other tokens between have no names: skipped"),
         ),
     ),
-    Place(
+    VllmPlace(
         "the engine's core", ("vllm.v1.engine.core:EngineCore",),
         (
             Need(("step",), "a running server cannot be armed"),
@@ -153,11 +153,11 @@ PLACES = (
             *each("scheduler", "a running server cannot be armed"),
         ),
     ),
-    Place(
+    VllmPlace(
         "the scheduler", ("vllm.v1.core.sched.scheduler:Scheduler",),
         (Need(("schedule",), "a running server cannot be armed"),),
     ),
-    Place(
+    VllmPlace(
         "the end of processes", ("vllm.v1.engine.utils",),
         (
             Need(("shutdown",), "a dump that takes more than five seconds to close is cut", takes=("procs",)),
@@ -165,27 +165,27 @@ PLACES = (
                  since=(0, 18)),
         ),
     ),
-    Place(
+    VllmPlace(
         "process groups", ("vllm.distributed.parallel_state",),
         each("get_tp_group get_pp_group get_dp_group get_ep_group", "a rank does not know its place in the group"),
     ),
-    Place(
+    VllmPlace(
         "a process group", ("vllm.distributed.parallel_state:GroupCoordinator",),
         each("rank_in_group world_size", "a rank does not know its place in the group"),
     ),
-    Place(
+    VllmPlace(
         "the forward's context", ("vllm.forward_context",),
         each("get_forward_context", "which captured graph computed a step is not told"),
     ),
-    Place(
+    VllmPlace(
         "ForwardContext", ("vllm.forward_context:ForwardContext",),
         each("cudagraph_runtime_mode batch_descriptor", "which captured graph computed a step is not told"),
     ),
-    Place(
+    VllmPlace(
         "BatchDescriptor", ("vllm.forward_context:BatchDescriptor",),
         each("num_tokens", "which captured graph computed a step is not told"),
     ),
-    Place(
+    VllmPlace(
         "the platform", ("vllm.platforms",), each("current_platform", _FACT),
     ),
 )  # fmt: skip
