@@ -210,7 +210,8 @@ def _patch_scheduler() -> None:
 def _patch_shutdown() -> None:
     """Gives engine processes time to close their dumps.
 
-    By default (shutdown_timeout 0) newer front ends send SIGTERM and, without waiting, SIGKILL to the engine.
+    By default (shutdown_timeout 0) newer front ends send SIGTERM and, without waiting, SIGKILL to the engine; those
+    before 0.18 have no such option, and kill it after five seconds.
     """
     if "shutdown" in _patched:
         return
@@ -219,11 +220,11 @@ def _patch_shutdown() -> None:
 
         original = utils.shutdown
     except (ImportError, AttributeError):
-        return  # older versions wait for five seconds by themselves
+        return  # an engine in this process, or another vLLM: it waits as long as it does
 
     def shutdown(procs: Any, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        _end(procs, float(timeout or 0.0))
         if timeout is not None:
-            _end(procs, float(timeout))
             kwargs["timeout"] = 0.0
         return original(procs, *args, **kwargs)
 

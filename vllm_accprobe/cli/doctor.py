@@ -41,6 +41,12 @@ def doctor(
     ),
     max_tokens: int = typer.Option(16, "--max-tokens", min=1, help="Tokens that a server generates for each prompt."),
     port: int = typer.Option(None, "--port", min=1, max=65535, help="CMD is a server that listens there."),
+    wheel: list[Path] = typer.Option(
+        None,
+        "--wheel",
+        metavar="FILE",
+        help="Read a wheel or sdist, not installed: is all there that capture relies on? A vendor's, and its vLLM's.",
+    ),
 ) -> None:
     """Check whether a capture would work in this environment, and say what would go wrong.
 
@@ -49,7 +55,14 @@ def doctor(
 
     accprobe doctor --graphs -- vllm serve MODEL runs the command four times or more and compares tokens, top logits and
     bits. Exit code 0: taps change nothing, 1: they change the result, 2: a run failed, 3: nothing could be proved.
+
+    accprobe doctor --wheel FILE [--wheel VLLM] reads the source in a wheel, and imports nothing. Exit code 0: all is
+    there, 1: something is missing, 2: a file cannot be read.
     """
+    if wheel:
+        if command or graphs or quick:
+            raise CommandError("--wheel goes with --json only")
+        raise typer.Exit(_wheels(wheel, json))
     if graphs:
         raise typer.Exit(_graphs(command, out, json, full, bisect, prompts, max_tokens, port, timeout or _RUN_S))
     if command:
@@ -91,6 +104,28 @@ def summary(findings: list[Finding]) -> str:
 
 def _one_line(text: str) -> str:
     return "".join(ch if ch.isprintable() else " " for ch in text)
+
+
+def _wheels(paths: list[Path], json: bool) -> int:
+    """Reads the wheels, prints what is there and what is not, and gives the exit code."""
+    from vllm_accprobe.doctor.wheel import holding, telling
+    from vllm_accprobe.doctor.wheel.archive import WheelError, read
+    from vllm_accprobe.doctor.wheel.modes_found import modes_found
+
+    try:
+        wheels = holding.together([read(path) for path in paths])
+        looked = holding.held(wheels)
+        modes = modes_found(wheels)
+    except WheelError as error:
+        raise CommandError(str(error)) from None
+    if json:
+        typer.echo(json_.dumps(telling.to_json(wheels, looked, modes), indent=2))
+    else:
+        for finding in telling.findings(wheels, looked, modes):
+            for line in lines(finding):
+                typer.echo(line)
+        typer.echo(telling.summary(looked))
+    return 1 if telling.lacks(looked) else 0
 
 
 def _graphs(

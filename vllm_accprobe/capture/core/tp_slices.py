@@ -118,5 +118,8 @@ def matches(shape: tuple[int, ...], dim: int, parts: Parts) -> bool:
 
 
 def reduces_later(module: Any) -> bool:
-    """Fused experts of vLLM before 0.28 leave the all-reduce to the model."""
+    """Fused experts that leave the all-reduce to the model: to 0.19 by ``reduce_results``, from 0.26 on by their
+    configuration, which a model may change after it has made them."""
+    if getattr(getattr(module, "moe_config", None), "skip_final_all_reduce", False) is True:
+        return True
     return hasattr(module, "global_num_experts") and getattr(module, "reduce_results", True) is False

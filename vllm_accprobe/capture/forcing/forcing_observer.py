@@ -18,6 +18,7 @@ from vllm_accprobe.capture.forcing import forced_sampler
 from vllm_accprobe.capture.forcing.step_log import StepLog, log_name
 from vllm_accprobe.capture.forcing.tokens_asked import NamedTokens, asked
 from vllm_accprobe.capture.vllm.attach import observe
+from vllm_accprobe.capture.vllm.names.modes import unsampled
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
 from vllm_accprobe.capture.vllm.vllm_compat import guesses
@@ -55,6 +56,8 @@ class ForcingObserver(StepObserver):
         self._wrapped, self._why = True, ""
         if guesses(getattr(self._adapter.runner, "vllm_config", None)):
             self._why = "with speculative decoding the tokens of a step depend on what was guessed"
+        elif unsampled(self._adapter.runner):
+            self._why = unsampled(self._adapter.runner)
         elif not forced_sampler.wrap(getattr(self._adapter.runner, "sampler", None), self._sample):
             self._why = f"the sampler of {type(self._adapter.runner).__name__} has no method `sample`"
 

@@ -78,7 +78,7 @@ class ErrcheckObserver(StepObserver):
         self._loaded: dict[str, list[Fingerprint]] = {}
         self._prompts: dict[str, Any] = {}
         self._leaving: deque[list[str]] = deque()
-        self._said_off = self._closed = False
+        self._said_off = self._said_unplaced = self._closed = False
         self._layouts: Layouts | None = None
         self._run: dict[str, Any] = {}
 
@@ -137,7 +137,10 @@ class ErrcheckObserver(StepObserver):
             self._requests.add(new.name, None, new.length, new.images)
             self._prompts[new.name] = new.prompt
         self._requests.unsent.clear()
-        if step.number is not None:
+        if step.unplaced and not self._said_unplaced:
+            self._said_unplaced = True
+            say(f"errcheck: {step.unplaced}: such steps are not watched (said once)")
+        if step.number is not None and not step.unplaced:
             self.findings.steps += 1
             if self.findings.steps == 1:  # the KV cache has its memory by now
                 watch.hold_bytes = hold_bytes(torch.device(getattr(self._adapter.runner, "device", "cpu")))

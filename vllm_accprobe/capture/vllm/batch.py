@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.core.rows import (
+    LOGITS,
     Deal,
     EncoderItem,
     ItemRun,
@@ -30,6 +31,7 @@ from vllm_accprobe.capture.core.rows import (
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import HEAD, VISION
 from vllm_accprobe.capture.vllm.masks import Grammar, grammar_of, masks_of
+from vllm_accprobe.capture.vllm.names.modes import unsampled
 from vllm_accprobe.capture.vllm.vllm_compat import (
     device_buffer,
     guesses,
@@ -113,6 +115,11 @@ class EngineBatch:
                 for name, n in zip(names, counts, strict=True)
             ]
         return self._rows
+
+    @property
+    def unsampled(self) -> str:
+        """Why rows of the logits are not those of the batch, "" where they are."""
+        return unsampled(self._runner)
 
     @property
     def padded(self) -> int:
@@ -215,7 +222,7 @@ class ChosenRows:
         if part == VISION:
             return self.images(self.batch.items(), rows)
         if part == HEAD:
-            return self.logits(batch)
+            return self.logits(batch, rows)
         space = self.tokens(batch, max(self.batch.padded, rows if rows > 1 else 0))
         space.ids, space.positions = self.batch.buffers(space.src)
         return space
@@ -224,8 +231,11 @@ class ChosenRows:
         """Rows of the encoder's ``items``; None where ``rows`` of them cannot be told apart."""
         return vision_space(self._config, self._requests, items, rows)
 
-    def logits(self, batch: list[Scheduled]) -> Space:
-        """Rows of the logits of ``batch``, which may be an earlier step's."""
+    def logits(self, batch: list[Scheduled], rows: int = 0) -> Space:
+        """Rows of the logits of ``batch``, which may be an earlier step's; of ``rows`` rows none is anybody's where a
+        mode of the runner gives them another order."""
+        if self.batch.unsampled:
+            return Space(LOGITS, rows, rows, [], [])
         space = logits_space(self._config, self._requests, batch)
         space.floors = self._floors(batch)
         return space

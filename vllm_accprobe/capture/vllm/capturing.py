@@ -74,7 +74,7 @@ class CaptureObserver(StepObserver):
         self._graphs: InGraphs | None = None
         self.windows = Windows(config, self._aim, self._note, self._refuse, say)
         self._seen_steps = self._armed_steps = 0
-        self._closed = False
+        self._closed = self._said_unplaced = False
 
     @property
     def awake(self) -> bool:
@@ -156,7 +156,7 @@ class CaptureObserver(StepObserver):
             self.requests.add(new.name, new.prompt, new.length, new.images)
         if step.number is not None:
             self._seen_steps += 1
-        if step.number is not None and self.windows.wants(step.number):
+        if step.number is not None and self.windows.wants(step.number) and self._placed(step):
             begins = step.starts()
             triples = [(name, begins.get(name, 0), n) for name, n in step.counts.items()]
             if wanted_at_all(self._selected, self.requests, triples):
@@ -174,6 +174,17 @@ class CaptureObserver(StepObserver):
         # Only now: a request that finished in the last step may not be needed any more, but its number stays used.
         for name in step.finished:
             self.requests.forget(name)
+
+    def _placed(self, step: EngineStep) -> bool:
+        """Whether the rows of ``step`` can be told; a step of which they cannot is counted as skipped."""
+        if not step.unplaced:
+            return True
+        assert self.session is not None
+        self.session.sink.skip(ROOT_TAP, step.unplaced)
+        if not self._said_unplaced:
+            self._said_unplaced = True
+            say(f"{step.unplaced}: such steps are skipped (said once)")
+        return False
 
     def _aim(self, config: ProbeConfig | None, modules: tuple[str, ...] | None) -> None:
         """Other rows are taken from now on; config: None for none at all. modules: see Taps.narrow."""

@@ -17,6 +17,7 @@ import torch
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.graphs.sightings import Sightings, watching
 from vllm_accprobe.capture.vllm.eager import PIECES, compiled_modules, compiles, level
+from vllm_accprobe.capture.vllm.names.modes import in_graphs
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.step_observer import StepObserver
 from vllm_accprobe.config import ProbeConfig
@@ -35,7 +36,8 @@ def refusal(config: ProbeConfig, runner: Any) -> str:
         return "no taps in compiled graphs: VLLM_ACCPROBE_PARTS names neither inputs nor outputs"
     if not hasattr(runner, "_dummy_run"):
         return f"no taps in compiled graphs: {type(runner).__name__} has no _dummy_run"
-    return ""
+    why = in_graphs(getattr(runner, "vllm_config", None))
+    return f"no taps in compiled graphs: {why}" if why else ""
 
 
 def look(runner: Any, model: torch.nn.Module) -> Sightings:

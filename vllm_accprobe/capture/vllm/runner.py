@@ -20,6 +20,7 @@ from vllm_accprobe.capture.core.recording import at_exit
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.vllm.batch import EngineBatch
 from vllm_accprobe.capture.vllm.loading import before_packing
+from vllm_accprobe.capture.vllm.names.modes import unplaced
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, NewRequest, StepObserver
 from vllm_accprobe.capture.vllm.vllm_compat import images_of, refusal, starts
 
@@ -164,7 +165,8 @@ class RunnerAdapter:
         if total and not any(name.startswith(_WARMUP_IDS) for name in counts):
             self._step = number = self._step + 1
         finished = [name for name in out.finished_req_ids if name not in counts]
-        return EngineStep(number, counts, total, new, finished, lambda: starts(out), getattr(out, WORDS, None))
+        why = unplaced(self.runner, out) if number is not None else ""
+        return EngineStep(number, counts, total, new, finished, lambda: starts(out), getattr(out, WORDS, None), why)
 
     def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import HEAD, Session
 from vllm_accprobe.capture.taps.selection import chooses
 from vllm_accprobe.capture.vllm.batch import ChosenRows
 from vllm_accprobe.capture.vllm.masks import TRACE, Grammar, grammar_of
+from vllm_accprobe.capture.vllm.names.modes import unsampled
 from vllm_accprobe.dump.journal.event_lines import MASKS
 from vllm_accprobe.dump.schema import MASKS_KNOWN, Masks, Module
 
@@ -41,17 +43,24 @@ class Sampling:
         self._calls = 0
         if not chooses(session.config, SAMPLER, self._cls):
             return
+        why = unsampled(runner)
+        if why:
+            session.sink.skip(SAMPLER, why)
+            say(f"{why}: logits and tokens are skipped")
+            return
         session.sink.module(Module(SAMPLER, self._cls, 1 << 20, {MASKS_KNOWN: True}))
         self._wrap(model, "compute_logits", self._compute_logits)
+        sampler = getattr(runner, "sampler", None)
         method = "_sample" if hasattr(runner, "_sample") else "sample"
         if hasattr(runner, method):
             self._wrap(runner, method, self._sample)
+        elif callable(getattr(sampler, "forward", None)):
+            self._wrap(sampler, "forward", self._forward)  # vllm-ascend 0.11 samples inside execute_model
         else:
             session.sink.skip(SAMPLER, "this runner has neither _sample nor sample")
         if getattr(runner, "sample_tokens", None) is not None:
             self._wrap(runner, "sample_tokens", self._sample_tokens)
         # What goes into the last stage that leaves the best logit the best: V1's sample, V2's result of all stages.
-        sampler = getattr(runner, "sampler", None)
         if hasattr(sampler, "apply_sampling_params"):
             self._wrap(sampler, "apply_sampling_params", self._after_masks)
         elif hasattr(sampler, "sample"):
@@ -112,6 +121,20 @@ class Sampling:
         if self._session.config.capture_outputs:
             self._aside(self._tokens, output)
         return output
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of ``_sample``, where a runner has none: with drafts the result is one of several, and not taken."""
+        if self._session.state is None:
+            return original(*args, **kwargs)
+        try:
+            guessed = any(part.drafts for part in self._batch.rows())
+        except Exception as error:
+            self._session.fail(SAMPLER, error)
+            return original(*args, **kwargs)
+        if guessed:
+            self._session.sink.skip(SAMPLER, "this runner has no _sample: a step with drafts", "output.token")
+            return original(*args, **kwargs)
+        return self._sample(original, *args, **kwargs)
 
     def _aside(self, take: Callable[..., None], *args: Any) -> None:
         """Takes something of the step, if there is one; the operators that this calls are none of the model's."""

@@ -38,7 +38,7 @@ class EngineStep:
     number: of the steps from 0 on; None for a batch that is no step (nothing scheduled, or the engine's own warm-up).
     counts: tokens by request; tokens: all of them. starts: asked for the tokens computed before, by request.
     finished: requests of earlier steps that get no more rows. arming: the control file's words (capture/arming/), None
-    where the scheduler does not look at it.
+    where the scheduler does not look at it. unplaced: why nobody can tell its rows, "" where they can be told.
     """
 
     number: int | None
@@ -48,6 +48,7 @@ class EngineStep:
     finished: Sequence[str]
     starts: Callable[[], dict[str, int]]
     arming: bytes | None = None
+    unplaced: str = ""
 
 
 class StepObserver:

@@ -16,6 +16,7 @@ import torch
 
 from vllm_accprobe.capture.core.recording import run_facts
 from vllm_accprobe.capture.vllm.eager import facts
+from vllm_accprobe.capture.vllm.names import modes
 from vllm_accprobe.config import REPLICAS
 from vllm_accprobe.dump.schema import Image, StepGraph
 
@@ -96,11 +97,9 @@ def guesses(vllm_config: Any) -> bool:
 
 def refusal(runner: Any) -> str:
     """Why the rows of this runner's tensors cannot be told apart, in a few words; "" where they can."""
-    config = getattr(getattr(runner, "vllm_config", None), "parallel_config", None)
-    if int(getattr(config, "prefill_context_parallel_size", 1) or 1) > 1:
-        return "prefill context parallelism deals a prompt's rows to several ranks"
-    if getattr(config, "enable_dbo", False) or int(getattr(config, "ubatch_size", 0) or 0) > 1:
-        return "dual-batch overlap (--enable-dbo) runs a batch in pieces, on two threads"
+    why = modes.refused(runner)
+    if why:
+        return why
     kind = type(runner).__name__
     if not hasattr(runner, "prepare_inputs"):
         return "" if hasattr(runner, "input_batch") else f"{kind} has no input_batch: whose rows are whose is unknown"

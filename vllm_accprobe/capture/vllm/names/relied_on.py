@@ -1,0 +1,17 @@
+"""All places of vLLM that capture touches, in the order in which a report names them.
+
+The problem, the words and who reads this: need.py. The idea: one list, for `accprobe doctor --wheel` and for the test
+that holds it against capture's source. Not here: the declarations themselves.
+"""
+
+from __future__ import annotations
+
+from vllm_accprobe.capture.vllm.names import engine_names, layers, runners
+from vllm_accprobe.capture.vllm.names.need import VllmPlace
+
+PLACES: tuple[VllmPlace, ...] = (*engine_names.PLACES, *runners.PLACES, *layers.PLACES)
+
+
+def declared() -> set[str]:
+    """Every name of vLLM that is declared."""
+    return {name for place in PLACES for need in place.needs for name in need.names}
