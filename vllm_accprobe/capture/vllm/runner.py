@@ -21,7 +21,7 @@ from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.vllm.batch import EngineBatch
 from vllm_accprobe.capture.vllm.loading import before_packing
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, NewRequest, StepObserver
-from vllm_accprobe.capture.vllm.vllm_compat import images_of, refusal, starts
+from vllm_accprobe.capture.vllm.vllm_compat import images_of, moves_of, refusal, starts
 
 _QUIET = ("compile_or_warm_up_model", "determine_available_memory", "initialize_from_config", "execute_dummy_batch")
 """Worker methods under which nothing is a step: they run invented batches."""
@@ -164,7 +164,9 @@ class RunnerAdapter:
         if total and not any(name.startswith(_WARMUP_IDS) for name in counts):
             self._step = number = self._step + 1
         finished = [name for name in out.finished_req_ids if name not in counts]
-        return EngineStep(number, counts, total, new, finished, lambda: starts(out), getattr(out, WORDS, None))
+        return EngineStep(
+            number, counts, total, new, finished, lambda: starts(out), getattr(out, WORDS, None), lambda: moves_of(out)
+        )
 
     def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
