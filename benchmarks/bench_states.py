@@ -102,7 +102,7 @@ def report(result: dict[str, Any]) -> list[str]:
             ms = statistics.median(mine) * 1e3
             lines.append(f"{step:<10}{kind:<10}{ms:>8.2f}{statistics.median(ratios):>8.3f}{spread:>14}")
     for kind, (hashed, checked, held) in result["looked"].items():
-        lines.append(f"{kind}: {hashed:,} blocks hashed, {checked:,} looked at, {held:,} numbers of metadata, per round")
+        lines.append(f"{kind}: {hashed:,} blocks hashed, {checked:,} looked at, {held:,} numbers held, per round")
     return lines
 
 

@@ -2,8 +2,8 @@
 
 The problem: an operator that computes rightly with a wrong state looks as if it created an error, or creates none that
 a comparison sees. The idea: what a run's own ledger has found of its caches (docs/states.md) needs no other run; it
-goes into the result as plain values, and a finding of mine's decides the verdict whatever the tensors say. Not here: how
-states are watched (capture/states/), the sentence of one finding (dump/journal/state_lines.py).
+goes into the result as plain values, and a finding of mine's decides the verdict whatever the tensors say. Not here:
+how states are watched (capture/states/), the sentence of one finding (dump/journal/state_lines.py).
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from vllm_accprobe.capture.states.given import looks
-from vllm_accprobe.capture.states.metadata import Wrong
-from vllm_accprobe.capture.states.schedule import KV, STATE, Group, Schedule
+from vllm_accprobe.capture.states.metadata import WrongNumber
+from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup, Schedule
 from vllm_accprobe.capture.vllm.step_observer import BlockMoves
 from vllm_accprobe.dump.journal.state_lines import METADATA, OTHER, STALE
 
 
-def schedule(group: Group = Group(KV, 4)) -> Schedule:  # noqa: B008
+def schedule(group: CacheGroup = CacheGroup(KV, 4)) -> Schedule:  # noqa: B008
     """a: positions 6 and 7 of blocks 3, 7; b: three rows of its prompt in block 5."""
     made = Schedule([group], 12)
     made.begin(0, BlockMoves({"a": [[3, 7]]}, {}), {"a": 6}, {}, {"a": range(6)})
@@ -34,7 +34,7 @@ def paged(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**(values | changes))
 
 
-def said(made: Schedule, metadata: Any, **how: Any) -> list[Wrong]:
+def said(made: Schedule, metadata: Any, **how: Any) -> list[WrongNumber]:
     held = list(made.held.values())
     found, missing = looks(made, 0, held, metadata, None, **how)
     assert missing == []
@@ -97,24 +97,24 @@ def recurrent(**changes: Any) -> SimpleNamespace:
 
 
 def test_right_states_say_nothing() -> None:
-    assert said(schedule(Group(STATE, 4)), recurrent()) == []
+    assert said(schedule(CacheGroup(STATE, 4)), recurrent()) == []
 
 
 def test_the_state_of_another_request() -> None:
     changed = {"state_indices_tensor_d": torch.tensor([[5]]), "state_indices_tensor_p": torch.tensor([3])}
-    wrong = said(schedule(Group(STATE, 4)), recurrent(**changed), holders=lambda b: f"b{b}'s")
+    wrong = said(schedule(CacheGroup(STATE, 4)), recurrent(**changed), holders=lambda b: f"b{b}'s")
     assert [(one.kind, one.name, one.block) for one in wrong] == [(OTHER, "a", 5), (OTHER, "b", 3)]
     assert wrong[0].how == "its state is taken from block 5, b5's; the schedule demands block 3"
 
 
 def test_a_state_that_is_none_yet() -> None:
-    (wrong,) = said(schedule(Group(STATE, 4)), recurrent(has_initial_states_p=torch.tensor([True])))
+    (wrong,) = said(schedule(CacheGroup(STATE, 4)), recurrent(has_initial_states_p=torch.tensor([True])))
     assert (wrong.kind, wrong.name) == (OTHER, "b")
     assert "begins with whatever its block holds" in wrong.how
 
 
 def test_states_of_requests_with_drafts() -> None:
-    made = schedule(Group(STATE, 4, extra=1))
+    made = schedule(CacheGroup(STATE, 4, extra=1))
     metadata = SimpleNamespace(
         spec_sequence_masks_cpu=torch.tensor([True, False]),
         spec_state_indices_tensor=torch.tensor([[3, 7]]),

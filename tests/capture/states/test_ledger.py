@@ -51,7 +51,7 @@ def test_a_copy_must_have_the_bytes_of_its_source() -> None:
     assert books.read(0, np.array([5]), numbers(31)) == []
     found = books.explain(0, 5, 51)
     assert found.kind == LATE
-    assert found.how == "the bytes are before the copy"
+    assert found.how == "the bytes are those from before: copy from block 3"
     assert books.writer[5] == 0
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_accprobe.capture.states.schedule import HIT, KV, LOADED, RESUMED, STATE, Group, Schedule
+from vllm_accprobe.capture.states.schedule import HIT, KV, LOADED, RESUMED, STATE, CacheGroup, Schedule
 from vllm_accprobe.capture.vllm.step_observer import BlockMoves
 from vllm_accprobe.dump.journal.state_lines import FREED, STRANGE
 
-PAGED = Group(KV, 4)
+PAGED = CacheGroup(KV, 4)
 
 
 def begun(schedule: Schedule, step: int, tables=None, more=None, counts=None, starts=None, prompts=None, **moves):
@@ -33,7 +33,7 @@ def test_rows_go_to_the_slots_of_their_positions() -> None:
 
 
 def test_windows_are_read_back_to_their_first_position() -> None:
-    schedule = Schedule([Group(KV, 4, window=5), Group(KV, 4, chunk=8)], 20)
+    schedule = Schedule([CacheGroup(KV, 4, window=5), CacheGroup(KV, 4, chunk=8)], 20)
     begun(schedule, 0, {"a": [[1, 2, 3, 4], [5, 6, 7, 8]]}, counts={"a": 1}, starts={"a": 13})
     one = schedule.held["a"]
     assert schedule.reads(0, one).tolist() == [2, 3]  # positions 9 to 12
@@ -115,7 +115,7 @@ def test_copied_blocks_are_no_hits() -> None:
 
 
 def test_states_stay_or_move_on_block_by_block() -> None:
-    schedule = Schedule([Group(STATE, 4), Group(STATE, 4, aligned=True), Group(STATE, 4, extra=2)], 20)
+    schedule = Schedule([CacheGroup(STATE, 4), CacheGroup(STATE, 4, aligned=True), CacheGroup(STATE, 4, extra=2)], 20)
     begun(schedule, 0, {"a": [[1], [2, 3, 4], [5, 6, 7]]}, counts={"a": 6})
     one = schedule.held["a"]
     assert [schedule.reads(g, one).tolist() for g in range(3)] == [[], [], []]

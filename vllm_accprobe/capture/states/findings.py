@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_accprobe.capture.core.rows import external_ids
 from vllm_accprobe.capture.states.ledger import GroupBooks, Mismatch
-from vllm_accprobe.capture.states.metadata import Wrong
+from vllm_accprobe.capture.states.metadata import WrongNumber
 from vllm_accprobe.capture.states.schedule import Schedule, Strange
 from vllm_accprobe.dump.journal.state_lines import MOST_FINDINGS, StateFinding
 
@@ -53,7 +53,7 @@ class Findings:
                          self.number(number), text, None, low, high, **self._writer(books, found.block)),
         )  # fmt: skip
 
-    def given(self, group: int, wrong: Wrong, books: GroupBooks, layers: int, step: int) -> None:
+    def given(self, group: int, wrong: WrongNumber, books: GroupBooks, layers: int, step: int) -> None:
         """A number of a group's metadata."""
         self._add(
             (wrong.kind, group, wrong.block, wrong.request, wrong.slot), "",

@@ -1,10 +1,10 @@
 """What a kernel is given, held against what the schedule says it must be.
 
-The problem: block tables, slots, lengths and state indices that are a step old make a right kernel compute with
-wrong rows, and are seen in no tensor that a module gets. The idea: at each step, before any byte is looked at, the
-integers of the attention metadata are compared with the schedule's (schedule.py). In host memory now; those of a device are copied
-without waiting, with what the schedule said at that moment, and compared when they have arrived. Each backend has a
-metadata class of its own: what it does not have is counted, not guessed. Not here: the schedule, states
+The problem: block tables, slots, lengths and state indices that are a step old make a right kernel compute with wrong
+rows, and are seen in no tensor that a module gets. The idea: at each step, before any byte is looked at, the integers
+of the attention metadata are compared with the schedule's (schedule.py). In host memory now; those of a device are
+copied without waiting, with what the schedule said at that moment, and compared when they have arrived. Each backend
+has a metadata class of its own: what it does not have is counted, not guessed. Not here: the schedule, states
 (given_states.py), bytes (ledger.py).
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vllm_accprobe.capture.states.given_states import states_looks
-from vllm_accprobe.capture.states.metadata import Look, Row, Wrong, other_many
+from vllm_accprobe.capture.states.metadata import MetadataLook, StepRow, WrongNumber, other_many
 from vllm_accprobe.capture.states.schedule import STATE, Held, Schedule
 from vllm_accprobe.dump.journal.state_lines import METADATA, STALE
 
@@ -27,7 +27,7 @@ _TABLES = ("block_table", "block_table_tensor", "block_tables")
 def looks(
     schedule: Schedule, g: int, held: Sequence[Held], metadata: Any, slots: Any, *, split: int = 1, slack: int = 0,
     holders: Callable[[int], str] = str,
-) -> tuple[list[Look], list[str]]:  # fmt: skip
+) -> tuple[list[MetadataLook], list[str]]:  # fmt: skip
     """What is to be looked at for one group and step.
 
     Args:
@@ -38,7 +38,7 @@ def looks(
     Returns the looks, and reasons for what cannot be looked at.
     """
     group = schedule.groups[g]
-    rows = [Row(one.number, one.name, one.start, one.n, one.tables[g], one.accepted) for one in held]
+    rows = [StepRow(one.number, one.name, one.start, one.n, one.tables[g], one.accepted) for one in held]
     if group.kind == STATE:
         return states_looks(schedule, g, held, rows, metadata, holders, slack)
     found, missing = [], []
@@ -46,20 +46,20 @@ def looks(
     if isinstance(slots, torch.Tensor) and slots.dim() == 1:
         demanded = np.concatenate([schedule.slots(g, one) for one in held])
         compare = _Slots(rows, demanded, group.block_size, slack, holders)
-        found.append(Look((slots[: len(demanded)],), compare, len(demanded)))
+        found.append(MetadataLook((slots[: len(demanded)],), compare, len(demanded)))
     else:
         missing.append("metadata without a slot mapping")
     lengths = getattr(metadata, "seq_lens", None)
     if isinstance(lengths, torch.Tensor) and lengths.dim() == 1:
-        found.append(Look((lengths[: len(rows)],), _Lengths(rows, slack), len(rows)))
+        found.append(MetadataLook((lengths[: len(rows)],), _Lengths(rows, slack), len(rows)))
     begins = getattr(metadata, "query_start_loc", None)
     if isinstance(begins, torch.Tensor) and begins.dim() == 1:
-        found.append(Look((begins[: len(rows) + 1],), _Begins(rows), len(rows)))
+        found.append(MetadataLook((begins[: len(rows) + 1],), _Begins(rows), len(rows)))
     table = next((t for n in _TABLES if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
     if table is not None and table.dim() == 2:
         columns = [np.union1d(schedule.reads(g, one), schedule.writes(g, one)) for one in held]
         compare_tables = _Tables(rows, columns, split, holders, group.block_size)
-        found.append(Look((table[: len(rows)],), compare_tables, sum(map(len, columns))))
+        found.append(MetadataLook((table[: len(rows)],), compare_tables, sum(map(len, columns))))
     else:
         missing.append("metadata without a block table")
     return found, missing
@@ -68,20 +68,20 @@ def looks(
 class _Slots:
     """Where rows are written."""
 
-    def __init__(self, rows: list[Row], demanded: np.ndarray, size: int, slack: int, holders: Callable[[int], str]):
+    def __init__(self, rows: list[StepRow], demanded: np.ndarray, size: int, slack: int, holders: Callable[[int], str]):
         self.rows, self.demanded, self.size, self.slack, self.holders = rows, demanded, size, slack, holders
 
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[Wrong]:
+    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
         given = arrived[0]
         if len(given) == len(self.demanded) and (given == self.demanded).all():
             return []
         if len(given) < len(self.demanded):
             row = self.rows[0]
             how = f"{len(given)} slots are given for {len(self.demanded)} rows"
-            return [Wrong(METADATA, row.number, row.name, 0, how)]
+            return [WrongNumber(METADATA, row.number, row.name, 0, how)]
         return list(self._wrong(given))
 
-    def _wrong(self, given: np.ndarray) -> Iterator[Wrong]:
+    def _wrong(self, given: np.ndarray) -> Iterator[WrongNumber]:
         at = 0
         for row in self.rows:
             mine, demanded = given[at : at + row.n], self.demanded[at : at + row.n]
@@ -98,9 +98,11 @@ class _Slots:
             how = f"its row is written {goes}; the schedule demands slot {int(demanded[i])}{more}"
             position = row.start + i
             wanted = int(demanded[i]) // self.size
-            yield Wrong(STALE, row.number, row.name, wanted, how, int(demanded[i]), position, row.start + int(bad[-1]))
+            yield WrongNumber(
+                STALE, row.number, row.name, wanted, how, int(demanded[i]), position, row.start + int(bad[-1])
+            )
 
-    def _of(self, row: Row, start: int) -> np.ndarray:
+    def _of(self, row: StepRow, start: int) -> np.ndarray:
         positions = np.arange(start, start + row.n)
         columns = np.minimum(positions // self.size, len(row.table) - 1)
         return np.asarray(row.table[columns] * self.size + positions % self.size)
@@ -109,11 +111,11 @@ class _Slots:
 class _Lengths:
     """How far each request is read."""
 
-    def __init__(self, rows: list[Row], slack: int):
+    def __init__(self, rows: list[StepRow], slack: int):
         self.rows, self.slack = rows, slack
         self.demanded = np.array([row.start + row.n for row in rows])
 
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[Wrong]:
+    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
         given = arrived[0].astype(np.int64)
         if len(given) != len(self.demanded):
             return [other_many(self.rows, len(given), "lengths")]
@@ -123,18 +125,20 @@ class _Lengths:
             row = self.rows[i]
             how = f"its length is given as {int(given[i])}; the schedule demands {int(self.demanded[i])}"
             block = int(row.table[-1]) if len(row.table) else 0
-            found.append(Wrong(METADATA, row.number, row.name, block, how, None, row.start, row.start + row.n - 1))
+            found.append(
+                WrongNumber(METADATA, row.number, row.name, block, how, None, row.start, row.start + row.n - 1)
+            )
         return found
 
 
 class _Begins:
     """Where each request's rows begin."""
 
-    def __init__(self, rows: list[Row]):
+    def __init__(self, rows: list[StepRow]):
         self.rows = rows
         self.demanded = np.cumsum([0, *(row.n for row in rows)])
 
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[Wrong]:
+    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
         given = arrived[0]
         if len(given) != len(self.demanded):
             return [other_many(self.rows, len(given) - 1, "first rows")]
@@ -142,7 +146,7 @@ class _Begins:
         for i in np.flatnonzero(given != self.demanded).tolist():
             row = self.rows[min(i, len(self.rows) - 1)]
             how = f"row {int(given[i])} is given as its first; the schedule demands {int(self.demanded[i])}"
-            found.append(Wrong(METADATA, row.number, row.name, int(row.table[0]) if len(row.table) else 0, how))
+            found.append(WrongNumber(METADATA, row.number, row.name, int(row.table[0]) if len(row.table) else 0, how))
         return found[:1]
 
 
@@ -150,7 +154,7 @@ class _Tables:
     """Which blocks each request reads and writes."""
 
     def __init__(
-        self, rows: list[Row], columns: list[np.ndarray], split: int, holders: Callable[[int], str], size: int
+        self, rows: list[StepRow], columns: list[np.ndarray], split: int, holders: Callable[[int], str], size: int
     ):
         self.rows, self.split, self.holders, self.size = rows, split, holders, size
         of = np.repeat(np.arange(len(rows)), [len(c) for c in columns])
@@ -161,13 +165,13 @@ class _Tables:
         self.at = (at[:, None] * split + inner).ravel()
         self.demanded = (blocks[:, None] * split + inner).ravel()
 
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[Wrong]:
+    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
         table = arrived[0]
         if len(table) != len(self.rows) or table.shape[1] <= self.at.max(initial=-1):
             return [other_many(self.rows, len(table), f"block tables of {table.shape[1]} columns")]
         given = table[self.of, self.at]
         wrong = np.flatnonzero(given != self.demanded)
-        found: dict[int, Wrong] = {}
+        found: dict[int, WrongNumber] = {}
         for i in wrong.tolist():
             row = self.rows[int(self.of[i])]
             if row.number in found:
@@ -179,5 +183,5 @@ class _Tables:
                 f"block {demanded}"
             )
             low = column * self.size
-            found[row.number] = Wrong(METADATA, row.number, row.name, block, how, None, low, low + self.size - 1)
+            found[row.number] = WrongNumber(METADATA, row.number, row.name, block, how, None, low, low + self.size - 1)
         return list(found.values())

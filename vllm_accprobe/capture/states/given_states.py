@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_accprobe.capture.states.metadata import Look, Row, Wrong, other_many
+from vllm_accprobe.capture.states.metadata import MetadataLook, StepRow, WrongNumber, other_many
 from vllm_accprobe.capture.states.schedule import Held, Schedule
 from vllm_accprobe.dump.journal.state_lines import OTHER
 
@@ -23,9 +23,9 @@ _INITIAL = ("has_initial_states_p", "has_initial_states", "has_initial_state")
 
 
 def states_looks(
-    schedule: Schedule, g: int, held: Sequence[Held], rows: list[Row], metadata: Any, holders: Callable[[int], str],
+    schedule: Schedule, g: int, held: Sequence[Held], rows: list[StepRow], metadata: Any, holders: Callable[[int], str],
     slack: int,
-) -> tuple[list[Look], list[str]]:  # fmt: skip
+) -> tuple[list[MetadataLook], list[str]]:  # fmt: skip
     columns = [schedule.state_column(g, one) for one in held]
     demanded = np.array([row.table[c] if c < len(row.table) else -1 for row, c in zip(rows, columns, strict=True)])
     mask = getattr(metadata, "spec_sequence_masks_cpu", None)
@@ -48,15 +48,15 @@ def states_looks(
     for tensor, which in parts:
         first = tensor if tensor.dim() == 1 else tensor[:, 0]
         some = [rows[i] for i in which]
-        found.append(Look((first[: len(which)],), _States(some, demanded[which], holders), len(which)))
+        found.append(MetadataLook((first[: len(which)],), _States(some, demanded[which], holders), len(which)))
     initial = next((t for n in _INITIAL if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
     if initial is not None and mask is None and 0 < len(initial) <= len(rows):
-        found.append(Look((initial,), _Initial(rows[-len(initial) :], demanded[-len(initial) :]), len(initial)))
+        found.append(MetadataLook((initial,), _Initial(rows[-len(initial) :], demanded[-len(initial) :]), len(initial)))
     counts = getattr(metadata, "num_accepted_tokens", None)
     if isinstance(counts, torch.Tensor) and not slack:
         some = rows if mask is None else [row for row, drafts in zip(rows, drafting, strict=True) if drafts]
         if len(counts) >= len(some) > 0:
-            found.append(Look((counts[: len(some)],), _Accepted(some, demanded), len(some)))
+            found.append(MetadataLook((counts[: len(some)],), _Accepted(some, demanded), len(some)))
     return found, []
 
 
@@ -75,10 +75,10 @@ def _indices(metadata: Any) -> torch.Tensor | None:
 class _States:
     """Whose state each row continues."""
 
-    def __init__(self, rows: Sequence[Row], demanded: np.ndarray, holders: Callable[[int], str]):
+    def __init__(self, rows: Sequence[StepRow], demanded: np.ndarray, holders: Callable[[int], str]):
         self.rows, self.demanded, self.holders = rows, demanded, holders
 
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[Wrong]:
+    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
         given = arrived[0].astype(np.int64)
         if len(given) != len(self.demanded):
             return [other_many(self.rows, len(given), "state indices")]
@@ -87,36 +87,36 @@ class _States:
             row, block = self.rows[i], int(given[i])
             how = f"its state is taken from block {block}, {self.holders(block)}; the schedule demands block "
             how += str(int(self.demanded[i]))
-            found.append(Wrong(OTHER, row.number, row.name, block, how, None, row.start, row.start + row.n - 1))
+            found.append(WrongNumber(OTHER, row.number, row.name, block, how, None, row.start, row.start + row.n - 1))
         return found
 
 
 class _Initial:
     """Whether a row begins with a state, or with none."""
 
-    def __init__(self, rows: Sequence[Row], blocks: np.ndarray):
+    def __init__(self, rows: Sequence[StepRow], blocks: np.ndarray):
         self.rows, self.blocks = rows, blocks
 
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[Wrong]:
+    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
         found = []
         for row, block, given in zip(self.rows, self.blocks, arrived[0].astype(bool).tolist(), strict=True):
             if given != (row.start > 0):
                 has = "begins with whatever its block holds" if given else "begins without the state of its prefix"
                 how = f"it {has}; the schedule demands {'none' if given else 'it'} at position {row.start}"
-                found.append(Wrong(OTHER, row.number, row.name, int(block), how, None, row.start, row.start))
+                found.append(WrongNumber(OTHER, row.number, row.name, int(block), how, None, row.start, row.start))
         return found
 
 
 class _Accepted:
     """How many of the last step's drafts were accepted, which chooses the state that a row goes on from."""
 
-    def __init__(self, rows: Sequence[Row], blocks: np.ndarray):
+    def __init__(self, rows: Sequence[StepRow], blocks: np.ndarray):
         self.rows, self.blocks = rows, blocks
 
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[Wrong]:
+    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
         found = []
         for row, block, given in zip(self.rows, self.blocks, arrived[0].tolist(), strict=False):
             if row.accepted is not None and given != row.accepted:
                 how = f"{given} tokens are said to be accepted of its last step; it went on by {row.accepted}"
-                found.append(Wrong(OTHER, row.number, row.name, int(block), how, None, row.start, row.start))
+                found.append(WrongNumber(OTHER, row.number, row.name, int(block), how, None, row.start, row.start))
         return found

@@ -19,15 +19,17 @@ import torch
 from vllm_accprobe.capture.core.put_over import put_over
 from vllm_accprobe.capture.states.looks import Layer
 from vllm_accprobe.capture.states.pages import Pages, UnknownLayout, tensors_of
-from vllm_accprobe.capture.states.schedule import KV, STATE, Group
+from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup
 
 _UPDATE = "do_kv_cache_update"
+_FORWARDS = ("forward", "forward_mqa", "forward_mha")
+"""Where implementations read: attention's, and latent attention's two."""
 _UNSEEN = ("cross", "encoder")
 Moment = Callable[..., None]
 """Called with a layer; after a write also with what tries it again (looks.Again)."""
 
 
-def group_of(spec: Any, mode: str) -> Group | None:
+def group_of(spec: Any, mode: str) -> CacheGroup | None:
     """What vLLM's specification of a cache group means here; None for one whose rows are no tokens of the request.
     mode: vLLM's mamba_cache_mode."""
     inner = getattr(spec, "kv_cache_specs", None)  # layers of one kind with different sizes
@@ -39,7 +41,7 @@ def group_of(spec: Any, mode: str) -> Group | None:
         if mode == "all":
             return None
         extra = int(getattr(spec, "num_speculative_blocks", 0) or 0)
-        return Group(STATE, size, extra=extra, aligned=mode == "align")
+        return CacheGroup(STATE, size, extra=extra, aligned=mode == "align")
     if any(word in name.lower() for word in _UNSEEN):
         return None
     if name not in ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec",
@@ -47,7 +49,7 @@ def group_of(spec: Any, mode: str) -> Group | None:
         return None
     sliding = name == "SlidingWindowSpec"
     chunk = int(spec.attention_chunk_size or 0) if name == "ChunkedLocalAttentionSpec" else 0
-    return Group(KV, size, window=int(spec.sliding_window or 0) if sliding else 0, chunk=chunk)
+    return CacheGroup(KV, size, window=int(spec.sliding_window or 0) if sliding else 0, chunk=chunk)
 
 
 class CacheLayers:
@@ -61,7 +63,7 @@ class CacheLayers:
         self.blocks = int(config.num_blocks)
         self.mode = str(getattr(runner.vllm_config.cache_config, "mamba_cache_mode", "none"))
         self.skipped: Counter[str] = Counter()
-        self.groups: list[Group] = []
+        self.groups: list[CacheGroup] = []
         self.layers: list[list[Layer]] = []
         self._undo: list[Callable[[], None]] = []
         self._modules: dict[str, Any] = {}
@@ -80,7 +82,7 @@ class CacheLayers:
                 else:
                     layer = self._layer(path, g, len(found), module)
                     found += [layer] if layer is not None else []
-            self.groups.append(made or Group(KV, max(int(getattr(group.kv_cache_spec, "block_size", 1)), 1)))
+            self.groups.append(made or CacheGroup(KV, max(int(getattr(group.kv_cache_spec, "block_size", 1)), 1)))
             self.layers.append(found)
 
     def _layer(self, path: str, group: int, number: int, module: Any) -> Layer | None:
@@ -106,18 +108,21 @@ class CacheLayers:
     def watch(self, enters: Moment, wrote: Moment, leaves: Moment) -> None:
         """Calls these around each layer's use of its cache; they must not raise."""
         for layers in self.layers:
-            for layer in layers:
+            for layer in list(layers):
                 module = self._modules[layer.path]
                 impl = getattr(module, "impl", None)
                 if impl is None:
                     self._around_module(module, layer, enters, wrote, leaves)
                 elif callable(getattr(impl, _UPDATE, None)) and not _within(module):
                     self._undo.append(put_over(impl, _UPDATE, _updating(getattr(impl, _UPDATE), layer, enters, wrote)))
-                    self._undo.append(put_over(impl, "forward", _leaving(impl.forward, layer, leaves)))
+                    for name in _FORWARDS:
+                        if callable(reads := getattr(impl, name, None)):
+                            self._undo.append(put_over(impl, name, _leaving(reads, layer, leaves)))
                 elif callable(getattr(impl, "forward", None)):
                     self._undo.append(put_over(impl, "forward", _whole(impl.forward, layer, enters, wrote, leaves)))
                 else:
                     self.skipped["attention without a forward of its own"] += 1
+                    layers.remove(layer)
 
     def _around_module(
         self, module: torch.nn.Module, layer: Layer, enters: Moment, wrote: Moment, leaves: Moment
@@ -139,7 +144,9 @@ class CacheLayers:
 
 
 def _within(module: Any) -> bool:
-    """Whether the backend writes within its forward, whatever methods it has."""
+    """Whether the backend writes within its forward, whatever methods it has. Latent attention never does."""
+    if hasattr(module.impl, "forward_mqa"):
+        return False
     backend = getattr(module, "attn_backend", None)
     return bool(getattr(backend, "forward_includes_kv_cache_update", False))
 

@@ -18,6 +18,8 @@ import numpy as np
 from vllm_accprobe.capture.states.schedule import COPIED, LOADED, REUSED
 from vllm_accprobe.dump.journal.state_lines import CHANGED, LATE, OTHER, STALE
 
+_LATE = 4
+"""Steps after which a copy is no longer expected (chosen: asynchronous copies of a step are waited for in the next)."""
 _EVENTS = 6
 """Events that are remembered of a block between two writes: the last ones."""
 
@@ -51,7 +53,7 @@ class GroupBooks:
         self.high = np.full(blocks, -1, np.int64)
         self.events: dict[int, list[tuple[int, str]]] = {}
         self.source: dict[int, tuple[int, int]] = {}
-        """By block: from which block, in which step it was to be copied; None of it is known before it was seen."""
+        """By block: from which block, in which step it was copied last."""
 
     # --- what happens to blocks ------------------------------------------------------------------------------------
 
@@ -95,7 +97,6 @@ class GroupBooks:
         self.low[blocks], self.high[blocks] = low, high
         for block in blocks.tolist():
             self.events.pop(block, None)
-            self.source.pop(block, None)
 
     # --- bytes -------------------------------------------------------------------------------------------------------
 
@@ -122,21 +123,28 @@ class GroupBooks:
         self.known[layer, unknown] = True
         return np.flatnonzero(known & (self.now[layer, blocks] != numbers)).tolist()
 
-    def explain(self, layer: int, block: int, number: int) -> Mismatch:
-        """Why ``block`` has the bytes of ``number``; they are believed from now on, so that this is said once."""
+    def explain(self, layer: int, block: int, number: int, step: int = 0) -> Mismatch:
+        """Why ``block`` has the bytes of ``number`` in ``step``; they are believed from now on, so that this is said
+        once."""
         found = np.uint64(number)
         moved = [what for _, what in self.events.get(block, ()) if what.startswith((COPIED, LOADED))]
         same = np.flatnonzero(self.known[layer] & ((self.now[layer] == found) | (self.before[layer] == found)))
         other = int(same[same != block][0]) if (same != block).any() else -1
         older = bool(self.before[layer, block] == found)
+        source, copied = self.source.get(block, (-1, -1))
         if moved:
-            kind, how = LATE, "before the copy" if older else "other than those of the copy, or of the first look"
+            kind = LATE
+            how = "not yet those that were to come" if source >= 0 else "others by now"
+            how = "those from before" if older else how
+            how += f": {moved[-1]}"
+        elif source >= 0 and source in same and step - copied <= _LATE:
+            kind, how = LATE, f"those of block {source} again: its copy of step {copied} arrived behind a write"
         elif older:
             kind, how = STALE, "older than the last write"
         elif other >= 0:
             kind, how = OTHER, f"those of block {other}"
         else:
-            kind, how = CHANGED, "nobody's: no write is known"
+            kind, how = CHANGED, "nobody's: no write is known that left them"
         self.before[layer, block] = self.now[layer, block]
         self.now[layer, block] = found
         return Mismatch(kind, layer, block, f"the bytes are {how}", other)

@@ -2,8 +2,8 @@
 
 The problem: layers tell of themselves hundreds of times a step, and each time it must be known which of their blocks
 are looked at, who reads them and who has written them. The idea: the step's plan is made once (GroupStep); here a
-layer's moment becomes a hash of some blocks and what follows from it. Not here: the plan (books.py), what follows from bytes
-(ledger.py).
+layer's moment becomes a hash of some blocks and what follows from it. Not here: the plan (books.py), what follows from
+bytes (ledger.py).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class ByteLooks:
         def take(numbers: np.ndarray) -> None:
             for i in books.read(layer.number, blocks, numbers):
                 block = int(blocks[i])
-                found = books.explain(layer.number, block, int(numbers[i]))
+                found = books.explain(layer.number, block, int(numbers[i]), step)
                 reader = readers.get(block) or self._reader(layer.group, block)
                 self.findings.bytes(layer, found, books, reader, step, how, size)
 

@@ -1,7 +1,7 @@
 """What is held against the schedule, and what came of it: words that the checks of metadata share.
 
 The problem: each number of a step's metadata is compared when it has arrived, with what the schedule said when it was
-given. The idea: a `Look` has both, and gives `Wrong`s. Not here: the checks (given.py, given_states.py).
+given. The idea: a `MetadataLook` has both, and gives `WrongNumber`s. Not here: the checks (given.py, given_states.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_accprobe.dump.journal.state_lines import METADATA
 
 
 @dataclass(frozen=True)
-class Wrong:
+class WrongNumber:
     """One number that is not what it must be. block: the one that is given, or that is concerned; how: a sentence."""
 
     kind: str
@@ -30,7 +30,7 @@ class Wrong:
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """A request's part of a step as it is at this moment; table: its blocks in the group, which is never changed."""
 
     number: int
@@ -42,14 +42,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Look:
+class MetadataLook:
     """Tensors that must arrive, and what then says what is wrong with them; numbers: how many are compared."""
 
     tensors: tuple[torch.Tensor, ...]
-    compare: Callable[[Sequence[np.ndarray]], list[Wrong]]
+    compare: Callable[[Sequence[np.ndarray]], list[WrongNumber]]
     numbers: int
 
 
-def other_many(rows: Sequence[Row], given: int, what: str) -> Wrong:
+def other_many(rows: Sequence[StepRow], given: int, what: str) -> WrongNumber:
     how = f"{what} are given for {given} requests; the schedule has {len(rows)}"
-    return Wrong(METADATA, rows[0].number if rows else -1, rows[0].name if rows else "", 0, how)
+    return WrongNumber(METADATA, rows[0].number if rows else -1, rows[0].name if rows else "", 0, how)

@@ -29,7 +29,7 @@ HIT, RESUMED, LOADED, COPIED, REUSED, ENDED = (
 
 
 @dataclass(frozen=True)
-class Group:
+class CacheGroup:
     """One group of the cache. kind: KV or STATE. block_size: tokens. window: positions that a query sees, 0 for all;
     chunk: positions are seen back to a multiple of it, 0 for all. extra: blocks of a state beside the current one
     (drafts). aligned: a state moves on to another block at each multiple of block_size, else it stays in the first."""
@@ -75,7 +75,7 @@ class Strange:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class BlockArrival:
     """Blocks that come to a request with something in them. event: HIT, RESUMED or LOADED; columns of its table."""
 
     request: Held
@@ -88,7 +88,7 @@ class Schedule:
     """The books of one engine. groups: of the cache; blocks: in all; loads: a connector may bring blocks from outside
     the engine."""
 
-    def __init__(self, groups: Sequence[Group], blocks: int, loads: bool = False):
+    def __init__(self, groups: Sequence[CacheGroup], blocks: int, loads: bool = False):
         self.groups = list(groups)
         self.loads = loads
         self.held: dict[str, Held] = {}
@@ -112,11 +112,11 @@ class Schedule:
         counts: Mapping[str, int],
         starts: Mapping[str, int],
         prompts: Mapping[str, Sequence[int] | None],
-    ) -> tuple[list[Arrival], np.ndarray]:
+    ) -> tuple[list[BlockArrival], np.ndarray]:
         """Takes a step's words. Returns what arrived with something in it, and the blocks that were given out anew,
         int64, which had other owners. Raises KeyError for a request that nobody has named."""
         fresh: list[np.ndarray] = []
-        arrivals: list[Arrival] = []
+        arrivals: list[BlockArrival] = []
         copied = {dst for _, dst in moves.copies}
         for name, tables in moves.tables.items():
             resumed = name in self.held
@@ -189,9 +189,9 @@ class Schedule:
         return slice(self._lowest(group, start) // group.block_size, -(-start // group.block_size))
 
     @staticmethod
-    def _arrival(one: Held, g: int, event: str, which: np.ndarray) -> list[Arrival]:
+    def _arrival(one: Held, g: int, event: str, which: np.ndarray) -> list[BlockArrival]:
         columns = np.flatnonzero(which)
-        return [Arrival(one, g, event, columns)] if len(columns) else []
+        return [BlockArrival(one, g, event, columns)] if len(columns) else []
 
     def _ours(self, one: Held, g: int, table: np.ndarray) -> np.ndarray:
         """Which blocks hold this prompt's own tokens already; where a connector loads, others are brought."""
@@ -204,7 +204,7 @@ class Schedule:
     # --- what a step must do -------------------------------------------------------------------------------------
 
     @staticmethod
-    def _lowest(group: Group, start: int) -> int:
+    def _lowest(group: CacheGroup, start: int) -> int:
         """The first position that the query at ``start`` sees."""
         low = 0
         if group.window:
@@ -282,7 +282,7 @@ class Schedule:
         for column in range(one.start // size, min((one.start + one.n) // size, len(keys), len(one.tables[g]))):
             self.content[g][one.tables[g][column]] = keys[column]
 
-    def strangers(self, arrival: Arrival) -> list[Strange]:
+    def strangers(self, arrival: BlockArrival) -> list[Strange]:
         """Of blocks that a prefix hit has brought, those that were filled with other tokens than the prompt's."""
         one, g = arrival.request, arrival.group
         if self.groups[g].kind == STATE:
