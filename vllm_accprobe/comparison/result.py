@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pair, count_pairs
-from vllm_accprobe.comparison.states import SIDES, findings
+from vllm_accprobe.comparison.states import findings
 from vllm_accprobe.comparison.verdict.deciding import PARTLY, WHOLE, would_decide
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 
@@ -105,7 +105,7 @@ class Comparison:
         return would_decide(self)
 
     def to_json(self) -> dict[str, Any]:
-        """compare.json (schema 1). Numbers that JSON cannot hold become the strings "nan", "inf" and "-inf"."""
+        """compare.json (schema 1); ``states`` is there where a run kept a ledger of them. Numbers that JSON cannot hold become the strings "nan", "inf" and "-inf"."""
         return _plain(
             {
                 "schema": SCHEMA,
@@ -122,8 +122,8 @@ class Comparison:
                 "by_chance": self.by_chance,
                 "machines": {side: self.machines.get(side, []) for side in ("golden", "mine")},
                 "would_decide": self.would_decide,
-                "states": {side: self.states.get(side) or {} for side in SIDES},
             }
+            | ({"states": self.states} if any(self.states.values()) else {})
         )
 
     def to_pandas(self) -> Any:
