@@ -1,10 +1,11 @@
 """What the ledger of states costs: CPU time per engine step with it on against the bare engine, in one run.
 
-    python benchmarks/bench_states.py [--rounds 10] [--json FILE]
+    python benchmarks/bench_states.py [--rounds 10] [--tiny] [--json FILE]
 
 One real vLLM engine (CPU, eager, single process; see bench_capture.py, whose engine it is) serves the same eight
 requests again and again; in turn nothing is attached, or a ledger in one of its modes. Quoted are medians of ratios
-within a round and their quartiles. The aim is a decode step of at most 1.3 of the bare one's time in mode `sample`.
+within a round and their quartiles. ``--tiny``: a model of 4 layers of hidden size 128 and prompts of 400 tokens in
+blocks of 32, where a step is hardly anything but Python: the most that a ledger can cost. The aim is a decode step of at most 1.3 of the bare one's time in mode `sample`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "scripts")]
 
-from bench_capture import build  # noqa: E402
+import bench_capture  # noqa: E402
+from bench_capture import Engine, build  # noqa: E402
 
 KINDS = ("bare", "events", "sample", "full")
 
@@ -29,11 +31,12 @@ KINDS = ("bare", "events", "sample", "full")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="accprobe-bench-"))
     try:
-        result = measure(root, options.rounds)
+        result = measure(tiny(root) if options.tiny else build(root), root, options.rounds)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     for line in report(result):
@@ -42,8 +45,21 @@ def main() -> None:
         options.json.write_text(json.dumps(result, indent=1))
 
 
-def measure(root: Path, rounds: int) -> dict[str, Any]:
-    engine = build(root)
+def tiny(root: Path) -> Engine:
+    """See ``--tiny``."""
+    sys.path.insert(0, str(HERE.parent / "tests" / "faults"))
+    import state_lab
+
+    state_lab.prepare()
+    from tiny_model import make
+    from vllm import LLM
+
+    bench_capture.PREFILL = 8 * 400
+    more = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 4096, "disable_log_stats": True}
+    return Engine(LLM(model=str(make("qwen2", root / "model")), **(state_lab.ENGINE | more)))
+
+
+def measure(engine: Engine, root: Path, rounds: int) -> dict[str, Any]:
     engine.steps("warm-up")
     times: dict[str, dict[str, list[float]]] = {k: {"prefill": [], "decode": []} for k in KINDS}
     looked: dict[str, list[int]] = {}

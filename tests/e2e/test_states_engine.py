@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 from support.captures import Engines
-from typer.testing import CliRunner
 
-from vllm_accprobe.cli import app
+from vllm_accprobe.cli import main
 from vllm_accprobe.dump.journal.state_lines import StateFinding
 from vllm_accprobe.dump.reader import open_dump
 
@@ -84,7 +83,9 @@ def test_a_copy_that_comes_late(told: Path) -> None:
     assert all(one.between == (f"transfer in step {one.step - 1}",) for one in found)
 
 
-def test_beside_a_capture_compare_says_the_cache(engines: Engines, tmp_path: Path) -> None:
+def test_beside_a_capture_compare_says_the_cache(
+    engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The lines stand in the capture's journal, the answers are those of the bare engine, and a finding fails a
     comparison of equal tensors."""
     bare = engines.run("bare", host="bare")
@@ -102,13 +103,14 @@ def test_beside_a_capture_compare_says_the_cache(engines: Engines, tmp_path: Pat
     kept = journal.read_bytes()
     journal.write_bytes(kept + json.dumps(planted).encode() + b"\n")
     try:
-        ran = CliRunner().invoke(app, ["compare", str(golden.dump), str(mine.dump), "--out", str(tmp_path / "out")])
-        shown = CliRunner().invoke(app, ["show", str(mine.dump), "states"])
+        code = main(["compare", str(golden.dump), str(mine.dump), "--out", str(tmp_path / "out")])
+        said = capsys.readouterr().out
+        assert main(["show", str(mine.dump), "states"]) == 0
     finally:
         journal.write_bytes(kept)
-    assert ran.exit_code == 1
-    assert "FAIL: the cache, not the kernel: a block freed while it is still read: step 1" in ran.stdout
+    assert code == 1
+    assert "FAIL: the cache, not the kernel: a block freed while it is still read: step 1" in said
     result = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert result["origins"] == []
     assert result["states"]["mine"]["findings"][0]["block"] == 3
-    assert "the cache, not the kernel: a block freed" in shown.stdout
+    assert "the cache, not the kernel: a block freed" in capsys.readouterr().out

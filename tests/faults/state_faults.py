@@ -40,17 +40,19 @@ def stale_slot(llm: Any, row: int = 0, at: int = 6) -> None:
     """The slots of one step are those of the step before, for one request (aiter 4076, vllm 47303: metadata that was
     not made anew)."""
     runner, calls = lab.runner_of(llm), {"n": 0}
-    original = runner._get_slot_mappings
+    v2 = hasattr(runner, "block_tables")
+    owner, name = (runner.block_tables, "compute_slot_mappings") if v2 else (runner, "_get_slot_mappings")
+    original = getattr(owner, name)
 
     def stale(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         calls["n"] += 1
         if calls["n"] == at:
-            slots = next(iter(result[0].values()))
+            slots = result[0] if v2 else next(iter(result[0].values()))
             slots[row] -= 1
         return result
 
-    runner._get_slot_mappings = stale
+    setattr(owner, name, stale)
 
 
 def dropped_row(llm: Any, at: int = 6) -> None:

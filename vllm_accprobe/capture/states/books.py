@@ -142,6 +142,9 @@ class Books:
             if self.layers[g]:
                 metadata, slots = given(g)
                 self._hold(g, metadata, slots)
+        if not self.inside:
+            for layer in (one for layers in self.layers for one in layers):
+                self.bytes.enters(layer)
 
     def _plan(self, g: int) -> GroupStep:
         now, schedule = GroupStep(), self.schedule
@@ -233,9 +236,6 @@ class Books:
         for g, group in enumerate(self.bytes.now):
             if not self.inside:
                 for layer in self.layers[g]:
-                    self.bytes.look(
-                        layer, group.reads if self.mode == FULL else self.bytes.chosen(layer, group), group.readers
-                    )
                     self.bytes.wrote(layer)
             books, step = self.groups[g], self.bytes.step
             for blocks, number, low, high in group.spans:
