@@ -5,7 +5,8 @@
 One real vLLM engine (CPU, eager, single process; see bench_capture.py, whose engine it is) serves the same eight
 requests again and again; in turn nothing is attached, or a ledger in one of its modes. Quoted are medians of ratios
 within a round and their quartiles. ``--tiny``: a model of 4 layers of hidden size 128 and prompts of 400 tokens in
-blocks of 32, where a step is hardly anything but Python: the most that a ledger can cost. The aim is a decode step of at most 1.3 of the bare one's time in mode `sample`.
+blocks of 32, where a step is hardly anything but Python: the most that a ledger can cost. The aim is a decode step of
+at most 1.3 of the bare one's time in mode `sample`.
 """
 
 from __future__ import annotations

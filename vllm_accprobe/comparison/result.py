@@ -105,7 +105,8 @@ class Comparison:
         return would_decide(self)
 
     def to_json(self) -> dict[str, Any]:
-        """compare.json (schema 1); ``states`` is there where a run kept a ledger of them. Numbers that JSON cannot hold become the strings "nan", "inf" and "-inf"."""
+        """compare.json (schema 1); ``states`` is there where a run kept a ledger of them. Numbers that JSON
+        cannot hold become the strings "nan", "inf" and "-inf"."""
         return _plain(
             {
                 "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""A ledger over caches in host memory, told of steps as an engine tells it: at once, and with numbers that come late."""
+"""A ledger over caches in host memory, told of steps as an engine tells it: numbers come at once, or late."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class Toy:
         tables = tables or {}
         new = [NewRequest(name, range(100, 120), 20, ()) for name in tables]
         blocks = BlockMoves(tables, more or {}, **moves)
-        step = EngineStep(self.step, counts, sum(counts.values()), new, finished, lambda: starts or {}, None, lambda: blocks)
+        step = EngineStep(
+            self.step, counts, sum(counts.values()), new, finished, lambda: starts or {}, None, lambda: blocks
+        )
         self.books.begin(step)
         for source, block in moves.get("copies", ()):
             for cache in self.caches:
@@ -51,7 +53,9 @@ class Toy:
         metadata = SimpleNamespace(
             slot_mapping=slots,
             seq_lens=torch.tensor([one.start + one.n for one in held]),
-            block_table=torch.stack([torch.nn.functional.pad(torch.from_numpy(o.tables[0]), (0, 8 - len(o.tables[0]))) for o in held]),
+            block_table=torch.stack(
+                [torch.nn.functional.pad(torch.from_numpy(o.tables[0]), (0, 8 - len(o.tables[0]))) for o in held]
+            ),
         )
         self.books.forward(list(counts), lambda group: (metadata, None))
         for layer, cache in zip(self.layers, self.caches, strict=True):
@@ -103,7 +107,14 @@ def test_bytes_that_nobody_wrote(toy: Toy) -> None:
     assert (found.kind, found.step, found.layer, found.layers, found.block, found.request) == (
         "changed", 2, "layer.1", 1, 1, "a",
     )  # fmt: skip
-    assert (found.low, found.high, found.writer, found.written, found.wrote_low, found.wrote_high) == (0, 3, "a", 0, 0, 5)
+    assert (found.low, found.high, found.writer, found.written, found.wrote_low, found.wrote_high) == (
+        0,
+        3,
+        "a",
+        0,
+        0,
+        5,
+    )
 
 
 def test_a_row_that_is_not_written(toy: Toy) -> None:
@@ -124,13 +135,6 @@ def test_a_copy_that_comes_late(toy: Toy) -> None:
     assert toy.close() == []
     late = Toy(not toy.books.arrivals.direct)
     begun(late)
-    begin = late.books.begin
-
-    def undone(step: EngineStep) -> None:
-        begin(step)
-        late.caches_after = [cache for cache in late.caches]  # type: ignore[attr-defined]
-
-    late.books.begin = undone  # type: ignore[method-assign]
     forward = late.books.forward
 
     def before(names: Any, given: Any) -> None:

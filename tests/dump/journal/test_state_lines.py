@@ -10,8 +10,10 @@ import pytest
 from vllm_accprobe.dump.journal.state_lines import FINDING, TOTALS, StateFinding, StateTotals, sentence
 from vllm_accprobe.dump.recorder.lines import encode
 
-STALE = StateFinding(5, "stale", "kv", 0, "l.0.attn", 4, 2, "a", "its row is written to slot 75", 76, 44, 44, "b", 4, 43, 43,
-                     ("copy in step 4",))  # fmt: skip
+STALE = StateFinding(
+    5, "stale", "kv", 0, "l.0.attn", 4, 2, "a", "its row is written to slot 75", 76, 44, 44, "b", 4, 43, 43,
+    ("copy in step 4",),
+)  # fmt: skip
 CASES: list[tuple[Any, Any, str]] = [
     (FINDING, STALE,
      '{"event":"state","step":5,"kind":"stale","cache":"kv","group":0,"layer":"l.0.attn","layers":4,"block":2,'
@@ -33,7 +35,8 @@ def test_a_line_is_read_as_it_was_written(kind: Any, value: Any, line: str) -> N
 
 
 @pytest.mark.parametrize(
-    "change", [{"kind": "bad"}, {"kind": 3}, {"between": "x"}, {"between": [1]}, {"block": -1}, {"step": "2"}, {"low": 1.5}]
+    "change",
+    [{"kind": "bad"}, {"kind": 3}, {"between": "x"}, {"between": [1]}, {"block": -1}, {"step": "2"}, {"low": 1.5}],
 )
 def test_what_no_ledger_writes_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
@@ -48,6 +51,6 @@ def test_strangers_texts_are_cut() -> None:
 
 def test_sentences() -> None:
     assert sentence(STALE) == (
-        "a stale slot: step 5, layer l.0.attn and 3 more, block 2, slot 76, read by request 'a' (position 44): its row is "
-        "written to slot 75; written last by request 'b' in step 4 (position 43); since then: copy in step 4"
+        "a stale slot: step 5, layer l.0.attn and 3 more, block 2, slot 76, read by request 'a' (position 44): its "
+        "row is written to slot 75; written last by request 'b' in step 4 (position 43); since then: copy in step 4"
     )
