@@ -30,6 +30,7 @@ def test_rows_go_to_the_slots_of_their_positions() -> None:
     assert schedule.writes(0, one).tolist() == [1]
     begun(schedule, 2, more={"a": [[5]]}, counts={"a": 1}, starts={"a": 8})
     assert schedule.slots(0, one).tolist() == [20]
+    assert schedule.touched(0, one).tolist() == [0, 1, 2]
 
 
 def test_windows_are_read_back_to_their_first_position() -> None:

@@ -57,7 +57,7 @@ def looks(
         found.append(MetadataLook((begins[: len(rows) + 1],), _Begins(rows), len(rows)))
     table = next((t for n in _TABLES if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
     if table is not None and table.dim() == 2:
-        columns = [np.union1d(schedule.reads(g, one), schedule.writes(g, one)) for one in held]
+        columns = [schedule.touched(g, one) for one in held]
         compare_tables = _Tables(rows, columns, split, holders, group.block_size)
         found.append(MetadataLook((table[: len(rows)],), compare_tables, sum(map(len, columns))))
     else:

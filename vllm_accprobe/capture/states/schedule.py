@@ -122,7 +122,6 @@ class Schedule:
             resumed = name in self.held
             one = self.held.get(name) or self._new(name, prompts.get(name))
             one.tables = [np.asarray(ids, np.int64) for ids in tables]
-            one.gens = [np.zeros(len(ids), np.int64) for ids in one.tables]
             one.wrote.clear()
             start = starts.get(name, 0)
             for g, table in enumerate(one.tables):
@@ -142,7 +141,7 @@ class Schedule:
                 arrivals += self._arrival(one, g, event, came)
                 anew = table[~came & (table != NULL)]
                 fresh.append(self._give(one, anew, step))
-            self._note(one)
+            one.gens = [self.gen[table].copy() for table in one.tables]  # once all of it is given
         for name, tables in moves.more.items():
             one = self.held[name]
             for g, ids in enumerate(tables):
@@ -162,10 +161,6 @@ class Schedule:
         one = self.held[name] = Held(name, len(self.names), prompt, [], [])
         self.names.append(name)
         return one
-
-    def _note(self, one: Held) -> None:
-        """The generations in which the request has its blocks, once all of its table is given."""
-        one.gens = [self.gen[table].copy() for table in one.tables]
 
     def _give(self, one: Held, blocks: np.ndarray, step: int) -> np.ndarray:
         """``blocks`` are ``one``'s from now on, with nothing in them."""
@@ -190,8 +185,7 @@ class Schedule:
 
     @staticmethod
     def _arrival(one: Held, g: int, event: str, which: np.ndarray) -> list[BlockArrival]:
-        columns = np.flatnonzero(which)
-        return [BlockArrival(one, g, event, columns)] if len(columns) else []
+        return [BlockArrival(one, g, event, np.flatnonzero(which))] if which.any() else []
 
     def _ours(self, one: Held, g: int, table: np.ndarray) -> np.ndarray:
         """Which blocks hold this prompt's own tokens already; where a connector loads, others are brought."""
@@ -237,6 +231,14 @@ class Schedule:
         stop = -(-(one.start + one.n) // group.block_size)
         return np.arange(one.start // group.block_size, min(stop, len(table)))
 
+    def touched(self, g: int, one: Held) -> np.ndarray:
+        """Columns of keys and values that are read or written in this step, int64, rising: one run, since what is
+        written follows what is read."""
+        size, table = self.groups[g].block_size, one.tables[g]
+        first = self._lowest(self.groups[g], one.start) // size
+        columns = np.arange(first, min(-(-(one.start + one.n) // size), len(table)))
+        return columns[table[columns] != NULL]
+
     def slots(self, g: int, one: Held) -> np.ndarray:
         """Where each row of the request must be written, int64 [n]; -1 beyond its table."""
         size, table = self.groups[g].block_size, one.tables[g]
@@ -274,8 +276,7 @@ class Schedule:
         return found
 
     def filled(self, g: int, one: Held) -> None:
-        """This step's rows are written: blocks of the prompt that they complete are known by their tokens. A block that
-        generated tokens are in is not."""
+        """This step's rows are written: blocks of the prompt that they complete are known by their tokens."""
         if self.groups[g].kind == STATE:
             return
         size, keys = self.groups[g].block_size, self.prompt_keys(one, g)
