@@ -52,11 +52,6 @@ class Case:
 
 THREE = (Ask("a", prompt(70, 1), 24), Ask("b", prompt(45, 2), 16, 2), Ask("c", prompt(100, 3), 12, 5))
 LONG = tuple(Ask(name, prompt(90, i), 60, i) for i, name in enumerate("abcd"))
-LONGER = (
-    Ask("a", prompt(160, 1), 8),
-    Ask("b", prompt(160, 1), 8, 12),
-    Ask("c", [*prompt(160, 1)[:140], *prompt(10, 9)], 8, 24),
-)
 SAME = (
     Ask("a", prompt(100, 1), 8),
     Ask("b", prompt(100, 1), 8, 12),
@@ -117,8 +112,6 @@ def cases(root: Path) -> list[Case]:
         Case("aligned", "states moved on from block to block (align mode)", model="falcon-h1",
              asks=(Ask("a", prompt(90, 1), 120), Ask("b", prompt(70, 2), 90, 3)), mode="full",
              args=ALIGNED | hybrid),
-        Case("aligned-hits", "states moved on block by block, prefix hits (align mode)", model="falcon-h1",
-             asks=LONGER, args=ALIGNED | hybrid, rounds=2, metric="prefix_hits", mode="full"),
         Case("connector", "blocks brought from a shared storage (ExampleConnector)", asks=again, args=shared,
              mode="full"),
         Case("freed", "a block freed while it is read", asks=(THREE[0], Ask("c", prompt(100, 3), 12, 6)), kind="freed",
