@@ -100,7 +100,7 @@ def cases(root: Path) -> list[Case]:
              args={"max_num_batched_tokens": 48}),
         Case("reload", "weights loaded anew between two rounds", asks=THREE, rounds=2, between=_reload, args=HITS),
         Case("ngram", "n-gram speculation", asks=REPEATS, metric="drafted", args=NGRAM, mode="full"),
-        Case("sliding", "sliding windows and full attention (Gemma 3), preemption", model="gemma3", asks=LONG,
+        Case("sliding", "sliding windows and full attention (Gemma 3)", model="gemma3", asks=LONG,
              args=HITS | {"num_gpu_blocks_override": 60, "max_model_len": 256}, mode="full"),
         Case("mla", "latent attention (DeepSeek-V2)", model="deepseek-v2", asks=THREE, mode="full"),
         Case("mamba2", "recurrent states (Mamba2)", model="mamba2", asks=THREE, args=hybrid, mode="full"),

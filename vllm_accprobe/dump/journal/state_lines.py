@@ -112,7 +112,8 @@ STATE_KINDS = {kind.event: kind for kind in (FINDING, TOTALS)}
 def where(found: StateFinding) -> str:
     """``layer model.layers.0.self_attn.attn and 3 more, block 7, slot 229``."""
     layers = f" and {found.layers - 1} more" if found.layers > 1 else ""
-    at = f"layer {found.layer}{layers}" if found.layer else f"all {found.layers} layers of cache group {found.group}"
+    whole = f"all {found.layers} layers" if found.layers != 1 else "the one layer"
+    at = f"layer {found.layer}{layers}" if found.layer else f"{whole} of cache group {found.group}"
     slot = "" if found.slot is None else f", slot {found.slot}"
     return f"{at}, block {found.block}{slot}"
 
