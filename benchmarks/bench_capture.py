@@ -126,7 +126,7 @@ class Engine:
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         each = PREFILL // REQUESTS
         for request in range(REQUESTS):
-            ids = [(7 * request + 3 * i + 11) % 4000 + 10 for i in range(each)]
+            ids = [(7 * request + 3 * i + 11) % 500 + 10 for i in range(each)]
             self.core.add_request(f"{name}-{request}", {"prompt_token_ids": ids}, sampling)
         spent: list[float] = []
         while self.core.has_unfinished_requests():

@@ -61,6 +61,7 @@ class ProbeConfig:
     is then stopped. patches: names or files of patches (docs/patches.md), or ``all``.
     force: ``1``: requests may name the tokens that they are answered with, with the probe off, too (docs/gate.md); a
     directory: its engine steps are written there as well.
+    states: ``events``, ``sample`` or ``full``: a ledger of caches' states, with the probe off, too (docs/states.md).
     """
 
     enabled: bool = False
@@ -87,6 +88,7 @@ class ProbeConfig:
     patches: tuple[str, ...] = ()
     armed: bool = True
     force: str = ""
+    states: str = ""
 
     @property
     def force_dir(self) -> str:
@@ -195,6 +197,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "patches": words.names,
     "armed": words.flag,
     "force": words.on_or_path,
+    "states": words.choice(words.STATES),
 }
 
 

@@ -18,6 +18,7 @@ WHEN_FULL = ("wait", "drop")
 PARTS = ("input", "output", "params")
 ERRCHECK = ("overflow", "nan", "exit")
 ON = "1"
+STATES = ("events", "sample", "full")
 OPS_MODES = ("trace", "dedup", "sample", "full")
 
 Ranges = tuple[tuple[int, int], ...]

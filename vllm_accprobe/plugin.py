@@ -15,7 +15,7 @@ import os
 import sys
 from typing import Any
 
-_SWITCHES = ("VLLM_ACCPROBE", "VLLM_ACCPROBE_ERRCHECK", "VLLM_ACCPROBE_FORCE")
+_SWITCHES = ("VLLM_ACCPROBE", "VLLM_ACCPROBE_ERRCHECK", "VLLM_ACCPROBE_FORCE", "VLLM_ACCPROBE_STATES")
 _OFF = ("", "0", "false", "no", "off")
 _patched: set[str] = set()
 GRACE_S = 30.0
@@ -25,7 +25,7 @@ SETTLE_S = 5.0
 
 
 def _wanted() -> bool:
-    """Whether the probe is on, or errcheck or forcing, which need no probe."""
+    """Whether the probe is on, or errcheck, forcing or the ledger of states, which need no probe."""
     return any(os.environ.get(name, "").strip().lower() not in _OFF for name in _SWITCHES)
 
 
@@ -37,8 +37,7 @@ def platform() -> None:
 
 
 def register() -> None:
-    """Entry point of group ``vllm.general_plugins``. Returns at once while VLLM_ACCPROBE, VLLM_ACCPROBE_ERRCHECK and
-    VLLM_ACCPROBE_FORCE are unset.
+    """Entry point of group ``vllm.general_plugins``. Returns at once while none of _SWITCHES is set.
 
     Raises:
         SystemExit: a setting is wrong or the dump directory cannot be used; the line on stderr says which.
@@ -51,7 +50,7 @@ def register() -> None:
     try:
         config = ProbeConfig.from_env()
         _check_patches(config)
-        watches = config.enabled or config.errcheck
+        watches = config.enabled or config.errcheck or config.states
         if watches:
             _claim_directory(config)
         if config.force_dir:
@@ -283,6 +282,10 @@ def _patch_workers() -> None:
                 from vllm_accprobe.capture.nan_watch.observer import attach as watch
 
                 watch(self)
+            if config.states:
+                from vllm_accprobe.capture.states.observer import attach as keep_books
+
+                keep_books(self)
             if config.force:
                 from vllm_accprobe.capture.forcing.forcing_observer import attach as force
 

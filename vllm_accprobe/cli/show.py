@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vllm_accprobe.dump.schema import Record
 
 _LISTED = 20
+STATES = "states"
+"""What TAP says for all findings of the ledger of states, where the run kept one."""
 
 
 def show(
@@ -36,6 +38,7 @@ def show(
     save: Path = typer.Option(None, "--save", metavar="FILE", help="Save the tensor, or its rows: .npy, .safetensors."),
 ) -> None:
     """Show one tensor: statistics, histogram, chosen rows; or save it."""
+    from vllm_accprobe.cli import summary
     from vllm_accprobe.cli.common import outputs, values
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.report.text import count, safe
@@ -51,6 +54,10 @@ def show(
         writable(save.parent, "--save")
     wanted_rows, positions = ranges(rows, "--rows"), ranges(position, "--position")
     opened = open_dump(dump)
+    if tap == STATES and getattr(opened, "state_totals", None):
+        for line in summary.states(opened, len(opened.states)):
+            typer.echo(line)
+        return
     name = _resolve(opened, tap)
     escaped = "".join(f"[{c}]" if c in "*?[" else c for c in name)
     found = [r for _, r in selection([escaped], step, rank, request, role, call).apply(opened, padding=True)]

@@ -74,7 +74,7 @@ def summary(
         typer.echo(line)
     if csv is not None and chosen:
         typer.echo(f"written: {csv}")
-    if not chosen and not calls:
+    if not chosen and not calls and not getattr(opened, "state_totals", None):
         raise NothingThere(f"{dump}: {_why_none(opened, names or [], ops)}")
 
 
@@ -121,12 +121,35 @@ def about(dump: Dump, chosen: list[Record]) -> list[str]:
     for reason, n in reasons.most_common():
         at = f", e.g. at {safe(example[reason])}" if example[reason] else ""
         lines.append(f"skipped: {n:,} x {safe(reason)}{at}")
+    lines += states(dump)
     lines += [f"note: {safe(p, 400)}" for p in dump.problems]
     if dump.errors:
         first = dump.errors[0]
         what = safe(f"{first.get('where', '')}: {first.get('message', '')}", 300)
         lines.append(f"note: {count(len(dump.errors), 'error')} inside the probe; the first at {what}")
     return lines
+
+
+def states(dump: Dump, n: int = 20) -> list[str]:
+    """What the run's own ledger of states has found, and looked at."""
+    from vllm_accprobe.dump.journal.state_lines import sentence
+    from vllm_accprobe.report.text import count, safe
+
+    found, totals = getattr(dump, "states", []), getattr(dump, "state_totals", {})
+    out = [f"the cache, not the kernel: {safe(sentence(one), 1000)}, rank {rank}" for rank, one in found[:n]]
+    total = max(sum(one.findings for one in totals.values()), len(found))
+    if total > n:
+        out.append(f"... {total - n:,} more findings of the ledger of states: the journals' lines \"state\"")
+    for rank, one in sorted(totals.items()):
+        what = count(one.findings, "finding") if one.findings else "nothing wrong"
+        out.append(
+            f"states, rank {rank}: {what}; {safe(one.mode)}: {one.layers:,} layers, {one.steps:,} steps, "
+            f"{one.checked:,} blocks looked at, {one.hashed:,} hashed, {one.held:,} numbers of metadata"
+        )
+        if one.events:
+            out.append("  events: " + ", ".join(f"{v:,} x {safe(k)}" for k, v in sorted(one.events.items())))
+        out += [f"  not watched: {v:,} x {safe(k)}" for k, v in one.skipped.items()]
+    return out
 
 
 def _cells(index: int, r: Record) -> list[str]:

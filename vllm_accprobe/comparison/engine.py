@@ -30,6 +30,7 @@ from vllm_accprobe.comparison.plan.unit import LOOKED_UP, SAMPLER, TOKEN, Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
+from vllm_accprobe.comparison.states import states_of
 from vllm_accprobe.comparison.store.resume import Finished, identity
 from vllm_accprobe.comparison.store.spill import Shelf
 from vllm_accprobe.comparison.verdict import foreign
@@ -263,4 +264,5 @@ class _Run:
             padding=padding_of(mine),
             places=places_of(plan),
             moments=moments_of(plan),
+            states=states_of(self.dumps),
         )  # fmt: skip

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pair, count_pairs
+from vllm_accprobe.comparison.states import findings
 from vllm_accprobe.comparison.verdict.deciding import PARTLY, WHOLE, would_decide
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 
@@ -57,7 +58,8 @@ class Comparison:
     such origins here, at most that rate, None where nobody worked it out. machines: {"golden": [habit], "mine":
     [habit]}, how each side computes (report/machines.py says what a habit is). replayed: "", "partly" or "whole": how
     much of it was replayed. options: what was given beside the two dumps, as words of a command line, for commands that
-    compare them again (deciding.py)."""
+    compare them again (deciding.py). states: what the runs' own ledgers of states have found (states.py); any
+    finding of mine's fails the comparison."""
 
     golden_path: str
     mine_path: str
@@ -81,6 +83,7 @@ class Comparison:
     machines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     replayed: str = ""
     options: tuple[str, ...] = ()
+    states: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         c = self.counts
@@ -89,6 +92,8 @@ class Comparison:
         # Whoever changes a pair's status makes a new Comparison, and its coverage must not tell of the old one.
         others = {k: v for k, v in self.coverage.items() if k not in counted}
         object.__setattr__(self, "coverage", counted | others)
+        if findings(self.states, "mine"):  # whatever the tensors, or another tool's standard, say
+            object.__setattr__(self, "verdict", FAIL)
 
     @cached_property
     def counts(self) -> Counts:
@@ -100,7 +105,8 @@ class Comparison:
         return would_decide(self)
 
     def to_json(self) -> dict[str, Any]:
-        """compare.json (schema 1). Numbers that JSON cannot hold become the strings "nan", "inf" and "-inf"."""
+        """compare.json (schema 1); ``states`` is there where a run kept a ledger of them. Numbers that JSON
+        cannot hold become the strings "nan", "inf" and "-inf"."""
         return _plain(
             {
                 "schema": SCHEMA,
@@ -118,6 +124,7 @@ class Comparison:
                 "machines": {side: self.machines.get(side, []) for side in ("golden", "mine")},
                 "would_decide": self.would_decide,
             }
+            | ({"states": self.states} if any(self.states.values()) else {})
         )
 
     def to_pandas(self) -> Any:

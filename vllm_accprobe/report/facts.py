@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings
 from vllm_accprobe.report import tiers
 from vllm_accprobe.report.text import MISSING, against, count, num, place, ratio, safe, times
 
@@ -215,7 +216,15 @@ def headline(comparison: Comparison) -> str:
     return text + (f" ({', '.join(extra)})" if extra else "")
 
 
+def wrong_states(comparison: Comparison, side: str = "mine") -> list[str]:
+    """The findings of a side's own ledger of states, a sentence each."""
+    return [safe(one.get("sentence") or "", 1000) for one in findings(comparison.states, side)]
+
+
 def _failure(comparison: Comparison, c: Counts) -> str:
+    if wrong := wrong_states(comparison):
+        n = int(comparison.states["mine"].get("count") or len(wrong)) - 1
+        return f"{NOT_THE_KERNEL}: {wrong[0]}" + (f" (and {count(n, 'other finding')})" if n > 0 else "")
     if comparison.origins:
         origin = comparison.origins[0]
         return f"{origin_title(origin)} {blame(origin)}: {origin_detail(comparison, origin)}"

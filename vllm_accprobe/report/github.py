@@ -42,7 +42,7 @@ def lines(comparison: Comparison) -> list[str]:
     out: list[str] = []
     if comparison.verdict == "pass":
         out.append(command("notice", "accprobe", facts.headline(comparison)))
-    elif not comparison.origins:
+    elif not comparison.origins or facts.wrong_states(comparison):
         out.append(command("error", "accprobe", facts.headline(comparison)))
     for i, origin in enumerate(comparison.origins[:MAX_ANNOTATIONS]):
         said = f"{facts.origin_title(origin)} {facts.blame(origin)}: {facts.origin_detail(comparison, origin)}"

@@ -45,6 +45,7 @@ def _styled(comparison: Comparison, verbosity: int) -> list[tuple[str, str]]:
     if verbosity > QUIET:
         full = verbosity >= FULL
         builders: list[Callable[[Comparison, bool], list[str]]] = [
+            cache_findings,
             other_origins,
             alarms,
             deciding,
@@ -76,6 +77,17 @@ def _list(items: Sequence[T], n: int | None, where: str, say: Callable[[T], list
 def notes(comparison: Comparison) -> list[str]:
     """What must be known before the verdict is believed: different weights, prompts, ranks that stopped early."""
     return [f"note: {safe(note, 1000)}" for note in comparison.notes]
+
+
+def cache_findings(comparison: Comparison, full: bool = False, n: int = 5) -> list[str]:
+    """What mine's ledger of states has found beside the headline's, and who else would have been blamed."""
+    wrong = facts.wrong_states(comparison)[1:]
+    out = ["further findings of the ledger of states:"] if wrong else []
+    out += _list(wrong, None if full else n, "compare.json, states", lambda line: [f"  {line}"])
+    if facts.wrong_states(comparison) and comparison.origins:
+        culprit = facts.origin_title(comparison.origins[0])
+        out.append(f"without it, the tensors would blame {culprit}, which computed with that cache:")
+    return out
 
 
 def other_origins(comparison: Comparison, full: bool = False) -> list[str]:

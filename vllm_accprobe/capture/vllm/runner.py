@@ -22,7 +22,7 @@ from vllm_accprobe.capture.vllm.batch import EngineBatch
 from vllm_accprobe.capture.vllm.loading import before_packing
 from vllm_accprobe.capture.vllm.names.modes import unplaced
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, NewRequest, StepObserver
-from vllm_accprobe.capture.vllm.vllm_compat import images_of, refusal, starts
+from vllm_accprobe.capture.vllm.vllm_compat import images_of, moves_of, refusal, starts
 
 _QUIET = ("compile_or_warm_up_model", "determine_available_memory", "initialize_from_config", "execute_dummy_batch")
 """Worker methods under which nothing is a step: they run invented batches."""
@@ -166,7 +166,10 @@ class RunnerAdapter:
             self._step = number = self._step + 1
         finished = [name for name in out.finished_req_ids if name not in counts]
         why = unplaced(self.runner, out) if number is not None else ""
-        return EngineStep(number, counts, total, new, finished, lambda: starts(out), getattr(out, WORDS, None), why)
+        arming = getattr(out, WORDS, None)
+        return EngineStep(
+            number, counts, total, new, finished, lambda: starts(out), arming, why, lambda: moves_of(out)
+        )
 
     def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

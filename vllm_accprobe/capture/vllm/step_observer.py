@@ -32,13 +32,30 @@ class NewRequest:
 
 
 @dataclass(frozen=True)
+class BlockMoves:
+    """What the scheduler did with the cache's blocks before a step, by request, one sequence per group of the cache.
+
+    tables: the whole tables of requests that are new or resumed; more: what was added to the tables of others.
+    preempted: as far as it is said. copies: (from, to), block by block, before the forward. zeroed: blocks that are
+    filled with zeros before it.
+    """
+
+    tables: Mapping[str, Sequence[Sequence[int]]]
+    more: Mapping[str, Sequence[Sequence[int]]]
+    preempted: Sequence[str] = ()
+    copies: Sequence[tuple[int, int]] = ()
+    zeroed: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
 class EngineStep:
     """One batch that the scheduler has made.
 
     number: of the steps from 0 on; None for a batch that is no step (nothing scheduled, or the engine's own warm-up).
     counts: tokens by request; tokens: all of them. starts: asked for the tokens computed before, by request.
     finished: requests of earlier steps that get no more rows. arming: the control file's words (capture/arming/), None
-    where the scheduler does not look at it. unplaced: why nobody can tell its rows, "" where they can be told.
+    where the scheduler does not look at it. unplaced: why nobody can tell its rows, "" where they can be told. blocks:
+    asked for what was done with the cache's blocks.
     """
 
     number: int | None
@@ -49,6 +66,7 @@ class EngineStep:
     starts: Callable[[], dict[str, int]]
     arming: bytes | None = None
     unplaced: str = ""
+    blocks: Callable[[], BlockMoves] | None = None
 
 
 class StepObserver:

@@ -17,6 +17,7 @@ import torch
 from vllm_accprobe.capture.core.recording import run_facts
 from vllm_accprobe.capture.vllm.eager import facts
 from vllm_accprobe.capture.vllm.names import modes
+from vllm_accprobe.capture.vllm.step_observer import BlockMoves
 from vllm_accprobe.config import REPLICAS
 from vllm_accprobe.dump.schema import Image, StepGraph
 
@@ -34,6 +35,41 @@ def starts(out: Any) -> dict[str, int]:
     starts = {new.req_id: int(new.num_computed_tokens) for new in out.scheduled_new_reqs}
     starts.update(zip(cached.req_ids, (int(n) for n in cached.num_computed_tokens), strict=True))
     return starts
+
+
+def moves_of(out: Any) -> BlockMoves:
+    """What the scheduler did with blocks before this step. Lists are copied: the runner goes on adding to its own."""
+    cached = out.scheduled_cached_reqs
+    more: dict[str, tuple[tuple[int, ...], ...]] = {}
+    tables = {new.req_id: _ids(new.block_ids) for new in out.scheduled_new_reqs}
+    flags = getattr(cached, "resumed_from_preemption", None)  # 0.11: one for each request
+    resumed = getattr(cached, "resumed_req_ids", None)
+    for i, (name, ids) in enumerate(zip(cached.req_ids, cached.new_block_ids, strict=True)):
+        if ids is not None:
+            whole = flags[i] if resumed is None and flags else name in (resumed or ())
+            (tables if whole else more)[name] = _ids(ids)
+    copies = [(int(copy[0]), int(copy[1])) for copy in getattr(out, "kv_cache_block_copies", None) or ()]
+    return BlockMoves(
+        tables, more, tuple(getattr(out, "preempted_req_ids", None) or ()), copies,
+        tuple(getattr(out, "new_block_ids_to_zero", None) or ()),
+    )  # fmt: skip
+
+
+def given_metadata(layer: str) -> tuple[Any, Any]:
+    """(attention metadata, slot mapping) of the layer that the engine calls so, of the forward that runs; None where
+    there is none, or several parts of a batch have one each."""
+    contexts = sys.modules.get("vllm.forward_context")
+    try:
+        context = contexts.get_forward_context()  # type: ignore[union-attr]
+    except (AttributeError, AssertionError):
+        return None, None
+    metadata, slots = context.attn_metadata, getattr(context, "slot_mapping", None)
+    metadata = metadata.get(layer) if isinstance(metadata, dict) else None
+    return metadata, slots.get(layer) if isinstance(slots, dict) else None
+
+
+def _ids(groups: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(ids) for ids in groups)
 
 
 def step_graph() -> StepGraph | None:

@@ -24,6 +24,7 @@ from vllm_accprobe.comparison.plan.coverage import finished
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
+from vllm_accprobe.comparison.states import notes as state_notes
 from vllm_accprobe.comparison.verdict import blame, floors, harmless
 from vllm_accprobe.comparison.verdict.remarks import other_settings, remarks, unseen_routing
 from vllm_accprobe.comparison.verdict.rerouted_rows import add_undecided, settle
@@ -127,7 +128,8 @@ class _Judge:
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
             verdict=FAIL if failed or origins else PASS,
             notes=messages.notes(
-                [*setting.notes, *images, *about_floor, *said], pairs, flipped, self.replicas, origins
+                [*state_notes(setting.states), *setting.notes, *images, *about_floor, *said],
+                pairs, flipped, self.replicas, origins,
             ),
             plan=setting.plan,
             standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),
@@ -135,6 +137,7 @@ class _Judge:
             measured=self.measured,
             false_alarm_rate=self.rate,
             by_chance=self.rate,
+            states=setting.states,
         )
 
     def _why_nothing(self) -> str:

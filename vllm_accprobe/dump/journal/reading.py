@@ -21,6 +21,7 @@ from vllm_accprobe.dump.face import Dump, row_space
 from vllm_accprobe.dump.files import MISSING, DumpError, find_segment, journal_lines
 from vllm_accprobe.dump.journal import events
 from vllm_accprobe.dump.journal.event_lines import KINDS, LABEL
+from vllm_accprobe.dump.journal.state_lines import STATE_KINDS
 from vllm_accprobe.dump.journal.tensor_lines import record
 from vllm_accprobe.dump.opcalls import op_call, replaced
 from vllm_accprobe.dump.schema import JOURNAL, PADDING, SCHEMA, Layout, OpCall, Record, Skip, rank_dir
@@ -106,7 +107,7 @@ class RankReader:
         if kind == "error":
             dump.errors.append({**e, "rank": rank})
             return
-        found = KINDS.get(kind)
+        found = KINDS.get(kind) or STATE_KINDS.get(kind)
         if found is None:
             self.unknown[kind[:40]] += 1
             return
@@ -125,6 +126,10 @@ class RankReader:
             dump.masks.update({(rank, value.step, req): by for req, by in value.masked.items()})
         elif kind == "skip":
             dump.skips.append(value)
+        elif kind == "state":
+            dump.states.append((rank, value))
+        elif kind == "states":
+            dump.state_totals[rank] = value
         elif kind == "armed":
             dump.armed.append((rank, value))
         elif kind == "stop":

@@ -74,7 +74,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor) ->
         "state": "pass-page" if comparison.verdict == "pass" else "fail-page",
         "css": _asset("page.css"),
         "verdict": sections.verdict(comparison),
-        "notes": sections.notes(comparison) + further.deciding(comparison),
+        "notes": sections.notes(comparison) + further.wrong_states(comparison) + further.deciding(comparison),
         "figures": sections.figures(comparison),
         "machines": further.how_they_compute(comparison),
         "chart_note": sections.chart_note(comparison, len(points), MAX_POINTS, have_plotly=plotly is not None),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from vllm_accprobe.report import machines
+from vllm_accprobe.report import facts, machines
 from vllm_accprobe.report.html.elements import MAX_LIST, as_sentence, escaped, html_table, more_of
 from vllm_accprobe.report.text import capital, safe
 
@@ -30,6 +30,18 @@ def deciding(comparison: Comparison) -> str:
     return (
         '<section class="notes decide" aria-labelledby="h-decide"><h2 id="h-decide">This would decide</h2>'
         f"<ul>{items}</ul></section>"
+    )
+
+
+def wrong_states(comparison: Comparison) -> str:
+    """What mine's ledger of states has found, after the first, which is the headline."""
+    wrong = facts.wrong_states(comparison)[1:]
+    if not wrong:
+        return ""
+    items = "".join(f"<li>{escape(line)}</li>" for line in wrong[:MAX_LIST])
+    return (
+        '<section class="notes" aria-labelledby="h-states"><h2 id="h-states">Further findings of the ledger of states'
+        f'</h2><ul>{items}</ul>{more_of(len(wrong), MAX_LIST, "states")}</section>'
     )
 
 

@@ -24,6 +24,8 @@ _e = escaped
 def title(comparison: Comparison) -> str:
     if comparison.verdict == "pass":
         return "PASS · accprobe"
+    if facts.wrong_states(comparison):
+        return "FAIL the cache, not the kernel · accprobe"
     culprit = safe(comparison.origins[0].get("module", ""), 80) if comparison.origins else "differences"
     return f"FAIL {culprit} · accprobe"
 
@@ -32,7 +34,7 @@ def verdict(comparison: Comparison) -> str:
     """The top of the page: badge, sentence, and the culprit's numbers."""
     passed = comparison.verdict == "pass"
     badge = f'<span class="badge">{"PASS" if passed else "FAIL"}</span>'
-    if passed or not comparison.origins:
+    if passed or not comparison.origins or facts.wrong_states(comparison):
         sentence = as_sentence(facts.headline(comparison).split(": ", 1)[1])
         return f'<h1 class="said">{badge}<span>{sentence}</span></h1>' + _divergence(comparison)
     origin = comparison.origins[0]

@@ -1,0 +1,64 @@
+"""The ledgers' findings in a comparison: first in every report, and the verdict whatever the tensors say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_accprobe.comparison.states import findings, notes, states_of
+from vllm_accprobe.dump.face import Dump
+from vllm_accprobe.dump.journal.state_lines import StateFinding, StateTotals, sentence
+
+FOUND = StateFinding(
+    7, "freed", "kv", 0, "", 4, 9, "a", "it was given away", None, 0, 31, "b", 3, 0, 69, ("reuse in step 6",)
+)  # fmt: skip
+
+
+def dump(found: tuple[StateFinding, ...] = (), kept: bool = True) -> Dump:
+    made = Dump(Path("somewhere"), {})
+    made.states = [(0, one) for one in found]
+    if kept:
+        made.state_totals = {0: StateTotals("sample", 4, 8, 10, 20, 30, len(found))}
+    return made
+
+
+def test_a_run_without_a_ledger_says_nothing() -> None:
+    assert states_of((dump(kept=False), dump(kept=False))) == {"golden": {}, "mine": {}}
+
+
+def test_findings_are_plain_values_with_their_sentence() -> None:
+    states = states_of((dump(), dump((FOUND,))))
+    assert states["golden"]["count"] == 0
+    assert states["golden"]["watched"]["0"]["mode"] == "sample"
+    (one,) = findings(states, "mine")
+    assert one["sentence"] == sentence(FOUND)
+    assert json.loads(json.dumps(states)) == json.loads(json.dumps(states))
+    assert notes(states) == []
+
+
+def test_a_golden_with_a_wrong_cache_is_none() -> None:
+    (note,) = notes(states_of((dump((FOUND,)), dump())))
+    assert note.startswith("GOLDEN'S OWN CACHE WAS WRONG: a block freed while it is still read: step 7")
+
+
+def test_a_finding_fails_what_the_tensors_pass() -> None:
+    from vllm_accprobe.comparison.result import Comparison
+    from vllm_accprobe.report import facts, github, terminal
+    from vllm_accprobe.report.html import page
+
+    passed = Comparison("g", "m", {}, {}, [], {}, None, [], {}, "pass", [], [], {})
+    assert passed.verdict == "pass"
+    assert "states" not in passed.to_json()
+    wrong = replace(passed, states=states_of((dump(), dump((FOUND, replace(FOUND, block=10))))))
+    assert wrong.verdict == "fail"
+    assert replace(wrong, verdict="pass").verdict == "fail"  # whoever says otherwise later
+    assert facts.headline(wrong).startswith("FAIL: the cache, not the kernel: a block freed while it is still read")
+    assert terminal.lines(wrong)[0] == facts.headline(wrong)
+    assert any("block 10" in line for line in terminal.lines(wrong)[1:])
+    assert github.lines(wrong)[0].startswith("::error title=accprobe::FAIL: the cache, not the kernel")
+    html = page(wrong)
+    assert "the cache, not the kernel" in html.lower().split("</h1>")[0]
+    assert "Further findings of the ledger of states" in html
+    assert wrong.to_json()["states"]["mine"]["count"] == 2
+

@@ -1,0 +1,56 @@
+"""Lines of a ledger of states: written as the journal has them, read back as they were, and what else they may say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from vllm_accprobe.dump.journal.state_lines import FINDING, TOTALS, StateFinding, StateTotals, sentence
+from vllm_accprobe.dump.recorder.lines import encode
+
+STALE = StateFinding(
+    5, "stale", "kv", 0, "l.0.attn", 4, 2, "a", "its row is written to slot 75", 76, 44, 44, "b", 4, 43, 43,
+    ("copy in step 4",),
+)  # fmt: skip
+CASES: list[tuple[Any, Any, str]] = [
+    (FINDING, STALE,
+     '{"event":"state","step":5,"kind":"stale","cache":"kv","group":0,"layer":"l.0.attn","layers":4,"block":2,'
+     '"request":"a","how":"its row is written to slot 75","slot":76,"low":44,"high":44,"writer":"b","written":4,'
+     '"wrote_low":43,"wrote_high":43,"between":["copy in step 4"]}'),
+    (FINDING, StateFinding(0, "changed", "state", 1, "x", 1, 3, "", "nobody's"),
+     '{"event":"state","step":0,"kind":"changed","cache":"state","group":1,"layer":"x","layers":1,"block":3,'
+     '"how":"nobody\'s"}'),
+    (TOTALS, StateTotals("full", 4, 9, 10, 20, 30, 1, {"copy": 2}, {"odd": 1}),
+     '{"event":"states","mode":"full","layers":4,"steps":9,"hashed":10,"checked":20,"held":30,"findings":1,'
+     '"events":{"copy":2},"skipped":{"odd":1}}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "value", "line"), CASES)
+def test_a_line_is_read_as_it_was_written(kind: Any, value: Any, line: str) -> None:
+    assert bytes(encode(kind.to_line(value))).decode().strip() == line
+    assert kind.from_line(json.loads(line)) == value
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kind": "bad"}, {"kind": 3}, {"between": "x"}, {"between": [1]}, {"block": -1}, {"step": "2"}, {"low": 1.5}],
+)
+def test_what_no_ledger_writes_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        FINDING.from_line(json.loads(CASES[0][2]) | change)
+
+
+def test_strangers_texts_are_cut() -> None:
+    read = FINDING.from_line(json.loads(CASES[0][2]) | {"between": ["x" * 5000] * 50})
+    assert len(read.between) == 8
+    assert len(read.between[0]) == 200
+
+
+def test_sentences() -> None:
+    assert sentence(STALE) == (
+        "a stale slot: step 5, layer l.0.attn and 3 more, block 2, slot 76, read by request 'a' (position 44): its "
+        "row is written to slot 75; written last by request 'b' in step 4 (position 43); since then: copy in step 4"
+    )

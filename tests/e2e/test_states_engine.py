@@ -1,0 +1,116 @@
+"""The ledger of states in real engines: faults told as what they are, silence where there is none, and compare's word.
+
+One process builds all engines (state_lab.py), as scripts/state_cases.py does, which has more cases."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.captures import Engines
+
+from vllm_accprobe.cli import main
+from vllm_accprobe.dump.journal.state_lines import StateFinding
+from vllm_accprobe.dump.reader import open_dump
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = "hits,preemption-hits,freed,stale-slot,dropped-row,falcon-h1,other-state,late-load"
+LABELLED: dict[str, str] = {"VLLM_ACCPROBE_STATES": "full"}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Path:
+    """Dumps of CASES. (``engines`` only says whether vLLM is here, and skips where it is not.)"""
+    out = tmp_path_factory.mktemp("states")
+    command = [sys.executable, str(ROOT / "scripts" / "state_cases.py"), "--out", str(out), "--only", CASES]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=420)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    return out
+
+
+def findings(told: Path, name: str) -> list[StateFinding]:
+    return [one for _, one in open_dump(told / name).states]
+
+
+@pytest.mark.parametrize("name", ["hits", "preemption-hits", "falcon-h1"])
+def test_clean_runs_are_silent(told: Path, name: str) -> None:
+    dump = open_dump(told / name)
+    assert (dump.states, dump.problems) == ([], [])
+    totals = dump.state_totals[0]
+    assert totals.layers >= 4
+    assert min(totals.hashed, totals.checked, totals.held) > 0
+    assert totals.skipped == {}
+    if name == "preemption-hits":
+        assert totals.events["reuse"] > 0
+        assert totals.events["resume after preemption"] > 0 or totals.events["prefix hit"] > 0
+
+
+def test_a_block_freed_while_it_is_read(told: Path) -> None:
+    (found,) = [one for one in findings(told, "freed") if one.kind == "freed"]
+    assert (found.request, found.low, found.writer) == ("a", 0, "a")
+    assert "was given to request 'c' in step" in found.how
+
+
+def test_a_stale_slot(told: Path) -> None:
+    (found,) = findings(told, "stale-slot")
+    assert (found.kind, found.request, found.low) == ("stale", "a", found.high)
+    assert found.slot is not None
+    assert f"written to slot {found.slot - 1} of block {found.block}" in found.how
+
+
+def test_a_row_that_the_kernel_leaves_out(told: Path) -> None:
+    (found,) = findings(told, "dropped-row")
+    assert (found.kind, found.request, found.layer) == ("stale", "b", "model.layers.1.self_attn.attn")
+
+
+def test_the_state_of_another_request(told: Path) -> None:
+    found = findings(told, "other-state")
+    assert {(one.kind, one.cache, one.request) for one in found} == {("other", "state", "a"), ("other", "state", "b")}
+    assert "given to request 'b'" in found[0].how
+
+
+def test_a_copy_that_comes_late(told: Path) -> None:
+    found = findings(told, "late-load")
+    assert {one.kind for one in found} == {"late"}
+    assert all(one.between == (f"transfer in step {one.step - 1}",) for one in found)
+
+
+def test_beside_a_capture_compare_says_the_cache(
+    engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lines stand in the capture's journal, the answers are those of the bare engine, and a finding fails a
+    comparison of equal tensors."""
+    bare = engines.run("bare", host="bare")
+    mine = engines.run("states-full", env=LABELLED)
+    golden = engines.run("plain")
+    assert mine.tokens == bare.tokens
+    assert mine.dump is not None
+    totals = open_dump(mine.dump).state_totals[0]
+    assert (totals.mode, totals.findings) == ("full", 0)
+    planted: dict[str, Any] = {
+        "event": "state", "step": 1, "kind": "freed", "cache": "kv", "group": 0, "layer": "", "layers": 4, "block": 3,
+        "request": "ask-1", "how": "it was given away",
+    }  # fmt: skip
+    journal = mine.dump / "rank0000" / "journal.jsonl"
+    kept = journal.read_bytes()
+    journal.write_bytes(kept + json.dumps(planted).encode() + b"\n")
+    try:
+        code = main(["compare", str(golden.dump), str(mine.dump), "--out", str(tmp_path / "out")])
+        said = capsys.readouterr().out
+        assert main(["show", str(mine.dump), "states"]) == 0
+    finally:
+        journal.write_bytes(kept)
+    assert code == 1
+    assert "FAIL: the cache, not the kernel: a block freed while it is still read: step 1" in said
+    result = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert result["origins"] == []
+    assert result["states"]["mine"]["findings"][0]["block"] == 3
+    assert "the cache, not the kernel: a block freed" in capsys.readouterr().out

@@ -1,0 +1,222 @@
+"""Wrong states, each planted where a real report had it (docs/states.md has the list).
+
+The problem: a ledger that has never seen a wrong state may be blind. The idea: small functions that spoil one engine
+of state_lab.py: each takes the engine and changes one object of it, so that the next engine of the process is whole.
+Kernels are never touched: their results are right for the wrong state that they get. Not here: the engines
+(state_lab.py), what the ledger must say (scripts/state_cases.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import state_lab as lab
+import torch
+
+Before = Callable[[int], None]
+
+
+def freed(llm: Any, victim: str = "a", at: int = 4) -> Before:
+    """The scheduler gives back the blocks of a request that goes on (vllm-ascend 13501: an asynchronous save frees
+    them): the next request gets them."""
+    scheduler = lab.scheduler_of(llm)
+
+    def before(step: int) -> None:
+        if step != at:
+            return
+        manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        blocks = manager.req_to_blocks[lab.named(manager.req_to_blocks, victim)]
+        pool = scheduler.kv_cache_manager.block_pool
+        pool.free_blocks(list(blocks[:1]))
+        queue = pool.free_block_queue  # as if it had waited longest: the next request gets it
+        queue.remove(blocks[0])
+        queue.prepend_n([blocks[0]]) if hasattr(queue, "prepend_n") else queue.append(blocks[0])
+
+    return before
+
+
+def stale_slot(llm: Any, row: int = 0, at: int = 6) -> None:
+    """The slots of one step are those of the step before, for one request (aiter 4076, vllm 47303: metadata that was
+    not made anew)."""
+    runner, calls = lab.runner_of(llm), {"n": 0}
+    v2 = hasattr(runner, "block_tables")
+    owner, name = (runner.block_tables, "compute_slot_mappings") if v2 else (runner, "_get_slot_mappings")
+    original = getattr(owner, name)
+
+    def stale(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls["n"] += 1
+        if calls["n"] == at:
+            slots = result[0] if v2 else next(iter(result[0].values()))
+            slots[row] -= 1
+        return result
+
+    setattr(owner, name, stale)
+
+
+def dropped_row(llm: Any, at: int = 6) -> None:
+    """The kernel leaves out the last row of a step: its slot keeps what it had, though all metadata are right."""
+    from vllm.v1.worker import gpu_model_runner  # noqa: F401
+
+    runner = lab.runner_of(llm)
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    for layer in [one for one in layers.values() if hasattr(getattr(one, "impl", None), "do_kv_cache_update")][1:2]:
+        original, calls = layer.impl.do_kv_cache_update, {"n": 0}
+
+        def update(
+            module: Any, key: Any, value: Any, cache: Any, slots: Any, original: Any = original, calls: Any = calls
+        ) -> Any:
+            calls["n"] += 1
+            if calls["n"] == at:
+                slots = slots.clone()
+                slots[-1] = -1
+            return original(module, key, value, cache, slots)
+
+        layer.impl.do_kv_cache_update = update
+
+
+def _state_metadata(metadata: Any) -> Any:
+    return next(one for one in metadata.values() if hasattr(one, "state_indices_tensor_d")
+                or hasattr(one, "non_spec_state_indices_tensor"))  # fmt: skip
+
+
+def other_state(llm: Any, at: int = 8) -> None:
+    """Two requests' state indices change places in one step (vllm 53912: another one's number reaches the state)."""
+    runner, calls = lab.runner_of(llm), {"n": 0}
+    original = runner._build_attention_metadata
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls["n"] += 1
+        if calls["n"] == at:
+            one = _state_metadata(result[0])
+            indices = getattr(one, "state_indices_tensor_d", None)
+            if indices is None:
+                indices = one.non_spec_state_indices_tensor
+            indices[:2] = indices[:2].flip(0).clone()
+        return result
+
+    runner._build_attention_metadata = build
+
+
+def no_state(llm: Any, at: int = 1) -> None:
+    """A request that begins is told that it has a state already: it goes on from whatever its block holds."""
+    runner, calls = lab.runner_of(llm), {"n": 0}
+    original = runner._build_attention_metadata
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls["n"] += 1
+        if calls["n"] == at:
+            one = _state_metadata(result[0])
+            flags = getattr(one, "has_initial_states_p", None)
+            if flags is None:
+                flags = one.has_initial_state
+            flags[:] = True
+        return result
+
+    runner._build_attention_metadata = build
+
+
+def swapped_states(llm: Any, at: int = 8) -> Before:
+    """The states of two requests change places in the cache of one layer: indices are right, bytes are another's."""
+    runner = lab.runner_of(llm)
+
+    def before(step: int) -> None:
+        if step != at:
+            return
+        layers = runner.vllm_config.compilation_config.static_forward_context
+        layer = next(one for one in layers.values() if isinstance(getattr(one, "kv_cache", None), tuple))
+        scheduler = lab.scheduler_of(llm)
+        groups = scheduler.kv_cache_manager.coordinator.single_type_managers
+        held = next(one.req_to_blocks for one in groups if "amba" in type(one).__name__)
+        first, second = (blocks[-1].block_id for blocks in list(held.values())[:2])
+        for cache in layer.kv_cache:
+            kept = cache[first].clone()
+            cache[first] = cache[second]
+            cache[second] = kept
+
+    return before
+
+
+def late_state_copy(llm: Any) -> None:
+    """The copy of a state to its next block is made behind the forward that reads it."""
+    from vllm.v1.worker import mamba_utils
+
+    runner = lab.runner_of(llm)
+    forward, waiting = runner._model_forward, []
+    original = mamba_utils.do_mamba_copy_block
+
+    def later(bufs: Any) -> None:
+        if bufs.offset:
+            waiting.append(bufs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mamba_utils.do_mamba_copy_block = later
+        result = forward(*args, **kwargs)
+        while waiting:
+            original(waiting.pop())
+        return result
+
+    mamba_utils.do_mamba_copy_block = later
+    runner._model_forward = run
+
+
+def late_load(llm: Any, delay: str = "after the forward") -> None:
+    """What a connector brings arrives when the forward that reads it is over (LMCache 4247, sglang 23020)."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    runner, connector = lab.runner_of(llm), get_kv_transfer_group()
+    load, forward, waiting = connector.start_load_kv, runner._model_forward, []
+
+    def later(context: Any, **kwargs: Any) -> None:
+        waiting.append((context, kwargs))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        while waiting:
+            context, more = waiting.pop()
+            load(context, **more)
+        return result
+
+    connector.start_load_kv = later
+    runner._model_forward = run
+
+
+def flipped_bit(llm: Any, victim: str = "a", at: int = 6) -> Before:
+    """One bit of a block changes between two steps, in one layer."""
+    runner = lab.runner_of(llm)
+
+    def before(step: int) -> None:
+        if step != at:
+            return
+        scheduler = lab.scheduler_of(llm)
+        held = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+        block = held[lab.named(held, victim)][0].block_id
+        layers = runner.vllm_config.compilation_config.static_forward_context
+        cache = [one for one in layers.values() if isinstance(getattr(one, "kv_cache", None), torch.Tensor)][2].kv_cache
+        words = cache[block].view(torch.int16)
+        words.view(-1)[17] ^= 1
+
+    return before
+
+
+def strange_hit(llm: Any, donor: str = "a") -> Before:
+    """The prefix cache gives a request the block of other tokens: as if two hashes were equal."""
+    scheduler = lab.scheduler_of(llm)
+    manager = scheduler.kv_cache_manager
+    find = manager.get_computed_blocks
+
+    def found(request: Any) -> Any:
+        held = manager.coordinator.single_type_managers[0].req_to_blocks
+        names = [one for one in held if one.partition("-")[0] == donor]
+        if request.request_id.partition("-")[0] == donor or not names or request.num_computed_tokens:
+            return find(request)
+        blocks, _, *rest = find(request)
+        donors = list(held[names[0]][:1])
+        made = type(blocks)((donors,))
+        return (made, 32, *rest)
+
+    manager.get_computed_blocks = found
+    return lambda step: None
