@@ -81,6 +81,7 @@ class Comparison:
     machines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     replayed: str = ""
     options: tuple[str, ...] = ()
+    weights: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         c = self.counts
@@ -117,6 +118,7 @@ class Comparison:
                 "by_chance": self.by_chance,
                 "machines": {side: self.machines.get(side, []) for side in ("golden", "mine")},
                 "would_decide": self.would_decide,
+                "weights": self.weights,
             }
         )
 

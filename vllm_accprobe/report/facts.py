@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.judge.weights.faults import wrong_weights
 from vllm_accprobe.report import tiers
 from vllm_accprobe.report.text import MISSING, against, count, num, place, ratio, safe, times
 
@@ -216,6 +217,10 @@ def headline(comparison: Comparison) -> str:
 
 
 def _failure(comparison: Comparison, c: Counts) -> str:
+    if faults := wrong_weights(comparison.weights):
+        where = "in golden, " if faults[0]["side"] == "golden" else ""
+        others = f" (and {count(len(faults) - 1, 'more finding')} about weights)" if faults[1:] else ""
+        return f"the weights, not the kernel: {where}{safe(faults[0]['says'], 400)}{others}"
     if comparison.origins:
         origin = comparison.origins[0]
         return f"{origin_title(origin)} {blame(origin)}: {origin_detail(comparison, origin)}"

@@ -22,6 +22,7 @@ from vllm_accprobe.dump.files import MISSING, DumpError, find_segment, journal_l
 from vllm_accprobe.dump.journal import events
 from vllm_accprobe.dump.journal.event_lines import KINDS, LABEL
 from vllm_accprobe.dump.journal.tensor_lines import record
+from vllm_accprobe.dump.journal.weight_lines import weight_event, weight_print
 from vllm_accprobe.dump.opcalls import op_call, replaced
 from vllm_accprobe.dump.schema import JOURNAL, PADDING, SCHEMA, Layout, OpCall, Record, Skip, rank_dir
 
@@ -102,6 +103,12 @@ class RankReader:
             return
         if kind == "op":
             self.ops.append(op_call(rank, e))
+            return
+        if kind == "weight":
+            dump.lives.prints.append(weight_print(rank, e))
+            return
+        if kind == "life":
+            dump.lives.events.append(weight_event(rank, e))
             return
         if kind == "error":
             dump.errors.append({**e, "rank": rank})
