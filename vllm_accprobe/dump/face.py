@@ -34,7 +34,7 @@ from vllm_accprobe.dump.schema import (
     Stop,
     segment_name,
 )
-from vllm_accprobe.dump.weight_life import Lives
+from vllm_accprobe.dump.weights.weight_life import Lives
 
 _MAX_OPEN = 200
 

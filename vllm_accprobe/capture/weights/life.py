@@ -4,7 +4,7 @@ The problem: a sync that leaves one scale behind, a reload that loses a shard, a
 shape and raise nothing. The idea: an event is opened by whoever sees vLLM's call (capture/vllm/weights/), each layer is
 looked at just before it is packed, and all of them when the event is over, outside of any forward; the writes between
 are watched. Fingerprints are all that is kept. A failure here is noted, ends the looking and nothing else. Not here:
-what the lines say (dump/weight_life.py), how a print is made (prints.py), what it means (judge/weights/).
+what the lines say (dump/weights/), how a print is made (prints.py), what it means (judge/weights/).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_accprobe.capture.weights.prints import RowSums, sums_of
 from vllm_accprobe.capture.weights.row_names import named_rows
 from vllm_accprobe.capture.weights.writes import WriteWatch
 from vllm_accprobe.dump.schema import ROOT_TAP
-from vllm_accprobe.dump.weight_life import (
+from vllm_accprobe.dump.weights.weight_life import (
     COLUMNS,
     KERNEL,
     LOAD,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_accprobe.capture.core import tp_slices
-from vllm_accprobe.dump.weight_life import Range, row_count
+from vllm_accprobe.dump.weights.weight_life import Range, row_count
 
 _GATED = ("gate", "up")
 

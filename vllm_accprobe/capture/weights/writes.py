@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_accprobe.dump.weight_life import MAX_ROWS, row_count
+from vllm_accprobe.dump.weights.weight_life import MAX_ROWS, row_count
 
 _MOST = 1 << 16
 """Writes into one storage that are kept apart; more of them are one write of everything between."""

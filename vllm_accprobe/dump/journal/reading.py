@@ -22,9 +22,9 @@ from vllm_accprobe.dump.files import MISSING, DumpError, find_segment, journal_l
 from vllm_accprobe.dump.journal import events
 from vllm_accprobe.dump.journal.event_lines import KINDS, LABEL
 from vllm_accprobe.dump.journal.tensor_lines import record
-from vllm_accprobe.dump.journal.weight_lines import weight_event, weight_print
 from vllm_accprobe.dump.opcalls import op_call, replaced
 from vllm_accprobe.dump.schema import JOURNAL, PADDING, SCHEMA, Layout, OpCall, Record, Skip, rank_dir
+from vllm_accprobe.dump.weights.weight_lines import weight_event, weight_print
 
 LOST = "payload that is not in its file"
 """The reason under which they are counted; their statistics and hashes are there still."""

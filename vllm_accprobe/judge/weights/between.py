@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.weight_life import LORA, SLOT, Lives, WeightEvent, WeightPrint
+from vllm_accprobe.dump.weights.weight_life import LORA, SLOT, Lives, WeightEvent, WeightPrint
 from vllm_accprobe.judge.weights.faults import BOTH, DIFFERS, WeightFault
 from vllm_accprobe.judge.weights.histories import (
     LivesInOrder,

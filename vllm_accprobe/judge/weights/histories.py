@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from vllm_accprobe.dump.weight_life import LOAD, LOADED, LORA, PACKED, Lives, WeightEvent, WeightPrint
+from vllm_accprobe.dump.weights.weight_life import LOAD, LOADED, LORA, PACKED, Lives, WeightEvent, WeightPrint
 
 _COMPUTED = ("cos_sin_cache", "inv_freq", "cos_cached", "sin_cached", "position_ids")
 Place = tuple[int, str, str]

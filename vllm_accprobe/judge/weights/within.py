@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from vllm_accprobe.dump.weight_life import (
+from vllm_accprobe.dump.weights.weight_life import (
     COLUMNS,
     GIVEN,
     KERNEL,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.weights.life import WeightLife, tap_path
-from vllm_accprobe.dump.weight_life import GIVEN, SLOT
+from vllm_accprobe.dump.weights.weight_life import GIVEN, SLOT
 
 MOST = 256
 """Activations that are looked at: a server with more adapters than slots exchanges some in every step."""

@@ -17,7 +17,7 @@ import torch
 
 from vllm_accprobe.capture.vllm.loading import wrap_packing
 from vllm_accprobe.capture.weights.life import WeightLife, tap_path
-from vllm_accprobe.dump.weight_life import LOAD, RELOAD, SYNC, WAKE
+from vllm_accprobe.dump.weights.weight_life import LOAD, RELOAD, SYNC, WAKE
 
 
 class WeightCalls:

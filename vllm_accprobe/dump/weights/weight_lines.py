@@ -1,7 +1,7 @@
 """Reads the lines of weights' lives, trusting nothing.
 
 The idea: as for tensors, fields are checked one by one, and what does not hold is a ValueError with a short reason,
-which the reader counts. Not here: what is written (dump/weight_life.py).
+which the reader counts. Not here: what is written (dump/weights/).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_accprobe.dump.journal.events import (
     short,
     string,
 )
-from vllm_accprobe.dump.weight_life import Range, WeightEvent, WeightPrint, row_count
+from vllm_accprobe.dump.weights.weight_life import Range, WeightEvent, WeightPrint, row_count
 
 _WORD = 300
 _HEX = frozenset("0123456789abcdef")
