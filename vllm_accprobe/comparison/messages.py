@@ -197,6 +197,17 @@ def first_divergence(pairs: Sequence[Pair], rows: RowTable | None = None) -> dic
     return out
 
 
+def weights(found: dict[str, Any], most: int = 3) -> list[str]:
+    """What must be said before anything else: weights that are not what they should be. found: Setting.weights."""
+    faults = found.get("findings") or []
+    out = [f"the weights, not the kernel: {_whose(f)}{f['says']}" for f in faults[:most]]
+    return [*out, f"{len(faults) - most} more findings about weights: compare.json, weights"] if faults[most:] else out
+
+
+def _whose(fault: dict[str, Any]) -> str:
+    return {"golden": "in golden, ", "both": "in both dumps, "}.get(fault["side"], "")
+
+
 def notes(
     static: Sequence[str],
     pairs: Sequence[Pair],

@@ -84,6 +84,7 @@ class Comparison:
     replayed: str = ""
     options: tuple[str, ...] = ()
     states: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         c = self.counts
@@ -123,6 +124,7 @@ class Comparison:
                 "by_chance": self.by_chance,
                 "machines": {side: self.machines.get(side, []) for side in ("golden", "mine")},
                 "would_decide": self.would_decide,
+                "weights": self.weights,
             }
             | ({"states": self.states} if any(self.states.values()) else {})
         )

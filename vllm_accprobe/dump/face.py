@@ -35,6 +35,7 @@ from vllm_accprobe.dump.schema import (
     Stop,
     segment_name,
 )
+from vllm_accprobe.dump.weights.weight_life import Lives
 
 _MAX_OPEN = 200
 
@@ -50,6 +51,7 @@ class Dump:
     what changed the request's logits before sampling; labels, those in files of their own, by
     (rank, step, tap, role, call); modules, stops and ends by rank; armed: (rank, from which step on what selection
     held), where the server was armed while it ran;
+    lives: what happened to the weights, and their fingerprints after it;
     problems: sentences on what is missing, damaged or ignored; bad_lines: how many of each rank's journal were not
     understood; unread: a sentence for each file that is there and cannot be read; data: where each (rank, segment)
     lies.
@@ -69,6 +71,7 @@ class Dump:
         self.masks: dict[tuple[int, int, int], Mask] = {}
         self.modules: dict[int, list[Module]] = {}
         self.labels: dict[tuple[int, int, str, str, int], Label] = {}
+        self.lives = Lives()
         self.skips: list[Skip] = []
         self.armed: list[tuple[int, Armed]] = []
         self.states: list[tuple[int, StateFinding]] = []

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings
+from vllm_accprobe.judge.weights.faults import wrong_weights
 from vllm_accprobe.report import tiers
 from vllm_accprobe.report.text import MISSING, against, count, num, place, ratio, safe, times
 
@@ -225,6 +226,10 @@ def _failure(comparison: Comparison, c: Counts) -> str:
     if wrong := wrong_states(comparison):
         n = int(comparison.states["mine"].get("count") or len(wrong)) - 1
         return f"{NOT_THE_KERNEL}: {wrong[0]}" + (f" (and {count(n, 'other finding')})" if n > 0 else "")
+    if faults := wrong_weights(comparison.weights):
+        where = "in golden, " if faults[0]["side"] == "golden" else ""
+        others = f" (and {count(len(faults) - 1, 'more finding')} about weights)" if faults[1:] else ""
+        return f"the weights, not the kernel: {where}{safe(faults[0]['says'], 400)}{others}"
     if comparison.origins:
         origin = comparison.origins[0]
         return f"{origin_title(origin)} {blame(origin)}: {origin_detail(comparison, origin)}"

@@ -37,6 +37,7 @@ from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
 from vllm_accprobe.capture.vllm.vllm_compat import hidden_size, language_prefix, run_info
+from vllm_accprobe.capture.vllm.weights.watching import Weights
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal.event_lines import ARMED
 from vllm_accprobe.dump.schema import ROOT_TAP, Armed, Step
@@ -72,6 +73,7 @@ class CaptureObserver(StepObserver):
         self._attachments: Attachments | None = None
         self._dealing: Dealing | None = None
         self._graphs: InGraphs | None = None
+        self._weights = Weights(config, adapter, lambda: self.session)
         self.windows = Windows(config, self._aim, self._note, self._refuse, say)
         self._seen_steps = self._armed_steps = 0
         self._closed = self._said_unplaced = False
@@ -86,6 +88,10 @@ class CaptureObserver(StepObserver):
         if self.taps is None and (self.session is None or self.session.dead is None):
             _, parameters = self._open(model)
             parameters.layer(path, layer)
+            self._weights.look(path, layer)
+
+    def loading(self) -> contextlib.AbstractContextManager[Any]:
+        return self._weights.loading()
 
     def _open(self, model: torch.nn.Module) -> tuple[Session, ParameterLines]:
         """This rank's place in the dump, beside that of an earlier engine of the same process. Taps come later, when
@@ -124,6 +130,7 @@ class CaptureObserver(StepObserver):
         self.taps.attach(model, language_prefix(model))
         Sampling(session, runner, model, self._rows)
         parameters.rest()
+        self._weights.loaded(model)
         if self._graphs is not None:
             self._graphs.place(self.root)
         self._dealing = watch_dealing(batch, runner.vllm_config)
@@ -151,6 +158,7 @@ class CaptureObserver(StepObserver):
     def begin_step(self, step: EngineStep) -> None:
         session = self.session
         assert session is not None
+        self._weights.settle()
         self.windows.told(step.arming, step.number)
         for new in step.new:
             self.requests.add(new.name, new.prompt, new.length, new.images)
@@ -255,6 +263,7 @@ class CaptureObserver(StepObserver):
             self._closed = True
             return
         self._closed = True
+        self._weights.close()
         try:
             recording.end(reason)
             session, sink = recording.session, recording.session.sink

@@ -38,7 +38,7 @@ def before_packing(look: Layer) -> Iterator[None]:
         if seen:  # a draft model, loaded after the one that is captured
             return original(model, *args, **kwargs)
         seen.append(model)
-        undo = _wrap_methods(model, look)
+        undo = wrap_packing(model, look)
         try:
             return original(model, *args, **kwargs)
         finally:
@@ -52,7 +52,7 @@ def before_packing(look: Layer) -> Iterator[None]:
             setattr(base_loader, _METHOD, original)
 
 
-def _wrap_methods(model: torch.nn.Module, look: Layer) -> Callable[[], None]:
+def wrap_packing(model: torch.nn.Module, look: Layer) -> Callable[[], None]:
     """Wraps the packing of every quantisation method in ``model``, on its instance; returns what undoes it."""
     wrapped: list[Any] = []
     for module in model.modules():

@@ -55,6 +55,21 @@ class RunnerAdapter:
             self._wrap_all()
         self.observers.append(observer)
 
+    @property
+    def worker(self) -> Any:
+        """The worker that has the runner."""
+        return self._worker
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the engine runs invented batches of its own."""
+        return self._quiet > 0
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step that comes next."""
+        return self._step + 1
+
     def model(self) -> torch.nn.Module:
         """The runner's model, once it is loaded."""
         runner = self.runner
@@ -99,7 +114,9 @@ class RunnerAdapter:
     def _load_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._refuses():
             return original(*args, **kwargs)
-        with before_packing(self._look_at_layer):
+        with before_packing(self._look_at_layer), contextlib.ExitStack() as stack:
+            for observer in reversed(self.observers):
+                stack.enter_context(observer.loading())
             result = original(*args, **kwargs)
         self._tell(self.observers, "attaching to the model", lambda observer: observer.loaded())
         if not self._speculates:

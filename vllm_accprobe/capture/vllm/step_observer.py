@@ -88,6 +88,10 @@ class StepObserver:
     def layer(self, model: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
         """The module at ``path`` has its weights as the checkpoint gave them; they are packed next."""
 
+    def loading(self) -> contextlib.AbstractContextManager[Any]:
+        """What the runner makes and loads its model in."""
+        return NOTHING
+
     def loaded(self) -> None:
         """The runner's model is complete; called again when weights are loaded anew."""
 

@@ -74,7 +74,8 @@ class Setting:
     (padding.py). places: all comparable rows of mine as sorted keys, with the
     first step that computed each and whether it was decoding. moments: (cell, step) → keys of its rows.
     nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
-    hashes; rehashed: as RequestPlan's. settings: as settings.differing's. states: as comparison/states.py's.
+    hashes; rehashed: as RequestPlan's. settings: as settings.differing's. states: as comparison/states.py's. weights:
+    as judge.weights.between's.
     """
 
     golden_path: str
@@ -106,6 +107,7 @@ class Setting:
     places: tuple[np.ndarray, np.ndarray, np.ndarray] = (NO_KEYS, NO_KEYS, NO_FLAGS)
     moments: dict[Moment, np.ndarray] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)
 
     def name(self, key: int) -> tuple[str, int]:
         """(request label, position) of a row key."""

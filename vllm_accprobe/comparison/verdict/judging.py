@@ -42,6 +42,7 @@ from vllm_accprobe.judge.origins.row_errors import Trace, kind_of
 from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice, is_logits
 from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER
 from vllm_accprobe.judge.verdict import RowErrors, rows_of
+from vllm_accprobe.judge.weights.faults import wrong_weights
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import EXACT, Limits, Standard
 
@@ -126,8 +127,9 @@ class _Judge:
             first_divergence=messages.first_divergence(pairs, rows),
             origins=[o for _, o in origins],
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
-            verdict=FAIL if failed or origins else PASS,
-            notes=messages.notes(
+            verdict=FAIL if failed or origins or wrong_weights(setting.weights) else PASS,
+            weights=setting.weights,
+            notes=messages.weights(setting.weights) + messages.notes(
                 [*state_notes(setting.states), *setting.notes, *images, *about_floor, *said],
                 pairs, flipped, self.replicas, origins,
             ),

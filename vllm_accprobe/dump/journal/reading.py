@@ -25,6 +25,7 @@ from vllm_accprobe.dump.journal.state_lines import STATE_KINDS
 from vllm_accprobe.dump.journal.tensor_lines import record
 from vllm_accprobe.dump.opcalls import op_call, replaced
 from vllm_accprobe.dump.schema import JOURNAL, PADDING, SCHEMA, Layout, OpCall, Record, Skip, rank_dir
+from vllm_accprobe.dump.weights.weight_lines import weight_event, weight_print
 
 LOST = "payload that is not in its file"
 """The reason under which they are counted; their statistics and hashes are there still."""
@@ -103,6 +104,12 @@ class RankReader:
             return
         if kind == "op":
             self.ops.append(op_call(rank, e))
+            return
+        if kind == "weight":
+            dump.lives.prints.append(weight_print(rank, e))
+            return
+        if kind == "life":
+            dump.lives.events.append(weight_event(rank, e))
             return
         if kind == "error":
             dump.errors.append({**e, "rank": rank})

@@ -1,0 +1,1 @@
+"""Which calls of vLLM change weights, and what they change."""

@@ -1,0 +1,1 @@
+"""Weights over their life: fingerprints after each event, made where the weights lie."""

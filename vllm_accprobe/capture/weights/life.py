@@ -1,0 +1,290 @@
+"""A model's weights over its life: after each event, one pass over all of them and a line for each.
+
+The problem: a sync that leaves one scale behind, a reload that loses a shard, a packed copy that stays old change no
+shape and raise nothing. The idea: an event is opened by whoever sees vLLM's call (capture/vllm/weights/), each layer is
+looked at just before it is packed, and all of them when the event is over, outside of any forward; the writes between
+are watched. Fingerprints are all that is kept. A failure here is noted, ends the looking and nothing else. Not here:
+what the lines say (dump/weights/), how a print is made (prints.py), what it means (judge/weights/).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_accprobe.capture.core.memory import DTYPE_NAMES
+from vllm_accprobe.capture.taps.params import own_tensors
+from vllm_accprobe.capture.weights import through_kernel, undo
+from vllm_accprobe.capture.weights.prints import RowSums, sums_of
+from vllm_accprobe.capture.weights.row_names import named_rows
+from vllm_accprobe.capture.weights.writes import WriteWatch
+from vllm_accprobe.dump.schema import ROOT_TAP
+from vllm_accprobe.dump.weights.weight_life import (
+    COLUMNS,
+    KERNEL,
+    LOAD,
+    LOADED,
+    MAX_ROWS,
+    PACKED,
+    WeightEvent,
+    WeightPrint,
+    event_line,
+    pack_rows,
+    print_line,
+)
+
+Key = tuple[str, str]
+PackerOf = Callable[[Any, str], tuple[str, undo.Packer] | None]
+Line = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class _Loaded:
+    """What a tensor was as it was given last. columns: of a weight that a kernel can be asked for; asked: these columns
+    themselves where they are integers, one or two percent of the weight, on the host."""
+
+    sums: RowSums
+    dtype: torch.dtype
+    columns: RowSums | None = None
+    asked: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, sums: RowSums, tensor: torch.Tensor, asked: torch.Tensor | None) -> _Loaded:
+        """asked: `through_kernel.expected` of ``tensor``."""
+        kept = asked.cpu() if asked is not None and not asked.is_floating_point() else None
+        return cls(sums, tensor.dtype, None if asked is None else sums_of(asked), kept)
+
+
+class WeightLife:
+    """The events and prints of one rank.
+
+    line: writes a journal line. chosen: whether a module (path, class) is looked at. step: the number of the next step.
+    packer_of: see vllm/weights/packers.py. failed: told once, when something here has failed.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        chosen: Callable[[str, str], bool],
+        step: Callable[[], int],
+        failed: Callable[[BaseException], None],
+        packer_of: PackerOf = lambda layer, name: None,
+        rank: int = 0,
+    ):
+        self.watch = WriteWatch()
+        self.off = False
+        self.open: str | None = None
+        self._line, self._chosen, self._step, self._failed = line, chosen, step, failed
+        self._packer_of, self._rank = packer_of, rank
+        self._number = -1
+        self._loaded: dict[Key, _Loaded] = {}
+        self._places: dict[tuple[str, int, int], torch.Tensor | None] = {}
+        self._said: dict[Key, str] = {}
+        self._looked: set[Key] = set()
+        self._about: dict[str, Any] = {}
+        self._seconds, self._bytes = 0.0, 0
+
+    @contextlib.contextmanager
+    def safely(self) -> Iterator[None]:
+        """What fails inside ends the looking, and reaches nobody."""
+        try:
+            yield
+        except Exception as error:
+            self.off = True
+            with contextlib.suppress(Exception):
+                self._failed(error)
+
+    def begin(self, kind: str, **about: Any) -> None:
+        """An event begins; the one that is open ends nothing. about: fields of WeightEvent."""
+        if self.off:
+            return
+        self.open = kind
+        self._number += 1
+        self._looked.clear()
+        self._about = about
+        self._seconds, self._bytes = 0.0, 0
+        if kind != LOAD:  # loading began before anybody could call this
+            self.watch.forget()
+
+    def look(self, path: str, module: torch.nn.Module) -> None:
+        """``module`` has its tensors as they were given; they are packed next."""
+        if self.off or self.open is None or not self._chosen(path, type(module).__name__):
+            return
+        with self.safely():
+            for name, tensor in own_tensors(module):
+                self._given(path, module, name, tensor)
+
+    def finish(self, model: torch.nn.Module, *, given: bool) -> None:
+        """The event is over: all tensors as they lie now. given: what was not looked at is as it was given."""
+        kind, self.open = self.open, None
+        if self.off or kind is None:
+            return
+        with self.safely():
+            for path, module in model.named_modules():
+                if hasattr(module, "base_layer"):  # an adapter's layer shows its base's tensors as its own
+                    continue
+                path = tap_path(path)
+                if not self._chosen(path, type(module).__name__):
+                    continue
+                for name, tensor in own_tensors(module):
+                    self._lies(path, module, name, tensor, given)
+                self._kernel(path, module)
+            self._event(kind)
+
+    def adapter(self, prints: Callable[[Callable[..., None]], None], **about: Any) -> None:
+        """An event of its own: an adapter's slot. prints: calls what it is given with (path, class, name, form,
+        tensor)."""
+        if self.off or self.open is not None:
+            return
+        with self.safely():
+            self._number += 1
+            self._about, self._seconds, self._bytes = about, 0.0, 0
+            prints(self._slot)
+            self._event("lora")
+
+    def _event(self, kind: str) -> None:
+        detail = [self._about.pop("detail", "")]
+        if self.watch.failed is not None:
+            detail.append(f"writes were not watched to the end: {self.watch.failed}")
+        self._line(event_line(WeightEvent(
+            self._rank, self._number, kind, self._step(), seconds=self._seconds, nbytes=self._bytes,
+            detail="; ".join(filter(None, detail)), **self._about,
+        )))  # fmt: skip
+
+    # --- tensors -----------------------------------------------------------------------------------------------
+
+    def _given(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        key = (path, name)
+        if key in self._looked or not _plain(tensor):
+            return
+        self._looked.add(key)
+        sums = self._sums(tensor)
+        linear = name == "weight" and hasattr(module, "quant_method")
+        self._loaded[key] = _Loaded.of(sums, tensor, through_kernel.expected(tensor) if linear else None)
+        self._print(path, module, name, LOADED, tensor.dtype, sums, seen=tensor)
+
+    def _lies(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor, given: bool) -> None:
+        key = (path, name)
+        if not _plain(tensor) or not tensor.numel():
+            return
+        if given and key not in self._looked:
+            self._given(path, module, name, tensor)
+            return
+        loaded = self._loaded.get(key)
+        before = loaded if loaded is not None and loaded.dtype == tensor.dtype else None
+        view, how = tensor, ""
+        if before is not None and (turned := undo.transposed(tensor, before.sums.shape)) is not None:
+            view, how = turned, undo.TRANSPOSED
+        sums = self._sums(view)
+        if before is not None and not how and sums.whole != before.sums.whole:
+            sums, how = self._undone(module, name, tensor, sums, before.sums)
+        if key in self._looked and before is not None and before.sums.whole == sums.whole and not how:
+            return  # it lies as it was given
+        if key not in self._looked and before is not None and not how and before.columns is not None:
+            # Written where it lies, without packing: what a kernel should have from now on.
+            self._loaded[key] = _Loaded.of(sums, tensor, through_kernel.expected(tensor))
+        seen = tensor if key not in self._looked else None
+        self._print(path, module, name, PACKED, tensor.dtype, sums, undone=how, seen=seen)
+
+    def _undone(
+        self, module: torch.nn.Module, name: str, tensor: torch.Tensor, sums: RowSums, before: RowSums
+    ) -> tuple[RowSums, str]:
+        packer = self._packer_of(module, name)
+        if packer is None or tensor.ndim != 3:
+            return sums, ""
+        label, pack = packer
+        n, width = int(tensor.shape[1]), int(tensor.shape[2])
+        key = (label, n, width)
+        if key not in self._places:
+            self._places[key] = undo.places(pack, n, width, tensor.dtype)
+        place = self._places[key]
+        if place is None:
+            return sums, "unknown"
+        blocks = [self._sums(undo.unpacked(block, place, width)) for block in tensor.detach()]
+        return _joined(tuple(tensor.shape), blocks), label
+
+    def _kernel(self, path: str, module: torch.nn.Module) -> None:
+        loaded = self._loaded.get((path, "weight"))
+        if loaded is None or loaded.columns is None:
+            return
+        here = module._parameters.get("weight")
+        if here is not None and here.numel() and not hasattr(module, "cpu_linear"):
+            return  # the kernel is given the tensor that was looked at
+        start = time.perf_counter()
+        try:
+            found = through_kernel.read_back(module, loaded.dtype, loaded.sums.shape, torch.get_default_dtype())
+        except Exception:  # a kernel that wants more than its input is not asked
+            found = None
+        self._seconds += time.perf_counter() - start
+        if found is None:
+            return
+        if loaded.asked is not None:
+            found = through_kernel.settled(found, loaded.asked)
+        self._print(path, module, "weight", COLUMNS, loaded.dtype, loaded.columns)
+        self._print(path, module, "weight", KERNEL, loaded.dtype, self._sums(found))
+
+    def _slot(self, path: str, cls: str, name: str, form: str, tensor: torch.Tensor) -> None:
+        sums = self._sums(tensor)
+        self._line(print_line(_made(self._rank, self._number, path, cls, name, form, tensor.dtype, sums)))
+
+    def _sums(self, tensor: torch.Tensor) -> RowSums:
+        start = time.perf_counter()
+        sums = sums_of(tensor)
+        self._seconds += time.perf_counter() - start
+        self._bytes += tensor.numel() * tensor.element_size()
+        return sums
+
+    def _print(
+        self,
+        path: str,
+        module: torch.nn.Module,
+        name: str,
+        form: str,
+        dtype: torch.dtype,
+        sums: RowSums,
+        *,
+        undone: str = "",
+        seen: torch.Tensor | None = None,
+    ) -> None:
+        block, parts = named_rows(module, path, name, sums.shape)
+        written, raw = (None, False) if seen is None else self.watch.of(seen)
+        more = {"undone": undone, "block": block, "parts": parts, "written": written, "raw": raw}
+        cls = type(module).__name__
+        made = _made(self._rank, self._number, path, cls, name, form, dtype, sums, **more)
+        rows = None
+        if len(sums.order) <= MAX_ROWS and self._said.get((path, f"{name} {form}")) != made.order:
+            rows = pack_rows(sums.short)
+            self._said[path, f"{name} {form}"] = made.order
+        self._line(print_line(made) | ({} if rows is None else {"rows": rows}))
+
+
+def tap_path(path: str) -> str:
+    """A module's path as it was before an adapter's layer was put around it."""
+    return path.replace(".base_layer", "")
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in DTYPE_NAMES and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _joined(shape: tuple[int, ...], blocks: list[RowSums]) -> RowSums:
+    import numpy as np
+
+    order = np.concatenate([b.order for b in blocks])
+    bag = np.concatenate([b.bag for b in blocks])
+    return RowSums(shape, order, bag, sum(b.zeros for b in blocks), None)
+
+
+def _made(
+    rank: int, number: int, path: str, cls: str, name: str, form: str, dtype: torch.dtype, sums: RowSums, **more: Any
+) -> WeightPrint:
+    order, bag = sums.whole
+    return WeightPrint(
+        rank, number, path or ROOT_TAP, cls, name, form, DTYPE_NAMES[dtype], sums.shape, order, bag, sums.zeros,
+        sums.nan, **more,
+    )  # fmt: skip

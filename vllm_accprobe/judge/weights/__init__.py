@@ -1,0 +1,1 @@
+"""What fingerprints of weights mean: within one run, and between golden's and mine's."""
