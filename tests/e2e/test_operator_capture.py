@@ -1,11 +1,13 @@
 """Operators of the real engine: each captured call of PyTorch, made again from the dump, gives the same bits.
 
 One engine per kind of model (dense, experts, latent attention, pictures) with VLLM_ACCPROBE_OPS=1. Making a call again
-proves its arguments, their strides and what it changed in place, without any word of the tap about itself.
+proves its arguments, their strides and what it changed in place, without any word of the tap about itself; the cache's
+blocks that an operator touches are there, and opcheck judges attention and writes by them.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,11 @@ from support.captures import FIVE, VISION, Engines, explain
 from vllm_accprobe.dump.opcalls import inputs
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import OpCall, Record
+from vllm_accprobe.opcheck.calls.op_blocks import Renumbered, numbered
+from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.registry import default_references
+from vllm_accprobe.opcheck.run.replay import check
+from vllm_accprobe.opcheck.run.result_row import Checked
 
 pytestmark = pytest.mark.engine
 
@@ -59,6 +66,7 @@ class Again:
 
     def __init__(self, dump: Dump) -> None:
         self.dump = dump
+        self.numbers: dict[str, Renumbered] = {}
         taps = {call.tap for call in dump.ops}
         self.records = {(r.step, r.tap, r.call, r.role): r for r in dump.records if r.tap in taps}
 
@@ -79,7 +87,10 @@ class Again:
             if record is None:
                 assert t.get("fresh"), (call.tap, t)
                 return torch.empty_strided(t["shape"], t["stride"], dtype=getattr(torch, t["dtype"]))
-            return self.tensor(record, t["stride"])
+            if t.get("blocks"):  # the touched blocks are the whole cache now
+                return self.tensor(record, [math.prod(record.shape[n + 1 :]) for n in range(len(record.shape))])
+            found = self.tensor(record, t["stride"])
+            return self.numbers[t["role"]](found) if t["role"] in self.numbers else found
         if "list" in value:
             return [self.value(call, v) for v in value["list"]]
         if "float" in value:
@@ -92,6 +103,8 @@ class Again:
     def differs(self, call: OpCall) -> str | None:
         """Runs ``call``; what came out otherwise than in the dump, or None. LookupError: an argument was not kept."""
         namespace, name, overload = call.op.split(".")
+        held = {role: r for (*place, role), r in self.records.items() if place == [call.step, call.tap, call.call]}
+        self.numbers = numbered(call, held, lambda r: self.tensor(r, [1]))
         args = [self.value(call, v) for v in call.args]
         kwargs = {k: self.value(call, v) for k, v in call.kwargs.items()}
         result = getattr(getattr(getattr(torch.ops, namespace), name), overload)(*args, **kwargs)
@@ -135,6 +148,11 @@ def test_pytorchs_operators_give_the_same_bits_again(dumps: Any, model: str) -> 
     assert sum(seen.values()) - seen["made again"] == seen["the KV cache"], seen
 
 
+def checked(dump: Dump) -> list[Checked]:
+    """What opcheck says of the operators that read or write the cache."""
+    return list(check(Calls(dump, None), default_references(), ops=["_C.*cache*", "_C.*attention*"]))
+
+
 @pytest.mark.parametrize("model", list(MODELS))
 def test_what_a_model_calls_is_there_with_its_place(engines: Engines, dumps: Any, model: str) -> None:
     run, dump = dumps(model)
@@ -161,7 +179,11 @@ def test_what_a_model_calls_is_there_with_its_place(engines: Engines, dumps: Any
     assert layers == {"qwen2": 4, "qwen2-moe": 3, "deepseek-v2": 3, "qwen2.5-vl": 3}[model]
     assert len(attention) == layers * run.metrics["steps"]
     assert all("output" in {r.split(".")[0] for r in c.mutates} or c.mutates for c in attention)
-    assert reasons["a tensor of an operator: the KV cache"] > 0
+    blocks = [t["blocks"] for call in dump.ops for t in inputs(call) if t.get("blocks")]
+    assert len(blocks) >= len(attention)  # each layer writes to its cache or reads it in every step
+    judged = {c.tap: c.status for c in checked(dump) if "::_C." in c.tap and ("cache" in c.tap or "attention" in c.tap)}
+    assert judged
+    assert set(judged.values()) == {"pass"}, judged
     assert reasons["a view, computes nothing"] > len(dump.ops) / 2
 
 

@@ -10,6 +10,10 @@ these words alone. The idea: an argument is a VALUE, a small closed language of 
                                    a tensor; "count", "min", "max", "mean", "l2", "nan", "inf" and "hash" where it was
                                    looked at; "fresh": true for memory that nobody has written to yet (an output buffer:
                                    may hold anything); "param": "<tap>/param.<name>" for a parameter of the model;
+                                   "blocks": {"ids": "<role>", "by": [["<role>", unit], ...]} for a cache of which the
+                                   call touches some blocks: the record holds those, [n, ...], the record of role
+                                   "ids" their numbers; arguments "by" hold numbers of blocks times unit; "shape" is
+                                   the whole cache's;
                                    "written": true for an argument that the operator may write to; "after": count,
                                    min ... hash of what the call made of it
     {"list": [VALUE, ...]}         a list or a tuple
@@ -67,7 +71,7 @@ def op_line(
     slot: int | None,
     inside: str | None = None,
 ) -> dict[str, Any]:
-    """An ``op`` event, see `OpCall`. inside: the operator whose Python kernel made the call; nothing reads it yet."""
+    """An ``op`` event, see `OpCall`. inside: the operator whose Python kernel made the call."""
     line: dict[str, Any] = {
         "event": "op", "step": step, "tap": tap, "op": op, "call": call, "seq": seq, "module": module, "args": args,
         "kwargs": kwargs, "mutates": mutates,
@@ -113,6 +117,7 @@ def op_call(rank: int, e: Event) -> OpCall:
         mutates=tuple(mutates),
         module_call=integer(e, "module_call", 0),
         slot=optional_integer(e, "slot"),
+        inside=optional_string(e, "inside"),
     )
 
 
@@ -198,6 +203,9 @@ def _check_tensor(t: Any) -> None:
             or not all(type(n) is int and 0 <= n <= MAX_INT for n in sizes)
         ):
             raise ValueError(f"{key} of {t['role'][:60]} is {short(sizes)}")
+    blocks = t.get("blocks")
+    if blocks is not None:
+        _check_blocks(blocks, t["role"])
     after = t.get("after")
     if after is not None and not isinstance(after, dict):
         raise ValueError(f"after of {t['role'][:60]} is {short(after)}")
@@ -205,3 +213,12 @@ def _check_tensor(t: Any) -> None:
         for key in ("min", "max", "mean", "l2"):
             if found.get(key) is not None and type(found[key]) not in (int, float):
                 raise ValueError(f"{key} of {t['role'][:60]} is {short(found[key])}")
+
+
+def _check_blocks(blocks: Any, role: str) -> None:
+    by = blocks.get("by") if isinstance(blocks, dict) and isinstance(blocks.get("ids"), str) else None
+    if not isinstance(by, list) or not all(
+        isinstance(b, list) and len(b) == 2 and isinstance(b[0], str) and type(b[1]) is int and 0 < b[1] <= MAX_INT
+        for b in by
+    ):
+        raise ValueError(f"blocks of {role[:60]} is {short(blocks)}")

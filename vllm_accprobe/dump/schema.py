@@ -261,6 +261,7 @@ class OpCall:
     (``input.0``, ``input.0.1`` in a list, ``input.<name>`` by keyword, ``output.0``).
     mutates: roles of inputs that the call changed, by hash; what they became is in role ``inplace.<role>``.
     slot: place in the random sample of this operator, where one was kept; a later call with the same replaces it.
+    inside: the operator whose Python kernel made the call.
     """
 
     rank: int
@@ -276,6 +277,7 @@ class OpCall:
     mutates: tuple[str, ...] = ()
     module_call: int = 0
     slot: int | None = None
+    inside: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ def test_a_product_takes_the_weight_of_its_module() -> None:
     alike(evaluated(call)["inplace.input.0"], given)
 
 
-def test_what_reads_the_cache_is_declined() -> None:
+def test_an_operator_of_the_cache_without_a_formula_is_declined() -> None:
+    call = Call("o", "torch.ops._C_cache_ops.some_new_kernel", args=(X,), outputs={"output.0": X})
     with pytest.raises(Declined, match="reads the KV cache"):
-        op("mla_decode_kvcache", X)
+        evaluated(call)

@@ -22,49 +22,12 @@ from vllm_accprobe.capture.core.session import Session
 from vllm_accprobe.capture.core.step_state import StepState
 from vllm_accprobe.capture.ops.choice import DEDUP, VIEW, Choice
 from vllm_accprobe.capture.ops.kinds import Operator, shares_memory, tensors_in
-from vllm_accprobe.capture.ops.op_tensors import Memory, TakenTensor, Takes, address
+from vllm_accprobe.capture.ops.op_tensors import CACHE, Memory, Takes, address
 from vllm_accprobe.capture.ops.op_values import Found, inputs, outputs
-from vllm_accprobe.dump.opcalls import op_line
+from vllm_accprobe.capture.ops.open_call import OpenCall
+from vllm_accprobe.capture.ops.touched import SMALL, TOO_MANY, Touched, touched, writes_unsaid
 
 _UNLISTED = "not selected by VLLM_ACCPROBE_OPS_LIST"
-
-
-class _OpenCall:
-    """One call on its way: what is known of it, what was taken of it, its written arguments as they were before and as
-    they are after. keep: its tensors are stored; place: of its line, what says where the call was."""
-
-    __slots__ = (
-        "after", "args", "before", "keep", "kwargs", "mutates", "number", "outputs", "place", "refused", "taken", "tap",
-    )  # fmt: skip
-
-    def __init__(
-        self, tap: str, number: int, keep: bool, args: list[Any], kwargs: dict[str, Any], place: dict[str, Any]
-    ):
-        self.tap = tap
-        self.number = number
-        self.keep = keep
-        self.args = args
-        self.kwargs = kwargs
-        self.place = place
-        self.outputs: list[Any] = []
-        self.mutates: list[str] = []
-        self.refused = False
-        self.taken: list[tuple[TakenTensor, dict[str, Any]]] = []
-        self.before: list[tuple[str, torch.Tensor, TakenTensor | None, dict[str, Any]]] = []
-        self.after: list[tuple[str, TakenTensor, dict[str, Any]]] = []
-
-    def line(self) -> dict[str, Any]:
-        """The journal's line, when everything about its tensors is known."""
-        for taken, about in self.taken:
-            taken.add_to(about)
-        for role, taken, about in self.after:
-            if role in self.mutates:
-                taken.add_to(about.setdefault("after", {}))
-        args, kwargs, outputs = self.args, self.kwargs, self.outputs
-        if self.refused:
-            args, outputs = [_settled(v) for v in args], [_settled(v) for v in outputs]
-            kwargs = {name: _settled(v) for name, v in kwargs.items()}
-        return op_line(self.tap, self.number, args, kwargs, outputs, self.mutates, **self.place)
 
 
 class Operators(TorchDispatchMode):
@@ -150,7 +113,7 @@ class Operators(TorchDispatchMode):
 
     def _before(
         self, state: StepState, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> _OpenCall | None:
+    ) -> OpenCall | None:
         """Decides about a call, and takes what goes in."""
         sink = self._session.sink
         if operator.denied is not None:
@@ -180,11 +143,22 @@ class Operators(TorchDispatchMode):
             "inside": self._inside[-1] if self._inside else None,
         }  # fmt: skip
         state.seq += 1
-        call = _OpenCall(tap, number, keep, values, named, where)
+        call = OpenCall(tap, number, keep, values, named, where)
+        if self._memory.cached and self._session.everybodys:
+            call.touched = self._touched(operator, found)
         for role, tensor, about in found:
             self._input(state, operator, call, role, tensor, about)
         self.calls += 1
         return call
+
+    def _touched(self, operator: Operator, found: Found) -> dict[str, Touched | None]:
+        """What a call touches of the caches among its arguments; of small views nothing but they themselves."""
+        cached = self._memory.cached
+        caches = [(role, t) for role, t, _ in found if address(t) in cached]
+        if not caches:
+            return {}
+        tensors = [(role, t) for role, t, _ in found]
+        return touched(operator.name, operator.names_of(tensors), tensors, caches, self._takes.max_bytes)
 
     def _unwanted(self, state: StepState, module: str | None, wanted: bool) -> str | None:
         if not wanted:
@@ -200,7 +174,7 @@ class Operators(TorchDispatchMode):
         self,
         state: StepState,
         operator: Operator,
-        call: _OpenCall,
+        call: OpenCall,
         role: str,
         tensor: torch.Tensor,
         about: dict[str, Any],
@@ -209,6 +183,10 @@ class Operators(TorchDispatchMode):
         where, name = self._named(tensor, about)
         if written:
             about["written"] = True
+        blocks = call.touched.get(role)
+        if blocks is not None:
+            self._blocks(state, operator, call, role, blocks, about, written or writes_unsaid(operator.name))
+            return
         if self._refused(call, role, tensor, where, about):
             return
         if written and where in self._memory.fresh:
@@ -222,6 +200,25 @@ class Operators(TorchDispatchMode):
         if written:
             call.before.append((role, tensor, taken, about))
 
+    def _blocks(
+        self,
+        state: StepState,
+        operator: Operator,
+        call: OpenCall,
+        role: str,
+        blocks: Touched,
+        about: dict[str, Any],
+        written: bool,
+    ) -> None:
+        """Takes the blocks of a cache that the call touches, and their numbers."""
+        take = functools.partial(self._takes.take, state, call.tap, operator.name)
+        about["blocks"] = {"ids": f"{role}.blocks", "by": blocks.by}
+        take(f"{role}.blocks", call.number, blocks.ids, call.keep, False)
+        taken = take(role, call.number, blocks.now(), call.keep, False)
+        call.taken.append((taken, about))
+        if written:
+            call.before.append((role, blocks, taken, about))
+
     def _named(self, tensor: torch.Tensor, about: dict[str, Any]) -> tuple[int, str | None]:
         """Where the tensor's storage begins, and which parameter it is part of, which is said in ``about``."""
         where = address(tensor)
@@ -230,8 +227,11 @@ class Operators(TorchDispatchMode):
             about["param"] = name
         return where, name
 
-    def _refused(self, call: _OpenCall, role: str, tensor: torch.Tensor, where: int, about: dict[str, Any]) -> bool:
+    def _refused(self, call: OpenCall, role: str, tensor: torch.Tensor, where: int, about: dict[str, Any]) -> bool:
         reason = self._takes.refuses(tensor, where)
+        if reason == CACHE and self._session.everybodys:
+            # a view of one request's state is any tensor; the cache itself is not
+            reason = None if tensor.nbytes <= SMALL else TOO_MANY if role in call.touched else reason
         if reason is None:
             return False
         about["skipped"] = reason
@@ -251,11 +251,12 @@ class Operators(TorchDispatchMode):
                 inputs(args, kwargs, found)
                 fresh.difference_update(address(tensor) for role, tensor, _ in found if operator.written(role))
 
-    def _after(self, state: StepState, operator: Operator, call: _OpenCall, result: Any) -> None:
+    def _after(self, state: StepState, operator: Operator, call: OpenCall, result: Any) -> None:
         """Takes what was changed in place and what came out, and queues the call's line."""
         mutates = call.mutates
         tap, op, number, keep = call.tap, operator.name, call.number, call.keep
-        for role, tensor, before, about in call.before:
+        for role, source, before, about in call.before:
+            tensor = source.now() if isinstance(source, Touched) else source
             if before is None:  # nothing was there before: whatever it is, it is new
                 taken = self._takes.take(state, tap, op, f"inplace.{role}", number, tensor, keep, False)
                 mutates.append(role)
@@ -267,20 +268,16 @@ class Operators(TorchDispatchMode):
         call.outputs = outputs(result, found)
         for role, tensor, about in found:
             where, _ = self._named(tensor, about)
-            if not self._refused(call, role, tensor, where, about):
+            of = next((r for r, b in call.touched.items() if b is not None and b.is_it(tensor)), None)
+            blocks = None if of is None else call.touched[of]
+            if blocks is not None:  # the cache itself is handed back
+                about["blocks"] = {"ids": f"{of}.blocks", "by": blocks.by}
+                taken = self._takes.take(state, tap, op, role, number, blocks.now(), keep, False)
+                call.taken.append((taken, about))
+            elif not self._refused(call, role, tensor, where, about):
                 taken = self._takes.take(state, tap, op, role, number, tensor, keep, False)
                 call.taken.append((taken, about))
         self._session.sink.line(call.line)
-
-
-def _settled(value: Any) -> Any:
-    """A VALUE as it is written: a tensor that was not looked at becomes ``skipped`` with its shape."""
-    if isinstance(value, dict):
-        if "tensor" in value and "skipped" in value["tensor"]:
-            return value["tensor"]
-        if "list" in value:
-            return {"list": [_settled(v) for v in value["list"]]}
-    return value
 
 
 def _signature(name: str, found: Found) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ own table, so that it can be run with the mode still on and what it calls be see
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,18 @@ class Operator:
     kernels: dispatch keys whose kernel is a Python function. taps: by module, the tap's name and whether it is wanted.
     """
 
-    __slots__ = ("_writes", "denied", "fresh", "kernels", "name", "overwrites", "skip_tap", "taps", "view")
+    __slots__ = (
+        "_arguments",
+        "_writes",
+        "denied",
+        "fresh",
+        "kernels",
+        "name",
+        "overwrites",
+        "skip_tap",
+        "taps",
+        "view",
+    )
 
     def __init__(self, func: Any, choice: Choice):
         self.name = str(func)
@@ -35,6 +46,7 @@ class Operator:
         schema = getattr(func, "_schema", None)
         arguments = schema.arguments if schema is not None else ()
         written = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+        self._arguments = tuple(a.name for a in arguments)
         self.denied = choice.denied(self.name) if schema is not None else "a higher-order operator"
         self._writes = frozenset(role for i, a in written for role in (f"input.{i}", f"input.{a.name}"))
         # PyTorch's convention: what is written and can only be given by name is an output buffer.
@@ -54,6 +66,17 @@ class Operator:
         if not self._writes:
             return False
         return role in self._writes or ".".join(role.split(".")[:2]) in self._writes
+
+    def names_of(self, tensors: Sequence[tuple[str, Any]]) -> dict[str, str]:
+        """By role, the names of the arguments that tensors are: ``slot_mapping``, ``indices.0`` in a list."""
+        names = {}
+        for role, _ in tensors:
+            _, place, *rest = role.split(".")
+            name = place
+            if place.isdecimal() and int(place) < len(self._arguments):
+                name = self._arguments[int(place)]
+            names[role] = ".".join((name, *rest))
+        return names
 
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The dispatch key of the Python kernel that PyTorch would choose for these arguments, or None."""

@@ -100,7 +100,7 @@ class Takes:
     def __init__(self, sink: Sink, memory: Memory, max_bytes: int):
         self._sink = sink
         self._memory = memory
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._weights: dict[tuple[Any, ...], tuple[str, TakenTensor]] = {}
         # Operators' tensors have no rows and no layout; else they are like those of modules.
         self._express = Express(sink, lambda *_: None, lambda *_: (None, 0))
@@ -118,8 +118,8 @@ class Takes:
             return "without values (meta)"
         if where in self._memory.cached:
             return CACHE
-        if tensor.nbytes > self._max_bytes and where not in self._memory.parameters:
-            return f"larger than {self._max_bytes / 1e6:g} MB"
+        if tensor.nbytes > self.max_bytes and where not in self._memory.parameters:
+            return f"larger than {self.max_bytes / 1e6:g} MB"
         if not self._memory.keep_parameters and where in self._memory.parameters:
             return FINGERPRINT
         return None

@@ -89,6 +89,8 @@ def value(role: str, arg: Any, found: Found, depth: int = 0) -> Any:
         return {"memory_format": word(arg)}
     if kind is torch.SymInt or kind is torch.SymFloat or kind is torch.SymBool:
         return {"skipped": "a symbolic number"}
+    if kind.__name__ == "LayerName" and isinstance(name := getattr(arg, "value", None), str):
+        return name  # vLLM's wrapper of a module's path
     return {"skipped": f"a {kind.__name__}"}
 
 

@@ -24,6 +24,7 @@ ENGINES = "an operator outside any module (the engine's own bookkeeping)"
 RANKS = "operators of several ranks"
 FRESH = "memory that nobody had written to when the operator was called"
 INTEGERS = "integers of a library's operator (handles, schedules)"
+BLOCKS = "blocks of a cache, whose numbers and other contents differ from run to run"
 SHAPES = "an operator's tensor of another shape"
 UNPAIRED = "an operator that the other side did not call there"
 
@@ -61,6 +62,7 @@ class _OperatorFacts:
         ops = [call for call in getattr(dump, "ops", ()) if is_operator(call.tap)]
         self.taps = {call.tap for call in ops}
         self.fresh: set[tuple[int, Place]] = set()
+        self.blocks: set[tuple[int, Place]] = set()
         self.shapes: dict[Place, tuple[int, ...]] = {}
         self.modules = False
         self.ranks = len(dump.ranks)
@@ -70,6 +72,9 @@ class _OperatorFacts:
             for tensor in inputs(call):
                 if tensor.get("fresh"):
                     self.fresh.add((call.rank, (call.step, call.tap, tensor["role"], call.call)))
+                blocks = tensor.get("blocks")
+                for role in (tensor["role"], f"inplace.{tensor['role']}", blocks["ids"]) if blocks else ():
+                    self.blocks.add((call.rank, (call.step, call.tap, role, call.call)))
         for r in dump.records:
             if r.tap in self.taps:
                 self.shapes[r.step, r.tap, r.role, r.call] = r.shape
@@ -92,6 +97,8 @@ def _reasons(side: _OperatorFacts, other: _OperatorFacts) -> Callable[[Record], 
         place = r.step, r.tap, r.role, r.call
         if (r.rank, place) in side.fresh or (r.rank, place) in other.fresh:
             return FRESH
+        if (r.rank, place) in side.blocks:
+            return BLOCKS
         if DTYPES[r.dtype].kind == "int" and not r.cls.startswith("aten."):
             return INTEGERS
         there = other.shapes.get(place)

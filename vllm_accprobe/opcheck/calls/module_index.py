@@ -50,8 +50,12 @@ class ModuleIndex:
         self.by_tap: dict[tuple[int, str], dict[tuple[int, int], dict[str, Record]]] = {}
         self.ops: dict[tuple[int, str], list[OpCall]] = {}
         self.op_records: dict[tuple[int, str], dict[tuple[int | None, int], dict[str, Record]]] = {}
+        self.inside: dict[tuple[int, int | None, str, str, int], list[OpCall]] = {}
         for op in dump.ops:
             self.ops.setdefault((op.rank, op.tap), []).append(op)
+            if op.inside is not None and op.module is not None:
+                place = op.rank, op.step, op.inside, op.module, op.module_call
+                self.inside.setdefault(place, []).append(op)
         for r in dump.records:
             if is_operator(r.tap) or (r.rank, r.tap) in self.ops:
                 self.op_records.setdefault((r.rank, r.tap), {}).setdefault((r.step, r.call), {})[r.role] = r

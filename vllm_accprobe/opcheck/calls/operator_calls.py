@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.dump.schema import OpCall, Record
+from vllm_accprobe.opcheck.calls.op_blocks import Renumbered, numbered
 from vllm_accprobe.opcheck.reference import Call
 
 Records = Mapping[str, Record]
@@ -35,7 +36,7 @@ def op_call(
 ) -> Call:  # fmt: skip
     """``op`` as a Call. records: of this call, by role; read: a record's tensor; param: the record of
     ``<tap>/param.<name>``; draw: makes a tensor that was not kept, from its VALUE. Raises NotKept."""
-    maker = _Maker(records, read, param, draw)
+    maker = _Maker(records, read, param, draw, numbered(op, records, read))
     args = tuple(maker.value(v) for v in op.args)
     kwargs = {k: maker.value(v) for k, v in op.kwargs.items()}
     held = {r: x for r, x in records.items() if r.startswith(("output.", "inplace."))}
@@ -46,9 +47,9 @@ def op_call(
 class _Maker:
     def __init__(
         self, records: Records, read: Callable[[Record], Any], param: Callable[[str], Record | None],
-        draw: Callable[[Mapping[str, Any]], Any] | None,
+        draw: Callable[[Mapping[str, Any]], Any] | None, numbers: Mapping[str, Renumbered],
     ):  # fmt: skip
-        self.records, self.read, self.param, self.draw = records, read, param, draw
+        self.records, self.read, self.param, self.draw, self.numbers = records, read, param, draw, numbers
 
     def value(self, value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -82,7 +83,10 @@ class _Maker:
         if (record is None or record.payload is None) and t.get("param"):
             record = self.param(str(t["param"]))
         if record is not None and record.payload is not None:
-            return self.read(record).reshape(tuple(t.get("shape", record.shape)))
+            if t.get("blocks"):
+                return self.read(record)
+            found = self.read(record).reshape(tuple(t.get("shape", record.shape)))
+            return self.numbers[role](found) if role in self.numbers else found
         shape, dtype = tuple(t.get("shape", ())), getattr(torch, str(t["dtype"]), None)
         if (t.get("fresh") or 0 in shape) and isinstance(dtype, torch.dtype) and math.prod(shape) <= _MOST:
             return torch.zeros(shape, dtype=dtype)

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from vllm_accprobe.dump.opcalls import SEPARATOR, is_operator
+from vllm_accprobe.dump.opcalls import SEPARATOR, inputs, is_operator
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.dump.select import matches
@@ -133,14 +134,32 @@ class Calls(ModuleIndex):
                 continue
             try:
                 what = op_call(op, records, self.read, partial(self.parameters.record, rank))
+                inner = self._made_inside(op)
             except (NotKept, DumpError) as why:
                 missing = f"{UNREAD} ({why})" if isinstance(why, DumpError) else str(why)
                 yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, missing, op.seq)
                 continue
             if is_operator(op.tap) and not op.op.startswith("aten.") and op.module is not None:
                 what = replace(what, params=self.parameters.of(rank, op.module))
+            if inner:
+                what = replace(what, extra={"inner": inner})
             missing = "" if what.outputs else "nothing came out of it that was captured"
             yield Captured(tap, rank, op.step, op.call, grid.settled(what, self.keeps), records, missing, op.seq)
+
+    def _made_inside(self, op: OpCall) -> list[tuple[str, Any]]:
+        """What the operators gave that an opaque operator (``vllm.*``) ran: each one's name and first result that is no
+        cache (None where there is none), in the order of execution. Raises DumpError."""
+        found: list[tuple[int, str, Any]] = []
+        if not op.op.startswith("vllm.") or op.module is None:
+            return []
+        for other in self.inside.get((op.rank, op.step, op.op, op.module, op.module_call), ()):
+            records = self.op_records.get((op.rank, other.tap), {}).get((other.step, other.call), {})
+            caches = {f"inplace.{t['role']}" for t in inputs(other) if t.get("blocks")}
+            roles = [r for r in records if r.startswith(("output.", "inplace.")) and r not in caches]
+            roles.sort(key=lambda r: (r.startswith("inplace."), len(r), r))
+            kept = bool(roles) and records[roles[0]].payload is not None
+            found.append((other.seq, other.op, self.read(records[roles[0]]) if kept else None))
+        return [(name, t) for _, name, t in sorted(found, key=lambda f: f[0])]
 
     def operator(self, captured: Captured) -> OpCall | None:
         """The journal's line of an operator's call; None for a module's."""

@@ -99,8 +99,10 @@ def write_folder(written: Iterable[Written], out: Path, source: str) -> None:
     (kit / "references").mkdir(parents=True, exist_ok=True)
     for name in _FILES:
         _copy(_PACKAGE / f"{name}.py", kit / f"{Path(name).name}.py")
-    for path in sorted((_PACKAGE / "references").glob("*.py")):
-        _copy(path, kit / "references" / path.name)
+    for path in sorted((_PACKAGE / "references").rglob("*.py")):
+        to = kit / path.relative_to(_PACKAGE)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        _copy(path, to)
     for place, name in _FURTHER.items():
         _copy(_PACKAGE.parent / place, kit / f"{name}.py")
     (kit / "__init__.py").write_text('"""What the tests need; copied from vllm-accprobe."""\n', encoding="utf-8")

@@ -1,8 +1,9 @@
 """The references themselves, one file per family of operators; each names its formula's source.
 
 A family is any module here with a function that is marked with ``@reference`` or ``@device_kernel``: exact formulas,
-and below them what a device has in their place. A new one is one new file. Not here: how a call finds its reference
-(opcheck/reference.py), the table of all, other packages' too (opcheck/registry.py).
+and below them what a device has in their place. A new one is one new file, in a room of its kin where there is one.
+Not here: how a call finds its reference (opcheck/reference.py), the table of all, other packages' too
+(opcheck/registry.py).
 """
 
 from __future__ import annotations
@@ -16,5 +17,5 @@ from vllm_accprobe.opcheck.reference_table import marked
 
 def families() -> list[ModuleType]:
     """The modules, imported now, in the order of names: they need torch."""
-    found = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__))
+    found = (importlib.import_module(m.name) for m in pkgutil.walk_packages(__path__, f"{__name__}."))
     return [module for module in found if marked(module)]

@@ -160,9 +160,6 @@ def plans(call: Call) -> Expected:
     raise Declined("it plans the work of a kernel and computes nothing")
 
 
-@reference(
-    "torch.ops.vllm.unified_*", "torch.ops._C.cpu_attention_with_kv_cache", "torch.ops._C.mla_decode_kvcache",
-    "torch.ops._C.cpu_attn_reshape_and_cache", "torch.ops._C_cache_ops.*",
-)  # fmt: skip
+@reference("torch.ops.vllm.unified_mla_*", "torch.ops._C_cache_ops.*")
 def reads_cache(call: Call) -> Expected:
     raise Declined(_CACHE)

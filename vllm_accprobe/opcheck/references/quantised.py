@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.references.scaled.codes import MX_BLOCK, mxfp4, nvfp4
 
 _FP8 = {"float8_e4m3fn": (448.0, 3), "float8_e5m2": (57344.0, 2), "float8_e4m3fnuz": (240.0, 3)}
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -30,7 +31,9 @@ def weight_of(call: Call) -> Any:
     """The weight as numbers, float64 [outputs, inputs]. Raises Declined where its form is not known."""
     if "qweight" in call.params:
         return _packed(call)
-    weight = call.params.get("weight")
+    weight = call.params.get("weight", call.params.get("weight_packed"))
+    if weight is not None and weight.dtype == torch.uint8:
+        return _four_bits(call, weight)
     if weight is None or name_of(weight) not in (*_FP8, "int8"):
         return call.param("weight")
     for name in ("weight_scale_inv", "weight_scale"):
@@ -110,6 +113,22 @@ def _packed(call: Call) -> Any:
     if q.shape[1] * 8 == outputs:
         return awq(q, z, s)
     raise Declined("its packed weight has an unknown form")
+
+
+def _four_bits(call: Call, codes: Any) -> Any:
+    """MXFP4's or NVFP4's numbers, by the dtype of their scales (scaled/codes.py)."""
+    scales = call.params.get("weight_scale")
+    if scales is None or not scales.numel():
+        raise Declined("the scale of its quantised weight was not captured")
+    if "input_scale" in call.params or "input_global_scale" in call.params:
+        raise Declined("activations of 4 bits have no reference")
+    if scales.shape[-1] * MX_BLOCK == codes.shape[-1] * 2:
+        return mxfp4(codes, scales)
+    if "weight_scale_2" in call.params:  # ModelOpt multiplies by it
+        return nvfp4(codes, scales, float(call.param("weight_scale_2").max()))
+    if "weight_global_scale" in call.params:  # compressed-tensors divides by it
+        return nvfp4(codes, scales, 1.0 / float(call.param("weight_global_scale").max()))
+    raise Declined("the scale of its quantised weight was not captured")
 
 
 def activation_noise(call: Call, x: Any) -> Any | None:

@@ -1,0 +1,102 @@
+"""W8A8: codes and products against their definitions in numpy, number by number, and against wrong kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from family_verdict import verdict
+
+from vllm_accprobe.opcheck.reference import Call
+
+M, K, N = 5, 32, 9
+
+
+def product(a: Any, b: Any, sa: Any, sb: Any, zero: Any, bias: Any) -> np.ndarray:
+    out = np.zeros((M, N))
+    for i in range(M):
+        for j in range(N):
+            total = sum((int(a[i, k]) - zero[i]) * int(b[k, j]) for k in range(K))
+            out[i, j] = sa[i] * sb[j] * total + bias[j]
+    return out
+
+
+@pytest.mark.parametrize("azp", ["none", "token", "tensor"])
+@pytest.mark.parametrize("channel", [True, False])
+@pytest.mark.parametrize("fault", ["", "scale of the neighbour", "zero point left out", "no bias"])
+def test_products(azp: str, channel: bool, fault: str) -> None:
+    if fault == "zero point left out" and azp == "none":
+        return
+    r = np.random.default_rng(0)
+    a, b = (r.integers(-127, 128, s).astype(np.int8) for s in ((M, K), (K, N)))
+    sa, sb = r.uniform(0.01, 0.02, M), r.uniform(0.01, 0.02, N) if channel else np.full(N, 0.015)
+    sa, sb = sa.astype(np.float32), sb.astype(np.float32)
+    zero = {"none": np.zeros(M), "token": r.integers(-20, 20, M), "tensor": np.full(M, 13)}[azp].astype(int)
+    bias = r.normal(size=N)
+    used = np.roll(sa, 1) if fault == "scale of the neighbour" else sa
+    y = product(a, b, used, sb, 0 * zero if "left out" in fault else zero, 0 * bias if fault == "no bias" else bias)
+    mine = torch.from_numpy(y).bfloat16()
+    columns = torch.from_numpy(b.astype(np.int32).sum(0).astype(np.int32))
+    args = [torch.zeros_like(mine), torch.from_numpy(a), torch.from_numpy(b), torch.from_numpy(sa).reshape(M, 1),
+            torch.from_numpy(sb if channel else sb[:1]).reshape(1, -1)]  # fmt: skip
+    name = "cutlass_scaled_mm"
+    if azp != "none":
+        name = "cutlass_scaled_mm_azp"
+        args += [
+            columns if azp == "token" else columns * 13,
+            torch.from_numpy(zero.astype(np.int32)) if azp == "token" else None,
+        ]
+    call = Call(
+        "x",
+        f"torch.ops._C.{name}",
+        args=(*args, torch.from_numpy(bias).bfloat16().double()),
+        outputs={"inplace.input.0": mine},
+    )
+    if not fault:
+        exact = product(a, b, sa, sb, zero, call.args[-1].numpy())
+        mine = torch.from_numpy(exact).bfloat16()
+    assert verdict(call, "inplace.input.0", mine).passed == (not fault)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8 azp", "fp8 token", "fp8 tensor"])
+@pytest.mark.parametrize("fault", ["", "truncated", "scale of the neighbour"])
+def test_codes(kind: str, fault: str) -> None:
+    if fault == "scale of the neighbour" and kind == "fp8 tensor":
+        return
+    r = np.random.default_rng(3)
+    x = torch.from_numpy(r.normal(size=(M, K)) * np.arange(1, M + 1)[:, None]).bfloat16()
+    wide, zero = x.double().numpy(), np.zeros(M)
+    if kind == "int8 azp":
+        scale = (wide.max(1) - wide.min(1)) / 255
+        zero = np.round(-128 - wide.min(1) / scale)
+    elif kind == "fp8 tensor":
+        scale = np.full(M, np.abs(wide).max() / 448)
+    else:
+        scale = np.abs(wide).max(1) / (127 if kind == "int8" else 448)
+    used = np.roll(scale, 1) if fault == "scale of the neighbour" else scale
+    exact = wide / used[:, None] + zero[:, None]
+    if "int8" in kind:
+        whole = np.trunc(exact) if fault == "truncated" else np.round(exact)
+        codes = torch.from_numpy(np.clip(whole, -128, 127)).to(torch.int8)
+    else:
+        codes = torch.from_numpy(np.clip(exact, -448, 448)).float().to(torch.float8_e4m3fn)
+        if fault == "truncated":
+            codes = (codes.view(torch.uint8) - (codes.double().abs() > torch.from_numpy(exact).abs()).byte()).view(
+                codes.dtype
+            )
+    held = torch.from_numpy(scale if kind != "fp8 tensor" else scale[:1]).float().reshape(-1, 1)
+    outputs = {"inplace.input.0": codes, "inplace.input.2": held}
+    int8, token = "dynamic_scaled_int8_quant", "dynamic_per_token_scaled_fp8_quant"
+    names = {"int8": int8, "int8 azp": int8, "fp8 token": token, "fp8 tensor": "dynamic_scaled_fp8_quant"}
+    name = names[kind]
+    azp = torch.from_numpy(zero).int().reshape(-1, 1) if kind == "int8 azp" else None
+    if azp is not None:
+        outputs["inplace.input.3"] = azp
+    args = (torch.zeros_like(codes), x, torch.zeros_like(held), azp)
+    call = Call("x", f"torch.ops._C.{name}", args=args, outputs=outputs)
+    if fault:
+        assert not verdict(call, "inplace.input.0", codes).passed
+    else:
+        assert all(verdict(call, role, mine).passed for role, mine in outputs.items())

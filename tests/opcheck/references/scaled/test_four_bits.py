@@ -1,0 +1,92 @@
+"""MXFP4 and NVFP4 against their definitions in numpy, number by number, and against wrong kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from family_verdict import verdict
+
+from vllm_accprobe.opcheck.reference import Call
+
+VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def number(code: int) -> float:
+    return (-1.0 if code >= 8 else 1.0) * VALUES[code % 8]
+
+
+def by_hand(codes: np.ndarray, scale: np.ndarray, size: int, fault: str = "") -> np.ndarray:
+    """codes [rows, n / 2], scale [rows, blocks] as numbers."""
+    rows, half = codes.shape
+    out = np.zeros((rows, 2 * half))
+    for r in range(rows):
+        for c in range(2 * half):
+            byte = int(codes[r, c // 2])
+            low = c % 2 == (1 if fault == "halves exchanged" else 0)
+            block = c // size
+            if fault == "scale of the neighbour" and r >= 2:
+                block = (block + 1) % scale.shape[1]
+            out[r, c] = number(byte & 15 if low else byte >> 4) * scale[r, block]
+    return out
+
+
+@pytest.mark.parametrize("fault", ["", "halves exchanged", "scale of the neighbour"])
+def test_mxfp4(fault: str) -> None:
+    r = np.random.default_rng(0)
+    codes, exponents = r.integers(0, 256, (5, 48), np.uint8), r.integers(120, 134, (5, 3)).astype(np.uint8)
+    mine = torch.from_numpy(by_hand(codes, 2.0 ** (exponents.astype(float) - 127), 32, fault)).bfloat16()
+    args = (torch.from_numpy(codes), torch.from_numpy(exponents), torch.bfloat16)
+    call = Call("x", "torch.ops.vllm.dequant_mxfp4", args=args, outputs={"output.0": mine})
+    assert verdict(call, "output.0", mine).passed == (not fault)
+
+
+def tiled(scale: np.ndarray) -> np.ndarray:
+    """[rows, blocks] in tiles of 128 by 4, place by place."""
+    high, wide = -(-scale.shape[0] // 128), -(-scale.shape[1] // 4)
+    out = np.zeros(high * wide * 512, scale.dtype)
+    for r in range(scale.shape[0]):
+        for c in range(scale.shape[1]):
+            tile = (r // 128) * wide + c // 4
+            out[tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4] = scale[r, c]
+    return out.reshape(high * 128, wide * 4)
+
+
+@pytest.mark.parametrize("fault", ["", "scale of the neighbour", "no global scale"])
+def test_nvfp4_product(fault: str) -> None:
+    r = np.random.default_rng(1)
+    sides, args = [], []
+    for rows in (6, 130):
+        codes = r.integers(0, 256, (rows, 40), np.uint8)
+        scale = torch.from_numpy(r.uniform(0.1, 4, (rows, 5))).float().to(torch.float8_e4m3fn)
+        sides.append(by_hand(codes, scale.double().numpy(), 16, fault))
+        args.append((torch.from_numpy(codes), torch.from_numpy(tiled(scale.view(torch.uint8).numpy()))))
+    alpha = 0.37
+    y = np.zeros((6, 130))
+    for i in range(6):
+        for j in range(130):
+            y[i, j] = (1.0 if fault == "no global scale" else alpha) * sum(sides[0][i] * sides[1][j])
+    mine = torch.from_numpy(y).bfloat16()
+    call = Call("x", "torch.ops._C.cutlass_scaled_fp4_mm", outputs={"inplace.input.0": mine}, args=(
+        torch.zeros_like(mine), args[0][0], args[1][0], args[0][1].view(torch.float8_e4m3fn),
+        args[1][1].view(torch.float8_e4m3fn), torch.tensor(alpha),
+    ))  # fmt: skip
+    assert verdict(call, "inplace.input.0", mine).passed == (not fault)
+
+
+@pytest.mark.parametrize("size", [32, 16])
+def test_a_linear_module_with_such_a_weight(size: int) -> None:
+    r = np.random.default_rng(2)
+    codes, x = r.integers(0, 256, (24, 32), np.uint8), torch.from_numpy(r.normal(size=(7, 64))).bfloat16()
+    if size == 32:
+        scale = torch.from_numpy(r.integers(122, 130, (24, 2)).astype(np.uint8))
+        wide, more = 2.0 ** (scale.double().numpy() - 127), {}
+    else:
+        scale = torch.from_numpy(r.uniform(0.1, 2, (24, 4))).float().to(torch.float8_e4m3fn)
+        wide, more = scale.double().numpy() * 0.5, {"weight_scale_2": torch.tensor(0.5)}
+    right, wrong = (by_hand(codes, wide, size, f) for f in ("", "scale of the neighbour"))
+    params = {"weight": torch.from_numpy(codes), "weight_scale": scale} | more
+    mine = torch.from_numpy(x.double().numpy() @ right.T).bfloat16()
+    call = Call("l", "ReplicatedLinear", {"x": x}, params=params, outputs={"output.0": mine})
+    assert verdict(call, "output.0", mine).passed
+    assert not verdict(call, "output.0", torch.from_numpy(x.double().numpy() @ wrong.T).bfloat16()).passed

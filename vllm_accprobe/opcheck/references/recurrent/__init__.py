@@ -1,0 +1,1 @@
+"""References of operators that carry a state from token to token: delta rule, selective scans, short convolutions."""

@@ -1,0 +1,109 @@
+"""Blocks around a recurrence: their gated norm, what they hand on, and the opaque operators that name only a layer.
+
+Formula: Mamba 2's norm weighs RMSNorm(x silu(z)) by groups [T. Dao and A. Gu, arXiv 2405.21060, section 7.1; the
+published Mamba 2 code]. A block gives what its last projection gave. vLLM's opaque operators run the operators that are
+captured inside them and put their results, first those of single tokens, then those of prompts, into one buffer: the
+results must lie there, row by row; whether they are right is judged where they are made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, gamma, reference
+from vllm_accprobe.opcheck.references.parts import inside, param_if, same
+
+_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups", "ssm_n_groups")
+_INSIDE = "what it runs inside was not captured"
+Tensor = Any  # a torch.Tensor
+
+
+@reference("Mixer2RMSNormGated")
+def gated_norm(call: Call) -> Expected:
+    """x, gate [tokens, channels of this rank]; without a weight it only gates."""
+    x, gate = call.wide("x", "0"), call.wide("gate", "1")
+    y = x * F.silu(gate)
+    weight = param_if(call, "weight")
+    size = y.abs()
+    if weight is None:
+        return Expected(y, ROUNDED * call.unit * size, bound=(call.unit + APPROXIMATE) * size)
+    groups = next((int(call.config[n]) for n in _GROUPS if n in call.config), 0)
+    ranks = int(call.attr("tp_size", default=1))
+    if not groups:
+        raise Declined("the number of its groups was not recorded")
+    if groups % ranks:
+        raise Declined("its groups are cut over ranks")
+    parts = y.reshape(len(y), groups // ranks, -1)
+    power = (parts * parts).mean(-1, keepdim=True)
+    scaled = (parts * torch.rsqrt(power + float(call.attr("variance_epsilon")))).reshape(y.shape) * weight
+    size = scaled.abs()
+    # the gated product, and the normed one before it is weighed; the root mean square hands on the first's bound again
+    bound = (4.0 * call.unit + 2.0 * APPROXIMATE + 0.5 * gamma(parts.shape[-1] + 4)) * size
+    return Expected(scaled, ROUNDED * 2.0**0.5 * call.unit * size, common=0.25 * call.unit, bound=bound)
+
+
+@reference("MambaMixer2", "MambaMixer", "ShortConv", "*Mixer2", "*MambaMixer")
+def mixer(call: Call) -> dict[str, Expected]:
+    """What ``out_proj`` gave."""
+    if inside(call)[-1][0] != "out_proj":
+        raise Declined("a block whose parts do not tell what it hands on")
+    read = call.extra.get("read")
+    found = {}
+    for role, out in call.outputs.items():
+        held = same(call, role, "out_proj", "output.0")
+        records = [r for path, r_role, r in inside(call) if path == "out_proj" and r_role == "output.0"]
+        if held is not None:
+            found[role] = held
+        elif role == "inplace.output" and read is not None and records[-1].shape[1:] == out.shape[1:]:
+            rows = torch.arange(len(out)) < len(read(records[-1]))
+            value = torch.zeros(out.shape, dtype=torch.float64)
+            value[rows] = read(records[-1]).double()
+            found[role] = Expected(value, None, 0.0, rows=rows, reason="padding")
+    if not found:
+        raise Declined("a block whose parts do not tell what it hands on")
+    return found
+
+
+_MADE = {
+    "vllm.mamba_mixer2": ("selective_state_update_cpu", "mamba_chunk_scan_fwd_cpu"),
+    "vllm.unified_attention_with_output": ("cpu_attention_with_kv_cache",),
+    "vllm.cpu_gdn_attention_core": ("fused_sigmoid_gating_delta_rule_update_cpu", "chunk_gated_delta_rule_cpu"),
+}
+"""By opaque operator: the operators inside that make its rows, in the order of the rows."""
+_WRITES = ("cpu_attn_reshape_and_cache",)
+
+
+@reference(*(f"torch.ops.{name}" for name in _MADE))
+def opaque(call: Call) -> dict[str, Expected]:
+    """The rows that the operators inside it made, in its buffer."""
+    roles = [role for role in call.outputs if role.startswith("inplace.")]
+    if len(roles) != 1:
+        raise Declined(_INSIDE)
+    out = call.outputs[roles[0]]
+    made = next(names for name, names in _MADE.items() if f"{name}." in f"{call.cls}.")
+    rows = [t for name in made for op, t in call.extra.get("inner", ()) if f".{name}." in f".{op}."]
+    width = max(out[0].numel(), 1) if len(out) else 1
+    flat = [None if t is None or t.numel() % width else t.reshape(-1, *out.shape[1:]) for t in rows]
+    if not flat or any(f is None or f.dtype != out.dtype for f in flat):
+        raise Declined(_INSIDE)
+    value = torch.cat(flat).double()
+    if len(value) > len(out):
+        raise Declined(_INSIDE)
+    known = torch.arange(len(out)) < len(value)
+    whole = torch.zeros(out.shape, dtype=torch.float64)
+    whole[: len(value)] = value
+    return {roles[0]: Expected(whole, None, 0.0, rows=known, reason="padding")}
+
+
+@reference("torch.ops.vllm.unified_kv_cache_update")
+def opaque_write(call: Call) -> dict[str, Expected]:
+    """It gives an empty tensor, and writes by the operator inside it, which must be there."""
+    if not any(f".{name}." in f".{op}." for name in _WRITES for op, _ in call.extra.get("inner", ())):
+        raise Declined(_INSIDE)
+    out = call.outputs["output.0"]
+    if out.numel():
+        raise Declined("its output has a content that no formula tells")
+    return {"output.0": Expected(out.double(), unit=0.0)}

@@ -1,0 +1,1 @@
+"""References of what stands between logits and a token: penalties, filters, a choice by given noise."""

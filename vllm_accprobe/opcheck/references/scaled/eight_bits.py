@@ -1,0 +1,164 @@
+"""Numbers of 8 bits with scales: turning numbers into codes, and products of codes (W8A8).
+
+Formula: q = round(x / s), clamped, plus a zero point where there is one; y = sa sb (A B - z colsum(B)) + bias
+[B. Jacob et al., arXiv 1712.05877, equation 7]; scales of a tensor, a token (row) or a channel (column), or of blocks
+[DeepSeek-V3, arXiv 2412.19437, section 3.3]. Dynamic scales: largest of a row (or tensor) over the largest code; with a
+zero point (max - min) / 255. A code is right within half a step of x / s for the scale that was captured beside it
+(paged/layouts.py); the scale itself must be right, too. Sums of int8 products are exact, of fp8's in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.references.linear import biased, product
+from vllm_accprobe.opcheck.references.paged.layouts import coded
+from vllm_accprobe.opcheck.references.parts import reshaped
+from vllm_accprobe.opcheck.references.quantised import scaled
+from vllm_accprobe.opcheck.references.recurrent.sequences import arguments, given, place_of
+
+Tensor = Any  # a torch.Tensor
+_SCALE = 2.0**-20
+"""Chosen: relative error of a scale, a quotient in float32 of the largest of a row."""
+
+
+def _rows(scale: Tensor, like: Tensor) -> Tensor:
+    """Scales of A [m, k] as they multiply it: of all, of rows, or of rows and blocks of columns."""
+    scale = scale.double()
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if scale.numel() == len(like):
+        return scale.reshape(-1, 1)
+    if scale.dim() == 2 and len(scale) == len(like):
+        size = -(-like.shape[1] // scale.shape[1])
+        size = (
+            1 << (size - 1).bit_length()
+            if -(-like.shape[1] // (1 << (size - 1).bit_length())) == scale.shape[1]
+            else size
+        )
+        return scale.repeat_interleave(size, 1)[:, : like.shape[1]]
+    raise Declined(f"scales {list(scale.shape)} do not fit {list(like.shape)}")
+
+
+def _product(call: Call, f: Any, role: str, azp: Tensor | None, adjusted: Tensor | None) -> dict[str, Expected]:
+    a, b, scale_a, scale_b = given(f, "a", "b", "scale_a", "scale_b")
+    left = a * _rows(scale_a, a)
+    right = scaled(b.T, scale_b.T if scale_b.dim() == 2 and scale_b.numel() not in (1, b.shape[1]) else scale_b)
+    y = product(left, right)
+    if adjusted is not None:
+        shift = adjusted.double().reshape(1, -1) * (1.0 if azp is None else azp.double().reshape(-1, 1))
+        columns = scale_b.reshape(1, -1) if scale_b.numel() > 1 else scale_b.reshape(())
+        off = shift * _rows(scale_a, a) * columns
+        size = 2.0**-22 * off.abs()
+        assert y.noise is not None
+        assert y.bound is not None
+        y = Expected(y.value - off, (y.noise**2 + size**2).sqrt(), bound=y.bound + 2.0 * size)
+    bias = f["bias"]
+    y = biased(y, bias.double() if isinstance(bias, torch.Tensor) else None, call.unit)
+    return {role: reshaped(y, call.outputs[role].shape)}
+
+
+_MM = "out a b scale_a scale_b bias"
+_AZP = "out a b scale_a scale_b azp_adj azp bias"
+
+
+@reference("torch.ops._C.cutlass_scaled_mm", "torch.ops.*.cutlass_scaled_mm")
+def scaled_product(call: Call) -> dict[str, Expected]:
+    """(out [m, n], a [m, k], b [k, n], scales, bias)"""
+    f = arguments(call, _MM)
+    return _product(call, f, place_of(call, _MM, "out"), None, None)
+
+
+@reference("torch.ops._C.cutlass_scaled_mm_azp", "torch.ops.*.cutlass_scaled_mm_azp")
+def scaled_product_with_zero(call: Call) -> dict[str, Expected]:
+    """The same with azp_adj [n], the columns' sums of b, times azp [m] where that is given, else times the tensor's
+    zero point already."""
+    f = arguments(call, _AZP)
+    return _product(call, f, place_of(call, _AZP, "out"), f["azp"], f["azp_adj"])
+
+
+_ONEDNN = "out a scale_a azp azp_adj bias handler"
+
+
+@reference("torch.ops._C.onednn_scaled_mm")
+def onednn(call: Call) -> dict[str, Expected]:
+    """(out, a, scale of a or none, azp, azp_adj, bias, handle): the weight, its scale, and a static scale of a are
+    those of the module that called it."""
+    f = dict(arguments(call, _ONEDNN))
+    weight, scale_b = call.params.get("weight"), call.params.get("weight_scale")
+    if weight is None or not weight.numel() or scale_b is None:
+        raise Declined("the weight of the module that called it was packed or not captured")
+    if weight.shape[0] != f["a"].shape[-1] and weight.shape[1] == f["a"].shape[-1]:
+        weight = weight.T
+    if weight.shape[0] != f["a"].shape[-1]:
+        raise Declined("the weight of the module that called it does not fit")
+    scale_a = f["scale_a"] if f["scale_a"] is not None else call.params.get("input_scale")
+    f |= {"b": weight, "scale_b": scale_b, "scale_a": scale_a}
+    return _product(call, f, place_of(call, _ONEDNN, "out"), f["azp"], f["azp_adj"])
+
+
+_QUANT = "out input scale azp"
+_FP8 = "out input scale scale_ub"
+
+
+@reference(
+    "torch.ops._C.static_scaled_int8_quant", "torch.ops._C.static_scaled_fp8_quant",
+    "torch.ops.*.static_scaled_int8_quant", "torch.ops.*.static_scaled_fp8_quant",
+)  # fmt: skip
+def static(call: Call) -> dict[str, Expected]:
+    """(out, input, scale, azp): codes for a given scale."""
+    f = arguments(call, _QUANT)
+    role = place_of(call, _QUANT, "out")
+    integer = f["out"].dtype == torch.int8
+    zero = f["azp"] if integer else None
+    return {role: _codes(f["input"], f["scale"], zero, call.outputs[role])}
+
+
+def _codes(x: Tensor, scale: Tensor, zero: Tensor | None, mine: Tensor) -> Expected:
+    by = _rows(scale, x.reshape(-1, x.shape[-1]))
+    exact = x.double() / (by if by.dim() == 0 else by.reshape(*x.shape[:-1], 1))
+    if zero is not None:
+        exact = exact + (zero.double().reshape(()) if zero.numel() == 1 else zero.double().reshape(*x.shape[:-1], 1))
+    found = coded(exact, mine, mine.dtype)
+    return Expected(found.double() if mine.is_floating_point() else found.long(), unit=0.0)
+
+
+@reference(
+    "torch.ops._C.dynamic_scaled_int8_quant", "torch.ops._C.dynamic_scaled_fp8_quant",
+    "torch.ops._C.dynamic_per_token_scaled_fp8_quant", "torch.ops.*.dynamic_scaled_int8_quant",
+    "torch.ops.*.dynamic_per_token_scaled_fp8_quant", "torch.ops.*.dynamic_scaled_fp8_quant",
+)  # fmt: skip
+def dynamic(call: Call) -> dict[str, Expected]:
+    """(out, input, scale, azp): the scale of each row, or of all for ``dynamic_scaled_fp8_quant``, and the codes."""
+    names = _QUANT if "int8" in call.cls else _FP8
+    f = arguments(call, names)
+    x, role = f["input"].double(), place_of(call, names, "out")
+    if f.get("scale_ub") is not None:
+        raise Declined("a scale with an upper limit has no reference")
+    mine, given_scale = call.outputs[role], call.outputs.get(place_of(call, names, "scale"))
+    if given_scale is None:
+        raise Declined("the scale that it found was not captured")
+    rows = x.reshape(-1, x.shape[-1])
+    if given_scale.numel() == 1:
+        rows = rows.reshape(1, -1)
+    top = 127.0 if mine.dtype == torch.int8 else torch.finfo(mine.dtype).max
+    zero, found = None, {}
+    if f.get("azp") is not None:
+        size = (rows.amax(1) - rows.amin(1)) / 255.0
+        azp = place_of(call, names, "azp")
+        zero = call.outputs.get(azp)
+        if zero is None:
+            raise Declined("the zero point that it found was not captured")
+        exact = -128.0 - rows.amin(1) / size
+        near = (zero.double().reshape(-1) - exact).abs() <= 0.5 + 2.0**-10
+        found[azp] = Expected(torch.where(near, zero.reshape(-1).long(), exact.round().long()).reshape(zero.shape))
+    else:
+        size = rows.abs().amax(1) / top
+    value = size.reshape(given_scale.shape)
+    least = torch.where(value == 0, given_scale.double(), value)  # a row of zeros may have any scale
+    found[place_of(call, names, "scale")] = Expected(least, _SCALE * least.abs())
+    found[role] = _codes(f["input"], given_scale, zero, mine)
+    return found
