@@ -21,7 +21,7 @@ import torch
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.floors.chance import CHANCE
 from vllm_accprobe.opcheck.reference import Declined
-from vllm_accprobe.opcheck.repeat.differences import bits
+from vllm_accprobe.opcheck.repeat.differences import changed
 from vllm_accprobe.opcheck.repeat.floor import CallFloors
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.repeat.row_axes import RowAxes, axes_of, cut
@@ -94,7 +94,7 @@ def batches(captured: Captured, kernels: MachineKernels, options: BatchOptions) 
             floors = CallFloors.of(
                 kernels.references, kernels.here(captured.what), whole, options.chance, "the whole batch"
             )
-        unsteady = not torch.equal(bits(whole[role]), bits(again[role])) if role in again else True
+        unsteady = role not in again or bool(changed(whole[role], again[role]).any())
         yield _row(captured, role, sized, axes, floors, unsteady, options)
 
 
@@ -149,16 +149,17 @@ def _compare(sized: RoleSizes, part: Any, size: int, start: int) -> None:
     mine = part.movedim(sized.dim, 0)
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         raise ValueError(f"{size} rows give {mine.dtype} {list(mine.shape)}")
-    changed = (bits(mine) != bits(theirs)).reshape(size, -1).any(1)
+    other = changed(mine, theirs).reshape(size, -1).any(1)
     sized.seen[start : start + size] = True
     seen, differing, gap = sized.by_size.get(size, (0, 0, 0.0))
-    if bool(changed.any()):
-        sized.differing[start : start + size] |= changed
+    if bool(other.any()):
+        sized.differing[start : start + size] |= other
         apart = (_wide(mine) - _wide(theirs)).abs()
+        apart[torch.isnan(_wide(mine)) & torch.isnan(_wide(theirs))] = 0.0
         gap = max(gap, float(torch.nan_to_num(apart, nan=float("inf")).max()))
-        at = torch.arange(start, start + size)[changed]
-        sized.made.movedim(sized.dim, 0)[at] = mine[changed]
-    sized.by_size[size] = seen + size, differing + int(changed.sum()), gap
+        at = torch.arange(start, start + size)[other]
+        sized.made.movedim(sized.dim, 0)[at] = mine[other]
+    sized.by_size[size] = seen + size, differing + int(other.sum()), gap
 
 
 def _wide(t: Any) -> Any:

@@ -26,6 +26,16 @@ def bits(tensor: Any) -> Any:
     return t.contiguous().view(_INTEGERS[t.element_size()]).reshape(-1)
 
 
+def changed(a: Any, b: Any) -> Any:
+    """Which elements, bool [elements] (pairs of complex ones), are not the same to the bit; NaN is NaN whatever its
+    sign and payload, which kernels for vectors and for single numbers make differently."""
+    found = bits(a) != bits(b)
+    if a.is_floating_point() or a.is_complex():
+        x, y = ((torch.view_as_real(t) if t.is_complex() else t).reshape(-1).float() for t in (a, b))
+        found &= ~(torch.isnan(x) & torch.isnan(y))
+    return found
+
+
 def filled(tensor: Any, byte: int) -> Any:
     """Which elements, bool [elements], are made of nothing but this byte."""
     found = bits(tensor)
@@ -64,16 +74,16 @@ class RunDifferences:
                 raise ValueError(f"run {run} gives {output.dtype} {list(output.shape)}, the first one "
                                  f"{self.first.dtype} {list(self.first.shape)}")  # fmt: skip
             self._unwritten &= held
-            changed = bits(output) != bits(self.first)
-            if bool(changed.any()):
+            other = changed(output, self.first)
+            if bool(other.any()):
                 self.differing += 1
-                self.at |= changed
+                self.at |= other
                 gap = _gap(output, self.first)
                 if self.furthest is None or gap > self.gap:
                     self.furthest, self.furthest_run, self.gap = output.clone(), run, gap
         self._counts[byte] = self._counts.get(byte, 0) + 1
         if byte in self._by_byte:
-            self._within |= bits(output) != bits(self._by_byte[byte])
+            self._within |= changed(output, self._by_byte[byte])
         else:
             self._by_byte[byte] = output.clone()
 

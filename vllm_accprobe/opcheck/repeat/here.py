@@ -81,8 +81,9 @@ class MachineKernels:
         if isinstance(found, Declined):
             return found
         wanted = [r for r in call.outputs if r in found] or [r for r in found if r.startswith("output.")]
+        wanted = wanted or [f"inplace.input.{k}" for k in _mutated(call)]
         wanted += [f"inplace.input.{k}" for k in fresh if f"inplace.input.{k}" in found]
-        made = {r: found[r].detach().to("cpu") for r in dict.fromkeys(wanted)}
+        made = {r: found[r].detach().to("cpu") for r in dict.fromkeys(wanted) if r in found}
         return made or Declined("nothing comes out of it")
 
     def _made(self, call: Call) -> Mapping[str, Any] | Declined:
@@ -105,6 +106,16 @@ class MachineKernels:
         if isinstance(made, Declined) and "refuses" not in made.reason and call.cls.startswith(_VLLM):
             return Declined(f"{made.reason}: is the library that has it installed? --load names one", made.failed)
         return made
+
+
+def _mutated(call: Call) -> list[int]:
+    """Places of the arguments that an operator changes, by its schema."""
+    try:
+        operator = aten.of(call.cls)
+    except Declined:
+        return []
+    overload = operator if hasattr(operator, "_schema") else getattr(operator, operator.overloads()[0])
+    return [k for k, a in enumerate(overload._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _undefined(call: Call) -> str | None:
