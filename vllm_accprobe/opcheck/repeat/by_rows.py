@@ -21,8 +21,8 @@ import torch
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.floors.chance import CHANCE
 from vllm_accprobe.opcheck.reference import Declined
+from vllm_accprobe.opcheck.repeat.call_floors import CallFloors
 from vllm_accprobe.opcheck.repeat.differences import changed
-from vllm_accprobe.opcheck.repeat.floor import CallFloors
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.repeat.row_axes import RowAxes, axes_of, cut
 from vllm_accprobe.opcheck.run.judged_row import without_verdict

@@ -4,7 +4,7 @@ The problem: such an operator is right most of the time, and a replay that runs 
 nothing. The idea: `repeat` runs a call N times under changing conditions (conditions.py) and says of each output what
 it found: equal in all runs; different within the operator's own floor, which is how sums of atomics come out and a
 remark; different beyond it, or made of memory that nobody wrote, which is wrong. What differs is asked once more under
-torch's own switch for deterministic algorithms. Not here: what differs and how (differences.py), the floor (floor.py).
+torch's own switch for deterministic algorithms. Not here: what differs and how (differences.py), floors (call_floors.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vllm_accprobe.opcheck.floors.chance import CHANCE
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.repeat import conditions
+from vllm_accprobe.opcheck.repeat.call_floors import CallFloors
 from vllm_accprobe.opcheck.repeat.differences import EQUAL, MEMORY, UNWRITTEN, RunDifferences, place, where
-from vllm_accprobe.opcheck.repeat.floor import CallFloors
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.run.judged_row import without_verdict
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, Checked, unchecked
