@@ -4,7 +4,8 @@ The problem: such an operator is right most of the time, and a replay that runs 
 nothing. The idea: `repeat` runs a call N times under changing conditions (conditions.py) and says of each output what
 it found: equal in all runs; different within the operator's own floor, which is how sums of atomics come out and a
 remark; different beyond it, or made of memory that nobody wrote, which is wrong. What differs is asked once more under
-torch's own switch for deterministic algorithms. Not here: what differs and how (differences.py), floors (call_floors.py).
+torch's own switch for deterministic algorithms.
+Not here: what differs and how (differences.py), the floors (call_floors.py).
 """
 
 from __future__ import annotations
