@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli.common.declared import DUMP, IDS, OPS, WEIGHTS
+from vllm_accprobe.cli.common import here
+from vllm_accprobe.cli.common.declared import IDS, OPS, WEIGHTS
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, require_directory, say_notes
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
+    from vllm_accprobe.opcheck.run.result_row import Checked
     from vllm_accprobe.opcheck.run.worker import Job
 
 _EXACT, _DEVICE = "float64", "device"
 
 
 def opcheck(
-    dump: Path = DUMP,
+    dump: Path = typer.Argument(None, metavar="[DUMP]", help="Directory of a dump; none with --op."),
     ops: list[str] = OPS,
     ids: str = IDS,
     model: Path = WEIGHTS,
@@ -33,6 +35,13 @@ def opcheck(
     processes: int = typer.Option(1, "-j", "--jobs", min=0, metavar="N", help="Processes; 0: none besides this one."),
     resume: bool = typer.Option(False, "--resume", help="Go on with the run that was interrupted in --out."),
     save: Path = typer.Option(None, "--save-failed", metavar="DIR", help="Failed calls go here, with tensors."),
+    repeat: int = here.REPEAT,
+    rows: str = here.ROWS,
+    op: str = here.OP,
+    shapes: list[str] = here.SHAPE,
+    dtype: str = here.DTYPE,
+    more: list[str] = here.WITH,
+    load: list[str] = here.LOAD,
     out: Path = typer.Option(
         Path("accprobe-opcheck"), "--out", "-o", metavar="DIR", help="Where opcheck.csv and result.csv go."
     ),
@@ -41,19 +50,22 @@ def opcheck(
     """Run captured calls again against references: which operator is wrong for its own inputs?
 
     Prints the wrong modules first, in the order of execution, then every class and all that was not checked, and writes
-    opcheck.csv (a row per output) and result.csv (a row per module or operator). Needs torch.
+    opcheck.csv (a row per output) and result.csv (a row per module or operator). Needs torch. With --repeat and --rows
+    this machine's own kernels are run instead: are they steady, and does a row's result depend on its batch?
     Exit code 0: pass, 1: an operator is wrong, 2: unreadable input, 3: nothing could be checked.
     """
-    require_torch("opcheck")
+    asked = here.runs_of(repeat, rows, op), here.named_of(op, shapes, dtype, more)
+    require_torch("opcheck", threads=bool(asked[0][0] or asked[0][1] or asked[1]))
     from vllm_accprobe.judge import profile
     from vllm_accprobe.opcheck.habits import decided
     from vllm_accprobe.opcheck.run import result_row, table
     from vllm_accprobe.opcheck.run.totals import totals as count
+    from vllm_accprobe.opcheck.run.unavailable import Unavailable
     from vllm_accprobe.opcheck.run.whole import RunError, run
-    from vllm_accprobe.opcheck.run.worker import Unavailable
 
-    job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save)
+    job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save, asked, load)
     _check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
+    dump = dump or Path(op)
     bar = _Bar()
     try:
         found = run(job, out, processes=processes, resume=resume, plan=bar.start, done=bar.one)
@@ -62,15 +74,17 @@ def opcheck(
     finally:
         bar.end()
     say_notes(found.problems)
-    rows, machine = decided.settle(found.rows, strict=standard == result_row.STRICT)
-    if rows != found.rows:
-        table.resettle(out / "opcheck.csv", rows)
-    totals = count(rows)
+    if job.repeat or job.batch:
+        _say_here(job, found.rows, out, None if verbose else 10)
+    checked, machine = decided.settle(found.rows, strict=standard == result_row.STRICT)
+    if checked != found.rows:
+        table.resettle(out / "opcheck.csv", checked)
+    totals = count(checked)
     if not totals.checked and not totals.statuses.get(result_row.FAIL):
         reason = next(iter(totals.skipped), "no call matches" if ops or ids else "the dump holds no call")
         raise NothingThere(f"{dump}: nothing could be checked: {reason}")
-    table.write_result(rows, out / "result.csv")
-    for line in table.lines(rows, totals, most=None if verbose else 10, machine=machine):
+    table.write_result(checked, out / "result.csv")
+    for line in table.lines(checked, totals, most=None if verbose else 10, machine=machine):
         typer.echo(line)
     written = [out / "opcheck.csv", out / "result.csv"]
     if machine.habits:
@@ -81,15 +95,44 @@ def opcheck(
     raise typer.Exit(1 if totals.statuses.get(result_row.FAIL) or totals.statuses.get(result_row.ERROR) else 0)
 
 
+def _say_here(job: Job, rows: list[Checked], out: Path, most: int | None) -> None:
+    """The report of `--repeat` and `--rows`. Raises typer.Exit."""
+    import json
+
+    from vllm_accprobe.opcheck.repeat import told
+    from vllm_accprobe.opcheck.run import table
+    from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL
+    from vllm_accprobe.opcheck.run.totals import totals
+    from vllm_accprobe.whole_file import write_text
+
+    counted = totals(rows)
+    if not counted.checked and not counted.statuses.get(ERROR):
+        reason = next(iter(counted.skipped), "no call matches" if job.ops or job.ids else "the dump holds no call")
+        raise NothingThere(f"{job.dump or 'opcheck'}: nothing could be run: {reason}")
+    mode = told.mode_of(job.repeat, job.batch)
+    said = told.lines(rows, counted, mode, most)
+    for line in said:
+        typer.echo(line)
+    files = [out / name for name in (told.REPEAT_FILES if job.repeat else told.ROWS_FILES)]
+    table.write_result(rows, out / "result.csv")
+    write_text(files[0], json.dumps(told.to_json(rows, counted, mode), indent=1) + "\n")
+    write_text(files[1], told.page(rows, said, f"opcheck: {mode}"))
+    typer.echo(f"written: {', '.join(map(str, (out / 'opcheck.csv', out / 'result.csv', *files)))}")
+    raise typer.Exit(1 if counted.statuses.get(FAIL) or counted.statuses.get(ERROR) else 0)
+
+
 def _check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.judge import profile
+    from vllm_accprobe.opcheck.repeat import told
     from vllm_accprobe.opcheck.run import table
     from vllm_accprobe.opcheck.run import whole as run
 
     rows = outputs.csv_with(*table.COLUMNS[:9])
     ours = {
         run.DONE: rows, run.PART: rows, "result.csv": outputs.csv_with(*table.RESULT),
+        **dict.fromkeys((told.REPEAT_FILES[0], told.ROWS_FILES[0]), outputs.SCHEMA_AND_VERDICT),
+        **dict.fromkeys((told.REPEAT_FILES[1], told.ROWS_FILES[1]), outputs.matching("<title>opcheck: ")),
         run.SETTINGS: outputs.matching(r"\A\{\"job\":"), profile.NAME: outputs.matching(profile.OURS),
     }  # fmt: skip
     outputs.check(out, ours, dumps=dumps)
@@ -98,8 +141,9 @@ def _check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
 
 
 def _job(
-    dump: Path, model: Path | None, ops: list[str], ids: str, standard: str, against: str, rerun: bool, backward: bool,
-    kl: bool, seed: int, save: Path | None,
+    dump: Path | None, model: Path | None, ops: list[str], ids: str, standard: str, against: str, rerun: bool,
+    backward: bool, kl: bool, seed: int, save: Path | None,
+    asked: tuple[tuple[int, tuple[str, ...]], dict[str, Any] | None], load: list[str],
 ) -> Job:  # fmt: skip
     from vllm_accprobe.cli.common.same import refuse_same
     from vllm_accprobe.opcheck.run.worker import AGAIN, DEVICE, EXACT, GOLDEN, Job
@@ -111,7 +155,17 @@ def _job(
         raise CommandError(f"--standard: {why}") from None
     if rerun and against != _EXACT:
         raise CommandError("--rerun and --against: choose one")
+    (repeat, sizes), named = asked
+    if repeat or sizes or named is not None:
+        _check_here(dump, named is not None, standard, against, rerun, backward, kl, save)
+    elif load:
+        raise CommandError("--load belongs to --repeat, --rows and --op")
     require_directory(model, "--weights")
+    if dump is None:
+        if named is None:
+            raise CommandError("DUMP is missing: name a dump's directory, or an operator with --op")
+        return Job("", ops=tuple(ops), standard=standard, seed=seed, repeat=repeat, batch=sizes, named=named,
+                   load=tuple(load))  # fmt: skip
     if not dump.exists():
         raise CommandError(f"{dump} does not exist: name a dump's directory or file")
     golden = ""
@@ -125,7 +179,23 @@ def _job(
     return Job(
         str(dump.resolve()), str(weights.resolve()) if weights else "", tuple(ops), tuple(sorted(ids_of(ids))), way,
         golden, standard, kl, backward, seed, str(save.resolve()) if save else "",
+        repeat, sizes, None, tuple(load),
     )  # fmt: skip
+
+
+def _check_here(
+    dump: Path | None, named: bool, standard: str, against: str, rerun: bool, backward: bool, kl: bool,
+    save: Path | None,
+) -> None:  # fmt: skip
+    """Raises CommandError for options that say nothing of this machine's kernels alone."""
+    given = {"--against": against != _EXACT, "--rerun": rerun, "--backward": backward, "--kl": kl,
+             "--save-failed": save is not None}  # fmt: skip
+    if used := [name for name, is_given in given.items() if is_given]:
+        raise CommandError(f"{used[0]} does not go with --repeat, --rows or --op: those run this machine's kernels")
+    if standard not in ("operator", "strict"):
+        raise CommandError("--repeat, --rows and --op know --standard operator and strict, where any difference fails")
+    if named and dump is not None:
+        raise CommandError("--op takes no DUMP: its inputs are drawn")
 
 
 class _Bar:
@@ -155,9 +225,9 @@ def ids_of(text: str) -> frozenset[str]:
     return found
 
 
-def require_torch(command: str) -> None:
-    """Raises CommandError where torch is missing. Unless told otherwise it will use one thread: small products are no
-    slower for it, and threads that wait for one another in a loop take the other cores."""
+def require_torch(command: str, threads: bool = False) -> None:
+    """Raises CommandError where torch is missing. Unless told otherwise, or with ``threads``, it will use one thread:
+    small products are no slower for it, and threads that wait for one another in a loop take the other cores."""
     import importlib.util
     import os
 
@@ -165,7 +235,7 @@ def require_torch(command: str) -> None:
 
     if importlib.util.find_spec("torch") is None:
         raise CommandError(f"{command} needs torch: install it beside accprobe (the CPU build will do)")
-    for name, value in ONE_THREAD.items():
+    for name, value in () if threads else ONE_THREAD.items():
         os.environ.setdefault(name, value)
 
 

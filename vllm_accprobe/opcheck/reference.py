@@ -82,7 +82,8 @@ class Call:
     params: a module's tensors by name; attrs: its recorded numbers, strings and booleans; parent: those of the module
     that holds it; config: the model's config.json (the language part, where there are several), {} if unknown. outputs:
     what was captured, by role: ``output.0``, ``inplace.query``. extra: what other records of the dump tell about this
-    call, by name: ``history``, ``logits``, ``ranks``.
+    call, by name: ``history``, ``logits``, ``ranks``; of an operator, ``fresh``: places of arguments that are only
+    written to.
     """
 
     name: str

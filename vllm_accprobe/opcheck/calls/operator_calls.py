@@ -41,7 +41,13 @@ def op_call(
     kwargs = {k: maker.value(v) for k, v in op.kwargs.items()}
     held = {r: x for r, x in records.items() if r.startswith(("output.", "inplace."))}
     outputs = {r: read(x) for r, x in held.items() if x.payload is not None or draw is not None}
-    return Call(op.tap, op.op, args=args, kwargs=kwargs, outputs=outputs)
+    fresh = [k for k, v in enumerate(op.args) if isinstance(v, Mapping) and _fresh(v.get("tensor"))]
+    return Call(op.tap, op.op, args=args, kwargs=kwargs, outputs=outputs, extra={"fresh": fresh} if fresh else {})
+
+
+def _fresh(tensor: Any) -> bool:
+    """Whether nobody had written to it: what the operator is given holds anything."""
+    return isinstance(tensor, Mapping) and bool(tensor.get("fresh"))
 
 
 class _Maker:

@@ -33,6 +33,16 @@ def possible(captured: Captured) -> bool:
     return captured.missing == STATISTICS
 
 
+def drawn(calls: Calls, captured: Captured, seed: int) -> Captured:
+    """The call with drawn inputs and no outputs; as it is, with the reason, where they cannot be drawn."""
+    try:
+        call = _call(calls, captured, torch.Generator().manual_seed(seed))
+    except (Declined, NotKept, RuntimeError, ValueError) as why:
+        text = f"{STATISTICS}, and inputs cannot be drawn: {' '.join(str(why).split())[:120]}"
+        return replace(captured, missing=text)
+    return replace(captured, what=replace(call, outputs={}), missing="")
+
+
 def check(
     calls: Calls, captured: Captured, references: References, device: str, seed: int, options: Options
 ) -> Iterator[Checked]:  # fmt: skip

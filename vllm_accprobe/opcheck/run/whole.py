@@ -72,7 +72,7 @@ def run(
 def _begin(job: Job, out: Path, resume: bool) -> list[Cells]:
     """Writes the settings, and gives the rows that are there already, the part file cut to them."""
     settings, part = out / SETTINGS, out / PART
-    asked = {"job": job.to_json(), "journals": _journals(Path(job.dump))}
+    asked = {"job": job.to_json(), "journals": _journals(Path(job.dump)) if job.dump else {}}
     finished = not part.exists() and (out / DONE).exists() and settings.exists()
     if not resume or not (finished or part.exists()):
         settings.write_text(json.dumps(asked), encoding="utf-8")

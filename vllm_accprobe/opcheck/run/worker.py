@@ -16,6 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.children import ONE_THREAD
+from vllm_accprobe.opcheck.run.unavailable import Unavailable
+
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.run.result_row import Checked
 
@@ -26,7 +29,9 @@ EXACT, DEVICE, GOLDEN, AGAIN = "float64", "device", "golden", "rerun"
 class Job:
     """What is asked for. dump, model, golden: paths, the last two may be ""; against: EXACT, DEVICE, GOLDEN or AGAIN;
     standard, kl, ids: replay.Options'; backward: gradients too; seed: of drawn inputs and gradients; save: where failed
-    calls are written, "" for nowhere."""
+    calls are written, "" for nowhere. repeat, batch: instead of a reference, runs of each call here (repeated.py), and
+    sizes of batches (by_rows.py); named: an operator named by hand (named.py), as JSON, in place of a dump; load:
+    modules to import first."""
 
     dump: str
     model: str = ""
@@ -39,13 +44,22 @@ class Job:
     backward: bool = False
     seed: int = 0
     save: str = ""
+    repeat: int = 0
+    batch: tuple[str, ...] = ()
+    named: Mapping[str, Any] | None = None
+    load: tuple[str, ...] = ()
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this machine's own kernels are run, which need all of its threads."""
+        return bool(self.repeat or self.batch or self.named is not None)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Job:
-        return cls(**{**tree, "ops": tuple(tree["ops"]), "ids": tuple(tree["ids"])})
+        return cls(**{**tree, **{k: tuple(tree[k]) for k in ("ops", "ids", "batch", "load")}})
 
 
 Tap = tuple[int, str, str]
@@ -69,11 +83,22 @@ class OpenJob:
         from vllm_accprobe.opcheck.run.result_row import OURS, STRICT
 
         self.job = job
-        self.calls = Calls(open_dump(Path(job.dump)), Path(job.model) if job.model else None)
+        self.references = default_references()
+        self.kernels: Any = None
+        if job.runs_here:  # before its operators are looked for
+            from vllm_accprobe.opcheck.repeat.here import MachineKernels
+
+            self.kernels = MachineKernels(self.references, load=job.load)
+        self.calls: Any
+        if job.named is not None:
+            from vllm_accprobe.opcheck.repeat.named import NamedCalls, NamedOperator
+
+            self.calls = NamedCalls(NamedOperator.from_json(job.named), job.seed)
+        else:
+            self.calls = Calls(open_dump(Path(job.dump)), Path(job.model) if job.model else None)
         looks = job.against == EXACT and job.standard in (OURS, STRICT)
         budget = self.calls.budget()
         self.options = Options(job.standard, job.kl, frozenset(job.ids), habits=looks, budget=budget)
-        self.references = default_references()
         said = mindspore_api.note({op.op for op in self.calls.dump.ops})
         self._mint = mindspore_api.installed()
         if said and not job.golden:
@@ -92,10 +117,12 @@ class OpenJob:
 
     @property
     def problems(self) -> list[str]:
-        return [*self.calls.dump.problems, *self.calls.problems, *self.references.problems]
+        here = [self.kernels.described()] if self.kernels is not None else []
+        return [*self.calls.dump.problems, *self.calls.problems, *self.references.problems, *here]
 
     def taps(self) -> list[Tap]:
-        stored = [STORED] if self.job.against == EXACT and not self.job.ids else []
+        whole = self.job.against == EXACT and not self.job.ids and not self.job.runs_here
+        stored = [STORED] if whole else []
         return [*stored, *self.calls.taps(self.job.ops)]
 
     def rows(self, tap: Tap, crashed: Crashes, begins: Begins) -> Rows:
@@ -115,7 +142,7 @@ class OpenJob:
             if self.job.save and any(r.status == FAIL for r in rows):
                 self._save(captured)
             yield from rows
-        if self.source is None and self.options.standard == OURS:
+        if self.source is None and self.options.standard == OURS and self.kernels is None:
             yield from pools.rows(self.options.budget)
 
     def _check(self, captured: Any, pools: Any) -> Iterator[Any]:
@@ -123,6 +150,9 @@ class OpenJob:
         from vllm_accprobe.opcheck.run import backward, rerun, synthetic_inputs
         from vllm_accprobe.opcheck.run.replay import check_call
 
+        if self.kernels is not None:
+            yield from self._here(captured)
+            return
         if captured.missing and not captured.crashed and synthetic_inputs.possible(captured):
             yield from synthetic_inputs.check(
                 self.calls, captured, self.references, self.device, self.job.seed, self.options
@@ -135,6 +165,28 @@ class OpenJob:
         if self.job.backward and not captured.missing:
             yield from backward.check(captured, self.references, self.device, self.job.seed)
 
+    def _here(self, captured: Any) -> Iterator[Any]:
+        """Rows of a call that is run by this machine's kernels; of statistics, on drawn inputs."""
+        from vllm_accprobe.opcheck.repeat import by_rows, named, repeated
+        from vllm_accprobe.opcheck.run import synthetic_inputs
+        from vllm_accprobe.opcheck.run.judged_row import without_verdict
+        from vllm_accprobe.opcheck.run.replay import check_call
+        from vllm_accprobe.opcheck.run.result_row import ERROR, SKIP, STRICT
+
+        if captured.missing and not captured.crashed and synthetic_inputs.possible(captured):
+            captured = synthetic_inputs.drawn(self.calls, captured, self.job.seed)
+        if captured.missing and not captured.what.args and not captured.what.inputs:
+            yield without_verdict(captured, "", None, ERROR if captured.crashed else SKIP, captured.missing)
+            return
+        strict, chance = self.options.standard == STRICT, self.options.budget.output
+        if self.job.repeat:
+            yield from repeated.repeat(captured, self.kernels, repeated.RepeatOptions(self.job.repeat, strict, chance))
+        elif self.job.batch:
+            yield from by_rows.batches(captured, self.kernels, by_rows.BatchOptions(self.job.batch, strict, chance))
+        else:
+            once = named.checked_once(captured, self.kernels)
+            yield from check_call(self.calls.dump, once, lambda c: self.references.evaluate(c.what), self.options)
+
     def _save(self, captured: Any) -> None:
         from vllm_accprobe.opcheck.kit.testgen import write_case
 
@@ -143,10 +195,6 @@ class OpenJob:
             write_case(captured, self.references, Path(self.job.save))
         except (ValueError, OSError) as why:  # the verdict counts more than the copy
             self.calls.problems.append(f"{captured.tap} could not be saved: {why}")
-
-
-class Unavailable(Exception):
-    """What was asked for cannot be had on this machine; one line."""
 
 
 def main() -> None:
@@ -161,7 +209,11 @@ def main() -> None:
     from vllm_accprobe.opcheck.run.table import cells
 
     try:
-        bench = OpenJob(Job.from_json(json.loads(sys.stdin.readline())))
+        job = Job.from_json(json.loads(sys.stdin.readline()))
+        if job.runs_here:  # a race takes two; before torch or numba look for them
+            for name in ONE_THREAD:
+                os.environ.pop(name, None)
+        bench = OpenJob(job)
         said = len(bench.problems)
         say(taps=bench.taps(), problems=bench.problems)
     except Exception as error:
