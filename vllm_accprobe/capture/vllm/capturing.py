@@ -33,6 +33,8 @@ from vllm_accprobe.capture.vllm.compiled import InGraphs
 from vllm_accprobe.capture.vllm.dealing import Dealing, watch_dealing
 from vllm_accprobe.capture.vllm.dummy_look import LookingOn
 from vllm_accprobe.capture.vllm.eager import compiled_modules, compiles
+from vllm_accprobe.capture.vllm.modes.adapters import Adapters
+from vllm_accprobe.capture.vllm.modes.drafters import record_draft
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
@@ -71,6 +73,7 @@ class CaptureObserver(StepObserver):
         self._parameters: ParameterLines | None = None
         self._attachments: Attachments | None = None
         self._dealing: Dealing | None = None
+        self._adapters: Adapters | None = None
         self._graphs: InGraphs | None = None
         self.windows = Windows(config, self._aim, self._note, self._refuse, say)
         self._seen_steps = self._armed_steps = 0
@@ -124,6 +127,8 @@ class CaptureObserver(StepObserver):
         self.taps.attach(model, language_prefix(model))
         Sampling(session, runner, model, self._rows)
         parameters.rest()
+        self._adapters = Adapters(session, parameters, runner)
+        record_draft(session, parameters, runner, model)
         if self._graphs is not None:
             self._graphs.place(self.root)
         self._dealing = watch_dealing(batch, runner.vllm_config)
@@ -153,7 +158,7 @@ class CaptureObserver(StepObserver):
         assert session is not None
         self.windows.told(step.arming, step.number)
         for new in step.new:
-            self.requests.add(new.name, new.prompt, new.length, new.images)
+            self.requests.add(new.name, new.prompt, new.length, new.images, new.adapter, new.embedded)
         if step.number is not None:
             self._seen_steps += 1
         if step.number is not None and self.windows.wants(step.number):
@@ -260,6 +265,8 @@ class CaptureObserver(StepObserver):
                 self._attachments.close()
             if self._dealing is not None:
                 self._dealing.close()
+            if self._adapters is not None:
+                self._adapters.close()
             self.windows.close()
             steps, tensors = sink.steps, sink.tensors
             recording.close(reason)
