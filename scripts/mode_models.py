@@ -138,6 +138,23 @@ def adapter(path: Path, base: dict[str, Any], seed: int = 0, rank: int = 8, head
     return finished(path, make)
 
 
+def shorter(path: Path, name: str, layers: int) -> Path:
+    """The tiny model ``name`` without its last layers: a draft model that guesses some tokens right."""
+
+    def make() -> None:
+        from safetensors.torch import load_file, save_file
+
+        whole = tiny_model.make(name, path.with_name(f"{path.name}-of"))
+        shutil.copytree(whole, path, dirs_exist_ok=True)
+        tensors = load_file(str(whole / "model.safetensors"))
+        kept = {k: v for k, v in tensors.items() if ".layers." not in k or int(k.split(".")[2]) < layers}
+        save_file(kept, str(path / "model.safetensors"), metadata={"format": "pt"})
+        config = json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": layers}
+        (path / "config.json").write_text(json.dumps(config, indent=1))
+
+    return finished(path, make)
+
+
 def eagle(path: Path, seed: int = 5) -> Path:
     """An EAGLE head for the tiny llama: one layer behind a projection of embedding and hidden state."""
 
@@ -147,11 +164,11 @@ def eagle(path: Path, seed: int = 5) -> Path:
 
         base = tiny_model.MODELS["llama"].config
         h = base["hidden_size"]
-        config = base | {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "model_type": "llama"}
+        config = base | {"num_hidden_layers": 1}
         generator = torch.Generator().manual_seed(seed)
         tensors = {"fc.weight": torch.randn((h, 2 * h), generator=generator) / (2 * h) ** 0.5}
         for name, shape, std in tiny_model.MODELS["llama"].weights(config):
-            if ".layers." in name:
+            if ".layers." in name and "input_layernorm" not in name:  # the head's first layer has none
                 gain = len(shape) == 1
                 tensors[name.removeprefix("model.")] = torch.randn(shape, generator=generator) * std + float(gain)
         save_file({k: v.to(torch.bfloat16) for k, v in tensors.items()}, str(path / "model.safetensors"))

@@ -1,7 +1,8 @@
 """Whether each row of a dump is the one it is called, held against what was asked and answered.
 
 The problem: a row map that is wrong by one gives plausible numbers. The idea: the request's own prompt and the tokens
-that the client got say which token stands at which position; ids, phases and positions of the row map are held against
+that the client got say which token stands at which position (of requests that the engine names itself, the hash of the
+prompt); ids, phases and positions of the row map are held against
 these, and the output of the embedding, bit by bit, against the weight's row of that token: so a row's bytes are shown
 to be that token's, without asking the runner. Not here: comparing two dumps.
 """
@@ -15,7 +16,7 @@ import numpy as np
 from support.engine import Ask
 
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import DECODE, PREFILL, TOKENS
+from vllm_accprobe.dump.schema import DECODE, PREFILL, TOKENS, hash_tokens
 
 _SHOWN = 5
 
@@ -32,16 +33,14 @@ def wrong_rows(dump: Dump, asks: Sequence[Ask], answers: Sequence[Sequence[int]]
         texts[name] = [*([-1] * prompts[name] if ask.embeds else ask.ids), *(answers[i] if i < len(answers) else [])]
     wrong: list[str] = []
     count = 0
-    reached: dict[tuple[int, str], set[int]] = {}
+    reached: dict[tuple[int, int], dict[int, int]] = {}
     for (rank, step, space), rows in sorted(dump.rows.items()):
         if space != TOKENS:
             continue
         at = 0
         for s in rows.segments:
             request = dump.requests[(rank, s.req)]
-            text, prompt = texts.get(request.id), prompts.get(request.id)
-            if text is None or prompt is None:
-                continue  # one of several answers to one request: named by the engine
+            text, prompt = texts.get(request.id, []), prompts.get(request.id, request.prompt_len)
             said = rows.ids[at : at + s.n]
             at += s.n
             sure = s.n - (s.drafts or 0)
@@ -52,13 +51,18 @@ def wrong_rows(dump: Dump, asks: Sequence[Ask], answers: Sequence[Sequence[int]]
                 if phase != s.phase:
                     wrong.append(f"rank {rank} step {step} {request.id} position {p} is called {s.phase}")
                 if j < sure:
-                    reached.setdefault((rank, request.id), set()).add(p)
+                    reached.setdefault((rank, s.req), {})[p] = said[j] if said else -1
                 if j < sure and p < len(text) and text[p] >= 0 and said and said[j] != text[p]:
                     wrong.append(f"rank {rank} step {step} {request.id} position {p}: token {said[j]}, not {text[p]}")
-    for (rank, name), positions in reached.items():
-        if not set(range(prompts[name])) <= positions:
-            missing = len(set(range(prompts[name])) - positions)
-            wrong.append(f"rank {rank} {name}: {missing} rows of the prompt are not there")
+    for (rank, req), found in reached.items():
+        request = dump.requests[(rank, req)]
+        missing = set(range(request.prompt_len)) - set(found)
+        if missing:
+            wrong.append(f"rank {rank} {request.id}: {len(missing)} rows of the prompt are not there")
+        elif texts.get(request.id, [0])[0] >= 0 and request.prompt:
+            ids = [found[p] for p in range(request.prompt_len)]
+            if hash_tokens(ids) != request.prompt:
+                wrong.append(f"rank {rank} {request.id}: the rows of its prompt are not the prompt's tokens")
     more, told = _embedded(dump)
     return count + more, [*wrong, *told][:_SHOWN]
 

@@ -88,7 +88,7 @@ _GUESSING = Way(asks=lambda m: GUESSABLE, how="serial")
 
 
 def _draft(models: Path) -> Mapping[str, Any]:
-    small = tiny_model.make("qwen2", models / "qwen2-draft", seed=0, num_hidden_layers=2)
+    small = mode_models.shorter(models / "qwen2-draft", "qwen2", 3)
     return {"speculative_config": {"method": "draft_model", "model": str(small), "num_speculative_tokens": 2}}
 
 
@@ -128,7 +128,7 @@ _ALL = [
     ),
     Mode(
         "eagle", _tiny("llama"), Way(lambda m: GUESSABLE, _eagle), _GUESSING,
-        fault=_scaled("model.layers.1.mlp.down_proj", "position>=62"), blamed="model.layers.1.mlp.down_proj",
+        fault=_scaled("model.layers.0.mlp.down_proj", "position>=62"), blamed="model.layers.0.mlp.down_proj",
     ),
     Mode(
         "prompt-embeddings", _tiny("qwen2"), Way(_embeds, lambda m: {"enable_prompt_embeds": True}),
@@ -142,6 +142,10 @@ _ALL = [
     ),
     Mode(
         "several-answers", _tiny("qwen2"), Way(_sampled(n=3, temperature=0.8, seed=7)),
+        fault=_scaled("model.layers.1.mlp.down_proj", "prefill"), blamed="model.layers.1.mlp.down_proj",
+    ),
+    Mode(
+        "beams", _tiny("qwen2"), Way(lambda m: TEXT[:2], how="beams"),
         fault=_scaled("model.layers.1.mlp.down_proj", "prefill"), blamed="model.layers.1.mlp.down_proj",
     ),
     Mode(

@@ -89,10 +89,15 @@ class Runs:
             shutil.rmtree(out, ignore_errors=True)
             out.parent.mkdir(parents=True, exist_ok=True)
             how = mode.plain if way == PLAIN and mode.plain is not None else mode.way
-            run = self._host(how.host).capture(
-                mode.model(self.root / "_models"), how.asks(self.root / "_models"), out=out, how=how.how,
-                fault=mode.fault if way == FAULTY else None, env=how.env, during=how.during, **how.built(self.root),
-            )  # fmt: skip
+            try:
+                run = self._host(how.host).capture(
+                    mode.model(self.root / "_models"), how.asks(self.root / "_models"), out=out, how=how.how,
+                    fault=mode.fault if way == FAULTY else None, env=how.env, during=how.during,
+                    **how.built(self.root),
+                )  # fmt: skip
+            except EngineError:
+                self._hosts.pop(how.host).close()  # what is left of an engine that failed would spoil the next one
+                raise
             done.write_text(json.dumps(asdict(replace(run, dump=None))))
         return out, json.loads(done.read_text())
 

@@ -106,9 +106,9 @@ class EngineHost:
         """Build an engine for ``model`` with the probe writing to ``out``, send ``asks``, shut it down.
 
         how: ``together`` (all at once), ``serial`` (each when the one before has finished), ``staggered`` (a new one
-        every second step). env: VLLM_ACCPROBE_* of this engine. sabotage: the probe fails at its
-        first tap. dummies: an invented batch after every step, as a replica computes that has nothing to do.
-        during: before that step of the loop, [method of the worker, its arguments].
+        every second step), ``beams`` (each by a search with two beams). env: VLLM_ACCPROBE_* of this engine.
+        sabotage: the probe fails at its first tap. dummies: an invented batch after every step, as a replica computes
+        that has nothing to do. during: before that step of the loop, [method of the worker, its arguments].
         engine: arguments of vllm.LLM, over small defaults; ``runner="pooling"`` asks for embeddings.
         Raises EngineError.
         """

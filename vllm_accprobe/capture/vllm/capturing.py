@@ -33,8 +33,7 @@ from vllm_accprobe.capture.vllm.compiled import InGraphs
 from vllm_accprobe.capture.vllm.dealing import Dealing, watch_dealing
 from vllm_accprobe.capture.vllm.dummy_look import LookingOn
 from vllm_accprobe.capture.vllm.eager import compiled_modules, compiles
-from vllm_accprobe.capture.vllm.modes.adapters import Adapters
-from vllm_accprobe.capture.vllm.modes.drafters import record_draft
+from vllm_accprobe.capture.vllm.modes.attached_modes import AttachedModes
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
@@ -73,7 +72,7 @@ class CaptureObserver(StepObserver):
         self._parameters: ParameterLines | None = None
         self._attachments: Attachments | None = None
         self._dealing: Dealing | None = None
-        self._adapters: Adapters | None = None
+        self._modes: AttachedModes | None = None
         self._graphs: InGraphs | None = None
         self.windows = Windows(config, self._aim, self._note, self._refuse, say)
         self._seen_steps = self._armed_steps = 0
@@ -127,8 +126,7 @@ class CaptureObserver(StepObserver):
         self.taps.attach(model, language_prefix(model))
         Sampling(session, runner, model, self._rows)
         parameters.rest()
-        self._adapters = Adapters(session, parameters, runner)
-        record_draft(session, parameters, runner, model)
+        self._modes = AttachedModes(session, parameters, runner, model, batch)
         if self._graphs is not None:
             self._graphs.place(self.root)
         self._dealing = watch_dealing(batch, runner.vllm_config)
@@ -265,8 +263,8 @@ class CaptureObserver(StepObserver):
                 self._attachments.close()
             if self._dealing is not None:
                 self._dealing.close()
-            if self._adapters is not None:
-                self._adapters.close()
+            if self._modes is not None:
+                self._modes.close()
             self.windows.close()
             steps, tensors = sink.steps, sink.tensors
             recording.close(reason)
