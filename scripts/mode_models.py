@@ -39,7 +39,7 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3NextForCausalLM",
         {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-         "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "num_experts": 8,
+         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 8,
          "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96,
          "decoder_sparse_step": 1, "norm_topk_prob": True, "max_position_embeddings": 1024,
          "partial_rotary_factor": 0.5, "full_attention_interval": 4, "tie_word_embeddings": False},

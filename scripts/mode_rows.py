@@ -19,6 +19,7 @@ from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import DECODE, PREFILL, TOKENS, hash_tokens
 
 _SHOWN = 5
+_EMBEDDINGS = ("embed_tokens", "word_embeddings", "backbone.embeddings")
 
 
 def wrong_rows(dump: Dump, asks: Sequence[Ask], answers: Sequence[Sequence[int]]) -> tuple[int, list[str]]:
@@ -72,7 +73,7 @@ def _embedded(dump: Dump) -> tuple[int, list[str]]:
     weights: dict[tuple[int, str], Any] = {}
     count, wrong = 0, []
     for r in dump.records:
-        if r.step is None and r.role == "param.weight" and "embed" in r.tap and r.payload is not None:
+        if r.step is None and r.role == "param.weight" and r.tap.endswith(_EMBEDDINGS) and r.payload is not None:
             weights[(r.rank, r.tap)] = dump.read(r)
     for r in dump.records:
         weight = weights.get((r.rank, r.tap))
