@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_accprobe.align.requests import distinct, pair_requests
-from vllm_accprobe.align.tokens import AFTER_FLIP, SUPERSEDED, align_rows, find_cells, make_key
+from vllm_accprobe.align.tokens import AFTER_FLIP, REJECTED, SUPERSEDED, align_rows, find_cells, make_key
 from vllm_accprobe.dump.schema import Request, RowSpace, Segment
 
 
@@ -54,6 +54,17 @@ def test_what_the_sampler_gave_decides_which_rows_are_real():
     assert plan.mine.rows[(0, 2, "tokens")].keep.tolist() == [True]
     assert plan.skipped == {SUPERSEDED: 2, AFTER_FLIP: 0}  # one row on either side
     assert (plan.tokens_compared, plan.flips) == (4, [])
+
+
+def test_rejected_drafts_are_told_from_recomputed_rows():
+    dump = maps({"tokens": PROMPT}, {"tokens": PROMPT}, {"logits": [(2, 9)]})
+    segment = Segment(0, 3, 3, 0, "decode", drafts=2)
+    dump.rows[(0, 3, "tokens")] = RowSpace(3, "tokens", 3, (segment,), (20, 21, 22))
+    dump.rows[(0, 3, "logits")] = RowSpace(3, "logits", 3, (segment,), (20, 21, 22))
+    dump.rows[(0, 4, "tokens")] = RowSpace(4, "tokens", 1, (Segment(0, 5, 1, 0, "decode"),), (30,))
+    plan = align(dump, dump, ({2: [20], 3: [21, 30, -1]},) * 2)
+    assert plan.mine.rows[(0, 3, "tokens")].keep.tolist() == [True, True, False]
+    assert plan.skipped == {SUPERSEDED: 6, REJECTED: 2, AFTER_FLIP: 0}
 
 
 def test_without_a_sampler_the_last_row_counts():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support import engine_worker
+from support import engine_ways, engine_worker
 
 from vllm_accprobe.gate.sending import along, replies, steps
 from vllm_accprobe.gate.sending import prompts as prompts_file
@@ -112,8 +112,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's prints must not stand between the answers
     if os.environ.get("ACCPROBE_TEST_V2"):
-        engine_worker._prepare_v2_runner()
-    engine_worker._fork_the_ranks() if os.environ.get("ACCPROBE_TEST_FORK") else None
+        engine_ways.prepare_v2_runner()
+    engine_ways.fork_the_ranks() if os.environ.get("ACCPROBE_TEST_FORK") else None
     for line in sys.stdin:
         try:
             fill(json.loads(line))

@@ -35,7 +35,9 @@ class EngineError(RuntimeError):
 class Ask:
     """One request. ``image``: (width, height, seed) of a made-up picture, for the image token in the prompt;
     ``images``: several. ``audio``: (seconds, seed) of noise, for an encoder-decoder model, whose decoder gets ``ids``.
-    ``sampling``: further arguments of vllm.SamplingParams; ``structured``: those of its StructuredOutputsParams."""
+    ``sampling``: further arguments of vllm.SamplingParams; ``structured``: those of its StructuredOutputsParams.
+    ``adapter``: (name, number, directory) of a LoRA adapter. ``embeds``: (rows, width, seed) of made-up embeddings, in
+    place of the token ids."""
 
     ids: Sequence[int]
     max_tokens: int = 8
@@ -45,6 +47,8 @@ class Ask:
     audio: tuple[float, int] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     structured: Mapping[str, Any] | None = None
+    adapter: tuple[str, int, str] | None = None
+    embeds: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,13 +100,15 @@ class EngineHost:
         env: Mapping[str, str] | None = None,
         sabotage: bool = False,
         dummies: bool = False,
+        during: Mapping[int, Sequence[Any]] | None = None,
         **engine: Any,
     ) -> Run:
         """Build an engine for ``model`` with the probe writing to ``out``, send ``asks``, shut it down.
 
         how: ``together`` (all at once), ``serial`` (each when the one before has finished), ``staggered`` (a new one
-        every second step). env: VLLM_ACCPROBE_* of this engine. sabotage: the probe fails at its
-        first tap. dummies: an invented batch after every step, as a replica computes that has nothing to do.
+        every second step), ``beams`` (each by a search with two beams). env: VLLM_ACCPROBE_* of this engine.
+        sabotage: the probe fails at its first tap. dummies: an invented batch after every step, as a replica computes
+        that has nothing to do. during: before that step of the loop, [method of the worker, its arguments].
         engine: arguments of vllm.LLM, over small defaults; ``runner="pooling"`` asks for embeddings.
         Raises EngineError.
         """
@@ -116,6 +122,7 @@ class EngineHost:
             "engine": engine,
             "sabotage": sabotage,
             "dummies": dummies,
+            "during": {str(step): list(what) for step, what in (during or {}).items()},
         }
         answer = self._call(job)
         if "error" in answer:
@@ -159,7 +166,7 @@ class EngineHost:
         old = os.environ.get("PYTHONPATH")
         env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")}
         env |= {
-            "PYTHONPATH": os.pathsep.join([str(faults), *([old] if old else [])]),
+            "PYTHONPATH": os.pathsep.join([str(faults), str(faults.parent), *([old] if old else [])]),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_NO_USAGE_STATS": "1",

@@ -2,11 +2,13 @@
 
 A job is a line of JSON on standard input, an answer a line on standard output; everything that vLLM prints goes to
 standard error, which the parent sends to a log file. Requests go in through the engine's own add_request and step, so
-that the moment at which each one joins the batch is chosen here.
+that the moment at which each one joins the batch is chosen here. Not here: what is done to vLLM so that it runs in a
+way that it refuses on a CPU (engine_ways.py).
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -14,6 +16,8 @@ import sys
 import time
 import traceback
 from typing import Any
+
+from support import engine_ways
 
 DEFAULTS: dict[str, Any] = {
     "enforce_eager": True,
@@ -54,7 +58,8 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         _sabotage(engine)
     try:
         pools = job["engine"].get("runner") == "pooling"
-        answers, likely, steps, widest = _drive(engine, job["asks"], job["how"], pools, job["dummies"])
+        drive = _drive if job["how"] != "beams" else functools.partial(_beams, llm)
+        answers, likely, steps, widest = drive(engine, job["asks"], job["how"], pools, job["dummies"], job["during"])
         metrics = {m.name: getattr(m, "value", 0) for m in llm.get_metrics() if hasattr(m, "value")}
         ahead = _ahead(engine)
     finally:
@@ -108,7 +113,7 @@ def _limit_files(megabytes: str) -> None:
 
 
 def _drive(
-    engine: Any, asks: list[dict[str, Any]], how: str, pools: bool, dummies: bool
+    engine: Any, asks: list[dict[str, Any]], how: str, pools: bool, dummies: bool, during: dict[str, list[Any]]
 ) -> tuple[list[list[Any]], list[list[Any]], int, int]:
     names = [ask["id"] or f"ask-{i}" for i, ask in enumerate(asks)]
     waiting = list(zip(names, asks, strict=True))
@@ -124,8 +129,11 @@ def _drive(
         else:
             join = int(steps % 2 == 0 or not running)
         for name, ask in waiting[:join]:
-            engine.add_request(name, _prompt(ask), _pooling() if pools else _sampling(ask))
+            engine.add_request(name, _prompt(ask), _pooling() if pools else _sampling(ask), lora_request=_adapter(ask))
         del waiting[:join]
+        if str(steps) in during:
+            method, *args = during[str(steps)]
+            engine.model_executor.collective_rpc(method, args=tuple(args))
         widest = max(widest, engine.get_num_unfinished_requests())
         for output in engine.step():
             if output.finished:
@@ -137,12 +145,28 @@ def _drive(
     return [done[name] for name in names], [likely[name] for name in names], steps, widest
 
 
+def _beams(llm: Any, _: Any, asks: list[dict[str, Any]], *__: Any) -> tuple[list[list[Any]], list[list[Any]], int, int]:
+    """Each ask with two beams, which vLLM makes of requests of one token each; the best one's tokens."""
+    from vllm.sampling_params import BeamSearchParams
+
+    params = BeamSearchParams(beam_width=2, max_tokens=asks[0]["max_tokens"], ignore_eos=True)
+    found = llm.beam_search([_prompt(ask) for ask in asks], params)
+    best = [output.sequences[0].tokens[len(ask["ids"]) :] for output, ask in zip(found, asks, strict=True)]
+    return best, [[] for _ in asks], 0, 2 * len(asks)
+
+
 def _likely(positions: Any) -> list[list[list[Any]]]:
     """At each position, where log-probabilities were asked for: [token, log-probability] of each candidate."""
     return [[[token, it.logprob] for token, it in position.items()] for position in positions or []]
 
 
 def _prompt(ask: dict[str, Any]) -> dict[str, Any]:
+    if ask["embeds"]:
+        import torch
+
+        rows, width, seed = ask["embeds"]
+        drawn = torch.randn((rows, width), generator=torch.Generator().manual_seed(seed))
+        return {"prompt_embeds": drawn.to(torch.bfloat16)}
     prompt: dict[str, Any] = {"prompt_token_ids": ask["ids"]}
     pictures = [ask["image"], *ask["images"]] if ask["image"] else ask["images"]
     if pictures:
@@ -155,6 +179,15 @@ def _prompt(ask: dict[str, Any]) -> dict[str, Any]:
         encoder = {"prompt": "", "multi_modal_data": {"audio": (noise, 16000)}}
         return {"encoder_prompt": encoder, "decoder_prompt": prompt}
     return prompt
+
+
+def _adapter(ask: dict[str, Any]) -> Any:
+    if not ask["adapter"]:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    name, number, path = ask["adapter"]
+    return LoRARequest(name, number, path)
 
 
 def _picture(width: int, height: int, seed: int) -> Any:
@@ -200,50 +233,6 @@ def _end(llm: Any) -> None:
     current_platform.register_triton_kernel_overrides = lambda: None  # type: ignore[method-assign]
 
 
-def _prepare_v2_runner() -> None:
-    """Lets the V2 model runner, which wants Triton, run on a CPU through Triton's interpreter."""
-    from types import SimpleNamespace
-
-    import triton.backends as backends
-
-    driver = SimpleNamespace(is_active=lambda: True)
-    backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
-
-
-def _fork_the_ranks() -> None:
-    """Ranks begin as copies of this process, as vLLM's ranks do where no device forbids it, and import nothing anew.
-
-    On a CPU vLLM spawns them, so that OpenMP reads which cores are a rank's; here each computes with one thread.
-    Measured: 47 s of processor time for the first engine of two ranks when spawned, 31 s when forked."""
-    import multiprocessing
-
-    from vllm.v1.executor import multiproc_executor
-
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
-
-
-def _schedule_ahead() -> None:
-    """Asynchronous scheduling, which vLLM switches off on a CPU: the next step is made before this one's tokens are
-    known. A CPU's streams and events have nothing to wait for."""
-    import contextlib
-    from types import SimpleNamespace
-
-    import torch
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config
-
-    def ahead(config: Any) -> None:
-        check(config)
-        config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = staticmethod(ahead)
-    nothing = SimpleNamespace(**dict.fromkeys(("wait_stream", "record", "synchronize", "wait"), lambda *_, **__: None))
-    torch.cuda.current_stream = lambda *_: nothing
-    torch.cuda.stream = lambda *_: contextlib.nullcontext()
-    torch.cuda.Event = lambda **_: nothing
-
-
 def _ahead(engine: Any) -> int:
     """How many steps the engine makes before it knows the tokens of the first one."""
     core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
@@ -255,15 +244,17 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's prints must not stand between the answers
     if os.environ.get("ACCPROBE_TEST_V2"):
-        _prepare_v2_runner()
+        engine_ways.prepare_v2_runner()
     if os.environ.get("ACCPROBE_TEST_FORK"):
-        _fork_the_ranks()
+        engine_ways.fork_the_ranks()
+    if os.environ.get("ACCPROBE_TEST_PP"):
+        engine_ways.make_room_between_stages()
     if os.environ.get("ACCPROBE_TEST_FILE_MB"):
         import vllm  # noqa: F401  # what it compiles and caches at import is not limited
 
         _limit_files(os.environ["ACCPROBE_TEST_FILE_MB"])
     if os.environ.get("ACCPROBE_TEST_AHEAD"):
-        _schedule_ahead()
+        engine_ways.schedule_ahead()
     for line in sys.stdin:
         try:
             answer = serve(json.loads(line))

@@ -1,9 +1,10 @@
 """Which request of the golden is which request of mine.
 
 The problem: engines number requests in the order they arrive, clients name them as they like, and the same prompt may
-be sent twice. The idea: a request is its prompt (by hash) and, to tell twins apart, its external id, its images and its
-ordinal; a pair is made by the strictest rule that fits. Requests with one id and different prompts are not compared
-but reported, because this is the commonest mistake in preparing two runs.
+be sent twice, or once to each of two LoRA adapters. The idea: a request is its prompt (by hash), its adapter (by name)
+and, to tell twins apart, its external id, its images and its ordinal; a pair is made by the strictest rule that fits.
+Requests with one id and different prompts or adapters are not compared but reported, because this is the commonest
+mistake in preparing two runs. A capture outside vLLM knows no adapter: its requests pair with any.
 Not here: which rows a request has (tokens.py).
 """
 
@@ -17,12 +18,12 @@ from typing import Any
 from vllm_accprobe.dump.schema import Request
 
 Numbered = dict[tuple[int, int], Request]
-Identity = tuple[str, str, str, int]
+Identity = tuple[str, str, str, int, str]
 
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """pairs: (golden, mine, rule); ``label`` names a pair in reports. different: one id, two prompts."""
+    """pairs: (golden, mine, rule); ``label`` names a pair in reports. different: one id, two prompts or adapters."""
 
     pairs: list[tuple[Request, Request, str]]
     only_golden: list[Request]
@@ -52,13 +53,21 @@ class RequestPlan:
             if left:
                 names = ", ".join(repr(r.id) for r in left[:5]) + (", ..." if len(left) > 5 else "")
                 lines.append(f"requests: {len(left)} only in {side}: {names}")
-        lines += [f"requests: {g.id!r} has different prompt tokens, not compared" for g, _ in self.different]
+        lines += [f"requests: {g.id!r} has {what_differs(g, m)}, not compared" for g, m in self.different]
         return lines
+
+
+def what_differs(golden: Request, mine: Request) -> str:
+    """Why two requests of one id are not one, in words: their prompts, or their adapters."""
+    if (golden.prompt, golden.prompt_len) != (mine.prompt, mine.prompt_len):
+        return "different prompt tokens"
+    adapters = [repr(r.adapter[:80]) if r.adapter else "none" for r in (golden, mine)]
+    return f"different adapters (golden {adapters[0]}, mine {adapters[1]})"
 
 
 def identity(request: Request) -> Identity:
     """What makes lines of different ranks the same request."""
-    return (request.internal_id, request.id, request.prompt, request.ordinal)
+    return (request.internal_id, request.id, request.prompt, request.ordinal, request.adapter or "")
 
 
 def distinct(requests: Numbered) -> list[Request]:
@@ -70,7 +79,8 @@ def distinct(requests: Numbered) -> list[Request]:
 
 
 def pair_requests(golden: list[Request], mine: list[Request]) -> RequestPlan:
-    """Pairs by id and prompt, then by prompt, images and ordinal, then prompt and ordinal, then prompt and order."""
+    """Pairs by id and prompt, then by prompt, images and ordinal, then prompt and ordinal, then prompt and order; the
+    prompt with its adapter, and only then, in the same order, those of which one side knows no adapter."""
     pairs: list[tuple[Request, Request, str]] = []
     left = [list(golden), list(mine)]
 
@@ -88,10 +98,19 @@ def pair_requests(golden: list[Request], mine: list[Request]) -> RequestPlan:
         taken = {id(g) for g, _, _ in pairs}
         left[0], left[1] = [g for g in left[0] if id(g) not in taken], rest
 
-    match("id and prompt", lambda r: (r.id, r.prompt, r.prompt_len))
-    match("prompt, images and ordinal", lambda r: (r.prompt, r.prompt_len, _images(r), r.ordinal))
-    match("prompt and ordinal", lambda r: (r.prompt, r.prompt_len, r.ordinal))
-    match("prompt and order", lambda r: (r.prompt, r.prompt_len))
+    rules: tuple[tuple[str, Callable[[Request], tuple[Hashable, ...]]], ...] = (
+        ("id and prompt", lambda r: (r.id, r.prompt, r.prompt_len)),
+        ("prompt, images and ordinal", lambda r: (r.prompt, r.prompt_len, _images(r), r.ordinal)),
+        ("prompt and ordinal", lambda r: (r.prompt, r.prompt_len, r.ordinal)),
+        ("prompt and order", lambda r: (r.prompt, r.prompt_len)),
+    )
+    for rule, key in rules:
+        match(rule, lambda r, key=key: (*key(r), r.adapter))  # type: ignore[misc]
+    if any(all(r.adapter is None for r in side) for side in (golden, mine)):
+        for rule, key in rules:  # first to those that have none
+            match(rule, lambda r, key=key: (*key(r), r.adapter or ""))  # type: ignore[misc]
+        for rule, key in rules:
+            match(rule, key)
     by_id = {r.id: r for r in left[0]}
     different = [(by_id[m.id], m) for m in left[1] if m.id in by_id]
     images = [(g, m) for g, m, _ in pairs if _images_differ(g, m)]

@@ -32,6 +32,8 @@ from vllm_accprobe.align.requests import RequestPlan, identity
 from vllm_accprobe.dump.schema import DEALT, DECODE, Request, RowSpace
 
 SUPERSEDED = "superseded rows (rejected drafts, recomputed rows)"
+REJECTED = "rows of rejected drafts"
+"""Told apart where the capture says which rows are drafts."""
 AFTER_FLIP = "rows after a flipped token"
 _UNPROVEN_ROWS = 1 << 20
 Cell = int
@@ -104,11 +106,8 @@ def align_rows(golden: Any, mine: Any, plan: RequestPlan, sampled: tuple[Sampled
     raw = [_side(dump, subjects[i], sampled[i]) for i, dump in enumerate((golden, mine))]
     flips, compared = _flips(plan, raw[0].accepted, raw[1].accepted)
     skipped = {SUPERSEDED: 0, AFTER_FLIP: 0}
-    sides = []
     limits = {f.pair: f.position for f in flips}
-    for r in raw:
-        side = _finish(r, limits, skipped)
-        sides.append(side)
+    sides = [_finish(r, limits, skipped) for r in raw]
     return TokenPlan(sides[0], sides[1], names, flips, compared, skipped, images)
 
 
@@ -157,23 +156,26 @@ class _Numbering:
     spaces: dict[Space, Numbered]
     cells: dict[int, Cell]
     accepted: Accepted
+    drafts: dict[Space, np.ndarray]
 
 
 def _side(dump: Any, subjects: _Subjects, sampled: Sampled) -> _Numbering:
     cells, members = find_cells(dump)
     spaces: dict[Space, Any] = {}
+    drafts: dict[Space, np.ndarray] = {}
     for (rank, step, name), space in sorted(dump.rows.items(), key=lambda item: (item[0][1], item[0][0], item[0][2])):
         where = (own_cell(rank) if DEALT in name else cells[rank], step, name)
         # A few bytes of a journal can claim any number of rows; only ids, one each, show that they were really there.
         if where not in spaces and space.n <= max(len(space.ids), _UNPROVEN_ROWS):
             spaces[where] = _number(dump, rank, space, subjects)
+            drafts[where] = _drafts(space)
     text = subjects.text
     lengths = {text[identity(r)]: r.prompt_len for r in dump.requests.values() if identity(r) in text}
 
     def of_cell(cell: Cell, step: int) -> np.ndarray | None:
         return next((t for t in (sampled(rank, step) for rank in members[cell]) if t is not None), None)
 
-    return _Numbering(spaces, cells, accepted_tokens(spaces, of_cell, lengths))
+    return _Numbering(spaces, cells, accepted_tokens(spaces, of_cell, lengths), drafts)
 
 
 def find_cells(dump: Any) -> tuple[dict[int, Cell], dict[Cell, list[int]]]:
@@ -236,6 +238,16 @@ def _number(dump: Any, rank: int, space: RowSpace, subjects: _Subjects) -> Numbe
     return np.concatenate(keys), ids, np.concatenate(decode), np.concatenate(starts)
 
 
+def _drafts(space: RowSpace) -> np.ndarray:
+    """bool [n]: the row is a guess that its step verifies."""
+    flags = np.zeros(sum(s.n for s in space.segments), bool)
+    at = 0
+    for s in space.segments:
+        at += s.n
+        flags[at - min(s.drafts or 0, s.n) : at] = True
+    return flags
+
+
 def _flips(plan: RequestPlan, golden: Accepted, mine: Accepted) -> tuple[list[Flip], int]:
     flips, compared = [], 0
     for pair, (g, _, _) in enumerate(plan.pairs):
@@ -278,7 +290,10 @@ def _finish(raw: _Numbering, limits: dict[int, int], skipped: dict[str, int]) ->
                 flipped = (who >= 0) & (who < len(first))
                 late[flipped] = position(keys[flipped]) >= first[who[flipped]]
             if name != "logits":  # the same rows once more
-                skipped[SUPERSEDED] += dropped
+                rejected = int((~keep[where] & ~valid[where] & (keys >= 0) & raw.drafts[where]).sum())
+                skipped[SUPERSEDED] += dropped - rejected
+                if rejected:
+                    skipped[REJECTED] = skipped.get(REJECTED, 0) + rejected
                 skipped[AFTER_FLIP] += int((late & keep[where]).sum())
             rows[where] = Rows(keys, keep[where] & ~late, decode)
     return SideRows(rows, raw.cells)

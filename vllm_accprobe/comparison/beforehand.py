@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from vllm_accprobe.align.requests import what_differs
 from vllm_accprobe.comparison.measure.read import UNREAD
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.judge.floor import flow_unit
@@ -25,7 +26,8 @@ def notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
     if all(names) and names[0] != names[1]:
         out.append(f"different models: {names[0][:80]} in golden, {names[1][:80]} in mine")
     for g, m in plan.requests.different:
-        out.append(f"request {g.id!r} has different prompt tokens ({g.prompt_len} and {m.prompt_len}): not compared")
+        lengths = f" ({g.prompt_len} and {m.prompt_len})" if g.prompt != m.prompt else ""
+        out.append(f"request {g.id!r} has {what_differs(g, m)}{lengths}: not compared")
     for side, left in (("golden", plan.requests.only_golden), ("mine", plan.requests.only_mine)):
         if left:
             out.append(f"{len(left)} requests have no partner and were not compared: only in {side}")
@@ -99,7 +101,8 @@ def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
         why = "; ".join(empty.problems) or "none captured"
         return f"nothing could be compared: {empty.path} holds no tensors ({why})"
     if plan.requests.different and not plan.requests.pairs:
-        return "nothing could be compared: the requests have the same ids but different prompt tokens"
+        what = what_differs(*plan.requests.different[0])
+        return f"nothing could be compared: the requests have the same ids but {what}"
     if not plan.names.pairs:
         there = _examples(dumps)
         return (

@@ -30,6 +30,10 @@ TOKENS, LOGITS = "tokens", "logits"
 """Names of the two row spaces that every step of a language model has. Others: ``vision/<k>``, see RowSpace."""
 PADDING = f"{TOKENS}/padding"
 """The row space of rows that a captured graph computes behind the tokens' and that are nobody's."""
+ADAPTER_ROLE = "lora."
+"""Begins, behind ``param.``, the role of a LoRA adapter's weight: ``param.lora.<adapter>.lora_a``."""
+DRAFT_TAP = "draft:"
+"""Begins the tap of a draft model's parameter."""
 DEALT = "#"
 """Stands in the name of a vision space whose images were dealt out to ranks: ``vision/4#1`` is this rank's own."""
 
@@ -90,7 +94,9 @@ class Request:
     """``{"event": "request"}``. ``req`` is the rank's own small number for it, used by segments.
 
     ``id`` is the external id (the client's, or the front end's counter), ``internal_id`` the engine's;
-    ``prompt`` is hash_tokens(prompt ids); ``ordinal`` counts earlier requests of this run with the same prompt.
+    ``prompt`` is hash_tokens(prompt ids), or the hash of a prompt that came as embeddings; ``adapter`` the name of the
+    LoRA adapter, "" for none, None where the capture does not know; ``ordinal`` counts earlier requests of this run
+    with the same prompt and adapter.
     """
 
     req: int
@@ -100,6 +106,7 @@ class Request:
     prompt_len: int
     ordinal: int = 0
     images: tuple[Image, ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,8 @@ class Segment:
     """``n`` consecutive stored rows of one request at positions ``pos`` .. ``pos + n - 1``.
 
     ``row`` is the first one's row in the tensor as the model saw it. In a vision space ``image`` is the item's
-    index in its request and ``pos`` counts rows within that image.
+    index in its request and ``pos`` counts rows within that image. ``drafts``: the last so many rows are guesses that
+    the step verifies; None for none, and in dumps that do not tell.
     """
 
     req: int
@@ -116,6 +124,7 @@ class Segment:
     row: int
     phase: str = PREFILL
     image: int | None = None
+    drafts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

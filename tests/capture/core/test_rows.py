@@ -8,13 +8,13 @@ from vllm_accprobe.capture.core.rows import (
     EncoderItem,
     Requests,
     Scheduled,
-    external_ids,
     kept,
     logits_space,
     token_space,
     vision_space,
     wanted_at_all,
 )
+from vllm_accprobe.capture.request_ids import external_ids
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Segment
 
@@ -88,6 +88,10 @@ def test_logits_rows_skip_unfinished_prompts_and_include_drafts() -> None:
     assert space.ranges == [(1, 5)]
     assert [(s.req, s.pos, s.n, s.row) for s in space.segments] == [(1, 5, 1, 1), (2, 5, 3, 2)]
     assert space.token_rows == [6, 7, 8, 9]
+    assert [s.drafts for s in space.segments] == [None, 2]
+    assert [s.drafts for s in token_space(config, known, batch, 0).segments] == [None, None, 2]
+    few = ProbeConfig(tokens=((3, 3), (5, 5)))  # c's rows are its third to fifth token; the last two are drafts
+    assert [(s.pos, s.drafts) for s in token_space(few, known, batch, 0).segments] == [(5, None), (7, 1)]
 
 
 def test_vision_rows_before_and_after_merging() -> None:
@@ -118,3 +122,10 @@ def test_same_prompts_are_told_apart_by_ordinal_and_numbers_are_never_reused() -
     assert (first.prompt, first.ordinal, second.ordinal) == (second.prompt, 0, 1)
     known.forget("x")
     assert known.add("z", [1, 2], 2).req == 2
+
+
+def test_the_same_prompt_to_another_adapter_is_another_request() -> None:
+    known = Requests(ProbeConfig())
+    made = [known.add(name, [1, 2], 2, (), adapter) for name, adapter in (("a", ""), ("b", "sql"), ("c", "sql"))]
+    assert [(r.adapter, r.ordinal) for r in made] == [("", 0), ("sql", 0), ("sql", 1)]
+    assert known.add("d", None, 2, (), "", lambda: "hash").prompt == "hash"

@@ -10,35 +10,13 @@ Not here: where the runner keeps its batch (runner.py), nor what is done with th
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_accprobe.capture.request_ids import external_ids
 from vllm_accprobe.config import ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import DEALT, DECODE, LOGITS, PREFILL, TOKENS, Image, Request, Segment, hash_tokens
-
-_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
-_FRONT = re.compile(r"^(cmpl|chatcmpl|generate-tokens|embd|resp|score|rerank|classify|pool)-(?=.)")
-
-
-def external_ids(internal: str) -> tuple[str, ...]:
-    """What a client may call the request that the engine calls ``internal``; the shortest, best one last.
-
-    vLLM makes ``cmpl-<X-Request-Id>-<prompt index>-<8 random hex>`` of a completion and
-    ``chatcmpl-<X-Request-Id>-<8 random hex>`` of a chat; ``generate-tokens-...`` in the same way of /inference.
-    """
-    names = [internal]
-    without = _SUFFIX.sub("", internal)
-    if without != internal:
-        names.append(without)
-    front = _FRONT.match(without)
-    if front:
-        without = without[front.end() :]
-        names.append(without)
-        if front[1] not in ("chatcmpl", "generate-tokens") and without.endswith("-0"):
-            names.append(without[:-2])
-    return tuple(names)
 
 
 class Requests:
@@ -49,21 +27,24 @@ class Requests:
         self._by_id: dict[str, Request] = {}
         self._wanted: dict[str, bool] = {}
         self._named: set[int] = set()
-        self._prompts: dict[str, int] = {}
+        self._prompts: dict[tuple[str, str | None], int] = {}
         self._next = 0
         self.unsent: list[Request] = []
 
     def add(
-        self, internal: str, prompt_ids: Sequence[int] | None, prompt_len: int, images: tuple[Image, ...] = ()
-    ) -> Request:
-        """Registers a request the first time it is scheduled; a resumed one keeps its number."""
+        self, internal: str, prompt_ids: Sequence[int] | None, prompt_len: int, images: tuple[Image, ...] = (),
+        adapter: str | None = None, embedded: Callable[[], str] | None = None,
+    ) -> Request:  # fmt: skip
+        """Registers a request the first time it is scheduled; a resumed one keeps its number. adapter, embedded: as
+        NewRequest has them."""
         known = self._by_id.get(internal)
         if known is not None:
             return known
-        prompt = hash_tokens(prompt_ids) if prompt_ids is not None else ""
-        ordinal = self._prompts.get(prompt, 0)
-        self._prompts[prompt] = ordinal + 1
-        request = Request(self._next, external_ids(internal)[-1], internal, prompt, prompt_len, ordinal, images)
+        prompt = embedded() if embedded else hash_tokens(prompt_ids) if prompt_ids is not None else ""
+        ordinal = self._prompts.get((prompt, adapter), 0)
+        self._prompts[prompt, adapter] = ordinal + 1
+        named = (external_ids(internal)[-1], internal, prompt, prompt_len)
+        request = Request(self._next, *named, ordinal, images, adapter)
         self._next += 1
         self._by_id[internal] = request
         self._choose(internal, request)
@@ -182,9 +163,9 @@ def token_space(config: ProbeConfig, requests: Requests, batch: Sequence[Schedul
     for part in batch:
         request = requests.get(part.internal)
         if request is not None and requests.wanted(part.internal):
-            for first, stop, phase in kept(config, part.start, part.n, request.prompt_len):
-                _extend(ranges, row + first, row + stop)
-                segments.append(Segment(request.req, part.start + first, stop - first, row + first, phase))
+            for run in kept(config, part.start, part.n, request.prompt_len):
+                _extend(ranges, row + run[0], row + run[1])
+                segments.append(_segment(request.req, part.start, row, run, part.n - part.drafts))
         row += part.n
     return Space(TOKENS, row, max(padded, row), ranges, segments)
 
@@ -207,7 +188,7 @@ def logits_space(config: ProbeConfig, requests: Requests, batch: Sequence[Schedu
             begin = end - rows
             for first, stop, phase in kept(config, begin, rows, request.prompt_len):
                 _extend(ranges, row + first, row + stop)
-                segments.append(Segment(request.req, begin + first, stop - first, row + first, phase))
+                segments.append(_segment(request.req, begin, row, (first, stop, phase), 1))
                 token_rows += range(token + part.n - rows + first, token + part.n - rows + stop)
         row += rows
         token += part.n
@@ -235,8 +216,8 @@ class ItemRun:
 
 @dataclass(frozen=True)
 class Deal:
-    """What one rank computes of a step's items, where they are dealt out to ranks. number: of the call in the step,
-    from 1; runs: in the order of its rows, None where nobody knows."""
+    """What one rank computes of a step's dealt items. number: of the call in the step, from 1; runs: in the order of
+    its rows, None where nobody knows."""
 
     number: int
     runs: tuple[ItemRun, ...] | None
@@ -291,6 +272,13 @@ def _vision(config: ProbeConfig, requests: Requests, runs: Sequence[ItemRun], ro
             segments.append(Segment(request.req, first, count, row, PREFILL, item.index))
         row += count
     return Space(name, row, row, ranges, segments)
+
+
+def _segment(req: int, start: int, row: int, run: tuple[int, int, str], sure: int) -> Segment:
+    """Of a request's rows behind position ``start`` and tensor row ``row`` those of ``run``, [first, stop, phase]; from
+    the request's row ``sure`` on they are drafts."""
+    first, stop, phase = run
+    return Segment(req, start + first, stop - first, row + first, phase, drafts=max(stop - max(first, sure), 0) or None)
 
 
 def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.capture.core.rows import external_ids
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.forcing import forced_sampler
 from vllm_accprobe.capture.forcing.step_log import StepLog, log_name
 from vllm_accprobe.capture.forcing.tokens_asked import NamedTokens, asked
+from vllm_accprobe.capture.request_ids import external_ids
 from vllm_accprobe.capture.vllm.attach import observe
 from vllm_accprobe.capture.vllm.names.modes import unsampled
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter

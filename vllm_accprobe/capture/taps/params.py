@@ -28,6 +28,10 @@ SAMPLE = 4096
 """Elements in the hashed sample: every ceil(n / SAMPLE)-th one of the flattened tensor, from the first."""
 
 
+_WRAPPED = ".base_layer"
+"""Of a layer that LoRA has wrapped after loading: its parameters were recorded under the layer's own path."""
+
+
 def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, str, torch.Tensor]]:
     """(module path, its class, name, tensor) of all parameters and buffers, each storage once."""
     seen: set[tuple[int, int]] = set()
@@ -71,7 +75,12 @@ class ParameterLines:
     def rest(self) -> None:
         """Records all parameters that were not recorded while they were loaded."""
         for path, cls, name, tensor in named_tensors(self._model):
-            self._record(path, cls, name, tensor)
+            if (path.removesuffix(_WRAPPED), name) not in self._done:
+                self._record(path, cls, name, tensor)
+
+    def whole(self, tap: str, name: str, tensor: torch.Tensor) -> None:
+        """A tensor beside the model's own, which is the same on all ranks: an adapter's, a draft model's."""
+        self._record(tap, "", name, tensor)
 
     def _record(self, path: str, cls: str, name: str, tensor: torch.Tensor) -> None:
         session = self._session

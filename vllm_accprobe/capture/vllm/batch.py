@@ -122,6 +122,11 @@ class EngineBatch:
         return unsampled(self._runner)
 
     @property
+    def total(self) -> int:
+        """How many rows were scheduled; 0 outside a step."""
+        return int(getattr(self._scheduled, "total_num_scheduled_tokens", 0) or 0)
+
+    @property
     def padded(self) -> int:
         """How many rows the runner computes, where it says so (V2); else 0."""
         return int(getattr(self._prepared, "num_tokens_after_padding", 0) or 0)

@@ -33,6 +33,7 @@ from vllm_accprobe.capture.vllm.compiled import InGraphs
 from vllm_accprobe.capture.vllm.dealing import Dealing, watch_dealing
 from vllm_accprobe.capture.vllm.dummy_look import LookingOn
 from vllm_accprobe.capture.vllm.eager import compiled_modules, compiles
+from vllm_accprobe.capture.vllm.modes.attached_modes import AttachedModes
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
@@ -72,6 +73,7 @@ class CaptureObserver(StepObserver):
         self._parameters: ParameterLines | None = None
         self._attachments: Attachments | None = None
         self._dealing: Dealing | None = None
+        self._modes: AttachedModes | None = None
         self._graphs: InGraphs | None = None
         self._weights = Weights(config, adapter, lambda: self.session)
         self.windows = Windows(config, self._aim, self._note, self._refuse, say)
@@ -131,6 +133,7 @@ class CaptureObserver(StepObserver):
         Sampling(session, runner, model, self._rows)
         parameters.rest()
         self._weights.loaded(model)
+        self._modes = AttachedModes(session, parameters, runner, model, batch)
         if self._graphs is not None:
             self._graphs.place(self.root)
         self._dealing = watch_dealing(batch, runner.vllm_config)
@@ -161,7 +164,7 @@ class CaptureObserver(StepObserver):
         self._weights.settle()
         self.windows.told(step.arming, step.number)
         for new in step.new:
-            self.requests.add(new.name, new.prompt, new.length, new.images)
+            self.requests.add(new.name, new.prompt, new.length, new.images, new.adapter, new.embedded)
         if step.number is not None:
             self._seen_steps += 1
         if step.number is not None and self.windows.wants(step.number) and self._placed(step):
@@ -280,6 +283,8 @@ class CaptureObserver(StepObserver):
                 self._attachments.close()
             if self._dealing is not None:
                 self._dealing.close()
+            if self._modes is not None:
+                self._modes.close()
             self.windows.close()
             steps, tensors = sink.steps, sink.tensors
             recording.close(reason)

@@ -10,6 +10,7 @@ vLLM's runner. Not here: what observers do (step_observer.py), the order of the 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +21,8 @@ from vllm_accprobe.capture.core.recording import at_exit
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.vllm.batch import EngineBatch
 from vllm_accprobe.capture.vllm.loading import before_packing
+from vllm_accprobe.capture.vllm.modes.adapters import adapter_name
+from vllm_accprobe.capture.vllm.modes.embedded import embeddings_of, hash_embeddings
 from vllm_accprobe.capture.vllm.names.modes import unplaced
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, NewRequest, StepObserver
 from vllm_accprobe.capture.vllm.vllm_compat import images_of, moves_of, refusal, starts
@@ -246,6 +249,10 @@ class RunnerAdapter:
 
 def _request(new: Any) -> NewRequest:
     ids = new.prompt_token_ids
-    length = len(ids) if ids is not None else int(getattr(getattr(new, "prompt_embeds", None), "shape", (0,))[0])
+    rows = embeddings_of(new)
+    length = len(ids) if ids is not None else 0 if rows is None else len(rows)
     extra = getattr(getattr(new, "sampling_params", None), "extra_args", None)
-    return NewRequest(new.req_id, ids, length, images_of(new), extra)
+    hashed = None
+    if rows is not None:
+        hashed = functools.partial(hash_embeddings, rows, ids, getattr(new, "prompt_is_token_ids", None))
+    return NewRequest(new.req_id, ids, length, images_of(new), extra, adapter_name(new), hashed)

@@ -22,13 +22,16 @@ from vllm_accprobe.dump.schema import Image
 @dataclass(frozen=True)
 class NewRequest:
     """A request that the scheduler names for the first time. prompt: its token ids, None where it came as embeddings;
-    length: how many rows it has. extra: what its client gave for extensions of vLLM."""
+    length: how many rows it has. extra: what its client gave for extensions of vLLM. adapter: the name of its LoRA
+    adapter, "" for none. embedded: makes the hash of a prompt that came as embeddings; None for tokens."""
 
     name: str
     prompt: Sequence[int] | None
     length: int
     images: tuple[Image, ...]
     extra: Mapping[str, Any] | None = None
+    adapter: str = ""
+    embedded: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True)

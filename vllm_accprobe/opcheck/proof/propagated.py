@@ -36,6 +36,11 @@ MOST = 16
 """Origins whose errors are split; the first in data-flow order matter, and each costs a replay."""
 
 
+_SPOILT = 0.5
+"""Chosen: of the largest error, what another row of the same call must have to be named in that row's place: a fault
+that spoils both leaves about as much in each, and an honest row has hundreds of times less."""
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """created, propagated: relative to golden's row (float64); request, position: the row of mine where what was
@@ -91,11 +96,13 @@ def _split(
     if rows is not None:
         keep = np.asarray(rows.numpy(), bool)[met.row]
     best: tuple[float, int, Split] | None = None
+    blamed = False
     for number in met.used:
         at = np.flatnonzero(keep & (met.number == number))
         g = _golden(loader, place[wheres[number]])
         if not len(at) or g.shape[1] != reference.shape[1]:
             continue
+        blamed |= any(plan.tokens.name(int(key)) == (c.request, c.position) for key in met.rows.keys[at])
         theirs, ours, exact = g[met.other[at]], output[met.row[at]], reference[met.row[at]]
         size = np.linalg.norm(theirs, axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -108,6 +115,8 @@ def _split(
         if best is None or created[worst] > best[0]:
             request, position = plan.tokens.name(int(met.rows.keys[at[worst]]))
             best = created[worst], number, Split(float(created[worst]), float(passed[worst]), request, position)
+    if best is not None and not blamed and c.created is not None and best[0] < _SPOILT * c.created:
+        return None  # the row in question has no partner (a rejected draft), and those that have are none of it
     return best[2] if best is not None else None
 
 
