@@ -65,9 +65,18 @@ def register() -> None:
     _tell_replicas()
     if config.enabled:
         _patch_scheduler()
+        _say_old_words()
     _patch_workers()
     if watches:
         _patch_shutdown()
+
+
+def _say_old_words() -> None:
+    from vllm_accprobe.xray_words import advice
+
+    if (line := advice(os.environ)) and "words" not in _patched:
+        _patched.add("words")
+        _say(line)
 
 
 def _say(message: str) -> None:

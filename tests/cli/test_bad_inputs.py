@@ -312,8 +312,16 @@ def test_gentest_says_that_statistics_are_no_values(here: Path, capsys: Any) -> 
 
 
 def test_a_file_among_the_globs_of_summary(here: Path, capsys: Any) -> None:
-    code, line = refused(capsys, ["summary", "plain", "sum.txt"])
-    assert (code, "sum.txt reads like a file" in line, "--csv FILE" in line) == (2, True, True)
+    code, line = refused(capsys, ["summary", "plain", "sum.json"])
+    assert (code, "sum.json reads like a file" in line, "FILE.csv is written to" in line) == (2, True, True)
+    code, line = refused(capsys, ["summary", "plain", "a.txt", "b.txt"])
+    assert (code, "b.txt reads like a file" in line) == (2, True)
+    code, line = refused(capsys, ["summary", "plain", "a.csv", "--csv", "b.csv"])
+    assert (code, "name one file" in line) == (2, True)
+    (here / "mine.txt").write_text("my own notes")
+    code, line = refused(capsys, ["summary", "plain", str(here / "mine.txt")])
+    assert (code, "nothing is overwritten" in line) == (2, True)
+    assert (here / "mine.txt").read_text() == "my own notes"
     code, line = refused(capsys, ["summary", "plain", "*.nothing"])
     assert (code, "*.nothing" in line) == (3, True)
 

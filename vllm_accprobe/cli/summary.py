@@ -38,18 +38,25 @@ def summary(
 ) -> None:
     """List a dump's tensors with their statistics, and the operators that were called.
 
-    No payload is read (of another tool's dump a few, to tell bfloat16 numbers in float32), so this is quick on any
-    dump. Tensors of operators are listed where a GLOB has '::'."""
+    Of our own dumps no payload is read, so this is quick on any. Of another tool's, what is listed and has no
+    statistics is read to compute them. Tensors of operators are listed where a GLOB has '::'. A name that ends with
+    .txt or .csv is a file to write to: the table, all of it, or the same as --csv."""
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.formats.common import held
 
+    opened = open_dump(dump)
+    held.look(opened)
+    names, text, named_csv = _files(opened, names or [])
+    if csv is not None and named_csv is not None:
+        raise CommandError(f"--csv {csv} and {named_csv}: name one file")
+    csv = csv or named_csv  # type: ignore[assignment]
     if csv is not None:
         _check_csv(csv, dump)
         writable(csv.parent, "--csv")
-    opened = open_dump(dump)
-    held.look(opened)
-    _refuse_files(opened, names or [])
-    what = selection(names or (), step, rank, request, role)
+    if text is not None:
+        _check_text(text, dump)
+        writable(text.parent, str(text))
+    what = selection(names, step, rank, request, role)
     calls: list[Any] = []
     if getattr(opened, "ops", None):
         from vllm_accprobe.cli.common import operators
@@ -57,35 +64,61 @@ def summary(
         calls = operators.chosen(opened, what)
     chosen = [] if ops else what.apply(opened, padding=True)
     if chosen and csv is not None:
+        chosen = _with_statistics(opened, chosen)
         _write_csv(opened, chosen, csv)
-    if chosen and csv is None:
-        taps = set() if any("::" in name for name in names or ()) else {call.tap for call in calls}
+    if chosen and (csv is None or text is not None):
+        taps = set() if any("::" in name for name in names) else {call.tap for call in calls}
         listed = [(i, r) for i, r in chosen if r.tap not in taps]
-        shown = listed[:limit] if limit else listed
+        shown = _with_statistics(opened, listed[:limit] if limit and text is None else listed)
         if shown:
             texts = ("tap", "role", "shape", "dtype")
-            print_table(COLUMNS, [_cells(i, r) for i, r in shown], texts, folded=("tap",))
+            print_table(COLUMNS, [_cells(i, r) for i, r in shown], texts, folded=("tap",), path=text)
         if len(shown) < len(listed):
             left = len(listed) - len(shown)
             typer.echo(f"... {left:,} more: --limit 0 shows all, --csv FILE writes all, a GLOB or --step narrows down")
-    if calls and csv is None:
+    if calls and csv is None and text is None:
         operators.show(opened, calls, limit)
     for line in about(opened, [r for _, r in chosen]):
         typer.echo(line)
-    if csv is not None and chosen:
-        typer.echo(f"written: {csv}")
+    for path in (csv, text):
+        if path is not None and chosen:
+            typer.echo(f"written: {path}")
     if not chosen and not calls and not getattr(opened, "state_totals", None):
-        raise NothingThere(f"{dump}: {_why_none(opened, names or [], ops)}")
+        raise NothingThere(f"{dump}: {_why_none(opened, names, ops)}")
 
 
-def _refuse_files(dump: Dump, names: list[str]) -> None:
-    """A file's name among the globs is meant as the place to write to. Raises CommandError."""
+def _files(dump: Dump, names: list[str]) -> tuple[list[str], Path | None, Path | None]:
+    """(the globs, the .txt file, the .csv file): torch_xray's ``summary x.h5 sum.txt`` names the place to write to.
+    Raises CommandError for a file of another kind."""
+    globs: list[str] = []
+    places: dict[str, Path] = {}
     for name in names:
-        like_one = Path(name).suffix in (".txt", ".csv", ".json", ".tsv", ".md", ".xlsx") or Path(name).is_file()
-        if like_one and not any(name in (r.tap, r.cls) for r in dump.records):
+        suffix = Path(name).suffix
+        like_one = suffix in (".txt", ".csv", ".json", ".tsv", ".md", ".xlsx") or Path(name).is_file()
+        if not like_one or any(name in (r.tap, r.cls) for r in dump.records):
+            globs.append(name)
+        elif suffix in (".txt", ".csv") and suffix not in places:
+            places[suffix] = Path(name)
+        else:
             raise CommandError(
-                f"{name} reads like a file, and here globs over taps are named: --csv FILE writes a file"
+                f"{name} reads like a file, and here globs over taps are named: one FILE.txt or FILE.csv is written to"
             )
+    return globs, places.get(".txt"), places.get(".csv")
+
+
+def _with_statistics(dump: Dump, chosen: list[tuple[int, Record]]) -> list[tuple[int, Record]]:
+    """The same; what has values and no statistics gets them computed, with a bar on a terminal."""
+    from vllm_accprobe.cli.common.options import progress
+    from vllm_accprobe.formats.common import computed_stats
+    from vllm_accprobe.formats.common.foreign import ForeignDump
+
+    lacking = sum(computed_stats.missing(r) for _, r in chosen)
+    if not lacking or not isinstance(dump, ForeignDump):  # of our own, what the journal does not say is not there
+        return chosen
+    with progress("statistics", lacking) as done:
+        records, failed = computed_stats.computed(dump, [r for _, r in chosen], done)
+    dump.problems += failed
+    return [(i, r) for (i, _), r in zip(chosen, records, strict=True)]
 
 
 def _why_none(dump: Dump, names: list[str], ops: bool) -> str:
@@ -171,6 +204,15 @@ def _check_csv(path: Path, dump: Path) -> None:
     outputs.check_place(path, [dump], "--csv")
     if path.is_symlink() or (path.exists() and not outputs.is_ours(path, outputs.csv_with(*COLUMNS[:-2], "nan"))):
         raise CommandError(f"--csv: {path} is not of this command: nothing is overwritten; name another file")
+
+
+def _check_text(path: Path, dump: Path) -> None:
+    from vllm_accprobe.cli.common import outputs
+
+    outputs.check_place(path, [dump], "FILE")
+    begins = r"\A\s*" + r"\s+".join(COLUMNS[:4])
+    if path.is_symlink() or path.is_dir() or (path.exists() and not outputs.is_ours(path, outputs.matching(begins))):
+        raise CommandError(f"{path} is not of this command: nothing is overwritten; name another file")
 
 
 def _write_csv(dump: Dump, chosen: list[tuple[int, Record]], path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from vllm_accprobe import xray_words
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import Recording, at_exit, process_rank, root_of, run_facts
 from vllm_accprobe.capture.core.say import say
@@ -49,7 +50,8 @@ def begin_dump(
         path: directory; by default VLLM_ACCPROBE_DIR or ./accprobe/<UTC time>. A path that has the dump of an earlier
             run gets a number: ``path.2``.
         model: names the modules that call the operators, and parameters.
-        X_DEBUG, X_DEDUP, X_DUMP_NUM: torch_xray's spellings. X_DEBUG=0x102 is the only one there is; X_DUMP_NUM=n keeps
+        X_DEBUG, X_DEDUP, X_DUMP_NUM: torch_xray's spellings, read from the environment where none of ours and not the
+            same are given. X_DEBUG=0x102 is the only one there is; X_DUMP_NUM=n keeps
             the tensors of n random calls of each operator, 0 of none; X_DEDUP=True leaves out calls whose shapes and
             dtypes were there before.
         settings: ``mode``, ``calls``, ``ops`` (globs), ``seed``, ``max_mb``, ``max_gb``: the values of
@@ -59,7 +61,10 @@ def begin_dump(
     Raises:
         ConfigError: a setting is wrong or the directory cannot be written. Later nothing is raised.
     """
-    config = _config(path, X_DEBUG, X_DEDUP, X_DUMP_NUM, settings)
+    words = {"X_DEBUG": X_DEBUG, "X_DEDUP": X_DEDUP, "X_DUMP_NUM": X_DUMP_NUM}
+    if settings.get("mode") is None and settings.get("calls") is None:
+        words = {**words, **{k: v for k, v in xray_words.given(os.environ).items() if words[k] is None}}
+    config = _config(path, words["X_DEBUG"], words["X_DEDUP"], words["X_DUMP_NUM"], settings)  # type: ignore[arg-type]
     key = os.path.abspath(config.dir) if config.dir else ""
     with _lock:
         dump = _open.get(key)

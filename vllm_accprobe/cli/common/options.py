@@ -130,10 +130,15 @@ def progress(title: str, total: int, steps: bool = False) -> Iterator[Any]:
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[str], folded: Sequence[str]
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    texts: Sequence[str],
+    folded: Sequence[str],
+    path: Path | None = None,
 ) -> None:
     """A table for the eye, whose last two columns count NaN and Inf: a row that has any is red. texts: the columns
-    that are no numbers; folded: those that may take several lines. In a pipe nothing is folded or cut."""
+    that are no numbers; folded: those that may take several lines. path: written there instead. In a pipe and in a file
+    nothing is folded or cut."""
     import sys
 
     from rich.console import Console
@@ -147,7 +152,11 @@ def print_table(
     for row in rows:
         alarm = "red" if any(cell.isdigit() and cell != "0" for cell in row[-2:]) else ""
         table.add_row(*(Text(cell, style=alarm) for cell in row))
-    Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(table)
+    if path is None:
+        Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(table)
+        return
+    with path.open("w", encoding="utf-8") as f:
+        Console(file=f, width=10_000, highlight=False, color_system=None).print(table)
 
 
 def size(nbytes: float) -> str:
