@@ -65,6 +65,9 @@ NOT_RUN = {
     "python benchmarks/bench_tap.py": "timings are no tests",
     "bash scripts/card.sh": "ten minutes; test_card_parts.py runs its parts",
     "bash scripts/card.sh --torch": "inductor takes a minute; test_card.py has what it runs",
+    "bash scripts/matrix.sh --into docs/matrix.md": "an hour or two; by hand before a release",
+    "bash scripts/matrix.sh 0.28 0.32": "makes an environment; test_matrix.py has the pure parts",
+    "bash scripts/matrix.sh 0.23 --cases plain,again": "makes an environment",
     "accprobe show DUMP TAP": "TAP is to be filled in",
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=eager vllm serve MODEL": "for the line below it",
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=compiled VLLM_ACCPROBE_GRAPHS=1 vllm serve MODEL": (

