@@ -41,7 +41,7 @@ from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, 
 from vllm_accprobe.formats.common import held
 from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUES, ForeignDump
 from vllm_accprobe.judge.calibration import Calibration
-from vllm_accprobe.judge.weights.between import weights_between
+from vllm_accprobe.judge.weights.between import NO_LIVES, weights_between
 from vllm_accprobe.standards import PAIRS, NamedStandard, UnknownStandard, find
 from vllm_accprobe.standards.limits import Standard
 
@@ -266,5 +266,5 @@ class _Run:
             places=places_of(plan),
             moments=moments_of(plan),
             states=states_of(self.dumps),
-            weights=weights_between(golden.lives, mine.lives),
+            weights=weights_between(*(getattr(d, "lives", NO_LIVES) for d in self.dumps)),
         )  # fmt: skip

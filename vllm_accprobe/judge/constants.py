@@ -177,3 +177,6 @@ RANGE_FULL = 0.8
 FEW_LISTED, BOUNDS_TRIED, TAIL_PART, HEAD_LEAST = 4, 512, 64, 4
 """chosen: numbers that a sentence lists; bounds of positions that are tried; the last 1/64 of columns is the tail;
 heads narrower than four columns are none."""
+WEIGHTS_WHOLE = 0.5
+"""chosen: a sync that writes at least this part of the parameters that loading wrote means to write all. One of an
+adapter's or of one part's parameters is well below, one that forgets a few is well above."""

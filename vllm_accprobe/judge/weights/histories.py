@@ -13,7 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from vllm_accprobe.dump.weights.weight_life import LOAD, LOADED, LORA, PACKED, Lives, WeightEvent, WeightPrint
+from vllm_accprobe.dump.weights.weight_life import LOAD, LOADED, LORA, MAX_ROWS, PACKED, Lives, WeightEvent, WeightPrint
+from vllm_accprobe.judge.constants import FEW_LISTED
 
 _COMPUTED = ("cos_sin_cache", "inv_freq", "cos_cached", "sin_cached", "position_ids")
 Place = tuple[int, str, str]
@@ -96,7 +97,7 @@ def times(p: WeightPrint) -> np.ndarray | None:
     """`State.written` of a print."""
     if p.written is None:
         return None
-    found = np.zeros(min(p.count, 1 << 18) if p.count <= 1 << 18 else 1, np.int64)
+    found = np.zeros(p.count if p.count <= MAX_ROWS else 1, np.int64)  # of one with more rows: whether any was
     for first, end, n in p.written:
         found[first:end] = n
     return found
@@ -140,11 +141,11 @@ def named(p: WeightPrint, rows: np.ndarray) -> str:
 
 
 def _listed(numbers: list[int]) -> str:
-    """``3``, ``4, 17``, ``0-63``, ``1, 5, 9 and 20 more``."""
+    """``3``, ``4, 17``, ``0-63``, ``1, 5, 9, 12 and 20 more``."""
     if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{numbers[0]}-{numbers[-1]}"
-    shown = ", ".join(map(str, numbers[:6]))
-    return shown if len(numbers) <= 6 else f"{shown} and {len(numbers) - 6} more"
+    shown = ", ".join(map(str, numbers[:FEW_LISTED]))
+    return shown if len(numbers) <= FEW_LISTED else f"{shown} and {len(numbers) - FEW_LISTED} more"
 
 
 def spoken(event: WeightEvent, events: list[WeightEvent]) -> str:

@@ -28,6 +28,7 @@ from vllm_accprobe.dump.weights.weight_life import (
     WeightEvent,
     WeightPrint,
 )
+from vllm_accprobe.judge.constants import WEIGHTS_WHOLE
 from vllm_accprobe.judge.weights.faults import (
     EXCHANGED,
     NAN,
@@ -52,9 +53,6 @@ from vllm_accprobe.judge.weights.histories import (
     spoken,
 )
 
-WHOLE = 0.5
-"""Of the parameters that loading wrote: an event that writes as many means to write all. Chosen: a sync of an adapter's
-or one part's parameters is well below, one that forgets a few well above."""
 Make = Callable[[str, Place, str, str], WeightFault]
 _FLOATS = ("bfloat16", "float16", "float32")
 
@@ -148,7 +146,7 @@ def _unwritten(
     total = written + sum(len(rows) == _count(states[p]) for p, rows in missing.items())
     if not written:
         return {}
-    if written >= WHOLE * total:
+    if written >= WEIGHTS_WHOLE * total:
         return missing
     return {p: rows for p, rows in missing.items() if touched[p[1]] or len(rows) < _count(states[p])}
 
