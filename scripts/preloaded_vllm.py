@@ -111,8 +111,14 @@ def _serve(at: str) -> None:
     listener.bind(at + ".part")
     listener.listen()
     os.rename(at + ".part", at)
-    while True:
-        client, _ = listener.accept()
+    listener.settimeout(1.0)
+    parent = os.getppid()
+    while os.getppid() == parent:  # a script that was killed leaves nothing behind
+        try:
+            client, _ = listener.accept()
+        except TimeoutError:
+            continue
+        client.setblocking(True)
         if os.fork() == 0:
             listener.close()
             _one(client)
