@@ -216,10 +216,10 @@ def main() -> int:
     lab.prepare()
     if asked.v2:
         os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-        sys.path.insert(0, str(ROOT / "tests" / "support"))
-        from engine_worker import _prepare_v2_runner
+        sys.path.insert(0, str(ROOT / "tests"))
+        from support.engine_ways import prepare_v2_runner
 
-        _prepare_v2_runner()
+        prepare_v2_runner()
     rows = []
     for case in cases(asked.out):
         if not any(fnmatchcase(case.name, glob) for glob in asked.only.split(",")):

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
@@ -241,6 +242,7 @@ def _ahead(engine: Any) -> int:
 
 
 def main() -> None:
+    sys.path.append(str(Path(__file__).resolve().parents[1]))  # whatever path the host was given
     from support import engine_ways  # not where others import this module for its engines
 
     answers = os.fdopen(os.dup(1), "w")

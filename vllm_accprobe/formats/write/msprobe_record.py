@@ -92,7 +92,8 @@ class Sections:
         if r is None:
             about = {"type": "torch.Tensor", "dtype": f"torch.{t['dtype']}", "shape": list(t.get("shape", []))}
             return {**about, **{theirs: t.get(ours) for ours, theirs in STATS.items()}, "requires_grad": False}
-        info = info_of(r) | {"shape": list(t.get("shape", r.shape))}
+        # Of a cache the record holds the blocks that the call touches, and the file has their shape.
+        info = info_of(r) | ({} if t.get("blocks") else {"shape": list(t.get("shape", r.shape))})
         self.tensors.append((word, r, info))
         if word.replace("kwargs.", "input.", 1) != role:
             self._roles[word] = role

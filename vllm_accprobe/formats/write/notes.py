@@ -53,7 +53,7 @@ def of_op(op: OpCall) -> dict[str, Any]:
         "step": op.step, "tap": op.tap, "op": op.op, "call": op.call, "seq": op.seq, "module": op.module,
         "args": list(op.args), "kwargs": dict(op.kwargs), "outputs": list(op.outputs), "mutates": list(op.mutates),
         "module_call": op.module_call,
-    }  # fmt: skip
+    } | ({} if op.inside is None else {"inside": op.inside})  # fmt: skip
 
 
 def narrow(dtype: str) -> bool:
