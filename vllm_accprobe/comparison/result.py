@@ -124,8 +124,8 @@ class Comparison:
                 "by_chance": self.by_chance,
                 "machines": {side: self.machines.get(side, []) for side in ("golden", "mine")},
                 "would_decide": self.would_decide,
-                "weights": self.weights,
             }
+            | ({"weights": self.weights} if self.weights else {})
             | ({"states": self.states} if any(self.states.values()) else {})
         )
 

@@ -42,7 +42,7 @@ class Toy:
         new = [NewRequest(name, range(100, 120), 20, ()) for name in tables]
         blocks = BlockMoves(tables, more or {}, **moves)
         step = EngineStep(
-            self.step, counts, sum(counts.values()), new, finished, lambda: starts or {}, None, lambda: blocks
+            self.step, counts, sum(counts.values()), new, finished, lambda: starts or {}, blocks=lambda: blocks
         )
         self.books.begin(step)
         for source, block in moves.get("copies", ()):

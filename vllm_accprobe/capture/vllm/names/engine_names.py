@@ -10,6 +10,9 @@ from vllm_accprobe.capture.vllm.names.need import Need, VllmPlace, each, one_of
 _ROWS = "the rows of a step cannot be told: refused"
 _EAGER = "the engine is not made eager: start it with --enforce-eager"
 _FACT = "run.json does not say it"
+_BLOCKS = "the ledger of states does not know which blocks a request has"
+_MOVED = "the ledger of states takes copied or zeroed blocks for bytes that nobody wrote"
+_PREEMPTED = "the ledger of states does not know that a request was resumed"
 _IMAGES = "rows of images have no names: skipped"
 
 PLACES = (
@@ -106,6 +109,9 @@ PLACES = (
             *each("finished_req_ids", "finished requests are never forgotten"),
             *each("scheduled_spec_decode_tokens", "rows of drafts would be taken for tokens"),
             *each("scheduled_encoder_inputs", _IMAGES),
+            *each("preempted_req_ids", _PREEMPTED, since=(0, 13)),
+            *each("new_block_ids_to_zero", _MOVED, since=(0, 18)),
+            *each("kv_cache_block_copies", _MOVED, since=(0, 26)),
         ),
         _ROWS,
     ),
@@ -115,13 +121,23 @@ PLACES = (
             *each("req_id prompt_token_ids num_computed_tokens", _ROWS),
             *each("mm_features", _IMAGES),
             *each("sampling_params", "tokens cannot be forced"),
+            *each("prompt_is_token_ids", "a prompt of tokens and embeddings is not told from one of embeddings",
+                  since=(0, 21)),
             *each("prompt_embeds", "the length of a prompt that came as embeddings is not known", since=(0, 13)),
+            *each("block_ids", _BLOCKS),
+            *each("lora_request", "requests with different adapters are taken for the same"),
         ),
         _ROWS,
     ),
     VllmPlace(
         "CachedRequestData", ("vllm.v1.core.sched.output:CachedRequestData",),
-        each("req_ids num_computed_tokens", _ROWS), _ROWS,
+        (
+            *each("req_ids num_computed_tokens", _ROWS),
+            *each("new_block_ids", _BLOCKS),
+            *each("resumed_from_preemption", _PREEMPTED, until=(0, 13)),
+            *each("resumed_req_ids", _PREEMPTED, since=(0, 13)),
+        ),
+        _ROWS,
     ),
     VllmPlace(
         "GrammarOutput", ("vllm.v1.core.sched.output:GrammarOutput", "vllm.v1.core.sched.output:SchedulerOutput"),
@@ -179,7 +195,11 @@ PLACES = (
     ),
     VllmPlace(
         "ForwardContext", ("vllm.forward_context:ForwardContext",),
-        each("cudagraph_runtime_mode batch_descriptor", "which captured graph computed a step is not told"),
+        (
+            *each("cudagraph_runtime_mode batch_descriptor", "which captured graph computed a step is not told"),
+            *each("attn_metadata", "the ledger of states does not see what attention is given"),
+            *each("slot_mapping", "the ledger of states does not see which slots are written", since=(0, 15)),
+        ),
     ),
     VllmPlace(
         "BatchDescriptor", ("vllm.forward_context:BatchDescriptor",),

@@ -101,6 +101,10 @@ PLACES = (
         (Need(("compute_logits",), "logits are not captured: skipped", takes=("hidden_states",)),),
     ),
     VllmPlace(
+        "embedding of tokens", ("vllm.model_executor.models.interfaces_base:VllmModel",),
+        each("embed_input_ids", "tokens embedded beside prompts of embeddings may get other rows", since=(0, 13)),
+    ),
+    VllmPlace(
         "models of images", ("vllm.model_executor.models.interfaces:SupportsMultiModal",),
         each("get_language_model", "the language model inside is looked for by its attribute"),
     ),
