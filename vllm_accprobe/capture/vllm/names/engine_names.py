@@ -1,6 +1,6 @@
 """What capture relies on around the engine: arguments, configuration, the scheduler's output, processes and groups.
 
-The problem, the words and who reads this: need.py. Not here: runners and samplers (runners.py), layers (layers.py).
+The problem, the words and who reads this: need.py. Not here: runners and samplers (runners.py), layers (layer_names.py).
 """
 
 from __future__ import annotations

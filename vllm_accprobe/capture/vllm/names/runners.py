@@ -1,7 +1,7 @@
 """What capture relies on in a worker: its runner of either generation, the batch that it keeps, its sampler.
 
 The problem, the words and who reads this: need.py. These are the places that vendors derive from or copy. Not here: the
-engine (engine_names.py), layers (layers.py).
+engine (engine_names.py), layers (layer_names.py).
 """
 
 from __future__ import annotations

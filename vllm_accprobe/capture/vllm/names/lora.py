@@ -24,6 +24,7 @@ PLACES = (
         "a loaded adapter", ("vllm.lora.lora_model:LoRAModel", "vllm.lora.models:LoRAModel"), each("loras", _WEIGHTS),
     ),
     VllmPlace(
-        "an adapter of one layer", ("vllm.lora.lora_weights:LoRALayerWeights",), each("lora_a lora_b scaling", _WEIGHTS),
+        "an adapter of one layer", ("vllm.lora.lora_weights:LoRALayerWeights",),
+        each("lora_a lora_b scaling", _WEIGHTS),
     ),
 )  # fmt: skip
