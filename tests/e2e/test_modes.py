@@ -51,7 +51,9 @@ def test_an_adapter_is_part_of_a_request_and_its_weights_are_compared(engines: E
     other, _ = with_adapters(engines, "modes-lora-other", 3)
     result = compared(run, other)
     assert result.verdict == "fail"
-    assert "different weights" in result.notes[0]
+    assert "the weights, not the kernel: " in result.notes[0]
+    assert ".lora_a" in result.notes[0] or ".lora_b" in result.notes[0]
+    assert any("different weights" in note for note in result.notes)
     assert {p.role.split(".")[2] for p in result.pairs if p.role.startswith("param.") and p.status == "fail"} == {"sql"}
     chat = [p for p in result.pairs if p.status == "fail" and p.worst_request == "ask-1"]
     assert chat == []

@@ -1,6 +1,7 @@
 """What capture relies on around the engine: arguments, configuration, the scheduler's output, processes and groups.
 
-The problem, the words and who reads this: need.py. Not here: runners and samplers (runners.py), layers (layer_names.py).
+The problem, the words and who reads this: need.py. Not here: runners and samplers (runners.py), layers
+(layer_names.py), adapters (lora.py).
 """
 
 from __future__ import annotations
