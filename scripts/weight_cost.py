@@ -44,7 +44,7 @@ def timed(model: Path, out: Path | None) -> float:
         return load_model
 
     with lab.replaced(CPUWorker, "load_model", make):
-        engine = lab.WeightEngine(model, out)
+        engine = lab.WeightEngine(model, out, kv_cache_memory_bytes=64 << 20)
         engine.close()
     return seconds[0]
 
