@@ -2,7 +2,7 @@
 
 The problem: loading runs under a dispatch mode, which sees every operator, and is followed by a pass over all weights;
 both must cost little beside what vLLM does. The idea: one process builds engines of one model in turns, with and
-without the probe, and times vLLM's own load_model; the first pair warms up. The model is llama with a few hundred
+without the probe, and measures vLLM's own load_model; the first turn warms up. The model is llama with a few hundred
 parameters, or as told.
 
     python scripts/weight_cost.py --out DIR [--layers N] [--hidden N] [--pairs N]
@@ -28,18 +28,18 @@ from support import weight_lab as lab  # noqa: E402
 
 
 def timed(model: Path, out: Path | None) -> float:
-    """Seconds in load_model of the outermost wrapper."""
+    """Seconds of processor time in load_model, which other processes disturb less than the clock."""
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     seconds: list[float] = []
 
     def make(original: Any) -> Any:
         def load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
+            begin = time.process_time()
             try:
                 return original(worker, *args, **kwargs)
             finally:
-                seconds.append(time.perf_counter() - begin)
+                seconds.append(time.process_time() - begin)
 
         return load_model
 
