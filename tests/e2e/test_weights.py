@@ -1,16 +1,29 @@
-"""Weights as the checkpoint gave them, before kernels re-pack them: a wrong one is found first and said first."""
+"""Weights as the checkpoint gave them and over their life: a wrong one is found first and said first, a clean run is
+silent. scripts/weight_cases.py has more faults, planted in engines of one process."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.captures import Engines, explain
 
+from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.judge.weights.between import weights_between
 
 pytestmark = pytest.mark.engine
 DOWN = "model.layers.1.mlp.down_proj"
+ROOT = Path(__file__).resolve().parents[2]
+FAULTS = {  # of the script: who is named, and with which words
+    "scale": f"{DOWN}.weight_scale was not written by reload 1",
+    "rows": f"{DOWN}.weight (rows 3, 17) was packed wrong at loading: rows 3 and 17 were exchanged",
+    "shard-q": "model.layers.1.self_attn.qkv_proj.weight (q) was not written by reload 1",
+}
 
 
 def test_parameters_are_recorded_before_they_are_packed(engines: Engines) -> None:
@@ -36,3 +49,46 @@ def test_a_wrong_weight_is_said_first(engines: Engines, compared: Any) -> None:
     others = [p for p in result.pairs if p.role.startswith("param.") and p.tap != DOWN]
     assert others
     assert {p.status for p in others} == {"pass"}
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Path:
+    """Dumps of FAULTS, and of the clean runs that they are held against. (``engines`` only says whether vLLM is
+    here, and skips where it is not.)"""
+    out = tmp_path_factory.mktemp("lives")
+    script = [sys.executable, str(ROOT / "scripts" / "weight_cases.py"), "--out", str(out), "--only", ",".join(FAULTS)]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    return out
+
+
+def found_in(lives: Path, golden: str, mine: str) -> dict[str, Any]:
+    """compare.json's ``weights`` of two cases."""
+    return weights_between(open_dump(lives / golden).lives, open_dump(lives / mine).lives)
+
+
+@pytest.mark.parametrize(("fault", "golden"), [("scale", "sync-int8"), ("rows", "load"), ("shard-q", "sync")])
+def test_a_planted_fault_is_told_as_what_it_is(lives: Path, fault: str, golden: str) -> None:
+    (found,) = found_in(lives, golden, fault)["findings"]
+    assert FAULTS[fault] in found["says"]
+    assert found["side"] == "mine"
+
+
+def test_clean_runs_are_silent(lives: Path) -> None:
+    for golden, mine in (("load", "sync"), ("sync", "load"), ("sync", "sync"), ("sync-int8", "sync-int8")):
+        assert found_in(lives, golden, mine)["findings"] == []
+    clean = found_in(lives, "load", "sync")
+    assert [e["event"] for e in clean["events"]["mine"]] == ["loading", "reload 1"]
+    assert clean["compared"] > 20
+
+
+def test_compare_and_show_tell_of_it(lives: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(lives / "load"), str(lives / "rows"), "--out", str(tmp_path / "o")]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the weights, not the kernel: " in said
+    assert FAULTS["rows"] in said
+    assert main(["show", str(lives / "shard-q"), "weights"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"the weights, not the kernel: {FAULTS['shard-q']}" in said
+    assert "reload 1, before step " in said

@@ -69,6 +69,17 @@ def moved(source: Path, target: Path, seed: int = 1) -> Path:
     return target
 
 
+def mixed(source: Path, other: Path, target: Path, name: str) -> Path:
+    """``source`` with the tensor ``name`` of ``other``."""
+    if (target / "config.json").exists():
+        return target
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tensors = load_file(source / "model.safetensors")
+    tensors[name] = load_file(other / "model.safetensors")[name]
+    save_file(tensors, str(target / "model.safetensors"), metadata={"format": "pt"})
+    return target
+
+
 def adapter(source: Path, target: Path, seed: int, rank: int = 4) -> Path:
     """A LoRA adapter of q, v and down for the model at ``source``."""
     if (target / "adapter_config.json").exists():

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from vllm_accprobe.dump.schema import Record
 
 _LISTED = 20
-STATES = "states"
-"""What TAP says for all findings of the ledger of states, where the run kept one."""
+STATES, WEIGHTS = "states", "weights"
+"""What TAP says for all findings of the ledger of states, where the run kept one; for the weights over their life."""
 
 
 def show(
@@ -39,7 +39,7 @@ def show(
 ) -> None:
     """Show one tensor: statistics, histogram, chosen rows; or save it."""
     from vllm_accprobe.cli import summary
-    from vllm_accprobe.cli.common import outputs, values
+    from vllm_accprobe.cli.common import lives, outputs, values
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.report.text import count, safe
 
@@ -56,6 +56,10 @@ def show(
     opened = open_dump(dump)
     if tap == STATES and getattr(opened, "state_totals", None):
         for line in summary.states(opened, len(opened.states)):
+            typer.echo(line)
+        return
+    if tap == WEIGHTS and (lines := lives.told(getattr(opened, "lives", None), whole=True)):
+        for line in lines:
             typer.echo(line)
         return
     name = _resolve(opened, tap)

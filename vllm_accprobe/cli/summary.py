@@ -134,6 +134,7 @@ def about(dump: Dump, chosen: list[Record]) -> list[str]:
     """What the dump holds, what it lacks and why, as lines."""
     from collections import Counter
 
+    from vllm_accprobe.cli.common import lives
     from vllm_accprobe.report.text import count, safe
 
     records = [*dump.records, *dump.padding]
@@ -155,6 +156,7 @@ def about(dump: Dump, chosen: list[Record]) -> list[str]:
         at = f", e.g. at {safe(example[reason])}" if example[reason] else ""
         lines.append(f"skipped: {n:,} x {safe(reason)}{at}")
     lines += states(dump)
+    lines += lives.told(getattr(dump, "lives", None))
     lines += [f"note: {safe(p, 400)}" for p in dump.problems]
     if dump.errors:
         first = dump.errors[0]

@@ -10,6 +10,7 @@ cut otherwise, or have other dtypes, are counted and not compared. Not here: one
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm_accprobe.judge.weights.histories import (
     exchanged,
     is_computed,
     named,
+    named_pair,
     side_of,
     spoken,
 )
@@ -48,12 +50,13 @@ def weights_between(golden: Lives, mine: Lives) -> dict[str, Any]:
     between, compared = _between(*sides, skipped)
     own = {(f.rank, f.tap, f.name): f for f in reversed(alone[1])}
     known = {(f.rank, f.tap, f.name) for f in alone[0]}
+    between = [f for f in between if not _follows(f, own.values(), sides[1])]
     # What mine's own life explains is said by that; a fault that both have cannot be what is between them.
     explained = [own.get((f.rank, f.tap, f.name), f) for f in between]
     rest = [f for f in alone[1] if f not in explained and (f.rank, f.tap, f.name) not in known]
     both = [f for f in alone[1] if (f.rank, f.tap, f.name) in known and f not in explained]
     theirs = [f for f in alone[0] if (f.rank, f.tap, f.name) not in {(g.rank, g.tap, g.name) for g in both}]
-    faults = sorted(dict.fromkeys([*explained, *rest]), key=lambda f: f.number) + theirs
+    faults = sorted(dict.fromkeys([*explained, *rest]), key=lambda f: (f.number, f.what == DIFFERS)) + theirs
     faults += [replace(f, side=BOTH) for f in both]
     return {
         "events": {which: _events(side) for which, side in zip(("golden", "mine"), sides, strict=True)},
@@ -61,6 +64,16 @@ def weights_between(golden: Lives, mine: Lives) -> dict[str, Any]:
         "not_compared": dict(skipped),
         "findings": [f.to_dict() for f in faults],
     }
+
+
+def _follows(fault: WeightFault, own: Iterable[WeightFault], mine: LivesInOrder) -> bool:
+    """Whether the tensor is none of the checkpoint's, and made of another one of its module, which is wrong since the
+    same event: packing computes column sums of scale times weight, for example."""
+    if not any((f.rank, f.tap, f.number) == (fault.rank, fault.tap, fault.number) for f in own):
+        return False
+    # At loading: a reload copies into the tensors that there are.
+    written = mine.states[fault.rank, fault.tap, fault.name][0].written()
+    return written is not None and not written.any()
 
 
 def _events(side: LivesInOrder) -> list[dict[str, Any]]:
@@ -147,7 +160,7 @@ def _fault(
     rows = differing(*pair)
     where = named(pair[1], np.zeros(0, np.int64) if rows is None else rows)
     if (swapped := exchanged(*pair)) is not None:
-        how = f": rows {swapped[0]} and {swapped[1]} are exchanged"
+        how = f": {named_pair(pair[1], swapped)} are exchanged"
     elif pair[0].bag == pair[1].bag:
         how = ": the same elements in another order"
     else:

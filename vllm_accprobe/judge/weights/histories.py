@@ -140,6 +140,14 @@ def named(p: WeightPrint, rows: np.ndarray) -> str:
     return f"{what}{'s' * (len(rows) > 1)} {_listed([int(r) for r in rows])}"
 
 
+def named_pair(p: WeightPrint, pair: tuple[int, int]) -> str:
+    """Two rows in words: ``rows 3 and 17``, of one expert counted within it."""
+    i, j = pair
+    if p.block and i // p.block == j // p.block:
+        i, j = i % p.block, j % p.block
+    return f"{'rows' if len(p.shape) > 1 else 'elements'} {i} and {j}"
+
+
 def _listed(numbers: list[int]) -> str:
     """``3``, ``4, 17``, ``0-63``, ``1, 5, 9, 12 and 20 more``."""
     if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:

@@ -50,6 +50,7 @@ from vllm_accprobe.judge.weights.histories import (
     exchanged,
     is_computed,
     named,
+    named_pair,
     spoken,
 )
 
@@ -194,7 +195,7 @@ def _packing(
                 says = f"was changed by packing at {when}: not only the order of its elements"
                 yield make(VALUE, place, rows, says)
         elif pair is not None or packed.undone not in ("", "unknown"):
-            what = f"rows {pair[0]} and {pair[1]} were exchanged" if pair else "elements changed places"
+            what = f"{named_pair(packed, pair)} were exchanged" if pair else "elements changed places"
             rows = named(packed, _rows(given, packed))
             yield make(EXCHANGED, place, rows, f"was packed wrong at {when}: {what}")
     columns, kernel = state.forms.get(COLUMNS), state.forms.get(KERNEL)
@@ -210,7 +211,7 @@ def _kernel(
     pair = exchanged(columns, kernel)
     old = next((s for s in reversed(history) if (c := s.forms.get(COLUMNS)) and c.order == kernel.order), None)
     if pair is not None:
-        says = f"was packed wrong at {when}: rows {pair[0]} and {pair[1]} were exchanged"
+        says = f"was packed wrong at {when}: {named_pair(kernel, pair)} were exchanged"
         yield make(EXCHANGED, place, rows, says)
     elif old is not None:
         says = f"is new after {when}, and the layer's kernel still computes with the old one"

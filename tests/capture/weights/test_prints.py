@@ -1,0 +1,52 @@
+"""Fingerprints of tensors: the compiled loops agree with the definition, an order is told from a value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_accprobe.capture.weights import undo
+from vllm_accprobe.capture.weights.prints import _on_device, sums_of
+from vllm_accprobe.capture.weights.writes import WriteWatch
+
+WEIGHT = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def test_compiled_loops_and_a_devices_sums_agree() -> None:
+    bits = torch.randint(-(1 << 15), 1 << 15, (9, 33), dtype=torch.int16, generator=torch.Generator().manual_seed(2))
+    bits[2, 3] = 0
+    host = sums_of(bits)
+    order, bag, zeros = _on_device(bits)
+    assert (host.order.tolist(), host.bag.tolist(), host.zeros) == (order.tolist(), bag.tolist(), zeros)
+
+
+def test_rows_that_change_places_keep_the_sum_without_order() -> None:
+    a, b = sums_of(WEIGHT).whole, sums_of(WEIGHT[[0, 4, 2, 3, 1, 5]]).whole
+    assert a[1] == b[1]
+    assert a[0] != b[0]
+
+
+def test_a_transpose_is_turned_back() -> None:
+    turned = undo.transposed(WEIGHT.t().contiguous(), tuple(WEIGHT.shape))
+    assert turned is not None
+    assert sums_of(turned).whole == sums_of(WEIGHT).whole
+
+
+def test_a_packer_that_moves_elements_is_undone_and_another_one_is_not() -> None:
+    place = undo.places(lambda w: w.flip(-1).transpose(1, 2).contiguous(), 6, 8, torch.bfloat16)
+    assert place is not None
+    packed = WEIGHT.flip(-1).t().contiguous()
+    assert torch.equal(undo.unpacked(packed, place, 8), WEIGHT)
+    assert undo.places(lambda w: w[:, :3], 6, 8, torch.bfloat16) is None
+    assert undo.places(torch.zeros_like, 6, 8, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("write", [lambda w: w[2:4].copy_(WEIGHT[2:4]), lambda w: w.narrow(0, 2, 2).fill_(1)])
+def test_rows_that_are_written_are_seen(write: object) -> None:
+    watch = WriteWatch()
+    with watch:
+        weight = torch.empty(6, 8, dtype=torch.bfloat16)
+        write(weight)  # type: ignore[operator]
+    assert watch.of(weight) == (((2, 4, 1),), True)
+    watch.forget()
+    assert watch.of(weight) == ((), False)
