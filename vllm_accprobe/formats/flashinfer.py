@@ -1,11 +1,11 @@
 """FlashInfer's flight recorder (FLASHINFER_LOGLEVEL=10): a folder per call of its API, which becomes an operator call.
 
 The problem: a call's tensors lie in two files under keys such as ``arg_0`` and ``kwarg_out``, its other arguments in
-the last line of metadata.jsonl; buffers that are only written to are saved before the call; what was recorded inside a CUDA
-graph is saved after the replay, when operators in place have overwritten their inputs. The idea: keys become roles, the
-line becomes an operator call; a buffer ``out`` is counted and not compared; a call from inside a graph keeps its
-tensors for `compare`, and its operator call says why it is not judged. What operators in place made of their arguments is in no
-file of the recorder. Source: flashinfer/api_logging.py of 0.7.2.
+the last line of metadata.jsonl; buffers that are only written to are saved before the call; what was recorded inside
+a CUDA graph is saved after the replay, when operators in place have overwritten their inputs. The idea: keys become
+roles, the line becomes an operator call; a buffer ``out`` is counted and not compared; a call from inside a graph
+keeps its tensors for `compare`, and its operator call says why it is not judged. What operators in place made of
+their arguments is in no file of the recorder. Source: flashinfer/api_logging.py of 0.7.2.
 Not here: values of arguments (flashinfer_calls.py), the formulas (opcheck/references/flashinfer.py).
 """
 
