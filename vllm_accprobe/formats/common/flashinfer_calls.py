@@ -66,7 +66,7 @@ def arguments(
     call was given, "" where they are."""
     plain = told.get("input_metadata")
     plain = plain if isinstance(plain, dict) else {}
-    maker = _Maker(held, {role_of(k) for k in unwritten}, why)
+    maker = _RecordedValues(held, {role_of(k) for k in unwritten}, why)
     args: dict[int, Any] = {}
     kwargs: dict[str, Any] = {}
     roles = {**{r: None for r in held if r.startswith("input.") and r.count(".") == 1},
@@ -82,7 +82,7 @@ def arguments(
     return tuple(args.get(i, missing) for i in range(max(args, default=-1) + 1)), kwargs
 
 
-class _Maker:
+class _RecordedValues:
     def __init__(self, held: Mapping[str, FileTensor], unwritten: Collection[str | None], why: str):
         self.held, self.unwritten, self.why = held, unwritten, why
 
