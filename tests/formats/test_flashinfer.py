@@ -69,8 +69,7 @@ def judged(path: Path) -> dict[str, list[tuple[str, str]]]:
     calls, references = Calls(open_dump(path), None), default_references()
     return {
         tap: [
-            (r.status, r.message)
-            for r in check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), Options())
+            (r.status, r.message) for r in check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), Options())
         ]
         for rank, tap, _ in calls.taps([])
     }
