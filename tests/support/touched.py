@@ -37,6 +37,7 @@ HOME = Path(vllm_accprobe.__file__).parent
 FILES = (
     *sorted((HOME / "capture" / "vllm").glob("*.py")),
     HOME / "capture" / "vllm" / "names" / "modes.py",
+    HOME / "capture" / "vllm" / "modes" / "embedded.py",
     *sorted((HOME / "capture" / "forcing").glob("*.py")),
     *sorted((HOME / "capture" / "arming").glob("*.py")),
     *(HOME / "capture" / one for one in (

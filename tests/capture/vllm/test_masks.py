@@ -79,7 +79,7 @@ def test_a_runner_that_keeps_no_states_tells_nothing() -> None:
         return Plain(prepare_inputs=lambda: None, sampler=Plain(logprobs_mode="raw_logprobs", **states))
 
     assert not masks.tells(newer())
-    assert not masks.tells(newer(logit_bias_state=1))  # 0.14 keeps these in the runner's request states, and no penalties
+    assert not masks.tells(newer(logit_bias_state=1))  # half of them is not all
     assert masks.tells(newer(penalties_state=1, logit_bias_state=1))
     assert masks.tells(newer(penalties_state=1, logits_processors=[]))
     assert masks.tells(older())

@@ -9,6 +9,7 @@ from vllm_accprobe.capture.vllm.names.need import Need, VllmPlace, each, one_of
 
 _ROWS = "the rows of a step cannot be told: refused"
 _EAGER = "the engine is not made eager: start it with --enforce-eager"
+_BLOCKS = "the ledger of states cannot tell whose a block is"
 _FACT = "run.json does not say it"
 _IMAGES = "rows of images have no names: skipped"
 
@@ -106,6 +107,9 @@ PLACES = (
             *each("finished_req_ids", "finished requests are never forgotten"),
             *each("scheduled_spec_decode_tokens", "rows of drafts would be taken for tokens"),
             *each("scheduled_encoder_inputs", _IMAGES),
+            *each("preempted_req_ids", _BLOCKS, since=(0, 13)),
+            *each("new_block_ids_to_zero", _BLOCKS, since=(0, 18)),
+            *each("kv_cache_block_copies", _BLOCKS, since=(0, 26)),
         ),
         _ROWS,
     ),
@@ -116,12 +120,19 @@ PLACES = (
             *each("mm_features", _IMAGES),
             *each("sampling_params", "tokens cannot be forced"),
             *each("prompt_embeds", "the length of a prompt that came as embeddings is not known", since=(0, 13)),
+            *each("prompt_is_token_ids", "tokens among embeddings are no part of a request's identity", since=(0, 21)),
+            *each("block_ids", _BLOCKS),
         ),
         _ROWS,
     ),
     VllmPlace(
         "CachedRequestData", ("vllm.v1.core.sched.output:CachedRequestData",),
-        each("req_ids num_computed_tokens", _ROWS), _ROWS,
+        (
+            *each("req_ids num_computed_tokens", _ROWS),
+            *each("new_block_ids", _BLOCKS),
+            one_of("resumed_req_ids resumed_from_preemption", _BLOCKS),
+        ),
+        _ROWS,
     ),
     VllmPlace(
         "GrammarOutput", ("vllm.v1.core.sched.output:GrammarOutput", "vllm.v1.core.sched.output:SchedulerOutput"),
@@ -179,7 +190,11 @@ PLACES = (
     ),
     VllmPlace(
         "ForwardContext", ("vllm.forward_context:ForwardContext",),
-        each("cudagraph_runtime_mode batch_descriptor", "which captured graph computed a step is not told"),
+        (
+            *each("cudagraph_runtime_mode batch_descriptor", "which captured graph computed a step is not told"),
+            *each("attn_metadata", _BLOCKS),
+            *each("slot_mapping", _BLOCKS, since=(0, 15)),
+        ),
     ),
     VllmPlace(
         "BatchDescriptor", ("vllm.forward_context:BatchDescriptor",),

@@ -132,7 +132,7 @@ MODES = (
     ),
     Mode(
         "Ray", WORKS,
-        "ray.kill leaves no time: what the writer's flush timer (0.2 s) has given to the disk is in the dump, not closed",
+        "ray.kill leaves no time: what the writer's flush timer (0.2 s) gave to the disk is in the dump, not closed",
         ("v1/executor/ray_executor.py:ray.kill(", "executor/ray_distributed_executor.py:ray.kill("),
     ),
 )  # fmt: skip
