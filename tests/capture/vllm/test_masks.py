@@ -11,6 +11,7 @@ import xxhash
 
 pytest.importorskip("torch")
 
+from vllm_accprobe.capture.vllm import masks
 from vllm_accprobe.capture.vllm.masks import BAD_WORDS, BIAS, BUDGET, GRAMMAR, PENALTIES, TRACE, grammar_of, masks_of
 
 NAMES = ["a", "b", "c"]
@@ -69,3 +70,18 @@ def test_the_newer_runner_has_arrays_by_place() -> None:
     assert masks_of(runner, prepared, NAMES, {"c": None}) == {"a": (BIAS,), "b": (PENALTIES,), "c": (GRAMMAR,)}
     runner.sampler.trace_replay_state = object()
     assert masks_of(runner, prepared, NAMES, {})["c"] == (TRACE,)
+
+
+def test_a_runner_that_keeps_no_states_tells_nothing() -> None:
+    """V2 of 0.13 and 0.14: sample/sampler.py has no states; 0.15 has two of the later three, and no bad words."""
+
+    def newer(**states: Any) -> Plain:
+        return Plain(prepare_inputs=lambda: None, sampler=Plain(logprobs_mode="raw_logprobs", **states))
+
+    assert not masks.tells(newer())
+    assert not masks.tells(newer(logit_bias_state=1))  # half of them is not all
+    assert masks.tells(newer(penalties_state=1, logit_bias_state=1))
+    assert masks.tells(newer(penalties_state=1, logits_processors=[]))
+    assert masks.tells(older())
+    assert not masks.tells(Plain(input_batch=Plain(req_ids=[])))
+    assert not masks.tells(Plain())

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -79,6 +80,39 @@ def test_a_front_end_waits_while_a_dump_is_written(
         plugin._end([engine], 0.0)
         assert least <= time.monotonic() - begin < 15
         assert engine.is_alive() is alive
+        assert not writing(tmp_path / "d")
+    finally:
+        engine.kill()
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_the_front_end_of_each_release_waits_before_it_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: bool
+) -> None:
+    """0.11 to 0.15 (v1/utils.py: 301): ``shutdown(procs)``, five seconds; from 0.18 on with a ``timeout``, 0 as it is
+    configured. Both are looked up in v1/engine/utils.py when the engine ends."""
+    found: list[tuple[bool, dict[str, float]]] = []
+
+    def early(procs: list[Engine]) -> None:
+        found.append((procs[0].is_alive(), {}))
+
+    def late(procs: list[Engine], timeout: float | None = None) -> None:
+        found.append((procs[0].is_alive(), {} if timeout is None else {"timeout": timeout}))
+
+    utils, package = ModuleType("vllm.v1.engine.utils"), ModuleType("vllm.v1.engine")
+    utils.shutdown = late if newer else early  # type: ignore[attr-defined]
+    package.utils = utils  # type: ignore[attr-defined]
+    for module in (package, utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(plugin, "_patched", set())
+    monkeypatch.setattr(plugin, "SETTLE_S", 0.1)
+    monkeypatch.setenv("VLLM_ACCPROBE_DIR", str(tmp_path / "d"))
+    plugin._patch_shutdown()
+    plugin._patch_shutdown()  # once
+    engine = Engine(tmp_path / "d", 1.0, "ends")
+    try:
+        utils.shutdown([engine], timeout=0.0) if newer else utils.shutdown([engine])
+        assert found == [(False, {"timeout": 0.0} if newer else {})]  # it had ended by itself
         assert not writing(tmp_path / "d")
     finally:
         engine.kill()

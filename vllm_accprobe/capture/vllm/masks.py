@@ -56,6 +56,16 @@ def masks_of(runner: Any, prepared: Any, names: Sequence[str], grammar: Grammar)
     return {name: tuple(sorted(by)) for name, by in found.items()}
 
 
+def tells(runner: Any) -> bool:
+    """Whether `masks_of` sees all that this runner has: V2 of 0.13 and 0.14 keeps penalties and biases in tensors of
+    the step only, where no entry does not mean no mask."""
+    if not hasattr(runner, "prepare_inputs"):
+        return getattr(getattr(runner, "input_batch", None), "sampling_metadata", None) is not None
+    sampler = getattr(runner, "sampler", None)
+    biases = any(hasattr(sampler, name) for name in ("logit_bias_state", "logits_processors"))
+    return hasattr(sampler, "penalties_state") and biases
+
+
 _Found = dict[str, set[str]]
 
 

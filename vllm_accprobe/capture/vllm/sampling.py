@@ -19,7 +19,7 @@ from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import HEAD, Session
 from vllm_accprobe.capture.taps.selection import chooses
 from vllm_accprobe.capture.vllm.batch import ChosenRows
-from vllm_accprobe.capture.vllm.masks import TRACE, Grammar, grammar_of
+from vllm_accprobe.capture.vllm.masks import TRACE, Grammar, grammar_of, tells
 from vllm_accprobe.capture.vllm.names.modes import unsampled
 from vllm_accprobe.dump.journal.event_lines import MASKS
 from vllm_accprobe.dump.schema import MASKS_KNOWN, Masks, Module
@@ -48,7 +48,10 @@ class Sampling:
             session.sink.skip(SAMPLER, why)
             say(f"{why}: logits and tokens are skipped")
             return
-        session.sink.module(Module(SAMPLER, self._cls, 1 << 20, {MASKS_KNOWN: True}))
+        told = tells(runner)
+        session.sink.module(Module(SAMPLER, self._cls, 1 << 20, {MASKS_KNOWN: True} if told else {}))
+        if not told:
+            session.sink.skip(SAMPLER, "this runner does not tell by request what masks logits", "masks")
         self._wrap(model, "compute_logits", self._compute_logits)
         sampler = getattr(runner, "sampler", None)
         method = "_sample" if hasattr(runner, "_sample") else "sample"

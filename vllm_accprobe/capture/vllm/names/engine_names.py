@@ -135,8 +135,7 @@ PLACES = (
         (
             *each("req_ids num_computed_tokens", _ROWS),
             *each("new_block_ids", _BLOCKS),
-            *each("resumed_from_preemption", _PREEMPTED, until=(0, 13)),
-            *each("resumed_req_ids", _PREEMPTED, since=(0, 13)),
+            one_of("resumed_req_ids resumed_from_preemption", _PREEMPTED),
         ),
         _ROWS,
     ),

@@ -93,8 +93,8 @@ XLITE = Mode(
 )  # fmt: skip
 FLASH = Mode(
     "FlashComm and sequence parallelism", REFUSED,
-    "FlashComm or sequence parallelism deals rows to several ranks: start with VLLM_ASCEND_ENABLE_FLASHCOMM1=0 and "
-    "VLLM_ASCEND_FLASHCOMM2_PARALLEL_SIZE=0, without enable_shared_expert_dp",
+    "FlashComm or sequence parallelism deals rows to several ranks: start with VLLM_ASCEND_ENABLE_FLASHCOMM1=0, "
+    "VLLM_ASCEND_ENABLE_FLASHCOMM=0 and VLLM_ASCEND_FLASHCOMM2_PARALLEL_SIZE=0, without enable_shared_expert_dp",
     ("vllm_ascend/platform.py:if enable_sp(", "vllm_ascend/utils.py:def enable_sp("), _flash,
 )  # fmt: skip
 SHARDED = Mode(
@@ -132,7 +132,7 @@ MODES = (
     ),
     Mode(
         "Ray", WORKS,
-        "ray.kill leaves no time: what is older than 0.2 s is in the dump, which says that it was not closed",
+        "ray.kill leaves no time: what the writer's flush timer (0.2 s) gave to the disk is in the dump, not closed",
         ("v1/executor/ray_executor.py:ray.kill(", "executor/ray_distributed_executor.py:ray.kill("),
     ),
 )  # fmt: skip
