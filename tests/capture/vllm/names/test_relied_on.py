@@ -23,7 +23,6 @@ NOT_VLLMS = {
     "no": "a setting", "off": "a setting", "false": "a setting", "frequency": "a part of a name",
     "presence": "a part of a name", "repetition": "a part of a name", "run_dp_sharded_": "a part of a name",
     "language_model": "of each model, as it likes", "rope_parameters": "transformers", "rope_scaling": "transformers",
-    "blake2b": "hashlib", "hexdigest": "hashlib",
     "__name__": "Python", "__mro__": "Python", "__module__": "Python", "plugin": "ours",
     "enable_sequence_parallelism": "of 0.11, with pass_config",
     "batch_sharder": "a mode, see modes.py", "adaptive_verification": "a mode", "model_state": "a mode",
