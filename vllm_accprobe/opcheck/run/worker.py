@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm_accprobe.opcheck.run.result_row import Checked
 
 EXACT, DEVICE, GOLDEN, AGAIN = "float64", "device", "golden", "rerun"
+_HERE = ("repeat", "batch", "named", "load")
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,13 @@ class Job:
         return bool(self.repeat or self.batch or self.named is not None)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON; what came with --repeat, --rows and --op is there only where it is asked for, so that what was begun
+        before them goes on."""
+        return {k: v for k, v in asdict(self).items() if v or k not in _HERE}
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Job:
-        return cls(**{**tree, **{k: tuple(tree[k]) for k in ("ops", "ids", "batch", "load")}})
+        return cls(**{**tree, **{k: tuple(tree[k]) for k in ("ops", "ids", "batch", "load") if k in tree}})
 
 
 Tap = tuple[int, str, str]
