@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import family_verdict
 import pytest
 import torch
 import torch.nn.functional as F
 
 from vllm_accprobe.opcheck.calls.case import CachedRun, StoredCache
-from vllm_accprobe.opcheck.floors.verdict import Verdict, judge
-from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.floors.verdict import Verdict
+from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.registry import default_references
 
 TABLE = default_references()
@@ -34,17 +35,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def verdict(call: Call, role: str, mine: torch.Tensor) -> Verdict:
-    found = TABLE.evaluate(replace(call, outputs={role: mine}))
-    assert not isinstance(found, Declined), found.reason
-    e = found[role]
-    rows = slice(None) if e.rows is None else e.rows
-    noise, bound = (
-        None if x is None else x.expand_as(e.value).reshape(len(mine), -1)[rows] for x in (e.noise, e.bound)
-    )
-    numbers = mine.double() if mine.is_floating_point() else mine.long()
-    sides = (x.reshape(len(mine), -1)[rows] for x in (e.value, numbers))
-    return judge(*sides, str(mine.dtype).removeprefix("torch."), noise=noise, bound=bound, last=e.unit,
-                 common=e.common, groups=e.groups, shared=e.shared)  # fmt: skip
+    """With ``mine`` for the call's own output, which some references read."""
+    return family_verdict.verdict(replace(call, outputs={role: mine}), role, mine)
 
 
 @kernel("the mean divides by one less than the width")

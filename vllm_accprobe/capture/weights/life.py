@@ -60,11 +60,15 @@ class _Loaded:
         return cls(sums, tensor.dtype, None if asked is None else sums_of(asked), kept)
 
 
+NOT_ASKED = "a weight inside its kernel, which does not give it back"
+
+
 class WeightLife:
     """The events and prints of one rank.
 
     line: writes a journal line. chosen: whether a module (path, class) is looked at. step: the number of the next step.
-    packer_of: see vllm/weights/packers.py. failed: told once, when something here has failed.
+    packer_of: see vllm/weights/packers.py. failed: told once, when something here has failed. skip: counts what is
+    not looked at, (module path, reason).
     """
 
     def __init__(
@@ -75,12 +79,13 @@ class WeightLife:
         failed: Callable[[BaseException], None],
         packer_of: PackerOf = lambda layer, name: None,
         rank: int = 0,
+        skip: Callable[[str, str], object] = lambda path, reason: None,
     ):
         self.watch = WriteWatch()
         self.off = False
         self.open: str | None = None
         self._line, self._chosen, self._step, self._failed = line, chosen, step, failed
-        self._packer_of, self._rank = packer_of, rank
+        self._packer_of, self._rank, self._skip = packer_of, rank, skip
         self._number = -1
         self._loaded: dict[Key, _Loaded] = {}
         self._places: dict[tuple[str, int, int], torch.Tensor | None] = {}
@@ -218,7 +223,8 @@ class WeightLife:
         start = time.perf_counter()
         try:
             found = through_kernel.read_back(module, loaded.dtype, loaded.sums.shape, torch.get_default_dtype())
-        except Exception:  # a kernel that wants more than its input is not asked
+        except Exception as error:  # a kernel that wants more than its input
+            self._skip(path, f"{NOT_ASKED} ({type(error).__name__})")
             found = None
         self._seconds += time.perf_counter() - start
         if found is None:

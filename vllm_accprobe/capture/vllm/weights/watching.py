@@ -40,6 +40,7 @@ class Weights:
             self._failed,
             packer_of,
             adapter.parallel["rank"],
+            self._skip,
         )
         self._calls = WeightCalls(self.life, adapter.worker, adapter.runner)
         self._slots: AdapterSlots | None = None
@@ -55,7 +56,7 @@ class Weights:
         with self.life.safely():
             self._calls.watch(model)
             if self._slots is None:
-                self._slots = AdapterSlots(self.life, self._adapter.runner, lambda: self._adapter.quiet, self._skip)
+                self._slots = AdapterSlots(self.life, self._adapter.runner, lambda: self._adapter.quiet, self._many)
 
     def settle(self) -> None:
         self._calls.settle()
@@ -70,10 +71,13 @@ class Weights:
         if session is not None and session.dead is None:
             session.sink.line(line)
 
-    def _skip(self) -> None:
+    def _many(self) -> None:
+        self._skip(ROOT_TAP, MANY_ADAPTERS)
+
+    def _skip(self, path: str, reason: str) -> None:
         session = self._session()
         if session is not None:
-            session.sink.skip(ROOT_TAP, MANY_ADAPTERS)
+            session.sink.skip(path, reason)
 
     def _failed(self, error: BaseException) -> None:
         said = f"{type(error).__name__}: {error}"
