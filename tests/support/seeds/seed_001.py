@@ -1,0 +1,14 @@
+"""The lines of document 001."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.seeds.line import Line
+
+
+def prepare(home: Path) -> None:
+    """What the lines read, below an empty folder."""
+
+
+LINES: list[Line] = []
