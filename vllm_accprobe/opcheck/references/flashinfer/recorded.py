@@ -3,9 +3,10 @@
 The problem: FlashInfer has a dozen attention calls that differ in how lengths, pages and scales are told, and one
 formula. The idea: each call becomes `RequestRows` of queries, keys and values and the `AttentionRules` of all, and
 `attended` applies attention.py's formula, with the log of the sum of exponentials where it was returned (to base 2,
-FlashInfer's habit, or e). A window of w means that a query at p sees keys from p - w on; queries stand at the end of their keys.
-Bounds: a score is off by gamma_d of |q||k|, tanh.approx by 2**-11 of a capped score [PTX ISA, section tanh], and the
-sum of exponentials by their rounding to the values' dtype, which FlashInfer's tensor-core kernels do before they add.
+FlashInfer's habit, or e). A window of w means that a query at p sees keys from p - w on; queries stand at the end of
+their keys. Bounds: a score is off by gamma_d of |q||k|, tanh.approx by 2**-11 of a capped score [PTX ISA, section
+tanh], and the sum of exponentials by their rounding to the values' dtype, which FlashInfer's tensor-core kernels do
+before they add.
 Not here: which argument means what (wrappers.py, stateless.py).
 """
 

@@ -2,14 +2,15 @@
 
 Formulas: rotary.py's. ``rope_scale`` divides positions [S. Chen et al., arXiv 2306.15595]; Llama 3.1's blends f and f /
 scale by wavelength [its published code]. ``interleave``: pairs are neighbours. FlashInfer computes angles, sines and
-products in float32 and rounds once; fast sines and powers are allowed 2**-20 of an angle (chosen: __sincosf and __powf
-are within 2**-21 of small arguments [CUDA C Programming Guide, intrinsic functions]). Functions in place are judged
-where the folder tells what they left (formats/flashinfer.py, INPLACE). Signatures: flashinfer 0.7.2, rope.py.
+products in float32 and rounds once; other kernels, whose calls `gentest` writes down as FlashInfer's, round cosines and
+products to the model's dtype, and both are honest. Fast sines and powers are allowed 2**-20 of an angle (chosen:
+__sincosf and __powf are within 2**-21 of small arguments [CUDA C Programming Guide, intrinsic functions]). Functions in
+place are judged where the folder tells what they left (formats/flashinfer.py, INPLACE). Signatures: flashinfer 0.7.2,
+rope.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,6 @@ from vllm_accprobe.opcheck.references.rotary import llama3_frequencies, plain_fr
 Tensor = Any  # a torch.Tensor
 _FAST = 8.0
 """Chosen: 2**-20 of an angle, in units of the 2**-23 that rotation_noise allows."""
-_STEP = 2.0**-20
 IN_PLACE = "works in place: FlashInfer's recorder keeps what it was given and not what it made of it"
 _BOUNDS = (
     "q k indptr offsets rotary_dim interleave rope_scale rope_theta low_freq_factor high_freq_factor old_context_len"
@@ -78,8 +78,8 @@ def computed(call: Call) -> dict[str, Expected]:
     angle = (positions.unsqueeze(-1) * _frequencies(f, dim, "llama31" in call.cls)).unsqueeze(1)
     found = {}
     for place, x in (("q", q), ("k", k)):
-        y = turned(x, angle.cos(), angle.sin(), not f["interleave"], _STEP, _FAST * angle)
-        found[_role(call, names, place, ("q", "k").index(place))] = replace(y, shared=False)
+        y = turned(x, angle.cos(), angle.sin(), not f["interleave"], call.unit, _FAST * angle)
+        found[_role(call, names, place, ("q", "k").index(place))] = y
     return found
 
 
@@ -109,6 +109,6 @@ def from_table(call: Call) -> dict[str, Expected]:
     for output, name in enumerate(("query", "key")):
         (x,) = given(f, name)
         heads = x.reshape(len(positions), -1, int(f["head_size"]))
-        y = turned(heads, cos, sin, f["is_neox"] is None or bool(f["is_neox"]), _STEP, torch.zeros_like(cos))
-        found[_role(call, _CACHE, name, output)] = replace(reshaped(y, x.shape), shared=False)
+        y = turned(heads, cos, sin, f["is_neox"] is None or bool(f["is_neox"]), call.unit, torch.zeros_like(cos))
+        found[_role(call, _CACHE, name, output)] = reshaped(y, x.shape)
     return found
