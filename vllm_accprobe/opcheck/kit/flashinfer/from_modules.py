@@ -116,14 +116,14 @@ def _like(given: list[Tensor], results: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> FlashCall:
     """y = x weight' + bias; weight [outputs, inputs]."""
-    if any(t is not None and t.dtype != torch.bfloat16 for t in (x, weight, bias)) or y.dtype not in HALVES:
+    if any(t is not None and t.dtype != torch.bfloat16 for t in (x, weight, bias)) or y.dtype != torch.bfloat16:
         raise NotFlashInfers("mm_bf16 is for bfloat16")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise NotFlashInfers("a product whose weight was packed")
     rows = x.reshape(-1, x.shape[-1])
-    more: dict[str, Any] = {} if bias is None else {"bias": bias, "backend": "tgv"}
-    if y.dtype != torch.bfloat16:
-        more["out_dtype"] = y.dtype
+    more: dict[str, Any] = {"backend": "cublaslt"}  # the default wants another library, and takes no bias
+    if bias is not None:
+        more["bias"] = bias
     return FlashCall("mm_bf16", (rows, weight.T), more, results=(y.reshape(len(rows), -1),))
 
 
