@@ -43,7 +43,8 @@ def stop_at_kernels() -> None:
 
     core.JitSpec.build_and_load = asked
     torch.cuda.get_device_capability = lambda *a, **k: (9, 0)
-    torch.cuda.get_device_properties = lambda *a, **k: type("P", (), {"multi_processor_count": 132, "major": 9, "minor": 0})()
+    card = type("Card", (), {"multi_processor_count": 132, "major": 9, "minor": 0})
+    torch.cuda.get_device_properties = lambda *a, **k: card()
     utils = importlib.import_module("flashinfer.utils")
     for name in ("get_compute_capability", "_get_compute_capability"):
         if hasattr(utils, name):
@@ -65,7 +66,8 @@ def one(replay: Any, folder: Path, device: str, objects: dict[tuple[Any, Any], A
     cls, _, method = name.rpartition(".")
     try:
         if cls and method == "__init__":
-            objects[key] = getattr(importlib.import_module(told["module"]), cls)(*loaded["args"][1:], **loaded["kwargs"])
+            made = getattr(importlib.import_module(told["module"]), cls)
+            objects[key] = made(*loaded["args"][1:], **loaded["kwargs"])
             return name, "made its object"
         call = getattr(objects[key], method) if cls else target
         call(*loaded["args"][1 if cls else 0 :], **loaded["kwargs"])
@@ -99,7 +101,8 @@ def main() -> int:
             try:
                 found[one(replay_from_dump, folder, "cpu", objects)] += 1
             except Exception as error:
-                found[folder.name.split("_", 4)[4].rpartition("_call")[0], f"not read: {type(error).__name__}: {error}"] += 1
+                name = folder.name.split("_", 4)[4].rpartition("_call")[0]
+                found[name, f"not read: {type(error).__name__}: {error}"] += 1
     else:
         for result in replay_sequence(str(options.folders), device=options.device):
             name = result.get("metadata", {}).get("function_name", Path(result["dump_dir"]).name)

@@ -183,7 +183,7 @@ def sampled(call: Call) -> list[FlashCall]:
 
 
 MODULES: dict[str, Callable[[Call], list[FlashCall]]] = {
-    "RMSNorm": rms, "*RMSNorm": rms, "GemmaRMSNorm": rms, "LayerNorm": layer, "SiluAndMul": silu_and_mul,
+    "*RMSNorm": rms, "LayerNorm": layer, "SiluAndMul": silu_and_mul,
     "GeluAndMul": gelu_and_mul, "*RotaryEmbedding": rotary, "*Linear": linear, "ParallelLMHead": linear,
     "Attention": attention, "EncoderOnlyAttention": attention, "TopKTopPSampler": sampled,
 }  # fmt: skip
