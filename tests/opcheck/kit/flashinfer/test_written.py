@@ -46,9 +46,10 @@ def flash(q: torch.Tensor, starts: torch.Tensor, window: int = -1, cap: float = 
 
 
 def on_cpu() -> tuple[Any, ...]:
-    """Keys [blocks, kv, width, slots] in the shape [blocks, kv, slots, width], as vLLM's kernels without AMX."""
-    k, v = CACHES
-    keys = k.permute(0, 2, 3, 1).contiguous().reshape(9, 2, 4, 16)
+    """Keys [blocks, kv, width, slots] in the shape [blocks, kv, slots, width], as vLLM's kernels without AMX; blocks
+    that those with AMX could have, too."""
+    k, v = (draw(9, 16, 2, 16) for _ in range(2))
+    keys = k.permute(0, 2, 3, 1).contiguous().reshape(9, 2, 16, 16)
     q = draw(8, 4, 16)
     return (q, keys, v.transpose(1, 2).contiguous(), torch.zeros_like(q), STARTS, LENGTHS, 0.25, True, None, -1, PAGES,
             0.0, torch.zeros(8), None, None)  # fmt: skip
@@ -108,6 +109,7 @@ def asked() -> dict[str, Call]:
                              args=flash(draw(3, 4, 16), torch.arange(4))),
         "attention on a CPU": ask("torch.ops._C.cpu_attention_with_kv_cache", "inplace.input.3", [(8, 4, 16)],
                                   args=on_cpu()),
+        "aten.linear": ask("aten.linear.default", "output.0", [(6, 5)], args=(X, draw(5, 32), draw(5))),
         "mm": ask("aten.mm.default", "output.0", [(6, 5)], args=(X, draw(32, 5))),
         "addmm": ask("aten.addmm.default", "output.0", [(6, 5)], args=(draw(5), X, draw(32, 5))),
         "bmm": ask("aten.bmm.default", "output.0", [(2, 3, 5)], args=(draw(2, 3, 8), draw(2, 8, 5))),

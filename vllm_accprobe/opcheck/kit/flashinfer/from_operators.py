@@ -123,6 +123,12 @@ def addmm(call: Call) -> list[FlashCall]:
     return [product(a, b.T, bias, _result(call, "output.0"))]
 
 
+def linear(call: Call) -> list[FlashCall]:
+    x, weight, bias = (*call.args, None)[:3]
+    y = _result(call, "output.0")
+    return [product(x, weight, bias, y)]
+
+
 def bmm(call: Call) -> list[FlashCall]:
     a, b = call.args[:2]
     if a.dtype != torch.bfloat16:
@@ -206,6 +212,7 @@ OPERATORS: dict[str, Callable[[Call], list[FlashCall]]] = {
     **dict.fromkeys((f"torch.ops._C.{n}" for n in ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")), activation),
     "torch.ops._C.rotary_embedding": rotary, **dict.fromkeys(BATCHES, in_blocks),
     "torch.ops.aten.mm": mm, "torch.ops.aten.addmm": addmm, "torch.ops.aten.bmm": bmm,
+    "torch.ops.aten.linear": linear,
     "torch.ops.aten._softmax": softmax, "torch.ops.aten.topk": topk,
     "torch.ops._C.onednn_mm": onednn, "torch.ops._C.weight_packed_linear": onednn,
     "torch.ops._C.cutlass_scaled_mm": scaled_mm, "torch.ops._C.cutlass_scaled_fp4_mm": fp4_mm,

@@ -28,6 +28,9 @@ _TANH = 2.0**-11
 """Relative error of tanh.approx.f32 [PTX ISA, section tanh]."""
 _EXP = 2.0**-20
 """Chosen: relative error of the sum and its logarithm, ex2.approx and lg2.approx being within 2**-22 [PTX ISA]."""
+_MOST = 1 << 28
+"""Chosen: elements of one request's keys. A list of pages may name one page as often as it likes, and come from a
+stranger: 2**28 float64 are 2 GB."""
 _EMPTY = "a query that sees no key, or a request without rows"
 _PLAIN = ("NONE", "None", None)
 
@@ -122,6 +125,8 @@ def halves(cache: Any, layout: Any) -> tuple[Tensor, Tensor]:
 def paged(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     """The first ``length`` rows of one request, float64 [length, ...]; cache [pages, rows, ...]."""
     at = pages.long()
+    if len(at) * math.prod(cache.shape[1:]) > _MOST:
+        raise Declined("a request of more keys than are read here")
     if (
         length < 0
         or len(at) * cache.shape[1] < length

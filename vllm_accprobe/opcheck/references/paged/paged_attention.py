@@ -120,7 +120,8 @@ class PagedBatch:
         if len(self.caches) == 1:
             return self.caches[0]
         found = [self.defined(cache, unit) for cache in self.caches]
-        return self.caches[found.index(_nearest(found, mine))]
+        best = _nearest(found, mine)
+        return next(cache for cache, rows in zip(self.caches, found, strict=True) if rows is best)
 
     def expected(self, call: Call) -> dict[str, Expected]:
         found = [self.defined(cache, call.unit) for cache in self.caches]
