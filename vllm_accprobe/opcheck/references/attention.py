@@ -50,23 +50,32 @@ def alibi_slopes(heads: int) -> Any:
     return torch.tensor(powers(whole) + powers(2 * whole)[0::2][: heads - whole], dtype=torch.float64)
 
 
-def probabilities(
+def scores(
     q: Any, k: Any, scale: float, positions: Any | None = None, *, window: int | None = None, cap: float | None = None,
-    slopes: Any | None = None, sinks: Any | None = None,
+    slopes: Any | None = None, hidden: Any | None = None,
 ) -> Any:  # fmt: skip
-    """softmax(scale * q kᵀ + mask), float64 [heads, n, m]; as in `attend`, with a key head for each query head."""
-    scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+    """scale * q kᵀ, capped, minus infinity where a query does not look, float64 [heads, n, m]; as in `attend`, with a
+    key head for each query head."""
+    found = torch.einsum("nhd,mhd->hnm", q, k) * scale
     if cap:
-        scores = cap * torch.tanh(scores / cap)
+        found = cap * torch.tanh(found / cap)
     if positions is not None:
         distance = positions[:, None] - torch.arange(k.shape[0])[None, :]
         if slopes is not None:
-            scores = scores - slopes[:, None, None] * distance
-        scores = scores.masked_fill(_hidden(distance, window), -math.inf)
+            found = found - slopes[:, None, None] * distance
+        found = found.masked_fill(_hidden(distance, window), -math.inf)
+    return found if hidden is None else found.masked_fill(hidden, -math.inf)
+
+
+def probabilities(
+    q: Any, k: Any, scale: float, positions: Any | None = None, *, sinks: Any | None = None, **settings: Any
+) -> Any:  # fmt: skip
+    """softmax of `scores`, float64 [heads, n, m]."""
+    found = scores(q, k, scale, positions, **settings)
     if sinks is None:
-        return torch.softmax(scores, -1)
-    column = sinks.reshape(-1, 1, 1).expand(len(scores), len(q), 1)
-    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+        return torch.softmax(found, -1)
+    column = sinks.reshape(-1, 1, 1).expand(len(found), len(q), 1)
+    return torch.softmax(torch.cat((found, column), -1), -1)[..., :-1]
 
 
 def _hidden(distance: Any, window: int | None) -> Any:
@@ -85,20 +94,24 @@ def attend(
     cap: float | None = None,
     slopes: Any | None = None,
     sinks: Any | None = None,
+    hidden: Any | None = None,
     step: float = 0.0,
     score_noise: Any | None = None,
 ) -> tuple[Any, Any, Any]:
     """(output, noise, bound) of one sequence, float64 [n, heads, e]: q [n, heads, d], k [m, kv heads, d], v [m, kv
     heads, e].
 
-    query_positions: int [n], keys being at 0 .. m - 1; None: everything sees everything. step: relative error of a
-    rounded probability. score_noise: standard error of the scores, [heads, n, m]; the bound has ten times that.
+    query_positions: int [n], keys being at 0 .. m - 1; None: everything sees everything but what ``hidden``, bool [n,
+    m], hides. step: relative error of a rounded probability. score_noise: standard error of the scores, [heads, n, m];
+    the bound has ten times that.
     """
     heads, kv = q.shape[1], k.shape[1]
     if heads % kv:
         raise Declined("query heads are no multiple of key heads")
     k, v = (x.repeat_interleave(heads // kv, 1) for x in (k, v))
-    p = probabilities(q, k, scale, query_positions, window=window, cap=cap, slopes=slopes, sinks=sinks)
+    p = probabilities(
+        q, k, scale, query_positions, window=window, cap=cap, slopes=slopes, sinks=sinks, hidden=hidden
+    )
     by_head = v.transpose(0, 1)
     width = v.shape[-1]
     mixed = (p @ torch.cat((by_head, by_head.abs()), -1)).transpose(0, 1)
