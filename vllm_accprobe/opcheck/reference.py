@@ -48,6 +48,18 @@ class Declined(Exception):
 
 
 @dataclass(frozen=True)
+class CacheRounding:
+    """What an 8-bit cache alone does to an output. kind: the format; share: relative L2 error of the row that it moves
+    most; expected: standard error that the format's step gives there; most: what it allows
+    (references/paged/eight_bit_cache.py)."""
+
+    kind: str
+    share: float
+    expected: float
+    most: float
+
+
+@dataclass(frozen=True)
 class Expected:
     """An exact output. value: float64 (or integers), the shape of the captured one; noise: float64, broadcastable to
     value, the standard error of an honest kernel before its last rounding, or None; bound: float64, broadcastable, what
@@ -57,7 +69,8 @@ class Expected:
     rounding, None for the unit of the captured dtype; common: a relative error that a whole row may share (a rounded
     gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None for all;
     reason: why the others have none; note: what to say if it fails; only_measured: why nothing may be decided, ""
-    where it may; exact: the exact output, where value was rounded itself (another machine's, another run's)."""
+    where it may; exact: the exact output, where value was rounded itself (another machine's, another run's); cache:
+    what an 8-bit cache alone does to it."""
 
     value: Tensor
     noise: Tensor | None = None
@@ -71,6 +84,7 @@ class Expected:
     bound: Tensor | None = None
     groups: float | None = None
     shared: bool = False
+    cache: CacheRounding | None = None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from vllm_accprobe.opcheck.reference import (
     gamma,
     reference,
 )
+from vllm_accprobe.opcheck.references.paged.eight_bit_cache import cache_format, rounding_of, through_cache
 
 _SIZES = ("num_heads", "num_kv_heads", "head_size")
 _FAR = 10.0
@@ -164,17 +165,28 @@ def paged_attention(call: Call) -> Expected:
     causal, captured = call.cls != "EncoderOnlyAttention", call.outputs["output.0"]
     cache = cache_of(call)
     q = call.wide("query").reshape(captured.shape[0], heads, head)
-    settings = attention_settings(call, heads, head)
+    settings, eight = attention_settings(call, heads, head), cache_format(call.attrs)
 
     def one(at: Any, positions: Any, past: Any) -> tuple[Any, ...]:
         k, v = (past[name].double().reshape(len(past[name]), kv, -1) for name in ("key", "value"))
-        return attend(q[at], k, v, query_positions=positions if causal else None, **settings)
+        seen = positions if causal else None
+        plain = attend(q[at], k, v, query_positions=seen, **settings)
+        if eight is None:
+            return plain
 
-    (out, noise, bound), rows = by_request(cache, len(q), one, causal)
+        def again(k: Any, v: Any, noise: Any) -> tuple[Any, Any, Any]:
+            return attend(q[at], k, v, query_positions=seen, score_noise=noise, **settings)
+
+        masks = {n: settings[n] for n in ("window", "cap", "slopes", "sinks")}
+        p = probabilities(q[at], k.repeat_interleave(heads // kv, 1), settings["scale"], seen, **masks)
+        return through_cache(eight, q[at], (k, v), p, plain[0], settings["scale"], again)
+
+    (out, noise, bound, *more), rows = by_request(cache, len(q), one, causal)
     if out.numel() != captured.numel():
         raise Declined("its output has another shape than its queries")
+    moved = None if eight is None else rounding_of(eight.kind, (out, *more), rows)
     out, noise, bound = (t.reshape(captured.shape) for t in (out, noise, bound))
-    return Expected(out, noise, rows=rows, reason=cache.why, bound=bound, groups=heads)
+    return Expected(out, noise, rows=rows, reason=cache.why, bound=bound, groups=heads, cache=moved)
 
 
 def cache_of(call: Call, missing: str = "which row belongs to which request was not captured") -> Any:
