@@ -19,16 +19,16 @@ from vllm_accprobe.opcheck.run.result_row import Checked
 
 TABLE = default_references()
 CODES = {
-    torch.float32: 0, torch.float16: 1, torch.int8: 2, torch.int32: 3, torch.int64: 9, torch.float64: 11, torch.bool: 12,
-    torch.bfloat16: 27,
+    torch.float32: 0, torch.float16: 1, torch.int8: 2, torch.int32: 3, torch.int64: 9, torch.float64: 11,
+    torch.bool: 12, torch.bfloat16: 27,
 }  # fmt: skip
 Array = np.ndarray[Any, Any]
 
 
 @dataclass
 class MadeCall:
-    """kind: the operator's type; inputs, outputs: in order; inplace: inputs as they are behind it, by number; bump: what
-    is added to an integer as a fault; spare: outputs that have no reference of their own."""
+    """kind: the operator's type; inputs, outputs: in order; inplace: inputs as they are behind it, by number; bump:
+    what an integer is off by as a fault."""
 
     kind: str
     param: Mapping[str, Any] | None
@@ -47,7 +47,14 @@ def write_bin(path: Path, t: torch.Tensor) -> None:
 
 
 def write_call(
-    root: Path, made: MadeCall, number: int = 0, *, device: int = 0, token: int = 0, above: str = "", after: bool = False
+    root: Path,
+    made: MadeCall,
+    number: int = 0,
+    *,
+    device: int = 0,
+    token: int = 0,
+    above: str = "",
+    after: bool = False,
 ) -> Path:
     """Writes a call into a dump; after: inputs as they are behind it, as ``-time 1`` keeps them. Gives its folder."""
     where = root / f"tensors/{device}_7/{token}" / above / f"{number}_{made.kind}"
@@ -115,3 +122,27 @@ def holds(root: Path, made: MadeCall) -> None:
         found = judged(root / f"wrong{n}", wrong)
         assert found[role].status == "fail", (role, found[role])
         assert (found[role].cls, found[role].tap) == (made.kind, f"0_{made.kind}")
+
+
+def attend(
+    q: Array, k: Array, v: Array, scale: float, added: Any = 0.0, clamp: tuple[float, float] | None = None
+) -> Array:
+    """q [n, heads, d], k and v [m, kv heads, d]; added broadcasts to [heads, n, m]."""
+    added = np.broadcast_to(added, (q.shape[1], len(q), len(k)))
+    out = np.zeros((len(q), q.shape[1], v.shape[2]))
+    for h in range(q.shape[1]):
+        own = h // (q.shape[1] // k.shape[1])
+        s = q[:, h] @ k[:, own].T * scale
+        s = np.clip(s, *clamp) if clamp else s
+        s = s + added[h]
+        e = np.exp(s - s.max(-1, keepdims=True))
+        out[:, h] = e / e.sum(-1, keepdims=True) @ v[:, own]
+    return out
+
+
+def lower(n: int, m: int, far: float = -np.inf) -> Array:
+    return np.where(np.arange(m)[None] > np.arange(m - n, m)[:, None], far, 0.0)
+
+
+def slopes(heads: int) -> Array:
+    return 2.0 ** (-8.0 / heads * np.arange(1, heads + 1))

@@ -83,7 +83,11 @@ def quant_channel_without_offset(rng: np.random.Generator) -> MadeCall:
 
 def dequant_channel(rng: np.random.Generator) -> MadeCall:
     n, d = _shape(rng)
-    x, scale, offset = bits(rng.integers(-127, 128, (n, d)), INT8), bits(rng.uniform(0.02, 0.05, d)), bits(rng.integers(-5, 6, d), INT8)
+    x, scale, offset = (
+        bits(rng.integers(-127, 128, (n, d)), INT8),
+        bits(rng.uniform(0.02, 0.05, d)),
+        bits(rng.integers(-5, 6, d), INT8),
+    )
     return MadeCall(KIND, {"elewiseType": 18}, [x, scale, offset], [bits((wide(x) - wide(offset)) * wide(scale))])
 
 
@@ -115,13 +119,17 @@ def fill(rng: np.random.Generator) -> MadeCall:
 
 
 def filled(rng: np.random.Generator) -> MadeCall:
-    return MadeCall("FillOperation", {"withMask": False, "value": [1.5], "outDim": [3, 4]}, [], [bits(np.full((3, 4), 1.5))])
+    return MadeCall(
+        "FillOperation", {"withMask": False, "value": [1.5], "outDim": [3, 4]}, [], [bits(np.full((3, 4), 1.5))]
+    )
 
 
 def onehot(rng: np.random.Generator) -> MadeCall:
     x = bits(rng.integers(0, 6, 7), torch.int32)
     one, zero = bits([1], torch.int32), bits([0], torch.int32)
-    return MadeCall("OnehotOperation", {"axis": -1, "depth": 6}, [x, one, zero], [bits(np.eye(6)[x.numpy()], torch.int32)])
+    return MadeCall(
+        "OnehotOperation", {"axis": -1, "depth": 6}, [x, one, zero], [bits(np.eye(6)[x.numpy()], torch.int32)]
+    )
 
 
 CASES: dict[str, Make] = {
@@ -130,7 +138,8 @@ CASES: dict[str, Make] = {
     "cast to bfloat16": cast(SINGLE, torch.bfloat16, 27),
     "muls": single(2, lambda x: x * 0.125, mulsParam={"varAttr": 0.125}),
     "muls of old": single(2, lambda x: x * 3.0, varAttr=3.0),
-    "cos": single(3, np.cos), "sin": single(4, np.sin, SINGLE), "neg": single(5, np.negative), "tanh": single(20, np.tanh),
+    "cos": single(3, np.cos), "sin": single(4, np.sin, SINGLE), "neg": single(5, np.negative),
+    "tanh": single(20, np.tanh),
     "quant": quant, "not": inverted, "add": pair(8, np.add), "add bfloat16": pair(8, np.add, torch.bfloat16),
     "mul": pair(9, np.multiply), "div": pair(10, np.divide), "sub": pair(15, np.subtract),
     "add of integers": pair(8, np.add, torch.int32),
@@ -163,7 +172,9 @@ def test_a_parameter_of_another_kind_is_declined(tmp_path: Path) -> None:
 
 
 def test_a_list_that_would_fill_the_memory_is_declined(tmp_path: Path) -> None:
-    made = MadeCall("FillOperation", {"withMask": False, "value": [0.0], "outDim": [1 << 40, 1 << 20]}, [], [torch.zeros(3)])
+    made = MadeCall(
+        "FillOperation", {"withMask": False, "value": [0.0], "outDim": [1 << 40, 1 << 20]}, [], [torch.zeros(3)]
+    )
     (row,) = judged(tmp_path, made).values()
     assert (row.status, row.message) == ("skip", "its parameters do not fit the output that was captured")
 

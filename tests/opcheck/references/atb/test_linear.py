@@ -85,7 +85,9 @@ def by_token(rng: np.random.Generator) -> MadeCall:
     token = rng.uniform(0.5, 2.0, len(x)).astype(np.float32)
     y = wide(x) @ wide(w).T * scale.astype(float) * token.astype(float)[:, None]
     param = {"hasBias": False, "outDataType": 27, "quantMode": 2}
-    return MadeCall("LinearOperation", param, [x, w, torch.from_numpy(scale), torch.from_numpy(token)], [bits(y, BRAIN)])
+    return MadeCall(
+        "LinearOperation", param, [x, w, torch.from_numpy(scale), torch.from_numpy(token)], [bits(y, BRAIN)]
+    )
 
 
 def old_quantised(rng: np.random.Generator) -> MadeCall:
@@ -111,7 +113,9 @@ def activated(rng: np.random.Generator) -> MadeCall:
 def activated_codes(rng: np.random.Generator) -> MadeCall:
     made = old_quantised(rng)
     y = np.maximum(wide(made.outputs[0]), 0)
-    return MadeCall("LinearActivationQuantOperation", {"hasBias": True, "activationFuncType": 1}, made.inputs, [bits(y)])
+    return MadeCall(
+        "LinearActivationQuantOperation", {"hasBias": True, "activationFuncType": 1}, made.inputs, [bits(y)]
+    )
 
 
 def matmul(rng: np.random.Generator) -> MadeCall:

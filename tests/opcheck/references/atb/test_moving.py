@@ -180,7 +180,8 @@ CASES: dict[str, Make] = {
     "gather": gather(0, (8,)), "gather of two": gather(0, (2, 3)), "gather along 1": gather(1, (4,)),
     "gather by batch": gather_by_batch, "concat": concat, "split": split([]), "split by sizes": split([2, 3, 7]),
     "slice": slice_of, "transpose": transpose, "as strided": as_strided, "repeat": repeat, "set value": set_value,
-    "to nz": to_nz(torch.float16, 16), "to nz int8": to_nz(torch.int8, 32), "from nz": from_nz, "unpad": unpad, "pad": pad,
+    "to nz": to_nz(torch.float16, 16), "to nz int8": to_nz(torch.int8, 32), "from nz": from_nz, "unpad": unpad,
+    "pad": pad,
     "unpad rows": unpad_rows, "pad rows": pad_rows, "masks": attention_masks, "scatter": scatter(False),
     "scatter add": scatter(True), "index add": index_add(1), "index add valid": index_add(2), "nonzero": nonzero,
 }  # fmt: skip
@@ -195,15 +196,30 @@ def test_moved(tmp_path: Path, name: str, seed: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "param", "inputs", "why"),
     [
-        ("GatherOperation", {"axis": 0}, [torch.zeros(3, 2), torch.tensor([7])], "an index lies outside of what it is an index of"),
-        ("AsStridedOperation", {"size": [2, 2], "stride": [9, 1], "offset": [0]}, [torch.zeros(4)], "its strides lead out of its input"),
+        (
+            "GatherOperation",
+            {"axis": 0},
+            [torch.zeros(3, 2), torch.tensor([7])],
+            "an index lies outside of what it is an index of",
+        ),
+        (
+            "AsStridedOperation",
+            {"size": [2, 2], "stride": [9, 1], "offset": [0]},
+            [torch.zeros(4)],
+            "its strides lead out of its input",
+        ),
         ("SliceOperation", {"offsets": [3], "size": [9]}, [torch.zeros(4)], "it cuts beyond its input"),
-        ("RepeatOperation", {"multiples": [1 << 50]}, [torch.zeros(4)], "its parameters do not fit the output that was captured"),
+        (
+            "RepeatOperation",
+            {"multiples": [1 << 50]},
+            [torch.zeros(4)],
+            "its parameters do not fit the output that was captured",
+        ),
         ("TransposeOperation", {"perm": [0, 0]}, [torch.zeros(2, 2)], "perm [0, 0] is no order of 2 dimensions"),
         ("SplitOperation", {"splitSizes": [1, 9]}, [torch.zeros(4)], "splitSizes [1, 9] do not fit 4"),
         ("TransposeOperation", {"perm": "10"}, [torch.zeros(2, 2)], "parameter perm is '10'"),
     ],
-)  # fmt: skip
+)
 def test_parameters_that_lead_out_are_declined(
     tmp_path: Path, kind: str, param: dict[str, Any], inputs: list[torch.Tensor], why: str
 ) -> None:

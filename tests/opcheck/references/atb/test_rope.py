@@ -35,9 +35,12 @@ def made(rng: np.random.Generator, parts: int, d: int, dtype: torch.dtype, four:
     q, k = (normal(rng, *s, dtype=dtype) for s in shapes)
     angle = rng.uniform(0, 6, (tokens, d))
     cos, sin = bits(np.cos(angle), dtype), bits(np.sin(angle), dtype)
-    out = [bits(turned(wide(x).reshape(tokens, -1, d), wide(cos), wide(sin), partners(d, parts)).reshape(x.shape), dtype)
-           for x in (q, k)]  # fmt: skip
-    return MadeCall("RopeOperation", {"rotaryCoeff": parts}, [q, k, cos, sin, torch.tensor([tokens], dtype=torch.int32)], out)
+    pairs = partners(d, parts)
+    parts_of = (turned(wide(x).reshape(tokens, -1, d), wide(cos), wide(sin), pairs).reshape(x.shape) for x in (q, k))
+    out = [bits(y, dtype) for y in parts_of]
+    return MadeCall(
+        "RopeOperation", {"rotaryCoeff": parts}, [q, k, cos, sin, torch.tensor([tokens], dtype=torch.int32)], out
+    )
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -65,4 +68,7 @@ def test_rope_beside_another_part(tmp_path: Path) -> None:
     q, other, angle = normal(rng, 5, 3 * 8), normal(rng, 5, 3, 4), rng.uniform(0, 6, (5, 8))
     cos, sin = bits(np.cos(angle)), bits(np.sin(angle))
     y = turned(wide(q).reshape(5, 3, 8), wide(cos), wide(sin), partners(8, 2))
-    holds(tmp_path, MadeCall("RopeQConcatOperation", {}, [q, cos, sin, other], [bits(np.concatenate([y, wide(other)], 2))]))
+    holds(
+        tmp_path,
+        MadeCall("RopeQConcatOperation", {}, [q, cos, sin, other], [bits(np.concatenate([y, wide(other)], 2))]),
+    )

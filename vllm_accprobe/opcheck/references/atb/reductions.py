@@ -87,7 +87,7 @@ def sort(o: Operands) -> Outputs:
     num = int(o.numbers("num")[0])
     if not 0 < num <= x.shape[-1]:
         raise Declined(f"{num} of {x.shape[-1]} cannot be taken")
-    values, places = torch.sort(x.double() if x.is_floating_point() else x.long(), -1, descending=True, stable=True)
+    values, places = torch.sort(x.double() if x.is_floating_point() else x.long(), dim=-1, descending=True, stable=True)
     values, places = values[..., :num], places[..., :num]
     found: dict[str, Expected] = {"output.0": Expected(values, unit=0.0)}
     mine = o.call.outputs.get("output.1")

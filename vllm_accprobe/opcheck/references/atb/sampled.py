@@ -28,7 +28,7 @@ def _sorted(o: Operands) -> tuple[Tensor, Tensor]:
     p = o.wide(0)
     if p.dim() != 2:
         raise Declined(f"probabilities {list(p.shape)} are no rows")
-    return torch.sort(p, -1, descending=True, stable=True)
+    return torch.sort(p, dim=-1, descending=True, stable=True)
 
 
 def _column(t: Tensor, rows: int) -> Tensor:
@@ -64,7 +64,7 @@ def sampling(o: Operands) -> Outputs:
 
 def _by_noise(o: Operands, p: Tensor, places: Tensor, inside: Tensor, near: Tensor) -> Outputs:
     quotient = torch.where(inside, p, 0.0) / o.wide(3)
-    best, at = quotient.sort(-1, descending=True, stable=True)
+    best, at = quotient.sort(dim=-1, descending=True, stable=True)
     tied = best[:, 0] - best[:, 1] <= _BORDER * best[:, 0] if p.shape[1] > 1 else torch.zeros(len(p), dtype=torch.bool)
     known = ~(near | tied | (best[:, 0] <= 0))
     rows = None if bool(known.all()) else known

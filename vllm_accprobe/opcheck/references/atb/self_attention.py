@@ -234,10 +234,9 @@ def _with_cache(o: Operands, calc: int) -> Outputs:
         keys, values = (_written(c, o.tensor(k), layer, offsets, own, active) for k, c in ((1, keys), (2, values)))
     add = masks.mask_of(o, kind, mask, heads, len(own), o.param("windowSize", 0))
     rule = rule_of(o, o.param("qkScale", 1.0) * (o.param("qScale", 1.0) or 1.0))
-    k0 = _rows_of(keys, layer, 0, 0, kv)
-    out, unit, i = BatchRows.empty(len(q), heads, _rows_of(values, layer, 0, 0, kv).shape[-1]), unit_of(o.tensor(0)), 0
-    if k0.shape[-1] != q.shape[-1]:
-        raise Declined(f"keys of width {k0.shape[-1]} for queries of width {q.shape[-1]}")
+    if keys.shape[-1] != kv * q.shape[-1] or values.shape[-1] % kv:
+        raise Declined(f"caches {list(keys.shape)} do not fit {kv} key heads and queries of width {q.shape[-1]}")
+    out, unit, i = BatchRows.empty(len(q), heads, values.shape[-1] // kv), unit_of(o.tensor(0)), 0
     for r, (n, m) in enumerate(zip(own, offsets, strict=True)):
         if n and active[r]:
             if m < n:
