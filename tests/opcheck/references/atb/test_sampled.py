@@ -19,7 +19,7 @@ def probabilities(rng: np.random.Generator, rows: int = 4, words: int = 20) -> t
 
 
 def drawn(p: torch.Tensor, topk: int, topp: float, rand: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-    """As ATB's documents have it, row by row: the token whose sum is the first above rand times the last below top-p."""
+    """As ATB has it, row by row: the token whose sum is the first above rand times the last sum below top-p."""
     out = []
     for row, r in zip(wide(p), rand, strict=True):
         order = np.argsort(-row, kind="stable")[:topk]
@@ -52,13 +52,15 @@ def test_a_draw_is_one_that_some_rand_gives(tmp_path: Path, seed: int) -> None:
 def test_a_draw_by_given_noise(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     p, noise = probabilities(rng), bits(rng.exponential(1, (4, 20)) + 0.05, torch.float32)
-    token = []
+    token, limits = [], []
     for row, e in zip(wide(p), wide(noise), strict=True):
         order = np.argsort(-row, kind="stable")
-        kept = (np.cumsum(row[order]) <= 0.9) & (np.arange(20) <= 9)
+        sums = np.cumsum(row[order])
+        limits.append(float(sums[1] + sums[2]) / 2)
+        kept = (sums <= limits[-1]) & (np.arange(20) <= 9)
         token.append(order[np.argmax(np.where(kept, row[order] / e, 0))])  # noise belongs to places, not to tokens
     param = {"topkToppSamplingType": 2, "topk": 100}
-    topk, topp = bits(np.full((4, 1), 9), LONG), bits(np.full((4, 1), 0.9))
+    topk, topp = bits(np.full((4, 1), 9), LONG), bits(np.array(limits)[:, None])
     out = [bits(np.array(token)[:, None], INT), bits(wide(p)[np.arange(4), token][:, None])]
     holds(tmp_path, MadeCall(KIND, param, [p, topk, topp, noise], out))
 

@@ -98,7 +98,8 @@ def cached(
         more = [] if status is None else [torch.tensor(list(status), dtype=INT)]
         inputs = [q, *([] if bypass else [k, v]), *caches, *([] if mask is None else [mask]), *numbers, *more]
         param = {"headNum": HEADS, "kvHeadNum": KV, "qScale": 0.5, "qkScale": 0.5, "calcType": 0,
-                 "maskType": int(masked), "kvcacheCfg": int(bypass), "batchRunStatusEnable": status is not None}  # fmt: skip
+                 "maskType": int(masked), "kvcacheCfg": int(bypass),
+                 "batchRunStatusEnable": status is not None}  # fmt: skip
         written = {} if bypass else {3: bits(after[0]), 4: bits(after[1])}
         return MadeCall(KIND, param, inputs, [bits(out)], written)
 
