@@ -25,6 +25,10 @@ from vllm_accprobe.judge.floor import unit
 MARKS = REFERENCE, KERNEL = "__accprobe_references__", "__accprobe_device_kernels__"
 BY_ROWS = "__accprobe_by_rows__"
 """Attributes of marked functions: the names that each mark gives, and whether a reference works row by row."""
+BACKWARD = "backward."
+"""What the classes of calls begin with whose outputs are gradients (gradients.py)."""
+DIFFERENTIABLE = "__accprobe_differentiable__"
+"""Attribute of references of operators whose outputs in float64 lead back to their arguments by torch's autograd."""
 ROUNDED = 3.0**-0.5
 """Units: the standard error of a rounding to nearest, at most. Derived: step / sqrt(12), and a step is 2 units of the
 power of two below a number, so at most 2 units of it."""
