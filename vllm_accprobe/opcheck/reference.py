@@ -53,15 +53,16 @@ class Declined(Exception):
 
 @dataclass(frozen=True)
 class Expected:
-    """An exact output. value: float64 (or integers), the shape of the captured one; noise: float64, broadcastable to
-    value, the standard error of an honest kernel before its last rounding, or None; bound: float64, broadcastable, what
-    no honest kernel's error before its last rounding exceeds, in whatever order it adds up, or None where none is
-    known; groups: how many independent errors noise is made of in a row, None where each element has its own; shared:
-    noise is that of a table, and the same in other rows; unit: relative error of that last
-    rounding, None for the unit of the captured dtype; common: a relative error that a whole row may share (a rounded
-    gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None for all;
-    reason: why the others have none; note: what to say if it fails; only_measured: why nothing may be decided, ""
-    where it may; exact: the exact output, where value was rounded itself (another machine's, another run's)."""
+    """An exact output. value: float64 (or integers), the shape of the captured one; noise: float64, broadcastable
+    to value, the standard error of an honest kernel before its last rounding, or None; bound: float64,
+    broadcastable, what no honest kernel's error before its last rounding exceeds, in whatever order it adds up, or
+    None where none is known; groups: how many independent errors noise is made of in a row, None where each element
+    has its own; shared: noise is that of a table, and the same in other rows; unit: relative error of that last
+    rounding, None for the unit of the captured dtype; common: a relative error that a whole row may share (a
+    rounded gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None
+    for all; reason: why the others have none; note: what to say if it fails; source: what to say in any case;
+    only_measured: why nothing may be decided, "" where it may; exact: the exact output, where value was rounded
+    itself (another machine's, another run's)."""
 
     value: Tensor
     noise: Tensor | None = None
@@ -70,6 +71,7 @@ class Expected:
     rows: Tensor | None = None
     reason: str = ""
     note: str = ""
+    source: str = ""
     only_measured: str = ""
     exact: Tensor | None = None
     bound: Tensor | None = None

@@ -23,6 +23,7 @@ from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.dump.select import matches
 from vllm_accprobe.opcheck.calls import grid
+from vllm_accprobe.opcheck.calls.attributes.untold import UntoldAttributes
 from vllm_accprobe.opcheck.calls.gradient_calls import GradientCalls, is_gradient
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.neighbours import Neighbours
@@ -59,8 +60,9 @@ def wanted(globs: Iterable[str], tap: str, cls: str) -> bool:
 class Calls(ModuleIndex):
     """The module and operator calls of a dump."""
 
-    def __init__(self, dump: Dump, model: Path | None):
+    def __init__(self, dump: Dump, model: Path | None, attributes: Iterable[tuple[str, str, Any]] = ()):
         super().__init__(dump, model)
+        self._untold = UntoldAttributes(self, lambda call: grid.settled(call, self.keeps), attributes)
         self._neighbours = Neighbours(self)
         self._gradients = GradientCalls(self)
         self._keeps: Mapping[str, str] | None = None
@@ -114,8 +116,8 @@ class Calls(ModuleIndex):
                 yield self._gradient(rank, tap, step, n)
                 continue
             try:
-                what = self.call(rank, tap, cls, records)
-                extra = self._neighbours.extra(what, rank, tap, step, n)
+                what = self._untold.filled(rank, self.call(rank, tap, cls, records))
+                extra = dict(what.extra) | self._neighbours.extra(what, rank, tap, step, n)
             except DumpError as why:  # one payload of it, or of what it needs, cannot be read
                 yield Captured(tap, rank, step, n, Call(tap, cls), records, f"{UNREAD} ({why})")
                 continue
@@ -131,7 +133,7 @@ class Calls(ModuleIndex):
             what = self._gradients.call(tap, cls, records, self._forward(rank, tap, cls, step, n))
         except (NotKept, DumpError) as why:
             return Captured(tap, rank, step, n, Call(tap, cls), records, f"of its forward call: {why}")
-        return Captured(tap, rank, step, n, what, records)
+        return Captured(tap, rank, step, n, grid.settled(what, self.keeps), records)
 
     def _forward(self, rank: int, tap: str, cls: str, step: int, n: int) -> Call | None:
         """The call that a backward run is of. Raises NotKept, DumpError."""
@@ -145,7 +147,7 @@ class Calls(ModuleIndex):
         records = dict(self.records_of(rank, path, step, n))
         if not records or any(r.payload is None for r in records.values()):
             return None
-        return self.call(rank, path, cls.removeprefix(BACKWARD), records)
+        return self._untold.filled(rank, self.call(rank, path, cls.removeprefix(BACKWARD), records))
 
     def _of_operator(
         self, rank: int, tap: str, begins: Callable[[int | None, int], object],

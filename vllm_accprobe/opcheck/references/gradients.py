@@ -158,7 +158,8 @@ def recorded(call: Call) -> dict[str, Expected]:
     ups = call.extra.get("up")
     if not ups:
         raise Declined("a gradient whose forward call was not captured")
-    forward = replace(call, cls=call.cls.removeprefix(BACKWARD), outputs=dict(ups), extra={})
+    rest = {k: v for k, v in call.extra.items() if k != "up"}
+    forward = replace(call, cls=call.cls.removeprefix(BACKWARD), outputs=dict(ups), extra=rest)
     found = exact_gradients(forward, functools.partial(differentiated, _ours()), ups)
     named = _roles(call, found)
     if not named:
