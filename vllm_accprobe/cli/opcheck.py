@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from vllm_accprobe.cli.common import here
-from vllm_accprobe.cli.common.declared import IDS, OPS, WEIGHTS
+from vllm_accprobe.cli.common.declared import ATTRIBUTES, IDS, OPS, WEIGHTS
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, require_directory, say_notes
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def opcheck(
     ),
     rerun: bool = typer.Option(False, "--rerun", help="Against vLLM's native code, or torch's, run here and now."),
     backward: bool = typer.Option(False, "--backward", help="Gradients of the operators, too, against autograd's."),
+    attributes: list[str] = ATTRIBUTES,
     kl: bool = typer.Option(False, "--kl", help="Measure the KL divergence of each output, too."),
     seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn (statistics) and of gradients."),
     processes: int = typer.Option(1, "-j", "--jobs", min=0, metavar="N", help="Processes; 0: none besides this one."),
@@ -64,6 +66,7 @@ def opcheck(
     from vllm_accprobe.opcheck.run.whole import RunError, run
 
     job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save, asked, load)
+    job = replace(job, attributes=_attributes(attributes))
     _check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
     dump = dump or Path(op)
     bar = _Bar()
@@ -196,6 +199,17 @@ def _check_here(
         raise CommandError("--repeat, --rows and --op know --standard operator and strict, where any difference fails")
     if named and dump is not None:
         raise CommandError("--op takes no DUMP: its inputs are drawn")
+
+
+def _attributes(texts: list[str]) -> tuple[str, ...]:
+    """Raises CommandError for what is no attribute."""
+    from vllm_accprobe.opcheck.calls.attributes.untold import parsed
+
+    try:
+        parsed(texts)
+    except ValueError as why:
+        raise CommandError(f"--attribute: {why}") from None
+    return tuple(texts)
 
 
 class _Bar:

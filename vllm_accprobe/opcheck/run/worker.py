@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm_accprobe.opcheck.run.result_row import Checked
 
 EXACT, DEVICE, GOLDEN, AGAIN = "float64", "device", "golden", "rerun"
-_HERE = ("repeat", "batch", "named", "load")
+_HERE = ("repeat", "batch", "named", "load", "attributes")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Job:
     standard, kl, ids: replay.Options'; backward: gradients too; seed: of drawn inputs and gradients; save: where failed
     calls are written, "" for nowhere. repeat, batch: instead of a reference, runs of each call here (repeated.py), and
     sizes of batches (by_rows.py); named: an operator named by hand (named.py), as JSON, in place of a dump; load:
-    modules to import first."""
+    modules to import first; attributes: of modules, that were not recorded (untold.py)."""
 
     dump: str
     model: str = ""
@@ -49,6 +49,7 @@ class Job:
     batch: tuple[str, ...] = ()
     named: Mapping[str, Any] | None = None
     load: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
 
     @property
     def runs_here(self) -> bool:
@@ -62,7 +63,8 @@ class Job:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Job:
-        return cls(**{**tree, **{k: tuple(tree[k]) for k in ("ops", "ids", "batch", "load") if k in tree}})
+        lists = "ops", "ids", "batch", "load", "attributes"
+        return cls(**{**tree, **{k: tuple(tree[k]) for k in lists if k in tree}})
 
 
 Tap = tuple[int, str, str]
@@ -78,6 +80,7 @@ class OpenJob:
 
     def __init__(self, job: Job):
         from vllm_accprobe.formats import open_dump
+        from vllm_accprobe.opcheck.calls.attributes import untold
         from vllm_accprobe.opcheck.calls.records import Calls
         from vllm_accprobe.opcheck.references import mindspore_api
         from vllm_accprobe.opcheck.registry import default_references
@@ -98,7 +101,8 @@ class OpenJob:
 
             self.calls = NamedCalls(NamedOperator.from_json(job.named), job.seed)
         else:
-            self.calls = Calls(open_dump(Path(job.dump)), Path(job.model) if job.model else None)
+            model = Path(job.model) if job.model else None
+            self.calls = Calls(open_dump(Path(job.dump)), model, untold.parsed(job.attributes))
         looks = job.against == EXACT and job.standard in (OURS, STRICT)
         budget = self.calls.budget()
         self.options = Options(job.standard, job.kl, frozenset(job.ids), habits=looks, budget=budget)
