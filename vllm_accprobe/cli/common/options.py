@@ -68,6 +68,13 @@ def writable(directory: Path, option: str = "--out") -> None:
 class Command(typer.core.TyperCommand):
     """A command whose help may say ``{standards}``: their names take a while to gather, and are read by few."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if self.name == "opcheck":
+            from vllm_accprobe.cli.common.precheck_options import documented
+
+            args = documented(args)
+        return super().parse_args(ctx, args)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from vllm_accprobe.standards import COMMANDS, names
 

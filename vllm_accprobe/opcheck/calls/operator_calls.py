@@ -113,6 +113,7 @@ class _Maker:
             return torch.zeros(shape, dtype=dtype)
         if self.draw is not None and isinstance(dtype, torch.dtype) and math.prod(shape) <= _MOST:
             return self.draw(t)
-        # another tool's statistics of a boolean are its count alone
-        looked_at = any(t.get(word) is not None for word in ("hash", "min", "count"))
+        looked_at = t.get("hash") is not None or t.get("min") is not None
+        if t.get("count") is not None and all(r.payload is None for r in self.records.values()):
+            looked_at = True  # another tool's statistics of a boolean are its count alone
         raise NotKept(STATISTICS if looked_at else f"argument {role} was not kept")

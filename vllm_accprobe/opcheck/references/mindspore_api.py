@@ -79,7 +79,7 @@ def run(call: Call) -> dict[str, Any]:
     """What MindSpore gives for the call's arguments, torch tensors by role (``output.0``); where it is not installed,
     what torch's function of the same name gives where the tensors lie. Raises Declined."""
     if not installed():
-        return api.api_kernel(call)
+        return dict(api.api_kernel(call))
     function = _function(call.cls)
     try:
         args, kwargs = each(list(call.args), _over), {k: each(v, _over) for k, v in call.kwargs.items()}

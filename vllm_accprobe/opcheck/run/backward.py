@@ -68,7 +68,7 @@ def _gradients(call: Call, references: References, device: str, seed: int) -> It
     def exactly(moved: bool) -> dict[str, Any]:
         sign = torch.randint(0, 2, up.shape, generator=generator, dtype=torch.int8)
         wanted = up.double() * (1.0 + step * (2.0 * sign - 1.0)) if moved else up.double()
-        wide, leaves = _leaves(call, torch.float64, "cpu", step if moved else 0.0)
+        wide, leaves = leaves_of(call, torch.float64, "cpu", step if moved else 0.0)
         if "." in call.cls:
             wide, function = _called(wide)
             result = outputs_by_role(function(*wide.args, **wide.kwargs), (), {})
@@ -78,7 +78,7 @@ def _gradients(call: Call, references: References, device: str, seed: int) -> It
             raise expected
         return _grad(expected["output.0"].value, leaves, wanted)
 
-    same, leaves = _leaves(call, None, device, 0.0)
+    same, leaves = leaves_of(call, None, device, 0.0)
     mine = references.run(same)
     if isinstance(mine, Declined):
         raise mine
@@ -111,7 +111,7 @@ def _grad(output: Any, leaves: Mapping[str, Any], up: Any) -> dict[str, Any]:
     return {name: g.detach() for name, g in zip(leaves, found, strict=True) if g is not None}
 
 
-def _leaves(call: Call, dtype: Any, device: str, move: float) -> tuple[Call, dict[str, Any]]:
+def leaves_of(call: Call, dtype: Any, device: str, move: float) -> tuple[Call, dict[str, Any]]:
     """``call`` with leaves that want gradients in the place of its floating inputs and parameters. move: relative size
     of a random change of the inputs, always the same one."""
     generator = torch.Generator().manual_seed(1)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.dump.schema import REPLICATED, Record
+from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.operator_calls import FINGERPRINT, STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, DrawnMoments, draw
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
@@ -47,31 +48,40 @@ def possible(captured: Captured) -> bool:
 
 
 def drawn(calls: Calls, captured: Captured, seed: int) -> Captured:
-    """The call with drawn inputs and no outputs; as it is, with the reason, where they cannot be drawn."""
+    """The call with drawn inputs, its outputs without values; as it is, with the reason, where they cannot be drawn."""
     try:
-        call = _call(calls, captured, torch.Generator().manual_seed(seed))
+        call = drawn_call(calls, captured, torch.Generator().manual_seed(seed))
     except (Declined, NotKept, RuntimeError, ValueError) as why:
-        text = f"{STATISTICS}, and inputs cannot be drawn: {' '.join(str(why).split())[:120]}"
-        return replace(captured, missing=text)
-    return replace(captured, what=replace(call, outputs={}), missing="")
+        return replace(captured, missing=_why_not(why))
+    return replace(captured, what=call, missing="")
 
 
 def check(
-    calls: Calls, captured: Captured, references: References, device: str, seed: int, options: Options
+    calls: Calls, captured: Captured, references: References, device: str, options: Options, weaker: bool
 ) -> Iterator[Checked]:  # fmt: skip
-    """The rows of a call whose inputs are drawn; one that says why, where that cannot be."""
+    """The rows of what this machine's operator makes of a call; one that says why, where it cannot. weaker: its inputs
+    were drawn."""
+    c = captured
     try:
-        call = _call(calls, captured, torch.Generator().manual_seed(seed))
-        made = _made(call, references, device)
-    except (Declined, NotKept, RuntimeError, ValueError) as why:
-        c = captured
-        text = f"{STATISTICS}, and inputs cannot be drawn: {' '.join(str(why).split())[:120]}"
+        if c.missing:
+            raise Declined(c.missing)
+        made = _made(c.what if weaker else closed(c.what, references), references, device, weaker)
+    except (Declined, RuntimeError, ValueError) as why:
+        text = c.missing or (_why_not(why) if weaker else f"cannot be run here: {_line(why)}")
         seq = max((r.seq for r in c.records.values()), default=c.seq)
         yield unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, seq, text, status=SKIP)
         return
-    for row in check_call(calls.dump, with_outputs(captured, call, made), lambda c: references.evaluate(c.what), options):
-        measured = row.status in MEASURED
-        yield replace(row, message=f"{row.message}; {WEAKER}".lstrip("; ")) if measured else row
+    said = WEAKER if weaker else f"made here, on {device}"
+    for row in check_call(calls.dump, with_outputs(c, c.what, made), lambda x: references.evaluate(x.what), options):
+        yield replace(row, message=f"{row.message}; {said}".lstrip("; ")) if row.status in MEASURED else row
+
+
+def _why_not(why: Exception) -> str:
+    return f"{STATISTICS}, and inputs cannot be drawn: {_line(why)}"
+
+
+def _line(why: Exception) -> str:
+    return " ".join(str(why).split())[:120]
 
 
 def with_outputs(captured: Captured, call: Call, made: Mapping[str, Any]) -> Captured:
@@ -88,15 +98,15 @@ def with_outputs(captured: Captured, call: Call, made: Mapping[str, Any]) -> Cap
     return replace(captured, what=replace(call, outputs=dict(made)), records=records, missing="")
 
 
-def _call(calls: Calls, captured: Captured, generator: Any) -> Call:
-    """The call as recorded, its inputs drawn; its outputs have only shape and dtype."""
+def drawn_call(calls: Calls, captured: Captured, generator: Any) -> Call:
+    """The call as recorded, its inputs drawn; its outputs have only shape and dtype. Raises Declined, NotKept."""
 
     def read(record: Record) -> Any:
         if record.payload is not None:
             return calls.read(record)
         if record.role.startswith(("output.", "inplace.")):
             return torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta")
-        return draw(record.shape, record.dtype, _moments(record), generator)
+        return drawn_tensor(record, generator)
 
     def value(t: Mapping[str, Any]) -> Any:
         kept = calls.parameters.record(captured.rank, str(t["param"])) if t.get("param") else None
@@ -115,16 +125,21 @@ def _call(calls: Calls, captured: Captured, generator: Any) -> Call:
     return replace(call, params={**call.params, **{name: read(record) for name, record in lacking.items()}})
 
 
+def drawn_tensor(record: Record, generator: Any) -> Any:
+    """A tensor like the one that ``record`` tells of. Raises Declined."""
+    return draw(record.shape, record.dtype, _moments(record), generator)
+
+
 def _moments(record: Record) -> DrawnMoments:
     s = record.stats
     return DrawnMoments(s.min, s.max, s.mean, s.std) if s is not None else DrawnMoments(None, None, None, None)
 
 
-def _made(call: Call, references: References, device: str) -> Mapping[str, Any]:
+def _made(call: Call, references: References, device: str, weaker: bool) -> Mapping[str, Any]:
     """What the operator of this machine gives, in the dtypes that were captured. Raises Declined."""
-    if "." in call.cls and not call.cls.startswith(_CHECKED):
-        if any(_whole(t) for t in tensors_by_role(call.args, call.kwargs).values()):
-            raise Declined("a kernel that is given integers, which it may take for places in memory")
+    unchecked_kernel = weaker and "." in call.cls and not call.cls.startswith(_CHECKED)
+    if unchecked_kernel and any(_whole(t) for t in tensors_by_role(call.args, call.kwargs).values()):
+        raise Declined("a kernel that is given integers, which it may take for places in memory")
     found: Mapping[str, Any] | Declined | None = forward_native(call) if device == "cpu" else None
     if found is None:
         found = references.run(on(call, device))
