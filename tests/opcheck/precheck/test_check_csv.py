@@ -57,7 +57,8 @@ def test_names_headers_and_words(checked: Path) -> None:
 def test_the_real_second_stage_reads_them(checked: Path, tmp_path: Path) -> None:
     sides = [str(files(checked / side)[1]) for side in ("npu", "gpu")]
     words = ["api_precision_compare", "-npu", sides[0], "-gpu", sides[1], "-o", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-c", TOOL, *words], capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-c", TOOL, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     details = table(next(tmp_path.glob("api_precision_compare_details_*.csv")))
     assert len(details) == len(table(Path(sides[0])))

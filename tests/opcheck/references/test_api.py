@@ -212,9 +212,9 @@ def test_without_mindspore_it_is_said(mindspore: Path, tmp_path: Path, capsys: p
     assert code == 0
     assert set(by) == NAMES
     assert {roles["output.0"] for roles in by.values()} == {"pass"}
-    gradients = {op for op, roles in by.items() if any(r.startswith("grad.") for r in roles)}
-    assert gradients == NAMES
-    assert {s for roles in by.values() for r, s in roles.items() if r.startswith("grad.")} == {"pass"}
+    gradients = {op for op, roles in by.items() if any(r.startswith("grad.input") for r in roles)}
+    assert gradients == NAMES - {"Mint.mul"}  # of integers
+    assert {s for roles in by.values() for r, s in roles.items() if r.startswith("grad.input")} == {"pass"}
 
 
 @here
