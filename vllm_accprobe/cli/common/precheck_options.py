@@ -2,8 +2,8 @@
 
 The problem: a script says ``-api_info ./dump.json -d 0 1 2 3 -n 32 -j``, where one hyphen begins a whole word, a list
 has no commas and ``-j`` is a flag, which here is a number of processes. The idea: these spellings are options like any
-other; what the command line's library cannot read is rewritten first (`documented`), and an option's meaning is
-msprobe's own: what is checked is then what the operators give here, judged by msprobe's limits, in msprobe's files.
+other (what the command line's library cannot read is rewritten first, old_spellings.py), and their meaning is
+msprobe's own: its limits, its files, and with ``-d`` what the operators give here.
 Not here: the check (cli/opcheck.py), config.json's keys (opcheck/precheck/check_config.py).
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,28 +40,7 @@ SAVE = typer.Option(
     False, "-save_error_data", "--save_error_data", help="As --save-failed ut_error_data<time>, see -config."
 )
 JIT = typer.Option(False, "--jit_compile", help="An NPU compiles its operators (-j alone is the same).")
-_JOBS = ("-j", "--jobs")
 _MOST_DEVICES = 64
-
-
-def documented(arguments: Sequence[str]) -> list[str]:
-    """``-d 0 1 2 3`` as ``-d 0,1,2,3``, and ``-j`` without a number as ``--jit_compile``."""
-    found: list[str] = []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if word == "--":
-            return [*found, word, *rest]
-        if word in ("-d", "--device"):
-            numbers = []
-            while rest and rest[0].isdecimal():
-                numbers.append(rest.pop(0))
-            found += [word, ",".join(numbers)] if numbers else [word]
-        elif word == "-j" and not (rest and rest[0].isdecimal()):
-            found.append("--jit_compile")
-        else:
-            found.append(word)
-    return found
 
 
 @dataclass(frozen=True)
