@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from vllm_accprobe.dump.schema import Record
 
 KINDS = ("h5", "npz", "safetensors", "msprobe")
+SUMMARY = ("Index", "Step", "Rank", "Module", "Min", "Max", "Mean", "Std")
 
 
 def convert(
     dump: Path = typer.Argument(..., metavar="DUMP", help="A dump of any format (accprobe formats)."),
-    out: Path = typer.Argument(..., metavar="OUT", help="File for one rank, directory for several or msprobe."),
+    out: Path = typer.Argument(
+        None, metavar="[OUT]", help="File for one rank, directory for several or msprobe; none: h5, beside the dump."
+    ),
     names: list[str] = NAMES,
     to: str = typer.Option(None, "--to", metavar="h5|npz|safetensors|msprobe", help="Container; else by OUT's ending."),
     step: str = STEP,
@@ -38,12 +41,21 @@ def convert(
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.formats.write import containers
 
-    kind = to or out.suffix.lstrip(".")
+    kind = to or (out.suffix.lstrip(".") if out is not None else "h5")
     if kind not in KINDS:
         raise CommandError(f"--to: {kind or 'nothing'} is not one of {', '.join(KINDS)}")
-    outputs.check_place(out, [dump], "OUT")
+    beside = out is None
+    if beside:
+        if kind != "h5" or not dump.is_dir():
+            raise CommandError("OUT is missing: name a file or a directory")
+        out = dump  # where torch_xray has them: beside, and never over, what the dump consists of
+        os.umask(0o077)  # a dump holds users' prompts, and so do they
+    else:
+        outputs.check_place(out, [dump], "OUT")
     writable(out.parent if out.suffix == f".{kind}" or kind == "msprobe" else out, "OUT")
     opened = open_dump(dump)
+    if beside and hasattr(opened, "kind"):
+        raise CommandError(f"{dump} is no dump of accprobe's, and nothing is written into another's: name OUT")
     chosen = [r for _, r in selection(names or (), step, rank, request, role, parameters=True).apply(opened)]
     if kind == "msprobe" and chosen:
         _to_msprobe(opened, chosen, out)
@@ -59,6 +71,11 @@ def convert(
         for number, target in targets.items():
             with _whole(target) as path:
                 left += write(opened, [r for r in stored if r.rank == number], path, tick)
+    if beside:
+        for number, target in targets.items():
+            path = target.with_name(f"{target.stem}_summary.csv")
+            _summary(opened, [r for r in stored if r.rank == number], path)
+            typer.echo(f"rank {number}: {path}")
     for number, target in targets.items():
         n = sum(r.rank == number for r in stored)
         typer.echo(f"rank {number}: {n:,} tensors, {size(target.stat().st_size)}: {target}")
@@ -69,6 +86,19 @@ def convert(
     if left:
         typer.echo(f"skipped: {left:,} operator calls or modules with more to say than an HDF5 attribute takes")
     say_notes(opened.problems, err=False)
+
+
+def _summary(dump: Dump, records: list[Record], path: Path) -> None:
+    """torch_xray's summary.csv: the columns and names of its table. Raises OSError."""
+    from vllm_accprobe.formats.write.containers import h5_names
+    from vllm_accprobe.report.table import write_csv_lines
+
+    def lines() -> Iterator[tuple[object, ...]]:
+        for index, (r, group, name) in enumerate(h5_names(dump, records)):
+            s = r.stats
+            yield (index, group, r.rank, name, *((s.min, s.max, s.mean, s.std) if s else (None,) * 4))
+
+    write_csv_lines(path, SUMMARY, lines())
 
 
 def _to_msprobe(dump: Dump, records: list[Record], out: Path) -> None:

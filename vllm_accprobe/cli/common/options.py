@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 import typer.core
 
+from vllm_accprobe.cli.common.old_spellings import documented
+
 if TYPE_CHECKING:
     from vllm_accprobe.dump.select import Ranges, Selection
 
@@ -67,6 +69,9 @@ def writable(directory: Path, option: str = "--out") -> None:
 
 class Command(typer.core.TyperCommand):
     """A command whose help may say ``{standards}``: their names take a while to gather, and are read by few."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, documented(self.name, args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from vllm_accprobe.standards import COMMANDS, names

@@ -94,7 +94,7 @@ def parts_of(call: Call) -> NormParts | None:
         if kind == "RMSNorm":
             residual = call.maybe("residual", "1")
             x = x if residual is None else x + residual.double()
-            scaled = x if weight is None else x * (weight + _offset(call.cls))
+            scaled = x if weight is None else x * (weight + offset_of(call.cls))
             return NormParts(scaled, (x * x).mean(-1, keepdim=True), bias)
         shape = x.shape
         if kind == "GroupNorm":
