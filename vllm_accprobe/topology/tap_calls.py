@@ -66,6 +66,7 @@ def calls_of(dump: Dump, rank: int, step: int, tick: Tick = lambda: None) -> lis
     operators = {(op.tap, op.call): op for op in dump.ops if (op.rank, op.step) == (rank, step) and op.inside is None}
     found: dict[tuple[str, int], TapCall] = {}
     own = [r for r in dump.records if r.rank == rank and r.step == step]
+    places = {(r.tap, r.call, r.role) for r in own}
     for r in sorted(own, key=lambda r: r.seq):
         kind = r.role.partition(".")[0]
         if kind not in ("input", "output", "value", "inplace"):
@@ -77,6 +78,8 @@ def calls_of(dump: Dump, rank: int, step: int, tick: Tick = lambda: None) -> lis
         if kind == "input":
             call.takes.append(seen)
             call.begin = min(call.begin, r.seq)
+        elif kind == "inplace" and _alone(r, places):  # kept behind the operator only: what it took, as far as told
+            call.takes.append(seen)
         elif kind != "inplace" or all(seen.key != g.key for g in call.gives):
             call.gives.append(seen)
             call.end = max(call.end, r.seq)
@@ -93,6 +96,10 @@ def calls_of(dump: Dump, rank: int, step: int, tick: Tick = lambda: None) -> lis
     for c in calls:
         c.home = _home(c, taps)
     return calls
+
+
+def _alone(r: Record, places: set[tuple[str, int, str]]) -> bool:
+    return (r.tap, r.call, f"input{r.role.removeprefix('inplace')}") not in places
 
 
 def _home(c: TapCall, taps: set[str]) -> str:
