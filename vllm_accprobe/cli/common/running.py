@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ran:
+class EndedRun:
     """A command that has ended. code: its exit code; files: how many ATB wrote; killed: see `_ending`."""
 
     watcher: Watcher
@@ -42,7 +42,7 @@ def launched(
     atb: AtbOptions | None,
     quiet: bool,
     more: Mapping[str, str],
-) -> Ran:
+) -> EndedRun:
     """Runs ``command`` with the probe on. given: settings by name, None: the environment's; atb: None for no ATB; more:
     further variables for the command. Raises CommandError, ConfigError before anything is started."""
     import tempfile
@@ -91,7 +91,7 @@ def launched(
             say(f"ATB wrote {files:,} files, {size(nbytes)}, in {output}")
         if files and atb.draws:
             _draw(output, quiet)
-    return Ran(watcher, settings, root, code, files, max(_killed_for_memory() - before, 0))
+    return EndedRun(watcher, settings, root, code, files, max(_killed_for_memory() - before, 0))
 
 
 def _draw(output: Path, quiet: bool) -> None:
@@ -137,7 +137,7 @@ def _killed_for_memory() -> int:
         return 0
 
 
-def conclude(ran: Ran, quiet: bool) -> int:
+def conclude(ran: EndedRun, quiet: bool) -> int:
     """Says what there is and gives the exit code."""
     watcher, code, files, killed = ran.watcher, ran.code, ran.files, ran.killed
     found, dumps = watcher.look(), watcher.dumps()
