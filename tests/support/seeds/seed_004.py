@@ -205,7 +205,7 @@ LINES: list[Line] = sorted(
             1,
             100,
             "4_Qwen_layer.4_Mlp.0_LinearOperation",
-        ),  # fmt: skip
+        ),
         _compare(147, "-gp xx.pth -mp xx.bin", "-gp xx.pth -mp xx.bin -l info", 0, 1, "PASS"),
         _compare(
             150,
@@ -214,7 +214,7 @@ LINES: list[Line] = sorted(
             1,
             50,
             "3_Qwen_layer.1_Attention.5_LinearOperation",
-        ),  # fmt: skip
+        ),
         _config(214, 'torchair_dump.get_ge_dump_config(dump_path="dump")'),
         _config(230, "torchair_dump.get_fx_dump_config()"),
         _compare(244, "--my-path GE --golden-path FX", f"--my-path {GE} --golden-path {FX}", 1, 20, "FAIL"),
