@@ -139,8 +139,8 @@ class RecordedGradients:
 def _gradients(
     call: Call, up: Any, dtype: Any, device: str, shapes: Mapping[int, tuple[int, ...]], move: float
 ) -> dict[int, Any]:  # fmt: skip
-    """What went out, by its number. dtype: None for the call's own; move: of what goes in, in roundings. Raises _Lacking,
-    Declined."""
+    """What went out, by its number. dtype: None for the call's own; move: of what goes in, in roundings. Raises
+    _Lacking, Declined."""
     given, leaves = leaves_of(call, dtype, device, move)
     ready = api.ready(given)
     output = api.torch_function(call.cls)(*ready.args, **ready.kwargs)
