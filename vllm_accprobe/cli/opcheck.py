@@ -14,6 +14,7 @@ from vllm_accprobe.cli.common.options import CommandError, NothingThere, progres
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
     from vllm_accprobe.opcheck.run.result_row import Checked
+    from vllm_accprobe.opcheck.run.whole import CheckedRun
     from vllm_accprobe.opcheck.run.worker import Job
 
 _EXACT, _DEVICE = "float64", "device"
@@ -56,15 +57,11 @@ def opcheck(
     """
     asked = here.runs_of(repeat, rows, op), here.named_of(op, shapes, dtype, more)
     require_torch("opcheck", threads=bool(asked[0][0] or asked[0][1] or asked[1]))
-    from vllm_accprobe.judge import profile
-    from vllm_accprobe.opcheck.habits import decided
-    from vllm_accprobe.opcheck.run import result_row, table
-    from vllm_accprobe.opcheck.run.totals import totals as count
     from vllm_accprobe.opcheck.run.unavailable import Unavailable
     from vllm_accprobe.opcheck.run.whole import RunError, run
 
     job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save, asked, load)
-    _check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
+    check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
     dump = dump or Path(op)
     bar = _Bar()
     try:
@@ -73,6 +70,17 @@ def opcheck(
         raise CommandError(str(why)) from None
     finally:
         bar.end()
+    conclude(found, dump, job, out, standard, bool(ops or ids), verbose)
+
+
+def conclude(found: CheckedRun, dump: Path, job: Job, out: Path, standard: str, chosen: bool, verbose: bool) -> None:
+    """The report of a check whose opcheck.csv is written, with its files. chosen: not all calls were asked for. Raises
+    typer.Exit with the exit code."""
+    from vllm_accprobe.judge import profile
+    from vllm_accprobe.opcheck.habits import decided
+    from vllm_accprobe.opcheck.run import result_row, table
+    from vllm_accprobe.opcheck.run.totals import totals as count
+
     say_notes(found.problems)
     if job.repeat or job.batch:
         _say_here(job, found.rows, out, None if verbose else 10)
@@ -81,7 +89,7 @@ def opcheck(
         table.resettle(out / "opcheck.csv", checked)
     totals = count(checked)
     if not totals.checked and not totals.statuses.get(result_row.FAIL):
-        reason = next(iter(totals.skipped), "no call matches" if ops or ids else "the dump holds no call")
+        reason = next(iter(totals.skipped), "no call matches" if chosen else "the dump holds no call")
         raise NothingThere(f"{dump}: nothing could be checked: {reason}")
     table.write_result(checked, out / "result.csv")
     for line in table.lines(checked, totals, most=None if verbose else 10, machine=machine):
@@ -121,7 +129,7 @@ def _say_here(job: Job, rows: list[Checked], out: Path, most: int | None) -> Non
     raise typer.Exit(1 if counted.statuses.get(FAIL) or counted.statuses.get(ERROR) else 0)
 
 
-def _check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
+def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.judge import profile
     from vllm_accprobe.opcheck.repeat import told
