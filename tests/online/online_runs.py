@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from opcheck.layer_dumps import build
+from support.interrupts import in_the_foreground
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-m", "vllm_accprobe.cli", "online"]
@@ -31,6 +32,7 @@ class Run:
     def __init__(self, *words: str):
         self.process = subprocess.Popen(
             [*COMMAND, *words], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            preexec_fn=in_the_foreground,
         )  # fmt: skip
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

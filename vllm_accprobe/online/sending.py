@@ -16,10 +16,10 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import JOURNAL
 from vllm_accprobe.online.keys import Endpoint
-from vllm_accprobe.online.sender import NotSent, RankSender
+from vllm_accprobe.online.line.sender import NotSent, RankSender
+from vllm_accprobe.online.line.tls import TlsError
 from vllm_accprobe.online.shared import FolderSender
 from vllm_accprobe.online.tail import TailError
-from vllm_accprobe.online.tls import TlsError
 
 _RANK = re.compile(r"rank(\d{4,5})", re.ASCII)
 _POLL_S = 0.2

@@ -17,9 +17,9 @@ from vllm_accprobe.dump.recorder.lines import lock
 from vllm_accprobe.online.arrivals import ArrivedRanks
 from vllm_accprobe.online.checking import Checking
 from vllm_accprobe.online.keys import Endpoint
-from vllm_accprobe.online.receiver import Receiver
+from vllm_accprobe.online.line.receiver import Receiver
+from vllm_accprobe.online.line.tls import TlsError
 from vllm_accprobe.online.shared import FolderReceiver
-from vllm_accprobe.online.tls import TlsError
 from vllm_accprobe.opcheck.run.whole import CheckedRun
 from vllm_accprobe.opcheck.run.worker import Job
 

@@ -28,9 +28,9 @@ from vllm_accprobe.dump.schema import RUN_JSON, rank_dir
 from vllm_accprobe.online import frames
 from vllm_accprobe.online.arrivals import ArrivedRanks, RankArrival
 from vllm_accprobe.online.frames import END, HELLO, PROTOCOL, RUN, SYNC, FrameError
+from vllm_accprobe.online.line.refusals import Refusals
+from vllm_accprobe.online.line.sender import IDLE_S, POLL_S, NotSent
 from vllm_accprobe.online.mirror import MirrorError
-from vllm_accprobe.online.refusals import Refusals
-from vllm_accprobe.online.sender import IDLE_S, POLL_S, NotSent
 from vllm_accprobe.online.tail import RankTail, TailError
 from vllm_accprobe.whole_file import write_private
 

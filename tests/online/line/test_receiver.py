@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from online.online_certificates import Authority
+from online.online_peers import hostile
 from online.online_runs import Run, ended, free_port, serve
 from opcheck.layer_dumps import build
 
@@ -36,7 +37,7 @@ def test_certificates_decide_on_both_sides(tmp_path: Path, small: Path) -> None:
         "plain": "rank 0: the receiver refuses: it wants TLS: name the folder of certificates with --tls",
         "expired": "refuses this side: its own certificate has expired",
         "foreign": "refuses this side: its own certificate is not signed by this ca.crt",
-        "distrust": f"127.0.0.1:{port}: its certificate refused: unable to get local issuer certificate",
+        "distrust": f"127.0.0.1:{port}: its certificate refused: ",  # OpenSSL's words go on
     }
     with ended(receive):
         for name, folder in clients.items():
@@ -50,7 +51,7 @@ def test_certificates_decide_on_both_sides(tmp_path: Path, small: Path) -> None:
         assert receive.code() == 0, receive.said
     refused = [line for line in receive.lines if line.startswith("refused 127.0.0.1: ")]
     assert any("certificate has expired" in line for line in refused)
-    assert any("unable to get local issuer certificate" in line for line in refused)
+    assert any("certificate refused: " in line and "expired" not in line for line in refused)
 
 
 def test_a_certificate_for_another_host_and_no_certificate(tmp_path: Path, small: Path) -> None:
@@ -72,37 +73,6 @@ def test_a_certificate_for_another_host_and_no_certificate(tmp_path: Path, small
         receive.until("refused 127.0.0.1: it showed no certificate")
 
 
-def _hostile(port: int, stop: threading.Event, context: ssl.SSLContext | None) -> None:
-    """Connections without end: garbage, half a head, lengths of 2**60, a greeting of garbage; every other one is left
-    open."""
-    kept = []
-    words = [
-        b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 40, frames.HEAD.pack(frames.MAGIC, frames.HELLO, 1 << 60),
-        frames.HEAD.pack(frames.MAGIC, frames.HELLO, 9)[:7], frames.HEAD.pack(frames.MAGIC, frames.HELLO, 2) + b"[]",
-        frames.HEAD.pack(frames.MAGIC, frames.DATA, 1 << 20) + b"x" * 1000,
-        b"".join(frames.words(frames.HELLO, {"protocol": 1, "rank": 1 << 60})),
-        b"".join(frames.words(frames.HELLO, {"protocol": 1, "rank": -1})),
-    ]  # fmt: skip
-    n = 0
-    while not stop.is_set():
-        with suppress(OSError, ValueError):
-            line: socket.socket = socket.create_connection(("127.0.0.1", port), 2)
-            if context is not None and n % 3:
-                line.settimeout(2)
-                line = context.wrap_socket(line)
-            line.sendall(words[n % len(words)])
-            if n % 2:
-                kept.append(line)
-            else:
-                line.close()
-        n += 1
-        if len(kept) > 200:
-            kept.pop(0).close()
-        time.sleep(0.002)
-    for line in kept:
-        line.close()
-
-
 @pytest.mark.parametrize("secured", [False, True])
 def test_a_hostile_peer_takes_no_memory_and_nobodys_turn(tmp_path: Path, small: Path, secured: bool) -> None:
     """With ``secured`` it has a certificate of ours: then only its words are wrong."""
@@ -113,7 +83,7 @@ def test_a_hostile_peer_takes_no_memory_and_nobodys_turn(tmp_path: Path, small: 
         context.check_hostname = False
         context.load_cert_chain(tmp_path / "client/client.crt", tmp_path / "client/client.key")
     receive = serve(tmp_path / "out", port, *more[0])
-    peers = [threading.Thread(target=_hostile, args=(port, stop, context), daemon=True) for _ in range(3)]
+    peers = [threading.Thread(target=hostile, args=(port, stop, context), daemon=True) for _ in range(3)]
     with ended(receive):
         for peer in peers:
             peer.start()

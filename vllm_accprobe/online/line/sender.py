@@ -19,14 +19,15 @@ from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import RUN_JSON
-from vllm_accprobe.online import frames, tls
+from vllm_accprobe.online import frames
 from vllm_accprobe.online.frames import END, HAVE, HELLO, PROTOCOL, READY, REFUSED, RUN, SYNC, WELCOME, FrameError
 from vllm_accprobe.online.keys import Endpoint
+from vllm_accprobe.online.line import tls
+from vllm_accprobe.online.line.wire import Broken, Wire
 from vllm_accprobe.online.tail import RankTail, TailError
-from vllm_accprobe.online.wire import Broken, Wire
 
-SYNC_BYTES = 4 << 20
-"""Chosen: bytes between two SYNCs."""
+SYNC_BYTES, SYNC_S = 4 << 20, 0.5
+"""Chosen: bytes and seconds between two SYNCs: what a line that breaks has carried for nothing."""
 AHEAD = 4
 """Chosen: SYNCs without an answer."""
 POLL_S = 0.05
@@ -154,8 +155,8 @@ class RankSender:
                 wire.send(parts, ANSWER_S)
                 self.bytes += n
                 unsaid += n
-                if unsaid >= SYNC_BYTES:
-                    waiting, unsaid = self._ask(wire, waiting), 0
+                if unsaid >= SYNC_BYTES or time.monotonic() - heard > SYNC_S:
+                    waiting, unsaid, heard = self._ask(wire, waiting), 0, time.monotonic()
                     while waiting >= AHEAD:
                         waiting = self._hear(wire, waiting)
                 quiet = time.monotonic()

@@ -15,13 +15,14 @@ import ssl
 import threading
 from collections.abc import Callable
 
-from vllm_accprobe.online import frames, tls
+from vllm_accprobe.online import frames
 from vllm_accprobe.online.arrivals import ArrivedRanks, RankArrival
 from vllm_accprobe.online.frames import END, HAVE, HELLO, READY, SYNC, WELCOME, WORDS, FrameError
 from vllm_accprobe.online.keys import Endpoint
+from vllm_accprobe.online.line import tls
+from vllm_accprobe.online.line.refusals import Refusals
+from vllm_accprobe.online.line.wire import Broken, Wire
 from vllm_accprobe.online.mirror import MirrorError
-from vllm_accprobe.online.refusals import Refusals
-from vllm_accprobe.online.wire import Broken, Wire
 
 FIRST_S = 10.0
 """Chosen: for TLS, and again for the first words."""
