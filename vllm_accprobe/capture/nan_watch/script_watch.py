@@ -73,7 +73,8 @@ class ScriptWatch:
 
     def begin(self) -> None:
         """Puts itself between every call of a module and the module."""
-        self._original = original = torch.nn.Module.__call__
+        call: Any = torch.nn.Module.__call__
+        self._original = original = getattr(call, "__accprobe_original__", call)  # not what waits for a first call
         is_compiling, thread, tracing = torch.compiler.is_compiling, self._thread, torch._C._get_tracing_state
 
         def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
