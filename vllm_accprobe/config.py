@@ -3,7 +3,7 @@
 The problem: the same settings come as environment variables (a served model), as a TOML file (a long list of modules)
 and as keyword arguments (a script). The idea: ProbeConfig is the only form that the rest of the house knows; each
 spelling is parsed field by field by the same functions, and every mistake is one line that names the setting and the
-nearest valid one. Precedence: environment over file over default.
+nearest valid one. Precedence: environment over file over preset over default.
 Not here: what the settings do (capture/), nor how a value is spelt (config_values.py).
 """
 
@@ -157,6 +157,8 @@ class ProbeConfig:
         base: dict[str, Any] = {}
         if environ.get(PREFIX + "CONFIG"):
             base = _from_toml(environ[PREFIX + "CONFIG"])
+        if environ.get(PREFIX + "PRESET"):
+            base = _preset(PREFIX + "PRESET", environ[PREFIX + "PRESET"]) | base
         for name, parse in _PARSERS.items():
             key = ENV if name == "enabled" else PREFIX + name.upper()
             if environ.get(key, "") != "":
@@ -166,7 +168,8 @@ class ProbeConfig:
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ProbeConfig:
         """The keyword form: ``from_kwargs(dir="out", tokens="0-4", modules=["layers"])``; enabled by default."""
-        values = {"enabled": True, **kwargs}
+        chosen = kwargs.pop("preset", None)
+        values = {"enabled": True, **(_preset("preset", chosen) if chosen else {}), **kwargs}
         return cls(**{name: _parsed(name, _parser(name), value) for name, value in values.items()})
 
     def with_dir(self, path: str | Path) -> ProbeConfig:
@@ -206,7 +209,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
 
 def environment_names() -> tuple[str, ...]:
     """All environment names that belong to accprobe."""
-    names = [ENV, PREFIX + "CONFIG", RUN_ID, REPLICAS, TAP_SET]
+    names = [ENV, PREFIX + "CONFIG", PREFIX + "PRESET", RUN_ID, REPLICAS, TAP_SET]
     names += [PREFIX + name.upper() for name in _PARSERS if name != "enabled"]
     return tuple(names)
 
@@ -215,6 +218,12 @@ def default_dir(now: datetime | None = None) -> str:
     """./accprobe/<UTC time>, the place of a dump whose user named none."""
     now = now or datetime.now(timezone.utc)
     return str(Path("accprobe") / now.strftime("%Y%m%dT%H%M%SZ"))
+
+
+def _preset(key: str, value: object) -> dict[str, Any]:
+    """A preset's settings, parsed. Raises ConfigError."""
+    name = _parsed(key, words.choice(tuple(words.PRESETS)), value)
+    return {field: _PARSERS[field](said) for field, said in words.PRESETS[name].items()}
 
 
 def _parser(name: str) -> Callable[[object], Any]:
@@ -250,6 +259,8 @@ def _from_toml(path: str) -> dict[str, Any]:
                 raise ConfigError(f"{key}={path}: {name} stands outside of the table [accprobe]: move it there")
         table = table["accprobe"]
     values: dict[str, Any] = {}
+    if "preset" in table:
+        values = _preset(f"{path}: preset", table.pop("preset"))
     for name, value in table.items():
         if name not in _PARSERS:
             raise ConfigError(f"{key}={path}: {name!r} is not a setting{words.nearest(name, tuple(_PARSERS))}")

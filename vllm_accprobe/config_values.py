@@ -19,6 +19,12 @@ PARTS = ("input", "output", "params")
 ERRCHECK = ("overflow", "nan", "exit")
 ON = "1"
 EXPORTS = ("h5",)
+PRESETS: dict[str, dict[str, str]] = {
+    # What finds the layer in a model of any size: each layer's outputs and the logits of the prompt and of the first
+    # two answers. 2 tensors a layer in place of 13; the layer that it names is then captured whole (chosen).
+    "first-look": {"modules": "layers,logits", "parts": "output", "tokens": "0-2", "max_gb": "5"},
+}
+"""Name → settings that hold where they are not set themselves."""
 STATES = ("events", "sample", "full")
 OPS_MODES = ("trace", "dedup", "sample", "full")
 

@@ -104,7 +104,6 @@ NOT_RUN = {
     '--engine "vllm serve MODEL" --out golden-few': "needs a server over HTTP; the page's golden lies there",
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine VLLM_ACCPROBE_TOKENS=0-3 accprobe send --along golden-few "
     '--engine "vllm serve MODEL" --out mine-few': "needs a server over HTTP; the page's mine lies there",
-    "python scripts/dump_size.py MODEL/config.json --tokens 1000 --tp 8": "test_dump_size.py calls what it calls",
     "VLLM_ACCPROBE_FORCE=1 vllm serve MODEL": "test_forced_server.py has such servers",
     "accprobe send --along golden-sent --url http://mine:8000 --out mine-sent": "test_forced_server.py has servers",
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_ARMED=0 VLLM_ACCPROBE_DIR=armed vllm serve MODEL": "nobody arms it in time",

@@ -20,7 +20,7 @@ from vllm_accprobe.cli.common.options import Command
 
 COMMANDS = (
     "compare", "opcheck", "gentest", "opdiff", "calibrate", "summary", "show", "convert", "repair",
-    "doctor", "labels", "run", "errcheck", "formats", "patches", "send", "gate", "bisect", "arm",
+    "doctor", "labels", "run", "errcheck", "formats", "patches", "send", "gate", "bisect", "arm", "size",
 )  # fmt: skip
 GROUPS = ("online",)
 """Commands with commands of their own."""
