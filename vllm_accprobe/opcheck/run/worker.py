@@ -153,6 +153,7 @@ class OpenJob:
             yield from pools.rows(self.options.budget)
 
     def _check(self, captured: Any, pools: Any) -> Iterator[Any]:
+        from vllm_accprobe.opcheck.reference import BACKWARD
         from vllm_accprobe.opcheck.references import mindspore_api
         from vllm_accprobe.opcheck.run import backward, rerun, synthetic_inputs
         from vllm_accprobe.opcheck.run.replay import check_call
@@ -169,7 +170,7 @@ class OpenJob:
         yield from check_call(self.calls.dump, captured, evaluate, self.options, pools)
         if self.source is None and self._mint and not captured.missing and mindspore_api.is_mint(captured.what.cls):
             yield from rerun.by_mindspore(self.calls.dump, captured, self.references, self.options)
-        if self.job.backward and not captured.missing:
+        if self.job.backward and not captured.missing and not captured.what.cls.startswith(BACKWARD):
             yield from backward.check(captured, self.references, self.device, self.job.seed)
 
     def _here(self, captured: Any) -> Iterator[Any]:
