@@ -52,6 +52,18 @@ class Declined(Exception):
 
 
 @dataclass(frozen=True)
+class CacheRounding:
+    """What an 8-bit cache alone does to an output. kind: the format; share: relative L2 error of the row that it moves
+    most; expected: standard error that the format's step gives there; most: what it allows
+    (references/paged/eight_bit_cache.py)."""
+
+    kind: str
+    share: float
+    expected: float
+    most: float
+
+
+@dataclass(frozen=True)
 class Expected:
     """An exact output. value: float64 (or integers), the shape of the captured one; noise: float64, broadcastable
     to value, the standard error of an honest kernel before its last rounding, or None; bound: float64,
@@ -62,7 +74,7 @@ class Expected:
     rounded gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None
     for all; reason: why the others have none; note: what to say if it fails; source: what to say in any case;
     only_measured: why nothing may be decided, "" where it may; exact: the exact output, where value was rounded
-    itself (another machine's, another run's)."""
+    itself (another machine's, another run's); cache: what an 8-bit cache alone does to it."""
 
     value: Tensor
     noise: Tensor | None = None
@@ -77,6 +89,7 @@ class Expected:
     bound: Tensor | None = None
     groups: float | None = None
     shared: bool = False
+    cache: CacheRounding | None = None
 
 
 @dataclass(frozen=True)

@@ -27,3 +27,6 @@ REQUEST = typer.Option(
     metavar="GLOB",
     help="Only tensors with rows of these requests: id, or start of the prompt's hash; '!...' excludes.",
 )
+LEVEL = typer.Option(
+    None, "--level", min=0, metavar="N", help="How deep modules are opened: 1 is what the model calls; all by default."
+)

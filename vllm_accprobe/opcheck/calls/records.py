@@ -22,6 +22,8 @@ from vllm_accprobe.dump.opcalls import SEPARATOR, inputs, is_operator
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.dump.select import matches
+from vllm_accprobe.formats.atb import AtbDump
+from vllm_accprobe.opcheck.atb.chosen import globs_of
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.attributes.untold import UntoldAttributes
 from vllm_accprobe.opcheck.calls.gradient_calls import GradientCalls, is_gradient
@@ -48,6 +50,8 @@ class Captured:
     crashed: bool = False
 
 
+OPERATION, GRAPH = "Operation", "a graph of operators: those inside are checked by themselves"
+"""ATB's types of operators end so; other nodes may have the name of one of a model's classes, and are none."""
 UNREAD = "a payload of it cannot be read"
 
 
@@ -78,7 +82,7 @@ class Calls(ModuleIndex):
 
     def taps(self, ops: Iterable[str] = ()) -> list[tuple[int, str, str]]:
         """(rank, tap, class) of everything that was called and is `wanted`, ranks after one another, in the order of
-        the model."""
+        the model. Of ATB's dumps a plain word stands for all types that begin with it, as ait has it."""
         order = {(rank, tap): m.index for rank, named in self.modules.items() for tap, m in named.items()}
         found = [(rank, tap, self.cls_of(rank, tap)) for rank, tap in self.by_tap]
         found += [(rank, tap, ops[0].op) for (rank, tap), ops in self.ops.items()]
@@ -87,7 +91,7 @@ class Calls(ModuleIndex):
             module, _, op = f[1].partition(SEPARATOR)
             return f[0], order.get((f[0], module), 1 << 40), len(op) > 0
 
-        globs = tuple(ops)
+        globs = globs_of(ops) if isinstance(self.dump, AtbDump) else tuple(ops)
         return sorted((f for f in found if wanted(globs, *f[1:])), key=place)
 
     def of(
@@ -111,6 +115,10 @@ class Calls(ModuleIndex):
                 continue
             if any(r.payload is None for r in records.values()):
                 yield Captured(tap, rank, step, n, Call(tap, cls), records, STATISTICS)
+                continue
+            if isinstance(self.dump, AtbDump) and not cls.endswith(OPERATION):
+                why = GRAPH if (rank, tap) in self.children else f"no reference for {cls}"
+                yield Captured(tap, rank, step, n, Call(tap, cls), records, why)
                 continue
             if is_gradient(tap):
                 yield self._gradient(rank, tap, step, n)

@@ -94,7 +94,7 @@ def parts_of(call: Call) -> NormParts | None:
         if kind == "RMSNorm":
             residual = call.maybe("residual", "1")
             x = x if residual is None else x + residual.double()
-            scaled = x if weight is None else x * (weight + _offset(call.cls))
+            scaled = x if weight is None else x * (weight + offset_of(call.cls))
             return NormParts(scaled, (x * x).mean(-1, keepdim=True), bias)
         shape = x.shape
         if kind == "GroupNorm":
@@ -149,7 +149,7 @@ def fused(
     return normed(rms_norm(total, weight, eps), unit, x.shape[-1], 2, note), sum_of_two(total, unit)
 
 
-def _offset(cls: str) -> float:
+def offset_of(cls: str) -> float:
     """What is added to the weight: Gemma's norms weigh with 1 + w, but for the latest, which do as everybody else."""
     gemma = cls.startswith("Gemma") and cls.endswith("RMSNorm") and not cls.startswith(("Gemma3n", "Gemma4"))
     return 1.0 if gemma or cls == "Qwen3NextRMSNorm" else 0.0
@@ -168,7 +168,7 @@ def rms(call: Call) -> dict[str, Expected]:
     x = call.wide("x", "hidden_states", "input", "0")
     eps, note = epsilon(call)
     weight, residual = param_if(call, "weight"), call.maybe("residual", "1")
-    weight = None if weight is None else weight + _offset(call.cls)
+    weight = None if weight is None else weight + offset_of(call.cls)
     y, total = fused(x, None if residual is None else residual.double(), weight, eps, call.unit, note)
     return {"output.0": _told(call, y)} | ({} if total is None else {"output.1": total})
 
@@ -245,7 +245,7 @@ def rms_kernel(call: Call) -> dict[str, Any]:
     w, residual, kernel = call.params.get("weight"), call.maybe("residual", "1"), vendor("rms_norm")
     total = x if residual is None else x + residual
     more = {} if residual is None else {"output.1": total}
-    if _offset(call.cls):
+    if offset_of(call.cls):
         return {"output.0": _rms_here(total.float(), 1.0 + weight_here(call).float(), eps).to(x.dtype)} | more
     if residual is None and kernel is not None and w is not None and x.dim() == 2 and x.device.type != "cpu":
         out = torch.empty_like(x)
