@@ -108,3 +108,25 @@ def test_it_is_found_under_every_spelling(name: str, spelling: str) -> None:
     np.testing.assert_allclose(
         evaluated(call)["output.0"].value.numpy(), ran(CASES[name].right, call.args, dict(call.kwargs), np.float64)[0]
     )
+
+
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.gradients])
+def test_a_recorded_gradient_passes_and_a_wrong_one_fails(name: str) -> None:
+    """As msprobe records it: the exact one rounded passes; a quarter more, and columns in another order, do not."""
+    dtype = CASES[name].dtypes[0]
+    call = call_of(name, 3, dtype, "backward.NPU.{}")
+    first = ran(CASES[name].right, call.args, dict(call.kwargs), np.float64)[0]
+    up = torch.randn(first.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+    call = replace(call, extra={"up": {"output.0": up}})
+    roles = {role.replace("input", "output"): call.args[int(role.removeprefix("input."))] for role in
+             CASES[name].gradients}  # fmt: skip
+    exact = evaluated(replace(call, outputs={r: torch.zeros_like(t) for r, t in roles.items()}))
+    for role in roles:
+        mine = exact[role].value.to(dtype)
+
+        def passes(given: torch.Tensor, role: str = role) -> bool:
+            return family_verdict.verdict(replace(call, outputs={role: given}), role, given).passed
+
+        assert passes(mine)
+        assert not passes((1.25 * mine.double()).to(dtype))
+        assert not passes(mine.roll(1, -1))
