@@ -96,6 +96,22 @@ def test_pytorchs_functions_replay_and_a_wrong_one_is_found(tmp_path: Path) -> N
     assert set(by["Torch.max"]) == {"output.0", "output.1"}
 
 
+def test_vf_is_torch_s_own_function(tmp_path: Path) -> None:
+    """``torch._VF.lstm``, which torch.nn.LSTM calls."""
+    lstm = torch.nn.LSTM(6, 5, batch_first=True)
+    weights = [w.detach() for w in lstm.parameters()]
+    x, h = torch.randn(3, 4, 6, generator=G), [torch.zeros(1, 3, 5), torch.zeros(1, 3, 5)]
+    made = torch._VF.lstm(x, h, weights, True, 1, 0.0, False, False, True)
+    r = Recorder(tmp_path / "d")
+    for wrong in (False, True):
+        outputs = tuple(t.detach() * (1.01 if wrong else 1.0) for t in made)
+        r.call("VF.lstm", (x, h, weights, True, 1, 0.0, False, False, True), {}, outputs)
+    code, by = found(r.close(), tmp_path / "o", "--ids", "0.0.0")
+    assert (code, set(by["VF.lstm"].values())) == (0, {"pass"})
+    code, by = found(r.root, tmp_path / "p")
+    assert (code, set(by["VF.lstm"].values())) == (1, {"fail"})
+
+
 def test_a_tensor_that_is_missing_is_a_call_that_was_not_checked(tmp_path: Path) -> None:
     x = torch.randn(4, 8, generator=G)
     r = Recorder(tmp_path / "d")

@@ -15,7 +15,7 @@ WEIGHTS = typer.Option(
     None, "--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."
 )
 ATTRIBUTES = typer.Option(
-    [], "--attribute", metavar="NAME=VALUE", help="Of modules, if not recorded: eps=1e-6, '*Norm:eps=1e-6'. Repeatable."
+    [], "--attribute", metavar="A=V", help="Of modules, if not recorded: eps=1e-6, '*Norm:eps=1e-6'. Repeatable."
 )
 STEP = typer.Option("", "--step", metavar="RANGES", help="Engine steps, e.g. 0-3,7.")
 RANK = typer.Option("", "--rank", metavar="RANGES", help="Global ranks, e.g. 0,2-3.")

@@ -174,6 +174,7 @@ class OpenJob:
 
     def _check(self, captured: Any, pools: Any) -> Iterator[Any]:
         from vllm_accprobe.opcheck.precheck import recorded_gradients
+        from vllm_accprobe.opcheck.reference import BACKWARD
         from vllm_accprobe.opcheck.references import mindspore_api
         from vllm_accprobe.opcheck.run import backward, rerun, synthetic_inputs
         from vllm_accprobe.opcheck.run.judged_row import without_verdict
@@ -202,7 +203,7 @@ class OpenJob:
         yield from check_call(self.calls.dump, captured, evaluate, self.options, pools)
         if self.source is None and self._mint and not captured.missing and mindspore_api.is_mint(captured.what.cls):
             yield from rerun.by_mindspore(self.calls.dump, captured, self.references, self.options)
-        if self.job.backward and not captured.missing:
+        if self.job.backward and not captured.missing and not captured.what.cls.startswith(BACKWARD):
             yield from backward.check(captured, self.references, self.device, self.job.seed)
 
     def _left_out(self, captured: Any) -> str:

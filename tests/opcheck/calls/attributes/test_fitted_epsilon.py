@@ -58,6 +58,7 @@ def test_a_mean_of_fewer_terms_is_no_epsilon() -> None:
     assert found is not None
     assert not found.agree
     assert choose([found]).value is None
+    assert "fit no epsilon: rows give different ones" in choose([found]).said
 
 
 def test_an_unusual_one_is_said_and_not_taken() -> None:

@@ -108,3 +108,79 @@ def test_it_is_found_under_every_spelling(name: str, spelling: str) -> None:
     np.testing.assert_allclose(
         evaluated(call)["output.0"].value.numpy(), ran(CASES[name].right, call.args, dict(call.kwargs), np.float64)[0]
     )
+
+
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.gradients])
+def test_a_recorded_gradient_passes_and_a_wrong_one_fails(name: str) -> None:
+    """As msprobe records it: the exact one rounded passes; a quarter more, and columns in another order, do not."""
+    dtype = CASES[name].dtypes[0]
+    call = call_of(name, 3, dtype, "backward.NPU.{}")
+    first = ran(CASES[name].right, call.args, dict(call.kwargs), np.float64)[0]
+    up = torch.randn(first.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+    call = replace(call, extra={"up": {"output.0": up}})
+    roles = {role.replace("input", "output"): call.args[int(role.removeprefix("input."))] for role in
+             CASES[name].gradients}  # fmt: skip
+    exact = evaluated(replace(call, outputs={r: torch.zeros_like(t) for r, t in roles.items()}))
+    for role in roles:
+        mine = exact[role].value.to(dtype)
+
+        def passes(given: torch.Tensor, role: str = role) -> bool:
+            return family_verdict.verdict(replace(call, outputs={role: given}), role, given).passed
+
+        assert passes(mine)
+        assert not passes((1.25 * mine.double()).to(dtype))
+        assert not passes(mine.roll(1, -1))
+
+
+BACKWARDS = {
+    "npu_swiglu_backward": ("npu_swiglu", 1), "npu_fast_gelu_backward": ("npu_fast_gelu", 1),
+    "npu_mish_backward": ("npu_mish", 1), "npu_gelu_backward": ("npu_gelu", 1),
+    "npu_rotary_mul_backward": ("npu_rotary_mul", 3),
+}  # fmt: skip
+"""Operator → the forward that it belongs to, and how many gradients it gives."""
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_a_backward_operator_gives_the_gradients_of_its_forward(name: str) -> None:
+    """Which `test_gradients_by_differences` holds against numpy."""
+    forward, count = BACKWARDS[name]
+    call = call_of(forward, 2, torch.bfloat16)
+    up = torch.randn(evaluated(call)["output.0"].value.shape, generator=torch.Generator().manual_seed(6)).bfloat16()
+    exact = gradients.exact_gradients(call, lambda wide: gradients.differentiated(TABLE, wide), {"output.0": up})
+    found = evaluated(replace(call, cls=f"npu.{name}.default", args=(up, *call.args)))
+    assert set(found) == {f"output.{k}" for k in range(count)}
+    for k in range(count):
+        torch.testing.assert_close(found[f"output.{k}"].value, exact[f"input.{k}"].value)
+    wrong = (1.25 * found["output.0"].value).bfloat16()
+    given = replace(call, cls=f"npu.{name}", args=(up, *call.args), outputs={"output.0": wrong})
+    assert not family_verdict.verdict(given, "output.0", wrong).passed
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_the_cross_entropy_s_backward_by_autograd(reduction: str) -> None:
+    call = call_of("npu_cross_entropy_loss", 4, torch.float64)
+    x, target, weight, _, ignored, smooth = call.args
+    loss = replace(call, args=(x, target, weight, reduction, ignored, smooth))
+    found = evaluated(loss)
+    up = torch.randn(found["output.0"].value.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    exact = gradients.exact_gradients(loss, lambda wide: gradients.differentiated(TABLE, wide), {"output.0": up})
+    own = Call("t", "NPU.npu_cross_entropy_loss_backward", args=(up, found["output.1"].value, target, weight),
+               kwargs={"reduction": reduction, "ignore_index": ignored, "label_smoothing": smooth})  # fmt: skip
+    torch.testing.assert_close(evaluated(own)["output.0"].value, exact["input.0"].value)
+
+
+def test_casts_pairs_of_rotations_and_the_second_router() -> None:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    cast = evaluated(Call("t", "NPU.npu_dtype_cast", args=(x, torch.bfloat16), outputs={"output.0": x.bfloat16()}))
+    assert torch.equal(cast["output.0"].value, x.bfloat16().double())
+    rotary = call_of("npu_rotary_mul", 2, torch.float32)
+    q, cos, sin = rotary.args
+    both = evaluated(Call("t", "NPU.npu_apply_rotary_pos_emb", args=(q, 2 * q, cos, sin)))
+    torch.testing.assert_close(both["output.0"].value, evaluated(rotary)["output.0"].value)
+    torch.testing.assert_close(both["output.1"].value, 2 * both["output.0"].value)
+    routed = evaluated(Call("t", "NPU.npu_moe_gating_top_k_softmax_v2", args=(x,), kwargs={"k": 3, "renorm": 1}))
+    top = x.double().topk(3)
+    torch.testing.assert_close(routed["output.0"].value, torch.softmax(top[0], -1))
+    assert torch.equal(routed["output.1"].value, top[1])
+    whole = evaluated(Call("t", "NPU.npu_moe_gating_top_k_softmax_v2", args=(x,), kwargs={"output_softmax": True}))
+    torch.testing.assert_close(whole["output.2"].value, torch.softmax(x.double(), -1))

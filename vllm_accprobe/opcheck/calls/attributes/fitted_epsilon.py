@@ -99,7 +99,8 @@ def choose(fits: Sequence[EpsilonFit]) -> ChosenEpsilon:
     chosen = min(USUAL, key=rank)
     votes = -rank(chosen)[0]
     if 2 * votes <= len(fits):
-        why = f"its epsilon was not recorded; input and output fit {number}, which is no usual one"
+        fitted = f"fit {number}, which is no usual one" if best.agree else "fit no epsilon: rows give different ones"
+        why = f"its epsilon was not recorded; input and output {fitted}"
         return ChosenEpsilon(None, 0.0, f"{why}: {_NAME_IT}")
     others = [e for e in USUAL if e != chosen and all(f.allows(e) for f in fits if f.allows(chosen))]
     slack = max((0.5 * abs(e - chosen) / (f.smallest + min(e, chosen)) for e in others for f in fits), default=0.0)

@@ -44,7 +44,7 @@ def _step(
     lost = [SUM / (1.0 - b) for b in beta]
     rate = sum(SUM / (1.0 - p) for p in powers)
     total = var - change[0]
-    shared = (rate + sum(lost)) * float(change[1].norm() / total.norm().clamp(min=1e-300))
+    shared = (rate + sum(lost)) * float(change[1].detach().norm() / total.detach().norm().clamp(min=1e-300))
     noise = combined((4.0 * unit + rate + sum(lost)) * change[1], ROUNDED * unit * var.abs())
     made = [Expected(total, noise, common=shared)]
     made += [Expected(new, 2.0 * unit * size, common=part) for (new, size), part in zip((m, v), lost, strict=True)]
