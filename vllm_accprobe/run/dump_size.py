@@ -116,10 +116,9 @@ def layers_of_deepseek(c: Mapping[str, Any]) -> list[LayerSize]:
 def per_token(
     c: Mapping[str, Any], tp: int = 1, size: int = 2, chooses: Chooses | None = None, parts: Sequence[str] = ()
 ) -> tuple[int, int]:  # fmt: skip
-    """(bytes that all ranks together store for a token, bytes more for a row of logits with what it is made of). size: of a
-    number; chooses:
-    None for every module; parts: as ProbeConfig's. Outside the layers lie what the last norm and its residual give, the
-    id and the position. Raises SizeError, KeyError for a config that is not of these models."""
+    """(bytes that all ranks together store for a token, bytes more for a row of logits with what it is made of). size:
+    of a number; chooses: None for every module; parts: as ProbeConfig's. Outside the layers lie what the last norm and
+    its residual give, the id and the position. Raises SizeError, KeyError for a config that is not of these models."""
     outputs, inputs = (not parts or part in parts for part in ("output", "input"))
     if "kv_lora_rank" in c:
         if chooses is not None or not (outputs and inputs):
