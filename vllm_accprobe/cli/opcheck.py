@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from vllm_accprobe.cli.common import here
-from vllm_accprobe.cli.common.declared import IDS, OPS, WEIGHTS
+from vllm_accprobe.cli.common.declared import WEIGHTS
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, require_directory, say_notes
+from vllm_accprobe.cli.replay import ait_words
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
@@ -21,14 +23,20 @@ _EXACT, _DEVICE = "float64", "device"
 
 def opcheck(
     dump: Path = typer.Argument(None, metavar="[DUMP]", help="Directory of a dump; none with --op."),
-    ops: list[str] = OPS,
-    ids: str = IDS,
+    same: Path = ait_words.INPUT,
+    table_of: Path = ait_words.TABLE,
+    ops: list[str] = ait_words.OPS,
+    ids: str = ait_words.IDS,
+    metric: list[str] = ait_words.METRIC,
+    device: int = ait_words.DEVICE,
     model: Path = WEIGHTS,
     standard: str = typer.Option("operator", "--standard", metavar="NAME", help="Limits: {standards}."),
     against: str = typer.Option(
         _EXACT, "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
     ),
-    rerun: bool = typer.Option(False, "--rerun", help="Against vLLM's native code, or torch's, run here and now."),
+    rerun: bool = typer.Option(
+        False, "--rerun", "--atb-rerun", "-rerun", help="Against vLLM's native code, or torch's, run here and now."
+    ),
     backward: bool = typer.Option(False, "--backward", help="Gradients of the operators, too, against autograd's."),
     kl: bool = typer.Option(False, "--kl", help="Measure the KL divergence of each output, too."),
     seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn (statistics) and of gradients."),
@@ -43,15 +51,16 @@ def opcheck(
     more: list[str] = here.WITH,
     load: list[str] = here.LOAD,
     out: Path = typer.Option(
-        Path("accprobe-opcheck"), "--out", "-o", metavar="DIR", help="Where opcheck.csv and result.csv go."
+        Path("accprobe-opcheck"), "--out", "--output", "-o", metavar="DIR", help="Where opcheck.csv and result.csv go."
     ),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show all modules that fail."),
 ) -> None:
     """Run captured calls again against references: which operator is wrong for its own inputs?
 
     Prints the wrong modules first, in the order of execution, then every class and all that was not checked, and writes
-    opcheck.csv (a row per output) and result.csv (a row per module or operator). Needs torch. With --repeat and --rows
-    this machine's own kernels are run instead: are they steady, and does a row's result depend on its batch?
+    opcheck.csv (a row per output) and result.csv (a row per module or operator); of ATB, whose tools' options are taken
+    too, opcheck_result.csv. Needs torch. With --repeat and --rows this machine's own kernels are run instead: are they
+    steady, and does a row's result depend on its batch?
     Exit code 0: pass, 1: an operator is wrong, 2: unreadable input, 3: nothing could be checked.
     """
     asked = here.runs_of(repeat, rows, op), here.named_of(op, shapes, dtype, more)
@@ -63,7 +72,11 @@ def opcheck(
     from vllm_accprobe.opcheck.run.unavailable import Unavailable
     from vllm_accprobe.opcheck.run.whole import RunError, run
 
-    job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save, asked, load)
+    ait = ait_words.read(dump, same, table_of, ops, ids, metric, device, rerun)
+    dump, ops = ait.dump, list(ait.ops)
+    kl = kl or ait.kl
+    job = _job(dump, model, ops, ait.calls, standard, against, rerun, backward, kl, seed, save, asked, load)
+    job = replace(job, **ait.job())
     _check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
     dump = dump or Path(op)
     bar = _Bar()
@@ -87,6 +100,7 @@ def opcheck(
     for line in table.lines(checked, totals, most=None if verbose else 10, machine=machine):
         typer.echo(line)
     written = [out / "opcheck.csv", out / "result.csv"]
+    written += ait_words.write_table(ait, out)
     if machine.habits:
         written.append(out / profile.NAME)
         told = profile.Profile(machine.habits, profile.host_of(_run_json(dump)), machine.units)
@@ -124,6 +138,7 @@ def _say_here(job: Job, rows: list[Checked], out: Path, most: int | None) -> Non
 def _check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.judge import profile
+    from vllm_accprobe.opcheck.atb import op_csv
     from vllm_accprobe.opcheck.repeat import told
     from vllm_accprobe.opcheck.run import table
     from vllm_accprobe.opcheck.run import whole as run
@@ -131,6 +146,7 @@ def _check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     rows = outputs.csv_with(*table.COLUMNS[:9])
     ours = {
         run.DONE: rows, run.PART: rows, "result.csv": outputs.csv_with(*table.RESULT),
+        op_csv.FILE: outputs.csv_with(*op_csv.FIRST),
         **dict.fromkeys((told.REPEAT_FILES[0], told.ROWS_FILES[0]), outputs.SCHEMA_AND_VERDICT),
         **dict.fromkeys((told.REPEAT_FILES[1], told.ROWS_FILES[1]), outputs.matching("<title>opcheck: ")),
         run.SETTINGS: outputs.matching(r"\A\{\"job\":"), profile.NAME: outputs.matching(profile.OURS),

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 import typer.core
 
+from vllm_accprobe.cli.common.several import spread
+
 if TYPE_CHECKING:
     from vllm_accprobe.dump.select import Ranges, Selection
 
@@ -66,7 +68,12 @@ def writable(directory: Path, option: str = "--out") -> None:
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help may say ``{standards}``: their names take a while to gather, and are read by few."""
+    """A command whose help may say ``{standards}``: their names take a while to gather, and are read by few; and whose
+    options may take several words (several.py)."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        parsed: list[str] = super().parse_args(ctx, spread(self.params, args))
+        return parsed
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from vllm_accprobe.standards import COMMANDS, names

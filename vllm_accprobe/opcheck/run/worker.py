@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.children import ONE_THREAD
+from vllm_accprobe.opcheck.atb.chosen import has_id
 from vllm_accprobe.opcheck.run.unavailable import Unavailable
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.run.result_row import Checked
 
 EXACT, DEVICE, GOLDEN, AGAIN = "float64", "device", "golden", "rerun"
-_HERE = ("repeat", "batch", "named", "load")
+_HERE = ("repeat", "batch", "named", "load", "operations", "op_csv", "within")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Job:
     standard, kl, ids: replay.Options'; backward: gradients too; seed: of drawn inputs and gradients; save: where failed
     calls are written, "" for nowhere. repeat, batch: instead of a reference, runs of each call here (repeated.py), and
     sizes of batches (by_rows.py); named: an operator named by hand (named.py), as JSON, in place of a dump; load:
-    modules to import first."""
+    modules to import first. Of ATB's dumps: operations: only these, as ``24_1`` (atb/chosen.py); op_csv: the table of
+    operators; within: the share of elements within ait's tolerance, absolute (atb/op_csv.py)."""
 
     dump: str
     model: str = ""
@@ -49,6 +51,9 @@ class Job:
     batch: tuple[str, ...] = ()
     named: Mapping[str, Any] | None = None
     load: tuple[str, ...] = ()
+    operations: tuple[str, ...] = ()
+    op_csv: str = ""
+    within: bool = False
 
     @property
     def runs_here(self) -> bool:
@@ -56,15 +61,15 @@ class Job:
         return bool(self.repeat or self.batch or self.named is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON; what came with --repeat, --rows and --op is there only where it is asked for, so that what was begun
-        before them goes on."""
+        """As JSON; what came later than the rest is there only where it is asked for: what was begun before goes on."""
         return {k: v for k, v in asdict(self).items() if v or k not in _HERE}
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Job:
-        return cls(**{**tree, **{k: tuple(tree[k]) for k in ("ops", "ids", "batch", "load") if k in tree}})
+        return cls(**{**tree, **{k: tuple(tree[k]) for k in _LISTS if k in tree}})
 
 
+_LISTS = "ops", "ids", "batch", "load", "operations"
 Tap = tuple[int, str, str]
 """(rank, tap, class); STORED stands for the parameters."""
 STORED: Tap = (-1, "", "")
@@ -78,6 +83,7 @@ class OpenJob:
 
     def __init__(self, job: Job):
         from vllm_accprobe.formats import open_dump
+        from vllm_accprobe.formats.atb import AtbDump
         from vllm_accprobe.opcheck.calls.records import Calls
         from vllm_accprobe.opcheck.references import mindspore_api
         from vllm_accprobe.opcheck.registry import default_references
@@ -98,10 +104,14 @@ class OpenJob:
 
             self.calls = NamedCalls(NamedOperator.from_json(job.named), job.seed)
         else:
-            self.calls = Calls(open_dump(Path(job.dump)), Path(job.model) if job.model else None)
+            dump = open_dump(Path(job.dump))
+            if job.op_csv and isinstance(dump, AtbDump) and not dump.parameters.add_table(Path(job.op_csv)):
+                dump.problem(f"{job.op_csv}: no operator was found in it")
+            self.calls = Calls(dump, Path(job.model) if job.model else None)
         looks = job.against == EXACT and job.standard in (OURS, STRICT)
         budget = self.calls.budget()
-        self.options = Options(job.standard, job.kl, frozenset(job.ids), habits=looks, budget=budget)
+        self.options = Options(job.standard, job.kl, frozenset(job.ids), habits=looks, budget=budget,
+                               within=job.within)  # fmt: skip
         said = mindspore_api.note({op.op for op in self.calls.dump.ops})
         self._mint = mindspore_api.installed()
         if said and not job.golden:
@@ -125,8 +135,9 @@ class OpenJob:
 
     def taps(self) -> list[Tap]:
         whole = self.job.against == EXACT and not self.job.ids and not self.job.runs_here
-        stored = [STORED] if whole else []
-        return [*stored, *self.calls.taps(self.job.ops)]
+        stored = [STORED] if whole and not self.job.operations else []
+        taps = self.calls.taps(self.job.ops)
+        return [*stored, *(t for t in taps if not self.job.operations or has_id(t[1], self.job.operations))]
 
     def rows(self, tap: Tap, crashed: Crashes, begins: Begins) -> Rows:
         """The rows of one tap."""
