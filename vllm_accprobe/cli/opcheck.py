@@ -22,7 +22,7 @@ _EXACT, _DEVICE = "float64", "device"
 
 
 def opcheck(
-    dump: Path = typer.Argument(None, metavar="[DUMP]", help="Directory of a dump; none with --op."),
+    dump: Path | None = typer.Argument(None, metavar="[DUMP]", help="Directory of a dump; none with --op."),
     same: Path = ait_words.INPUT,
     table_of: Path = ait_words.TABLE,
     ops: list[str] = ait_words.OPS,

@@ -16,7 +16,7 @@ _LISTED = re.compile(r"\[([\w|]+)\]\.\.\.")
 
 def spread(options: Iterable[Any], arguments: Sequence[str]) -> list[str]:
     """The command line with each further word of such an option behind the option's own name."""
-    known = {}
+    known: dict[str, set[str]] = {}
     for option in options:
         match = _LISTED.fullmatch(getattr(option, "metavar", None) or "")
         known |= {key: set(match[1].split("|")) for key in option.opts} if match else {}
