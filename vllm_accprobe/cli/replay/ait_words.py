@@ -1,7 +1,7 @@
 """What ``ait llm opcheck`` is told, in its own spelling, as what ``accprobe opcheck`` does.
 
 ``-i``, ``-c``, ``-o``, ``-ids 24_1,2_3_5``, ``-opname self,linear``, ``-metric abs kl``, ``-device``, ``-rerun``. Not
-here: options that take several words (common/several.py), which operators are meant (opcheck/atb/chosen.py).
+here: options that take several words (common/told.py), which operators are meant (opcheck/atb/chosen.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ IDS = typer.Option(
     help="Calls by opcheck.csv's column id, e.g. 0.0.57,0.1.3; of ATB, operators: 24_1,2_3_5.",
 )  # fmt: skip
 METRIC = typer.Option(
-    [], "--metric", "--precision-metric", "-metric", metavar="[abs|cos_sim|kl]...",
-    help="Of ATB: more columns of opcheck_result.csv.",
+    [], "--metric", "--precision-metric", "-metric", metavar="WORDS",
+    help="Of ATB, more columns of opcheck_result.csv: abs cos_sim kl.",
 )  # fmt: skip
 DEVICE = typer.Option(None, "--device-id", "-device", metavar="N", help="As ait has it; no card is used.")
 

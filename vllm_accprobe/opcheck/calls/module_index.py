@@ -21,7 +21,7 @@ from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Record
 from vllm_accprobe.formats.atb import AtbDump
 from vllm_accprobe.opcheck.calls.parameters import ModuleParameters
 from vllm_accprobe.opcheck.calls.weights import model_config
-from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference import BACKWARD, Call
 
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
@@ -80,8 +80,9 @@ class ModuleIndex:
         return self.by_tap.get((rank, tap), {}).get((step, n), {})
 
     def cls_of(self, rank: int, tap: str) -> str:
-        """The class of a tap that was called."""
-        return next(iter(next(iter(self.by_tap[rank, tap].values())).values())).cls
+        """The class of a tap that was called; of a backward run with ``backward.`` before it."""
+        cls = next(iter(next(iter(self.by_tap[rank, tap].values())).values())).cls
+        return BACKWARD + cls if tap.startswith(BACKWARD) else cls
 
     def read(self, record: Record) -> Any:
         return to_torch(self.dump.read(record), record.dtype)
