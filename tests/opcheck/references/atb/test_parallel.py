@@ -97,7 +97,7 @@ def status(root: Path, made: Made) -> dict[tuple[int, str], str]:
     return {(r.rank, r.role): r.status for r in rows_of(root)}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("name", CASES)
 def test_over_ranks(tmp_path: Path, name: str, seed: int) -> None:
     made = CASES[name](np.random.default_rng([seed, len(name)]))
