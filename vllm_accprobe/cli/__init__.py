@@ -22,6 +22,8 @@ COMMANDS = (
     "compare", "opcheck", "gentest", "opdiff", "calibrate", "summary", "show", "convert", "repair",
     "doctor", "labels", "run", "errcheck", "formats", "patches", "send", "gate", "bisect", "arm",
 )  # fmt: skip
+GROUPS = ("online",)
+"""Commands with commands of their own."""
 STARTERS = ("run", "errcheck", "bisect")
 """Commands that start one: what follows its first word, options too, belongs to it, with or without ``--``."""
 TRACEBACK = "ACCPROBE_TRACEBACK"
@@ -44,6 +46,8 @@ def build() -> typer.Typer:
         app.command(name, cls=Command, context_settings=settings)(
             getattr(importlib.import_module(f"{__name__}.{name}"), name)
         )
+    for name in GROUPS:
+        app.add_typer(getattr(importlib.import_module(f"{__name__}.{name}"), name), name=name)
     return app
 
 
