@@ -12,7 +12,7 @@ import typer
 from vllm_accprobe.cli.common import here
 from vllm_accprobe.cli.common import precheck_options as msprobe
 from vllm_accprobe.cli.common.declared import ATTRIBUTES, WEIGHTS
-from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, require_directory, say_notes
+from vllm_accprobe.cli.common.options import CommandError, NothingThere, require_directory, say_notes
 from vllm_accprobe.cli.replay import ait_words
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def opcheck(
     files = precheck_files.of(check, standard, job.dump)
     files.begin(out)
     dump = dump or Path(op)
-    bar = _Bar()
+    bar = here.LaterBar()
     try:
         resume, processes = resume or check.resumed, splits or processes
         found = run(job, out, processes=processes, resume=resume, plan=bar.start, done=bar.one)
@@ -103,7 +103,8 @@ def opcheck(
     finally:
         bar.end()
     say_notes(check.notes)
-    conclude(found, dump, job, out, standard, bool(ops or ids), verbose, files.write)
+    conclude(found, dump, job, out, standard, bool(ops or ids), verbose,
+             lambda out: [*ait_words.write_table(ait, out), *files.write(out)])  # fmt: skip
 
 
 def conclude(
@@ -131,7 +132,6 @@ def conclude(
     for line in table.lines(checked, totals, most=None if verbose else 10, machine=machine):
         typer.echo(line)
     written = [out / "opcheck.csv", out / "result.csv"]
-    written += ait_words.write_table(ait, out)
     if machine.habits:
         written.append(out / profile.NAME)
         told = profile.Profile(machine.habits, profile.host_of(_run_json(dump)), machine.units)
@@ -238,22 +238,6 @@ def _attributes(texts: list[str]) -> tuple[str, ...]:
     except ValueError as why:
         raise CommandError(f"--attribute: {why}") from None
     return tuple(texts)
-
-
-class _Bar:
-    """A progress bar that learns its length later."""
-
-    def __init__(self) -> None:
-        from contextlib import ExitStack
-
-        self._stack = ExitStack()
-        self.one = lambda: None
-
-    def start(self, taps: int) -> None:
-        self.one = self._stack.enter_context(progress("opcheck", taps))
-
-    def end(self) -> None:
-        self._stack.close()
 
 
 def ids_of(text: str) -> frozenset[str]:
