@@ -51,16 +51,16 @@ def write_call(
     made: MadeCall,
     number: int = 0,
     *,
-    device: int = 0,
+    process: str = "0_7",
     token: int = 0,
     above: str = "",
     after: bool = False,
 ) -> Path:
     """Writes a call into a dump; after: inputs as they are behind it, as ``-time 1`` keeps them. Gives its folder."""
-    where = root / f"tensors/{device}_7/{token}" / above / f"{number}_{made.kind}"
+    where = root / f"tensors/{process}/{token}" / above / f"{number}_{made.kind}"
     for k, t in enumerate(made.inputs):
         write_bin(where / ("after" if after else "before") / f"intensor{k}.bin", made.inplace.get(k, t) if after else t)
-    for k, t in {} if after else made.inplace.items():  # type: ignore[union-attr]
+    for k, t in made.inplace.items():
         write_bin(where / f"after/intensor{k}.bin", t)
     for k, t in enumerate(made.outputs):
         write_bin(where / f"after/outtensor{k}.bin", t)

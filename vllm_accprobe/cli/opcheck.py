@@ -11,8 +11,9 @@ import typer
 
 from vllm_accprobe.cli.common import here
 from vllm_accprobe.cli.common import precheck_options as msprobe
-from vllm_accprobe.cli.common.declared import ATTRIBUTES, IDS, OPS, WEIGHTS
-from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, require_directory, say_notes
+from vllm_accprobe.cli.common.declared import ATTRIBUTES, WEIGHTS
+from vllm_accprobe.cli.common.options import CommandError, NothingThere, require_directory, say_notes
+from vllm_accprobe.cli.replay import ait_words
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
@@ -24,8 +25,12 @@ _EXACT, _DEVICE = "float64", "device"
 
 def opcheck(
     dump: Path = typer.Argument(None, metavar="[DUMP]", help="A dump, its directory or dump.json; none with --op."),
-    ops: list[str] = OPS,
-    ids: str = IDS,
+    same: Path = ait_words.INPUT,
+    table_of: Path = ait_words.TABLE,
+    ops: list[str] = ait_words.OPS,
+    ids: str = ait_words.IDS,
+    metric: list[str] = ait_words.METRIC,
+    card: int = ait_words.DEVICE,
     model: Path = WEIGHTS,
     standard: str = typer.Option(
         None, "--standard", metavar="NAME", help="Limits: {standards}; operator where msprobe's are not asked for."
@@ -33,7 +38,9 @@ def opcheck(
     against: str = typer.Option(
         _EXACT, "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
     ),
-    rerun: bool = typer.Option(False, "--rerun", help="Against vLLM's native code, or torch's, run here and now."),
+    rerun: bool = typer.Option(
+        False, "--rerun", "--atb-rerun", "-rerun", help="Against vLLM's native code, or torch's, run here and now."
+    ),
     backward: bool = typer.Option(False, "--backward", help="Gradients of the operators, too, against autograd's."),
     attributes: list[str] = ATTRIBUTES,
     kl: bool = typer.Option(False, "--kl", help="Measure the KL divergence of each output, too."),
@@ -57,18 +64,20 @@ def opcheck(
     save_error: bool = msprobe.SAVE,
     jit: bool = msprobe.JIT,
     out: Path = typer.Option(
-        Path("accprobe-opcheck"), "--out", "-o", "--out_path", metavar="DIR", help="Where opcheck.csv and others go."
+        Path("accprobe-opcheck"), "--out", "--output", "-o", "--out_path", metavar="DIR", help="Where opcheck.csv goes."
     ),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show all modules that fail."),
 ) -> None:
     """Run captured calls again against references: which operator is wrong for its own inputs?
 
     Prints the wrong modules first, in the order of execution, then every class and all that was not checked, and writes
-    opcheck.csv (a row per output) and result.csv (a row per module or operator). Needs torch. With --repeat and --rows
-    this machine's own kernels are run instead: are they steady, and does a row's result depend on its batch?
+    opcheck.csv (a row per output) and result.csv (a row per module or operator); of ATB, whose tools' options are taken
+    too, opcheck_result.csv. Needs torch. With --repeat and --rows this machine's own kernels are run instead: are they
+    steady, and does a row's result depend on its batch?
     Exit code 0: pass, 1: an operator is wrong, 2: unreadable input, 3: nothing could be checked.
     """
-    check = msprobe.asked(dump, api_info, config, once, device, csv_path, save_error, jit)
+    ait = ait_words.read(dump, same, table_of, ops, ids, metric, card, rerun)
+    check = msprobe.asked(ait.dump, api_info, config, once, device, csv_path, save_error, jit)
     dump, out, save = cast(Path, check.dump), check.out or out, cast(Path, save or check.save)
     standard = standard or _default_standard(check)
     asked = here.runs_of(repeat, rows, op), here.named_of(op, shapes, dtype, more)
@@ -77,14 +86,15 @@ def opcheck(
     from vllm_accprobe.opcheck.run.unavailable import Unavailable
     from vllm_accprobe.opcheck.run.whole import RunError, run
 
-    job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save, asked, load)
-    job = replace(job, attributes=_attributes(attributes))
+    kl = kl or ait.kl
+    job = _job(dump, model, list(ait.ops), ait.calls, standard, against, rerun, backward, kl, seed, save, asked, load)
+    job = replace(job, attributes=_attributes(attributes), **ait.job())
     job = _as_msprobe_asks(job, check)
     check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
     files = precheck_files.of(check, standard, job.dump)
     files.begin(out)
     dump = dump or Path(op)
-    bar = _Bar()
+    bar = here.LaterBar()
     try:
         resume, processes = resume or check.resumed, splits or processes
         found = run(job, out, processes=processes, resume=resume, plan=bar.start, done=bar.one)
@@ -93,7 +103,8 @@ def opcheck(
     finally:
         bar.end()
     say_notes(check.notes)
-    conclude(found, dump, job, out, standard, bool(ops or ids), verbose, files.write)
+    conclude(found, dump, job, out, standard, bool(ops or ids), verbose,
+             lambda out: [*ait_words.write_table(ait, out), *files.write(out)])  # fmt: skip
 
 
 def conclude(
@@ -157,6 +168,7 @@ def _as_msprobe_asks(job: Job, check: msprobe.Precheck) -> Job:
 def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.judge import profile
+    from vllm_accprobe.opcheck.atb import op_csv
     from vllm_accprobe.opcheck.repeat import told
     from vllm_accprobe.opcheck.run import table
     from vllm_accprobe.opcheck.run import whole as run
@@ -164,6 +176,7 @@ def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     rows = outputs.csv_with(*table.COLUMNS[:9])
     ours = {
         run.DONE: rows, run.PART: rows, "result.csv": outputs.csv_with(*table.RESULT),
+        op_csv.FILE: outputs.csv_with(*op_csv.FIRST),
         **dict.fromkeys((told.REPEAT_FILES[0], told.ROWS_FILES[0]), outputs.SCHEMA_AND_VERDICT),
         **dict.fromkeys((told.REPEAT_FILES[1], told.ROWS_FILES[1]), outputs.matching("<title>opcheck: ")),
         run.SETTINGS: outputs.matching(r"\A\{\"job\":"), profile.NAME: outputs.matching(profile.OURS),
@@ -225,22 +238,6 @@ def _attributes(texts: list[str]) -> tuple[str, ...]:
     except ValueError as why:
         raise CommandError(f"--attribute: {why}") from None
     return tuple(texts)
-
-
-class _Bar:
-    """A progress bar that learns its length later."""
-
-    def __init__(self) -> None:
-        from contextlib import ExitStack
-
-        self._stack = ExitStack()
-        self.one = lambda: None
-
-    def start(self, taps: int) -> None:
-        self.one = self._stack.enter_context(progress("opcheck", taps))
-
-    def end(self) -> None:
-        self._stack.close()
 
 
 def ids_of(text: str) -> frozenset[str]:

@@ -63,6 +63,8 @@ class AtbDump(ForeignDump):
         """``param``: what the operator was created with, where something tells it; ``kept_after``: the inputs that
         were kept behind the operator only."""
         param = self.parameters.of(rank, step, tap)
+        for sentence in self.parameters.problems:
+            self.problem(sentence)
         held = self.operands.get((rank, step, tap), {})
         after = [str(k) for k, r in held.items() if r.role.startswith("inplace.")]
         return ({} if param is None else {"param": param}) | ({"kept_after": after} if after else {})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli.common.options import CommandError, NothingThere
+from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.run.result_row import Checked
@@ -109,3 +109,19 @@ def check_here(
         raise CommandError("--repeat, --rows and --op know --standard operator and strict, where any difference fails")
     if named and dump is not None:
         raise CommandError("--op takes no DUMP: its inputs are drawn")
+
+
+class LaterBar:
+    """A progress bar that learns its length later."""
+
+    def __init__(self) -> None:
+        from contextlib import ExitStack
+
+        self._stack = ExitStack()
+        self.one = lambda: None
+
+    def start(self, taps: int) -> None:
+        self.one = self._stack.enter_context(progress("opcheck", taps))
+
+    def end(self) -> None:
+        self._stack.close()

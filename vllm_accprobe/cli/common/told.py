@@ -52,6 +52,7 @@ SEVERAL: dict[str, dict[str, frozenset[str]]] = {
     "labels": {
         "--type": frozenset(("model", "layer", "op", "kernel", "tensor", "cpu_profiling", "onnx", "stats")),
     },
+    "opcheck": dict.fromkeys(("--metric", "--precision-metric", "-metric"), frozenset(("abs", "cos_sim", "kl"))),
 }
 """command → option that takes several words → these words."""
 _IDS = ("-ids", "--save-operation-ids", "--atb-ids")

@@ -95,15 +95,15 @@ class ModuleIndex:
         module = self.modules.get(rank, {}).get(tap)
         parent = self.modules.get(rank, {}).get(tap.rpartition(".")[0])
         given = {r.removeprefix("input."): x for r, x in records.items() if r.startswith("input.")}
-        attrs = dict(module.attrs) if module else {}
+        attrs, of_atb = dict(module.attrs) if module else {}, isinstance(self.dump, AtbDump)
         if isinstance(self.dump, AtbDump) and (step := next((r.step for r in records.values()), None)) is not None:
-            given |= self.dump.call_inputs(rank, step, tap)
+            given |= self.dump.call_inputs(rank, step, tap)  # weights among them
             attrs |= self.dump.call_attributes(rank, step, tap)
         return Call(
             name=tap,
             cls=cls,
             inputs={name: read(x) for name, x in given.items()},
-            params=self.parameters.of(rank, tap),
+            params={} if of_atb else self.parameters.of(rank, tap),
             attrs=attrs,
             parent=dict(parent.attrs) if parent else {},
             config=self._config(tap),

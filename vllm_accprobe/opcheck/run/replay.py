@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import Record
+from vllm_accprobe.opcheck.atb import op_csv
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.floors.attention_causes import cause
@@ -40,7 +41,7 @@ class Options:
     """standard: whose limits decide, OURS, STRICT or one of standards/; kl: measure the KL divergence too; ids: only
     these calls, as ``rank.step.seq`` of one of their records, all if empty; measured: with all of measures.py, which
     other standards need; habits: look at how outputs were computed, which takes references that round nothing; budget:
-    how likely an honest output may fail (chance.py)."""
+    how likely an honest output may fail (chance.py); within: count what is within ait's absolute tolerance, too."""
 
     standard: str = OURS
     kl: bool = False
@@ -48,6 +49,7 @@ class Options:
     measured: bool = True
     habits: bool = True
     budget: Budget = BUDGET
+    within: bool = False
 
     def wants(self, c: Captured) -> bool:
         return not self.ids or any(id_of(c.rank, c.step, r.seq) in self.ids for r in c.records.values())
@@ -156,7 +158,9 @@ def _checked(
         row = replace(row, message=f"{row.message}; {why}" if why else row.message)
     if pools is not None:
         pools.add(row, v)
-    return row if options.standard in (OURS, STRICT) else by_standard(row, options.standard)
+    row = row if options.standard in (OURS, STRICT) else by_standard(row, options.standard)
+    share = op_csv.abs_share(reference, mine, dtype) if options.within else None
+    return row if share is None else replace(row, algorithm=f"{row.algorithm} {op_csv.WITHIN}{share:.12g}".strip())
 
 
 def by_standard(row: Checked, standard: str) -> Checked:

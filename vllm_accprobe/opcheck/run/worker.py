@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.children import ONE_THREAD
+from vllm_accprobe.opcheck.atb.chosen import has_id
 from vllm_accprobe.opcheck.run.unavailable import Unavailable
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.run.result_row import Checked
 
 EXACT, DEVICE, GOLDEN, AGAIN = "float64", "device", "golden", "rerun"
-_LATER = ("repeat", "batch", "named", "load", "attributes", "devices", "white", "black", "once", "jit")
+_LATER = ("repeat", "batch", "named", "load", "attributes", "devices", "white", "black", "once", "jit",
+          "operations", "op_csv", "within")  # fmt: skip
 """Fields that Job got later; empty ones are left out of its JSON, so that what was begun before them goes on."""
 
 
@@ -35,7 +37,9 @@ class Job:
     sizes of batches (by_rows.py); named: an operator named by hand (named.py), as JSON, in place of a dump; load:
     modules to import first; attributes: of modules, that were not recorded (untold.py). devices: what is checked is
     what the operators give here, on these; white, black: API names (precheck/chosen_apis.py); once: calls that differ
-    in values alone are checked once; jit: an NPU compiles its operators."""
+    in values alone are checked once; jit: an NPU compiles its operators. Of ATB's dumps: operations: only
+    these, as ``24_1`` (atb/chosen.py); op_csv: the table of operators; within: the share of elements within ait's
+    tolerance, absolute (atb/op_csv.py)."""
 
     dump: str
     model: str = ""
@@ -58,6 +62,9 @@ class Job:
     black: tuple[str, ...] = ()
     once: bool = False
     jit: bool = False
+    operations: tuple[str, ...] = ()
+    op_csv: str = ""
+    within: bool = False
 
     @property
     def runs_here(self) -> bool:
@@ -74,7 +81,7 @@ class Job:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Job:
-        lists = ("ops", "ids", "batch", "load", "attributes", "devices", "white", "black")
+        lists = ("ops", "ids", "batch", "load", "attributes", "devices", "white", "black", "operations")
         return cls(**{**tree, **{k: tuple(tree[k]) for k in lists if k in tree}})
 
 
@@ -91,6 +98,7 @@ class OpenJob:
 
     def __init__(self, job: Job):
         from vllm_accprobe.formats import open_dump
+        from vllm_accprobe.formats.atb import AtbDump
         from vllm_accprobe.opcheck.calls.attributes import untold
         from vllm_accprobe.opcheck.calls.records import Calls
         from vllm_accprobe.opcheck.references import mindspore_api
@@ -112,11 +120,14 @@ class OpenJob:
 
             self.calls = NamedCalls(NamedOperator.from_json(job.named), job.seed)
         else:
-            model = Path(job.model) if job.model else None
-            self.calls = Calls(open_dump(Path(job.dump)), model, untold.parsed(job.attributes))
+            model, dump = Path(job.model) if job.model else None, open_dump(Path(job.dump))
+            if job.op_csv and isinstance(dump, AtbDump) and not dump.parameters.add_table(Path(job.op_csv)):
+                dump.problem(f"{job.op_csv}: no operator was found in it")
+            self.calls = Calls(dump, model, untold.parsed(job.attributes))
         looks = job.against == EXACT and job.standard in (OURS, STRICT)
         budget = self.calls.budget()
-        self.options = Options(job.standard, job.kl, frozenset(job.ids), habits=looks, budget=budget)
+        self.options = Options(job.standard, job.kl, frozenset(job.ids), habits=looks, budget=budget,
+                               within=job.within)  # fmt: skip
         said = mindspore_api.note({op.op for op in self.calls.dump.ops})
         self._mint = mindspore_api.installed()
         if said and not job.golden:
@@ -149,8 +160,9 @@ class OpenJob:
 
     def taps(self) -> list[Tap]:
         whole = self.job.against == EXACT and not self.job.ids and not self.job.runs_here
-        stored = [STORED] if whole else []
-        return [*stored, *self.calls.taps(self.job.ops)]
+        stored = [STORED] if whole and not self.job.operations else []
+        taps = self.calls.taps(self.job.ops)
+        return [*stored, *(t for t in taps if not self.job.operations or has_id(t[1], self.job.operations))]
 
     def rows(self, tap: Tap, crashed: Crashes, begins: Begins) -> Rows:
         """The rows of one tap."""

@@ -43,7 +43,7 @@ def made(rng: np.random.Generator, parts: int, d: int, dtype: torch.dtype, four:
     )
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("parts", "d", "four"), [(2, 16, False), (4, 16, False), (8, 8, False), (8, 8, True)])
 def test_rope(tmp_path: Path, parts: int, d: int, four: bool, dtype: torch.dtype, seed: int) -> None:

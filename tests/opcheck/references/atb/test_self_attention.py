@@ -139,7 +139,7 @@ CASES: dict[str, Make] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("name", CASES)
 def test_attention(tmp_path: Path, name: str, seed: int) -> None:
     holds(tmp_path, CASES[name](np.random.default_rng([seed, len(name)])))

@@ -79,6 +79,7 @@ def paged_attention(o: Operands) -> Outputs:
         keys, values = _dequantised(keys, k_scale, *k_off or [None]), _dequantised(values, v_scale, *v_off or [None])
     many = o.param("calcType", 0) == 1
     own = lengths(o.tensor(next(rest)), len(q)) if many else [1] * min(len(counts), len(q))
+    o.exactly(next(rest))
     if len(own) > len(counts) or len(table) < len(own):
         raise Declined("as many lengths and rows of the block table as requests were expected")
     return {"output.0": _over_blocks(o, q, (keys, values), table, counts, own, mask, _MASKS[kind], status)}
@@ -104,7 +105,7 @@ def _over_blocks(
     return out.expected(o.output(), heads)
 
 
-@operator("ReshapeAndCacheOperation", "ReshapeAndCacheWithStrideOperation")
+@operator("ReshapeAndCacheOperation")
 def reshape_and_cache(o: Operands) -> Outputs:
     alone, kind = o.param("kvCacheCfg", 0) == 1, o.param("compressType", 0)
     pairs = [(0, 1)] if alone else [(0, 2), (1, 3)]

@@ -110,6 +110,10 @@ def linear(o: Operands) -> Outputs:
     out_type = o.param("outDataType", UNDEFINED)
     bias, accum = o.param("hasBias", True), o.param("enAccum", False)
     x, weight = matrices(o, o.param("transposeA", False), o.param("transposeB", True))
+    token_scales = o.param("quantMode", 0) == _PER_TOKEN
+    o.exactly(2 + (bias or accum) + (0 if out_type == UNDEFINED else 1 + token_scales))
+    if out_type == UNDEFINED and not (x.is_floating_point() and weight.is_floating_point()):
+        raise Declined("codes without an outDataType have no reference")
     if o.param("matmulType", 0) == _EINSTEIN:
         if x.dim() != 3:
             raise Declined("an einstein sum of another form than m b k")
@@ -130,7 +134,9 @@ def linear(o: Operands) -> Outputs:
     else:
         if out_type not in ACL:
             raise Declined(f"outDataType {out_type} is none that is known here")
-        token = o.tensor(3) if o.param("quantMode", 0) == _PER_TOKEN else None
+        if bias and token_scales:
+            raise Declined("a bias beside scales of tokens has no reference")
+        token = o.tensor(3) if token_scales else None
         scale = o.tensor(3 if bias else 2)
         y = dequantised(o, x, weight, o.tensor(2) if bias else None, scale, token)
     return {"output.0": _fitted(y, o.output())}

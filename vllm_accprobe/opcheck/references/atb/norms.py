@@ -69,7 +69,7 @@ def _rounding(o: Operands) -> float:
     return unit_of(o.tensor(0))
 
 
-@operator("RmsNormOperation", "RmsNormWithStrideOperation")
+@operator("RmsNormOperation")
 def rms(o: Operands) -> Outputs:
     kind, p = _kind(o)
     quant, unit, eps = p.param("quantType", 0), _rounding(o), _epsilon(p)
@@ -173,7 +173,7 @@ def _layer(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, unit: flo
     return Expected(value, ROUNDED * unit * scaled.abs(), bound=bound)
 
 
-@operator("LayerNormOperation", "LayerNormWithStrideOperation")
+@operator("LayerNormOperation")
 def layer(o: Operands) -> Outputs:
     kind, p = _kind(o)
     quant, unit, eps, x = p.param("quantType", 0), _rounding(o), p.param("epsilon", 1e-5), o.wide(0)

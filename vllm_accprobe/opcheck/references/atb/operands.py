@@ -27,6 +27,24 @@ ACL = {
 }  # fmt: skip
 """aclDataType; -1 stands for none."""
 UNDEFINED = -1
+_NAMES = """
+activationType allReduceType asymmetric axes axis backend batch batchDims batchRunStatusEnable beginNormAxis
+beginParamsAxis cacheType calcType clampMax clampMin clampType commDomain commMode compressType concatDim
+cosFormat cumSumInt64 cumSumNum depth deviceExpert dim dynamicQuantType elewiseType enAccum enableExpertMapping
+ends epSize epsilon exclusive faUpdateType geluMode groupMultiFlag groupNum groupTopk hasBias hasQuantOffset
+hasResidual hcclComm headNum indexType inputLayout inputOffset inputScale isNorm isTriuMask k keepIntermediate
+kernelType kvCacheCfg kvHeadNum kvcacheCfg layerNormEps layerType lda ldb ldc local_expert_nums logProbsSize m
+maskType matmulType maxSeqLen mlaVHeadSize modelType mulsParam multiples n normParam num numSamples offset offsets
+opMode outCrops outDataType outDim outTensorType perm postNormParam preNormParam precisionMode qScale qSeqLen
+qkScale quantGroupSize quantMode quantParam quantType randSeed randSeeds rank rankRoot rankSize rankTableFile
+reduceType reduction reverse rotaryCoeff rstd scale scaleType seqLen size sp splitDim splitNum splitSizes starts
+stride strideA strideB strideC strides tilingK tilingN topk topkExpertNum topkToppSamplingType tpSize transWeight
+transdataType transposeA transposeB type value varAttr windowSize withMask zoomScaleValue activationFuncType
+linearType rmsNormEps transA transB
+"""
+KNOWN = frozenset(_NAMES.split())
+"""Parameters that are known here, and the few of ATB before 2.0 that are. Another one that is set makes another
+operator of it: one of a newer or an older release, which nothing here was held against."""
 
 
 class Operands:
@@ -37,6 +55,7 @@ class Operands:
         found = call.attrs.get("param")
         self._known = isinstance(found, Mapping)
         self._param: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+        _only_known(self._param)
 
     def __len__(self) -> int:
         """How many inputs there are, gaps counted."""
@@ -109,11 +128,24 @@ class Operands:
             raise Declined(f"parameter {name} is no list of numbers")
         return found
 
+    def exactly(self, count: int) -> None:
+        """Raises Declined where there are more inputs than the parameters ask for: one of them is not told."""
+        if len(self) > count:
+            raise Declined(f"{len(self)} inputs, where its parameters ask for {count}")
+
     def fits(self, size: int) -> None:
         """Raises Declined where ``size`` elements, which a parameter asks for, are not those of output 0: a number of a
         dump must not be what decides how much memory is taken."""
         if size != self.output().numel():
             raise Declined("its parameters do not fit the output that was captured")
+
+
+def _only_known(param: Mapping[str, Any], depth: int = 0) -> None:
+    for name, value in param.items():
+        if isinstance(value, Mapping) and depth < 4:
+            _only_known(value, depth + 1)
+        elif value and name not in KNOWN:
+            raise Declined(f"parameter {name[:40]} is not known here")
 
 
 def operator(*names: str, by_rows: bool = False) -> Callable[[Callable[[Operands], Outputs]], Reference]:

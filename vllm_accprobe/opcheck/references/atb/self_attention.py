@@ -173,6 +173,7 @@ def _pa_encoder(o: Operands) -> Expected:
     kind = _mask_kind(o, at)
     mask = o.tensor(at) if kind != masks.NONE else None
     given = o.tensor(at + (kind != masks.NONE))
+    o.exactly(at + (kind != masks.NONE) + 1)
     # [2, batch]: of queries and of keys
     pair = given.dim() == 2 and len(given) == 2
     own, theirs = (lengths(given[j], len(t)) for j, t in enumerate((q, k))) if pair else (lengths(given, len(q)),) * 2
@@ -225,6 +226,7 @@ def _with_cache(o: Operands, calc: int) -> Outputs:
     at += 2 + masked
     offsets, q = [int(n) for n in o.tensor(at).reshape(-1)], _split(o.tensor(0), heads)
     own, layer = lengths(o.tensor(at + 1), len(q)), int(o.tensor(at + 2).reshape(-1)[0])
+    o.exactly(at + 3 + o.param("batchRunStatusEnable", False))
     if len(offsets) != len(own):
         raise Declined("as many lengths with the past as without were expected")
     active = [True] * len(own)
