@@ -20,6 +20,7 @@ __all__ = ["close", "gen_id", "set_label", "set_task_id"]
 _OFF = ("0", "false", "no", "off")
 _tasks = itertools.count()
 _plain: Any = None
+_implied = False
 
 
 def set_task_id() -> None:
@@ -29,16 +30,17 @@ def set_task_id() -> None:
     `Probe`, labels count from the first call on: the first of them opens a dump, in ``VLLM_ACCPROBE_DIR`` or
     ./accprobe/<UTC time>, in which each task is a step. Does nothing with ``VLLM_ACCPROBE=0``.
     """
-    global _plain
+    global _plain, _implied
     if os.environ.get("VLLM_ACCPROBE", "").strip().lower() in _OFF:
         return
+    implied, _implied = _implied, False
     os.environ[TASK_ENV] = f"{os.getpid()}_{next(_tasks)}"
     # The front end of a vLLM with the probe computes no model: its workers' labels are in the engine's dump.
     if not taken() and _plain is None and not os.environ.get("VLLM_ACCPROBE_RUN_ID"):
         from vllm_accprobe.capture.labels.plain_script import PlainLabels
 
         _plain = PlainLabels()
-    if _plain is not None:
+    if _plain is not None and not (implied and not _plain.opened):
         _plain.begin_task()
 
 
@@ -48,3 +50,8 @@ def close() -> None:
     plain, _plain = _plain, None
     if plain is not None:
         plain.close()
+
+
+if os.environ.get("ACCPROBE_LABELS") == "1":  # `accprobe labels --exec`: a script need not begin a task
+    set_task_id()
+    _implied = True

@@ -46,6 +46,15 @@ def test_fail_is_1_and_the_culprit_stands_first(dumps, tmp_path, capsys):
     assert list(rows[0])[:3] == ["golden", "mine", "step"]
 
 
+def test_the_spelling_of_ait(dumps, tmp_path, capsys):
+    words = ["-gp", dumps / "golden", "--my-path", dumps / "wrong", "--output", tmp_path / "out", "-l", "error"]
+    assert run(*words) == 1
+    assert "coverage:" not in capsys.readouterr().out
+    assert (tmp_path / "out" / "compare.csv").exists()
+    assert run(dumps / "golden", "-gp", dumps / "golden", "-mp", dumps / "same") == 2
+    assert "GOLDEN is given twice" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("mine", "options", "code", "line"),
     [
@@ -54,6 +63,10 @@ def test_fail_is_1_and_the_culprit_stands_first(dumps, tmp_path, capsys):
         ("other", [], 3, "different prompt tokens"),
         ("same", ["--taps", "nothing*"], 3, "no tap of one dump has a partner"),
         ("same", ["--nonsense"], 2, "--nonsense"),
+        ("same", ["-cl", "layer"], 2, "-cl: every level is compared at once"),
+        ("same", ["--soc-version", "Ascend910B"], 2, "--soc-version: no chip is asked for"),
+        ("same", ["--dtype", "fp16"], 2, "--dtype: dtypes are read from the files"),
+        ("same", ["-l", "loud"], 2, "--log-level loud: known are"),
         ("same", ["--false-alarm-rate", "0"], 2, "is a probability above 0 and below 1, not 0.0"),
         ("same", ["--false-alarm-rate", "1"], 2, "is a probability above 0 and below 1, not 1.0"),
         ("same", ["--false-alarm-rate", "-1"], 2, "is a probability above 0 and below 1, not -1.0"),

@@ -154,3 +154,15 @@ def test_fx_against_ge_without_its_graph(pair: Path, tmp_path: Path) -> None:
 
     with pytest.raises(NothingCompared):
         compare(pair / "fx_golden", tmp_path)
+
+
+def test_fx_of_releases_with_ranks(tmp_path: Path) -> None:
+    """torch_npu 2.13: ranks' folders, executions from 0, a list's tensors each in a file."""
+    where = tmp_path / "worldsize1_global_rank0/gm_20261123133550457755_dump"
+    for step in (1, 2):
+        (where / str(step)).mkdir(parents=True)
+        for name in ("INPUT.0.0", "INPUT.0.1", "OUTPUT.0"):
+            np.save(where / str(step) / f"cat-aten.cat.default.{name}.2026112313355045775{step}.npy", np.ones(2, "f4"))
+    for named in (tmp_path, where, where.parent):
+        found = [(r.step, r.role) for r in open_dump(named).records]
+        assert found == [(n, role) for n in (1, 2) for role in ("input.0.0", "input.0.1", "output.0")]

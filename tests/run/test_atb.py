@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from vllm_accprobe.config import ConfigError
-from vllm_accprobe.run.atb import AtbOptions, collect, preload
+from vllm_accprobe.run.atb import AtbOptions, collect, options_of, preload
 
 
-def test_the_defaults(tmp_path: Path) -> None:
+def test_the_defaults_of_the_document(tmp_path: Path) -> None:
     found = AtbOptions().variables(tmp_path / "atb")
     assert found.pop("ATB_CUR_PID") == str(os.getpid())
     assert found == {
         "ATB_SAVE_TENSOR": "1",
-        "ATB_SAVE_TENSOR_IN_BEFORE_OUT_AFTER": "1",
+        "ATB_SAVE_TENSOR_IN_BEFORE_OUT_AFTER": "0",
         "ATB_SAVE_TENSOR_TIME": "1",
         "ATB_SAVE_TENSOR_RANGE": "0,0",
         "ATB_SAVE_TENSOR_START": "0",
@@ -25,7 +25,7 @@ def test_the_defaults(tmp_path: Path) -> None:
         "ATB_SAVE_CHILD": "1",
         "ATB_SAVE_TILING": "0",
         "ATB_SAVE_CPU_PROFILING": "0",
-        "ATB_DUMP_TYPE": "tensor|model",
+        "ATB_DUMP_TYPE": "tensor",
         "ATB_OUTPUT_DIR": f"{tmp_path}/atb/",
         "ACLTRANSFORMER_SAVE_TENSOR": "1",
         "ACLTRANSFORMER_SAVE_TENSOR_MAX": "1",
@@ -61,7 +61,8 @@ def test_the_seeds_example() -> None:
         ({"ranges": "3,1"}, "--atb-range=3,1"),
         ({"time": 4}, "--atb-time=4"),
         ({"part": 3}, "--atb-part=3"),
-        ({"types": "onnx"}, "--atb-type=onnx"),
+        ({"types": "onnx"}, "--atb-type=onnx: onnx draws what model or layer writes"),
+        ({"types": "tensor,picture"}, "--atb-type=picture: known are model, layer, op"),
     ],
 )
 def test_bad_values(bad: dict[str, object], line: str) -> None:
@@ -128,3 +129,23 @@ def test_an_empty_directory_does_not_stay(tmp_path: Path) -> None:
     (tmp_path / "d" / "atb").mkdir(parents=True)
     assert collect(tmp_path / "d", {}, since=0) == (0, 0)
     assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_onnx_is_ours_and_not_the_library_s() -> None:
+    options = AtbOptions(types="model, onnx,tensor")
+    assert options.draws
+    assert options.variables(Path("/x"))["ATB_DUMP_TYPE"] == "model|tensor"
+    assert not AtbOptions(types="model").draws
+
+
+def test_the_ancestor_s_variables_are_taken() -> None:
+    environ = {"ACLTRANSFORMER_SAVE_TENSOR_MAX": "2", "ACLTRANSFORMER_SAVE_TENSOR_RUNNER": "SelfAttentionRunner"}
+    found, notes = options_of({"ranges": None, "time": 0}, environ)
+    assert (found.ranges, found.names, found.time) == ("0,1", "SelfAttentionRunner", 0)
+    assert notes == [
+        "ACLTRANSFORMER_SAVE_TENSOR_MAX=2 is taken as --atb-range 0,1",
+        "ACLTRANSFORMER_SAVE_TENSOR_RUNNER=SelfAttentionRunner is taken as --atb-op SelfAttentionRunner",
+    ]
+    assert options_of({"ranges": "3,5", "names": "self"}, environ) == (AtbOptions("", "3,5", "self"), [])
+    with pytest.raises(ConfigError, match="_MAX=x: write how many"):
+        options_of({}, {"ACLTRANSFORMER_SAVE_TENSOR_MAX": "x"})

@@ -22,6 +22,7 @@ def compare(
     out: Path = typer.Option(
         None,
         "--out",
+        "--output",
         "-o",
         metavar="DIR",
         help="Where compare.csv, .json and .html go: accprobe-report, or where --rejudge reads.",
@@ -29,6 +30,7 @@ def compare(
     op_mapping_file: Path = typer.Option(
         None,
         "--op-mapping-file",
+        "-mf",
         metavar="FILE",
         help="YAML or JSON: which place of mine is which of golden, see docs/mapping.md.",
     ),
@@ -67,6 +69,9 @@ def compare(
         None, "--rejudge", metavar="DIR", help="Judge a saved comparison (an --out) again, without dumps."
     ),
     form: Format = FORMAT,
+    golden_path: Path = typer.Option(None, "--golden-path", "-gp", metavar="GOLDEN", help="As GOLDEN (ait, msit)."),
+    my_path: Path = typer.Option(None, "--my-path", "-mp", metavar="MINE", help="As MINE (ait, msit)."),
+    log_level: str = typer.Option(None, "--log-level", "-l", metavar="LEVEL", help="warning and above: as --quiet."),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="On the terminal, only the verdict and its notes."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="On the terminal, leave nothing out."),
 ) -> None:
@@ -83,8 +88,13 @@ def compare(
     # has gone costs a tenth of the time that a pair of equal dumps takes.
     gc.set_threshold(100_000, 50, 50)
     from vllm_accprobe.cli.common import xray_table
+    from vllm_accprobe.cli.common.told import quiet as quietly
     from vllm_accprobe.comparison import engine
     from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS
+
+    golden = _named(golden, golden_path, "GOLDEN", "-gp")
+    mine = _named(mine, my_path, "MINE", "-mp")
+    quiet = quietly(log_level) or quiet
 
     rate = FALSE_ALARM_RATE if rate is None else rate
     engine.check_rate(rate)
@@ -138,6 +148,15 @@ def compare(
         typer.echo(xray_table.order(golden, mine), err=True)
     say(result, form, 0 if quiet else 2 if verbose else 1, written)
     raise typer.Exit(0 if result.verdict == PASS else 1)
+
+
+def _named(place: Path, option: Path, word: str, flag: str) -> Path:
+    """The one that was given, or None. Raises CompareError where both were."""
+    from vllm_accprobe.comparison.result import CompareError
+
+    if place is not None and option is not None:
+        raise CompareError(f"{word} is given twice, as {place} and as {flag} {option}: give it once")
+    return place or option
 
 
 def _check_dumps(golden: Path | None, mine: Path | None, floors: list[Path]) -> None:

@@ -1,4 +1,6 @@
-"""``accprobe convert DUMP OUT --to h5|npz|safetensors|msprobe``. Not here: the containers (dump/export*.py)."""
+"""``accprobe convert DUMP OUT --to h5|npz|safetensors|msprobe|onnx``.
+
+Not here: the containers (formats/write/), the model as a graph (topology/)."""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.common.declared import NAMES, RANK, REQUEST, ROLE, STEP
+from vllm_accprobe.cli.common.declared import LEVEL, NAMES, RANK, REQUEST, ROLE, STEP
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, say_notes, selection, size, writable
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
     from vllm_accprobe.dump.schema import Record
 
-KINDS = ("h5", "npz", "safetensors", "msprobe")
+KINDS = ("h5", "npz", "safetensors", "msprobe", "onnx")
 SUMMARY = ("Index", "Step", "Rank", "Module", "Min", "Max", "Mean", "Std")
 
 
@@ -28,15 +30,17 @@ def convert(
         None, metavar="[OUT]", help="File for one rank, directory for several or msprobe; none: h5, beside the dump."
     ),
     names: list[str] = NAMES,
-    to: str = typer.Option(None, "--to", metavar="h5|npz|safetensors|msprobe", help="Container; else by OUT's ending."),
+    to: str = typer.Option(None, "--to", metavar="|".join(KINDS), help="Container; else by OUT's ending."),
     step: str = STEP,
     rank: str = RANK,
     role: list[str] = ROLE,
     request: list[str] = REQUEST,
+    level: int = LEVEL,
 ) -> None:
-    """Export a dump to HDF5 (torch_xray's layout), npz, safetensors or msprobe's layout.
+    """Export a dump to HDF5 (torch_xray's layout), npz, safetensors or msprobe's layout; or the model as ONNX.
 
-    HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact."""
+    HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact.
+    onnx: modules and operators of one step and which tensor feeds which, for Netron; of ATB's topology (json), too."""
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.formats.write import containers
@@ -44,6 +48,8 @@ def convert(
     kind = to or (out.suffix.lstrip(".") if out is not None else "h5")
     if kind not in KINDS:
         raise CommandError(f"--to: {kind or 'nothing'} is not one of {', '.join(KINDS)}")
+    if level is not None and kind != "onnx":
+        raise CommandError(f"--level: {kind} holds tensors, which have no levels; it is for --to onnx")
     beside = out is None
     if beside:
         if kind != "h5" or not dump.is_dir():
@@ -53,6 +59,16 @@ def convert(
     else:
         outputs.check_place(out, [dump], "OUT")
     writable(out.parent if out.suffix == f".{kind}" or kind == "msprobe" else out, "OUT")
+    if kind == "onnx":
+        from vllm_accprobe.cli.common import drawing
+
+        if names or role or request:
+            raise CommandError("--to onnx draws a whole step: it takes --step, --rank and --level")
+        with _new(out) as path:
+            lines = drawing.onnx(dump, path, level, step, rank)
+        for line in (*lines, f"written: {out} ({size(out.stat().st_size)})"):
+            typer.echo(line)
+        return
     opened = open_dump(dump)
     if beside and hasattr(opened, "kind"):
         raise CommandError(f"{dump} is no dump of accprobe's, and nothing is written into another's: name OUT")
@@ -135,6 +151,15 @@ def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Pa
             raise CommandError(f"{path} exists: nothing is overwritten; remove it or choose another name")
         path.parent.mkdir(parents=True, exist_ok=True)
     return found
+
+
+@contextmanager
+def _new(out: Path) -> Iterator[Path]:
+    """As `_whole`; raises CommandError where there is something already."""
+    if out.exists():
+        raise CommandError(f"{out} exists: nothing is overwritten; remove it or choose another name")
+    with _whole(out) as path:
+        yield path
 
 
 @contextmanager

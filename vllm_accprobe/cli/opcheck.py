@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,11 +11,12 @@ import typer
 
 from vllm_accprobe.cli.common import here
 from vllm_accprobe.cli.common import precheck_options as msprobe
-from vllm_accprobe.cli.common.declared import IDS, OPS, WEIGHTS
+from vllm_accprobe.cli.common.declared import ATTRIBUTES, IDS, OPS, WEIGHTS
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, require_directory, say_notes
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
+    from vllm_accprobe.opcheck.run.whole import CheckedRun
     from vllm_accprobe.opcheck.run.worker import Job
 
 _EXACT, _DEVICE = "float64", "device"
@@ -32,6 +35,7 @@ def opcheck(
     ),
     rerun: bool = typer.Option(False, "--rerun", help="Against vLLM's native code, or torch's, run here and now."),
     backward: bool = typer.Option(False, "--backward", help="Gradients of the operators, too, against autograd's."),
+    attributes: list[str] = ATTRIBUTES,
     kl: bool = typer.Option(False, "--kl", help="Measure the KL divergence of each output, too."),
     seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn (statistics) and of gradients."),
     processes: int = typer.Option(1, "-j", "--jobs", min=0, metavar="N", help="Processes; 0: none besides this one."),
@@ -69,17 +73,14 @@ def opcheck(
     standard = standard or _default_standard(check)
     asked = here.runs_of(repeat, rows, op), here.named_of(op, shapes, dtype, more)
     require_torch("opcheck", threads=bool(asked[0][0] or asked[0][1] or asked[1]))
-    from vllm_accprobe.judge import profile
-    from vllm_accprobe.opcheck.habits import decided
     from vllm_accprobe.opcheck.precheck import precheck_files
-    from vllm_accprobe.opcheck.run import result_row, table
-    from vllm_accprobe.opcheck.run.totals import totals as count
     from vllm_accprobe.opcheck.run.unavailable import Unavailable
     from vllm_accprobe.opcheck.run.whole import RunError, run
 
     job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save, asked, load)
+    job = replace(job, attributes=_attributes(attributes))
     job = _as_msprobe_asks(job, check)
-    _check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
+    check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
     files = precheck_files.of(check, standard, job.dump)
     files.begin(out)
     dump = dump or Path(op)
@@ -91,7 +92,22 @@ def opcheck(
         raise CommandError(str(why)) from None
     finally:
         bar.end()
-    say_notes([*check.notes, *found.problems])
+    say_notes(check.notes)
+    conclude(found, dump, job, out, standard, bool(ops or ids), verbose, files.write)
+
+
+def conclude(
+    found: CheckedRun, dump: Path, job: Job, out: Path, standard: str, chosen: bool, verbose: bool,
+    more: Callable[[Path], list[Path]] = lambda out: [],
+) -> None:  # fmt: skip
+    """The report of a check whose opcheck.csv is written, with its files. chosen: not all calls were asked for; more:
+    writes further files. Raises typer.Exit with the exit code."""
+    from vllm_accprobe.judge import profile
+    from vllm_accprobe.opcheck.habits import decided
+    from vllm_accprobe.opcheck.run import result_row, table
+    from vllm_accprobe.opcheck.run.totals import totals as count
+
+    say_notes(found.problems)
     if job.repeat or job.batch:
         here.say_here(job, found.rows, out, None if verbose else 10)
     checked, machine = decided.settle(found.rows, strict=standard == result_row.STRICT)
@@ -99,7 +115,7 @@ def opcheck(
         table.resettle(out / "opcheck.csv", checked)
     totals = count(checked)
     if not totals.checked and not totals.statuses.get(result_row.FAIL):
-        reason = next(iter(totals.skipped), "no call matches" if ops or ids else "the dump holds no call")
+        reason = next(iter(totals.skipped), "no call matches" if chosen else "the dump holds no call")
         raise NothingThere(f"{dump}: nothing could be checked: {reason}")
     table.write_result(checked, out / "result.csv")
     for line in table.lines(checked, totals, most=None if verbose else 10, machine=machine):
@@ -109,7 +125,7 @@ def opcheck(
         written.append(out / profile.NAME)
         told = profile.Profile(machine.habits, profile.host_of(_run_json(dump)), machine.units)
         written[-1].write_text(told.to_json(), encoding="utf-8")
-    written += files.write(out)
+    written += more(out)
     typer.echo(f"written: {', '.join(map(str, written))}")
     raise typer.Exit(1 if totals.statuses.get(result_row.FAIL) or totals.statuses.get(result_row.ERROR) else 0)
 
@@ -125,8 +141,6 @@ def _default_standard(check: msprobe.Precheck) -> str:
 
 def _as_msprobe_asks(job: Job, check: msprobe.Precheck) -> Job:
     """Raises CommandError."""
-    from dataclasses import replace
-
     from vllm_accprobe.opcheck.run.worker import EXACT
 
     lists = check.config
@@ -140,7 +154,7 @@ def _as_msprobe_asks(job: Job, check: msprobe.Precheck) -> Job:
     )  # fmt: skip
 
 
-def _check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
+def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.judge import profile
     from vllm_accprobe.opcheck.repeat import told
@@ -200,6 +214,17 @@ def _job(
         golden, standard, kl, backward, seed, str(save.resolve()) if save else "",
         repeat, sizes, None, tuple(load),
     )  # fmt: skip
+
+
+def _attributes(texts: list[str]) -> tuple[str, ...]:
+    """Raises CommandError for what is no attribute."""
+    from vllm_accprobe.opcheck.calls.attributes.untold import parsed
+
+    try:
+        parsed(texts)
+    except ValueError as why:
+        raise CommandError(f"--attribute: {why}") from None
+    return tuple(texts)
 
 
 class _Bar:

@@ -1,24 +1,23 @@
-"""``accprobe run [options] -- CMD ...``: any command with the probe on."""
+"""``accprobe run [options] -- CMD ...``: any command with the probe on.
+
+Not here: what becomes of it (cli/common/running.py); ``ait llm dump``'s words behind one option (cli/common/told.py).
+"""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import typer
 
-from vllm_accprobe.cli.common.options import CommandError, size
-from vllm_accprobe.report.text import count
-
-if TYPE_CHECKING:
-    from vllm_accprobe.config import ProbeConfig
-    from vllm_accprobe.run.watcher import Progress, Watcher
+from vllm_accprobe.cli.common.options import CommandError
 
 
 def run(
-    command: list[str] = typer.Argument(..., metavar="-- CMD...", help="vllm serve ..., a script, a shell line."),
-    dir: str = typer.Option(None, "--dir", "-d", help="Where the dump goes; by default ./accprobe/<UTC time>."),
+    command: list[str] = typer.Argument(None, metavar="-- CMD...", help="vllm serve ..., a script, a shell line."),
+    exec: str = typer.Option(
+        None, "--exec", metavar="LINE", help="The command as one line, as ait has it; with --atb."
+    ),
+    dir: str = typer.Option(
+        None, "--dir", "-d", "--output", "-o", help="Where the dump goes; by default ./accprobe/<UTC time>."
+    ),
     task: str = typer.Option(None, "--task", help="tensor, or stats (statistics and hashes only)."),
     tokens: str = typer.Option(None, "--tokens", help="Token ordinals, e.g. 0-4,7; 0 is the prompt."),
     steps: str = typer.Option(None, "--steps", help="Engine steps, e.g. 0-3."),
@@ -32,16 +31,47 @@ def run(
     more: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="Any other setting, e.g. ops_mode=dedup."),
     config: str = typer.Option(None, "--config", metavar="FILE", help="A TOML file with such settings."),
     atb: bool = typer.Option(False, "--atb", help="Let Ascend's ATB write its tensors too; they go to DIR/atb."),
-    atb_ids: str = typer.Option("", "--atb-ids", help="Operations, e.g. 2,3_1; all by default."),
-    atb_range: str = typer.Option("0,0", "--atb-range", help="First and last executions, e.g. 1,3 or 3,5,7,7."),
-    atb_op: str = typer.Option("", "--atb-op", help="Beginnings of operation names, e.g. self,linear."),
-    atb_time: int = typer.Option(3, "--atb-time", help="0 before, 1 after, 2 both, 3 inputs before, outputs after."),
-    atb_part: int = typer.Option(2, "--atb-part", help="0 inputs, 1 outputs, 2 both."),
-    atb_child: bool = typer.Option(True, "--atb-child/--no-atb-child", help="With --atb-ids: their operations too."),
-    atb_tiling: bool = typer.Option(False, "--atb-tiling", help="Tiling data too."),
-    atb_describe: bool = typer.Option(False, "--atb-describe", help="Descriptions without values."),
-    atb_type: str = typer.Option("tensor,model", "--atb-type", help="Of model, layer, op, kernel, tensor, stats."),
-    atb_device: int = typer.Option(None, "--atb-device", help="Only this device."),
+    atb_ids: str = typer.Option(
+        None, "--atb-ids", "--save-operation-ids", "-ids", help="Operations, e.g. 2,3_1; all by default."
+    ),
+    atb_range: str = typer.Option(
+        None,
+        "--atb-range",
+        "--execute-range",
+        "-er",
+        help="First and last executions, e.g. 3,5,7,7; 0,0 by default.",
+    ),
+    atb_op: str = typer.Option(
+        None, "--atb-op", "--operation-name", "-opname", help="Beginnings of operation names, e.g. self,linear."
+    ),
+    atb_time: int = typer.Option(
+        None,
+        "--atb-time",
+        "--save-time",
+        "-time",
+        help="0 before, 1 after (the default), 2 both, 3 inputs before, outputs after.",
+    ),
+    atb_part: int = typer.Option(
+        None, "--atb-part", "--save-tensor-part", "-stp", help="0 inputs, 1 outputs, 2 both (the default)."
+    ),
+    atb_child: bool = typer.Option(
+        None, "--atb-child/--no-atb-child", help="With --atb-ids: their operations too (the default)."
+    ),
+    save_operation_child: str = typer.Option(
+        None, "--save-operation-child", "-child", metavar="True|False", help="The same, as ait has it."
+    ),
+    atb_tiling: bool = typer.Option(False, "--atb-tiling", "--save-tiling", "-tiling", help="Tiling data too."),
+    atb_describe: bool = typer.Option(
+        False, "--atb-describe", "--only-save-desc", "-sd", help="Descriptions without values."
+    ),
+    atb_type: str = typer.Option(
+        None,
+        "--atb-type",
+        "--type",
+        help="Of model, layer, op, kernel, tensor (the default), cpu_profiling, stats; onnx draws model and layer.",
+    ),
+    atb_device: int = typer.Option(None, "--atb-device", "--device-id", "-device", help="Only this device."),
+    log_level: str = typer.Option(None, "--log-level", "-l", metavar="LEVEL", help="warning and above: as --quiet."),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="Say only what is wrong."),
 ) -> None:
     """Run any command with the probe on: accprobe run --tokens 0-4 -- vllm serve MODEL.
@@ -50,141 +80,47 @@ def run(
     is the exit code here; 2: it could not be started, 3: it ended with 0 and nothing was captured.
     """
     import os
-    import tempfile
-    import time
 
-    from vllm_accprobe.cli.common import outputs
-    from vllm_accprobe.formats.common.sniff import is_own
-    from vllm_accprobe.run import atb as atb_room
-    from vllm_accprobe.run.launcher import LaunchError, command_line
-    from vllm_accprobe.run.launcher import run as launch
-    from vllm_accprobe.run.settings import REGISTER, environment
-    from vllm_accprobe.run.watcher import Watcher
+    from vllm_accprobe.cli.common.running import conclude, launched, say
+    from vllm_accprobe.cli.common.told import quiet as quietly
+    from vllm_accprobe.run.atb import options_of
 
+    quiet = quietly(log_level) or quiet
+    words = _command(command, exec)
     given = {
         "dir": dir, "task": task, "tokens": tokens, "steps": steps, "ranks": ranks, "modules": modules, "parts": parts,
         "requests": requests, "max_gb": max_gb, "config": config, "ops": _flag(ops), "graphs": _flag(graphs),
     } | _settings(more)  # fmt: skip
-    environ, settings, notes = environment(given, os.environ)
-    root = Path(settings.dir)
-    if not is_own(root):  # its own earlier dump: who writes it says so
-        outputs.check_place(root, option="--dir")
-    if atb:
-        options = atb_room.AtbOptions(
-            atb_ids, atb_range, atb_op, atb_time, atb_part, atb_child, atb_tiling, atb_describe, atb_type, atb_device
-        )
-        output = root / atb_room.DIRECTORY
-        environ |= options.variables(output)
-        library, why = atb_room.preload(environ)
-        if library is not None:
-            environ["LD_PRELOAD"] = library
-        else:
-            notes.append(why)
-    for note in notes:
-        _say(note)
-    try:
-        command_line(command, environ)
-        if atb:
-            output.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix="accprobe-run-") as register:
-            environ[REGISTER] = register.name
-            watcher, status, began = Watcher(root, Path(register.name)), _Status(settings, quiet), time.time()
-            before = _killed_for_memory()
-            code = launch(command, environ, tick=lambda: status.show(watcher.look()), busy=watcher.writing)
-            status.clear()
-            watcher.settle()
-    except LaunchError as error:
-        raise CommandError(str(error)) from None
-    files = 0
-    if atb:
-        files, nbytes = atb_room.collect(root, environ, began)
-        if files and not quiet:
-            _say(f"ATB wrote {files:,} files, {size(nbytes)}, in {root / atb_room.DIRECTORY}")
-    killed = max(_killed_for_memory() - before, 0)
-    raise typer.Exit(_conclude(watcher, settings, code, files, quiet, killed))
+    asked = {
+        "ids": atb_ids, "ranges": atb_range, "names": atb_op, "time": atb_time, "part": atb_part, "types": atb_type,
+        "child": _truth(save_operation_child) if atb_child is None else atb_child,
+        "tiling": atb_tiling or None, "describe": atb_describe or None, "device": atb_device,
+    }  # fmt: skip
+    options = None
+    if atb or exec is not None or any(value is not None for value in asked.values()):
+        options, notes = options_of(asked, os.environ)
+        for note in notes:
+            say(note)
+    raise typer.Exit(conclude(launched(words, given, options, quiet, {}), quiet))
 
 
-def _ending(code: int, killed: int) -> str:
-    """How a command ended. killed: processes that this machine ended meanwhile because memory ran out."""
-    import signal
-
-    said = f"exit code {code}"
-    if code > 128:
-        try:
-            said += f", {signal.Signals(code - 128).name}"
-        except ValueError:
-            pass
-    if killed:
-        return f"{said}; this machine ran out of memory meanwhile and killed {killed} process{'es' * (killed > 1)}"
-    return f"{said}: killed, most often for lack of memory" if code == 128 + signal.SIGKILL else said
+def _command(words: list[str] | None, line: str | None) -> list[str]:
+    """What is started. Raises CommandError."""
+    if line is not None and words:
+        raise CommandError("the command is given twice, behind --exec and at the end: give it once")
+    found = [line] if line else list(words or [])
+    if not found:
+        raise CommandError("no command is given; write `accprobe run [options] -- CMD ...`")
+    return found
 
 
-def _killed_for_memory() -> int:
-    """How many processes this machine has killed for lack of memory since it was started; 0 where it does not say."""
-    try:
-        with open("/proc/vmstat", encoding="ascii") as f:
-            return next((int(line.split()[1]) for line in f if line.startswith("oom_kill ")), 0)
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def _conclude(watcher: Watcher, settings: ProbeConfig, code: int, files: int, quiet: bool, killed: int = 0) -> int:
-    """Says what there is and gives the exit code. killed: see `_ending`."""
-    found, dumps = watcher.look(), watcher.dumps()
-    for reason in found.stops:
-        _say(f"capture stopped early: {reason}")
-    if found.errors:
-        _say(f"{found.errors} errors inside the probe: `accprobe summary {dumps[0]}` shows the first")
-    open_ranks = found.ranks - found.ended
-    if open_ranks and dumps:
-        _say(f"{count(open_ranks, 'rank')} not closed: what was written is readable; `accprobe repair {dumps[0]}`")
-    if not found.tensors and not files:
-        if code and not found.steps:
-            what = "a step was computed" if dumps else "a probe could begin"
-            why = f"the command failed before {what} ({_ending(code, killed)}): its own last lines say why"
-        elif not dumps:
-            why = "no process of it loaded vLLM's plugin, a Probe, or labels; `accprobe doctor` looks for the reason"
-        elif not found.steps:
-            why = "no step was computed, or none was selected: check --steps, --tokens, --requests, --ranks"
-        else:
-            why = f"{count(found.steps, 'step')}, but no tensor selected: check --modules, --parts"
-        _say(f"NOTHING was captured: {why}")
-        return code or 3
-    if not quiet:
-        closed = "closed" if not open_ranks else "not closed"
-        _say(f"{_summary(found)}; {closed}")
-        for dump in dumps:
-            _say(f"dump: {dump}")
-    return code
-
-
-class _Status:
-    """One line that is written over, on a terminal; nothing in a pipe."""
-
-    def __init__(self, settings: ProbeConfig, quiet: bool):
-        self._on = sys.stderr.isatty() and not quiet
-        self._budget = settings.budget_bytes
-
-    def show(self, found: Progress) -> None:
-        if not self._on or not found.ranks:
-            return
-        import shutil
-
-        budget = size(self._budget * found.ranks)
-        text = f"accprobe: {_summary(found)} of {budget}" + (" (capture stopped)" if found.stops else "")
-        # The cursor goes back to the beginning, so that the command's next line is written over this one.
-        sys.stderr.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}\r")
-        sys.stderr.flush()
-
-    def clear(self) -> None:
-        if self._on:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-
-
-def _summary(found: Progress) -> str:
-    steps, tensors, ranks = count(found.steps, "step"), count(found.tensors, "tensor"), count(found.ranks, "rank")
-    return f"{steps}, {tensors}, {ranks}, {size(found.nbytes)}"
+def _truth(word: str | None) -> bool | None:
+    """As ait reads it. Raises CommandError."""
+    if word is None:
+        return None
+    if word.lower() not in ("true", "false", "1", "0", "yes", "no", "t", "f", "y", "n"):
+        raise CommandError(f"--save-operation-child {word}: write True or False")
+    return word.lower() in ("true", "1", "yes", "t", "y")
 
 
 def _settings(words: list[str]) -> dict[str, str | None]:
@@ -200,8 +136,3 @@ def _settings(words: list[str]) -> dict[str, str | None]:
 
 def _flag(value: bool | None) -> str | None:
     return None if value is None else str(int(value))
-
-
-def _say(line: str) -> None:
-    """On stderr: stdout is the command's."""
-    typer.echo(f"accprobe: {line}", err=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli.common.declared import DUMP, NAMES, RANK, REQUEST, ROLE, STEP
+from vllm_accprobe.cli.common.declared import DUMP, LEVEL, NAMES, RANK, REQUEST, ROLE, STEP
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, print_table, selection, size, writable
 from vllm_accprobe.cli.common.values import shape_text
 
@@ -35,6 +35,8 @@ def summary(
     csv: Path = typer.Option(None, "--csv", metavar="FILE", help="Write all chosen tensors there, full precision."),
     limit: int = typer.Option(200, "--limit", min=0, help="Rows of the table; 0 for all."),
     ops: bool = typer.Option(False, "--ops", help="Operators only: calls, shapes, ranges."),
+    tree: bool = typer.Option(False, "--tree", help="The model's modules as a tree, with shapes; also ATB's topology."),
+    level: int = LEVEL,
 ) -> None:
     """List a dump's tensors with their statistics, and the operators that were called.
 
@@ -44,6 +46,16 @@ def summary(
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.formats.common import held
 
+    if tree:
+        from vllm_accprobe.cli.common import drawing
+
+        if names or role or request or ops or csv is not None:
+            raise CommandError("--tree shows one step of one rank: it takes --step, --rank and --level")
+        for line in drawing.tree(dump, level, step, rank):
+            typer.echo(line)
+        return
+    if level is not None:
+        raise CommandError("--level: how deep --tree shows the model; a table of tensors has no levels")
     opened = open_dump(dump)
     held.look(opened)
     names, text, named_csv = _files(opened, names or [])
@@ -142,8 +154,9 @@ def about(dump: Dump, chosen: list[Record]) -> list[str]:
     tensors = sum(r.step is not None for r in records)
     steps = len({step for _, step in dump.steps})
     requests = len({(q.id, q.prompt, q.ordinal) for q in dump.requests.values()})
+    listed = sum(r.step is not None for r in chosen)
     lines = [
-        f"{count(len(chosen), 'tensor')} of {count(tensors, 'captured tensor')} and "
+        f"{listed:,} of {count(tensors, 'captured tensor')} and {len(chosen) - listed:,} of "
         f"{count(len(records) - tensors, 'parameter')}; {count(len(dump.ranks), 'rank')}, {count(steps, 'step')}, "
         f"{count(requests, 'request')}, {size(sum(stored.values()))} stored"
     ]

@@ -5,7 +5,8 @@ idea: each file's name says what it holds, GE's header the tensors in it, and th
 dump says, at each output, which FX tensor it is.
 Layout, GE: ``[worldsize{W}_global_rank{R}/]dump_*/{time}/{device}/{graph}/{graph id}/{token}/`` with
 ``{OpType}.{OpName}.{task}.{stream}.{time}``, ``dynamo_original_graph_*.txt`` above; long names stand in mapping.csv.
-FX: ``.../{token}/.../{node}-{aten op}.{INPUT|OUTPUT}.{k}.{time}.npy``. FX tokens begin with 1, GE's with 0.
+FX: ``.../{token}/.../{node}-{aten op}.{INPUT|OUTPUT}.{k}.{time}.npy``, ``{k}.{j}`` for a list. GE's tokens begin with
+0, FX's with 1, or with 0 in releases that write below ``worldsize{W}_global_rank{R}/``.
 Not here: GE's binary format (ge_dump.py), which operator pairs with which (align/graph_pairs.py).
 """
 
@@ -30,7 +31,7 @@ HOW = "files <OpType>.<OpName>.<task>.<stream>.<time> (GE), or <node>-<aten op>.
 ORDER = 60
 _GE = re.compile(r"([^.]+)\.(.+)\.(\d{1,12})\.(\d{1,12})\.(\d{10,20})", re.ASCII | re.DOTALL)
 _GE_NPY = re.compile(r"([^.]+)\.(.+)\.(\d{1,12})\.(\d{1,12})\.(\d{10,20})\.(input|output)\.(\d{1,5})\.npy", re.ASCII)
-_FX = re.compile(r"([^-]+)-(.+)\.(INPUT|OUTPUT)\.(\d{1,6})\.(\d{8,24})\.npy", re.ASCII)
+_FX = re.compile(r"([^-]+)-(.+)\.(INPUT|OUTPUT)\.(\d{1,6})(?:\.(\d{1,6}))?\.(\d{8,24})\.npy", re.ASCII)
 _RANK = re.compile(r"worldsize(\d{1,6})_global_rank(\d{1,6})", re.ASCII)
 _GRAPH = re.compile(r"dynamo_(original|optimized)_graph_.*\.txt")
 _FX_NAME = re.compile(r"([^-]+)-(.+)\.(INPUT|OUTPUT)\.(\d{1,6})")
@@ -272,14 +273,15 @@ def fused_inputs(parts: list[str], inputs: Mapping[str, list[str]]) -> list[tupl
 def _open_fx(path: Path, listed: list[walk.FoundFile]) -> FxDump:
     dump = FxDump(path)
     tokens = {f.parts[:-1]: [int(p) for p in f.parts[:-1] if p.isdecimal() and len(p) < 10] for f in listed}
-    first = 0 if any(t and t[-1] == 0 for t in tokens.values()) else 1
+    ranked = any(_RANK.fullmatch(p) for parts in tokens for p in (*path.parts[-3:], *parts))
+    first = 0 if ranked or any(t and t[-1] == 0 for t in tokens.values()) else 1
     rows = []
     for f in listed:
         m = _FX.fullmatch(f.parts[-1])
         assert m is not None
         token = tokens[f.parts[:-1]][-1] if tokens[f.parts[:-1]] else first
-        rows.append(((token, m[5], m[3] == "OUTPUT", int(m[4])), f, m))
-    for (token, _, _, _), f, m in sorted(rows, key=lambda r: r[0]):
-        role = f"{m[3].lower()}.{int(m[4])}"
+        rows.append(((token, m[6], m[3] == "OUTPUT", int(m[4]), int(m[5] or 0)), f, m))
+    for (token, *_), f, m in sorted(rows, key=lambda r: r[0]):
+        role = f"{m[3].lower()}.{int(m[4])}" + (f".{int(m[5])}" if m[5] else "")
         _add_npy(dump, f, m[1], role, m[2], token - first, _rank(f.parts[:-1]))
     return dump

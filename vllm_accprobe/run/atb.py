@@ -9,6 +9,7 @@ Not here: reading what was written (formats/).
 
 from __future__ import annotations
 
+import importlib.util
 import mmap
 import os
 import re
@@ -16,12 +17,15 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm_accprobe.config import ConfigError
 
 TOOLKITS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 DEFAULT_TOOLKIT = "/usr/local/Ascend/ascend-toolkit/latest"
 TYPES = ("model", "layer", "op", "kernel", "tensor", "cpu_profiling", "stats")
+ONNX = "onnx"
+"""Given among the types: what is written of model and layer is drawn, too. The library knows nothing of it."""
 DIRECTORY = "atb"
 """Below the dump: what the library writes."""
 
@@ -31,17 +35,17 @@ class AtbOptions:
     """ids: operations, ``2,3_1``; ranges: first and last executions, ``1,3`` or ``3,5,7,7``; names: beginnings of
     operation names; time: 0 before, 1 after, 2 both, 3 inputs before and outputs after; part: 0 inputs, 1 outputs, 2
     both; child: an operation's own operations too; tiling: tiling data too; describe: descriptions without values;
-    types: of TYPES; device: only this one."""
+    types: of TYPES, and ONNX; device: only this one. Defaults: ait's."""
 
     ids: str = ""
     ranges: str = "0,0"
     names: str = ""
-    time: int = 3
+    time: int = 1
     part: int = 2
     child: bool = True
     tiling: bool = False
     describe: bool = False
-    types: str = "tensor,model"
+    types: str = "tensor"
     device: int | None = None
 
     def __post_init__(self) -> None:
@@ -56,12 +60,25 @@ class AtbOptions:
             raise ConfigError(f"--atb-time={self.time}: 0 before, 1 after, 2 both, 3 inputs before and outputs after")
         if self.part not in range(3):
             raise ConfigError(f"--atb-part={self.part}: 0 inputs, 1 outputs, 2 both")
-        for word in self._types():
-            if word not in TYPES:
-                raise ConfigError(f"--atb-type={word}: known are {', '.join(TYPES)}")
+        for word in self._words():
+            if word not in (*TYPES, ONNX):
+                raise ConfigError(f"--atb-type={word}: known are {', '.join((*TYPES, ONNX))}")
+        if self.draws and not {"model", "layer"} & set(self._types()):
+            raise ConfigError(f"--atb-type={self.types}: {ONNX} draws what model or layer writes: add one of them")
+        if self.draws and importlib.util.find_spec("onnx") is None:
+            raise ConfigError(f"--atb-type={self.types}: the package onnx is not installed: "
+                              "pip install 'vllm-accprobe[onnx]'")  # fmt: skip
+
+    @property
+    def draws(self) -> bool:
+        """Whether topologies become ONNX files."""
+        return ONNX in self._words()
+
+    def _words(self) -> list[str]:
+        return [word for word in (w.strip() for w in self.types.split(",")) if word]
 
     def _types(self) -> list[str]:
-        return [word for word in (w.strip() for w in self.types.split(",")) if word]
+        return [word for word in self._words() if word != ONNX]
 
     def variables(self, output: Path) -> dict[str, str]:
         """Everything but LD_PRELOAD. output: where the library writes; a trailing slash is part of its protocol."""
@@ -95,6 +112,26 @@ class AtbOptions:
         if {"stats", "tensor"} <= set(self._types()):
             found["ATB_SAVE_TENSOR_STATISTICS"] = "1"
         return found
+
+
+ANCESTOR = "ACLTRANSFORMER_SAVE_TENSOR"
+
+
+def options_of(asked: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[AtbOptions, list[str]]:
+    """(the choice, lines to say). asked: fields of AtbOptions, None: not asked; then what the environment says in the
+    words of ATB's ancestor is taken: ``ACLTRANSFORMER_SAVE_TENSOR_MAX``, ``_RUNNER``. Raises ConfigError."""
+    found = {name: value for name, value in asked.items() if value is not None}
+    notes = []
+    most, runner = environ.get(f"{ANCESTOR}_MAX", "").strip(), environ.get(f"{ANCESTOR}_RUNNER", "").strip()
+    if most and "ranges" not in found:
+        if not most.isdecimal() or not 0 < int(most) < 1 << 31:
+            raise ConfigError(f"{ANCESTOR}_MAX={most}: write how many executions to save, for example 2")
+        found["ranges"] = f"0,{int(most) - 1}"
+        notes.append(f"{ANCESTOR}_MAX={most} is taken as --atb-range {found['ranges']}")
+    if runner and "names" not in found:
+        found["names"] = runner
+        notes.append(f"{ANCESTOR}_RUNNER={runner} is taken as --atb-op {runner}")
+    return AtbOptions(**found), notes
 
 
 def preload(environ: Mapping[str, str]) -> tuple[str | None, str]:

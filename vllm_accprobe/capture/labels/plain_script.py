@@ -44,6 +44,11 @@ class PlainLabels:
         binding.bind(self._first)
         at_exit(self.close)
 
+    @property
+    def opened(self) -> bool:
+        """Whether a label has opened the dump."""
+        return self._recording is not None
+
     def begin_task(self) -> None:
         self._tasks += 1
         if self._recording is not None and self._labels is not None:

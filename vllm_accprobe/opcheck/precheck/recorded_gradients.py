@@ -6,9 +6,9 @@ a composite function they are no gradients of its arguments at all, and those of
 transposed weight. The idea: the forward call of the same number is made again, from its recorded inputs, in float64;
 the last node of that graph is asked with the recorded gradient, and gives the same list in the same order. Where the
 shapes are others, gradients of the arguments in their order are tried; where these are others, too, the row says so.
-Of statistics everything is drawn, and this machine's own backward pass is judged. Noise is that of run/backward.py: how
-far the exact gradients move when inputs and the gradient move by one rounding, and one of their root mean square.
-Not here: gradients of what has no record of them (run/backward.py).
+Of statistics everything is drawn, and this machine's own backward pass is judged. Noise: references/gradients.py's.
+Not here: gradients of what has no record of them (run/backward.py), those of fused operators, which are of their
+arguments (calls/gradient_calls.py, references/gradients.py).
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.floors.output_rows import matrix, numbers
 from vllm_accprobe.opcheck.floors.rounding import judge
 from vllm_accprobe.opcheck.measures import measure
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference import BACKWARD, Call, Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import api
+from vllm_accprobe.opcheck.references.gradients import leaves_of, noise_of
 from vllm_accprobe.opcheck.run import synthetic_inputs
-from vllm_accprobe.opcheck.run.backward import leaves_of
 from vllm_accprobe.opcheck.run.judged_row import judged, message_of
 from vllm_accprobe.opcheck.run.replay import Options, by_standard
 from vllm_accprobe.opcheck.run.result_row import OURS, SKIP, STRICT, Checked, unchecked
 
-PREFIX = "backward."
 _KEY = re.compile(r"(.+\.\d+)\.(?:forward|backward)\b")
-_SPREAD = 4.0
 
 
 def is_one(captured: Captured) -> bool:
-    """Whether a call is a backward record's."""
-    return captured.tap.startswith(PREFIX)
+    """Whether a call is a backward record's, of a function of torch (and not of a fused operator or a module)."""
+    return captured.tap.startswith(BACKWARD) and _api(captured).rpartition(".")[0] in api.HEADS
+
+
+def _api(captured: Captured) -> str:
+    return captured.what.cls.removeprefix(BACKWARD)
 
 
 def forwards(calls: Calls) -> dict[tuple[int, int | None, str], tuple[str, int]]:
@@ -72,7 +74,7 @@ class RecordedGradients:
 
     def check(self, captured: Captured, options: Options) -> Iterator[Checked]:
         """A row for each recorded gradient, role ``grad.output.k``; one that says why there is none."""
-        c = captured
+        c = replace(captured, what=replace(captured.what, cls=_api(captured)))
         try:
             found, drawn = self._found(c)
         except (_Lacking, Declined, NotKept, RuntimeError, TypeError, ValueError, NotImplementedError) as why:
@@ -97,9 +99,7 @@ class RecordedGradients:
         match = next((m for r in c.records.values() if (m := _KEY.match(r.name))), None)
         place = self._forwards.get((c.rank, c.step, match[1])) if match else None
         if place is None:
-            raise _Lacking("gradients of a module; those of the APIs that it called are checked")
-        if c.what.cls.rpartition(".")[0] not in api.HEADS:
-            raise _Lacking(f"no reference for {c.what.cls}")
+            raise _Lacking("its forward call was not captured")
         drawn = any(r.payload is None for r in c.records.values())
         generator = torch.Generator().manual_seed(self.seed)
         call = self._forward(c, place, generator)
@@ -110,17 +110,14 @@ class RecordedGradients:
         shapes = {int(role.split(".")[1]): tuple(r.shape) for role, r in outgoing.items()}
         step = unit(str(up[0].dtype).removeprefix("torch."))
         exact = _gradients(call, up[0], torch.float64, "cpu", shapes, 0.0)
-        moved = _gradients(call, up[0], torch.float64, "cpu", shapes, step)
+        moved = _gradients(call, up[0], torch.float64, "cpu", shapes, 1.0)
         made = drawn or self.here
         mine = _gradients(call, up[0], None, self.device, shapes, 0.0) if made else {}
         found = []
         for role, record in sorted(outgoing.items()):
             k = int(role.split(".")[1])
             given = mine[k].to("cpu") if made else self.calls.read(record)
-            change = _SPREAD * (moved[k] - exact[k]).abs()
-            if change.dim():
-                change = torch.maximum(change, change.square().mean(-1, keepdim=True).sqrt())
-            found.append((role, exact[k], given, change + step * exact[k].square().mean().sqrt()))
+            found.append((role, exact[k], given, noise_of(exact[k], moved[k], step)))
         return found, drawn
 
     def _forward(self, c: Captured, place: tuple[str, int], generator: Any) -> Call:
@@ -142,18 +139,19 @@ class RecordedGradients:
 def _gradients(
     call: Call, up: Any, dtype: Any, device: str, shapes: Mapping[int, tuple[int, ...]], move: float
 ) -> dict[int, Any]:  # fmt: skip
-    """What went out, by its number. dtype: None for the call's own; move: relative size of a random change of what
-    goes in. Raises _Lacking, Declined."""
+    """What went out, by its number. dtype: None for the call's own; move: of what goes in, in roundings. Raises
+    _Lacking, Declined."""
     given, leaves = leaves_of(call, dtype, device, move)
     ready = api.ready(given)
     output = api.torch_function(call.cls)(*ready.args, **ready.kwargs)
     output = output[0] if isinstance(output, (list, tuple)) else output
     if not isinstance(output, torch.Tensor) or output.grad_fn is None:
         raise _Lacking("its output does not depend on a floating input")
+    step = move * unit(str(up.dtype).removeprefix("torch."))
     wanted = up.to(device=device, dtype=output.dtype).reshape(output.shape)
     if move:
         sign = torch.randint(0, 2, wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.int8)
-        wanted = wanted * (1.0 + move * (2.0 * sign - 1.0))
+        wanted = wanted * (1.0 + step * (2.0 * sign - 1.0))
     arguments = torch.autograd.grad(output, list(leaves.values()), wanted, allow_unused=True, retain_graph=True)
     node = output.grad_fn(wanted)
     for found in (node if isinstance(node, tuple) else (node,), arguments):

@@ -198,7 +198,7 @@ class _WorkerProcess:
             elif "failed" in message:
                 return rows, at, str(message["failed"])
             else:
-                problems += message["problems"]
+                problems += [p for p in message["problems"] if p not in problems]  # each process finds them
                 return rows, at, ""
 
     def close(self) -> None:

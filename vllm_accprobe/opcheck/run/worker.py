@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm_accprobe.opcheck.run.result_row import Checked
 
 EXACT, DEVICE, GOLDEN, AGAIN = "float64", "device", "golden", "rerun"
-_LATER = ("repeat", "batch", "named", "load", "devices", "white", "black", "once", "jit")
+_LATER = ("repeat", "batch", "named", "load", "attributes", "devices", "white", "black", "once", "jit")
 """Fields that Job got later; empty ones are left out of its JSON, so that what was begun before them goes on."""
 
 
@@ -33,9 +33,9 @@ class Job:
     standard, kl, ids: replay.Options'; backward: gradients too; seed: of drawn inputs and gradients; save: where failed
     calls are written, "" for nowhere. repeat, batch: instead of a reference, runs of each call here (repeated.py), and
     sizes of batches (by_rows.py); named: an operator named by hand (named.py), as JSON, in place of a dump; load:
-    modules to import first. devices: what is checked is what the operators give here, on these; white, black: API names
-    (precheck/chosen_apis.py); once: calls that differ in values alone are checked once; jit:
-    an NPU compiles its operators."""
+    modules to import first; attributes: of modules, that were not recorded (untold.py). devices: what is checked is
+    what the operators give here, on these; white, black: API names (precheck/chosen_apis.py); once: calls that differ
+    in values alone are checked once; jit: an NPU compiles its operators."""
 
     dump: str
     model: str = ""
@@ -52,6 +52,7 @@ class Job:
     batch: tuple[str, ...] = ()
     named: Mapping[str, Any] | None = None
     load: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     white: tuple[str, ...] = ()
     black: tuple[str, ...] = ()
@@ -73,7 +74,7 @@ class Job:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Job:
-        lists = ("ops", "ids", "batch", "load", "devices", "white", "black")
+        lists = ("ops", "ids", "batch", "load", "attributes", "devices", "white", "black")
         return cls(**{**tree, **{k: tuple(tree[k]) for k in lists if k in tree}})
 
 
@@ -90,6 +91,7 @@ class OpenJob:
 
     def __init__(self, job: Job):
         from vllm_accprobe.formats import open_dump
+        from vllm_accprobe.opcheck.calls.attributes import untold
         from vllm_accprobe.opcheck.calls.records import Calls
         from vllm_accprobe.opcheck.references import mindspore_api
         from vllm_accprobe.opcheck.registry import default_references
@@ -110,7 +112,8 @@ class OpenJob:
 
             self.calls = NamedCalls(NamedOperator.from_json(job.named), job.seed)
         else:
-            self.calls = Calls(open_dump(Path(job.dump)), Path(job.model) if job.model else None)
+            model = Path(job.model) if job.model else None
+            self.calls = Calls(open_dump(Path(job.dump)), model, untold.parsed(job.attributes))
         looks = job.against == EXACT and job.standard in (OURS, STRICT)
         budget = self.calls.budget()
         self.options = Options(job.standard, job.kl, frozenset(job.ids), habits=looks, budget=budget)
