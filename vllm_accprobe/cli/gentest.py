@@ -63,7 +63,7 @@ def gentest(
     from vllm_accprobe.opcheck.run.replay import Options
 
     calls, references, options = opened_calls(dump, model), default_references(), Options(ids=ids_of(ids))
-    given = _Drawing(seed, factory == "draw", references if blacklist else None)
+    given = DrawnCalls(seed, factory == "draw", references if blacklist else None)
     chosen = _failed(calls, references, ops, options) if failed else _matching(calls, ops, options, most, given)
     if flashinfer:
         _as_flashinfer(calls, chosen, out, most, failed)
@@ -125,7 +125,7 @@ def _why_none(calls: Calls, failed: bool) -> str:
     return "no call failed" if failed else "no call matches that has all its tensors"
 
 
-class _Drawing:
+class DrawnCalls:
     """Calls of which no tensor was captured, or is wanted: their inputs are drawn. references: whose operators alone
     are wanted, None for all."""
 
@@ -165,7 +165,7 @@ class _Drawing:
         return lines
 
 
-def _matching(calls: Calls, ops: list[str], options: object, most: int, given: _Drawing) -> Iterator[Captured]:
+def _matching(calls: Calls, ops: list[str], options: object, most: int, given: DrawnCalls) -> Iterator[Captured]:
     """Calls with all their tensors, or drawn ones: as many of each tap as fit, the first ones."""
     from vllm_accprobe.opcheck.run.replay import Options
 
