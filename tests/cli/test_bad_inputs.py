@@ -116,7 +116,7 @@ SAYS_NOTHING = {
     # A dump that can be read, and in which there is nothing for the command.
     "labels": ["plain", "stats", "params", "x.npy", "a_msprobe_stat/golden"],
     "convert": ["stats", "a_msprobe_stat/golden"],
-    "gentest": ["stats", "params", "x.npy", "a_msprobe_stat/golden"],
+    "gentest": ["params", "x.npy"],
     "opcheck": ["stats", "params", "x.npy"],
     "compare": ["stats", "params", "x.npy", "a_msprobe_tensor/golden", "plain"],
     "compare, mine": ["stats", "params", "x.npy", "a_msprobe_stat/golden"],
@@ -305,10 +305,13 @@ def test_calibrate_names_the_run_and_no_option(here: Path, capsys: Any) -> None:
     assert line.startswith("a_msprobe_tensor/golden is no other run of golden's side: nothing could be compared")
 
 
-def test_gentest_says_that_statistics_are_no_values(here: Path, capsys: Any) -> None:
+def test_gentest_draws_of_statistics_and_knows_nothing_that_failed(here: Path, capsys: Any) -> None:
     for dump in ("stats", "a_msprobe_stat/golden"):
-        code, line = refused(capsys, ["gentest", dump, "--ops", "*", "--out", str(here / "out")])
-        assert (code, line.startswith(f"{dump}: it holds statistics, and a test needs the values")) == (3, True)
+        code, line = refused(capsys, ["gentest", dump, "--failed", "--out", str(here / "out")])
+        assert (code, line.startswith(f"{dump}: it holds statistics: what failed is not known")) == (3, True)
+    words = ["gentest", "a_msprobe_stat/golden", "--ops", "Functional.silu", "--out", str(here / "out")]
+    assert main(words) == 0
+    assert "inputs of 2 calls were drawn from their statistics" in capsys.readouterr().err
 
 
 def test_a_file_among_the_globs_of_summary(here: Path, capsys: Any) -> None:

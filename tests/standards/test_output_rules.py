@@ -91,10 +91,22 @@ def test_xray():
     assert said("float32", "xray", max_abs_err=None) == ("skip", "no finite values")
 
 
+def test_mindspore():
+    """Its document's limits, two statuses: cosine above 0.99 and the largest error below 0.0001; integers are equal."""
+    assert said("float32", "mindspore", cosine=0.991, max_abs_err=0.99e-4) == ("pass", "")
+    assert said("float32", "mindspore", cosine=0.99, max_abs_err=0.0)[0] == "error"
+    assert said("float16", "mindspore", cosine=1.0, max_abs_err=1e-4)[0] == "error"
+    assert said("float32", "mindspore", cosine=None, max_abs_err=1e-5) == ("error", "one side is all zero")
+    assert said("int64", "mindspore", binary_err_ratio=0.1)[0] == "error"
+    assert said("int64", "mindspore", binary_err_ratio=0.0, max_abs_err=0.0) == ("pass", "")
+    assert said("float32", "mindspore", inf_nan_err_ratio=0.1)[0] == "error"
+    assert said("float32", "mindspore", max_abs_err=None) == ("skip", "no finite values")
+
+
 def test_unknown_names_are_listed():
     said = {
         PAIRS: "accprobe, strict, ait, mindspore, msprobe, msprobe-1.0, xray",
-        OUTPUT: "operator, strict, ait, msprobe, msprobe-1.0, xray",
+        OUTPUT: "operator, strict, ait, mindspore, msprobe, msprobe-1.0, xray",
         MACHINES: "operator, ait, msprobe, msprobe-1.0, xray",
     }
     for what, names in said.items():
@@ -102,9 +114,9 @@ def test_unknown_names_are_listed():
             find("npu", what)
         assert str(why.value) == f"unknown standard 'npu': known are {names}"
     with pytest.raises(UnknownStandard) as why:
-        find("mindspore", OUTPUT)
+        find("mindspore", MACHINES)
     assert str(why.value) == (
-        f"unknown standard 'mindspore': known are {said[OUTPUT]}; mindspore is known to compare only"
+        f"unknown standard 'mindspore': known are {said[MACHINES]}; mindspore is known to compare and opcheck only"
     )
 
 

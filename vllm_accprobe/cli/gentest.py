@@ -23,8 +23,14 @@ def gentest(
     ops: list[str] = OPS,
     ids: str = IDS,
     out: Path = typer.Option(
-        Path("accprobe-gentest"), "--out", "-o", metavar="DIR", help="The folder to write; must not exist."
+        None, "--out", "-o", metavar="DIR", help="The folder to write, accprobe-gentest; must not exist."
     ),
+    factory: str = typer.Option(
+        "", "--factory", metavar="load|draw", help="jprof's: all operators, tensors as captured (else drawn), or drawn."
+    ),
+    cpu_init: bool = typer.Option(False, "--cpu_init", help="jprof's: inputs lie on the CPU first, as here always."),
+    blacklist: bool = typer.Option(False, "--blacklist", help="jprof's: without operators that have no reference."),
+    seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn, because only statistics were captured."),
     most: int = typer.Option(50, "--most", "-n", min=1, help="At most so many calls."),
     model: Path = WEIGHTS,
     flashinfer: bool = typer.Option(
@@ -39,8 +45,13 @@ def gentest(
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.cli.opcheck import ids_of, opened_calls, require_torch
 
-    if not failed and not ops and not ids:
+    if factory not in ("", "load", "draw"):
+        raise CommandError(f"--factory {factory[:20]}: load takes captured tensors, draw draws them")
+    if not failed and not ops and not ids and not factory:
         raise CommandError("say which calls: --failed, --ops GLOB or --ids IDS")
+    out = out or Path("pytests" if factory else "accprobe-gentest")
+    if factory and not ops and not ids and not failed:
+        ops = ["*:*"]  # operators: their places have a colon
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise CommandError(f"--out: {out} exists and is not empty")
     outputs.check_place(out, [dump])
@@ -52,7 +63,8 @@ def gentest(
     from vllm_accprobe.opcheck.run.replay import Options
 
     calls, references, options = opened_calls(dump, model), default_references(), Options(ids=ids_of(ids))
-    chosen = _failed(calls, references, ops, options) if failed else _matching(calls, ops, options, most)
+    given = DrawnCalls(seed, factory == "draw", references if blacklist else None)
+    chosen = _failed(calls, references, ops, options) if failed else _matching(calls, ops, options, most, given)
     if flashinfer:
         _as_flashinfer(calls, chosen, out, most, failed)
         return
@@ -69,10 +81,12 @@ def gentest(
             written.append(write_case(captured, references, out / "cases", len(written)))
             wider += any(
                 r.dtype != grid.name_of(captured.what.outputs[role])
-                for role, r in captured.records.items() if role in captured.what.outputs
+                for role, r in captured.records.items()
+                if role in captured.what.outputs and not captured.what.outputs[role].is_meta
             )  # fmt: skip
         except ValueError as why:
             left.append(f"{captured.tap}: {why}")
+    left += given.said()
     if wider:
         left.append(f"{wider} calls hold numbers of a coarser dtype than their tensors': the tests have them in that")
     say_notes([*calls.dump.problems, *calls.problems, *references.problems, *left])
@@ -106,13 +120,53 @@ def _as_flashinfer(calls: Calls, chosen: Iterator[Captured], out: Path, most: in
 
 
 def _why_none(calls: Calls, failed: bool) -> str:
-    if not any(r.payload is not None for r in calls.dump.records):
-        return "it holds statistics, and a test needs the values (VLLM_ACCPROBE_TASK=tensor)"
+    if failed and not any(r.payload is not None for r in calls.dump.records):
+        return "it holds statistics: what failed is not known, --ops or --factory draw inputs"
     return "no call failed" if failed else "no call matches that has all its tensors"
 
 
-def _matching(calls: Calls, ops: list[str], options: object, most: int) -> Iterator[Captured]:
-    """Calls with all their tensors: as many of each tap as fit, the first ones."""
+class DrawnCalls:
+    """Calls of which no tensor was captured, or is wanted: their inputs are drawn. references: whose operators alone
+    are wanted, None for all."""
+
+    def __init__(self, seed: int, always: bool, references: References | None):
+        self.seed, self.always, self.references = seed, always, references
+        self.drawn = 0
+        self.without: set[str] = set()
+        self.why: dict[str, int] = {}
+
+    def of(self, calls: Calls, captured: Captured) -> Captured | None:
+        """The call as it is written; None where it cannot be."""
+        from vllm_accprobe.opcheck.reference import Declined
+        from vllm_accprobe.opcheck.run import synthetic_inputs
+
+        cls = captured.what.cls
+        if self.references is not None and isinstance(self.references.find(cls), Declined):
+            self.without.add(cls)
+            return None
+        if captured.missing and not synthetic_inputs.possible(captured):
+            self.why[captured.missing] = self.why.get(captured.missing, 0) + 1
+            return None
+        if not captured.missing and not self.always:
+            return captured if captured.what.outputs else None
+        found = synthetic_inputs.drawn(calls, captured, self.seed, anew=self.always)
+        if found.missing:
+            self.why[found.missing] = self.why.get(found.missing, 0) + 1
+            return None
+        self.drawn += 1
+        return found
+
+    def said(self) -> list[str]:
+        lines = [f"{n} calls: {why}" for why, n in self.why.items()]
+        if self.drawn:
+            lines.append(f"the inputs of {self.drawn} calls were drawn from their statistics: weaker evidence")
+        if self.without:
+            lines.append(f"--blacklist: no reference for {', '.join(sorted(self.without)[:8])}")
+        return lines
+
+
+def _matching(calls: Calls, ops: list[str], options: object, most: int, given: DrawnCalls) -> Iterator[Captured]:
+    """Calls with all their tensors, or drawn ones: as many of each tap as fit, the first ones."""
     from vllm_accprobe.opcheck.run.replay import Options
 
     assert isinstance(options, Options)
@@ -122,9 +176,9 @@ def _matching(calls: Calls, ops: list[str], options: object, most: int) -> Itera
         for rank, tap, _ in taps:
             taken = 0
             for captured in calls.of(rank, tap):
-                if taken < share and not captured.missing and options.wants(captured) and captured.what.outputs:
+                if taken < share and options.wants(captured) and (ready := given.of(calls, captured)) is not None:
                     taken += 1
-                    yield captured
+                    yield ready
             done()
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from vllm_accprobe.cli.common import here
-from vllm_accprobe.cli.common import precheck_options as msprobe
 from vllm_accprobe.cli.common.declared import ATTRIBUTES, WEIGHTS
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, require_directory, say_notes
+from vllm_accprobe.cli.old_names import precheck_options as msprobe
 from vllm_accprobe.cli.replay import ait_words
 
 if TYPE_CHECKING:

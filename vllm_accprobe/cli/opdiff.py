@@ -15,10 +15,13 @@ def opdiff(
         None, metavar="GOLDEN.csv", help="Of the machine that is trusted, a GPU perhaps; or its folder."
     ),
     mine: Path = typer.Argument(None, metavar="MINE.csv", help="Of the other, an NPU or XPU perhaps."),
+    joined: Path = typer.Argument(
+        None, metavar="[RESULT.csv]", help="torch_xray's table of both, too, by its standard; see docs/migration.md."
+    ),
     gpu: Path = typer.Option(None, "-gpu", "--gpu_csv_path", metavar="FILE", help="GOLDEN.csv as msprobe says it."),
     npu: Path = typer.Option(None, "-npu", "--npu_csv_path", metavar="FILE", help="MINE.csv as msprobe says it."),
     standard: str = typer.Option(
-        "msprobe", "--standard", metavar="NAME", help="{standards} (operator: both verdicts)."
+        None, "--standard", metavar="NAME", help="{standards} (operator: both verdicts); msprobe where none is named."
     ),
     algorithm: list[str] = typer.Option(
         [],
@@ -49,6 +52,8 @@ def opdiff(
     from vllm_accprobe.opcheck.diff.csv_rows import SheetError
     from vllm_accprobe.opcheck.diff.verdicts import DiffTotals, open_diff
     from vllm_accprobe.opcheck.precheck.compare_csv import CompareFiles
+    from vllm_accprobe.opcheck.precheck.summary_csv import COLUMNS as SUMMARY
+    from vllm_accprobe.opcheck.precheck.summary_csv import SummaryFile
     from vllm_accprobe.standards.finding import ERROR
 
     theirs = gpu is not None or npu is not None
@@ -62,6 +67,13 @@ def opdiff(
             raise CommandError(
                 f"{path} does not exist: name an opcheck.csv, a generated test's csv or msprobe's details"
             )
+    standard = standard or ("msprobe" if joined is None else "xray")
+    if joined is not None:
+        outputs.check_place(joined, (), "RESULT.csv")
+        known = outputs.csv_with(*SUMMARY[:4])
+        if joined.is_symlink() or (joined.exists() and not outputs.is_ours(joined, known)):
+            raise CommandError(f"{joined} is not of this command: nothing is overwritten; name another file")
+        outputs.writable(joined.parent, "RESULT.csv")
     ours = {
         "details.csv": outputs.matching(r"\A[^\n]*,dtype,shape,api,algorithm,level,status,message,"),
         "result.csv": outputs.matching(r"\A[^\n]*,api,forward,backward,outputs,algorithm,message\n"),
@@ -75,7 +87,13 @@ def opdiff(
         with progress("opdiff", diff.mine.count() // lines.STEP) as done:
             msprobes = CompareFiles(out, time.strftime("%Y%m%d%H%M%S"))
             written = theirs or lines.is_msprobe(diff)
-            also = msprobes.add if written else lambda compared: None
+            table = SummaryFile(joined) if joined is not None else None
+            gathering = [*([msprobes.add] if written else []), *([table.add] if table is not None else [])]
+
+            def also(compared: object) -> None:
+                for add in gathering:
+                    add(compared)
+
             lines.write_details(diff, out / "details.csv", totals, done, also)
     except SheetError as e:
         raise CommandError(str(e)) from None
@@ -88,6 +106,6 @@ def opdiff(
     (out / "opdiff.md").write_text(lines.markdown(diff, totals), encoding="utf-8")
     for line in lines.lines(diff, totals, None if verbose else 10):
         typer.echo(line)
-    more = msprobes.write(totals) if written else ()
+    more = [*(msprobes.write(totals) if written else ()), *([table.write()] if table is not None else [])]
     typer.echo(f"written: {', '.join(map(str, (out / 'result.csv', out / 'details.csv', out / 'opdiff.md', *more)))}")
     raise typer.Exit(1 if totals.statuses[ERROR] else 0)

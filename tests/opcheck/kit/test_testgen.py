@@ -16,10 +16,13 @@ from opcheck import torch_only
 from opcheck.layer_dumps import build
 from opcheck.opcheck_dumps import Maker
 
+from vllm_accprobe.capture.torch_model.probe import Probe
 from vllm_accprobe.cli import main
+from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
+from vllm_accprobe.opcheck.precheck import summary_csv
 from vllm_accprobe.opcheck.reference import Call, Expected, reference
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.table import COLUMNS
@@ -43,7 +46,7 @@ def test_a_clean_capture_passes_with_torch_and_pytest_alone(tmp_path: Path, site
     assert counts(done.stdout)["passed"] >= 10
     with (tmp_path / "t/cpu.csv").open(newline="") as f:
         rows = list(csv.DictReader(f))
-    assert tuple(rows[0]) == COLUMNS
+    assert tuple(rows[0]) == (*COLUMNS, "min_val", "max_val")
     checked = [r for r in rows if r["status"] == "pass"]
     assert {r["op"] for r in checked} == {"RMSNorm", "QKVParallelLinear", "Attention", "RowParallelLinear"}
     assert all(0.999 < float(r["cosine"]) <= 1 for r in checked)
@@ -139,3 +142,34 @@ def test_hostile_names_stay_names_and_a_users_reference_is_written_down(tmp_path
     assert set(tree["expected"]) == {"output.0"}
     done = torch_only.run(site, tmp_path / "t")
     assert counts(done.stdout) == {"passed": 1, "skipped": 1}, done.stdout + done.stderr
+
+
+def test_a_dump_of_statistics_becomes_tests_with_drawn_inputs(tmp_path: Path, site: Path) -> None:
+    """jprof's way: the words of torch_xray's guide, two machines' csv, and its joined table."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16)).bfloat16()
+    probe = Probe(model, ProbeConfig.from_kwargs(dir=tmp_path / "d", task="stats", ops=True))
+    with torch.no_grad():
+        model(torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).bfloat16())
+    probe.close()
+    out = tmp_path / "pytests"
+    words = ["--cpu_init", "--blacklist", "--factory=load"]
+    assert main(["gentest", str(tmp_path / "d"), *words, "--out", str(out)]) == 0
+    sheets = [tmp_path / "gpu.csv", tmp_path / "xpu.csv"]
+    for sheet in sheets:
+        done = torch_only.run(site, out, f"--detail_compare_path={sheet}", "--seed", "42")
+        assert done.returncode == 0, done.stdout[-2000:]
+        assert counts(done.stdout)["passed"] >= 6
+    with sheets[0].open() as f:
+        rows = {r["op"]: r for r in csv.DictReader(f)}
+    assert {"aten.addmm.default", "aten.gelu.default", "aten.native_layer_norm.default"} <= set(rows)
+    assert all("weaker evidence" in r["message"] for r in rows.values() if r["status"] == "pass")
+    assert float(rows["aten.gelu.default"]["min_val"]) < 0 < float(rows["aten.gelu.default"]["max_val"])
+    joined = tmp_path / "result.csv"
+    assert main(["opdiff", *map(str, sheets), str(joined), "--out", str(tmp_path / "diff")]) == 0
+    with joined.open() as f:
+        table = list(csv.DictReader(f))
+    assert tuple(table[0]) == summary_csv.COLUMNS
+    gelu = next(r for r in table if r["op_name"] == "aten.gelu.default")
+    assert (gelu["dtype"], gelu["shape"], gelu["is_pass"]) == ("torch.bfloat16", "[6, 16]", "pass")
+    assert float(gelu["min-val"]) == float(rows["aten.gelu.default"]["min_val"])
+    assert gelu["xpu_max"] == gelu["gpu_max"] != ""

@@ -32,7 +32,7 @@ def files(out: Path) -> tuple[Path, Path]:
 def checked(recorded: Recorded, tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("checked")
     for side in ("npu", "gpu"):
-        assert main(["opcheck", "-api_info", str(recorded("tensor")), "-o", str(home / side), "-d", "cpu"]) == 0
+        assert main(["opcheck", "-api_info", str(recorded("tensor")), "-o", str(home / side), "-d", "cpu", "--jobs", "0"]) == 0
     return home
 
 
@@ -78,7 +78,7 @@ def test_going_on_writes_the_same_files(recorded: Recorded, checked: Path) -> No
     before = details.read_bytes()
     details.write_bytes(before[:40])
     time.sleep(1.1)  # a new check would have another second in its name
-    words = ["-csv_path", str(result), "-d", "cpu"]
+    words = ["-csv_path", str(result), "-d", "cpu", "--jobs", "0"]
     assert main(["opcheck", "-api_info", str(recorded("tensor")), *words]) == 0
     assert details.read_bytes() == before
     assert len(list((checked / "npu").glob("accuracy_checking_*.csv"))) == 2

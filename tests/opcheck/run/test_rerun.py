@@ -13,7 +13,9 @@ import pytest
 import torch
 from opcheck.layer_dumps import build
 
+from vllm_accprobe.capture.torch_model.probe import Probe
 from vllm_accprobe.cli import main
+from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, DrawnMoments, draw
@@ -220,3 +222,22 @@ def test_the_command_checks_gradients(tmp_path: Path) -> None:
     assert code == 0
     roles = [r["role"] for r in table(tmp_path / "o")]
     assert roles == ["output.0", "grad.input.x", "grad.param.weight"] * 3
+
+
+def test_statistics_of_a_plain_model_are_nearly_all_checked(tmp_path: Path) -> None:
+    """Modules and operators whose parameters left fingerprints only: all but what has no reference."""
+    block = [torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8)]
+    model = torch.nn.Sequential(torch.nn.Embedding(20, 16), *block).bfloat16()
+    probe = Probe(model, ProbeConfig.from_kwargs(dir=tmp_path / "d", task="stats", ops=True))
+    with torch.no_grad():
+        model(torch.arange(12).reshape(2, 6))
+    probe.close()
+    out = tmp_path / "out"
+    assert main(["opcheck", str(tmp_path / "d"), "--out", str(out), "-j", "0"]) == 0
+    with (out / "opcheck.csv").open() as f:
+        rows = list(csv.DictReader(f))
+    passed = {r["op"] for r in rows if r["status"] == "pass"}
+    assert passed >= {"Embedding", "Linear", "GELU", "LayerNorm", "aten.embedding.default", "aten.addmm.default",
+                      "aten.gelu.default", "aten.native_layer_norm.default"}  # fmt: skip
+    assert {r["op"] for r in rows if r["status"] != "pass"} <= {"Sequential"}
+    assert all(WEAKER in r["message"] for r in rows if r["status"] == "pass")

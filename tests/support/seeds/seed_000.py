@@ -1,14 +1,124 @@
-"""The lines of document 000."""
+"""The lines of document 000, torch_xray's guide: a capture, its tables, and operators as unit tests."""
 
 from __future__ import annotations
 
+import csv
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from support.seeds.line import Line
 
+CAPTURE = """
+import sys, torch
+from vllm_accprobe import PrecisionDebugger
+torch.manual_seed(0)
+visual = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16)).bfloat16()
+def execute_model(x):
+    debugger = PrecisionDebugger(
+        dump_path=sys.argv[1], hook_name="dump", rank=[0], step=[1], model=visual, dump_torch_api=False)
+    debugger.start()
+    return visual(x)
+with torch.no_grad():
+    for k in range(2):
+        execute_model(torch.randn(4, 8).bfloat16())
+"""
+OPERATORS = """
+import torch
+from vllm_accprobe import begin_dump, end_dump
+torch.manual_seed(0)
+weight = torch.randn(16, 8).bfloat16()
+def forward(x, **words):
+    begin_dump("xray_debug", **words)
+    y = torch.nn.functional.gelu(x @ weight.T) + 1.0
+    end_dump(clear_context=True)
+    return y
+forward(torch.randn(4, 8).bfloat16(), **WORDS)
+"""
+H5 = "globalrank-0_localrank-0.h5"
+
 
 def prepare(home: Path) -> None:
-    """What the lines read, below an empty folder."""
+    """Nothing: each line reads what those before it left."""
 
 
-LINES: list[Line] = []
+def _script(home: Path, text: str, *words: str, **env: str) -> None:
+    import os
+
+    command = [sys.executable, "-c", text, *words]
+    done = subprocess.run(
+        command, cwd=home, env={**os.environ, **env}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def _capture(home: Path) -> None:
+    _script(home, CAPTURE, "dump-vision")
+    assert (home / "dump-vision" / H5).is_file()
+    assert (home / "dump-vision" / H5.replace(".h5", "_summary.csv")).is_file()
+    for name in ("xxx.h5", "xpu.h5", "gpu.h5"):
+        shutil.copyfile(home / "dump-vision" / H5, home / name)
+
+
+def _begin_dump(home: Path) -> None:
+    _script(home, OPERATORS.replace("WORDS", "dict(X_DEBUG=0x102, X_DEDUP=True, X_DUMP_NUM=5)"))
+    shutil.rmtree(home / "xray_debug")
+
+
+def _in_the_environment(home: Path) -> None:
+    """Names, shapes, dtypes and ranges, and no tensors: X_DUMP_NUM is 0 where it is not given."""
+    _script(home, OPERATORS.replace("WORDS", "{}"), X_DEBUG="0x102", X_DEDUP="True")
+
+
+def _pytest(home: Path) -> None:
+    for name in ("xpu.csv", "gpu.csv"):
+        words = [f"--detail_compare_path=./{name}", "pytests/", "--seed", "42", "-q", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *words]
+        done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout[-2000:]
+        assert (home / name).is_file()
+
+
+def _joined(home: Path, said: str) -> None:
+    with (home / "diff.csv").open(newline="") as f:
+        rows = list(csv.DictReader(f))
+    gelu = next(r for r in rows if r["op_name"] == "aten.gelu.default")
+    columns = ["name", "op_name", "dtype", "shape", "min-val", "max-val", "is_pass", "xpu_max", "gpu_max"]
+    assert list(gelu)[:9] == columns
+    assert (gelu["shape"], gelu["is_pass"]) == ("[4, 16]", "pass")
+    assert float(gelu["min-val"]) < float(gelu["max-val"])
+
+
+def _table(home: Path, said: str) -> None:
+    text = (home / "sum.txt").read_text()
+    assert "param.weight" in text
+    assert "output.0" in text
+
+
+def _compared(home: Path, said: str) -> None:
+    with (home / "result.csv").open(newline="") as f:
+        rows = list(csv.DictReader(f))
+    columns = ["Index", "Status", "Module (Bench/Target)", "Cosine", "RMSE", "IsClose (%)", "Max Err (t)", "GtNum"]
+    assert list(rows[0]) == columns
+    assert "0.Linear.0.forward_params.weight" in {r["Module (Bench/Target)"] for r in rows}
+    assert {r["Status"] for r in rows} == {""}
+
+
+_SAME = "one package on every machine"
+LINES: list[Line] = [
+    *(Line(at, "pip install torch_xray-2.0.3-....whl", ("--version",), prints=("accprobe",), ends_at=_SAME)
+      for at in (20, 24, 28)),
+    Line(49, 'PrecisionDebugger(dump_path="dump-vision", hook_name="dump", rank=[0], step=[1], model=...)', _capture),
+    Line(60, "summary xxx.h5 sum.txt", ("summary", "xxx.h5", "sum.txt"), check=_table),
+    Line(98, "compare xpu.h5 gpu.h5 result.csv", ("compare", "gpu.h5", "xpu.h5", "result.csv"),
+         prints=("gpu.h5 was taken for golden",), check=_compared),
+    Line(146, "X_DEBUG=0x102 X_DEDUP=True X_DUMP_NUM, as arguments of begin_dump (line 177)", _begin_dump),
+    Line(174, "X_DEBUG=0x102 X_DEDUP=True in the environment", _in_the_environment),
+    Line(196, "jprof --cpu_init --blacklist --factory=load dump.json",
+         ("gentest", "xray_debug", "--cpu_init", "--blacklist", "--factory=load"),
+         prints=("written: pytests", "drawn from their statistics")),
+    Line(207, "pytest --detail_compare_path=./xxx.csv proc_xxx/pytests/ --seed 42", _pytest),
+    Line(212, "summary_diff_check ./xpu.csv ./gpu.csv ./result.csv", ("opdiff", "gpu.csv", "xpu.csv", "diff.csv"),
+         prints=("pass:",), check=_joined),
+]  # fmt: skip

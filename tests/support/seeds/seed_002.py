@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from support.seeds.joined import joined
 
-from support.seeds import fused_lines
-from support.seeds.line import Line
-
-
-def prepare(home: Path) -> None:
-    """What the lines read, below an empty folder."""
-    fused_lines.prepare(home)
-
-
-LINES: list[Line] = sorted([*fused_lines.LINES_002], key=lambda line: line.at)
+prepare, LINES = joined("002", "precheck_lines", "fused_lines")

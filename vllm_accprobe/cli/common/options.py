@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 import typer.core
 
-from vllm_accprobe.cli.common.old_spellings import documented
 from vllm_accprobe.cli.common.refusal import CommandError as CommandError
 from vllm_accprobe.cli.common.refusal import NothingThere as NothingThere
 from vllm_accprobe.cli.common.told import spelled
+from vllm_accprobe.cli.old_names.old_spellings import documented
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.select import Ranges, Selection

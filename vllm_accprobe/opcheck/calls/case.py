@@ -3,7 +3,8 @@
 The problem: a call that failed must be run again elsewhere, by somebody who has neither the dump nor this package. The
 idea: whatever its reference needs, inputs, parameters, attributes, the history that attention looks back at, what was
 captured inside a block, is written out as plain JSON and tensors, and becomes a `Call` again from these two alone. Of a
-block's inside only what its reference reads is kept. No pickle. This file is copied beside the tests that gentest
+block's inside only what its reference reads is kept; of an output of which statistics were captured, shape and dtype
+(a tensor on torch's device meta). No pickle. This file is copied beside the tests that gentest
 writes. Not here: which calls (testgen.py).
 """
 
@@ -104,6 +105,8 @@ def encode(call: Call, tensors: dict[str, Any]) -> dict[str, Any]:
     known = {_identity(t): name for name, t in tensors.items()}
 
     def tree(value: Any, name: str) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            return {"like": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
         if isinstance(value, torch.Tensor):
             key = known.get(_identity(value))
             if key is None:
@@ -152,6 +155,8 @@ def decode(tree: Mapping[str, Any], tensors: Mapping[str, Any]) -> Call:
             found = tensors[node["tensor"]]
             return torch.view_as_complex(found) if node.get("complex") else found
         kind, held = next(iter(node.items()))
+        if kind == "like":
+            return torch.empty(held[1], dtype=_torch("dtype", held[0]), device="meta")
         if kind == "float":
             return float(held)
         if kind == "complex_number":

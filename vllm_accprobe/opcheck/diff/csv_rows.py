@@ -44,7 +44,8 @@ _AT = {name: i for i, name in enumerate(Measures.FIELDS)}
 ALL = (1 << len(Measures.FIELDS)) - 1
 """A row's ``missing`` where nothing was measured."""
 _NOTHING = bytes(8 * len(Measures.FIELDS))
-_READ = ("status", "message", "measured", "allowed", "dtype", "shape", "DEVICE Dtype", "Shape", "Status", "Message")
+_READ = ("status", "message", "measured", "allowed", "dtype", "shape", "DEVICE Dtype", "Shape", "Status", "Message",
+         "min_val", "max_val")  # fmt: skip
 _LONGEST = 1 << 20
 """Characters of one cell; longer ones are no csv of ours or msprobe's."""
 
@@ -75,7 +76,8 @@ class Row:
     """One output. key: what identifies it, in the order of the sheet's keys; group: the same without the output;
     backward: a gradient; api: msprobe's API name, "" in our files; status: pass, warning, error, skip, or "" where the
     writer gave none; severity: our own verdict's measured / allowed; numbers, missing: measures in the order of
-    Measures.FIELDS, and a bit for each that is not there."""
+    Measures.FIELDS, and a bit for each that is not there; extremes: the smallest and the largest number that was
+    given, as a generated test's csv has them, or ""."""
 
     key: tuple[str, ...]
     group: tuple[str, ...]
@@ -90,6 +92,7 @@ class Row:
     severity: float
     numbers: array[float]
     missing: int
+    extremes: tuple[str, str] = ("", "")
 
     @property
     def values(self) -> dict[str, float]:
@@ -210,6 +213,7 @@ class Sheet:
             key, tuple(c for k, c in zip(keys, key, strict=True) if k != "role"),
             role.startswith(("grad", "backward")), cell.get("op", ""), cell.get("class", ""), "", cell["dtype"],
             cell.get("shape", ""), status, cell.get("message", ""), _severity(cell), numbers, missing,
+            (_real(cell.get("min_val", "")), _real(cell.get("max_val", ""))),
         )  # fmt: skip
 
     def _msprobe(self, cell: Mapping[str, str], cells: Sequence[str], number: int) -> Row:
@@ -225,6 +229,15 @@ class Sheet:
             (name,), (call,), backward, api, "", api, cell[_DTYPE].removeprefix("torch."), cell.get("Shape", ""),
             cell["Status"].lower(), cell.get("Message") or cell.get("message", ""), 0.0, numbers, missing,
         )  # fmt: skip
+
+
+def _real(text: str) -> str:
+    """``text`` where it is a number, else ""."""
+    try:
+        float(text)
+    except ValueError:
+        return ""
+    return text
 
 
 def _severity(cell: Mapping[str, str]) -> float:

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_accprobe.opcheck.calls.case import decode
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, redrawn
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
@@ -67,6 +69,9 @@ class Bench:
     def check(self, case: Case, way: str) -> list[CaseOutcome]:
         """One CaseOutcome per output; one that skips where there is nothing to check."""
         call = case.call
+        drawn = any(t.is_meta for t in call.outputs.values())
+        if way == CAPTURED and drawn:
+            return [_skipped("only statistics were captured: the inputs here were drawn from them")]
         if way == DRAWN:
             try:
                 call = redrawn(call, self.seed)
@@ -85,6 +90,7 @@ class Bench:
         found = []
         for role, given in call.outputs.items():
             if role in mine:
+                way = DRAWN if drawn else way
                 found.append(self._outcome(case, call, role, mine[role].to("cpu", given.dtype), expected, way))
         return found or [_skipped("nothing that was captured comes out of it")]
 
@@ -105,7 +111,7 @@ class Bench:
         message = "" if v.passed else _say(v, found.reference, found.mine)
         if way == DRAWN:
             message = f"{message}; {WEAKER}".lstrip("; ")
-        measures = asdict(measure(found.reference, found.mine, dtype))
+        measures = asdict(measure(found.reference, found.mine, dtype)) | _range(mine)
         return CaseOutcome(role, dtype, shape, "pass" if v.passed else "fail", message, v, measures)
 
     def lines(self, case: Case, outcomes: Sequence[CaseOutcome]) -> list[list[object]]:
@@ -120,6 +126,15 @@ class Bench:
                 cell["rounding"] = v.rounding
             found.append(["" if cell.get(c) is None else cell[c] for c in self.columns])
         return found
+
+
+def _range(tensor: Any) -> dict[str, float | None]:
+    """The smallest and the largest of the finite numbers that the device gave."""
+    wide = tensor.detach()
+    wide = torch.view_as_real(wide).flatten() if wide.is_complex() else wide.flatten()
+    wide = wide[torch.isfinite(wide.float())].double() if wide.is_floating_point() else wide.double()
+    low, high = (float(wide.min()), float(wide.max())) if wide.numel() else (None, None)
+    return {"min_val": low, "max_val": high}
 
 
 def _skipped(why: str) -> CaseOutcome:

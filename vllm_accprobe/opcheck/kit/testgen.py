@@ -107,7 +107,7 @@ def write_folder(written: Iterable[Written], out: Path, source: str) -> None:
         _copy(_PACKAGE.parent / place, kit / f"{name}.py")
     (kit / "__init__.py").write_text('"""What the tests need; copied from vllm-accprobe."""\n', encoding="utf-8")
     shutil.copyfile(_PACKAGE / "kit" / "templates" / "conftest.py.txt", out / "conftest.py")
-    (out / "columns.json").write_text(json.dumps(table.COLUMNS), encoding="utf-8")
+    (out / "columns.json").write_text(json.dumps((*table.COLUMNS, "min_val", "max_val")), encoding="utf-8")
     by_op: dict[str, list[str]] = {}
     for w in written:
         by_op.setdefault(w.op, []).append(w.name)

@@ -47,10 +47,15 @@ def possible(captured: Captured) -> bool:
     return captured.missing == STATISTICS
 
 
-def drawn(calls: Calls, captured: Captured, seed: int) -> Captured:
-    """The call with drawn inputs, its outputs without values; as it is, with the reason, where they cannot be drawn."""
+def drawn(calls: Calls, captured: Captured, seed: int, anew: bool = False) -> Captured:
+    """The call with drawn inputs, its outputs without values; as it is, with the reason, where they cannot be drawn.
+    anew: inputs that were captured are drawn, too."""
+    records = captured.records
+    if anew:
+        records = {role: r if role.startswith("param") else replace(r, payload=None) for role, r in records.items()}
     try:
-        call = drawn_call(calls, captured, torch.Generator().manual_seed(seed))
+        found = replace(captured, records=records)
+        call = drawn_call(calls, found, torch.Generator().manual_seed(seed))
     except (Declined, NotKept, RuntimeError, ValueError) as why:
         return replace(captured, missing=_why_not(why))
     return replace(captured, what=call, missing="")

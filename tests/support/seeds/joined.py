@@ -1,0 +1,30 @@
+"""One document's lines where several files have some of them: prepared together, in the document's order."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from support.seeds.line import Line
+
+
+def joined(number: str, *names: str) -> tuple[Callable[[Path], None], list[Line]]:
+    """What prepares the lines of document ``number``, and the lines: ``OF_<number>``, ``LINES_<number>`` or ``LINES``
+    of the files that there are."""
+    found: list[ModuleType] = [
+        importlib.import_module(f"support.seeds.{name}") for name in names
+        if importlib.util.find_spec(f"support.seeds.{name}") is not None
+    ]  # fmt: skip
+    lines: list[Line] = []
+    for module in found:
+        place = next(n for n in (f"OF_{number}", f"LINES_{number}", "LINES") if hasattr(module, n))
+        lines += getattr(module, place)
+
+    def prepare(home: Path) -> None:
+        for module in found:
+            getattr(module, "prepare", lambda home: None)(home)
+
+    return prepare, sorted(lines, key=lambda line: line.at)

@@ -1,0 +1,141 @@
+"""The lines of documents 001 and 002 on the pre-check: acc_check, run_ut, api_precision_compare, of both frameworks.
+
+Both documents have the same commands under two names; a made dump.json of msprobe's form stands for the card's.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from support.peer_dumps import unpack
+from support.seeds.line import Line
+
+NO_CARD = "--device 0: torch sees no accelerator on this machine"
+FULL = "dump_path/step0/rank0/dump.json"
+
+
+def _tensor(home: Path, name: str, t: torch.Tensor) -> dict[str, object]:
+    torch.save(t, home / "dump_tensor_data" / f"{name}.pt")
+    wide = t.double()
+    return {"type": "torch.Tensor", "dtype": str(t.dtype), "shape": list(t.shape), "Max": float(wide.max()),
+            "Min": float(wide.min()), "Mean": float(wide.mean()), "Norm": float(wide.norm()), "requires_grad": True,
+            "data_name": f"{name}.pt"}  # fmt: skip
+
+
+def dump(home: Path) -> None:
+    """msprobe's layout: a product, twice with the same shapes, and an activation."""
+    (home / "dump_tensor_data").mkdir(parents=True)
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(6, 16, generator=g), torch.randn(8, 16, generator=g)
+    calls = {
+        "Functional.linear.0": ((x, w), torch.nn.functional.linear(x, w)),
+        "Functional.linear.1": ((2 * x, w), torch.nn.functional.linear(2 * x, w)),
+        "Functional.gelu.0": ((x,), torch.nn.functional.gelu(x)),
+    }
+    data = {}
+    for name, (args, out) in calls.items():
+        data[f"{name}.forward"] = {
+            "input_args": [_tensor(home, f"{name}.forward.input.{k}", t) for k, t in enumerate(args)],
+            "input_kwargs": {}, "output": [_tensor(home, f"{name}.forward.output.0", out)],
+        }  # fmt: skip
+    head = {"task": "tensor", "level": "L1", "framework": "pytorch", "dump_data_dir": str(home / "dump_tensor_data")}
+    (home / "dump.json").write_text(json.dumps({**head, "data": data}))
+
+
+def prepare(home: Path) -> None:
+    """``dump_path/step0/rank0`` and ``dump.json``; config files; a dump of MindSpore."""
+    dump(home / "dump_path/step0/rank0")
+    where = home / "single"
+    shutil.copytree(home / "dump_path/step0/rank0", where)
+    lists = {"white_list": [], "black_list": ["gelu"], "error_data_path": "./"}
+    (home / "config.json").write_text(json.dumps({"task": "run_ut", "run_ut": lists}))
+    (home / "config.yaml").write_text("white_list: []\nblack_list: []\nerror_data_path: './'\nprecision: 14\n")
+    unpack("mindspore", home)
+
+
+def _files(out: Path) -> tuple[Path, Path]:
+    return next(out.glob("accuracy_checking_result_*.csv")), next(out.glob("accuracy_checking_details_*.csv"))
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def _checked(folder: str, calls: int = 3) -> Callable[[Path, str], None]:
+    def check(home: Path, said: str) -> None:
+        result, details = _files(home / folder)
+        assert [r["Forward Test Success"] for r in _rows(result)] == ["pass"] * calls
+        assert [r["Status"] for r in _rows(details)] == ["pass"] * calls
+
+    return check
+
+
+def _resume(home: Path, said: str) -> None:
+    _checked("npu")(home, said)
+    assert len(list((home / "npu").glob("accuracy_checking_*.csv"))) == 2
+
+
+def _going_on(dump: str) -> Callable[[Path], None]:
+    def run(home: Path) -> None:
+        from vllm_accprobe.cli import main
+
+        result = _files(home / "npu")[0].relative_to(home)
+        assert main(["opcheck", "-api_info", dump, "-csv_path", str(result), "--jobs", "0"]) == 0
+        _resume(home, "")
+
+    return run
+
+
+def _second_stage(home: Path) -> None:
+    from vllm_accprobe.cli import main
+
+    sides = [str(_files(home / side)[1]) for side in ("npu", "gpu")]
+    assert main(["opdiff", "-npu", sides[0], "-gpu", sides[1], "-o", "compared", "--algorithm", "*=benchmark"]) == 0
+    details = _rows(next((home / "compared").glob("api_precision_compare_details_*.csv")))
+    result = _rows(next((home / "compared").glob("api_precision_compare_result_*.csv")))
+    assert [r["比对结果"] for r in details] == ["pass"] * 3
+    assert [r["Forward Test Success"] for r in result] == ["pass"] * 3
+
+
+def _mindspore(home: Path, said: str) -> None:
+    result, details = _files(home / "checker_result")
+    assert list(_rows(details)[0])[2:7] == ["Tested Dtype", "Shape", "Cosine", "MaxAbsErr", "MaxRelativeErr"]
+    assert {r["Status"] for r in _rows(details)} <= {"pass", "error", "SKIP"}
+    assert "Mint.tanh.0" in {r["API Name"] for r in _rows(result)}
+
+
+def lines(at: tuple[int, int, int, int, int, int, int], command: str, dump: str) -> list[Line]:
+    """at: of the plain check (twice, on both machines), saved errors, config.yaml, many devices, going on, the second
+    stage; command: how the document calls it."""
+    plain, config, saved, yaml, many, again, second = at
+    check = ("opcheck", "-api_info", dump, "--jobs", "0", "-o")
+    return [
+        Line(plain, f"{command} -api_info {dump}", (*check, "npu"), check=_checked("npu")),
+        Line(plain, f"{command} -api_info {dump} -d: on the other machine", (*check, "gpu", "-d", "cpu"),
+             check=_checked("gpu")),
+        Line(config, "config.json: black_list", (*check, "listed", "-config", "config.json", "-f"),
+             prints=("1  calls: in black_list", "another call stands for it")),
+        Line(saved, f"{command} -api_info {dump} -save_error_data", (*check, "saved", "-save_error_data"),
+             check=_checked("saved")),
+        Line(yaml, "vim .../config.yaml", (*check, "yaml", "-config", "config.yaml"), check=_checked("yaml")),
+        Line(many, f"multi_{command} -api_info {dump} -n 32 -d 0 1 2 3",
+             ("opcheck", "-api_info", dump, "-n", "32", "-d", "0", "1", "2", "3", "-o", "many"), code=2,
+             prints=(NO_CARD,), ends_at="four cards"),
+        Line(again, f"{command} -api_info {dump} -csv_path .../accuracy_checking_result_<time>.csv", _going_on(dump)),
+        Line(second, "api_precision_compare -npu .../accuracy_checking_details_<time>.csv -gpu ...", _second_stage),
+    ]  # fmt: skip
+
+
+OF_001 = [
+    *lines((335, 361, 375, 403, 471, 509, 697), "run_ut", "single/dump.json"),
+    Line(1257, "msprobe -f mindspore run_ut -api_info ./dump.json -o ./checker_result",
+         ("opcheck", "-api_info", "mindspore/tensor/step0/rank0/dump.json", "-o", "checker_result", "--jobs", "0"),
+         code=1, prints=("Mint.matmul",), check=_mindspore),  # its 1e-4 is absolute, and the numbers are large
+]  # fmt: skip
+OF_002 = lines((68, 70, 76, 88, 143, 163, 264), "acc_check", FULL)

@@ -1,0 +1,1 @@
+"""Other tools' command lines: spellings that are read, options that mean theirs, tables that are theirs."""
