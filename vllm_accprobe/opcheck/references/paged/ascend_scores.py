@@ -32,7 +32,7 @@ def _numbers(values: Any) -> list[int]:
 def scored(call: Call) -> dict[str, Expected]:
     """(query [tokens, heads, width], key, value: [tokens, kv heads, width], or blocks [blocks, slots, kv heads *
     width])"""
-    f = {**dict(zip(("query", "key", "value"), call.args, strict=False)), **call.kwargs}
+    f: dict[str, Any] = {**dict(zip(("query", "key", "value"), call.args, strict=False)), **call.kwargs}
     mode = int(f.get("sparse_mode") or 0)
     if f.get("input_layout") != "TND" or any(f.get(n) is not None for n in _OTHERWISE):
         raise Declined("fused attention in another layout than TND, or with scales, has no reference")
@@ -55,7 +55,7 @@ def scored(call: Call) -> dict[str, Expected]:
         raise Declined("its requests are not as many everywhere")
     batch = PagedBatch(
         q, [(rows[0], rows[1])], bounds, torch.tensor(lengths), table, mode == _CAUSAL,
-        {"scale": float(f.get("scale") if f.get("scale") is not None else 1.0)}, ("output.0",),
+        {"scale": 1.0 if f.get("scale") is None else float(f["scale"])}, ("output.0",),
         call.outputs.get("output.0", q),
     )  # fmt: skip
     return batch.expected(call)
