@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,64 @@ def test_hostile(tmp_path: Path) -> None:
     assert len(dump.records) == whole
     assert sum(s.reason == "file that cannot be read" for s in dump.skips) == 6
     assert all("\n" not in line for line in dump.problems)
+
+
+def test_half_written(tmp_path: Path) -> None:
+    """Killed while a second line, or an output, was written: a call that did not end, and the others are whole."""
+    root = made(tmp_path / "d")
+    whole = len(open_dump(root).records)
+    x = torch.ones(2, 8)
+    cut = record(root, "rmsnorm", NORM, {"arg_0": x, "arg_1": x[0]}, {"result": x}, call=8)
+    text = (cut / "metadata.jsonl").read_text()
+    (cut / "metadata.jsonl").write_text(text[: len(text) - 40])
+    (cut / "outputs.pt").unlink()
+    (root / "20260102_030405_009_pid77_rmsnorm_call0009").mkdir()
+    dump = open_dump(root)
+    assert len(dump.records) == whole + 2
+    assert sum(s.reason == flashinfer._RAISED for s in dump.skips) == 1
+    assert sum(s.reason == "file that cannot be read" for s in dump.skips) == 1
+    (row,) = [r for r in judged(root)["::flashinfer.rmsnorm"] if r[0] == "skip"]
+    assert "nothing came out" in row[1]
+
+
+def test_paths_out_links_and_sizes_are_refused(tmp_path: Path) -> None:
+    root = made(tmp_path / "d")
+    whole = len(open_dump(root).records)
+    x, secret = torch.ones(2, 8), tmp_path / "secret.pt"
+    torch.save({"arg_0": x}, secret)
+    bad = [record(root, "rmsnorm", NORM, {"arg_0": x}, {}, call=k) for k in range(10, 16)]
+    (bad[0] / "inputs.pt").unlink()
+    (bad[0] / "inputs.pt").symlink_to(secret)
+    (bad[1] / "metadata.jsonl").unlink()
+    (bad[1] / "metadata.jsonl").symlink_to(bad[2] / "metadata.jsonl")
+    (bad[2] / "metadata.jsonl").write_bytes(b" " * (17 << 20))
+    (bad[3] / "metadata.jsonl").write_text("[" * 100_000)
+    torch.save({"../../arg_0": x, "arg_99999": x, "self": x}, bad[4] / "inputs.pt")
+    (bad[5] / "inputs.pt").unlink()
+    os.mkfifo(bad[5] / "inputs.pt")
+    dump = open_dump(root)
+    assert len(dump.records) == whole
+    assert sum(s.reason == "file that cannot be read" for s in dump.skips) == 5
+    assert sum(s.reason == "tensor under an unknown key" for s in dump.skips) == 3
+    assert all("\n" not in line and len(line) < 2000 for line in dump.problems)
+
+
+def test_a_few_bytes_do_not_become_gigabytes(tmp_path: Path) -> None:
+    """A plan that names one page a million times is declined before its keys are gathered."""
+    cls, q = "BatchPrefillWithPagedKVCacheWrapper", torch.ones(2, 4, 8)
+    of = {"arg_0": {"type": cls, "repr": "<x>"}}
+    pages = 1_200_000
+    told = [torch.tensor(t, dtype=torch.int32) for t in ([0, 2], [0, pages], [0] * pages, [4])]
+    inputs = {f"arg_{n + 1}": t for n, t in enumerate(told)}
+    record(tmp_path / "d", f"{cls}.plan", PLAN, {**of, **inputs}, {}, self_id=1, process_id=77)
+    cache = {"kwarg_paged_kv_cache": {"type": "tuple", "length": 2, "truncated": False, "items": [
+        {"type": "torch.Tensor", "tensor_key": f"kwarg_paged_kv_cache__{n}"} for n in range(2)]}}  # fmt: skip
+    held = {f"kwarg_paged_kv_cache__{n}": torch.ones(1, 4, 2, 32) for n in range(2)}
+    record(tmp_path / "d", f"{cls}.run", PLAN, {**of, "arg_1": q, **cache, **held}, {"result": q}, call=2, self_id=1,
+           process_id=77)  # fmt: skip
+    ((status, why),) = judged(tmp_path / "d")[f"::flashinfer.{cls}.run"]
+    assert status == "skip"
+    assert "more keys than are read here" in why
 
 
 def test_no_code_of_a_pickle_runs(tmp_path: Path) -> None:

@@ -152,12 +152,20 @@ def _tensors(dump: ForeignDump, folder: Path, side: str, tap: str) -> Iterator[t
 
 
 def _last(path: Path) -> Mapping[str, Any]:
-    """The last line, which has all that the lines before have. Raises ValueError, OSError."""
-    lines = [line for line in read_text(path, _MAX_LINES).splitlines() if line.strip()]
-    found = json.loads(lines[-1]) if lines else None
+    """The last line, which has all that the lines before have; the one before where the last was cut off: then the
+    call did not end. Raises ValueError, OSError."""
+    text = read_text(path, _MAX_LINES)
+    lines = [line for line in text.splitlines() if line.strip()]
+    cut = len(lines) > 1 and not text.endswith("\n")
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        if not cut:
+            raise
+        found = json.loads(lines[-2])
     if not isinstance(found, dict):
         raise ValueError("its last line is no call")
-    return found
+    return {**found, "execution_status": "inputs_saved"} if cut else found
 
 
 def _file(folder: Path, side: str) -> Path | None:

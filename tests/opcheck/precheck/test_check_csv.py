@@ -32,7 +32,8 @@ def files(out: Path) -> tuple[Path, Path]:
 def checked(recorded: Recorded, tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("checked")
     for side in ("npu", "gpu"):
-        assert main(["opcheck", "-api_info", str(recorded("tensor")), "-o", str(home / side), "-d", "cpu", "--jobs", "0"]) == 0
+        words = ["opcheck", "-api_info", str(recorded("tensor")), "-o", str(home / side), "-d", "cpu", "--jobs", "0"]
+        assert main(words) == 0
     return home
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from family_verdict import verdict
+from reference_calls import TABLE
 
-from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference import Call, Declined
 
 M, K, N = 5, 32, 9
 
@@ -100,3 +101,29 @@ def test_codes(kind: str, fault: str) -> None:
         assert not verdict(call, "inplace.input.0", codes).passed
     else:
         assert all(verdict(call, role, mine).passed for role, mine in outputs.items())
+
+
+@pytest.mark.parametrize("outputs", [9, 64])
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_processor_that_cuts_sums_off_in_16_bits_is_named(cut: bool, outputs: int) -> None:
+    """Two products of (a + 128) b at a time, as a processor without VNNI adds them; another error is not named so."""
+    g = torch.Generator().manual_seed(5)
+    a, b = (torch.randint(-127, 128, s, generator=g, dtype=torch.int8) for s in ((6, 64), (64, outputs)))
+    y = np.zeros((6, outputs))
+    for r in range(6):
+        for c in range(outputs):
+            pairs = [(int(a[r, k]) + 128) * int(b[k, c]) + (int(a[r, k + 1]) + 128) * int(b[k + 1, c])
+                     for k in range(0, 64, 2)]  # fmt: skip
+            kept = [min(max(p, -32768), 32767) for p in pairs] if cut else pairs
+            y[r, c] = (sum(kept) - 128 * int(b[:, c].long().sum())) * 0.02 * 0.03
+    mine = torch.from_numpy(y if cut else y * 1.2).bfloat16()
+    sums = b.double().sum(0, keepdim=True).float() * 0.03  # given to every call, and without a zero point not used
+    args = (mine, a, torch.full((6, 1), 0.02), None, sums, None, 0)
+    params = {"weight": b.T.contiguous(), "weight_scale": torch.full((outputs, 1), 0.03)}
+    call = Call("x", "torch.ops._C.onednn_scaled_mm", args=args, params=params, outputs={"inplace.input.0": mine})
+    found = TABLE.evaluate(call)
+    assert not isinstance(found, Declined)
+    assert ("16 bits" in found["inplace.input.0"].note) == cut
+    assert not verdict(call, "inplace.input.0", mine).passed
+    right = torch.from_numpy((a.long() @ b.long()).double().numpy() * 0.02 * 0.03).bfloat16()
+    assert verdict(call, "inplace.input.0", right).passed

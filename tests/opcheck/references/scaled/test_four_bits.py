@@ -90,3 +90,39 @@ def test_a_linear_module_with_such_a_weight(size: int) -> None:
     call = Call("l", "ReplicatedLinear", {"x": x}, params=params, outputs={"output.0": mine})
     assert verdict(call, "output.0", mine).passed
     assert not verdict(call, "output.0", torch.from_numpy(x.double().numpy() @ wrong.T).bfloat16()).passed
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("fault", ["", "scales of the next block", "rounds down", "halves of a byte exchanged"])
+def test_quantised_to_nvfp4(tiled: bool, fault: str) -> None:
+    """Number by number: the nearest of the 16 codes for the e4m3 scale of its 16 neighbours."""
+    g = torch.Generator().manual_seed(6)
+    rows, width, whole = 5, 64, 37.5
+    x = torch.randn(rows, width, generator=g).bfloat16()
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    codes, scales = np.zeros((rows, width // 2), np.uint8), torch.zeros(rows, width // 16, dtype=torch.float8_e4m3fn)
+    for r in range(rows):
+        for b in range(width // 16):
+            of = (b + 1) % (width // 16) if fault == "scales of the next block" else b
+            largest = max(abs(float(v)) for v in x[r, 16 * of : 16 * of + 16])
+            scales[r, b] = torch.tensor(largest / 6 * whole).to(torch.float8_e4m3fn)
+            for c in range(16 * b, 16 * b + 16):
+                v = abs(float(x[r, c])) * whole / float(scales[r, b])
+                under = [k for k in range(8) if values[k] <= v]
+                code = max(under) if fault == "rounds down" else min(range(8), key=lambda k: abs(values[k] - v))
+                code |= 8 if float(x[r, c]) < 0 else 0
+                high = (c % 2 == 1) != (fault == "halves of a byte exchanged")
+                codes[r, c // 2] |= code << 4 if high else code
+    held = scales.view(torch.uint8).numpy()
+    if tiled:
+        out = np.zeros((128, 4), np.uint8).reshape(-1)
+        for r in range(rows):
+            for b in range(4):
+                out[(r % 32) * 16 + r // 32 * 4 + b] = held[r, b]
+        held = out.reshape(128, 4)
+    sides = {"inplace.input.output": torch.from_numpy(codes),
+             "inplace.input.output_scale": torch.from_numpy(held.copy()).view(torch.float8_e4m3fn)}  # fmt: skip
+    given = {"output": sides["inplace.input.output"], "output_scale": sides["inplace.input.output_scale"]}
+    call = Call("x", "torch.ops._C.scaled_fp4_quant.out", args=(x, torch.tensor([whole]), tiled), kwargs=given,
+                outputs=sides)  # fmt: skip
+    assert all(verdict(call, role, y).passed for role, y in sides.items()) == (not fault)

@@ -73,7 +73,7 @@ _MADE = {
     "vllm.cpu_gdn_attention_core": ("fused_sigmoid_gating_delta_rule_update_cpu", "chunk_gated_delta_rule_cpu"),
 }
 """By opaque operator: the operators inside that make its rows, in the order of the rows."""
-_WRITES = ("cpu_attn_reshape_and_cache",)
+_WRITES = ("cpu_attn_reshape_and_cache", "concat_and_cache_mla", "index_put_")
 
 
 @reference(*(f"torch.ops.{name}" for name in _MADE))
@@ -85,6 +85,11 @@ def opaque(call: Call) -> dict[str, Expected]:
     out = call.outputs[roles[0]]
     made = next(names for name, names in _MADE.items() if f"{name}." in f"{call.cls}.")
     rows = [t for name in made for op, t in call.extra.get("inner", ()) if f".{name}." in f".{op}."]
+    return {roles[0]: _in_buffer(out, rows)}
+
+
+def _in_buffer(out: Tensor, rows: list[Tensor | None]) -> Expected:
+    """These rows, one after the other, at the front of a buffer of at least as many. Raises Declined."""
     width = max(out[0].numel(), 1) if len(out) else 1
     flat = [None if t is None or t.numel() % width else t.reshape(-1, *out.shape[1:]) for t in rows]
     if not flat or any(f is None or f.dtype != out.dtype for f in flat):
@@ -95,10 +100,50 @@ def opaque(call: Call) -> dict[str, Expected]:
     known = torch.arange(len(out)) < len(value)
     whole = torch.zeros(out.shape, dtype=torch.float64)
     whole[: len(value)] = value
-    return {roles[0]: Expected(whole, None, 0.0, rows=known, reason="padding")}
+    return Expected(whole, None, 0.0, rows=known, reason="padding")
 
 
-@reference("torch.ops.vllm.unified_kv_cache_update")
+def _buffer(call: Call) -> tuple[str, Tensor]:
+    roles = [role for role in call.outputs if role.startswith("inplace.")]
+    if len(roles) != 1 or not len(call.outputs[roles[0]]):
+        raise Declined(_INSIDE)
+    return roles[0], call.outputs[roles[0]]
+
+
+@reference("torch.ops.vllm.short_conv")
+def opaque_convolution(call: Call) -> dict[str, Expected]:
+    """(hidden_states, output, layer): its last act copies the rows of its output projection into ``output``."""
+    role, out = _buffer(call)
+    copies = [t for op, t in call.extra.get("inner", ()) if op.startswith("aten.copy_")]
+    if not copies or copies[-1] is None or copies[-1].shape[1:] != out.shape[1:]:
+        raise Declined(_INSIDE)
+    return {role: _in_buffer(out, [copies[-1]])}
+
+
+@reference("torch.ops.vllm.unified_mla_attention_with_output")
+def opaque_latent(call: Call) -> dict[str, Expected]:
+    """(q, kv_c, k_pe, output, ...): rows of single tokens first, what the second matrix made of the mixed latents
+    [heads, rows, width]; then those of prompts, copied."""
+    role, out = _buffer(call)
+    rows: list[Tensor | None] = []
+    decoding, prompt, mixed = False, None, None
+    for op, t in call.extra.get("inner", ()):
+        if "mla_decode_kvcache" in op:
+            decoding = True
+        elif op.startswith("aten.bmm") and decoding:
+            mixed = t
+        elif op.startswith("aten.copy_") and not decoding and t is not None and t.shape[1:] == out.shape[1:]:
+            prompt = t
+    if decoding:
+        if mixed is None or mixed.dim() != 3:
+            raise Declined(_INSIDE)
+        rows.append(mixed.transpose(0, 1).reshape(mixed.shape[1], -1))
+    if prompt is not None:
+        rows.append(prompt)
+    return {role: _in_buffer(out, rows)}
+
+
+@reference("torch.ops.vllm.unified_kv_cache_update", "torch.ops.vllm.unified_mla_kv_cache_update")
 def opaque_write(call: Call) -> dict[str, Expected]:
     """It gives an empty tensor, and writes by the operator inside it, which must be there."""
     if not any(f".{name}." in f".{op}." for name in _WRITES for op, _ in call.extra.get("inner", ())):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, only, reference
 from vllm_accprobe.opcheck.references.linear import biased, product
 from vllm_accprobe.opcheck.references.paged.layouts import coded
 from vllm_accprobe.opcheck.references.parts import reshaped
@@ -21,6 +21,10 @@ from vllm_accprobe.opcheck.references.quantised import scaled
 from vllm_accprobe.opcheck.references.recurrent.sequences import arguments, given, place_of
 
 Tensor = Any  # a torch.Tensor
+_LOOKED_AT = 32
+"""Chosen: numbers, those furthest off, that say why a product is wrong."""
+_EXPLAINED = 0.05
+"""Chosen: what may be left of their errors where a cause explains them: rounding leaves a hundredth."""
 _SCALE = 2.0**-20
 """Chosen: relative error of a scale, a quotient in float32 of the largest of a row."""
 
@@ -86,18 +90,44 @@ _ONEDNN = "out a scale_a azp azp_adj bias handler"
 @reference("torch.ops._C.onednn_scaled_mm")
 def onednn(call: Call) -> dict[str, Expected]:
     """(out, a, scale of a or none, azp, azp_adj, bias, handle): the weight, its scale, and a static scale of a are
-    those of the module that called it."""
+    those of the module that called it; azp_adj [n] are the columns' sums times their scales, which a call without azp
+    is given too and does not use."""
     f = dict(arguments(call, _ONEDNN))
     weight, scale_b = call.params.get("weight"), call.params.get("weight_scale")
     if weight is None or not weight.numel() or scale_b is None:
         raise Declined("the weight of the module that called it was packed or not captured")
-    if weight.shape[0] != f["a"].shape[-1] and weight.shape[1] == f["a"].shape[-1]:
+    if weight.shape[1] == f["a"].shape[-1]:  # [outputs, inputs], as the checkpoint has it; a square one as well
         weight = weight.T
     if weight.shape[0] != f["a"].shape[-1]:
         raise Declined("the weight of the module that called it does not fit")
     scale_a = f["scale_a"] if f["scale_a"] is not None else call.params.get("input_scale")
     f |= {"b": weight, "scale_b": scale_b, "scale_a": scale_a}
-    return _product(call, f, place_of(call, _ONEDNN, "out"), f["azp"], f["azp_adj"])
+    role, sums = place_of(call, _ONEDNN, "out"), None
+    if f["azp"] is not None:
+        sums = f["azp_adj"].double().reshape(-1) / scale_b.double().reshape(-1)
+    found = _product(call, f, role, f["azp"], sums)
+    return only(found, note=_cut_off(f, found[role].value, call.outputs[role]))
+
+
+def _cut_off(f: Any, y: Tensor, mine: Tensor) -> str:
+    """What to say where the numbers that are furthest off are those of a processor without VNNI, which adds two
+    products (a + 128) b in 16 bits that end at 32767 [oneDNN documentation, Nuances of int8 computations]."""
+    a, b = f["a"].reshape(-1, f["a"].shape[-1]), f["b"]
+    if a.dtype != torch.int8 or b.dtype != torch.int8 or f["azp"] is not None or a.shape[1] % 2:
+        return ""
+    exact, numbers = y.reshape(len(a), -1), mine.double().reshape(len(a), -1)
+    off = (numbers - exact).abs()
+    at = off.reshape(-1).topk(min(_LOOKED_AT, off.numel())).indices
+    rows, columns = at // off.shape[1], at % off.shape[1]
+    terms = (a[rows].long() + 128) * b.T[columns].long()
+    whole = (terms[:, 0::2] + terms[:, 1::2]).clamp(-32768, 32767).sum(1) - 128 * b.T[columns].long().sum(1)
+    plain = (a[rows].long() * b.T[columns].long()).sum(1)
+    right = _rows(f["scale_b"], b.T).expand(b.shape[1], 1).reshape(-1)[columns]
+    left = _rows(f["scale_a"], a).expand(len(a), 1).reshape(-1)[rows]
+    cut = exact[rows, columns] + (whole - plain) * left * right
+    far, near = ((numbers[rows, columns] - v).abs() for v in (exact[rows, columns], cut))
+    told = bool((whole != plain).any()) and float(near.sum()) < _EXPLAINED * float(far.sum())
+    return "as if pairs of its products were added in 16 bits and cut off there: oneDNN without VNNI" if told else ""
 
 
 _QUANT = "out input scale azp"
