@@ -184,19 +184,21 @@ class _Drawing:
         while home:
             inside = f"{home}."
             own = [h for h in self.calls if h.tap == home and h.begin <= c.begin and h is not c]
-            found: list[str] = []
+            since = own[-1].begin if own else -1
+            found: list[tuple[int, str]] = []
             for seen in own[-1].takes if own else ():
-                name = self._giver(seen, own[-1].begin) if seen.key is not None else None
-                found += [name] if name is not None else []
+                name = self._giver(seen, since)
+                found += [(since, name)] if name is not None else []
             for i, d in enumerate(self.drawn):
                 within = home == ROOT_TAP or d.tap.startswith((inside, f"{home}{SEPARATOR}"))
-                if d is not c and within and d.end <= c.begin and (not own or d.begin >= own[-1].begin):
-                    found += [self.names[i, k] for k in range(len(d.gives))]
+                if d is not c and within and since <= d.begin and d.end <= c.begin:
+                    found += [(d.end, self.names[i, k]) for k in range(len(d.gives))]
             for d, name in self.made_for:
                 if home == ROOT_TAP or d.tap.startswith(inside):
-                    found.append(name)
+                    found.append((d.begin, name))
             if found:
-                return list(dict.fromkeys(found))[-_MOST:]
+                found.sort(key=lambda item: item[0])
+                return list(dict.fromkeys(name for _, name in found))[-_MOST:]
             home = "" if home == ROOT_TAP else next((h.home for h in self.calls if h.tap == home), ROOT_TAP)
         return []
 
