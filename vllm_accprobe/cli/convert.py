@@ -1,4 +1,4 @@
-"""``accprobe convert DUMP OUT --to h5|npz|safetensors|msprobe|onnx``.
+"""``accprobe convert DUMP OUT --to h5|npz|safetensors|msprobe|ait|onnx``.
 
 Not here: the containers (formats/write/), the model as a graph (topology/)."""
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
     from vllm_accprobe.dump.schema import Record
 
-KINDS = ("h5", "npz", "safetensors", "msprobe", "onnx")
+FOLDERS = ("msprobe", "ait")
+KINDS = ("h5", "npz", "safetensors", "msprobe", "ait", "onnx")
 
 
 def convert(
     dump: Path = typer.Argument(..., metavar="DUMP", help="A dump of any format (accprobe formats)."),
-    out: Path = typer.Argument(..., metavar="OUT", help="File for one rank, directory for several or msprobe."),
+    out: Path = typer.Argument(..., metavar="OUT", help="File for one rank, directory for several, msprobe or ait."),
     names: list[str] = NAMES,
     to: str = typer.Option(None, "--to", metavar="|".join(KINDS), help="Container; else by OUT's ending."),
     step: str = STEP,
@@ -34,7 +35,7 @@ def convert(
     request: list[str] = REQUEST,
     level: int = LEVEL,
 ) -> None:
-    """Export a dump to HDF5 (torch_xray's layout), npz, safetensors or msprobe's layout; or the model as ONNX.
+    """Export a dump to HDF5 (torch_xray's layout), npz, safetensors, msprobe's or ait's layout; or the model as ONNX.
 
     HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact.
     onnx: modules and operators of one step and which tensor feeds which, for Netron; of ATB's topology (json), too."""
@@ -48,7 +49,7 @@ def convert(
     if level is not None and kind != "onnx":
         raise CommandError(f"--level: {kind} holds tensors, which have no levels; it is for --to onnx")
     outputs.check_place(out, [dump], "OUT")
-    writable(out.parent if out.suffix == f".{kind}" or kind == "msprobe" else out, "OUT")
+    writable(out.parent if out.suffix == f".{kind}" or kind in FOLDERS else out, "OUT")
     if kind == "onnx":
         from vllm_accprobe.cli.common import drawing
 
@@ -61,10 +62,10 @@ def convert(
         return
     opened = open_dump(dump)
     chosen = [r for _, r in selection(names or (), step, rank, request, role, parameters=True).apply(opened)]
-    if kind == "msprobe" and chosen:
-        _to_msprobe(opened, chosen, out)
-        return
     stored = [r for r in chosen if r.payload is not None]
+    if chosen if kind == "msprobe" else stored and kind in FOLDERS:
+        _to_folder(opened, chosen, out, kind)
+        return
     if not stored:
         what = "only statistics, no values" if chosen else "no tensor that matches"
         raise NothingThere(f"{dump} holds {what}: nothing to convert")
@@ -87,13 +88,15 @@ def convert(
     say_notes(opened.problems, err=False)
 
 
-def _to_msprobe(dump: Dump, records: list[Record], out: Path) -> None:
+def _to_folder(dump: Dump, records: list[Record], out: Path, kind: str) -> None:
+    from vllm_accprobe.formats.write.ait_dump import write_ait
     from vllm_accprobe.formats.write.msprobe_dump import write_msprobe
 
-    if out.exists():
-        raise CommandError(f"{out} exists: nothing is overwritten; remove it or choose another name")
-    with progress("converting", len(records)) as tick, _whole(out) as path:
-        skipped = write_msprobe(dump, records, path, tick, later=out)
+    with progress("converting", len(records)) as tick, _new(out) as path:
+        if kind == "msprobe":
+            skipped = write_msprobe(dump, records, path, tick, later=out)
+        else:
+            skipped = write_ait(dump, records, path, tick)
     written = len(records) - sum(skipped.values())
     ranks, steps = {r.rank for r in records}, {r.step for r in records if r.step is not None}
     typer.echo(f"{written:,} tensors of {len(ranks)} ranks and {len(steps)} steps: {out}")
