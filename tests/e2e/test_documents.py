@@ -114,7 +114,6 @@ NOT_RUN = {
     'accprobe gate "vllm serve A" "vllm serve B" --out OUT --dig': "A and B are to be filled in; test_digging.py",
     "accprobe summary model.json --tree": "ATB wrote it; test_drawing.py has one",
     "accprobe convert XXX_layer.json layer.onnx --level 1": "ATB wrote it; test_drawing.py has one",
-    'pip install "vllm-accprobe[onnx]"': "the environment has it",
     "VLLM_ACCPROBE_PATCHES=all": "a setting, not a command; the line above it has another",
     "VLLM_ACCPROBE_PATCHES=./mine.toml": "a setting, not a command",
 }
