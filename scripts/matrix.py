@@ -10,6 +10,7 @@ import argparse
 import datetime
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     def of(release: Release) -> list[dict[str, Any]]:
         only_golden = release == golden and golden not in releases
-        one = Release(release.version, v2=False) if only_golden else release
-        return rows_of(one, envs.python(release), keep, compared, cases, say)
+        python = envs.python(release)
+        ready = replace(release, env={**release.env, **envs.preloaded(release)}, v2=release.v2 and not only_golden)
+        return rows_of(ready, python, keep, compared, cases, say)
 
     rows = []
     for release in order:

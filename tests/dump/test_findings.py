@@ -109,7 +109,7 @@ def test_what_is_said() -> None:
         "bad values came in 4 more steps (over all ranks)",
     ]
     assert lines([report(0, None)]) == ["nothing bad in 20 steps of 1 rank(s), 50 modules"]
-    assert lines([]) == ["nothing was watched: no vLLM engine with accprobe ran"]
+    assert lines([]) == ["nothing was watched: no vLLM engine with accprobe ran, and no torch module was called"]
     off = replace(report(1, None), state="off", why="errcheck failed at x")
     assert lines([report(0, None), off])[-1] == "rank 1: was not watched to the end: errcheck failed at x"
     assert "did not close its report" in lines([replace(report(0, None), state="watching")])[-1]

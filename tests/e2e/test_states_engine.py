@@ -21,7 +21,7 @@ from vllm_accprobe.dump.reader import open_dump
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = "hits,preemption-hits,freed,stale-slot,dropped-row,falcon-h1,other-state,late-load"
+CASES = "hits,fp8,fp8-dropped-row,preemption-hits,freed,stale-slot,dropped-row,falcon-h1,other-state,late-load"
 LABELLED: dict[str, str] = {"VLLM_ACCPROBE_STATES": "full"}
 
 
@@ -40,7 +40,7 @@ def findings(told: Path, name: str) -> list[StateFinding]:
     return [one for _, one in open_dump(told / name).states]
 
 
-@pytest.mark.parametrize("name", ["hits", "preemption-hits", "falcon-h1"])
+@pytest.mark.parametrize("name", ["hits", "fp8", "preemption-hits", "falcon-h1"])
 def test_clean_runs_are_silent(told: Path, name: str) -> None:
     dump = open_dump(told / name)
     assert (dump.states, dump.problems) == ([], [])
@@ -68,6 +68,12 @@ def test_a_stale_slot(told: Path) -> None:
 
 def test_a_row_that_the_kernel_leaves_out(told: Path) -> None:
     (found,) = findings(told, "dropped-row")
+    assert (found.kind, found.request, found.layer) == ("stale", "b", "model.layers.1.self_attn.attn")
+
+
+def test_a_row_that_is_left_out_of_a_cache_of_8_bits(told: Path) -> None:
+    """The write is tried again, so its rows are rounded anew, to the very same codes."""
+    (found,) = findings(told, "fp8-dropped-row")
     assert (found.kind, found.request, found.layer) == ("stale", "b", "model.layers.1.self_attn.attn")
 
 

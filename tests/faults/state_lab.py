@@ -105,7 +105,8 @@ def prepare() -> None:
 def engine(
     model: Path, out: Path | None, mode: str = "sample", env: dict[str, str] | None = None, **args: Any
 ) -> Iterator[Any]:
-    """An LLM of ``model`` with a ledger whose dump is ``out``; None: a bare engine."""
+    """An LLM of ``model`` with a ledger (mode "": none, ``env`` says what else) whose dump is ``out``; None: a bare
+    engine."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor.models import registry
@@ -115,7 +116,7 @@ def engine(
         del os.environ[name]
     if out is not None:
         shutil.rmtree(out, ignore_errors=True)
-        os.environ |= {"VLLM_ACCPROBE_DIR": str(out), "VLLM_ACCPROBE_STATES": mode} | (env or {})
+        os.environ |= {"VLLM_ACCPROBE_DIR": str(out)} | ({"VLLM_ACCPROBE_STATES": mode} if mode else {}) | (env or {})
         from vllm_accprobe.plugin import register
 
         register()

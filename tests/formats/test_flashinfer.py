@@ -122,9 +122,68 @@ def test_buffers_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_inside_a_graph_is_not_judged(tmp_path: Path) -> None:
+    """A result that would fail is skipped, and says why; outside of a graph it fails; `compare` has its tensors."""
     x, w = torch.randn(4, 32).bfloat16(), torch.ones(32).bfloat16()
-    record(tmp_path / "d", "rmsnorm", NORM, {"arg_0": x, "arg_1": w}, {"result": x * 9}, graph_capture=True)
-    assert all(status != "fail" for status, _ in judged(tmp_path / "d").get("::flashinfer.rmsnorm", []))
+    for root, graph in ((tmp_path / "in", True), (tmp_path / "out", False)):
+        record(root, "rmsnorm", NORM, {"arg_0": x, "arg_1": w}, {"result": x * 9}, graph_capture=graph)
+        record(root, "rmsnorm", NORM, {"arg_0": x, "arg_1": w}, {"result": normed(x, w, 1e-6)}, call=2)
+    inside, outside = (judged(tmp_path / n)["::flashinfer.rmsnorm"] for n in ("in", "out"))
+    assert [s for s, _ in outside] == ["fail", "pass"]
+    assert [s for s, _ in inside] == ["skip", "pass"]
+    assert flashinfer._GRAPH in inside[0][1]
+    roles = {r.role for r in open_dump(tmp_path / "in").records if r.call == 0}
+    assert roles == {"input.0", "input.1", "output.0"}
+
+
+PLAN = "(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, heads: int, *, causal=False)"
+
+
+def attention(root: Path, *, wrong: bool = False, plan: bool = True) -> Path:
+    """An object made, planned twice and run twice; another object at another address between."""
+    g = torch.Generator().manual_seed(3)
+    cls, workspace = "BatchPrefillWithPagedKVCacheWrapper", torch.full((64,), 7, dtype=torch.uint8)
+    of = {"arg_0": {"type": cls, "repr": "<x>"}}
+    call = 0
+
+    def one(method: str, who: int, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+        nonlocal call
+        call += 1
+        signature = PLAN if method == "plan" else "(self, float_workspace_buffer, kv_layout='NHD')"
+        record(root, f"{cls}.{method}", signature, {**of, **inputs}, outputs, call=call, self_id=who, process_id=77)
+
+    for who in (1, 2):
+        one("__init__", who, {"arg_1": workspace, "arg_2": "NHD"}, {})
+    for length in (5, 7):
+        q, k, v = (torch.randn(s, h, 8, generator=g).bfloat16() for s, h in ((2, 4), (8, 2), (8, 2)))
+        told = [torch.tensor(t, dtype=torch.int32) for t in ([0, 2], [0, 2], [1, 0], [length - 4])]
+        if plan:
+            one("plan", 1, {**{f"arg_{n + 1}": t for n, t in enumerate(told)}, "arg_5": 4, "kwarg_causal": True}, {})
+        one("plan", 2, {f"arg_{n + 1}": t * 0 for n, t in enumerate(told)}, {})
+        pages = [t.reshape(2, 4, 2, 8) for t in (k, v)]
+        rows = [t[[1, 0]].reshape(8, 2, 8)[:length].float().repeat_interleave(2, 1) for t in pages]
+        scores = torch.einsum("nhd,mhd->hnm", q.float(), rows[0]) * 8**-0.5
+        hidden = torch.arange(length)[None] > length - 2 + torch.arange(2)[:, None]
+        p = torch.softmax(scores if wrong else scores.masked_fill(hidden, -torch.inf), -1)
+        y = torch.einsum("hnm,mhd->nhd", p, rows[1]).bfloat16()
+        cache = {"type": "tuple", "length": 2, "truncated": False,
+                 "items": [{"type": "torch.Tensor", "tensor_key": f"arg_2__{n}"} for n in range(2)]}  # fmt: skip
+        one("run", 1, {"arg_1": q, "arg_2": cache, **{f"arg_2__{n}": t for n, t in enumerate(pages)}}, {"result": y})
+    return root
+
+
+def test_a_run_is_judged_by_its_own_plan(tmp_path: Path) -> None:
+    """The last plan of its own object, not another object's and not an earlier one."""
+    tap = "::flashinfer.BatchPrefillWithPagedKVCacheWrapper.run"
+    assert [s for s, _ in judged(attention(tmp_path / "a"))[tap]] == ["pass", "pass"]
+    assert [s for s, _ in judged(attention(tmp_path / "b", wrong=True))[tap]] == ["fail", "fail"]
+    unplanned = judged(attention(tmp_path / "c", plan=False))[tap]
+    assert [s for s, _ in unplanned] == ["skip", "skip"]
+    assert "no plan" in unplanned[0][1]
+    dump = open_dump(tmp_path / "a")
+    assert sum(s.reason == flashinfer._TOLD for s in dump.skips) == 6
+    assert {r.role for r in dump.records} >= {"input.plan.qo_indptr", "input.2.0", "output.0"}
+    assert not any("workspace" in r.role for r in dump.records)
+    assert compare(tmp_path / "a", attention(tmp_path / "a2")).verdict == "pass"
 
 
 def test_hostile(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from vllm_accprobe.formats import open_dump, single
 
-FILES = 380
-COMPARED = 57
+FILES = 400
+COMPARED = 60
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_every_seed_can_be_read(seeds: list[fuzz_formats.Seed]) -> None:
         for record in dump.records:
             if record.payload is not None:
                 dump.read(record)
-    assert kinds == {"torch_xray", "msprobe", "sglang", "msit", "atb", "torchair", "single file"}
+    assert kinds == {"torch_xray", "msprobe", "sglang", "msit", "atb", "torchair", "flashinfer", "single file"}
 
 
 def test_only_one_clear_line_comes_out(seeds: list[fuzz_formats.Seed]) -> None:
@@ -36,7 +36,8 @@ def test_only_one_clear_line_comes_out(seeds: list[fuzz_formats.Seed]) -> None:
 def test_a_spoilt_file_among_others_refuses_no_dump(seeds: list[fuzz_formats.Seed]) -> None:
     """The run above checks it for these; here that there are some of each reader of directories of files."""
     many = [s for s in seeds if s.one_of_many]
-    assert {s.reader for s in many} == {"sglang", "msit", "atb", "torchair_ge", "torchair_fx", "a_msprobe_tensor"}
+    assert {s.reader for s in many} == {"sglang", "msit", "atb", "torchair_ge", "torchair_fx", "a_msprobe_tensor",
+                                        "flashinfer"}
     assert fuzz_formats.run(many, 120, 7_000) == []
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import matrix
 import matrix_envs
 import matrix_page
+import matrix_preload
 import matrix_runs
 import pytest
 from matrix_envs import EnvError, Environments, Plan, Release
@@ -187,6 +188,39 @@ def test_what_fails_without_the_probe_too_is_vllms_own(tmp_path: Path, monkeypat
     assert ("0.26.0/V1/plain", "0.26.0/V2/plain") in asked
 
 
+@pytest.mark.parametrize(
+    ("error", "who"),
+    [
+        ("ModuleNotFoundError: No module named 'distro'", "environment"),
+        ("ImportError: Numba needs NumPy 2.2 or less. Got NumPy 2.3.", "environment"),
+        ("RuntimeError: libtcmalloc is not found in LD_PRELOAD. Please follow", "environment"),
+        ("ImportError: cannot import name 'x' from 'vllm.v1.attention.backends.fa_utils' (vllm/v1/x.py)", "vLLM"),
+        ("ModuleNotFoundError: No module named 'vllm._C'", "vLLM"),
+        ("AssertionError: spec decode is not supported.", "vLLM"),
+    ],
+)
+def test_a_package_that_is_missing_is_no_matter_of_vllm(error: str, who: str) -> None:
+    assert matrix_runs.whose(error) == who
+    row = a_row("0.28.0")
+    row["cases"]["MLA"] = {"error": error, "whose": who}
+    assert matrix_page.good(row) is (who == "vLLM")
+
+
+def test_a_library_is_taken_from_where_it_lies_and_its_lack_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix_preload, "_PLACES", ())
+    monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get
+    envs, release = Environments(tmp_path), Release("0.18.0", preload=("libtcmalloc",))
+    with pytest.raises(EnvError, match="libtcmalloc is neither on this system nor"):
+        envs.preloaded(release)
+    library = tmp_path / "debian" / "usr" / "lib" / "x86_64-linux-gnu" / "libtcmalloc_minimal.so.4"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert envs.preloaded(release) == {"LD_PRELOAD": str(library)}
+    assert envs.preloaded(Release("0.20.2")) == {}
+
+
 def test_the_cause_of_a_worker_is_taken_from_its_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("INFO x\n(W) ERROR NotImplementedError: MLA is not supported on CPU.\nException: see root cause\n")
@@ -236,6 +270,14 @@ def test_vllms_refusal_of_a_mode_is_good_and_of_the_plain_case_not() -> None:
     row["cases"]["MLA"] = {"error": "no", "whose": "accprobe"}
     assert not matrix_page.good(row)
     assert not matrix_page.good({"release": "0.28.0", "cases": {"plain": {"error": "no", "whose": "vLLM"}}})
+
+
+def test_a_row_of_some_cases_only_is_judged_by_these() -> None:
+    """`--cases mixture`: no plain, which nobody asked for."""
+    row = a_row("0.28.0")
+    row["cases"] = {"mixture": {"start_s": 1.0, "compared": {"0.32": PASSED}}}
+    assert matrix_page.good(row)
+    assert "| 0.28.0 | V1 | pass, 40 pairs, 100 % identical |" in "\n".join(matrix_page.lines([row], "-"))
 
 
 def test_the_page_says_each_row(tmp_path: Path) -> None:

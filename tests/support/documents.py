@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_ALL = ["README.md", "README.zh.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+_ROOT = ("README.md", "README.zh.md", "CONTRIBUTING.md", "skills/accprobe/SKILL.md")
+_ALL = [*_ROOT, *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 TRANSLATED = {page: page.replace(".zh.md", ".md") for page in _ALL if page.endswith(".zh.md")}
 """Pages in Chinese, and what each is a translation of: their commands are the same ones, and typed in once."""
 PAGES = [page for page in _ALL if page not in TRANSLATED]

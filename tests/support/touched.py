@@ -11,7 +11,9 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import ctypes
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -30,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 
 import vllm_accprobe
 
@@ -38,6 +41,9 @@ FILES = (
     *sorted((HOME / "capture" / "vllm").glob("*.py")),
     HOME / "capture" / "vllm" / "names" / "modes.py",
     *sorted((HOME / "capture" / "vllm" / "modes").glob("*.py")),
+    *sorted((HOME / "capture" / "vllm" / "weights").glob("*.py")),
+    *sorted((HOME / "capture" / "weights").glob("*.py")),
+    *sorted((HOME / "capture" / "states").glob("*.py")),
     *sorted((HOME / "capture" / "forcing").glob("*.py")),
     *sorted((HOME / "capture" / "arming").glob("*.py")),
     *(HOME / "capture" / one for one in (
@@ -53,7 +59,8 @@ _KNOWN = (
     SystemExit, Enum, re.Pattern, os.stat_result, BaseProcess, threading.Event, threading.Thread, types.FunctionType,
     types.MethodType, contextlib.ExitStack, inspect.Signature, inspect.Parameter, traceback.FrameSummary, np.ndarray,
     torch.Tensor, torch.nn.Module, torch.device, torch.Size, torch.compiler, torch.nn, torch, contextlib, dataclasses,
-    inspect, json, math, os, os.path, sys, time, builtins,
+    inspect, json, math, os, os.path, sys, time, builtins, np, ctypes, ctypes.c_char, functools, xxhash, xxhash.xxh3_64,
+    torch.cuda.Event, torch._C.FunctionSchema, torch._C.Argument,
 )  # fmt: skip
 _BY_STRING = {"getattr", "hasattr", "setattr", "_wrap", "put_over", "wrap"}
 _NAME = re.compile(r"[A-Za-z_*][A-Za-z0-9_*]+")
@@ -124,7 +131,7 @@ def _spelt(node: ast.AST) -> Iterator[tuple[str, int, int]]:
     elif isinstance(node, ast.JoinedStr):
         text = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
         yield text, node.lineno, 2
-    elif isinstance(node, ast.BinOp) and isinstance(node.right, ast.Constant):
+    elif isinstance(node, ast.BinOp) and isinstance(node.right, ast.Constant) and isinstance(node.right.value, str):
         yield f"*{node.right.value}", node.lineno, 2
 
 

@@ -22,6 +22,8 @@ COMMANDS = (
     "compare", "opcheck", "gentest", "opdiff", "calibrate", "summary", "show", "convert", "repair",
     "doctor", "labels", "run", "errcheck", "formats", "patches", "send", "gate", "bisect", "arm",
 )  # fmt: skip
+GROUPS = ("online",)
+"""Commands with commands of their own."""
 STARTERS = ("run", "errcheck", "bisect")
 """Commands that start one: what follows its first word, options too, belongs to it, with or without ``--``."""
 TRACEBACK = "ACCPROBE_TRACEBACK"
@@ -44,6 +46,8 @@ def build() -> typer.Typer:
         app.command(name, cls=Command, context_settings=settings)(
             getattr(importlib.import_module(f"{__name__}.{name}"), name)
         )
+    for name in GROUPS:
+        app.add_typer(getattr(importlib.import_module(f"{__name__}.{name}"), name), name=name)
     return app
 
 
@@ -90,6 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
 
 
+_WHOLE = {"h5py", "llvmlite", "numba", "pandas", "plotly", "scipy"}
+"""What the distribution vllm-accprobe-capture does without (scripts/two_wheels.py)."""
+
+
 def explain(error: Exception) -> tuple[str, int]:
     """One line and the exit code for whatever a command raised."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
@@ -104,6 +112,12 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or error}", 2
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _WHOLE:
+        return (
+            f"{error.name} is not installed, which this needs: pip install vllm-accprobe "
+            "(vllm-accprobe-capture alone captures, and does not compare)",
+            2,
+        )
     if isinstance(error, MemoryError):
         return "not enough memory; choose fewer tensors at a time", 2
     return (

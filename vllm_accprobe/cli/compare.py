@@ -16,6 +16,9 @@ DEFAULT = "accprobe-report"
 def compare(
     golden: Path = typer.Argument(None, metavar="GOLDEN", help="The dump to trust."),
     mine: Path = typer.Argument(None, metavar="MINE", help="The dump to judge."),
+    sheet: Path = typer.Argument(
+        None, metavar="[RESULT.csv]", help="torch_xray's table of both, too, by its standard; see docs/migration.md."
+    ),
     out: Path = typer.Option(
         None,
         "--out",
@@ -35,10 +38,10 @@ def compare(
         None, "--taps", metavar="GLOBS", help="Only taps that match these globs, comma separated; '!...' excludes."
     ),
     standard: str = typer.Option(
-        "accprobe",
+        None,
         "--standard",
         metavar="NAME",
-        help="The limits: {standards}; accprobe and strict are ours, the others other tools'.",
+        help="The limits: {standards}; accprobe, which holds where none is named, and strict are ours.",
     ),
     floor: list[Path] = typer.Option(
         [],
@@ -84,7 +87,8 @@ def compare(
     # Records, pairs and what hangs on them stay until the end, and looking through all of them now and then for what
     # has gone costs a tenth of the time that a pair of equal dumps takes.
     gc.set_threshold(100_000, 50, 50)
-    from vllm_accprobe.cli.common.told import quiet as quietly
+    from vllm_accprobe.cli.common import xray_table
+    from vllm_accprobe.cli.spelling.told import quiet as quietly
     from vllm_accprobe.comparison import engine
     from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS
 
@@ -96,6 +100,8 @@ def compare(
     engine.check_rate(rate)
     _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray or replay))
     _check_dumps(golden, mine, floor)
+    standard = xray_table.standard_for(sheet, standard, rejudge is not None or plan)
+    xray_table.check(sheet, [d for d in (golden, mine) if d is not None])
     home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
     out = out or home or Path(DEFAULT)
     if not plan:
@@ -137,6 +143,9 @@ def compare(
         saved.save(result.measured, out)
         resume.forget(out)
     written = [out / name for name in ("compare.csv", "compare.json", "compare.html")]
+    if sheet is not None:
+        written.append(xray_table.write(result, sheet))
+        typer.echo(xray_table.order(golden, mine), err=True)
     say(result, form, 0 if quiet else 2 if verbose else 1, written)
     raise typer.Exit(0 if result.verdict == PASS else 1)
 

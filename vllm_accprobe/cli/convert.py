@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
 FOLDERS = ("msprobe", "ait")
 KINDS = ("h5", "npz", "safetensors", "msprobe", "ait", "onnx")
+SUMMARY = ("Index", "Step", "Rank", "Module", "Min", "Max", "Mean", "Std")
 
 
 def convert(
     dump: Path = typer.Argument(..., metavar="DUMP", help="A dump of any format (accprobe formats)."),
-    out: Path = typer.Argument(..., metavar="OUT", help="File for one rank, directory for several, msprobe or ait."),
+    out: Path = typer.Argument(
+        None, metavar="[OUT]", help="File for one rank, directory for several, msprobe, ait; none: h5, beside the dump."
+    ),
     names: list[str] = NAMES,
     to: str = typer.Option(None, "--to", metavar="|".join(KINDS), help="Container; else by OUT's ending."),
     step: str = STEP,
@@ -43,12 +46,19 @@ def convert(
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.formats.write import containers
 
-    kind = to or out.suffix.lstrip(".")
+    kind = to or (out.suffix.lstrip(".") if out is not None else "h5")
     if kind not in KINDS:
         raise CommandError(f"--to: {kind or 'nothing'} is not one of {', '.join(KINDS)}")
     if level is not None and kind != "onnx":
         raise CommandError(f"--level: {kind} holds tensors, which have no levels; it is for --to onnx")
-    outputs.check_place(out, [dump], "OUT")
+    beside = out is None
+    if beside:
+        if kind != "h5" or not dump.is_dir():
+            raise CommandError("OUT is missing: name a file or a directory")
+        out = dump  # where torch_xray has them: beside, and never over, what the dump consists of
+        os.umask(0o077)  # a dump holds users' prompts, and so do they
+    else:
+        outputs.check_place(out, [dump], "OUT")
     writable(out.parent if out.suffix == f".{kind}" or kind in FOLDERS else out, "OUT")
     if kind == "onnx":
         from vllm_accprobe.cli.common import drawing
@@ -61,6 +71,8 @@ def convert(
             typer.echo(line)
         return
     opened = open_dump(dump)
+    if beside and hasattr(opened, "kind"):
+        raise CommandError(f"{dump} is no dump of accprobe's, and nothing is written into another's: name OUT")
     chosen = [r for _, r in selection(names or (), step, rank, request, role, parameters=True).apply(opened)]
     stored = [r for r in chosen if r.payload is not None]
     if chosen if kind == "msprobe" else stored and kind in FOLDERS:
@@ -76,6 +88,11 @@ def convert(
         for number, target in targets.items():
             with _whole(target) as path:
                 left += write(opened, [r for r in stored if r.rank == number], path, tick)
+    if beside:
+        for number, target in targets.items():
+            path = target.with_name(f"{target.stem}_summary.csv")
+            _summary(opened, [r for r in stored if r.rank == number], path)
+            typer.echo(f"rank {number}: {path}")
     for number, target in targets.items():
         n = sum(r.rank == number for r in stored)
         typer.echo(f"rank {number}: {n:,} tensors, {size(target.stat().st_size)}: {target}")
@@ -86,6 +103,19 @@ def convert(
     if left:
         typer.echo(f"skipped: {left:,} operator calls or modules with more to say than an HDF5 attribute takes")
     say_notes(opened.problems, err=False)
+
+
+def _summary(dump: Dump, records: list[Record], path: Path) -> None:
+    """torch_xray's summary.csv: the columns and names of its table. Raises OSError."""
+    from vllm_accprobe.formats.write.containers import h5_names
+    from vllm_accprobe.report.table import write_csv_lines
+
+    def lines() -> Iterator[tuple[object, ...]]:
+        for index, (r, group, name) in enumerate(h5_names(dump, records)):
+            s = r.stats
+            yield (index, group, r.rank, name, *((s.min, s.max, s.mean, s.std) if s else (None,) * 4))
+
+    write_csv_lines(path, SUMMARY, lines())
 
 
 def _to_folder(dump: Dump, records: list[Record], out: Path, kind: str) -> None:

@@ -18,8 +18,11 @@ _GRACE_S = 10.0
 
 def errcheck(
     command: list[str] = typer.Argument(None, metavar="[-- CMD...]", help="vllm serve ..., a script, a shell line."),
-    dir: str = typer.Option(None, "--dir", "-d", help="Where findings go; by default ./accprobe/<UTC time>."),
-    kinds: str = typer.Option("overflow,nan", "--kinds", help="What is an error: overflow, nan, or both."),
+    exec: str = typer.Option(None, "--exec", metavar="CMD", help="The command as one line, in place of -- CMD..."),
+    dir: str = typer.Option(
+        None, "--dir", "-d", "--output", "-o", help="Where findings go; by default ./accprobe/<UTC time>."
+    ),
+    kinds: str = typer.Option("overflow,nan", "--kinds", "--type", help="What is an error: overflow, nan, or both."),
     ranks: str = typer.Option(None, "--ranks", help="Global ranks, e.g. 0,2-3; all by default."),
     exit: bool = typer.Option(False, "--exit", help="Stop the command at the first finding; exit code 1."),
     graphs: bool = typer.Option(
@@ -27,7 +30,7 @@ def errcheck(
     ),
     read: Path = typer.Option(None, "--read", metavar="DIR", help="Say what a run that has ended found there."),
 ) -> None:
-    """Find the first NaN, Inf or overflow of a running engine: accprobe errcheck -- vllm serve MODEL.
+    """Find the first NaN, Inf or overflow of a running engine or script: accprobe errcheck -- vllm serve MODEL.
 
     Says module, step, request and position, whether its inputs were good, and which rank was first; keeps that call's
     tensors. Serving goes on, unless --exit stops it. Signals reach the command.
@@ -43,6 +46,7 @@ def errcheck(
         except ErrcheckError as error:
             raise CommandError(str(error)) from None
 
+    command = _command(command, exec)
     if read is not None:
         if command:
             raise CommandError("--read looks at a run that has ended; leave the command away")
@@ -59,6 +63,7 @@ def errcheck(
     import signal
     import time
 
+    from vllm_accprobe.children import HOME
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.config import ENV, PREFIX, ProbeConfig, default_dir
     from vllm_accprobe.run.launcher import LaunchError
@@ -77,6 +82,8 @@ def errcheck(
     outputs.check_place(root, option="--dir")
     environ[PREFIX + "DIR"] = str(root)
     allow_plugin(environ)
+    startup = str(HOME / "capture/nan_watch/startup")  # watches plain scripts
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, environ.get("PYTHONPATH")]))
     seen: list[float] = []
 
     def tick() -> None:
@@ -95,6 +102,23 @@ def errcheck(
     if found and environ.get(ENV, "") not in ("", "0"):
         typer.echo(f"dump: {root}", err=True)
     raise typer.Exit(_code(found, code))
+
+
+def _command(command: list[str] | None, line: str | None) -> list[str]:
+    """The words of the command. Raises CommandError."""
+    import shlex
+
+    if line is None:
+        return command or []
+    if command:
+        raise CommandError("--exec is the whole command: leave what follows it away")
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise CommandError(f"--exec: {error}: {line!r}") from None
+    if not words:
+        raise CommandError("--exec: no command is given")
+    return words
 
 
 def _print(text: list[str]) -> None:

@@ -27,6 +27,9 @@ def gentest(
     ),
     most: int = typer.Option(50, "--most", "-n", min=1, help="At most so many calls."),
     model: Path = WEIGHTS,
+    flashinfer: bool = typer.Option(
+        False, "--flashinfer", help="Write FlashInfer's flight-recorder folders instead, for `flashinfer replay`."
+    ),
 ) -> None:
     """Write captured calls as tests: tensors, float64 references and one parametrised test per operator.
 
@@ -50,6 +53,9 @@ def gentest(
 
     calls, references, options = opened_calls(dump, model), default_references(), Options(ids=ids_of(ids))
     chosen = _failed(calls, references, ops, options) if failed else _matching(calls, ops, options, most)
+    if flashinfer:
+        _as_flashinfer(calls, chosen, out, most, failed)
+        return
     written: list[Written] = []
     left: list[str] = []
     wider = 0
@@ -75,6 +81,28 @@ def gentest(
     write_folder(written, out, f"the dump {dump.resolve().name}")
     operators = len({w.op for w in written})
     typer.echo(f"written: {out}, {len(written)} calls of {operators} operators; run `pytest {out}` with torch alone")
+
+
+def _as_flashinfer(calls: Calls, chosen: Iterator[Captured], out: Path, most: int, failed: bool) -> None:
+    from vllm_accprobe.opcheck.kit.flashinfer.recorder import FORMAT
+    from vllm_accprobe.opcheck.kit.flashinfer.written import FlashFolders
+
+    folders = FlashFolders(out)
+    left: list[str] = []
+    for captured in chosen:
+        if folders.calls.total() == most:
+            left.append("more calls than --most")
+            break
+        folders.add(captured)
+    say_notes([*calls.dump.problems, *calls.problems, *folders.lines(), *left])
+    if not folders.folders:
+        why = "no call that was chosen is one of FlashInfer's" if folders.refused else _why_none(calls, failed)
+        raise NothingThere(f"{calls.dump.path}: {why}: nothing was written")
+    n, operators = folders.calls.total(), len(folders.calls)
+    typer.echo(
+        f"written: {out}, {folders.folders} folders of {n} calls of {operators} operators as FlashInfer {FORMAT} has "
+        f"them; replay: `flashinfer replay --dir {out}`, judge: `accprobe opcheck {out}`"
+    )
 
 
 def _why_none(calls: Calls, failed: bool) -> str:

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from vllm_accprobe.cli.common import here
-from vllm_accprobe.cli.common.declared import IDS, OPS, WEIGHTS
+from vllm_accprobe.cli.common import precheck_options as msprobe
+from vllm_accprobe.cli.common.declared import ATTRIBUTES, IDS, OPS, WEIGHTS
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, require_directory, say_notes
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
-    from vllm_accprobe.opcheck.run.result_row import Checked
+    from vllm_accprobe.opcheck.run.whole import CheckedRun
     from vllm_accprobe.opcheck.run.worker import Job
 
 _EXACT, _DEVICE = "float64", "device"
 
 
 def opcheck(
-    dump: Path = typer.Argument(None, metavar="[DUMP]", help="Directory of a dump; none with --op."),
+    dump: Path = typer.Argument(None, metavar="[DUMP]", help="A dump, its directory or dump.json; none with --op."),
     ops: list[str] = OPS,
     ids: str = IDS,
     model: Path = WEIGHTS,
-    standard: str = typer.Option("operator", "--standard", metavar="NAME", help="Limits: {standards}."),
+    standard: str = typer.Option(
+        None, "--standard", metavar="NAME", help="Limits: {standards}; operator where msprobe's are not asked for."
+    ),
     against: str = typer.Option(
         _EXACT, "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
     ),
     rerun: bool = typer.Option(False, "--rerun", help="Against vLLM's native code, or torch's, run here and now."),
     backward: bool = typer.Option(False, "--backward", help="Gradients of the operators, too, against autograd's."),
+    attributes: list[str] = ATTRIBUTES,
     kl: bool = typer.Option(False, "--kl", help="Measure the KL divergence of each output, too."),
     seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn (statistics) and of gradients."),
     processes: int = typer.Option(1, "-j", "--jobs", min=0, metavar="N", help="Processes; 0: none besides this one."),
@@ -42,8 +48,16 @@ def opcheck(
     dtype: str = here.DTYPE,
     more: list[str] = here.WITH,
     load: list[str] = here.LOAD,
+    api_info: Path = msprobe.API_INFO,
+    config: Path = msprobe.CONFIG,
+    once: bool = msprobe.FILTER,
+    device: str = msprobe.DEVICE,
+    splits: int = msprobe.SPLITS,
+    csv_path: Path = msprobe.CSV_PATH,
+    save_error: bool = msprobe.SAVE,
+    jit: bool = msprobe.JIT,
     out: Path = typer.Option(
-        Path("accprobe-opcheck"), "--out", "-o", metavar="DIR", help="Where opcheck.csv and result.csv go."
+        Path("accprobe-opcheck"), "--out", "-o", "--out_path", metavar="DIR", help="Where opcheck.csv and others go."
     ),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show all modules that fail."),
 ) -> None:
@@ -54,34 +68,54 @@ def opcheck(
     this machine's own kernels are run instead: are they steady, and does a row's result depend on its batch?
     Exit code 0: pass, 1: an operator is wrong, 2: unreadable input, 3: nothing could be checked.
     """
+    check = msprobe.asked(dump, api_info, config, once, device, csv_path, save_error, jit)
+    dump, out, save = cast(Path, check.dump), check.out or out, cast(Path, save or check.save)
+    standard = standard or _default_standard(check)
     asked = here.runs_of(repeat, rows, op), here.named_of(op, shapes, dtype, more)
     require_torch("opcheck", threads=bool(asked[0][0] or asked[0][1] or asked[1]))
-    from vllm_accprobe.judge import profile
-    from vllm_accprobe.opcheck.habits import decided
-    from vllm_accprobe.opcheck.run import result_row, table
-    from vllm_accprobe.opcheck.run.totals import totals as count
+    from vllm_accprobe.opcheck.precheck import precheck_files
     from vllm_accprobe.opcheck.run.unavailable import Unavailable
     from vllm_accprobe.opcheck.run.whole import RunError, run
 
     job = _job(dump, model, ops, ids, standard, against, rerun, backward, kl, seed, save, asked, load)
-    _check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
+    job = replace(job, attributes=_attributes(attributes))
+    job = _as_msprobe_asks(job, check)
+    check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
+    files = precheck_files.of(check, standard, job.dump)
+    files.begin(out)
     dump = dump or Path(op)
     bar = _Bar()
     try:
+        resume, processes = resume or check.resumed, splits or processes
         found = run(job, out, processes=processes, resume=resume, plan=bar.start, done=bar.one)
     except (RunError, Unavailable) as why:
         raise CommandError(str(why)) from None
     finally:
         bar.end()
+    say_notes(check.notes)
+    conclude(found, dump, job, out, standard, bool(ops or ids), verbose, files.write)
+
+
+def conclude(
+    found: CheckedRun, dump: Path, job: Job, out: Path, standard: str, chosen: bool, verbose: bool,
+    more: Callable[[Path], list[Path]] = lambda out: [],
+) -> None:  # fmt: skip
+    """The report of a check whose opcheck.csv is written, with its files. chosen: not all calls were asked for; more:
+    writes further files. Raises typer.Exit with the exit code."""
+    from vllm_accprobe.judge import profile
+    from vllm_accprobe.opcheck.habits import decided
+    from vllm_accprobe.opcheck.run import result_row, table
+    from vllm_accprobe.opcheck.run.totals import totals as count
+
     say_notes(found.problems)
     if job.repeat or job.batch:
-        _say_here(job, found.rows, out, None if verbose else 10)
+        here.say_here(job, found.rows, out, None if verbose else 10)
     checked, machine = decided.settle(found.rows, strict=standard == result_row.STRICT)
     if checked != found.rows:
         table.resettle(out / "opcheck.csv", checked)
     totals = count(checked)
     if not totals.checked and not totals.statuses.get(result_row.FAIL):
-        reason = next(iter(totals.skipped), "no call matches" if ops or ids else "the dump holds no call")
+        reason = next(iter(totals.skipped), "no call matches" if chosen else "the dump holds no call")
         raise NothingThere(f"{dump}: nothing could be checked: {reason}")
     table.write_result(checked, out / "result.csv")
     for line in table.lines(checked, totals, most=None if verbose else 10, machine=machine):
@@ -91,37 +125,36 @@ def opcheck(
         written.append(out / profile.NAME)
         told = profile.Profile(machine.habits, profile.host_of(_run_json(dump)), machine.units)
         written[-1].write_text(told.to_json(), encoding="utf-8")
+    written += more(out)
     typer.echo(f"written: {', '.join(map(str, written))}")
     raise typer.Exit(1 if totals.statuses.get(result_row.FAIL) or totals.statuses.get(result_row.ERROR) else 0)
 
 
-def _say_here(job: Job, rows: list[Checked], out: Path, most: int | None) -> None:
-    """The report of `--repeat` and `--rows`. Raises typer.Exit."""
-    import json
+def _default_standard(check: msprobe.Precheck) -> str:
+    """msprobe's limits where its own words were used; MindSpore's for a dump of MindSpore."""
+    if not check.msprobe:
+        return "operator"
+    from vllm_accprobe.opcheck.precheck.precheck_files import framework_of
 
-    from vllm_accprobe.opcheck.repeat import told
-    from vllm_accprobe.opcheck.run import table
-    from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL
-    from vllm_accprobe.opcheck.run.totals import totals
-    from vllm_accprobe.whole_file import write_text
-
-    counted = totals(rows)
-    if not counted.checked and not counted.statuses.get(ERROR):
-        reason = next(iter(counted.skipped), "no call matches" if job.ops or job.ids else "the dump holds no call")
-        raise NothingThere(f"{job.dump or 'opcheck'}: nothing could be run: {reason}")
-    mode = told.mode_of(job.repeat, job.batch)
-    said = told.lines(rows, counted, mode, most)
-    for line in said:
-        typer.echo(line)
-    files = [out / name for name in (told.REPEAT_FILES if job.repeat else told.ROWS_FILES)]
-    table.write_result(rows, out / "result.csv")
-    write_text(files[0], json.dumps(told.to_json(rows, counted, mode), indent=1) + "\n")
-    write_text(files[1], told.page(rows, said, f"opcheck: {mode}"))
-    typer.echo(f"written: {', '.join(map(str, (out / 'opcheck.csv', out / 'result.csv', *files)))}")
-    raise typer.Exit(1 if counted.statuses.get(FAIL) or counted.statuses.get(ERROR) else 0)
+    return "mindspore" if framework_of(check.dump) == "mindspore" else "msprobe"
 
 
-def _check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
+def _as_msprobe_asks(job: Job, check: msprobe.Precheck) -> Job:
+    """Raises CommandError."""
+    from vllm_accprobe.opcheck.run.worker import EXACT
+
+    lists = check.config
+    if check.devices and (job.against != EXACT or job.runs_here):
+        raise CommandError("--device runs the calls here: not with --against, --rerun, --repeat, --rows or --op")
+    if check.once and job.named is not None:
+        raise CommandError("--filter_api leaves calls of a dump out; --op has none")
+    return replace(
+        job, devices=check.devices, once=check.once, white=lists.white_list if lists else (),
+        black=lists.black_list if lists else (), jit=check.jit,
+    )  # fmt: skip
+
+
+def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.judge import profile
     from vllm_accprobe.opcheck.repeat import told
@@ -157,7 +190,7 @@ def _job(
         raise CommandError("--rerun and --against: choose one")
     (repeat, sizes), named = asked
     if repeat or sizes or named is not None:
-        _check_here(dump, named is not None, standard, against, rerun, backward, kl, save)
+        here.check_here(dump, named is not None, standard, against, rerun, backward, kl, save)
     elif load:
         raise CommandError("--load belongs to --repeat, --rows and --op")
     require_directory(model, "--weights")
@@ -183,19 +216,15 @@ def _job(
     )  # fmt: skip
 
 
-def _check_here(
-    dump: Path | None, named: bool, standard: str, against: str, rerun: bool, backward: bool, kl: bool,
-    save: Path | None,
-) -> None:  # fmt: skip
-    """Raises CommandError for options that say nothing of this machine's kernels alone."""
-    given = {"--against": against != _EXACT, "--rerun": rerun, "--backward": backward, "--kl": kl,
-             "--save-failed": save is not None}  # fmt: skip
-    if used := [name for name, is_given in given.items() if is_given]:
-        raise CommandError(f"{used[0]} does not go with --repeat, --rows or --op: those run this machine's kernels")
-    if standard not in ("operator", "strict"):
-        raise CommandError("--repeat, --rows and --op know --standard operator and strict, where any difference fails")
-    if named and dump is not None:
-        raise CommandError("--op takes no DUMP: its inputs are drawn")
+def _attributes(texts: list[str]) -> tuple[str, ...]:
+    """Raises CommandError for what is no attribute."""
+    from vllm_accprobe.opcheck.calls.attributes.untold import parsed
+
+    try:
+        parsed(texts)
+    except ValueError as why:
+        raise CommandError(f"--attribute: {why}") from None
+    return tuple(texts)
 
 
 class _Bar:

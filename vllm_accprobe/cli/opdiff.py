@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import typer
@@ -11,9 +12,11 @@ from vllm_accprobe.cli.common.options import CommandError, NothingThere, progres
 
 def opdiff(
     golden: Path = typer.Argument(
-        ..., metavar="GOLDEN.csv", help="Of the machine that is trusted, a GPU perhaps; or its folder."
+        None, metavar="GOLDEN.csv", help="Of the machine that is trusted, a GPU perhaps; or its folder."
     ),
-    mine: Path = typer.Argument(..., metavar="MINE.csv", help="Of the other, an NPU or XPU perhaps."),
+    mine: Path = typer.Argument(None, metavar="MINE.csv", help="Of the other, an NPU or XPU perhaps."),
+    gpu: Path = typer.Option(None, "-gpu", "--gpu_csv_path", metavar="FILE", help="GOLDEN.csv as msprobe says it."),
+    npu: Path = typer.Option(None, "-npu", "--npu_csv_path", metavar="FILE", help="MINE.csv as msprobe says it."),
     standard: str = typer.Option(
         "msprobe", "--standard", metavar="NAME", help="{standards} (operator: both verdicts)."
     ),
@@ -29,13 +32,15 @@ def opdiff(
         metavar="WHAT",
         help="call: output by output; tap, operator: what a module or an operator did over all its calls.",
     ),
-    out: Path = typer.Option(Path("accprobe-opdiff"), "--out", "-o", metavar="DIR", help="Where the files go."),
+    out: Path = typer.Option(
+        Path("accprobe-opdiff"), "--out", "-o", "--out_path", metavar="DIR", help="Where the files go."
+    ),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show the 200 worst outputs, not 10."),
 ) -> None:
     """Join two machines' opcheck.csv, generated tests' csv or msprobe's accuracy_checking_details.
 
     Prints what is wrong, the worst first, and all that was not judged; writes details.csv (a row per output),
-    result.csv (a row per call) and opdiff.md.
+    result.csv (a row per call) and opdiff.md; of msprobe's own files, or with -gpu and -npu, msprobe's two as well.
     Exit code 0: pass, 1: an output is wrong, 2: unreadable input, 3: nothing could be judged.
     """
     from vllm_accprobe.cli.common import outputs
@@ -43,8 +48,15 @@ def opdiff(
     from vllm_accprobe.opcheck.diff import lines
     from vllm_accprobe.opcheck.diff.csv_rows import SheetError
     from vllm_accprobe.opcheck.diff.verdicts import DiffTotals, open_diff
+    from vllm_accprobe.opcheck.precheck.compare_csv import CompareFiles
     from vllm_accprobe.standards.finding import ERROR
 
+    theirs = gpu is not None or npu is not None
+    if theirs and (golden is not None or mine is not None):
+        raise CommandError("-gpu and -npu stand for GOLDEN.csv and MINE.csv: name each file once")
+    golden, mine = (gpu, npu) if theirs else (golden, mine)
+    if golden is None or mine is None:
+        raise CommandError("two files are needed: GOLDEN.csv MINE.csv, or -gpu FILE -npu FILE")
     for path in (golden, mine):
         if not path.exists():
             raise CommandError(
@@ -61,7 +73,10 @@ def opdiff(
         refuse_same(("GOLDEN", diff.golden.path), ("MINE", diff.mine.path), "file")
         out.mkdir(parents=True, exist_ok=True)
         with progress("opdiff", diff.mine.count() // lines.STEP) as done:
-            lines.write_details(diff, out / "details.csv", totals, done)
+            msprobes = CompareFiles(out, time.strftime("%Y%m%d%H%M%S"))
+            written = theirs or lines.is_msprobe(diff)
+            also = msprobes.add if written else lambda compared: None
+            lines.write_details(diff, out / "details.csv", totals, done, also)
     except SheetError as e:
         raise CommandError(str(e)) from None
     lines.write_result(diff, out / "result.csv", totals)
@@ -73,5 +88,6 @@ def opdiff(
     (out / "opdiff.md").write_text(lines.markdown(diff, totals), encoding="utf-8")
     for line in lines.lines(diff, totals, None if verbose else 10):
         typer.echo(line)
-    typer.echo(f"written: {out / 'result.csv'}, {out / 'details.csv'}, {out / 'opdiff.md'}")
+    more = msprobes.write(totals) if written else ()
+    typer.echo(f"written: {', '.join(map(str, (out / 'result.csv', out / 'details.csv', out / 'opdiff.md', *more)))}")
     raise typer.Exit(1 if totals.statuses[ERROR] else 0)

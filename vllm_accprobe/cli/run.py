@@ -1,6 +1,6 @@
 """``accprobe run [options] -- CMD ...``: any command with the probe on.
 
-Not here: what becomes of it (cli/common/running.py); ``ait llm dump``'s words behind one option (cli/common/told.py).
+Not here: what becomes of it (cli/common/running.py); ``ait llm dump``'s words behind one option (cli/spelling/told.py).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def run(
     import os
 
     from vllm_accprobe.cli.common.running import conclude, launched, say
-    from vllm_accprobe.cli.common.told import quiet as quietly
+    from vllm_accprobe.cli.spelling.told import quiet as quietly
     from vllm_accprobe.run.atb import AIT, DIRECTORY, options_of
 
     quiet = quietly(log_level) or quiet

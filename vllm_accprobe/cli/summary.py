@@ -154,8 +154,9 @@ def about(dump: Dump, chosen: list[Record]) -> list[str]:
     tensors = sum(r.step is not None for r in records)
     steps = len({step for _, step in dump.steps})
     requests = len({(q.id, q.prompt, q.ordinal) for q in dump.requests.values()})
+    listed = sum(r.step is not None for r in chosen)
     lines = [
-        f"{count(len(chosen), 'tensor')} of {count(tensors, 'captured tensor')} and "
+        f"{listed:,} of {count(tensors, 'captured tensor')} and {len(chosen) - listed:,} of "
         f"{count(len(records) - tensors, 'parameter')}; {count(len(dump.ranks), 'rank')}, {count(steps, 'step')}, "
         f"{count(requests, 'request')}, {size(sum(stored.values()))} stored"
     ]

@@ -13,6 +13,7 @@ from typing import Any
 from vllm_accprobe.align.requests import what_differs
 from vllm_accprobe.comparison.measure.read import UNREAD
 from vllm_accprobe.comparison.plan.units import Plan
+from vllm_accprobe.comparison.states import cache_notes
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
 
@@ -33,6 +34,7 @@ def notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
             out.append(f"{len(left)} requests have no partner and were not compared: only in {side}")
     out += plan.notes
     out += _dtypes(plan)
+    out += cache_notes(dumps)
     if odd := plan.odd_copies():
         out.append(f"{odd} tensors that all ranks should hold alike differ between the ranks of golden")
     for side, dump in zip(("golden", "mine"), dumps, strict=True):

@@ -43,6 +43,31 @@ def findings(states: Mapping[str, Any], side: str) -> list[dict[str, Any]]:
     return list(found.get("findings") or ())
 
 
+_STEPS = {
+    "fp8": "2**-4 of each number", "fp8_e4m3": "2**-4 of each number", "fp8_inc": "2**-4 of each number",
+    "fp8_per_token_head": "2**-4 of each number", "fp8_e5m2": "2**-3 of each number",
+    "int8": "half a scale", "int8_per_token_head": "1/254 of the largest number of a token's head",
+}  # fmt: skip
+"""By format of a cache: half a step, which is what its rounding costs at most. Derived: 2**-(bits of mantissa + 1);
+0.5 of 127 codes."""
+
+
+def cache_notes(dumps: tuple[Any, Any]) -> list[str]:
+    """What is said where the two runs keep keys and values in other formats: attention differs by that alone."""
+    kinds = []
+    for dump in dumps:
+        attrs = [m.attrs for modules in getattr(dump, "modules", {}).values() for m in modules]
+        found = {str(a.get("impl.kv_cache_dtype") or a.get("kv_cache_dtype") or "") for a in attrs} - {""}
+        kinds.append(sorted(found))
+    golden, mine = kinds
+    eight = [kind for kind in (*golden, *mine) if kind in _STEPS]
+    if golden == mine or not golden or not mine or not eight:
+        return []
+    cost = "; ".join(f"{kind} rounds by up to {_STEPS[kind]}" for kind in dict.fromkeys(eight))
+    return [f"golden's cache is {', '.join(golden)}, mine's {', '.join(mine)}: attention differs by that alone "
+            f"({cost}); how much that is, and whether a wrong state is beside it, a replay says"]  # fmt: skip
+
+
 def notes(states: Mapping[str, Any]) -> list[str]:
     """What is said before the verdict: a golden with a wrong cache is none."""
     found = findings(states, "golden")

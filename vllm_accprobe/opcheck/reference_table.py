@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm_accprobe.opcheck.reference import (
+    BACKWARD,
     BY_ROWS,
     KERNEL,
     MARKS,
@@ -51,7 +52,8 @@ class _Named:
         return sorted({*self._by_name, *self._globs})
 
     def _find(self, name: str) -> Reference | Declined:
-        spellings = _spellings(name)
+        # a gradient is no operator's output, whatever name stands behind the word
+        spellings = (name,) if name.startswith(BACKWARD) else _spellings(name)
         for spelling in spellings:
             if spelling in self._by_name:
                 return self._by_name[spelling]
@@ -99,6 +101,10 @@ class References:
             return outputs
         return {role: x if isinstance(x, Expected) else Expected(x) for role, x in outputs.items()}
 
+    def runs(self, name: str) -> bool:
+        """Whether a device has something for this name."""
+        return not isinstance(self._kernels.find(name), Declined)
+
     def run(self, call: Call) -> Mapping[str, Tensor] | Declined:
         """What the device where the tensors of ``call`` lie makes of it, by role, or why nothing. Never raises."""
         return _outputs(self._kernels.find(call.cls), call)
@@ -119,8 +125,8 @@ def _outputs(found: Reference | Declined, call: Call) -> Mapping[str, Any] | Dec
 
 def _spellings(name: str) -> tuple[str, ...]:
     """A class's name alone; an operator's with and without ``torch.ops.`` and its overload, the longest first."""
-    if "." not in name:
+    if "." not in name and "::" not in name:
         return (name,)
-    short = name.removeprefix("torch.ops.")
+    short = name.replace("::", ".").removeprefix("torch.ops.")
     bare = ".".join(short.split(".")[:2])
     return tuple(dict.fromkeys((f"torch.ops.{short}", short, f"torch.ops.{bare}", bare)))

@@ -38,6 +38,10 @@ RATIO_SHARE, RATIO_WIDTH = 0.25, 4.0
 """derived: of the row's limit, what its norm's ratio may be off by: noise of mean zero changes a norm by 1 /
 sqrt(width) of itself, four standard deviations of which are allowed; chosen: a quarter, for noise that is not of
 mean zero."""
+EXPERTS_NARROWER = 4.0
+"""chosen: an expert's intermediate is about a quarter as wide as what it gives out in DeepSeek-V3 and Qwen3-Next (2,048
+of 7,168, 512 of 2,048), less narrow in others; its noise averages over so few. Measured, scripts/simulate_experts.py:
+a row's norm scatters by 3.2 to 4.6 u / sqrt(intermediate) between two honest kernels."""
 ROW_DEVIATIONS = 5.0
 """derived: standard deviations that one row of a million reaches."""
 ELEMENT = 8.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from vllm_accprobe.standards.declaration import ERROR, PASS, SKIPPED, Cell, NamedStandard, Numbers, PairRule
+from vllm_accprobe.standards.finding import Judged, RuleFinding, broken, of, skip, unmeasured
+from vllm_accprobe.standards.measures import Measures
 
 COSINE, LARGEST = 0.99, 1e-4
 COLUMNS = ("Cosine", "MaxAbsErr", "MaxRelativeErr", "Status", "Message")
@@ -22,4 +24,27 @@ def pairs(n: Numbers) -> tuple[tuple[Cell, ...], str, str]:
     return (m.cosine, m.max_abs_err, m.max_rel_err, word, why), word, why
 
 
-STANDARDS = (NamedStandard("mindspore", pairs=PairRule(COLUMNS, pairs)),)
+def output(m: Measures, op: str, dtype: str) -> RuleFinding:
+    """The same of one output and its reference: two statuses, no warning. Integers and booleans, of which the document
+    says nothing, must be equal."""
+    if why := unmeasured(m):
+        return skip("mindspore", why)
+    if wrong := broken(m):
+        return of("mindspore", [wrong])
+    largest = m.max_abs_err or 0.0
+    if not dtype.startswith("float") and not dtype.startswith("bfloat"):
+        bad = "values differ and must be equal" if m.binary_err_ratio or largest else ""
+        return of("mindspore", [Judged("max_abs_err", largest, 0.0, ERROR if bad else PASS, bad)])
+    judged = []
+    if m.cosine is not None and m.elements - m.nonfinite > 1:
+        low = m.cosine <= COSINE
+        said = f"cosine {m.cosine:.4g} is not above {COSINE}" if low else ""
+        judged.append(Judged("cosine", m.cosine, COSINE, ERROR if low else PASS, said))
+    elif m.cosine is None and largest and m.elements - m.nonfinite > 1:
+        judged.append(Judged("cosine", None, COSINE, ERROR, "one side is all zero"))
+    far = largest >= LARGEST
+    said = f"largest error {largest:.4g} is not below {LARGEST:g}" if far else ""
+    return of("mindspore", [*judged, Judged("max_abs_err", largest, LARGEST, ERROR if far else PASS, said)])
+
+
+STANDARDS = (NamedStandard("mindspore", pairs=PairRule(COLUMNS, pairs), output=output),)

@@ -66,7 +66,7 @@ _ATEN = {
 def api_of(op: str, cls: str = "") -> str:
     """msprobe's API name of a captured call: `aten.add_.Tensor`, `aten::mm`, `torch.ops.npu.npu_rms_norm.default` by
     their last name before the overload; a module by its class; ``cls``, the class, where there is no ``op``."""
-    name = (op or cls).replace("::", ".").removeprefix("torch.ops.")
+    name = (op or cls).replace("::", ".").removeprefix("backward.").removeprefix("torch.ops.")
     if "." not in name:  # a module's class, or an API's own name
         return _CLASSES.get(name) or ("linear" if name.endswith("Linear") else _ATEN.get(name, name))
     name = name.split(".")[1]

@@ -129,6 +129,21 @@ def test_states_of_requests_with_drafts() -> None:
     assert "2 tokens are said to be accepted of its last step; it went on by 1" in wrong.how
 
 
+def test_drafts_that_only_the_device_knows_are_not_guessed() -> None:
+    """Before 0.32 the delta rule's mask lies on the device; without it two requests' states would be read as one's."""
+    made = schedule(CacheGroup(STATE, 4, extra=1))
+    metadata = SimpleNamespace(
+        spec_sequence_masks=torch.ones(2, dtype=torch.bool, device="meta"),
+        spec_state_indices_tensor=torch.tensor([[3, 7]]),
+        non_spec_state_indices_tensor=torch.tensor([5]),
+    )
+    found, missing = looks(made, 0, list(made.held.values()), metadata, None)
+    assert found == []
+    assert missing == ["states of a step whose drafts only the device knows"]
+    metadata.spec_sequence_masks = torch.tensor([True, False])
+    assert said(made, metadata) == []
+
+
 def test_what_metadata_do_not_have_is_said() -> None:
     made = schedule()
     found, missing = looks(made, 0, list(made.held.values()), SimpleNamespace(), None)

@@ -24,3 +24,11 @@ def test_what_is_not_finite():
     golden = dump(a={"limit": nan}, b={"limit": inf}, c={"limit": 1.0}, d={"limit": 1})
     mine = dump(a={"limit": nan}, b={"limit": inf}, c={"limit": inf}, d={"limit": "1"})
     assert differing(golden, mine) == {"c": "limit is inf, golden has 1.0"}
+
+
+def test_scales_of_a_cache_count_beside_a_cache_of_that_format_only():
+    golden = dump(
+        a={"kv_cache_dtype": "auto", "_k_scale_float": 1.0}, b={"kv_cache_dtype": "fp8", "_k_scale_float": 1.0}
+    )
+    mine = dump(a={"kv_cache_dtype": "fp8", "_k_scale_float": 0.02}, b={"kv_cache_dtype": "fp8", "_k_scale_float": 2.0})
+    assert differing(golden, mine) == {"b": "_k_scale_float is 2.0, golden has 1.0"}

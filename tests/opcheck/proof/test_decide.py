@@ -131,6 +131,27 @@ def test_an_error_that_is_truncation_alone_is_not_blamed(change: dict[str, objec
     assert judged(found, [], [rows[0], wrong, rows[2]]).verdict == "fail"
 
 
+def test_a_cache_of_8_bits_is_told_apart_from_what_is_beyond_it() -> None:
+    held = {"cache": ("fp8_e4m3", 0.05, 0.042, 1.9)}
+    golden = [checked("first", "pass"), checked("second", "pass")]
+    right, wrong = (replace(checked("first", status), **held) for status in ("pass", "fail"))
+    other = checked("second", "pass")
+    result = judged(comparison("first"), golden, [right, other])
+    (said,) = [n for n in result.notes if "fp8_e4m3" in n]
+    assert (
+        "mine's cache is fp8_e4m3 in 1 attention: that rounding alone moves a row of their outputs by up to 0.05"
+        in said
+    )
+    assert "gives 0.042 there and allows 1.9), and beyond it mine is right for its own inputs: no wrong state" in said
+    result = judged(comparison("first"), golden, [wrong, other])
+    assert [o["module"] for o in result.origins] == ["first"]
+    assert any("what first differs by is not that rounding" in n for n in result.notes)
+    both = judged(comparison(), [replace(golden[0], **held), golden[1]], [right, other])
+    assert not any("fp8_e4m3" in n for n in both.notes)
+    with pytest.raises(ValueError, match="not a replay of this version"):
+        Proof.from_json(prove([], [right]).to_json().replace("0.042", '"x"').replace('"mine", ', ""))
+
+
 def test_the_proved_stand_before_the_inferred_and_keep_their_words() -> None:
     found = comparison("first", "third", verdict="fail")
     result = judged(found, [], [checked("first", "pass"), checked("third")])

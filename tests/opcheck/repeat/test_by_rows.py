@@ -15,6 +15,7 @@ from vllm_accprobe.cli import main
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.repeat.by_rows import BatchOptions, batches
+from vllm_accprobe.opcheck.repeat.differences import gap_words, largest_gap
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.repeat.named import NamedCalls, NamedOperator
 from vllm_accprobe.opcheck.repeat.row_axes import axes_of, cut
@@ -22,6 +23,17 @@ from vllm_accprobe.opcheck.run.result_row import Checked
 
 FILE = str(Path(planted_kernels.__file__))
 TABLE = default_references()
+
+
+def test_equal_infinities_are_no_difference() -> None:
+    """rsqrt of 0 is infinite on both sides, and inf - inf is no number: it was told as a difference of infinity."""
+    one, inf, nan = 1.0, float("inf"), float("nan")
+    a, b = torch.tensor([one, inf, nan, 2.0]), torch.tensor([one, inf, nan, 2.5])
+    assert largest_gap(a, b) == 0.5
+    assert gap_words(0.5) == "largest difference 0.5"
+    for other in ([one, -inf, nan, 2.0], [one, 3.0, nan, 2.0], [nan, inf, nan, 2.0]):
+        assert largest_gap(a, torch.tensor(other)) == inf
+    assert gap_words(inf) == "NaN or infinity on one side alone"
 
 
 @pytest.fixture(scope="module")

@@ -104,8 +104,9 @@ def drawn_rows(calls: Calls, seed: int = 0) -> dict[str, list[Checked]]:
     for rank, tap, cls in calls.taps():
         for captured in calls.of(rank, tap):
             assert synthetic_inputs.possible(captured)
+            drawn = synthetic_inputs.drawn(calls, captured, seed)
             found.setdefault(cls, []).extend(
-                synthetic_inputs.check(calls, captured, default_references(), "cpu", seed, Options())
+                synthetic_inputs.check(calls, drawn, default_references(), "cpu", Options(), True)
             )
     return found
 

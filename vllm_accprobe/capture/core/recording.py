@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe import __version__
+from vllm_accprobe import __version__, export_at_end
 from vllm_accprobe.capture.core.dump_dir import announce, free_directory
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
@@ -139,6 +139,7 @@ class Recording:
             "schema": 1, "rank": rank, **parallel, "pid": os.getpid(), "host": socket.gethostname(),
             "device": "" if device is None else str(device), "time": time.time(),
         }  # fmt: skip
+        self._rank, self._export, self._exported = rank, config.export, False
         self._session: Session | None = None  # while the sink is made, which may stop at once
         sink = Sink(config, self.root, rank, start, on_stop or self._stopped, device)
         self._session = self.session = Session(config, sink, layouts, say, find_space)
@@ -158,3 +159,6 @@ class Recording:
         """Writes what is still queued and the last line. Safe to call twice."""
         self.end(reason)
         self.session.sink.close(reason)
+        if not self._exported:
+            self._exported = True
+            export_at_end.start(self.root, self._rank, self._export)

@@ -29,6 +29,10 @@ def states_looks(
     columns = [schedule.state_column(g, one) for one in held]
     demanded = np.array([row.table[c] if c < len(row.table) else -1 for row, c in zip(rows, columns, strict=True)])
     mask = getattr(metadata, "spec_sequence_masks_cpu", None)
+    if mask is None:  # before 0.32 there is the device's only
+        mask = getattr(metadata, "spec_sequence_masks", None)
+    if isinstance(mask, torch.Tensor) and mask.device.type != "cpu":
+        return [], ["states of a step whose drafts only the device knows"]
     if mask is None:
         given = _indices(metadata)
         parts = [] if given is None else [(given, np.arange(len(rows)))]

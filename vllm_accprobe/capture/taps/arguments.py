@@ -100,6 +100,8 @@ _ATTRIBUTES = [
     # attention
     "head_size_v",
     "kv_cache_dtype",
+    "_k_scale_float",
+    "_v_scale_float",
     "attn_type",
     "has_sink",
     "use_alibi_sqrt",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import time
 from typing import Any
@@ -22,12 +23,13 @@ from vllm_accprobe.capture.core.recording import Recording, at_exit, process_ran
 from vllm_accprobe.capture.core.rows import Requests, wanted_at_all
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import Session
+from vllm_accprobe.capture.nan_watch import script_watch
 from vllm_accprobe.capture.taps.calls import tapped
 from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.capture.taps.params import ParameterLines
 from vllm_accprobe.capture.torch_model.images import Foresight, language_path
 from vllm_accprobe.capture.torch_model.padded_batch import Rectangle
-from vllm_accprobe.config import ConfigError, DumpConfig, ProbeConfig, in_ranges
+from vllm_accprobe.config import PREFIX, ConfigError, DumpConfig, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import Step
 
 
@@ -59,6 +61,8 @@ class Probe:
             raise ConfigError("armed=0 is for a served engine: a Probe captures inside its `with`, and never before")
         self.config = config
         self.model = model
+        if os.environ.get(PREFIX + "ERRCHECK"):
+            script_watch.from_environment()
         self.root = root_of(config)
         self._step = -1
         self._begun = False

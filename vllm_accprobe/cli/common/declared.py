@@ -14,6 +14,9 @@ IDS = typer.Option("", "--ids", metavar="IDS", help="Calls by opcheck.csv's colu
 WEIGHTS = typer.Option(
     None, "--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."
 )
+ATTRIBUTES = typer.Option(
+    [], "--attribute", metavar="NAME=VALUE", help="Of modules, if not recorded: eps=1e-6, '*Norm:eps=1e-6'. Repeatable."
+)
 STEP = typer.Option("", "--step", metavar="RANGES", help="Engine steps, e.g. 0-3,7.")
 RANK = typer.Option("", "--rank", metavar="RANGES", help="Global ranks, e.g. 0,2-3.")
 ROLE = typer.Option([], "--role", metavar="GLOB", help="E.g. output.0 or 'input.*'; '!...' excludes. Can be repeated.")

@@ -8,11 +8,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli.common.options import CommandError
+from vllm_accprobe.cli.common.options import CommandError, NothingThere
+
+if TYPE_CHECKING:
+    from vllm_accprobe.opcheck.run.result_row import Checked
+    from vllm_accprobe.opcheck.run.worker import Job
 
 REPEAT = typer.Option(0, "--repeat", min=0, metavar="N", help="Run each call N times here: races, unwritten memory.")
 ROWS = typer.Option("", "--rows", metavar="SIZES", help="Rows in batches of these sizes, e.g. 1,N or all, here.")
@@ -63,3 +68,44 @@ def _values(more: Sequence[str]) -> Mapping[str, Any]:
         except ValueError:
             found[name] = value
     return found
+
+
+def say_here(job: Job, rows: list[Checked], out: Path, most: int | None) -> None:
+    """The report of `--repeat` and `--rows`. Raises typer.Exit."""
+    import json
+
+    from vllm_accprobe.opcheck.repeat import told
+    from vllm_accprobe.opcheck.run import table
+    from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL
+    from vllm_accprobe.opcheck.run.totals import totals
+    from vllm_accprobe.whole_file import write_text
+
+    counted = totals(rows)
+    if not counted.checked and not counted.statuses.get(ERROR):
+        reason = next(iter(counted.skipped), "no call matches" if job.ops or job.ids else "the dump holds no call")
+        raise NothingThere(f"{job.dump or 'opcheck'}: nothing could be run: {reason}")
+    mode = told.mode_of(job.repeat, job.batch)
+    said = told.lines(rows, counted, mode, most)
+    for line in said:
+        typer.echo(line)
+    files = [out / name for name in (told.REPEAT_FILES if job.repeat else told.ROWS_FILES)]
+    table.write_result(rows, out / "result.csv")
+    write_text(files[0], json.dumps(told.to_json(rows, counted, mode), indent=1) + "\n")
+    write_text(files[1], told.page(rows, said, f"opcheck: {mode}"))
+    typer.echo(f"written: {', '.join(map(str, (out / 'opcheck.csv', out / 'result.csv', *files)))}")
+    raise typer.Exit(1 if counted.statuses.get(FAIL) or counted.statuses.get(ERROR) else 0)
+
+
+def check_here(
+    dump: Path | None, named: bool, standard: str, against: str, rerun: bool, backward: bool, kl: bool,
+    save: Path | None,
+) -> None:  # fmt: skip
+    """Raises CommandError for options that say nothing of this machine's kernels alone."""
+    given = {"--against": against != "float64", "--rerun": rerun, "--backward": backward, "--kl": kl,
+             "--save-failed": save is not None}  # fmt: skip
+    if used := [name for name, is_given in given.items() if is_given]:
+        raise CommandError(f"{used[0]} does not go with --repeat, --rows or --op: those run this machine's kernels")
+    if standard not in ("operator", "strict"):
+        raise CommandError("--repeat, --rows and --op know --standard operator and strict, where any difference fails")
+    if named and dump is not None:
+        raise CommandError("--op takes no DUMP: its inputs are drawn")

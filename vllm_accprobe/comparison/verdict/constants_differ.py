@@ -17,6 +17,8 @@ from vllm_accprobe.dump.reader import Dump
 
 _FORMULA = re.compile(r"(^|[._])(eps|epsilon|scale|scaling|scaling_factor|base|theta|soft_?cap|sliding_window|window|"
                       r"alpha|beta|limit|mscale|top_?k|renormalize|has_sink|is_neox_style)($|_)")  # fmt: skip
+_OF_CACHES = ("_k_scale_float", "_v_scale_float")
+"""Scales of an 8-bit cache: numbers of a formula only beside another cache of that format."""
 _DIGITS = 1e-6
 """Chosen: relative; a float32 and a float64 of the same constant are nearer."""
 
@@ -29,7 +31,10 @@ def differing(golden: Dump, mine: Dump) -> dict[str, str]:
         said = [
             f"{name} is {value}, golden has {theirs[tap][name]}"
             for name, value in attrs.items()
-            if _FORMULA.search(name) and name in theirs.get(tap, {}) and _differ(theirs[tap][name], value)
+            if _FORMULA.search(name)
+            and name in theirs.get(tap, {})
+            and _differ(theirs[tap][name], value)
+            and not (name in _OF_CACHES and theirs[tap].get("kv_cache_dtype") != attrs.get("kv_cache_dtype"))
         ]
         if said:
             out[tap] = "; ".join(said)

@@ -129,9 +129,13 @@ class _Judge:
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
             verdict=FAIL if failed or origins or wrong_weights(setting.weights) else PASS,
             weights=setting.weights,
-            notes=messages.weights(setting.weights) + messages.notes(
+            notes=messages.weights(setting.weights)
+            + messages.notes(
                 [*state_notes(setting.states), *setting.notes, *images, *about_floor, *said],
-                pairs, flipped, self.replicas, origins,
+                pairs,
+                flipped,
+                self.replicas,
+                origins,
             ),
             plan=setting.plan,
             standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),
@@ -200,7 +204,7 @@ class _Judge:
         parts = [p for p in unit.parts if not p.skip]
         limits = self.holder.limits(unit, parts)
         totals = [total for total, _ in limits]
-        errors = self.holder.errors(parts, self.holder.row_floor(unit.parts), totals)
+        errors = self.holder.errors(unit, parts, self.holder.row_floor(unit.parts), totals)
         rows = [self._rows_of(p) for p in parts]
         each = zip(parts, rows, errors, strict=True)
         settled = [settle(unit, *one, self.rerouted, self.unit, self.traces) for one in each]
@@ -263,10 +267,10 @@ class _Judge:
             self._skip(unit, part)
             return
         limits = EXACT
-        (errors,) = self.holder.errors([part], 0.0, [limits])
+        (errors,) = self.holder.errors(unit, [part], 0.0, [limits])
         if is_computed(unit.key[1]) and not part.equal:
             limits = self.holder.limits(unit, [part])[0][1]
-            (errors,) = self.holder.errors([part], 0.0, [limits])
+            (errors,) = self.holder.errors(unit, [part], 0.0, [limits])
         if part.equal:  # alike but for the rounding to another dtype
             errors = replace(errors, err=np.zeros_like(errors.err))
         self._add(unit, part, errors, limits, *self._facts(unit, [part], [errors], [limits], [""]))

@@ -22,7 +22,7 @@ from vllm_accprobe.judge.floor import is_exact
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.verdict import RowErrors, Worst, alike, row_errors, rows_of, worst_of_each
 from vllm_accprobe.kernels import definition
-from vllm_accprobe.standards.limits import EXACT, Limits, Standard
+from vllm_accprobe.standards.limits import EXACT, Limits, Standard, narrowest
 
 _TOGETHER = 1 << 16
 """Rows whose tables are joined: some megabytes."""
@@ -53,11 +53,12 @@ class Holder:
         if is_exact(*dtypes):
             return EXACT, EXACT
         unit_here = max(self.unit, *(rounding_unit(d) for d in dtypes))
-        total = self.standard.total_limits(unit_here, part.width, unit.depth)
+        inside = _inside(unit, part)
+        total = self.standard.total_limits(unit_here, inside, unit.depth)
         measured = self.floor.floor(*unit.key[:2], None) if self.floor is not None else None
         if measured is not None:
             total = total.at_least(MARGIN * measured)
-        return total, self.standard.gap_limits(unit_here, part.width, unit.gap)
+        return total, self.standard.gap_limits(unit_here, inside, unit.gap)
 
     def operators(self, unit: MeasuredUnit) -> float:
         """How many times one operator's error may be made in front of this place: 1, or more where layers lie between
@@ -82,7 +83,9 @@ class Holder:
 
     # --- errors ------------------------------------------------------------------------------------------------
 
-    def errors(self, parts: Sequence[Part], floor: float, limits: Sequence[Limits]) -> list[RowErrors]:
+    def errors(
+        self, unit: MeasuredUnit, parts: Sequence[Part], floor: float, limits: Sequence[Limits]
+    ) -> list[RowErrors]:
         """Of each part. floor: see `row_floor`; tensors without rows have none."""
         out: list[RowErrors | None] = [None] * len(parts)
         batch: list[int] = []
@@ -92,24 +95,28 @@ class Holder:
                 value = max(part.stats[0], part.stats[1] / self.standard.element) if part.stats else 0.0
                 out[i] = alike(value, exact=limits[i].exact)
             elif part.whole:
-                out[i] = row_errors(part.table, 0.0, part.width, self.standard, exact=limits[i].exact)
+                exact, inside = limits[i].exact, _inside(unit, part)
+                out[i] = row_errors(part.table, 0.0, part.width, self.standard, exact=exact, inside=inside)
             else:
                 first = parts[batch[0]] if batch else part
                 fits = part.width == first.width and limits[i].exact == limits[batch[0] if batch else i].exact
                 if batch and (not fits or rows + len(part.table) > _TOGETHER):
-                    self._joined(parts, batch, floor, limits[batch[0]], out)
+                    self._joined(unit, parts, batch, floor, limits[batch[0]], out)
                     batch, rows = [], 0
                 batch.append(i)
                 rows += len(part.table)
         if batch:
-            self._joined(parts, batch, floor, limits[batch[0]], out)
+            self._joined(unit, parts, batch, floor, limits[batch[0]], out)
         return [e for e in out if e is not None]
 
     def _joined(
-        self, parts: Sequence[Part], batch: list[int], floor: float, limits: Limits, out: list[RowErrors | None]
-    ) -> None:
+        self, unit: MeasuredUnit, parts: Sequence[Part], batch: list[int], floor: float, limits: Limits,
+        out: list[RowErrors | None],
+    ) -> None:  # fmt: skip
         tables = [t for i in batch if (t := parts[i].table) is not None]
-        found = row_errors(np.concatenate(tables), floor, parts[batch[0]].width, self.standard, exact=limits.exact)
+        first, rules = parts[batch[0]], self.standard
+        exact, inside = limits.exact, _inside(unit, first)
+        found = row_errors(np.concatenate(tables), floor, first.width, rules, exact=exact, inside=inside)
         start = 0
         for i, table in zip(batch, tables, strict=True):
             out[i] = rows_of(found, slice(start, start + len(table)))
@@ -141,3 +148,9 @@ class Holder:
     def phase(part: Part) -> str | None:
         """prefill, decode or mixed; None for a tensor without rows."""
         return None if part.whole else part.rows.phase
+
+
+def _inside(unit: MeasuredUnit, part: Part) -> float:
+    """What a module takes in was not narrowed by it."""
+    tap, role, _ = unit.key
+    return narrowest(tap, unit.cls, part.width) if role.startswith("output") else float(part.width)

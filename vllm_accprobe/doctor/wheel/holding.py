@@ -172,11 +172,20 @@ def _module(wheels: Wheels, place: VllmPlace) -> Looked:
 
 
 def _sets(module: SourceModule, name: str) -> bool:
-    """Whether the module sets an attribute of that name on anything."""
+    """Whether the module sets an attribute of that name on anything, or registers a parameter under it."""
     return any(
-        isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
+        (isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store))
+        or (isinstance(node, ast.Call) and _registers(node) == name)
         for node in ast.walk(module.tree)
     )
+
+
+def _registers(node: ast.Call) -> str:
+    """The name under which a call registers a parameter or a buffer; "" for other calls."""
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    first = node.args[0] if node.args else None
+    named = called in ("register_parameter", "register_buffer") and isinstance(first, ast.Constant)
+    return str(first.value) if named and isinstance(first, ast.Constant) else ""
 
 
 def _other_signature(need: Need, have: Sequence[Definition]) -> str:

@@ -47,11 +47,10 @@ def write_h5(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda:
     import h5py
 
     left = 0
-    ordered = _execution_order(records)
     modules = {(rank, m.tap): m for rank, found in dump.modules.items() for m in found}
     calls = {(op.rank, op.step, op.tap, op.call): op for op in dump.ops}
     with h5py.File(path, "x", track_order=True) as file:
-        for r, (group, name) in zip(ordered, names.datasets(dump, ordered), strict=True):
+        for r, group, name in h5_names(dump, records):
             where = file.get(group)
             if where is None:
                 where = file.create_group(group, track_order=True)
@@ -61,6 +60,12 @@ def write_h5(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda:
             left += not _note(data, r, module, call)
             tick()
     return left
+
+
+def h5_names(dump: Dump, records: list[Record]) -> list[tuple[Record, str, str]]:
+    """``records`` in the order of execution, each with its group and its name there."""
+    ordered = _execution_order(records)
+    return [(r, *place) for r, place in zip(ordered, names.datasets(dump, ordered), strict=True)]
 
 
 def _note(data: Any, r: Record, module: Module | None, op: OpCall | None) -> bool:

@@ -26,7 +26,7 @@ _MOST = 1 << 21
 """Elements of the tensors of calls that are evaluated together: 16 MiB of float64 for each value that is worked out
 from them. Chosen: what is done once per batch is far below that by then."""
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_EXTRA = {"usual"}
+_EXTRA = {"usual", "epsilon"}
 """What a call may know beside its own tensors: the same for all calls of its module."""
 
 

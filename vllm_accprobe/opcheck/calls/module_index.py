@@ -18,9 +18,10 @@ import torch
 from vllm_accprobe.dump.opcalls import is_operator
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Record
+from vllm_accprobe.formats.atb import AtbDump
 from vllm_accprobe.opcheck.calls.parameters import ModuleParameters
 from vllm_accprobe.opcheck.calls.weights import model_config
-from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference import BACKWARD, Call
 
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
@@ -79,8 +80,9 @@ class ModuleIndex:
         return self.by_tap.get((rank, tap), {}).get((step, n), {})
 
     def cls_of(self, rank: int, tap: str) -> str:
-        """The class of a tap that was called."""
-        return next(iter(next(iter(self.by_tap[rank, tap].values())).values())).cls
+        """The class of a tap that was called; of a backward run with ``backward.`` before it."""
+        cls = next(iter(next(iter(self.by_tap[rank, tap].values())).values())).cls
+        return BACKWARD + cls if tap.startswith(BACKWARD) else cls
 
     def read(self, record: Record) -> Any:
         return to_torch(self.dump.read(record), record.dtype)
@@ -92,12 +94,17 @@ class ModuleIndex:
         read = read or self.read
         module = self.modules.get(rank, {}).get(tap)
         parent = self.modules.get(rank, {}).get(tap.rpartition(".")[0])
+        given = {r.removeprefix("input."): x for r, x in records.items() if r.startswith("input.")}
+        attrs = dict(module.attrs) if module else {}
+        if isinstance(self.dump, AtbDump) and (step := next((r.step for r in records.values()), None)) is not None:
+            given |= self.dump.call_inputs(rank, step, tap)
+            attrs |= self.dump.call_attributes(rank, step, tap)
         return Call(
             name=tap,
             cls=cls,
-            inputs={r.removeprefix("input."): read(x) for r, x in records.items() if r.startswith("input.")},
+            inputs={name: read(x) for name, x in given.items()},
             params=self.parameters.of(rank, tap),
-            attrs=dict(module.attrs) if module else {},
+            attrs=attrs,
             parent=dict(parent.attrs) if parent else {},
             config=self._config(tap),
             outputs={r: read(x) for r, x in records.items() if r.startswith(("output.", "inplace."))},

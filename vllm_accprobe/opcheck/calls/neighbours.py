@@ -27,6 +27,10 @@ _PAST = {
     "MLAAttention": ("kv_c_normed", "k_pe"),
 }
 _SUMMED = ("RowParallelLinear", "VocabParallelEmbedding")
+_OVER_RANKS = tuple(
+    f"{name}Operation" for name in ("AllReduce", "AllGather", "ReduceScatter", "Broadcast", "LinearParallel")
+)
+"""ATB's, which need all ranks' calls."""
 _SUMMED_INSIDE = ("MoERunner", "FusedMoE", "SharedFusedMoE")
 
 
@@ -66,6 +70,8 @@ class Neighbours:
         elif what.cls in _SUMMED and int(what.attrs["tp_size"]) > 1:
             ranks = self._calls_of_all_ranks(what.cls, tap, step, n)
             extra["ranks"] = sorted(ranks.values(), key=lambda c: int(c.attrs.get("tp_rank", 0)))
+        if what.cls in _OVER_RANKS:
+            extra["ranks"] = list(self._calls_of_all_ranks(what.cls, tap, step, n).values())
         if what.cls == "LogitsProcessor":
             head = tap.rpartition("logits_processor")[0] + "lm_head"
             extra |= self._gathered("lm_head", rank, head, step, n)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.dump.opcalls import tensors
 from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.opcheck.calls.op_blocks import Renumbered, numbered
 from vllm_accprobe.opcheck.reference import Call
@@ -28,6 +29,8 @@ class NotKept(Exception):
 
 
 STATISTICS = "only statistics were captured"
+FINGERPRINT = "a parameter, kept as a fingerprint"
+"""How an argument's reason ends (capture/ops) that is a parameter of which no payload was kept."""
 
 
 def op_call(
@@ -41,8 +44,18 @@ def op_call(
     kwargs = {k: maker.value(v) for k, v in op.kwargs.items()}
     held = {r: x for r, x in records.items() if r.startswith(("output.", "inplace."))}
     outputs = {r: read(x) for r, x in held.items() if x.payload is not None or draw is not None}
+    if draw is not None:  # statistics of an operator stand in its line alone
+        outputs = {str(t["role"]): _like(t) for t in tensors(op.outputs)} | outputs
     fresh = [k for k, v in enumerate(op.args) if isinstance(v, Mapping) and _fresh(v.get("tensor"))]
     return Call(op.tap, op.op, args=args, kwargs=kwargs, outputs=outputs, extra={"fresh": fresh} if fresh else {})
+
+
+def _like(t: Mapping[str, Any]) -> Any:
+    """Shape and dtype of a VALUE's tensor, without memory. Raises NotKept."""
+    dtype = getattr(torch, str(t["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise NotKept(f"this torch has no dtype {t['dtype']}")
+    return torch.empty(tuple(t.get("shape", ())), dtype=dtype, device="meta")
 
 
 def _fresh(tensor: Any) -> bool:
@@ -69,6 +82,8 @@ class _Maker:
         if "complex" in value:
             return complex(*(float(self.value(p)) for p in value["complex"]))
         if "skipped" in value:
+            if self.draw is not None and value.get("param") and "dtype" in value:
+                return self.tensor(value)  # a parameter of which a fingerprint was kept
             what = f"argument {value['role']}" if value.get("role") else "an argument"
             raise NotKept(f"{what} was not kept: {value['skipped']}")
         kind, word = next(iter(value.items()))
@@ -99,4 +114,6 @@ class _Maker:
         if self.draw is not None and isinstance(dtype, torch.dtype) and math.prod(shape) <= _MOST:
             return self.draw(t)
         looked_at = t.get("hash") is not None or t.get("min") is not None
+        if t.get("count") is not None and all(r.payload is None for r in self.records.values()):
+            looked_at = True  # another tool's statistics of a boolean are its count alone
         raise NotKept(STATISTICS if looked_at else f"argument {role} was not kept")

@@ -22,12 +22,16 @@ from vllm_accprobe.dump.opcalls import SEPARATOR, inputs, is_operator
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.dump.select import matches
+from vllm_accprobe.formats.atb import AtbDump
+from vllm_accprobe.opcheck.atb.chosen import globs_of
 from vllm_accprobe.opcheck.calls import grid
+from vllm_accprobe.opcheck.calls.attributes.untold import UntoldAttributes
+from vllm_accprobe.opcheck.calls.gradient_calls import GradientCalls, is_gradient
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.neighbours import Neighbours
 from vllm_accprobe.opcheck.calls.operator_calls import STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.floors.chance import RATE, Budget
-from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference import BACKWARD, Call
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Captured:
     crashed: bool = False
 
 
+OPERATION, GRAPH = "Operation", "a graph of operators: those inside are checked by themselves"
+"""ATB's types of operators end so; other nodes may have the name of one of a model's classes, and are none."""
 UNREAD = "a payload of it cannot be read"
 
 
@@ -58,9 +64,11 @@ def wanted(globs: Iterable[str], tap: str, cls: str) -> bool:
 class Calls(ModuleIndex):
     """The module and operator calls of a dump."""
 
-    def __init__(self, dump: Dump, model: Path | None):
+    def __init__(self, dump: Dump, model: Path | None, attributes: Iterable[tuple[str, str, Any]] = ()):
         super().__init__(dump, model)
+        self._untold = UntoldAttributes(self, lambda call: grid.settled(call, self.keeps), attributes)
         self._neighbours = Neighbours(self)
+        self._gradients = GradientCalls(self)
         self._keeps: Mapping[str, str] | None = None
 
     def budget(self, rate: float = RATE) -> Budget:
@@ -74,7 +82,7 @@ class Calls(ModuleIndex):
 
     def taps(self, ops: Iterable[str] = ()) -> list[tuple[int, str, str]]:
         """(rank, tap, class) of everything that was called and is `wanted`, ranks after one another, in the order of
-        the model."""
+        the model. Of ATB's dumps a plain word stands for all types that begin with it, as ait has it."""
         order = {(rank, tap): m.index for rank, named in self.modules.items() for tap, m in named.items()}
         found = [(rank, tap, self.cls_of(rank, tap)) for rank, tap in self.by_tap]
         found += [(rank, tap, ops[0].op) for (rank, tap), ops in self.ops.items()]
@@ -83,7 +91,7 @@ class Calls(ModuleIndex):
             module, _, op = f[1].partition(SEPARATOR)
             return f[0], order.get((f[0], module), 1 << 40), len(op) > 0
 
-        globs = tuple(ops)
+        globs = globs_of(ops) if isinstance(self.dump, AtbDump) else tuple(ops)
         return sorted((f for f in found if wanted(globs, *f[1:])), key=place)
 
     def of(
@@ -108,9 +116,16 @@ class Calls(ModuleIndex):
             if any(r.payload is None for r in records.values()):
                 yield Captured(tap, rank, step, n, Call(tap, cls), records, STATISTICS)
                 continue
+            if isinstance(self.dump, AtbDump) and not cls.endswith(OPERATION):
+                why = GRAPH if (rank, tap) in self.children else f"no reference for {cls}"
+                yield Captured(tap, rank, step, n, Call(tap, cls), records, why)
+                continue
+            if is_gradient(tap):
+                yield self._gradient(rank, tap, step, n)
+                continue
             try:
-                what = self.call(rank, tap, cls, records)
-                extra = self._neighbours.extra(what, rank, tap, step, n)
+                what = self._untold.filled(rank, self.call(rank, tap, cls, records))
+                extra = dict(what.extra) | self._neighbours.extra(what, rank, tap, step, n)
             except DumpError as why:  # one payload of it, or of what it needs, cannot be read
                 yield Captured(tap, rank, step, n, Call(tap, cls), records, f"{UNREAD} ({why})")
                 continue
@@ -118,6 +133,29 @@ class Calls(ModuleIndex):
                 extra |= self._neighbours.cache(past, what, rank, step, records)
             what = grid.settled(replace(what, extra=extra), self.keeps)
             yield Captured(tap, rank, step, n, what, records)
+
+    def _gradient(self, rank: int, tap: str, step: int, n: int) -> Captured:
+        """A backward run that was recorded, with its forward's call."""
+        records, cls = self.by_tap[rank, tap][step, n], self.cls_of(rank, tap)
+        try:
+            what = self._gradients.call(tap, cls, records, self._forward(rank, tap, cls, step, n))
+        except (NotKept, DumpError) as why:
+            return Captured(tap, rank, step, n, Call(tap, cls), records, f"of its forward call: {why}")
+        return Captured(tap, rank, step, n, grid.settled(what, self.keeps), records)
+
+    def _forward(self, rank: int, tap: str, cls: str, step: int, n: int) -> Call | None:
+        """The call that a backward run is of. Raises NotKept, DumpError."""
+        if "." in cls.removeprefix(BACKWARD):
+            op = self._gradients.operator(self.by_tap[rank, tap][step, n])
+            if op is None:
+                return None
+            records = self.op_records.get((rank, op.tap), {}).get((op.step, op.call), {})
+            return op_call(op, records, self.read, partial(self.parameters.record, rank))
+        path = tap.removeprefix(BACKWARD)
+        records = dict(self.records_of(rank, path, step, n))
+        if not records or any(r.payload is None for r in records.values()):
+            return None
+        return self._untold.filled(rank, self.call(rank, path, cls.removeprefix(BACKWARD), records))
 
     def _of_operator(
         self, rank: int, tap: str, begins: Callable[[int | None, int], object],
@@ -181,6 +219,8 @@ class Calls(ModuleIndex):
 
     def _bare(self, rank: int, tap: str, cls: str) -> Call:
         """The first call of a tap, what goes in and what comes out. Raises NotKept, ValueError, DumpError."""
+        if is_gradient(tap):
+            raise NotKept("not looked at")
         if (rank, tap) in self.ops:
             op = self.ops[rank, tap][0]
             records = self.op_records.get((rank, tap), {}).get((op.step, op.call), {})

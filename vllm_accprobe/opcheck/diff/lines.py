@@ -35,9 +35,12 @@ def identity(diff: Diff) -> tuple[str, ...]:
     return (*(("api_name",) if is_msprobe(diff) else diff.keys), "dtype", "shape")
 
 
-def write_details(diff: Diff, path: Path, totals: DiffTotals, done: Callable[[], object] = lambda: None) -> None:
-    """A row for each output of either file; adds all to ``totals``. Whole or not at all. done: called every STEP rows.
-    Raises OSError, SheetError."""
+def write_details(
+    diff: Diff, path: Path, totals: DiffTotals, done: Callable[[], object] = lambda: None,
+    also: Callable[[Compared], object] = lambda compared: None,
+) -> None:  # fmt: skip
+    """A row for each output of either file; adds all to ``totals``. Whole or not at all. done: called every STEP rows;
+    also: told of each. Raises OSError, SheetError."""
     numbers = tuple(dict.fromkeys((*JUDGED, *diff.rule.columns)))
     header = (
         *identity(diff), "api", "algorithm", "level", "status", "message",
@@ -48,6 +51,7 @@ def write_details(diff: Diff, path: Path, totals: DiffTotals, done: Callable[[],
     def cells() -> Iterator[list[object]]:
         for number, c in enumerate(diff.rows(), 1):
             totals.add(c)
+            also(c)
             if not number % STEP:
                 done()
             yield _details(c, numbers)

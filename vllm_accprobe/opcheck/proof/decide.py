@@ -22,6 +22,7 @@ from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Comparison
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, TIERS, UNLIKE_KIN
+from vllm_accprobe.opcheck.proof.rounded_caches import OtherCache, other_caches, rounded_caches
 
 _ABSORBED = re.compile(r"^param\.W_U[KQV](_T)?$")
 """Latent attention's products of kv_b_proj, made by each run for its own ranks; that weight is compared."""
@@ -65,7 +66,8 @@ class Proof:
     ``right`` that round toward zero, and the most that each created in a row (relative error against its reference,
     and golden's own with it);
     machines: how "golden" and "mine" compute, habits of judge/profile.py; allowed: those of ``truncating`` that do
-    something else that their machine does everywhere, and what."""
+    something else that their machine does everywhere, and what; caches: of attentions that have an 8-bit cache on one
+    side only, see rounded_caches.py."""
 
     blamed: tuple[Blame, ...]
     shared: tuple[str, ...]
@@ -77,6 +79,7 @@ class Proof:
     truncating: Mapping[str, float] = field(default_factory=dict)
     machines: Mapping[str, tuple[Habit, ...]] = field(default_factory=dict)
     allowed: Mapping[str, str] = field(default_factory=dict)
+    caches: Mapping[str, OtherCache] = field(default_factory=dict)
 
     def to_json(self) -> str:
         plain = asdict(self) | {"schema": SCHEMA, "right": sorted(self.right)}
@@ -96,7 +99,8 @@ class Proof:
                          {str(t): float(x) for t, x in value.get("truncating", {}).items()},
                          {side: tuple(map(Habit.of_plain, value.get("machines", {}).get(side, ())))
                           for side in ("golden", "mine") if value.get("machines")},
-                         {str(t): str(h) for t, h in value.get("allowed", {}).items()})  # fmt: skip
+                         {str(t): str(h) for t, h in value.get("allowed", {}).items()},
+                         other_caches(value.get("caches", {})))  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a replay of this version ({error})") from None
 
@@ -134,7 +138,7 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
     where = " at and below what is suspected" if proof.partly else ""
     wrong = f"{_modules(len(proved))} wrong for its own inputs"
     notes = [f"replay: {proof.checked} outputs of mine checked{where}, {wrong}"]
-    notes += [f"replay: {said}" for said in proof.notes]
+    notes += [f"replay: {said}" for said in (*proof.notes, *rounded_caches(proof.caches, right))]
     if shared:
         notes.append(f"replay: {_modules(len(shared))} as far off in golden, first {shared[0]}: not blamed")
     if only:
@@ -144,10 +148,10 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
             f"replay: {min(excused)} {_does(proof, min(excused))} and created no more than that: not blamed"
             + (f", nor are {len(excused) - 1} more" if len(excused) > 1 else "")
         )
-    if cleared:
-        first_of = next(o["module"] for o in result.origins if o["module"] in cleared)
-        notes.append(f"replay: {_modules(len(cleared))} suspected and right for its own inputs, first {first_of}: what "
-                     "differs there came in with the inputs, and is not blamed")  # fmt: skip
+    came_in = [o["module"] for o in result.origins if o["module"] in cleared - proof.caches.keys()]
+    if came_in:
+        notes.append(f"replay: {_modules(len(came_in))} suspected and right for its own inputs, first {came_in[0]}: "
+                     "what differs there came in with the inputs, and is not blamed")  # fmt: skip
     doubtful = [o["module"] for o in rest if o["module"] in right]
     if doubtful:
         notes.append(f"replay: {doubtful[0]} is right for its own inputs; what is said of it is inferred")
@@ -211,6 +215,8 @@ def _acquitted(
         why = "they round toward zero", "rounding toward zero"
     if any(tap in proof.allowed for tap in excused):
         why = "they compute as their machine does everywhere", "a habit of its machine"
+    if proof.caches:
+        why = "a cache of 8 bits rounds what they read", "the rounding of an 8-bit cache"
     said = (
         f"replay: {len(beyond)} pairs of {taps} modules are beyond their limits, and each of these is right for its "
         f"own inputs: {why[0]}, no operator is wrong"

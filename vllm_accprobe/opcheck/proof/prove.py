@@ -21,6 +21,7 @@ from vllm_accprobe.opcheck.floors.peers import Odd
 from vllm_accprobe.opcheck.floors.truncating import sentence
 from vllm_accprobe.opcheck.proof.decide import Blame, Proof
 from vllm_accprobe.opcheck.proof.propagated import Split
+from vllm_accprobe.opcheck.proof.rounded_caches import OtherCache
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked, grids
 
 ALIKE = 3.0
@@ -80,7 +81,28 @@ def prove(
         ),
         machines=machines or {},
         allowed=allowed,
+        caches=_caches(golden, mine),
     )
+
+
+def _caches(golden: Sequence[Checked], mine: Sequence[Checked]) -> dict[str, OtherCache]:
+    """tap → Proof.caches, of attentions whose two caches are not of one format."""
+    sides = {"golden": _formats(golden), "mine": _formats(mine)}
+    found = {}
+    for which, other in (("golden", "mine"), ("mine", "golden")):
+        for tap, held in sides[which].items():
+            if tap not in sides[other] or sides[other][tap][0] != held[0]:
+                found[tap] = (which, *held)
+    return found
+
+
+def _formats(rows: Sequence[Checked]) -> dict[str, tuple[str, float, float, float]]:
+    """tap → `Checked.cache` of the call in which the format moves a row most."""
+    found: dict[str, tuple[str, float, float, float]] = {}
+    for c in rows:
+        if c.cache is not None and (c.tap not in found or c.cache[1] > found[c.tap][1]):
+            found[c.tap] = c.cache
+    return found
 
 
 def _truncated(rows: Sequence[Checked]) -> dict[str, float]:

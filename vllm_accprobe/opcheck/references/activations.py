@@ -80,7 +80,7 @@ def mul_and_silu(call: Call) -> Expected:
     return gated(call.wide(*_X), silu, call.unit, gate_first=False)
 
 
-def _by_tanh(call: Call) -> bool:
+def by_tanh(call: Call) -> bool:
     """Which GELU a GeluAndMul has. Raises Declined."""
     kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
     if kind not in (*_TANH, "none", "gelu", "geglu"):
@@ -90,7 +90,7 @@ def _by_tanh(call: Call) -> bool:
 
 @reference("GeluAndMul", by_rows=True)
 def gelu_and_mul(call: Call) -> Expected:
-    return gated(call.wide(*_X), gelu_tanh if _by_tanh(call) else gelu, call.unit)
+    return gated(call.wide(*_X), gelu_tanh if by_tanh(call) else gelu, call.unit)
 
 
 @reference("SwigluOAIAndMul", by_rows=True)
@@ -164,7 +164,7 @@ def mul_and_silu_kernel(call: Call) -> Any:
 
 @device_kernel("GeluAndMul")
 def gelu_and_mul_kernel(call: Call) -> Any:
-    tanh = _by_tanh(call)
+    tanh = by_tanh(call)
     return _gated_here(call, "gelu_tanh_and_mul" if tanh else "gelu_and_mul", _HERE[gelu_tanh if tanh else gelu])
 
 

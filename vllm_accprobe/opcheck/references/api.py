@@ -3,8 +3,8 @@
 The problem: ``Functional.linear``, ``Torch.rsqrt`` and ``Tensor.__mul__`` are Python functions and no operators of
 torch.ops, and a name in a dump may mean anything. The idea: only functions that torch itself lists as functions on
 tensors (torch.overrides, the list that tensor subclasses rely on) can be meant, of methods only those that compute;
-they run on the CPU in float64 like an operator (aten.py). MindSpore's ``mint`` is named after them, and its names are
-understood here. Not here: MindSpore's own functions (mindspore_api.py).
+they run on the CPU in float64 like an operator (aten.py); ``VF.lstm`` is torch.lstm. MindSpore's ``mint`` is named
+after them, and its names are understood here. Not here: MindSpore's own functions (mindspore_api.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_accprobe.opcheck.references.aten import in_float64, outputs_by_role
 
 HEADS = {
     "Functional": "nn.functional", "Torch": "", "Tensor": "Tensor", "Mint": "", "MintFunctional": "nn.functional",
-    "mindspore.Tensor": "Tensor",
+    "mindspore.Tensor": "Tensor", "VF": "",
 }  # fmt: skip
 """Of a name: where torch has the function."""
 _ARITHMETIC = (
@@ -88,7 +88,7 @@ def ready(call: Call) -> Call:
     return replace(call, args=tuple(args), kwargs={k: plain(v) for k, v in call.kwargs.items()})
 
 
-@reference("Functional.*", "Torch.*", "Tensor.*")
+@reference("Functional.*", "Torch.*", "Tensor.*", "VF.*")
 def function(call: Call) -> dict[str, Expected]:
     _, name = split(call.cls)
     if name in _RANDOM or (name.rstrip("_") in _DROPOUT and call.kwargs.get("training", True) is not False):
@@ -101,7 +101,7 @@ def function(call: Call) -> dict[str, Expected]:
 # --- on a device --------------------------------------------------------------------------------------------------
 
 
-@device_kernel("Functional.*", "Torch.*", "Tensor.*")
+@device_kernel("Functional.*", "Torch.*", "Tensor.*", "VF.*")
 def api_kernel(call: Call) -> dict[str, Any]:
     """The function itself, where its tensors lie."""
     call = ready(mapped(call, lambda t: t.clone()))

@@ -34,6 +34,7 @@ from vllm_accprobe.opcheck.reference import (
     gamma,
     reference,
 )
+from vllm_accprobe.opcheck.references.paged.eight_bit_cache import cache_format, rounding_of, through_cache
 
 _SIZES = ("num_heads", "num_kv_heads", "head_size")
 _FAR = 10.0
@@ -50,23 +51,32 @@ def alibi_slopes(heads: int) -> Any:
     return torch.tensor(powers(whole) + powers(2 * whole)[0::2][: heads - whole], dtype=torch.float64)
 
 
-def probabilities(
+def scores(
     q: Any, k: Any, scale: float, positions: Any | None = None, *, window: int | None = None, cap: float | None = None,
-    slopes: Any | None = None, sinks: Any | None = None,
+    slopes: Any | None = None, hidden: Any | None = None,
 ) -> Any:  # fmt: skip
-    """softmax(scale * q kᵀ + mask), float64 [heads, n, m]; as in `attend`, with a key head for each query head."""
-    scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+    """scale * q kᵀ, capped, minus infinity where a query does not look, float64 [heads, n, m]; as in `attend`, with a
+    key head for each query head."""
+    found = torch.einsum("nhd,mhd->hnm", q, k) * scale
     if cap:
-        scores = cap * torch.tanh(scores / cap)
+        found = cap * torch.tanh(found / cap)
     if positions is not None:
         distance = positions[:, None] - torch.arange(k.shape[0])[None, :]
         if slopes is not None:
-            scores = scores - slopes[:, None, None] * distance
-        scores = scores.masked_fill(_hidden(distance, window), -math.inf)
+            found = found - slopes[:, None, None] * distance
+        found = found.masked_fill(_hidden(distance, window), -math.inf)
+    return found if hidden is None else found.masked_fill(hidden, -math.inf)
+
+
+def probabilities(
+    q: Any, k: Any, scale: float, positions: Any | None = None, *, sinks: Any | None = None, **settings: Any
+) -> Any:  # fmt: skip
+    """softmax of `scores`, float64 [heads, n, m]."""
+    found = scores(q, k, scale, positions, **settings)
     if sinks is None:
-        return torch.softmax(scores, -1)
-    column = sinks.reshape(-1, 1, 1).expand(len(scores), len(q), 1)
-    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+        return torch.softmax(found, -1)
+    column = sinks.reshape(-1, 1, 1).expand(len(found), len(q), 1)
+    return torch.softmax(torch.cat((found, column), -1), -1)[..., :-1]
 
 
 def _hidden(distance: Any, window: int | None) -> Any:
@@ -85,20 +95,24 @@ def attend(
     cap: float | None = None,
     slopes: Any | None = None,
     sinks: Any | None = None,
+    hidden: Any | None = None,
     step: float = 0.0,
     score_noise: Any | None = None,
 ) -> tuple[Any, Any, Any]:
     """(output, noise, bound) of one sequence, float64 [n, heads, e]: q [n, heads, d], k [m, kv heads, d], v [m, kv
     heads, e].
 
-    query_positions: int [n], keys being at 0 .. m - 1; None: everything sees everything. step: relative error of a
-    rounded probability. score_noise: standard error of the scores, [heads, n, m]; the bound has ten times that.
+    query_positions: int [n], keys being at 0 .. m - 1; None: everything sees everything but what ``hidden``, bool [n,
+    m], hides. step: relative error of a rounded probability. score_noise: standard error of the scores, [heads, n, m];
+    the bound has ten times that.
     """
     heads, kv = q.shape[1], k.shape[1]
     if heads % kv:
         raise Declined("query heads are no multiple of key heads")
     k, v = (x.repeat_interleave(heads // kv, 1) for x in (k, v))
-    p = probabilities(q, k, scale, query_positions, window=window, cap=cap, slopes=slopes, sinks=sinks)
+    p = probabilities(
+        q, k, scale, query_positions, window=window, cap=cap, slopes=slopes, sinks=sinks, hidden=hidden
+    )
     by_head = v.transpose(0, 1)
     width = v.shape[-1]
     mixed = (p @ torch.cat((by_head, by_head.abs()), -1)).transpose(0, 1)
@@ -151,17 +165,28 @@ def paged_attention(call: Call) -> Expected:
     causal, captured = call.cls != "EncoderOnlyAttention", call.outputs["output.0"]
     cache = cache_of(call)
     q = call.wide("query").reshape(captured.shape[0], heads, head)
-    settings = attention_settings(call, heads, head)
+    settings, eight = attention_settings(call, heads, head), cache_format(call.attrs)
 
     def one(at: Any, positions: Any, past: Any) -> tuple[Any, ...]:
         k, v = (past[name].double().reshape(len(past[name]), kv, -1) for name in ("key", "value"))
-        return attend(q[at], k, v, query_positions=positions if causal else None, **settings)
+        seen = positions if causal else None
+        plain = attend(q[at], k, v, query_positions=seen, **settings)
+        if eight is None:
+            return plain
 
-    (out, noise, bound), rows = by_request(cache, len(q), one, causal)
+        def again(k: Any, v: Any, noise: Any) -> tuple[Any, Any, Any]:
+            return attend(q[at], k, v, query_positions=seen, score_noise=noise, **settings)
+
+        masks = {n: settings[n] for n in ("window", "cap", "slopes", "sinks")}
+        p = probabilities(q[at], k.repeat_interleave(heads // kv, 1), settings["scale"], seen, **masks)
+        return through_cache(eight, q[at], (k, v), p, plain[0], settings["scale"], again)
+
+    (out, noise, bound, *more), rows = by_request(cache, len(q), one, causal)
     if out.numel() != captured.numel():
         raise Declined("its output has another shape than its queries")
+    moved = None if eight is None else rounding_of(eight.kind, (out, *more), rows)
     out, noise, bound = (t.reshape(captured.shape) for t in (out, noise, bound))
-    return Expected(out, noise, rows=rows, reason=cache.why, bound=bound, groups=heads)
+    return Expected(out, noise, rows=rows, reason=cache.why, bound=bound, groups=heads, cache=moved)
 
 
 def cache_of(call: Call, missing: str = "which row belongs to which request was not captured") -> Any:

@@ -76,7 +76,10 @@ def by_torch(call: Call) -> Any:
 
 @device_kernel(*_NAMES)
 def run(call: Call) -> dict[str, Any]:
-    """What MindSpore gives for the call's arguments, torch tensors by role (``output.0``). Raises Declined."""
+    """What MindSpore gives for the call's arguments, torch tensors by role (``output.0``); where it is not installed,
+    what torch's function of the same name gives where the tensors lie. Raises Declined."""
+    if not installed():
+        return dict(api.api_kernel(call))
     function = _function(call.cls)
     try:
         args, kwargs = each(list(call.args), _over), {k: each(v, _over) for k, v in call.kwargs.items()}
@@ -123,4 +126,5 @@ def note(names: Mapping[str, Any] | set[str]) -> str:
     try:
         return f"{what} also run here and now, by {described()}: rows mindspore.output.k"
     except Declined as why:
-        return f"{what} checked from what was captured only, not run here: {why.reason}"
+        by = "torch's functions of the same names stand in where a call is run here"
+        return f"{what}: {why.reason}; {by}"

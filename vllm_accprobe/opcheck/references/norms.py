@@ -12,6 +12,8 @@ RMSNorms over the last dimension.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,8 +33,14 @@ from vllm_accprobe.opcheck.reference import (
 from vllm_accprobe.opcheck.references.kernels_common import vendor, weight_here
 from vllm_accprobe.opcheck.references.parts import param_if
 
-_EPS = ("variance_epsilon", "eps")
+EPSILONS = ("variance_epsilon", "eps")
 _CONFIGURED = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+_OF_CONFIG = {
+    "RMSNorm": ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon"),
+    "LayerNorm": ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
+    "GroupNorm": ("group_norm_eps", "norm_eps", "norm_epsilon"),
+}
+"""By what a norm's class ends with, where config.json has its epsilon."""
 _SHARED = 0.5
 """Units: rounding x / rms to the model's dtype, where the rms is near 1, moves all of a row the same way."""
 
@@ -51,10 +59,79 @@ def layer_norm(x: Any, weight: Any | None, bias: Any | None, eps: float) -> Any:
     return y if bias is None else y + bias
 
 
+@dataclass(frozen=True)
+class NormParts:
+    """A norm as y = scaled / sqrt(power + eps) + bias; float64, rows [..., n] and power [..., 1]."""
+
+    scaled: Any
+    power: Any
+    bias: Any
+
+
+def _ending(cls: str) -> str | None:
+    return next((end for end in _OF_CONFIG if cls.removesuffix("Fused").endswith(end)), None)
+
+
+def is_norm(cls: str) -> bool:
+    """Whether the epsilon of this class may be fitted: RMSNorm, LayerNorm, GroupNorm and those that end so."""
+    return _ending(cls) is not None
+
+
+def configured(config: Mapping[str, Any], cls: str) -> float | None:
+    """A norm's epsilon by config.json; None where it has none."""
+    found = (config.get(name) for name in _OF_CONFIG.get(_ending(cls) or "", ()))
+    return next((float(v) for v in found if isinstance(v, (int, float)) and not isinstance(v, bool)), None)
+
+
+def parts_of(call: Call) -> NormParts | None:
+    """A norm's call without its epsilon; None where a tensor is missing or the class is no norm."""
+    kind, x = _ending(call.cls), call.maybe("x", "hidden_states", "input", "0")
+    if kind is None or x is None:
+        return None
+    x, bias = x.double(), torch.zeros((), dtype=torch.float64)
+    try:
+        weight, shift = param_if(call, "weight"), param_if(call, "bias")
+        if kind == "RMSNorm":
+            residual = call.maybe("residual", "1")
+            x = x if residual is None else x + residual.double()
+            scaled = x if weight is None else x * (weight + offset_of(call.cls))
+            return NormParts(scaled, (x * x).mean(-1, keepdim=True), bias)
+        shape = x.shape
+        if kind == "GroupNorm":
+            x = x.reshape(shape[0], int(call.attr("num_groups")), -1)
+        centred = x - x.mean(-1, keepdim=True)
+        power = (centred * centred).mean(-1, keepdim=True)
+        if kind == "GroupNorm":
+            along = (1, -1, *[1] * (len(shape) - 2))
+            weight, shift = (None if t is None else t.reshape(along).expand(shape).reshape(x.shape)
+                             for t in (weight, shift))  # fmt: skip
+        return NormParts(centred if weight is None else centred * weight, power, bias if shift is None else shift)
+    except (Declined, RuntimeError):
+        return None
+
+
+def _own(call: Call) -> float:
+    """The epsilon. Raises Declined where it was neither recorded nor found."""
+    told = call.extra.get("epsilon", {}).get("said")
+    if told and not any(n in call.attrs for n in EPSILONS):
+        raise Declined(told)
+    return float(call.attr(*EPSILONS))
+
+
+def _told(call: Call, y: Expected) -> Expected:
+    """``y`` with what is known of an epsilon that was not recorded."""
+    found = call.extra.get("epsilon")
+    if not found:
+        return y
+    slack, said = float(found["slack"]), str(found["said"])
+    bound = None if y.bound is None else y.bound + slack * y.value.abs()
+    return replace(y, common=y.common + slack, bound=bound, source=said)
+
+
 def epsilon(call: Call) -> tuple[float, str]:
     """The epsilon, and a note where the module's own is neither its siblings' nor config.json's: then theirs counts."""
-    own = float(call.attr(*_EPS))
-    usual = call.extra.get("usual", {}).get(next((n for n in _EPS if n in call.attrs), ""))
+    own = _own(call)
+    usual = call.extra.get("usual", {}).get(next((n for n in EPSILONS if n in call.attrs), ""))
     asked = next((call.config[n] for n in _CONFIGURED if n in call.config), None)
     if usual is None or asked is None or own == usual or not math.isclose(usual, asked, rel_tol=1e-6):
         return own, ""
@@ -72,7 +149,7 @@ def fused(
     return normed(rms_norm(total, weight, eps), unit, x.shape[-1], 2, note), sum_of_two(total, unit)
 
 
-def _offset(cls: str) -> float:
+def offset_of(cls: str) -> float:
     """What is added to the weight: Gemma's norms weigh with 1 + w, but for the latest, which do as everybody else."""
     gemma = cls.startswith("Gemma") and cls.endswith("RMSNorm") and not cls.startswith(("Gemma3n", "Gemma4"))
     return 1.0 if gemma or cls == "Qwen3NextRMSNorm" else 0.0
@@ -91,15 +168,15 @@ def rms(call: Call) -> dict[str, Expected]:
     x = call.wide("x", "hidden_states", "input", "0")
     eps, note = epsilon(call)
     weight, residual = param_if(call, "weight"), call.maybe("residual", "1")
-    weight = None if weight is None else weight + _offset(call.cls)
+    weight = None if weight is None else weight + offset_of(call.cls)
     y, total = fused(x, None if residual is None else residual.double(), weight, eps, call.unit, note)
-    return {"output.0": y} | ({} if total is None else {"output.1": total})
+    return {"output.0": _told(call, y)} | ({} if total is None else {"output.1": total})
 
 
 @reference("RMSNormGated", "*RMSNormGated")
 def gated_rms(call: Call) -> Expected:
     x = call.wide("x", "hidden_states", "0")
-    eps, weight = float(call.attr(*_EPS)), param_if(call, "weight")
+    eps, weight = float(call.attr(*EPSILONS)), param_if(call, "weight")
     z = call.inputs.get("z", call.inputs.get("gate"))
     if z is None:
         return Expected(rms_norm(x, weight, eps))
@@ -121,7 +198,7 @@ def layer(call: Call) -> Expected:
     bias = param_if(call, "bias")
     shape = call.attr("normalized_shape", default=[x.shape[-1]])
     dims = len(shape) if isinstance(shape, (list, tuple)) else 1
-    eps = float(call.attr(*_EPS))
+    eps = _own(call)
     weight = param_if(call, "weight")
     flat = x.flatten(-dims) if dims > 1 else x
     y = layer_norm(flat, None, None, eps).reshape(x.shape)
@@ -132,7 +209,8 @@ def layer(call: Call) -> Expected:
     shift = gamma(width + 4) * flat.abs().mean(-1, keepdim=True) / deviation
     shift = shift.reshape(*x.shape[: x.dim() - dims], *[1] * dims) * (1.0 if weight is None else weight.abs())
     bound = (call.unit + APPROXIMATE + gamma(width + 4)) * scaled.abs() + 2.0 * shift
-    return Expected(scaled if bias is None else scaled + bias, ROUNDED * call.unit * scaled.abs(), bound=bound)
+    y = Expected(scaled if bias is None else scaled + bias, ROUNDED * call.unit * scaled.abs(), bound=bound)
+    return _told(call, y)
 
 
 @reference("GroupNorm")
@@ -141,12 +219,12 @@ def group(call: Call) -> Expected:
     groups = int(call.attr("num_groups"))
     if x.shape[1] % groups:
         raise Declined("its channels are no multiple of its groups")
-    y = layer_norm(x.reshape(x.shape[0], groups, -1), None, None, float(call.attr(*_EPS))).reshape(x.shape)
+    y = layer_norm(x.reshape(x.shape[0], groups, -1), None, None, _own(call)).reshape(x.shape)
     shape = (1, -1, *[1] * (x.dim() - 2))
     weight, bias = param_if(call, "weight"), param_if(call, "bias")
     y = y if weight is None else y * weight.reshape(shape)
     y = y if bias is None else y + bias.reshape(shape)
-    return Expected(y)
+    return _told(call, Expected(y))
 
 
 # --- on a device --------------------------------------------------------------------------------------------------
@@ -163,11 +241,11 @@ def _rms_here(x: Any, weight: Any | None, eps: float) -> Any:
 
 @device_kernel("RMSNorm", "*RMSNorm", "*RMSNormFused", "GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm")
 def rms_kernel(call: Call) -> dict[str, Any]:
-    x, eps = call.tensor("x", "hidden_states", "input", "0"), float(call.attr(*_EPS))
+    x, eps = call.tensor("x", "hidden_states", "input", "0"), float(call.attr(*EPSILONS))
     w, residual, kernel = call.params.get("weight"), call.maybe("residual", "1"), vendor("rms_norm")
     total = x if residual is None else x + residual
     more = {} if residual is None else {"output.1": total}
-    if _offset(call.cls):
+    if offset_of(call.cls):
         return {"output.0": _rms_here(total.float(), 1.0 + weight_here(call).float(), eps).to(x.dtype)} | more
     if residual is None and kernel is not None and w is not None and x.dim() == 2 and x.device.type != "cpu":
         out = torch.empty_like(x)
@@ -182,7 +260,7 @@ def layer_kernel(call: Call) -> Any:
     w, b = call.params.get("weight"), call.params.get("bias")
     shape = call.attr("normalized_shape", default=[x.shape[-1]])
     shape = list(shape) if isinstance(shape, (list, tuple)) else [int(shape)]
-    return F.layer_norm(x, shape, w, b, float(call.attr(*_EPS)))
+    return F.layer_norm(x, shape, w, b, float(call.attr(*EPSILONS)))
 
 
 @device_kernel("GroupNorm")

@@ -22,7 +22,7 @@ from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.floors.chance import CHANCE
 from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.repeat.call_floors import CallFloors
-from vllm_accprobe.opcheck.repeat.differences import changed
+from vllm_accprobe.opcheck.repeat.differences import changed, gap_words, largest_gap
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.repeat.row_axes import RowAxes, axes_of, cut
 from vllm_accprobe.opcheck.run.judged_row import without_verdict
@@ -154,16 +154,10 @@ def _compare(sized: RoleSizes, part: Any, size: int, start: int) -> None:
     seen, differing, gap = sized.by_size.get(size, (0, 0, 0.0))
     if bool(other.any()):
         sized.differing[start : start + size] |= other
-        apart = (_wide(mine) - _wide(theirs)).abs()
-        apart[torch.isnan(_wide(mine)) & torch.isnan(_wide(theirs))] = 0.0
-        gap = max(gap, float(torch.nan_to_num(apart, nan=float("inf")).max()))
+        gap = max(gap, largest_gap(mine, theirs))
         at = torch.arange(start, start + size)[other]
         sized.made.movedim(sized.dim, 0)[at] = mine[other]
     sized.by_size[size] = seen + size, differing + int(other.sum()), gap
-
-
-def _wide(t: Any) -> Any:
-    return torch.view_as_real(t).double() if t.is_complex() else t.double()
 
 
 def _row(
@@ -186,7 +180,7 @@ def _row(
             "against": against, "between_runs": unsteady}  # fmt: skip
     which = ", ".join(f"{n}: {d} of {s}" for n, (s, d, _) in sized.by_size.items() if d)
     message = f"not batch-invariant: {axes.word}s that differ from the batch of {axes.count}, by size: {which}"
-    message += f"; first {axes.word} {first}; largest difference {max(g for _, _, g in sized.by_size.values()):.3g}"
+    message += f"; first {axes.word} {first}; {gap_words(max(g for _, _, g in sized.by_size.values()))}"
     if v is not None:
         told |= {"floors": v.value, "allowed": v.limit}
         message += f", {v.measure} error {v.value:.3g} of {v.limit:.3g} allowed against {against}"

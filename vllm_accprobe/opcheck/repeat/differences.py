@@ -78,7 +78,7 @@ class RunDifferences:
             if bool(other.any()):
                 self.differing += 1
                 self.at |= other
-                gap = _gap(output, self.first)
+                gap = largest_gap(output, self.first)
                 if self.furthest is None or gap > self.gap:
                     self.furthest, self.furthest_run, self.gap = output.clone(), run, gap
         self._counts[byte] = self._counts.get(byte, 0) + 1
@@ -102,14 +102,18 @@ class RunDifferences:
         return MEMORY if seen_twice and not bool(self._within.any()) else TIMING
 
 
-def _gap(a: Any, b: Any) -> float:
-    """How far two outputs are apart, for choosing the furthest: the largest difference, inf where one is not finite."""
-    wide = (torch.view_as_real(x) if x.is_complex() else x for x in (a, b))
-    x, y = (t.double() for t in wide)
-    if not torch.equal(torch.isfinite(x), torch.isfinite(y)):
-        return float("inf")
-    apart = (x - y).abs()
-    return float(torch.nan_to_num(apart, nan=0.0, posinf=0.0).max()) if apart.numel() else 0.0
+def largest_gap(a: Any, b: Any) -> float:
+    """How far two outputs of one shape are apart: the largest difference, inf where one side alone is not finite or
+    both are infinite in opposite directions. Equal infinities, and two NaN, are no difference: x - x of them is NaN."""
+    x, y = ((torch.view_as_real(t) if t.is_complex() else t).double() for t in (a, b))
+    same = (x == y) | (torch.isnan(x) & torch.isnan(y))
+    apart = torch.where(same, torch.zeros_like(x), (x - y).abs())
+    return float(torch.nan_to_num(apart, nan=float("inf"), posinf=float("inf")).max()) if apart.numel() else 0.0
+
+
+def gap_words(gap: float) -> str:
+    """``largest difference 0.0312``, or what stands for it where that is no number."""
+    return f"largest difference {gap:.3g}" if gap != float("inf") else "NaN or infinity on one side alone"
 
 
 def where(mask: Any, shape: tuple[int, ...]) -> dict[str, Any]:

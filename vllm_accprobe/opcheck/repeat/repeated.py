@@ -24,7 +24,7 @@ from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.repeat import conditions
 from vllm_accprobe.opcheck.repeat.call_floors import CallFloors
-from vllm_accprobe.opcheck.repeat.differences import EQUAL, MEMORY, UNWRITTEN, RunDifferences, place, where
+from vllm_accprobe.opcheck.repeat.differences import EQUAL, MEMORY, UNWRITTEN, RunDifferences, gap_words, place, where
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.run.judged_row import without_verdict
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, Checked, unchecked
@@ -136,7 +136,7 @@ def _row(
                 if v.measure == "nonfinite"
                 else f"{v.measure} error {v.value:.3g} of {v.limit:.3g} allowed"
             )
-            message += f"; run {d.furthest_run}: largest difference {d.gap:.3g}, {size} against {against}"
+            message += f"; run {d.furthest_run}: {gap_words(d.gap)}, {size} against {against}"
         if kind == MEMORY:
             message += "; it follows what memory held before: it reads what nobody wrote"
         elif v is not None and v.passed:

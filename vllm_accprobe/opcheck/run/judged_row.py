@@ -81,4 +81,6 @@ def message_of(
             said.append(f"{v.measure} error {v.value:.3g} times honest rounding, allowed {v.limit:.3g}{where}")
     if expected.rows is not None and checked < len(expected.rows):
         said.append(f"{len(expected.rows) - checked} rows skipped: {expected.reason}")
+    if expected.source:
+        said.append(expected.source)
     return "; ".join(said)

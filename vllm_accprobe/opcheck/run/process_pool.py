@@ -59,7 +59,7 @@ class Team:
     def __init__(self, job: Job, processes: int):
         self.job = job
         # all import torch at the same time
-        started = [_WorkerProcess(job) for _ in range(min(max(1, processes), _AT_ONCE))]
+        started = [_WorkerProcess(_shared(job, w)) for w in range(min(max(1, processes), _AT_ONCE))]
         try:
             answer = started[0].hear()
             if answer is None:
@@ -120,7 +120,7 @@ class Team:
             process = self._workers[w]
             if process is None or w in self._fresh:
                 self._fresh.discard(w)
-                process = self._workers[w] = process or _WorkerProcess(self.job)
+                process = self._workers[w] = process or _WorkerProcess(_shared(self.job, w))
                 answer = process.hear()
                 if answer is None or "error" in answer:
                     raise RunError(f"opcheck's process cannot start: {(answer or {}).get('error', 'it died')}")
@@ -135,6 +135,11 @@ class Team:
             if at is None or any((s, c) == at for s, c, _ in crashed) or len(crashed) >= _CRASHES:
                 return [*rows, _error_row(tap, why)]
             crashed.append((*at, why))
+
+
+def _shared(job: Job, worker: int) -> Job:
+    """What a worker is told: of several devices each has its own, in turn."""
+    return job.on(job.devices[worker % len(job.devices)]) if job.devices else job
 
 
 def _error_row(tap: Tap, why: str) -> Cells:
@@ -193,7 +198,7 @@ class _WorkerProcess:
             elif "failed" in message:
                 return rows, at, str(message["failed"])
             else:
-                problems += message["problems"]
+                problems += [p for p in message["problems"] if p not in problems]  # each process finds them
                 return rows, at, ""
 
     def close(self) -> None:

@@ -144,6 +144,8 @@ def _checked(
     row = on_grid(row, record, dtype)
     if evidence:
         row = replace(row, evidence=evidence)
+    if (moved := expected.cache) is not None:
+        row = replace(row, cache=(moved.kind, moved.share, moved.expected, moved.most))
     if not v.passed:
         row = replace(row, chance=min(1.0, v.chance * options.budget.outputs))
     if expected.only_measured:

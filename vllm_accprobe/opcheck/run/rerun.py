@@ -29,6 +29,7 @@ from vllm_accprobe.opcheck.references import mindspore_api
 from vllm_accprobe.opcheck.references.kernels_common import on
 from vllm_accprobe.opcheck.run.replay import Options, check_call
 from vllm_accprobe.opcheck.run.result_row import SKIP, Checked, unchecked
+from vllm_accprobe.opcheck.run.unavailable import Unavailable
 
 OTHER_INPUTS = "golden's call had other inputs: what differs need not have been created here"
 
@@ -42,6 +43,30 @@ def accelerator() -> str | None:
         if torch.cuda.is_available():
             return "cuda"
     return None
+
+
+def device_named(name: str) -> str:
+    """torch's name of a device: ``0`` is the accelerator's first. Raises Unavailable where it is not here."""
+    found = accelerator()
+    kind = (found or "").partition(":")[0]
+    full = f"{kind}:{name}" if name.isdecimal() else name
+    if name.isdecimal() and not found:
+        raise Unavailable(f"--device {name}: torch sees no accelerator on this machine; --device cpu runs the calls on "
+                          "the processor")  # fmt: skip
+    try:
+        torch.empty(1, device=full)
+    except Exception as why:  # an unknown name, a missing backend, a number that is too large
+        raise Unavailable(f"--device {name}: {' '.join(str(why).split())[:120]}") from None
+    return full
+
+
+def compiled_operators(device: str) -> list[str]:
+    """Has an NPU compile its operators; a sentence where there is nothing to be told so."""
+    choose = getattr(getattr(torch, "npu", None), "set_compile_mode", None)
+    if not device.startswith("npu") or choose is None:
+        return [f"--jit_compile: of an NPU's operators, without effect on {device}"]
+    choose(jit_compile=True)
+    return []
 
 
 def _rounded(

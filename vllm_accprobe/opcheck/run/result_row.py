@@ -32,7 +32,8 @@ class Checked:
     was computed, counts in one line (evidence.py), of the outputs that were looked at for that, else "". habit:
     what its machine does everywhere, where that was allowed for, else "". tier: which floor it breaks (judge/tiers.py),
     "" where it passes; chance: then, the probability that a replay of an honest machine shows as much anywhere, 0.0
-    where it is proved."""
+    where it is proved. cache: of an attention over a cache of 8 bits, the fields of
+    reference.py's CacheRounding."""
 
     tap: str
     cls: str
@@ -63,6 +64,7 @@ class Checked:
     habit: str = ""
     tier: str = ""
     chance: float | None = None
+    cache: tuple[str, float, float, float] | None = None
 
     @property
     def severity(self) -> float:

@@ -16,71 +16,102 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.dump.schema import Record
-from vllm_accprobe.opcheck.calls.operator_calls import STATISTICS, NotKept, op_call
+from vllm_accprobe.dump.schema import REPLICATED, Record
+from vllm_accprobe.opcheck.calls.case import closed
+from vllm_accprobe.opcheck.calls.operator_calls import FINGERPRINT, STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, DrawnMoments, draw
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.references import api
+from vllm_accprobe.opcheck.references.aten import tensors_by_role
 from vllm_accprobe.opcheck.references.kernels_common import on
 from vllm_accprobe.opcheck.run.replay import Options, check_call
 from vllm_accprobe.opcheck.run.rerun import forward_native
-from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, Checked, unchecked
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, WARNING, Checked, unchecked
+
+MEASURED = (PASS, WARNING, FAIL)
+_CHECKED = ("aten.", "torch.ops.aten.", *(f"{head}." for head in api.HEADS))
+"""Operators that look at their indices before they follow them. Others may read and write wherever drawn integers,
+which fit neither each other nor a cache, would lead them."""
+
+
+def _whole(tensor: Any) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def possible(captured: Captured) -> bool:
-    """Whether only the tensors of this call are missing."""
+    """Whether only the tensors of this call are missing: all of them."""
+    if captured.missing.endswith(FINGERPRINT):
+        return all(r.payload is None for r in captured.records.values())
     return captured.missing == STATISTICS
 
 
 def drawn(calls: Calls, captured: Captured, seed: int) -> Captured:
-    """The call with drawn inputs and no outputs; as it is, with the reason, where they cannot be drawn."""
+    """The call with drawn inputs, its outputs without values; as it is, with the reason, where they cannot be drawn."""
     try:
-        call = _call(calls, captured, torch.Generator().manual_seed(seed))
+        call = drawn_call(calls, captured, torch.Generator().manual_seed(seed))
     except (Declined, NotKept, RuntimeError, ValueError) as why:
-        text = f"{STATISTICS}, and inputs cannot be drawn: {' '.join(str(why).split())[:120]}"
-        return replace(captured, missing=text)
-    return replace(captured, what=replace(call, outputs={}), missing="")
+        return replace(captured, missing=_why_not(why))
+    return replace(captured, what=call, missing="")
 
 
 def check(
-    calls: Calls, captured: Captured, references: References, device: str, seed: int, options: Options
+    calls: Calls, captured: Captured, references: References, device: str, options: Options, weaker: bool
 ) -> Iterator[Checked]:  # fmt: skip
-    """The rows of a call whose inputs are drawn; one that says why, where that cannot be."""
+    """The rows of what this machine's operator makes of a call; one that says why, where it cannot. weaker: its inputs
+    were drawn."""
+    c = captured
     try:
-        call = _call(calls, captured, torch.Generator().manual_seed(seed))
-        made = _made(call, references, device)
-    except (Declined, NotKept, RuntimeError, ValueError) as why:
-        c = captured
-        text = f"{STATISTICS}, and inputs cannot be drawn: {' '.join(str(why).split())[:120]}"
+        if c.missing:
+            raise Declined(c.missing)
+        made = _made(c.what if weaker else closed(c.what, references), references, device, weaker)
+    except (Declined, RuntimeError, ValueError) as why:
+        text = c.missing or (_why_not(why) if weaker else f"cannot be run here: {_line(why)}")
         seq = max((r.seq for r in c.records.values()), default=c.seq)
         yield unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, seq, text, status=SKIP)
         return
+    said = WEAKER if weaker else f"made here, on {device}"
+    for row in check_call(calls.dump, with_outputs(c, c.what, made), lambda x: references.evaluate(x.what), options):
+        yield replace(row, message=f"{row.message}; {said}".lstrip("; ")) if row.status in MEASURED else row
+
+
+def _why_not(why: Exception) -> str:
+    return f"{STATISTICS}, and inputs cannot be drawn: {_line(why)}"
+
+
+def _line(why: Exception) -> str:
+    return " ".join(str(why).split())[:120]
+
+
+def with_outputs(captured: Captured, call: Call, made: Mapping[str, Any]) -> Captured:
+    """``captured`` as if ``call`` had given ``made``, tensors by role."""
     records = dict(captured.records)
+    c = captured
     for role, value in made.items():
         dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
-        old = records.get(role, next(iter(records.values()), None))
-        if old is not None:
-            records[role] = replace(old, role=role, dtype=dtype, shape=shape, rows=None)
-    drawn = replace(captured, what=replace(call, outputs=made), records=records, missing="")
-    for row in check_call(calls.dump, drawn, lambda c: references.evaluate(c.what), options):
-        measured = row.status in (PASS, FAIL)
-        yield replace(row, message=f"{row.message}; {WEAKER}".lstrip("; ")) if measured else row
+        old = records.get(role) or next(iter(records.values()), None)
+        if old is None:  # an operator of which its line alone was kept
+            old = Record(c.rank, c.step, c.tap, c.what.cls, role, c.call, c.seq, dtype, shape, None, 0, None, None,
+                         REPLICATED, None)  # fmt: skip
+        records[role] = replace(old, role=role, dtype=dtype, shape=shape, rows=None)
+    return replace(captured, what=replace(call, outputs=dict(made)), records=records, missing="")
 
 
-def _call(calls: Calls, captured: Captured, generator: Any) -> Call:
-    """The call as recorded, its inputs drawn; its outputs have only shape and dtype."""
+def drawn_call(calls: Calls, captured: Captured, generator: Any) -> Call:
+    """The call as recorded, its inputs drawn; its outputs have only shape and dtype. Raises Declined, NotKept."""
 
     def read(record: Record) -> Any:
         if record.payload is not None:
             return calls.read(record)
         if record.role.startswith(("output.", "inplace.")):
             return torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta")
-        s = record.stats
-        known = DrawnMoments(s.min, s.max, s.mean, s.std) if s is not None else DrawnMoments(None, None, None, None)
-        return draw(record.shape, record.dtype, known, generator)
+        return drawn_tensor(record, generator)
 
     def value(t: Mapping[str, Any]) -> Any:
+        kept = calls.parameters.record(captured.rank, str(t["param"])) if t.get("param") else None
+        if kept is not None:
+            return draw(tuple(t.get("shape", kept.shape)), str(t["dtype"]), _moments(kept), generator)
         n, mean, l2 = int(t.get("count") or 0), t.get("mean"), t.get("l2")
         std = max(l2 * l2 / n - mean * mean, 0.0) ** 0.5 if n and mean is not None and l2 is not None else None
         known = DrawnMoments(t.get("min"), t.get("max"), mean, std)
@@ -89,11 +120,26 @@ def _call(calls: Calls, captured: Captured, generator: Any) -> Call:
     operator = calls.operator(captured)
     if operator is not None:
         return op_call(operator, captured.records, read, partial(calls.parameters.record, captured.rank), value)
-    return calls.call(captured.rank, captured.tap, captured.what.cls, captured.records, read)
+    call = calls.call(captured.rank, captured.tap, captured.what.cls, captured.records, read)
+    lacking = calls.parameters.lacking(captured.rank, captured.tap, call.params)
+    return replace(call, params={**call.params, **{name: read(record) for name, record in lacking.items()}})
 
 
-def _made(call: Call, references: References, device: str) -> Mapping[str, Any]:
+def drawn_tensor(record: Record, generator: Any) -> Any:
+    """A tensor like the one that ``record`` tells of. Raises Declined."""
+    return draw(record.shape, record.dtype, _moments(record), generator)
+
+
+def _moments(record: Record) -> DrawnMoments:
+    s = record.stats
+    return DrawnMoments(s.min, s.max, s.mean, s.std) if s is not None else DrawnMoments(None, None, None, None)
+
+
+def _made(call: Call, references: References, device: str, weaker: bool) -> Mapping[str, Any]:
     """What the operator of this machine gives, in the dtypes that were captured. Raises Declined."""
+    unchecked_kernel = weaker and "." in call.cls and not call.cls.startswith(_CHECKED)
+    if unchecked_kernel and any(_whole(t) for t in tensors_by_role(call.args, call.kwargs).values()):
+        raise Declined("a kernel that is given integers, which it may take for places in memory")
     found: Mapping[str, Any] | Declined | None = forward_native(call) if device == "cpu" else None
     if found is None:
         found = references.run(on(call, device))

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from vllm_accprobe.opcheck.run.result_row import Checked
 
 EXACT, DEVICE, GOLDEN, AGAIN = "float64", "device", "golden", "rerun"
-_HERE = ("repeat", "batch", "named", "load")
+_LATER = ("repeat", "batch", "named", "load", "attributes", "devices", "white", "black", "once", "jit")
+"""Fields that Job got later; empty ones are left out of its JSON, so that what was begun before them goes on."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class Job:
     standard, kl, ids: replay.Options'; backward: gradients too; seed: of drawn inputs and gradients; save: where failed
     calls are written, "" for nowhere. repeat, batch: instead of a reference, runs of each call here (repeated.py), and
     sizes of batches (by_rows.py); named: an operator named by hand (named.py), as JSON, in place of a dump; load:
-    modules to import first."""
+    modules to import first; attributes: of modules, that were not recorded (untold.py). devices: what is checked is
+    what the operators give here, on these; white, black: API names (precheck/chosen_apis.py); once: calls that differ
+    in values alone are checked once; jit: an NPU compiles its operators."""
 
     dump: str
     model: str = ""
@@ -49,6 +52,12 @@ class Job:
     batch: tuple[str, ...] = ()
     named: Mapping[str, Any] | None = None
     load: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    white: tuple[str, ...] = ()
+    black: tuple[str, ...] = ()
+    once: bool = False
+    jit: bool = False
 
     @property
     def runs_here(self) -> bool:
@@ -56,13 +65,17 @@ class Job:
         return bool(self.repeat or self.batch or self.named is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON; what came with --repeat, --rows and --op is there only where it is asked for, so that what was begun
-        before them goes on."""
-        return {k: v for k, v in asdict(self).items() if v or k not in _HERE}
+        """As JSON."""
+        return {k: v for k, v in asdict(self).items() if v or k not in _LATER}
+
+    def on(self, device: str) -> Job:
+        """The same for one of its devices."""
+        return replace(self, devices=(device,))
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Job:
-        return cls(**{**tree, **{k: tuple(tree[k]) for k in ("ops", "ids", "batch", "load") if k in tree}})
+        lists = ("ops", "ids", "batch", "load", "attributes", "devices", "white", "black")
+        return cls(**{**tree, **{k: tuple(tree[k]) for k in lists if k in tree}})
 
 
 Tap = tuple[int, str, str]
@@ -78,6 +91,7 @@ class OpenJob:
 
     def __init__(self, job: Job):
         from vllm_accprobe.formats import open_dump
+        from vllm_accprobe.opcheck.calls.attributes import untold
         from vllm_accprobe.opcheck.calls.records import Calls
         from vllm_accprobe.opcheck.references import mindspore_api
         from vllm_accprobe.opcheck.registry import default_references
@@ -98,7 +112,8 @@ class OpenJob:
 
             self.calls = NamedCalls(NamedOperator.from_json(job.named), job.seed)
         else:
-            self.calls = Calls(open_dump(Path(job.dump)), Path(job.model) if job.model else None)
+            model = Path(job.model) if job.model else None
+            self.calls = Calls(open_dump(Path(job.dump)), model, untold.parsed(job.attributes))
         looks = job.against == EXACT and job.standard in (OURS, STRICT)
         budget = self.calls.budget()
         self.options = Options(job.standard, job.kl, frozenset(job.ids), habits=looks, budget=budget)
@@ -117,6 +132,15 @@ class OpenJob:
             self.source = rerun.Golden(open_dump(Path(job.golden)))
         elif job.against == AGAIN:
             self.source = rerun.Again(self.references)
+        if job.devices:
+            self.device = rerun.device_named(job.devices[0])
+        if job.jit:
+            self.calls.problems += rerun.compiled_operators(self.device)
+        from vllm_accprobe.opcheck.precheck import chosen_apis
+        from vllm_accprobe.opcheck.precheck.recorded_gradients import RecordedGradients
+
+        self._doubles = chosen_apis.duplicates(self.calls) if job.once else {}
+        self._gradients = RecordedGradients(self.calls, self.references, self.device, job.seed, bool(job.devices))
 
     @property
     def problems(self) -> list[str]:
@@ -149,17 +173,30 @@ class OpenJob:
             yield from pools.rows(self.options.budget)
 
     def _check(self, captured: Any, pools: Any) -> Iterator[Any]:
+        from vllm_accprobe.opcheck.precheck import recorded_gradients
         from vllm_accprobe.opcheck.references import mindspore_api
         from vllm_accprobe.opcheck.run import backward, rerun, synthetic_inputs
+        from vllm_accprobe.opcheck.run.judged_row import without_verdict
         from vllm_accprobe.opcheck.run.replay import check_call
+        from vllm_accprobe.opcheck.run.result_row import SKIP
 
+        if why := self._left_out(captured):
+            yield without_verdict(captured, "", None, SKIP, why)
+            return
         if self.kernels is not None:
             yield from self._here(captured)
             return
-        if captured.missing and not captured.crashed and synthetic_inputs.possible(captured):
+        if recorded_gradients.is_one(captured) and not captured.crashed and not self.source:
+            yield from self._gradients.check(captured, self.options)
+            return
+        lacking = captured.missing and not captured.crashed and synthetic_inputs.possible(captured)
+        if lacking or (self.job.devices and not captured.missing):
+            drawn = synthetic_inputs.drawn(self.calls, captured, self.job.seed) if lacking else captured
             yield from synthetic_inputs.check(
-                self.calls, captured, self.references, self.device, self.job.seed, self.options
+                self.calls, drawn, self.references, self.device, self.options, bool(lacking)
             )
+            if self.job.backward and not drawn.missing:
+                yield from backward.check(drawn, self.references, self.device, self.job.seed)
             return
         evaluate = self.source.evaluate if self.source else lambda c: self.references.evaluate(c.what)
         yield from check_call(self.calls.dump, captured, evaluate, self.options, pools)
@@ -167,6 +204,14 @@ class OpenJob:
             yield from rerun.by_mindspore(self.calls.dump, captured, self.references, self.options)
         if self.job.backward and not captured.missing:
             yield from backward.check(captured, self.references, self.device, self.job.seed)
+
+    def _left_out(self, captured: Any) -> str:
+        from vllm_accprobe.opcheck.precheck import chosen_apis
+
+        if why := chosen_apis.left_out(captured.what.cls, self.job.white, self.job.black):
+            return why
+        first = self._doubles.get((captured.rank, captured.tap, captured.step, captured.call))
+        return f"another call stands for it: {first}" if first and not captured.crashed else ""
 
     def _here(self, captured: Any) -> Iterator[Any]:
         """Rows of a call that is run by this machine's kernels; of statistics, on drawn inputs."""
@@ -178,6 +223,7 @@ class OpenJob:
 
         if captured.missing and not captured.crashed and synthetic_inputs.possible(captured):
             captured = synthetic_inputs.drawn(self.calls, captured, self.job.seed)
+            captured = replace(captured, what=replace(captured.what, outputs={}))
         if captured.missing and not captured.what.args and not captured.what.inputs:
             yield without_verdict(captured, "", None, ERROR if captured.crashed else SKIP, captured.missing)
             return

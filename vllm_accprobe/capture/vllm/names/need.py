@@ -4,7 +4,7 @@ The problem: capture touches some two hundred names of vLLM, of releases and ven
 name that is gone is seen only on the machine that has it. The idea: each is declared once, as plain data, with the
 releases that have it and what capture cannot do without it; `accprobe doctor --wheel` holds a wheel's source against
 that, and a test holds the declaration against the code of capture, in both directions. Not here: the declarations
-(engine_names.py, runners.py, layer_names.py, lora.py), reading wheels (doctor/wheel).
+(engine_names.py, runners.py, layer_names.py, lora.py, weight_names.py, cache_names.py), reading wheels (doctor/wheel).
 """
 
 from __future__ import annotations

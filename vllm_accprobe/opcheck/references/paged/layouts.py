@@ -95,20 +95,32 @@ def code_dtype(cache: Tensor, kind: str) -> Any | None:
     return getattr(torch, name)
 
 
-def coded(exact: Tensor, mine: Tensor, dtype: Any) -> Tensor:
-    """What ``exact``, float64, may become in ``dtype``: mine's own codes where they are within half a step of it, else
-    the nearest; in mine's dtype."""
+def largest(dtype: Any) -> float:
+    """The largest code's number."""
+    return 127.0 if dtype == torch.int8 else float(torch.finfo(dtype).max)
+
+
+def half_step(exact: Tensor, dtype: Any) -> Tensor:
+    """Half the distance of the two codes around each of ``exact``, float64, none of which is beyond the largest."""
+    if dtype == torch.int8:
+        return torch.full_like(exact, 0.5)
+    bits, low = (3, -9) if "e4m3" in str(dtype) else (2, -16)
+    _, exponent = torch.frexp(exact.abs().clamp(min=torch.finfo(torch.float64).tiny))
+    return torch.ldexp(torch.full_like(exact, 0.5), (exponent - 1 - bits).clamp(min=low))
+
+
+def coded(exact: Tensor, mine: Tensor, dtype: Any, keep: bool = True) -> Tensor:
+    """What ``exact``, float64, may become in ``dtype``: mine's own codes where they are within half a step of it (and
+    these are to be kept), else the nearest; in mine's dtype."""
     if dtype == torch.int8:
         nearest = exact.round().clamp(-128, 127).to(torch.int8)
-        half: Tensor = torch.full_like(exact, 0.5)
-        limit = 127.0
     else:
-        limit = torch.finfo(dtype).max
+        limit = largest(dtype)
         exact = exact.clamp(-limit, limit)
         nearest = exact.float().to(dtype)
-        bits, low = (3, -9) if "e4m3" in str(dtype) else (2, -16)
-        _, exponent = torch.frexp(exact.abs().clamp(min=torch.finfo(torch.float64).tiny))
-        half = torch.ldexp(torch.full_like(exact, 0.5), (exponent - 1 - bits).clamp(min=low))
+    if not keep:
+        return nearest.view(mine.dtype)
+    half = half_step(exact, dtype)
     held = mine.view(dtype).double()
     right = (held - exact).abs() <= half * _SLACK + 2.0**-20 * exact.abs()
     return torch.where(right, mine.view(dtype).view(torch.uint8), nearest.view(torch.uint8)).view(mine.dtype)

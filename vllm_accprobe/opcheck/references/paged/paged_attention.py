@@ -9,7 +9,9 @@ caches: their codes times their scale. Latent attention reads keys and values fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -87,22 +89,61 @@ def _nearest(found: Sequence[Rows], mine: Tensor) -> Rows:
     return min(found, key=far) if len(found) > 1 else found[0]
 
 
+@dataclass(frozen=True)
+class PagedBatch:
+    """A batch of requests whose keys lie in blocks, whatever its operator calls it.
+
+    q: [tokens, heads, width] as captured; caches: keys and values [blocks, slots, kv heads, width] in their own dtype,
+    once for each layout that they may be in; kind, scales: of 8-bit caches (layouts.py); bounds: rows of each request;
+    lengths: its keys; table: its blocks; settings: of `attend`; roles: where its result stands; like: its shape."""
+
+    q: Tensor
+    caches: Sequence[tuple[Tensor, Tensor]]
+    bounds: Sequence[tuple[int, int]]
+    lengths: Tensor
+    table: Tensor
+    causal: bool
+    settings: Mapping[str, Any]
+    roles: tuple[str, ...]
+    like: Tensor
+    kind: str = "auto"
+    scales: tuple[Any, Any] = (None, None)
+
+    def defined(self, cache: tuple[Tensor, Tensor], unit: float) -> Rows:
+        keys, values = (numbers(c, self.kind, s) for c, s in zip(cache, self.scales, strict=True))
+        return attended(
+            self.q.double(), keys, values, self.bounds, self.lengths, self.table, self.causal, unit, **self.settings
+        )
+
+    def layout(self, mine: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+        """The caches as they are by the layout that mine's numbers are nearest to."""
+        if len(self.caches) == 1:
+            return self.caches[0]
+        found = [self.defined(cache, unit) for cache in self.caches]
+        best = _nearest(found, mine)
+        return next(cache for cache, rows in zip(self.caches, found, strict=True) if rows is best)
+
+    def expected(self, call: Call) -> dict[str, Expected]:
+        found = [self.defined(cache, call.unit) for cache in self.caches]
+        mine = call.outputs.get(self.roles[0], self.like)
+        y = _expected(_nearest(found, mine), self.like, self.q.shape[1])
+        return dict.fromkeys(self.roles, y)
+
+
 _CPU = (
     "query key_cache value_cache output query_start_loc seq_lens scale causal alibi_slopes sliding_window_size "
     "block_table softcap scheduler_metadata s_aux dynamic_causal k_scale v_scale kv_cache_dtype"
 )
 
 
-@reference("torch.ops._C.cpu_attention_with_kv_cache")
-def on_cpu(call: Call) -> dict[str, Expected]:
+def cpu_batch(call: Call) -> PagedBatch:
     """(query [tokens, heads, width], caches [blocks, kv heads, slots, width], output, query_start_loc, seq_lens, scale,
     causal, alibi_slopes, window, block_table, soft cap, ...)"""
     f = arguments(call, _CPU)
     if f["dynamic_causal"] is not None:
         raise Declined("a mask that differs from request to request has no reference here")
-    q, keys, values, kind = f["query"].double(), f["key_cache"], f["value_cache"], str(f["kv_cache_dtype"] or "auto")
+    q, keys, values, kind = f["query"], f["key_cache"], f["value_cache"], str(f["kv_cache_dtype"] or "auto")
     _, kv, size, width = keys.shape
-    role = place_of(call, _CPU, "output")
     if keys.dtype.itemsize == 1 and kind.startswith("fp8") and keys.dtype == torch.uint8 and size % 32:
         raise Declined("8-bit blocks of this size have no reference")
     window = int(f["sliding_window_size"] if f["sliding_window_size"] is not None else -1)
@@ -111,20 +152,19 @@ def on_cpu(call: Call) -> dict[str, Expected]:
         "slopes": None if f["alibi_slopes"] is None else f["alibi_slopes"].double(),
         "sinks": None if f["s_aux"] is None else f["s_aux"].double(),
     }  # fmt: skip
-    bounds = runs(f["query_start_loc"], len(q))
-    tried = []
+    caches = []
     for key_layout, value_layout in dict.fromkeys(CPU.values()):
         try:
-            k = numbers(key_layout.rows(keys, size, kv, width), kind, f["k_scale"])
-            v = numbers(value_layout.rows(values, size, kv, width), kind, f["v_scale"])
+            both = key_layout.rows(keys, size, kv, width), value_layout.rows(values, size, kv, width)
         except (Declined, RuntimeError):
             continue  # a size that this layout cannot have
-        tried.append(
-            attended(q, k, v, bounds, f["seq_lens"], f["block_table"], bool(f["causal"]), call.unit, **settings)
-        )
-    if not tried:
+        caches.append(both)
+    if not caches:
         raise Declined("its blocks are in no known layout")
-    return {role: _expected(_nearest(tried, call.outputs[role]), f["output"], q.shape[1])}
+    return PagedBatch(
+        q, caches, runs(f["query_start_loc"], len(q)), f["seq_lens"], f["block_table"], bool(f["causal"]), settings,
+        (place_of(call, _CPU, "output"),), f["output"], kind, (f["k_scale"], f["v_scale"]),
+    )  # fmt: skip
 
 
 _PAGED = (
@@ -133,31 +173,19 @@ _PAGED = (
 )
 
 
-@reference("torch.ops._C.paged_attention_v1")
-def first_layout(call: Call) -> dict[str, Expected]:
+def first_batch(call: Call) -> PagedBatch:
     """(out, query [requests, heads, width], key_cache [blocks, kv heads, width / x, slots, x], value_cache [blocks, kv
-    heads, width, slots], ...): one row of each request."""
-    return _one_row(call, _PAGED)
-
-
-@reference("torch.ops._C.paged_attention_v2")
-def first_layout_split(call: Call) -> dict[str, Expected]:
-    """The same with scratch space behind ``out``."""
-    return _one_row(call, _PAGED.replace("out ", "out exp_sums max_logits tmp_out "))
-
-
-def _one_row(call: Call, names: str) -> dict[str, Expected]:
+    heads, width, slots], ...): one row of each request; v2 has scratch space behind ``out``."""
+    names = _PAGED.replace("out ", "out exp_sums max_logits tmp_out ") if "_v2" in call.cls else _PAGED
     f = arguments(call, names)
-    q, keys, values, kind = f["query"].double(), f["key_cache"], f["value_cache"], str(f["kv_cache_dtype"] or "auto")
+    q, keys, values = f["query"], f["key_cache"], f["value_cache"]
     kv, size, width = int(f["num_kv_heads"]), int(f["block_size"]), q.shape[-1]
-    k = numbers(split_key(keys.shape[-1]).rows(keys, size, kv, width), kind, f["k_scale"])
-    v = numbers(HEADS_TURNED.rows(values, size, kv, width), kind, f["v_scale"])
-    slopes = None if f["alibi_slopes"] is None else f["alibi_slopes"].double()
-    bounds = [(n, n + 1) for n in range(len(q))]
-    found = attended(
-        q, k, v, bounds, f["seq_lens"], f["block_tables"], True, call.unit, scale=f["scale"], slopes=slopes
-    )
-    return {place_of(call, names, "out"): _expected(found, f["out"], q.shape[1])}
+    both = split_key(keys.shape[-1]).rows(keys, size, kv, width), HEADS_TURNED.rows(values, size, kv, width)
+    settings = {"scale": f["scale"], "slopes": None if f["alibi_slopes"] is None else f["alibi_slopes"].double()}
+    return PagedBatch(
+        q, [both], [(n, n + 1) for n in range(len(q))], f["seq_lens"], f["block_tables"], True, settings,
+        (place_of(call, names, "out"),), f["out"], str(f["kv_cache_dtype"] or "auto"), (f["k_scale"], f["v_scale"]),
+    )  # fmt: skip
 
 
 _FLASH = (
@@ -166,8 +194,7 @@ _FLASH = (
 )
 
 
-@reference("torch.ops._vllm_fa2_C.varlen_fwd")
-def flash(call: Call) -> dict[str, Expected]:
+def flash_batch(call: Call) -> PagedBatch:
     """Flash attention 2 with a block table: q [tokens, heads, width], k and v [blocks, slots, kv heads, width]."""
     f = arguments(call, _FLASH)
     if f["block_table"] is None or f["seqused_k"] is None or f["leftpad_k"] is not None:
@@ -175,35 +202,60 @@ def flash(call: Call) -> dict[str, Expected]:
     if float(f["dropout"] or 0.0) or int(f["window_right"] if f["window_right"] is not None else -1) > 0:
         raise Declined("dropout, or a window to the right, has no reference here")
     left = int(f["window_left"] if f["window_left"] is not None else -1)
-    q = f["q"].double()
-    found = attended(
-        q, f["k"].double(), f["v"].double(), runs(f["cu_seqlens_q"], len(q)), f["seqused_k"], f["block_table"],
-        bool(f["causal"]), call.unit, scale=f["softmax_scale"], window=left + 1 if left >= 0 else None,
-        cap=float(f["softcap"] or 0.0) or None,
-        slopes=None if f["alibi_slopes"] is None else f["alibi_slopes"].double(),
+    settings = {
+        "scale": f["softmax_scale"], "window": left + 1 if left >= 0 else None,
+        "cap": float(f["softcap"] or 0.0) or None,
+        "slopes": None if f["alibi_slopes"] is None else f["alibi_slopes"].double(),
+    }  # fmt: skip
+    roles = tuple(role for role in ("output.0", place_of(call, _FLASH, "out")) if role in call.outputs)
+    return PagedBatch(
+        f["q"], [(f["k"], f["v"])], runs(f["cu_seqlens_q"], len(f["q"])), f["seqused_k"], f["block_table"],
+        bool(f["causal"]), settings, roles or ("output.0",), call.outputs.get("output.0", f["q"]),
     )  # fmt: skip
-    y = _expected(found, call.outputs.get("output.0", f["q"]), q.shape[1])
-    return {role: y for role in ("output.0", place_of(call, _FLASH, "out")) if role in call.outputs}
 
 
 _NPU = "query key_cache value_cache num_kv_heads num_heads scale_value block_table context_lens out"
 
 
-@reference("torch.ops.*._npu_paged_attention")
-def on_npu(call: Call) -> dict[str, Expected]:
+def npu_batch(call: Call) -> PagedBatch:
     """(query [requests, heads, width], caches [blocks, slots, kv heads, width] or NZ, ..., block_table, context_lens,
     out): one row of each request."""
     f = arguments(call, _NPU)
-    q, kv = f["query"].double(), int(f["num_kv_heads"])
-    heads = int(f["num_heads"])
-    q = q.reshape(len(q), heads, -1)
+    kv = int(f["num_kv_heads"])
+    q = f["query"].reshape(len(f["query"]), int(f["num_heads"]), -1)
     nz = f["key_cache"].shape[-1] == 16 and f["key_cache"].shape[2] != kv
     layout: BlockLayout = NZ if nz else TOKENS
     size = f["key_cache"].shape[2 if nz else 1]
-    k, v = (layout.rows(f[n], size, kv, q.shape[-1]).double() for n in ("key_cache", "value_cache"))
-    bounds = [(n, n + 1) for n in range(len(q))]
-    found = attended(q, k, v, bounds, f["context_lens"], f["block_table"], True, call.unit, scale=f["scale_value"])
-    return {place_of(call, _NPU, "out"): _expected(found, f["out"], heads)}
+    both = layout.rows(f["key_cache"], size, kv, q.shape[-1]), layout.rows(f["value_cache"], size, kv, q.shape[-1])
+    return PagedBatch(
+        q, [both], [(n, n + 1) for n in range(len(q))], f["context_lens"], f["block_table"], True,
+        {"scale": f["scale_value"]}, (place_of(call, _NPU, "out"),), f["out"],
+    )  # fmt: skip
+
+
+BATCHES: dict[str, Callable[[Call], PagedBatch]] = {
+    "torch.ops._C.cpu_attention_with_kv_cache": cpu_batch, "torch.ops._C.paged_attention_v1": first_batch,
+    "torch.ops._C.paged_attention_v2": first_batch, "torch.ops._vllm_fa2_C.varlen_fwd": flash_batch,
+    "torch.ops.*._npu_paged_attention": npu_batch,
+}  # fmt: skip
+"""By operator; a name with ``*`` is that of many vendors."""
+
+
+def batch_of(call: Call) -> PagedBatch | None:
+    """The batch of a call of one of BATCHES; None for others. Raises Declined."""
+    bare = ".".join(call.cls.removeprefix("torch.ops.").split(".")[:2])
+    for name, make in BATCHES.items():
+        if fnmatchcase(f"torch.ops.{bare}", name):
+            return make(call)
+    return None
+
+
+@reference(*BATCHES)
+def in_blocks(call: Call) -> dict[str, Expected]:
+    """Attention of any of BATCHES."""
+    batch = batch_of(call)
+    assert batch is not None
+    return batch.expected(call)
 
 
 _LATENT = "out query kv_cache scale block_tables seq_lens"

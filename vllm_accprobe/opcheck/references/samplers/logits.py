@@ -21,7 +21,7 @@ from vllm_accprobe.opcheck.references.recurrent.sequences import arguments, give
 Tensor = Any  # a torch.Tensor
 _BORDER = 2.0**-14
 """Chosen: how near to p a float32 sum of probabilities may be to fall on either side."""
-_TIED = "a token lies at the limit of a filter, or is tied with one"
+TIED = "a token lies at the limit of a filter, or is tied with one"
 
 
 def _column(values: Any, rows: int) -> Tensor:
@@ -104,7 +104,7 @@ def _filtered(call: Call, names: str, f: Any) -> dict[str, Expected]:
     (z,) = given(f, "logits")
     keep, certain = kept(z, f.get("k"), f.get("p"), f.get("min_p"))
     role = "output.0" if "output.0" in call.outputs else place_of(call, names, "logits")
-    return {role: Expected(z.masked_fill(~keep, -torch.inf), unit=0.0, rows=certain, reason=_TIED)}
+    return {role: Expected(z.masked_fill(~keep, -torch.inf), unit=0.0, rows=certain, reason=TIED)}
 
 
 @reference("torch.ops.*.apply_top_k_top_p", "torch.ops.*.top_k_top_p")
@@ -138,7 +138,7 @@ def drawn(call: Call) -> dict[str, Expected]:
         raise Declined("its tokens are not one for each row of its logits")
     right = keep[torch.arange(len(z)), tokens]
     value = torch.where(right, tokens, z.argmax(1)).reshape(mine.shape)
-    return {"output.0": Expected(value, rows=certain if mine.dim() else None, reason=_TIED)}
+    return {"output.0": Expected(value, rows=certain if mine.dim() else None, reason=TIED)}
 
 
 @reference("torch.ops.*.random_sample")
@@ -148,4 +148,4 @@ def by_noise(call: Call) -> Expected:
     probs, noise = given(f, "probs", "q")
     best = (probs / noise).topk(2)
     apart = best.values[:, 0] > best.values[:, 1] * (1.0 + 2.0**-20)
-    return Expected(best.indices[:, 0].reshape(call.outputs["output.0"].shape), rows=apart, reason=_TIED)
+    return Expected(best.indices[:, 0].reshape(call.outputs["output.0"].shape), rows=apart, reason=TIED)

@@ -1,10 +1,10 @@
-"""FlashInfer's API, by the names and the order of arguments of its functions.
+"""FlashInfer's norms, gated activations and softmax.
 
 The problem: its flight recorder has a call's arguments as Python was given them, by place or by keyword, with defaults
 left out, and nothing of what a function without a result wrote in place. The idea: arguments get their names from the
-signature and go to the formulas of their family; functions in place decline with that reason. A softmax is
-exp((z - max) / T) over its sum [M. Milakov and N. Gimelshein, arXiv 1805.02867]. Signatures: flashinfer 0.7.2, norm,
-activation.py, sampling.py, gemm. Not here: the recorder's files (formats/flashinfer.py).
+signature and go to the formulas of their family; functions in place are judged where somebody else kept what they left
+(formats/flashinfer.py, INPLACE), and decline otherwise. A softmax is exp((z - max) / T) over its sum [M. Milakov and N.
+Gimelshein, arXiv 1805.02867]. Signatures: flashinfer 0.7.2, norm, activation.py, sampling.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
 from vllm_accprobe.opcheck.references import activations, norms
-from vllm_accprobe.opcheck.references.linear import biased, product
-from vllm_accprobe.opcheck.references.recurrent.sequences import arguments, given
+from vllm_accprobe.opcheck.references.flashinfer.ropes import IN_PLACE
+from vllm_accprobe.opcheck.references.recurrent.sequences import arguments, given, place_of
 
 _NORM = "input weight eps out"
 _EPS = 1e-6
@@ -26,11 +26,8 @@ _GATED = {
     "flashinfer.gelu_tanh_and_mul": activations.gelu_tanh,
 }
 _IN_PLACE = (
-    "fused_add_rmsnorm", "gemma_fused_add_rmsnorm", "rmsnorm_quant", "fused_add_rmsnorm_quant",
-    "fused_add_rmsnorm_fp8_block_quant", "layernorm_quant", "rmsnorm_sigmoid_gate",
-    "apply_rope_inplace", "apply_llama31_rope_inplace", "apply_rope_pos_ids_inplace",
-    "apply_llama31_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache_inplace",
-    "append_paged_kv_cache", "append_paged_mla_kv_cache",
+    "rmsnorm_quant", "fused_add_rmsnorm_quant", "fused_add_rmsnorm_fp8_block_quant", "layernorm_quant",
+    "rmsnorm_sigmoid_gate", "append_paged_kv_cache", "append_paged_mla_kv_cache",
 )  # fmt: skip
 
 
@@ -75,14 +72,23 @@ def softmax(call: Call) -> Expected:
     return Expected(torch.softmax(z if t is None else z / t, -1))
 
 
-@reference("flashinfer.mm_bf16")
-def mm(call: Call) -> Expected:
-    """(a [m, k], b [k, n], bias [n] or None, ...)"""
-    f = arguments(call, "a b bias")
-    a, b = given(f, "a", "b")
-    return biased(product(a, b.T), None if f["bias"] is None else f["bias"].double())
+_ADDED = "input residual weight eps"
+
+
+@reference("flashinfer.fused_add_rmsnorm", "flashinfer.gemma_fused_add_rmsnorm")
+def added(call: Call) -> dict[str, Expected]:
+    """(input, residual, weight, eps), both changed in place."""
+    f = arguments(call, _ADDED)
+    roles = [place_of(call, _ADDED, n) for n in ("input", "residual")]
+    if not all(role in call.outputs for role in roles):
+        raise Declined(IN_PLACE)
+    x, residual, weight = given(f, "input", "residual", "weight")
+    weight = weight + 1.0 if "gemma" in call.cls else weight
+    y, total = norms.fused(x, residual, weight, _eps(f["eps"]), call.unit)
+    assert total is not None
+    return dict(zip(roles, (y, total), strict=True))
 
 
 @reference(*(f"flashinfer.{name}" for name in _IN_PLACE))
 def in_place(call: Call) -> Expected:
-    raise Declined("works in place: FlashInfer's recorder keeps what it was given and not what it made of it")
+    raise Declined(IN_PLACE)

@@ -1,0 +1,68 @@
+"""Where only vllm-accprobe-capture is installed: what captures works; what compares names in one line what it lacks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"h5py", "llvmlite", "numba", "pandas", "plotly", "scipy"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+_CAPTURE = """
+import torch
+from vllm_accprobe import Probe
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.SiLU(), torch.nn.Linear(16, 8))
+with torch.no_grad(), Probe(model, dir=sys.argv[1]):
+    model(torch.randn(4, 16))
+"""
+_MAIN = "from vllm_accprobe.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+
+
+def alone(program: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", _WITHOUT + program, *argv], env=env, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at = tmp_path_factory.mktemp("alone") / "dump"
+    done = alone(_CAPTURE, str(at))
+    assert done.returncode == 0, done.stderr
+    return at
+
+
+def test_a_capture_has_statistics(dump: Path) -> None:
+    from vllm_accprobe import open_dump
+
+    records = open_dump(dump).records
+    assert {r.tap for r in records} >= {"0", "1", "2"}
+    assert all(r.stats is not None and r.stats.count for r in records)
+    assert open_dump(dump).errors == []
+
+
+@pytest.mark.parametrize("line", ["summary {}", "show {} 2", "repair {}", "convert {} --to npz {}.npz"])
+def test_what_looks_at_a_dump_works(dump: Path, line: str) -> None:
+    done = alone(_MAIN, *(word.format(dump) for word in line.split()))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("argv", [["compare", "{}", "{}"], ["convert", "{}", "--to", "h5", "{}.h5"]])
+def test_what_compares_says_what_is_missing(dump: Path, tmp_path: Path, argv: list[str]) -> None:
+    words = [w.format(dump) for w in argv]
+    if argv[0] == "compare":
+        words += ["--out", str(tmp_path / "out")]
+    done = alone(_MAIN, *words)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "is not installed, which this needs: pip install vllm-accprobe" in done.stderr

@@ -1,0 +1,31 @@
+"""A cache of 8 bits beside a golden one of 16: what the format does is told apart from a row that was not written.
+
+scripts/cache_pairs.py has more cases; here is one that is right and one that is wrong, in one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.captures import Engines
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_format_is_told_apart_from_a_wrong_state(tmp_path: Path, engines: Engines) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "cache_pairs.py"), "--out", str(tmp_path)]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [*command, "--only", "right-e4m3,dropped-row"], env=env, capture_output=True, text=True, timeout=420
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    right, wrong = [line for line in ran.stdout.splitlines() if line.startswith(("right-", "dropped-"))]
+    assert "pass, blamed: nobody; replay: mine's cache is fp8_e4m3 in 4 attentions" in right
+    assert "beyond it mine is right for its own inputs" in right
+    assert "fail, blamed: model.layers.1.self_attn.attn" in wrong
+    assert "what model.layers.1.self_attn.attn differs by is not that rounding" in wrong

@@ -1,0 +1,184 @@
+"""Both commands as processes: whatever breaks on the way, the table is the offline one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from online.online_certificates import Authority
+from online.online_runs import Cut, Run, ended, free_port, many, serve
+from opcheck.layer_dumps import build
+from opcheck.opcheck_dumps import Maker
+
+from vllm_accprobe.cli import main
+
+FILES = ("opcheck.csv", "result.csv", "profile.json")
+
+
+@pytest.fixture(scope="session")
+def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return many(tmp_path_factory.mktemp("online") / "dump", 1000)
+
+
+@pytest.fixture(scope="session")
+def offline(thousand: Path) -> Path:
+    out = thousand.parent / "offline"
+    assert main(["opcheck", str(thousand), "--out", str(out)]) == 1
+    return out
+
+
+def same(out: Path, offline: Path) -> None:
+    for name in FILES:
+        assert (out / name).read_bytes() == (offline / name).read_bytes(), name
+
+
+def test_a_thousand_calls_with_the_line_cut_and_the_receiver_killed(
+    tmp_path: Path, thousand: Path, offline: Path
+) -> None:
+    authority, port, out = Authority(), free_port(), tmp_path / "out"
+    tls = [str(authority.folder(tmp_path / side, side)) for side in ("server", "client")]
+    line = Cut(port, rate=400_000.0)
+    first = serve(out, port, "--tls", tls[0])
+    send = Run("send", str(thousand), "--port", str(line.port), "--tls", tls[1])
+    with ended(first, send):
+        journal = out / "received/rank0000/journal.jsonl"
+        for _ in range(3):
+            before = line.bytes
+            while line.bytes < before + 200_000 and send.process.poll() is None:
+                time.sleep(0.01)
+            line.cut()
+        while not journal.stat().st_size:
+            time.sleep(0.01)
+        assert send.process.poll() is None  # else nothing was cut or killed in the middle
+        first.kill()
+        had = journal.stat().st_size
+        second = serve(out, port, "--tls", tls[0])
+        with ended(second):
+            assert send.code() == 0, send.said
+            assert second.code() == 1, second.said
+    line.close()
+    assert f"on from byte {had:,} of its journal" in second.said
+    assert send.said.count("connected again") >= 4
+    assert "1,000 calls were checked as they came" in second.said
+    assert journal.read_bytes() == (thousand / "rank0000/journal.jsonl").read_bytes()
+    same(out, offline)
+
+
+def test_a_dump_that_is_followed_through_a_folder(tmp_path: Path, offline: Path, thousand: Path) -> None:
+    """The capture goes on while it is sent and checked; what fails is said before it ends."""
+    source, shared, out = tmp_path / "dump", tmp_path / "shared", tmp_path / "out"
+    journal = (thousand / "rank0000/journal.jsonl").read_bytes().splitlines(keepends=True)
+    (source / "rank0000").mkdir(parents=True)
+    (source / "run.json").write_bytes((thousand / "run.json").read_bytes())
+    segment = "seg-00000.safetensors"
+    (source / "rank0000" / segment).write_bytes((thousand / "rank0000" / segment).read_bytes())
+    growing = (source / "rank0000/journal.jsonl").open("ab")
+    half = len(journal) // 2
+    growing.write(b"".join(journal[:half]) + journal[half][:20])  # a line that is half written
+    growing.flush()
+    receive = Run("serve", "--shared", str(shared), "--out", str(out), "--wait", "60")
+    send = Run("send", str(source), "--shared", str(shared), "--follow")
+    with ended(receive, send), growing:
+        receive.until("layers.0.norm  RMSNorm  output.0: ")
+        assert send.process.poll() is None
+        growing.write(journal[half][20:] + b"".join(journal[half + 1 :]))
+        growing.flush()
+        assert send.code() == 0, send.said
+        assert receive.code() == 1, receive.said
+    assert "how many outputs there are was not known before the end: opcheck goes over all of it" in receive.said
+    assert list(shared.rglob("*.batch")) == []
+    same(out, offline)
+
+
+def test_two_ranks_and_a_sender_each(tmp_path: Path) -> None:
+    """A rank's share of a sum is checked with the other's, which comes from another machine."""
+    dump, out, port = build(tmp_path / "dump"), tmp_path / "out", free_port()
+    second = Maker(dump, 1)
+    second.module("<root>", "TinyForCausalLM")
+    second.step(0, [(0, 0, 4)])
+    second.close()
+    receive = serve(out, port, "--ranks", "0-1")
+    sends = [Run("send", str(dump), "--port", str(port), "--ranks", str(r)) for r in (1, 0)]
+    with ended(receive, *sends):
+        assert [s.code() for s in sends] == [0, 0]
+        assert receive.code() == 0, receive.said
+    assert main(["opcheck", str(dump), "--out", str(tmp_path / "off")]) == 0
+    assert (out / "opcheck.csv").read_bytes() == (tmp_path / "off/opcheck.csv").read_bytes()
+
+
+def test_msprobes_keys_on_both_sides(tmp_path: Path) -> None:
+    """The two config.json of msprobe's document, with a port that is free."""
+    dump, out, port = build(tmp_path / "dump"), tmp_path / "out", free_port()
+    line = {"nfs_path": "", "host": "127.0.0.1", "port": port}
+    gpu = {"white_list": [], "black_list": [], "error_data_path": "./", "is_online": True, **line, "rank_list": [0]}
+    npu = {"scope": [], "list": [], "online_run_ut": True, **line}
+    around = {"dump_path": "d", "rank": [0], "step": [0], "level": "L1", "seed": 1234, "is_deterministic": True}
+    configs = {"gpu": {"task": "run_ut", "run_ut": gpu}, "npu": {"task": "tensor", **around, "tensor": npu}}
+    for name, tree in configs.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(tree))
+    receive = Run("serve", "--config", str(tmp_path / "gpu.json"), "--out", str(out))
+    with ended(receive):
+        receive.until("waiting for calls")
+        send = Run("send", str(dump), "--config", str(tmp_path / "npu.json"))
+        with ended(send):
+            assert send.code() == 0, send.said
+        assert receive.code() == 0, receive.said
+    assert "note: run_ut.error_data_path has no effect here" in receive.said
+
+
+def test_interrupted_it_checks_what_is_here(tmp_path: Path) -> None:
+    out, port = tmp_path / "out", free_port()
+    receive = serve(out, port, "--ranks", "0-1")
+    send = Run("send", str(build(tmp_path / "dump", "layers.0.norm")), "--port", str(port))
+    with ended(receive, send):
+        assert send.code() == 0
+        receive.until("all is here")
+        receive.process.send_signal(signal.SIGINT)
+        assert receive.code() == 1, receive.said
+    assert "rank 1: nothing of it came" in receive.said
+    assert "12 of 15 calls checked" in receive.said
+
+
+def test_nothing_came(tmp_path: Path) -> None:
+    receive = serve(tmp_path / "out", free_port(), "--wait", "0.3")
+    assert receive.code() == 3
+    assert receive.lines[-1].endswith("no rank sent anything that was taken")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serve", "--host", "0.0.0.0"], "0.0.0.0 is not this machine, and without certificates nothing goes over"),
+        (["serve", "--tls", "."], "has no ca.crt, no server.crt, no server.key"),
+        (["serve", "--config", "nowhere.json"], "nowhere.json: No such file or directory"),
+        (["serve", "--standard", "none"], "standard 'none': known are"),
+        (["send", "nowhere"], "nowhere does not exist"),
+        (["send", ".", "--patience", "0"], "is no dump of accprobe"),
+    ],
+)
+def test_bad_usage_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["online", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
+
+
+def test_another_run_is_not_mixed_in(tmp_path: Path) -> None:
+    """What one run has sent stays, and another run's rank 0 is refused."""
+    out, port = tmp_path / "out", free_port()
+    one, two = build(tmp_path / "one"), build(tmp_path / "two", "layers.0.norm")
+    receive = serve(out, port, "--ranks", "0-1")
+    with ended(receive):
+        assert Run("send", str(one), "--port", str(port)).code() == 0
+        send = Run("send", str(two), "--port", str(port))
+        assert send.code() == 2
+        assert "holds rank 0 of another run: give it another --out" in send.said
+        other = Run("send", str(one), "--port", str(port), "--ranks", "5")
+        assert other.code() == 2, other.said
+    assert (out / "received/rank0000/journal.jsonl").read_bytes() == (one / "rank0000/journal.jsonl").read_bytes()

@@ -1,0 +1,148 @@
+"""Gradients that msprobe recorded, of operators, functions and modules: right ones pass, wrong ones fail."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_accprobe.cli import main
+
+G = torch.Generator().manual_seed(3)
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=G).bfloat16()
+
+
+class BackwardDump:
+    """Writes forward and backward records as msprobe does: one step, one rank."""
+
+    def __init__(self, root: Path):
+        self.root, self.place = root, root / "step0" / "rank0"
+        (self.place / "dump_tensor_data").mkdir(parents=True)
+        self.data: dict[str, Any] = {}
+        self.parents: dict[str, Any] = {}
+
+    def _info(self, key: str, suffix: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            name = f"{key}.{suffix}.pt"
+            torch.save(value.detach(), self.place / "dump_tensor_data" / name)
+            return {"type": "torch.Tensor", "dtype": str(value.dtype), "shape": list(value.shape), "data_name": name}
+        if isinstance(value, (list, tuple)):
+            return [self._info(key, f"{suffix}.{i}", v) for i, v in enumerate(value)]
+        return None if value is None else {"type": type(value).__name__, "value": value}
+
+    def forward(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Any, ...],
+                parent: str | None = None, **more: Any) -> None:  # fmt: skip
+        self.data[key] = {
+            "input_args": [self._info(key, f"input.{i}", v) for i, v in enumerate(args)],
+            "input_kwargs": {k: self._info(key, f"input.{k}", v) for k, v in kwargs.items()},
+            **({"parameters": {k: self._info(key, f"parameters.{k}", v) for k, v in more.items()}} if more else {}),
+            "output": [self._info(key, f"output.{i}", v) for i, v in enumerate(outputs)],
+        }
+        self.parents[key] = parent
+
+    def backward(self, key: str, ups: tuple[Any, ...], grads: tuple[Any, ...], parent: str | None = None) -> None:
+        self.data[key] = {
+            "input": [self._info(key, f"input.{i}", v) for i, v in enumerate(ups)],
+            "output": [self._info(key, f"output.{i}", v) for i, v in enumerate(grads)],
+        }
+        self.parents[key] = parent
+
+    def checked(self, out: Path) -> tuple[int, dict[tuple[str, str], str]]:
+        """Exit code of opcheck; by (tap, role, number of the call) each status, or why there is none."""
+        head = {"task": "tensor", "level": "mix", "framework": "pytorch", "data": self.data}
+        (self.place / "dump.json").write_text(json.dumps(head))
+        (self.place / "construct.json").write_text(json.dumps(self.parents))
+        code = main(["opcheck", str(self.root), "--out", str(out), "-j", "0"])
+        with (out / "opcheck.csv").open(newline="") as f:
+            rows = list(csv.DictReader(f))
+        return code, {
+            (r["tap"], f"{r['call']}:{r['role']}"): r["status"] if r["status"] != "skip" else r["message"] for r in rows
+        }
+
+
+def rms(x: torch.Tensor, w: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
+
+
+def grads(y: torch.Tensor, up: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+    return [g.bfloat16() for g in torch.autograd.grad(y, leaves, up.float())]
+
+
+def test_operators_and_functions(tmp_path: Path) -> None:
+    x, w, up = draw(9, 64), draw(64), draw(9, 64)
+    wide = [t.float().requires_grad_() for t in (x, w)]
+    y = rms(*wide)
+    right = grads(y, up, *wide)
+    d = BackwardDump(tmp_path / "d")
+    norm = (x, w), {"epsilon": 1e-6}, (y.bfloat16(), torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6))
+    for n in (0, 1):
+        d.forward(f"NPU.npu_rms_norm.{n}.forward", *norm)
+    d.forward("Functional.silu.0.forward", (x,), {}, (torch.nn.functional.silu(x),))
+    d.forward("Torch.matmul.0.forward", (x, x.T), {}, (x @ x.T,))
+    s = x.float().requires_grad_()
+    d.backward("Functional.silu.0.backward", (up,), (grads(torch.nn.functional.silu(s), up, s)[0],))
+    d.backward("NPU.npu_rms_norm.1.backward", (up, None), (right[0], right[1], None))
+    # the mean over the row is left out; as some versions write it, without the arguments that have none
+    d.backward("NPU.npu_rms_norm.0.backward", (up,), (wide[1].detach() * up.float() * norm[2][1], right[1]))
+    d.backward("Functional.gelu.0.backward", (up,), (up,))
+    code, found = d.checked(tmp_path / "o")
+    assert code == 1
+    assert found["backward.Functional:silu", "0:output.0"] == "pass"
+    assert found["backward.NPU:npu_rms_norm", "1:output.0"] == "pass"
+    assert found["backward.NPU:npu_rms_norm", "1:output.1"] == "pass"
+    assert found["backward.NPU:npu_rms_norm", "0:output.0"] == "fail"
+    assert found["backward.NPU:npu_rms_norm", "0:output.1"] == "pass"
+    assert found["backward.Functional:gelu", "0:"] == "a gradient whose forward call was not captured"
+    assert {v for (tap, _), v in found.items() if not tap.startswith("backward.")} == {"pass"}
+
+
+def test_the_number_in_the_name_pairs_calls_inside_a_module(tmp_path: Path) -> None:
+    """Backward runs come in the other order, and are numbered anew where they were called."""
+    module = "Module.model.mlp.MLP.forward.0"
+    d = BackwardDump(tmp_path / "d")
+    ups = []
+    for n in (4, 5):
+        x, up = draw(8, 24), draw(8, 12)
+        s = x.float().requires_grad_()
+        a, b = s.chunk(2, -1)
+        y = torch.nn.functional.silu(a) * b
+        d.forward(f"NPU.npu_swiglu.{n}.forward", (x,), {"dim": -1}, (y.bfloat16(),), module)
+        ups.append((n, up, grads(y, up, s)))
+    for n, up, g in reversed(ups):
+        d.backward(f"NPU.npu_swiglu.{n}.backward", (up,), tuple(g), module.replace("forward", "backward"))
+    code, found = d.checked(tmp_path / "o")
+    assert code == 0
+    assert {v for (tap, _), v in found.items() if tap.startswith("backward.")} == {"pass"}
+    assert len(found) == 4
+
+
+def test_modules(tmp_path: Path) -> None:
+    x, w, up = draw(6, 40), draw(16, 40), draw(6, 16)
+    d = BackwardDump(tmp_path / "d")
+    d.forward("Module.fc.Linear.forward.0", (x,), {}, (torch.nn.functional.linear(x, w),), weight=w)
+    d.backward("Module.fc.Linear.backward.0", (up,), ((up.float() @ w.float()).bfloat16(),))
+    d.forward("Module.act.SiLUActivation.forward.0", (x,), {}, (torch.nn.functional.silu(x),))
+    d.backward("Module.act.SiLUActivation.backward.0", (x,), (torch.nn.functional.silu(x),))  # the forward once more
+    code, found = d.checked(tmp_path / "o")
+    assert code == 1
+    assert found["backward.fc", "0:output.0"] == "pass"
+    assert found["backward.act", "0:output.0"] == "fail"
+
+
+@pytest.mark.parametrize("missing", ["input.0", "input.1"])
+def test_a_forward_call_that_is_incomplete_is_told(missing: str, tmp_path: Path) -> None:
+    x, w = draw(4, 8), draw(8)
+    d = BackwardDump(tmp_path / "d")
+    d.forward("NPU.npu_rms_norm.0.forward", (x, w), {}, (x,))
+    d.backward("NPU.npu_rms_norm.0.backward", (x,), (x, w))
+    (d.place / "dump_tensor_data" / f"NPU.npu_rms_norm.0.forward.{missing}.pt").unlink()
+    code, found = d.checked(tmp_path / "o")
+    assert code == 3
+    assert found["backward.NPU:npu_rms_norm", "0:"] == f"of its forward call: argument {missing} was not kept"

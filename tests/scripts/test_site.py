@@ -1,0 +1,67 @@
+"""The docs as a site, and README on an index page: links that are right in a checkout are right there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import for_the_index
+import pytest
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="mkdocs-material is not installed here")
+    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+                          cwd=ROOT, capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    pages = {p.name for p in (ROOT / "docs").glob("*.md")}
+    built = {p.name for p in (tmp_path / "site").iterdir()}
+    assert {p.removesuffix(".md") for p in pages} - {"index"} <= built
+    front = (tmp_path / "site" / "readme" / "index.html").read_text(encoding="utf-8")
+    assert 'href="../gate/' in front  # README's docs/gate.md
+    assert "http://" not in re.sub(r"http://(www\.w3\.org|localhost|mine|new-card)", "", front)
+
+
+def test_every_page_is_in_the_site_s_menu() -> None:
+    menu = set(re.findall(r": ([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {p.name for p in (ROOT / "docs").glob("*.md")} <= menu
+
+
+def test_links_of_readme_lead_to_the_tag(tmp_path: Path) -> None:
+    for name in ("README.md", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    argv = [sys.executable, str(ROOT / "scripts" / "for_the_index.py"), "--root", str(tmp_path), "--tag", "v1.2.3"]
+    done = subprocess.run([*argv, "--repository", "https://example.org/a/b"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(links) > 30
+    assert all(link.startswith("https://example.org/a/b/") for link in links)
+    assert "](https://example.org/a/b/raw/v1.2.3/docs/img/report.png)" in text
+    was = re.findall(r"\]\(([^)\s#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert all((ROOT / link).exists() for link in was)
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["urls"]["Changelog"] == "https://example.org/a/b/blob/v1.2.3/CHANGELOG.md"
+    again = subprocess.run([*argv, "--repository", "https://example.org/a/b"], capture_output=True, text=True)
+    assert again.returncode == 1
+    assert again.stderr.startswith("error: pyproject.toml: ")
+
+
+def test_code_is_left_alone() -> None:
+    text = "[a](b.md)\n```bash\n[x](y.md)\n```\n[c](#d) ![e](f.png)"
+    assert for_the_index.absolute_links(text, "https://h/o/n", "t") == (
+        "[a](https://h/o/n/blob/t/b.md)\n```bash\n[x](y.md)\n```\n[c](#d) ![e](https://h/o/n/raw/t/f.png)"
+    )
+
+
+@pytest.mark.parametrize(("repository", "tag"), [("example.org/a", "v1"), ("https://h/o/n", "a b")])
+def test_a_wrong_address_is_one_line(repository: str, tag: str) -> None:
+    argv = [sys.executable, str(ROOT / "scripts" / "for_the_index.py"), "--repository", repository, "--tag", tag]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "is needed" in done.stderr

@@ -1,0 +1,1 @@
+"""What Python processes that errcheck watches find first on their path."""

@@ -1,0 +1,192 @@
+"""The process that checks calls while they come, and gives the rows of an offline check in the end.
+
+The problem: opcheck goes tap by tap over a dump that is complete, and holds one tap's past at a time; here a dump grows
+step by step. The idea: in each round the copy is opened again, and of it only the steps that are complete on all ranks
+and were not checked yet are looked at, with what each tap has added up so far (its pools, and what attention looks back
+at) kept from the round before. In the end every tap is held against the complete dump: where it had the same calls with
+the same tensors, all of them checked, its rows stand; any other is checked once more, from the beginning, as opcheck
+does. So the table is opcheck's, and no row of it rests on what had not arrived yet. Where limits cannot be those of the
+whole (how many outputs there will be decides how much chance each one has, and a dump that is followed does not say),
+the rows of the rounds are only warnings, and opcheck makes the table. Not here: when to look (checking.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from vllm_accprobe.opcheck.run.worker import STORED, Job, OpenJob, Tap
+
+_PASTS = 2 << 30
+"""Chosen: bytes of keys and values that are kept over rounds; beyond them attention is checked in the end."""
+Key = tuple[int, str]
+
+
+class ArrivingJob(OpenJob):
+    """A job on a dump that grows. spool: where rows wait; outputs, taps: of the whole dump, as its senders say, or
+    None."""
+
+    def __init__(self, job: Job, spool: IO[bytes], totals: tuple[int, int] | None):
+        from vllm_accprobe.opcheck.floors.chance import BUDGET, RATE, Budget
+
+        super().__init__(job)
+        self._spool = spool
+        self.budget = BUDGET if totals is None else Budget(RATE, max(totals[0], 1), max(totals[1], 1))
+        self.options = replace(self.options, budget=self.budget)
+        self.low = -1
+        self.count = 0
+        self._rows: dict[Key, list[tuple[int, int]]] = {}
+        self._checked: dict[Key, dict[tuple[int | None, int], frozenset[str]]] = {}
+        self._again: set[Key] = set()
+        self._pools: dict[Key, Any] = {}
+        self._pasts: dict[Key, Any] = {}
+        self._ranks: tuple[int, ...] = ()
+        self._keeps: Mapping[str, str] | None = None
+        self._later = False
+
+    def look(self, ranks: Sequence[int], ended: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Checks what is complete and new; says what fails. ranks: that are to come; ended: that are all here. The last
+        word has how many calls were checked so far."""
+        from vllm_accprobe.formats import open_dump
+        from vllm_accprobe.online.arriving import ArrivingCalls
+
+        begun = time.monotonic()
+        dump = open_dump(Path(self.job.dump))
+        high = _complete(dump, ranks, ended)
+        opened = time.monotonic() - begun
+        if high > self.low:
+            calls = ArrivingCalls(dump, Path(self.job.model) if self.job.model else None, self._pasts, self._keeps)
+            calls.only(self.low, high)
+            self.calls, self.low = calls, high
+            self._ranks = self._ranks or dump.ranks
+            self._keeps = calls.keeps()
+            opened = time.monotonic() - begun
+            for rank, tap, _ in calls.taps(self.job.ops):
+                yield from self._tap(calls, rank, tap)
+            self._trim()
+        yield {"looked": self.count, "opened": opened}
+
+    def _tap(self, calls: Any, rank: int, tap: str) -> Iterator[dict[str, Any]]:
+        from vllm_accprobe.opcheck.floors.pools import Pools
+        from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, SKIP
+        from vllm_accprobe.opcheck.run.table import cells
+
+        key = rank, tap
+        if self._later and key in self._again:
+            return
+        pools = self._pools.setdefault(key, Pools())
+        for captured in calls.of(rank, tap):
+            self._checked.setdefault(key, {})[captured.step, captured.call] = frozenset(captured.records)
+            self.count += 1
+            for row in self._check(captured, pools):
+                if row.status in (SKIP, ERROR) or row.unchecked_because:
+                    self._again.add(key)  # what it lacks may come yet
+                if row.status == FAIL:
+                    yield {"fail": [rank, row.step, tap, row.cls, row.role, row.message]}
+                line = json.dumps(cells(row)).encode()
+                self._rows.setdefault(key, []).append((self._spool.seek(0, os.SEEK_END), len(line)))
+                self._spool.write(line)
+
+    def _trim(self) -> None:
+        """Lets go of what attention looks back at where it grows too large; those taps are checked in the end."""
+        size = sum(t.nbytes for past in self._pasts.values() for held in past.written.values() for t in held.values())
+        if size > _PASTS:
+            self._again |= set(self._pasts)
+            self._pasts.clear()
+            self._later = True
+
+    def finish(self) -> Iterator[dict[str, Any]]:
+        """The rows of the table, in opcheck's order; or why they are not those of the whole."""
+        from vllm_accprobe.formats import open_dump
+        from vllm_accprobe.opcheck.calls.records import Calls
+
+        calls = Calls(open_dump(Path(self.job.dump)), Path(self.job.model) if self.job.model else None)
+        if calls.budget() != self.budget:
+            yield {"unsettled": "how many outputs there are was not known before the end"}
+            return
+        if calls.dump.ranks != self._ranks or calls.keeps() != self._keeps:
+            yield {"unsettled": "the first calls did not show all that the whole dump shows"}
+            return
+        self.calls = calls
+        again = 0
+        for tap in self.taps():
+            if tap != STORED and self._stands(calls, tap):
+                yield from self._held(tap)
+                continue
+            again += tap != STORED
+            for row in self.rows(tap, {}, lambda step, call: None):
+                yield {"row": _cells(row)}
+        yield {"finished": again, "problems": self.problems}
+
+    def _stands(self, calls: Any, tap: Tap) -> bool:
+        key = tap[:2]
+        if key in self._again:
+            return False
+        if key in calls.ops:
+            held = calls.op_records.get(key, {})
+            whole = {(o.step, o.call): frozenset(held.get((o.step, o.call), {})) for o in calls.ops[key]}
+        else:
+            whole = {place: frozenset(records) for place, records in calls.by_tap[key].items()}
+        return whole == self._checked.get(key, {})
+
+    def _held(self, tap: Tap) -> Iterator[dict[str, Any]]:
+        from vllm_accprobe.opcheck.run.result_row import OURS
+
+        for at, length in self._rows.get(tap[:2], ()):
+            self._spool.seek(at)
+            yield {"row": json.loads(self._spool.read(length))}
+        if self.source is None and self.options.standard == OURS and tap[:2] in self._pools:
+            for row in self._pools[tap[:2]].rows(self.budget):
+                yield {"row": _cells(row)}
+
+
+def _cells(row: Any) -> list[object]:
+    from vllm_accprobe.opcheck.run.table import cells
+
+    return cells(row)
+
+
+def _complete(dump: Any, ranks: Sequence[int], ended: Sequence[int]) -> int:
+    """The last step that is complete on all ranks: one that another has followed; -1 where a rank has not begun."""
+    if set(ranks) - set(dump.ranks):
+        return -1
+    steps: dict[int, list[int]] = defaultdict(list)
+    for rank, step in dump.steps:
+        steps[rank].append(step)
+    high = 1 << 62
+    for rank in dump.ranks:
+        if rank in dump.ends or rank in ended:
+            continue
+        known = sorted(steps[rank])
+        high = min(high, known[-2] if len(known) > 1 else -1)
+    return high
+
+
+def main() -> None:
+    """The protocol, as worker.py's: a job, then words, one JSON object a line. Ends with its input."""
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", errors="backslashreplace")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def say(message: dict[str, Any]) -> None:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+
+    with tempfile.TemporaryFile() as spool:
+        try:
+            first = json.loads(sys.stdin.readline())
+            bench = ArrivingJob(Job.from_json(first["job"]), spool, first["totals"] and tuple(first["totals"]))
+            say({"ready": True})
+            for line in sys.stdin:
+                asked = json.loads(line)
+                for message in bench.finish() if "finish" in asked else bench.look(asked["look"], asked["ended"]):
+                    say(message)
+        except Exception as error:
+            say({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})

@@ -1,0 +1,1 @@
+"""Captured calls as FlashInfer's flight recorder would have written them, for its own replay tool."""

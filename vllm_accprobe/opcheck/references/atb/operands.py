@@ -1,0 +1,158 @@
+"""One ATB operator's call: its inputs by number, its outputs, its parameters by name.
+
+The problem: ATB's operators have no named arguments; which tensor is what follows from the parameters, and a dump may
+lack them, or have inputs only as they were after the operator. The idea: `Operands` is asked by number and by name and
+declines in the same words everywhere; ``operator`` marks a function from Operands to its outputs as a reference, and
+adds what holds for all: an input that the operator does not write to is the same behind it.
+Not here: what operators compute.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Reference, reference
+
+Tensor = Any  # a torch.Tensor
+Outputs = Mapping[str, "Expected | Tensor"]
+UNKNOWN = "its parameters are not in the dump (op_param.json, the table of operators, the topology)"
+AFTER = "an input that was kept behind the operator only: nothing to hold it against"
+ACL = {
+    0: torch.float32, 1: torch.float16, 2: torch.int8, 3: torch.int32, 4: torch.uint8, 6: torch.int16, 9: torch.int64,
+    11: torch.float64, 12: torch.bool, 27: torch.bfloat16, 35: torch.float8_e5m2, 36: torch.float8_e4m3fn,
+}  # fmt: skip
+"""aclDataType; -1 stands for none."""
+UNDEFINED = -1
+
+
+class Operands:
+    """call: as calls/module_index.py makes it, inputs ``0``, ``1``, ..., attribute ``param``."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        found = call.attrs.get("param")
+        self._known = isinstance(found, Mapping)
+        self._param: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+
+    def __len__(self) -> int:
+        """How many inputs there are, gaps counted."""
+        numbers = [int(k) for k in self.call.inputs if k.isdecimal()]
+        return max(numbers, default=-1) + 1
+
+    @property
+    def unit(self) -> float:
+        return self.call.unit
+
+    def maybe(self, k: int) -> Tensor | None:
+        """Input k; None where there is none. An empty one (ATB's way to leave one out) is none."""
+        found = self.call.inputs.get(str(k))
+        return found if found is not None and found.numel() else None
+
+    def tensor(self, k: int) -> Tensor:
+        """Input k in its own dtype; raises Declined."""
+        found = self.call.inputs.get(str(k))
+        if found is None:
+            raise Declined(f"input {k} was not captured")
+        return found
+
+    def wide(self, k: int) -> Tensor:
+        """Input k in float64."""
+        return self.tensor(k).double()
+
+    def output(self, k: int = 0) -> Tensor:
+        """What was captured as output k; raises Declined."""
+        found = self.call.outputs.get(f"output.{k}")
+        if found is None:
+            raise Declined(f"output {k} was not captured")
+        return found
+
+    def has(self, *names: str) -> bool:
+        return any(name in self._param for name in names)
+
+    def param(self, name: str, default: Any) -> Any:
+        """A parameter, ATB's ``default`` where the dump tells others and not this one. Raises Declined where it tells
+        none at all, or one of another kind than the default."""
+        if not self._known:
+            raise Declined(UNKNOWN)
+        found = self._param.get(name, default)
+        if isinstance(default, bool):
+            kind = isinstance(found, (bool, int))
+        elif isinstance(default, int):
+            kind = isinstance(found, int)
+        elif isinstance(default, float):
+            kind = isinstance(found, (int, float))
+        else:
+            kind = isinstance(found, type(default))
+        if not kind:
+            raise Declined(f"parameter {name} is {str(found)[:40]!r}")
+        return type(default)(found) if isinstance(default, (bool, float)) else found
+
+    def part(self, name: str) -> Operands:
+        """The parameters below ``name`` (``normParam``), with the same tensors."""
+        found = Operands(self.call)
+        inner = self._param.get(name, {})
+        if not isinstance(inner, Mapping):
+            raise Declined(f"parameter {name} is {str(inner)[:40]!r}")
+        found._known, found._param = self._known, inner
+        return found
+
+    def numbers(self, name: str, default: Sequence[float] | None = None) -> list[Any]:
+        """A parameter that is a list of numbers; raises Declined."""
+        found = self.param(name, list(default) if default is not None else [])
+        if not found and default is None:
+            raise Declined(f"parameter {name} was not recorded")
+        if not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in found) or len(found) > 1 << 16:
+            raise Declined(f"parameter {name} is no list of numbers")
+        return found
+
+    def fits(self, size: int) -> None:
+        """Raises Declined where ``size`` elements, which a parameter asks for, are not those of output 0: a number of a
+        dump must not be what decides how much memory is taken."""
+        if size != self.output().numel():
+            raise Declined("its parameters do not fit the output that was captured")
+
+
+def operator(*names: str, by_rows: bool = False) -> Callable[[Callable[[Operands], Outputs]], Reference]:
+    """Marks a function from Operands to outputs by role (``output.0``, ``inplace.2``), for these types."""
+
+    def mark(function: Callable[[Operands], Outputs]) -> Reference:
+        @functools.wraps(function)
+        def judged(call: Call) -> Outputs:
+            return {**_kept(call), **function(Operands(call))}
+
+        return reference(*names, by_rows=by_rows)(judged)
+
+    return mark
+
+
+def _kept(call: Call) -> dict[str, Expected]:
+    """Inputs as they are behind the operator: as before it."""
+    found = {}
+    for role, after in call.outputs.items():
+        if not role.startswith("inplace."):
+            continue
+        name = role.removeprefix("inplace.")
+        before = call.inputs.get(name)
+        if before is None or name in call.attrs.get("kept_after", ()) or before.shape != after.shape:
+            found[role] = Expected(_exact(after), unit=0.0, only_measured=AFTER)
+        else:
+            found[role] = copied(before)
+    return found
+
+
+def _exact(t: Tensor) -> Tensor:
+    return t.double() if t.is_floating_point() else t.long()
+
+
+def copied(t: Tensor) -> Expected:
+    """What is moved and not computed: equal to the bit."""
+    return Expected(_exact(t), unit=0.0)
+
+
+def chosen(t: Tensor) -> Expected:
+    """Integers or booleans that follow exactly."""
+    return Expected(t.long(), unit=0.0)

@@ -1,0 +1,105 @@
+"""Routing to experts in ATB: Gating, GroupTopk, FusedAddTopkDiv.
+
+Formulas: Gating turns which experts each token has into which tokens each expert has: a stable sort by expert, places
+divided by topkExpertNum, sums of counts; with deviceExpert only those of these experts, zeros behind. GroupTopk: scores
+of groups whose sum of the n largest (largest, without groupMultiFlag) is not among the k largest become 0, in place.
+FusedAddTopkDiv: sigmoid(x) + bias chooses groups as GroupTopk does, then experts; weights are the sigmoids of these,
+with isNorm divided by their sum and times scale [DeepSeek-V3, arXiv 2412.19437, section 2.1.2]. Rows where two groups
+or experts are tied have no reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import APPROXIMATE, Declined, Expected
+from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, chosen, copied, operator
+
+Tensor = Any  # a torch.Tensor
+_TIED = "two of its groups or experts are tied"
+_NEAR = 2.0**-18
+"""Chosen: how near two float32 scores may be for a kernel's sigmoid or sum to turn them round."""
+
+
+@operator("GatingOperation")
+def gating(o: Operands) -> Outputs:
+    """(expert of each place, 0 .. places - 1) → (tokens, sums of counts, places, how many are valid)"""
+    experts, places = o.tensor(0).reshape(-1).long(), o.tensor(1).reshape(-1).long()
+    each, count, own = o.param("topkExpertNum", 1), o.param("cumSumNum", 0), sorted(o.numbers("deviceExpert", []))
+    if each < 1 or count < 1 or len(places) != len(experts):
+        raise Declined("topkExpertNum or cumSumNum does not fit its inputs")
+    if len(experts) and not 0 <= int(experts.min()) <= int(experts.max()) < count:
+        raise Declined("an expert is none of cumSumNum")
+    if any(not isinstance(e, int) or not 0 <= e < count for e in own):
+        raise Declined("deviceExpert holds none of cumSumNum")
+    order = torch.argsort(experts, stable=True)
+    counts = torch.bincount(experts, minlength=count)
+    if not own:
+        found = [places[order] // each, counts.cumsum(0), places[order]]
+        return {f"output.{k}": chosen(t.reshape(o.output(k).shape)) for k, t in enumerate(found)}
+    mine = torch.isin(experts[order], torch.tensor(own))
+    kept = places[order][mine]
+    padded = torch.zeros_like(places)
+    padded[: len(kept)] = kept
+    tokens = torch.zeros_like(places)
+    tokens[: len(kept)] = kept // each
+    found = [tokens, counts[torch.tensor(own)].cumsum(0), padded, torch.tensor([len(kept)])]
+    return {f"output.{k}": chosen(t.reshape(o.output(k).shape)) for k, t in enumerate(found)}
+
+
+def _left_out(x: Tensor, groups: int, keep: int, n: int) -> tuple[Tensor, Tensor]:
+    """bool [tokens, experts] of groups that are not kept, bool [tokens] of rows without a tie; x float64."""
+    if groups < 1 or x.shape[-1] % groups or not 0 <= keep <= groups or not 1 <= n <= x.shape[-1] // groups:
+        raise Declined("its numbers of groups and experts do not fit its input")
+    score = x.reshape(len(x), groups, -1).topk(n).values.sum(-1)
+    order = torch.argsort(score, descending=True, stable=True)
+    sorted_ = score.gather(1, order)
+    clear = torch.ones(len(x), dtype=torch.bool)
+    if 0 < keep < groups:
+        clear = (sorted_[:, keep - 1] - sorted_[:, keep]) > _NEAR * sorted_[:, keep - 1].abs()
+    out = torch.zeros(len(x), groups, dtype=torch.bool).scatter(1, order[:, keep:], True)
+    return out.repeat_interleave(x.shape[-1] // groups, 1), clear
+
+
+@operator("GroupTopkOperation")
+def group_topk(o: Operands) -> Outputs:
+    """(x, numbers), x in place."""
+    x = o.tensor(0)
+    n = o.param("n", 1) if o.param("groupMultiFlag", 0) else 1
+    out, clear = _left_out(x.double(), o.param("groupNum", 1), o.param("k", 0), n)
+    y = copied(x.masked_fill(out, 0.0))
+    if not bool(clear.all()):
+        y = Expected(y.value, unit=0.0, rows=clear, reason=_TIED)
+    return dict.fromkeys(("inplace.0", "output.0"), y)
+
+
+@operator("FusedAddTopkDivOperation")
+def fused_topk(o: Operands) -> Outputs:
+    """(x, bias, copies of each expert, where they are) → (weights, experts)"""
+    x, k = torch.sigmoid(o.wide(0)), o.param("k", 0)
+    if o.param("activationType", 8) != 8:
+        raise Declined("an activation that is no SIGMOID has no reference")
+    total = x + o.wide(1)
+    out, clear = _left_out(total, o.param("groupNum", 1), o.param("groupTopk", 0), o.param("n", 1))
+    kept = total.masked_fill(out, 0.0)
+    if not 0 < k <= kept.shape[-1]:
+        raise Declined(f"{k} of {kept.shape[-1]} experts cannot be chosen")
+    order = torch.argsort(kept, descending=True, stable=True)
+    sorted_ = kept.gather(1, order)[:, : k + 1]
+    gaps = sorted_[:, :-1] - sorted_[:, 1:]
+    clear = clear & (gaps > _NEAR * sorted_[:, :-1].abs()).all(-1)
+    experts = order[:, :k]
+    y = x.gather(1, experts)
+    if o.param("isNorm", True):
+        y = y / y.sum(-1, keepdim=True) * o.param("scale", 1.0)
+    if o.param("enableExpertMapping", False):
+        copies, where = o.tensor(2).reshape(-1).long(), o.tensor(3).long()
+        turn = torch.arange(len(x)).unsqueeze(1) % copies[experts].clamp(min=1)
+        experts = where[experts, turn]
+    rows, why = (None, "") if bool(clear.all()) else (clear, _TIED)
+    return {
+        "output.0": Expected(y, 2.0**-22 * y, bound=2.0 * APPROXIMATE * y.abs(), rows=rows, reason=why),
+        "output.1": Expected(experts.long(), unit=0.0, rows=rows, reason=why),
+    }

@@ -1,0 +1,153 @@
+"""Attention over a cache of 8 bits: what the kernel really reads, and how much of a difference is the format's own.
+
+The problem: keys and values that pass through an fp8 or int8 cache come back rounded, so that a right kernel's output
+is percents away from one with a cache of 16 bits, which is as much as a wrong block makes. The idea: the rounding is
+known to the bit from what was written: each number over its scale, to the nearest of the format. With keys and values
+rounded so, the reference is the kernel's own, and nothing is left that a wrong state could hide in. The same reference
+without that rounding says how far the format alone moves the output (`CacheRounding`), and the format's step, how far
+it should and how far it can.
+
+Derived. k and v are off by at most half a step each, e(x) = scale 2**(exponent - bits - 1), 0.5 scale for int8,
+evenly spread, so with a variance of e**2 / 3 [B. Widrow and I. Kollar, Quantization Noise, 2008]. Expected, in first
+order: sum_j p_j**2 (e(v_j)**2 / 3 + s**2 sum_d q_d**2 e(k_jd)**2 / 3 (v_j - o)**2), s being the scale of scores. At
+most: a score is off by S_j = s sum_d |q_d| e(k_jd); a probability becomes p_j exp(x_j) / Z, |x_j| <= S_j and
+exp(-m) <= Z <= M for m = sum p S [Jensen], M = sum p exp(S), and changes by at most p_j c_j,
+c_j = max(exp(S_j + m) - 1, 1 - exp(-S_j) / M); the output, as these changes add up to 0, by
+sum_j p_j (1 + c_j) e(v_j) + sum_j p_j c_j (|v_j| + |o|).
+
+Scales: of a layer, as its kernel has them; of a token and a head, the largest over the largest code [vLLM's
+*_per_token_head]. Not here: the layouts of blocks (layouts.py), attention (references/attention.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import CacheRounding, Declined
+from vllm_accprobe.opcheck.references.paged.layouts import coded, half_step, largest
+
+Tensor = Any  # a torch.Tensor
+_KINDS = {
+    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_inc": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+    "int8": "int8", "int8_per_token_head": "int8", "fp8_per_token_head": "float8_e4m3fn",
+}  # fmt: skip
+_WHOLE = ("", "auto", "bfloat16", "float16", "half", "float", "float32")
+_DOUBT = 2.0**-8
+"""Chosen: relative error of x over a scale that is no power of two, where a kernel multiplies by its inverse in
+bfloat16: of a number so near to the middle of two codes either may stand there."""
+Attend = Callable[[Tensor, Tensor, "Tensor | None"], "tuple[Tensor, Tensor, Tensor]"]
+"""(keys, values, standard error of scores or None) → (output, noise, bound)."""
+_FAR = 30.0
+"""Exponent from which a bound says nothing."""
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """kind: vLLM's word; dtype: of a code; scales: of keys and values, None where each token and head has its own."""
+
+    kind: str
+    dtype: Any
+    scales: tuple[float, float] | None
+
+    def held(self, rows: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Float64 ``rows`` [m, heads, width] as they are read back; how far a code may honestly be from that; and half
+        a step of the format there. which: 0 for keys, 1 for values."""
+        if self.scales is not None:
+            scale: Tensor = torch.tensor(self.scales[which], dtype=torch.float64)
+        else:
+            scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-10) / largest(self.dtype)
+        exact = rows / scale
+        read = self._nearest(exact)
+        doubt = torch.zeros_like(exact)
+        mantissa, _ = torch.frexp(scale)
+        if not bool((mantissa == 0.5).all()):
+            doubt = torch.maximum(*((self._nearest(exact * (1.0 + d)) - read).abs() for d in (-_DOUBT, _DOUBT)))
+        clipped = (exact.abs() - largest(self.dtype)).clamp(min=0.0)
+        return read * scale, doubt * scale, torch.maximum(half_step(exact, self.dtype), clipped) * scale
+
+    def _nearest(self, exact: Tensor) -> Tensor:
+        mine = torch.zeros(exact.shape, dtype=torch.uint8)
+        return coded(exact, mine, self.dtype, keep=False).view(self.dtype).double()
+
+
+def cache_format(attrs: Mapping[str, Any]) -> CacheFormat | None:
+    """Of an attention's module; None for a cache of the model's own numbers. Raises Declined for one whose numbers are
+    not known."""
+    kind = str(attrs.get("impl.kv_cache_dtype") or attrs.get("kv_cache_dtype") or "auto")
+    if kind in _WHOLE:
+        return None
+    if kind not in _KINDS:
+        raise Declined(f"what a cache of kind {kind} holds is not known")
+    dtype = getattr(torch, _KINDS[kind])
+    if kind.endswith("_per_token_head"):
+        return CacheFormat(kind, dtype, None)
+    given = [attrs.get(f"_{x}_scale_float") for x in "kv"]
+    scales = [float(s) for s in given if isinstance(s, (int, float)) and s > 0]
+    if len(scales) < 2:
+        raise Declined(f"the scales of its {kind} cache were not captured")
+    return CacheFormat(kind, dtype, (scales[0], scales[1]))
+
+
+def through_cache(
+    eight: CacheFormat,
+    q: Tensor,
+    written: tuple[Tensor, Tensor],
+    p: Tensor,
+    plain: Tensor,
+    scale: float,
+    attend: Attend,
+) -> tuple[Tensor, ...]:
+    """(output, noise, bound) of keys and values ``written`` [m, kv heads, d] that were read back from the cache; then
+    ``plain``, the output without it, and what `by_format` gives. p: probabilities without it [heads, n, m]."""
+    (k_read, k_doubt, k_half), (v_read, v_doubt, v_half) = (eight.held(x, i) for i, x in enumerate(written))
+    share = q.shape[1] // k_read.shape[1]
+    k_half, k_doubt, v, v_half, v_doubt = (
+        x.repeat_interleave(share, 1) for x in (k_half, k_doubt, written[1], v_half, v_doubt)
+    )
+    doubt = torch.einsum("nhd,mhd->hnm", q * q, k_doubt**2).sqrt() * scale
+    out, noise, bound = attend(k_read, v_read, doubt if bool(doubt.any()) else None)
+    if bool(v_doubt.any()):
+        noise = (noise**2 + (p * p @ (v_doubt**2).transpose(0, 1)).transpose(0, 1)).sqrt()
+        bound = bound + (p @ v_doubt.transpose(0, 1)).transpose(0, 1)
+    usual, most = by_format(q, v, (k_half, v_half), p, plain, scale)
+    return out, noise, bound, plain, usual, most
+
+
+def by_format(
+    q: Tensor, v: Tensor, half: tuple[Tensor, Tensor], p: Tensor, out: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(standard error, bound) of an output by the format's step alone, as above: float64 [n, heads, width]. q [n,
+    heads, d]; v, and half a step of keys and of values [m, heads, d]; p [heads, n, m]: probabilities with keys as they
+    were written; out: the output with them."""
+    k_half, v_half = half
+    seen = p > 0
+    by_head, halves = v.transpose(0, 1), v_half.transpose(0, 1)
+    variance = torch.where(seen, torch.einsum("nhd,mhd->hnm", q * q, k_half**2) * (scale**2 / 3.0), 0.0)
+    w = p * p * variance
+    around = (
+        w @ by_head**2 - 2 * out.transpose(0, 1) * (w @ by_head) + out.transpose(0, 1) ** 2 * w.sum(-1, keepdim=True)
+    )
+    usual = (around.clamp(min=0.0) + (p * p) @ halves**2 / 3.0).sqrt().transpose(0, 1)
+    s = torch.where(seen, torch.einsum("nhd,mhd->hnm", q.abs(), k_half) * scale, 0.0)
+    mean, total = (p * s).sum(-1, keepdim=True), (p * s.clamp(max=_FAR).exp()).sum(-1, keepdim=True)
+    change = torch.maximum((s + mean).clamp(max=_FAR).exp() - 1.0, 1.0 - (-s).exp() / total)
+    moved = p * change
+    own = ((p + moved) @ halves).transpose(0, 1)
+    others = (moved @ by_head.abs()).transpose(0, 1)
+    return usual, own + others + out.abs() * moved.sum(-1).T.unsqueeze(-1)
+
+
+def rounding_of(kind: str, outputs: Sequence[Tensor], rows: Tensor) -> CacheRounding:
+    """How far the format moves the row of an output that it moves most. outputs: with it, without it, and the two of
+    `by_format`, all [n, ...]; rows: bool [n], which are known."""
+    out, plain, usual, most = outputs
+    moved, size, expected, allowed = (
+        t.reshape(len(t), -1)[rows].norm(dim=-1) for t in (out - plain, plain, usual, most)
+    )
+    size = size.clamp(min=torch.finfo(torch.float64).tiny)
+    at = int((moved / size).argmax())
+    return CacheRounding(kind, *(float(t[at] / size[at]) for t in (moved, expected, allowed)))
