@@ -216,13 +216,13 @@ def test_as_the_document_has_it(tmp_path: Path) -> None:
     found = dict(line.split("=", 1) for line in done.stdout.splitlines())
     del found["ATB_CUR_PID"]
     assert found == {
-        "ATB_DEVICE_ID": "1", "ATB_DUMP_TYPE": "model", "ATB_OUTPUT_DIR": f"{tmp_path}/aasx/sss/atb/",
+        "ATB_DEVICE_ID": "1", "ATB_DUMP_TYPE": "model", "ATB_OUTPUT_DIR": f"{tmp_path}/aasx/sss/ait_dump/",
         "ATB_SAVE_CHILD": "0", "ATB_SAVE_CPU_PROFILING": "0", "ATB_SAVE_TENSOR": "2", "ATB_SAVE_TENSOR_END": "7",
         "ATB_SAVE_TENSOR_IDS": "2,3_1", "ATB_SAVE_TENSOR_IN_BEFORE_OUT_AFTER": "0", "ATB_SAVE_TENSOR_PART": "1",
         "ATB_SAVE_TENSOR_RANGE": "3,5,7,7", "ATB_SAVE_TENSOR_RUNNER": "self", "ATB_SAVE_TENSOR_START": "3",
         "ATB_SAVE_TENSOR_TIME": "0", "ATB_SAVE_TILING": "1",
     }  # fmt: skip
-    assert (tmp_path / "aasx/sss/atb/model/7/model.onnx").stat().st_size > 50
+    assert (tmp_path / "aasx/sss/ait_dump/model/7/model.onnx").stat().st_size > 50
     assert "accprobe: 1 topology drawn as ONNX, beside the json" in done.stderr
     quiet = accprobe("--exec", "bash run.sh x", "-l", "error", "-o", "o2", cwd=tmp_path)
     assert "ATB wrote" not in quiet.stderr

@@ -114,6 +114,8 @@ NOT_RUN = {
         "four or five servers; test_digging.py has two of them"
     ),
     'accprobe gate "vllm serve A" "vllm serve B" --out OUT --dig': "A and B are to be filled in; test_digging.py",
+    "accprobe summary model.json --tree": "ATB wrote it; test_drawing.py has one",
+    "accprobe convert XXX_layer.json layer.onnx --level 1": "ATB wrote it; test_drawing.py has one",
     "VLLM_ACCPROBE_PATCHES=all": "a setting, not a command; the line above it has another",
     "VLLM_ACCPROBE_PATCHES=./mine.toml": "a setting, not a command",
 }

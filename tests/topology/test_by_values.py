@@ -10,13 +10,13 @@ import torch
 
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
-from vllm_accprobe.topology.by_values import Relations, Told
+from vllm_accprobe.topology.by_values import Relation, Relations
 from vllm_accprobe.topology.tap_calls import CallTensor
 
 X, Y = torch.randn(2, 20, 48, generator=torch.Generator().manual_seed(3)).unbind()
 
 
-def told(where: Path, missing: torch.Tensor, **had: torch.Tensor) -> Told | None:
+def told(where: Path, missing: torch.Tensor, **had: torch.Tensor) -> Relation | None:
     """What is told of ``missing`` where ``had`` was there before."""
     write_run_json(where, {})
     writer = RankWriter(where, 0, {}, budget_bytes=1 << 30, block_bytes=1 << 16)
@@ -33,11 +33,11 @@ def told(where: Path, missing: torch.Tensor, **had: torch.Tensor) -> Told | None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_told(tmp_path: Path, dtype: torch.dtype) -> None:
     x, y = X.to(dtype), Y.to(dtype)
-    assert told(tmp_path / "add", x + y, x=x, y=y) == Told("Add", ("x", "y"))
-    assert told(tmp_path / "mul", x * y, x=x, other=x - y, y=y) == Told("Mul", ("x", "y"))
-    cut = Told("Slice", ("x",), {"axis": -1, "begin": 8, "end": 24})
+    assert told(tmp_path / "add", x + y, x=x, y=y) == Relation("Add", ("x", "y"))
+    assert told(tmp_path / "mul", x * y, x=x, other=x - y, y=y) == Relation("Mul", ("x", "y"))
+    cut = Relation("Slice", ("x",), {"axis": -1, "begin": 8, "end": 24})
     assert told(tmp_path / "slice", x[:, 8:24], x=x, y=y) == cut
-    assert told(tmp_path / "rows", x[[3, 17]], y=y, x=x) == Told("Gather", ("x",), {"axis": 0, "rows": 2})
+    assert told(tmp_path / "rows", x[[3, 17]], y=y, x=x) == Relation("Gather", ("x",), {"axis": 0, "rows": 2})
 
 
 def test_what_nearly_fits_is_not_told(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_a_model_of_sixty_layers(tmp_path: Path) -> None:
     dump = open_dump(capture(tmp_path / "d", layers=60))
     whole, layers = graph_of(dump), graph_of(dump, 1)
     assert sum("tap" in n.attributes for n in whole.nodes) == 3 + 60 * 9
+    assert not [n for n in whole.nodes if n.kind == GAP]
     assert [n.name for n in layers.nodes if n.kind == "Layer"] == [f"layers.{i}" for i in range(60)]
     for i in range(1, 60):
         assert (f"layers.{i - 1}", f"layers.{i}") in edges(layers)

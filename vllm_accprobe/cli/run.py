@@ -1,6 +1,6 @@
 """``accprobe run [options] -- CMD ...``: any command with the probe on.
 
-Not here: what becomes of it (cli/common/running.py); ``ait llm dump``'s words behind one option (cli/common/told.py).
+Not here: what becomes of it (cli/common/running.py); ``ait llm dump``'s words behind one option (cli/spelling/told.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm_accprobe.cli.common.options import CommandError
 def run(
     command: list[str] = typer.Argument(None, metavar="-- CMD...", help="vllm serve ..., a script, a shell line."),
     exec: str = typer.Option(
-        None, "--exec", metavar="LINE", help="The command as one line, as ait has it; with --atb."
+        None, "--exec", metavar="LINE", help="The command as one line, as ait has it; with --atb, into DIR/ait_dump."
     ),
     dir: str = typer.Option(
         None, "--dir", "-d", "--output", "-o", help="Where the dump goes; by default ./accprobe/<UTC time>."
@@ -82,8 +82,8 @@ def run(
     import os
 
     from vllm_accprobe.cli.common.running import conclude, launched, say
-    from vllm_accprobe.cli.common.told import quiet as quietly
-    from vllm_accprobe.run.atb import options_of
+    from vllm_accprobe.cli.spelling.told import quiet as quietly
+    from vllm_accprobe.run.atb import AIT, DIRECTORY, options_of
 
     quiet = quietly(log_level) or quiet
     words = _command(command, exec)
@@ -101,7 +101,8 @@ def run(
         options, notes = options_of(asked, os.environ)
         for note in notes:
             say(note)
-    raise typer.Exit(conclude(launched(words, given, options, quiet, {}), quiet))
+    folder = DIRECTORY if exec is None else AIT
+    raise typer.Exit(conclude(launched(words, given, options, quiet, {}, folder), quiet))
 
 
 def _command(words: list[str] | None, line: str | None) -> list[str]:

@@ -28,6 +28,8 @@ ONNX = "onnx"
 """Given among the types: what is written of model and layer is drawn, too. The library knows nothing of it."""
 DIRECTORY = "atb"
 """Below the dump: what the library writes."""
+AIT = "ait_dump"
+"""The same, as ait calls it, for who starts a command as ait does."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +165,10 @@ def _cxx11(atb: Path) -> bool:
         return False
 
 
-def collect(root: Path, environ: Mapping[str, str], since: float) -> tuple[int, int]:
-    """(files, bytes) of what ATB has written below ``root``. What its ancestor wrote elsewhere since ``since`` (seconds
-    since 1970) is brought there."""
-    output = root / DIRECTORY
+def collect(root: Path, environ: Mapping[str, str], since: float, folder: str = DIRECTORY) -> tuple[int, int]:
+    """(files, bytes) of what ATB has written into ``folder`` of ``root``. What its ancestor wrote elsewhere since
+    ``since`` (seconds since 1970) is brought there."""
+    output = root / folder
     home = environ.get("ACLTRANSFORMER_HOME_PATH", "")
     if home and (Path(home) / "tensors").is_dir():
         source = Path(home) / "tensors"

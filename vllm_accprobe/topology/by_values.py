@@ -30,7 +30,7 @@ _FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": None}
 
 
 @dataclass(frozen=True)
-class Told:
+class Relation:
     """kind: Slice (columns), Gather (rows), Add or Mul; takes: names of what it takes."""
 
     kind: str
@@ -45,7 +45,7 @@ class Relations:
         self._dump = dump
         self._first: dict[str, np.ndarray | None] = {}
 
-    def explain(self, missing: CallTensor, had: Sequence[tuple[str, CallTensor]]) -> Told | None:
+    def explain(self, missing: CallTensor, had: Sequence[tuple[str, CallTensor]]) -> Relation | None:
         """How ``missing`` follows from tensors that were there before; the latest are asked first. None where nothing
         fits exactly, or there are no values."""
         wanted = self._rows(missing, ROWS)
@@ -57,11 +57,11 @@ class Relations:
                 rows = self._begin(name, seen)
                 at = None if rows is None else _offset(rows, wanted)
                 if at is not None:
-                    return Told("Slice", (name,), {"axis": -1, "begin": at, "end": at + missing.shape[-1]})
+                    return Relation("Slice", (name,), {"axis": -1, "begin": at, "end": at + missing.shape[-1]})
             elif seen.shape[1:] == missing.shape[1:] and len(seen.shape) > 1 and seen.shape[0] > missing.shape[0]:
                 rows = self._rows(seen, None) if seen.shape[-1] >= ENOUGH else None
                 if rows is not None and _picked(rows, wanted):
-                    return Told("Gather", (name,), {"axis": 0, "rows": missing.shape[0]})
+                    return Relation("Gather", (name,), {"axis": 0, "rows": missing.shape[0]})
         if missing.dtype not in _FLOATS:
             return None
         alike = [(name, seen) for name, seen in near if seen.shape == missing.shape][:_NEAR]
@@ -72,7 +72,7 @@ class Relations:
                 if _computes(f, x[:1], y[:1], wanted[:1], missing.dtype, 1) and _computes(
                     f, x, y, wanted, missing.dtype, ENOUGH
                 ):
-                    return Told(kind, (b, a))
+                    return Relation(kind, (b, a))
         return None
 
     def _begin(self, name: str, seen: CallTensor) -> np.ndarray | None:

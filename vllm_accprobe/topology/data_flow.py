@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from vllm_accprobe.dump.opcalls import SEPARATOR
@@ -44,6 +45,8 @@ def graph_of(
     drawn = cut(calls, level)
     if not drawn:
         raise DumpError(f"{dump.path}: no call of a module or an operator in step {step} of rank {rank}")
+    if len(drawn) > _LARGEST:
+        raise DumpError(f"{dump.path}: {len(drawn):,} calls are too many for one picture: choose a --level")
     if not any(c.takes for c in drawn):
         raise DumpError(
             f"{dump.path}: no input of any module was recorded, so nothing tells what feeds what; "
@@ -57,14 +60,18 @@ class _Drawing:
         self.dump, self.calls, self.drawn = dump, calls, drawn
         self.tensors: dict[str, GraphTensor] = {}
         self.nodes: list[GraphNode] = []
-        self.inputs: dict[str, Hashable | None] = {}
+        self.inputs: list[str] = []
         self.root = next((c for c in calls if c.tap == ROOT_TAP), None)
         self.names: dict[tuple[int, int], str] = {}  # (which drawn call, which output) → tensor
         self.givers: dict[Hashable, list[tuple[int, str]]] = defaultdict(list)
         self.seen: dict[str, CallTensor] = {}
         self.taken: set[str] = set()
         self.made: dict[Hashable, str] = {}
-        self.made_for: list[tuple[TapCall, str]] = []
+        self.borders: dict[Hashable, str] = {}
+        self.done: list[tuple[TapCall, int, tuple[str, ...]]] = []  # who gave, when, what
+        self.of_tap: dict[str, list[TapCall]] = defaultdict(list)
+        for c in calls:
+            self.of_tap[c.tap].append(c)
         self.relations = Relations(dump)
         self.gaps = self.told = 0
         for i, c in enumerate(drawn):
@@ -81,6 +88,7 @@ class _Drawing:
         for i, c in enumerate(self.drawn):
             takes = self._inputs(c)
             gives = tuple(self.names[i, k] for k in range(len(c.gives)))
+            self.done.append((c, c.end, gives))
             kind = c.cls.rpartition("::")[2] or "Module"
             note = "" if c.takes else "its inputs were not recorded"
             self.nodes.append(GraphNode(c.name, kind, takes, gives, _attributes(c, modules.get(c.tap)), note))
@@ -128,14 +136,16 @@ class _Drawing:
         for own in self.root.takes if self.root is not None else ():
             if own.key == seen.key:
                 return self._border(own.role.partition(".")[2] or own.role, own)
-        return self.made.get(seen.key) or next((n for n, key in self.inputs.items() if key == seen.key), None)
+        return self.made.get(seen.key) or self.borders.get(seen.key)
 
     def _border(self, name: str, seen: CallTensor) -> str:
         """An input of the whole."""
-        known = next((n for n, key in self.inputs.items() if key is not None and key == seen.key), None)
+        known = self.borders.get(seen.key) if seen.key is not None else None
         if known is None:
             known = self._tensor(name, seen)
-            self.inputs[known] = seen.key
+            self.inputs.append(known)
+            if seen.key is not None:
+                self.borders[seen.key] = known
         return known
 
     def _between(self, c: TapCall, missing: Sequence[CallTensor]) -> list[str]:
@@ -173,7 +183,7 @@ class _Drawing:
 
     def _give(self, c: TapCall, seen: CallTensor, name: str, takes: Sequence[str]) -> None:
         self.taken.update(takes)
-        self.made_for.append((c, name))
+        self.done.append((c, c.begin, (name,)))
         if seen.key is not None:
             self.made[seen.key] = name
 
@@ -182,22 +192,22 @@ class _Drawing:
         ``c`` began; the home above where there is neither."""
         home = c.home
         while home:
-            inside = f"{home}."
-            own = [h for h in self.calls if h.tap == home and h.begin <= c.begin and h is not c]
-            found: list[str] = []
-            for seen in own[-1].takes if own else ():
-                name = self._giver(seen, own[-1].begin) if seen.key is not None else None
-                found += [name] if name is not None else []
-            for i, d in enumerate(self.drawn):
-                within = home == ROOT_TAP or d.tap.startswith((inside, f"{home}{SEPARATOR}"))
-                if d is not c and within and d.end <= c.begin and (not own or d.begin >= own[-1].begin):
-                    found += [self.names[i, k] for k in range(len(d.gives))]
-            for d, name in self.made_for:
-                if home == ROOT_TAP or d.tap.startswith(inside):
-                    found.append(name)
+            own = next((h for h in reversed(self.of_tap.get(home, ())) if h.begin <= c.begin and h is not c), None)
+            since = own.begin if own is not None else -1
+            found: list[tuple[int, str]] = []
+            for seen in own.takes if own is not None else ():
+                name = self._giver(seen, since)
+                found += [(since, name)] if name is not None else []
+            inside = "" if home == ROOT_TAP else home
+            for d, end, names in islice(reversed(self.done), _BACK):
+                if d.begin < since or len(found) > 2 * _MOST:
+                    break
+                if end <= c.begin and (not inside or d.tap.startswith((f"{inside}.", f"{inside}{SEPARATOR}"))):
+                    found += [(end, name) for name in names]
             if found:
-                return list(dict.fromkeys(found))[-_MOST:]
-            home = "" if home == ROOT_TAP else next((h.home for h in self.calls if h.tap == home), ROOT_TAP)
+                found.sort(key=lambda item: item[0])
+                return list(dict.fromkeys(name for _, name in found))[-_MOST:]
+            home = "" if home == ROOT_TAP else next((h.home for h in self.of_tap.get(home, ())), ROOT_TAP)
         return []
 
     def _outputs(self) -> tuple[str, ...]:
@@ -210,6 +220,10 @@ class _Drawing:
 
 _MOST = 64
 """Tensors that code between two modules is looked for among: the last ones (chosen)."""
+_BACK = 4096
+"""Calls before a module that are looked at for them (chosen)."""
+_LARGEST = 100_000
+"""Calls that are drawn (chosen): Netron asks before it opens a tenth of that."""
 
 
 def _attributes(c: TapCall, module: Module | None) -> Mapping[str, Any]:

@@ -75,13 +75,13 @@ def _dump(at: int, says: str, *words: str, **told: str) -> Line:
 
 
 def _drawn(home: Path, said: str) -> None:
-    atb = home / "drawn" / "atb"
+    atb = home / "drawn" / "ait_dump"
     assert (atb / "model/7/model.onnx").stat().st_size > 500
     assert (atb / "layer/7/XXX_layer.onnx").stat().st_size > 500
 
 
 def _rank_folder(home: Path, said: str) -> None:
-    dump = open_dump(home / "aasx" / "sss" / "atb")
+    dump = open_dump(home / "aasx" / "sss" / "ait_dump")
     assert [(r.tap, r.role, r.step, r.rank) for r in dump.records] == [("0_Linear", "output.0", 0, 0)]
 
 

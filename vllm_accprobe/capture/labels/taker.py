@@ -161,7 +161,7 @@ class Labels:
         waiting, self._pending = self._pending, []
         deadline = time.monotonic() + _CLOSE_S
         roots = [Path(value) for name in ROOT_ENVS if (value := os.environ.get(name))]
-        roots += [self._directory.parent / "atb", Path.cwd()]
+        roots += [self._directory.parent / "atb", self._directory.parent / "ait_dump", Path.cwd()]
         for label in waiting:
             if before is not None and label.step >= before:
                 self._pending.append(label)

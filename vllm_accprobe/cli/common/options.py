@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 import typer.core
 
-from vllm_accprobe.cli.common.refusal import CommandError as CommandError
-from vllm_accprobe.cli.common.refusal import NothingThere as NothingThere
-from vllm_accprobe.cli.common.told import spelled
 from vllm_accprobe.cli.old_names.old_spellings import documented
+from vllm_accprobe.cli.spelling.refusal import CommandError as CommandError
+from vllm_accprobe.cli.spelling.refusal import NothingThere as NothingThere
+from vllm_accprobe.cli.spelling.told import spelled
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.select import Ranges, Selection
@@ -63,8 +63,8 @@ def writable(directory: Path, option: str = "--out") -> None:
 
 
 class Command(typer.core.TyperCommand):
-    """A command that understands other tools' spellings (told.py), and whose help may say ``{standards}``: their names
-    take a while to gather, and are read by few."""
+    """A command that understands other tools' spellings (spelling/told.py), and whose help may say ``{standards}``:
+    their names take a while to gather, and are read by few."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         values = {name for p in self.params if p.param_type_name == "option" and not p.is_flag for name in p.opts}  # type: ignore[attr-defined]

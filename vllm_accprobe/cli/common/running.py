@@ -42,9 +42,11 @@ def launched(
     atb: AtbOptions | None,
     quiet: bool,
     more: Mapping[str, str],
+    folder: str = "",
 ) -> EndedRun:
     """Runs ``command`` with the probe on. given: settings by name, None: the environment's; atb: None for no ATB; more:
-    further variables for the command. Raises CommandError, ConfigError before anything is started."""
+    further variables for the command; folder: where ATB writes, below the dump. Raises CommandError, ConfigError before
+    anything is started."""
     import tempfile
     import time
 
@@ -61,7 +63,7 @@ def launched(
     root = Path(settings.dir)
     if not is_own(root):  # its own earlier dump: who writes it says so
         outputs.check_place(root, option="--dir")
-    output = root / atb_room.DIRECTORY
+    output = root / (folder or atb_room.DIRECTORY)
     if atb is not None:
         environ |= atb.variables(output)
         library, why = atb_room.preload(environ)
@@ -86,7 +88,7 @@ def launched(
         raise CommandError(str(error)) from None
     files = 0
     if atb is not None:
-        files, nbytes = atb_room.collect(root, environ, began)
+        files, nbytes = atb_room.collect(root, environ, began, output.name)
         if files and not quiet:
             say(f"ATB wrote {files:,} files, {size(nbytes)}, in {output}")
         if files and atb.draws:

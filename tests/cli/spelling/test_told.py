@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_accprobe.cli.common.refusal import CommandError
-from vllm_accprobe.cli.common.told import TOLD, quiet, spelled
+from vllm_accprobe.cli.spelling.refusal import CommandError
+from vllm_accprobe.cli.spelling.told import TOLD, quiet, spelled
 
 VALUES = ("--dir", "-o", "--type", "-er")
 

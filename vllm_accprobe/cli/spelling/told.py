@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from vllm_accprobe.cli.common.refusal import CommandError
+from vllm_accprobe.cli.spelling.refusal import CommandError
 
 _LEVELS = (
     "every level is compared at once and compare.csv has a row for each tensor; choose with --taps, "

@@ -1,0 +1,1 @@
+"""How words that are typed are understood: other tools' options, and refusals."""
