@@ -75,6 +75,10 @@ _TORCH_EXPERTS = (
     "mixture: its AVX2 build has no kernel for experts: torch computes each projection and rounds it to nearest "
     "(gate and up, their product, down), where 0.32's kernel stays in float32 and truncates activation and result"
 )
+_APART = (
+    "mixture: SharedFusedMoE gives out shared and routed apart, which 0.32 adds inside: the same tap holds another "
+    "tensor, and the replay takes the block's sum for a copy; both are accprobe's, to be mended"
+)
 _FORKED = {"ACCPROBE_TEST_FORK": "1"}
 """These have a worker of its own for one rank on a CPU, too; forked, it spares a minute of imports per engine."""
 
@@ -86,7 +90,7 @@ RELEASES: dict[str, Release] = {
         Release("0.15.1", (*_BEFORE_5, *_NUMBA_61), env=_FORKED, v2=False),
         # openai before 2.25, which 0.18 pins, imports distro; its newer versions, of the lock, do not.
         Release("0.18.0", (*_BEFORE_5, *_NUMBA_61, "distro"), env=_FORKED, preload=("libtcmalloc", "libiomp"),
-                v2=False),
+                v2=False, note=_APART),
         Release("0.20.2", env=_FORKED, v2=False),
         Release("0.23.0"),
         Release("0.26.0", note=_TORCH_EXPERTS),

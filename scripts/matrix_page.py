@@ -81,7 +81,8 @@ def read(data: Path) -> list[Row]:
 
 def write(page: Path, data: Path, rows: Sequence[Row]) -> None:
     data.write_text(json.dumps({"rows": list(rows)}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    page.write_text("\n".join(lines(rows, data.name)) + "\n", encoding="utf-8")
+    # From the file, whose keys are sorted: rows of an earlier run come from there, too.
+    page.write_text("\n".join(lines(read(data), data.name)) + "\n", encoding="utf-8")
 
 
 def lines(rows: Sequence[Row], data: str) -> list[str]:

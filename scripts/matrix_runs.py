@@ -151,7 +151,8 @@ class _Runner:
         """A process for eager engines and one for others: an engine that was made eager stays so."""
         if (graphs, probe) not in self.hosts:
             root = self.keep / self.release.version
-            env = {"VLLM_CACHE_ROOT": str(root / "cache")} | dict(self.release.env)
+            # Old releases heed no kv_cache_memory_bytes on a CPU, and take half of the machine for each engine.
+            env = {"VLLM_CACHE_ROOT": str(root / "cache"), "VLLM_CPU_KVCACHE_SPACE": "1"} | dict(self.release.env)
             env |= {"VLLM_CPU_CI_ENV": "1"} if graphs else {}  # traced by dynamo; inductor would take a minute
             env |= V2_ENV if self.runner == V2 else {}
             log = root / f"{self.runner}{'-graphs' if graphs else ''}{'' if probe else '-bare'}.log"

@@ -32,6 +32,7 @@ def wrong_rows(dump: Dump, asks: Sequence[Ask], answers: Sequence[Sequence[int]]
         name = ask.id or f"ask-{i}"
         prompts[name] = ask.embeds[0] if ask.embeds else len(ask.ids)
         texts[name] = [*([-1] * prompts[name] if ask.embeds else ask.ids), *(answers[i] if i < len(answers) else [])]
+    by_prompt = {hash_tokens(a.ids): a.id or f"ask-{i}" for i, a in enumerate(asks) if not a.embeds}
     wrong: list[str] = []
     count = 0
     reached: dict[tuple[int, int], dict[int, int]] = {}
@@ -41,7 +42,8 @@ def wrong_rows(dump: Dump, asks: Sequence[Ask], answers: Sequence[Sequence[int]]
         at = 0
         for s in rows.segments:
             request = dump.requests[(rank, s.req)]
-            text, prompt = texts.get(request.id, []), prompts.get(request.id, request.prompt_len)
+            name = request.id if request.id in texts else by_prompt.get(request.prompt or "", request.id)
+            text, prompt = texts.get(name, []), prompts.get(name, request.prompt_len)
             said = rows.ids[at : at + s.n]
             at += s.n
             sure = s.n - (s.drafts or 0)

@@ -23,7 +23,8 @@ GUESSABLE = [Ask(repetitive(60, 9, i), 20) for i in range(3)]
 
 @dataclass(frozen=True)
 class Way:
-    """How one run is made. built: arguments of vllm.LLM, of the folder under which models lie."""
+    """How one run is made. built: arguments of vllm.LLM, of the folder under which models lie. serve: arguments of
+    `vllm serve`, for a mode of a server; replicas: how many of them take turns with the requests."""
 
     asks: Asks = lambda models: TEXT
     engine: Callable[[Path], Mapping[str, Any]] = lambda models: {}
@@ -31,6 +32,8 @@ class Way:
     host: str = "v1"
     env: Mapping[str, str] = field(default_factory=dict)
     during: Mapping[int, Sequence[Any]] = field(default_factory=dict)
+    serve: tuple[str, ...] = ()
+    replicas: int = 0
 
     def built(self, root: Path) -> Mapping[str, Any]:
         return self.engine(root / "_models")
@@ -197,6 +200,32 @@ _ALL = [
         "reload", _tiny("qwen2"), Way(during={3: ["reload_weights"]}), Way(),
         fault=_scaled("model.layers.1.mlp.down_proj"), blamed="model.layers.1.mlp.down_proj",
     ),
+    Mode(
+        "replicas", _tiny("qwen2"), Way(serve=("--data-parallel-size=2",), replicas=2), Way(),
+        fault=_scaled("model.layers.1.mlp.down_proj"), blamed="model.layers.1.mlp.down_proj",
+    ),
+    Mode(
+        "api-servers", _tiny("qwen2"), Way(serve=("--api-server-count=2",)), Way(),
+        fault=_scaled("model.layers.1.mlp.down_proj"), blamed="model.layers.1.mlp.down_proj",
+    ),
+    Mode(
+        "v2", _tiny("qwen2"), Way(host="v2"), Way(),
+        fault=_scaled("model.layers.1.mlp.down_proj"), blamed="model.layers.1.mlp.down_proj",
+    ),
+    Mode(
+        "v2-several-answers", _tiny("qwen2"), Way(_sampled(n=3, temperature=0.8, seed=7), host="v2"),
+        fault=_scaled("model.layers.1.mlp.down_proj", "prefill"), blamed="model.layers.1.mlp.down_proj",
+    ),
+    Mode(
+        "v2-pooling", _tiny("qwen2"), Way(engine=lambda m: {"runner": "pooling"}, host="v2"),
+        Way(engine=lambda m: {"runner": "pooling"}),
+        fault=_scaled("model.layers.1.mlp.down_proj", "position>=20"), blamed="model.layers.1.mlp.down_proj",
+    ),
+    Mode(
+        "v2-lora", _tiny("qwen2"), Way(_with_adapters, lambda m: _LORA, host="v2"),
+        Way(_with_adapters, lambda m: _LORA),
+    ),
+    Mode("v2-prompt-logprobs", _tiny("qwen2"), Way(_sampled(prompt_logprobs=2), host="v2"), Way()),
     Mode("sleep", _tiny("qwen2"), Way(engine=lambda m: {"enable_sleep_mode": True}), refused=True),
 ]  # fmt: skip
 MODES = {mode.name: mode for mode in _ALL}

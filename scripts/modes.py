@@ -17,7 +17,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ for folder in ("tests", "tests/faults", "scripts"):
     sys.path.insert(0, str(ROOT / folder))
 
 from mode_rows import wrong_rows  # noqa: E402
-from mode_table import MODES, Mode  # noqa: E402
-from support.engine import TP2_ENV, V2_ENV, EngineError, EngineHost  # noqa: E402
+from mode_servers import ServedRuns  # noqa: E402
+from mode_table import MODES, Mode, Way  # noqa: E402
+from support.engine import TP2_ENV, V2_ENV, EngineError, EngineHost, Run  # noqa: E402
 
 from vllm_accprobe.cli.replay.replaying import Asked, begun, replayed  # noqa: E402
 from vllm_accprobe.comparison.engine import CompareError, compare  # noqa: E402
@@ -81,6 +82,7 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._hosts: dict[str, EngineHost] = {}
+        self._served = ServedRuns(root)
 
     def make(self, mode: Mode, way: str) -> tuple[Path, dict[str, Any]]:
         """The dump, and what the engine answered. Raises EngineError."""
@@ -90,16 +92,20 @@ class Runs:
             out.parent.mkdir(parents=True, exist_ok=True)
             how = mode.plain if way == PLAIN and mode.plain is not None else mode.way
             try:
-                run = self._host(how.host).capture(
-                    mode.model(self.root / "_models"), how.asks(self.root / "_models"), out=out, how=how.how,
-                    fault=mode.fault if way == FAULTY else None, env=how.env, during=how.during,
-                    **how.built(self.root),
-                )  # fmt: skip
+                run = self._run(mode, how, out, mode.fault if way == FAULTY else None)
             except EngineError:
-                self._hosts.pop(how.host).close()  # what is left of an engine that failed would spoil the next one
+                if how.host in self._hosts:
+                    self._hosts.pop(how.host).close()  # what is left of an engine that failed would spoil the next one
                 raise
             done.write_text(json.dumps(asdict(replace(run, dump=None))))
         return out, json.loads(done.read_text())
+
+    def _run(self, mode: Mode, how: Way, out: Path, fault: Mapping[str, Any] | None) -> Run:
+        model, asks = mode.model(self.root / "_models"), how.asks(self.root / "_models")
+        if how.serve:
+            return self._served.capture(model, asks, out=out, args=how.serve, replicas=how.replicas, fault=fault)
+        more = {"how": how.how, "env": how.env, "during": how.during, **how.built(self.root)}
+        return self._host(how.host).capture(model, asks, out=out, fault=fault, **more)
 
     def _host(self, kind: str) -> EngineHost:
         if kind not in self._hosts:
@@ -109,6 +115,7 @@ class Runs:
     def close(self) -> None:
         for host in self._hosts.values():
             host.close()
+        self._served.close()
 
 
 def judged(golden: Path, mine: Path, replay: bool = False) -> Judged:

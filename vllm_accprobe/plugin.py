@@ -18,10 +18,6 @@ from typing import Any
 _SWITCHES = ("VLLM_ACCPROBE", "VLLM_ACCPROBE_ERRCHECK", "VLLM_ACCPROBE_FORCE", "VLLM_ACCPROBE_STATES")
 _OFF = ("", "0", "false", "no", "off")
 _patched: set[str] = set()
-GRACE_S = 30.0
-"""How long a front end waits for an engine that has been told to end and still writes its dump, at least."""
-SETTLE_S = 5.0
-"""How long it waits for one that has closed its dump, or never had one, at least."""
 
 
 def _wanted() -> bool:
@@ -242,33 +238,15 @@ def _patch_shutdown() -> None:
         return  # an engine in this process, or another vLLM: it waits as long as it does
 
     def shutdown(procs: Any, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        _end(procs, float(timeout or 0.0))
+        from vllm_accprobe.dump.recorder.closing import end
+
+        end(procs, float(timeout or 0.0), os.environ.get("VLLM_ACCPROBE_DIR", ""))
         if timeout is not None:
             kwargs["timeout"] = 0.0
         return original(procs, *args, **kwargs)
 
     utils.shutdown = shutdown
     _patched.add("shutdown")
-
-
-def _end(procs: Any, timeout: float) -> None:
-    """Tells processes to end and waits for them: ``timeout``, and longer while they write."""
-    import time
-    from pathlib import Path
-
-    from vllm_accprobe.dump.recorder.closing import writing
-
-    root = os.environ.get("VLLM_ACCPROBE_DIR", "")
-    begin = time.monotonic()
-    for process in procs:
-        if process.is_alive():
-            process.terminate()
-    while (running := [process for process in procs if process.is_alive()]) and time.monotonic() - begin < max(
-        timeout, GRACE_S
-    ):
-        if time.monotonic() - begin >= max(timeout, SETTLE_S) and not (root and writing(Path(root))):
-            return
-        running[0].join(0.2)
 
 
 def _patch_workers() -> None:

@@ -11,7 +11,7 @@ import mode_models
 import pytest
 import tiny_model
 from mode_rows import wrong_rows
-from support.captures import Engines
+from support.captures import Engines, explain
 from support.engine import Ask, Run
 from support.prompts import prompts, repetitive
 
@@ -117,3 +117,20 @@ def test_a_prompt_of_embeddings_is_named_by_them(engines: Engines, compared: Any
     result = compared(run, turned)
     assert result.verdict == "pass"
     assert result.coverage["rows_compared"] == 20 + 24 + 20 + 3 * 2
+
+
+def test_two_stages_of_a_pipeline_are_one_model(engines: Engines, compared: Any) -> None:
+    asks = [Ask(ONE, 3), Ask(TWO, 3)]
+    two = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    run = engines.run("modes-pipeline", asks=asks, host="tp2", **two)
+    dump = right(run, asks)
+    assert dump.ranks == (0, 1)
+    layers = [{r.tap.split(".")[2] for r in dump.records if r.rank == rank and ".layers." in r.tap} for rank in (0, 1)]
+    assert layers[0]
+    assert layers[1]
+    assert not layers[0] & layers[1]
+    result = compared(engines.run("modes-one-stage", asks=asks), run)
+    assert result.verdict == "pass", explain(result)
+    assert result.coverage["rows_only_golden"] == result.coverage["rows_only_mine"] == 0
+    assert {p.tap.split(".")[2] for p in result.pairs if ".layers." in p.tap} == layers[0] | layers[1]
+    assert result.tokens["flipped"] == []

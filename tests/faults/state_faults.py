@@ -81,8 +81,8 @@ def _state_metadata(metadata: Any) -> Any:
                 or hasattr(one, "non_spec_state_indices_tensor"))  # fmt: skip
 
 
-def other_state(llm: Any, at: int = 8) -> None:
-    """Two requests' state indices change places in one step (vllm 53912: another one's number reaches the state)."""
+def _changed_metadata(llm: Any, at: int, change: Callable[[Any], None]) -> None:
+    """``change`` gets the metadata of the states' layers of the ``at``-th step, before anything runs with it."""
     runner, calls = lab.runner_of(llm), {"n": 0}
     original = runner._build_attention_metadata
 
@@ -90,33 +90,33 @@ def other_state(llm: Any, at: int = 8) -> None:
         result = original(*args, **kwargs)
         calls["n"] += 1
         if calls["n"] == at:
-            one = _state_metadata(result[0])
-            indices = getattr(one, "state_indices_tensor_d", None)
-            if indices is None:
-                indices = one.non_spec_state_indices_tensor
-            indices[:2] = indices[:2].flip(0).clone()
+            change(_state_metadata(result[0]))
         return result
 
     runner._build_attention_metadata = build
+
+
+def _first_of(one: Any, *names: str) -> Any:
+    return next(value for name in names if (value := getattr(one, name, None)) is not None)
+
+
+def other_state(llm: Any, at: int = 8) -> None:
+    """Two requests' state indices change places in one step (vllm 53912: another one's number reaches the state)."""
+
+    def change(one: Any) -> None:
+        indices = _first_of(one, "state_indices_tensor_d", "non_spec_state_indices_tensor")
+        indices[:2] = indices[:2].flip(0).clone()
+
+    _changed_metadata(llm, at, change)
 
 
 def no_state(llm: Any, at: int = 1) -> None:
     """A request that begins is told that it has a state already: it goes on from whatever its block holds."""
-    runner, calls = lab.runner_of(llm), {"n": 0}
-    original = runner._build_attention_metadata
 
-    def build(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        calls["n"] += 1
-        if calls["n"] == at:
-            one = _state_metadata(result[0])
-            flags = getattr(one, "has_initial_states_p", None)
-            if flags is None:
-                flags = one.has_initial_state
-            flags[:] = True
-        return result
+    def change(one: Any) -> None:
+        _first_of(one, "has_initial_states_p", "has_initial_state")[:] = True
 
-    runner._build_attention_metadata = build
+    _changed_metadata(llm, at, change)
 
 
 def swapped_states(llm: Any, at: int = 8) -> Before:

@@ -36,11 +36,11 @@ class Engines:
         return make(name, self.root / "models" / name)
 
     def host(self, kind: str = "v1") -> EngineHost:
-        """``v1``; ``v2``: the V2 model runner; ``tp2``: two ranks, one core each; ``bare``: no probe; ``inductor``,
-        ``dynamo``: engines that compile, or only trace, each with a cache of its own."""
+        """``v1``; ``v2``: the V2 model runner; ``tp2``: two ranks, or stages, one core each; ``bare``: no probe;
+        ``inductor``, ``dynamo``: engines that compile, or only trace, each with a cache of its own."""
         if kind not in self._hosts:
             cache = {"VLLM_CACHE_ROOT": str(self.root / f"cache-{kind}")}
-            forked = TP2_ENV | {"ACCPROBE_TEST_FORK": "1", "OMP_NUM_THREADS": "1"}
+            forked = TP2_ENV | {"ACCPROBE_TEST_FORK": "1", "ACCPROBE_TEST_PP": "1", "OMP_NUM_THREADS": "1"}
             kinds: dict[str, Mapping[str, str]] = {
                 "v1": {}, "bare": {}, "v2": V2_ENV, "tp2": forked,
                 "inductor": cache, "dynamo": cache | {"VLLM_CPU_CI_ENV": "1"},

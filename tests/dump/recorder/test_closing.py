@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from vllm_accprobe import plugin
+from vllm_accprobe.dump.recorder import closing
 from vllm_accprobe.dump.recorder.closing import writing
 
 ENGINE = """
@@ -71,13 +72,12 @@ class Engine:
 def test_a_front_end_waits_while_a_dump_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, writes: float, then: str, least: float, alive: bool
 ) -> None:
-    monkeypatch.setenv("VLLM_ACCPROBE_DIR", str(tmp_path / "d"))
-    monkeypatch.setattr(plugin, "SETTLE_S", 0.5)
+    monkeypatch.setattr(closing, "SETTLE_S", 0.5)
     engine = Engine(tmp_path / root, writes, then)
     try:
         assert writing(tmp_path / "d")
         begin = time.monotonic()
-        plugin._end([engine], 0.0)
+        closing.end([engine], 0.0, str(tmp_path / "d"))
         assert least <= time.monotonic() - begin < 15
         assert engine.is_alive() is alive
         assert not writing(tmp_path / "d")
@@ -105,7 +105,7 @@ def test_the_front_end_of_each_release_waits_before_it_kills(
     for module in (package, utils):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(plugin, "_patched", set())
-    monkeypatch.setattr(plugin, "SETTLE_S", 20.0)  # a busy machine's interpreter ends some time after its last line
+    monkeypatch.setattr(closing, "SETTLE_S", 20.0)  # a busy machine's interpreter ends some time after its last line
     monkeypatch.setenv("VLLM_ACCPROBE_DIR", str(tmp_path / "d"))
     plugin._patch_shutdown()
     plugin._patch_shutdown()  # once

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,7 @@ def picture(path: Path, seed: int, size: tuple[int, int] = (112, 84)) -> str:
     return path.name
 
 
-def test_pictures_of_files(tmp_path: Path, capsys: Any) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here")
+def test_pictures_of_files(tmp_path: Path, preloaded_vllm: Path, capsys: Any) -> None:
     text = {"prompt": "What is in the picture?", "max_tokens": 4}
     asked: list[dict[str, Any]] = [
         {"id": "none"} | text,
@@ -41,7 +38,8 @@ def test_pictures_of_files(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     model = make("qwen2.5-vl", tmp_path / "model")
     args = ["--enforce-eager", "--limit-mm-per-prompt", '{"image": 2}']
-    with Server(model, log=tmp_path / "server.log", env={"OMP_NUM_THREADS": "1"}, args=args) as server:
+    env, vllm = {"OMP_NUM_THREADS": "1"}, preloaded_vllm / "vllm"
+    with Server(model, log=tmp_path / "server.log", env=env, args=args, vllm=vllm) as server:
         assert main(["send", str(tmp_path / "p.jsonl"), "--url", server.url, "--out", str(out), *ONCE]) == 0
     assert capsys.readouterr().out.startswith("4 of 4 answered")
     found = replies.read(out).passes[0]

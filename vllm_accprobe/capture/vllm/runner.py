@@ -19,6 +19,7 @@ import torch
 from vllm_accprobe.capture.arming.with_the_step import WORDS
 from vllm_accprobe.capture.core.recording import at_exit
 from vllm_accprobe.capture.core.say import say
+from vllm_accprobe.capture.vllm.around import wrap
 from vllm_accprobe.capture.vllm.batch import EngineBatch
 from vllm_accprobe.capture.vllm.loading import before_packing
 from vllm_accprobe.capture.vllm.modes.adapters import adapter_name
@@ -86,7 +87,7 @@ class RunnerAdapter:
 
     def _wrap_all(self) -> None:
         for name in _QUIET:
-            self._wrap(self._worker, name, self._quietly)
+            wrap(self._worker, name, self._quietly)
         for name, around in (
             ("execute_model", self._execute_model),
             ("sample_tokens", self._sample_tokens),
@@ -96,21 +97,9 @@ class RunnerAdapter:
             ("_update_states", self._update_states),
             ("load_model", self._load_model),
         ):
-            self._wrap(self.runner, name, around)
+            wrap(self.runner, name, around)
         # vLLM ends processes in several ways: its own shutdown (plugin.py), and those of at_exit.
         at_exit(self.close, "process exit")
-
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name, None)
-        if not callable(original):
-            return
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
-        wrapped.__name__ = name
-        wrapped.__accprobe__ = original  # type: ignore[attr-defined]
-        setattr(owner, name, wrapped)
 
     # --- the model ---------------------------------------------------------------------------------------------
 
@@ -124,7 +113,7 @@ class RunnerAdapter:
         self._tell(self.observers, "attaching to the model", lambda observer: observer.loaded())
         if not self._speculates:
             self._speculates = True
-            self._wrap(getattr(self.runner, "speculator", None), "propose", self._draft)  # V2
+            wrap(getattr(self.runner, "speculator", None), "propose", self._draft)  # V2
         return result
 
     def _refuses(self) -> bool:

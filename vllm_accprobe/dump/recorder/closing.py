@@ -1,4 +1,4 @@
-"""Whether somebody still writes to a dump that is about to be closed.
+"""Whether somebody still writes to a dump that is about to be closed, and waiting for them.
 
 The problem: a front end that ends its engine must not kill it while a rank is writing its last lines, nor wait for half
 a minute for an engine that hangs and has nothing to write any more. The idea: a writer holds a lock on its journal
@@ -10,12 +10,35 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_accprobe.dump.files import beside
 from vllm_accprobe.dump.findings import ErrcheckError, alive, read
 from vllm_accprobe.dump.recorder.lines import lock
 from vllm_accprobe.dump.schema import JOURNAL
+
+GRACE_S = 30.0
+"""How long a front end waits for an engine that has been told to end and still writes its dump, at least."""
+SETTLE_S = 5.0
+"""How long it waits for one that has closed its dump, or never had one, at least."""
+
+
+def end(procs: Sequence[Any], timeout: float, root: str) -> None:
+    """Tells processes (multiprocessing's) to end and waits for them: ``timeout`` seconds, and longer while they write
+    to the dump ``root`` ("" for none)."""
+    begin = time.monotonic()
+    for process in procs:
+        if process.is_alive():
+            process.terminate()
+    while (running := [process for process in procs if process.is_alive()]) and time.monotonic() - begin < max(
+        timeout, GRACE_S
+    ):
+        if time.monotonic() - begin >= max(timeout, SETTLE_S) and not (root and writing(Path(root))):
+            return
+        running[0].join(0.2)
 
 
 def writing(root: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.vllm.around import wrap
 from vllm_accprobe.capture.vllm.loading import wrap_packing
 from vllm_accprobe.capture.weights.life import WeightLife, tap_path
 from vllm_accprobe.dump.weights.weight_life import LOAD, RELOAD, SYNC, WAKE
@@ -75,17 +76,9 @@ class WeightCalls:
             self._undo()
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name, None)
-        if not callable(original):
-            return
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
-        wrapped.__name__ = name
-        wrapped.__wrapped__ = original  # type: ignore[attr-defined]  # whoever asks for its signature
-        setattr(owner, name, wrapped)
-        self._wrapped.append((owner, name, wrapped))
+        wrapped = wrap(owner, name, around)
+        if wrapped is not None:
+            self._wrapped.append((owner, name, wrapped))
 
     # --- events ------------------------------------------------------------------------------------------------
 
