@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from support.seeds import online_lines
 from support.seeds.line import Line
 
 
@@ -11,4 +12,4 @@ def prepare(home: Path) -> None:
     """What the lines read, below an empty folder."""
 
 
-LINES: list[Line] = []
+LINES: list[Line] = sorted([*online_lines.LINES], key=lambda line: line.at)
