@@ -140,7 +140,7 @@ class Receiver:
         if before is not None:
             before.cut()  # a line that nobody speaks on any more: its sender has made a new one
         if not arrival.turn.acquire(timeout=_TURN_S):
-            wire.refuse(f"rank {rank} is still being written by another line")
+            wire.refuse(f"rank {rank} is still being written by another line", again=True)
             return
         try:
             arrival.mirror.drop()
