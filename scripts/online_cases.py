@@ -104,7 +104,7 @@ def rough(work: Path, dump: Path, options: argparse.Namespace) -> bool:
     hostile_s = time.monotonic() - begun
     stop.set()
     ends = send.code(3600), receive.code(3600)
-    sizes = sizes[len(sizes) // 4 :]
+    sizes = sizes[len(sizes) // 4 :] or [0]
     print(f"the line was cut {done[0]} times, the receiver killed {done[1]} times; {send.lines[-1]}")
     print(f"hostile for {hostile_s:.0f} s, in which all was sent: the last receiver's memory {min(sizes) / 1e3:.0f} "
           f"to {max(sizes) / 1e3:.0f} MB, its first quarter left out")  # fmt: skip
