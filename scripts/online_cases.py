@@ -74,7 +74,7 @@ def rough(work: Path, dump: Path, options: argparse.Namespace) -> bool:
     tls = [authority.folder(work / f"{side}-2", side) for side in ("server", "client")]
     context = ssl.create_default_context(cafile=str(tls[1] / "ca.crt"))
     context.load_cert_chain(tls[1] / "client.crt", tls[1] / "client.key")
-    total = sum(f.stat().st_size for f in dump.rglob("*") if f.is_file())
+    total, journal = (dump / "rank0000/journal.jsonl").stat().st_size, out / "received/rank0000/journal.jsonl"
     peers = [threading.Thread(target=hostile, args=(port, stop, c), daemon=True) for c in (None, context, None)]
     line = Cut(port, options.rate)
     receive = serve(out, port, "--tls", str(tls[0]))
@@ -85,8 +85,8 @@ def rough(work: Path, dump: Path, options: argparse.Namespace) -> bool:
     for peer in peers:
         peer.start()
     for k in range(events):
-        goal = line.bytes + 0.9 * total / (events + 1)
-        while line.bytes < goal and send.process.poll() is None:
+        goal = (k + 1) * total / (events + 1)
+        while (journal.stat().st_size if journal.exists() else 0) < goal and send.process.poll() is None:
             time.sleep(0.05)
             sizes.append(receive.rss_kb())
         if send.process.poll() is not None:
@@ -104,7 +104,7 @@ def rough(work: Path, dump: Path, options: argparse.Namespace) -> bool:
     hostile_s = time.monotonic() - begun
     stop.set()
     ends = send.code(3600), receive.code(3600)
-    sizes = sizes[len(sizes) // 4 :]
+    sizes = sizes[len(sizes) // 4 :] or [0]
     print(f"the line was cut {done[0]} times, the receiver killed {done[1]} times; {send.lines[-1]}")
     print(f"hostile for {hostile_s:.0f} s, in which all was sent: the last receiver's memory {min(sizes) / 1e3:.0f} "
           f"to {max(sizes) / 1e3:.0f} MB, its first quarter left out")  # fmt: skip

@@ -33,7 +33,10 @@ _NO_EFFECT = (
     "is_regex", "seed", "is_deterministic",
 )  # fmt: skip
 _KEYS |= {*_NO_EFFECT, *_TASKS, *_INSTEAD}
-_SENDS = "calls are sent nowhere; capture a dump and run `accprobe opcheck DUMP`"
+_SENDS = (
+    "the debugger sends nothing; `accprobe online send DUMP --follow --config FILE` does, beside it, or run `accprobe "
+    "opcheck DUMP` after it"
+)
 _IN_BLOCK = {
     "scope": "choose modules with list, or VLLM_ACCPROBE_MODULES",
     "tensor_list": "in a capture of statistics no tensor is kept; capture again with task tensor and these in list",

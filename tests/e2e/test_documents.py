@@ -116,6 +116,12 @@ NOT_RUN = {
     'accprobe gate "vllm serve A" "vllm serve B" --out OUT --dig': "A and B are to be filled in; test_digging.py",
     "accprobe summary model.json --tree": "ATB wrote it; test_drawing.py has one",
     "accprobe convert XXX_layer.json layer.onnx --level 1": "ATB wrote it; test_drawing.py has one",
+    "accprobe online serve --tls certs --host 0.0.0.0 --out result": "waits for a sender; tests/online has both",
+    "accprobe online send dump --follow --tls certs --host golden-machine": "another machine; tests/online",
+    "accprobe online serve": "waits for a sender; tests/online has both",
+    "accprobe online send DUMP --follow": "waits for a receiver; tests/online",
+    "accprobe online serve --config config.json": "tests/support/seeds/online_lines.py runs it with its sender",
+    "accprobe online send DUMP --follow --config config.json": "the same",
     "VLLM_ACCPROBE_PATCHES=all": "a setting, not a command; the line above it has another",
     "VLLM_ACCPROBE_PATCHES=./mine.toml": "a setting, not a command",
 }

@@ -67,14 +67,16 @@ def test_a_thousand_calls_with_the_line_cut_and_the_receiver_killed(
     same(out, offline)
 
 
-def test_a_dump_that_is_followed_through_a_folder(tmp_path: Path, offline: Path, thousand: Path) -> None:
+def test_a_dump_that_is_followed_through_a_folder(tmp_path: Path) -> None:
     """The capture goes on while it is sent and checked; what fails is said before it ends."""
     source, shared, out = tmp_path / "dump", tmp_path / "shared", tmp_path / "out"
-    journal = (thousand / "rank0000/journal.jsonl").read_bytes().splitlines(keepends=True)
+    whole = many(tmp_path / "whole", 120)
+    assert main(["opcheck", str(whole), "--out", str(tmp_path / "offline")]) == 1
+    journal = (whole / "rank0000/journal.jsonl").read_bytes().splitlines(keepends=True)
     (source / "rank0000").mkdir(parents=True)
-    (source / "run.json").write_bytes((thousand / "run.json").read_bytes())
+    (source / "run.json").write_bytes((whole / "run.json").read_bytes())
     segment = "seg-00000.safetensors"
-    (source / "rank0000" / segment).write_bytes((thousand / "rank0000" / segment).read_bytes())
+    (source / "rank0000" / segment).write_bytes((whole / "rank0000" / segment).read_bytes())
     growing = (source / "rank0000/journal.jsonl").open("ab")
     half = len(journal) // 2
     growing.write(b"".join(journal[:half]) + journal[half][:20])  # a line that is half written
@@ -90,7 +92,7 @@ def test_a_dump_that_is_followed_through_a_folder(tmp_path: Path, offline: Path,
         assert receive.code() == 1, receive.said
     assert "how many outputs there are was not known before the end: opcheck goes over all of it" in receive.said
     assert list(shared.rglob("*.batch")) == []
-    same(out, offline)
+    same(out, tmp_path / "offline")
 
 
 def test_two_ranks_and_a_sender_each(tmp_path: Path) -> None:
@@ -140,6 +142,21 @@ def test_interrupted_it_checks_what_is_here(tmp_path: Path) -> None:
         assert receive.code() == 1, receive.said
     assert "rank 1: nothing of it came" in receive.said
     assert "12 of 15 calls checked" in receive.said
+
+
+def test_killed_while_it_checks_it_needs_no_sender_any_more(tmp_path: Path) -> None:
+    """All had arrived: started again, it checks and ends, with each call checked once."""
+    out, port = tmp_path / "out", free_port()
+    dump = build(tmp_path / "dump", "layers.0.norm")
+    receive = serve(out, port, "--ranks", "0")
+    with ended(receive):
+        assert Run("send", str(dump), "--port", str(port)).code() == 0
+        receive.kill()
+    assert not (out / "opcheck.csv").exists()
+    again = serve(out, port)
+    with ended(again):
+        assert again.code() == 1, again.said
+    assert "15 calls were checked as they came" in again.said
 
 
 def test_nothing_came(tmp_path: Path) -> None:

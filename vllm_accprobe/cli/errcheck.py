@@ -112,6 +112,8 @@ def _command(command: list[str] | None, line: str | None) -> list[str]:
         return command or []
     if command:
         raise CommandError("--exec is the whole command: leave what follows it away")
+    if set(line) & set("|&;<>()$`*?[#~="):
+        return [line]  # for the shell
     try:
         words = shlex.split(line)
     except ValueError as error:

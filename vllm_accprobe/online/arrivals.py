@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +22,14 @@ from vllm_accprobe.dump.schema import JOURNAL as JOURNAL_NAME
 from vllm_accprobe.dump.schema import RUN_JSON, rank_dir
 from vllm_accprobe.online.frames import DATA, END, JOURNAL, RUN, SYNC, FrameError, number, place_of, said_in
 from vllm_accprobe.online.mirror import MirrorError, RankMirror, keep_run
+from vllm_accprobe.whole_file import write_private
 
 MOST_RANKS = 1 << 16
 HOLD_S = 600.0
 """Chosen: after this time a little more is taken even if nothing was checked: shorter than a sender's patience."""
 _FIRST_LINE = 1 << 20
+_KEPT = "arrival.json"
+_DIRECTORY = re.compile(r"rank(\d{4,5})", re.ASCII)
 
 
 class RankArrival:
@@ -34,11 +38,18 @@ class RankArrival:
 
     def __init__(self, root: Path, rank: int, budget: int):
         self.mirror = RankMirror(root, rank, budget)
-        self.totals: tuple[int, int] | None = None
-        self.ended = False
+        self._root, self._kept = root, self.mirror.directory / _KEPT
+        kept = _object(self._kept)
+        self.totals = _totals(kept.get("totals"))
+        self.ended = bool(self.mirror.written) and kept.get("ended") == self.mirror.written
         self.wire: Any = None
         self.turn = threading.Lock()
-        self._root = root
+
+    def keep(self, totals: tuple[int, int] | None) -> None:
+        """What a receiver that is started again is to know besides the files. Raises OSError."""
+        self.totals = totals
+        kept = {"totals": totals, "ended": self.mirror.written if self.ended else None}
+        write_private(self._kept, json.dumps(kept) + "\n")
 
     def apply(self, kind: int, body: bytes | bytearray) -> dict[str, Any] | None:
         """Takes a piece; what is to be answered where it asks. Raises FrameError, MirrorError, OSError."""
@@ -47,6 +58,7 @@ class RankArrival:
         elif kind == JOURNAL:
             _, offset, lines = place_of(body)
             self.mirror.journal(offset, lines)
+            self.ended = self.ended and not self.mirror.waits
         elif kind == RUN:
             keep_run(self._root, bytes(body))
         elif kind == SYNC:
@@ -56,6 +68,7 @@ class RankArrival:
             if number(said_in(body), "journal", 1 << 50) != have:
                 raise FrameError("the end is not where the journal ends")
             self.ended = True
+            self.keep(self.totals)
             return {"journal": have}
         else:
             raise FrameError("a piece that no sender sends")
@@ -78,6 +91,10 @@ class ArrivedRanks:
         self.stop = threading.Event()
         self._lock = threading.Lock()
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in sorted(root.iterdir()):
+            match = _DIRECTORY.fullmatch(path.name)
+            if match and path.is_dir() and not path.is_symlink() and (ranks is None or int(match[1]) in ranks):
+                self.ranks[int(match[1])] = RankArrival(root, int(match[1]), budget)
 
     def begin(self, said: dict[str, Any]) -> tuple[int, RankArrival]:
         """The rank that a HELLO names. Raises FrameError, MirrorError, OSError."""
@@ -86,16 +103,13 @@ class ArrivedRanks:
         rank = number(said, "rank", MOST_RANKS)
         if self.wanted is not None and rank not in self.wanted:
             raise MirrorError(f"rank {rank} is not asked for (--ranks, rank_list)")
-        totals = said.get("totals")
-        if totals is not None and not (
-            isinstance(totals, list) and len(totals) == 2 and all(type(n) is int and 0 <= n < 1 << 40 for n in totals)
-        ):
-            raise FrameError("its totals are none")
+        totals = _totals(said.get("totals"))
         with self._lock:
             if rank not in self.ranks:
                 self.ranks[rank] = RankArrival(self.root, rank, self.budget)
             found = self.ranks[rank]
-        found.totals = None if totals is None else (totals[0], totals[1])
+        if found.totals != totals:
+            found.keep(totals)
         return rank, found
 
     @property
@@ -136,6 +150,13 @@ class ArrivedRanks:
         found = [self.ranks[r].totals if r in self.ranks else None for r in self.expected()]
         known = [t for t in found if t is not None]
         return (sum(t[0] for t in known), sum(t[1] for t in known)) if known and len(known) == len(found) else None
+
+
+def _totals(given: Any) -> tuple[int, int] | None:
+    """Outputs and taps of a rank, as its sender says; None where it does not, or says nonsense."""
+    if isinstance(given, list) and len(given) == 2 and all(type(n) is int and 0 <= n < 1 << 40 for n in given):
+        return given[0], given[1]
+    return None
 
 
 def _world(journal: Path) -> int:

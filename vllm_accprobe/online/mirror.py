@@ -57,6 +57,11 @@ class RankMirror:
         return self.written + len(self._pending)
 
     @property
+    def waits(self) -> bool:
+        """Whether something waits for a SYNC."""
+        return bool(self._pending)
+
+    @property
     def nbytes(self) -> int:
         return self.journal_bytes + sum(self.segments.values())
 

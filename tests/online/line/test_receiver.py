@@ -128,3 +128,19 @@ def test_a_rank_that_lies(tmp_path: Path) -> None:
                         heard += block
             assert said.encode() in heard.replace(b"1048576", b"1,048,576"), said
     assert (tmp_path / "out/received/rank0000/journal.jsonl").read_bytes() == bytes(line[1])
+
+
+def test_what_a_line_brought_before_it_broke_stays(tmp_path: Path) -> None:
+    """Also without a SYNC: else a line that often breaks would carry the same bytes for ever."""
+    port = free_port()
+    line = frames.placed(frames.JOURNAL, 0, 0, b'{"event":"start","schema":1}\n')
+    receive = serve(tmp_path / "out", port, "--ranks", "0")
+    with ended(receive):
+        with socket.create_connection(("127.0.0.1", port), 5) as s:
+            hello = frames.words(frames.HELLO, {"protocol": 1, "rank": 0, "totals": None})
+            s.sendall(b"".join([*hello, *line, frames.head(frames.DATA, 99)]))
+            s.shutdown(socket.SHUT_WR)
+            while s.recv(1 << 16):  # closed with answers unread, the line would be reset, and lose what was on its way
+                pass
+        receive.until("the line broke")
+        assert (tmp_path / "out/received/rank0000/journal.jsonl").read_bytes() == bytes(line[1])

@@ -28,7 +28,7 @@ FIRST_S = 10.0
 """Chosen: for TLS, and again for the first words."""
 SILENT_S = 60.0
 """Chosen: without a word; a sender says so every ten seconds that it is there."""
-UNKNOWN = 48
+UNKNOWN = 128
 """Chosen: peers that have not said who they are, at once."""
 KNOWN = 1024
 """Chosen: ranks at once."""
@@ -140,7 +140,7 @@ class Receiver:
         if before is not None:
             before.cut()  # a line that nobody speaks on any more: its sender has made a new one
         if not arrival.turn.acquire(timeout=_TURN_S):
-            wire.refuse(f"rank {rank} is still being written by another line")
+            wire.refuse(f"rank {rank} is still being written by another line", again=True)
             return
         try:
             arrival.mirror.drop()
@@ -158,6 +158,8 @@ class Receiver:
                         self._say(f"rank {rank}: all is here, {arrival.mirror.nbytes / 1e6:,.1f} MB")
                         return
         except Broken as why:
+            with contextlib.suppress(OSError):
+                arrival.mirror.sync()  # all of it came in order: a line that often breaks is to get somewhere
             if not arrival.ended and arrival.wire is wire and not self.arrivals.stop.is_set():
                 self._say(f"rank {rank}: the line broke ({why})")
         except (FrameError, MirrorError, OSError) as why:

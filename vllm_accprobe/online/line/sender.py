@@ -26,8 +26,8 @@ from vllm_accprobe.online.line import tls
 from vllm_accprobe.online.line.wire import Broken, Wire
 from vllm_accprobe.online.tail import RankTail, TailError
 
-SYNC_BYTES, SYNC_S = 4 << 20, 0.5
-"""Chosen: bytes and seconds between two SYNCs: what a line that breaks has carried for nothing."""
+FIRST_SYNC, SYNC_BYTES, SYNC_S = 256 << 10, 4 << 20, 0.5
+"""Chosen: bytes and seconds between two SYNCs; on a new line the first number, which doubles up to the second."""
 AHEAD = 4
 """Chosen: SYNCs without an answer."""
 POLL_S = 0.05
@@ -148,15 +148,16 @@ class RankSender:
                 wire.send([frames.head(RUN, len(text)), text])
         except FileNotFoundError:
             pass
-        waiting, unsaid = 0, 0
+        waiting, unsaid, most = 0, 0, FIRST_SYNC
         quiet = heard = time.monotonic()
         while not self._stop.is_set():
             for parts, n in self.tail.pieces():
                 wire.send(parts, ANSWER_S)
                 self.bytes += n
                 unsaid += n
-                if unsaid >= SYNC_BYTES or time.monotonic() - heard > SYNC_S:
+                if unsaid >= most or time.monotonic() - heard > SYNC_S:
                     waiting, unsaid, heard = self._ask(wire, waiting), 0, time.monotonic()
+                    most = min(most * 2, SYNC_BYTES)
                     while waiting >= AHEAD:
                         waiting = self._hear(wire, waiting)
                 quiet = time.monotonic()

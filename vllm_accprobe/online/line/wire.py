@@ -69,10 +69,10 @@ class Wire:
             done += got
         return found
 
-    def refuse(self, why: str) -> None:
-        """Says why and closes. Never raises."""
+    def refuse(self, why: str, again: bool = False) -> None:
+        """Says why and closes. again: another try may go better. Never raises."""
         try:
-            self.send(frames.words(frames.REFUSED, {"why": why[:500]}), 2.0)
+            self.send(frames.words(frames.REFUSED, {"why": why[:500], "again": again}), 2.0)
         except (Broken, FrameError):
             pass
         self.close()

@@ -1,0 +1,108 @@
+"""The lines of document 001's online pre-check, run on a made dump: both sides on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from online.online_certificates import Authority
+from online.online_runs import Run, ended, free_port
+from opcheck.layer_dumps import build
+from support.seeds.line import Line
+
+from vllm_accprobe.cli import main
+
+FOLDER = "online"
+"""Below the home of the document's lines."""
+
+
+def _configs(where: Path, gpu: dict[str, object], npu: dict[str, object]) -> None:
+    """The document's two files: as they are there, but for what is given."""
+    receives = {"white_list": [], "black_list": [], "error_data_path": "./", "is_online": True, "rank_list": [0], **gpu}
+    sends = {"scope": [], "list": [], "online_run_ut": True, **npu}
+    around = {"dump_path": "./dump_path", "rank": [0], "step": [0], "level": "L1", "seed": 1234}
+    (where / "gpu.json").write_text(json.dumps({"task": "run_ut", "run_ut": receives}))
+    (where / "npu.json").write_text(
+        json.dumps({"task": "tensor", **around, "is_deterministic": True, "tensor": sends})
+    )
+
+
+def _both(where: Path, *more: str) -> None:
+    """run_ut on the GPU's side, then the sender on the NPU's; the tables are opcheck's."""
+    out = where / "out"
+    receive = Run("serve", "--config", str(where / "gpu.json"), "--out", str(out))
+    with ended(receive):
+        receive.until("waiting for calls")
+        words = ["online", "send", str(where.parent / "dump"), "--config", str(where / "npu.json"), *more]
+        assert main(words) == 0
+        assert receive.code() == 0, receive.said
+    assert (out / "opcheck.csv").is_file()
+    assert (out / "result.csv").is_file()
+
+
+def _certificates(home: Path) -> None:
+    """The document's folder: server.key and server.crt, self-signed; refused in a line that says what is missing."""
+    where = home / FOLDER
+    where.mkdir(exist_ok=True)
+    build(where / "dump")
+    tls = where / "tls"
+    Authority().folder(tls, "server")
+    (tls / "ca.crt").unlink()
+    line = {"nfs_path": "", "host": "127.0.0.1", "port": free_port()}
+    _configs(where, {**line, "tls_path": str(tls)}, line)
+    run = Run("serve", "--config", str(where / "gpu.json"), "--out", str(where / "refused"))
+    assert run.code() == 2
+    assert "has no ca.crt" in run.said
+    assert len([x for x in run.lines if x.startswith("accprobe: ")]) == 1
+
+
+def _line(home: Path) -> None:
+    where = home / FOLDER / "line"
+    where.mkdir()
+    authority = Authority()
+    tls = {side: str(authority.folder(where / side, side)) for side in ("server", "client")}
+    line = {"nfs_path": "", "host": "127.0.0.1", "port": free_port()}
+    _configs(where, {**line, "tls_path": tls["server"]}, line)
+    _both(where, "--tls", tls["client"])
+
+
+def _shared(home: Path) -> None:
+    where = home / FOLDER / "folder"
+    where.mkdir()
+    line = {"nfs_path": str(where / "nfs"), "host": "", "port": -1}
+    _configs(where, line, line)
+    _both(where)
+
+
+def _script(home: Path) -> None:
+    """The debugger captures, and says who sends."""
+    where = home / FOLDER / "script"
+    where.mkdir()
+    line = {"nfs_path": str(where / "nfs"), "host": "", "port": -1}
+    _configs(where, line, line)
+    config = json.loads((where / "npu.json").read_text()) | {"dump_path": str(where / "dump")}
+    (where / "npu.json").write_text(json.dumps(config))
+    (where / "train.py").write_text(
+        "import torch\nfrom vllm_accprobe import PrecisionDebugger\n"
+        f"debugger = PrecisionDebugger({str(where / 'npu.json')!r})\nmodel = torch.nn.Linear(4, 4)\n"
+        "debugger.start(model)\nmodel(torch.ones(2, 4))\ndebugger.stop()\ndebugger.step()\n"
+    )
+    (where / "train.sh").write_text(f"{sys.executable} {where / 'train.py'}\n")
+    done = subprocess.run(["bash", str(where / "train.sh")], capture_output=True, text=True, check=True)
+    assert "accprobe online send DUMP --follow --config FILE" in done.stderr + done.stdout
+    receive = Run("serve", "--config", str(where / "gpu.json"), "--out", str(where / "out"))
+    with ended(receive):
+        receive.until("waiting for calls")
+        assert main(["online", "send", str(where / "dump"), "--config", str(where / "npu.json")]) == 0
+        assert receive.code() in (0, 1, 3), receive.said
+    assert (where / "out/received/rank0000/journal.jsonl").is_file()
+
+
+LINES: list[Line] = [
+    Line(960, "openssl x509 -req -days 365 -in server.csr -signkey server.key -out server.crt", _certificates),
+    Line(1140, "msprobe -f pytorch run_ut -config ./config.json  # 3.1.3, host and port", _line),
+    Line(1140, "msprobe -f pytorch run_ut -config ./config.json  # 3.1.4, nfs_path", _shared),
+    Line(1170, 'debugger = PrecisionDebugger("config.json")', _script),
+]
