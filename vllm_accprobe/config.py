@@ -62,6 +62,7 @@ class ProbeConfig:
     force: ``1``: requests may name the tokens that they are answered with, with the probe off, too (docs/gate.md); a
     directory: its engine steps are written there as well.
     states: ``events``, ``sample`` or ``full``: a ledger of caches' states, with the probe off, too (docs/states.md).
+    weights: ``full``; ``prints``: fingerprints alone; or ``off``: nothing of the weights' life (docs/weights.md).
     """
 
     enabled: bool = False
@@ -89,6 +90,7 @@ class ProbeConfig:
     armed: bool = True
     force: str = ""
     states: str = ""
+    weights: str = "full"
 
     @property
     def force_dir(self) -> str:
@@ -198,6 +200,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "armed": words.flag,
     "force": words.on_or_path,
     "states": words.choice(words.STATES),
+    "weights": words.choice(words.WEIGHTS),
 }
 
 

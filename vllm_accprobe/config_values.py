@@ -19,6 +19,7 @@ PARTS = ("input", "output", "params")
 ERRCHECK = ("overflow", "nan", "exit")
 ON = "1"
 STATES = ("events", "sample", "full")
+WEIGHTS = ("full", "prints", "off")
 OPS_MODES = ("trace", "dedup", "sample", "full")
 
 Ranges = tuple[tuple[int, int], ...]
