@@ -60,7 +60,6 @@ SAME = (
 TWO = (Ask("a", prompt(40, 1), 24), Ask("b", prompt(50, 2), 24))
 REPEATS = tuple(Ask(name, prompt(12, i) * 5, 40, i) for i, name in enumerate("abc"))
 HITS: dict[str, Any] = {"enable_prefix_caching": True}
-GRAPHS: dict[str, Any] = {"enforce_eager": False}
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 FEW: dict[str, Any] = {"num_gpu_blocks_override": 13, "max_model_len": 256}
 NGRAM: dict[str, Any] = {
@@ -123,10 +122,6 @@ def cases(root: Path) -> list[Case]:
              fault="dropped_row", args=FP8),
         Case("fp8-flipped-bit", "one bit of an fp8 block, in one layer", asks=TWO, kind="changed", fault="flipped_bit",
              mode="full", args=FP8),
-        Case("compiled", "a compiled engine: looked at before and after the forward", asks=SAME, metric="prefix_hits",
-             args=HITS | GRAPHS, mode="full"),
-        Case("compiled-flipped-bit", "one bit of a block, in a compiled engine", asks=TWO, kind="changed",
-             fault="flipped_bit", mode="full", args=GRAPHS),
         Case("freed", "a block freed while it is read", asks=(THREE[0], Ask("c", prompt(100, 3), 12, 6)), kind="freed",
              fault="freed"),
         Case("stale-slot", "the slot of the step before", asks=TWO, kind="stale", fault="stale_slot"),
@@ -181,15 +176,8 @@ def run(case: Case, root: Path) -> tuple[bool, str, str]:
     try:
         if case.args.get("block_size", 0) is None:
             lab.ENGINE.pop("block_size")
-        compiled = not args["enforce_eager"]
-        if compiled:
-            os.environ["VLLM_CPU_CI_ENV"] = "1"  # compiled by dynamo, without inductor's minutes
-        ran = lab.run(
-            model, out, case.asks, plant, case.mode, case.rounds, case.between,
-            {"VLLM_ACCPROBE_GRAPHS": "1"} if compiled else None, **(args if case.args else {}),
-        )  # fmt: skip
+        ran = lab.run(model, out, case.asks, plant, case.mode, case.rounds, case.between, **(args if case.args else {}))
     finally:
-        os.environ.pop("VLLM_CPU_CI_ENV", None)
         lab.ENGINE.setdefault("block_size", 32)
         mamba_utils.do_mamba_copy_block = kept
     dump = open_dump(out)
