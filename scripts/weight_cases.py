@@ -6,7 +6,7 @@ after another in this process; each case is one of them, in which vLLM's own fun
 else, and is compared with a clean run of the same events. It is right when all that is found is of the parameter that
 was spoilt, as the kind that was planted; a clean case is right when nothing is found.
 
-    python scripts/weight_cases.py --out DIR [--only GLOB,GLOB]
+    python scripts/weight_cases.py --out DIR [--only GLOB,GLOB] [--v2]
 
 Exit code 1 where a case is wrong. Rows of kind "vLLM's own" are told and not judged: they are faults of vLLM 0.32 on a
 CPU. Not here: what a load costs (scripts/weight_cost.py).
@@ -262,8 +262,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="*", help="globs, with commas between")
+    parser.add_argument("--v2", action="store_true", help="the V2 model runner")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if args.v2:
+        os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+        from support.engine_ways import prepare_v2_runner
+
+        prepare_v2_runner()
     globs = args.only.split(",")
     known = cases()
     chosen = [c for c in known if any(fnmatchcase(c.name, g) for g in globs)]

@@ -1,9 +1,9 @@
 """What looking at weights adds to loading a model: the probe against none, in turns (docs/weights.md).
 
 The problem: loading runs under a dispatch mode, which sees every operator, and is followed by a pass over all weights;
-both must cost little beside what vLLM does. The idea: one process builds engines of one model in turns, with and
-without the probe, and measures vLLM's own load_model; the first turn warms up. The model is llama with a few hundred
-parameters, or as told.
+both must cost little beside what vLLM does. The idea: one process builds engines of one model in turns, without the
+probe and with it (VLLM_ACCPROBE_WEIGHTS off, prints, full), and measures vLLM's own load_model; the first turn warms
+up. The model is llama with a few hundred parameters, or as told.
 
     python scripts/weight_cost.py --out DIR [--layers N] [--hidden N] [--pairs N]
 
@@ -93,26 +93,19 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=4)
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm_accprobe.capture.weights.writes import WriteWatch
     from vllm_accprobe.formats import open_dump
 
     path = model(args.out / f"llama-{args.layers}x{args.hidden}", args.layers, args.hidden)
-    took: dict[str, list[float]] = {"none": [], "probe": [], "not watched": []}
+    took: dict[str, list[float]] = {"none": [], "off": [], "prints": [], "full": []}
     seconds = nbytes = 0.0
     prints = 0
     for turn in range(args.pairs + 1):
         for name, found in took.items():
             out = args.out / "dump"
             shutil.rmtree(out, ignore_errors=True)
-            enter, leave = WriteWatch.__enter__, WriteWatch.__exit__
-            if name == "not watched":
-                WriteWatch.__enter__ = lambda self: self  # type: ignore[method-assign]
-                WriteWatch.__exit__ = lambda *_: None  # type: ignore[method-assign]
-            try:
-                found.append(timed(path, None if name == "none" else out))
-            finally:
-                WriteWatch.__enter__, WriteWatch.__exit__ = enter, leave  # type: ignore[method-assign]
-            if name == "probe":
+            os.environ["VLLM_ACCPROBE_WEIGHTS"] = "full" if name == "none" else name
+            found.append(timed(path, None if name == "none" else out))
+            if name == "full":
                 lives = open_dump(out).lives
                 prints, seconds, nbytes = len(lives.prints), lives.events[0].seconds, lives.events[0].nbytes
         print(turn, {name: round(found[-1], 3) for name, found in took.items()}, flush=True)

@@ -63,6 +63,7 @@ class ProbeConfig:
     directory: its engine steps are written there as well.
     states: ``events``, ``sample`` or ``full``: a ledger of caches' states, with the probe off, too (docs/states.md).
     export: ``h5``: torch_xray's files are written beside the dump when it is closed (export_at_end.py).
+    weights: ``full``; ``prints``: fingerprints alone; or ``off``: nothing of the weights' life (docs/weights.md).
     """
 
     enabled: bool = False
@@ -91,6 +92,7 @@ class ProbeConfig:
     force: str = ""
     states: str = ""
     export: str = ""
+    weights: str = "full"
 
     @property
     def force_dir(self) -> str:
@@ -204,6 +206,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "force": words.on_or_path,
     "states": words.choice(words.STATES),
     "export": words.choice(words.EXPORTS),
+    "weights": words.choice(words.WEIGHTS),
 }
 
 

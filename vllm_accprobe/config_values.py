@@ -26,6 +26,7 @@ PRESETS: dict[str, dict[str, str]] = {
 }
 """Name → settings that hold where they are not set themselves."""
 STATES = ("events", "sample", "full")
+WEIGHTS = ("full", "prints", "off")
 OPS_MODES = ("trace", "dedup", "sample", "full")
 
 Ranges = tuple[tuple[int, int], ...]

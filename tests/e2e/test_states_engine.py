@@ -83,6 +83,16 @@ def test_the_state_of_another_request(told: Path) -> None:
     assert "given to request 'b'" in found[0].how
 
 
+def test_two_ledgers_alone_are_compared(told: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sides = ["compare", str(told / "hits")]
+    assert main([*sides, str(told / "fp8"), "--out", str(tmp_path / "clean")]) == 0
+    assert "PASS: nothing wrong in what was compared: mine's ledger of states in" in capfd.readouterr().out
+    assert main([*sides, str(told / "fp8-dropped-row"), "--out", str(tmp_path / "wrong")]) == 1
+    said = capfd.readouterr().out
+    assert "FAIL: the cache, not the kernel: a stale slot" in said
+    assert "no tensors were compared" in said
+
+
 def test_a_copy_that_comes_late(told: Path) -> None:
     found = findings(told, "late-load")
     assert {one.kind for one in found} == {"late"}

@@ -209,12 +209,25 @@ def headline(comparison: Comparison) -> str:
     c = comparison.counts
     if comparison.verdict != "pass":
         return f"FAIL: {_failure(comparison, c)}"
+    if not c.compared:  # the first note says why
+        return "PASS: nothing wrong in what was compared: " + " and ".join(_told_instead(comparison))
     rows = int(comparison.coverage.get("rows_compared") or 0)
     standard = safe((comparison.standard or {}).get("name") or "", 60)
     text = f"PASS: {count(c.passed, 'pair')} and {count(rows, 'row')} agree"
     text += f" within the standard '{standard}'" if standard else " within the standard"
     extra = [f"{n:,} {what}" for n, what in ((c.identical, "identical"), (c.skipped, "more skipped")) if n]
     return text + (f" ({', '.join(extra)})" if extra else "")
+
+
+def _told_instead(comparison: Comparison) -> list[str]:
+    """What a comparison without tensors is about."""
+    mine = comparison.states.get("mine") or {}
+    steps = max((int(one.get("steps") or 0) for one in (mine.get("watched") or {}).values()), default=0)
+    said = [f"mine's ledger of states in {count(steps, 'step')}"] if mine.get("watched") else []
+    weights = int(comparison.weights.get("compared") or 0), int(comparison.weights.get("told") or 0)
+    if any(weights):
+        said.append(f"{weights[0]:,} weights of both" if weights[0] else f"the life of {weights[1]:,} weights of mine")
+    return said or ["no tensors"]
 
 
 def wrong_states(comparison: Comparison, side: str = "mine") -> list[str]:

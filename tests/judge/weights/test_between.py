@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from judge.weights.lives import lives, made, weight
 
+from vllm_accprobe.comparison import messages
 from vllm_accprobe.dump.weights.weight_life import Lives
 from vllm_accprobe.judge.weights.between import weights_between
 
@@ -17,7 +18,25 @@ def test_two_that_are_one_have_no_findings() -> None:
 
 
 def test_a_dump_that_tells_nothing_is_not_compared() -> None:
-    assert weights_between(CLEAN, Lives()) == {}
+    assert weights_between(Lives(), Lives()) == {}
+    assert weights_between(CLEAN, Lives())["told"] == 0
+
+
+def test_mines_own_life_is_told_beside_a_golden_that_says_nothing_of_its_weights() -> None:
+    """Another tool's golden, or transformers': what mine's own dump shows needs none."""
+    other = [made(0, OLD + 1, tap="l.1"), made(1, OLD + 2, tap="l.1")]
+    left = lives([made(0, OLD), made(1, OLD, times=0), *other], "reload")
+    found = weights_between(Lives(), left)
+    assert [(f["what"], f["side"], f["module"]) for f in found["findings"]] == [("not written", "mine", "l.0")]
+    assert (found["compared"], found["told"]) == (0, 2)
+    assert [e["event"] for e in found["events"]["mine"]] == ["loading", "reload 1"]
+    assert messages.weights(found)[0].startswith("the weights, not the kernel: l.0.weight")
+    assert "golden tells nothing of its weights: mine's 2 were looked at by themselves after loading, reload 1" in (
+        messages.weights(found)[-1]
+    )
+    clean = weights_between(Lives(), lives([made(0, OLD), made(1, OLD + 1)], "reload"))
+    assert clean["findings"] == []
+    assert messages.weights(clean)[-1].endswith("after loading, reload 1: nothing wrong")
 
 
 def test_a_parameter_that_stays_as_before_is_told_with_a_golden_only() -> None:

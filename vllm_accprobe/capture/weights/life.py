@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ import torch
 from vllm_accprobe.capture.core.memory import DTYPE_NAMES
 from vllm_accprobe.capture.taps.params import own_tensors
 from vllm_accprobe.capture.weights import through_kernel, undo
-from vllm_accprobe.capture.weights.prints import RowSums, sums_of
+from vllm_accprobe.capture.weights.loaded_tensor import LoadedTensor
+from vllm_accprobe.capture.weights.prints import RowSums, raw_bytes, sums_of
 from vllm_accprobe.capture.weights.row_names import named_rows
 from vllm_accprobe.capture.weights.writes import WriteWatch
 from vllm_accprobe.dump.schema import ROOT_TAP
@@ -43,23 +43,7 @@ PackerOf = Callable[[Any, str], tuple[str, undo.Packer] | None]
 Line = Callable[[dict[str, Any]], None]
 
 
-@dataclass
-class _Loaded:
-    """What a tensor was as it was given last. columns: of a weight that a kernel can be asked for; asked: these columns
-    themselves where they are integers, one or two percent of the weight, on the host."""
-
-    sums: RowSums
-    dtype: torch.dtype
-    columns: RowSums | None = None
-    asked: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, sums: RowSums, tensor: torch.Tensor, asked: torch.Tensor | None) -> _Loaded:
-        """asked: `through_kernel.expected` of ``tensor``."""
-        kept = asked.cpu() if asked is not None and not asked.is_floating_point() else None
-        return cls(sums, tensor.dtype, None if asked is None else sums_of(asked), kept)
-
-
+FULL, PRINTS, OFF = "full", "prints", "off"
 NOT_ASKED = "a weight inside its kernel, which does not give it back"
 
 
@@ -68,7 +52,7 @@ class WeightLife:
 
     line: writes a journal line. chosen: whether a module (path, class) is looked at. step: the number of the next step.
     packer_of: see vllm/weights/packers.py. failed: told once, when something here has failed. skip: counts what is
-    not looked at, (module path, reason).
+    not looked at, (module path, reason). how: FULL; PRINTS, without watching writes or asking kernels; or OFF.
     """
 
     def __init__(
@@ -80,14 +64,16 @@ class WeightLife:
         packer_of: PackerOf = lambda layer, name: None,
         rank: int = 0,
         skip: Callable[[str, str], object] = lambda path, reason: None,
+        how: str = FULL,
     ):
-        self.watch = WriteWatch()
-        self.off = False
+        self.watch = WriteWatch(how == FULL)
+        self.off = how == OFF
+        self._asks = how == FULL
         self.open: str | None = None
         self._line, self._chosen, self._step, self._failed = line, chosen, step, failed
         self._packer_of, self._rank, self._skip = packer_of, rank, skip
         self._number = -1
-        self._loaded: dict[Key, _Loaded] = {}
+        self._loaded: dict[Key, LoadedTensor] = {}
         self._places: dict[tuple[str, int, int], torch.Tensor | None] = {}
         self._said: dict[Key, str] = {}
         self._looked: set[Key] = set()
@@ -168,9 +154,13 @@ class WeightLife:
         if key in self._looked or not _plain(tensor):
             return
         self._looked.add(key)
-        sums = self._sums(tensor)
-        linear = name == "weight" and hasattr(module, "quant_method")
-        self._loaded[key] = _Loaded.of(sums, tensor, through_kernel.expected(tensor) if linear else None)
+        before, raw = self._loaded.get(key), raw_bytes(tensor)
+        if before is not None and before.same(tensor, raw):
+            sums = before.sums
+        else:
+            sums = self._sums(tensor)
+            linear = name == "weight" and hasattr(module, "quant_method") and self._asks
+            self._loaded[key] = LoadedTensor.of(sums, tensor, raw, through_kernel.expected(tensor) if linear else None)
         self._print(path, module, name, LOADED, tensor.dtype, sums, seen=tensor)
 
     def _lies(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor, given: bool) -> None:
@@ -181,6 +171,9 @@ class WeightLife:
             self._given(path, module, name, tensor)
             return
         loaded = self._loaded.get(key)
+        raw = raw_bytes(tensor) if loaded is not None else None
+        if key in self._looked and loaded is not None and loaded.same(tensor, raw):
+            return  # it lies as it was given
         before = loaded if loaded is not None and loaded.dtype == tensor.dtype else None
         view, how = tensor, ""
         if before is not None and (turned := undo.transposed(tensor, before.sums.shape)) is not None:
@@ -192,7 +185,7 @@ class WeightLife:
             return  # it lies as it was given
         if key not in self._looked and before is not None and not how and before.columns is not None:
             # Written where it lies, without packing: what a kernel should have from now on.
-            self._loaded[key] = _Loaded.of(sums, tensor, through_kernel.expected(tensor))
+            self._loaded[key] = LoadedTensor.of(sums, tensor, raw, through_kernel.expected(tensor))
         seen = tensor if key not in self._looked else None
         self._print(path, module, name, PACKED, tensor.dtype, sums, undone=how, seen=seen)
 
@@ -215,7 +208,7 @@ class WeightLife:
 
     def _kernel(self, path: str, module: torch.nn.Module) -> None:
         loaded = self._loaded.get((path, "weight"))
-        if loaded is None or loaded.columns is None:
+        if loaded is None or loaded.columns is None or not self._asks:
             return
         here = module._parameters.get("weight")
         if here is not None and here.numel() and not hasattr(module, "cpu_linear"):

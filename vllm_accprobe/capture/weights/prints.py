@@ -7,10 +7,12 @@ at the end. On the host a compiled loop does it. Not here: what is mixed how (mi
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 
 from vllm_accprobe.capture.weights import mixing
 
@@ -39,6 +41,17 @@ class RowSums:
     def short(self) -> np.ndarray:
         """uint32 [rows]."""
         return mixing.short(self.order)
+
+
+def raw_bytes(tensor: torch.Tensor) -> int | None:
+    """xxh3-128 of a tensor's bytes as they lie, ten times as fast as its sums: equal ones need no second look. None
+    where they do not lie together in host memory."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return None
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        return None
+    return xxhash.xxh3_128_intdigest((ctypes.c_char * nbytes).from_address(tensor.data_ptr()))
 
 
 def sums_of(tensor: torch.Tensor) -> RowSums:

@@ -38,13 +38,24 @@ class _Storage:
 
 
 class WriteWatch(TorchDispatchMode):
-    """Looks on while weights are written; may be entered again and again, and remembers until `forget`."""
+    """Looks on while weights are written; may be entered again and again, and remembers until `forget`. on: whether it
+    looks at all."""
 
-    def __init__(self) -> None:
+    def __init__(self, on: bool = True) -> None:
         super().__init__()
+        self.on = on
         self._storages: dict[int, _Storage] = {}
-        self._written_args: dict[Any, tuple[tuple[int, str], ...]] = {}
+        self._effects: dict[Any, tuple[int, tuple[tuple[int, str], ...]]] = {}
         self.failed: str | None = None
+
+    def __enter__(self) -> WriteWatch:
+        if self.on:
+            super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.on:
+            super().__exit__(*error)
 
     def forget(self) -> None:
         """As if nothing had been written."""
@@ -62,10 +73,13 @@ class WriteWatch(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        changes = self._written_args.get(func)
-        if changes is None:
-            changes = self._written_args[func] = _written(func)
-        if changes:
+        known = self._effects.get(func)
+        if known is None:
+            known = self._effects[func] = _effect(func)
+        kind, changes = known
+        if kind == _VIEWS:  # four of five operators while a model is loaded
+            return
+        if kind == _WRITES:
             for place, name in changes:
                 value = args[place] if place < len(args) else kwargs.get(name)
                 for tensor in _tensors(value):
@@ -93,7 +107,7 @@ class WriteWatch(TorchDispatchMode):
     def of(self, tensor: torch.Tensor) -> tuple[tuple[tuple[int, int, int], ...] | None, bool]:
         """((first row, end, times) of the rows of ``tensor`` that were written, whether its memory was empty before);
         None where nobody could look. A row of which a part was written counts as written."""
-        if self.failed is not None or not tensor.is_contiguous() or not tensor.numel():
+        if self.failed is not None or not self.on or not tensor.is_contiguous() or not tensor.numel():
             return None, False
         rows = row_count(tuple(tensor.shape))
         storage = self._storages.get(_pointer(tensor))
@@ -129,6 +143,20 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
+_MAKES, _WRITES, _VIEWS = range(3)
+
+
+def _effect(func: Any) -> tuple[int, tuple[tuple[int, str], ...]]:
+    """What an operator does: writes arguments, gives views of them and nothing else, or makes something new."""
+    if changes := _written(func):
+        return _WRITES, changes
+    schema = getattr(func, "_schema", None)
+    views = schema is not None and schema.returns and all(r.alias_info is not None for r in schema.returns)
+    # What is made of other operators (reshape, contiguous, to) may copy for all that its schema says.
+    made_of_others = views and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return (_VIEWS if views and not made_of_others else _MAKES), ()
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -139,9 +167,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _pointer(tensor: torch.Tensor) -> int:
-    if tensor.device.type == "meta" or tensor.layout is not torch.strided:
-        return 0
+    """Where its storage begins; 0 for no memory, or none that is addressed in bytes."""
     try:
-        return int(tensor.untyped_storage().data_ptr())
-    except (RuntimeError, ValueError, NotImplementedError):  # memory that is not there yet
+        at = tensor.data_ptr()
+    except (RuntimeError, ValueError, NotImplementedError):  # memory that is not there yet, another layout
         return 0
+    return at - tensor.storage_offset() * tensor.element_size() if at else 0

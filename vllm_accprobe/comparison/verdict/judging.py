@@ -29,6 +29,7 @@ from vllm_accprobe.comparison.verdict import blame, floors, harmless
 from vllm_accprobe.comparison.verdict.remarks import other_settings, remarks, unseen_routing
 from vllm_accprobe.comparison.verdict.rerouted_rows import add_undecided, settle
 from vllm_accprobe.comparison.verdict.row_limits import Holder
+from vllm_accprobe.comparison.verdict.without_tensors import without_tensors
 from vllm_accprobe.comparison.verdict.wrong_rows import Wrong, wrong_rows
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
@@ -86,7 +87,8 @@ class _Judge:
         self.tree = Tree(setting.classes, dict(setting.parent), dict(setting.children), dict(setting.mixing))
         for unit in choices_first(self.measured.each()):
             self._unit(unit)
-        if self._nothing():
+        alone = [without_tensors(setting, self._why_nothing(), bool(self.measured.units))] if self._nothing() else []
+        if alone == [""]:
             raise NothingCompared(f"{self._why_nothing()} (golden {setting.golden_path}, mine {setting.mine_path})")
         self._check_floor()
         places = blame.Places(setting)
@@ -129,13 +131,9 @@ class _Judge:
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
             verdict=FAIL if failed or origins or wrong_weights(setting.weights) else PASS,
             weights=setting.weights,
-            notes=messages.weights(setting.weights)
-            + messages.notes(
-                [*state_notes(setting.states), *setting.notes, *images, *about_floor, *said],
-                pairs,
-                flipped,
-                self.replicas,
-                origins,
+            notes=messages.weights(setting.weights) + messages.notes(
+                [*alone, *state_notes(setting.states), *setting.notes, *images, *about_floor, *said],
+                pairs, flipped, self.replicas, origins,
             ),
             plan=setting.plan,
             standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),

@@ -40,10 +40,12 @@ Key = tuple[int, str, str, int]
 
 
 def weights_between(golden: Lives, mine: Lives) -> dict[str, Any]:
-    """What compare.json says of weights; {} where a dump tells nothing of them. ``findings``: first what is between the
-    two, each with what mine's own life says of it, then what else one of them shows alone."""
+    """What compare.json says of weights; {} where neither dump tells of them. ``findings``: first what is between the
+    two, each with what mine's own life says of it, then what else one of them shows alone. Where only one dump tells
+    of its weights (the other is another tool's, or older), what it shows alone is all that there is; ``told`` counts
+    the weights of such a mine."""
     if not golden.prints or not mine.prints:
-        return {}
+        return _one_side(golden, mine)
     sides = side_of(golden), side_of(mine)
     alone = [faults_within(side, which) for side, which in zip(sides, ("golden", "mine"), strict=True)]
     skipped: Counter[str] = Counter()
@@ -63,6 +65,21 @@ def weights_between(golden: Lives, mine: Lives) -> dict[str, Any]:
         "compared": compared,
         "not_compared": dict(skipped),
         "findings": [f.to_dict() for f in faults],
+    }
+
+
+def _one_side(golden: Lives, mine: Lives) -> dict[str, Any]:
+    """`weights_between` where at most one of the two tells of its weights."""
+    if not golden.prints and not mine.prints:
+        return {}
+    which, lives = ("mine", mine) if mine.prints else ("golden", golden)
+    side = side_of(lives)
+    return {
+        "events": {which: _events(side)},
+        "compared": 0,
+        "told": len(side.states) if which == "mine" else 0,
+        "not_compared": {ONE_SIDE: len(side.states)},
+        "findings": [f.to_dict() for f in faults_within(side, which)],
     }
 
 

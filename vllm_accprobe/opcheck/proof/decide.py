@@ -83,6 +83,8 @@ class Proof:
 
     def to_json(self) -> str:
         plain = asdict(self) | {"schema": SCHEMA, "right": sorted(self.right)}
+        if not self.caches:
+            del plain["caches"]
         return json.dumps(plain)
 
     @staticmethod

@@ -41,6 +41,7 @@ class Weights:
             packer_of,
             adapter.parallel["rank"],
             self._skip,
+            config.weights,
         )
         self._calls = WeightCalls(self.life, adapter.worker, adapter.runner)
         self._slots: AdapterSlots | None = None
@@ -53,6 +54,8 @@ class Weights:
 
     def loaded(self, model: torch.nn.Module) -> None:
         """The model is loaded, packed, and has its adapters' layers."""
+        if self.life.off:
+            return
         with self.life.safely():
             self._calls.watch(model)
             if self._slots is None:
