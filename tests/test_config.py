@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_accprobe.config import ConfigError, DumpConfig, ProbeConfig, in_ranges, matches, parse_ranges
+from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges, matches, parse_ranges
+from vllm_accprobe.dump_config import DumpConfig
 
 
 def test_ranges_are_closed_sorted_and_forgiving_of_spaces() -> None:

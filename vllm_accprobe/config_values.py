@@ -182,3 +182,36 @@ def nearest(name: str, valid: tuple[str, ...]) -> str:
     """``; did you mean ...?`` with the valid name that is most like ``name``, or ""."""
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+_MODULE_PRESETS: dict[str, Callable[[str, str], bool]] = {
+    "all": lambda path, cls: True,
+    "vision": lambda path, cls: any(
+        word in path.split(".") for word in ("visual", "vision_tower", "vision_model", "vision")
+    ),
+    "layers": lambda path, cls: bool(path) and path.rpartition(".")[2].isdigit(),
+    "attention": lambda path, cls: any(
+        part in ("attn", "self_attn", "attention", "cross_attn", "mla_attn") for part in path.split(".")
+    ),
+    "mlp": lambda path, cls: any(
+        part in ("mlp", "feed_forward", "ffn", "experts", "block_sparse_moe") for part in path.split(".")
+    ),
+    "norm": lambda path, cls: "norm" in path.rpartition(".")[2].lower() or "norm" in cls.lower(),
+    "linear": lambda path, cls: "linear" in cls.lower() or cls.endswith("LMHead"),
+    "logits": lambda path, cls: path.rpartition(".")[2] in ("lm_head", "logits_processor", "sampler"),
+}
+
+
+def words_choose(words: Sequence[str], name: str, path: str, cls: str) -> bool:
+    """Whether globs, presets and class names choose a module. name: its tap; path: "" for the root; cls: its class."""
+    globs: list[str] = []
+    for glob in words:
+        mark = "!" if glob.startswith("!") else ""
+        word = glob.lstrip("!")
+        if word in _MODULE_PRESETS:
+            globs.append(mark + ("*" if _MODULE_PRESETS[word](path, cls) else "\0"))
+        elif word == cls:
+            globs.append(mark + "*")
+        else:
+            globs.append(glob)
+    return matches(tuple(globs), (name,))

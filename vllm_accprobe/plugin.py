@@ -79,7 +79,7 @@ def _leave_scripts() -> None:
 
 
 def _say_old_words() -> None:
-    from vllm_accprobe.xray_words import advice
+    from vllm_accprobe.capture.ops.xray_words import advice
 
     if (line := advice(os.environ)) and "words" not in _patched:
         _patched.add("words")

@@ -87,7 +87,7 @@ def compare(
     # Records, pairs and what hangs on them stay until the end, and looking through all of them now and then for what
     # has gone costs a tenth of the time that a pair of equal dumps takes.
     gc.set_threshold(100_000, 50, 50)
-    from vllm_accprobe.cli.old_names import xray_table
+    from vllm_accprobe.cli.spelling import xray_table
     from vllm_accprobe.cli.spelling.told import quiet as quietly
     from vllm_accprobe.comparison import engine
     from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS

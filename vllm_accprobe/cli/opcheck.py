@@ -12,8 +12,8 @@ import typer
 from vllm_accprobe.cli.common import here
 from vllm_accprobe.cli.common.declared import ATTRIBUTES, WEIGHTS
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, require_directory, say_notes
-from vllm_accprobe.cli.old_names import precheck_options as msprobe
 from vllm_accprobe.cli.replay import ait_words
+from vllm_accprobe.cli.spelling import precheck_options as msprobe
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls

@@ -25,8 +25,8 @@ def size(
     """
     import json
 
-    from vllm_accprobe.capture.taps.selection import picks
     from vllm_accprobe.config import ConfigError, ProbeConfig
+    from vllm_accprobe.config_values import words_choose
     from vllm_accprobe.run import dump_size
 
     given = {name: value for name, value in (("modules", modules), ("preset", preset)) if value}
@@ -36,7 +36,7 @@ def size(
         raise CommandError(f"--{why}") from None
     try:
         config, width = dump_size.read_config(model)
-        chooses = (lambda path, cls: picks(words.modules, path, cls)) if words.modules_left else None
+        chooses = (lambda path, cls: words_choose(words.modules, path, path, cls)) if words.modules_left else None
         token, logits = dump_size.per_token(config, tp, width, chooses, words.parts)
     except KeyError as why:
         what = f"no {why} in it: known are dense decoders and DeepSeek's"

@@ -29,8 +29,9 @@ from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.capture.taps.params import ParameterLines
 from vllm_accprobe.capture.torch_model.images import Foresight, language_path
 from vllm_accprobe.capture.torch_model.padded_batch import Rectangle
-from vllm_accprobe.config import PREFIX, ConfigError, DumpConfig, ProbeConfig, in_ranges
+from vllm_accprobe.config import PREFIX, ConfigError, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import Step
+from vllm_accprobe.dump_config import DumpConfig
 
 
 class Probe:

@@ -8,7 +8,9 @@ at the end. On the host a compiled loop does it. Not here: what is mixed how (mi
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -70,13 +72,22 @@ def sums_of(tensor: torch.Tensor) -> RowSums:
     if not bits.numel():
         none = np.zeros(count, np.uint64)
         return RowSums(shape, none, none, 0, nan)
-    if bits.device.type == "cpu":
-        from vllm_accprobe.capture.weights.host_loops import row_sums
-
+    row_sums = _host_loops() if bits.device.type == "cpu" else None
+    if row_sums is not None:
         order, bag = np.empty(count, np.uint64), np.empty(count, np.uint64)
         zeros = row_sums(bits.numpy(), mixing.factors(width), order, bag)
         return RowSums(shape, order, bag, int(zeros), nan)
     return RowSums(shape, *_on_device(bits), nan)
+
+
+@cache
+def _host_loops() -> Callable[..., int] | None:
+    """None without numba (vllm-accprobe-capture alone): torch's passes give the same sums, slower."""
+    try:
+        from vllm_accprobe.capture.weights.host_loops import row_sums
+    except ImportError:
+        return None
+    return row_sums
 
 
 def _rows(bits: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 import typer.core
 
-from vllm_accprobe.cli.old_names.old_spellings import documented
+from vllm_accprobe.cli.spelling.old_spellings import documented
 from vllm_accprobe.cli.spelling.refusal import CommandError as CommandError
 from vllm_accprobe.cli.spelling.refusal import NothingThere as NothingThere
 from vllm_accprobe.cli.spelling.told import spelled

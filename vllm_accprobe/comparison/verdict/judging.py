@@ -100,16 +100,13 @@ class _Judge:
         named = [c for c in created if first[c.tap] is c]
         origins = [(c.trace.order, blame.origin_entry(c, setting, places, self.pairs, self.chosen)) for c in named]
         steps = blame.steps_of(created)
-        for _, entry in origins:
-            entry["nonfinite"] = steps.get(entry["module"], 0)
         every = in_all_layers([entry["module"] for _, entry in origins], {t.tap for t in self.traces})
         for _, entry in origins:
-            entry["layers"] = every.get(entry["module"])
+            entry["nonfinite"], entry["layers"] = steps.get(entry["module"], 0), every.get(entry["module"])
         judged = blame.condemn(created, self.pairs)
         flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged)
         origins = sorted(origins + sampler, key=lambda o: o[0])
         pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
-        failed = any(p.status == FAIL for p in pairs)
         rows = self.log.table(pairs, setting.names)
         images = harmless.images(setting, self.measured.units, pairs)
         open_to = sum(c.tier == BEHIND_A_ROUTER for c in named)
@@ -119,6 +116,7 @@ class _Judge:
             *other_settings(setting.settings),
         ]
         about_floor = [s for s in (floors.sentence(self.floor, pairs), excused) if s]
+        told = [*alone, *state_notes(setting.states), *setting.notes, *images, *about_floor, *said]
         return Comparison(
             golden_path=setting.golden_path,
             mine_path=setting.mine_path,
@@ -129,19 +127,15 @@ class _Judge:
             first_divergence=messages.first_divergence(pairs, rows),
             origins=[o for _, o in origins],
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
-            verdict=FAIL if failed or origins or wrong_weights(setting.weights) else PASS,
+            verdict=FAIL if any(p.status == FAIL for p in pairs) or origins or wrong_weights(setting.weights) else PASS,
             weights=setting.weights,
-            notes=messages.weights(setting.weights) + messages.notes(
-                [*alone, *state_notes(setting.states), *setting.notes, *images, *about_floor, *said],
-                pairs, flipped, self.replicas, origins,
-            ),
+            notes=messages.weights(setting.weights) + messages.notes(told, pairs, flipped, self.replicas, origins),
             plan=setting.plan,
             standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),
             rows=rows,
             measured=self.measured,
             false_alarm_rate=self.rate,
-            by_chance=self.rate,
-            states=setting.states,
+            by_chance=self.rate, states=setting.states,
         )
 
     def _why_nothing(self) -> str:

@@ -46,7 +46,7 @@ class PrecheckFiles:
 
 
 def of(check: Any, standard: str, dump: str) -> PrecheckFiles:
-    """check: cli/old_names/precheck_options.Precheck; dump: the dump's path, "" where there is none."""
+    """check: cli/spelling/precheck_options.Precheck; dump: the dump's path, "" where there is none."""
     if standard not in STANDARDS or not dump:
         return PrecheckFiles()
     digits = check.config.precision if check.config is not None else DIGITS

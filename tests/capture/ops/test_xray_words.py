@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_accprobe import xray_words
+from vllm_accprobe.capture.ops import xray_words
 from vllm_accprobe.config import ConfigError
 
 

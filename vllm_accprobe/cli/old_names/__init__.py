@@ -1,1 +1,0 @@
-"""Other tools' command lines: spellings that are read, options that mean theirs, tables that are theirs."""
