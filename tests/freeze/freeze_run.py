@@ -45,6 +45,8 @@ FOREIGN = ("GITHUB_", "VLLM_", "ACCPROBE_")
 KIT = "operator_kit/"
 PART = re.compile(rb"\.\d+\.part\b")
 """A file or folder that is half made, by its process: msprobe's dump.json names the one that it was made in."""
+TIME = re.compile(r"_20\d{12}(?=\.csv)")
+"""When it was written, at the end of the name of a file of msprobe's."""
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w])")
 
 
@@ -98,13 +100,13 @@ def _place(home: Path) -> Iterator[None]:
 def kept(out: Path, case: Case) -> dict[str, str]:
     """name → text of what is stored of a case's directory: said.txt, the names of all files, and what it keeps."""
     home = out.parents[1]
-    files = sorted(_files(out))
+    files = dict(sorted(_files(out).items()))
     found = {"said.txt": (out / "said.txt").read_text(encoding="utf-8")}
     if len(files) > 1:
         found["files.txt"] = "".join(f"{f}\n" for f in files)
-    for file in files:
+    for file, path in files.items():
         if file != "said.txt" and any(fnmatch(file, pattern) for pattern in case.keep):
-            text = (out / file).read_text(encoding="utf-8-sig")
+            text = path.read_text(encoding="utf-8-sig")
             text = _thinned(text) if case.thin and file.endswith(".csv") else text
             text = _visible(text) if file.endswith(".html") else text
             found[file.replace("/", "--") + ("" if file.endswith((".csv", ".json", ".md")) else ".txt")] = text
@@ -113,7 +115,7 @@ def kept(out: Path, case: Case) -> dict[str, str]:
 
 def _files(root: Path) -> dict[str, Path]:
     """By relative name; without gentest's copies of our own sources, which change with every word of a docstring."""
-    found = {str(p.relative_to(root)): p for p in root.rglob("*") if p.is_file() or p.is_symlink()}
+    found = {TIME.sub("_TIME", str(p.relative_to(root))): p for p in root.rglob("*") if p.is_file() or p.is_symlink()}
     return {name: p for name, p in found.items() if KIT not in name}
 
 
@@ -123,6 +125,7 @@ def _placed(text: str, home: Path) -> str:
     text = PART.sub(b".<PID>.part", text.encode()).decode()
     text = text.replace("\r\n", "\n").replace(str(home.resolve()), "<HOME>").replace(str(home), "<HOME>")
     text = re.sub(r'(/journal\.jsonl": )\d+', r"\1<BYTES>", text)
+    text = TIME.sub("_TIME", text)
     return re.sub(r"accprobe \d+\.\d+\.\d+\S*", "accprobe <VERSION>", text)
 
 
