@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm_accprobe.align.derived import Derived, View, derive
 from vllm_accprobe.align.engines import vllm_hf
+from vllm_accprobe.align.engines.vllm_releases import experts_apart
 from vllm_accprobe.align.graph_pairs import meet
 from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
 from vllm_accprobe.align.names import enclosing, pair_roles
@@ -41,7 +42,7 @@ class Bridge:
 
 def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     """Applies the user's ``rules`` and, where one dump is of a transformers model and the other of vLLM, the built-in
-    ones. Without either the dumps are given back as they are."""
+    ones; and those of two releases of vLLM. Without any the dumps are given back as they are."""
     lines: list[str] = []
     peers = meet(golden, mine, rules)
     if peers is not None:
@@ -57,6 +58,10 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
         lines.append(f"mapping: golden is a dump of {sides[0]}, mine of {sides[1]}: built-in rules")
         # the rules say how vLLM's places are made, whichever side vLLM is
         golden, mine, said = apply(vllm_hf.RULES, golden, mine, sides[0] == vllm_hf.VLLM)
+        lines += said
+    apart = None if foreign else experts_apart(golden.records, mine.records)
+    if apart is not None:
+        golden, mine, said = apply(apart[0], golden, mine, apart[1])
         lines += said
     return Bridge(golden, mine, lines, foreign)
 

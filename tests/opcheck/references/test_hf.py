@@ -36,6 +36,21 @@ def test_shared_experts_with_and_without_a_gate() -> None:
     assert y.value.equal(A + M * gate.sigmoid())
 
 
+def test_shared_experts_that_are_given_out_apart() -> None:
+    """SharedFusedMoE of vLLM up to 0.18: the block adds them, whatever else lies inside."""
+    block = layer("Qwen2MoeSparseMoeBlock", X, A + M)
+    inside = [("shared_expert", "output.0", A), ("experts", "output.0", A), ("experts", "output.1", M)]
+    block.extra["children"] = inside
+    assert evaluated(block)["output.0"].value.equal(A + M)
+    block.extra["children"] = [*inside[:2], ("experts", "output.1", M[:, :1])]
+    with pytest.raises(Declined, match="a block whose parts do not tell"):
+        evaluated(block)
+    experts = layer("SharedFusedMoE", X, A, _shared_experts=A)
+    experts.outputs["output.1"] = M
+    assert set(evaluated(experts)) == {"output.0"}  # the routed ones have a reference of their own, or none
+    assert evaluated(experts)["output.0"].value.equal(A)
+
+
 def test_tables_of_cosines() -> None:
     places, frequencies = torch.arange(4)[None], torch.tensor([1.0, 0.1])
     call = Call("r", "LlamaRotaryEmbedding", {"position_ids": places}, params={"inv_freq": frequencies},

@@ -77,7 +77,11 @@ def _gated(call: Call, gate: Any) -> Expected:
 
 @reference("MoERunner", "FusedMoE", "SharedFusedMoE")
 def experts(call: Call) -> dict[str, Expected]:
-    """Routed and shared experts added up; over the ranks where each of them has a part."""
+    """Routed and shared experts added up; over the ranks where each of them has a part. Where the block adds them
+    (SharedFusedMoE, up to vLLM 0.18) output.0 is the shared experts', output.1 the routed ones'."""
+    if "output.1" in call.outputs:
+        names = ("_shared_experts", "_shared_experts._layer")
+        return _handed_on(call, *(("output.0", name, "output.0") for name in names), last=False)
     if not call.extra.get("partial"):
         return {"output.0": _experts(call)}
     parts = [_experts(rank) for rank in ranks_of(call, call.extra["partial"])]
@@ -98,10 +102,23 @@ def _experts(call: Call) -> Expected:
 @reference("*MoE", "*MoeSparseMoeBlock", "*SparseMoeBlock", "*Moe")
 def moe_block(call: Call) -> dict[str, Expected]:
     parts = {path for path, _, _ in inside(call)}
+    if any((path, role) == ("experts", "output.1") for path, role, _ in inside(call)):
+        return {"output.0": _apart(call)}
     if "experts" in parts and ("shared_expert" in parts or "shared_experts" in parts):
         return mixture(call)
     unscaled(call)
     return _last(call, "experts")
+
+
+def _apart(call: Call) -> Expected:
+    """Shared and routed experts, which the block adds."""
+    unscaled(call)
+    if any(getattr(r.layout, "kind", "") == "partial" for path, _, r in inside(call) if path == "experts"):
+        raise Declined("adds up over ranks behind it")
+    shared, routed = (same(call, "output.0", "experts", f"output.{k}") for k in (0, 1))
+    if shared is None or routed is None:
+        raise Declined(UNTOLD)
+    return sum_of_two(shared.value + routed.value, call.unit)
 
 
 @reference("*Model")
