@@ -122,6 +122,10 @@ NOT_RUN = {
     "accprobe online send DUMP --follow": "waits for a receiver; tests/online",
     "accprobe online serve --config config.json": "tests/support/seeds/online_lines.py runs it with its sender",
     "accprobe online send DUMP --follow --config config.json": "the same",
+    "accprobe compare gpu.h5 xpu.h5 result.csv": "test_seeds.py types the document's line",
+    "accprobe gentest DUMP --cpu_init --blacklist --factory=load": "the same; this page's DUMP has labels alone",
+    "accprobe opdiff gpu.csv xpu.csv result.csv": "test_seeds.py types the document's line",
+    "accprobe opdiff GPU.csv NPU.csv": "the same",
     "VLLM_ACCPROBE_PATCHES=all": "a setting, not a command; the line above it has another",
     "VLLM_ACCPROBE_PATCHES=./mine.toml": "a setting, not a command",
 }

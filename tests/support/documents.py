@@ -97,7 +97,7 @@ def _line(page: str, number: int, text: str, *, said: bool = False) -> Snippet:
     words = text.split()
     name = words[0] == "accprobe" and (len(words) == 2 or (words[2].startswith("-") and "--" not in words))
     unfinished = said and name and text not in _WHOLE
-    kind = SYNOPSIS if unfinished or re.search(r"\[--|\w\|\w| \.\.\.$", text) else COMMAND
+    kind = SYNOPSIS if unfinished or re.search(r"\[-|\w\|\w| \.\.\.$", text) else COMMAND
     return Snippet(page, number, kind, text)
 
 

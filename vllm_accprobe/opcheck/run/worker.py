@@ -151,7 +151,10 @@ class OpenJob:
         from vllm_accprobe.opcheck.precheck.recorded_gradients import RecordedGradients
 
         self._doubles = chosen_apis.duplicates(self.calls) if job.once else {}
-        self._gradients = RecordedGradients(self.calls, self.references, self.device, job.seed, bool(job.devices))
+        self._gradients: Any = None
+        if job.named is None:
+            here = bool(job.devices)
+            self._gradients = RecordedGradients(self.calls, self.references, self.device, job.seed, here)
 
     @property
     def problems(self) -> list[str]:
