@@ -33,6 +33,7 @@ def wrong_rows(dump: Dump, asks: Sequence[Ask], answers: Sequence[Sequence[int]]
         prompts[name] = ask.embeds[0] if ask.embeds else len(ask.ids)
         texts[name] = [*([-1] * prompts[name] if ask.embeds else ask.ids), *(answers[i] if i < len(answers) else [])]
     by_prompt = {hash_tokens(a.ids): a.id or f"ask-{i}" for i, a in enumerate(asks) if not a.embeds}
+    several = {a.id or f"ask-{i}" for i, a in enumerate(asks) if (a.sampling or {}).get("n", 1) > 1}
     wrong: list[str] = []
     count = 0
     reached: dict[tuple[int, int], dict[int, int]] = {}
@@ -44,6 +45,8 @@ def wrong_rows(dump: Dump, asks: Sequence[Ask], answers: Sequence[Sequence[int]]
             request = dump.requests[(rank, s.req)]
             name = request.id if request.id in texts else by_prompt.get(request.prompt or "", request.id)
             text, prompt = texts.get(name, []), prompts.get(name, request.prompt_len)
+            if request.id not in texts and name in several:  # of several answers it is known only what they answer
+                text = text[:prompt]
             said = rows.ids[at : at + s.n]
             at += s.n
             sure = s.n - (s.drafts or 0)

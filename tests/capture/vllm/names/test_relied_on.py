@@ -34,6 +34,8 @@ NOT_VLLMS = {
     "enable_sequence_parallelism": "of 0.11, with pass_config",
     "batch_sharder": "a mode, see modes.py", "adaptive_verification": "a mode", "model_state": "a mode",
     "num_new_sampled_tokens_per_step": "a mode", "use_sequence_parallel_moe": "a mode", "enable_sp": "a mode",
+    "prints": "a setting", "_dispatch_has_kernel_for_dispatch_key": "torch's operators", "Module": "torch's",
+    "__accprobe_original__": "ours",
     "flashcomm2_enable": "a mode", "pass_config": "a mode", "skip_final_all_reduce": "only some models set it",
 }  # fmt: skip
 """Names that the search finds and that are not vLLM's, and those of modes, whose marks name them."""
