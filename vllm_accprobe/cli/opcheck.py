@@ -231,6 +231,8 @@ def _job(
 
 def _attributes(texts: list[str]) -> tuple[str, ...]:
     """Raises CommandError for what is no attribute."""
+    if not texts:
+        return ()  # this process has no need of torch
     from vllm_accprobe.opcheck.calls.attributes.untold import parsed
 
     try:
