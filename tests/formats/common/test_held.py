@@ -35,11 +35,11 @@ def file(path: Path, dtype: torch.dtype, layers: int = 6, wrong: float = 0.0, on
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_upcast_outputs_are_seen_and_compared_as_such(tmp_path: Path, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
-    golden, mine = file(tmp_path / "g.npz", dtype), file(tmp_path / "m.npz", dtype, wrong=1e-3)
+    golden, mine = file(tmp_path / "g.npz", dtype), file(tmp_path / "m.npz", dtype, wrong=2e-3)
     assert held.look(open_dump(golden)) == name
     found = compare(golden, mine)
     assert f"golden: its float32 values are {name} numbers: judged by what {name} can hold" in found.notes
-    assert found.verdict == ("pass" if name == "bfloat16" else "fail")  # 1e-3 is below bfloat16's rounding alone
+    assert found.verdict == ("pass" if name == "bfloat16" else "fail")  # 2e-3 is below bfloat16's rounding alone
 
 
 def test_a_float32_model_of_a_bfloat16_checkpoint(tmp_path: Path) -> None:
