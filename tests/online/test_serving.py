@@ -61,7 +61,7 @@ def test_a_thousand_calls_with_the_line_cut_and_the_receiver_killed(
             assert second.code() == 1, second.said
     line.close()
     assert f"on from byte {had:,} of its journal" in second.said
-    assert send.said.count("connected again") >= 4
+    assert send.said.count("connected again") >= 3  # the kill may fall into the third cut
     assert "1,000 calls were checked as they came" in second.said
     assert journal.read_bytes() == (thousand / "rank0000/journal.jsonl").read_bytes()
     same(out, offline)
