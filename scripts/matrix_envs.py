@@ -76,8 +76,7 @@ _TORCH_EXPERTS = (
     "(gate and up, their product, down), where 0.32's kernel stays in float32 and truncates activation and result"
 )
 _APART = (
-    "mixture: SharedFusedMoE gives out shared and routed apart, which 0.32 adds inside: the same tap holds another "
-    "tensor, and the replay takes the block's sum for a copy; both are accprobe's, to be mended"
+    "mixture: SharedFusedMoE gives out shared and routed apart, which 0.32 adds inside: their sums are compared"
 )
 _FORKED = {"ACCPROBE_TEST_FORK": "1"}
 """These have a worker of its own for one rank on a CPU, too; forked, it spares a minute of imports per engine."""

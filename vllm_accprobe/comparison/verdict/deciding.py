@@ -116,7 +116,7 @@ def would_decide(result: Result) -> list[dict[str, str]]:
     """compare.json's ``would_decide``: [{"why", "command"}], what decides most first. A command may have several lines,
     to be given one after the other; a line with # says what no command here can do. Empty where the answer is closed,
     and where another tool's standard, which knows no origins, gave it."""
-    if result.foreign is not None or not any(p.status != SKIP for p in result.pairs):
+    if result.foreign is not None or not (result.origins or any(p.status != SKIP for p in result.pairs)):
         return []  # another tool's, or about no tensors at all
     case = _Case(result, DumpFacts("golden", result.golden_path, result.golden_run),
                  DumpFacts("mine", result.mine_path, result.mine_run))  # fmt: skip
