@@ -84,11 +84,14 @@ def test_after_a_kill_the_command_makes_them(tmp_path: Path) -> None:
     assert main(["convert", str(dump)]) == 2  # nothing is overwritten
 
 
-def test_what_goes_wrong_is_recorded_and_does_not_raise(tmp_path: Path) -> None:
+def test_what_goes_wrong_is_recorded_and_does_not_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank0000").mkdir()
     process = export_at_end.start(tmp_path, 0, "h5")
     assert process is not None
-    assert process.wait(120) == 3  # the dump is empty
+    log = tmp_path / "rank0000" / export_at_end.LOG
+    export_at_end._wait(process, log)  # as the process's end does
+    assert process.returncode == 3  # the dump is empty
+    assert capsys.readouterr().err == f"accprobe: the export ended with 3, see {log}; the dump itself is there\n"
     assert (tmp_path / "rank0000" / export_at_end.LOG).read_text().startswith("accprobe: ")
     assert export_at_end.start(tmp_path / "nowhere", 0, "h5") is None
     assert export_at_end.start(tmp_path, 0, "") is None

@@ -46,10 +46,11 @@ def start(root: Path, rank: int, kind: str) -> subprocess.Popen[bytes] | None:
         return None
     with contextlib.suppress(OSError, AttributeError):  # the server's next steps first
         os.setpriority(os.PRIO_PROCESS, process.pid, 10)
-    atexit.register(_wait, process)
+    atexit.register(_wait, process, log)
     return process
 
 
-def _wait(process: subprocess.Popen[bytes]) -> None:
+def _wait(process: subprocess.Popen[bytes], log: Path) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.wait(_WAIT_S)
+        if code := process.wait(_WAIT_S):
+            print(f"accprobe: the export ended with {code}, see {log}; the dump itself is there", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,11 +12,8 @@ from support.seeds.line import Line
 
 def joined(number: str, *names: str) -> tuple[Callable[[Path], None], list[Line]]:
     """What prepares the lines of document ``number``, and the lines: ``OF_<number>``, ``LINES_<number>`` or ``LINES``
-    of the files that there are."""
-    found: list[ModuleType] = [
-        importlib.import_module(f"support.seeds.{name}") for name in names
-        if importlib.util.find_spec(f"support.seeds.{name}") is not None
-    ]  # fmt: skip
+    of these files."""
+    found: list[ModuleType] = [importlib.import_module(f"support.seeds.{name}") for name in names]
     lines: list[Line] = []
     for module in found:
         place = next(n for n in (f"OF_{number}", f"LINES_{number}", "LINES") if hasattr(module, n))

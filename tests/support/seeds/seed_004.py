@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from support.peer_dumps import unpack
-from support.seeds import others
+from support.seeds.joined import joined
 from support.seeds.line import Line
 
 from vllm_accprobe.config import ConfigError
 from vllm_accprobe.formats import open_dump
 
-_OTHERS = ("atb_lines", "errcheck_lines")
+_prepare_others, _OTHERS = joined("004", "atb_lines", "errcheck_lines")
 GE, FX, OFF = "dump/dump_20261120101010", "gm_20261120101010_dump", "off/dump_20261120101010"
 NO_ATB = "ATB itself, which needs CANN and a card: run.sh stands in for it and writes where it is told to"
 
@@ -51,7 +51,7 @@ def prepare(home: Path) -> None:
     shutil.copyfile(file, home / "first.bin")
     shutil.copyfile(file, home / "xx.bin")
     _as_torch(home / "xx.bin", home / "xx.pth")
-    others.prepare(home, *_OTHERS)
+    _prepare_others(home)
 
 
 def _as_torch(source: Path, target: Path) -> None:
@@ -221,7 +221,7 @@ LINES: list[Line] = sorted(
         _config(260, 'torchair_dump.get_ge_dump_config(dump_path="dump")'),
         _config(276, 'torchair_dump.get_ge_dump_config(dump_path="dump", fusion_switch_file="fusion_switch.json")'),
         _compare(305, "--my-path GE --golden-path fusion off", f"--my-path {GE} --golden-path {OFF}", 1, 20, "FAIL"),
-        *others.of(*_OTHERS),
+        *_OTHERS,
     ],
     key=lambda line: line.at,
 )
