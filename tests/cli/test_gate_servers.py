@@ -70,7 +70,8 @@ def test_a_fault_fails_and_its_condition_is_said(here: Path, capsys: Any) -> Non
 
 
 def test_a_killed_server_is_one_line_and_the_same_command_goes_on(here: Path, capsys: Any) -> None:
-    words = ("vllm serve M", "vllm serve M --dies-after=13")
+    # two at a time: at the fourteenth request at least two of pass 1 are answered and written
+    words = ("vllm serve M", "vllm serve M --dies-after=13", "--concurrency", "2")
     code, out, err = gate(capsys, *words)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert err.startswith("accprobe: mine: pass 1, request ")
