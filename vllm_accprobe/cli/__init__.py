@@ -35,7 +35,7 @@ def build() -> typer.Typer:
     app = typer.Typer(
         name="accprobe",
         help="Finds out why a model served by vLLM gives other numbers on one machine than on another.",
-        add_completion=False,
+        add_completion=True,
         rich_markup_mode=None,  # plain help: rich alone would take as long to load as everything else
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
