@@ -31,9 +31,12 @@ from vllm_accprobe.opcheck.reference import (
 from vllm_accprobe.opcheck.references.activations import soft_cap
 from vllm_accprobe.opcheck.references.kernels_common import weight_here
 from vllm_accprobe.opcheck.references.parts import param_if, ranks_of
-from vllm_accprobe.opcheck.references.quantised import activation_noise, weight_of
+from vllm_accprobe.opcheck.references.quantised import activation_noise, activation_step, weight_of
+from vllm_accprobe.opcheck.references.scaled.sixteen_bits import cut_off
 
 _INPUT = ("input_", "x", "input", "hidden_states", "0")
+_TINY = 2.0**-126
+"""Least normal number of float32: a row of zeros has codes of zero."""
 
 
 def product(x: Any, weight: Any, x_noise: Any | None = None) -> Expected:
@@ -54,6 +57,24 @@ def partial(call: Call) -> Expected:
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise Declined(f"weight {list(weight.shape)} does not fit an input of width {x.shape[-1]}")
     return product(x, weight, activation_noise(call, x))
+
+
+def _noted(call: Call, y: Expected) -> Expected:
+    """y with what there is to say of a W8A8 product that ends in 16 bits: the kernel turned x into codes itself, each
+    row by its largest number, or all by ``input_scale``; one that does otherwise is not told."""
+    weight, scale = call.params.get("weight"), param_if(call, "weight_scale")
+    mine = call.outputs.get("output.0")
+    if mine is None or weight is None or weight.dtype != torch.int8 or scale is None:
+        return y
+    x = call.wide(*_INPUT).reshape(-1, weight.shape[1])
+    if scale.numel() not in (1, len(weight)) or y.value.shape[-1] != len(weight):
+        return y
+    step = activation_step(call, x).expand(len(x), 1).reshape(-1)
+    codes = (x / step.clamp(min=_TINY).unsqueeze(1)).round().clamp(-128, 127)
+    right = scale.reshape(-1).expand(len(weight))
+    coded = y.value.reshape(len(x), -1) + (codes * step.unsqueeze(1) - x) @ (weight.double() * right.unsqueeze(1)).T
+    said = cut_off(codes.to(torch.int8), weight.T, step, right, coded, mine.reshape(len(x), -1))
+    return replace(y, note=said) if said else y
 
 
 def _bias(call: Call) -> Any | None:
@@ -88,7 +109,7 @@ def column(call: Call) -> dict[str, Expected]:
     """Its columns, on this rank. Some kernels round before they add the bias, so noise allows it."""
     if call.attr("gather_output", default=False) and int(call.attr("tp_size", default=1)) > 1:
         raise Declined("gathers its output over ranks")
-    found = {"output.0": biased(partial(call), _bias(call), call.unit)}
+    found = {"output.0": _noted(call, biased(partial(call), _bias(call), call.unit))}
     if call.attr("skip_bias_add", default=False) and "bias" in call.params:
         found["output.1"] = Expected(call.param("bias"))
     return found
@@ -103,7 +124,7 @@ def row(call: Call) -> dict[str, Expected]:
     size = int(call.attr("tp_size", default=1))
     if size == 1 or not call.attr("reduce_results", default=True):
         bias = _bias(call) if int(call.attr("tp_rank", default=0)) == 0 else None
-        return {"output.0": biased(partial(call), bias, call.unit)}
+        return {"output.0": _noted(call, biased(partial(call), bias, call.unit))}
     parts = (biased(partial(r), _bias(r) if r.attr("tp_rank", default=0) == 0 else None) for r in ranks_of(call, size))
     each = (rounded(y, call.unit) for y in parts)
     return {"output.0": reduce(lambda total, y: added(rounded(total, call.unit), y), each)}

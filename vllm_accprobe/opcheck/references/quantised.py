@@ -139,13 +139,18 @@ def activation_noise(call: Call, x: Any) -> Any | None:
     weight = call.params.get("weight")
     kind = name_of(weight) if weight is not None else ""
     if kind == "int8":
-        step = _step(call, x, 127.0)
+        step = activation_step(call, x)
         return (step / math.sqrt(12)).expand_as(x)
     if kind in _FP8:
         top, bits = _FP8[kind]
         # relative half steps of a float with so many bits, and the fixed step of its subnormals
         return x.abs() * 2.0 ** -(bits + 1) / math.sqrt(3) + _step(call, x, top) * 2.0**-9
     return None
+
+
+def activation_step(call: Call, x: Any) -> Any:
+    """The scale by which a W8A8 kernel makes int8 of x [..., k], float64 [..., 1]: ``input_scale``, or of each row."""
+    return _step(call, x, 127.0)
 
 
 def _step(call: Call, x: Any, top: float) -> Any:

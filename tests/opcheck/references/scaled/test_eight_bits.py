@@ -127,3 +127,35 @@ def test_a_processor_that_cuts_sums_off_in_16_bits_is_named(cut: bool, outputs: 
     assert not verdict(call, "inplace.input.0", mine).passed
     right = torch.from_numpy((a.long() @ b.long()).double().numpy() * 0.02 * 0.03).bfloat16()
     assert verdict(call, "inplace.input.0", right).passed
+
+
+@pytest.mark.parametrize("cls", ["ColumnParallelLinear", "RowParallelLinear"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_module_has_the_note_of_its_operator(cut: bool, bias: bool, cls: str) -> None:
+    """The module has x and not its codes. Positive weights, so that most sums end at 32,767; honest ones pass."""
+    r = np.random.default_rng(7)
+    x = torch.from_numpy(r.uniform(0.2, 1.0, size=(6, 64))).bfloat16()
+    wide, b = x.double().numpy(), r.integers(60, 128, size=(9, 64))
+    step = np.abs(wide).max(1) / 127
+    codes = np.round(wide / step[:, None]).astype(int)
+    extra = r.normal(size=9) if bias else np.zeros(9)
+    y = np.zeros((6, 9))
+    for i in range(6):
+        for o in range(9):
+            pairs = [(codes[i, k] + 128) * b[o, k] + (codes[i, k + 1] + 128) * b[o, k + 1] for k in range(0, 64, 2)]
+            kept = [min(p, 32767) for p in pairs] if cut else pairs
+            y[i, o] = (sum(kept) - 128 * b[o].sum()) * step[i] * 0.03 + extra[o]
+    mine = torch.from_numpy(y).bfloat16()
+    params = {"weight": torch.from_numpy(b).to(torch.int8), "weight_scale": torch.full((9, 1), 0.03)}
+    if bias:
+        params["bias"] = torch.from_numpy(extra).float()
+    call = Call("x", cls, {"input_": x}, params=params, outputs={"output.0": mine})
+    found = TABLE.evaluate(call)
+    assert not isinstance(found, Declined)
+    assert ("16 bits" in found["output.0"].note) == cut
+    assert verdict(call, "output.0", mine).passed != cut
+    other = Call("x", cls, {"input_": x}, params=params, outputs={"output.0": (mine.double() * 1.3).bfloat16()})
+    found = TABLE.evaluate(other)
+    assert not isinstance(found, Declined)
+    assert not found["output.0"].note  # another error is not named so

@@ -19,12 +19,9 @@ from vllm_accprobe.opcheck.references.paged.layouts import coded
 from vllm_accprobe.opcheck.references.parts import reshaped
 from vllm_accprobe.opcheck.references.quantised import scaled
 from vllm_accprobe.opcheck.references.recurrent.sequences import arguments, given, place_of
+from vllm_accprobe.opcheck.references.scaled.sixteen_bits import cut_off
 
 Tensor = Any  # a torch.Tensor
-_LOOKED_AT = 32
-"""Chosen: numbers, those furthest off, that say why a product is wrong."""
-_EXPLAINED = 0.05
-"""Chosen: what may be left of their errors where a cause explains them: rounding leaves a hundredth."""
 _SCALE = 2.0**-20
 """Chosen: relative error of a scale, a quotient in float32 of the largest of a row."""
 
@@ -110,24 +107,13 @@ def onednn(call: Call) -> dict[str, Expected]:
 
 
 def _cut_off(f: Any, y: Tensor, mine: Tensor) -> str:
-    """What to say where the numbers that are furthest off are those of a processor without VNNI, which adds two
-    products (a + 128) b in 16 bits that end at 32767 [oneDNN documentation, Nuances of int8 computations]."""
+    """Why a product of codes without a zero point is off, where it is this; else nothing (sixteen_bits.py)."""
     a, b = f["a"].reshape(-1, f["a"].shape[-1]), f["b"]
-    if a.dtype != torch.int8 or b.dtype != torch.int8 or f["azp"] is not None or a.shape[1] % 2:
+    if f["azp"] is not None:
         return ""
-    exact, numbers = y.reshape(len(a), -1), mine.double().reshape(len(a), -1)
-    off = (numbers - exact).abs()
-    at = off.reshape(-1).topk(min(_LOOKED_AT, off.numel())).indices
-    rows, columns = at // off.shape[1], at % off.shape[1]
-    terms = (a[rows].long() + 128) * b.T[columns].long()
-    whole = (terms[:, 0::2] + terms[:, 1::2]).clamp(-32768, 32767).sum(1) - 128 * b.T[columns].long().sum(1)
-    plain = (a[rows].long() * b.T[columns].long()).sum(1)
-    right = _rows(f["scale_b"], b.T).expand(b.shape[1], 1).reshape(-1)[columns]
-    left = _rows(f["scale_a"], a).expand(len(a), 1).reshape(-1)[rows]
-    cut = exact[rows, columns] + (whole - plain) * left * right
-    far, near = ((numbers[rows, columns] - v).abs() for v in (exact[rows, columns], cut))
-    told = bool((whole != plain).any()) and float(near.sum()) < _EXPLAINED * float(far.sum())
-    return "as if pairs of its products were added in 16 bits and cut off there: oneDNN without VNNI" if told else ""
+    right = _rows(f["scale_b"], b.T).expand(b.shape[1], 1).reshape(-1)
+    left = _rows(f["scale_a"], a).expand(len(a), 1).reshape(-1)
+    return cut_off(a, b, left, right, y.reshape(len(a), -1), mine.reshape(len(a), -1))
 
 
 _QUANT = "out input scale azp"
