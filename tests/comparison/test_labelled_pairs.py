@@ -118,6 +118,7 @@ def test_pieces_make_the_same_sums(made: Path, monkeypatch: pytest.MonkeyPatch) 
     for piece in (10, 40, 100):
         monkeypatch.setattr(stream, "STRETCH", 8 * piece)
         monkeypatch.setattr(wide, "SEGMENT", piece)
+        monkeypatch.setattr(wide, "LONGEST", piece)
         for a, b in zip(whole, compare_labels(open_dump(made)).pairs, strict=True):
             for name in ("cosine", "max_rel", "mean_rel", "rel_euclid"):
                 assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-12)

@@ -23,6 +23,7 @@ def both(golden, g_dtype, mine, m_dtype):
 @pytest.mark.parametrize("width", [1, 128, 129, 640, 1000])
 def test_a_row_in_segments_is_the_row(monkeypatch, dtype, width):
     monkeypatch.setattr(wide, "SEGMENT", 64)
+    monkeypatch.setattr(wide, "LONGEST", 64)
     r = np.random.default_rng(width)
     storage = DTYPES[dtype].storage
     for _ in range(20):
@@ -44,6 +45,7 @@ def test_a_row_in_segments_is_the_row(monkeypatch, dtype, width):
 def test_the_peak_of_another_segment_than_the_largest_error(monkeypatch):
     """An error of 2 at a value of 100 is less of a peak than one of 1 where there is nearly nothing."""
     monkeypatch.setattr(wide, "SEGMENT", 4)
+    monkeypatch.setattr(wide, "LONGEST", 4)
     g = np.full((1, 16), 0.01, np.float32)
     g[0, 0] = 100.0
     m = g.copy()
@@ -57,6 +59,7 @@ def test_the_peak_of_another_segment_than_the_largest_error(monkeypatch):
 
 def test_nothing_of_the_row_is_finite(monkeypatch):
     monkeypatch.setattr(wide, "SEGMENT", 4)
+    monkeypatch.setattr(wide, "LONGEST", 4)
     g = np.full((1, 10), np.nan, np.float32)
     m = np.full((1, 10), np.inf, np.float32)
     cut, once, _ = both(g, "float32", m, "float32")
@@ -66,6 +69,7 @@ def test_nothing_of_the_row_is_finite(monkeypatch):
 def test_several_wide_rows(monkeypatch):
     """Each is cut by itself, and the elements of all add up; rows that are not asked for are not read."""
     monkeypatch.setattr(wide, "SEGMENT", 4)
+    monkeypatch.setattr(wide, "LONGEST", 4)
     r = np.random.default_rng(0)
     g, m = (r.standard_normal((3, 11)).astype(np.float32) for _ in range(2))
     at, to = np.array([2, 0]), np.array([1, 0])

@@ -224,12 +224,12 @@ class Measurer:
                 return
             one = np.zeros(1, np.int64)
             flat = [RowBlock(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
-            part.table = wide.rows(*Stretch(flat[0], one, flat[1], one).bits, widen, elements=reading.sums())
-            found = settle((self.golden, self.mine), (partner, group), flat, part.table)
-            part.table, flat, part.replicas = found
-            stretch = Stretch(flat[0], one, flat[1], one)
+            bits = flat[0].data[0], flat[0].dtype, flat[1].data[0], flat[1].dtype
+            found, segment = wide.row(*bits, widen, elements=reading.sums())
+            part.table, settled, part.replicas = settle((self.golden, self.mine), (partner, group), flat, found[None])
+            stretch = Stretch(settled[0], one, settled[1], one)
             reading.add_softmax(stretch)
-            reading.look(part.table, one, stretch)
+            reading.look(part.table, one, stretch, segment if settled is flat else None)
 
     def _check_replicas(
         self,

@@ -22,7 +22,7 @@ from vllm_accprobe.comparison.plan.joining import Group
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.kernels import definition, rows
+from vllm_accprobe.kernels import definition, rows, wide
 from vllm_accprobe.standards.limits import Standard
 
 PACKED = "packed or quantised parameters of different dtypes"
@@ -79,8 +79,7 @@ def _compare(part: Part, g: Group, m: Group, golden: Loader, mine: Loader, stand
         return _decided(part, True, "values, as far as both dtypes hold them")
     if differ.any():
         r = int(part.table[:, definition.MAX_D].argmax())
-        values = [widen(x[r], data[2], as_float=True) for x in data[:2]]
-        part.worst = (r, *definition.locate(*values))
+        part.worst = (r, *wide.locate(data[0][r], data[2], data[1][r], data[2], widen))
     part.same_bits = not differ.any() and Stretch(a, at, b, at).same_bits()
     return _decided(part, not differ.any(), "values")
 

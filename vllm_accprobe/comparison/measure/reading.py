@@ -75,9 +75,9 @@ class Reading:
         sums = kernel.structure_sums(*stretch.only(rows).bits, widen)
         self.structure = sums if self.structure is None else self.structure + sums
 
-    def look(self, table: np.ndarray, places: np.ndarray, stretch: Stretch) -> None:
+    def look(self, table: np.ndarray, places: np.ndarray, stretch: Stretch, segment: int | None = None) -> None:
         """Whether all bits are equal so far, and the element with the largest error. places: int64 [n], where the rows
-        of ``table`` stand in the part."""
+        of ``table`` stand in the part. segment: of a single row, where wide.row found the error."""
         part = self.part
         # Only where all numbers are equal their bits can be, and are worth a look.
         equal = not (table[:, definition.MAX_D].any() or table[:, definition.MISMATCH].any())
@@ -88,7 +88,9 @@ class Reading:
         r = int(table[:, definition.MAX_D].argmax())
         best = abs(part.worst[3] - part.worst[2]) if part.worst else -1.0
         if table[r, definition.MAX_D] > best:
-            part.worst = (int(places[r]), *definition.locate(*stretch.row(r)))
+            golden, g_dtype, golden_rows, mine, m_dtype, mine_rows = stretch.bits
+            sides = golden[golden_rows[r]], g_dtype, mine[mine_rows[r]], m_dtype
+            part.worst = (int(places[r]), *wide.locate(*sides, widen, segment))
 
     def done(self) -> Part:
         if self.elements is not None:
