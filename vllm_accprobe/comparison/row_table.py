@@ -64,7 +64,8 @@ class ValueSpread:
     """One pair's values and errors in bins (comparison/measure/spreads.py). pair: index into ``Comparison.pairs``.
     golden, mine: int64 [bins + 3], how many values lie in equal bins from low to high, and NaN, +Inf, -Inf. columns:
     float64, the largest error of the columns in each bin, of ``width`` columns. positions: float64, the largest row
-    error in each stretch from first to last; -1 without rows. read, rows: rows whose values were read, of how many."""
+    error in each stretch from first to last; -1 without rows. read, rows: rows whose values were read, of how
+    many; of an input only those beyond the limit."""
 
     pair: int
     low: float

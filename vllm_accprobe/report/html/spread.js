@@ -37,7 +37,7 @@
   }
   const quoted = (s) => (/^[\w.\/:@%+=,-]+$/.test(s) ? s : "'" + s.replaceAll("'", "'\\''") + "'");
   // sides: the two dumps' paths, as a shell takes them.
-  a.parts.spread = function (into, s, sides, tap) {
+  a.parts.spread = function (into, s, sides, tap, role) {
     if (!s) {
       const p = a.element("p", "hint", "Histograms, error over position and over column are kept for the origins and the 200 worst failed pairs; of this tap alone: ");
       p.append(a.element("code", "again", "accprobe compare " + sides.join(" ") + " --taps " + quoted(tap) + " --out " + quoted("compare-" + tap)));
@@ -49,6 +49,6 @@
     histogram(box, "Mine", s, "mine");
     errors(box, "Row error over position", s.positions, s.ends[0], s.ends[1], "position");
     errors(box, "Error over column, of golden's root mean square", s.columns, 0, s.width - 1, "column");
-    into.append(a.element("p", "hint", "Histograms and columns from " + (s.read[0] < s.read[1] ? s.read[0] + " of " + s.read[1] : "all " + s.read[1]) + " rows, positions from all."));
+    into.append(a.element("p", "hint", "Histograms and columns from " + (s.read[0] < s.read[1] ? s.read[0] + " of " + s.read[1] : "all " + s.read[1]) + (/^(output|inplace)/.test(role) ? " rows" : " rows beyond the limit (an input's others are not kept)") + ", positions from all of them."));
   };
 })();
