@@ -48,7 +48,7 @@
     histogram(box, "Golden", s, "golden");
     histogram(box, "Mine", s, "mine");
     errors(box, "Row error over position", s.positions, s.ends[0], s.ends[1], "position");
-    errors(box, "Error over column, of golden's root mean square", s.columns, 0, s.width - 1, "column");
+    errors(box, "Error over column ÷ golden’s RMS", s.columns, 0, s.width - 1, "column");
     into.append(a.element("p", "hint", "Histograms and columns from " + (s.read[0] < s.read[1] ? s.read[0] + " of " + s.read[1] : "all " + s.read[1]) + (/^(output|inplace)/.test(role) ? " rows" : " rows beyond the limit (an input's others are not kept)") + ", positions from all of them."));
   };
 })();
