@@ -190,3 +190,19 @@ def test_same_prompt_twice_pairs_by_ordinal():
 
     result = compare(twice(), twice())
     assert (result.verdict, result.coverage["rows_compared"]) == ("pass", 18)
+
+
+def test_the_worst_pairs_come_with_how_their_errors_are_spread(on_disk):
+    result = compare(*on_disk)
+    assert result.spreads
+    told = {result.pairs[s.pair].tap for s in result.spreads}
+    assert result.origins[0]["module"] in told
+    for s in result.spreads:
+        pair = result.pairs[s.pair]
+        assert s.read <= s.rows <= pair.rows
+        # Of an input, only rows beyond the limit are remembered.
+        assert s.rows == pair.rows or not pair.role.startswith("output")
+        assert s.golden.sum() == s.mine.sum() == s.read * s.width
+        assert s.positions.max() == pytest.approx(max(
+            e for p, e in zip(result.rows.pair.tolist(), result.rows.error.tolist(), strict=True) if p == s.pair
+        ))  # fmt: skip

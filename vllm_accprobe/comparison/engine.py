@@ -23,6 +23,7 @@ from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Se
 from vllm_accprobe.comparison.measure.padding import graphs_of, padding_of
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.measure.samples import take_samples
+from vllm_accprobe.comparison.measure.spreads import take_spreads
 from vllm_accprobe.comparison.measure.workers import measure_all, unit_bytes
 from vllm_accprobe.comparison.plan.coverage import coverage
 from vllm_accprobe.comparison.plan.row_index import Indices
@@ -87,6 +88,8 @@ def compare(
         result = judge(run.measure(progress, finished), rules, log, floor, rate=rate)
         result = result if other is None else foreign.apply(result, other)
         result = replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
+        blamed = {str(o.get("module")) for o in result.origins}
+        result = replace(result, spreads=take_spreads(plan, run.loaders, result.pairs, log, blamed))
         if finished is not None:
             finished.close(needed=False)
         return result

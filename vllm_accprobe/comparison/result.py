@@ -20,7 +20,7 @@ from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
-    from vllm_accprobe.comparison.row_table import RowTable, ValueSample
+    from vllm_accprobe.comparison.row_table import RowTable, ValueSample, ValueSpread
 
 __all__ = [
     "COLUMNS", "FAIL", "FALSE_ALARM_RATE", "PARTLY", "PASS", "SKIP", "WHOLE", "CompareError", "Comparison", "Counts",
@@ -51,8 +51,9 @@ class Foreign:
 class Comparison:
     """The whole result. ``coverage``, ``first_divergence``, ``origins`` and ``tokens`` are exactly compare.json's.
 
-    rows: errors by row, and samples: some values of failed pairs (comparison/row_table.py); None and empty where not
-    kept. foreign: another tool's columns, where its standard was asked for (comparison/verdict/foreign.py). measured:
+    rows: errors by row; samples: some values of failed pairs; spreads: values and errors of the worst in bins
+    (comparison/row_table.py); None and empty where not kept.
+    foreign: another tool's columns, where its standard was asked for (comparison/verdict/foreign.py). measured:
     what was judged, to judge it again (comparison/measure/measured.py). false_alarm_rate: the probability, of a whole
     comparison of honest machines, of any origin that the judge was told to allow; by_chance: the expected number of
     such origins here, at most that rate, None where nobody worked it out. machines: {"golden": [habit], "mine":
@@ -76,6 +77,7 @@ class Comparison:
     standard: dict[str, Any]
     rows: RowTable | None = None
     samples: tuple[ValueSample, ...] = ()
+    spreads: tuple[ValueSpread, ...] = ()
     foreign: Foreign | None = None
     measured: Measured | None = field(default=None, repr=False, compare=False)
     false_alarm_rate: float = FALSE_ALARM_RATE

@@ -59,6 +59,28 @@ class ValueSample:
     position: int | None = None
 
 
+@dataclass(frozen=True)
+class ValueSpread:
+    """One pair's values and errors in bins (comparison/measure/spreads.py). pair: index into ``Comparison.pairs``.
+    golden, mine: int64 [bins + 3], how many values lie in equal bins from low to high, and NaN, +Inf, -Inf. columns:
+    float64, the largest error of the columns in each bin, of ``width`` columns. positions: float64, the largest row
+    error in each stretch from first to last; -1 without rows. read, rows: rows whose values were read, of how
+    many; of an input only those beyond the limit."""
+
+    pair: int
+    low: float
+    high: float
+    golden: np.ndarray
+    mine: np.ndarray
+    columns: np.ndarray
+    width: int
+    first: int
+    last: int
+    positions: np.ndarray
+    read: int
+    rows: int
+
+
 @dataclass
 class RowLog:
     """Filled pair by pair while the engine runs; 13 bytes per row."""
@@ -85,6 +107,11 @@ class RowLog:
         """(key of the row with the largest error, all keys of the pair), or None for a pair without rows."""
         entry = self._entries.get(_name(pair))
         return None if entry is None else (int(entry[0][int(entry[1].argmax())]), entry[0])
+
+    def errors(self, pair: Pair) -> tuple[np.ndarray, np.ndarray] | None:
+        """(keys, errors) of the pair's rows, or None for a pair without rows."""
+        entry = self._entries.get(_name(pair))
+        return None if entry is None or not len(entry[0]) else entry[:2]
 
     def table(self, pairs: Sequence[Pair], names: Names) -> RowTable:
         """``pairs`` in their final order, with their final limits."""

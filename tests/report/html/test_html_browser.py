@@ -4,9 +4,11 @@ import os
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from report_examples import comparison, hostile, pair, realistic, row_table, with_rows
 
+from vllm_accprobe.comparison.row_table import ValueSpread
 from vllm_accprobe.report.html import write_html
 
 pytestmark = pytest.mark.browser
@@ -295,3 +297,23 @@ def test_nothing_sticks_out(visit, width, height):
         assert page.evaluate("document.getElementById('grid').offsetWidth") <= width
     tap = page.locator("#head th[data-id=order]").bounding_box()
     assert tap["width"] > 200
+
+
+def test_a_spread_is_drawn_and_a_pair_without_one_shows_its_command(visit):
+    name = "x</script><img src=x onerror=alert(1)>'; rm -rf"
+    columns = np.zeros(64)
+    columns[17] = 2.0
+    counts = np.append(np.arange(48), [3, 0, 1])
+    spread = ValueSpread(0, -1.0, 1.0, counts, counts, columns, 64, 0, 1, np.array([0.5, -1.0]), 5, 9)
+    pairs = [pair(tap=name, status="fail", order=0), pair(tap=name + "2", status="fail", order=1)]
+    page = visit(replace(comparison(pairs=pairs, golden_path=name), spreads=(spread,)))
+    page.click("#body tr.row >> nth=0")
+    assert page.locator("#detail figure.spread").count() == 4
+    tips = page.eval_on_selector_all("#detail svg .error title", "all => all.map(t => t.textContent)")
+    assert tips == ["position 0: 0.5", "column 17: 2"]
+    assert page.locator("#detail .ends >> nth=0").inner_text().split("\n")[1] == "3 NaN, 1 −Inf"
+    page.click("#body tr.row >> nth=1")
+    command = page.inner_text("#detail code.again")
+    assert command.startswith("accprobe compare 'x</script>")
+    assert "--taps 'x</script><img src=x onerror=alert(1)>'\\''; rm -rf2'" in command
+    assert page.locator("#detail img").count() == 0

@@ -8,6 +8,7 @@ pairs, the samples as they are, one line per tap for the tree, and the heat map'
 from __future__ import annotations
 
 import base64
+import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from vllm_accprobe.report import facts
 from vllm_accprobe.report.heat import Heat
+from vllm_accprobe.report.html.spread import spread_json
 from vllm_accprobe.report.text import nonfinite, safe
 
 if TYPE_CHECKING:
@@ -89,6 +91,8 @@ def looks_json(comparison: Comparison, page_index: Mapping[int, int]) -> dict[st
             for s in comparison.samples
             if s.pair in page_index
         },
+        "spreads": {str(page_index[s.pair]): spread_json(s) for s in comparison.spreads if s.pair in page_index},
+        "sides": [safe(shlex.quote(p), NAME) for p in (comparison.golden_path, comparison.mine_path)],
         "shapes": [
             [safe(o.get("module", ""), NAME), safe(o.get("role", ""), NAME), safe(o["shape"], 300)]
             for o in comparison.origins

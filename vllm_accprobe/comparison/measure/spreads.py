@@ -1,0 +1,175 @@
+"""How the values and the errors of the worst pairs are spread: over values, positions and columns.
+
+The problem: one wrong head, one wrong block of a weight or every tenth position give the same "relative L2 0.08". The
+idea: for the origins' pairs and the worst others, both sides' histogram in the same bins, the error of each column, and
+the rows' error over their position, which the comparison knows already. Tensors above `MAX_BYTES` are not read, and of
+many rows the worst and evenly spread others are, so that the cost is bounded whatever the dump's size.
+Not here: single values (samples.py), drawing (report/html/spread.js).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from vllm_accprobe.align.tokens import POSITION_MASK, SideRows
+from vllm_accprobe.comparison.measure.read import Loader, Stretch, Unread, find_cut
+from vllm_accprobe.comparison.plan.joining import Group
+from vllm_accprobe.comparison.plan.unit import Unit
+from vllm_accprobe.comparison.plan.units import Plan
+from vllm_accprobe.comparison.result import FAIL, Pair
+from vllm_accprobe.comparison.row_table import RowLog, ValueSpread
+from vllm_accprobe.dump.dtypes import DTYPES
+
+MAX_PAIRS = 200
+MAX_BYTES = 64 << 20
+"""Of one side's tensor; chosen: what the comparison's own loader keeps."""
+MAX_VALUES = 1 << 15
+"""Of one pair and side; chosen: four times as many cost half of a small comparison."""
+BINS, COLUMNS, POSITIONS = 48, 256, 128
+
+
+def take_spreads(
+    plan: Plan, loaders: tuple[Loader, Loader], pairs: Sequence[Pair], log: RowLog, origins: Collection[str] = ()
+) -> tuple[ValueSpread, ...]:
+    """Spreads of up to `MAX_PAIRS` pairs that fail or belong to the taps ``origins``, in the order of ``pairs``."""
+    units = {u.key: u for u in plan.units}
+    out = []
+    for i in _chosen(pairs, origins):
+        unit = units.get((pairs[i].tap, pairs[i].role, pairs[i].call))
+        try:
+            spread = None if unit is None else _spread(i, pairs[i], unit, plan, loaders, log)
+        except Unread:
+            spread = None
+        for loader in loaders:
+            loader.forget()
+        if spread is not None:
+            out.append(spread)
+    return tuple(out)
+
+
+def _chosen(pairs: Sequence[Pair], origins: Collection[str]) -> list[int]:
+    """The origins' pairs, then the failed ones; the largest error over its limit first."""
+
+    def place(i: int) -> tuple[bool, bool, float]:
+        p = pairs[i]
+        error = p.worst_row_rel_l2 if p.worst_row_rel_l2 is not None else np.inf
+        return p.status != FAIL, p.tap not in origins, -(error / p.limit if p.limit else error)
+
+    wanted = [i for i, p in enumerate(pairs) if p.rows and (p.status == FAIL or p.tap in origins)]
+    return sorted(sorted(wanted, key=place)[:MAX_PAIRS])
+
+
+def _spread(
+    index: int, pair: Pair, unit: Unit, plan: Plan, loaders: tuple[Loader, Loader], log: RowLog
+) -> ValueSpread | None:
+    found = log.errors(pair)
+    group = next((g for g in unit.mine if g.merge and (g.first.step, g.first.name) == (pair.step, pair.mine)), None)
+    if found is None or group is None or not _fits(group):
+        return None
+    keys, error = found
+    first, last, positions = over_positions(keys & POSITION_MASK, error)
+    blocks = []
+    chosen = _some(keys, error, max(1, MAX_VALUES // max(1, _width(group))))
+    for golden in reversed([g for g in unit.golden if _fits(g)]):
+        rows = _find(plan.tokens.golden, golden, chosen), _find(plan.tokens.mine, group, chosen)
+        both = (rows[0] >= 0) & (rows[1] >= 0)
+        if not both.any():
+            continue
+        cuts = find_cut(golden, group)
+        loaded = [ld.load(g, cut) for ld, g, cut in zip(loaders, (golden, group), cuts, strict=True)]
+        at = [r[both] for r in rows]
+        if any(r.max() >= len(b.data) for r, b in zip(at, loaded, strict=True)):
+            return None
+        if loaded[0].data.shape[1] != loaded[1].data.shape[1]:
+            return None
+        blocks.append(Stretch(loaded[0], at[0], loaded[1], at[1]).numbers)
+        chosen = chosen[~both]
+        if not len(chosen):
+            break
+    if not blocks:
+        return None
+    g, m = (np.concatenate([b[side] for b in blocks]).astype(np.float64) for side in (0, 1))
+    low, high, counts = histograms(g, m)
+    peaks = over_columns(g, m)
+    return ValueSpread(index, low, high, *counts, peaks, g.shape[1], first, last, positions, len(g), len(keys))
+
+
+def histograms(golden: np.ndarray, mine: np.ndarray) -> tuple[float, float, tuple[np.ndarray, np.ndarray]]:
+    """(low, high, (golden's, mine's)): int64 [BINS + 3] each, counts in BINS equal bins from low to high, then of NaN,
+    +Inf and -Inf. As numpy.histogram with that range counts."""
+    finite = [x[np.isfinite(x)] for x in (golden, mine)]
+    seen = [x for x in finite if x.size]
+    low = min((float(x.min()) for x in seen), default=0.0)
+    high = max((float(x.max()) for x in seen), default=0.0)
+    out = []
+    for x, kept in zip((golden, mine), finite, strict=True):
+        # Half of the values: the width of a range of float64's own would overflow.
+        counts = np.histogram(kept / 2, BINS, (low / 2, high / 2))[0]
+        out.append(np.append(counts, [np.isnan(x).sum(), np.isposinf(x).sum(), np.isneginf(x).sum()]))
+    return low, high, (out[0], out[1])
+
+
+def over_columns(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:
+    """float64 [at most COLUMNS]: root mean square of mine - golden of each column of [n, width], over that of all of
+    golden; of the columns that share a bin, the largest. Infinite where one side alone is not finite."""
+    same = (golden == mine) | (np.isnan(golden) & np.isnan(mine))
+    with np.errstate(all="ignore"):
+        off = np.where(same, 0.0, mine - golden)
+        each = np.sqrt(np.mean(off**2, axis=0))
+        scale = np.sqrt(np.mean(golden[np.isfinite(golden)] ** 2)) if np.isfinite(golden).any() else 1.0
+        each = np.where(np.isnan(each), np.inf, each) / (scale if scale > 0 else 1.0)
+    return np.maximum.reduceat(each, _edges(len(each), COLUMNS)) if len(each) else each
+
+
+def over_positions(positions: np.ndarray, error: np.ndarray) -> tuple[int, int, np.ndarray]:
+    """(first position, last, float64 [at most POSITIONS]): the largest error of the rows in each equal stretch of
+    positions; -1 where there are none, infinite for NaN."""
+    first, last = int(positions.min()), int(positions.max())
+    n = min(POSITIONS, last - first + 1)
+    out = np.full(n, -1.0)
+    np.maximum.at(out, (positions - first) * n // (last - first + 1), np.where(np.isnan(error), np.inf, error))
+    return first, last, out
+
+
+def _edges(n: int, bins: int) -> np.ndarray:
+    return np.unique(np.arange(min(n, bins)) * n // min(n, bins))
+
+
+def _some(keys: np.ndarray, error: np.ndarray, limit: int) -> np.ndarray:
+    """All keys, or the worst quarter of ``limit`` and evenly spread others."""
+    if len(keys) <= limit:
+        return np.unique(keys)
+    worst = np.argsort(-np.nan_to_num(error, nan=np.inf), kind="stable")[: max(1, limit // 4)]
+    spread = np.linspace(0, len(keys) - 1, max(0, limit - len(worst))).astype(int)
+    return np.unique(keys[np.union1d(worst, spread)])
+
+
+def _find(side: SideRows, group: Group, keys: np.ndarray) -> np.ndarray:
+    """int64 [n]: the row of each of ``keys``, the last where there are several, -1 where there is none."""
+    out = np.full(len(keys), -1)
+    rows = None if group.where is None else side.rows.get(group.where)
+    if rows is not None and len(keys):
+        kept = np.flatnonzero(rows.keep)
+        at = np.searchsorted(keys, rows.keys[kept])
+        hit = (at < len(keys)) & (keys[np.minimum(at, len(keys) - 1)] == rows.keys[kept])
+        out[at[hit]] = kept[hit]
+    return out
+
+
+def _shape(group: Group) -> tuple[int, ...]:
+    return group.merge.shape if group.merge else ()
+
+
+def _fits(group: Group) -> bool:
+    """Whether it can be read within the bound, and holds numbers that have an order."""
+    info = DTYPES[group.first.dtype]
+    size = float(np.prod(_shape(group), dtype=np.float64)) * info.itemsize
+    return bool(group.readable and group.merge and info.kind != "complex" and size <= MAX_BYTES)
+
+
+def _width(group: Group) -> int:
+    shape = _shape(group)
+    rows = shape[group.row_dim] if group.where is not None and len(shape) else 1
+    return int(np.prod(shape, dtype=np.float64)) // max(1, rows)
