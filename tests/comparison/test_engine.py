@@ -8,6 +8,7 @@ import pytest
 from synthetic_model import PROMPTS, MemoryDump, capture, scaled, write
 
 from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.comparison.measure import spreads
 from vllm_accprobe.comparison.measure.activations import NO_PAYLOAD, ROW_COUNT
 from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.comparison.result import COLUMNS, CompareError, NothingCompared, Pair
@@ -206,3 +207,25 @@ def test_the_worst_pairs_come_with_how_their_errors_are_spread(on_disk):
         assert s.positions.max() == pytest.approx(max(
             e for p, e in zip(result.rows.pair.tolist(), result.rows.error.tolist(), strict=True) if p == s.pair
         ))  # fmt: skip
+    failed = sum(p.status == "fail" and p.rows > 0 for p in result.pairs)
+    assert len(result.spreads) + sum(result.without_spread.values()) >= failed
+
+
+@pytest.mark.parametrize(
+    ("bound", "why"),
+    [
+        ({"MAX_BYTES": 0}, "above 0 MB"),
+        ({"LEAST_BYTES": 0, "SHARE": 10**9}, "beyond a 1000000000th of the bytes that were compared"),
+        ({"MAX_PAIRS": 3}, "after the 3 worst"),
+    ],
+)
+def test_what_has_no_spread_is_counted_by_its_reason(on_disk, monkeypatch, bound, why):
+    whole = compare(*on_disk)
+    for name, value in bound.items():
+        monkeypatch.setattr(spreads, name, value)
+    result = compare(*on_disk)
+    assert len(result.spreads) == bound.get("MAX_PAIRS", 0)
+    assert {s.pair for s in result.spreads} <= {s.pair for s in whole.spreads}
+    lost = len(whole.spreads) - len(result.spreads)
+    assert lost > 0
+    assert result.without_spread.get(why, 0) == lost + whole.without_spread.get(why, 0)

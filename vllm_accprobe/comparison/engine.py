@@ -89,7 +89,8 @@ def compare(
         result = result if other is None else foreign.apply(result, other)
         result = replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
         blamed = {str(o.get("module")) for o in result.origins}
-        result = replace(result, spreads=take_spreads(plan, run.loaders, result.pairs, log, blamed))
+        spreads, without = take_spreads(plan, run.loaders, result.pairs, log, blamed)
+        result = replace(result, spreads=spreads, without_spread=without)
         if finished is not None:
             finished.close(needed=False)
         return result

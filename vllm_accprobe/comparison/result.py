@@ -52,7 +52,8 @@ class Comparison:
     """The whole result. ``coverage``, ``first_divergence``, ``origins`` and ``tokens`` are exactly compare.json's.
 
     rows: errors by row; samples: some values of failed pairs; spreads: values and errors of the worst in bins
-    (comparison/row_table.py); None and empty where not kept.
+    (comparison/row_table.py); None and empty where not kept. without_spread: how many of the worst have none, by
+    reason.
     foreign: another tool's columns, where its standard was asked for (comparison/verdict/foreign.py). measured:
     what was judged, to judge it again (comparison/measure/measured.py). false_alarm_rate: the probability, of a whole
     comparison of honest machines, of any origin that the judge was told to allow; by_chance: the expected number of
@@ -78,6 +79,7 @@ class Comparison:
     rows: RowTable | None = None
     samples: tuple[ValueSample, ...] = ()
     spreads: tuple[ValueSpread, ...] = ()
+    without_spread: dict[str, int] = field(default_factory=dict)
     foreign: Foreign | None = None
     measured: Measured | None = field(default=None, repr=False, compare=False)
     false_alarm_rate: float = FALSE_ALARM_RATE

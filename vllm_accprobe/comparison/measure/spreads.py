@@ -2,19 +2,22 @@
 
 The problem: one wrong head, one wrong block of a weight or every tenth position give the same "relative L2 0.08". The
 idea: for the origins' pairs and the worst others, both sides' histogram in the same bins, the error of each column, and
-the rows' error over their position, which the comparison knows already. Tensors above `MAX_BYTES` are not read, and of
-many rows the worst and evenly spread others are, so that the cost is bounded whatever the dump's size.
+the rows' error over their position, which the comparison knows already. The most important pairs come first, until a
+tenth of the bytes that were compared is read again; of many rows the worst and evenly spread others are taken. So the
+cost is bounded whatever the dump's size, and what is left out is counted by reason.
 Not here: single values (samples.py), drawing (report/html/spread.js).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from vllm_accprobe.align.tokens import POSITION_MASK, SideRows
 from vllm_accprobe.comparison.measure.read import Loader, Stretch, Unread, find_cut
+from vllm_accprobe.comparison.measure.workers import unit_bytes
 from vllm_accprobe.comparison.plan.joining import Group
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.comparison.plan.units import Plan
@@ -26,31 +29,37 @@ MAX_PAIRS = 200
 MAX_BYTES = 64 << 20
 """Of one side's tensor; chosen: what the comparison's own loader keeps."""
 MAX_VALUES = 1 << 15
-"""Of one pair and side; chosen: four times as many cost half of a small comparison."""
+"""Of one pair and side; chosen: 48 bins and 256 columns are full long before."""
+SHARE, LEAST_BYTES = 10, 64 << 20
+"""Read again is one part in SHARE of what was compared, or LEAST_BYTES where that is more; chosen: a tenth of the time
+for a look at the worst, and small comparisons have all of it."""
 BINS, COLUMNS, POSITIONS = 48, 256, 128
 
 
 def take_spreads(
     plan: Plan, loaders: tuple[Loader, Loader], pairs: Sequence[Pair], log: RowLog, origins: Collection[str] = ()
-) -> tuple[ValueSpread, ...]:
-    """Spreads of up to `MAX_PAIRS` pairs that fail or belong to the taps ``origins``, in the order of ``pairs``."""
+) -> tuple[tuple[ValueSpread, ...], dict[str, int]]:
+    """(spreads of up to `MAX_PAIRS` pairs that fail or belong to the taps ``origins``, in the order of ``pairs``; how
+    many of such pairs have none, by reason)."""
     units = {u.key: u for u in plan.units}
+    chosen, left_out = _chosen(pairs, origins)
+    left = max(LEAST_BYTES, sum(unit_bytes(u) for u in plan.units) // SHARE)
     out = []
-    for i in _chosen(pairs, origins):
-        unit = units.get((pairs[i].tap, pairs[i].role, pairs[i].call))
-        try:
-            spread = None if unit is None else _spread(i, pairs[i], unit, plan, loaders, log)
-        except Unread:
-            spread = None
+    for i in chosen:
+        found = _one(i, pairs[i], units.get((pairs[i].tap, pairs[i].role, pairs[i].call)), plan, loaders, log, left)
         for loader in loaders:
             loader.forget()
-        if spread is not None:
-            out.append(spread)
-    return tuple(out)
+        if isinstance(found, str):
+            left_out[found] += 1
+            continue
+        out.append(found[0])
+        left -= found[1]
+    return tuple(sorted(out, key=lambda spread: spread.pair)), dict(sorted(left_out.items()))
 
 
-def _chosen(pairs: Sequence[Pair], origins: Collection[str]) -> list[int]:
-    """The origins' pairs, then the failed ones; the largest error over its limit first."""
+def _chosen(pairs: Sequence[Pair], origins: Collection[str]) -> tuple[list[int], Counter[str]]:
+    """The failed pairs, the origins' before the others, then the origins' others; the largest error over its limit
+    first. And what is beyond `MAX_PAIRS`."""
 
     def place(i: int) -> tuple[bool, bool, float]:
         p = pairs[i]
@@ -58,21 +67,44 @@ def _chosen(pairs: Sequence[Pair], origins: Collection[str]) -> list[int]:
         return p.status != FAIL, p.tap not in origins, -(error / p.limit if p.limit else error)
 
     wanted = [i for i, p in enumerate(pairs) if p.rows and (p.status == FAIL or p.tap in origins)]
-    return sorted(sorted(wanted, key=place)[:MAX_PAIRS])
+    left_out: Counter[str] = Counter()
+    if len(wanted) > MAX_PAIRS:
+        left_out[f"after the {MAX_PAIRS} worst"] = len(wanted) - MAX_PAIRS
+    return sorted(wanted, key=place)[:MAX_PAIRS], left_out
+
+
+def _one(
+    index: int, pair: Pair, unit: Unit | None, plan: Plan, loaders: tuple[Loader, Loader], log: RowLog, left: int
+) -> tuple[ValueSpread, int] | str:
+    """The pair's spread and the bytes read for it, or why there is none. left: bytes that may be read."""
+    found = log.errors(pair)
+    named = (g for g in unit.mine if (g.first.step, g.first.name) == (pair.step, pair.mine)) if unit else ()
+    group = next((g for g in named if g.merge), None)
+    if found is None or unit is None or group is None:
+        return "no rows of requests"
+    if _bytes(group) > MAX_BYTES:
+        return f"above {MAX_BYTES >> 20} MB"
+    sides = [g for g in unit.golden if _fits(g)]
+    if not _fits(group) or not sides:
+        return "values that cannot be read"
+    size = _bytes(group) + max(map(_bytes, sides))
+    if size > left:
+        return f"beyond a {SHARE}th of the bytes that were compared"
+    try:
+        spread = _spread(index, group, sides, *found, plan, loaders)
+    except Unread:
+        spread = None
+    return (spread, size) if spread is not None else "values that cannot be read"
 
 
 def _spread(
-    index: int, pair: Pair, unit: Unit, plan: Plan, loaders: tuple[Loader, Loader], log: RowLog
-) -> ValueSpread | None:
-    found = log.errors(pair)
-    group = next((g for g in unit.mine if g.merge and (g.first.step, g.first.name) == (pair.step, pair.mine)), None)
-    if found is None or group is None or not _fits(group):
-        return None
-    keys, error = found
+    index: int, group: Group, sides: Sequence[Group], keys: np.ndarray, error: np.ndarray, plan: Plan,
+    loaders: tuple[Loader, Loader],
+) -> ValueSpread | None:  # fmt: skip
     first, last, positions = over_positions(keys & POSITION_MASK, error)
     blocks = []
     chosen = _some(keys, error, max(1, MAX_VALUES // max(1, _width(group))))
-    for golden in reversed([g for g in unit.golden if _fits(g)]):
+    for golden in reversed(sides):
         rows = _find(plan.tokens.golden, golden, chosen), _find(plan.tokens.mine, group, chosen)
         both = (rows[0] >= 0) & (rows[1] >= 0)
         if not both.any():
@@ -162,11 +194,15 @@ def _shape(group: Group) -> tuple[int, ...]:
     return group.merge.shape if group.merge else ()
 
 
+def _bytes(group: Group) -> int:
+    """Of the whole tensor, its pieces joined."""
+    return int(np.prod(_shape(group), dtype=np.float64)) * DTYPES[group.first.dtype].itemsize
+
+
 def _fits(group: Group) -> bool:
     """Whether it can be read within the bound, and holds numbers that have an order."""
-    info = DTYPES[group.first.dtype]
-    size = float(np.prod(_shape(group), dtype=np.float64)) * info.itemsize
-    return bool(group.readable and group.merge and info.kind != "complex" and size <= MAX_BYTES)
+    kind = DTYPES[group.first.dtype].kind
+    return bool(group.readable and group.merge and kind != "complex" and _bytes(group) <= MAX_BYTES)
 
 
 def _width(group: Group) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class Hidden:
     columns: np.ndarray = field(default_factory=lambda: _NONE)
 
 
-@lru_cache(1 << 14)
+@cache
 def operator_of(tap: str) -> str:
     """What modules have in common whose paths differ by a number alone: ``model.layers.*.mlp.down_proj``."""
     return _NUMBER.sub("*", tap)

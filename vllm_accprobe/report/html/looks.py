@@ -92,6 +92,7 @@ def looks_json(comparison: Comparison, page_index: Mapping[int, int]) -> dict[st
             if s.pair in page_index
         },
         "spreads": {str(page_index[s.pair]): spread_json(s) for s in comparison.spreads if s.pair in page_index},
+        "no_spread": [f"{n:,} {safe(why, NAME)}" for why, n in comparison.without_spread.items()],
         "sides": [safe(shlex.quote(p), NAME) for p in (comparison.golden_path, comparison.mine_path)],
         "shapes": [
             [safe(o.get("module", ""), NAME), safe(o.get("role", ""), NAME), safe(o["shape"], 300)]

@@ -36,11 +36,13 @@
     figure(box, name, svg, what + " " + first, String(last), "peak " + (parts.includes(1001) ? "∞" : a.number(peak, 3)));
   }
   const quoted = (s) => (/^[\w.\/:@%+=,-]+$/.test(s) ? s : "'" + s.replaceAll("'", "'\\''") + "'");
-  // sides: the two dumps' paths, as a shell takes them.
-  a.parts.spread = function (into, s, sides, tap, role) {
+  // looks: with sides, the two dumps' paths as a shell takes them, and no_spread, how many pairs have none and why.
+  a.parts.spread = function (into, s, looks, tap, role) {
     if (!s) {
-      const p = a.element("p", "hint", "Histograms, error over position and over column are kept for the origins and the 200 worst failed pairs; of this tap alone: ");
-      p.append(a.element("code", "again", "accprobe compare " + sides.join(" ") + " --taps " + quoted(tap) + " --out " + quoted("compare-" + tap)));
+      const left = looks.no_spread.length ? " (without: " + looks.no_spread.join(", ") + ")" : "";
+      const kept = Object.keys(looks.spreads).length ? "are kept for the failed pairs of the origins and the worst others" + left : "were not taken: nothing failed, or it was judged again without the tensors" + left;
+      const p = a.element("p", "hint", "Histograms, error over position and over column " + kept + "; of this tap alone: ");
+      p.append(a.element("code", "again", "accprobe compare " + looks.sides.join(" ") + " --taps " + quoted(tap) + " --out " + quoted("compare-" + tap)));
       into.append(p);
       return;
     }
