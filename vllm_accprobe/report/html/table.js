@@ -195,7 +195,7 @@
     panel.hidden = false;
     a.parts.pair(panel, i, looks, col.tap.at(i), col.role.at(i));
     const all = panel.appendChild(document.createElement("details"));
-    all.open = panel.children.length < 3;
+    all.open = !panel.querySelector("table, figure, .shape");
     all.appendChild(document.createElement("summary")).textContent = "All fields";
     all.append(dl);
     if (opened) panel.scrollIntoView({ block: "nearest" });
