@@ -3,6 +3,7 @@ silent. scripts/weight_cases.py has more faults, planted in engines of one proce
 
 from __future__ import annotations
 
+import csv
 import os
 import subprocess
 import sys
@@ -92,3 +93,16 @@ def test_compare_and_show_tell_of_it(lives: Path, tmp_path: Path, capsys: pytest
     said = " ".join(capsys.readouterr().out.split())
     assert f"the weights, not the kernel: {FAULTS['shard-q']}" in said
     assert "reload 1, before step " in said
+
+
+def test_calls_after_a_sync_are_not_held_against_the_weights_before(lives: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["opcheck", str(lives / "sync"), "--out", str(tmp_path / "checked")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "calls: a reload before step 3 changed its weights; the dump holds those before" in said
+    rows = list(csv.DictReader((tmp_path / "checked" / "opcheck.csv").open()))
+    products, others = (
+        {int(r["step"]) for r in rows if r["class"] == cls and r["status"] == "pass" and r["step"]}
+        for cls in ("RowParallelLinear", "SiluAndMul")
+    )
+    assert products == {0, 1, 2}
+    assert others > products

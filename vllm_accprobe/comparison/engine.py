@@ -38,11 +38,12 @@ from vllm_accprobe.comparison.verdict import foreign
 from vllm_accprobe.comparison.verdict.constants_differ import differing
 from vllm_accprobe.comparison.verdict.floors import gather
 from vllm_accprobe.comparison.verdict.judging import judge
+from vllm_accprobe.dump.weights.weight_life import NO_LIVES
 from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, open_dump
 from vllm_accprobe.formats.common import held
 from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUES, ForeignDump
 from vllm_accprobe.judge.calibration import Calibration
-from vllm_accprobe.judge.weights.between import NO_LIVES, weights_between
+from vllm_accprobe.judge.weights.between import weights_between
 from vllm_accprobe.standards import PAIRS, NamedStandard, UnknownStandard, find
 from vllm_accprobe.standards.limits import Standard
 

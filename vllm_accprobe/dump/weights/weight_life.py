@@ -123,6 +123,10 @@ class Lives:
     prints: list[WeightPrint] = field(default_factory=list)
 
 
+NO_LIVES = Lives()
+"""Of dumps that say nothing of their weights. Not to be added to."""
+
+
 def event_line(event: WeightEvent) -> dict[str, Any]:
     """The line of an event."""
     line: dict[str, Any] = {"event": "life", "number": event.number, "kind": event.kind, "step": event.step}

@@ -33,8 +33,6 @@ from vllm_accprobe.judge.weights.histories import (
 from vllm_accprobe.judge.weights.within import faults_within
 
 OTHER_FORM, OTHER_CUT, ONE_SIDE = "packed by other kernels", "cut otherwise, or of another dtype", "in one dump only"
-NO_LIVES = Lives()
-"""Of a dump that tells nothing of its weights, as other tools' dumps do."""
 Key = tuple[int, str, str, int]
 """Rank, kind, an adapter's name, and which of these events."""
 

@@ -147,7 +147,7 @@ class Neighbours:
     def _bias(self, rank: int, gate: str) -> dict[str, Any]:
         """The correction that a router adds before it chooses, where there is one."""
         name = "e_score_correction_bias"
-        return self._held(name, self._index.parameters.record(rank, f"{gate}/param.{name}"))
+        return self._held(name, self._index.parameters.record(rank, None, f"{gate}/param.{name}"))
 
     def _within(self, rank: int, tap: str, children: list[str], step: int) -> list[tuple[str, str, Record]]:
         """(path below the tap, role, record) of outputs inside, in the order of execution."""

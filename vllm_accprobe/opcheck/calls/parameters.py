@@ -15,9 +15,13 @@ from typing import Any
 from vllm_accprobe.dump.opcalls import is_operator
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Module, Record
+from vllm_accprobe.dump.weights.weight_life import NO_LIVES
+from vllm_accprobe.opcheck.calls.operator_calls import NotKept
 from vllm_accprobe.opcheck.calls.weights import Checkpoint
+from vllm_accprobe.opcheck.calls.weights_since import WeightsSince
 
 _ALIAS = "another name of a captured module"
+_EXPERTS = ".routed_experts.quant_method"
 
 
 class ModuleParameters:
@@ -35,6 +39,7 @@ class ModuleParameters:
         self._aliases = {s.tap for s in dump.skips if s.reason == _ALIAS}
         self._packed = any(r.shape == (0,) for r in dump.records if r.step is None)
         self._known: dict[tuple[int, str], Mapping[str, Any]] = {}
+        self._since = WeightsSince(getattr(dump, "lives", NO_LIVES))
         self._checkpoint: Checkpoint | None = None
         self.problem = ""
         if model is not None and model.is_dir():
@@ -47,9 +52,19 @@ class ModuleParameters:
         """Lets go of what was read: one module's parameters are held at a time."""
         self._known.clear()
 
-    def record(self, rank: int, name: str) -> Record | None:
-        """The record of ``<tap>/param.<name>``."""
+    def why_not(self, rank: int, tap: str, step: int | None) -> str:
+        """Why a call of ``tap`` in ``step`` had other parameters than the dump's; "" where nothing says so."""
+        owners = [self._owner(rank, tap, self._modules.get(rank, {}).get(tap)), f"{tap}.kv_b_proj"]
+        if tap.endswith(_EXPERTS):  # what chose them goes into the reference, too
+            block = tap.removesuffix(_EXPERTS)
+            owners += [f"{block}.gate", f"{block.rpartition('.')[0]}.gate"]
+        return self._since.why_not(rank, owners, step)
+
+    def record(self, rank: int, step: int | None, name: str) -> Record | None:
+        """The record of ``<tap>/param.<name>``. Raises NotKept where it is not what it was in ``step``."""
         tap, _, role = name.rpartition("/param.")
+        if why := self._since.why_not(rank, (tap,), step):
+            raise NotKept(why)
         return self._records.get((rank, tap), {}).get(role)
 
     def of(self, rank: int, tap: str) -> Mapping[str, Any]:

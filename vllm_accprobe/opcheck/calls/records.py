@@ -123,6 +123,9 @@ class Calls(ModuleIndex):
             if is_gradient(tap):
                 yield self._gradient(rank, tap, step, n)
                 continue
+            if why_not := self.parameters.why_not(rank, tap, step):
+                yield Captured(tap, rank, step, n, Call(tap, cls), records, why_not)
+                continue
             try:
                 what = self._untold.filled(rank, self.call(rank, tap, cls, records))
                 extra = dict(what.extra) | self._neighbours.extra(what, rank, tap, step, n)
@@ -150,7 +153,7 @@ class Calls(ModuleIndex):
             if op is None:
                 return None
             records = self.op_records.get((rank, op.tap), {}).get((op.step, op.call), {})
-            return op_call(op, records, self.read, partial(self.parameters.record, rank))
+            return op_call(op, records, self.read, partial(self.parameters.record, rank, op.step))
         path = tap.removeprefix(BACKWARD)
         records = dict(self.records_of(rank, path, step, n))
         if not records or any(r.payload is None for r in records.values()):
@@ -171,7 +174,7 @@ class Calls(ModuleIndex):
                 yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, why, op.seq, True)
                 continue
             try:
-                what = op_call(op, records, self.read, partial(self.parameters.record, rank))
+                what = op_call(op, records, self.read, partial(self.parameters.record, rank, op.step))
                 inner = self._made_inside(op)
             except (NotKept, DumpError) as why:
                 missing = f"{UNREAD} ({why})" if isinstance(why, DumpError) else str(why)
@@ -229,7 +232,7 @@ class Calls(ModuleIndex):
         if any(r.payload is None or math.prod(r.shape) > grid.LARGEST for r in records.values()):
             raise NotKept("not looked at")
         if op is not None:
-            return op_call(op, records, self.read, partial(self.parameters.record, rank))
+            return op_call(op, records, self.read, partial(self.parameters.record, rank, op.step))
         read = {role: self.read(r) for role, r in records.items()}
         inputs = {role: t for role, t in read.items() if role.startswith("input.")}
         return Call(tap, cls, inputs, outputs={role: t for role, t in read.items() if role not in inputs})

@@ -126,7 +126,7 @@ class RecordedGradients:
         records = self.calls.op_records[c.rank, tap][c.step, number]
         forward = Captured(tap, c.rank, c.step, number, Call(tap, op.op), records)
         try:
-            return op_call(op, records, self.calls.read, partial(self.calls.parameters.record, c.rank))
+            return op_call(op, records, self.calls.read, partial(self.calls.parameters.record, c.rank, c.step))
         except NotKept:
             return synthetic_inputs.drawn_call(self.calls, forward, generator)
 

@@ -114,7 +114,7 @@ def drawn_call(calls: Calls, captured: Captured, generator: Any) -> Call:
         return drawn_tensor(record, generator)
 
     def value(t: Mapping[str, Any]) -> Any:
-        kept = calls.parameters.record(captured.rank, str(t["param"])) if t.get("param") else None
+        kept = calls.parameters.record(captured.rank, None, str(t["param"])) if t.get("param") else None
         if kept is not None:
             return draw(tuple(t.get("shape", kept.shape)), str(t["dtype"]), _moments(kept), generator)
         n, mean, l2 = int(t.get("count") or 0), t.get("mean"), t.get("l2")
@@ -124,7 +124,7 @@ def drawn_call(calls: Calls, captured: Captured, generator: Any) -> Call:
 
     operator = calls.operator(captured)
     if operator is not None:
-        return op_call(operator, captured.records, read, partial(calls.parameters.record, captured.rank), value)
+        return op_call(operator, captured.records, read, partial(calls.parameters.record, captured.rank, None), value)
     call = calls.call(captured.rank, captured.tap, captured.what.cls, captured.records, read)
     lacking = calls.parameters.lacking(captured.rank, captured.tap, call.params)
     return replace(call, params={**call.params, **{name: read(record) for name, record in lacking.items()}})
