@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.dump.schema import ROOT_TAP, Record
+from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Record
 from vllm_accprobe.opcheck.calls.history import Past
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
+from vllm_accprobe.opcheck.calls.parameters import adapter_of
 from vllm_accprobe.opcheck.calls.prefix import Prefix, prefixes
 from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.references.lora import PACKED, RowAdapters
 
 _PAST = {
     "Attention": ("key", "value"),
@@ -87,6 +89,8 @@ class Neighbours:
             for gate in gates:
                 extra |= self._output("router_logits", rank, gate, step, n)
             extra["gate"] = {n: t for g in gates for n, t in self._bias(rank, g).items()}
+        if what.cls.endswith("LoRA"):
+            extra |= self._adapters(rank, tap, step, n)
         extra |= self._inside(rank, tap, step)
         if what.cls in _SUMMED_INSIDE and len(dump.ranks) > 1:
             extra |= self._parts(what, rank, tap, step, n, extra)
@@ -148,6 +152,28 @@ class Neighbours:
         """The correction that a router adds before it chooses, where there is one."""
         name = "e_score_correction_bias"
         return self._held(name, self._index.parameters.record(rank, None, f"{gate}/param.{name}"))
+
+    def _adapters(self, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
+        """The adapter of each row, and what they add to this layer or to the parts that are packed in it."""
+        index, dump = self._index, self._index.dump
+        held = index.records_of(rank, tap, step, n)
+        space = next((dump.rows.get((rank, step, r.rows)) for r in held.values() if r.rows), None)
+        if space is None:
+            return {}
+        requests = [(dump.requests.get((rank, s.req)), s.n) for s in space.segments]
+        of_row = [None if r is None else r.adapter for r, rows in requests for _ in range(rows)]
+        above, _, last = tap.rpartition(".")
+        places = {"": tap} | {part: f"{above}.{part}" for part in PACKED.get(last, ())}
+        weights: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in index.parameters.adapters(rank)}
+        for part, path in places.items():
+            found = index.parameters.of(rank, path)
+            for role, tensor in found.items():
+                if name := adapter_of(role):
+                    weights.setdefault(name, {}).setdefault(part, {})[role.rpartition(".")[2]] = tensor
+            for role in index.parameters.lacking(rank, path, found):
+                weights.pop(adapter_of(role), None)  # fingerprints alone
+        again = {adapter_of((s.role or "").removeprefix("param.")) for s in dump.skips if s.reason == ADAPTER_ANEW}
+        return {"adapters": RowAdapters(tuple(of_row), weights, frozenset(again))}
 
     def _within(self, rank: int, tap: str, children: list[str], step: int) -> list[tuple[str, str, Record]]:
         """(path below the tap, role, record) of outputs inside, in the order of execution."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_accprobe.dump.opcalls import is_operator
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import Module, Record
+from vllm_accprobe.dump.schema import ADAPTER_ROLE, Module, Record
 from vllm_accprobe.dump.weights.weight_life import NO_LIVES
 from vllm_accprobe.opcheck.calls.operator_calls import NotKept
 from vllm_accprobe.opcheck.calls.weights import Checkpoint
@@ -39,6 +39,7 @@ class ModuleParameters:
         self._aliases = {s.tap for s in dump.skips if s.reason == _ALIAS}
         self._packed = any(r.shape == (0,) for r in dump.records if r.step is None)
         self._known: dict[tuple[int, str], Mapping[str, Any]] = {}
+        self._adapters: dict[int, frozenset[str]] = {}
         self._since = WeightsSince(getattr(dump, "lives", NO_LIVES))
         self._checkpoint: Checkpoint | None = None
         self.problem = ""
@@ -89,6 +90,13 @@ class ModuleParameters:
         self._known[rank, tap] = found
         return found
 
+    def adapters(self, rank: int) -> frozenset[str]:
+        """Names of the LoRA adapters of which the dump has a weight anywhere."""
+        if rank not in self._adapters:
+            roles = (role for (r, _), held in self._records.items() if r == rank for role in held)
+            self._adapters[rank] = frozenset(filter(None, map(adapter_of, roles)))
+        return self._adapters[rank]
+
     def lacking(self, rank: int, tap: str, found: Mapping[str, Any]) -> dict[str, Record]:
         """A module's parameters of which only statistics are here: by name, those that are not among ``found``."""
         owner = self._owner(rank, tap, self._modules.get(rank, {}).get(tap))
@@ -124,6 +132,12 @@ class ModuleParameters:
                 if record.payload is not None and record.layout.kind == "replicated" and 0 not in record.shape:
                     value = self._checkpoint.get(tap, name)
                     yield rank, tap, module.cls if module else record.cls, record, value
+
+
+def adapter_of(role: str) -> str:
+    """The adapter whose weight ``lora.<adapter>.lora_a`` (or lora_b, scaling) is; "" for anything else."""
+    name, _, what = role.removeprefix(ADAPTER_ROLE).rpartition(".")
+    return name if role.startswith(ADAPTER_ROLE) and what in ("lora_a", "lora_b", "scaling") else ""
 
 
 def _common(a: str, b: str) -> int:

@@ -13,10 +13,11 @@ import torch
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import Recording, run_facts, unsplit
 from vllm_accprobe.capture.taps.params import ParameterLines
-from vllm_accprobe.capture.vllm.modes.adapters import ANEW, Adapters, adapter_name
+from vllm_accprobe.capture.vllm.modes.adapters import Adapters, adapter_name
 from vllm_accprobe.capture.vllm.modes.drafters import UNSEEN, record_draft
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.dump.schema import ADAPTER_ANEW
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def test_each_adapter_is_recorded_once_under_its_name(tmp_path: Path) -> None:
     parts = ("lora_a", "lora_b", "scaling")
     assert set(found) == {("m.q_proj", f"param.lora.{name}.{part}") for name in ("sql", "chat") for part in parts}
     assert (found["m.q_proj", "param.lora.sql.lora_a"] == weights(1).lora_a.numpy()).all()
-    assert {s.reason for s in dump.dump.skips} == {ANEW}
+    assert {s.reason for s in dump.dump.skips} == {ADAPTER_ANEW}
     assert {s.role for s in dump.dump.skips} == {"param.lora.sql.lora_a", "param.lora.sql.lora_b"}
 
 

@@ -18,11 +18,10 @@ import torch
 from vllm_accprobe.capture.core.put_over import put_over
 from vllm_accprobe.capture.core.session import Session
 from vllm_accprobe.capture.taps.params import ParameterLines, sample_hash
-from vllm_accprobe.dump.schema import ADAPTER_ROLE
+from vllm_accprobe.dump.schema import ADAPTER_ANEW, ADAPTER_ROLE
 
 _READS = "_load_adapter"
 """The method of vLLM's WorkerLoRAManager (0.11 to 0.33) that reads an adapter's files."""
-ANEW = "an adapter of this name was loaded again with other weights: the first ones are in the dump"
 
 
 def adapter_name(new: Any) -> str:
@@ -76,7 +75,7 @@ class Adapters:
         before = self._seen.setdefault(key, now)
         role = f"{ADAPTER_ROLE}{name}.{part}"
         if before != now:
-            self._session.sink.skip(module, ANEW, f"param.{role}")
+            self._session.sink.skip(module, ADAPTER_ANEW, f"param.{role}")
         else:
             self._parameters.whole(module, role, tensor)
 
