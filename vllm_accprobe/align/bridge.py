@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_accprobe.align.derived import Derived, View, derive
 from vllm_accprobe.align.engines import vllm_hf
-from vllm_accprobe.align.engines.vllm_releases import experts_apart
+from vllm_accprobe.align.engines.vllm_releases import experts_apart, routed_alone
 from vllm_accprobe.align.graph_pairs import meet
 from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
 from vllm_accprobe.align.names import enclosing, pair_roles
@@ -63,6 +63,16 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     if apart is not None:
         golden, mine, said = apply(apart[0], golden, mine, apart[1])
         lines += said
+    alone = None if foreign else routed_alone(golden.records, mine.records)
+    if alone is not None:
+        rules, swapped, absent = alone
+        golden, mine, said = apply(rules, golden, mine, swapped)
+        golden, mine = (View(d, [r for r in d.records if (r.tap, r.role) not in gone]) for d, gone in (
+            (golden, set() if swapped else {(tap, "output.0") for tap in absent}),
+            (mine, {(tap, "output.0") for tap in absent} if swapped else set())))  # fmt: skip
+        lines += said
+        if absent:
+            lines.append(f"the routed experts alone on one side: {len(absent)} outputs not compared")
     return Bridge(golden, mine, lines, foreign)
 
 

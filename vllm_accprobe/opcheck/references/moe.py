@@ -13,6 +13,7 @@ here: shared experts, which are modules of their own (composite.py adds them up)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ _RENORMALIZES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": False, "deeps
 """What a model does whose config.json does not say: transformers' defaults of norm_topk_prob."""
 
 
+TIED = "two experts are tied"
 _NEAR = 2.0**-20
 """Chosen: a step for which a difference in float64 is exact to 2**-32 and right to first order."""
 _SLOPE = 1.13
@@ -129,7 +131,7 @@ def activation_of(call: Call) -> Any:
 @reference("UnquantizedFusedMoEMethod")
 def routed_experts(call: Call) -> dict[str, Expected]:
     """The experts of this rank, with the given weights; and the weights themselves, from the router's logits."""
-    x, ids = call.wide("x"), call.tensor("topk_ids")
+    x = call.wide("x")
     w13, w2 = (call.params.get(n) for n in ("w13_weight", "w2_weight"))
     if w13 is None or w2 is None:
         raise Declined("the experts' weights were packed by a kernel before they could be captured")
@@ -139,12 +141,40 @@ def routed_experts(call: Call) -> dict[str, Expected]:
         raise Declined("which experts this rank holds was not recorded")
     if w13.shape[-1] != x.shape[-1] or w2.shape[1] != x.shape[-1] or w13.shape[1] != 2 * w2.shape[2]:
         raise Declined("the experts' weights have an unknown form")
-    weights = dense(call.tensor("topk_weights"), ids, len(w13))
+    if call.maybe("topk_ids") is None and call.maybe("router_logits") is not None:
+        return {"output.0": _routing_inside(call, x, w13, w2)}
+    weights = dense(call.tensor("topk_weights"), call.tensor("topk_ids"), len(w13))
     found = {"output.0": expert_mlps(x, weights, w13, w2, activation_of(call), call.unit)}
     routing = _routing(call, len(w13))
     if routing is not None:
         found["input.topk_weights"] = routing
     return found
+
+
+def _routing_inside(call: Call, x: Any, w13: Any, w2: Any) -> Expected:
+    """Experts whose kernel chooses them itself, from ``router_logits`` (vLLM up to 0.11 and plugins of its time): a row
+    with a tie has no reference."""
+    logits, top_k = call.wide("router_logits"), call.parent.get("top_k", call.config.get("num_experts_per_tok"))
+    settings = routing_settings(call.config)
+    bias = call.extra.get("gate", {}).get("e_score_correction_bias")
+    if settings is None or not top_k or logits.shape != (len(x), len(w13)):
+        raise Declined("how its experts are chosen was not recorded")
+    settings |= {key: kind(call.parent[word]) for key, word, kind in _RECORDED if word in call.parent}
+    if settings["factor"] != 1.0 or (call.config.get("topk_method") == "noaux_tc" and bias is None):
+        raise Declined("how its experts are weighed was not recorded")
+    weights, clear = route(
+        logits, int(top_k), tie=4 * unit_of(call.tensor("router_logits")),
+        bias=None if bias is None else bias.double(), **settings,
+    )  # fmt: skip
+    found = expert_mlps(x, weights, w13, w2, activation_of(call), call.unit)
+    # Their weights may be numbers of the model's dtype, and are then off by a rounding for a whole row.
+    return replace(found, rows=clear, reason=TIED, common=call.unit)
+
+
+_RECORDED = (
+    ("renormalize", "renormalize", bool), ("scoring", "scoring_func", str), ("factor", "routed_scaling_factor", float)
+)  # fmt: skip
+"""Settings of `route`, the attributes that say them, and their types."""
 
 
 def routing_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -169,7 +199,7 @@ def routed(logits: Any, ids: Any, bias: Any | None, step: float, settings: Mappi
         logits.double(), ids.shape[1], tie=4 * step, bias=None if bias is None else bias.double(), **settings
     )
     value = torch.where(ids >= 0, weights.gather(1, ids.long().clamp(min=0)), 0.0)
-    return Expected(value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason="two experts are tied",
+    return Expected(value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason=TIED,
                     bound=2.0 * (step + APPROXIMATE) * value)  # fmt: skip
 
 
