@@ -17,6 +17,9 @@ from support.prompts import prompts, repetitive
 
 from vllm_accprobe.align.tokens import REJECTED
 from vllm_accprobe.dump.reader import Dump, open_dump
+from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.registry import default_references
+from vllm_accprobe.opcheck.run.replay import Options, check_tap
 
 pytestmark = pytest.mark.engine
 ONE, TWO, THREE = prompts(24, 17, 33)
@@ -48,6 +51,13 @@ def test_an_adapter_is_part_of_a_request_and_its_weights_are_compared(engines: E
     kept = {r.role.rpartition(".")[0] for r in dump.records if r.role.startswith("param.lora")}
     assert kept == {"param.lora.sql", "param.lora.chat"}
     assert not [r for r in dump.records if r.tap.endswith("base_layer")]  # its weights are the layer's own
+    calls, table = Calls(dump, None), default_references()
+    outputs = [
+        row for rank, tap, _ in calls.taps(["*WithLoRA"])
+        for row in check_tap(calls, rank, tap, lambda c: table.evaluate(c.what), Options()) if row.role == "output.0"
+    ]  # fmt: skip
+    assert len(outputs) >= 16
+    assert {row.status for row in outputs} == {"pass"}
     other, _ = with_adapters(engines, "modes-lora-other", 3)
     result = compared(run, other)
     assert result.verdict == "fail"
