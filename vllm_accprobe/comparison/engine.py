@@ -26,6 +26,7 @@ from vllm_accprobe.comparison.measure.samples import take_samples
 from vllm_accprobe.comparison.measure.spreads import take_spreads
 from vllm_accprobe.comparison.measure.workers import measure_all, unit_bytes
 from vllm_accprobe.comparison.plan.coverage import coverage
+from vllm_accprobe.comparison.plan.links import links_of
 from vllm_accprobe.comparison.plan.row_index import Indices
 from vllm_accprobe.comparison.plan.unit import LOOKED_UP, SAMPLER, TOKEN, Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
@@ -271,4 +272,5 @@ class _Run:
             moments=moments_of(plan),
             states=states_of(self.dumps),
             weights=weights_between(*(getattr(d, "lives", NO_LIVES) for d in self.dumps)),
+            links=links_of(plan.units),
         )  # fmt: skip

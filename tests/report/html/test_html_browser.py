@@ -3,12 +3,14 @@
 import os
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from report_examples import comparison, hostile, pair, realistic, row_table, with_rows
 
 from vllm_accprobe.comparison.row_table import ValueSpread
+from vllm_accprobe.comparison.verdict.neighbours import Around, Edge
 from vllm_accprobe.report.html import write_html
 
 pytestmark = pytest.mark.browser
@@ -317,3 +319,60 @@ def test_a_spread_is_drawn_and_a_pair_without_one_shows_its_command(visit):
     assert command.startswith("accprobe compare 'x</script>")
     assert "--taps 'x</script><img src=x onerror=alert(1)>'\\''; rm -rf2'" in command
     assert page.locator("#detail img").count() == 0
+
+
+def test_an_origins_neighbours_are_drawn_and_a_node_opens_its_pair_by_click_and_by_key(visit):
+    result = realistic(layers=4, steps=5)
+    at = {(p.tap, p.role): i for i, p in enumerate(result.pairs) if p.step == 4}
+    act, layer = "model.layers.3.mlp.act_fn", "model.layers.3.mlp"
+    hostile_name = "<img src=x onerror=alert(1)>" + "x" * 60
+    fed = (
+        Edge(act, "output.0", "input.0", 0.0, 0.0, "identical", "both", at[act, "output.0"]),
+        Edge(hostile_name, "param.weight", "param.weight", None, None, "skip", "own", None),
+    )
+    feeds = (Edge(layer, "output.0", "", 0.2, 13.0, "fail", "order", at[layer, "output.0"]),)
+    around = Around(result.origins[0]["module"], "output.0", fed, feeds, (2, 0))
+    object.__setattr__(result, "neighbours", [around, *[None] * (len(result.origins) - 1)])
+    page = visit(result)
+    page.click("#body tr.fail >> nth=0")
+    figure = page.locator("#detail .around")
+    assert figure.locator("figcaption").inner_text() == "What fed it, and what it feeds"
+    drawing = figure.locator("svg")
+    assert drawing.get_attribute("aria-label").startswith(f"{around.tap}/output.0: fed by {act}/output.0 (identical)")
+    assert figure.locator("text.said").all_text_contents() == ["identical", "not compared", "13×"]
+    nodes = figure.locator("[role=button]")
+    assert [n.get_attribute("aria-label") for n in nodes.all()] == [
+        f"Fed by {act}/output.0: identical. Opens this pair",
+        f"Feeds {layer}/output.0: 13x its limit. Opens this pair",
+    ]
+    assert figure.locator("img").count() == 0
+    assert figure.locator("svg > g.near > text").all_text_contents()[2:4] == ["its own", "param.weight"]
+    assert "2 more are left out" in page.inner_text("#detail")
+    lines = [figure.locator(f"g.{outcome} path").first for outcome in ("identical", "fail")]
+    assert len({line.evaluate("e => getComputedStyle(e).stroke") for line in lines}) == 2
+
+    nodes.nth(1).focus()
+    page.keyboard.press("Enter")
+    assert page.inner_text("#detail .top code").startswith(f"{layer}/output.0")
+    assert page.locator("#detail .around").count() == 0  # no origin
+    assert page.inner_text("#tap-chip").startswith(f"tap {layer}")
+    page.click("#tap-chip")
+    page.evaluate("tap => accprobe.showTap(tap, { open: true })", around.tap)
+    page.locator("#detail .around [role=button]").first.click()
+    assert page.inner_text("#detail .top code").startswith(f"{act}/output.0")
+    assert page.locator("#body tr.at").count() == 1
+
+
+def test_neighbours_fit_a_narrow_page(visit):
+    result = realistic(layers=4, steps=5)
+    names = [f"model.layers.3.mlp.some_long_name_{i}" for i in range(8)]
+    fed = tuple(Edge(name, "output.0", "", 0.0, 0.0, "identical", "order", 0) for name in names)
+    around = Around(result.origins[0]["module"], "output.0", fed, ())
+    object.__setattr__(result, "neighbours", [around, *[None] * (len(result.origins) - 1)])
+    page = visit(result, viewport={"width": 390, "height": 800})
+    page.click("#body tr.fail >> nth=0")
+    page.wait_for_selector("#detail .around svg")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    boxes = [n.bounding_box() for n in page.locator("#detail .around g.near").all()]
+    assert len(boxes) == 8
+    assert all(a["y"] + a["height"] <= b["y"] for a, b in pairwise(boxes))

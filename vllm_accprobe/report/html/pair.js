@@ -42,6 +42,7 @@
   a.parts.pair = function (into, i, looks, tap, role) {
     const shape = looks.shapes.find(([module, r]) => module === tap && (r === role || !r));
     if (shape) { const p = a.element("p", "shape"); p.append(a.element("strong", "", "Shape of the error: "), shape[2]); into.append(p); }
+    a.parts.around(into, looks.around, tap);
     const box = a.element("div", "closer"), rows = looks.rows[i], s = looks.samples[i];
     if (rows) box.append(table(rows));
     if (s && window.Plotly) {

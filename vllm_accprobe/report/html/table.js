@@ -269,6 +269,14 @@
     if (open && view.length) move(0, true);
     if (scroll) $("pairs").scrollIntoView({ block: "start" });
   };
+  // i: a pair's number on the page; it is shown among the pairs of its tap.
+  a.showPair = function (i) {
+    $("find").value = "";
+    Object.assign(state, { words: [], tap: col.tap.at(i), under: false, steps: null, status: "all" });
+    refresh();
+    move(view.indexOf(i), true);
+    grid.focus({ preventScroll: true });
+  };
   const failed = col.status.d && col.status.d.includes("fail");
   if (failed) state.status = "fail";
   refresh();
