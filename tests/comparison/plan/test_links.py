@@ -62,6 +62,16 @@ def test_what_one_side_changes_on_the_way_is_told_by_the_other():
     assert key not in of(*both)
 
 
+def test_a_side_without_hashes_or_with_the_tensor_in_parts_denies_nothing():
+    key, maker = (f"{LAYER}.mlp.down_proj", "input.input_", 0), f"{LAYER}.mlp.act_fn"
+    mine = capture()
+    mine.records = [replace(r, hash=None) for r in mine.records]
+    assert of(capture(), mine)[key] == ((maker, "output.0", 0), BOTH)
+    mine = changed(capture(), *key[:2])
+    mine.records = [replace(r, shape=(*r.shape, 1)) if (r.tap, r.role) == key[:2] else r for r in mine.records]
+    assert of(capture(), mine)[key] == ((maker, "output.0", 0), BOTH)
+
+
 def test_equal_by_chance_in_one_step_is_no_link():
     golden, mine = capture(), capture()
     key = (f"{LAYER}.self_attn.attn", "input.key", 0)

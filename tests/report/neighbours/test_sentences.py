@@ -45,6 +45,10 @@ def test_equal_neighbours_say_their_error_once():
     ]
 
 
+def test_equal_statistics_are_no_proof_of_equal_values():
+    assert sentences.error(Edge("m", "output.0", "", 0.0, 0.0, "pass", "order", 1)) == "no error seen"
+
+
 def test_nothing_is_said_where_nothing_was_compared():
     unknown = Around("m", "output.0", (FEEDS[2],), (FEEDS[2],))
     for around in ([], [None], [unknown]):

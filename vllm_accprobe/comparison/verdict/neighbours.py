@@ -21,6 +21,7 @@ import numpy as np
 from vllm_accprobe.align.row_set import NO_ROWS
 from vllm_accprobe.comparison.over import severity, value_of
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP
+from vllm_accprobe.formats.common.foreign import VALUE
 from vllm_accprobe.judge.flow import Key, Tree
 from vllm_accprobe.judge.origins.in_front import Fronts
 from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace, kind_of
@@ -53,8 +54,8 @@ class Edge:
     tap, role: whose output it is, or who takes it in, in mine's spelling. role_in: as what the origin takes it in, ""
     where it is none of its own inputs and parameters. error: of the pair's worst row, or of the whole tensor, relative
     L2; over: how many times its limit. status: identical, pass, fail, or skip for what was not compared. by: both, mine
-    or golden, the sides on which equal bytes tell; own or order. pair: index into ``Comparison.pairs``, None without
-    one.
+    or golden, the sides whose equal bytes tell (plan/links.py); own or order. pair: index into ``Comparison.pairs``,
+    None without one.
     """
 
     tap: str
@@ -124,7 +125,7 @@ class _Flow:
 
     def around(self, origin: Mapping[str, Any]) -> Around | None:
         sink = self._sink(str(origin.get("module")), str(origin.get("role")))
-        if sink is None:
+        if sink is None or sink.role == VALUE:  # a file's: nobody says what went into it
             return None
         steps = self._steps(sink, origin)
         fed = [self._edge(*place, steps) for place in self._in_front(sink)]
@@ -189,10 +190,16 @@ class _Flow:
         if inner:
             return [(k[0], k[1], k, "", self.links[k][1]) for k in inner]
         at = self.in_order.index(sink)
+        right = self._identical(_key(sink))
         for t in self.in_order[at + 1 : at + 1 + _LOOKED_AT]:
-            if t.kind != PARAM and t.order > sink.order and any(s is sink for s in self.fronts.before(t)):
+            if t.kind == PARAM or t.order <= sink.order or (not right and self._identical(_key(t))):
+                continue  # nothing equal is made of what is not
+            if any(s is sink for s in self.fronts.before(t)):
                 return [(t.tap, t.role, _key(t), "", ORDER)]
         return []
+
+    def _identical(self, key: Key) -> bool:
+        return all(self.pairs[i].identical for i in self.by_key[key] if self.pairs[i].status != SKIP)
 
     def _edge(self, tap: str, role: str, key: Key, role_in: str, by: str, steps: frozenset[int | None]) -> Edge:
         here = [i for i in self.by_key[key] if self.pairs[i].status != SKIP]

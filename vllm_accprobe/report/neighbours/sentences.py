@@ -23,14 +23,14 @@ SHOWN = 3
 
 
 def error(edge: Edge) -> str:
-    """``identical``, ``0.21x its limit``, ``not compared``."""
+    """``identical``, ``0.21x its limit``, ``not compared``; of equal statistics ``no error seen``."""
     if edge.status == IDENTICAL:
         return IDENTICAL
     if edge.over is None or edge.over < 0:
         return "not compared"
     if math.isinf(edge.over):
         return "beyond any limit"
-    return f"{factor(edge.over) if edge.over else '0'}x its limit"
+    return f"{factor(edge.over)}x its limit" if edge.over else "no error seen"
 
 
 def name(edge: Edge) -> str:
