@@ -28,6 +28,7 @@ from vllm_accprobe.comparison.measure.workers import measure_all, unit_bytes
 from vllm_accprobe.comparison.plan.coverage import coverage
 from vllm_accprobe.comparison.plan.links import links_of
 from vllm_accprobe.comparison.plan.row_index import Indices
+from vllm_accprobe.comparison.plan.sources import sources_of
 from vllm_accprobe.comparison.plan.unit import LOOKED_UP, SAMPLER, TOKEN, Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, CompareError, Comparison, NothingCompared
@@ -273,4 +274,5 @@ class _Run:
             states=states_of(self.dumps),
             weights=weights_between(*(getattr(d, "lives", NO_LIVES) for d in self.dumps)),
             links=links_of(plan.units),
+            sources=sources_of(plan.names.pairs, golden, mine),
         )  # fmt: skip

@@ -21,6 +21,7 @@ from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
+    from vllm_accprobe.comparison.plan.sources import Sources
     from vllm_accprobe.comparison.row_table import RowTable, ValueSample, ValueSpread
 
 __all__ = [
@@ -111,6 +112,11 @@ class Comparison:
         """What fed each origin and what it feeds (verdict/neighbours.py)."""
         return neighbours(self.origins, self.pairs, self.measured, self.rows)
 
+    @property
+    def sources(self) -> Sources:
+        """Where each module's code is, on both sides; empty where no capture said so."""
+        return {} if self.measured is None else self.measured.setting.sources
+
     @cached_property
     def would_decide(self) -> list[dict[str, str]]:
         """What would decide where the answer is open: [{"why", "command"}], the best first (deciding.py)."""
@@ -129,7 +135,7 @@ class Comparison:
                 "standard": self.standard,
                 "coverage": self.coverage,
                 "first_divergence": self.first_divergence,
-                "origins": with_neighbours(self.origins, self.neighbours),
+                "origins": with_neighbours(self.origins, self.neighbours, self.sources),
                 "tokens": self.tokens,
                 "false_alarm_rate": self.false_alarm_rate,
                 "by_chance": self.by_chance,

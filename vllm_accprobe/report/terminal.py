@@ -103,6 +103,8 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
         out.append(f"shape: {said}")
     if said := facts.graph(culprit):
         out.append(f"graphs: {said}")
+    if said := sentences.code(comparison.sources, culprit.get("module")):
+        out.append(f"code: {said}")
     out += sentences.lines(comparison)
     if others:
         out.append(f"{count(len(others), 'other independent origin')}, in data-flow order:")

@@ -137,6 +137,7 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
     raw["batches"] = {int(k): (v[0], v[1]) for k, v in raw["batches"]}
     raw["graphs"] = {int(k): (v[0], v[1]) for k, v in raw.get("graphs", [])}
     raw["links"] = {_key(to): (_key(maker), str(side)) for to, (maker, side) in raw.get("links", [])}
+    raw["sources"] = {str(tap): _sources(*both) for tap, both in raw.get("sources", {}).items()}
     raw["places"] = tuple(get(a) for a in raw["places"])
     raw["moments"] = {(m[0], m[1]): get(keys) for m, keys in raw["moments"]}
     known: dict[str, RowSet] = {}
@@ -148,6 +149,10 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
         return known[name]
 
     return Measured(Setting(**raw), fields.hear(meta["units"], get, rows_at))
+
+
+def _sources(golden: Any, mine: Any) -> tuple[str | None, str | None]:
+    return (None if golden is None else str(golden)), (None if mine is None else str(mine))
 
 
 def _key(value: Any) -> Key:

@@ -29,6 +29,7 @@ from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace, 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
     from vllm_accprobe.comparison.pair import Pair
+    from vllm_accprobe.comparison.plan.sources import Sources
     from vllm_accprobe.comparison.row_table import RowTable
 
 NEAREST = 8
@@ -220,6 +221,13 @@ def _key(trace: Trace) -> Key:
     return trace.tap, trace.role, trace.call
 
 
-def with_neighbours(origins: Iterable[Mapping[str, Any]], around: Iterable[Around | None]) -> list[dict[str, Any]]:
-    """compare.json's origins."""
-    return [dict(o) | (a.plain() if a is not None else {}) for o, a in zip(origins, around, strict=True)]
+def with_neighbours(
+    origins: Iterable[Mapping[str, Any]], around: Iterable[Around | None], sources: Sources
+) -> list[dict[str, Any]]:
+    """compare.json's origins: with their neighbours, and where their code is."""
+    out = []
+    for origin, near in zip(origins, around, strict=True):
+        code = sources.get(str(origin.get("module")))
+        known = {"source": dict(zip(("golden", "mine"), code, strict=True))} if code is not None else {}
+        out.append(dict(origin) | (near.plain() if near is not None else {}) | known)
+    return out

@@ -18,6 +18,7 @@ from vllm_accprobe.report import facts
 from vllm_accprobe.report.heat import Heat
 from vllm_accprobe.report.html.around import around_json
 from vllm_accprobe.report.html.spread import spread_json
+from vllm_accprobe.report.neighbours import sentences
 from vllm_accprobe.report.text import nonfinite, safe
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def looks_json(comparison: Comparison, page_index: Mapping[int, int]) -> dict[st
         },
         "spreads": {str(page_index[s.pair]): spread_json(s) for s in comparison.spreads if s.pair in page_index},
         "no_spread": [f"{n:,} {safe(why, NAME)}" for why, n in comparison.without_spread.items()],
+        "code": {safe(tap, NAME): sentences.code(comparison.sources, tap) for tap in comparison.sources},
         "around": around_json(comparison, page_index),
         "sides": [safe(shlex.quote(p), NAME) for p in (comparison.golden_path, comparison.mine_path)],
         "shapes": [

@@ -43,6 +43,7 @@
     const shape = looks.shapes.find(([module, r]) => module === tap && (r === role || !r));
     if (shape) { const p = a.element("p", "shape"); p.append(a.element("strong", "", "Shape of the error: "), shape[2]); into.append(p); }
     a.parts.around(into, looks.around, tap);
+    a.parts.operators(into, i, tap, looks);
     const box = a.element("div", "closer"), rows = looks.rows[i], s = looks.samples[i];
     if (rows) box.append(table(rows));
     if (s && window.Plotly) {

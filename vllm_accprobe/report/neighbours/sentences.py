@@ -16,6 +16,7 @@ from vllm_accprobe.comparison.verdict.neighbours import IDENTICAL, ORDER, OWN, A
 from vllm_accprobe.report.text import factor, safe
 
 if TYPE_CHECKING:
+    from vllm_accprobe.comparison.plan.sources import Sources
     from vllm_accprobe.comparison.result import Comparison
 
 SHOWN = 3
@@ -57,6 +58,15 @@ def described(around: Around) -> str:
     sides = ("fed by", around.fed_by), ("feeds", around.feeds)
     said = [f"{what} {', '.join(f'{name(e)} ({error(e)})' for e in edges)}" for what, edges in sides if edges]
     return f"{safe(around.tap)}/{safe(around.role, 80)}: {'; '.join(said)}"
+
+
+def code(sources: Sources, tap: object) -> str | None:
+    """Where a module's code is: one place, or both sides' where they differ; None where neither is known."""
+    golden, mine = sources.get(str(tap), (None, None))
+    if golden is None or mine is None or golden == mine:
+        known = mine or golden
+        return None if known is None else safe(known, 300) + (" (golden)" if mine is None else "")
+    return f"{safe(mine, 300)} (golden: {safe(golden, 300)})"
 
 
 def _grouped(edges: Sequence[Edge], left_out: int) -> str:
