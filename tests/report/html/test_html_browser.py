@@ -4,6 +4,7 @@ import os
 import shutil
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -376,3 +377,56 @@ def test_neighbours_fit_a_narrow_page(visit):
     boxes = [n.bounding_box() for n in page.locator("#detail .around g.near").all()]
     assert len(boxes) == 8
     assert all(a["y"] + a["height"] <= b["y"] for a, b in pairwise(boxes))
+
+
+def test_a_modules_operators_in_order_and_where_its_code_is(visit):
+    module = "model.layers.1.mlp.down_proj"
+    hostile_op = "their.<b>op</b>.default"
+    calls = [("aten.mm.default", 0, 0.5, True), ("aten.add.Tensor", 0, 2.0, False), ("aten.mm.default", 1, 40.0, False),
+             (hostile_op, 0, 0.1, False)]  # fmt: skip
+    pairs = [pair(tap=module, order=0, step=3, worst_row_rel_l2=0.1, status="fail")]
+    for order, (op, call, over, identical) in enumerate(calls):
+        status = "fail" if over > 1 else "pass"
+        common = {"tap": f"{module}::{op}", "call": call, "step": 3, "order": 1 + 2 * order, "limit": 0.01}
+        pairs.append(pair(**common, role="input.0", identical=True, worst_row_rel_l2=0.0))
+        common |= {"order": 2 + 2 * order, "worst_row_rel_l2": over * 0.01}
+        pairs.append(pair(**common, role="output.0", status=status, identical=identical))
+    pairs.append(pair(tap=f"{module}::aten.mm.default", step=4, order=90))
+    pairs.append(pair(tap=f"{module}_other::aten.mm.default", step=3, order=91))
+    origin = {"module": module, "role": "output.0", "created": 0.1, "floor": 0.01, "evidence": "jump"}
+    result = comparison(pairs=pairs, origins=[origin], verdict="fail")
+    setting = SimpleNamespace(sources={module: ("a/linear.py:10", "b/<i>linear.py:12")})
+    object.__setattr__(result, "measured", SimpleNamespace(setting=setting))
+    object.__setattr__(result, "neighbours", [None])
+    page = visit(result)
+    page.evaluate("accprobe.showPair(0)")
+    assert page.inner_text("#detail .code") == "Code: b/<i>linear.py:12 (golden: a/linear.py:10)"
+    table = page.locator("#detail .operators")
+    assert table.locator("h3").inner_text() == f"Operators of {module} in step 3, in order: 4"
+    rows = [row.locator("td").all_text_contents() for row in table.locator("tbody tr").all()]
+    assert rows == [
+        ["aten.mm.default", "0", "identical", "identical", "pass"],
+        ["aten.add.Tensor", "0", "identical", "2×", "fail"],
+        ["aten.mm.default", "1", "identical", "40×", "fail"],
+        [hostile_op, "0", "identical", "0.1×", "pass"],
+    ]
+    assert table.locator("tr.bad").count() == 2
+    table.locator("button").nth(2).focus()
+    page.keyboard.press("Enter")
+    assert page.inner_text("#detail .top code").startswith(f"{module}::aten.mm.default/output.0#1")
+    # An operator's own view shows those beside it, itself marked.
+    assert page.locator("#detail .operators [aria-current]").all_text_contents() == ["aten.mm.default1identical40×fail"]
+    assert page.locator("#detail .operators tbody tr").count() == 4
+
+
+def test_without_operators_an_origin_says_how_to_capture_them(visit):
+    result = realistic(layers=4, steps=5)
+    edge = Edge("m", "output.0", "", None, None, "skip", "order", None)
+    around = Around(result.origins[0]["module"], "output.0", (), (edge,))
+    object.__setattr__(result, "neighbours", [around, *[None] * (len(result.origins) - 1)])
+    page = visit(result)
+    page.click("#body tr.fail >> nth=0")
+    assert "VLLM_ACCPROBE_OPS=1" in page.inner_text("#detail")
+    assert page.locator("#detail .operators, #detail .code").count() == 0
+    page.evaluate("accprobe.showTap('model.norm', { open: true })")
+    assert "VLLM_ACCPROBE_OPS" not in page.inner_text("#detail")
