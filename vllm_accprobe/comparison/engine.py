@@ -91,7 +91,7 @@ def compare(
         result = result if other is None else foreign.apply(result, other)
         result = replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
         blamed = {str(o.get("module")) for o in result.origins}
-        spreads, without = take_spreads(plan, run.loaders, result.pairs, log, blamed)
+        spreads, without = take_spreads(plan, run.loaders, result.pairs, log, blamed, asked=taps is not None)
         result = replace(result, spreads=spreads, without_spread=without)
         if finished is not None:
             finished.close(needed=False)

@@ -46,8 +46,13 @@ def test_what_is_missing_and_what_to_set_so_that_it_is_not():
     assert lines[1] == "       3  300 5"
     assert lines[2].startswith("missing: positions 0-2: ")
     assert "--no-enable-prefix-caching" in lines[2]
-    for probe, said in (({"tokens": [[1, 4]]}, "name 0 in it"), ({"tokens": [[0, 0]]}, "--no-enable-prefix-caching"),
-                        ({"steps": [[3, 3]]}, "VLLM_ACCPROBE_STEPS"), ({"tokens": "no list"}, "--no-enable")):  # fmt: skip
+    kept = (
+        ({"tokens": [[1, 4]]}, "name 0 in it"),
+        ({"tokens": [[0, 0]]}, "--no-enable-prefix-caching"),
+        ({"steps": [[3, 3]]}, "VLLM_ACCPROBE_STEPS"),
+        ({"tokens": "no list"}, "--no-enable-prefix-caching"),
+    )
+    for probe, said in kept:
         run = {"tool": "accprobe", "probe": {"task": "tensor"} | probe}
         assert said in prompts.told(of(cached, run=run), [], None)[2]
         with pytest.raises(prompts.NothingThere, match="no id of it is recorded"):

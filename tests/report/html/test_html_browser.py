@@ -1,6 +1,7 @@
 """The page in a real Chromium: it draws, filters, sorts, and hostile names stay text."""
 
 import os
+import shlex
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ from report_examples import comparison, hostile, pair, realistic, row_table, wit
 
 from vllm_accprobe.comparison.row_table import ValueSpread
 from vllm_accprobe.comparison.verdict.neighbours import Around, Edge
+from vllm_accprobe.dump.select import matches
 from vllm_accprobe.report.html import write_html
 
 pytestmark = pytest.mark.browser
@@ -320,6 +322,33 @@ def test_a_spread_is_drawn_and_a_pair_without_one_shows_its_command(visit):
     assert command.startswith("accprobe compare 'x</script>")
     assert "--taps 'x</script><img src=x onerror=alert(1)>'\\''; rm -rf2'" in command
     assert page.locator("#detail img").count() == 0
+
+
+def test_the_command_for_a_pair_names_its_tap_alone_whatever_it_is_called(visit):
+    """A list's comma, an exclusion and blanks around are any one character; what the page escapes may be anything."""
+    exact = ["a.*.b", "a[0].b", "a?b", "it's", "../../a/b", "e::aten.mm.default"]
+    names = [*exact, "a,b", "!a", " a ", "a\x1bb", "a\\nb"]
+    near = ["a.x.b", "a0.b", "b", "a", "its", "/a/b", "e::aten.mm.out"]
+    pairs = [pair(tap=tap, status="fail", order=i) for i, tap in enumerate([*names, "same", "given"])]
+    pairs[-2] = replace(pairs[-2], identical=True, status="pass")
+    pairs[-1] = replace(pairs[-1], role="input.0")
+    page = visit(comparison(pairs=pairs, golden_path="my golden"))
+    for i, name in enumerate(names):
+        page.evaluate("i => accprobe.showPair(i)", i)
+        words = shlex.split(page.inner_text("#detail code.again"))
+        assert words[:4] == ["accprobe", "compare", "my golden", "mine"]
+        globs = [g.strip() for g in words[words.index("--taps") + 1].split(",")]
+        assert matches(globs, (name,))
+        others = [*near, *names] if name in exact else near if name.isprintable() and "\\" not in name else []
+        assert [tap for tap in others if tap != name and matches(globs, (tap,))] == []
+        folder = words[words.index("--out") + 1]
+        assert folder.startswith("compare-")
+        assert "/" not in folder
+    page.evaluate("i => accprobe.showPair(i)", len(names))
+    assert "both sides hold the same values" in page.inner_text("#detail")
+    assert page.locator("#detail code.again").count() == 0
+    page.evaluate("i => accprobe.showPair(i)", len(names) + 1)
+    assert "Of an input only the rows beyond its limit are kept" in page.inner_text("#detail")
 
 
 def test_an_origins_neighbours_are_drawn_and_a_node_opens_its_pair_by_click_and_by_key(visit):

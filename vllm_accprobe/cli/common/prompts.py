@@ -78,7 +78,8 @@ def _chosen(dump: Dump, globs: Sequence[str]) -> tuple[Request, list[tuple[int, 
 
 def _ids(dump: Dump, keys: Sequence[tuple[int, int]], length: int) -> dict[int, int]:
     """Position → token id, of the stored rows of the prompt."""
-    wanted, found = set(keys), {}
+    wanted = set(keys)
+    found: dict[int, int] = {}
     for (rank, _, _), space in dump.rows.items():
         at = 0
         for s in space.segments:

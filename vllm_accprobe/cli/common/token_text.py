@@ -1,9 +1,9 @@
 """Token ids as text, by a tokenizer that the user names.
 
 The problem: a dump holds ids, and what they mean is the model's. The idea: `load` reads a tokenizer.json from a local
-directory by the library ``tokenizers`` (which vLLM brings), imported here alone, and gives a function of ids; nothing is
-downloaded, nothing is stored. Tokens that are parts of a character are told by the last of them. Not here:
-which ids, and making the text ``safe`` (whoever prints it).
+directory by the library ``tokenizers`` (which vLLM brings), imported here alone, and gives a function of ids; nothing
+is downloaded, nothing is stored. Tokens that are parts of a character are told by the last of them. Not here: which
+ids, and making the text ``safe`` (whoever prints it).
 """
 
 from __future__ import annotations
