@@ -211,6 +211,19 @@ def test_the_worst_pairs_come_with_how_their_errors_are_spread(on_disk):
     assert len(result.spreads) + sum(result.without_spread.values()) >= failed
 
 
+def test_of_taps_that_were_asked_for_outputs_that_pass_have_a_spread_too(on_disk):
+    whole = compare(*on_disk)
+    near = [p for p in whole.pairs if p.status == "pass" and p.role.startswith("output") and p.rows and not p.identical]
+    tap = near[0].tap
+    assert not any(whole.pairs[s.pair].tap == tap and whole.pairs[s.pair].status == "pass" for s in whole.spreads)
+    asked = compare(*on_disk, taps=f"{tap},{whole.origins[0]['module']}")  # alone it would be an origin itself
+    told = [asked.pairs[s.pair] for s in asked.spreads]
+    assert [(p.tap, p.role, p.step) for p in told if p.status == "pass"] == [
+        (p.tap, p.role, p.step) for p in near if p.tap == tap
+    ]
+    assert not any(p.identical for p in told)
+
+
 @pytest.mark.parametrize(
     ("bound", "why"),
     [

@@ -116,6 +116,7 @@ def compare(
     import json
     from dataclasses import replace
 
+    from vllm_accprobe.cli.common.options import say_notes
     from vllm_accprobe.cli.replay import replaying
     from vllm_accprobe.comparison.store import resume, saved
 
@@ -123,6 +124,7 @@ def compare(
         assert home is not None
         result = engine.rejudge(saved.load(rejudge), standard=standard, floors=floor, rate=rate)
         result = replaying.remembered(result, home) if replay is not False else result
+        say_notes([replaying.told(result, home, replay)])
     else:
         choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "floors": floor,
                    "rate": rate}  # fmt: skip

@@ -27,7 +27,7 @@ STATES, WEIGHTS = "states", "weights"
 
 def show(
     dump: Path = DUMP,
-    tap: str = typer.Argument(..., metavar="TAP", help="A module path, or tap/role#call as in compare.csv."),
+    tap: str = typer.Argument("", metavar="TAP", help="A module path, or tap/role#call as in compare.csv."),
     role: list[str] = ROLE,
     step: str = STEP,
     call: str = CALL,
@@ -36,13 +36,23 @@ def show(
     request: list[str] = typer.Option([], "--request", metavar="GLOB", help="Rows of this request (with --position)."),
     position: str = typer.Option("", "--position", metavar="RANGES", help="Positions within the request, e.g. 0-3."),
     save: Path = typer.Option(None, "--save", metavar="FILE", help="Save the tensor, or its rows: .npy, .safetensors."),
+    prompt: bool = typer.Option(False, "--prompt", help="No tensor, but the prompt of --request: its token ids."),
+    tokenizer: Path = typer.Option(None, "--tokenizer", metavar="DIR", help="With --prompt: the model's, for text."),
 ) -> None:
-    """Show one tensor: statistics, histogram, chosen rows; or save it."""
+    """Show one tensor: statistics, histogram, chosen rows; or save it. Or, with --prompt, what a request asked."""
     from vllm_accprobe.cli import summary
-    from vllm_accprobe.cli.common import lives, outputs, values
+    from vllm_accprobe.cli.common import lives, outputs, prompts, values
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.report.text import count, safe
 
+    if prompt or tokenizer is not None:
+        if tap or role or step or call or rank or rows or position or save is not None or not prompt:
+            raise CommandError("--prompt takes --request and --tokenizer alone: show DUMP --request ID --prompt")
+        for line in prompts.told(open_dump(dump), request, tokenizer):
+            typer.echo(line)
+        return
+    if not tap:
+        raise CommandError("give a TAP (`accprobe summary DUMP` lists them), or --request ID --prompt")
     if rows and (request or position):
         raise CommandError("--rows counts rows of the tensor, --request and --position name them: use one or the other")
     if save is not None and save.suffix not in (".npy", ".safetensors"):

@@ -26,7 +26,9 @@ from vllm_accprobe.comparison.measure.samples import take_samples
 from vllm_accprobe.comparison.measure.spreads import take_spreads
 from vllm_accprobe.comparison.measure.workers import measure_all, unit_bytes
 from vllm_accprobe.comparison.plan.coverage import coverage
+from vllm_accprobe.comparison.plan.links import links_of
 from vllm_accprobe.comparison.plan.row_index import Indices
+from vllm_accprobe.comparison.plan.sources import sources_of
 from vllm_accprobe.comparison.plan.unit import LOOKED_UP, SAMPLER, TOKEN, Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, CompareError, Comparison, NothingCompared
@@ -90,7 +92,7 @@ def compare(
         result = result if other is None else foreign.apply(result, other)
         result = replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
         blamed = {str(o.get("module")) for o in result.origins}
-        spreads, without = take_spreads(plan, run.loaders, result.pairs, log, blamed)
+        spreads, without = take_spreads(plan, run.loaders, result.pairs, log, blamed, asked=taps is not None)
         result = replace(result, spreads=spreads, without_spread=without)
         if finished is not None:
             finished.close(needed=False)
@@ -272,4 +274,6 @@ class _Run:
             moments=moments_of(plan),
             states=states_of(self.dumps),
             weights=weights_between(*(getattr(d, "lives", NO_LIVES) for d in self.dumps)),
+            links=links_of(plan.units),
+            sources=sources_of(plan.names.pairs, golden, mine),
         )  # fmt: skip

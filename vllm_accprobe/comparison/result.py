@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pair, count_pairs
 from vllm_accprobe.comparison.states import findings
 from vllm_accprobe.comparison.verdict.deciding import PARTLY, WHOLE, would_decide
+from vllm_accprobe.comparison.verdict.neighbours import Around, neighbours, with_neighbours
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
+    from vllm_accprobe.comparison.plan.sources import Sources
     from vllm_accprobe.comparison.row_table import RowTable, ValueSample, ValueSpread
 
 __all__ = [
@@ -49,7 +51,8 @@ class Foreign:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The whole result. ``coverage``, ``first_divergence``, ``origins`` and ``tokens`` are exactly compare.json's.
+    """The whole result. ``coverage``, ``first_divergence``, ``tokens`` and, without their neighbours, ``origins`` are
+    exactly compare.json's.
 
     rows: errors by row; samples: some values of failed pairs; spreads: values and errors of the worst in bins
     (comparison/row_table.py); None and empty where not kept. without_spread: how many of the worst have none, by
@@ -105,6 +108,16 @@ class Comparison:
         return count_pairs(self.pairs)
 
     @cached_property
+    def neighbours(self) -> list[Around | None]:
+        """What fed each origin and what it feeds (verdict/neighbours.py)."""
+        return neighbours(self.origins, self.pairs, self.measured, self.rows)
+
+    @property
+    def sources(self) -> Sources:
+        """Where each module's code is, on both sides; empty where no capture said so."""
+        return {} if self.measured is None else self.measured.setting.sources
+
+    @cached_property
     def would_decide(self) -> list[dict[str, str]]:
         """What would decide where the answer is open: [{"why", "command"}], the best first (deciding.py)."""
         return would_decide(self)
@@ -122,7 +135,7 @@ class Comparison:
                 "standard": self.standard,
                 "coverage": self.coverage,
                 "first_divergence": self.first_divergence,
-                "origins": self.origins,
+                "origins": with_neighbours(self.origins, self.neighbours, self.sources),
                 "tokens": self.tokens,
                 "false_alarm_rate": self.false_alarm_rate,
                 "by_chance": self.by_chance,

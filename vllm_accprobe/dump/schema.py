@@ -178,12 +178,14 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Module:
     """``{"event": "module"}``: one tap of the model, in the order of the module tree. ``attrs`` holds plain numbers,
-    strings and booleans that describe the operator (eps, tp_size, head counts)."""
+    strings and booleans that describe the operator (eps, tp_size, head counts). ``source``: where its forward is
+    written, ``package/file.py:line``, never a path of a machine; None where that is not known."""
 
     tap: str
     cls: str
     index: int
     attrs: Mapping[str, Any] = field(default_factory=dict)
+    source: str | None = None
 
 
 MASKS_KNOWN = "masks_known"

@@ -12,10 +12,13 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.comparison.over import over_limit as over_limit
+from vllm_accprobe.comparison.over import severity as severity
+from vllm_accprobe.comparison.over import value_of as value_of
 from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings
 from vllm_accprobe.judge.weights.faults import wrong_weights
 from vllm_accprobe.report import tiers
-from vllm_accprobe.report.text import MISSING, against, count, num, place, ratio, safe, times
+from vllm_accprobe.report.text import MISSING, against, count, num, place, safe, times
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison, Counts, Pair
@@ -55,39 +58,11 @@ SHORT = {
 """Measures of ``Pair.measure`` in a word or two."""
 
 
-def value_of(pair: Pair) -> float | None:
-    """The number a pair is judged by: its worst row's relative L2 error or, without rows, the whole tensor's."""
-    return pair.rel_l2 if pair.worst_row_rel_l2 is None else pair.worst_row_rel_l2
-
-
 def decided(pair: Pair) -> tuple[str, float | None, float | None]:
     """(what a pair was judged by, its value, its own limit): a word for a narrow column, and two numbers."""
     if pair.measure in SHORT and pair.measured is not None:
         return SHORT[pair.measure], pair.measured, pair.allowed
     return "row L2" if pair.worst_row_rel_l2 is not None else "rel L2", value_of(pair), pair.limit
-
-
-def over_limit(pair: Pair) -> float | None:
-    """How many times its limit a pair reaches, in the measure that decided; infinite over a limit of 0, else None."""
-    if pair.measure in ("row_norm_ratio", "row_rel_l2", "element", "created"):
-        off = pair.measured
-        if off is not None and pair.measure == "row_norm_ratio":
-            off = abs(off - 1.0)
-        return ratio(off, pair.allowed)
-    return ratio(value_of(pair), pair.limit)
-
-
-def severity(pair: Pair) -> float:
-    """How bad a pair is: value over limit, 1 and more is beyond it. Non-finite mismatches are infinite, skips -1."""
-    if pair.status == "skip":
-        return -1.0
-    if pair.nonfinite_mismatch:
-        return math.inf
-    r = over_limit(pair)
-    if r is not None:
-        # A pair that failed on something else than its rows (replicas that differ) is still a failure.
-        return max(r, 1.0) if pair.status == "fail" else r
-    return math.inf if pair.status == "fail" else 0.0
 
 
 def worst(comparison: Comparison, n: int = 10) -> list[Pair]:

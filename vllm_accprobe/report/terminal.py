@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_accprobe.report import facts, machines, tiers
+from vllm_accprobe.report.neighbours import sentences
 from vllm_accprobe.report.text import count, more, num, place, safe
 
 if TYPE_CHECKING:
@@ -102,6 +103,9 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
         out.append(f"shape: {said}")
     if said := facts.graph(culprit):
         out.append(f"graphs: {said}")
+    if said := sentences.code(comparison.sources, culprit.get("module")):
+        out.append(f"code: {said}")
+    out += sentences.lines(comparison)
     if others:
         out.append(f"{count(len(others), 'other independent origin')}, in data-flow order:")
         out += _list(others, None if full else 5, "compare.json, origins", lambda o: [_other(comparison, o)])

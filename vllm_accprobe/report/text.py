@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from vllm_accprobe.comparison.over import ratio as ratio
+
 MISSING = "–"
 """What stands where a number does not exist (a cosine of zero vectors, the limit of a skipped pair)."""
 
@@ -56,15 +58,6 @@ def capital(text: str) -> str:
 def more(total: int, shown: int, where: str) -> list[str]:
     """``… 5 more: compare.json, origins``, where not all are shown."""
     return [f"… {total - shown:,} more: {where}"] if total > shown else []
-
-
-def ratio(value: float | None, limit: float | None) -> float | None:
-    """How many times ``limit`` fits into ``value``; infinite over a limit of 0, None where either is missing or NaN."""
-    if value is None or limit is None or math.isnan(value) or math.isnan(limit):
-        return None
-    if limit <= 0:
-        return math.inf if value > 0 else None
-    return value / limit
 
 
 def times(value: float | None, limit: float | None) -> str:

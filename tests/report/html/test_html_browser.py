@@ -1,14 +1,19 @@
 """The page in a real Chromium: it draws, filters, sorts, and hostile names stay text."""
 
 import os
+import shlex
 import shutil
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from report_examples import comparison, hostile, pair, realistic, row_table, with_rows
 
 from vllm_accprobe.comparison.row_table import ValueSpread
+from vllm_accprobe.comparison.verdict.neighbours import Around, Edge
+from vllm_accprobe.dump.select import matches
 from vllm_accprobe.report.html import write_html
 
 pytestmark = pytest.mark.browser
@@ -317,3 +322,140 @@ def test_a_spread_is_drawn_and_a_pair_without_one_shows_its_command(visit):
     assert command.startswith("accprobe compare 'x</script>")
     assert "--taps 'x</script><img src=x onerror=alert(1)>'\\''; rm -rf2'" in command
     assert page.locator("#detail img").count() == 0
+
+
+def test_the_command_for_a_pair_names_its_tap_alone_whatever_it_is_called(visit):
+    """A list's comma, an exclusion and blanks around are any one character; what the page escapes may be anything."""
+    exact = ["a.*.b", "a[0].b", "a?b", "it's", "../../a/b", "e::aten.mm.default"]
+    names = [*exact, "a,b", "!a", " a ", "a\x1bb", "a\\nb"]
+    near = ["a.x.b", "a0.b", "b", "a", "its", "/a/b", "e::aten.mm.out"]
+    pairs = [pair(tap=tap, status="fail", order=i) for i, tap in enumerate([*names, "same", "given"])]
+    pairs[-2] = replace(pairs[-2], identical=True, status="pass")
+    pairs[-1] = replace(pairs[-1], role="input.0")
+    page = visit(comparison(pairs=pairs, golden_path="my golden"))
+    for i, name in enumerate(names):
+        page.evaluate("i => accprobe.showPair(i)", i)
+        words = shlex.split(page.inner_text("#detail code.again"))
+        assert words[:4] == ["accprobe", "compare", "my golden", "mine"]
+        globs = [g.strip() for g in words[words.index("--taps") + 1].split(",")]
+        assert matches(globs, (name,))
+        others = [*near, *names] if name in exact else near if name.isprintable() and "\\" not in name else []
+        assert [tap for tap in others if tap != name and matches(globs, (tap,))] == []
+        folder = words[words.index("--out") + 1]
+        assert folder.startswith("compare-")
+        assert "/" not in folder
+    page.evaluate("i => accprobe.showPair(i)", len(names))
+    assert "both sides hold the same values" in page.inner_text("#detail")
+    assert page.locator("#detail code.again").count() == 0
+    page.evaluate("i => accprobe.showPair(i)", len(names) + 1)
+    assert "Of an input only the rows beyond its limit are kept" in page.inner_text("#detail")
+
+
+def test_an_origins_neighbours_are_drawn_and_a_node_opens_its_pair_by_click_and_by_key(visit):
+    result = realistic(layers=4, steps=5)
+    at = {(p.tap, p.role): i for i, p in enumerate(result.pairs) if p.step == 4}
+    act, layer = "model.layers.3.mlp.act_fn", "model.layers.3.mlp"
+    hostile_name = "<img src=x onerror=alert(1)>" + "x" * 60
+    fed = (
+        Edge(act, "output.0", "input.0", 0.0, 0.0, "identical", "both", at[act, "output.0"]),
+        Edge(hostile_name, "param.weight", "param.weight", None, None, "skip", "own", None),
+    )
+    feeds = (Edge(layer, "output.0", "", 0.2, 13.0, "fail", "order", at[layer, "output.0"]),)
+    around = Around(result.origins[0]["module"], "output.0", fed, feeds, (2, 0))
+    object.__setattr__(result, "neighbours", [around, *[None] * (len(result.origins) - 1)])
+    page = visit(result)
+    page.click("#body tr.fail >> nth=0")
+    figure = page.locator("#detail .around")
+    assert figure.locator("figcaption").inner_text() == "What fed it, and what it feeds"
+    drawing = figure.locator("svg")
+    assert drawing.get_attribute("aria-label").startswith(f"{around.tap}/output.0: fed by {act}/output.0 (identical)")
+    assert figure.locator("text.said").all_text_contents() == ["identical", "not compared", "13×"]
+    nodes = figure.locator("[role=button]")
+    assert [n.get_attribute("aria-label") for n in nodes.all()] == [
+        f"Fed by {act}/output.0: identical. Opens this pair",
+        f"Feeds {layer}/output.0: 13x its limit. Opens this pair",
+    ]
+    assert figure.locator("img").count() == 0
+    assert figure.locator("svg > g.near > text").all_text_contents()[2:4] == ["its own", "param.weight"]
+    assert "2 more are left out" in page.inner_text("#detail")
+    lines = [figure.locator(f"g.{outcome} path").first for outcome in ("identical", "fail")]
+    assert len({line.evaluate("e => getComputedStyle(e).stroke") for line in lines}) == 2
+
+    nodes.nth(1).focus()
+    page.keyboard.press("Enter")
+    assert page.inner_text("#detail .top code").startswith(f"{layer}/output.0")
+    assert page.locator("#detail .around").count() == 0  # no origin
+    assert page.inner_text("#tap-chip").startswith(f"tap {layer}")
+    page.click("#tap-chip")
+    page.evaluate("tap => accprobe.showTap(tap, { open: true })", around.tap)
+    page.locator("#detail .around [role=button]").first.click()
+    assert page.inner_text("#detail .top code").startswith(f"{act}/output.0")
+    assert page.locator("#body tr.at").count() == 1
+
+
+def test_neighbours_fit_a_narrow_page(visit):
+    result = realistic(layers=4, steps=5)
+    names = [f"model.layers.3.mlp.some_long_name_{i}" for i in range(8)]
+    fed = tuple(Edge(name, "output.0", "", 0.0, 0.0, "identical", "order", 0) for name in names)
+    around = Around(result.origins[0]["module"], "output.0", fed, ())
+    object.__setattr__(result, "neighbours", [around, *[None] * (len(result.origins) - 1)])
+    page = visit(result, viewport={"width": 390, "height": 800})
+    page.click("#body tr.fail >> nth=0")
+    page.wait_for_selector("#detail .around svg")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    boxes = [n.bounding_box() for n in page.locator("#detail .around g.near").all()]
+    assert len(boxes) == 8
+    assert all(a["y"] + a["height"] <= b["y"] for a, b in pairwise(boxes))
+
+
+def test_a_modules_operators_in_order_and_where_its_code_is(visit):
+    module = "model.layers.1.mlp.down_proj"
+    hostile_op = "their.<b>op</b>.default"
+    calls = [("aten.mm.default", 0, 0.5, True), ("aten.add.Tensor", 0, 2.0, False), ("aten.mm.default", 1, 40.0, False),
+             (hostile_op, 0, 0.1, False)]  # fmt: skip
+    pairs = [pair(tap=module, order=0, step=3, worst_row_rel_l2=0.1, status="fail")]
+    for order, (op, call, over, identical) in enumerate(calls):
+        status = "fail" if over > 1 else "pass"
+        common = {"tap": f"{module}::{op}", "call": call, "step": 3, "order": 1 + 2 * order, "limit": 0.01}
+        pairs.append(pair(**common, role="input.0", identical=True, worst_row_rel_l2=0.0))
+        common |= {"order": 2 + 2 * order, "worst_row_rel_l2": over * 0.01}
+        pairs.append(pair(**common, role="output.0", status=status, identical=identical))
+    pairs.append(pair(tap=f"{module}::aten.mm.default", step=4, order=90))
+    pairs.append(pair(tap=f"{module}_other::aten.mm.default", step=3, order=91))
+    origin = {"module": module, "role": "output.0", "created": 0.1, "floor": 0.01, "evidence": "jump"}
+    result = comparison(pairs=pairs, origins=[origin], verdict="fail")
+    setting = SimpleNamespace(sources={module: ("a/linear.py:10", "b/<i>linear.py:12")})
+    object.__setattr__(result, "measured", SimpleNamespace(setting=setting))
+    object.__setattr__(result, "neighbours", [None])
+    page = visit(result)
+    page.evaluate("accprobe.showPair(0)")
+    assert page.inner_text("#detail .code") == "Code: b/<i>linear.py:12 (golden: a/linear.py:10)"
+    table = page.locator("#detail .operators")
+    assert table.locator("h3").inner_text() == f"Operators of {module} in step 3, in order: 4"
+    rows = [row.locator("td").all_text_contents() for row in table.locator("tbody tr").all()]
+    assert rows == [
+        ["aten.mm.default", "0", "identical", "identical", "pass"],
+        ["aten.add.Tensor", "0", "identical", "2×", "fail"],
+        ["aten.mm.default", "1", "identical", "40×", "fail"],
+        [hostile_op, "0", "identical", "0.1×", "pass"],
+    ]
+    assert table.locator("tr.bad").count() == 2
+    table.locator("button").nth(2).focus()
+    page.keyboard.press("Enter")
+    assert page.inner_text("#detail .top code").startswith(f"{module}::aten.mm.default/output.0#1")
+    # An operator's own view shows those beside it, itself marked.
+    assert page.locator("#detail .operators [aria-current]").all_text_contents() == ["aten.mm.default1identical40×fail"]
+    assert page.locator("#detail .operators tbody tr").count() == 4
+
+
+def test_without_operators_an_origin_says_how_to_capture_them(visit):
+    result = realistic(layers=4, steps=5)
+    edge = Edge("m", "output.0", "", None, None, "skip", "order", None)
+    around = Around(result.origins[0]["module"], "output.0", (), (edge,))
+    object.__setattr__(result, "neighbours", [around, *[None] * (len(result.origins) - 1)])
+    page = visit(result)
+    page.click("#body tr.fail >> nth=0")
+    assert "VLLM_ACCPROBE_OPS=1" in page.inner_text("#detail")
+    assert page.locator("#detail .operators, #detail .code").count() == 0
+    page.evaluate("accprobe.showTap('model.norm', { open: true })")
+    assert "VLLM_ACCPROBE_OPS" not in page.inner_text("#detail")

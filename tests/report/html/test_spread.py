@@ -1,6 +1,7 @@
 """What the page holds of a pair's spread: small integers, errors as parts of their peak."""
 
 import json
+import shlex
 
 import numpy as np
 from report_examples import comparison, pair
@@ -24,10 +25,14 @@ def test_errors_are_thousandths_of_a_peak_and_what_is_missing_or_infinite_is_tol
     json.dumps(told, allow_nan=False)
 
 
-def test_spreads_go_by_the_pages_numbers_and_paths_are_quoted():
+def test_spreads_go_by_the_pages_numbers_and_the_command_keeps_what_was_given():
     from dataclasses import replace
 
     made = replace(comparison(pairs=[pair(), pair()], golden_path="a; rm 'x'"), spreads=(_spread(),))
     assert set(looks_json(made, {0: 3})["spreads"]) == {"3"}
     assert looks_json(made, {1: 0})["spreads"] == {}
-    assert looks_json(made, {})["sides"][0] == "'a; rm '\"'\"'x'\"'\"''"
+    said = replace(made, options=("--op-mapping-file", "m n.yaml", "--taps", "*.mlp", "--standard", "strict"))
+    assert shlex.split(looks_json(said, {})["again"]) == [
+        "accprobe", "compare", "a; rm 'x'", "mine", "--op-mapping-file", "m n.yaml", "--standard", "strict"
+    ]  # fmt: skip
+    assert looks_json(made, {})["again"] == "accprobe compare 'a; rm '\"'\"'x'\"'\"'' mine"

@@ -20,6 +20,7 @@ from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION
 from vllm_accprobe.capture.taps.arguments import attributes
 from vllm_accprobe.capture.taps.calls import Tap
 from vllm_accprobe.capture.taps.selection import chooses, picks
+from vllm_accprobe.capture.taps.source import source_of
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 
@@ -67,9 +68,10 @@ class Taps:
             chosen = frozenset(path or ROOT_TAP for path in paths if chooses(self._owner.config, path, cls))
             needed = bool(chosen) or paths[0] == "" or any(path in shared_parents for path in paths)
             taps = [path or ROOT_TAP for path in paths]
+            source = source_of(module) if chosen else None
             for tap in taps:
                 if tap in chosen:
-                    self._owner.module(Module(tap, cls, index, attributes(module)))
+                    self._owner.module(Module(tap, cls, index, attributes(module), source))
                 else:
                     self._owner.skip(tap, "not selected by VLLM_ACCPROBE_MODULES")
             if not needed:

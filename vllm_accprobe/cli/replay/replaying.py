@@ -160,6 +160,20 @@ def remembered(result: Comparison, directory: Path) -> Comparison:
         raise CommandError(f"cannot read {path}: {error}; delete it to judge without the replay") from None
 
 
+def told(result: Comparison, directory: Path, replay: bool | None) -> str:
+    """What was kept and what was not done again where ``result`` was judged again from ``directory``. No note of the
+    result itself, which is the same as it was the first time."""
+    from vllm_accprobe.comparison.store.saved import NAME as MEASURED
+    from vllm_accprobe.opcheck.proof.decide import NAME
+
+    kept = f"the errors of {result.counts.total:,} pairs are those that were measured ({directory / MEASURED})"
+    proof = f"what the replay proved then ({NAME}) was kept" if result.replayed else "nothing was replayed then"
+    if (directory / NAME).is_file() and replay is False:
+        proof = f"what the replay proved then ({NAME}) was left aside (--no-replay)"
+    lost = "no tensor was read and no operator run again, so that sampled values and histograms are missing"
+    return f"judged again: {kept}, {proof}; {lost}: compare the dumps for these"
+
+
 def _decided(result: Comparison, proof: Proof) -> Comparison:
     from vllm_accprobe.comparison.result import PARTLY, WHOLE
     from vllm_accprobe.opcheck.proof.decide import decide

@@ -19,6 +19,8 @@ import numpy as np
 from vllm_accprobe.align.final_tokens import POSITION_BITS, POSITION_MASK
 from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.comparison.plan.joining import Moment
+from vllm_accprobe.comparison.plan.links import Links
+from vllm_accprobe.comparison.plan.sources import Sources
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.store.spill import Shelf
@@ -75,7 +77,8 @@ class Setting:
     first step that computed each and whether it was decoding. moments: (cell, step) → keys of its rows.
     nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
     hashes; rehashed: as RequestPlan's. settings: as settings.differing's. states: as comparison/states.py's. weights:
-    as judge.weights.between's.
+    as judge.weights.between's. links: as plan/links.py's. sources: as
+    plan/sources.py's.
     """
 
     golden_path: str
@@ -108,6 +111,8 @@ class Setting:
     moments: dict[Moment, np.ndarray] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)
+    links: Links = field(default_factory=dict)
+    sources: Sources = field(default_factory=dict)
 
     def name(self, key: int) -> tuple[str, int]:
         """(request label, position) of a row key."""

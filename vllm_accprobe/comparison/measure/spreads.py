@@ -21,7 +21,7 @@ from vllm_accprobe.comparison.measure.workers import unit_bytes
 from vllm_accprobe.comparison.plan.joining import Group
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.comparison.plan.units import Plan
-from vllm_accprobe.comparison.result import FAIL, Pair
+from vllm_accprobe.comparison.result import FAIL, PASS, Pair
 from vllm_accprobe.comparison.row_table import RowLog, ValueSpread
 from vllm_accprobe.dump.dtypes import DTYPES
 
@@ -37,12 +37,14 @@ BINS, COLUMNS, POSITIONS = 48, 256, 128
 
 
 def take_spreads(
-    plan: Plan, loaders: tuple[Loader, Loader], pairs: Sequence[Pair], log: RowLog, origins: Collection[str] = ()
-) -> tuple[tuple[ValueSpread, ...], dict[str, int]]:
+    plan: Plan, loaders: tuple[Loader, Loader], pairs: Sequence[Pair], log: RowLog, origins: Collection[str] = (),
+    *, asked: bool = False,
+) -> tuple[tuple[ValueSpread, ...], dict[str, int]]:  # fmt: skip
     """(spreads of up to `MAX_PAIRS` pairs that fail or belong to the taps ``origins``, in the order of ``pairs``; how
-    many of such pairs have none, by reason)."""
+    many of such pairs have none, by reason). asked: these taps were asked for, so that outputs which pass and are not
+    identical have one, too."""
     units = {u.key: u for u in plan.units}
-    chosen, left_out = _chosen(pairs, origins)
+    chosen, left_out = _chosen(pairs, origins, asked)
     left = max(LEAST_BYTES, sum(unit_bytes(u) for u in plan.units) // SHARE)
     out = []
     for i in chosen:
@@ -57,16 +59,19 @@ def take_spreads(
     return tuple(sorted(out, key=lambda spread: spread.pair)), dict(sorted(left_out.items()))
 
 
-def _chosen(pairs: Sequence[Pair], origins: Collection[str]) -> tuple[list[int], Counter[str]]:
-    """The failed pairs, the origins' before the others, then the origins' others; the largest error over its limit
-    first. And what is beyond `MAX_PAIRS`."""
+def _chosen(pairs: Sequence[Pair], origins: Collection[str], asked: bool) -> tuple[list[int], Counter[str]]:
+    """The failed pairs, the origins' before the others, then the origins' others, then, where ``asked``, all others;
+    the largest error over its limit first. And what is beyond `MAX_PAIRS`."""
 
     def place(i: int) -> tuple[bool, bool, float]:
         p = pairs[i]
         error = p.worst_row_rel_l2 if p.worst_row_rel_l2 is not None else np.inf
         return p.status != FAIL, p.tap not in origins, -(error / p.limit if p.limit else error)
 
-    wanted = [i for i, p in enumerate(pairs) if p.rows and (p.status == FAIL or p.tap in origins)]
+    def passes(p: Pair) -> bool:  # of an input that passes no row is kept
+        return asked and p.status == PASS and not p.identical and not p.role.startswith("input")
+
+    wanted = [i for i, p in enumerate(pairs) if p.rows and (p.status == FAIL or p.tap in origins or passes(p))]
     left_out: Counter[str] = Counter()
     if len(wanted) > MAX_PAIRS:
         left_out[f"after the {MAX_PAIRS} worst"] = len(wanted) - MAX_PAIRS

@@ -23,6 +23,7 @@ from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.comparison.measure.measured import Measured, Setting
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.comparison.store import fields
+from vllm_accprobe.judge.flow import Key
 
 NAME = "measured.npz"
 VERSION = 5
@@ -82,6 +83,7 @@ def save(measured: Measured, directory: Path) -> Path:
         "batches": list(s.batches.items()),
         "graphs": list(s.graphs.items()),
         "places": [out.put(a) for a in s.places],
+        "links": list(s.links.items()),
         "moments": [[list(m), out.put(keys)] for m, keys in s.moments.items()],
     }
     units = [said for u in measured.each() for said in fields.say([u], out.put)]
@@ -134,6 +136,8 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
     raw["images"] = {int(k): [tuple(x) for x in v] for k, v in raw["images"]}
     raw["batches"] = {int(k): (v[0], v[1]) for k, v in raw["batches"]}
     raw["graphs"] = {int(k): (v[0], v[1]) for k, v in raw.get("graphs", [])}
+    raw["links"] = {_key(to): (_key(maker), str(side)) for to, (maker, side) in raw.get("links", [])}
+    raw["sources"] = {str(tap): _sources(*both) for tap, both in raw.get("sources", {}).items()}
     raw["places"] = tuple(get(a) for a in raw["places"])
     raw["moments"] = {(m[0], m[1]): get(keys) for m, keys in raw["moments"]}
     known: dict[str, RowSet] = {}
@@ -145,3 +149,12 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
         return known[name]
 
     return Measured(Setting(**raw), fields.hear(meta["units"], get, rows_at))
+
+
+def _sources(golden: Any, mine: Any) -> tuple[str | None, str | None]:
+    return (None if golden is None else str(golden)), (None if mine is None else str(mine))
+
+
+def _key(value: Any) -> Key:
+    tap, role, call = value
+    return str(tap), str(role), int(call)

@@ -42,6 +42,14 @@ class Fronts:
             places += [(sink, self._inside(tap, sink)) for sink in self.by_tap[child][INPUT]]
         return places
 
+    def before(self, sink: Trace) -> list[Trace]:
+        """What is in front of any tensor, as `places` says it of its place; of a parameter nothing."""
+        if sink.kind == PARAM:
+            return []
+        if sink.kind == INPUT:
+            return self._around(sink.tap, sink)
+        return self._inside(sink.tap, sink) if self.tree.children.get(sink.tap) else self._before(sink.tap, sink)
+
     def _before(self, tap: str, sink: Trace) -> list[Trace]:
         """In front of a leaf's output: the same call's inputs and its parameters; without these, what came before."""
         mine = self.by_tap[tap]

@@ -38,7 +38,7 @@ MAX_POINTS = 20_000
 """Taps in the depth chart, for the same reason; the first ones in data-flow order are kept, and the page says so."""
 
 
-SCRIPTS = ("base", "table", "tree", "spread", "pair", "chart", "heat", "boot")
+SCRIPTS = ("base", "table", "tree", "spread", "around", "operators", "pair", "chart", "heat", "boot")
 """The page's own scripts, in their order on the page."""
 _ENDS = re.compile("</script", re.IGNORECASE)
 
@@ -72,7 +72,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor) ->
         "csp": escape(_policy([*scripts.values(), plotly or ""])),
         "title": escape(sections.title(comparison)),
         "state": "pass-page" if comparison.verdict == "pass" else "fail-page",
-        "css": _asset("page.css") + _asset("pair.css"),
+        "css": _asset("page.css") + _asset("pair.css") + _asset("around.css"),
         "verdict": sections.verdict(comparison),
         "notes": sections.notes(comparison) + further.wrong_states(comparison) + further.deciding(comparison),
         "figures": sections.figures(comparison),

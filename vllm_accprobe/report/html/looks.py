@@ -16,13 +16,15 @@ import numpy as np
 
 from vllm_accprobe.report import facts
 from vllm_accprobe.report.heat import Heat
+from vllm_accprobe.report.html.around import around_json
 from vllm_accprobe.report.html.spread import spread_json
+from vllm_accprobe.report.neighbours import sentences
 from vllm_accprobe.report.text import nonfinite, safe
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
 
-NAME = 400
+NAME, COMMAND = 400, 10_000
 MAX_PAIRS = 2_000
 MAX_ROWS = 8
 
@@ -93,13 +95,24 @@ def looks_json(comparison: Comparison, page_index: Mapping[int, int]) -> dict[st
         },
         "spreads": {str(page_index[s.pair]): spread_json(s) for s in comparison.spreads if s.pair in page_index},
         "no_spread": [f"{n:,} {safe(why, NAME)}" for why, n in comparison.without_spread.items()],
-        "sides": [safe(shlex.quote(p), NAME) for p in (comparison.golden_path, comparison.mine_path)],
+        "code": {safe(tap, NAME): sentences.code(comparison.sources, tap) for tap in comparison.sources},
+        "around": around_json(comparison, page_index),
+        "again": _again(comparison),
         "shapes": [
             [safe(o.get("module", ""), NAME), safe(o.get("role", ""), NAME), safe(o["shape"], 300)]
             for o in comparison.origins
             if o.get("shape")
         ],
     }
+
+
+def _again(comparison: Comparison) -> str:
+    """The command that compares these two dumps as it was done, but for which taps."""
+    given = list(comparison.options)
+    if "--taps" in given:
+        at = given.index("--taps")
+        del given[at : at + 2]
+    return safe(shlex.join(["accprobe", "compare", comparison.golden_path, comparison.mine_path, *given]), COMMAND)
 
 
 def _worst_rows(comparison: Comparison, page_index: Mapping[int, int]) -> dict[str, list[Any]]:

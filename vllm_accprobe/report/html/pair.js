@@ -42,6 +42,8 @@
   a.parts.pair = function (into, i, looks, tap, role) {
     const shape = looks.shapes.find(([module, r]) => module === tap && (r === role || !r));
     if (shape) { const p = a.element("p", "shape"); p.append(a.element("strong", "", "Shape of the error: "), shape[2]); into.append(p); }
+    a.parts.around(into, looks.around, tap);
+    a.parts.operators(into, i, tap, looks);
     const box = a.element("div", "closer"), rows = looks.rows[i], s = looks.samples[i];
     if (rows) box.append(table(rows));
     if (s && window.Plotly) {
@@ -56,7 +58,7 @@
       }
     }
     if (box.children.length) into.append(box);
-    a.parts.spread(into, looks.spreads[i], looks, tap, role);
+    a.parts.spread(into, looks.spreads[i], looks, tap, role, a.pairs.at("identical", i) === true);
     if (s) into.append(a.element("p", "hint", s.golden.length + " sampled values, " + s.worst + " of them from the worst row" + (s.request === null ? "" : " (" + s.request + ", position " + s.position + ")") + ". accprobe show prints any row whole."));
     else if (rows) into.append(a.element("p", "hint", "Values were sampled for the worst pair of each failed tensor only; accprobe show prints any row."));
   };

@@ -35,15 +35,24 @@
     const svg = bars(parts.map((p) => [p < 0 ? 0 : Math.min(p, 1000) / 1000, p > 1000 ? "odd" : "error"]), peak, name + ", at most " + a.number(peak, 3), (i) => what + " " + from(i) + (to(i) > from(i) ? "–" + to(i) : "") + ": " + value(parts[i]));
     figure(box, name, svg, what + " " + first, String(last), "peak " + (parts.includes(1001) ? "∞" : a.number(peak, 3)));
   }
+  // A name as a glob that means it: what --taps takes for a list, an exclusion or blanks around is any character, and what
+  // the page shows as an escape or leaves out may be anything.
+  const literal = (s) => s.replace(/\\(?:x..|u.{4}|U.{8}|.)|…|[*?[]|,|^!|^ | $/g, (c) => ("*?[".includes(c) ? "[" + c + "]" : c[0] === "\\" || c === "…" ? "*" : "?"));
+  const folder = (s) => "compare-" + s.replace(/[^\w.-]+/g, "_").slice(0, 80);
   const quoted = (s) => (/^[\w.\/:@%+=,-]+$/.test(s) ? s : "'" + s.replaceAll("'", "'\\''") + "'");
-  // looks: with sides, the two dumps' paths as a shell takes them, and no_spread, how many pairs have none and why.
-  a.parts.spread = function (into, s, looks, tap, role) {
+  // looks: with again, the command that compares these dumps, and no_spread, how many pairs have none and why.
+  a.parts.spread = function (into, s, looks, tap, role, identical) {
+    if (!s && identical) {
+      into.append(a.element("p", "hint", "Identical: both sides hold the same values, and no error is there to draw."));
+      return;
+    }
     if (!s) {
       const left = looks.no_spread.length ? " (without: " + looks.no_spread.join(", ") + ")" : "";
       const kept = Object.keys(looks.spreads).length ? "are kept for the failed pairs of the origins and the worst others" + left : "were not taken: nothing failed, or it was judged again without the tensors" + left;
       const p = a.element("p", "hint", "Histograms, error over position and over column " + kept + "; of this tap alone: ");
-      p.append(a.element("code", "again", "accprobe compare " + looks.sides.join(" ") + " --taps " + quoted(tap) + " --out " + quoted("compare-" + tap)));
+      p.append(a.element("code", "again", looks.again + " --taps " + quoted(literal(tap)) + " --out " + folder(tap)));
       into.append(p);
+      if (role.startsWith("input")) into.append(a.element("p", "hint", "Of an input only the rows beyond its limit are kept: one that passes has none. The output that it is shows all of them."));
       return;
     }
     const box = into.appendChild(a.element("div", "spreads"));

@@ -269,6 +269,24 @@
     if (open && view.length) move(0, true);
     if (scroll) $("pairs").scrollIntoView({ block: "start" });
   };
+  // For the other parts of the page: what a pair says, and all pairs of a step whose taps begin so, in data-flow order.
+  a.pairs = {
+    at: (name, i) => col[name].at(i),
+    over,
+    below(prefix, step) {
+      const c = col.tap, own = (c.d ?? [c.at(0)]).map((t) => t.startsWith(prefix)), out = [];
+      if (own.some(Boolean)) for (let i = 0; i < data.n; i++) if (own[c.i ? c.i[i] : 0] && col.step.at(i) === step) out.push(i);
+      return out.sort((x, y) => asNumber(col.order.at(x)) - asNumber(col.order.at(y)) || x - y);
+    },
+  };
+  // i: a pair's number on the page; it is shown among the pairs of its tap.
+  a.showPair = function (i) {
+    $("find").value = "";
+    Object.assign(state, { words: [], tap: col.tap.at(i), under: false, steps: null, status: "all" });
+    refresh();
+    move(view.indexOf(i), true);
+    grid.focus({ preventScroll: true });
+  };
   const failed = col.status.d && col.status.d.includes("fail");
   if (failed) state.status = "fail";
   refresh();
