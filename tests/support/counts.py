@@ -44,7 +44,7 @@ def check(result: Any, out: Path) -> dict[str, int]:
         each = [(_number(n), what) for n, what in (part.split(" ", 1) for part in parts.split(" + "))]
         assert _number(total) == len(rows) == sum(n for n, _ in each), text
         assert sum(n for n, what in each if what.startswith(("fail", "propagated"))) == want["fail"]
-        assert dict((what, n) for n, what in each)["pass"] == want["pass"]
+        assert {what: n for n, what in each}["pass"] == want["pass"]
     # Reasons of skipped pairs add up to them; what never was a pair is said apart.
     reasons = Counter(r["message"] for r in rows if r["status"] == "skip")
     said = [(k, n) for k, n in facts.skip_rows(result) if k.startswith("pairs skipped, ")]

@@ -113,7 +113,7 @@ class Comparison:
 
     @cached_property
     def next_steps(self) -> list[dict[str, str]]:
-        """What to type next after a failure: [{"why", "command"}], the most useful first (report/next/next_steps.py)."""
+        """What to type next after a failure: [{"why", "command"}], the most useful first (report/next/)."""
         found: list[dict[str, str]] = _report("next.next_steps").next_steps(self)
         return found
 

@@ -19,7 +19,7 @@
     }
   }
   a.parts.first = function () {
-    for (const button of document.querySelectorAll("button.origin")) {
+    for (const button of a.parts.clicks ? [] : document.querySelectorAll("button.origin")) {
       button.addEventListener("click", () => a.showTap(button.dataset.tap, { scroll: true, open: true }));
     }
     const told = document.getElementById("copied");

@@ -2,8 +2,8 @@
 
 The problem: a reader opens the page to decide, and what he needs is where to look, how sure that is, and which command
 brings him on. The idea: origins as buttons that open their pairs (and as a table further down), and commands as they
-are typed, each beside a button that copies it; every value is escaped, and a command is never shortened. Not here: the choice of commands
-(report/next/), what the buttons do (first.js).
+are typed, each beside a button that copies it; every value is escaped, and a command is never shortened. Not here: the
+choice of commands (report/next/), what the buttons do (first.js).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def _button(comparison: Comparison, number: int, origin: Mapping[str, Any]) -> s
     tap = safe(origin.get("module", "?"), NAME)
     said = ", ".join(x for x in (_how_far(comparison, origin), safe(origin.get("tier") or "", 60)) if x)
     return (
-        f'<li><button type="button" class="origin" data-tap="{escape(tap)}"><b class="no">{number}</b> '
+        f'<li><button type="button" class="origin" data-origin="{number - 1}" data-tap="{escape(tap)}">'
+        f'<b class="no">{number}</b> '
         f"<code>{escape(tap)}</code> <small>{escape(said)}</small></button></li>"
     )
 

@@ -31,7 +31,7 @@ _PRESETS = frozenset(("all", "vision", "layers", "attention", "mlp", "norm", "li
 
 
 @dataclass(frozen=True)
-class Step:
+class Typed:
     """why: a sentence without its full stop; commands: lines to be given one after the other."""
 
     why: str
@@ -47,12 +47,12 @@ def next_steps(comparison: Comparison) -> list[dict[str, str]]:
     return [{"why": s.why, "command": "\n".join(s.commands)} for s in found[:MOST]]
 
 
-def _steps(comparison: Comparison) -> Iterator[Step | None]:
+def _steps(comparison: Comparison) -> Iterator[Typed | None]:
     mine = path_word(comparison.mine_path)
     if wrong_states(comparison):
-        yield _step("all findings of mine's ledger of states", ["accprobe", "show", mine, "states"])
+        yield _typed("all findings of mine's ledger of states", ["accprobe", "show", mine, "states"])
     if any(f["side"] == "mine" for f in wrong_weights(comparison.weights)) and comparison.weights.get("told"):
-        yield _step("the life of mine's weights, with all findings", ["accprobe", "show", mine, "weights"])
+        yield _typed("the life of mine's weights, with all findings", ["accprobe", "show", mine, "weights"])
     place = _Place.of(comparison)
     if place is None:
         return
@@ -99,7 +99,7 @@ class _Place:
         return (p.tap, f"{p.tap}/{p.role}") if same else None
 
 
-def _about_the_call(comparison: Comparison, place: _Place) -> Iterator[Step | None]:
+def _about_the_call(comparison: Comparison, place: _Place) -> Iterator[Typed | None]:
     """Its test and its check, or how one would come to them."""
     origin = place.origin
     if origin is None or not str(origin.get("role")).rpartition("/")[2].startswith(("output", "input", "inplace")):
@@ -108,9 +108,9 @@ def _about_the_call(comparison: Comparison, place: _Place) -> Iterator[Step | No
     if origin.get("evidence") == "replay":
         words = ["accprobe", "gentest", path_word(comparison.mine_path), "--failed", "--ops", tap]
         why = "the wrong call as a folder of tests, for whoever owns the kernel (needs torch)"
-        yield _step(why, words + _out(out, "gentest"))
+        yield _typed(why, words + _out(out, "gentest"))
         words = ["accprobe", "opcheck", path_word(comparison.mine_path), "--ops", tap]
-        yield _step("its calls, each run again against the reference (needs torch)", words + _out(out, "opcheck"))
+        yield _typed("its calls, each run again against the reference (needs torch)", words + _out(out, "opcheck"))
         return
     if comparison.replayed or comparison.foreign is not None or "--replay" in _decided_already(comparison):
         return
@@ -122,7 +122,7 @@ def _about_the_call(comparison: Comparison, place: _Place) -> Iterator[Step | No
         return
     if all(s.inputs for s in sides):
         words = ["accprobe", "compare", *_dumps(comparison), *comparison.options, "--replay", *_out(out, "replayed")]
-        yield _step("a replay tells whether the operator is wrong for its own inputs (needs torch)", words)
+        yield _typed("a replay tells whether the operator is wrong for its own inputs (needs torch)", words)
         return
     poor = [s for s in sides if not s.inputs]
     glob = f"[{tap[0]}]{tap[1:]}" if tap in _PRESETS else tap
@@ -133,10 +133,10 @@ def _about_the_call(comparison: Comparison, place: _Place) -> Iterator[Step | No
     lines = [s.capture("inputs", **settings) for s in poor]
     if last is not None and all(line_of([s.path]) for s in sides):
         why = "what went into the operator was not captured: with it, a replay tells whether the operator is wrong"
-        yield Step(why, (*lines, last))
+        yield Typed(why, (*lines, last))
 
 
-def _values(comparison: Comparison, place: _Place) -> Step | None:
+def _values(comparison: Comparison, place: _Place) -> Typed | None:
     """The wrong row, in mine and in golden."""
     p = place.pair
     if p.tap.startswith("-"):
@@ -154,7 +154,7 @@ def _values(comparison: Comparison, place: _Place) -> Step | None:
     found = tuple(line for line in lines if line is not None)
     both = "mine's and golden's" if len(found) > 1 else "the"
     what = "values of the row that is worst" if where else "values there"
-    return Step(f"{both} {what}", found) if found else None
+    return Typed(f"{both} {what}", found) if found else None
 
 
 def _has_row(pair: Pair) -> bool:
@@ -163,7 +163,7 @@ def _has_row(pair: Pair) -> bool:
     return known and bool(pair.worst_request) and ", image " not in str(pair.worst_request)
 
 
-def _alone(comparison: Comparison, place: _Place) -> Step | None:
+def _alone(comparison: Comparison, place: _Place) -> Typed | None:
     """The layer, or the module, compared for itself."""
     golden = place.golden(comparison)
     if golden is None:
@@ -172,7 +172,7 @@ def _alone(comparison: Comparison, place: _Place) -> Step | None:
     globs = ",".join(f"{glob_of(root)},{glob_of(root)}.*" for root in dict.fromkeys(roots))
     words = ["accprobe", "compare", *_dumps(comparison), *_without_taps(comparison), "--taps", globs]
     what = "layer" if layer_of(place.tap) else "module"
-    return _step(f"this {what} alone", words + _out(comparison.out, "alone"))
+    return _typed(f"this {what} alone", words + _out(comparison.out, "alone"))
 
 
 def _dumps(comparison: Comparison) -> list[str]:
@@ -191,9 +191,9 @@ def _out(out: str, name: str) -> list[str]:
     return ["--out", path_word(f"{out.rstrip('/')}/{name}")] if out else []
 
 
-def _step(why: str, words: list[str]) -> Step | None:
+def _typed(why: str, words: list[str]) -> Typed | None:
     line = line_of(words)
-    return None if line is None else Step(why, (line,))
+    return None if line is None else Typed(why, (line,))
 
 
 def _decided_already(comparison: Comparison) -> str:
