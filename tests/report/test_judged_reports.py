@@ -39,14 +39,14 @@ def judged():
 
 
 def test_terminal():
-    assert terminal.lines(judged())[:33] == [
+    assert terminal.lines(judged())[:34] == [
         "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error in all 4 layers, first here: "
         "output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)",
         "",
         "evidence: its output is further off than its inputs explain (error passed on from its inputs: 0.0021)",
         "unlike its kin: 4 times what the same operator does in other layers (1 of 2,000)",
         "1 other independent origin, in data-flow order:",
-        "  lm_head: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x); "
+        "  2. lm_head: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x); "
         "beyond chance, 5.2x; shape: all rows",
         "",
         "by chance: honest machines would be given an origin in 1 of 1,100 comparisons like this (1 of 1,000 allowed)",
@@ -68,6 +68,7 @@ def test_terminal():
         "  both: rounds to nearest in RMSNorm (bfloat16)",
         "",
         "coverage:",
+        "  pairs: 0 = 0 pass + 0 fail at 2 origins + 0 propagated + 0 skipped",
         "  pairs compared: 0 (0 pass, 0 fail)",
         "  pairs identical: 0 (0 bit-identical)",
         "  pairs skipped: 0",

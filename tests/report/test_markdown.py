@@ -48,6 +48,7 @@ def test_markdown_of_a_failure():
         "",
         "| what | how many |",
         "| --- | --- |",
+        "| pairs | 2 = 0 pass + 0 fail at 2 origins + 2 propagated + 0 skipped |",
         "| pairs compared | 2 (0 pass, 2 fail) |",
         "| pairs identical | 0 (0 bit-identical) |",
         "| pairs skipped | 0 |",

@@ -59,7 +59,7 @@ def test_whole_report_of_a_failure():
         "",
         "evidence: its output is further off than its inputs explain (error passed on from its inputs: 0.0021)",
         "1 other independent origin, in data-flow order:",
-        "  lm_head: output.0, position 17 (decode), the values differ",
+        "  2. lm_head: output.0, position 17 (decode), the values differ",
         "",
         "first divergence: model.layers.3.mlp.down_proj/output.0, rank 0, step 4, request 'a', position 17 (decode), "
         "row relative L2 0.21, limit 0.016 (13x)",
@@ -75,6 +75,7 @@ def test_whole_report_of_a_failure():
         "  request 'a', generated token 5: golden 311 (margin 0.41), mine 42 (margin –)",
         "",
         "coverage:",
+        "  pairs: 6 = 1 pass + 0 fail at 2 origins + 4 propagated + 1 skipped",
         "  pairs compared: 5 (1 pass, 4 fail)",
         "  pairs identical: 1 (1 bit-identical)",
         "  pairs skipped: 1",

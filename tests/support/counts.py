@@ -37,6 +37,14 @@ def check(result: Any, out: Path) -> dict[str, int]:
 
     for shown in (_terminal(result), _markdown(result), _page(result), _json(result)):
         assert shown == want
+    page = re.sub(r"<[^>]+>", "", html.first.pair_sum(result)).replace(" pairs", "")
+    said = next(line for line in terminal.coverage(result) if line.startswith("  pairs: "))
+    for text in (page, said.removeprefix("  pairs: "), facts.one_sum(result)):
+        total, parts = text.split(" = ")
+        each = [(_number(n), what) for n, what in (part.split(" ", 1) for part in parts.split(" + "))]
+        assert _number(total) == len(rows) == sum(n for n, _ in each), text
+        assert sum(n for n, what in each if what.startswith(("fail", "propagated"))) == want["fail"]
+        assert {what: n for n, what in each}["pass"] == want["pass"]
     # Reasons of skipped pairs add up to them; what never was a pair is said apart.
     reasons = Counter(r["message"] for r in rows if r["status"] == "skip")
     said = [(k, n) for k, n in facts.skip_rows(result) if k.startswith("pairs skipped, ")]

@@ -133,7 +133,7 @@ def compare(
             with _progress() as advance, _tidy(out):
                 result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]
             result = replaying.replayed(result, asked, begun, out, say_before if form is Format.terminal else _nothing)
-    result = replace(result, options=_again(op_mapping_file, taps, standard, floor, rate))
+    result = replace(result, options=_again(op_mapping_file, taps, standard, floor, rate), out=str(home or out))
 
     from vllm_accprobe.report import html, table
 

@@ -63,7 +63,8 @@ class Comparison:
     such origins here, at most that rate, None where nobody worked it out. machines: {"golden": [habit], "mine":
     [habit]}, how each side computes (report/machines.py says what a habit is). replayed: "", "partly" or "whole": how
     much of it was replayed. options: what was given beside the two dumps, as words of a command line, for commands that
-    compare them again (deciding.py). states: what the runs' own ledgers of states have found (states.py); any
+    compare them again (deciding.py). out: the directory that it is written to, as it was typed, "" where it is not.
+    states: what the runs' own ledgers of states have found (states.py); any
     finding of mine's fails the comparison."""
 
     golden_path: str
@@ -90,6 +91,7 @@ class Comparison:
     machines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     replayed: str = ""
     options: tuple[str, ...] = ()
+    out: str = ""
     states: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)
 
@@ -122,6 +124,12 @@ class Comparison:
         """What would decide where the answer is open: [{"why", "command"}], the best first (deciding.py)."""
         return would_decide(self)
 
+    @cached_property
+    def next_steps(self) -> list[dict[str, str]]:
+        """What to type next after a failure: [{"why", "command"}], the most useful first (report/next/)."""
+        found: list[dict[str, str]] = _report("next.next_steps").next_steps(self)
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """compare.json (schema 1); ``states`` is there where a run kept a ledger of them. Numbers that JSON
         cannot hold become the strings "nan", "inf" and "-inf"."""
@@ -141,6 +149,7 @@ class Comparison:
                 "by_chance": self.by_chance,
                 "machines": {side: self.machines.get(side, []) for side in ("golden", "mine")},
                 "would_decide": self.would_decide,
+                "next": self.next_steps,
             }
             | ({"weights": self.weights} if self.weights else {})
             | ({"states": self.states} if any(self.states.values()) else {})
@@ -148,20 +157,20 @@ class Comparison:
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame with a row per pair and compare.csv's columns (report/notebook.py)."""
-        return _notebook().to_pandas(self)
+        return _report("notebook").to_pandas(self)
 
     def plot_depth(self) -> Any:
         """A plotly figure of the error over depth (report/notebook.py)."""
-        return _notebook().plot_depth(self)
+        return _report("notebook").plot_depth(self)
 
     def _repr_html_(self) -> str:
         """What a notebook shows for a comparison: verdict, origins and worst pairs, without script."""
-        return str(_notebook().repr_html(self))
+        return str(_report("notebook").repr_html(self))
 
 
-def _notebook() -> Any:
+def _report(module: str) -> Any:
     """The one door from here up to the report, opened when somebody walks through."""
-    return import_module("vllm_accprobe.report.notebook")
+    return import_module(f"vllm_accprobe.report.{module}")
 
 
 def _plain(value: Any) -> Any:

@@ -110,6 +110,36 @@ def origin_title(origin: Mapping[str, Any]) -> str:
     return f"{title} ({safe(origin['class'], 80)})" if origin.get("class") else title
 
 
+def own_pairs(comparison: Comparison, found: Mapping[str, Any]) -> list[Pair]:
+    """The compared pairs of the tensor that an origin or a divergence names; of its module where that has none."""
+    pairs = [p for p in comparison.pairs if p.status != "skip"]
+    module, role = found.get("module"), str(found.get("role") or "")
+    # A module may be blamed for what another one is given: its role then begins with that one's name.
+    exact = [p for p in pairs if (p.tap == module and p.role == role) or f"{p.tap}/{p.role}" == role]
+    return exact or [p for p in pairs if p.tap == module]
+
+
+def outcomes(comparison: Comparison) -> list[tuple[str, int]]:
+    """(outcome, pairs), which add up to all pairs: where an origin is, a failed pair is one of its own or is what the
+    error became further on."""
+    c = comparison.counts
+    if comparison.origins:
+        places = {(str(o.get("module")), str(o.get("role"))) for o in comparison.origins}
+        modules = {module for module, _ in places}
+        others = {role for _, role in places if "/" in role}
+        failed = (p for p in comparison.pairs if p.status == "fail")
+        own = sum(p.tap in modules or f"{p.tap}/{p.role}" in others for p in failed)
+        fails = [(f"fail at {count(len(comparison.origins), 'origin')}", own), ("propagated", c.failed - own)]
+    else:
+        fails = [("fail", c.failed)]
+    return [("pass", c.passed), *fails, ("skipped", c.skipped)]
+
+
+def one_sum(comparison: Comparison) -> str:
+    """``2,763 = 2,100 pass + 24 fail at 2 origins + 636 propagated + 3 skipped``."""
+    return f"{comparison.counts.total:,} = " + " + ".join(f"{n:,} {what}" for what, n in outcomes(comparison))
+
+
 def infinite(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     """What an origin's infinite error means, from its own pairs: a NaN or Inf, numbers that must be equal, or a golden
     of nothing but 0, which no relative error can be measured by."""
@@ -234,6 +264,7 @@ def coverage_rows(comparison: Comparison) -> list[tuple[str, str]]:
     """What was compared and what was not, as (label, value) pairs; reasons follow in ``skip_rows``."""
     cov, c = comparison.coverage, comparison.counts
     return [
+        ("pairs", one_sum(comparison)),
         ("pairs compared", f"{c.compared:,} ({c.passed:,} pass, {c.failed:,} fail)"),
         ("pairs identical", f"{c.identical:,} ({c.bit_identical:,} bit-identical)"),
         ("pairs skipped", f"{c.skipped:,}"),

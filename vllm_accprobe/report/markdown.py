@@ -8,7 +8,7 @@ numbers; pipes are escaped because tables split at them even there. Not here: wh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_accprobe.report import facts, machines, tiers
@@ -40,7 +40,7 @@ def lines(comparison: Comparison) -> list[str]:
     out += _origins(comparison)
     if said := tiers.alarms(comparison):
         out += ["", f"By chance: {said}."]
-    out += _deciding(comparison)
+    out += _commands("This would decide", comparison.would_decide, "would_decide")
     out += _machines(comparison)
     if first := facts.divergence(comparison):
         out += ["", f"First divergence: {code(first, 1000)}"]
@@ -49,6 +49,7 @@ def lines(comparison: Comparison) -> list[str]:
     rows = [(label, value) for label, value in facts.coverage_rows(comparison)]
     rows += [(code(what), f"{n:,}") for what, n in facts.skip_rows(comparison)]
     table = _table(("what", "how many"), rows)
+    out += _commands("Next", comparison.next_steps, "next")
     return [*out, "", "<details><summary>Coverage</summary>", "", *table, "", "</details>"]
 
 
@@ -79,16 +80,15 @@ def _origins(comparison: Comparison) -> list[str]:
     return ["", "### Origins", "", *_table(head, rows), *_more(len(comparison.origins), "origins")]
 
 
-def _deciding(comparison: Comparison) -> list[str]:
-    """What would decide, where the answer is open: a sentence and its commands as indented code, which nothing ends."""
-    steps = comparison.would_decide
+def _commands(title: str, steps: Sequence[Mapping[str, str]], where: str) -> list[str]:
+    """For each step a sentence and its commands as indented code, which nothing ends."""
     if not steps:
         return []
-    out = ["", "### This would decide"]
+    out = ["", f"### {title}"]
     for step in steps[:MAX_LIST]:
         out += ["", f"{code(step['why'], 400)}:", ""]
         out += [f"    {safe(line, 1000)}" for line in step["command"].splitlines()]
-    return out + _more(len(steps), "would_decide")
+    return out + _more(len(steps), where)
 
 
 def _machines(comparison: Comparison) -> list[str]:

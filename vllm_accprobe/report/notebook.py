@@ -73,9 +73,9 @@ def repr_html(comparison: Comparison) -> str:
     colour = "#17703f" if comparison.verdict == "pass" else "#b3261e"
     out = [f'<div><p><strong style="color:{colour}">{escaped(facts.headline(comparison), 1000)}</strong></p>']
     out += [f"<p>note: {escaped(note, 1000)}</p>" for note in comparison.notes[:5]]
-    for o in comparison.origins[1:5]:
+    for i, o in enumerate(comparison.origins[1:5], 2):
         out.append(
-            f"<p>also: {escaped(facts.origin_title(o))}: {escaped(facts.origin_detail(comparison, o), 1000)}</p>"
+            f"<p>origin {i}: {escaped(facts.origin_title(o))}: {escaped(facts.origin_detail(comparison, o), 1000)}</p>"
         )
     out += [f"<p>{escaped(tier)}</p>" for o in comparison.origins[:1] if (tier := tiers.sentence(o))]
     if said := [s for o in comparison.origins[:1] if (s := facts.shape(o))]:
@@ -95,5 +95,7 @@ def repr_html(comparison: Comparison) -> str:
     if rows:
         head = "".join(f"<th>{h}</th>" for h in ("tap", "tensor", "step", "measure", "value", "limit", "× limit"))
         out.append(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
-    coverage = "; ".join(f"{label}: {value}" for label, value in facts.coverage_rows(comparison)[:4])
+    for step in comparison.next_steps:
+        out.append(f"<p>next, {escaped(step['why'])}:</p><pre>{_command(step['command'])}</pre>")
+    coverage = "; ".join(f"{label}: {value}" for label, value in facts.coverage_rows(comparison)[:5])
     return "".join(out) + f"<p><small>{escaped(safe(coverage, 400), 400)}</small></p></div>"

@@ -59,6 +59,7 @@ def _styled(comparison: Comparison, verbosity: int) -> list[tuple[str, str]]:
         sections += [("", build(comparison, full)) for build in builders]
         if full:
             sections.append(("", plan(comparison)))
+        sections.append(("", next_commands(comparison)))
     out: list[tuple[str, str]] = []
     for style, section in sections:
         if not section:
@@ -108,13 +109,18 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
     out += sentences.lines(comparison)
     if others:
         out.append(f"{count(len(others), 'other independent origin')}, in data-flow order:")
-        out += _list(others, None if full else 5, "compare.json, origins", lambda o: [_other(comparison, o)])
+
+        def say(numbered: tuple[int, Any]) -> list[str]:
+            return [_other(comparison, *numbered)]
+
+        out += _list([*enumerate(others, 2)], None if full else 5, "compare.json, origins", say)
     return out
 
 
-def _other(comparison: Comparison, origin: Any) -> str:
+def _other(comparison: Comparison, number: int, origin: Any) -> str:
+    """number: of the origin, the culprit being the first, as everywhere."""
     said = f"shape: {shape}" if (shape := facts.shape(origin)) else None
-    title = f"  {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}"
+    title = f"  {number}. {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}"
     graphs = f"graphs: {text}" if (text := facts.graph(origin)) else None
     return "; ".join(x for x in (title, tiers.short(origin), tiers.layers(origin), said, graphs) if x)
 
@@ -139,10 +145,17 @@ def deciding(comparison: Comparison, full: bool = False, n: int = 3) -> list[str
     if not steps:
         return []
 
-    def say(step: Mapping[str, str]) -> list[str]:
-        return [f"  {safe(step['why'], 400)}:", *(f"    {safe(line, 1000)}" for line in step["command"].splitlines())]
+    return ["this would decide:", *_list(steps, None if full else n, "compare.json, would_decide", _command)]
 
-    return ["this would decide:", *_list(steps, None if full else n, "compare.json, would_decide", say)]
+
+def _command(step: Mapping[str, str]) -> list[str]:
+    return [f"  {safe(step['why'], 400)}:", *(f"    {safe(line, 1000)}" for line in step["command"].splitlines())]
+
+
+def next_commands(comparison: Comparison) -> list[str]:
+    """What to type next after a failure, each line as it is typed."""
+    steps = comparison.next_steps
+    return ["next:", *(line for step in steps for line in _command(step))] if steps else []
 
 
 def how_they_compute(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from vllm_accprobe.report import facts
 from vllm_accprobe.report.depth import Point, depth
 from vllm_accprobe.report.heat import heat
-from vllm_accprobe.report.html import further, sections
+from vllm_accprobe.report.html import first, further, sections
 from vllm_accprobe.report.html.columns import columns_json, packed, script_json
 from vllm_accprobe.report.html.looks import heat_json, looks_json, tree_json
 from vllm_accprobe.report.text import safe
@@ -38,8 +38,9 @@ MAX_POINTS = 20_000
 """Taps in the depth chart, for the same reason; the first ones in data-flow order are kept, and the page says so."""
 
 
-SCRIPTS = ("base", "table", "tree", "spread", "around", "operators", "pair", "chart", "heat", "boot")
+SCRIPTS = ("base", "table", "tree", "spread", "around", "operators", "pair", "first", "chart", "heat", "boot")
 """The page's own scripts, in their order on the page."""
+STYLES = ("page.css", "pair.css", "around.css", "first.css")
 _ENDS = re.compile("</script", re.IGNORECASE)
 
 
@@ -72,15 +73,16 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor) ->
         "csp": escape(_policy([*scripts.values(), plotly or ""])),
         "title": escape(sections.title(comparison)),
         "state": "pass-page" if comparison.verdict == "pass" else "fail-page",
-        "css": _asset("page.css") + _asset("pair.css") + _asset("around.css"),
-        "verdict": sections.verdict(comparison),
+        "css": "".join(map(_asset, STYLES)),
+        "verdict": sections.verdict(comparison) + first.origin_buttons(comparison) + first.pair_sum(comparison),
+        "next": first.next_commands(comparison),
         "notes": sections.notes(comparison) + further.wrong_states(comparison) + further.deciding(comparison),
         "figures": sections.figures(comparison),
         "machines": further.how_they_compute(comparison),
         "chart_note": sections.chart_note(comparison, len(points), MAX_POINTS, have_plotly=plotly is not None),
         "heat_note": sections.heat_note(len(view["heat"]["requests"]), view["heat"]["leftOut"]),
         "legend": sections.legend(),
-        "origins": sections.origins(comparison),
+        "origins": first.origins(comparison),
         "tokens": sections.tokens(comparison),
         "pairs_note": sections.pairs_note(len(comparison.pairs), len(shown)),
         "coverage": sections.coverage(comparison),

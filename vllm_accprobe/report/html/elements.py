@@ -20,6 +20,11 @@ def escaped(value: object, limit: int = 400) -> str:
     return escape(safe(value, limit))
 
 
+def breakable(name: object) -> str:
+    """A module path that may wrap after its dots."""
+    return escaped(name).replace(".", ".<wbr>")
+
+
 def as_sentence(text: str) -> str:
     """With a capital and a full stop."""
     return escape(capital(text) + ".")

@@ -12,7 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.report import facts, tiers
-from vllm_accprobe.report.html.elements import MAX_LIST, as_sentence, escaped, html_table, more_of
+from vllm_accprobe.report.html.elements import MAX_LIST, as_sentence, breakable, escaped, html_table, more_of
 from vllm_accprobe.report.text import MISSING, capital, count, num, safe, times
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def verdict(comparison: Comparison) -> str:
     origin = comparison.origins[0]
     kind = f' <span class="cls">{_e(origin["class"], 80)}</span>' if origin.get("class") else ""
     head = (
-        f'<h1>{badge}<span><code class="culprit">{_breakable(origin.get("module", "?"))}</code>{kind} '
+        f'<h1>{badge}<span><code class="culprit">{breakable(origin.get("module", "?"))}</code>{kind} '
         f'<span class="does">{facts.deed(origin)}</span>{_layers(origin)}</span></h1>'
     )
     cells = [
@@ -63,6 +63,8 @@ def verdict(comparison: Comparison) -> str:
         cells.append(_fact("From its inputs", num(origin["propagated"])))
     name = safe(origin.get("evidence") or MISSING)
     why = as_sentence(said) if (said := facts.EVIDENCE.get(name)) else ""
+    if seldom := tiers.odds(origin.get("chance")):
+        cells.append(_fact("By chance", seldom, "comparisons of honest machines"))
     if tier := tiers.short(origin):
         cells.append(_fact("Floor it breaks", f"{tier[:-1]}×" if tier.endswith("x") else tier))
     if said := facts.shape(origin):
@@ -99,11 +101,6 @@ def _fact(label: str, value: object, small: object = None, kind: str = "") -> st
         return ""
     extra = f" <small>{_e(small, 80)}</small>" if small is not None else ""
     return f'<div class="{kind}"><dt>{escape(label)}</dt><dd>{_e(value, 120)}{extra}</dd></div>'
-
-
-def _breakable(name: object) -> str:
-    """A module path that may wrap after its dots."""
-    return _e(name).replace(".", ".<wbr>")
 
 
 def notes(comparison: Comparison) -> str:
@@ -159,57 +156,6 @@ def legend() -> str:
     words = ("0", "≤ 0.003", "0.03", "0.1", "0.3", "1", "3", "30", "more")
     steps = "".join(f'<li><span class="dot step{i}"></span>{w}</li>' for i, w in enumerate(words))
     return f'<ul class="legend" aria-label="Colours: error over limit">{steps}<li class="what">× limit</li></ul>'
-
-
-def origins(comparison: Comparison) -> str:
-    if not comparison.origins:
-        return ""
-    head: tuple[str, ...] = ("#", "Module", "Tensor", "Where", "Created", "Passed on", "Limit", "Evidence")
-    rows: list[tuple[str, ...]] = [
-        (
-            str(i + 1),
-            f"<code>{_breakable(o.get('module', '?'))}</code> <small>{_e(o.get('class') or '', 80)}</small>",
-            f"<code>{_e(o.get('role') or '', 80)}</code>",
-            _where(o),
-            _e(num(o.get("created"))),
-            _e(num(o.get("propagated"))),
-            _e(num(o.get("floor"))),
-            _e(o.get("evidence") or MISSING, 40),
-        )
-        for i, o in enumerate(comparison.origins[:MAX_LIST])
-    ]
-    if any(facts.shape(o) for o in comparison.origins):
-        head = (*head, "Shape")
-        rows = [(*r, _e(facts.shape(o) or MISSING)) for r, o in zip(rows, comparison.origins, strict=False)]
-    graphs = [facts.graph(o) for o in comparison.origins]
-    if any(graphs):
-        head = (*head, "In graphs")
-        rows = [(*r, _e(text or MISSING)) for r, text in zip(rows, graphs, strict=False)]
-    said = [tiers.whole(o) for o in comparison.origins]
-    if any(said):
-        head = (*head, "Floor that it breaks")
-        rows = [(*r, _e(text or MISSING)) for r, text in zip(rows, said, strict=False)]
-    body = html_table(head, rows, numeric={4, 5, 6})
-    more = more_of(len(comparison.origins), MAX_LIST, "origins")
-    lead = "Independent origins in data-flow order; the first is the culprit." if len(rows) > 1 else "One origin."
-    if chance := tiers.alarms(comparison):
-        lead += f" By chance, {chance}."
-    wide = "wide" if len(head) > 8 else ""
-    return (
-        f'<section class="{wide}" aria-labelledby="h-origins"><h2 id="h-origins">Origins</h2>'
-        f'<p class="hint">{lead}</p>{body}{more}</section>'
-    )
-
-
-def _where(o: Mapping[str, Any]) -> str:
-    parts = []
-    if o.get("request") is not None:
-        parts.append(f"request <q>{_e(o['request'], 80)}</q>")
-    if o.get("position") is not None:
-        parts.append(f"position {_e(o['position'], 40)}")
-    if o.get("phase") is not None:
-        parts.append(_e(o["phase"], 20))
-    return ", ".join(parts) or MISSING
 
 
 def tokens(comparison: Comparison) -> str:
