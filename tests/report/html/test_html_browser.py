@@ -1,69 +1,15 @@
 """The page in a real Chromium: it draws, filters, sorts, and hostile names stay text."""
 
-import os
-import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from on_the_page import click_cell, column, shown
 from report_examples import comparison, hostile, pair, realistic, row_table, with_rows
 
 from vllm_accprobe.comparison.row_table import ValueSpread
-from vllm_accprobe.report.html import write_html
 
 pytestmark = pytest.mark.browser
-
-
-def _missing(what):
-    if os.environ.get("CI") or os.environ.get("ACCPROBE_REQUIRE_BROWSER"):
-        pytest.fail(f"{what}: install Chromium and playwright, or unset CI and ACCPROBE_REQUIRE_BROWSER")
-    pytest.skip(what)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        _missing("playwright is not installed")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        _missing("no Chromium was found on PATH")
-    with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def visit(browser, tmp_path):
-    """visit(comparison) → a page that has drawn itself; the test fails on any console error or network request."""
-    troubles = []
-    opened = []
-
-    def open_(result, **viewport):
-        write_html(result, tmp_path / "compare.html")
-        page = browser.new_page(viewport={"width": 1440, "height": 900} | viewport)
-        opened.append(page)
-        page.on("console", lambda m: troubles.append(m.text) if m.type in ("error", "warning") else None)
-        page.on("pageerror", lambda e: troubles.append(str(e)))
-        page.on("request", lambda r: troubles.append(r.url) if not r.url.startswith(("file:", "data:")) else None)
-        page.goto((tmp_path / "compare.html").as_uri())
-        page.wait_for_selector("body[data-ready]", state="attached")
-        return page
-
-    yield open_
-    for page in opened:
-        page.close()
-    assert troubles == []
-
-
-def shown(page):
-    return page.inner_text("#shown")
-
-
-def column(page, n):
-    return page.eval_on_selector_all("#body tr.row", f"rows => rows.map(r => r.children[{n}].textContent)")
 
 
 def test_first_screen_filter_and_sort(visit):
@@ -160,29 +106,6 @@ def test_hostile_names_are_text(visit):
     assert "</script><img" in page.inner_text("#detail")
     assert page.locator(".shape img, #heat a, #tree img").count() == 0
     assert page.locator("#chart a").count() == 0
-
-
-def cell(page, row, column):
-    """The middle of a cell of the heat map, in pixels of the page."""
-    return page.evaluate(
-        """([r, c]) => {
-            const heat = document.getElementById("heat"), box = heat.getBoundingClientRect(), l = heat._fullLayout;
-            return [box.x + l.xaxis._offset + l.xaxis.d2p(c), box.y + l.yaxis._offset + l.yaxis.d2p(r)];
-        }""",
-        [row, column],
-    )
-
-
-def click_cell(page, row, column, name):
-    """Clicks a cell once the map has settled under the pointer: the chart says whose it is before it is clicked."""
-    for attempt in range(50):
-        x, y = cell(page, row, column)
-        page.mouse.move(x + attempt % 2, y)
-        page.wait_for_timeout(100)
-        if page.inner_text("#heat-readout").startswith(name) and cell(page, row, column) == [x, y]:
-            page.mouse.click(x + attempt % 2, y)
-            return
-    raise AssertionError(f"no cell of {name} there: {page.inner_text('#heat-readout')}")
 
 
 def test_heat_map_opens_a_layer_and_a_cell_shows_its_pairs(visit):
