@@ -38,8 +38,9 @@ MAX_POINTS = 20_000
 """Taps in the depth chart, for the same reason; the first ones in data-flow order are kept, and the page says so."""
 
 
-SCRIPTS = ("base", "table", "tree", "spread", "pair", "chart", "heat", "boot")
+SCRIPTS = ("base", "table", "tree", "spread", "pair", "chart", "heat", "clicks", "boot")
 """The page's own scripts, in their order on the page."""
+STYLES = ("page.css", "heat.css", "pair.css")
 _ENDS = re.compile("</script", re.IGNORECASE)
 
 
@@ -61,10 +62,9 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor) ->
     pairs = packer.submit(packed, columns_json([comparison.pairs[i] for i in shown]))
     points = depth(comparison)
     scripts = {f"{name}_js": _asset(f"{name}.js") for name in SCRIPTS}
-    culprit = comparison.origins[0] if comparison.origins else {}
     view = {
         "depth": _depth_json(comparison, points[:MAX_POINTS]),
-        "heat": heat_json(heat(comparison), culprit.get("request"), culprit.get("module")),
+        "heat": heat_json(heat(comparison)),
         "tree": tree_json(comparison),
         "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}),
     }
@@ -72,7 +72,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor) ->
         "csp": escape(_policy([*scripts.values(), plotly or ""])),
         "title": escape(sections.title(comparison)),
         "state": "pass-page" if comparison.verdict == "pass" else "fail-page",
-        "css": _asset("page.css") + _asset("pair.css"),
+        "css": "".join(map(_asset, STYLES)),
         "verdict": sections.verdict(comparison),
         "notes": sections.notes(comparison) + further.wrong_states(comparison) + further.deciding(comparison),
         "figures": sections.figures(comparison),

@@ -8,6 +8,7 @@
     const view = JSON.parse(await rest);
     a.parts.table(pairs, view.looks);
     a.parts.tree(view.tree);
+    a.parts.clicks(view.tree.origins);
     const packed = document.getElementById("plotly-js");
     if (packed) {
       const script = document.createElement("script");

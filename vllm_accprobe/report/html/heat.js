@@ -28,9 +28,8 @@
       option.value = String(i);
       choice.append(option);
     });
-    const state = { request: data.first, group: null, row: 0, column: 0 };
-    let codes = code(data.requests[data.first].codes);
-    choice.value = String(data.first);
+    const state = { request: 0, group: null, row: 0, column: 0 };
+    let codes = code(data.requests[0].codes);
 
     function rows() {                 // without what this request has no rows of: text in a vision tower
       const n = data.requests[state.request].start.length;
@@ -101,7 +100,7 @@
     function enter() {                // a layer opens; a tap shows its pairs at that token
       const row = rows()[state.row], r = data.requests[state.request];
       const steps = [r.step0[state.column], r.step1[state.column]], single = row.taps.length === 1;
-      if (single) a.showTap(data.taps[row.taps[0]], { steps, scroll: true, open: true });
+      if (single) a.showTap(data.taps[row.taps[0]], { steps });
       else {
         const group = row.group, column = state.column;
         a.showTap(groups[group].name, { under: true, steps, scroll: false });
@@ -118,7 +117,7 @@
       draw();
       chart.focus({ preventScroll: true });
     }
-    function worst() {                // start where the first origin's error is: the first cell beyond the limit, else the worst
+    function worst() {                // start where the error begins: the first cell beyond the limit, else the worst
       const all = rows(), n = data.requests[state.request].start.length;
       let best = [0, 0, -1];
       for (let r = 0; r < all.length; r++) {

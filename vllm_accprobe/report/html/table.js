@@ -62,7 +62,7 @@
   }
 
   // -- what is shown
-  const state = { words: [], status: "all", tap: null, under: false, steps: null, sort: "order", down: false, at: -1 };
+  const state = { words: [], status: "all", tap: null, under: false, steps: null, sort: "order", down: false, at: -1, brief: false };
   let view = new Uint32Array(0);
 
   function ranks(name) {            // text columns sort by the place of their text in the sorted dictionary
@@ -98,8 +98,10 @@
     const keys = new Float64Array(n), order = Float64Array.from({ length: n }, (_, i) => asNumber(col.order.at(i)));
     view = out.slice(0, m);
     for (const i of view) keys[i] = key(i);
-    const sign = state.down ? -1 : 1;
-    view.sort((a, b) => (keys[a] === keys[b] ? order[a] - order[b] || a - b : sign * (keys[a] < keys[b] ? -1 : 1)));
+    const sign = state.down ? -1 : 1, worst = new Float64Array(n);
+    if (state.sort === "status") for (const i of view) worst[i] = asNumber(over(i));   // of one status the worst first
+    const next = (a, b) => (worst[a] === worst[b] ? order[a] - order[b] || a - b : worst[a] > worst[b] ? -1 : 1);
+    view.sort((a, b) => (keys[a] === keys[b] ? next(a, b) : sign * (keys[a] < keys[b] ? -1 : 1)));
     state.at = -1;
     for (const b of $("status").children) {
       b.setAttribute("aria-pressed", String(b.value === state.status));
@@ -113,11 +115,12 @@
       th.setAttribute("aria-sort", th.dataset.id === state.sort ? (state.down ? "descending" : "ascending") : "none");
     }
     grid.setAttribute("aria-rowcount", String(m + 1));
-    box.style.height = "min(62vh, 640px, " + (44 + Math.max(m, 2) * ROW) + "px)";
+    size();
     box.scrollTop = 0;
     draw();
   }
 
+  function size() { box.style.height = (state.brief ? "min(36vh, 340px, " : "min(62vh, 640px, ") + (44 + Math.max(view.length, 2) * ROW) + "px)"; }
   function chipText() {
     const steps = state.steps, at = !steps ? "" : steps[0] === steps[1] ? ", step " + steps[0] : ", steps " + steps[0] + "–" + steps[1];
     return (state.under ? "under " : "tap ") + state.tap + at;
@@ -174,7 +177,7 @@
   window.addEventListener("resize", draw);
 
   // -- one pair with all its fields
-  function show(k) {
+  function show(k, scroll = true) {
     const i = view[k], panel = $("detail"), dl = document.createElement("dl"), top = document.createElement("div");
     top.className = "top";
     const title = top.appendChild(document.createElement("code"));
@@ -198,10 +201,13 @@
     all.open = !panel.querySelector("table, figure, .shape");
     all.appendChild(document.createElement("summary")).textContent = "All fields";
     all.append(dl);
-    if (opened) panel.scrollIntoView({ block: "nearest" });
+    if (opened && scroll) panel.scrollIntoView({ block: "nearest" });
   }
   function hide() {
     $("detail").hidden = true;
+    state.brief = false;
+    size();
+    draw();
     grid.focus({ preventScroll: true });
   }
   function move(k, open) {
@@ -259,14 +265,15 @@
     clearTimeout(timer);
     timer = setTimeout(() => { state.words = e.target.value.toLowerCase().split(/\s+/).filter(Boolean); refresh(); }, 120);
   });
-  $("tap-chip").addEventListener("click", () => { Object.assign(state, { tap: null, under: false, steps: null }); refresh(); $("find").focus(); });
+  $("tap-chip").addEventListener("click", () => { Object.assign(state, { tap: null, under: false, steps: null, brief: false }); refresh(); $("find").focus(); });
 
-  // under: also what lies inside; steps: [first, last]; open: the worst of what is shown, with all its fields.
-  a.showTap = function (tap, { under = false, steps = null, scroll = false, open = false } = {}) {
-    Object.assign(state, { tap, under, steps, status: "all", sort: "order", down: false });
-    if (open) Object.assign(state, { sort: "over", down: true });
+  // Failures first, the worst of them first. under: also what lies inside; steps: [first, last]; open: the first one,
+  // in a table that leaves room for it.
+  a.showTap = function (tap, { under = false, steps = null, scroll = true, open = true } = {}) {
+    Object.assign(state, { tap, under, steps, status: "all", sort: "status", down: true, brief: open });
+    $("detail").hidden = true;
     refresh();
-    if (open && view.length) move(0, true);
+    if (open && view.length) { state.at = 0; draw(); show(0, false); }
     if (scroll) $("pairs").scrollIntoView({ block: "start" });
   };
   const failed = col.status.d && col.status.d.includes("fail");
