@@ -19,6 +19,7 @@
       a.parts.chart(view.depth);
       a.parts.heat(view.heat);
     }
+    a.link.start();
     document.body.dataset.ready = "1";
   } catch (error) {
     const p = a.element("p", "missing", "This browser cannot unpack the page (" + error.message + "). The numbers are in compare.csv.");
