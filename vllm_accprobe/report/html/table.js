@@ -8,7 +8,7 @@
   const $ = (id) => document.getElementById(id);
   const box = $("grid-box"), grid = $("grid"), body = $("body"), head = $("head");
 
-  const { names, col, COLUMNS, over, asNumber, nameTip } = a.columns(data);
+  const columns = a.columns(data), { names, col, COLUMNS, over, asNumber, nameTip } = columns;
 
   // -- what is shown
   const state = { words: [], status: "all", tap: null, under: false, steps: null, sort: "order", down: false, at: -1, pair: null, brief: false };
@@ -56,6 +56,7 @@
       b.setAttribute("aria-pressed", String(b.value === state.status));
       b.lastChild.textContent = (counts[b.value] || 0).toLocaleString("en");
     }
+    $("save").disabled = !m;
     $("shown").textContent = m.toLocaleString("en") + (m === 1 ? " pair" : " pairs") + (m < n ? " of " + n.toLocaleString("en") : "");
     $("tap-chip").hidden = state.tap === null;
     $("tap-chip").textContent = state.tap === null ? "" : chipText() + "  ✕";
@@ -223,6 +224,8 @@
     timer = setTimeout(() => { state.words = wordsOf(e.target.value); refresh(); }, 120);
   });
   $("tap-chip").addEventListener("click", () => { Object.assign(state, { tap: null, under: false, steps: null, brief: false }); refresh(); $("find").focus(); });
+
+  $("save").addEventListener("click", () => a.save(view, columns));
 
   // Failures first, the worst of them first. under: also what lies inside; steps: [first, last]; open: the first one,
   // in a table that leaves room for it.
