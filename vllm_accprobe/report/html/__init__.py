@@ -38,9 +38,11 @@ MAX_POINTS = 20_000
 """Taps in the depth chart, for the same reason; the first ones in data-flow order are kept, and the page says so."""
 
 
-SCRIPTS = ("base", "link", "columns", "export", "table", "tree", "spread", "pair", "chart", "heat", "clicks", "boot")
+SCRIPTS = (
+    "base", "link", "print", "columns", "export", "table", "tree", "spread", "pair", "chart", "heat", "clicks", "boot",
+)  # fmt: skip
 """The page's own scripts, in their order on the page."""
-STYLES = ("page.css", "heat.css", "pair.css")
+STYLES = ("page.css", "heat.css", "pair.css", "print.css")
 _ENDS = re.compile("</script", re.IGNORECASE)
 
 

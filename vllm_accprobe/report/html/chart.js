@@ -130,5 +130,6 @@
     chart.dataset.ready = "1";
   });
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  a.paper.follow(draw);
   };
 })();

@@ -173,5 +173,6 @@
       chart.dataset.ready = "1";
     });
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+    a.paper.follow(draw);
   };
 })();

@@ -101,20 +101,24 @@
     }
     return tr;
   }
+  function said(text) {
+    const tr = document.createElement("tr"), td = tr.appendChild(document.createElement("td"));
+    // Paper has fewer columns than the screen that is measured here, and one too many would take the others' room.
+    td.colSpan = a.paper.on ? COLUMNS.filter((c) => !c.prio).length : [...head.children].filter((th) => th.offsetParent !== null).length;
+    td.className = "none";
+    td.textContent = text;
+    return tr;
+  }
   function draw() {
-    const first = Math.max(0, Math.floor(box.scrollTop / ROW) - SPARE);
-    const last = Math.min(view.length, Math.ceil((box.scrollTop + box.clientHeight) / ROW) + SPARE);
+    const paper = a.paper.on;
+    const first = paper ? 0 : Math.max(0, Math.floor(box.scrollTop / ROW) - SPARE);
+    const last = Math.min(view.length, paper ? a.paper.ROWS : Math.ceil((box.scrollTop + box.clientHeight) / ROW) + SPARE);
     const rows = document.createDocumentFragment();
     if (first > 0) rows.append(spacer(first * ROW));
     for (let k = first; k < last; k++) rows.append(drawRow(k));
-    if (last < view.length) rows.append(spacer((view.length - last) * ROW));
-    if (!view.length) {
-      const tr = document.createElement("tr"), td = tr.appendChild(document.createElement("td"));
-      td.colSpan = [...head.children].filter((th) => th.offsetParent !== null).length;
-      td.className = "none";
-      td.textContent = data.n ? "No pair matches. Clear the filter, or choose another status." : "There are no pairs.";
-      rows.append(tr);
-    }
+    if (last < view.length && paper) rows.append(said("The first " + last + " of " + view.length.toLocaleString("en") + " pairs; compare.csv has all of them."));
+    else if (last < view.length) rows.append(spacer((view.length - last) * ROW));
+    if (!view.length) rows.append(said(data.n ? "No pair matches. Clear the filter, or choose another status." : "There are no pairs."));
     body.replaceChildren(rows);
     if (state.at >= first && state.at < last) grid.setAttribute("aria-activedescendant", "r" + state.at);
     else grid.removeAttribute("aria-activedescendant");
@@ -126,6 +130,7 @@
     requestAnimationFrame(() => { waiting = false; draw(); });
   }, { passive: true });
   window.addEventListener("resize", draw);
+  a.paper.follow(draw);
 
   // -- one pair with all its fields
   function show(i, scroll = true) {
