@@ -34,9 +34,21 @@ def test_outputs_by_tap_and_token():
     assert (a.start.tolist(), a.width, a.worst) == ([0, 1, 2], 1, 10.0)
     assert (a.step0.tolist(), a.step1.tolist(), a.decode.tolist()) == ([0, 0, 1], [0, 0, 1], [0, 0, 1])
     assert b.codes.tolist() == [[1], [MISSING]]
-    told = heat_json(h, "b")
-    assert told["first"] == 1
+    told = heat_json(h)
     assert base64.b64decode(told["requests"][0]["codes"]) == a.codes.tobytes()
+
+
+def test_it_begins_with_the_request_that_shows_most():
+    pairs = [pair(tap="visual.blocks.0"), pair(tap="model.layers.0", order=1)]
+    entries = [
+        (1, "a", 0, False, 0.2, 12.5),
+        (0, "c", 0, False, 0.3, 40.0),
+        (0, "b", 0, False, 0.3, 40.0),
+        (1, "c", 1, False, 0.1, 1.5),
+        (0, "a, image 0", 0, False, float("nan"), float("nan")),
+    ]
+    h = heat(comparison(pairs=pairs, rows=row_table(entries)))
+    assert [r.label for r in h.requests] == ["a, image 0", "c", "b", "a"]
 
 
 def test_long_requests_are_binned_by_their_worst_row():

@@ -214,8 +214,8 @@ def _sampling(ask: dict[str, Any]) -> Any:
 def _pooling() -> Any:
     from vllm import PoolingParams
 
-    # LLM.embed asks for it; 0.11 and 0.15, given parameters by hand, would not normalise, and later releases would. 0.15
-    # still has the old word and does not look at it.
+    # LLM.embed asks for it; 0.11 and 0.15, given parameters by hand, would not normalise, and later releases would.
+    # 0.15 still has the old word and does not look at it.
     normal = "use_activation" if hasattr(PoolingParams, "use_activation") else "normalize"
     return PoolingParams(task="embed", **{normal: True})
 

@@ -86,7 +86,8 @@ def heat(comparison: Comparison, max_cells: int = MAX_CELLS) -> Heat:
     worst = np.zeros(len(rows.requests))
     np.maximum.at(worst, owner, ratio.astype(np.float64))  # of other types it takes ten times as long
     present = np.flatnonzero(np.bincount(owner, minlength=len(worst)))
-    ranked = sorted(present, key=lambda r: (-worst[r], rows.requests[r]))
+    beyond = np.bincount(owner[ratio > 1], minlength=len(worst))  # of those that are equally bad, who shows more
+    ranked = sorted(present, key=lambda r: (-worst[r], -beyond[r], rows.requests[r]))
     by_request = np.argsort(owner, kind="stable")
     bounds = np.searchsorted(owner[by_request], np.arange(len(rows.requests) + 1))
     out: list[HeatRequest] = []

@@ -31,21 +31,26 @@ def browser():
 
 @pytest.fixture
 def visit(browser, tmp_path):
-    """visit(comparison) → a page that has drawn itself; the test fails on any console error or network request."""
+    """visit(comparison) → a page that has drawn itself, visit.at(url) → one more of the same file; the test fails on
+    any console error or network request."""
     troubles = []
     opened = []
 
-    def open_(result, **viewport):
-        write_html(result, tmp_path / "compare.html")
+    def at(url, **viewport):
         page = browser.new_page(viewport={"width": 1440, "height": 900} | viewport)
         opened.append(page)
         page.on("console", lambda m: troubles.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda e: troubles.append(str(e)))
         page.on("request", lambda r: troubles.append(r.url) if not r.url.startswith(("file:", "data:")) else None)
-        page.goto((tmp_path / "compare.html").as_uri())
+        page.goto(url)
         page.wait_for_selector("body[data-ready]", state="attached")
         return page
 
+    def open_(result, **viewport):
+        write_html(result, tmp_path / "compare.html")
+        return at((tmp_path / "compare.html").as_uri(), **viewport)
+
+    open_.at = at
     yield open_
     for page in opened:
         page.close()

@@ -38,9 +38,12 @@ MAX_POINTS = 20_000
 """Taps in the depth chart, for the same reason; the first ones in data-flow order are kept, and the page says so."""
 
 
-SCRIPTS = ("base", "table", "tree", "spread", "around", "operators", "pair", "first", "chart", "heat", "boot")
+SCRIPTS = (
+    "base", "link", "print", "columns", "export", "table", "tree", "spread", "around", "operators", "pair", "first",
+    "chart", "heat", "clicks", "boot",
+)  # fmt: skip
 """The page's own scripts, in their order on the page."""
-STYLES = ("page.css", "pair.css", "around.css", "first.css")
+STYLES = ("page.css", "heat.css", "pair.css", "around.css", "first.css", "print.css")
 _ENDS = re.compile("</script", re.IGNORECASE)
 
 
@@ -62,10 +65,9 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor) ->
     pairs = packer.submit(packed, columns_json([comparison.pairs[i] for i in shown]))
     points = depth(comparison)
     scripts = {f"{name}_js": _asset(f"{name}.js") for name in SCRIPTS}
-    culprit = comparison.origins[0] if comparison.origins else {}
     view = {
         "depth": _depth_json(comparison, points[:MAX_POINTS]),
-        "heat": heat_json(heat(comparison), culprit.get("request"), culprit.get("module")),
+        "heat": heat_json(heat(comparison)),
         "tree": tree_json(comparison),
         "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}),
     }

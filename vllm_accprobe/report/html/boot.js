@@ -9,6 +9,7 @@
     a.parts.table(pairs, view.looks);
     a.parts.tree(view.tree);
     a.parts.first();
+    a.parts.clicks(view.tree.origins);
     const packed = document.getElementById("plotly-js");
     if (packed) {
       const script = document.createElement("script");
@@ -19,6 +20,7 @@
       a.parts.chart(view.depth);
       a.parts.heat(view.heat);
     }
+    a.link.start();
     document.body.dataset.ready = "1";
   } catch (error) {
     const p = a.element("p", "missing", "This browser cannot unpack the page (" + error.message + "). The numbers are in compare.csv.");

@@ -120,15 +120,16 @@
       tell(to);
       const curve = SERIES.findIndex((s) => points[at][s.id] !== null);
       if (curve >= 0) window.Plotly.Fx.hover(chart, [{ curveNumber: curve, pointNumber: at }]);
-    } else if (e.key === "Enter") a.showTap(points[at].tap, { scroll: true });
+    } else if (e.key === "Enter") a.showTap(points[at].tap);
     else return;
     e.preventDefault();
   });
   draw().then(() => {
     chart.on("plotly_hover", (e) => tell(e.points[0].x));
-    chart.on("plotly_click", (e) => { tell(e.points[0].x); a.showTap(points[e.points[0].x].tap, { scroll: true }); });
+    chart.on("plotly_click", (e) => { tell(e.points[0].x); a.showTap(points[e.points[0].x].tap); });
     chart.dataset.ready = "1";
   });
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  a.paper.follow(draw);
   };
 })();

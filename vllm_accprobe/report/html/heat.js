@@ -28,9 +28,8 @@
       option.value = String(i);
       choice.append(option);
     });
-    const state = { request: data.first, group: null, row: 0, column: 0 };
-    let codes = code(data.requests[data.first].codes);
-    choice.value = String(data.first);
+    const state = { request: 0, group: null, row: 0, column: 0, moved: false };
+    let codes = code(data.requests[0].codes);
 
     function rows() {                 // without what this request has no rows of: text in a vision tower
       const n = data.requests[state.request].start.length;
@@ -88,6 +87,7 @@
       back.hidden = state.group === null;
       title.textContent = state.group === null ? "all layers" : groups[state.group].name;
       readout.textContent = describe(all[state.row], state.column);
+      a.link.changed();
       return window.Plotly.react(chart, [trace], layout, { displaylogo: false, responsive: true, displayModeBar: false });
     }
     function place(row, column) {
@@ -97,11 +97,13 @@
       const r = { x0: state.column - 0.5, x1: state.column + 0.5, y0: state.row - 0.5, y1: state.row + 0.5 };
       window.Plotly.relayout(chart, Object.fromEntries(Object.entries(r).map(([k, v]) => ["shapes[0]." + k, v])));
       readout.textContent = describe(all[state.row], state.column);
+      state.moved = true;
+      a.link.changed();
     }
     function enter() {                // a layer opens; a tap shows its pairs at that token
       const row = rows()[state.row], r = data.requests[state.request];
       const steps = [r.step0[state.column], r.step1[state.column]], single = row.taps.length === 1;
-      if (single) a.showTap(data.taps[row.taps[0]], { steps, scroll: true, open: true });
+      if (single) a.showTap(data.taps[row.taps[0]], { steps });
       else {
         const group = row.group, column = state.column;
         a.showTap(groups[group].name, { under: true, steps, scroll: false });
@@ -118,7 +120,7 @@
       draw();
       chart.focus({ preventScroll: true });
     }
-    function worst() {                // start where the first origin's error is: the first cell beyond the limit, else the worst
+    function worst() {                // start where the error begins: the first cell beyond the limit, else the worst
       const all = rows(), n = data.requests[state.request].start.length;
       let best = [0, 0, -1];
       for (let r = 0; r < all.length; r++) {
@@ -130,15 +132,23 @@
       }
       return best;
     }
-    choice.addEventListener("change", () => {
-      const open = state.group;
-      state.request = Number(choice.value);
-      codes = code(data.requests[state.request].codes);
-      state.group = groups[open] && groups[open].taps.length > 1 ? open : null;
+    function turn(request, group) {   // to another request, in the same layer where it has rows of it
+      choice.value = String(request);
+      codes = code(data.requests[request].codes);
+      Object.assign(state, { request, group: groups[group] && groups[group].taps.length > 1 ? group : null, moved: false });
       if (!rows().length) state.group = null;
-      const [r, c] = worst();
-      Object.assign(state, { row: r, column: c });
-      draw();
+      [state.row, state.column] = worst();
+    }
+    choice.addEventListener("change", () => { turn(Number(choice.value), state.group); draw(); });
+    a.link.part({
+      keys: ["request", "layer", "cell"],
+      get: () => [["request", state.request || null], ["layer", state.group === null ? null : groups[state.group].name], ["cell", state.moved ? state.row + "." + state.column : null]],
+      set(q) {
+        turn(a.link.whole(q.get("request"), data.requests.length) ?? 0, groups.findIndex((g) => g.name === q.get("layer")));
+        const at = /^(\d{1,9})\.(\d{1,9})$/.exec(q.get("cell") ?? "");
+        draw();
+        if (at) place(Number(at[1]), Number(at[2]));
+      },
     });
     back.addEventListener("click", leave);
     chart.addEventListener("keydown", (e) => {
@@ -163,5 +173,6 @@
       chart.dataset.ready = "1";
     });
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+    a.paper.follow(draw);
   };
 })();

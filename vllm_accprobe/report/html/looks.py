@@ -29,10 +29,9 @@ MAX_PAIRS = 2_000
 MAX_ROWS = 8
 
 
-def heat_json(heat: Heat, request: object = None, tap: object = None) -> dict[str, Any]:
-    """request, tap: the culprit's; the map begins with that request, or its image, if it has rows of that tap."""
+def heat_json(heat: Heat) -> dict[str, Any]:
+    """The map begins with the first request, which shows most."""
     return {
-        "first": _first(heat, request, tap),
         "taps": [safe(t, NAME) for t in heat.taps],
         "layers": [layer and safe(layer, NAME) for layer in heat.layers],
         "leftOut": heat.left_out,
@@ -50,15 +49,6 @@ def heat_json(heat: Heat, request: object = None, tap: object = None) -> dict[st
             for r in heat.requests
         ],
     }
-
-
-def _first(heat: Heat, request: object, tap: object) -> int:
-    at = heat.taps.index(tap) if tap in heat.taps else None
-    for i, r in enumerate(heat.requests):
-        own = r.label == request or r.label.startswith(f"{request}, image ")
-        if own and (at is None or r.codes[at].any()):
-            return i
-    return 0
 
 
 def tree_json(comparison: Comparison) -> dict[str, Any]:

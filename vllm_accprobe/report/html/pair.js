@@ -54,6 +54,7 @@
         plot.setAttribute("role", "img");
         plot.setAttribute("aria-label", name + " of " + s.golden.length + " sampled values");
         box.append(figure);
+        a.paper.follow(() => make(plot, s), plot);
         requestAnimationFrame(() => { make(plot, s).then(() => { plot.dataset.ready = "1"; }); });
       }
     }

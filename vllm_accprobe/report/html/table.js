@@ -8,61 +8,10 @@
   const $ = (id) => document.getElementById(id);
   const box = $("grid-box"), grid = $("grid"), body = $("body"), head = $("head");
 
-  // One column in whichever of its three forms: see columns.py.
-  function column(name) {
-    const c = data.cols[name];
-    if (!c) return { at: () => null };
-    if (c.v) return { at: (i) => c.v[i], v: c.v };
-    if (c.i) return { at: (i) => c.d[c.i[i]], d: c.d, i: c.i };
-    return { at: () => c.c, d: [c.c] };
-  }
-  const names = Object.keys(data.cols);
-  const col = Object.fromEntries(names.map((n) => [n, column(n)]));
-
-  const value = (i) => { const w = col.worst_row_rel_l2.at(i); return w === null ? col.rel_l2.at(i) : w; };
-  const MEASURES = { row_rel_l2: "row L2", row_norm_ratio: "norm ratio", element: "element", created: "created", exact: "equality", nonfinite: "NaN/Inf" };
-  function over(i) {
-    if (col.status.at(i) === "skip") return null;
-    if (col.nonfinite_mismatch.at(i) > 0) return "Inf";
-    const measure = col.measure.at(i), x = col.measured.at(i), allowed = col.allowed.at(i);
-    if (typeof x === "number" && allowed > 0) return (measure === "row_norm_ratio" ? Math.abs(x - 1) : x) / allowed;
-    const v = value(i), l = col.limit.at(i);
-    if (typeof v !== "number" || typeof l !== "number") return v === "NaN" || v === "Inf" ? "Inf" : null;
-    return l > 0 ? v / l : v > 0 ? "Inf" : 0;
-  }
-  function where(i) {
-    const r = col.worst_request.at(i), p = col.worst_position.at(i);
-    return [r, p].filter((x) => x !== null && x !== undefined).join(" @ ");
-  }
-  const asNumber = (x) => (x === null || x === undefined ? -Infinity : typeof x === "number" ? x : x === "-Inf" ? -Number.MAX_VALUE : Infinity);
-  const rank = { fail: 2, pass: 1, skip: 0 };
-
-  // key: number to sort by; text: what the cell shows; prio p2, p3: hidden on narrower pages.
-  // unless: a column that says nothing here is left out.
-  const COLUMNS = [
-    { id: "status", label: "Status", w: 62, cls: "st", text: (i) => col.status.at(i), key: (i) => rank[col.status.at(i)] ?? 3, down: true },
-    { id: "order", label: "Tap", w: 0, cls: "name", text: (i) => col.tap.at(i) + (col.call.at(i) ? " #" + col.call.at(i) : ""), tip: nameTip, key: (i) => asNumber(col.order.at(i)) },
-    { id: "role", label: "Tensor", w: 112, cls: "name", text: (i) => col.role.at(i), text_key: "role" },
-    { id: "step", label: "Step", w: 56, num: true, text: (i) => number(col.step.at(i), 6), key: (i) => asNumber(col.step.at(i)) },
-    { id: "rank", label: "Rank", w: 56, num: true, prio: "p3", unless: col.rank.d || (col.rank.v && !col.rank.v.some((x) => x !== 0)), text: (i) => number(col.rank.at(i), 6), key: (i) => asNumber(col.rank.at(i)) },
-    { id: "phase", label: "Phase", w: 68, prio: "p2", text: (i) => col.phase.at(i) ?? "–", text_key: "phase" },
-    { id: "shape", label: "Shape", w: 96, prio: "p3", text: (i) => col.shape.at(i) ?? "–", text_key: "shape" },
-    { id: "over", label: "× limit", w: 74, num: true, cls: "over", text: (i) => { const x = over(i); return x === null ? "–" : x === "Inf" ? "∞" : number(x, 3); }, key: (i) => asNumber(over(i)), down: true },
-    { id: "measure", label: "Measure", w: 82, prio: "p2", unless: !col.measure.d || col.measure.d.every((x) => x === null), text: (i) => (col.status.at(i) === "skip" ? "–" : MEASURES[col.measure.at(i)] ?? "row L2"), text_key: "measure", tip: (i) => col.message.at(i) || "" },
-    { id: "value", label: "Value", w: 78, num: true, text: (i) => number(col.measured.at(i) ?? value(i), 4), key: (i) => asNumber(col.measured.at(i) ?? value(i)), down: true, tip: (i) => "relative L2 of the worst row: " + number(value(i), 4) },
-    { id: "limit", label: "Limit", w: 82, num: true, prio: "p2", text: (i) => (col.measure.at(i) === "row_norm_ratio" ? "1 ± " : "") + number(col.allowed.at(i) ?? col.limit.at(i), 2), key: (i) => asNumber(col.allowed.at(i) ?? col.limit.at(i)), down: true },
-    { id: "cosine", label: "Cosine", w: 86, num: true, prio: "p2", text: (i) => number(col.cosine.at(i), 6), key: (i) => { const x = asNumber(col.cosine.at(i)); return x === -Infinity ? Infinity : x; } },
-    { id: "max_abs_err", label: "Max abs", w: 82, num: true, prio: "p3", text: (i) => number(col.max_abs_err.at(i), 3), key: (i) => asNumber(col.max_abs_err.at(i)), down: true },
-    { id: "where", label: "Worst at", w: 96, prio: "p3", text: (i) => where(i) || "–", key: (i) => asNumber(col.worst_position.at(i)) },
-    { id: "message", label: "Message", w: 170, prio: "p3", unless: (col.message.d && !col.message.d.some(Boolean)) || (col.measure.d && col.measure.d.some(Boolean)), text: (i) => col.message.at(i) || "", text_key: "message" },
-  ].filter((c) => !c.unless);
-  function nameTip(i) {
-    const g = col.golden.at(i), m = col.mine.at(i);
-    return (g === m ? g : g + "  ↔  " + m) + (col.cls.at(i) ? "  (" + col.cls.at(i) + ")" : "");
-  }
+  const columns = a.columns(data), { names, col, COLUMNS, over, asNumber, nameTip } = columns;
 
   // -- what is shown
-  const state = { words: [], status: "all", tap: null, under: false, steps: null, sort: "order", down: false, at: -1 };
+  const state = { words: [], status: "all", tap: null, under: false, steps: null, sort: "order", down: false, at: -1, pair: null, brief: false };
   let view = new Uint32Array(0);
 
   function ranks(name) {            // text columns sort by the place of their text in the sorted dictionary
@@ -98,13 +47,16 @@
     const keys = new Float64Array(n), order = Float64Array.from({ length: n }, (_, i) => asNumber(col.order.at(i)));
     view = out.slice(0, m);
     for (const i of view) keys[i] = key(i);
-    const sign = state.down ? -1 : 1;
-    view.sort((a, b) => (keys[a] === keys[b] ? order[a] - order[b] || a - b : sign * (keys[a] < keys[b] ? -1 : 1)));
+    const sign = state.down ? -1 : 1, worst = new Float64Array(n);
+    if (state.sort === "status") for (const i of view) worst[i] = asNumber(over(i));   // of one status the worst first
+    const next = (a, b) => (worst[a] === worst[b] ? order[a] - order[b] || a - b : worst[a] > worst[b] ? -1 : 1);
+    view.sort((a, b) => (keys[a] === keys[b] ? next(a, b) : sign * (keys[a] < keys[b] ? -1 : 1)));
     state.at = -1;
     for (const b of $("status").children) {
       b.setAttribute("aria-pressed", String(b.value === state.status));
       b.lastChild.textContent = (counts[b.value] || 0).toLocaleString("en");
     }
+    $("save").disabled = !m;
     $("shown").textContent = m.toLocaleString("en") + (m === 1 ? " pair" : " pairs") + (m < n ? " of " + n.toLocaleString("en") : "");
     $("tap-chip").hidden = state.tap === null;
     $("tap-chip").textContent = state.tap === null ? "" : chipText() + "  ✕";
@@ -113,11 +65,13 @@
       th.setAttribute("aria-sort", th.dataset.id === state.sort ? (state.down ? "descending" : "ascending") : "none");
     }
     grid.setAttribute("aria-rowcount", String(m + 1));
-    box.style.height = "min(62vh, 640px, " + (44 + Math.max(m, 2) * ROW) + "px)";
+    size();
     box.scrollTop = 0;
     draw();
+    a.link.changed();
   }
 
+  function size() { box.style.height = (state.brief ? "min(36vh, 340px, " : "min(62vh, 640px, ") + (44 + Math.max(view.length, 2) * ROW) + "px)"; }
   function chipText() {
     const steps = state.steps, at = !steps ? "" : steps[0] === steps[1] ? ", step " + steps[0] : ", steps " + steps[0] + "–" + steps[1];
     return (state.under ? "under " : "tap ") + state.tap + at;
@@ -147,20 +101,24 @@
     }
     return tr;
   }
+  function said(text) {
+    const tr = document.createElement("tr"), td = tr.appendChild(document.createElement("td"));
+    // Paper has fewer columns than the screen that is measured here, and one too many would take the others' room.
+    td.colSpan = a.paper.on ? COLUMNS.filter((c) => !c.prio).length : [...head.children].filter((th) => th.offsetParent !== null).length;
+    td.className = "none";
+    td.textContent = text;
+    return tr;
+  }
   function draw() {
-    const first = Math.max(0, Math.floor(box.scrollTop / ROW) - SPARE);
-    const last = Math.min(view.length, Math.ceil((box.scrollTop + box.clientHeight) / ROW) + SPARE);
+    const paper = a.paper.on;
+    const first = paper ? 0 : Math.max(0, Math.floor(box.scrollTop / ROW) - SPARE);
+    const last = Math.min(view.length, paper ? a.paper.ROWS : Math.ceil((box.scrollTop + box.clientHeight) / ROW) + SPARE);
     const rows = document.createDocumentFragment();
     if (first > 0) rows.append(spacer(first * ROW));
     for (let k = first; k < last; k++) rows.append(drawRow(k));
-    if (last < view.length) rows.append(spacer((view.length - last) * ROW));
-    if (!view.length) {
-      const tr = document.createElement("tr"), td = tr.appendChild(document.createElement("td"));
-      td.colSpan = [...head.children].filter((th) => th.offsetParent !== null).length;
-      td.className = "none";
-      td.textContent = data.n ? "No pair matches. Clear the filter, or choose another status." : "There are no pairs.";
-      rows.append(tr);
-    }
+    if (last < view.length && paper) rows.append(said("The first " + last + " of " + view.length.toLocaleString("en") + " pairs; compare.csv has all of them."));
+    else if (last < view.length) rows.append(spacer((view.length - last) * ROW));
+    if (!view.length) rows.append(said(data.n ? "No pair matches. Clear the filter, or choose another status." : "There are no pairs."));
     body.replaceChildren(rows);
     if (state.at >= first && state.at < last) grid.setAttribute("aria-activedescendant", "r" + state.at);
     else grid.removeAttribute("aria-activedescendant");
@@ -172,10 +130,11 @@
     requestAnimationFrame(() => { waiting = false; draw(); });
   }, { passive: true });
   window.addEventListener("resize", draw);
+  a.paper.follow(draw);
 
   // -- one pair with all its fields
-  function show(k) {
-    const i = view[k], panel = $("detail"), dl = document.createElement("dl"), top = document.createElement("div");
+  function show(i, scroll = true) {
+    const panel = $("detail"), dl = document.createElement("dl"), top = document.createElement("div");
     top.className = "top";
     const title = top.appendChild(document.createElement("code"));
     title.textContent = nameTip(i);
@@ -192,26 +151,35 @@
     }
     panel.replaceChildren(top);
     const opened = panel.hidden;
+    state.pair = i;
     panel.hidden = false;
     a.parts.pair(panel, i, looks, col.tap.at(i), col.role.at(i));
     const all = panel.appendChild(document.createElement("details"));
     all.open = !panel.querySelector("table, figure, .shape");
     all.appendChild(document.createElement("summary")).textContent = "All fields";
     all.append(dl);
-    if (opened) panel.scrollIntoView({ block: "nearest" });
+    if (opened && scroll) panel.scrollIntoView({ block: "nearest" });
+    a.link.changed();
   }
   function hide() {
     $("detail").hidden = true;
+    Object.assign(state, { brief: false, pair: null });
+    a.link.changed();
+    size();
+    draw();
     grid.focus({ preventScroll: true });
   }
-  function move(k, open) {
-    if (!view.length) return;
+  function stand(k) {
     state.at = Math.max(0, Math.min(view.length - 1, k));
     const y = state.at * ROW, seen = box.clientHeight - 32 - ROW;
     if (y < box.scrollTop) box.scrollTop = y;
     else if (y > box.scrollTop + seen) box.scrollTop = y - seen;
     draw();
-    if (open || !$("detail").hidden) show(state.at);
+  }
+  function move(k, open) {
+    if (!view.length) return;
+    stand(k);
+    if (open || !$("detail").hidden) show(view[state.at]);
   }
   body.addEventListener("click", (e) => {
     const tr = e.target.closest("tr.row");
@@ -222,7 +190,7 @@
     const page = Math.max(1, Math.floor(box.clientHeight / ROW) - 2);
     const to = { ArrowDown: state.at + 1, ArrowUp: state.at - 1, PageDown: state.at + page, PageUp: state.at - page, Home: 0, End: view.length - 1 }[e.key];
     if (to !== undefined) move(to, false);
-    else if (e.key === "Enter" && state.at >= 0) show(state.at);
+    else if (e.key === "Enter" && state.at >= 0) show(view[state.at]);
     else if (e.key === "Escape") hide();
     else return;
     e.preventDefault();
@@ -254,19 +222,24 @@
     b.append(s + " ", document.createElement("small"));
     b.addEventListener("click", () => { state.status = s; refresh(); });
   }
+  const wordsOf = (text) => text.toLowerCase().split(/\s+/).filter(Boolean);
   let timer = 0;
   $("find").addEventListener("input", (e) => {
     clearTimeout(timer);
-    timer = setTimeout(() => { state.words = e.target.value.toLowerCase().split(/\s+/).filter(Boolean); refresh(); }, 120);
+    timer = setTimeout(() => { state.words = wordsOf(e.target.value); refresh(); }, 120);
   });
-  $("tap-chip").addEventListener("click", () => { Object.assign(state, { tap: null, under: false, steps: null }); refresh(); $("find").focus(); });
+  $("tap-chip").addEventListener("click", () => { Object.assign(state, { tap: null, under: false, steps: null, brief: false }); refresh(); $("find").focus(); });
 
-  // under: also what lies inside; steps: [first, last]; open: the worst of what is shown, with all its fields.
-  a.showTap = function (tap, { under = false, steps = null, scroll = false, open = false } = {}) {
-    Object.assign(state, { tap, under, steps, status: "all", sort: "order", down: false });
-    if (open) Object.assign(state, { sort: "over", down: true });
+  $("save").addEventListener("click", () => a.save(view, columns));
+
+  // Failures first, the worst of them first. under: also what lies inside; steps: [first, last]; open: the first one,
+  // in a table that leaves room for it.
+  a.showTap = function (tap, { under = false, steps = null, scroll = true, open = true } = {}) {
+    Object.assign(state, { tap, under, steps, status: "all", sort: "status", down: true, brief: open });
+    state.pair = null;
+    $("detail").hidden = true;
     refresh();
-    if (open && view.length) move(0, true);
+    if (open && view.length) { stand(0); show(view[0], false); }
     if (scroll) $("pairs").scrollIntoView({ block: "start" });
   };
   // For the other parts of the page: what a pair says, and all pairs of a step whose taps begin so, in data-flow order.
@@ -282,13 +255,40 @@
   // i: a pair's number on the page; it is shown among the pairs of its tap.
   a.showPair = function (i) {
     $("find").value = "";
-    Object.assign(state, { words: [], tap: col.tap.at(i), under: false, steps: null, status: "all" });
+    Object.assign(state, { words: [], tap: col.tap.at(i), under: false, steps: null, status: "all", brief: false });
     refresh();
     move(view.indexOf(i), true);
     grid.focus({ preventScroll: true });
   };
-  const failed = col.status.d && col.status.d.includes("fail");
-  if (failed) state.status = "fail";
+  const usual = col.status.d && col.status.d.includes("fail") ? "fail" : "all";
+  state.status = usual;
   refresh();
+
+  a.link.part({
+    keys: ["find", "tap", "under", "steps", "status", "sort", "pair"],
+    get() {
+      const sort = (state.down ? "-" : "") + state.sort;
+      return [["find", state.words.join(" ")], ["tap", state.tap], ["under", state.tap !== null && state.under ? 1 : null], ["steps", state.steps && state.steps.join("..")],
+        ["status", state.status === usual ? null : state.status], ["sort", sort === "order" ? null : sort], ["pair", state.pair]];
+    },
+    set(q) {
+      const under = q.get("under") === "1", tap = q.get("tap"), steps = /^(-?\d{1,9})\.\.(-?\d{1,9})$/.exec(q.get("steps") ?? "");
+      const known = tap !== null && (col.tap.d ?? []).some((t) => t === tap || (under && String(t).startsWith(tap + ".")));
+      const [, minus, by] = /^(-?)(\w+)$/.exec(q.get("sort") ?? "") ?? [], sort = COLUMNS.some((c) => c.id === by);
+      const status = ["all", "fail", "pass", "skip"].includes(q.get("status")) ? q.get("status") : usual;
+      const find = (q.get("find") ?? "").slice(0, 400), pair = a.link.whole(q.get("pair"), data.n);
+      $("find").value = find;
+      Object.assign(state, { words: wordsOf(find), tap: known ? tap : null, under: known && under, steps: known && steps ? [Number(steps[1]), Number(steps[2])] : null,
+        status, sort: sort ? by : "order", down: sort && minus === "-", brief: pair !== null, pair: null });
+      $("detail").hidden = true;
+      refresh();
+      if (pair !== null) {
+        const k = view.indexOf(pair);
+        if (k >= 0) stand(k);
+        show(pair, false);
+      }
+      if (pair !== null || known) $("pairs").scrollIntoView({ block: "start" });
+    },
+  });
   };
 })();

@@ -81,7 +81,7 @@
       const row = li.firstChild.getBoundingClientRect(), box = root.getBoundingClientRect();
       if (row.top < box.top || row.bottom > box.bottom) root.scrollTop += row.top - box.top - box.height / 3;
     }
-    const choose = (li) => a.showTap(li.node.path, { under: true });
+    const choose = (li) => a.showTap(li.node.path, { under: true, scroll: false, open: false });
 
     if (!top.kids.size) root.append(a.element("li", "none", "There are no pairs."));
     for (const kid of top.kids.values()) root.append(item(kid, 1));

@@ -1,0 +1,131 @@
+"""The view in the address, in a real Chromium: a link opens the same view, and a hostile one is nothing but text."""
+
+import pytest
+from on_the_page import click_cell, column, shown
+from report_examples import CULPRIT, EVIL, hostile, realistic, with_rows
+
+pytestmark = pytest.mark.browser
+
+SETTLED = 400
+"""Milliseconds after which the address has followed the view."""
+
+
+def address(page):
+    page.wait_for_timeout(SETTLED)
+    return page.evaluate("location.href")
+
+
+def view(page):
+    """All that a person sees of the parts whose state is in the address."""
+    return {
+        "shown": shown(page),
+        "rows": column(page, 1)[:10],
+        "steps": column(page, 3)[:10],
+        "chip": page.inner_text("#tap-chip") if page.is_visible("#tap-chip") else None,
+        "find": page.input_value("#find"),
+        "status": page.get_attribute("#status button[aria-pressed=true]", "value"),
+        "sort": page.eval_on_selector_all(
+            "#head th", "all => all.map(t => [t.dataset.id, t.getAttribute('aria-sort')]).filter(x => x[1] !== 'none')"
+        ),
+        "detail": page.inner_text("#detail") if page.is_visible("#detail") else None,
+        "at": page.get_attribute("#grid", "aria-activedescendant"),
+        "request": page.input_value("#heat-request"),
+        "level": page.inner_text("#heat-level"),
+        "cell": page.inner_text("#heat-readout"),
+    }
+
+
+def again(visit, url):
+    """Another page of the same browser at this address, drawn."""
+    other = visit.at(url)
+    other.wait_for_selector("#heat[data-ready]")
+    return other
+
+
+def test_a_link_opens_the_same_view(visit):
+    page = visit(with_rows(realistic()))
+    page.wait_for_selector("#heat[data-ready]")
+    assert "#" not in address(page)  # where nothing was chosen there is nothing to say
+    page.select_option("#heat-request", index=2)
+    page.locator("#heat").scroll_into_view_if_needed()
+    click_cell(page, 4, 2, "model.layers.3, position 50")  # c has ten tokens: 48 to 57
+    click_cell(page, 11, 4, f"{CULPRIT}, position 52")
+    page.click("#status button[value=fail]")
+    page.click("#head th[data-id=value] button")
+    url = address(page)
+    assert url.startswith("file:///")
+    seen = view(page)
+    assert seen["chip"].startswith(f"tap {CULPRIT}, step 6")
+    assert (seen["request"], seen["level"], seen["status"]) == ("2", "model.layers.3", "fail")
+    assert f"{CULPRIT}/output.0" in seen["detail"]
+    other = again(visit, url)
+    found = view(other)
+    assert found.pop("at") == "r0"  # the open pair's row
+    assert found == {k: v for k, v in seen.items() if k != "at"}
+    assert other.evaluate("Math.round(document.getElementById('pairs').getBoundingClientRect().y)") == 0
+    assert other.evaluate("history.length") == 2  # the blank page and this one
+
+
+def test_words_a_tree_node_and_closing_follow_too(visit):
+    page = visit(with_rows(realistic()))
+    page.click("#tree [data-path='model.layers.4'] .node >> nth=0")
+    page.fill("#find", "mlp  Output")
+    page.wait_for_timeout(SETTLED)
+    url = address(page)
+    seen = view(page)
+    assert seen["chip"].startswith("under model.layers.4")
+    other = again(visit, url)
+    assert {k: v for k, v in view(other).items() if k != "find"} == {k: v for k, v in seen.items() if k != "find"}
+    assert other.input_value("#find") == "mlp output"
+    # another link, pasted into the same page: what it does not name is as in the beginning
+    other.evaluate("location.hash = 'tap=model.norm&sort=-over&pair=3'")
+    other.wait_for_selector("#detail:not([hidden])")
+    assert other.inner_text("#tap-chip").startswith("tap model.norm")
+    assert other.input_value("#find") == ""
+    other.click("#detail .top button")
+    assert "pair=" not in address(other)
+    assert "tap=model.norm&sort=-over" in address(other)
+
+
+@pytest.mark.parametrize(
+    "hash_",
+    [
+        "pairs",
+        "%E0%A4%A&&&==&tap",
+        "tap=<img src=x onerror=window.pwned=1>&status=<b>&sort=__proto__&pair=99999999&steps=1..x&cell=9.9.9",
+        "__proto__=1&constructor=2&request=-1&layer=__proto__&pair=1e3&sort=-constructor",
+        pytest.param("tap=model.norm&find=" + "x" * 5000, id="long"),
+        "request=999999999&cell=999999999.999999999&layer=toString&pair=NaN&steps=0..1",
+    ],
+)
+def test_a_hostile_link_is_ignored(visit, hash_):
+    page = visit(with_rows(realistic()))
+    page.wait_for_selector("#heat[data-ready]")
+    plain = view(page)
+    other = again(visit, page.url + "#" + hash_)
+    found = view(other)
+    if "cell=9999" in hash_:  # a place beyond the map is its last one
+        assert found.pop("cell").startswith("logits_processor, position 57")
+        plain.pop("cell")
+    assert found == plain
+    assert other.evaluate("window.pwned") is None
+    assert other.locator("img").count() == 0
+
+
+def test_words_of_a_link_and_hostile_names_stay_text(visit):
+    page = visit(hostile())
+    page.wait_for_selector("#heat[data-ready]")
+    page.click("#body tr.row")
+    page.fill("#find", "<img src=x onerror=window.pwned=1>")
+    url = address(page)
+    page.fill("#find", "")
+    page.keyboard.press("Tab")
+    page.locator("#chart").focus()
+    page.keyboard.press("Enter")
+    chosen = address(page)
+    for link in (url, chosen):
+        other = again(visit, link)
+        assert other.evaluate("window.pwned") is None
+        assert other.locator("img").count() == 0
+        other = again(visit, chosen)
+    assert EVIL[:20] in other.inner_text("#tap-chip")
