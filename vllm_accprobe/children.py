@@ -9,13 +9,14 @@ the kernel also kills the child there and then (``F_SETSIG``, see fcntl(2)), so 
 interpreter's lock back cannot prevent it; elsewhere a thread waits for the end of the pipe.
 What stands in PYTHONPATH stays: who puts "." there, or an empty part ("x:"), wants it.
 Not here: the commands of others that `accprobe run` starts (run/launcher.py), Ray's workers
-(comparison/measure/cluster.py).
+(comparison/spread_out/cluster.py).
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -72,6 +73,15 @@ class Child(subprocess.Popen[str]):
         super().__del__(*given)  # type: ignore[misc]  # typeshed does not know it
 
 
+def how_it_ended(process: subprocess.Popen[Any]) -> str:
+    """The end of a sentence: "was killed by SIGKILL (out of memory?)". Waits for it to end."""
+    code = process.wait()
+    if code >= 0:
+        return f"ended with code {code}"
+    name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else str(-code)
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
 def main() -> None:
     """What a child does first. sys.argv: HOME, the pipe's number, the module, its words."""
     pipe, module, words = int(sys.argv[2]), sys.argv[3], sys.argv[4:]
@@ -107,7 +117,6 @@ def end_with(pipe: int) -> None:
 
 def _killed_by_kernel(pipe: int) -> None:
     import fcntl
-    import signal
 
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())

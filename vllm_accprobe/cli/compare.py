@@ -59,6 +59,9 @@ def compare(
     ray: str = typer.Option(
         None, "--ray", metavar="ADDRESS", help="Measure on the machines of the Ray cluster at this address."
     ),
+    jobs: int = typer.Option(
+        0, "-j", "--jobs", min=0, max=256, metavar="N", help="Measure with N processes; 0: with threads of this one."
+    ),
     replay: bool = typer.Option(
         None,
         "--replay/--no-replay",
@@ -98,7 +101,7 @@ def compare(
 
     rate = FALSE_ALARM_RATE if rate is None else rate
     engine.check_rate(rate)
-    _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray or replay))
+    _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray or jobs or replay))
     _check_dumps(golden, mine, floor)
     standard = xray_table.standard_for(sheet, standard, rejudge is not None or plan)
     xray_table.check(sheet, [d for d in (golden, mine) if d is not None])
@@ -126,8 +129,8 @@ def compare(
         result = replaying.remembered(result, home) if replay is not False else result
         say_notes([replaying.told(result, home, replay)])
     else:
-        choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "floors": floor,
-                   "rate": rate}  # fmt: skip
+        choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "jobs": jobs,
+                   "floors": floor, "rate": rate}  # fmt: skip
         asked = replaying.Asked(golden, mine, replay, taps, op_mapping_file, rate)
         with replaying.begun(asked) as begun:
             with _progress() as advance, _tidy(out):

@@ -63,6 +63,7 @@ def compare(
     progress: Progress | None = None,
     resume: str | Path | None = None,
     ray: str | None = None,
+    jobs: int = 0,
     floors: Sequence[str | Path] = (),
     rate: float = FALSE_ALARM_RATE,
 ) -> Comparison:
@@ -72,17 +73,20 @@ def compare(
     mapping: a file or rules that say which place of mine is which of golden (docs/mapping.md).
     progress: called with (bytes done, bytes in all) of both sides, read or known to be equal. Raises CompareError, one
     line, and NothingCompared. resume: a directory that remembers what is measured until resume.forget is called.
-    ray: address of a Ray cluster whose machines do the measuring. floors: further runs of golden's side, dumps or what
-    `calibrate` made, from which is known what honest runs differ by (judge/calibration.py). rate: the probability of an
-    origin anywhere in a comparison of honest machines, 0 < rate < 1.
+    ray: address of a Ray cluster whose machines do the measuring; jobs: so many processes of this machine do it, 0:
+    threads of this one. floors: further runs of golden's side, dumps or what `calibrate` made, from which is known what
+    honest runs differ by (judge/calibration.py). rate: the probability of an origin anywhere in a comparison of honest
+    machines, 0 < rate < 1.
     """
     check_rate(rate)
+    if ray is not None and jobs:
+        raise CompareError("give a Ray cluster (--ray) or a number of processes here (--jobs), not both")
     rules, other = find_standard(standard)
     dumps = open_both(golden, mine)
     floor = gather(dumps[0], floors, compare)
     plan = make_plan(*dumps, taps=taps, mapping=find_mapping(mapping))
     kl = other is not None and other.pairs is not None and other.pairs.needs_kl
-    run = _Run(dumps, plan, ray=ray, kl=kl)
+    run = _Run(dumps, plan, ray=ray, jobs=jobs, kl=kl)
     log = RowLog()
     finished = None
     if resume is not None:
@@ -184,6 +188,7 @@ class _Run:
     skipped: Counter[str] = field(default_factory=Counter)
     compared: dict[str, list[np.ndarray]] = field(default_factory=dict)
     ray: str | None = None
+    jobs: int = 0
     kl: bool = False
 
     def __post_init__(self) -> None:
@@ -218,9 +223,13 @@ class _Run:
 
     def _measured(self, units: list[Unit]) -> Iterator[list[MeasuredUnit]]:
         sides = self.plan.tokens.golden, self.plan.tokens.mine
+        if self.jobs:
+            from vllm_accprobe.comparison.spread_out.processes import measure_by
+
+            return measure_by(self.jobs, self.dumps, sides, units, kl=self.kl)
         if self.ray is None:
             return measure_all(self.dumps, Indices(sides), units, kl=self.kl)
-        from vllm_accprobe.comparison.measure.cluster import measure_on
+        from vllm_accprobe.comparison.spread_out.cluster import measure_on
 
         for side, dump in zip(("golden", "mine"), self.dumps, strict=True):
             if isinstance(dump, ForeignDump):

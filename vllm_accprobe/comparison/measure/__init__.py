@@ -1,1 +1,1 @@
-"""From units to plain numbers: rows are read, brought together and measured, by threads or on a cluster."""
+"""From units to plain numbers: rows are read, brought together and measured, by threads of one process."""

@@ -4,7 +4,7 @@ The problem: reading, hashing and arithmetic give up the interpreter's lock, but
 thread costs forty microseconds to be told about it; and whatever the dump's size, memory must not grow. The idea: units
 are handed over in batches of some megabytes; each thread has its own buffers and keeps them; only so many batches are
 under way that no thread waits; results come back in the order of the plan, so that nothing after depends on timing.
-Not here: one unit (activations.py, params.py), remembering results (resume.py), other machines (cluster.py).
+Not here: one unit (activations.py, params.py), remembering results (resume.py), other processes (spread_out/).
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from vllm_accprobe.standards.limits import Standard
 BATCH = 8 << 20
 """Bytes of both sides that a thread is given at a time, or more where one unit has more."""
 _MOST = 64
-_CACHE = 256 << 20
+CACHE = 256 << 20
+"""Bytes of whole tensors that may be kept per side, by all threads or processes of a machine together."""
 
 
 class UnitMeasurer:
     """Measures units of one plan in one thread: from a unit of the plan to plain values."""
 
-    def __init__(self, dumps: tuple[Any, Any], indices: Indices, cache: int = _CACHE, *, kl: bool = False):
+    def __init__(self, dumps: tuple[Any, Any], indices: Indices, cache: int = CACHE, *, kl: bool = False):
         """cache: bytes of whole tensors that may be kept per side while a unit is measured. kl: see Measurer."""
         self.loaders = Loader(dumps[0], cache), Loader(dumps[1], cache // 4)
         self._measurer = Measurer(dumps, self.loaders, indices, kl)
@@ -71,7 +72,7 @@ def measure_all(
     n = min(threads or _processors(), 16)
     free: queue.SimpleQueue[UnitMeasurer] = queue.SimpleQueue()
     for _ in range(n):
-        free.put(UnitMeasurer(dumps, indices, _CACHE // n, kl=kl))
+        free.put(UnitMeasurer(dumps, indices, CACHE // n, kl=kl))
 
     def work(batch: list[Unit]) -> list[MeasuredUnit]:
         worker = free.get()

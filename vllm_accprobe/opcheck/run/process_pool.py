@@ -12,14 +12,13 @@ import contextlib
 import json
 import os
 import queue
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import IO, Any
 
-from vllm_accprobe.children import ONE_THREAD, Child
+from vllm_accprobe.children import ONE_THREAD, Child, how_it_ended
 from vllm_accprobe.opcheck.run.result_row import ERROR, Checked, unchecked
 from vllm_accprobe.opcheck.run.table import cells, from_cells
 from vllm_accprobe.opcheck.run.worker import Job, OpenJob, Tap
@@ -63,7 +62,7 @@ class Team:
         try:
             answer = started[0].hear()
             if answer is None:
-                raise RunError(f"opcheck's process {_died(started[0])} while it opened the dump")
+                raise RunError(f"opcheck's process {how_it_ended(started[0].process)} while it opened the dump")
             if "error" in answer:
                 raise RunError(answer["error"])
         except BaseException:
@@ -129,7 +128,7 @@ class Team:
                 return rows
             if failed is not None:
                 return [*rows, _error_row(tap, f"opcheck failed: {failed}")]
-            why = f"the process {_died(process)} while it was checked"
+            why = f"the process {how_it_ended(process.process)} while it was checked"
             process.close()
             self._workers[w] = None
             if at is None or any((s, c) == at for s, c, _ in crashed) or len(crashed) >= _CRASHES:
@@ -144,14 +143,6 @@ def _shared(job: Job, worker: int) -> Job:
 
 def _error_row(tap: Tap, why: str) -> Cells:
     return cells(unchecked(tap[1], tap[2], tap[0], -1, 0, 0, why, status=ERROR))
-
-
-def _died(process: _WorkerProcess) -> str:
-    code = process.process.wait()
-    if code >= 0:
-        return f"ended with code {code}"
-    name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else str(-code)
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
 class _WorkerProcess:

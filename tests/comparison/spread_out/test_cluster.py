@@ -9,8 +9,8 @@ import pytest
 from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.measure import cluster
 from vllm_accprobe.comparison.result import CompareError
+from vllm_accprobe.comparison.spread_out import cluster
 from vllm_accprobe.report.table import write_csv
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'vllm-accprobe[ray]'")

@@ -2,11 +2,9 @@
 
 The problem: a dump of many machines is large, and each machine has its own ranks' files on its own disk. The idea: each
 machine is asked once which files of both dumps it can read; a batch of units goes to a worker on a machine that holds
-all that it needs, and only metrics come back. A worker that dies is replaced and its batch measured again; results are
-taken in the order of the plan, so that the outcome does not depend on where and when anything ran.
-The plan is made where the command runs, from all journals: they must be readable there. Nothing from a dump is ever
-unpickled; what Ray sends between its own processes is values of the plan and frames of bytes (wire.py).
-Not here: one unit (workers.py), the plan (units.py).
+all that it needs, and only metrics come back. A worker that dies is replaced on its machine.
+The plan is made where the command runs, from all journals: they must be readable there.
+Not here: the order, and what is done again (in_order.py), what a worker does (worker.py), the plan (plan/).
 """
 
 from __future__ import annotations
@@ -15,23 +13,22 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
-from vllm_accprobe.comparison.measure.workers import UnitMeasurer, batches
-from vllm_accprobe.comparison.plan.row_index import Indices
+from vllm_accprobe.comparison.measure.workers import batches
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.comparison.result import CompareError
+from vllm_accprobe.comparison.spread_out.in_order import Died, in_order
+from vllm_accprobe.comparison.spread_out.worker import Briefing, Station, heard, side_of
 from vllm_accprobe.comparison.store import wire
-from vllm_accprobe.dump.reader import reopen
 from vllm_accprobe.dump.schema import Record
 
 BATCH = 64 << 20
 """Bytes per task: sending one costs some milliseconds."""
-RETRIES = 3
 _AHEAD = 2
 File = tuple[int, int, int]
 """(side, rank, segment)."""
@@ -46,13 +43,15 @@ def measure_on(
     *,
     kl: bool = False,
 ) -> Iterator[list[MeasuredUnit]]:
-    """As workers.measure_all. address: as for ray.init, ``auto`` or ``host:port``. Raises CompareError."""
+    """As workers.measure_all. address: as for ray.init, ``auto`` or ``host:port``. Raises CompareError, DumpError."""
     ray = _ray()
+    golden, mine = dumps
+    told = Briefing((side_of(golden), side_of(mine)), sides, kl)
     with _connected(ray, address):
         known: wire.Known = {}
-        for data in _Cluster(ray, dumps, sides, kl).run(list(batches(units, limit))):
-            ((text, payload, _),) = wire.frames(data)
-            yield wire.unpack(text, payload, known)
+        tasks = [_Task(b, {f for u in b for f in _files(u)}) for b in batches(units, limit)]
+        for answer in in_order(_Machines(ray, told, tasks), tasks):
+            yield heard(answer, dumps, known)
 
 
 @dataclass
@@ -66,77 +65,72 @@ class _Worker:
 class _Task:
     units: list[Unit]
     files: set[File]
-    tries: int = 0
-    result: bytes | None = field(default=None, repr=False)
 
 
-class _Cluster:
-    def __init__(self, ray: Any, dumps: tuple[Any, Any], sides: tuple[SideRows, SideRows], kl: bool):
-        self._ray, self._sides = ray, sides
+class _Machines:
+    """A Crew on a cluster. tasks: all that there will be."""
+
+    who = "workers of the Ray cluster"
+
+    def __init__(self, ray: Any, told: Briefing, tasks: Sequence[_Task]):
+        self._ray = ray
         self._near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         machines = {n["NodeID"]: int(n["Resources"].get("CPU", 0)) for n in ray.nodes() if n["Alive"]}
         machines = {m: n for m, n in machines.items() if n > 0}
         if not machines:
             raise CompareError("the Ray cluster has no machine with processors")
-        self._paths = {(side, *key): str(x.path) for side, d in enumerate(dumps) for key, x in d.data.items()}
+        self._paths = {(s, *key): str(x.path) for s, side in enumerate(told.places) for key, x in side.data.items()}
         probe = ray.remote(_readable)
         asked = [probe.options(num_cpus=0, scheduling_strategy=self._at(m)).remote(self._paths) for m in machines]
         self.holds = dict(zip(machines, map(set, ray.get(asked)), strict=True))
-        self._common = ray.put(([(d.path, d.data) for d in dumps], sides, kl))
+        self._told = ray.put(told)
         self._workers = [self._hire(m) for m, n in machines.items() for _ in range(n) if self.holds[m]]
+        self._running: dict[Any, tuple[int, _Task, _Worker]] = {}
+        for task in tasks:
+            self._check(task)
+
+    @property
+    def ahead(self) -> int:
+        return 4 * _AHEAD * max(len(self._workers), 1)
+
+    def start(self, number: int, task: _Task) -> bool:
+        able = [w for w in self._workers if w.busy < _AHEAD and task.files <= self.holds[w.machine]]
+        if not able:
+            return False
+        worker = min(able, key=lambda w: w.busy)
+        worker.busy += 1
+        self._running[worker.actor.answer.remote(task.units)] = number, task, worker
+        return True
+
+    def ended(self) -> tuple[int, bytes | Died]:
+        ready, _ = self._ray.wait(list(self._running), num_returns=1)
+        number, task, worker = self._running.pop(ready[0])
+        worker.busy -= 1
+        try:
+            answer: bytes = self._ray.get(ready[0])
+        except self._ray.exceptions.RayTaskError as e:
+            raise CompareError(f"a worker of the Ray cluster failed: {_last_line(e)}") from None
+        except self._ray.exceptions.RayError as e:
+            self._replace(worker, task)
+            return number, Died(f"said: {_last_line(e)}")
+        return number, answer
 
     def _at(self, machine: str) -> Any:
         return self._near(machine, soft=False)
 
     def _hire(self, machine: str) -> _Worker:
         actor = self._ray.remote(_Measurer).options(num_cpus=1, scheduling_strategy=self._at(machine))
-        return _Worker(machine, actor.remote(self._common))
+        return _Worker(machine, actor.remote(self._told))
 
-    def run(self, batches: list[list[Unit]]) -> Iterator[bytes]:
-        tasks = [_Task(b, {f for u in b for f in _files(u)}) for b in batches]
-        for task in tasks:
-            if not any(task.files <= self.holds[w.machine] for w in self._workers):
-                raise CompareError(self._nowhere(task))
-        waiting, given = list(range(len(tasks))), 0
-        running: dict[Any, tuple[int, _Worker]] = {}
-        while given < len(tasks):
-            self._assign(tasks, waiting, running)
-            ready, _ = self._ray.wait(list(running), num_returns=1)
-            i, worker = running.pop(ready[0])
-            worker.busy -= 1
-            try:
-                tasks[i].result = self._ray.get(ready[0])
-            except self._ray.exceptions.RayTaskError as e:
-                raise CompareError(f"a worker of the Ray cluster failed: {_last_line(e)}") from None
-            except self._ray.exceptions.RayError as e:
-                self._replace(worker, tasks[i], e)
-                waiting.insert(0, i)
-            while given < len(tasks) and (done := tasks[given].result) is not None:
-                tasks[given].result = None
-                given += 1
-                yield done
-
-    def _assign(self, tasks: list[_Task], waiting: list[int], running: dict[Any, tuple[int, _Worker]]) -> None:
-        for i in list(waiting):
-            able = [w for w in self._workers if w.busy < _AHEAD and tasks[i].files <= self.holds[w.machine]]
-            if not able:
-                if all(w.busy >= _AHEAD for w in self._workers):
-                    return
-                continue
-            worker = min(able, key=lambda w: w.busy)
-            worker.busy += 1
-            running[worker.actor.measure.remote(tasks[i].units)] = i, worker
-            waiting.remove(i)
-
-    def _replace(self, worker: _Worker, task: _Task, error: Exception) -> None:
+    def _replace(self, worker: _Worker, task: _Task) -> None:
         """After a death: another worker on the same machine, unless the machine itself is gone."""
-        task.tries += 1
-        if task.tries > RETRIES:
-            raise CompareError(f"workers of the Ray cluster died {task.tries} times over one task: {_last_line(error)}")
         if worker in self._workers:
             self._workers.remove(worker)
             if any(n["NodeID"] == worker.machine and n["Alive"] for n in self._ray.nodes()):
                 self._workers.append(self._hire(worker.machine))
+        self._check(task)
+
+    def _check(self, task: _Task) -> None:
         if not any(task.files <= self.holds[w.machine] for w in self._workers):
             raise CompareError(self._nowhere(task))
 
@@ -149,16 +143,8 @@ class _Cluster:
                 f"{', '.join(lacking[:2])}): put both dumps where one machine sees them")  # fmt: skip
 
 
-class _Measurer:
+class _Measurer(Station):
     """The actor: a process on some machine."""
-
-    def __init__(self, common: Any):
-        places, sides, kl = common
-        golden, mine = (reopen(Path(path), data) for path, data in places)
-        self._measurer = UnitMeasurer((golden, mine), Indices(sides), kl=kl)
-
-    def measure(self, units: list[Unit]) -> bytes:
-        return wire.pack([self._measurer.measure(u) for u in units])
 
 
 def _readable(paths: dict[File, str]) -> list[File]:
@@ -168,7 +154,8 @@ def _readable(paths: dict[File, str]) -> list[File]:
 def _files(unit: Unit) -> set[File]:
     found: set[File] = set()
     for side, groups in enumerate((unit.golden, unit.mine)):
-        for group in groups:
+        routers = unit.router[side] if unit.router is not None else []
+        for group in (*groups, *routers):
             for record in group.records:
                 _add_files(found, side, record)
     return found
