@@ -16,6 +16,7 @@ from vllm_accprobe.dump.opcalls import is_operator
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Module, Record
 from vllm_accprobe.opcheck.calls.weights import Checkpoint
+from vllm_accprobe.opcheck.reference import Params
 
 _ALIAS = "another name of a captured module"
 
@@ -71,8 +72,8 @@ class ModuleParameters:
                 value = self._read(record)
             if value is not None:
                 found[name] = value
-        self._known[rank, tap] = found
-        return found
+        self._known[rank, tap] = params = Params(found)
+        return params
 
     def lacking(self, rank: int, tap: str, found: Mapping[str, Any]) -> dict[str, Record]:
         """A module's parameters of which only statistics are here: by name, those that are not among ``found``."""
