@@ -134,13 +134,23 @@ class Call:
         return self.tensor(*names).double()
 
     def param(self, name: str) -> Tensor:
-        """A parameter in float64; raises Declined when the dump has none, or an empty one that a kernel has packed."""
+        """A parameter in float64, which is not to be changed; raises Declined as `stored` does."""
+        found = self.stored(name)
+        return self.once(name, found.double)
+
+    def stored(self, name: str) -> Tensor:
+        """A parameter in its own dtype; raises Declined when the dump has none, or an empty one that a kernel has
+        packed."""
         found = self.params.get(name)
         if found is None:
             raise Declined(f"parameter {name} was not captured")
         if not found.numel():
             raise Declined(f"parameter {name} was packed by a kernel before it could be captured")
-        return found.double()
+        return found
+
+    def once(self, what: Any, make: Callable[[], Tensor]) -> Tensor:
+        """What ``make`` gives, which follows from the parameters alone: it is made once for all calls of the module."""
+        return self.params.once(what, make) if isinstance(self.params, Params) else make()
 
     def attr(self, *names: str, default: Any = None) -> Any:
         """The first of these attributes that was recorded; raises Declined where none was and there is no default."""
@@ -159,6 +169,53 @@ class Call:
             if found:
                 return found
         return 0.0
+
+
+_HELD = 1 << 30
+"""Chosen: bytes that are kept of what was made of one module's parameters: those of a product of 8,192 by 8,192 in
+float64 and float32; what is larger is made for each call."""
+
+
+class Params(dict[str, Tensor]):
+    """Tensors that all calls of a module share, by name, with what was made of them: a weight becomes float64 once and
+    not for each call. shared: parameters that calls of an operator are given as arguments, by what tells them apart."""
+
+    def __init__(self, tensors: Mapping[str, Tensor] | None = None):
+        super().__init__(tensors or {})
+        self.shared: dict[Any, Tensor] = {}
+        self._made: dict[Any, Tensor] = {}
+        self._room = _HELD
+
+    def once(self, what: Any, make: Callable[[], Tensor]) -> Tensor:
+        """What ``make`` gives; what was made before under this name, which nobody may change."""
+        found = self._made.get(what)
+        if found is None:
+            found = make()
+            if self._has_room(found):
+                self._made[what] = found
+        return found
+
+    def share(self, name: Any, read: Callable[[], Tensor]) -> Tensor:
+        """One of `shared`, read where it is not there yet."""
+        found = self.shared.get(name)
+        if found is None:
+            found = read()
+            if self._has_room(found):
+                self.shared[name] = found
+        return found
+
+    def _has_room(self, tensor: Tensor) -> bool:
+        size = tensor.numel() * tensor.element_size()
+        if any(t is tensor for t in (*self.values(), *self._made.values())):
+            return True
+        if size > self._room:
+            return False
+        self._room -= size
+        return True
+
+    def name_of(self, tensor: Tensor) -> Any | None:
+        """The name of one of `shared`, None for any other tensor."""
+        return next((name for name, t in self.shared.items() if t is tensor), None)
 
 
 Reference = Callable[[Call], "Mapping[str, Expected | Tensor] | Expected | Tensor"]

@@ -17,7 +17,7 @@ import torch
 from vllm_accprobe.dump.opcalls import tensors
 from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.opcheck.calls.op_blocks import Renumbered, numbered
-from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference import Call, Params
 
 Records = Mapping[str, Record]
 _MOST = 1 << 28
@@ -35,11 +35,12 @@ FINGERPRINT = "a parameter, kept as a fingerprint"
 
 def op_call(
     op: OpCall, records: Records, read: Callable[[Record], Any], param: Callable[[str], Record | None],
-    draw: Callable[[Mapping[str, Any]], Any] | None = None,
+    draw: Callable[[Mapping[str, Any]], Any] | None = None, shared: Params | None = None,
 ) -> Call:  # fmt: skip
     """``op`` as a Call. records: of this call, by role; read: a record's tensor; param: the record of
-    ``<tap>/param.<name>``; draw: makes a tensor that was not kept, from its VALUE. Raises NotKept."""
-    maker = _Maker(records, read, param, draw, numbered(op, records, read))
+    ``<tap>/param.<name>``; draw: makes a tensor that was not kept, from its VALUE; shared: of the operator's tap, where
+    parameters among the arguments are kept, and which becomes the call's params. Raises NotKept."""
+    maker = _Maker(records, read, param, draw, numbered(op, records, read), shared)
     args = tuple(maker.value(v) for v in op.args)
     kwargs = {k: maker.value(v) for k, v in op.kwargs.items()}
     held = {r: x for r, x in records.items() if r.startswith(("output.", "inplace."))}
@@ -47,7 +48,8 @@ def op_call(
     if draw is not None:  # statistics of an operator stand in its line alone
         outputs = {str(t["role"]): _like(t) for t in tensors(op.outputs)} | outputs
     fresh = [k for k, v in enumerate(op.args) if isinstance(v, Mapping) and _fresh(v.get("tensor"))]
-    return Call(op.tap, op.op, args=args, kwargs=kwargs, outputs=outputs, extra={"fresh": fresh} if fresh else {})
+    return Call(op.tap, op.op, args=args, kwargs=kwargs, outputs=outputs, extra={"fresh": fresh} if fresh else {},
+                params={} if shared is None else shared)  # fmt: skip
 
 
 def _like(t: Mapping[str, Any]) -> Any:
@@ -66,9 +68,10 @@ def _fresh(tensor: Any) -> bool:
 class _Maker:
     def __init__(
         self, records: Records, read: Callable[[Record], Any], param: Callable[[str], Record | None],
-        draw: Callable[[Mapping[str, Any]], Any] | None, numbers: Mapping[str, Renumbered],
+        draw: Callable[[Mapping[str, Any]], Any] | None, numbers: Mapping[str, Renumbered], shared: Params | None,
     ):  # fmt: skip
         self.records, self.read, self.param, self.draw, self.numbers = records, read, param, draw, numbers
+        self.shared = shared
 
     def value(self, value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -106,7 +109,11 @@ class _Maker:
         if record is not None and record.payload is not None:
             if t.get("blocks"):
                 return self.read(record)
-            found = self.read(record).reshape(tuple(t.get("shape", record.shape)))
+            shape = tuple(t.get("shape", record.shape))
+            if t.get("param") and self.shared is not None and role not in self.numbers:
+                lies = record.rank, record.payload, record.dtype, shape
+                return self.shared.share(lies, lambda: self.read(record).reshape(shape))
+            found = self.read(record).reshape(shape)
             return self.numbers[role](found) if role in self.numbers else found
         shape, dtype = tuple(t.get("shape", ())), getattr(torch, str(t["dtype"]), None)
         if (t.get("fresh") or 0 in shape) and isinstance(dtype, torch.dtype) and math.prod(shape) <= _MOST:

@@ -19,6 +19,7 @@ from vllm_accprobe.dump.weights.weight_life import NO_LIVES
 from vllm_accprobe.opcheck.calls.operator_calls import NotKept
 from vllm_accprobe.opcheck.calls.weights import Checkpoint
 from vllm_accprobe.opcheck.calls.weights_since import WeightsSince
+from vllm_accprobe.opcheck.reference import Params
 
 _ALIAS = "another name of a captured module"
 _EXPERTS = ".routed_experts.quant_method"
@@ -87,8 +88,8 @@ class ModuleParameters:
                 value = self._read(record)
             if value is not None:
                 found[name] = value
-        self._known[rank, tap] = found
-        return found
+        self._known[rank, tap] = params = Params(found)
+        return params
 
     def adapters(self, rank: int) -> frozenset[str]:
         """Names of the LoRA adapters of which the dump has a weight anywhere."""

@@ -31,7 +31,7 @@ from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.neighbours import Neighbours
 from vllm_accprobe.opcheck.calls.operator_calls import STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.floors.chance import RATE, Budget
-from vllm_accprobe.opcheck.reference import BACKWARD, Call
+from vllm_accprobe.opcheck.reference import BACKWARD, Call, Params
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Calls(ModuleIndex):
         crashed: Mapping[tuple[int | None, int], str],
     ) -> Iterator[Captured]:  # fmt: skip
         self.parameters.forget()
-        held = self.op_records.get((rank, tap), {})
+        held, params = self.op_records.get((rank, tap), {}), Params()
         for op in self.ops[rank, tap]:
             records = held.get((op.step, op.call), {})
             begins(op.step, op.call)
@@ -174,7 +174,7 @@ class Calls(ModuleIndex):
                 yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, why, op.seq, True)
                 continue
             try:
-                what = op_call(op, records, self.read, partial(self.parameters.record, rank, op.step))
+                what = op_call(op, records, self.read, partial(self.parameters.record, rank, op.step), shared=params)
                 inner = self._made_inside(op)
             except (NotKept, DumpError) as why:
                 missing = f"{UNREAD} ({why})" if isinstance(why, DumpError) else str(why)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.references.widened import Widened
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "random", "geometric")
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
@@ -38,8 +38,6 @@ _HANDLES = ("onednn", "_mm_handler", "custom_ar", "quick_ar")
 """Operators that are given addresses as integers: to run them again would crash."""
 _WIDER = 8.0
 """How many times the answer to moved inputs a kernel's own sums may spread: the square root of some sixty terms."""
-_MOVED = 2.0**-24
-_TABLE = 8191
 
 
 def of(name: str) -> Any:
@@ -98,37 +96,6 @@ def each(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def raised(value: Any, real: Any, imaginary: Any) -> Any:
-    """A tensor or dtype with floats in these dtypes, and everything on the CPU; other values as they are."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        if value.is_complex():
-            return value.to(imaginary, copy=True)
-        return value.to(real, copy=True) if value.is_floating_point() else value.clone()
-    if isinstance(value, torch.dtype):
-        return real if value.is_floating_point else imaginary if value.is_complex else value
-    return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-def _moved(value: Any, generator: Any) -> Any:
-    """Floats times 1 ± 2**-24 (float32: its next number), at random: signs from a table whose length is a prime, so
-    that no two rows share theirs; to draw one for each element would take longer than most operators."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return value
-    if value.dim() == 2 and not value.is_contiguous() and value.t().is_contiguous():
-        return _moved(value.t(), generator).t()
-    flat = value.reshape(-1)
-    signs = torch.randint(0, 2, (min(_TABLE, len(flat)),), generator=generator).double()
-    step = max(_MOVED, torch.finfo(value.dtype).eps)
-    table = (1.0 + step * (2.0 * signs - 1.0)).to(value.dtype)
-    whole = len(flat) // _TABLE * _TABLE
-    moved = torch.empty_like(flat)
-    if whole:
-        torch.mul(flat[:whole].view(-1, _TABLE), table, out=moved[:whole].view(-1, _TABLE))
-    torch.mul(flat[whole:], table[: len(flat) - whole], out=moved[whole:])
-    return moved.view(value.shape)
-
-
 @reference("aten.*", "torch.ops.aten.*")
 def itself(call: Call) -> dict[str, Expected]:
     parts = call.cls.removeprefix("torch.ops.").split(".")
@@ -148,15 +115,15 @@ def in_float64(call: Call, function: Any, cast: bool = False) -> dict[str, Expec
     _check_size(call, function)
     why = ""
     for real, imaginary in ((torch.float64, torch.complex128), (torch.float32, torch.complex64)):
-        wide = partial(raised, real=real, imaginary=imaginary)
+        widened = Widened(call, function, real, imaginary)
         try:
-            found = _given(call, function, wide)
+            found = _given(call, function, widened.wide)
         except _REFUSALS as error:
             why = why or " ".join(str(error).split())[:80]
             continue
         if not found:
             raise Declined("its result holds no tensor")
-        return _expected(call, function, found, wide, real is torch.float32, cast)
+        return _expected(call, function, found, widened, real is torch.float32, cast)
     raise Declined(f"its own CPU kernel refuses: {why}")
 
 
@@ -205,12 +172,11 @@ def _on_meta(value: Any) -> Any:
 
 
 def _expected(
-    call: Call, function: Any, found: dict[str, Any], wide: Callable[[Any], Any], narrow: bool, cast: bool
+    call: Call, function: Any, found: dict[str, Any], widened: Widened, narrow: bool, cast: bool
 ) -> dict[str, Expected]:
     """Each of ``found`` with its noise, from asking again. narrow: it was asked in float32; cast: it only rounds."""
-    generator = torch.Generator().manual_seed(0)
     try:
-        again = _given(call, function, lambda value: _moved(wide(value), generator))
+        again = _given(call, function, widened.moved)
     except _REFUSALS:
         again = {}
     expected = {}

@@ -21,10 +21,11 @@ _IDS = ("input_", "input", "input_ids", "position_ids", "0")
 
 
 def looked_up(ids: Any, table: Any, first: int = 0) -> Any:
-    """table[ids - first], zeros for ids outside; ids int [...], table [n, width]."""
+    """table[ids - first] in float64, zeros for ids outside; ids int [...], table [n, width]."""
     local = ids.long() - first
     inside = (local >= 0) & (local < table.shape[0])
-    return table[local.clamp(0, table.shape[0] - 1)] * inside.unsqueeze(-1)
+    table = table if table.element_size() > 1 else table.double()  # torch picks no rows of 8-bit floats
+    return table[local.clamp(0, table.shape[0] - 1)].double() * inside.unsqueeze(-1)
 
 
 @reference("VocabParallelEmbedding", "Embedding", "*WordEmbedding", "*TextScaledWordEmbedding")
@@ -36,13 +37,13 @@ def embedding(call: Call) -> Expected:
         raise Declined("whether it adds up over ranks was not recorded")
     size = int(call.attr("tp_size", default=1))
     if size == 1:
-        table = call.param("weight")
+        table = call.stored("weight")
         if int(ids.max()) >= table.shape[0] or int(ids.min()) < 0:
             raise Declined("an id lies outside its table")
         return Expected(looked_up(ids, table), bound=_COPY)
     total = torch.zeros((), dtype=torch.float64)
     for other in ranks_of(call, size):
-        table = other.param("weight")
+        table = other.stored("weight")
         total = total + looked_up(ids, table, int(other.attr("tp_rank", default=0)) * table.shape[0])
     return Expected(total, bound=_COPY)  # every rank but one adds zeros
 

@@ -39,9 +39,11 @@ _TINY = 2.0**-126
 """Least normal number of float32: a row of zeros has codes of zero."""
 
 
-def product(x: Any, weight: Any, x_noise: Any | None = None) -> Expected:
-    """x @ weight.T in float64 with the noise of a float32 sum, and of x where that was rounded."""
-    size = (x.abs().float() @ weight.abs().float().T).double()  # how large an error may be need not be known exactly
+def product(x: Any, weight: Any, x_noise: Any | None = None, sizes: Any | None = None) -> Expected:
+    """x @ weight.T in float64 with the noise of a float32 sum, and of x where that was rounded. sizes: float32, of the
+    weight, where they are known."""
+    sizes = weight.abs().float() if sizes is None else sizes
+    size = (x.abs().float() @ sizes.T).double()  # how large an error may be need not be known exactly
     if not bool(torch.isfinite(size).all()):
         size = x.abs() @ weight.abs().T
     noise = SUM * x.shape[-1] ** 0.5 * size
@@ -56,7 +58,7 @@ def partial(call: Call) -> Expected:
     weight = weight_of(call)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise Declined(f"weight {list(weight.shape)} does not fit an input of width {x.shape[-1]}")
-    return product(x, weight, activation_noise(call, x))
+    return product(x, weight, activation_noise(call, x), call.once(product, lambda: weight.abs().float()))
 
 
 def _noted(call: Call, y: Expected) -> Expected:

@@ -29,6 +29,10 @@ def name_of(tensor: Any) -> str:
 
 def weight_of(call: Call) -> Any:
     """The weight as numbers, float64 [outputs, inputs]. Raises Declined where its form is not known."""
+    return call.once(weight_of, lambda: _weight(call))
+
+
+def _weight(call: Call) -> Any:
     if "qweight" in call.params:
         return _packed(call)
     weight = call.params.get("weight", call.params.get("weight_packed"))

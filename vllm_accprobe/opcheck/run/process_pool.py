@@ -27,6 +27,9 @@ _AT_ONCE = 8
 """Processes that are started before it is known how many taps there are."""
 _CRASHES = 20
 """Of one tap; then the rest of it is given up."""
+_REUSED = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
+"""glibc's settings (mallopt(3)) of a worker: pieces of up to 32 MiB, its largest threshold, are used again instead of
+being given back and cleared by the kernel for each float64 copy of an output; 256 MiB of them at most (chosen)."""
 Cells = list[Any]
 Told = tuple[Cells, Checked]
 """A row as the csv has it, and without its measures."""
@@ -151,7 +154,7 @@ class _WorkerProcess:
     def __init__(self, job: Job):
         # one thread each: sums come out the same however many processes there are, and small products are no slower
         self.process = Child(
-            "vllm_accprobe.opcheck.run.worker", env={**os.environ, **ONE_THREAD}, stdin=subprocess.PIPE,
+            "vllm_accprobe.opcheck.run.worker", env={**_REUSED, **os.environ, **ONE_THREAD}, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )  # fmt: skip
         self._in, self._out = _pipe(self.process.stdin), _pipe(self.process.stdout)
