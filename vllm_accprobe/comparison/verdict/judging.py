@@ -30,7 +30,7 @@ from vllm_accprobe.comparison.verdict.remarks import other_settings, remarks, un
 from vllm_accprobe.comparison.verdict.rerouted_rows import add_undecided, settle
 from vllm_accprobe.comparison.verdict.row_limits import Holder
 from vllm_accprobe.comparison.verdict.without_tensors import without_tensors
-from vllm_accprobe.comparison.verdict.wrong_rows import Wrong, wrong_rows
+from vllm_accprobe.comparison.verdict.wrong_rows import Wrong, spoken_for, wrong_rows
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
@@ -221,19 +221,14 @@ class _Judge:
             weak = any(p.stats is not None for p in parts)
             # Sums over rows and columns have no rows to leave out: what near ties moved would look like odd columns.
             columns = None if any(s.left is not None for s in settled) else unit.columns
-            self._trace(replace(unit, columns=columns), rows, wrong, created, everywhere, max(allowed, 0.0), weak)
+            shared = spoken_for(parts, errors, rows)
+            self._trace(replace(unit, columns=columns), rows, wrong, created, everywhere, max(allowed, 0.0), weak,
+                        shared=shared)  # fmt: skip
 
     def _trace(
-        self,
-        unit: MeasuredUnit,
-        keys: list[RowSet],
-        wrong: Wrong,
-        limit: float,
-        everywhere: float = 0.0,
-        allowed: float = 0.0,
-        weak: bool = False,
-        spoilt: bool = False,
-    ) -> None:
+        self, unit: MeasuredUnit, keys: list[RowSet], wrong: Wrong, limit: float, everywhere: float = 0.0,
+        allowed: float = 0.0, weak: bool = False, spoilt: bool = False, shared: np.ndarray = _NO_KEYS,
+    ) -> None:  # fmt: skip
         rows = self.unions.of(keys)
         at = rows.place[wrong.at]
         if rows.distinct and len(at) == len(rows.seen):
@@ -251,7 +246,10 @@ class _Judge:
         unread = not dtypes or is_exact(*dtypes) or is_mask(role)
         rounding = 0.0 if unread else self.holder.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
         signs = (wrong.rel[order], wrong.gain[order], rounding, unit.columns, part.width if part is not None else 1)
-        known = (wrong.broken[order], wrong.own[order], spoilt, unit.gap)
+        if len(shared):
+            shared, by_part = np.full(len(rows.seen), -1), shared
+            shared[rows.place] = by_part
+        known = (wrong.broken[order], wrong.own[order], spoilt, unit.gap, shared)
         self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs, *known))
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:

@@ -30,6 +30,15 @@ class Wrong:
     own: np.ndarray
 
 
+def spoken_for(parts: list[Part], errors: list[RowErrors], rows: list[RowSet]) -> np.ndarray:
+    """`Trace.shared` of the rows of all parts, one after the other: int64; empty where each row has its own error."""
+    one = [part.whole or len(e.err) != len(known) for part, e, known in zip(parts, errors, rows, strict=True)]
+    if not any(one):
+        return _NO_KEYS
+    numbers = (i if whole else -1 for i, whole in enumerate(one))
+    return np.concatenate([np.full(len(known), i) for i, known in zip(numbers, rows, strict=True)])
+
+
 def wrong_rows(
     parts: list[Part], errors: list[RowErrors], rows: list[RowSet], own: np.ndarray = _NO_KEYS
 ) -> tuple[Wrong, float]:

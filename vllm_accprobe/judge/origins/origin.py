@@ -118,7 +118,8 @@ class _Search:
         if any(len(t.keys) for kinds in self.by_tap.values() for t in kinds[OUTPUT] + kinds[INPUT]):
             # Asking for a tap that has no trace adds it.
             places = [(tap, *place) for tap in list(self.by_tap) for place in self.fronts.places(tap)]
-            places = [p for p in places if p[1].rounding and len(p[1].seen) and not p[1].weak]
+            # A tensor without rows is one number: taken for all rows of its step it would be as many witnesses.
+            places = [p for p in places if p[1].rounding and len(p[1].seen) and not (p[1].weak or len(p[1].shared))]
             kinds = [kind_of_place(tap, _role(tap, sink)) for tap, sink, _ in places]
             odd = {kind for kind, (_, sink, _) in zip(kinds, places, strict=True) if len(sink.keys)}
             for kind, (tap, sink, sources) in zip(kinds, places, strict=True):
@@ -190,6 +191,7 @@ class _Search:
                 if source.weak or tap.startswith(BACKWARD):
                     found = np.where(found > source.limit, np.inf, found * self.standard.amplification)
                 np.maximum(explained, found, out=explained)
+        explained = sink.largest(keys, explained)
         rules = self.standard
         share = np.where(explained > sink.limit, rules.wild, rules.amplification)
         created = (err > sink.limit + share * explained) & (explained < rules.garbage)
@@ -218,7 +220,7 @@ class _Search:
             if source.broken.any():
                 flags = replace(source, everywhere=0.0)
                 broken &= self.influence.of(flags, source.broken.astype(np.float64), sink.vision, rows, mixing) == 0
-        return broken
+        return ~sink.largest(rows.keys, ~broken)
 
     def _check_hidden(self, tap: str, sink: Trace, below: list[Trace]) -> None:
         look = self.looks.get((tap, sink))

@@ -17,6 +17,7 @@ from vllm_accprobe.judge.origins.columns import Columns
 
 INPUT, OUTPUT, PARAM = "input", "output", "param"
 _NO_NUMBERS = np.zeros(0)
+_NONE = np.zeros(0, np.int64)
 _NO_FLAGS = np.zeros(0, bool)
 
 
@@ -32,6 +33,8 @@ class Trace:
     values must be equal. broken: of the same rows, whether mine holds NaN or infinity where golden does not; spoilt:
     the same of what belongs to no row. own: of the same rows, whether they are known to be wrong whatever came in.
     columns: kernels.structure's sums. width: elements of a row. gap: layers that lie unseen in front (unseen.py).
+    shared: of the rows seen, the number of the tensor without rows (a pooled vector) whose one error they all have, -1
+    for a row with an error of its own; empty where all are.
     """
 
     tap: str
@@ -56,6 +59,17 @@ class Trace:
     own: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
     spoilt: bool = False
     gap: int = 0
+    shared: np.ndarray = field(default_factory=lambda: _NONE)
+
+    def largest(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """``values`` [len(keys)] of some of the rows seen; where one tensor speaks for several, the largest of theirs:
+        it may have been made of any of them."""
+        if not len(self.shared) or not len(keys):
+            return values
+        which = self.shared[np.searchsorted(self.seen.keys, keys)]
+        most = np.zeros(int(which.max()) + 2, values.dtype)
+        np.maximum.at(most, which, values)  # -1 is the last place
+        return np.where(which >= 0, most[which], values)
 
     @cached_property
     def by_column(self) -> Columns | None:
