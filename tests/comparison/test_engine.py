@@ -46,6 +46,11 @@ def test_compare_json(on_disk):
         "false_alarm_rate", "by_chance", "machines", "would_decide",
     ]  # fmt: skip
     assert data["verdict"] == "fail"
+    near = {side: data["origins"][0].pop(side) for side in ("fed_by", "feeds")}
+    fed = [(f"{e['tap']}/{e['role']}", e["status"]) for e in near["fed_by"]]
+    assert fed == [("model.layers.1.mlp.act_fn/output.0", "identical"),
+                   ("model.layers.1.mlp.down_proj/param.weight", "identical")]  # fmt: skip
+    assert [e["status"] for e in near["feeds"]] == ["fail"]
     varying = {"created": 0, "request": "", "position": 0, "worst": 0, "times": 0}
     assert data["origins"][0] | varying == {
         "module": "model.layers.1.mlp.down_proj", "class": "RowParallelLinear", "role": "output.0", "request": "",
