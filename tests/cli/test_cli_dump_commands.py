@@ -40,7 +40,7 @@ def test_summary_limits_and_says_so(dump, capsys):
     assert main(["summary", str(dump), "--limit", "2"]) == 0
     out = lines(capsys)
     assert len([line for line in out if "param.weight" in line]) == 2
-    assert out[3] == "... 25 more: --limit 0 shows all, --csv FILE writes all, a GLOB or --step narrows down"
+    assert out[3] == "... 25 more: --limit 0 shows all, --csv FILE writes all, a GLOB or --steps narrows down"
     assert main(["summary", str(dump), "--limit", "0"]) == 0
     assert sum("bfloat16" in line for line in lines(capsys)) == 24
 

@@ -77,7 +77,7 @@ def test_json_csv_and_prompts(here: Path, capsys: Any) -> None:
     ("words", "code", "says"),
     [
         (["golden.jsonl", "other.jsonl"], 3, "no question is on both sides"),
-        (["golden.jsonl", "mine.jsonl", "--metric", "bleu"], 3, "--metric choose nothing"),
+        (["golden.jsonl", "mine.jsonl", "--metric", "bleu"], 3, "--metrics choose nothing"),
         (["golden.jsonl", "nowhere"], 2, "nowhere does not exist"),
         (["golden.jsonl", "oc"], 2, "no common name"),
         (["golden.jsonl", "golden.jsonl"], 2, "the same"),

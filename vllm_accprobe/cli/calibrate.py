@@ -18,10 +18,14 @@ def calibrate(
         False, "--profile", help="Write how the machine of this one dump computes, read from its replay. Needs torch."
     ),
     model: Path = typer.Option(
-        None, "--weights", metavar="DIR", help="With --profile: the model's directory, as for `accprobe opcheck`."
+        None, "--weights", metavar="DIR", help="The model's directory; with --profile, as for `accprobe opcheck`."
     ),
     out: Path = typer.Option(
-        Path("accprobe-floor"), "--out", "-o", metavar="DIR", help="Where calibration.json or profile.json goes."
+        Path("accprobe-floor"),
+        "--out",
+        "-o",
+        metavar="DIR",
+        help="Where the results go: calibration.json or profile.json.",
     ),
 ) -> None:
     """Measure the floor: run golden's side again with another batching, chunking, dtype or number of ranks.

@@ -25,7 +25,7 @@ def compare(
         "--output",
         "-o",
         metavar="DIR",
-        help="Where compare.csv, .json and .html go: accprobe-report, or where --rejudge reads.",
+        help="Where the results go: compare.csv, .json, .html; accprobe-report, or where --rejudge reads.",
     ),
     op_mapping_file: Path = typer.Option(
         None,
@@ -35,7 +35,7 @@ def compare(
         help="YAML or JSON: which place of mine is which of golden, see docs/mapping.md.",
     ),
     taps: str = typer.Option(
-        None, "--taps", metavar="GLOBS", help="Only taps that match these globs, comma separated; '!...' excludes."
+        None, "--taps", metavar="GLOBS", help="Only taps that match these globs; '!...' excludes."
     ),
     standard: str = typer.Option(
         None,
@@ -46,16 +46,18 @@ def compare(
     floor: list[Path] = typer.Option(
         [],
         "--floor",
-        metavar="DIR",
-        help="Another run of golden's side, or what `accprobe calibrate` made. May be given repeatedly.",
+        metavar="RUN",
+        help="Another run of golden's side, or what `accprobe calibrate` made. Can be repeated.",
     ),
     rate: float = typer.Option(
         None,
         "--false-alarm-rate",
         metavar="P",
-        help="How probable an origin may be in a whole comparison of honest machines; 0.001 where not given.",
+        help="How probable a false alarm may be, in a whole comparison of honest machines; 0.001 where not given.",
     ),
-    plan: bool = typer.Option(False, "--plan", help="Only say what would be compared with what, and write nothing."),
+    plan: bool = typer.Option(
+        False, "--plan", help="Only say what would be done, and write nothing: what is compared with what."
+    ),
     ray: str = typer.Option(
         None, "--ray", metavar="ADDRESS", help="Measure on the machines of the Ray cluster at this address."
     ),
@@ -72,8 +74,8 @@ def compare(
     golden_path: Path = typer.Option(None, "--golden-path", "-gp", metavar="GOLDEN", help="As GOLDEN (ait, msit)."),
     my_path: Path = typer.Option(None, "--my-path", "-mp", metavar="MINE", help="As MINE (ait, msit)."),
     log_level: str = typer.Option(None, "--log-level", "-l", metavar="LEVEL", help="warning and above: as --quiet."),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="On the terminal, only the verdict and its notes."),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="On the terminal, leave nothing out."),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Say less: the verdict and its notes."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: leave nothing out."),
 ) -> None:
     """Compare two dumps row by row and name the operator that created the error.
 

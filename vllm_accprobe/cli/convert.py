@@ -64,7 +64,7 @@ def convert(
         from vllm_accprobe.cli.common import drawing
 
         if names or role or request:
-            raise CommandError("--to onnx draws a whole step: it takes --step, --rank and --level")
+            raise CommandError("--to onnx draws a whole step: it takes --steps, --ranks and --level")
         with _new(out) as path:
             lines = drawing.onnx(dump, path, level, step, rank)
         for line in (*lines, f"written: {out} ({size(out.stat().st_size)})"):
@@ -141,7 +141,7 @@ def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Pa
 
     if out.suffix == f".{kind}" and not out.is_dir():
         if len(ranks) > 1:
-            raise CommandError(f"the dump has {len(ranks)} ranks: name a directory, not {out}, or choose with --rank")
+            raise CommandError(f"the dump has {len(ranks)} ranks: name a directory, not {out}, or choose with --ranks")
         found = {ranks[0]: out}
     else:
         found = {}

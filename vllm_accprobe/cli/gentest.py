@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,15 +24,15 @@ def gentest(
     ops: list[str] = OPS,
     ids: str = IDS,
     out: Path = typer.Option(
-        None, "--out", "-o", metavar="DIR", help="The folder to write, accprobe-gentest; must not exist."
+        None, "--out", "-o", metavar="DIR", help="Where the results go: a new folder, accprobe-gentest."
     ),
     factory: str = typer.Option(
         "", "--factory", metavar="load|draw", help="jprof's: all operators, tensors as captured (else drawn), or drawn."
     ),
     cpu_init: bool = typer.Option(False, "--cpu_init", help="jprof's: inputs lie on the CPU first, as here always."),
     blacklist: bool = typer.Option(False, "--blacklist", help="jprof's: without operators that have no reference."),
-    seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn, because only statistics were captured."),
-    most: int = typer.Option(50, "--most", "-n", min=1, help="At most so many calls."),
+    seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn; because only statistics were captured."),
+    most: int = typer.Option(50, "--limit", "-n", min=0, metavar="N", help="At most so many, calls; 0 for all."),
     model: Path = WEIGHTS,
     flashinfer: bool = typer.Option(
         False, "--flashinfer", help="Write FlashInfer's flight-recorder folders instead, for `flashinfer replay`."
@@ -49,6 +50,7 @@ def gentest(
         raise CommandError(f"--factory {factory[:20]}: load takes captured tensors, draw draws them")
     if not failed and not ops and not ids and not factory:
         raise CommandError("say which calls: --failed, --ops GLOB or --ids IDS")
+    most = most or sys.maxsize
     out = out or Path("pytests" if factory else "accprobe-gentest")
     if factory and not ops and not ids and not failed:
         ops = ["*:*"]  # operators: their places have a colon
@@ -73,7 +75,7 @@ def gentest(
     wider = 0
     for captured in chosen:
         if len(written) == most:
-            left.append("more calls than --most")
+            left.append("more calls than --limit")
             break
         try:
             if not written:
@@ -105,7 +107,7 @@ def _as_flashinfer(calls: Calls, chosen: Iterator[Captured], out: Path, most: in
     left: list[str] = []
     for captured in chosen:
         if folders.calls.total() == most:
-            left.append("more calls than --most")
+            left.append("more calls than --limit")
             break
         folders.add(captured)
     say_notes([*calls.dump.problems, *calls.problems, *folders.lines(), *left])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli.common.declared import OPS
+from vllm_accprobe.cli.common.declared import OPS, RANK
 from vllm_accprobe.cli.common.options import Command, CommandError, NothingThere, ranges, require_directory, say_notes
 
 if TYPE_CHECKING:
@@ -19,13 +19,19 @@ online = typer.Typer(
 )
 _PORT = 59208
 HOST = typer.Option("127.0.0.1", "--host", help="The receiver's name or address; its certificate is held against it.")
-PORT = typer.Option(_PORT, "--port", min=0, max=65535, help="The receiver's port; serve takes 0 for any that is free.")
+PORT = typer.Option(
+    _PORT,
+    "--port",
+    min=0,
+    max=65535,
+    metavar="N",
+    help="A server's port: the receiver's; serve takes 0 for any that is free.",
+)
 TLS = typer.Option(
     None, "--tls", metavar="DIR", help="Certificates: ca.crt, and server.crt, .key or client.crt, .key. None: loopback."
 )
 SHARED = typer.Option(None, "--shared", metavar="DIR", help="A folder that both machines see, in place of a line.")
 CONFIG = typer.Option(None, "--config", metavar="FILE", help="msprobe's config.json, in place of these options.")
-RANKS = typer.Option("", "--ranks", metavar="RANGES", help="Global ranks, e.g. 0,2-3; all by default.")
 _LEAST = 1 << 16
 
 
@@ -36,21 +42,25 @@ def serve(
     tls: Path = TLS,
     shared: Path = SHARED,
     config: Path = CONFIG,
-    ranks: str = RANKS,
+    ranks: str = RANK,
     ops: list[str] = OPS,
-    weights: Path = typer.Option(None, "--weights", metavar="DIR", help="The model's directory on this machine."),
-    standard: str = typer.Option("operator", "--standard", metavar="NAME", help="Limits, as for opcheck."),
+    weights: Path = typer.Option(None, "--weights", metavar="DIR", help="The model's directory; on this machine."),
+    standard: str = typer.Option("operator", "--standard", metavar="NAME", help="The limits, as for opcheck."),
     against: str = typer.Option(
         "float64", "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
     ),
-    processes: int = typer.Option(1, "-j", "--jobs", min=0, metavar="N", help="Processes, where all is gone over."),
-    max_gb: float = typer.Option(20.0, "--max-gb", min=0.001, help="What one rank may bring."),
-    ahead: float = typer.Option(4.0, "--ahead-gb", min=0.001, help="What may lie unchecked; then senders wait."),
+    processes: int = typer.Option(
+        1, "-j", "--jobs", min=0, metavar="N", help="Processes that work, where all is gone over."
+    ),
+    max_gb: float = typer.Option(20.0, "--max-gb", min=0.001, metavar="GB", help="Disk budget per rank."),
+    ahead: float = typer.Option(
+        4.0, "--ahead-gb", min=0.001, metavar="GB", help="What may lie unchecked; then senders wait."
+    ),
     wait: float = typer.Option(0.0, "--wait", metavar="S", help="End where nothing came for so long; 0: never."),
     out: Path = typer.Option(
-        Path("accprobe-online"), "--out", "-o", metavar="DIR", help="Where the calls and the results go."
+        Path("accprobe-online"), "--out", "-o", metavar="DIR", help="Where the results go, and the calls."
     ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show all modules that fail."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: all modules that fail."),
 ) -> None:
     """Receive calls and check them as they come, on the golden's machine; then report as opcheck does.
 
@@ -95,7 +105,7 @@ def send(
     tls: Path = TLS,
     shared: Path = SHARED,
     config: Path = CONFIG,
-    ranks: str = RANKS,
+    ranks: str = RANK,
     follow: bool = typer.Option(False, "--follow", help="Go on until the capture ends; DUMP may not be there yet."),
     patience: float = typer.Option(
         120.0, "--patience", min=0.0, metavar="S", help="How long to try where the receiver does not answer."

@@ -33,7 +33,7 @@ def opcheck(
     card: int = ait_words.DEVICE,
     model: Path = WEIGHTS,
     standard: str = typer.Option(
-        None, "--standard", metavar="NAME", help="Limits: {standards}; operator where msprobe's are not asked for."
+        None, "--standard", metavar="NAME", help="The limits: {standards}; operator where msprobe's are not asked for."
     ),
     against: str = typer.Option(
         _EXACT, "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
@@ -44,8 +44,10 @@ def opcheck(
     backward: bool = typer.Option(False, "--backward", help="Gradients of the operators, too, against autograd's."),
     attributes: list[str] = ATTRIBUTES,
     kl: bool = typer.Option(False, "--kl", help="Measure the KL divergence of each output, too."),
-    seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn (statistics) and of gradients."),
-    processes: int = typer.Option(1, "-j", "--jobs", min=0, metavar="N", help="Processes; 0: none besides this one."),
+    seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn; and of gradients."),
+    processes: int = typer.Option(
+        1, "-j", "--jobs", min=0, metavar="N", help="Processes that work; 0: none besides this one."
+    ),
     resume: bool = typer.Option(False, "--resume", help="Go on with the run that was interrupted in --out."),
     save: Path = typer.Option(None, "--save-failed", metavar="DIR", help="Failed calls go here, with tensors."),
     repeat: int = here.REPEAT,
@@ -64,9 +66,15 @@ def opcheck(
     save_error: bool = msprobe.SAVE,
     jit: bool = msprobe.JIT,
     out: Path = typer.Option(
-        Path("accprobe-opcheck"), "--out", "--output", "-o", "--out_path", metavar="DIR", help="Where opcheck.csv goes."
+        Path("accprobe-opcheck"),
+        "--out",
+        "--output",
+        "-o",
+        "--out_path",
+        metavar="DIR",
+        help="Where the results go: opcheck.csv.",
     ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show all modules that fail."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: all modules that fail."),
 ) -> None:
     """Run captured calls again against references: which operator is wrong for its own inputs?
 

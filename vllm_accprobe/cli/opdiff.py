@@ -21,7 +21,10 @@ def opdiff(
     gpu: Path = typer.Option(None, "-gpu", "--gpu_csv_path", metavar="FILE", help="GOLDEN.csv as msprobe says it."),
     npu: Path = typer.Option(None, "-npu", "--npu_csv_path", metavar="FILE", help="MINE.csv as msprobe says it."),
     standard: str = typer.Option(
-        None, "--standard", metavar="NAME", help="{standards} (operator: both verdicts); msprobe where none is named."
+        None,
+        "--standard",
+        metavar="NAME",
+        help="The limits: {standards} (operator: both verdicts); msprobe where none is named.",
     ),
     algorithm: list[str] = typer.Option(
         [],
@@ -36,9 +39,9 @@ def opdiff(
         help="call: output by output; tap, operator: what a module or an operator did over all its calls.",
     ),
     out: Path = typer.Option(
-        Path("accprobe-opdiff"), "--out", "-o", "--out_path", metavar="DIR", help="Where the files go."
+        Path("accprobe-opdiff"), "--out", "-o", "--out_path", metavar="DIR", help="Where the results go."
     ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show the 200 worst outputs, not 10."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: the 200 worst outputs, not 10."),
 ) -> None:
     """Join two machines' opcheck.csv, generated tests' csv or msprobe's accuracy_checking_details.
 

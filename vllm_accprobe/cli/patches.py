@@ -15,7 +15,7 @@ def patches(
     source: Path = typer.Option(
         None, "--source", metavar="DIR", help="A package's directory to check against, e.g. an unpacked wheel's vllm/."
     ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Every tap of every place."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: every tap of every place."),
 ) -> None:
     """List patches, or check which of them fit the installed vLLM. Nothing is imported, run or changed.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.common.declared import MAX_TOKENS, MODEL, READY, SCORE, TIMEOUT
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress
 
 
@@ -19,14 +20,12 @@ def send(
     url: str = typer.Option("", "--url", metavar="URL", help="The server, for example http://localhost:8000."),
     engine: str = typer.Option("", "--engine", metavar="CMD", help="Or a command that serves: started, and ended."),
     out: Path = typer.Option(
-        ..., "--out", "-o", metavar="DIR", help="Where the folder goes; one begun is gone on with."
+        ..., "--out", "-o", metavar="DIR", help="Where the results go: a folder; one begun is gone on with."
     ),
     along: Path | None = typer.Option(
         None, "--along", metavar="GOLDEN", help="Golden's folder: its token ids are sent, and forced as answers."
     ),
-    score: bool | None = typer.Option(
-        None, "--score/--no-score", help="A last pass that scores prompt and answer. Default: where the server can."
-    ),
+    score: bool | None = SCORE,
     arrive: list[str] | None = typer.Option(
         None, "--arrive", metavar="HOW", help="one, all or poisson:RATE; a pass for each. Default: one, all; golden's."
     ),
@@ -36,15 +35,13 @@ def send(
     top: int | None = typer.Option(
         None, "--top", metavar="N", min=2, max=1000, help="Log-probabilities for each token. Default: 20; golden's."
     ),
-    max_tokens: int = typer.Option(32, "--max-tokens", metavar="N", min=1, help="Where a prompt says no other."),
-    model: str = typer.Option(
-        "", "--model", metavar="NAME", help="Where the server has several; the first by default."
-    ),
-    timeout: float = typer.Option(600, "--timeout", metavar="S", min=0.1, help="Without an answer, for one request."),
+    max_tokens: int = MAX_TOKENS,
+    model: str = MODEL,
+    timeout: float = TIMEOUT,
     score_tokens: int = typer.Option(
         1024, "--score-tokens", metavar="N", min=2, help="Longer ones are not scored: a server may lack the memory."
     ),
-    ready: float = typer.Option(1800, "--ready-timeout", metavar="S", min=1, help="Until --engine answers."),
+    ready: float = READY,
 ) -> None:
     """Send the same prompts to a server, greedily, and keep token ids and log-probabilities.
 

@@ -33,8 +33,10 @@ def show(
     call: str = CALL,
     rank: str = RANK,
     rows: str = typer.Option("", "--rows", metavar="RANGES", help="Rows to print or save, e.g. 0,5-9."),
-    request: list[str] = typer.Option([], "--request", metavar="GLOB", help="Rows of this request (with --position)."),
-    position: str = typer.Option("", "--position", metavar="RANGES", help="Positions within the request, e.g. 0-3."),
+    request: list[str] = typer.Option(
+        [], "--requests", metavar="GLOBS", help="Requests: globs over ids; with --positions. Their rows."
+    ),
+    position: str = typer.Option("", "--positions", metavar="RANGES", help="Positions within the request, e.g. 0-3."),
     save: Path = typer.Option(None, "--save", metavar="FILE", help="Save the tensor, or its rows: .npy, .safetensors."),
 ) -> None:
     """Show one tensor: statistics, histogram, chosen rows; or save it."""
@@ -44,7 +46,9 @@ def show(
     from vllm_accprobe.report.text import count, safe
 
     if rows and (request or position):
-        raise CommandError("--rows counts rows of the tensor, --request and --position name them: use one or the other")
+        raise CommandError(
+            "--rows counts rows of the tensor, --requests and --positions name them: use one or the other"
+        )
     if save is not None and save.suffix not in (".npy", ".safetensors"):
         raise CommandError(f"--save: {save} must end in .npy or .safetensors")
     if save is not None and save.exists():
@@ -73,12 +77,12 @@ def show(
         raise NothingThere(f"{safe(name)} is in {dump}, but {_what_there_is(opened, name)}")
     if save is not None and len(found) > 1:
         raise CommandError(f"--save: {count(len(found), 'tensor')} match, e.g. {', '.join(map(_brief, found[:4]))}: "
-                           "narrow down with --role, --step, --call or --rank")  # fmt: skip
+                           "narrow down with --roles, --steps, --calls or --ranks")  # fmt: skip
     if len(found) > 1:
         for r in found[:_LISTED]:
             typer.echo(_brief(r) + "  " + values.stats_line(r))
         if len(found) > _LISTED:
-            typer.echo(f"... {len(found) - _LISTED:,} more: narrow down with --role, --step, --call or --rank")
+            typer.echo(f"... {len(found) - _LISTED:,} more: narrow down with --roles, --steps, --calls or --ranks")
         typer.echo("")
         typer.echo("the first of them:")
     record = found[0]

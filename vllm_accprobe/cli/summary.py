@@ -32,8 +32,10 @@ def summary(
     rank: str = RANK,
     role: list[str] = ROLE,
     request: list[str] = REQUEST,
-    csv: Path = typer.Option(None, "--csv", metavar="FILE", help="Write all chosen tensors there, full precision."),
-    limit: int = typer.Option(200, "--limit", min=0, help="Rows of the table; 0 for all."),
+    csv: Path = typer.Option(
+        None, "--csv", metavar="FILE", help="Write a csv there: all chosen tensors, in full precision."
+    ),
+    limit: int = typer.Option(200, "--limit", min=0, metavar="N", help="At most so many, rows of a table; 0 for all."),
     ops: bool = typer.Option(False, "--ops", help="Operators only: calls, shapes, ranges."),
     tree: bool = typer.Option(False, "--tree", help="The model's modules as a tree, with shapes; also ATB's topology."),
     level: int = LEVEL,
@@ -50,7 +52,7 @@ def summary(
         from vllm_accprobe.cli.common import drawing
 
         if names or role or request or ops or csv is not None:
-            raise CommandError("--tree shows one step of one rank: it takes --step, --rank and --level")
+            raise CommandError("--tree shows one step of one rank: it takes --steps, --ranks and --level")
         for line in drawing.tree(dump, level, step, rank):
             typer.echo(line)
         return
@@ -87,7 +89,7 @@ def summary(
             print_table(COLUMNS, [_cells(i, r) for i, r in shown], texts, folded=("tap",), path=text)
         if len(shown) < len(listed):
             left = len(listed) - len(shown)
-            typer.echo(f"... {left:,} more: --limit 0 shows all, --csv FILE writes all, a GLOB or --step narrows down")
+            typer.echo(f"... {left:,} more: --limit 0 shows all, --csv FILE writes all, a GLOB or --steps narrows down")
     if calls and csv is None and text is None:
         operators.show(opened, calls, limit)
     for line in about(opened, [r for _, r in chosen]):
@@ -187,7 +189,7 @@ def states(dump: Dump, n: int = 20) -> list[str]:
     out = [f"the cache, not the kernel: {safe(sentence(one), 1000)}, rank {rank}" for rank, one in found[:n]]
     total = max(sum(one.findings for one in totals.values()), len(found))
     if total > n:
-        out.append(f"... {total - n:,} more findings of the ledger of states: the journals' lines \"state\"")
+        out.append(f'... {total - n:,} more findings of the ledger of states: the journals\' lines "state"')
     for rank, one in sorted(totals.items()):
         what = count(one.findings, "finding") if one.findings else "nothing wrong"
         out.append(

@@ -145,7 +145,7 @@ def nothing(e: Evaluation, golden: Side, mine: Side) -> str:
     """Why nothing could be paired, in one line."""
     m = e.matched
     if not golden.answers or not mine.answers:
-        return "nothing is left of one side: --task, --filter and --metric choose nothing there"
+        return "nothing is left of one side: --tasks, --filters and --metrics choose nothing there"
     if e.no_numbers:
         return f"no metric has a number for each question ({', '.join(name for name, _ in e.no_numbers)})"
     if m.pairs:

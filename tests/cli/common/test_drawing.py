@@ -50,7 +50,7 @@ def test_a_dump_as_a_tree(dump: Path, capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["convert", "DUMP", "x.npz", "--level", "2"], "--level: npz holds tensors"),
         (["convert", "DUMP", "x.onnx", "*.mixer"], "--to onnx draws a whole step"),
-        (["convert", "DUMP", "x.onnx", "--step", "0-1"], "--step: '0-1' is not one number"),
+        (["convert", "DUMP", "x.onnx", "--step", "0-1"], "--steps: '0-1' is not one number"),
         (["convert", "DUMP", "x.onnx", "--step", "5"], "no tensor of a step was recorded"),
         (["convert", "JSON", "x.onnx", "--rank", "1"], "is a topology: it has no steps"),
         (["summary", "DUMP", "--level", "2"], "--level: how deep --tree shows"),

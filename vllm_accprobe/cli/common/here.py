@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from vllm_accprobe.opcheck.run.result_row import Checked
     from vllm_accprobe.opcheck.run.worker import Job
 
-REPEAT = typer.Option(0, "--repeat", min=0, metavar="N", help="Run each call N times here: races, unwritten memory.")
+REPEAT = typer.Option(
+    0, "--repeat", min=0, metavar="N", help="Run each so many times: calls, here, for races and unwritten memory."
+)
 ROWS = typer.Option("", "--rows", metavar="SIZES", help="Rows in batches of these sizes, e.g. 1,N or all, here.")
 OP = typer.Option("", "--op", metavar="NAME", help="No dump: this operator, or FILE.py:FUNCTION, on drawn inputs.")
-SHAPE = typer.Option([], "--shape", metavar="SHAPES", help="Its tensors, e.g. 7x64,64x32. Repeated: further calls.")
+SHAPE = typer.Option(
+    [], "--shape", metavar="SHAPES", help="Its tensors, e.g. 7x64,64x32. Can be repeated: further calls."
+)
 DTYPE = typer.Option("float32", "--dtype", metavar="DTYPES", help="Theirs: one, or one for each; int64:32 is below 32.")
 WITH = typer.Option([], "--with", metavar="NAME=JSON", help="An argument of it by name. Can be repeated.")
 LOAD = typer.Option([], "--load", metavar="MODULE", help="Import this first: it registers operators. Can be repeated.")

@@ -16,6 +16,7 @@ import typer
 import typer.core
 
 from vllm_accprobe.cli.spelling.old_spellings import documented
+from vllm_accprobe.cli.spelling.one_spelling import one_spelling
 from vllm_accprobe.cli.spelling.refusal import CommandError as CommandError
 from vllm_accprobe.cli.spelling.refusal import NothingThere as NothingThere
 from vllm_accprobe.cli.spelling.told import spelled
@@ -63,12 +64,13 @@ def writable(directory: Path, option: str = "--out") -> None:
 
 
 class Command(typer.core.TyperCommand):
-    """A command that understands other tools' spellings (spelling/told.py), and whose help may say ``{standards}``:
-    their names take a while to gather, and are read by few."""
+    """A command that understands other tools' spellings (spelling/told.py) and its own older ones (one_spelling.py),
+    and whose help may say ``{standards}``: their names take a while to gather, and are read by few."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         values = {name for p in self.params if p.param_type_name == "option" and not p.is_flag for name in p.opts}  # type: ignore[attr-defined]
-        return super().parse_args(ctx, spelled(self.name or "", documented(self.name, args), values))
+        words = spelled(self.name or "", documented(self.name, args), values)
+        return super().parse_args(ctx, one_spelling(words, self.params, ctx.allow_interspersed_args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from vllm_accprobe.standards import COMMANDS, names
@@ -105,11 +107,11 @@ def selection(
 
     return Selection(
         names=tuple(names),
-        steps=ranges(step, "--step"),
-        ranks=ranges(rank, "--rank"),
+        steps=ranges(step, "--steps"),
+        ranks=ranges(rank, "--ranks"),
         requests=tuple(request),
         roles=tuple(role),
-        calls=ranges(call, "--call"),
+        calls=ranges(call, "--calls"),
         parameters=parameters,
     )
 
