@@ -1,13 +1,12 @@
 """What a comparison says, in sentences and picks that do not depend on where they are shown.
 
 The problem: terminal, page and csv must never tell three stories. The idea: the verdict's sentence, the counts and
-the choice of the worst pairs are made once, here, as plain values. Not here: judging (judge/), layout (terminal.py,
-html/). Every string returned is already ``safe``.
+how bad a pair is are made once, here, as plain values. Not here: judging (judge/), which pairs are told first
+(worst/causes.py), layout (terminal.py, html/). Every string returned is already ``safe``.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -88,12 +87,6 @@ def severity(pair: Pair) -> float:
         # A pair that failed on something else than its rows (replicas that differ) is still a failure.
         return max(r, 1.0) if pair.status == "fail" else r
     return math.inf if pair.status == "fail" else 0.0
-
-
-def worst(comparison: Comparison, n: int = 10) -> list[Pair]:
-    """The ``n`` worst failed pairs, worst first; equals in data-flow order."""
-    failed = (p for p in comparison.pairs if p.status == "fail")
-    return heapq.nsmallest(n, failed, key=lambda p: (-severity(p), p.order, p.step if p.step is not None else -1))
 
 
 EVIDENCE = {
