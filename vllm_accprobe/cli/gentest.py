@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vllm_accprobe.cli.common.declared import DUMP, IDS, OPS, WEIGHTS
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, say_notes, writable
 
 if TYPE_CHECKING:
@@ -59,8 +61,6 @@ def gentest(
     outputs.check_place(out, [dump])
     writable(out)
     require_torch("gentest")
-    from vllm_accprobe.opcheck.calls import grid
-    from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
     from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run.replay import Options
 
@@ -70,6 +70,20 @@ def gentest(
     if flashinfer:
         _as_flashinfer(calls, chosen, out, most, failed)
         return
+    try:
+        _as_tests(calls, references, chosen, given, out, most, failed)
+    except KeyboardInterrupt:  # a folder that is not whole would stand in the way of the same command
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+
+
+def _as_tests(
+    calls: Calls, references: References, chosen: Iterator[Captured], given: DrawnCalls, out: Path, most: int,
+    failed: bool,
+) -> None:  # fmt: skip
+    from vllm_accprobe.opcheck.calls import grid
+    from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
+
     written: list[Written] = []
     left: list[str] = []
     wider = 0
@@ -93,10 +107,11 @@ def gentest(
         left.append(f"{wider} calls hold numbers of a coarser dtype than their tensors': the tests have them in that")
     say_notes([*calls.dump.problems, *calls.problems, *references.problems, *left])
     if not written:
-        raise NothingThere(f"{dump}: {_why_none(calls, failed)}: nothing was written")
-    write_folder(written, out, f"the dump {dump.resolve().name}")
+        raise NothingThere(f"{calls.dump.path}: {_why_none(calls, failed)}: nothing was written")
+    write_folder(written, out, f"the dump {Path(calls.dump.path).resolve().name}")
     operators = len({w.op for w in written})
-    typer.echo(f"written: {out}, {len(written)} calls of {operators} operators; run `pytest {out}` with torch alone")
+    say_written(out, about=f"{len(written)} calls of {operators} operators; run `pytest {out}` with torch alone")
+    answer(calls=written, operators=operators)
 
 
 def _as_flashinfer(calls: Calls, chosen: Iterator[Captured], out: Path, most: int, failed: bool) -> None:
@@ -115,10 +130,11 @@ def _as_flashinfer(calls: Calls, chosen: Iterator[Captured], out: Path, most: in
         why = "no call that was chosen is one of FlashInfer's" if folders.refused else _why_none(calls, failed)
         raise NothingThere(f"{calls.dump.path}: {why}: nothing was written")
     n, operators = folders.calls.total(), len(folders.calls)
-    typer.echo(
-        f"written: {out}, {folders.folders} folders of {n} calls of {operators} operators as FlashInfer {FORMAT} has "
-        f"them; replay: `flashinfer replay --dir {out}`, judge: `accprobe opcheck {out}`"
-    )
+    answer(calls=folders.calls, operators=operators, folders=folders.folders)
+    say_written(
+        out, about=f"{folders.folders} folders of {n} calls of {operators} operators as FlashInfer {FORMAT} has them; "
+        f"replay: `flashinfer replay --dir {out}`, judge: `accprobe opcheck {out}`"
+    )  # fmt: skip
 
 
 def _why_none(calls: Calls, failed: bool) -> str:
