@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from vllm_accprobe.cli.common.declared import MODULES, REQUESTS, STEPS, TOKENS
+from vllm_accprobe.cli.common.json_answer import answer
 from vllm_accprobe.cli.common.options import CommandError
 
 
@@ -47,4 +48,5 @@ def arm(
         raise CommandError(str(e)) from None
     path = arm_file.write(dump, selection)
     when = "before its next step" if found.ranks else "at its first step, once it has one"
+    answer(armed=not off, file=path, selection=given, running=bool(found.ranks))
     typer.echo(f"{'disarmed' if off else 'armed'}: the server reads {path} {when}")

@@ -66,6 +66,7 @@ def bisect(
     Exit code 0: nothing differs, 1: it differs, 2: bad usage, or a server was lost, 3: nothing could be tried.
     """
     from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.common.kept import going_on
     from vllm_accprobe.gate.bisect import axes as settings
     from vllm_accprobe.gate.bisect import edits, judging, offered, vendor
     from vllm_accprobe.gate.bisect.search import expected
@@ -97,6 +98,7 @@ def bisect(
         if plan or not axes:
             raise typer.Exit(0)
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        going_on("the runs are", out)
         against = folder or _golden(golden, asked, out, trials)
         rate = judging.rate_each(usual, len(asked.lines))
         trier = _trier(target, axes, trials, against, rate, share)
@@ -104,11 +106,6 @@ def bisect(
         _go(trier, bool(golden), repeat - 1, narrow, as_json)
     except (edits.BisectError, ServerCommandError, LaunchError, PromptsError, FolderError, SendError) as e:
         raise CommandError(f"{str(e).removesuffix(KEPT)}{_kept(out, e)}") from None
-    except KeyboardInterrupt:
-        typer.echo(
-            f"accprobe: interrupted; what was run is kept in {out}, and the same command goes on from there", err=True
-        )
-        raise typer.Exit(130) from None
 
 
 KEPT = ", and the same command goes on from there"

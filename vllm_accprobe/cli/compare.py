@@ -8,7 +8,8 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.common.compare_formats import FORMAT, Format, say, say_before
+from vllm_accprobe.cli.common.compare_formats import FORMAT, Format, say, say_before, say_plan
+from vllm_accprobe.cli.common.declared import JSON
 
 DEFAULT = "accprobe-report"
 
@@ -71,6 +72,7 @@ def compare(
         None, "--rejudge", metavar="DIR", help="Judge a saved comparison (an --out) again, without dumps."
     ),
     form: Format = FORMAT,
+    as_json: bool = JSON,
     golden_path: Path = typer.Option(None, "--golden-path", "-gp", metavar="GOLDEN", help="As GOLDEN (ait, msit)."),
     my_path: Path = typer.Option(None, "--my-path", "-mp", metavar="MINE", help="As MINE (ait, msit)."),
     log_level: str = typer.Option(None, "--log-level", "-l", metavar="LEVEL", help="warning and above: as --quiet."),
@@ -97,6 +99,7 @@ def compare(
     golden = _named(golden, golden_path, "GOLDEN", "-gp")
     mine = _named(mine, my_path, "MINE", "-mp")
     quiet = quietly(log_level) or quiet
+    form = Format.json if as_json else form
 
     rate = FALSE_ALARM_RATE if rate is None else rate
     engine.check_rate(rate)
@@ -112,12 +115,12 @@ def compare(
     if plan:
         from vllm_accprobe.comparison.plan.units import make_plan
 
-        for line in make_plan(*engine.open_both(golden, mine), taps=taps, mapping=rules).lines():
-            typer.echo(line)
+        say_plan(make_plan(*engine.open_both(golden, mine), taps=taps, mapping=rules).lines(), form)
         return
     import json
     from dataclasses import replace
 
+    from vllm_accprobe.cli.common import kept
     from vllm_accprobe.cli.replay import replaying
     from vllm_accprobe.comparison.store import resume, saved
 
@@ -129,6 +132,7 @@ def compare(
         choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "floors": floor,
                    "rate": rate}  # fmt: skip
         asked = replaying.Asked(golden, mine, replay, taps, op_mapping_file, rate)
+        kept.going_on("what was measured is", out / resume.NAME)
         with replaying.begun(asked) as begun:
             with _progress() as advance, _tidy(out):
                 result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]

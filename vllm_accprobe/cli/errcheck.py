@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vllm_accprobe.cli.common.declared import DIR_OUTPUT, RANKS
+from vllm_accprobe.cli.common.json_answer import answer
 from vllm_accprobe.cli.common.options import CommandError, require_directory
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def errcheck(
         if not found:
             raise CommandError(f"--read: {read} holds no findings of errcheck: name the --dir of that run")
         _print(lines(found))
+        answer(findings=found, dir=read)
         raise typer.Exit(_code(found, 0))
     if not command:
         raise CommandError("no command is given; write `accprobe errcheck [options] -- CMD ...`, or --read DIR")
@@ -100,6 +102,7 @@ def errcheck(
         raise CommandError(str(error)) from None
     found = reports(root)
     _print(lines(found))
+    answer(findings=found, dir=root, command_exit_code=code)
     if found and environ.get(ENV, "") not in ("", "0"):
         typer.echo(f"dump: {root}", err=True)
     raise typer.Exit(_code(found, code))

@@ -9,6 +9,7 @@ from typing import NoReturn
 import typer
 
 from vllm_accprobe.cli.common.declared import CONCURRENCY, JSON, MAX_TOKENS, MODEL, READY, SCORE, TIMEOUT
+from vllm_accprobe.cli.common.json_answer import say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere
 
 
@@ -157,8 +158,8 @@ def _samples(
     if prompts_out is not None:
         asked, without = contrast.prompts(result.flips, left.prompts)
         _write_prompts(prompts_out, asked)
-        said = f"written: {prompts_out}, {len(asked):,} prompts of the questions that flipped"
-        typer.echo(said + (f"; {without:,} have none in the files" if without else ""), err=as_json)
+        more = f"; {without:,} have none in the files" if without else ""
+        say_written(prompts_out, about=f"{len(asked):,} prompts of the questions that flipped{more}", err=as_json)
     raise typer.Exit(1 if result.verdict == "fail" else 0)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 
 from vllm_accprobe.cli.common.declared import DIR
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, require_directory, say_notes
 
 
@@ -82,7 +83,8 @@ def labels(
     written = report.write(found, out)
     for line in report.lines(found, None if verbose else 10):
         typer.echo(line)
-    typer.echo(f"written: {', '.join(map(str, written))}")
+    say_written(*written)
+    answer(**report.to_json(found))
     verdict = report.verdict(found)
     if verdict is None:
         typer.echo(f"accprobe: {dump}: no pair of {LABEL_TAP}* could be compared", err=True)

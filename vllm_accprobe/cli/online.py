@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from vllm_accprobe.cli.common import kept
 from vllm_accprobe.cli.common.declared import OPS, RANK
+from vllm_accprobe.cli.common.json_answer import answer, answering
 from vllm_accprobe.cli.common.options import Command, CommandError, NothingThere, ranges, require_directory, say_notes
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ _LEAST = 1 << 16
 
 
 @online.command(cls=Command)
+@answering
 def serve(
     host: str = HOST,
     port: int = PORT,
@@ -67,13 +70,15 @@ def serve(
     Ends when all ranks have ended, or at Ctrl-C with what is there. Killed and started again with the same --out, it
     goes on. Exit code 0: pass, 1: an operator is wrong, 2: it cannot be done, 3: nothing came, or could be checked.
     """
-    from vllm_accprobe.cli.opcheck import check_out, conclude, require_torch
+    from vllm_accprobe.cli.common.checked_report import conclude
+    from vllm_accprobe.cli.opcheck import check_out, require_torch
     from vllm_accprobe.online.keys import RECEIVES, Endpoint, read_keys
 
     require_torch("online serve")
     keys: Keys | None = read_keys(config, RECEIVES) if config is not None else None
     endpoint = keys.endpoint if keys else Endpoint(host, port, shared, tls)
     say_notes(keys.notes if keys else ())
+    kept.going_on("what came is", out)
     wanted = _ranks(ranks) or (keys.ranks if keys else None)
     globs = tuple(ops) or (keys.ops if keys else ())
     require_directory(weights, "--weights")
@@ -98,6 +103,7 @@ def serve(
 
 
 @online.command(cls=Command)
+@answering
 def send(
     dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump, also while it is written."),
     host: str = HOST,
@@ -132,7 +138,10 @@ def send(
         raise CommandError(f"{dump} does not exist: name a dump's directory, or --follow one that is to come")
     wanted = _ranks(ranks) or (keys.ranks if keys else None)
     say_err = functools.partial(typer.echo, err=True)
-    typer.echo(send_dump(dump, endpoint, wanted, follow=follow, patience=patience, say=say_err))
+    kept.going_on("what arrived is", None)
+    said = send_dump(dump, endpoint, wanted, follow=follow, patience=patience, say=say_err)
+    typer.echo(said)
+    answer(dump=dump, receiver=endpoint.shared or f"{endpoint.host}:{endpoint.port}", said=said)
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:

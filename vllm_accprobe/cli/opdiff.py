@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress
 
 
@@ -110,5 +111,13 @@ def opdiff(
     for line in lines.lines(diff, totals, None if verbose else 10):
         typer.echo(line)
     more = [*(msprobes.write(totals) if written else ()), *([table.write()] if table is not None else [])]
-    typer.echo(f"written: {', '.join(map(str, (out / 'result.csv', out / 'details.csv', out / 'opdiff.md', *more)))}")
+    say_written(out / "result.csv", out / "details.csv", out / "opdiff.md", *more)
+    answer(
+        verdict="fail" if totals.statuses[ERROR] else "pass", standard=diff.standard, judged=totals.judged,
+        statuses=totals.statuses, operators=dict(lines.operators(totals)), skipped=totals.skipped, alone=totals.alone,
+        worst=[
+            {"place": dict(zip(diff.keys, c.row.key, strict=False)), "api": c.api, "status": c.finding.status,
+             "message": c.finding.message} for c in totals.worst_first()
+        ],
+    )  # fmt: skip
     raise typer.Exit(1 if totals.statuses[ERROR] else 0)

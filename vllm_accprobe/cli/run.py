@@ -98,8 +98,8 @@ def run(
     words = _command(command, exec)
     given = {
         "dir": dir, "task": task, "tokens": tokens, "steps": steps, "ranks": ranks, "modules": modules, "parts": parts,
-        "requests": requests, "max_gb": None if max_gb is None else f"{max_gb:.12g}", "config": config, "ops": _flag(ops),
-        "graphs": _flag(graphs),
+        "requests": requests, "max_gb": None if max_gb is None else f"{max_gb:.12g}", "config": config,
+        "ops": _flag(ops), "graphs": _flag(graphs),
     } | _settings(more)  # fmt: skip
     asked = {
         "ids": atb_ids, "ranges": atb_range, "names": atb_op, "time": atb_time, "part": atb_part, "types": atb_type,

@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from vllm_accprobe.cli.common.declared import MAX_TOKENS, MODEL, READY, SCORE, TIMEOUT
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress
 
 
@@ -51,7 +52,7 @@ def send(
     VLLM_API_KEY. Exit code 0: done, 2: bad usage, or the server does not answer, 3: no prompt was answered, or the
     server has another vocabulary than golden's.
     """
-    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.common import kept, outputs
     from vllm_accprobe.gate.sending import along as forcing
     from vllm_accprobe.gate.sending import passes, replies
     from vllm_accprobe.gate.sending import prompts as prompts_file
@@ -80,6 +81,7 @@ def send(
         and any(not p.name.startswith(("engine-", "steps-")) for p in out.iterdir())
     ):
         raise CommandError(f"--out {out} has other files: name a new directory, or one that a send began")
+    kept.going_on("the answers are", out)
     key, how = os.environ.get("VLLM_API_KEY", ""), {"timeout": timeout, "max_tokens": max_tokens}
     how |= {"top": top or was["top"], "score_tokens": score_tokens}
     try:
@@ -112,11 +114,13 @@ def send(
         raise NothingThere(f"no prompt was answered: {_reasons(done.reasons)} ({out})")
     again = "" if done.sent == done.of else f", {done.of - done.sent:,} of them before"
     passed = count(len(arrivals) + plan.score, "pass", "passes")
-    typer.echo(f"{done.answered:,} of {done.of:,} answered{again} in {passed}; written: {out}")
+    typer.echo(f"{done.answered:,} of {done.of:,} answered{again} in {passed}")
+    answer(prompts=done.of, answered=done.answered, refused=done.refused, sent=done.sent, reasons=done.reasons)
     if golden is not None and plan.how is not None:
         typer.echo(f"forced along {along}: {forcing.told(plan, golden, len(lines))}")
     if done.refused:
         typer.echo(f"refused: {_reasons(done.reasons)}")
+    say_written(out)
 
 
 def _reasons(reasons: dict[str, int]) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vllm_accprobe.cli.common.declared import CALL, DUMP, RANK, ROLE, STEP
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, ranges, selection, writable
 
 if TYPE_CHECKING:
@@ -58,12 +59,14 @@ def show(
         writable(save.parent, "--save")
     wanted_rows, positions = ranges(rows, "--rows"), ranges(position, "--position")
     opened = open_dump(dump)
+    said: list[str] = []
     if tap == STATES and getattr(opened, "state_totals", None):
-        for line in summary.states(opened, len(opened.states)):
-            typer.echo(line)
-        return
-    if tap == WEIGHTS and (lines := lives.told(getattr(opened, "lives", None), whole=True)):
-        for line in lines:
+        said = summary.states(opened, len(opened.states))
+    elif tap == WEIGHTS:
+        said = lives.told(getattr(opened, "lives", None), whole=True)
+    if said:
+        answer(dump=dump, lines=said)
+        for line in said:
             typer.echo(line)
         return
     name = _resolve(opened, tap)
@@ -86,6 +89,7 @@ def show(
         typer.echo("")
         typer.echo("the first of them:")
     record = found[0]
+    answer(dump=dump, matches=found, tensor=record, values=None)
     for line in values.header(opened, record):
         typer.echo(line)
     if record.payload is None:
@@ -95,13 +99,14 @@ def show(
         return
     array = opened.read(record)
     indices = values.choose(opened, record, wanted_rows, request, positions)
+    answer(values=values.as_json(record, array, indices))
     for line in values.histogram(array, record.dtype):
         typer.echo(line)
     for line in values.rows(opened, record, array, indices):
         typer.echo(line)
     if save is not None:
         values.save(save, record, array if indices is None else array.take(indices, axis=record.row_dim))
-        typer.echo(f"written: {save}")
+        say_written(save)
 
 
 def _resolve(dump: Dump, tap: str) -> str:

@@ -35,7 +35,7 @@ def lines(e: Evaluation, shown: int = MAX_CONTRASTS) -> list[str]:
     beyond = sum(c.beyond for c in e.contrasts)
     n, total = len(e.matched.pairs), count(len(e.contrasts), "comparison")
     head = "no difference beyond chance" if not beyond else f"{beyond} beyond chance"
-    out = [f"{e.verdict}: {head} in {total}, {count(n, 'pair')} (rate of false alarms {num(e.rate)} in all)"]
+    out = [f"{e.verdict.upper()}: {head} in {total}, {count(n, 'pair')} (rate of false alarms {num(e.rate)} in all)"]
     ordered = sorted(e.contrasts, key=lambda c: (not c.beyond, not c.together, c.p))
     out += [f"  {sentence(c, len(e.contrasts), e.rate)}" for c in ordered[:shown]]
     out += [f"  {line}" for line in more(len(ordered), shown, "--verbose, --csv")]

@@ -23,7 +23,7 @@ def test_a_dump_as_onnx(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("Layered: ")
     assert said[0].endswith("nodes, step 0 of rank 0")
-    assert said[-1].startswith(f"written: {out} (")
+    assert said[-1].startswith(f"wrote {out} (")
     model = onnx.load(out)
     onnx.checker.check_model(model)
     assert {"Linear", "Add", "Mul", "Slice"} <= {n.op_type for n in model.graph.node}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def say_here(job: Job, rows: list[Checked], out: Path, most: int | None) -> None
     table.write_result(rows, out / "result.csv")
     write_text(files[0], json.dumps(told.to_json(rows, counted, mode), indent=1) + "\n")
     write_text(files[1], told.page(rows, said, f"opcheck: {mode}"))
-    typer.echo(f"written: {', '.join(map(str, (out / 'opcheck.csv', out / 'result.csv', *files)))}")
+    say_written(out / "opcheck.csv", out / "result.csv", *files)
+    answer(**told.to_json(rows, counted, mode))
     raise typer.Exit(1 if counted.statuses.get(FAIL) or counted.statuses.get(ERROR) else 0)
 
 

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 import typer.core
 
+from vllm_accprobe.cli.common.json_answer import add_notes
 from vllm_accprobe.cli.spelling.old_spellings import documented
 from vllm_accprobe.cli.spelling.one_spelling import one_spelling
 from vllm_accprobe.cli.spelling.refusal import CommandError as CommandError
+from vllm_accprobe.cli.spelling.refusal import CommandInterrupted
 from vllm_accprobe.cli.spelling.refusal import NothingThere as NothingThere
 from vllm_accprobe.cli.spelling.told import spelled
 
@@ -33,6 +35,8 @@ def require_directory(path: Path | None, option: str) -> None:
 
 def say_notes(lines: Iterable[str], err: bool = True) -> None:
     """A line each for what whoever looks at a result should know of its dump."""
+    lines = list(lines)
+    add_notes(lines)
     for line in lines:
         typer.echo(f"note: {line}", err=err)
 
@@ -71,6 +75,12 @@ class Command(typer.core.TyperCommand):
         values = {name for p in self.params if p.param_type_name == "option" and not p.is_flag for name in p.opts}  # type: ignore[attr-defined]
         words = spelled(self.name or "", documented(self.name, args), values)
         return super().parse_args(ctx, one_spelling(words, self.params, ctx.allow_interspersed_args))
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise CommandInterrupted from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from vllm_accprobe.standards import COMMANDS, names
