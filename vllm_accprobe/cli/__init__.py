@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from vllm_accprobe.cli.common import kept
+from vllm_accprobe.cli.common import folding, kept
 from vllm_accprobe.cli.common.json_answer import answering
 from vllm_accprobe.cli.common.options import Command
 from vllm_accprobe.cli.spelling.refusal import CommandInterrupted
@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = None if arguments is None else list(arguments)
     kept.begin()
     try:
-        result = build()(args=given, prog_name="accprobe", standalone_mode=False)
+        with folding.folded():
+            result = build()(args=given, prog_name="accprobe", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, typer.Abort, CommandInterrupted):
