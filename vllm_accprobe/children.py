@@ -86,6 +86,9 @@ def main() -> None:
     """What a child does first. sys.argv: HOME, the pipe's number, the module, its words."""
     pipe, module, words = int(sys.argv[2]), sys.argv[3], sys.argv[4:]
     end_with(pipe)
+    # Ctrl-C on a terminal reaches the whole group: the parent answers it, and ends this one. No SIG_IGN, which what is
+    # started here would inherit.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
     ignore_settings_here()
     sys.argv[:] = [module, *words]
     sys.exit(importlib.import_module(module).main())

@@ -174,7 +174,7 @@ def test_a_place_that_cannot_be_written_is_said_before_the_work(
         (["opcheck", "golden", "--against", "nothing"], "--against"),
         (["summary", "golden", "--step", "x"], "--step"),
         (["show", "golden", DOWN, "--call", "3-1"], "--call"),
-        (["labels", "plain", "--limit", "7"], "--limit"),
+        (["labels", "plain", "--limit", "7"], "--tolerance"),
         (["labels", "plain", "--acl", "nowhere"], "nowhere"),
         (["convert", "plain", "x.zip"], "--to"),
         (["compare", "golden", "mine", "--op-mapping-file", "nowhere"], "nowhere"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -238,7 +239,7 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(place: Path, monkeypatc
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert [x for x in err.splitlines() if not x.startswith(("run ", "the first run"))] == [
-        "accprobe: interrupted; what was run is kept in out, and the same command goes on from there"
+        f"accprobe: interrupted; the runs are kept in out; go on: {shlex.join(['accprobe', *words(place)])}"
     ]
     begun = starts(place)
     assert main(words(place)) == 1

@@ -40,14 +40,14 @@ def test_summary_limits_and_says_so(dump, capsys):
     assert main(["summary", str(dump), "--limit", "2"]) == 0
     out = lines(capsys)
     assert len([line for line in out if "param.weight" in line]) == 2
-    assert out[3] == "... 25 more: --limit 0 shows all, --csv FILE writes all, a GLOB or --step narrows down"
+    assert out[3] == "... 25 more: --limit 0 shows all, --csv FILE writes all, a GLOB or --steps narrows down"
     assert main(["summary", str(dump), "--limit", "0"]) == 0
     assert sum("bfloat16" in line for line in lines(capsys)) == 24
 
 
 def test_summary_csv_has_every_digit(dump, tmp_path, capsys):
     assert main(["summary", str(dump), "--csv", str(tmp_path / "x.csv"), "--limit", "1"]) == 0
-    assert lines(capsys)[-1] == f"written: {tmp_path / 'x.csv'}"
+    assert lines(capsys)[-1] == f"wrote {tmp_path / 'x.csv'}"
     rows = list(csv.DictReader((tmp_path / "x.csv").read_text().splitlines()))
     assert len(rows) == 27
     columns = "index step rank tap role shape dtype min max mean std nan inf"
@@ -197,7 +197,7 @@ def test_convert_to_h5_in_the_layout_of_torch_xray(dump, tmp_path, capsys):
     out = tmp_path / "x.h5"
     assert main(["convert", str(dump), str(out)]) == 0
     said = lines(capsys)
-    assert said[0].startswith("rank 0: 27 tensors, ")
+    assert said[0].startswith(f"wrote {out} (rank 0, 27 tensors, ")
     assert said[1] == "note: 24 tensors of bfloat16 or 8-bit floats are float32 there (exact)"
     with h5py.File(out) as f:
         assert created(f["0"]) == [

@@ -98,7 +98,7 @@ def test_a_defect_is_one_line_too(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
-        (KeyboardInterrupt(), 130, "accprobe: interrupted\n"),
+        (KeyboardInterrupt(), 130, "accprobe: interrupted; nothing was kept; begin again: accprobe\n"),
         (PermissionError(13, "Permission denied", "/x"), 2, "accprobe: /x: Permission denied\n"),
         (MemoryError(), 2, "accprobe: not enough memory; choose fewer tensors at a time\n"),
     ],

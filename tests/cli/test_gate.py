@@ -35,7 +35,7 @@ def test_the_sentence(here: Path, capsys: Any) -> None:
     code, out, err = gate(capsys, "golden.jsonl", "mine.jsonl")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "pass: no difference beyond chance in 1 comparison, 50 pairs (rate of false alarms 0.05 in all)",
+        "PASS: no difference beyond chance in 1 comparison, 50 pairs (rate of false alarms 0.05 in all)",
         "  exact_match (strict-match): golden 26 of 50, mine 24: nothing to be seen (p = 0.69; mine - golden "
         "-4.0 points, 95% between -15.7 points and +7.0 points); 587 questions would be needed to see a drop of this "
         "size (80% of the time)",
@@ -48,7 +48,7 @@ def test_the_sentence(here: Path, capsys: Any) -> None:
 def test_a_drop_is_exit_code_1(here: Path, capsys: Any) -> None:
     code, out, _ = gate(capsys, "golden.jsonl", "bad.jsonl")
     assert code == 1
-    assert out.splitlines()[0].startswith("fail: 1 beyond chance in 1 comparison")
+    assert out.splitlines()[0].startswith("FAIL: 1 beyond chance in 1 comparison")
     assert "golden 26 of 50, mine 0: a drop beyond chance (p = 3e-08" in out
     assert "  … 16 more: --json; --prompts-out writes their prompts" in out
 
@@ -70,14 +70,14 @@ def test_json_csv_and_prompts(here: Path, capsys: Any) -> None:
     asked = [json.loads(line) for line in Path("p.jsonl").read_text().splitlines()]
     assert [line["id"] for line in asked] == ["0", "1", "2", "3", "26", "27"]
     assert Path("p.jsonl").stat().st_mode & 0o777 == 0o600
-    assert "written: p.jsonl, 6 prompts" in err
+    assert "wrote p.jsonl (6 prompts" in err
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
         (["golden.jsonl", "other.jsonl"], 3, "no question is on both sides"),
-        (["golden.jsonl", "mine.jsonl", "--metric", "bleu"], 3, "--metric choose nothing"),
+        (["golden.jsonl", "mine.jsonl", "--metric", "bleu"], 3, "--metrics choose nothing"),
         (["golden.jsonl", "nowhere"], 2, "nowhere does not exist"),
         (["golden.jsonl", "oc"], 2, "no common name"),
         (["golden.jsonl", "golden.jsonl"], 2, "the same"),
@@ -111,8 +111,8 @@ def test_two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     folder(Path("once"), 4, arrive=("one",))
     folder(Path("golden-once"), 5, arrive=("one",))
     for golden, mine, code, says in (
-        ("golden", "same", 0, "pass: no further away"),
-        ("golden", "worse", 1, "fail: further away"),
+        ("golden", "same", 0, "PASS: no further away"),
+        ("golden", "worse", 1, "FAIL: further away"),
         ("golden-once", "once", 3, "no verdict: golden needs two passes"),
     ):
         assert main(["gate", golden, mine]) == code

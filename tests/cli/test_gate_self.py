@@ -37,10 +37,10 @@ def test_the_path_is_named(fault: str, prompts: Path, capsys: Any) -> None:
         # Pieces are found in the cache, too; a decode that is wrong shows in scoring alone.
         want = {"hit": ["hit", "pieces"], "decode": ["scoring"]}.get(fault, [fault])
         assert (code, odd) == (1, want), said.out
-        assert said.out.startswith("fail: ")
+        assert said.out.startswith("FAIL: ")
     else:
         assert (code, odd) == (0, []), said.out
-        assert said.out.startswith("pass: what must be the same to the bit is")
+        assert said.out.startswith("PASS: what must be the same to the bit is")
     assert {p.name for p in Path("out").iterdir()} == {
         "alone",
         "again",

@@ -41,7 +41,7 @@ def test_from_two_commands_to_a_verdict(here: Path, capsys: Any) -> None:
     words = ("vllm serve M --dtype=bfloat16", "vllm serve M --dtype=float32")
     code, out, err = gate(capsys, *words)
     assert (code, err) == (0, "")
-    assert out.startswith("pass: no further away than servers known to be right are from one another, though further")
+    assert out.startswith("PASS: no further away than servers known to be right are from one another, though further")
     assert "floor 0 (golden's command with --dtype=float32)" in out
     assert [starts(side) for side in ("golden", "mine", "floor-0")] == [1, 1, 1]
     golden, mine, floor = (replies.read(Path("out", side)) for side in ("golden", "mine", "floor-0"))
@@ -63,7 +63,7 @@ def test_from_two_commands_to_a_verdict(here: Path, capsys: Any) -> None:
 def test_a_fault_fails_and_its_condition_is_said(here: Path, capsys: Any) -> None:
     code, out, _ = gate(capsys, "vllm serve M", "vllm serve M --fault=0.1")
     assert code == 1
-    assert out.startswith("fail: further away than servers known to be right are from one another, only decode (10 ")
+    assert out.startswith("FAIL: further away than servers known to be right are from one another, only decode (10 ")
     said = json.loads(Path("out/gate.json").read_text())
     assert said["condition"]["axis"] == "phase"
     assert all(w["ordinal"] > 0 for w in said["worst"])

@@ -42,7 +42,7 @@ def test_a_server_scores_the_trainers_tokens(here: Path, capsys: Any) -> None:
     with fake.serve() as (url, seen):
         assert main(["gate", "t.jsonl", url, "--out", "out"]) == 0
         said = capsys.readouterr().out
-        assert said.startswith("pass: mean exp|dlogp| 1, within 1.05 (80 tokens of 4 sequences; server: scored as")
+        assert said.startswith("PASS: mean exp|dlogp| 1, within 1.05 (80 tokens of 4 sequences; server: scored as")
         asked = len(seen)
         assert main(["gate", "t.jsonl", url, "--out", "out"]) == 0
         assert len(seen) - asked <= 3  # how it can be asked

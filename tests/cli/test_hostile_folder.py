@@ -79,4 +79,4 @@ def test_nor_does_python_m(hostile: Path, command: str) -> None:
 def test_the_replay_and_opcheck_work_there(hostile: Path) -> None:
     accprobe = str(Path(sys.executable).parent / "accprobe")
     assert "second" in given(hostile, accprobe, *COMMANDS["compare"].split())[1]
-    assert "pass: 2 of 2 calls checked" in given(hostile, accprobe, *COMMANDS["opcheck"].split())[1]
+    assert "PASS: 2 of 2 calls checked" in given(hostile, accprobe, *COMMANDS["opcheck"].split())[1]

@@ -71,7 +71,7 @@ def test_done(here: Path, capsys: Any) -> None:
     with odd(lambda path, body: (200, completion(body))) as (url, seen):
         words = ["send", "p.txt", "--url", f"{url}/v1/", "--out", "out", "--arrive", "poisson:100"]
         assert main(words) == 0
-        assert capsys.readouterr().out == "2 of 2 answered in 1 pass; written: out\n"
+        assert capsys.readouterr().out == "2 of 2 answered in 1 pass\nwrote out\n"
         assert main(words) == 0
-        assert capsys.readouterr().out == "2 of 2 answered, 2 of them before in 1 pass; written: out\n"
+        assert capsys.readouterr().out == "2 of 2 answered, 2 of them before in 1 pass\nwrote out\n"
     assert seen == [("/v1/completions", "p0000"), ("/v1/completions", "p0001")]

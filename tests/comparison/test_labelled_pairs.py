@@ -156,7 +156,7 @@ def test_a_dump_without_labels_is_exit_code_3(made: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("words", "line"), [
-    (["--limit", "2"], "--limit: 2.0 is no relative error"),
+    (["--limit", "2"], "--tolerance: 2.0 is no relative error"),
     (["--acl", "nowhere"], "--acl: nowhere is no directory"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(made: Path, words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ def test_every_example_is_told_of() -> None:
 def test_plain_torch_names_the_module_that_was_changed(tmp_path: Path) -> None:
     done = run([sys.executable, str(EXAMPLES / "plain_torch.py"), "out"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("fail: 2.norm (")
+    assert done.stdout.startswith("FAIL: 2.norm (")
 
 
 def test_label_pairs_names_the_pair(tmp_path: Path) -> None:

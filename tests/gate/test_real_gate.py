@@ -52,7 +52,7 @@ def test_a_fault_in_decode(
     words = ["gate", server.url, command, "--prompts", str(tmp_path / "p.jsonl"), "--out", str(out), "--max-tokens=6"]
     assert main(words) == 1
     said = capsys.readouterr().out
-    assert said.startswith("fail: further away than golden is from itself in batches, only decode (8 prompts")
+    assert said.startswith("FAIL: further away than golden is from itself in batches, only decode (8 prompts")
     golden, mine = (replies.read(out / side) for side in ("golden", "mine"))
     assert [p["arrive"] for p in mine.about["passes"]] == ["one", "all", "score"]
     for p in (0, 1):

@@ -31,7 +31,7 @@ def test_markdown_of_a_failure():
         "First divergence: `model.layers.3.mlp.down_proj/output.0, rank 0, step 4, request 'a', position 17 (decode), "
         "row relative L2 0.21, limit 0.016 (13x)`",
         "",
-        "### Failed pairs",
+        "### Failed pairs, worst first",
         "",
         "| × limit | measure | value | limit | step | pair |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -5,6 +5,7 @@ import io
 from report_examples import DIVERGENCE, EVIL, ORIGIN, comparison, hostile, pair, realistic
 
 from vllm_accprobe.report import facts, terminal
+from vllm_accprobe.report.worst import causes
 
 SENTENCE = (
     "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error: output.0, request 'a', "
@@ -104,14 +105,16 @@ def test_whole_report_of_a_failure():
     assert "  only in mine: w" in full
 
 
-def test_only_ten_worst_pairs_and_how_to_see_the_rest():
+def test_only_ten_worst_causes_and_how_to_see_the_rest():
     result = realistic()
     section = terminal.worst_pairs(result)
-    failed = sum(p.status == "fail" for p in result.pairs)
-    assert section[0] == f"the 10 worst of {failed:,} failed pairs:"
+    failed = [p for p in result.pairs if p.status == "fail"]
+    found = len({p.tap for p in failed})
+    assert 10 < found < len(failed)
+    assert section[0] == f"the 10 worst of {found} causes of {len(failed):,} failed pairs:"
     assert len(section) == 13
-    assert section[-1] == f"  … {failed - 10:,} more: compare.html, or compare.csv where status is fail"
-    severities = [facts.severity(p) for p in facts.worst(result, 10)]
+    assert section[-1] == f"  … {found - 10:,} more: compare.html, or compare.csv where status is fail"
+    severities = [facts.severity(c.worst) for c in causes.causes(result)]
     assert severities == sorted(severities, reverse=True)
     assert severities[0] == max(map(facts.severity, result.pairs))
 

@@ -16,7 +16,10 @@ from typing import Any
 
 import typer
 
+from vllm_accprobe.cli.common import folding, kept
+from vllm_accprobe.cli.common.json_answer import answering
 from vllm_accprobe.cli.common.options import Command
+from vllm_accprobe.cli.spelling.refusal import CommandInterrupted
 
 COMMANDS = (
     "compare", "opcheck", "gentest", "opdiff", "calibrate", "summary", "show", "convert", "repair",
@@ -44,7 +47,7 @@ def build() -> typer.Typer:
     for name in COMMANDS:
         settings = {"allow_interspersed_args": name not in STARTERS}
         app.command(name, cls=Command, context_settings=settings)(
-            getattr(importlib.import_module(f"{__name__}.{name}"), name)
+            answering(getattr(importlib.import_module(f"{__name__}.{name}"), name))
         )
     for name in GROUPS:
         app.add_typer(getattr(importlib.import_module(f"{__name__}.{name}"), name), name=name)
@@ -70,13 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from vllm_accprobe.children import ignore_settings_here
 
     ignore_settings_here()
+    given = None if arguments is None else list(arguments)
+    kept.begin()
     try:
-        given = None if arguments is None else list(arguments)
-        result = build()(args=given, prog_name="accprobe", standalone_mode=False)
+        with folding.folded():
+            result = build()(args=given, prog_name="accprobe", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
-    except (KeyboardInterrupt, typer.Abort):
-        print("accprobe: interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, typer.Abort, CommandInterrupted):
+        print(f"accprobe: {_one_line(kept.interrupted(sys.argv[1:] if given is None else given))}", file=sys.stderr)
         return 130
     except typer.Exit as e:
         return e.exit_code

@@ -7,22 +7,23 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.common.declared import MODULES, REQUESTS, STEPS, TOKENS
+from vllm_accprobe.cli.common.json_answer import answer
 from vllm_accprobe.cli.common.options import CommandError
 
 
 def arm(
     dump: Path = typer.Argument(..., metavar="DUMP", help="The directory into which the server captures."),
-    requests: str = typer.Option(None, "--requests", metavar="GLOBS", help="Over request ids, comma separated."),
-    tokens: str = typer.Option(None, "--tokens", metavar="RANGES", help="Token ordinals, e.g. 0-4,7; 0 is the prompt."),
-    modules: str = typer.Option(
-        None, "--modules", metavar="GLOBS", help="Of those that the server taps: globs over paths, or presets."
-    ),
-    steps: str = typer.Option(None, "--steps", metavar="RANGES", help="Engine steps; 0 is the next one."),
+    requests: str = REQUESTS,
+    tokens: str = TOKENS,
+    modules: str = MODULES,
+    steps: str = STEPS,
     off: bool = typer.Option(False, "--off", help="Capture nothing from now on."),
 ) -> None:
     """Switch a running server's capture on for these requests, or off.
 
     Writes DUMP/arm.json, which the server looks at before each step; what is not given is as the server was started.
+    Modules are of those that it taps.
     Start it with VLLM_ACCPROBE=1, and with VLLM_ACCPROBE_ARMED=0 where it is to begin disarmed.
     Exit code 0: written, 2: not a place that a server captures into.
     """
@@ -47,4 +48,5 @@ def arm(
         raise CommandError(str(e)) from None
     path = arm_file.write(dump, selection)
     when = "before its next step" if found.ranks else "at its first step, once it has one"
+    answer(armed=not off, file=path, selection=given, running=bool(found.ranks))
     typer.echo(f"{'disarmed' if off else 'armed'}: the server reads {path} {when}")

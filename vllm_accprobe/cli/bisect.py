@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from vllm_accprobe.cli.common.declared import CONCURRENCY, JSON, MAX_TOKENS, READY, TIMEOUT
 from vllm_accprobe.cli.common.options import CommandError
 
 if TYPE_CHECKING:
@@ -28,28 +29,34 @@ def bisect(
     golden: str = typer.Option(
         "", "--golden", metavar="SIDE", help="A folder of send, a URL or a command; the plain command if not given."
     ),
-    out: Path = typer.Option("accprobe-bisect", "--out", "-o", metavar="DIR", help="Where runs are kept."),
-    prompts: str = typer.Option("", "--prompts", metavar="FILE", help="As of accprobe send; golden's by default."),
-    only: list[str] = typer.Option([], "--only", metavar="SETTING", help="Vary only these. Can be repeated."),
-    hold: list[str] = typer.Option([], "--hold", metavar="SETTING", help="Leave as in CMD. Can be repeated."),
-    plain: list[str] = typer.Option([], "--plain", metavar="SETTING=VALUE", help="Another plain value, of attention."),
+    out: Path = typer.Option("accprobe-bisect", "--out", "-o", metavar="DIR", help="Where the results go: the runs."),
+    prompts: str = typer.Option(
+        "", "--prompts", metavar="FILE", help="What a server is asked; as of accprobe send, golden's by default."
+    ),
+    only: list[str] = typer.Option([], "--only", metavar="SETTINGS", help="Vary only these."),
+    hold: list[str] = typer.Option([], "--hold", metavar="SETTINGS", help="Leave as in CMD."),
+    plain: list[str] = typer.Option(
+        [], "--plain", metavar="SETTING=VALUE", help="Another plain value, of attention. Can be repeated."
+    ),
     switches: Path = typer.Option(None, "--switches", metavar="FILE", help="A vendor's own switches, toml or json."),
     floor: list[Path] = typer.Option(
-        [], "--floor", metavar="FOLDER", help="Of send: a server known to be right. Can be repeated."
+        [], "--floor", metavar="RUN", help="Another run of golden's side, a folder of send. Can be repeated."
     ),
     narrow: bool = typer.Option(False, "--narrow", help="Of numbers that are found: from where on they fail."),
     repeat: int = typer.Option(
-        1, "--repeat", metavar="N", min=1, max=20, help="Times a run must pass to count as pass."
+        1, "--repeat", metavar="N", min=1, max=20, help="Run each so many times: all must pass to count as pass."
     ),
     share: float = typer.Option(
         None, "--share", metavar="S", help="A run fails that is so much of CMD's distance away; 0.5 if not given."
     ),
-    plan: bool = typer.Option(False, "--plan", help="Print the settings and the number of runs; start nothing."),
-    max_tokens: int = typer.Option(32, "--max-tokens", metavar="N", min=1, help="Where a prompt says no other."),
-    concurrency: int = typer.Option(64, "--concurrency", metavar="N", min=1, max=1024, help="Requests at a time."),
-    timeout: float = typer.Option(600, "--timeout", metavar="S", min=0.1, help="Without an answer, for one request."),
-    ready: float = typer.Option(1800, "--ready-timeout", metavar="S", min=1, help="Until a server answers."),
-    as_json: bool = typer.Option(False, "--json", help="Print json, not lines."),
+    plan: bool = typer.Option(
+        False, "--plan", help="Only say what would be done, and write nothing: settings, number of runs."
+    ),
+    max_tokens: int = MAX_TOKENS,
+    concurrency: int = CONCURRENCY,
+    timeout: float = TIMEOUT,
+    ready: float = READY,
+    as_json: bool = JSON,
 ) -> None:
     """Find the smallest set of settings that makes a server's numbers wrong.
 
@@ -59,6 +66,7 @@ def bisect(
     Exit code 0: nothing differs, 1: it differs, 2: bad usage, or a server was lost, 3: nothing could be tried.
     """
     from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.common.kept import going_on
     from vllm_accprobe.gate.bisect import axes as settings
     from vllm_accprobe.gate.bisect import edits, judging, offered, vendor
     from vllm_accprobe.gate.bisect.search import expected
@@ -90,6 +98,7 @@ def bisect(
         if plan or not axes:
             raise typer.Exit(0)
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        going_on("the runs are", out)
         against = folder or _golden(golden, asked, out, trials)
         rate = judging.rate_each(usual, len(asked.lines))
         trier = _trier(target, axes, trials, against, rate, share)
@@ -97,11 +106,6 @@ def bisect(
         _go(trier, bool(golden), repeat - 1, narrow, as_json)
     except (edits.BisectError, ServerCommandError, LaunchError, PromptsError, FolderError, SendError) as e:
         raise CommandError(f"{str(e).removesuffix(KEPT)}{_kept(out, e)}") from None
-    except KeyboardInterrupt:
-        typer.echo(
-            f"accprobe: interrupted; what was run is kept in {out}, and the same command goes on from there", err=True
-        )
-        raise typer.Exit(130) from None
 
 
 KEPT = ", and the same command goes on from there"

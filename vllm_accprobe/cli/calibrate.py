@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere
 
 
@@ -18,10 +19,14 @@ def calibrate(
         False, "--profile", help="Write how the machine of this one dump computes, read from its replay. Needs torch."
     ),
     model: Path = typer.Option(
-        None, "--weights", metavar="DIR", help="With --profile: the model's directory, as for `accprobe opcheck`."
+        None, "--weights", metavar="DIR", help="The model's directory; with --profile, as for `accprobe opcheck`."
     ),
     out: Path = typer.Option(
-        Path("accprobe-floor"), "--out", "-o", metavar="DIR", help="Where calibration.json or profile.json goes."
+        Path("accprobe-floor"),
+        "--out",
+        "-o",
+        metavar="DIR",
+        help="Where the results go: calibration.json or profile.json.",
     ),
 ) -> None:
     """Measure the floor: run golden's side again with another batching, chunking, dtype or number of ranks.
@@ -57,7 +62,8 @@ def _floor(golden: Path, others: list[Path], out: Path) -> None:
     typer.echo(f"{len(found.floors)} tensors from {len(found.runs)} run{'s' * (len(found.runs) != 1)} ({found.source})")
     for tap, worst in sorted(found.origins.items(), key=lambda o: -o[1])[:10]:
         typer.echo(f"golden's own runs differ at {tap}: {worst:.3g}; as much of it is no origin")
-    typer.echo(f"wrote {path}")
+    say_written(path)
+    answer(tensors=len(found.floors), runs=found.runs, source=found.source, origins=found.origins)
 
 
 def _profile(dump: Path, model: Path | None, out: Path) -> None:
@@ -86,4 +92,5 @@ def _profile(dump: Path, model: Path | None, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     path = out / NAME
     path.write_text(Profile(found.habits, host_of(calls.dump.run), found.units).to_json(), encoding="utf-8")
-    typer.echo(f"wrote {path}")
+    say_written(path)
+    answer(habits=found.habits, units=found.units, unknown=found.unknown)

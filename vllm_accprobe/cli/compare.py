@@ -8,7 +8,8 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli.common.compare_formats import FORMAT, Format, say, say_before
+from vllm_accprobe.cli.common.compare_formats import FORMAT, Format, say, say_before, say_plan
+from vllm_accprobe.cli.common.declared import JSON
 
 DEFAULT = "accprobe-report"
 
@@ -25,7 +26,7 @@ def compare(
         "--output",
         "-o",
         metavar="DIR",
-        help="Where compare.csv, .json and .html go: accprobe-report, or where --rejudge reads.",
+        help="Where the results go: compare.csv, .json, .html; accprobe-report, or where --rejudge reads.",
     ),
     op_mapping_file: Path = typer.Option(
         None,
@@ -35,7 +36,7 @@ def compare(
         help="YAML or JSON: which place of mine is which of golden, see docs/mapping.md.",
     ),
     taps: str = typer.Option(
-        None, "--taps", metavar="GLOBS", help="Only taps that match these globs, comma separated; '!...' excludes."
+        None, "--taps", metavar="GLOBS", help="Only taps that match these globs; '!...' excludes."
     ),
     standard: str = typer.Option(
         None,
@@ -46,16 +47,18 @@ def compare(
     floor: list[Path] = typer.Option(
         [],
         "--floor",
-        metavar="DIR",
-        help="Another run of golden's side, or what `accprobe calibrate` made. May be given repeatedly.",
+        metavar="RUN",
+        help="Another run of golden's side, or what `accprobe calibrate` made. Can be repeated.",
     ),
     rate: float = typer.Option(
         None,
         "--false-alarm-rate",
         metavar="P",
-        help="How probable an origin may be in a whole comparison of honest machines; 0.001 where not given.",
+        help="How probable a false alarm may be, in a whole comparison of honest machines; 0.001 where not given.",
     ),
-    plan: bool = typer.Option(False, "--plan", help="Only say what would be compared with what, and write nothing."),
+    plan: bool = typer.Option(
+        False, "--plan", help="Only say what would be done, and write nothing: what is compared with what."
+    ),
     ray: str = typer.Option(
         None, "--ray", metavar="ADDRESS", help="Measure on the machines of the Ray cluster at this address."
     ),
@@ -72,11 +75,12 @@ def compare(
         None, "--rejudge", metavar="DIR", help="Judge a saved comparison (an --out) again, without dumps."
     ),
     form: Format = FORMAT,
+    as_json: bool = JSON,
     golden_path: Path = typer.Option(None, "--golden-path", "-gp", metavar="GOLDEN", help="As GOLDEN (ait, msit)."),
     my_path: Path = typer.Option(None, "--my-path", "-mp", metavar="MINE", help="As MINE (ait, msit)."),
     log_level: str = typer.Option(None, "--log-level", "-l", metavar="LEVEL", help="warning and above: as --quiet."),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="On the terminal, only the verdict and its notes."),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="On the terminal, leave nothing out."),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Say less: the verdict and its notes."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: leave nothing out."),
 ) -> None:
     """Compare two dumps row by row and name the operator that created the error.
 
@@ -98,6 +102,7 @@ def compare(
     golden = _named(golden, golden_path, "GOLDEN", "-gp")
     mine = _named(mine, my_path, "MINE", "-mp")
     quiet = quietly(log_level) or quiet
+    form = Format.json if as_json else form
 
     rate = FALSE_ALARM_RATE if rate is None else rate
     engine.check_rate(rate)
@@ -113,12 +118,12 @@ def compare(
     if plan:
         from vllm_accprobe.comparison.plan.units import make_plan
 
-        for line in make_plan(*engine.open_both(golden, mine), taps=taps, mapping=rules).lines():
-            typer.echo(line)
+        say_plan(make_plan(*engine.open_both(golden, mine), taps=taps, mapping=rules).lines(), form)
         return
     import json
     from dataclasses import replace
 
+    from vllm_accprobe.cli.common import kept
     from vllm_accprobe.cli.common.options import say_notes
     from vllm_accprobe.cli.replay import replaying
     from vllm_accprobe.comparison.store import resume, saved
@@ -132,6 +137,7 @@ def compare(
         choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "jobs": jobs,
                    "floors": floor, "rate": rate}  # fmt: skip
         asked = replaying.Asked(golden, mine, replay, taps, op_mapping_file, rate)
+        kept.going_on("what was measured is", out / resume.NAME)
         with replaying.begun(asked) as begun:
             with _progress() as advance, _tidy(out):
                 result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vllm_accprobe.cli.common import kept
 from vllm_accprobe.cli.common.declared import LEVEL, NAMES, RANK, REQUEST, ROLE, STEP
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, say_notes, selection, size, writable
 
 if TYPE_CHECKING:
@@ -64,11 +66,13 @@ def convert(
         from vllm_accprobe.cli.common import drawing
 
         if names or role or request:
-            raise CommandError("--to onnx draws a whole step: it takes --step, --rank and --level")
+            raise CommandError("--to onnx draws a whole step: it takes --steps, --ranks and --level")
         with _new(out) as path:
             lines = drawing.onnx(dump, path, level, step, rank)
-        for line in (*lines, f"written: {out} ({size(out.stat().st_size)})"):
+        for line in lines:
             typer.echo(line)
+        say_written(out, about=size(out.stat().st_size))
+        answer(dump=dump, to=kind, about=lines)
         return
     opened = open_dump(dump)
     if beside and hasattr(opened, "kind"):
@@ -84,18 +88,21 @@ def convert(
     targets = _targets(opened, sorted({r.rank for r in stored}), out, kind)
     write = {"h5": containers.write_h5, "npz": containers.write_npz, "safetensors": containers.write_safetensors}[kind]
     left = 0
+    answer(dump=dump, to=kind, tensors=len(stored), skipped={"only statistics": len(chosen) - len(stored)})
     with progress("converting", len(stored)) as tick:
         for number, target in targets.items():
             with _whole(target) as path:
                 left += write(opened, [r for r in stored if r.rank == number], path, tick)
+            rest = ",".join(str(n) for n in targets if n > number)
+            kept.going_on(f"the ranks up to {number} are", target, ["--ranks", rest], ["--ranks", "--rank"])
     if beside:
         for number, target in targets.items():
             path = target.with_name(f"{target.stem}_summary.csv")
             _summary(opened, [r for r in stored if r.rank == number], path)
-            typer.echo(f"rank {number}: {path}")
+            say_written(path, about=f"rank {number}")
     for number, target in targets.items():
         n = sum(r.rank == number for r in stored)
-        typer.echo(f"rank {number}: {n:,} tensors, {size(target.stat().st_size)}: {target}")
+        say_written(target, about=f"rank {number}, {n:,} tensors, {size(target.stat().st_size)}")
     if kind != "safetensors" and (wide := containers.widened(stored)):
         typer.echo(f"note: {wide:,} tensors of bfloat16 or 8-bit floats are float32 there (exact)")
     if len(chosen) > len(stored):
@@ -129,7 +136,8 @@ def _to_folder(dump: Dump, records: list[Record], out: Path, kind: str) -> None:
             skipped = write_ait(dump, records, path, tick)
     written = len(records) - sum(skipped.values())
     ranks, steps = {r.rank for r in records}, {r.step for r in records if r.step is not None}
-    typer.echo(f"{written:,} tensors of {len(ranks)} ranks and {len(steps)} steps: {out}")
+    say_written(out, about=f"{written:,} tensors of {len(ranks)} ranks and {len(steps)} steps")
+    answer(dump=dump.path, to=kind, tensors=written, skipped=skipped)
     for reason, n in skipped.items():
         typer.echo(f"skipped: {n:,} {reason}")
     say_notes(dump.problems, err=False)
@@ -141,7 +149,7 @@ def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Pa
 
     if out.suffix == f".{kind}" and not out.is_dir():
         if len(ranks) > 1:
-            raise CommandError(f"the dump has {len(ranks)} ranks: name a directory, not {out}, or choose with --rank")
+            raise CommandError(f"the dump has {len(ranks)} ranks: name a directory, not {out}, or choose with --ranks")
         found = {ranks[0]: out}
     else:
         found = {}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vllm_accprobe.cli.common.declared import JSON
 from vllm_accprobe.cli.common.options import CommandError
 
 if TYPE_CHECKING:
@@ -23,29 +24,40 @@ _RUN_S = 3600.0
 
 def doctor(
     command: list[str] = typer.Argument(None, metavar="[-- CMD...]", help="With --graphs: vllm serve ..., a script."),
-    json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
+    json: bool = JSON,
     quick: bool = typer.Option(False, "--quick", help="Leave out what needs vLLM imported (about ten seconds)."),
     timeout: float = typer.Option(
-        None, "--timeout", min=1.0, help="Seconds to wait for vLLM's import (180), or for each run of --graphs (3600)."
+        None,
+        "--timeout",
+        metavar="S",
+        min=1.0,
+        help="How long to wait; for vLLM's import (180), for each run of --graphs (3600).",
     ),
     graphs: bool = typer.Option(
         False, "--graphs", help="Run CMD with taps in its graphs off, on and selected: are tokens and bits the same?"
     ),
-    out: Path = typer.Option("accprobe-doctor-graphs", "--out", "-o", help="With --graphs: a new directory."),
+    out: Path = typer.Option(
+        "accprobe-doctor-graphs",
+        "--out",
+        "-o",
+        metavar="DIR",
+        help="Where the results go, with --graphs: a new directory.",
+    ),
     full: bool = typer.Option(False, "--full", help="With --graphs: also with taps at all modules."),
     bisect: bool = typer.Option(
         None, "--bisect/--no-bisect", help="Find the module whose tap changes bits; not for --full by default."
     ),
     prompts: Path = typer.Option(
-        None, "--prompts", metavar="FILE", help="What a server is asked, one a line or JSONL."
+        None, "--prompts", metavar="FILE", help="What a server is asked; one a line or JSONL."
     ),
-    max_tokens: int = typer.Option(16, "--max-tokens", min=1, help="Tokens that a server generates for each prompt."),
-    port: int = typer.Option(None, "--port", min=1, max=65535, help="CMD is a server that listens there."),
+    max_tokens: int = typer.Option(16, "--max-tokens", metavar="N", min=1, help="Tokens to generate for a prompt."),
+    port: int = typer.Option(None, "--port", min=1, max=65535, metavar="N", help="A server's port: CMD listens there."),
     wheel: list[Path] = typer.Option(
         None,
         "--wheel",
         metavar="FILE",
-        help="Read a wheel or sdist, not installed: is all there that capture relies on? A vendor's, and its vLLM's.",
+        help="Read a wheel or sdist, not installed: is all there that capture relies on? A vendor's, and its vLLM's. "
+        "Can be repeated.",
     ),
 ) -> None:
     """Check whether a capture would work in this environment, and say what would go wrong.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vllm_accprobe.cli.common.declared import DIR_OUTPUT, RANKS
+from vllm_accprobe.cli.common.json_answer import answer
 from vllm_accprobe.cli.common.options import CommandError, require_directory
 
 if TYPE_CHECKING:
@@ -18,12 +20,12 @@ _GRACE_S = 10.0
 
 def errcheck(
     command: list[str] = typer.Argument(None, metavar="[-- CMD...]", help="vllm serve ..., a script, a shell line."),
-    exec: str = typer.Option(None, "--exec", metavar="CMD", help="The command as one line, in place of -- CMD..."),
-    dir: str = typer.Option(
-        None, "--dir", "-d", "--output", "-o", help="Where findings go; by default ./accprobe/<UTC time>."
+    exec: str = typer.Option(None, "--exec", metavar="LINE", help="A command as one line, in place of -- CMD..."),
+    dir: str = DIR_OUTPUT,
+    kinds: str = typer.Option(
+        "overflow,nan", "--kinds", "--type", metavar="KINDS", help="What is an error: overflow, nan, or both."
     ),
-    kinds: str = typer.Option("overflow,nan", "--kinds", "--type", help="What is an error: overflow, nan, or both."),
-    ranks: str = typer.Option(None, "--ranks", help="Global ranks, e.g. 0,2-3; all by default."),
+    ranks: str = RANKS,
     exit: bool = typer.Option(False, "--exit", help="Stop the command at the first finding; exit code 1."),
     graphs: bool = typer.Option(
         False, "--graphs", help="Leave compiled and captured graphs as configured; modules inside are not seen."
@@ -55,6 +57,7 @@ def errcheck(
         if not found:
             raise CommandError(f"--read: {read} holds no findings of errcheck: name the --dir of that run")
         _print(lines(found))
+        answer(findings=found, dir=read)
         raise typer.Exit(_code(found, 0))
     if not command:
         raise CommandError("no command is given; write `accprobe errcheck [options] -- CMD ...`, or --read DIR")
@@ -99,6 +102,7 @@ def errcheck(
         raise CommandError(str(error)) from None
     found = reports(root)
     _print(lines(found))
+    answer(findings=found, dir=root, command_exit_code=code)
     if found and environ.get(ENV, "") not in ("", "0"):
         typer.echo(f"dump: {root}", err=True)
     raise typer.Exit(_code(found, code))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.common.json_answer import answer
 from vllm_accprobe.cli.common.options import say_notes
 
 
@@ -24,11 +25,13 @@ def formats(
     if path is not None:
         _, found, notes = sniff.find(path)
         typer.echo(sniff.OWN if found is None else found.name)
+        answer(path=path, format=sniff.OWN if found is None else found.name)
         say_notes(notes)
         return
     problems: list[str] = []
     known = sniff.formats(problems)
     rows = [(sniff.OWN, sniff.OWN_HOW), *((f.name, f.how + (f" ({f.package})" if f.package else "")) for f in known)]
+    answer(formats=[{"name": name, "recognised_by": how} for name, how in rows])
     width = max(len(name) for name, _ in rows)
     for name, how in rows:
         typer.echo(f"{name:<{width}}  {how}")

@@ -8,6 +8,8 @@ from typing import NoReturn
 
 import typer
 
+from vllm_accprobe.cli.common.declared import CONCURRENCY, JSON, MAX_TOKENS, MODEL, READY, SCORE, TIMEOUT
+from vllm_accprobe.cli.common.json_answer import say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere
 
 
@@ -21,13 +23,17 @@ def gate(
     itself: str = typer.Option("", "--self", metavar="COMMAND|URL", help="One server against itself, instead of two."),
     samples: bool = typer.Option(False, "--samples", help="GOLDEN and MINE are an evaluation's: files or folders."),
     prompts: str = typer.Option(
-        "default", "--prompts", metavar="FILE", help="What is sent to servers; as of accprobe send."
+        "default", "--prompts", metavar="FILE", help="What a server is asked; as of accprobe send."
     ),
     out: Path = typer.Option(
-        None, "--out", "-o", metavar="DIR", help="Folders of the servers, and gate.json; one begun is gone on with."
+        None,
+        "--out",
+        "-o",
+        metavar="DIR",
+        help="Where the results go: gate.json, folders of the servers; one begun is gone on with.",
     ),
     floors: list[str] = typer.Option(
-        [], "--floor", metavar="SIDE", help="A further server that is right (folder, URL, command). Can be repeated."
+        [], "--floor", metavar="RUN", help="Another run of golden's side, a folder, URL or command. Can be repeated."
     ),
     floor_dtype: str = typer.Option(
         "",
@@ -40,26 +46,27 @@ def gate(
         False, "--dig", help="Where they differ: capture the worst tokens of both, compare, and name the operator."
     ),
     dig_gb: float = typer.Option(20, "--dig-gb", metavar="GB", min=0.001, help="Disk for it, for each side and rank."),
-    score: bool = typer.Option(
-        None, "--score/--no-score", help="A last pass that scores prompt and answer. Default: where a server can."
-    ),
-    max_tokens: int = typer.Option(32, "--max-tokens", metavar="N", min=1, help="Where a prompt says no other."),
-    concurrency: int = typer.Option(64, "--concurrency", metavar="N", min=1, max=1024, help="Requests at a time."),
-    model: str = typer.Option("", "--model", metavar="NAME", help="Where a server has several; the first by default."),
-    timeout: float = typer.Option(600, "--timeout", metavar="S", min=0.1, help="Without an answer, for one request."),
-    ready: float = typer.Option(1800, "--ready-timeout", metavar="S", min=1, help="Until a command answers."),
-    task: list[str] = typer.Option([], "--task", metavar="GLOB", help="Only these tasks. Can be repeated."),
-    metric: list[str] = typer.Option([], "--metric", metavar="GLOB", help="Only these metrics. Can be repeated."),
-    filter: list[str] = typer.Option([], "--filter", metavar="GLOB", help="Only these filters. Can be repeated."),
+    score: bool = SCORE,
+    max_tokens: int = MAX_TOKENS,
+    concurrency: int = CONCURRENCY,
+    model: str = MODEL,
+    timeout: float = TIMEOUT,
+    ready: float = READY,
+    task: list[str] = typer.Option([], "--tasks", metavar="GLOBS", help="Only these tasks."),
+    metric: list[str] = typer.Option([], "--metrics", metavar="GLOBS", help="Only these metrics."),
+    filter: list[str] = typer.Option([], "--filters", metavar="GLOBS", help="Only these filters."),
     rate: float = typer.Option(
-        None, "--false-alarm-rate", metavar="P", help="Of a whole comparison of equal servers; 0.05 where not given."
+        None,
+        "--false-alarm-rate",
+        metavar="P",
+        help="How probable a false alarm may be, in a whole comparison of equal servers; 0.05 where not given.",
     ),
     prompts_out: Path = typer.Option(
         None, "--prompts-out", metavar="FILE", help="Write the questions that flipped, as prompts for accprobe send."
     ),
-    csv: Path = typer.Option(None, "--csv", metavar="FILE", help="Write a row for each metric."),
-    as_json: bool = typer.Option(False, "--json", help="Print json, not lines."),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show every metric, not 20."),
+    csv: Path = typer.Option(None, "--csv", metavar="FILE", help="Write a csv there: a row for each metric."),
+    as_json: bool = JSON,
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: every metric, not 20."),
 ) -> None:
     """Compare two servers by what they answer, or, with --samples, two runs of an evaluation.
 
@@ -78,7 +85,7 @@ def gate(
         raise CommandError("name GOLDEN and MINE, or one server with --self")
     if not samples:
         if task or metric or filter or prompts_out or csv:
-            raise CommandError("--task, --metric, --filter, --prompts-out and --csv are for --samples")
+            raise CommandError("--tasks, --metrics, --filters, --prompts-out and --csv are for --samples")
         from vllm_accprobe.cli import gate_servers
         from vllm_accprobe.gate.sides import Asking
 
@@ -151,8 +158,8 @@ def _samples(
     if prompts_out is not None:
         asked, without = contrast.prompts(result.flips, left.prompts)
         _write_prompts(prompts_out, asked)
-        said = f"written: {prompts_out}, {len(asked):,} prompts of the questions that flipped"
-        typer.echo(said + (f"; {without:,} have none in the files" if without else ""), err=as_json)
+        more = f"; {without:,} have none in the files" if without else ""
+        say_written(prompts_out, about=f"{len(asked):,} prompts of the questions that flipped{more}", err=as_json)
     raise typer.Exit(1 if result.verdict == "fail" else 0)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def gate_self(side: str, asking: Asking, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
     """Asks the server in every way, and says which way is the odd one."""
-    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.common import kept, outputs
     from vllm_accprobe.cli.send import made_by
     from vllm_accprobe.gate.self import asked_paths, odd_one
     from vllm_accprobe.gate.sending import prompts as prompts_file
@@ -34,6 +34,7 @@ def gate_self(side: str, asking: Asking, out: Path | None, rate: float | None, a
     if not begun and any(not p.name.startswith(("engine-", "steps-")) for p in out.iterdir()):
         raise CommandError(f"--out {out} has other files: name a new directory, or one that a gate --self began")
     told = (lambda said: typer.echo(f"asking: {said}", err=True)) if sys.stderr.isatty() else (lambda said: None)
+    kept.going_on("the answers are", out)
     how = asked_paths.PathAsking(out, made_by(asking.prompts), asking, told)
     try:
         lines = prompts_file.read(asking.prompts)

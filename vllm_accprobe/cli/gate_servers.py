@@ -73,7 +73,7 @@ def run(
 
 def compare(golden: str, mine: str, out: Path | None, floors: Floors, asking: Asking, rate: float | None) -> Opened:
     """Makes what is no folder yet, golden first, and compares. Raises CommandError, NothingThere."""
-    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.common import kept, outputs
     from vllm_accprobe.cli.common.same import refuse_same
 
     try:
@@ -94,6 +94,7 @@ def compare(golden: str, mine: str, out: Path | None, floors: Floors, asking: As
     if out is not None:
         outputs.check(out, {RESULT: outputs.SCHEMA_AND_VERDICT})
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kept.going_on("the answers are", out)
     place = out if out is not None else Path()  # of folders nothing is written
     environ = dict(os.environ)
     try:

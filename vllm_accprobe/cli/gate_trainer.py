@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def gate_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, as_json: bool) -> NoReturn:
     """mine: a folder of send, a jsonl (the same one where it has both), a URL, or a command."""
-    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.common import kept, outputs
     from vllm_accprobe.cli.send import made_by
     from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.client import SendError
@@ -37,6 +37,7 @@ def gate_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, as_j
         else:
             assert out is not None
             outputs.check(out, {})
+            kept.going_on("the answers are", out)
             if url:
                 right = rollout.of_server(
                     left, mine, os.environ.get("VLLM_API_KEY", ""), out, made_by(str(golden)), asking

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vllm_accprobe.cli.common.declared import DUMP, IDS, OPS, WEIGHTS
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, say_notes, writable
 
 if TYPE_CHECKING:
@@ -23,15 +26,15 @@ def gentest(
     ops: list[str] = OPS,
     ids: str = IDS,
     out: Path = typer.Option(
-        None, "--out", "-o", metavar="DIR", help="The folder to write, accprobe-gentest; must not exist."
+        None, "--out", "-o", metavar="DIR", help="Where the results go: a new folder, accprobe-gentest."
     ),
     factory: str = typer.Option(
         "", "--factory", metavar="load|draw", help="jprof's: all operators, tensors as captured (else drawn), or drawn."
     ),
     cpu_init: bool = typer.Option(False, "--cpu_init", help="jprof's: inputs lie on the CPU first, as here always."),
     blacklist: bool = typer.Option(False, "--blacklist", help="jprof's: without operators that have no reference."),
-    seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn, because only statistics were captured."),
-    most: int = typer.Option(50, "--most", "-n", min=1, help="At most so many calls."),
+    seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn; because only statistics were captured."),
+    most: int = typer.Option(50, "--limit", "-n", min=0, metavar="N", help="At most so many, calls; 0 for all."),
     model: Path = WEIGHTS,
     flashinfer: bool = typer.Option(
         False, "--flashinfer", help="Write FlashInfer's flight-recorder folders instead, for `flashinfer replay`."
@@ -49,6 +52,7 @@ def gentest(
         raise CommandError(f"--factory {factory[:20]}: load takes captured tensors, draw draws them")
     if not failed and not ops and not ids and not factory:
         raise CommandError("say which calls: --failed, --ops GLOB or --ids IDS")
+    most = most or sys.maxsize
     out = out or Path("pytests" if factory else "accprobe-gentest")
     if factory and not ops and not ids and not failed:
         ops = ["*:*"]  # operators: their places have a colon
@@ -57,8 +61,6 @@ def gentest(
     outputs.check_place(out, [dump])
     writable(out)
     require_torch("gentest")
-    from vllm_accprobe.opcheck.calls import grid
-    from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
     from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run.replay import Options
 
@@ -68,12 +70,26 @@ def gentest(
     if flashinfer:
         _as_flashinfer(calls, chosen, out, most, failed)
         return
+    try:
+        _as_tests(calls, references, chosen, given, out, most, failed)
+    except KeyboardInterrupt:  # a folder that is not whole would stand in the way of the same command
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+
+
+def _as_tests(
+    calls: Calls, references: References, chosen: Iterator[Captured], given: DrawnCalls, out: Path, most: int,
+    failed: bool,
+) -> None:  # fmt: skip
+    from vllm_accprobe.opcheck.calls import grid
+    from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
+
     written: list[Written] = []
     left: list[str] = []
     wider = 0
     for captured in chosen:
         if len(written) == most:
-            left.append("more calls than --most")
+            left.append("more calls than --limit")
             break
         try:
             if not written:
@@ -91,10 +107,11 @@ def gentest(
         left.append(f"{wider} calls hold numbers of a coarser dtype than their tensors': the tests have them in that")
     say_notes([*calls.dump.problems, *calls.problems, *references.problems, *left])
     if not written:
-        raise NothingThere(f"{dump}: {_why_none(calls, failed)}: nothing was written")
-    write_folder(written, out, f"the dump {dump.resolve().name}")
+        raise NothingThere(f"{calls.dump.path}: {_why_none(calls, failed)}: nothing was written")
+    write_folder(written, out, f"the dump {Path(calls.dump.path).resolve().name}")
     operators = len({w.op for w in written})
-    typer.echo(f"written: {out}, {len(written)} calls of {operators} operators; run `pytest {out}` with torch alone")
+    say_written(out, about=f"{len(written)} calls of {operators} operators; run `pytest {out}` with torch alone")
+    answer(calls=written, operators=operators)
 
 
 def _as_flashinfer(calls: Calls, chosen: Iterator[Captured], out: Path, most: int, failed: bool) -> None:
@@ -105,7 +122,7 @@ def _as_flashinfer(calls: Calls, chosen: Iterator[Captured], out: Path, most: in
     left: list[str] = []
     for captured in chosen:
         if folders.calls.total() == most:
-            left.append("more calls than --most")
+            left.append("more calls than --limit")
             break
         folders.add(captured)
     say_notes([*calls.dump.problems, *calls.problems, *folders.lines(), *left])
@@ -113,10 +130,11 @@ def _as_flashinfer(calls: Calls, chosen: Iterator[Captured], out: Path, most: in
         why = "no call that was chosen is one of FlashInfer's" if folders.refused else _why_none(calls, failed)
         raise NothingThere(f"{calls.dump.path}: {why}: nothing was written")
     n, operators = folders.calls.total(), len(folders.calls)
-    typer.echo(
-        f"written: {out}, {folders.folders} folders of {n} calls of {operators} operators as FlashInfer {FORMAT} has "
-        f"them; replay: `flashinfer replay --dir {out}`, judge: `accprobe opcheck {out}`"
-    )
+    answer(calls=folders.calls, operators=operators, folders=folders.folders)
+    say_written(
+        out, about=f"{folders.folders} folders of {n} calls of {operators} operators as FlashInfer {FORMAT} has them; "
+        f"replay: `flashinfer replay --dir {out}`, judge: `accprobe opcheck {out}`"
+    )  # fmt: skip
 
 
 def _why_none(calls: Calls, failed: bool) -> str:

@@ -10,30 +10,41 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.common.declared import DIR
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, require_directory, say_notes
 
 
 def labels(
     dump: Path = typer.Argument(None, metavar="[DUMP]", help="Directory of a dump; not with --exec."),
     exec: str = typer.Option(
-        None, "--exec", metavar="LINE", help="First run this with labels on, e.g. 'bash run.sh model.py'."
+        None,
+        "--exec",
+        metavar="LINE",
+        help="A command as one line: run first, with labels on, e.g. 'bash run.sh model.py'.",
     ),
-    dir: str = typer.Option(
-        None, "--dir", "-d", metavar="DIR", help="With --exec: where the dump goes; by default ./accprobe/<UTC time>."
-    ),
+    dir: str = DIR,
     types: str = typer.Option(
         None, "--type", metavar="TYPES", help="With --exec: what Ascend's ATB writes meanwhile, see accprobe run."
     ),
     out: Path = typer.Option(
-        Path("accprobe-labels"), "--out", "--output", "-o", metavar="DIR", help="Where labels.csv and labels.json go."
+        Path("accprobe-labels"),
+        "--out",
+        "--output",
+        "-o",
+        metavar="DIR",
+        help="Where the results go: labels.csv, .json.",
     ),
     acl: list[Path] = typer.Option(
-        [], "--acl", metavar="DIR", help="Where the accelerator's library wrote the files that labels name. Repeatable."
+        [],
+        "--acl",
+        metavar="DIR",
+        help="Where the accelerator's library wrote the files that labels name. Can be repeated.",
     ),
     limit: float = typer.Option(
-        None, "--limit", metavar="REL", help="Allowed relative L2 error of a row; by default by the coarser dtype."
+        None, "--tolerance", metavar="REL", help="Allowed relative L2 error of a row; by default by the coarser dtype."
     ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show all pairs that fail."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: all pairs that fail."),
 ) -> None:
     """Compare the pta/acl pairs of one dump (set_label): the reference against the accelerator's own.
 
@@ -48,7 +59,7 @@ def labels(
     from vllm_accprobe.report import label_lines as report
 
     if limit is not None and not 0 <= limit < 1:
-        raise CommandError(f"--limit: {limit} is no relative error; write for example 0.01")
+        raise CommandError(f"--tolerance: {limit} is no relative error; write for example 0.01")
     for directory in acl:
         require_directory(directory, "--acl")
     ours = {"labels.csv": outputs.csv_with(*report.COLUMNS), "labels.json": outputs.SCHEMA_AND_VERDICT}
@@ -72,7 +83,8 @@ def labels(
     written = report.write(found, out)
     for line in report.lines(found, None if verbose else 10):
         typer.echo(line)
-    typer.echo(f"written: {', '.join(map(str, written))}")
+    say_written(*written)
+    answer(**report.to_json(found))
     verdict = report.verdict(found)
     if verdict is None:
         typer.echo(f"accprobe: {dump}: no pair of {LABEL_TAP}* could be compared", err=True)

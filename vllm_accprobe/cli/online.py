@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli.common.declared import OPS
+from vllm_accprobe.cli.common import kept
+from vllm_accprobe.cli.common.declared import OPS, RANK
+from vllm_accprobe.cli.common.json_answer import answer, answering
 from vllm_accprobe.cli.common.options import Command, CommandError, NothingThere, ranges, require_directory, say_notes
 
 if TYPE_CHECKING:
@@ -19,51 +21,64 @@ online = typer.Typer(
 )
 _PORT = 59208
 HOST = typer.Option("127.0.0.1", "--host", help="The receiver's name or address; its certificate is held against it.")
-PORT = typer.Option(_PORT, "--port", min=0, max=65535, help="The receiver's port; serve takes 0 for any that is free.")
+PORT = typer.Option(
+    _PORT,
+    "--port",
+    min=0,
+    max=65535,
+    metavar="N",
+    help="A server's port: the receiver's; serve takes 0 for any that is free.",
+)
 TLS = typer.Option(
     None, "--tls", metavar="DIR", help="Certificates: ca.crt, and server.crt, .key or client.crt, .key. None: loopback."
 )
 SHARED = typer.Option(None, "--shared", metavar="DIR", help="A folder that both machines see, in place of a line.")
 CONFIG = typer.Option(None, "--config", metavar="FILE", help="msprobe's config.json, in place of these options.")
-RANKS = typer.Option("", "--ranks", metavar="RANGES", help="Global ranks, e.g. 0,2-3; all by default.")
 _LEAST = 1 << 16
 
 
 @online.command(cls=Command)
+@answering
 def serve(
     host: str = HOST,
     port: int = PORT,
     tls: Path = TLS,
     shared: Path = SHARED,
     config: Path = CONFIG,
-    ranks: str = RANKS,
+    ranks: str = RANK,
     ops: list[str] = OPS,
-    weights: Path = typer.Option(None, "--weights", metavar="DIR", help="The model's directory on this machine."),
-    standard: str = typer.Option("operator", "--standard", metavar="NAME", help="Limits, as for opcheck."),
+    weights: Path = typer.Option(None, "--weights", metavar="DIR", help="The model's directory; on this machine."),
+    standard: str = typer.Option("operator", "--standard", metavar="NAME", help="The limits, as for opcheck."),
     against: str = typer.Option(
         "float64", "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
     ),
-    processes: int = typer.Option(1, "-j", "--jobs", min=0, metavar="N", help="Processes, where all is gone over."),
-    max_gb: float = typer.Option(20.0, "--max-gb", min=0.001, help="What one rank may bring."),
-    ahead: float = typer.Option(4.0, "--ahead-gb", min=0.001, help="What may lie unchecked; then senders wait."),
+    processes: int = typer.Option(
+        1, "-j", "--jobs", min=0, metavar="N", help="Processes that work, where all is gone over."
+    ),
+    max_gb: float = typer.Option(20.0, "--max-gb", min=0.001, metavar="GB", help="Disk budget per rank."),
+    ahead: float = typer.Option(
+        4.0, "--ahead-gb", min=0.001, metavar="GB", help="What may lie unchecked; then senders wait."
+    ),
     wait: float = typer.Option(0.0, "--wait", metavar="S", help="End where nothing came for so long; 0: never."),
     out: Path = typer.Option(
-        Path("accprobe-online"), "--out", "-o", metavar="DIR", help="Where the calls and the results go."
+        Path("accprobe-online"), "--out", "-o", metavar="DIR", help="Where the results go, and the calls."
     ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show all modules that fail."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: all modules that fail."),
 ) -> None:
     """Receive calls and check them as they come, on the golden's machine; then report as opcheck does.
 
     Ends when all ranks have ended, or at Ctrl-C with what is there. Killed and started again with the same --out, it
     goes on. Exit code 0: pass, 1: an operator is wrong, 2: it cannot be done, 3: nothing came, or could be checked.
     """
-    from vllm_accprobe.cli.opcheck import check_out, conclude, require_torch
+    from vllm_accprobe.cli.common.checked_report import conclude
+    from vllm_accprobe.cli.opcheck import check_out, require_torch
     from vllm_accprobe.online.keys import RECEIVES, Endpoint, read_keys
 
     require_torch("online serve")
     keys: Keys | None = read_keys(config, RECEIVES) if config is not None else None
     endpoint = keys.endpoint if keys else Endpoint(host, port, shared, tls)
     say_notes(keys.notes if keys else ())
+    kept.going_on("what came is", out)
     wanted = _ranks(ranks) or (keys.ranks if keys else None)
     globs = tuple(ops) or (keys.ops if keys else ())
     require_directory(weights, "--weights")
@@ -88,6 +103,7 @@ def serve(
 
 
 @online.command(cls=Command)
+@answering
 def send(
     dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump, also while it is written."),
     host: str = HOST,
@@ -95,7 +111,7 @@ def send(
     tls: Path = TLS,
     shared: Path = SHARED,
     config: Path = CONFIG,
-    ranks: str = RANKS,
+    ranks: str = RANK,
     follow: bool = typer.Option(False, "--follow", help="Go on until the capture ends; DUMP may not be there yet."),
     patience: float = typer.Option(
         120.0, "--patience", min=0.0, metavar="S", help="How long to try where the receiver does not answer."
@@ -122,7 +138,10 @@ def send(
         raise CommandError(f"{dump} does not exist: name a dump's directory, or --follow one that is to come")
     wanted = _ranks(ranks) or (keys.ranks if keys else None)
     say_err = functools.partial(typer.echo, err=True)
-    typer.echo(send_dump(dump, endpoint, wanted, follow=follow, patience=patience, say=say_err))
+    kept.going_on("what arrived is", None)
+    said = send_dump(dump, endpoint, wanted, follow=follow, patience=patience, say=say_err)
+    typer.echo(said)
+    answer(dump=dump, receiver=endpoint.shared or f"{endpoint.host}:{endpoint.port}", said=said)
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:

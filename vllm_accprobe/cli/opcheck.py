@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from vllm_accprobe.cli.common import here
+from vllm_accprobe.cli.common import here, kept
+from vllm_accprobe.cli.common.checked_report import conclude, run_json
 from vllm_accprobe.cli.common.declared import ATTRIBUTES, WEIGHTS
-from vllm_accprobe.cli.common.options import CommandError, NothingThere, require_directory, say_notes
+from vllm_accprobe.cli.common.options import CommandError, require_directory, say_notes
 from vllm_accprobe.cli.replay import ait_words
 from vllm_accprobe.cli.spelling import precheck_options as msprobe
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
-    from vllm_accprobe.opcheck.run.whole import CheckedRun
     from vllm_accprobe.opcheck.run.worker import Job
 
 _EXACT, _DEVICE = "float64", "device"
@@ -33,7 +32,7 @@ def opcheck(
     card: int = ait_words.DEVICE,
     model: Path = WEIGHTS,
     standard: str = typer.Option(
-        None, "--standard", metavar="NAME", help="Limits: {standards}; operator where msprobe's are not asked for."
+        None, "--standard", metavar="NAME", help="The limits: {standards}; operator where msprobe's are not asked for."
     ),
     against: str = typer.Option(
         _EXACT, "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
@@ -44,8 +43,10 @@ def opcheck(
     backward: bool = typer.Option(False, "--backward", help="Gradients of the operators, too, against autograd's."),
     attributes: list[str] = ATTRIBUTES,
     kl: bool = typer.Option(False, "--kl", help="Measure the KL divergence of each output, too."),
-    seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn (statistics) and of gradients."),
-    processes: int = typer.Option(1, "-j", "--jobs", min=0, metavar="N", help="Processes; 0: none besides this one."),
+    seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn; and of gradients."),
+    processes: int = typer.Option(
+        1, "-j", "--jobs", min=0, metavar="N", help="Processes that work; 0: none besides this one."
+    ),
     resume: bool = typer.Option(False, "--resume", help="Go on with the run that was interrupted in --out."),
     save: Path = typer.Option(None, "--save-failed", metavar="DIR", help="Failed calls go here, with tensors."),
     repeat: int = here.REPEAT,
@@ -64,9 +65,15 @@ def opcheck(
     save_error: bool = msprobe.SAVE,
     jit: bool = msprobe.JIT,
     out: Path = typer.Option(
-        Path("accprobe-opcheck"), "--out", "--output", "-o", "--out_path", metavar="DIR", help="Where opcheck.csv goes."
+        Path("accprobe-opcheck"),
+        "--out",
+        "--output",
+        "-o",
+        "--out_path",
+        metavar="DIR",
+        help="Where the results go: opcheck.csv.",
     ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show all modules that fail."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: all modules that fail."),
 ) -> None:
     """Run captured calls again against references: which operator is wrong for its own inputs?
 
@@ -84,7 +91,7 @@ def opcheck(
     require_torch("opcheck", threads=bool(asked[0][0] or asked[0][1] or asked[1]))
     from vllm_accprobe.opcheck.precheck import precheck_files
     from vllm_accprobe.opcheck.run.unavailable import Unavailable
-    from vllm_accprobe.opcheck.run.whole import RunError, run
+    from vllm_accprobe.opcheck.run.whole import PART, RunError, run
 
     kl = kl or ait.kl
     job = _job(dump, model, list(ait.ops), ait.calls, standard, against, rerun, backward, kl, seed, save, asked, load)
@@ -94,6 +101,7 @@ def opcheck(
     files = precheck_files.of(check, standard, job.dump)
     files.begin(out)
     dump = dump or Path(op)
+    kept.going_on("the calls that were checked are", out / PART, ["--resume"])
     bar = here.LaterBar()
     try:
         resume, processes = resume or check.resumed, splits or processes
@@ -105,40 +113,6 @@ def opcheck(
     say_notes(check.notes)
     conclude(found, dump, job, out, standard, bool(ops or ids), verbose,
              lambda out: [*ait_words.write_table(ait, out), *files.write(out)])  # fmt: skip
-
-
-def conclude(
-    found: CheckedRun, dump: Path, job: Job, out: Path, standard: str, chosen: bool, verbose: bool,
-    more: Callable[[Path], list[Path]] = lambda out: [],
-) -> None:  # fmt: skip
-    """The report of a check whose opcheck.csv is written, with its files. chosen: not all calls were asked for; more:
-    writes further files. Raises typer.Exit with the exit code."""
-    from vllm_accprobe.judge import profile
-    from vllm_accprobe.opcheck.habits import decided
-    from vllm_accprobe.opcheck.run import result_row, table
-    from vllm_accprobe.opcheck.run.totals import totals as count
-
-    say_notes(found.problems)
-    if job.repeat or job.batch:
-        here.say_here(job, found.rows, out, None if verbose else 10)
-    checked, machine = decided.settle(found.rows, strict=standard == result_row.STRICT)
-    if checked != found.rows:
-        table.resettle(out / "opcheck.csv", checked)
-    totals = count(checked)
-    if not totals.checked and not totals.statuses.get(result_row.FAIL):
-        reason = next(iter(totals.skipped), "no call matches" if chosen else "the dump holds no call")
-        raise NothingThere(f"{dump}: nothing could be checked: {reason}")
-    table.write_result(checked, out / "result.csv")
-    for line in table.lines(checked, totals, most=None if verbose else 10, machine=machine):
-        typer.echo(line)
-    written = [out / "opcheck.csv", out / "result.csv"]
-    if machine.habits:
-        written.append(out / profile.NAME)
-        told = profile.Profile(machine.habits, profile.host_of(_run_json(dump)), machine.units)
-        written[-1].write_text(told.to_json(), encoding="utf-8")
-    written += more(out)
-    typer.echo(f"written: {', '.join(map(str, written))}")
-    raise typer.Exit(1 if totals.statuses.get(result_row.FAIL) or totals.statuses.get(result_row.ERROR) else 0)
 
 
 def _default_standard(check: msprobe.Precheck) -> str:
@@ -221,7 +195,7 @@ def _job(
         refuse_same(("DUMP", dump), ("--against", Path(against)))
         golden = str(Path(against).resolve())
     way = AGAIN if rerun else GOLDEN if golden else DEVICE if against == _DEVICE else EXACT
-    weights = model if model is not None else _model_of(_run_json(dump))
+    weights = model if model is not None else _model_of(run_json(dump))
     return Job(
         str(dump.resolve()), str(weights.resolve()) if weights else "", tuple(ops), tuple(sorted(ids_of(ids))), way,
         golden, standard, kl, backward, seed, str(save.resolve()) if save else "",
@@ -275,17 +249,6 @@ def opened_calls(dump: Path, model: Path | None) -> Calls:
     require_directory(model, "--weights")
     opened = open_dump(dump)
     return Calls(opened, model or _model_of(opened.run))
-
-
-def _run_json(dump: Path) -> object:
-    """run.json of a directory; None where it has none that can be read (opening the dump tells why)."""
-    import json
-
-    try:
-        path = dump / "run.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < 1 << 24 else None
-    except (OSError, ValueError):
-        return None
 
 
 def _model_of(run: object) -> Path | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress
 
 
@@ -21,7 +22,10 @@ def opdiff(
     gpu: Path = typer.Option(None, "-gpu", "--gpu_csv_path", metavar="FILE", help="GOLDEN.csv as msprobe says it."),
     npu: Path = typer.Option(None, "-npu", "--npu_csv_path", metavar="FILE", help="MINE.csv as msprobe says it."),
     standard: str = typer.Option(
-        None, "--standard", metavar="NAME", help="{standards} (operator: both verdicts); msprobe where none is named."
+        None,
+        "--standard",
+        metavar="NAME",
+        help="The limits: {standards} (operator: both verdicts); msprobe where none is named.",
     ),
     algorithm: list[str] = typer.Option(
         [],
@@ -36,9 +40,9 @@ def opdiff(
         help="call: output by output; tap, operator: what a module or an operator did over all its calls.",
     ),
     out: Path = typer.Option(
-        Path("accprobe-opdiff"), "--out", "-o", "--out_path", metavar="DIR", help="Where the files go."
+        Path("accprobe-opdiff"), "--out", "-o", "--out_path", metavar="DIR", help="Where the results go."
     ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show the 200 worst outputs, not 10."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: the 200 worst outputs, not 10."),
 ) -> None:
     """Join two machines' opcheck.csv, generated tests' csv or msprobe's accuracy_checking_details.
 
@@ -107,5 +111,13 @@ def opdiff(
     for line in lines.lines(diff, totals, None if verbose else 10):
         typer.echo(line)
     more = [*(msprobes.write(totals) if written else ()), *([table.write()] if table is not None else [])]
-    typer.echo(f"written: {', '.join(map(str, (out / 'result.csv', out / 'details.csv', out / 'opdiff.md', *more)))}")
+    say_written(out / "result.csv", out / "details.csv", out / "opdiff.md", *more)
+    answer(
+        verdict="fail" if totals.statuses[ERROR] else "pass", standard=diff.standard, judged=totals.judged,
+        statuses=totals.statuses, operators=dict(lines.operators(totals)), skipped=totals.skipped, alone=totals.alone,
+        worst=[
+            {"place": dict(zip(diff.keys, c.row.key, strict=False)), "api": c.api, "status": c.finding.status,
+             "message": c.finding.message} for c in totals.worst_first()
+        ],
+    )  # fmt: skip
     raise typer.Exit(1 if totals.statuses[ERROR] else 0)

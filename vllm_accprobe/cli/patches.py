@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
+from vllm_accprobe.cli.common.json_answer import answer
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, require_directory
+
+if TYPE_CHECKING:
+    from vllm_accprobe.patching.schema import Target
 
 
 def patches(
@@ -15,7 +20,7 @@ def patches(
     source: Path = typer.Option(
         None, "--source", metavar="DIR", help="A package's directory to check against, e.g. an unpacked wheel's vllm/."
     ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Every tap of every place."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: every tap of every place."),
 ) -> None:
     """List patches, or check which of them fit the installed vLLM. Nothing is imported, run or changed.
 
@@ -33,6 +38,7 @@ def patches(
     except PatchError as error:
         raise CommandError(str(error)) from None
     if action == "list":
+        answer(patches=[{"name": p.name, "about": p.about, "places": [_place(t) for t in p.targets]} for p in chosen])
         width = max(len(p.name) for p in chosen)
         for p in chosen:
             typer.echo(f"{p.name:<{width}}  {p.about}")
@@ -56,6 +62,7 @@ def patches(
     if not any(found.values()):
         raise NothingThere(f"{', '.join(packages)} not installed, no --source: nothing to check against")
     refused = 0
+    checked: list[dict[str, object]] = []
     for p in chosen:
         outcomes = check(p, roots)
         bad = [o for o in outcomes if o.status == REFUSED]
@@ -63,8 +70,15 @@ def patches(
         refused += len(bad)
         word = "refused" if bad else "fits" if fits else "nothing of it here"
         count = sum(len(o.target.taps) for o in fits)
+        places = [_place(o.target) | {"status": o.status, "why": o.why} for o in outcomes]
+        checked.append({"name": p.name, "status": word, "places": places})
         typer.echo(f"{p.name}: {word}" + (f", {count} taps in {len(fits)} functions" if fits else ""))
         for o in outcomes:
             if o.status == REFUSED or (verbose and o.status != ABSENT) or (verbose and o.why):
                 typer.echo(f"  {o.target.function}: {o.status}" + (f": {o.why}" if o.why else ""))
+    answer(patches=checked)
     raise typer.Exit(1 if refused else 0)
+
+
+def _place(target: Target) -> dict[str, object]:
+    return {"module": target.module, "function": target.function, "taps": [t.name for t in target.taps]}

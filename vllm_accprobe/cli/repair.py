@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.common.json_answer import answer
 from vllm_accprobe.cli.common.options import NothingThere, say_notes
 
 
@@ -21,6 +22,7 @@ def repair(
     place, said = own(dump)
     say_notes([said] if said else [])
     done = run(place)
+    answer(dump=place, ranks=done)
     for r in done:
         if not r.needed:
             typer.echo(f"rank {r.rank}: closed in order, nothing to do")

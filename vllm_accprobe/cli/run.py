@@ -7,32 +7,33 @@ from __future__ import annotations
 
 import typer
 
+from vllm_accprobe.cli.common.declared import DIR_OUTPUT, MODULES, RANKS, REQUESTS, STEPS, TOKENS
 from vllm_accprobe.cli.common.options import CommandError
 
 
 def run(
     command: list[str] = typer.Argument(None, metavar="-- CMD...", help="vllm serve ..., a script, a shell line."),
     exec: str = typer.Option(
-        None, "--exec", metavar="LINE", help="The command as one line, as ait has it; with --atb, into DIR/ait_dump."
+        None, "--exec", metavar="LINE", help="A command as one line, as ait has it; with --atb, into DIR/ait_dump."
     ),
-    dir: str = typer.Option(
-        None, "--dir", "-d", "--output", "-o", help="Where the dump goes; by default ./accprobe/<UTC time>."
-    ),
+    dir: str = DIR_OUTPUT,
     task: str = typer.Option(None, "--task", help="tensor, or stats (statistics and hashes only)."),
-    tokens: str = typer.Option(None, "--tokens", help="Token ordinals, e.g. 0-4,7; 0 is the prompt."),
-    steps: str = typer.Option(None, "--steps", help="Engine steps, e.g. 0-3."),
-    ranks: str = typer.Option(None, "--ranks", help="Global ranks."),
-    modules: str = typer.Option(None, "--modules", help="Globs over module paths, or presets such as attention."),
-    parts: str = typer.Option(None, "--parts", help="Of input, output, params."),
-    requests: str = typer.Option(None, "--requests", help="Globs over request ids."),
-    max_gb: str = typer.Option(None, "--max-gb", help="Disk budget per rank."),
+    tokens: str = TOKENS,
+    steps: str = STEPS,
+    ranks: str = RANKS,
+    modules: str = MODULES,
+    parts: str = typer.Option(None, "--parts", metavar="PARTS", help="Of input, output, params."),
+    requests: str = REQUESTS,
+    max_gb: float = typer.Option(None, "--max-gb", metavar="GB", help="Disk budget per rank."),
     ops: bool = typer.Option(None, "--ops/--no-ops", help="Capture operator calls too."),
     graphs: bool = typer.Option(None, "--graphs/--eager", help="Leave compiled and captured graphs as configured."),
-    more: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="Any other setting, e.g. ops_mode=dedup."),
+    more: list[str] = typer.Option(
+        [], "--set", metavar="NAME=VALUE", help="Any other setting, e.g. ops_mode=dedup. Can be repeated."
+    ),
     config: str = typer.Option(None, "--config", metavar="FILE", help="A TOML file with such settings."),
     atb: bool = typer.Option(False, "--atb", help="Let Ascend's ATB write its tensors too; they go to DIR/atb."),
     atb_ids: str = typer.Option(
-        None, "--atb-ids", "--save-operation-ids", "-ids", help="Operations, e.g. 2,3_1; all by default."
+        None, "--atb-ids", "--save-operation-ids", "-ids", metavar="IDS", help="Operations, e.g. 2,3_1; all by default."
     ),
     atb_range: str = typer.Option(
         None,
@@ -42,7 +43,12 @@ def run(
         help="First and last executions, e.g. 3,5,7,7; 0,0 by default.",
     ),
     atb_op: str = typer.Option(
-        None, "--atb-op", "--operation-name", "-opname", help="Beginnings of operation names, e.g. self,linear."
+        None,
+        "--atb-op",
+        "--operation-name",
+        "-opname",
+        metavar="GLOBS",
+        help="Beginnings of operation names, e.g. self,linear.",
     ),
     atb_time: int = typer.Option(
         None,
@@ -68,11 +74,14 @@ def run(
         None,
         "--atb-type",
         "--type",
+        metavar="TYPES",
         help="Of model, layer, op, kernel, tensor (the default), cpu_profiling, stats; onnx draws model and layer.",
     ),
-    atb_device: int = typer.Option(None, "--atb-device", "--device-id", "-device", help="Only this device."),
+    atb_device: int = typer.Option(
+        None, "--atb-device", "--device-id", "-device", metavar="N", help="Only this device."
+    ),
     log_level: str = typer.Option(None, "--log-level", "-l", metavar="LEVEL", help="warning and above: as --quiet."),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="Say only what is wrong."),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Say less: what is wrong."),
 ) -> None:
     """Run any command with the probe on: accprobe run --tokens 0-4 -- vllm serve MODEL.
 
@@ -89,7 +98,8 @@ def run(
     words = _command(command, exec)
     given = {
         "dir": dir, "task": task, "tokens": tokens, "steps": steps, "ranks": ranks, "modules": modules, "parts": parts,
-        "requests": requests, "max_gb": max_gb, "config": config, "ops": _flag(ops), "graphs": _flag(graphs),
+        "requests": requests, "max_gb": None if max_gb is None else f"{max_gb:.12g}", "config": config,
+        "ops": _flag(ops), "graphs": _flag(graphs),
     } | _settings(more)  # fmt: skip
     asked = {
         "ids": atb_ids, "ranges": atb_range, "names": atb_op, "time": atb_time, "part": atb_part, "types": atb_type,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.common.declared import MAX_TOKENS, MODEL, READY, SCORE, TIMEOUT
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress
 
 
@@ -19,14 +21,12 @@ def send(
     url: str = typer.Option("", "--url", metavar="URL", help="The server, for example http://localhost:8000."),
     engine: str = typer.Option("", "--engine", metavar="CMD", help="Or a command that serves: started, and ended."),
     out: Path = typer.Option(
-        ..., "--out", "-o", metavar="DIR", help="Where the folder goes; one begun is gone on with."
+        ..., "--out", "-o", metavar="DIR", help="Where the results go: a folder; one begun is gone on with."
     ),
     along: Path | None = typer.Option(
         None, "--along", metavar="GOLDEN", help="Golden's folder: its token ids are sent, and forced as answers."
     ),
-    score: bool | None = typer.Option(
-        None, "--score/--no-score", help="A last pass that scores prompt and answer. Default: where the server can."
-    ),
+    score: bool | None = SCORE,
     arrive: list[str] | None = typer.Option(
         None, "--arrive", metavar="HOW", help="one, all or poisson:RATE; a pass for each. Default: one, all; golden's."
     ),
@@ -36,15 +36,13 @@ def send(
     top: int | None = typer.Option(
         None, "--top", metavar="N", min=2, max=1000, help="Log-probabilities for each token. Default: 20; golden's."
     ),
-    max_tokens: int = typer.Option(32, "--max-tokens", metavar="N", min=1, help="Where a prompt says no other."),
-    model: str = typer.Option(
-        "", "--model", metavar="NAME", help="Where the server has several; the first by default."
-    ),
-    timeout: float = typer.Option(600, "--timeout", metavar="S", min=0.1, help="Without an answer, for one request."),
+    max_tokens: int = MAX_TOKENS,
+    model: str = MODEL,
+    timeout: float = TIMEOUT,
     score_tokens: int = typer.Option(
         1024, "--score-tokens", metavar="N", min=2, help="Longer ones are not scored: a server may lack the memory."
     ),
-    ready: float = typer.Option(1800, "--ready-timeout", metavar="S", min=1, help="Until --engine answers."),
+    ready: float = READY,
 ) -> None:
     """Send the same prompts to a server, greedily, and keep token ids and log-probabilities.
 
@@ -54,7 +52,7 @@ def send(
     VLLM_API_KEY. Exit code 0: done, 2: bad usage, or the server does not answer, 3: no prompt was answered, or the
     server has another vocabulary than golden's.
     """
-    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.common import kept, outputs
     from vllm_accprobe.gate.sending import along as forcing
     from vllm_accprobe.gate.sending import passes, replies
     from vllm_accprobe.gate.sending import prompts as prompts_file
@@ -83,6 +81,7 @@ def send(
         and any(not p.name.startswith(("engine-", "steps-")) for p in out.iterdir())
     ):
         raise CommandError(f"--out {out} has other files: name a new directory, or one that a send began")
+    kept.going_on("the answers are", out)
     key, how = os.environ.get("VLLM_API_KEY", ""), {"timeout": timeout, "max_tokens": max_tokens}
     how |= {"top": top or was["top"], "score_tokens": score_tokens}
     try:
@@ -115,11 +114,13 @@ def send(
         raise NothingThere(f"no prompt was answered: {_reasons(done.reasons)} ({out})")
     again = "" if done.sent == done.of else f", {done.of - done.sent:,} of them before"
     passed = count(len(arrivals) + plan.score, "pass", "passes")
-    typer.echo(f"{done.answered:,} of {done.of:,} answered{again} in {passed}; written: {out}")
+    typer.echo(f"{done.answered:,} of {done.of:,} answered{again} in {passed}")
+    answer(prompts=done.of, answered=done.answered, refused=done.refused, sent=done.sent, reasons=done.reasons)
     if golden is not None and plan.how is not None:
         typer.echo(f"forced along {along}: {forcing.told(plan, golden, len(lines))}")
     if done.refused:
         typer.echo(f"refused: {_reasons(done.reasons)}")
+    say_written(out)
 
 
 def _reasons(reasons: dict[str, int]) -> str:

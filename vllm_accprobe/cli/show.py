@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vllm_accprobe.cli.common.declared import CALL, DUMP, RANK, ROLE, STEP
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, ranges, selection, writable
 
 if TYPE_CHECKING:
@@ -33,10 +34,12 @@ def show(
     call: str = CALL,
     rank: str = RANK,
     rows: str = typer.Option("", "--rows", metavar="RANGES", help="Rows to print or save, e.g. 0,5-9."),
-    request: list[str] = typer.Option([], "--request", metavar="GLOB", help="Rows of this request (with --position)."),
-    position: str = typer.Option("", "--position", metavar="RANGES", help="Positions within the request, e.g. 0-3."),
+    request: list[str] = typer.Option(
+        [], "--requests", metavar="GLOBS", help="Requests: globs over ids; with --positions. Their rows."
+    ),
+    position: str = typer.Option("", "--positions", metavar="RANGES", help="Positions within the request, e.g. 0-3."),
     save: Path = typer.Option(None, "--save", metavar="FILE", help="Save the tensor, or its rows: .npy, .safetensors."),
-    prompt: bool = typer.Option(False, "--prompt", help="No tensor, but the prompt of --request: its token ids."),
+    prompt: bool = typer.Option(False, "--prompt", help="No tensor, but the prompt of --requests: its token ids."),
     tokenizer: Path = typer.Option(None, "--tokenizer", metavar="DIR", help="With --prompt: the model's, for text."),
 ) -> None:
     """Show one tensor: statistics, histogram, chosen rows; or save it. Or, with --prompt, what a request asked."""
@@ -47,14 +50,18 @@ def show(
 
     if prompt or tokenizer is not None:
         if tap or role or step or call or rank or rows or position or save is not None or not prompt:
-            raise CommandError("--prompt takes --request and --tokenizer alone: show DUMP --request ID --prompt")
-        for line in prompts.told(open_dump(dump), request, tokenizer):
+            raise CommandError("--prompt takes --requests and --tokenizer alone: show DUMP --requests ID --prompt")
+        said = prompts.told(open_dump(dump), request, tokenizer)
+        answer(dump=dump, lines=said)
+        for line in said:
             typer.echo(line)
         return
     if not tap:
-        raise CommandError("give a TAP (`accprobe summary DUMP` lists them), or --request ID --prompt")
+        raise CommandError("give a TAP (`accprobe summary DUMP` lists them), or --requests ID --prompt")
     if rows and (request or position):
-        raise CommandError("--rows counts rows of the tensor, --request and --position name them: use one or the other")
+        raise CommandError(
+            "--rows counts rows of the tensor, --requests and --positions name them: use one or the other"
+        )
     if save is not None and save.suffix not in (".npy", ".safetensors"):
         raise CommandError(f"--save: {save} must end in .npy or .safetensors")
     if save is not None and save.exists():
@@ -63,13 +70,14 @@ def show(
         outputs.check_place(save, [dump], "--save")
         writable(save.parent, "--save")
     wanted_rows, positions = ranges(rows, "--rows"), ranges(position, "--position")
-    opened = open_dump(dump)
+    opened, said = open_dump(dump), []
     if tap == STATES and getattr(opened, "state_totals", None):
-        for line in summary.states(opened, len(opened.states)):
-            typer.echo(line)
-        return
-    if tap == WEIGHTS and (lines := lives.told(getattr(opened, "lives", None), whole=True)):
-        for line in lines:
+        said = summary.states(opened, len(opened.states))
+    elif tap == WEIGHTS:
+        said = lives.told(getattr(opened, "lives", None), whole=True)
+    if said:
+        answer(dump=dump, lines=said)
+        for line in said:
             typer.echo(line)
         return
     name = _resolve(opened, tap)
@@ -83,15 +91,16 @@ def show(
         raise NothingThere(f"{safe(name)} is in {dump}, but {_what_there_is(opened, name)}")
     if save is not None and len(found) > 1:
         raise CommandError(f"--save: {count(len(found), 'tensor')} match, e.g. {', '.join(map(_brief, found[:4]))}: "
-                           "narrow down with --role, --step, --call or --rank")  # fmt: skip
+                           "narrow down with --roles, --steps, --calls or --ranks")  # fmt: skip
     if len(found) > 1:
         for r in found[:_LISTED]:
             typer.echo(_brief(r) + "  " + values.stats_line(r))
         if len(found) > _LISTED:
-            typer.echo(f"... {len(found) - _LISTED:,} more: narrow down with --role, --step, --call or --rank")
+            typer.echo(f"... {len(found) - _LISTED:,} more: narrow down with --roles, --steps, --calls or --ranks")
         typer.echo("")
         typer.echo("the first of them:")
     record = found[0]
+    answer(dump=dump, matches=found, tensor=record, values=None)
     for line in values.header(opened, record):
         typer.echo(line)
     if record.payload is None:
@@ -101,13 +110,14 @@ def show(
         return
     array = opened.read(record)
     indices = values.choose(opened, record, wanted_rows, request, positions)
+    answer(values=values.as_json(record, array, indices))
     for line in values.histogram(array, record.dtype):
         typer.echo(line)
     for line in values.rows(opened, record, array, indices):
         typer.echo(line)
     if save is not None:
         values.save(save, record, array if indices is None else array.take(indices, axis=record.row_dim))
-        typer.echo(f"written: {save}")
+        say_written(save)
 
 
 def _resolve(dump: Dump, tap: str) -> str:

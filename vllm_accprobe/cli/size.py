@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from vllm_accprobe.cli.common.declared import JSON, MODULES
 from vllm_accprobe.cli.common.options import CommandError
 
 
@@ -13,10 +14,10 @@ def size(
     model: Path = typer.Argument(..., metavar="MODEL", help="A model's folder, or its config.json."),
     tokens: int = typer.Option(1000, "--tokens", min=1, help="Of prompts and answers together that are captured."),
     answers: int = typer.Option(16, "--answers", min=0, help="How many of these are sampled: a row of logits each."),
-    modules: str = typer.Option(None, "--modules", help="As VLLM_ACCPROBE_MODULES: globs, presets, class names."),
+    modules: str = MODULES,
     preset: str = typer.Option(None, "--preset", help="As VLLM_ACCPROBE_PRESET: its modules."),
     tp: int = typer.Option(1, "--tp", min=1, help="Ranks of tensor parallelism."),
-    as_json: bool = typer.Option(False, "--json", help="Print json, not lines."),
+    as_json: bool = JSON,
 ) -> None:
     """Say how large a capture of a model will be, before it is made.
 

@@ -7,12 +7,15 @@ the dump itself lacks is said below it. Not here: one tensor in detail (show.py)
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from vllm_accprobe.cli.common.declared import DUMP, LEVEL, NAMES, RANK, REQUEST, ROLE, STEP
+from vllm_accprobe.cli.common.json_answer import answer, say_written, wanted
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, print_table, selection, size, writable
 from vllm_accprobe.cli.common.values import shape_text
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 COLUMNS = ("index", "step", "rank", "tap", "role", "shape", "dtype", "min", "max", "mean", "std", "NaN", "Inf")
 MORE = ("class", "call", "rows", "requests", "mutated", "hash", "layout", "bytes", "stored")
 """Further columns of the csv."""
+_ROWS = 200
 
 
 def summary(
@@ -32,8 +36,12 @@ def summary(
     rank: str = RANK,
     role: list[str] = ROLE,
     request: list[str] = REQUEST,
-    csv: Path = typer.Option(None, "--csv", metavar="FILE", help="Write all chosen tensors there, full precision."),
-    limit: int = typer.Option(200, "--limit", min=0, help="Rows of the table; 0 for all."),
+    csv: Path = typer.Option(
+        None, "--csv", metavar="FILE", help="Write a csv there: all chosen tensors, in full precision."
+    ),
+    limit: int = typer.Option(
+        None, "--limit", min=0, metavar="N", help="At most so many, rows of a table: 200, in json all; 0 for all."
+    ),
     ops: bool = typer.Option(False, "--ops", help="Operators only: calls, shapes, ranges."),
     tree: bool = typer.Option(False, "--tree", help="The model's modules as a tree, with shapes; also ATB's topology."),
     level: int = LEVEL,
@@ -50,12 +58,15 @@ def summary(
         from vllm_accprobe.cli.common import drawing
 
         if names or role or request or ops or csv is not None:
-            raise CommandError("--tree shows one step of one rank: it takes --step, --rank and --level")
-        for line in drawing.tree(dump, level, step, rank):
+            raise CommandError("--tree shows one step of one rank: it takes --steps, --ranks and --level")
+        lines = drawing.tree(dump, level, step, rank)
+        answer(dump=dump, tree=lines)
+        for line in lines:
             typer.echo(line)
         return
     if level is not None:
         raise CommandError("--level: how deep --tree shows the model; a table of tensors has no levels")
+    limit = limit if limit is not None else 0 if wanted() else _ROWS
     opened = open_dump(dump)
     held.look(opened)
     names, text, named_csv = _files(opened, names or [])
@@ -82,19 +93,24 @@ def summary(
         taps = set() if any("::" in name for name in names) else {call.tap for call in calls}
         listed = [(i, r) for i, r in chosen if r.tap not in taps]
         shown = _with_statistics(opened, listed[:limit] if limit and text is None else listed)
+        names_of = (*COLUMNS[:-2], "nan", "inf", *MORE)
+        answer(tensors=[dict(zip(names_of, row, strict=True)) for row in _rows(opened, shown)] if wanted() else [])
         if shown:
             texts = ("tap", "role", "shape", "dtype")
             print_table(COLUMNS, [_cells(i, r) for i, r in shown], texts, folded=("tap",), path=text)
         if len(shown) < len(listed):
             left = len(listed) - len(shown)
-            typer.echo(f"... {left:,} more: --limit 0 shows all, --csv FILE writes all, a GLOB or --step narrows down")
+            typer.echo(f"... {left:,} more: --limit 0 shows all, --csv FILE writes all, a GLOB or --steps narrows down")
     if calls and csv is None and text is None:
         operators.show(opened, calls, limit)
-    for line in about(opened, [r for _, r in chosen]):
+    said = about(opened, [r for _, r in chosen])
+    skipped: Counter[str] = Counter()
+    for s in opened.skips:
+        skipped[s.reason] += s.count
+    answer(dump=dump, about=said, skipped=skipped)
+    for line in said:
         typer.echo(line)
-    for path in (csv, text):
-        if path is not None and chosen:
-            typer.echo(f"written: {path}")
+    say_written(*(path for path in (csv, text) if path is not None and chosen))
     if not chosen and not calls and not getattr(opened, "state_totals", None):
         raise NothingThere(f"{dump}: {_why_none(opened, names, ops)}")
 
@@ -144,8 +160,6 @@ def _why_none(dump: Dump, names: list[str], ops: bool) -> str:
 
 def about(dump: Dump, chosen: list[Record]) -> list[str]:
     """What the dump holds, what it lacks and why, as lines."""
-    from collections import Counter
-
     from vllm_accprobe.cli.common import lives
     from vllm_accprobe.report.text import count, safe
 
@@ -187,7 +201,7 @@ def states(dump: Dump, n: int = 20) -> list[str]:
     out = [f"the cache, not the kernel: {safe(sentence(one), 1000)}, rank {rank}" for rank, one in found[:n]]
     total = max(sum(one.findings for one in totals.values()), len(found))
     if total > n:
-        out.append(f"... {total - n:,} more findings of the ledger of states: the journals' lines \"state\"")
+        out.append(f'... {total - n:,} more findings of the ledger of states: the journals\' lines "state"')
     for rank, one in sorted(totals.items()):
         what = count(one.findings, "finding") if one.findings else "nothing wrong"
         out.append(
@@ -233,20 +247,23 @@ def _check_text(path: Path, dump: Path) -> None:
 def _write_csv(dump: Dump, chosen: list[tuple[int, Record]], path: Path) -> None:
     import csv as csv_module
 
-    from vllm_accprobe.dump.select import row_space
-
     with open(path, "w", newline="", encoding="utf-8") as f:
         writer = csv_module.writer(f)
         writer.writerow([*COLUMNS[:-2], "nan", "inf", *MORE])
-        for index, r in chosen:
-            s = r.stats
-            stats: list[Any] = [s.min, s.max, s.mean, s.std, s.nan, s.inf] if s else [None] * 6
-            space = row_space(dump, r)
-            requests = {dump.requests[key].id for q in (space.segments if space else ())
-                        if (key := (r.rank, q.req)) in dump.requests}  # fmt: skip
-            shape = shape_text(r.shape)
-            writer.writerow(
-                [index, r.step, r.rank, r.tap, r.role, shape, r.dtype, *stats, r.cls, r.call, r.rows,
-                 " ".join(sorted(requests)), int(r.mutated), r.hash, r.layout.kind,
-                 r.payload.nbytes if r.payload else None, int(r.payload is not None)]
-            )  # fmt: skip
+        writer.writerows(_rows(dump, chosen))
+
+
+def _rows(dump: Dump, chosen: list[tuple[int, Record]]) -> Iterator[list[Any]]:
+    """A row of the csv for each record."""
+    from vllm_accprobe.dump.select import row_space
+
+    for index, r in chosen:
+        s = r.stats
+        stats: list[Any] = [s.min, s.max, s.mean, s.std, s.nan, s.inf] if s else [None] * 6
+        space = row_space(dump, r)
+        requests = {dump.requests[key].id for q in (space.segments if space else ())
+                    if (key := (r.rank, q.req)) in dump.requests}  # fmt: skip
+        shape = shape_text(r.shape)
+        yield [index, r.step, r.rank, r.tap, r.role, shape, r.dtype, *stats, r.cls, r.call, r.rows,
+               " ".join(sorted(requests)), int(r.mutated), r.hash, r.layout.kind,
+               r.payload.nbytes if r.payload else None, int(r.payload is not None)]  # fmt: skip

@@ -35,7 +35,7 @@ def lines(e: Evaluation, shown: int = MAX_CONTRASTS) -> list[str]:
     beyond = sum(c.beyond for c in e.contrasts)
     n, total = len(e.matched.pairs), count(len(e.contrasts), "comparison")
     head = "no difference beyond chance" if not beyond else f"{beyond} beyond chance"
-    out = [f"{e.verdict}: {head} in {total}, {count(n, 'pair')} (rate of false alarms {num(e.rate)} in all)"]
+    out = [f"{e.verdict.upper()}: {head} in {total}, {count(n, 'pair')} (rate of false alarms {num(e.rate)} in all)"]
     ordered = sorted(e.contrasts, key=lambda c: (not c.beyond, not c.together, c.p))
     out += [f"  {sentence(c, len(e.contrasts), e.rate)}" for c in ordered[:shown]]
     out += [f"  {line}" for line in more(len(ordered), shown, "--verbose, --csv")]
@@ -145,7 +145,7 @@ def nothing(e: Evaluation, golden: Side, mine: Side) -> str:
     """Why nothing could be paired, in one line."""
     m = e.matched
     if not golden.answers or not mine.answers:
-        return "nothing is left of one side: --task, --filter and --metric choose nothing there"
+        return "nothing is left of one side: --tasks, --filters and --metrics choose nothing there"
     if e.no_numbers:
         return f"no metric has a number for each question ({', '.join(name for name, _ in e.no_numbers)})"
     if m.pairs:

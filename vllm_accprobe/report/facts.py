@@ -1,13 +1,12 @@
 """What a comparison says, in sentences and picks that do not depend on where they are shown.
 
 The problem: terminal, page and csv must never tell three stories. The idea: the verdict's sentence, the counts and
-the choice of the worst pairs are made once, here, as plain values. Not here: judging (judge/), layout (terminal.py,
-html/). Every string returned is already ``safe``.
+how bad a pair is are made once, here, as plain values. Not here: judging (judge/), which pairs are told first
+(worst/causes.py), layout (terminal.py, html/). Every string returned is already ``safe``.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -63,12 +62,6 @@ def decided(pair: Pair) -> tuple[str, float | None, float | None]:
     if pair.measure in SHORT and pair.measured is not None:
         return SHORT[pair.measure], pair.measured, pair.allowed
     return "row L2" if pair.worst_row_rel_l2 is not None else "rel L2", value_of(pair), pair.limit
-
-
-def worst(comparison: Comparison, n: int = 10) -> list[Pair]:
-    """The ``n`` worst failed pairs, worst first; equals in data-flow order."""
-    failed = (p for p in comparison.pairs if p.status == "fail")
-    return heapq.nsmallest(n, failed, key=lambda p: (-severity(p), p.order, p.step if p.step is not None else -1))
 
 
 EVIDENCE = {

@@ -54,18 +54,18 @@ def lines(gate: Gate, floors: Sequence[str] = ()) -> list[str]:
 
 
 def headline(gate: Gate) -> str:
-    """``fail: further away than ..., only decode (24 prompts, p = 0.0001, 6.1 times the floor)``."""
+    """``FAIL: further away than ..., only decode (24 prompts, p = 0.0001, 6.1 times the floor)``."""
     if gate.verdict is None:
         return f"no verdict: {gate.why}"
     if gate.verdict == "pass" and gate.cells[0].worst == 0:
-        return f"pass: the same numbers in every compared token ({count(gate.prompts, 'prompt')})"
+        return f"PASS: the same numbers in every compared token ({count(gate.prompts, 'prompt')})"
     size = "" if gate.times is None else f", {num(gate.times)} times the floor"
     against = "servers known to be right are from one another" if gate.floors else "golden is from itself in batches"
     if gate.verdict == "fail":
-        said = f"fail: further away than {against}"
+        said = f"FAIL: further away than {against}"
         said += f", {gate.condition.sentence}" if gate.condition else ""
     else:
-        said = f"pass: no further away than {against}"
+        said = f"PASS: no further away than {against}"
         if gate.floors and gate.p_batching is not None and gate.p_batching <= gate.rate:
             said += f", though further than golden's own batches (p = {num(gate.p_batching, 2)})"
     return f"{said} ({count(gate.prompts, 'prompt')}, p = {num(gate.p, 2)}{size})"

@@ -97,7 +97,7 @@ def lines(found: LabelComparison, most: int | None = 10) -> list[str]:
     head = f"{count(len(found.pairs), 'labelled pair')}: {found.count(PASS)} pass, {len(failed)} fail"
     if found.count(SKIP):
         head += f", {found.count(SKIP)} not compared"
-    out.append(f"{'FAIL' if failed else 'pass' if found.count(PASS) else 'nothing compared'}: {head}")
+    out.append(f"{'FAIL' if failed else 'PASS' if found.count(PASS) else 'nothing compared'}: {head}")
     for p in failed[:most]:
         at = "" if p.position is None else f" at {safe(p.request or '?')} position {p.position}"
         numbers = ""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm_accprobe.report import facts, machines, tiers
 from vllm_accprobe.report.text import MISSING, capital, count, more, num, safe
+from vllm_accprobe.report.worst import causes
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -100,15 +101,16 @@ def _machines(comparison: Comparison) -> list[str]:
 
 
 def _worst(comparison: Comparison) -> list[str]:
-    failed = comparison.counts.failed
-    if not failed:
+    if not comparison.counts.failed:
         return []
     rows = []
-    for p in facts.worst(comparison, MAX_LIST):
+    found = causes.causes(comparison)
+    for cause in found[:MAX_LIST]:
+        p = cause.worst
         measure, value, limit = facts.decided(p)
-        name = code(p.mine or p.golden)
+        name = " ".join(x for x in (code(p.mine or p.golden), cause.like) if x)
         rows.append((facts.over(p), measure, num(value, 4), num(limit), facts.step_of(p), name))
-    title = "Failed pairs" if failed <= MAX_LIST else f"The {MAX_LIST} worst of {failed:,} failed pairs"
+    title = capital(causes.title(comparison, MAX_LIST, len(found)))
     return ["", f"### {title}", "", *_table(("× limit", "measure", "value", "limit", "step", "pair"), rows)]
 
 

@@ -16,6 +16,7 @@ from vllm_accprobe.report.depth import depth
 from vllm_accprobe.report.html.elements import escaped
 from vllm_accprobe.report.html.further import command_lines as _command
 from vllm_accprobe.report.text import num, safe
+from vllm_accprobe.report.worst import causes
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -88,12 +89,13 @@ def repr_html(comparison: Comparison) -> str:
         items = "".join(f"<li>{escaped(line)}</li>" for line in habits[:8])
         out.append(f"<p>{machines.TITLE}:</p><ul>{items}</ul>")
     rows = []
-    for p in facts.worst(comparison, 10):
+    for cause in causes.causes(comparison)[:10]:
+        p = cause.worst
         measure, value, limit = facts.decided(p)
-        cells = (p.tap, p.role, facts.step_of(p), measure, num(value, 4), num(limit), facts.over(p))
+        cells = (p.tap, p.role, facts.step_of(p), measure, num(value, 4), num(limit), facts.over(p), cause.like)
         rows.append("<tr>" + "".join(f"<td>{escaped(c)}</td>" for c in cells) + "</tr>")
     if rows:
-        head = "".join(f"<th>{h}</th>" for h in ("tap", "tensor", "step", "measure", "value", "limit", "× limit"))
+        head = "".join(f"<th>{h}</th>" for h in ("tap", "tensor", "step", "measure", "value", "limit", "× limit", ""))
         out.append(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
     for step in comparison.next_steps:
         out.append(f"<p>next, {escaped(step['why'])}:</p><pre>{_command(step['command'])}</pre>")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm_accprobe.report import facts, machines, tiers
 from vllm_accprobe.report.neighbours import sentences
 from vllm_accprobe.report.text import count, more, num, place, safe
+from vllm_accprobe.report.worst import causes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -172,18 +173,17 @@ def first_divergence(comparison: Comparison, full: bool = False) -> list[str]:
 
 
 def worst_pairs(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:
-    """A table of the ``n`` worst failed pairs."""
-    failed = comparison.counts.failed
-    if not failed:
+    """A table of the ``n`` worst causes, a failed pair of each."""
+    if not comparison.counts.failed:
         return []
     head = ("x limit", "measure", "value", "limit", "cosine", "step", "pair")
-    body = [_pair_cells(p) for p in facts.worst(comparison, n)]
-    title = "failed pairs, worst first:" if failed <= n else f"the {n} worst of {failed:,} failed pairs:"
-    left = more(failed, n, "compare.html, or compare.csv where status is fail")
-    return [title, *_aligned([head, *body]), *(f"  {line}" for line in left)]
+    found = causes.causes(comparison)
+    body = [_pair_cells(cause.worst, cause.like) for cause in found[:n]]
+    left = more(len(found), n, "compare.html, or compare.csv where status is fail")
+    return [f"{causes.title(comparison, n, len(found))}:", *_aligned([head, *body]), *(f"  {line}" for line in left)]
 
 
-def _pair_cells(pair: Pair) -> tuple[str, ...]:
+def _pair_cells(pair: Pair, like: str = "") -> tuple[str, ...]:
     name = safe(pair.golden or pair.mine)
     if pair.mine and pair.golden and pair.mine != pair.golden:
         name += f" ↔ {safe(pair.mine)}"
@@ -195,7 +195,7 @@ def _pair_cells(pair: Pair) -> tuple[str, ...]:
         # The first clause of a measured pair says what the columns say.
         note = safe(pair.message if pair.measure is None else pair.message.partition("; ")[2])
     measure, value, limit = facts.decided(pair)
-    last = "; ".join(x for x in (name, where, note) if x)
+    last = "; ".join(x for x in (name, where, note, like) if x)
     bound = f"1 ± {num(limit, 2)}" if pair.measure == "row_norm_ratio" else num(limit)
     worst = num(value, 4) if pair.measure == "row_norm_ratio" else num(value)
     return facts.over(pair), measure, worst, bound, num(pair.cosine, 6), facts.step_of(pair), last

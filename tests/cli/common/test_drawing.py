@@ -23,7 +23,7 @@ def test_a_dump_as_onnx(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("Layered: ")
     assert said[0].endswith("nodes, step 0 of rank 0")
-    assert said[-1].startswith(f"written: {out} (")
+    assert said[-1].startswith(f"wrote {out} (")
     model = onnx.load(out)
     onnx.checker.check_model(model)
     assert {"Linear", "Add", "Mul", "Slice"} <= {n.op_type for n in model.graph.node}
@@ -50,7 +50,7 @@ def test_a_dump_as_a_tree(dump: Path, capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["convert", "DUMP", "x.npz", "--level", "2"], "--level: npz holds tensors"),
         (["convert", "DUMP", "x.onnx", "*.mixer"], "--to onnx draws a whole step"),
-        (["convert", "DUMP", "x.onnx", "--step", "0-1"], "--step: '0-1' is not one number"),
+        (["convert", "DUMP", "x.onnx", "--step", "0-1"], "--steps: '0-1' is not one number"),
         (["convert", "DUMP", "x.onnx", "--step", "5"], "no tensor of a step was recorded"),
         (["convert", "JSON", "x.onnx", "--rank", "1"], "is a topology: it has no steps"),
         (["summary", "DUMP", "--level", "2"], "--level: how deep --tree shows"),

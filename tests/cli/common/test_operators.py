@@ -19,8 +19,11 @@ def tensor(role: str, shape: list[int], low: float, high: float, **more: Any) ->
 
 @pytest.fixture
 def dump(tmp_path: Path) -> Path:
+    return dump_of_operators(tmp_path / "d")
+
+
+def dump_of_operators(root: Path) -> Path:
     """Two calls of mm in two modules and shapes, one of them stored, and one of add_ in step 1 outside any module."""
-    root = tmp_path / "d"
     write_run_json(root, {"model": "tests"})
     writer = RankWriter(root, 0, {}, budget_bytes=1 << 20)
     values = np.arange(4, dtype=np.float32)

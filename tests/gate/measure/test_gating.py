@@ -139,7 +139,7 @@ def test_a_fault_in_a_few_prompts(tmp_path: Path) -> None:
 def test_servers_without_noise(tmp_path: Path) -> None:
     same = gate(tmp_path, golden={"noise": 0.0}, noise=0.0)
     assert (same.verdict, same.p, same.times) == ("pass", 1.0, 1.0)
-    assert gap_lines.lines(same)[0] == "pass: the same numbers in every compared token (12 prompts)"
+    assert gap_lines.lines(same)[0] == "PASS: the same numbers in every compared token (12 prompts)"
     other = gate(
         tmp_path, seed=2, golden={"noise": 0.0}, noise=0.0,
         change=lambda i, r: replace(r, top=[(ids, [v - 1e-3 for v in values]) for ids, values in r.top or ()]),

@@ -63,7 +63,7 @@ def test_equal_servers_pass() -> None:
 def test_the_odd_way_is_named(name: str) -> None:
     gate = named(**{name: 0.5})
     assert (gate.verdict, gate.odd, gate.agree) == ("fail", (name,), None)
-    assert lines(gate)[0].startswith(f"fail: only {name} differs: ")
+    assert lines(gate)[0].startswith(f"FAIL: only {name} differs: ")
     assert to_json(gate)["odd"] == [name]
 
 
@@ -85,7 +85,7 @@ def test_a_fault_of_few_prompts_is_seen_in_their_tokens() -> None:
 
 def test_two_odd_ways_and_the_odd_first_one() -> None:
     assert (named(hit=0.5, pieces=0.5).odd, named(hit=0.5, pieces=0.5).agree) == (("hit", "pieces"), True)
-    assert lines(named(hit=0.5, pieces=-0.5))[0] == "fail: hit and pieces differ"
+    assert lines(named(hit=0.5, pieces=-0.5))[0] == "FAIL: hit and pieces differ"
     all_but_alone = dict.fromkeys(("batch", "hit", "pieces", "scoring"), 0.8)
     gate = named(**all_but_alone)
     if gate.verdict == "fail":

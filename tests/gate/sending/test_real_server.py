@@ -40,8 +40,8 @@ def test_what_came_back(server: Server, tmp_path: Path, capsys: Any) -> None:
     words = ["send", prompts(tmp_path / "p.jsonl", asked), "--url", server.url, "--out", str(out), "--top", "4"]
     assert main(words) == 0
     said = capsys.readouterr()
-    written, refused = said.out.splitlines()
-    assert written == f"9 of 12 answered in 3 passes; written: {out}"
+    answered, refused, written = said.out.splitlines()
+    assert (answered, written) == ("9 of 12 answered in 3 passes", f"wrote {out}")
     assert refused.startswith("refused: 2 HTTP 400 (input_t")  # the field that vLLM blames
     assert refused.endswith(", 1 no answer to go along")
     sent = replies.read(out)

@@ -78,13 +78,13 @@ def test_the_five_algorithms_pass_and_fail(opdiff, standard):
     good = opdiff(golden, golden, "--standard", standard)
     assert good.code == 0, good.stdout
     assert [(r["algorithm"], r["status"]) for r in good.details] == [(a, "pass") for a in FIVE]
-    assert good.stdout.startswith(f"pass: 5 of 5 outputs judged by {standard}, none is wrong beside golden")
+    assert good.stdout.startswith(f"PASS: 5 of 5 outputs judged by {standard}, none is wrong beside golden")
     wrong = opdiff(golden, bad, "--standard", standard)
     assert wrong.code == 1
     assert [(r["algorithm"], r["status"]) for r in wrong.details] == [(a, "error") for a in FIVE]
     assert all(r["message"] for r in wrong.details)
     assert [r["forward"] for r in wrong.result] == ["error"] * 5
-    assert wrong.stdout.startswith("fail: 5 of 5 outputs judged by " + standard + ", 5 wrong in 5 operators, worst ")
+    assert wrong.stdout.startswith("FAIL: 5 of 5 outputs judged by " + standard + ", 5 wrong in 5 operators, worst ")
     for op in FIVE.values():
         one = opdiff(
             golden, [b if b["op"] == op else g for g, b in zip(golden, bad, strict=True)], "--standard", standard

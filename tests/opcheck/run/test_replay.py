@@ -88,7 +88,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: 
     build(tmp_path / "d", fault)
     assert main(["opcheck", str(tmp_path / "d"), "--out", str(tmp_path / "out")]) == code
     said = capsys.readouterr().out
-    assert said.startswith("fail: 12 of 15 calls checked" if code else "pass: 12 of 15 calls checked")
+    assert said.startswith("FAIL: 12 of 15 calls checked" if code else "PASS: 12 of 15 calls checked")
     assert "no reference for NobodyKnows" in said
     with (tmp_path / "out/opcheck.csv").open(newline="") as f:
         table = list(csv.DictReader(f))

@@ -74,12 +74,12 @@ def _all_fail(home: Path, said: str) -> None:
 
 def _line(at: int, says: str, name: str) -> Line:
     argv = ("opcheck", "fused", "--ops", f"*NPU.{name}", "-j", "0", "--out", f"fused-{name}")
-    return Line(at, says, argv, prints=("pass: ",))
+    return Line(at, says, argv, prints=("PASS: ",))
 
 
 LINES_001 = [
     Line(146, "msprobe/pytorch/bench_functions/npu_fusion_attention.py",
-         ("opcheck", "fused", "-j", "0", "--out", "fused-out"), prints=("pass: 16 of 16 calls checked",)),
+         ("opcheck", "fused", "-j", "0", "--out", "fused-out"), prints=("PASS: 16 of 16 calls checked",)),
 ]  # fmt: skip
 LINES_002 = [
     *(_line(at, name, name) for name, at in _LISTED.items()),

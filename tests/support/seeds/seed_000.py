@@ -117,7 +117,7 @@ LINES: list[Line] = [
     Line(174, "X_DEBUG=0x102 X_DEDUP=True in the environment", _in_the_environment),
     Line(196, "jprof --cpu_init --blacklist --factory=load dump.json",
          ("gentest", "xray_debug", "--cpu_init", "--blacklist", "--factory=load"),
-         prints=("written: pytests", "drawn from their statistics")),
+         prints=("wrote pytests", "drawn from their statistics")),
     Line(207, "pytest --detail_compare_path=./xxx.csv proc_xxx/pytests/ --seed 42", _pytest),
     Line(212, "summary_diff_check ./xpu.csv ./gpu.csv ./result.csv", ("opdiff", "gpu.csv", "xpu.csv", "diff.csv"),
          prints=("pass:",), check=_joined),

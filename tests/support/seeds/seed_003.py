@@ -98,7 +98,7 @@ LINES: list[Line] = [
         130,
         'ait debug compare aclcmp --exec "bash run_performance.sh patches/models/modeling_chatglm_model.py"',
         ("labels", "--exec", "bash run_performance.sh patches/models/modeling_chatglm_model.py", "--type", "tensor"),
-        prints=("pass: 2 labelled pairs", "written: accprobe-labels/labels.csv"),
+        prints=("PASS: 2 labelled pairs", "wrote accprobe-labels/labels.csv"),
         ends_at="ATB's ancestor, whose file the script writes itself",
         check=_table,
     ),

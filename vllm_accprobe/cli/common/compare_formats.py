@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vllm_accprobe.cli.common.json_answer import say_written
+
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
 
@@ -29,8 +31,8 @@ class Format(str, enum.Enum):
 FORMAT = typer.Option(
     Format.terminal,
     "--format",
-    help="What stdout gets: terminal, json (compare.json), markdown, or github (annotations for GitHub Actions, "
-    "and the markdown as the step's summary).",
+    help="What stdout gets: terminal, markdown, github (annotations for GitHub Actions, and the markdown as the step's "
+    "summary), or json, as --json.",
 )
 
 
@@ -55,8 +57,7 @@ def say(comparison: Comparison, form: Format, verbosity: int, written: Iterable[
         if form is Format.github:
             github.write_summary(comparison)
     if verbosity > 0:
-        for path in written:
-            typer.echo(f"wrote {path}", err=form is not Format.terminal)
+        say_written(*written, err=form is not Format.terminal)
 
 
 def say_before(comparison: Comparison) -> None:
@@ -64,3 +65,14 @@ def say_before(comparison: Comparison) -> None:
     from vllm_accprobe.report import facts
 
     typer.echo(f"before replay: {facts.headline(comparison)}", err=True)
+
+
+def say_plan(lines: Iterable[str], form: Format) -> None:
+    """Prints what would be compared with what."""
+    import json
+
+    if form is Format.json:
+        typer.echo(json.dumps({"schema": 1, "plan": list(lines)}, indent=1))
+        return
+    for line in lines:
+        typer.echo(line)

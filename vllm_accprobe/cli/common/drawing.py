@@ -29,7 +29,7 @@ def onnx(path: Path, out: Path, level: int | None, step: str, rank: str) -> list
 
         dump = open_dump(path)
         with progress("looking", len(dump.records)) as tick:
-            graph = graph_of(dump, level, _one(rank, "--rank"), _one(step, "--step"), tick)
+            graph = graph_of(dump, level, _one(rank, "--ranks"), _one(step, "--steps"), tick)
     write_onnx(graph, out)
     return [f"{safe(graph.name)}: {count(len(graph.nodes), 'node')}{_where(graph)}", *map(safe, graph.notes)]
 
@@ -43,7 +43,7 @@ def tree(path: Path, level: int | None, step: str, rank: str) -> list[str]:
     if _topology(path, step, rank):
         root = module_tree.of_atb(path)
     else:
-        root = module_tree.of_dump(open_dump(path), _one(rank, "--rank"), _one(step, "--step"))
+        root = module_tree.of_dump(open_dump(path), _one(rank, "--ranks"), _one(step, "--steps"))
     return [safe(line, 400) for line in module_tree.lines(root, level)]
 
 
@@ -57,7 +57,7 @@ def _topology(path: Path, step: str, rank: str) -> bool:
     if path.suffix != ".json" or not path.is_file():
         return False
     if step or rank:
-        raise CommandError(f"{path} is a topology: it has no steps and no ranks; leave out --step and --rank")
+        raise CommandError(f"{path} is a topology: it has no steps and no ranks; leave out --steps and --ranks")
     return True
 
 

@@ -13,16 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.run.result_row import Checked
     from vllm_accprobe.opcheck.run.worker import Job
 
-REPEAT = typer.Option(0, "--repeat", min=0, metavar="N", help="Run each call N times here: races, unwritten memory.")
+REPEAT = typer.Option(
+    0, "--repeat", min=0, metavar="N", help="Run each so many times: calls, here, for races and unwritten memory."
+)
 ROWS = typer.Option("", "--rows", metavar="SIZES", help="Rows in batches of these sizes, e.g. 1,N or all, here.")
 OP = typer.Option("", "--op", metavar="NAME", help="No dump: this operator, or FILE.py:FUNCTION, on drawn inputs.")
-SHAPE = typer.Option([], "--shape", metavar="SHAPES", help="Its tensors, e.g. 7x64,64x32. Repeated: further calls.")
+SHAPE = typer.Option(
+    [], "--shape", metavar="SHAPES", help="Its tensors, e.g. 7x64,64x32. Can be repeated: further calls."
+)
 DTYPE = typer.Option("float32", "--dtype", metavar="DTYPES", help="Theirs: one, or one for each; int64:32 is below 32.")
 WITH = typer.Option([], "--with", metavar="NAME=JSON", help="An argument of it by name. Can be repeated.")
 LOAD = typer.Option([], "--load", metavar="MODULE", help="Import this first: it registers operators. Can be repeated.")
@@ -92,7 +97,8 @@ def say_here(job: Job, rows: list[Checked], out: Path, most: int | None) -> None
     table.write_result(rows, out / "result.csv")
     write_text(files[0], json.dumps(told.to_json(rows, counted, mode), indent=1) + "\n")
     write_text(files[1], told.page(rows, said, f"opcheck: {mode}"))
-    typer.echo(f"written: {', '.join(map(str, (out / 'opcheck.csv', out / 'result.csv', *files)))}")
+    say_written(out / "opcheck.csv", out / "result.csv", *files)
+    answer(**told.to_json(rows, counted, mode))
     raise typer.Exit(1 if counted.statuses.get(FAIL) or counted.statuses.get(ERROR) else 0)
 
 

@@ -40,10 +40,9 @@ def chosen(dump: Dump, selection: Selection) -> list[OpCall]:
     return found
 
 
-def table(dump: Dump, calls: Sequence[OpCall]) -> list[list[str]]:
+def table(dump: Dump, calls: Sequence[OpCall]) -> list[list[Any]]:
     """The rows of the table, most calls first."""
     from vllm_accprobe.dump.opcalls import inputs, tensors
-    from vllm_accprobe.report.text import num, safe
 
     kept = {(r.rank, r.step, r.tap, r.call) for r in dump.records if r.payload is not None and "::" in r.tap}
     by_op: dict[str, list[OpCall]] = {}
@@ -58,12 +57,18 @@ def table(dump: Dump, calls: Sequence[OpCall]) -> list[list[str]]:
         highs = [t["max"] for t in out if t.get("max") is not None]
         stored = sum((c.rank, c.step, c.tap, c.call) in kept for c in mine)
         rows.append(
-            [safe(op), f"{len(mine):,}", f"{stored:,}", f"{len({(c.rank, c.module) for c in mine if c.module}):,}",
-             f"{len(forms):,}", safe(forms.most_common(1)[0][0], 60), num(min(lows, default=None), 4),
-             num(max(highs, default=None), 4), str(sum(_number(t.get("nan")) for t in out)),
-             str(sum(_number(t.get("inf")) for t in out))]
+            [op, len(mine), stored, len({(c.rank, c.module) for c in mine if c.module}), len(forms),
+             forms.most_common(1)[0][0], min(lows, default=None), max(highs, default=None),
+             sum(_number(t.get("nan")) for t in out), sum(_number(t.get("inf")) for t in out)]
         )  # fmt: skip
     return rows
+
+
+def _cells(row: Sequence[Any]) -> list[str]:
+    from vllm_accprobe.report.text import num, safe
+
+    op, *counts, form, low, high, nan, inf = row
+    return [safe(op), *(f"{n:,}" for n in counts), safe(form, 60), num(low, 4), num(high, 4), str(nan), str(inf)]
 
 
 def _form(tensor: dict[str, Any]) -> str:
@@ -76,12 +81,15 @@ def _number(value: Any) -> int:
 
 def show(dump: Dump, calls: Sequence[OpCall], limit: int) -> None:
     """Prints the table and a line about it."""
+    from vllm_accprobe.cli.common.json_answer import answer
     from vllm_accprobe.cli.common.options import print_table
     from vllm_accprobe.report.text import count
 
     rows = table(dump, calls)
     texts = ("operator", "commonest input")
-    print_table(COLUMNS, rows[:limit] if limit else rows, texts, folded=texts)
+    shown = rows[:limit] if limit else rows
+    answer(operators=[dict(zip(COLUMNS, row, strict=True)) for row in shown])
+    print_table(COLUMNS, [_cells(row) for row in shown], texts, folded=texts)
     if limit and len(rows) > limit:
         typer.echo(f"... {len(rows) - limit:,} more operators: --limit 0 shows all")
     typer.echo(f"{count(len(calls), 'call')} of {count(len(rows), 'operator')}, of {len(dump.ops):,} captured")

@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 import typer.core
 
+from vllm_accprobe.cli.common.folding import stacked
+from vllm_accprobe.cli.common.json_answer import add_notes
 from vllm_accprobe.cli.spelling.old_spellings import documented
+from vllm_accprobe.cli.spelling.one_spelling import one_spelling
 from vllm_accprobe.cli.spelling.refusal import CommandError as CommandError
+from vllm_accprobe.cli.spelling.refusal import CommandInterrupted
 from vllm_accprobe.cli.spelling.refusal import NothingThere as NothingThere
 from vllm_accprobe.cli.spelling.told import spelled
 
@@ -32,6 +36,8 @@ def require_directory(path: Path | None, option: str) -> None:
 
 def say_notes(lines: Iterable[str], err: bool = True) -> None:
     """A line each for what whoever looks at a result should know of its dump."""
+    lines = list(lines)
+    add_notes(lines)
     for line in lines:
         typer.echo(f"note: {line}", err=err)
 
@@ -63,12 +69,19 @@ def writable(directory: Path, option: str = "--out") -> None:
 
 
 class Command(typer.core.TyperCommand):
-    """A command that understands other tools' spellings (spelling/told.py), and whose help may say ``{standards}``:
-    their names take a while to gather, and are read by few."""
+    """A command that understands other tools' spellings (spelling/told.py) and its own older ones (one_spelling.py),
+    and whose help may say ``{standards}``: their names take a while to gather, and are read by few."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         values = {name for p in self.params if p.param_type_name == "option" and not p.is_flag for name in p.opts}  # type: ignore[attr-defined]
-        return super().parse_args(ctx, spelled(self.name or "", documented(self.name, args), values))
+        words = spelled(self.name or "", documented(self.name, args), values)
+        return super().parse_args(ctx, one_spelling(words, self.params, ctx.allow_interspersed_args))
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise CommandInterrupted from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from vllm_accprobe.standards import COMMANDS, names
@@ -105,11 +118,11 @@ def selection(
 
     return Selection(
         names=tuple(names),
-        steps=ranges(step, "--step"),
-        ranks=ranges(rank, "--rank"),
+        steps=ranges(step, "--steps"),
+        ranks=ranges(rank, "--ranks"),
         requests=tuple(request),
         roles=tuple(role),
-        calls=ranges(call, "--call"),
+        calls=ranges(call, "--calls"),
         parameters=parameters,
     )
 
@@ -140,25 +153,42 @@ def print_table(
 ) -> None:
     """A table for the eye, whose last two columns count NaN and Inf: a row that has any is red. texts: the columns
     that are no numbers; folded: those that may take several lines. path: written there instead. In a pipe and in a file
-    nothing is folded or cut."""
+    nothing is folded or cut; on a terminal that is too narrow, a row takes several lines."""
     import sys
 
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    if path is None and sys.stdout.isatty():
+        rows = [list(row) for row in rows]
+        if _least_width(columns, rows, folded) > Console().width:
+            for row in rows:
+                for line in stacked(columns, row, texts):
+                    typer.secho(line, fg=_alarm(row))
+            return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         justify: Any = "left" if name in texts else "right"
         table.add_column(name, justify=justify, no_wrap=name not in folded, overflow="fold")
     for row in rows:
-        alarm = "red" if any(cell.isdigit() and cell != "0" for cell in row[-2:]) else ""
-        table.add_row(*(Text(cell, style=alarm) for cell in row))
+        table.add_row(*(Text(cell, style=_alarm(row) or "") for cell in row))
     if path is None:
         Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(table)
         return
     with path.open("w", encoding="utf-8") as f:
         Console(file=f, width=10_000, highlight=False, color_system=None).print(table)
+
+
+def _alarm(row: Sequence[str]) -> str | None:
+    return "red" if any(cell.isdigit() and cell != "0" for cell in row[-2:]) else None
+
+
+def _least_width(columns: Sequence[str], rows: Sequence[Sequence[str]], folded: Sequence[str]) -> int:
+    """Columns that a table needs, of which a folded one has 24 at least, two blanks apart."""
+    widths = [max(len(c) for c in cells) for cells in zip(columns, *rows, strict=True)]
+    least = [min(w, 24) if name in folded else w for name, w in zip(columns, widths, strict=True)]
+    return sum(least) + 2 * len(least)
 
 
 def size(nbytes: float) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vllm_accprobe.cli.common.json_answer import answer
 from vllm_accprobe.cli.common.options import CommandError, size
 from vllm_accprobe.report.text import count
 
@@ -143,6 +144,7 @@ def conclude(ran: EndedRun, quiet: bool) -> int:
     """Says what there is and gives the exit code."""
     watcher, code, files, killed = ran.watcher, ran.code, ran.files, ran.killed
     found, dumps = watcher.look(), watcher.dumps()
+    answer(dumps=dumps, captured=found, files_of_atb=files, command_exit_code=code)
     for reason in found.stops:
         say(f"capture stopped early: {reason}")
     if found.errors:

@@ -173,6 +173,19 @@ def _row_name(dump: Dump, r: Record, index: int) -> str:
     return ""
 
 
+def as_json(r: Record, array: np.ndarray, indices: np.ndarray | None) -> dict[str, Any]:
+    """``{"row": [values]}`` of the chosen rows, at most 64 of them; {} where none were chosen: --save has all."""
+    import numpy as np
+
+    from vllm_accprobe.dump.dtypes import widen
+
+    if indices is None:
+        return {}
+    moved = np.moveaxis(array, r.row_dim, 0)
+    rows = {int(i): widen(np.ascontiguousarray(moved[i]), r.dtype).reshape(-1) for i in indices[:_MAX_ROWS]}
+    return {str(i): [str(x) if row.dtype.kind == "c" else x for x in row.tolist()] for i, row in rows.items()}
+
+
 def save(path: Path, r: Record, array: np.ndarray) -> None:
     """Stored bits as .npy (bfloat16 and 8-bit floats as float32) or .safetensors (as they are)."""
     from vllm_accprobe.formats.write import containers

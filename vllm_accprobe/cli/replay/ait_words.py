@@ -18,8 +18,8 @@ from vllm_accprobe.cli.common.options import CommandError, say_notes
 INPUT = typer.Option(None, "--input", "-i", metavar="DIR", help="The same as DUMP: ATB's tensors of one execution.")
 TABLE = typer.Option(None, "--csv-path", "-c", metavar="FILE", help="ATB's operation_tensors_N.csv: its parameters.")
 OPS = typer.Option(
-    [], "--ops", "--operation-name", "-opname", metavar="GLOB",
-    help="Classes, operators, paths; '!...' excludes. Can be repeated. Of ATB, beginnings: self,linear.",
+    [], "--ops", "--operation-name", "-opname", metavar="GLOBS",
+    help="Classes, operators, paths; '!...' excludes. Of ATB, beginnings: self,linear.",
 )  # fmt: skip
 IDS = typer.Option(
     "", "--ids", "--operation-ids", "-ids", metavar="IDS",

@@ -30,7 +30,11 @@ CONFIG = typer.Option(
 )
 FILTER = typer.Option(False, "-f", "--filter_api", help="Calls that differ in values alone are checked once.")
 DEVICE = typer.Option(
-    "", "-d", "--device", metavar="LIST", help="Run the calls here and judge that: cpu, cuda:1, or numbers, e.g. 0,1."
+    "",
+    "-d",
+    "--device",
+    metavar="DEVICES",
+    help="Run the calls here and judge that: cpu, cuda:1, or numbers, e.g. 0,1.",
 )
 SPLITS = typer.Option(None, "-n", "--num_splits", min=1, max=64, metavar="N", help="As --jobs.")
 CSV_PATH = typer.Option(

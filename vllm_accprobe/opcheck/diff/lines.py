@@ -116,11 +116,11 @@ def sentence(diff: Diff, totals: DiffTotals) -> str:
     errors, warnings = totals.statuses[ERROR], totals.statuses[WARNING]
     more = f", {warnings:,} {'warning' if warnings == 1 else 'warnings'}" if warnings else ""
     if not errors:
-        return f"pass: {share}, none is wrong beside golden{more}"
+        return f"PASS: {share}, none is wrong beside golden{more}"
     first = totals.worst_first()[0]
     wrong = sum(1 for counts in totals.operators.values() if counts[ERROR])
     where = f"{wrong} {'operator' if wrong == 1 else 'operators'}"
-    return f"fail: {share}, {errors:,} wrong in {where}{more}, worst {_where(first, diff)}"
+    return f"FAIL: {share}, {errors:,} wrong in {where}{more}, worst {_where(first, diff)}"
 
 
 def operators(totals: DiffTotals) -> list[tuple[str, dict[str, int]]]:

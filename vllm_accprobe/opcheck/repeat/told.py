@@ -37,7 +37,7 @@ def lines(rows: Sequence[Checked], totals: Totals, mode: str, most: int | None =
     fault = "race or hand out memory that nobody wrote" if runs else "depend on their batch beyond rounding"
     equal = totals.statuses.get(PASS, 0)
     counts = f"{equal:,} of {n:,} outputs are equal to the bit"
-    out = [f"{'fail' if bad else 'pass'}: {what}{counts}"]
+    out = [f"{'FAIL' if bad else 'PASS'}: {what}{counts}"]
     for word, groups in ((fault, bad), (remark, remarks)):
         if groups:
             out.append(f"{len(groups)} {'operator' if len(groups) == 1 else 'operators'} that {_one(word, groups)}:")

@@ -149,11 +149,11 @@ def _sentence(rows: Sequence[Checked], totals: Totals) -> str:
     bad, crashed = totals.statuses.get(FAIL, 0), totals.statuses.get(ERROR, 0)
     more = f"; {crashed:,} references failed" if crashed else ""
     if not bad:
-        return f"pass: {share}, no output is further from its reference than honest rounding explains{more}"
+        return f"PASS: {share}, no output is further from its reference than honest rounding explains{more}"
     first = failures(rows)[0][0]
     n = len({r.tap for r in rows if r.status == FAIL})
     return (
-        f"fail: {share}, {bad:,} outputs of {n} {'module' if n == 1 else 'modules'} are wrong for their own inputs, "
+        f"FAIL: {share}, {bad:,} outputs of {n} {'module' if n == 1 else 'modules'} are wrong for their own inputs, "
         f"first {safe(first.tap)} ({safe(first.cls)}){more}"
     )
 

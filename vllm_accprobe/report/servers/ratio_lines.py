@@ -20,9 +20,9 @@ def lines(found: Ratios) -> list[str]:
 
     tokens = sum(s.n for s in found.spans[:1])
     beyond = "above" if found.mult > LIMIT else "within"
-    said = f"{found.verdict}: mean exp|dlogp| {num(found.mult, 4)}, {beyond} {LIMIT}"
+    said = f"{found.verdict.upper()}: mean exp|dlogp| {num(found.mult, 4)}, {beyond} {LIMIT}"
     if found.nonfinite:
-        said = f"fail: {count(found.nonfinite, 'token')} without a finite log-probability; {said.partition(': ')[2]}"
+        said = f"FAIL: {count(found.nonfinite, 'token')} without a finite log-probability; {said.partition(': ')[2]}"
     out = [f"{said} ({count(tokens, 'token')} of {count(found.sequences, 'sequence')}; server: {found.how})", ""]
     rows = [_HEADER, *(_row(s) for s in found.spans)]
     widths = [max(len(r[i]) for r in rows) for i in range(len(_HEADER))]

@@ -44,15 +44,15 @@ def _headline(gate: SelfGate) -> str:
         equal = all(f.unequal == 0 for f in known if f.way.rule == "the same bits")
         said = "what must be the same to the bit is" if equal else "nothing differs by more than rounding"
         and_ = ", and nothing else differs by more than rounding" if equal else ""
-        return f"pass: {said}{and_} ({count(len(known), 'way')} of asking one server)"
+        return f"PASS: {said}{and_} ({count(len(known), 'way')} of asking one server)"
     odd = [f for f in known if f.way.name in gate.odd]
     if len(odd) == 1:
-        return f"fail: only {odd[0].way.name} differs: {odd[0].way.says}: {odd[0].why} (p = {num(odd[0].p, 2)})"
+        return f"FAIL: only {odd[0].way.name} differs: {odd[0].way.says}: {odd[0].why} (p = {num(odd[0].p, 2)})"
     named = _listed(gate.odd)
     rounding = [f for f in known if f.way.rule != "the same bits"]
     if gate.agree and len(odd) == len(rounding):
-        return f"fail: {named} all differ from alone and agree with one another: one request at a time is the odd one"
-    return f"fail: {named} differ" + (" from alone in the same way" if gate.agree else "")
+        return f"FAIL: {named} all differ from alone and agree with one another: one request at a time is the odd one"
+    return f"FAIL: {named} differ" + (" from alone in the same way" if gate.agree else "")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -61,7 +61,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _row(f: PathFinding) -> tuple[str, ...]:
     sizes = [num(v) for v in (f.mean, f.worst, f.allowance)]
-    verdict = ("ok: " if f.ok else "FAIL: ") + f.why
+    verdict = ("PASS: " if f.ok else "FAIL: ") + f.why
     counts = [f"{n:,}" for n in (f.prompts, f.tokens, f.flips, f.unequal)]
     return (f.way.name, f.way.rule, *counts, *sizes, num(f.p, 2), verdict)
 

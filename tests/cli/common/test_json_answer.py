@@ -1,0 +1,201 @@
+"""``--json`` of every command: one object on stdout and nothing else, the same exit code, refusals as ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from cli_dumps import TAPS, make
+from odd_server import completion, odd
+from opcheck.opcheck_dumps import Maker
+
+from vllm_accprobe import labels as label_calls
+from vllm_accprobe.cli import COMMANDS, build, main
+from vllm_accprobe.cli.common.json_answer import plain
+
+TAP = TAPS[0][0]
+CONFIG = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+          "num_attention_heads": 2, "vocab_size": 32, "architectures": ["LlamaForCausalLM"]}  # fmt: skip
+WORDS: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "compare": (0, "compare D D2 --no-replay --out R", ("verdict", "coverage", "origins")),
+    "compare --plan": (0, "compare D D2 --plan", ("plan",)),
+    "opcheck": (1, "opcheck CALLS -j 0 --out O", ("verdict", "calls", "checked", "wrong", "statuses", "written")),
+    "opcheck --repeat": (0, "opcheck CALLS -j 0 --out O --repeat 2", ("verdict", "mode", "written")),
+    "gentest": (0, "gentest CALLS --ops * --out G", ("calls", "operators", "written")),
+    "opdiff": (0, "opdiff 1.csv 2.csv --out P", ("verdict", "judged", "operators", "written")),
+    "calibrate": (0, "calibrate D D2 --out F", ("tensors", "runs", "written")),
+    "calibrate --profile": (3, "calibrate D --profile --out F", ()),
+    "summary": (0, "summary D", ("tensors", "about", "skipped")),
+    "summary --tree": (0, "summary D --tree", ("tree",)),
+    "show": (0, f"show D {TAP} --roles output.0 --steps 0 --rows 0-1", ("matches", "tensor", "values")),
+    "convert": (0, "convert D x.h5", ("tensors", "written", "skipped")),
+    "convert --to msprobe": (0, "convert D folder --to msprobe", ("tensors", "written")),
+    "repair": (0, "repair D", ("ranks",)),
+    "doctor": (1, "doctor --quick", ("findings", "ok")),
+    "labels": (0, "labels LABELS --out L", ("verdict", "pairs", "written")),
+    "run": (3, "run --dir new -- sh -c 'echo mine'", ("captured", "dumps", "command_exit_code")),
+    "errcheck": (3, "errcheck --dir new -- sh -c 'echo mine'", ("findings", "command_exit_code")),
+    "formats": (0, "formats", ("formats",)),
+    "formats PATH": (0, "formats D", ("format",)),
+    "patches": (0, "patches list", ("patches",)),
+    "patches check": (0, "patches check", ("patches",)),
+    "send": (0, "send p.txt --url URL --out S --no-score", ("prompts", "answered", "written")),
+    "gate": (0, "gate --samples g.jsonl g2.jsonl", ("verdict",)),
+    "bisect": (2, "bisect -- vllm serve nowhere", ()),
+    "arm": (0, "arm new-place", ("armed", "file", "selection")),
+    "size": (0, "size config.json", ("bytes",)),
+    "online serve": (3, "online serve --port 0 --wait 0.2 --out N", ()),
+    "online send": (2, "online send nowhere", ()),
+}  # fmt: skip
+"""What is typed (each name stands for itself or what `places` has), its exit code, what its object has."""
+
+
+def calls(root: Path) -> None:
+    """Two calls, the second of them wrong."""
+    maker = Maker(root)
+    for tap in ("act", "bad"):
+        maker.module(tap, "SiluAndMul")
+    maker.request(0, 3)
+    maker.step(0, [(0, 0, 3)])
+    x = torch.linspace(-2, 2, 24).reshape(3, 8)
+    good = torch.nn.functional.silu(x[:, :4]) * x[:, 4:]
+    maker.call("act", "SiluAndMul", {"0": x}, good)
+    maker.call("bad", "SiluAndMul", {"0": x}, good * 1.5)
+    maker.close()
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("json")
+    for name in ("D", "D2"):
+        make(home / name)
+    calls(home / "CALLS")
+    main(["opcheck", str(home / "CALLS"), "-j", "0", "--out", str(home / "GPU")])
+    for name in ("1.csv", "2.csv"):
+        (home / name).write_bytes((home / "GPU/opcheck.csv").read_bytes())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ACCPROBE_DIR", str(home / "LABELS"))
+        label_calls.set_task_id()
+        for side in ("pta", "acl"):
+            label_calls.set_label(side, "a", torch.ones(2, 3))
+        label_calls.close()
+    (home / "p.txt").write_text("a prompt\n")
+    (home / "config.json").write_text(json.dumps(CONFIG))
+    (home / "new-place").mkdir()
+    from made_evaluations import right, write_samples
+
+    for name in ("g.jsonl", "g2.jsonl"):
+        write_samples(home / name, right(5, range(5)))
+    return home
+
+
+def typed(words: str, url: str = "") -> list[str]:
+    import shlex
+
+    return [url if word == "URL" else word for word in shlex.split(words)]
+
+
+def asked(capfd: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, str, str]:
+    capfd.readouterr()
+    code = main(words)
+    said = capfd.readouterr()
+    return code, said.out, said.err
+
+
+def put(words: list[str], *more: str) -> list[str]:
+    """``more`` before another command's words."""
+    at = words.index("--") if "--" in words else len(words)
+    return [*words[:at], *more, *words[at:]]
+
+
+def test_every_command_is_here() -> None:
+    group = typer.main.get_command(build())
+    known = {*COMMANDS, *(f"online {name}" for name in group.commands["online"].commands)}  # type: ignore[attr-defined]
+    assert {key.partition(" -")[0].removesuffix(" PATH").removesuffix(" check") for key in WORDS} == known
+
+
+@pytest.mark.parametrize("spelling", [("--json",), ("--format", "json")])
+@pytest.mark.parametrize("command", WORDS)
+def test_one_object_and_the_same_exit_code(
+    command: str, spelling: tuple[str, ...], places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    code, words, fields = WORDS[command]
+    for file in places.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    monkeypatch.chdir(tmp_path)
+    with odd(lambda path, body: (200, completion(body))) as (url, _):
+        got, out, err = asked(capfd, put(typed(words, url), *spelling))
+    assert got == code or (command in ("doctor", "patches check") and got in (0, 1, 3)), err
+    if not fields or (command == "patches check" and got == 3):
+        assert out == ""
+        assert len(err.strip().splitlines()) >= 1
+        assert "Traceback" not in err
+        return
+    said = json.loads(out)  # one object, and nothing after it
+    assert isinstance(said, dict)
+    assert set(fields) <= set(said)
+    assert not command.startswith("run") or "mine" in err
+    if "written" in fields:
+        assert said["written"]
+        assert all(Path(path).exists() for path in said["written"])
+        assert (said["schema"], said["command"], said["exit_code"]) == (1, words.split()[0], code)
+
+
+def test_lines_are_as_ever_without_it(places: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = asked(capfd, ["repair", str(places / "D")])
+    assert (code, out) == (0, "rank 0: closed in order, nothing to do\n")
+
+
+def test_what_it_says_is_what_the_dump_holds(places: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = asked(capfd, ["summary", str(places / "D"), "--json"])
+    rows = json.loads(out)["tensors"]
+    assert len(rows) == 27
+    assert rows[-1]["tap"] == TAPS[-1][0]
+    _, out, _ = asked(capfd, ["summary", str(places / "D"), "--json", "--limit", "2"])
+    assert json.loads(out)["tensors"] == rows[:2]
+    words = ["--roles", "output.0", "--steps", "0", "--rows", "1", "--json"]
+    _, out, _ = asked(capfd, ["show", str(places / "D"), TAP, *words])
+    said = json.loads(out)
+    assert said["tensor"]["tap"] == TAP
+    assert list(said["values"]) == ["1"]
+    assert len(said["values"]["1"]) == said["tensor"]["shape"][-1]
+
+
+def test_a_wrong_operator_is_in_it(places: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = asked(capfd, ["opcheck", str(places / "CALLS"), "-j", "0", "--out", str(tmp_path / "o"), "--json"])
+    said = json.loads(out)
+    assert (code, said["verdict"], said["calls"], said["checked"]) == (1, "fail", 2, 2)
+    assert [(w["tap"], w["call"], w["outputs"]) for w in said["wrong"]] == [("bad", 0, 1)]
+    assert said["wrong"][0]["severity"] > 1
+
+
+@pytest.mark.parametrize("words", [["summary", "nowhere"], ["show", "D", "no.such.tap"], ["opcheck", "nowhere"]])
+def test_a_refusal_is_one_line_on_stderr(words: list[str], places: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [str(places / w) if w == "D" else w for w in words]
+    code, out, err = asked(capfd, [*words, "--json"])
+    assert (code, out) == (2, "")
+    assert err.startswith("accprobe: ")
+    assert err.count("\n") == 1
+
+
+def test_children_write_elsewhere(tmp_path: Path) -> None:
+    """A real process: what the command that is run prints is on stderr, the object alone on stdout."""
+    words = [sys.executable, "-m", "vllm_accprobe", "run", "--json", "--dir", str(tmp_path / "d"), "--", "echo", "mine"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env={**os.environ})
+    assert json.loads(done.stdout)["exit_code"] == done.returncode == 3
+    assert done.stderr.startswith("mine\n")
+
+
+def test_what_json_has_no_word_for() -> None:
+    given: dict[Any, Any] = {"a": float("nan"), "b": (np.float32(1.5), np.int64(2)), 3: Path("x"), "c": {2, 1},
+                             "d": np.array([np.inf])}  # fmt: skip
+    assert plain(given) == {"a": "nan", "b": [1.5, 2], "3": "x", "c": [1, 2], "d": ["inf"]}

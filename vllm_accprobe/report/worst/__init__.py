@@ -1,0 +1,1 @@
+"""Which failed pairs are told first: one of each cause."""
