@@ -79,6 +79,19 @@ def test_an_operator_that_kills_its_process_is_a_row(
     assert "1 references failed" not in capsys.readouterr().err
 
 
+def test_calls_that_die_only_together_are_checked_one_by_one(
+    tmp_path: Path, vendor: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is blamed for a crash in which several were evaluated as one."""
+    dump = build(tmp_path / "d")
+    (vendor / "odd_checks.py").write_text(VENDOR.replace('"NobodyKnows"', '"RMSNorm", by_rows=True'))
+    monkeypatch.setenv("ODD_DIES_AT", "23")  # rows of all three steps
+    assert main(["opcheck", str(dump), "-j", "1", "--out", str(tmp_path / "o")]) == 1
+    rows = table(tmp_path / "o")
+    assert [r["status"] for r in rows if r["op"] == "RMSNorm"] == ["fail"] * 3  # it gives its input
+    assert [r["status"] for r in rows].count("error") == 0
+
+
 def test_killed_at_half_resume_ends_with_the_same_csv(
     tmp_path: Path, vendor: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,15 +3,19 @@
 The problem: most calls of a dump are decode steps of a few rows, and a reference spends its time on what is the same
 for all of them: turning the weight into float64, starting a dozen operations. The idea: where a reference is marked as
 working row by row, calls of one module whose tensors differ in the number of rows alone are put one below the other,
-evaluated once, and what comes out is cut apart again. Each call keeps a verdict of its own, from the same formula;
-its float64 values may differ in the last digit, because a product of more rows is summed in another order. Anything
-else, and whatever does not come out as many rows as went in, is evaluated by itself.
+evaluated once, and what comes out is cut apart again. Each call keeps a verdict of its own, from the same formula.
+Where the values themselves are shown (`to_the_bit`), they must not depend on who else was in the batch: a product of
+more rows may be summed in another order, and of a row that is no multiple of what a processor takes at once the rest
+is computed otherwise. So the first call of each number of rows is evaluated by itself, too, and where one bit of it is
+another, calls of as many rows are not put together; nor is anything left behind the last whole block of rows: rows are
+repeated until they fill it, and the last call is looked at as well. Anything else, and whatever does not come out as
+many rows as went in, is evaluated by itself.
 Not here: which references work so (``by_rows`` in references/), the verdict (replay.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +29,12 @@ Outcome = Mapping[str, Expected] | Declined
 _MOST = 1 << 21
 """Elements of the tensors of calls that are evaluated together: 16 MiB of float64 for each value that is worked out
 from them. Chosen: what is done once per batch is far below that by then."""
+_LANES = 16
+"""Numbers of a row that torch's float64 loops take at once, two registers of 512 bits: the rest of a row that is no
+multiple of them goes through other functions, whose last bit may be another."""
+_BLOCK = 16
+"""Rows: products take some at a time (4 by MKL on AVX-512, 6 to 14 elsewhere), and add up the rest in another order;
+chosen: a power of two, as most of them."""
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _EXTRA = {"usual", "epsilon"}
 """What a call may know beside its own tensors: the same for all calls of its module."""
@@ -32,19 +42,85 @@ _EXTRA = {"usual", "epsilon"}
 
 def evaluated(calls: Iterable[Captured], references: References) -> Iterator[tuple[Captured, Outcome]]:
     """The calls of one tap, in their order, each with what its reference gives."""
+    for captured, found in _grouped(calls, references, None):
+        yield captured, _alone(captured, references) if found is None else found
+
+
+def to_the_bit(
+    calls: Iterable[Captured], references: References, begins: Callable[[], object] = lambda: None
+) -> Iterator[tuple[Captured, Outcome | None]]:
+    """The calls of one tap, in their order, each with what its reference gives, to the bit what it gives for this call
+    alone; None where it is to be evaluated alone. begins: called before several are evaluated as one."""
+    return _grouped(calls, references, EqualRows(references, begins))
+
+
+class EqualRows:
+    """Of one tap's calls: which numbers of rows may be put together, because what comes out is the same to the bit."""
+
+    def __init__(self, references: References, begins: Callable[[], object]):
+        self._references, self.begins = references, begins
+        self._known: dict[int, bool] = {}
+
+    def may(self, c: Call) -> bool:
+        tensors = (*c.inputs.values(), *c.outputs.values())
+        return all(t[0].numel() % _LANES == 0 for t in tensors if len(t)) and self._known.get(len(tensors[0]), True)
+
+    def checked(self, calls: list[Captured], found: list[dict[str, Expected]]) -> list[dict[str, Expected] | None]:
+        """``found`` without those of calls whose like gives something else alone."""
+        for captured, given in zip(calls, found, strict=True):
+            n = _rows(captured.what)
+            if n not in self._known or (self._known[n] and captured is calls[-1]):
+                self._known[n] = _equal(self._references.evaluate(captured.what), given)
+        return [given if self._known[_rows(c.what)] else None for c, given in zip(calls, found, strict=True)]
+
+
+def _equal(alone: Outcome, given: Mapping[str, Expected]) -> bool:
+    if isinstance(alone, Declined) or list(alone) != list(given):
+        return False
+    tensors = ("value", "noise", "bound")
+    for role, e in alone.items():
+        other = given[role]
+        plain = {n: getattr(other, n) for n in tensors}
+        if not _plainly_equal(replace(e, value=None, noise=None, bound=None), other):
+            return False
+        for name in tensors:
+            mine, theirs = getattr(e, name), plain[name]
+            if (mine is None) != (theirs is None):
+                return False
+            if mine is not None and not _same_bits(mine.expand(e.value.shape), theirs):
+                return False
+    return True
+
+
+def _plainly_equal(e: Expected, other: Expected) -> bool:
+    """In everything but the tensors; what has further tensors is never put together."""
+    rest = replace(other, value=None, noise=None, bound=None)
+    return e.rows is None and e.exact is None and rest.rows is None and rest.exact is None and e == rest
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*((t.contiguous().view(torch.int64) if t.dtype == torch.float64 else t) for t in (a, b)))
+
+
+def _grouped(
+    calls: Iterable[Captured], references: References, rows: EqualRows | None
+) -> Iterator[tuple[Captured, Outcome | None]]:
     waiting: list[Captured] = []
     sizes = 0
     for captured in calls:
-        size = _size(captured.what) if _possible(captured, references) else 0
+        possible = _possible(captured, references) and (rows is None or rows.may(captured.what))
+        size = _size(captured.what) if possible else 0
         alike = size and (not waiting or _shape(captured.what) == _shape(waiting[0].what))
         if waiting and (not alike or sizes + size > _MOST):
-            yield from _together(waiting, references)
+            yield from _together(waiting, references, rows)
             waiting, sizes = [], 0
         if size:
             waiting, sizes = [*waiting, captured], sizes + size
         else:
-            yield captured, _alone(captured, references)
-    yield from _together(waiting, references)
+            yield captured, None
+    yield from _together(waiting, references, rows)
 
 
 def _alone(captured: Captured, references: References) -> Outcome:
@@ -73,28 +149,45 @@ def _shape(c: Call) -> tuple[Any, ...]:
     return c.cls, id(c.params), *map(tuple, sides)
 
 
-def _together(calls: list[Captured], references: References) -> Iterator[tuple[Captured, Outcome]]:
-    found = _cut(calls, references) if len(calls) > 1 else None
-    for n, captured in enumerate(calls):
-        yield captured, found[n] if found is not None else _alone(captured, references)
+def _together(
+    calls: list[Captured], references: References, rows: EqualRows | None
+) -> Iterator[tuple[Captured, Outcome | None]]:
+    found: Sequence[Outcome | None] | None = None
+    if len(calls) > 1:
+        if rows is not None:
+            rows.begins()
+        cut = _cut(calls, references, 1 if rows is None else _BLOCK)
+        found = rows.checked(calls, cut) if rows is not None and cut is not None else cut
+    yield from zip(calls, found if found is not None else [None] * len(calls), strict=True)
 
 
-def _cut(calls: list[Captured], references: References) -> list[dict[str, Expected]] | None:
-    """What each of the calls should have given; None where it cannot be told apart."""
+def _rows(c: Call) -> int:
+    return len(next(iter(c.outputs.values()), next(iter(c.inputs.values()), ())))
+
+
+def _cut(calls: list[Captured], references: References, block: int) -> list[dict[str, Expected]] | None:
+    """What each of the calls should have given; None where it cannot be told apart. block: rows are filled up to it."""
     first = calls[0].what
-    inputs = {name: torch.cat([c.what.inputs[name] for c in calls]) for name in first.inputs}
-    outputs = {name: torch.cat([c.what.outputs[name] for c in calls]) for name in first.outputs}
+    rows = [_rows(c.what) for c in calls]
+    rows.append(-sum(rows) % block)
+    again = torch.arange(rows[-1]) % sum(rows[:-1])
+
+    def below(tensors: list[Any]) -> Any:
+        whole = torch.cat(tensors)
+        return torch.cat((whole, whole[again]))
+
+    inputs = {name: below([c.what.inputs[name] for c in calls]) for name in first.inputs}
+    outputs = {name: below([c.what.outputs[name] for c in calls]) for name in first.outputs}
     whole = references.evaluate(replace(first, inputs=inputs, outputs=outputs))
     if isinstance(whole, Declined):
         return None
-    rows = [len(next(iter(c.what.outputs.values()), next(iter(c.what.inputs.values()), ()))) for c in calls]
     found: list[dict[str, Expected]] = [{} for _ in calls]
     for role, e in whole.items():
         if not e.value.dim() or len(e.value) != sum(rows) or e.rows is not None:
             return None
         values = e.value.split(rows)
         noises, bounds = _split(e.noise, e, rows), _split(e.bound, e, rows)
-        for n, value in enumerate(values):
+        for n, value in enumerate(values[:-1]):
             found[n][role] = replace(e, value=value, noise=noises[n], bound=bounds[n])
     return found
 

@@ -78,6 +78,16 @@ def write_case(
     return Written(name, op)
 
 
+def saved(captured: Captured, references: References, directory: Path) -> list[str]:
+    """`write_case`, whose error is a sentence: the verdict counts more than the copy."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_case(captured, references, directory)
+    except (ValueError, OSError) as why:
+        return [f"{captured.tap} could not be saved: {why}"]
+    return []
+
+
 def _kept(role: str, e: Expected, tensors: dict[str, Any]) -> dict[str, Any]:
     entry: dict[str, Any] = {k: getattr(e, k) for k in ("unit", "common", "reason", "groups", "shared")}
     for key in ("value", "noise", "bound", "rows"):

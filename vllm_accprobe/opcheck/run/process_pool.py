@@ -21,7 +21,7 @@ from typing import IO, Any
 from vllm_accprobe.children import ONE_THREAD, Child, how_it_ended
 from vllm_accprobe.opcheck.run.result_row import ERROR, Checked, unchecked
 from vllm_accprobe.opcheck.run.table import cells, from_cells
-from vllm_accprobe.opcheck.run.worker import Job, OpenJob, Tap
+from vllm_accprobe.opcheck.run.worker import TOGETHER, Job, OpenJob, Tap
 
 _AT_ONCE = 8
 """Processes that are started before it is known how many taps there are."""
@@ -118,6 +118,7 @@ class Team:
 
     def _tap(self, w: int, tap: Tap) -> list[Cells]:
         crashed: list[tuple[int | None, int, str]] = []
+        alone = False
         while True:
             process = self._workers[w]
             if process is None or w in self._fresh:
@@ -126,7 +127,7 @@ class Team:
                 answer = process.hear()
                 if answer is None or "error" in answer:
                     raise RunError(f"opcheck's process cannot start: {(answer or {}).get('error', 'it died')}")
-            rows, at, failed = process.check(tap, crashed, self.problems)
+            rows, at, failed = process.check(tap, crashed, self.problems, alone)
             if failed == "":
                 return rows
             if failed is not None:
@@ -134,6 +135,9 @@ class Team:
             why = f"the process {how_it_ended(process.process)} while it was checked"
             process.close()
             self._workers[w] = None
+            if at == TOGETHER and not alone:
+                alone = True
+                continue
             if at is None or any((s, c) == at for s, c, _ in crashed) or len(crashed) >= _CRASHES:
                 return [*rows, _error_row(tap, why)]
             crashed.append((*at, why))
@@ -174,11 +178,11 @@ class _WorkerProcess:
         return message
 
     def check(
-        self, tap: Tap, crashed: Sequence[tuple[int | None, int, str]], problems: list[str]
+        self, tap: Tap, crashed: Sequence[tuple[int | None, int, str]], problems: list[str], alone: bool
     ) -> tuple[list[Cells], tuple[int | None, int] | None, str | None]:
         """(rows, the call that had begun, "" where the tap is done, a sentence where it failed, None where the process
         died)."""
-        self._say({"tap": tap, "crashed": crashed})
+        self._say({"tap": tap, "crashed": crashed, "alone": alone})
         rows: list[Cells] = []
         at: tuple[int | None, int] | None = None
         while True:

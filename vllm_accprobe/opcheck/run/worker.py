@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,8 @@ class Job:
 
 Tap = tuple[int, str, str]
 """(rank, tap, class); STORED stands for the parameters."""
+TOGETHER = (None, -1)
+"""What begins where several calls are evaluated as one: whose fault a crash is then shows when each is alone."""
 STORED: Tap = (-1, "", "")
 Rows = Iterator["Checked"]
 Crashes = Mapping["tuple[int | None, int]", str]
@@ -167,9 +170,11 @@ class OpenJob:
         taps = self.calls.taps(self.job.ops)
         return [*stored, *(t for t in taps if not self.job.operations or has_id(t[1], self.job.operations))]
 
-    def rows(self, tap: Tap, crashed: Crashes, begins: Begins) -> Rows:
-        """The rows of one tap."""
+    def rows(self, tap: Tap, crashed: Crashes, begins: Begins, alone: bool = False) -> Rows:
+        """The rows of one tap. alone: no two of its calls are evaluated as one."""
+        from vllm_accprobe.opcheck.calls.batches import to_the_bit
         from vllm_accprobe.opcheck.floors.pools import Pools
+        from vllm_accprobe.opcheck.kit.testgen import saved
         from vllm_accprobe.opcheck.run.result_row import FAIL, OURS
         from vllm_accprobe.opcheck.run.stored import check_stored
 
@@ -177,17 +182,19 @@ class OpenJob:
             yield from check_stored(self.calls, self.job.ops)
             return
         pools = Pools()
-        for captured in self.calls.of(tap[0], tap[1], begins=begins, crashed=crashed):
-            if not self.options.wants(captured):
-                continue
-            rows = list(self._check(captured, pools))
+        calls = filter(self.options.wants, self.calls.of(tap[0], tap[1], begins=begins, crashed=crashed))
+        alone = alone or bool(crashed or self.source or self.kernels or self.job.devices)
+        found = zip(calls, repeat(None)) if alone else to_the_bit(calls, self.references, lambda: begins(*TOGETHER))
+        for captured, outcome in found:
+            begins(captured.step, captured.call)
+            rows = list(self._check(captured, pools, outcome))
             if self.job.save and any(r.status == FAIL for r in rows):
-                self._save(captured)
+                self.calls.problems += saved(captured, self.references, Path(self.job.save))
             yield from rows
         if self.source is None and self.options.standard == OURS and self.kernels is None:
             yield from pools.rows(self.options.budget)
 
-    def _check(self, captured: Any, pools: Any) -> Iterator[Any]:
+    def _check(self, captured: Any, pools: Any, outcome: Any = None) -> Iterator[Any]:
         from vllm_accprobe.opcheck.precheck import recorded_gradients
         from vllm_accprobe.opcheck.reference import BACKWARD
         from vllm_accprobe.opcheck.references import mindspore_api
@@ -214,7 +221,7 @@ class OpenJob:
             if self.job.backward and not drawn.missing:
                 yield from backward.check(drawn, self.references, self.device, self.job.seed)
             return
-        evaluate = self.source.evaluate if self.source else lambda c: self.references.evaluate(c.what)
+        evaluate = self.source.evaluate if self.source else lambda c: outcome or self.references.evaluate(c.what)
         yield from check_call(self.calls.dump, captured, evaluate, self.options, pools)
         if self.source is None and self._mint and not captured.missing and mindspore_api.is_mint(captured.what.cls):
             yield from rerun.by_mindspore(self.calls.dump, captured, self.references, self.options)
@@ -252,15 +259,6 @@ class OpenJob:
             once = named.checked_once(captured, self.kernels)
             yield from check_call(self.calls.dump, once, lambda c: self.references.evaluate(c.what), self.options)
 
-    def _save(self, captured: Any) -> None:
-        from vllm_accprobe.opcheck.kit.testgen import write_case
-
-        try:
-            Path(self.job.save).mkdir(parents=True, exist_ok=True)
-            write_case(captured, self.references, Path(self.job.save))
-        except (ValueError, OSError) as why:  # the verdict counts more than the copy
-            self.calls.problems.append(f"{captured.tap} could not be saved: {why}")
-
 
 def main() -> None:
     """The protocol: a job, then taps, one JSON object a line; answers likewise. Ends with its input."""
@@ -286,12 +284,13 @@ def main() -> None:
         known = kinds & {"DumpError", "OSError", "Unavailable"}
         say(error=str(error) if known else f"{type(error).__name__}: {error}")
         return
+
     for line in sys.stdin:
         task = json.loads(line)
         crashed = {(step, call): why for step, call, why in task["crashed"]}
         rank, tap, cls = task["tap"]
         try:
-            for row in bench.rows((rank, tap, cls), crashed, lambda step, call: say(begin=[step, call])):
+            for row in bench.rows((rank, tap, cls), crashed, lambda step, call: say(begin=[step, call]), task["alone"]):
                 say(row=cells(row))
             say(end=True, problems=bench.problems[said:])
             said = len(bench.problems)

@@ -1,0 +1,113 @@
+"""Calls that are evaluated as one give, to the bit, what each gives alone; others are not put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from opcheck.opcheck_dumps import Maker
+
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.opcheck.calls.batches import to_the_bit
+from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.reference import Call, Expected, reference
+from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.registry import default_references
+
+STEPS = (4, 1, 8, 4, 1, 3, 8, 4)
+
+
+def calls(root: Path, width: int) -> Calls:
+    """A norm with a residual, a gated activation and a product, in steps of few rows."""
+    generator, m = torch.Generator().manual_seed(width), Maker(root)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    m.module("norm", "RMSNorm", variance_epsilon=1e-6)
+    m.module("act", "SiluAndMul")
+    m.module("up", "ColumnParallelLinear")
+    m.param("norm", "RMSNorm", weight=drawn(width))
+    m.param("up", "ColumnParallelLinear", weight=drawn(2 * width, width))
+    m.request(0, sum(STEPS))
+    done = 0
+    for step, n in enumerate(STEPS):
+        m.step(step, [(0, done, n)])
+        done += n
+        m.call("norm", "RMSNorm", {"x": drawn(n, width), "residual": drawn(n, width)}, drawn(n, width), drawn(n, width))
+        m.call("act", "SiluAndMul", {"x": drawn(n, 2 * width)}, drawn(n, width))
+        m.call("up", "ColumnParallelLinear", {"input_": drawn(n, width)}, drawn(n, 2 * width))
+    return Calls(open_dump(m.close()), None)
+
+
+@pytest.mark.parametrize("width", [64, 1024])
+def test_to_the_bit(tmp_path: Path, width: int) -> None:
+    table, found = default_references(), calls(tmp_path / "d", width)
+    together = {}
+    for tap in ("norm", "act", "up"):
+        given = list(to_the_bit(found.of(0, tap), table))
+        assert [c.step for c, _ in given] == list(range(len(STEPS)))
+        for captured, outcome in given:
+            alone = table.evaluate(captured.what)
+            assert isinstance(alone, dict)
+            if outcome is None:
+                continue
+            assert isinstance(outcome, dict)
+            assert list(outcome) == list(alone)
+            for role, e in alone.items():
+                for name in ("value", "noise", "bound"):
+                    mine, theirs = getattr(outcome[role], name), getattr(e, name)
+                    assert torch.equal(mine, theirs.expand(mine.shape)), (tap, role, name)
+        together[tap] = sum(outcome is not None for _, outcome in given)
+    assert together["norm"] == together["act"] == len(STEPS)
+
+
+def test_rows_that_are_no_multiple_of_what_a_loop_takes_are_alone(tmp_path: Path) -> None:
+    found = calls(tmp_path / "d", 40)
+    assert [o for _, o in to_the_bit(found.of(0, "act"), default_references())] == [None] * len(STEPS)
+
+
+def test_of_what_depends_on_the_number_of_rows_nothing_is_put_together(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    @reference("SiluAndMul", by_rows=True)
+    def last_digit(call: Call) -> Expected:
+        """As a product whose sums of three rows and of single ones are added up in another order."""
+        x = call.wide("x")[:, :64]
+        asked.append(len(x))
+        return Expected(x * (1.0 + 2.0**-52) if len(x) in (1, 3) else x)
+
+    table = References([last_digit])
+    given = list(to_the_bit(calls(tmp_path / "d", 64).of(0, "act"), table))
+    assert [o is None for _, o in given] == [n in (1, 3) for n in STEPS]
+    assert asked == [48, 4, 1, 8, 3, 4]  # all at once in whole blocks, one of each number of rows, and the last
+    for captured, outcome in given:
+        alone = table.evaluate(captured.what)
+        assert outcome is None or torch.equal(outcome["output.0"].value, alone["output.0"].value)
+
+
+def test_what_the_last_rows_give_is_looked_at(tmp_path: Path) -> None:
+    @reference("SiluAndMul", by_rows=True)
+    def odd_end(call: Call) -> Expected:
+        """As a product whose block of rows is of another length."""
+        x = call.wide("x")[:, :64].clone()
+        x[31:] *= 1.0 + 2.0**-52
+        return Expected(x)
+
+    given = list(to_the_bit(calls(tmp_path / "d", 64).of(0, "act"), References([odd_end])))
+    assert given[-1][1] is None
+
+
+def test_what_several_are_evaluated_as_is_told_before(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    @reference("SiluAndMul", by_rows=True)
+    def loud(call: Call) -> Expected:
+        said.append(f"{len(call.wide('x'))} rows")
+        return Expected(call.wide("x")[:, :64])
+
+    given = to_the_bit(calls(tmp_path / "d", 64).of(0, "act"), References([loud]), lambda: said.append("together"))
+    assert len(list(given)) == len(STEPS)
+    assert said[:2] == ["together", "48 rows"]
+    assert said.count("together") == 1
