@@ -43,7 +43,7 @@ def test_compare_json(on_disk):
     data = json.loads(json.dumps(result.to_json(), allow_nan=False))
     assert list(data) == [
         "schema", "verdict", "golden", "mine", "notes", "standard", "coverage", "first_divergence", "origins", "tokens",
-        "false_alarm_rate", "by_chance", "machines", "would_decide",
+        "false_alarm_rate", "by_chance", "machines", "would_decide", "next",
     ]  # fmt: skip
     assert data["verdict"] == "fail"
     near = {side: data["origins"][0].pop(side) for side in ("fed_by", "feeds")}

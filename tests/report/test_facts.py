@@ -1,5 +1,7 @@
 """The verdict in one sentence, whatever it rests on."""
 
+from dataclasses import replace
+
 import pytest
 from report_examples import DIVERGENCE, ORIGIN, comparison, pair
 
@@ -24,6 +26,8 @@ def test_an_infinite_error_is_said_in_words():
     assert facts.headline(result).endswith(
         "position 17 (decode), NaN or Inf on one side only, or values that differ and must be equal"
     )
+    assert terminal.first_divergence(result)[0].endswith("position 17 (decode), where origin 1 is")
+    result = replace(result, first_divergence=result.first_divergence | {"module": "upstream"})
     assert terminal.first_divergence(result)[0].endswith("position 17 (decode), NaN or Inf on one side only")
 
 

@@ -22,8 +22,9 @@ def habit(operator, words, price):
 
 
 def judged():
-    odd = {"tier": UNLIKE_KIN, "times": 4.0, "chance": 5e-4, "layers": {"in": 4, "of": 4}}
+    odd = {"tier": UNLIKE_KIN, "times": 4.0, "chance": 5e-4, "layers": {"in": 4, "of": 4}, "floor": 0.0525}
     luckless = {"tier": BEYOND_CHANCE, "times": 5.2, "chance": 1e-4, "layers": None, "module": "lm_head", "class": ""}
+    luckless["floor"] = 0.21 / 5.2
     return comparison(
         verdict="fail",
         origins=[ORIGIN | odd, ORIGIN | luckless | {"shape": "all rows"}],
@@ -41,12 +42,12 @@ def judged():
 def test_terminal():
     assert terminal.lines(judged())[:34] == [
         "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error in all 4 layers, first here: "
-        "output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)",
+        "output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.0525 (4x)",
         "",
         "evidence: its output is further off than its inputs explain (error passed on from its inputs: 0.0021)",
         "unlike its kin: 4 times what the same operator does in other layers (1 of 2,000)",
         "1 other independent origin, in data-flow order:",
-        "  2. lm_head: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x); "
+        "  2. lm_head: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.0404 (5.2x); "
         "beyond chance, 5.2x; shape: all rows",
         "",
         "by chance: honest machines would be given an origin in 1 of 1,100 comparisons like this (1 of 1,000 allowed)",
@@ -102,9 +103,9 @@ def test_markdown():
         "| # | origin | class | where | created / limit | evidence | shape of the error | floor that it breaks |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| 1 | `model.layers.3.mlp.down_proj` | `RowParallelLinear` | `output.0, request 'a', position 17 (decode)` "
-        "| 0.21 / 0.016 | `jump` |   | `unlike its kin: 4 times what the same operator does in other layers "
+        "| 0.21 / 0.0525 | `jump` |   | `unlike its kin: 4 times what the same operator does in other layers "
         "(1 of 2,000), in all 4 layers` |",
-        "| 2 | `lm_head` |   | `output.0, request 'a', position 17 (decode)` | 0.21 / 0.016 | `jump` | `all rows` "
+        "| 2 | `lm_head` |   | `output.0, request 'a', position 17 (decode)` | 0.21 / 0.0404 | `jump` | `all rows` "
         "| `beyond chance: 5.2 times its floor; honest machines show such a thing in 1 of 10,000 comparisons` |",
         "",
         "By chance: honest machines would be given an origin in 1 of 1,100 comparisons like this (1 of 1,000 allowed).",
@@ -137,10 +138,10 @@ def test_markdown():
 def test_annotations():
     assert github.lines(judged()) == [
         "::error title=accprobe%3A culprit::model.layers.3.mlp.down_proj (RowParallelLinear) creates the error in all "
-        "4 layers, first here: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x); "
+        "4 layers, first here: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.0525 (4x); "
         "unlike its kin: 4 times what the same operator does in other layers (1 of 2,000)",
         "::error title=accprobe%3A origin 2::lm_head creates the error: output.0, request 'a', position 17 (decode), "
-        "row relative L2 0.21, limit 0.016 (13x); beyond chance: 5.2 times its floor; honest machines show such a "
+        "row relative L2 0.21, limit 0.0404 (5.2x); beyond chance: 5.2 times its floor; honest machines show such a "
         "thing in 1 of 10,000 comparisons; shape: all rows",
         "::notice title=accprobe%3A this would decide::nothing was replayed; a replay tells which operator is wrong "
         "for its own inputs: accprobe compare golden mine --replay",
@@ -176,7 +177,8 @@ def test_page():
     for block in (
         "Evidence: jump. Its output is further off than its inputs explain. Unlike its kin: 4 times what the same "
         "operator does in other layers (1 of 2,000).",
-        "unlike its kin, 4×",
+        "4×",
+        "unlike its kin",
         "Nothing was replayed; a replay tells which operator is wrong for its own inputs.",
         "accprobe compare golden mine --replay",
         "mine rounds toward zero in Attention (bfloat16): costs up to 1 unit; golden rounds to nearest",

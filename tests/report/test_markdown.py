@@ -29,7 +29,7 @@ def test_markdown_of_a_failure():
         "|   |",
         "",
         "First divergence: `model.layers.3.mlp.down_proj/output.0, rank 0, step 4, request 'a', position 17 (decode), "
-        "row relative L2 0.21, limit 0.016 (13x)`",
+        "where origin 1 is`",
         "",
         "### Failed pairs, worst first",
         "",

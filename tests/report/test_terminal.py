@@ -63,7 +63,7 @@ def test_whole_report_of_a_failure():
         "  2. lm_head: output.0, position 17 (decode), the values differ",
         "",
         "first divergence: model.layers.3.mlp.down_proj/output.0, rank 0, step 4, request 'a', position 17 (decode), "
-        "row relative L2 0.21, limit 0.016 (13x)",
+        "where origin 1 is",
         "",
         "failed pairs, worst first:",
         "  x limit     measure  value     limit    cosine  step  pair",

@@ -87,6 +87,23 @@ def over(pair: Pair) -> str:
     return "∞" if found == math.inf else times(found, 1.0) or MISSING
 
 
+def origin_factor(origin: Mapping[str, Any]) -> float | None:
+    """How many times its own limit an origin's worst row reaches, the one factor that is said of it; infinite for NaN
+    and for what must be equal, None where nobody measured it."""
+    created, known = origin.get("created"), origin.get("times")
+    if isinstance(created, float) and not math.isfinite(created):
+        return math.inf
+    if isinstance(known, (int, float)) and not isinstance(known, bool) and math.isfinite(known):
+        return float(known)
+    return ratio(created, origin.get("floor"))
+
+
+def origin_times(origin: Mapping[str, Any]) -> str:
+    """``13x``; empty where that is no number."""
+    found = origin_factor(origin)
+    return "" if found is None else times(found, 1.0)
+
+
 def blame(origin: Mapping[str, Any]) -> str:
     """What an origin does, and in how many layers."""
     return deed(origin) + (f" {layers}, first here" if (layers := tiers.layers(origin)) else "")
@@ -159,8 +176,17 @@ def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     elif isinstance(created, float) and not math.isfinite(created):
         parts.append(infinite(comparison, origin))
     else:
-        parts.append(f"{created_as(origin)} {against(created, origin.get('floor'))}")
+        parts.append(f"{created_as(origin)} {_held(created, origin)}")
     return ", ".join(parts)
+
+
+def _held(created: float, origin: Mapping[str, Any]) -> str:
+    """``0.21, limit 0.016 (13x)``; a later row may be worse than the first, whose place and size are told."""
+    limit, factor = origin.get("floor"), origin_times(origin)
+    text = num(created) + ("" if limit is None else f", limit {num(limit)}")
+    if not factor or factor == times(created, limit):
+        return text + (f" ({factor})" if factor else "")
+    return f"{text} ({factor} in its worst row)"
 
 
 def created_as(origin: Mapping[str, Any]) -> str:
@@ -189,6 +215,9 @@ def divergence(comparison: Comparison) -> str | None:
     parts = [safe(d.get("module", "?")) + (f"/{safe(d['role'], 80)}" if d.get("role") and d["role"] != FILE else "")]
     parts += [f"{key} {safe(d[key], 20)}" for key in ("rank", "step") if d.get(key) is not None]
     parts += [row] if (row := where(d)) else []
+    same = [i for i, o in enumerate(comparison.origins, 1) if all(o.get(k) == d.get(k) for k in ("module", "role"))]
+    if same:  # how large it is, is said there
+        return ", ".join([*parts, f"where origin {same[0]} is"])
     value = d.get("value")
     if d.get("metric") in ("exact", "nonfinite"):
         parts.append(METRICS[d["metric"]])

@@ -87,7 +87,7 @@ def alarms(comparison: Comparison) -> str | None:
 
 
 def _number(times: object) -> str | None:
-    """``3.1``, ``130``, ``5e+07``; None for what is no finite number."""
+    """``3.14``, ``130``, ``5e+07``, as everywhere; None for what is no finite number."""
     if isinstance(times, bool) or not isinstance(times, (int, float)) or not math.isfinite(times):
         return None
-    return factor(times, 2)
+    return factor(times)

@@ -117,14 +117,19 @@ def size_of(c: Created, at: int = 0) -> tuple[float, float, float]:
     A row that a lone element or its norm condemned, while its relative L2 error is within the limit, is given in
     verdict.py's common unit. A hidden error is that of the rows or columns that show it, against what it took.
     """
-    trace = c.trace
     if c.hidden is not None:
         return c.hidden.size, c.hidden.size / c.hidden.strength, c.hidden.size
-    err = c.err
-    if len(trace.rel) == len(trace.keys) and len(trace.keys) and len(c.keys):
-        rel = trace.rel[np.minimum(np.searchsorted(trace.keys, c.keys), len(trace.keys) - 1)]
-        err = np.where(rel > trace.limit, rel, err)
-    return float(err[at]), trace.limit, float(err.max())
+    err = _sizes(c)
+    return float(err[at]), c.trace.limit, float(err.max())
+
+
+def _sizes(c: Created) -> np.ndarray:
+    """The error of each of its rows, as `size_of` gives the first and the worst."""
+    trace = c.trace
+    if not (len(trace.rel) == len(trace.keys) and len(trace.keys) and len(c.keys)):
+        return c.err
+    rel = trace.rel[np.minimum(np.searchsorted(trace.keys, c.keys), len(trace.keys) - 1)]
+    return np.where(rel > trace.limit, rel, c.err)
 
 
 def shape_of(c: Created, setting: Setting, places: Places, chosen: Chosen) -> str:
@@ -223,7 +228,8 @@ def unproved(c: Created) -> Created:
 
 
 def condemn(created: Sequence[Created], pairs: Compared) -> Compared:
-    """The pairs in which an error was created fail, also where so much may have piled up by then."""
+    """The pairs in which an error was created fail by what was created there, also where so much may have piled up by
+    then: one fault is so many times one limit, its origin's, wherever it is told."""
     guilty: dict[tuple[str, str, int], list[Created]] = {}
     for c in created:
         guilty.setdefault((c.trace.tap, c.trace.role, c.trace.call), []).append(c)
@@ -231,15 +237,19 @@ def condemn(created: Sequence[Created], pairs: Compared) -> Compared:
     for pair, keys in pairs:
         for c in guilty.get((pair.tap, pair.role, pair.call), ()):
             mask = np.isin(c.keys, keys)
-            if pair.status == PASS and mask.any():
-                most, limit = float(c.err[mask].max()), c.trace.limit
+            most, limit = (float(_sizes(c)[mask].max()), c.trace.limit) if mask.any() else (math.inf, 0.0)
+            # NaN, and what must be equal, is beyond all limits already; of two, whoever came first has spoken.
+            told = pair.status not in (PASS, FAIL) or pair.measure == "created"
+            if mask.any() and not told and (pair.status == PASS or (math.isfinite(most) and limit > 0)):
                 gap = c.trace.gap
                 where = counted(gap, "unseen layer") if gap else "one operator"
                 what = f"creates an error of {most:.3g} (limit {limit:.2g} for {where})"
                 if c.hidden is not None:  # within fixed limits, but not what this operator does elsewhere
                     most, limit, _ = size_of(c)
                     what = f"creates an error of {most:.3g}, where {limit:.2g} would be usual ({c.hidden.how})"
-                pair = replace(pair, status=FAIL, message=messages.join(what, pair.message), limit=limit)
+                by_statistics = pair.status == FAIL and pair.max_abs_err is None  # which its words are about
+                words = pair.message if by_statistics else messages.join(what, pair.message)
+                pair = replace(pair, status=FAIL, message=words, limit=limit)
                 pair = replace(pair, measure="created", measured=most, allowed=limit)
         out.append((pair, keys))
     return out

@@ -22,6 +22,7 @@ from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Comparison
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, TIERS, UNLIKE_KIN
+from vllm_accprobe.opcheck.proof.replayed_pairs import with_replayed
 from vllm_accprobe.opcheck.proof.rounded_caches import OtherCache, other_caches, rounded_caches
 
 _ABSORBED = re.compile(r"^param\.W_U[KQV](_T)?$")
@@ -162,8 +163,9 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
     said = [n for n in result.notes if not (first and n == messages.NOBODY)]
     machines = {side: [h.plain() for h in habits] for side, habits in proof.machines.items()}
     decided = replace(
-        result, origins=[*first, *rest], verdict=verdict, notes=[*notes, *said], machines=machines or result.machines
-    )
+        result, origins=[*first, *rest], verdict=verdict, notes=[*notes, *said], machines=machines or result.machines,
+        pairs=with_replayed(result.pairs, first),
+    )  # fmt: skip
     if decided.origins or proof.partly:
         return decided
     return _acquitted(decided, proof, excused | cleared, excused)
@@ -240,6 +242,10 @@ def _entry(b: Blame, known: dict[str, Any] | None) -> dict[str, Any]:
     if b.propagated is not None:
         at |= {"created": b.created, "request": b.request, "position": b.position}
     if known is not None:
+        # The limit that it breaks so many times is that of its replay, which is another than the comparison's.
+        created, by = at.get("created", known.get("created")), b.times or b.severity
+        if created and by and math.isfinite(created) and math.isfinite(by):
+            at["floor"] = created / by
         if str(known.get("role")).startswith("input"):  # what was blamed there was no result of the module
             at |= {"role": b.role, "shape": b.message}
         return known | at
@@ -252,7 +258,7 @@ def _entry(b: Blame, known: dict[str, Any] | None) -> dict[str, Any]:
         "phase": None,
         "created": b.created,
         "propagated": b.propagated,
-        "floor": b.created / b.severity if b.severity and math.isfinite(b.severity) else 0.0,
+        "floor": b.created / by if (by := b.times or b.severity) and math.isfinite(by) else 0.0,
         "rows": b.rows,
         "worst": b.created,
         "shape": b.message,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.report import facts, tiers
 from vllm_accprobe.report.html.elements import MAX_LIST, as_sentence, breakable, escaped, html_table, more_of
 from vllm_accprobe.report.html.further import command_lines
-from vllm_accprobe.report.text import MISSING, num, safe, times
+from vllm_accprobe.report.text import MISSING, num, safe
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -53,8 +53,7 @@ def _how_far(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     if origin.get("nonfinite") or (isinstance(created, float) and not math.isfinite(created)):
         rows = int(origin.get("nonfinite") or 0)
         return f"NaN or Inf in {rows:,} row{'s' * (rows != 1)}" if rows else facts.infinite(comparison, origin)
-    over = times(created, origin.get("floor"))
-    return over.replace("x", "×") or "values differ"
+    return facts.origin_times(origin).replace("x", "×") or "values differ"
 
 
 def pair_sum(comparison: Comparison) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.report import facts, tiers
 from vllm_accprobe.report.html.elements import MAX_LIST, as_sentence, breakable, escaped, html_table, more_of
-from vllm_accprobe.report.text import MISSING, capital, count, num, safe, times
+from vllm_accprobe.report.text import MISSING, capital, count, num, safe
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -54,7 +54,7 @@ def verdict(comparison: Comparison) -> str:
     elif isinstance(created, float) and not math.isfinite(created):
         cells.append(_fact("Error", facts.infinite(comparison, origin), None, "big"))
     else:
-        over = times(created, floor)
+        over = facts.origin_times(origin)
         limit = None if floor is None else f"limit {num(floor)}"
         cells.append(_fact(capital(facts.created_as(origin)), num(created), limit, "big"))
         if over:
@@ -65,8 +65,8 @@ def verdict(comparison: Comparison) -> str:
     why = as_sentence(said) if (said := facts.EVIDENCE.get(name)) else ""
     if seldom := tiers.odds(origin.get("chance")):
         cells.append(_fact("By chance", seldom, "comparisons of honest machines"))
-    if tier := tiers.short(origin):
-        cells.append(_fact("Floor it breaks", f"{tier[:-1]}×" if tier.endswith("x") else tier))
+    if tier := origin.get("tier"):
+        cells.append(_fact("Floor it breaks", tier))
     if said := facts.shape(origin):
         cells.append(_fact("Shape of the error", said, None, "shape-fact"))
     if said := facts.graph(origin):
