@@ -1,7 +1,10 @@
 """``accprobe compare`` as a person types it: exit codes, files, one line for what goes wrong."""
 
+import base64
 import csv
+import gzip
 import json
+import re
 import subprocess
 import sys
 
@@ -44,6 +47,31 @@ def test_fail_is_1_and_the_culprit_stands_first(dumps, tmp_path, capsys):
         rows = list(csv.DictReader(f))
     assert sum(r["status"] in ("pass", "fail") for r in rows) == data["coverage"]["pairs"]
     assert list(rows[0])[:3] == ["golden", "mine", "step"]
+
+
+def test_a_tokenizer_puts_text_into_the_page_alone(dumps, tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {f"secret{i}": i for i in range(64)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "secret0")).save(str(tmp_path / "tokenizer.json"))
+    out = tmp_path / "out"
+    assert run(dumps / "golden", dumps / "wrong", "-o", out, "--tokenizer", tmp_path) == 1
+    said = capsys.readouterr()
+    assert "secret" not in said.out + said.err
+    heat = _view(out)["heat"]
+    assert [heat["texts"][str(t)] for (t,) in heat["requests"][0]["tokens"][:3]] == ["secret3", "secret14", "secret15"]
+    assert b"secret" not in b"".join((out / f"compare.{kind}").read_bytes() for kind in ("csv", "json"))
+    assert run("--rejudge", out, "--tokenizer", tmp_path / "tokenizer.json") == 1  # from where mine was
+    assert _view(out)["heat"]["requests"][0]["tokens"]
+    assert run("--rejudge", out) == 1
+    assert _view(out)["heat"]["texts"] == {}
+    assert run(dumps / "golden", dumps / "wrong", "-o", tmp_path / "new", "--tokenizer", dumps) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def _view(out):
+    packed = re.search(r'id="view-json">(.*?)</script>', (out / "compare.html").read_text(), re.S)[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
 def test_the_spelling_of_ait(dumps, tmp_path, capsys):

@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from vllm_accprobe.cli.common.compare_formats import FORMAT, Format, say, say_before, say_plan
 from vllm_accprobe.cli.common.declared import JSON
+
+if TYPE_CHECKING:
+    from vllm_accprobe.comparison.result import Comparison
+    from vllm_accprobe.report.html.token_text import TokenTexts, Vocabulary
 
 DEFAULT = "accprobe-report"
 
@@ -74,6 +79,12 @@ def compare(
     rejudge: Path = typer.Option(
         None, "--rejudge", metavar="DIR", help="Judge a saved comparison (an --out) again, without dumps."
     ),
+    tokenizer: Path = typer.Option(
+        None,
+        "--tokenizer",
+        metavar="PATH",
+        help="A model's folder or its tokenizer.json: compare.html's heat map shows tokens' text, which is then in it.",
+    ),
     form: Format = FORMAT,
     as_json: bool = JSON,
     golden_path: Path = typer.Option(None, "--golden-path", "-gp", metavar="GOLDEN", help="As GOLDEN (ait, msit)."),
@@ -115,6 +126,7 @@ def compare(
     if not plan:
         _check_out(out, [d for d in (golden, mine, *floor) if d is not None], rejudge is None)
     rules = engine.find_mapping(op_mapping_file)
+    vocabulary = _vocabulary(tokenizer)
     if plan:
         from vllm_accprobe.comparison.plan.units import make_plan
 
@@ -149,7 +161,7 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     table.write_csv(result, out / "compare.csv")
     (out / "compare.json").write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
-    html.write_html(result, out / "compare.html")
+    html.write_html(result, out / "compare.html", tokens=_texts(vocabulary, result))
     if result.measured is not None and rejudge is None:
         saved.save(result.measured, out)
         resume.forget(out)
@@ -159,6 +171,27 @@ def compare(
         typer.echo(xray_table.order(golden, mine), err=True)
     say(result, form, 0 if quiet else 2 if verbose else 1, written)
     raise typer.Exit(0 if result.verdict == PASS else 1)
+
+
+def _vocabulary(tokenizer: Path | None) -> Vocabulary | None:
+    """Read before anything is compared: a wrong path is told at once."""
+    if tokenizer is None:
+        return None
+    from vllm_accprobe.report.html.token_text import Vocabulary
+
+    return Vocabulary(tokenizer)
+
+
+def _texts(vocabulary: Vocabulary | None, result: Comparison) -> TokenTexts | None:
+    """Mine's tokens as text; a line on stderr where no ids were recorded."""
+    if vocabulary is None:
+        return None
+    from vllm_accprobe.report.html.token_text import token_texts
+
+    texts = token_texts(vocabulary, result.mine_path)
+    if texts.missing:
+        typer.echo(f"accprobe: {texts.missing}", err=True)
+    return texts
 
 
 def _named(place: Path, option: Path, word: str, flag: str) -> Path:

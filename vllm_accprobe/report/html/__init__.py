@@ -30,6 +30,7 @@ from vllm_accprobe.whole_file import write_text
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison, Pair
+    from vllm_accprobe.report.html.token_text import TokenTexts
 
 MAX_PAIRS = 300_000
 """More pairs than this make a page that opens slowly; the worst ones are kept, the page says what is left out."""
@@ -47,18 +48,20 @@ STYLES = ("page.css", "heat.css", "pair.css", "around.css", "first.css", "print.
 _ENDS = re.compile("</script", re.IGNORECASE)
 
 
-def write_html(comparison: Comparison, path: str | Path, *, max_pairs: int = MAX_PAIRS) -> None:
+def write_html(
+    comparison: Comparison, path: str | Path, *, max_pairs: int = MAX_PAIRS, tokens: TokenTexts | None = None
+) -> None:
     """Write the page to ``path``; the file appears whole or not at all. Raises OSError as the file system gives it."""
-    write_text(path, page(comparison, max_pairs=max_pairs))
+    write_text(path, page(comparison, max_pairs=max_pairs, tokens=tokens))
 
 
-def page(comparison: Comparison, *, max_pairs: int = MAX_PAIRS) -> str:
-    """The page's whole text."""
+def page(comparison: Comparison, *, max_pairs: int = MAX_PAIRS, tokens: TokenTexts | None = None) -> str:
+    """The page's whole text. tokens: what they say, which the page then holds."""
     with ThreadPoolExecutor(1, "accprobe-page") as packer:  # what is packed gives up the interpreter's lock
-        return _page(comparison, max_pairs, packer)
+        return _page(comparison, max_pairs, packer, tokens)
 
 
-def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor) -> str:
+def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, tokens: TokenTexts | None) -> str:
     plotly = plotly_js()
     packed_plotly = packer.submit(packed, plotly or "", 4)  # 4 % larger than at level 6, in half the time
     shown = _shown_pairs(comparison.pairs, max_pairs)
@@ -67,7 +70,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor) ->
     scripts = {f"{name}_js": _asset(f"{name}.js") for name in SCRIPTS}
     view = {
         "depth": _depth_json(comparison, points[:MAX_POINTS]),
-        "heat": heat_json(heat(comparison)),
+        "heat": heat_json(heat(comparison), tokens),
         "tree": tree_json(comparison),
         "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}),
     }
@@ -82,7 +85,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor) ->
         "figures": sections.figures(comparison),
         "machines": further.how_they_compute(comparison),
         "chart_note": sections.chart_note(comparison, len(points), MAX_POINTS, have_plotly=plotly is not None),
-        "heat_note": sections.heat_note(len(view["heat"]["requests"]), view["heat"]["leftOut"]),
+        "heat_note": further.heat_note(len(view["heat"]["requests"]), view["heat"]["leftOut"], tokens),
         "legend": sections.legend(),
         "origins": first.origins(comparison),
         "tokens": sections.tokens(comparison),

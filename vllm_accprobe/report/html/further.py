@@ -1,4 +1,4 @@
-"""What would decide, and how the machines compute, as sections of the page.
+"""What would decide, how the machines compute, and what the heat map leaves out, as parts of the page.
 
 The problem: both are lists of whatever length, and commands must be copied as they are. The idea: as in sections.py,
 finished markup in which every value is escaped; a command keeps its lines and is never wrapped. Not here: the sentences
@@ -16,6 +16,7 @@ from vllm_accprobe.report.text import capital, safe
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
+    from vllm_accprobe.report.html.token_text import TokenTexts
 
 
 def deciding(comparison: Comparison) -> str:
@@ -43,6 +44,15 @@ def wrong_states(comparison: Comparison) -> str:
         '<section class="notes" aria-labelledby="h-states"><h2 id="h-states">Further findings of the ledger of states'
         f'</h2><ul>{items}</ul>{more_of(len(wrong), MAX_LIST, "states")}</section>'
     )
+
+
+def heat_note(requests: int, left_out: int, tokens: TokenTexts | None = None) -> str:
+    """What the heat map leaves out, and that the page holds text where somebody has asked for it."""
+    total = requests + left_out
+    said = [f"The worst {requests:,} of {total:,} requests are shown; compare.csv has all of them."] if left_out else []
+    if tokens:
+        said.append(as_sentence(tokens.missing or "this page holds the text of prompts and answers, by --tokenizer"))
+    return f'<p class="hint">{" ".join(said)}</p>' if said else ""
 
 
 def command_lines(command: str) -> str:

@@ -50,10 +50,31 @@
       const next = r.start[column + 1];
       return first + "–" + (next === undefined ? "end" : next - 1);
     }
+    const spelt = (t) => Object.hasOwn(data.texts, t);
+    // What the tokens of a column say, set apart so that writing from right to left turns nothing else around.
+    function said(column) {
+      const r = data.requests[state.request], own = r.tokens ? r.tokens[column] : [];
+      if (!own.length) return "";
+      const text = own.map((t) => (spelt(t) ? data.texts[t] : "[" + t + " is not in the vocabulary]")).join("");
+      return " “\u2068" + text + "\u2069" + (own.length < Math.min(r.width, (r.start[column + 1] ?? Infinity) - r.start[column]) ? "…" : "") + "”";
+    }
+    function word(column) {            // a token's label on the axis
+      const own = data.requests[state.request].tokens[column], text = own.length && spelt(own[0]) ? data.texts[own[0]] : own.length ? "?" : "";
+      return text === "" ? "" : text.trim() === "" ? "␣" : text.trim().length > 10 ? text.trim().slice(0, 9) + "…" : text.trim();
+    }
+    function axisLabels(n, room) {     // every token's text, or every other's, where that has room; else positions
+      const r = data.requests[state.request], apart = Math.max(1, Math.ceil(n / Math.max(3, Math.floor((room + 90) / 70))));
+      const pick = (every) => r.start.map((_, i) => i).filter((i) => i % every === 0);
+      const upright = Math.max(1, Math.ceil((n * 13) / room)), spoken = r.tokens && r.width === 1;
+      if (!spoken || (apart > 1 && upright > 2)) return { columns: pick(apart), texts: pick(apart).map((i) => String(r.start[i])), angle: 0, below: 38 };
+      if (apart === 1) return { columns: pick(1), texts: pick(1).map((i) => r.start[i] + "<br>" + a.escaped(word(i))), angle: 0, below: 56 };
+      const texts = pick(upright).map((i) => word(i) + " " + r.start[i]);
+      return { columns: pick(upright), texts: texts.map(a.escaped), angle: -90, below: 34 + 6.6 * Math.max(...texts.map((t) => t.length)) };
+    }
     function describe(row, column) {
       const x = ratio(cell(row, column)), r = data.requests[state.request];
       const what = x === null ? "not compared" : x === 0 ? "no error" : x === "Inf" ? "NaN or infinity, unequal, or golden is 0" : a.times(x) + " the limit";
-      return row.name + ", position " + tokens(column) + (r.decode[column] ? " (decode)" : " (prefill)") + ": " + what;
+      return row.name + ", position " + tokens(column) + said(column) + (r.decode[column] ? " (decode)" : " (prefill)") + ": " + what;
     }
     function colours() {
       // z is the step of the shared scale; equal bands, so that the page's legend is the chart's.
@@ -67,8 +88,7 @@
       const font = { family: a.css("sans"), size: 12, color: a.css("dim") };
       const every = Math.max(1, Math.ceil(all.length / Math.max(4, Math.floor((chart.clientHeight - 50) / 15))));
       const ticks = all.map((_, i) => i).filter((i) => i % every === 0);
-      const apart = Math.max(1, Math.ceil(n / Math.max(3, Math.floor(chart.clientWidth / 70))));
-      const columns = r.start.map((_, i) => i).filter((i) => i % apart === 0);
+      const left = margin(all), labels = axisLabels(n, Math.max(60, chart.clientWidth - left - 10));
       const first = r.decode.indexOf(1);
       const shapes = [{ type: "rect", xref: "x", yref: "y", x0: state.column - 0.5, x1: state.column + 0.5, y0: state.row - 0.5, y1: state.row + 0.5, line: { color: a.css("ink"), width: 2 } }];
       if (first > 0) shapes.push({ type: "line", xref: "x", yref: "paper", x0: first - 0.5, x1: first - 0.5, y0: 0, y1: 1, line: { color: a.css("decode"), width: 1, dash: "dot" } });
@@ -79,9 +99,9 @@
       };
       const axis = { showgrid: false, zeroline: false, linecolor: a.css("line"), tickfont: font, ticks: "" };
       const layout = {
-        paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: a.css("soft"), font, margin: { l: margin(all), r: 10, t: 8, b: 38 }, shapes, dragmode: false, autosize: true,
+        paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: a.css("soft"), font, margin: { l: left, r: 10, t: 8, b: labels.below }, shapes, dragmode: false, autosize: true,
         hoverlabel: { bgcolor: a.css("panel"), bordercolor: a.css("limit"), align: "left", font: { family: a.css("mono"), size: 12, color: a.css("ink") } },
-        xaxis: { ...axis, range: [-0.5, n - 0.5], tickvals: columns, ticktext: columns.map((i) => String(r.start[i])), tickangle: 0, fixedrange: true, title: { text: r.width > 1 ? "position (" + r.width + " to a column)" : "position", font, standoff: 6 } },
+        xaxis: { ...axis, range: [-0.5, n - 0.5], tickvals: labels.columns, ticktext: labels.texts, tickangle: labels.angle, fixedrange: true, title: { text: r.width > 1 ? "position (" + r.width + " to a column)" : "position", font, standoff: 6 } },
         yaxis: { ...axis, range: [all.length - 0.5, -0.5], tickvals: ticks, ticktext: ticks.map((i) => a.escaped(label(all[i].shown))), fixedrange: true },
       };
       back.hidden = state.group === null;

@@ -23,15 +23,18 @@ from vllm_accprobe.report.text import nonfinite, safe
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
+    from vllm_accprobe.report.html.token_text import TokenTexts
 
 NAME, COMMAND = 400, 10_000
 MAX_PAIRS = 2_000
 MAX_ROWS = 8
 
 
-def heat_json(heat: Heat) -> dict[str, Any]:
-    """The map begins with the first request, which shows most."""
+def heat_json(heat: Heat, tokens: TokenTexts | None = None) -> dict[str, Any]:
+    """The map begins with the first request, which shows most. tokens: what they say, where that was asked for."""
+    columns = [tokens and tokens.columns(r.label, r.start, r.width) for r in heat.requests]
     return {
+        "texts": tokens.texts if tokens else {},
         "taps": [safe(t, NAME) for t in heat.taps],
         "layers": [layer and safe(layer, NAME) for layer in heat.layers],
         "leftOut": heat.left_out,
@@ -43,10 +46,11 @@ def heat_json(heat: Heat) -> dict[str, Any]:
                 "step1": r.step1.tolist(),
                 "decode": r.decode.tolist(),
                 "width": r.width,
+                "tokens": said,
                 "worst": _plain(r.worst),
                 "codes": base64.b64encode(r.codes.tobytes()).decode("ascii"),
             }
-            for r in heat.requests
+            for r, said in zip(heat.requests, columns, strict=True)
         ],
     }
 

@@ -143,14 +143,6 @@ def chart_note(comparison: Comparison, points: int, limit: int, *, have_plotly: 
     return ""
 
 
-def heat_note(requests: int, left_out: int) -> str:
-    """What the heat map leaves out."""
-    if not left_out:
-        return ""
-    total = requests + left_out
-    return f'<p class="hint">The worst {requests:,} of {total:,} requests are shown; compare.csv has all of them.</p>'
-
-
 def legend() -> str:
     """The colours of heat map and tree, in words: their steps are those of base.js."""
     words = ("0", "≤ 0.003", "0.03", "0.1", "0.3", "1", "3", "30", "more")
