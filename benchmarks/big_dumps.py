@@ -2,7 +2,8 @@
 
 Each step is a prefill of one request; each layer has the taps that a capture of vLLM has, with inputs and outputs. Mine
 differs from the golden by rounding noise, or not at all. Payloads come from a few megabytes of random numbers taken at
-changing offsets, so that writing is quick and no two tensors are equal unless they should be.
+changing offsets, so that writing is quick and no two tensors are equal unless they should be. Of several ranks, each
+holds its columns of every tensor.
 """
 
 from __future__ import annotations
@@ -27,22 +28,33 @@ TAPS = (
 
 
 def write_pair(
-    root: Path, nbytes: int, *, rows: int = 512, hidden: int = 1024, layers: int = 8, equal: bool = False
+    root: Path,
+    nbytes: int,
+    *,
+    rows: int = 512,
+    hidden: int = 1024,
+    layers: int = 8,
+    equal: bool = False,
+    ranks: int = 1,
 ) -> tuple[Path, Path]:
-    """Two dumps of about ``nbytes`` each in root/golden and root/mine."""
+    """Two dumps of about ``nbytes`` each in root/golden and root/mine. hidden: of all ranks together."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal(16 << 20).astype(np.float32)
     noisy = values * (1 + 2**-9 * rng.standard_normal(len(values)).astype(np.float32))
     for name, source in (("golden", values), ("mine", values if equal else noisy)):
-        write_dump(root / name, _bfloat16(source), nbytes, rows, hidden, layers)
+        for rank in range(ranks):
+            write_dump(root / name, _bfloat16(source), nbytes // ranks, rows, hidden, layers, rank, ranks)
     return root / "golden", root / "mine"
 
 
-def write_dump(path: Path, source: np.ndarray, nbytes: int, rows: int, hidden: int, layers: int) -> int:
-    """Writes tensors of ``source`` (bfloat16 bits) until there are ``nbytes``; returns how many tensors."""
-    path.mkdir(parents=True)
-    write_run_json(path, {"model": "synthetic"})
-    writer = RankWriter(path, 0, {}, budget_bytes=1 << 50)
+def write_dump(
+    path: Path, source: np.ndarray, nbytes: int, rows: int, hidden: int, layers: int, rank: int = 0, ranks: int = 1
+) -> int:
+    """Writes a rank's tensors of ``source`` (bfloat16 bits) until there are ``nbytes``; returns how many tensors."""
+    if not rank:
+        path.mkdir(parents=True)
+        write_run_json(path, {"model": "synthetic"})
+    writer = RankWriter(path, rank, {}, budget_bytes=1 << 50)
     order = [f"model.layers.{i}.{tap}" for i in range(layers) for tap, _, _ in TAPS]
     for i, tap in enumerate(order):
         writer.line({"event": "module", "tap": tap, "class": TAPS[i % len(TAPS)][1], "index": i, "attrs": {}})
@@ -57,12 +69,14 @@ def write_dump(path: Path, source: np.ndarray, nbytes: int, rows: int, hidden: i
                      "ids": ids})  # fmt: skip
         for seq, tap in enumerate(order):
             _, cls, factor = TAPS[seq % len(TAPS)]
-            width = int(hidden * factor)
+            width = int(hidden * factor) // ranks
             size = rows * width * 2
-            at = (tensors * 4096) % (len(source) * 2 - size)
+            at = ((tensors * ranks + rank) * 4096) % (len(source) * 2 - size)
+            cut = {"kind": "shard", "group": "tp", "index": rank, "size": ranks, "dim": -1, "parts": [[width, 1]]}
             writer.put([(source.ctypes.data + at, size)], {
                 "event": "tensor", "step": step, "tap": tap, "class": cls, "role": "output.0", "call": 0, "seq": seq,
                 "dtype": "bfloat16", "shape": [rows, width], "rows": "tokens", "row_dim": 0,
+                **({"layout": cut} if ranks > 1 else {}),
             })  # fmt: skip
             written, tensors = written + size, tensors + 1
             if written >= nbytes:

@@ -22,6 +22,7 @@ BOUNDS = {  # of memory, of hostile input, of text; and places in an order: they
     "calibration.py": {256, 20, 100, 500},
     "profile.py": None,
     "influence.py": {64, 20, 32},
+    "prefixes.py": {16},
     "flow.py": {0.25},
     "routing.py": {64, 12, 3},
     "near_ties.py": {3},

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy import special
+import scipy
 
 from vllm_accprobe.judge import constants as c
 
@@ -42,11 +42,11 @@ class Chance:
 
     def of_sigmas(self, sigmas: float, among: int = 1) -> float:
         """The probability that a comparison of honest machines shows ``sigmas`` anywhere, at most 1."""
-        return self.anywhere(2.0 * float(special.ndtr(-abs(sigmas))), among)
+        return self.anywhere(2.0 * float(scipy.special.ndtr(-abs(sigmas))), among)
 
     def of_student(self, t: float, freedom: float, among: int = 1) -> float:
         """The same of a Student's t."""
-        return self.anywhere(2.0 * float(special.stdtr(freedom, -abs(t))), among)
+        return self.anywhere(2.0 * float(scipy.special.stdtr(freedom, -abs(t))), among)
 
     def anywhere(self, p: float, among: int = 1) -> float:
         """The probability that what one number shows with ``p`` is shown anywhere, at most 1."""
@@ -55,12 +55,12 @@ class Chance:
 
 @lru_cache(4096)
 def _normal(level: float) -> float:
-    return float(-special.ndtri(0.5 * level))
+    return float(-scipy.special.ndtri(0.5 * level))
 
 
 @lru_cache(4096)
 def _student(level: float, freedom: float) -> float:
-    return float(-special.stdtrit(freedom, 0.5 * level))
+    return float(-scipy.special.stdtrit(freedom, 0.5 * level))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Against:
     @property
     def above(self) -> float:
         """The probability that a Student's t is as far above."""
-        return float(special.stdtr(self.freedom, -self.t))
+        return float(scipy.special.stdtr(self.freedom, -self.t))
 
 
 def against_kin(
@@ -115,4 +115,4 @@ def chance_of_size(error: float, honest: np.ndarray, places: int) -> float | Non
     spread = max(spread, c.LEAST_SPREAD * math.log(2.0))
     if math.isinf(error):
         return 0.0
-    return min(1.0, float(special.ndtr(-(math.log(error) - middle) / spread)) * max(places, 1))
+    return min(1.0, float(scipy.special.ndtr(-(math.log(error) - middle) / spread)) * max(places, 1))

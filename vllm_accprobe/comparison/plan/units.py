@@ -175,7 +175,8 @@ def _said_unsummed(side: str, dump: Any, shares: Loose) -> list[str]:
 def _order(dump: Any, side: _Placed) -> list[Key]:
     ran = ((r.step, r.rank, r.seq, (r.tap, r.role, r.call)) for r in dump.records if r.step is not None)
     ordered = flow_order(ran)
-    params = [(tap, role) for tap, role, _ in side.groups if (tap, role, 0) not in set(ordered)]
+    known = set(ordered)
+    params = [(tap, role) for tap, role, _ in side.groups if (tap, role, 0) not in known]
     return add_parameters(ordered, params, _modules(dump))
 
 

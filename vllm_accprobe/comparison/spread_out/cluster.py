@@ -109,10 +109,10 @@ class _Machines:
         try:
             answer: bytes = self._ray.get(ready[0])
         except self._ray.exceptions.RayTaskError as e:
-            raise CompareError(f"a worker of the Ray cluster failed: {_last_line(e)}") from None
+            raise CompareError(f"a worker of the Ray cluster failed: {_line(e, -1)}") from None
         except self._ray.exceptions.RayError as e:
             self._replace(worker, task)
-            return number, Died(f"said: {_last_line(e)}")
+            return number, Died(f"so: {_line(e, 0)}")
         return number, answer
 
     def _at(self, machine: str) -> Any:
@@ -169,9 +169,10 @@ def _add_files(found: set[File], side: int, record: Record) -> None:
         found.add((side, record.rank, record.payload.seg))
 
 
-def _last_line(error: Exception) -> str:
+def _line(error: Exception, which: int) -> str:
+    """Of a message of many lines: the first says what became of a worker, the last what its code raised."""
     lines = str(error).strip().splitlines()
-    return lines[-1][:200] if lines else type(error).__name__
+    return lines[which].strip()[:200] if lines else type(error).__name__
 
 
 def _ray() -> Any:
@@ -214,7 +215,7 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
             with _away():
                 ray.init(address=address, logging_level="ERROR", log_to_driver=False)
         except (OSError, ValueError, RuntimeError) as e:
-            raise CompareError(f"no Ray cluster at {address!r}: {_last_line(e)}") from None
+            raise CompareError(f"no Ray cluster at {address!r}: {_line(e, -1)}") from None
     try:
         yield
     finally:

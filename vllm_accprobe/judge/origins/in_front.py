@@ -9,6 +9,7 @@ Not here: which rows of these count (influence.py), blame (origin.py), the tree 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -32,6 +33,8 @@ class Fronts:
         self.by_tap: dict[str, dict[str, list[Trace]]] = defaultdict(lambda: {INPUT: [], OUTPUT: [], PARAM: []})
         for t in sorted(traces, key=lambda t: t.order):
             self.by_tap[t.tap][t.kind].append(t)
+        self._given_out = sorted((t for t in traces if t.kind == OUTPUT), key=_order)
+        self._silent_in: dict[str | None, list[tuple[str, list[Trace]]]] = {}
 
     def places(self, tap: str) -> list[tuple[Trace, list[Trace]]]:
         """Where ``tap`` itself may create an error, with what is in front: its outputs, and between its children."""
@@ -89,13 +92,17 @@ class Fronts:
         return self._inside(up, sink) if up is not None else self.earlier(sink)
 
     def earlier(self, sink: Trace) -> list[Trace]:
-        return [t for kinds in self.by_tap.values() for t in kinds[OUTPUT] if t.order < sink.order]
+        """In order: what stands in front of the next place begins with the same (prefixes.py)."""
+        return self._given_out[: bisect_left(self._given_out, sink.order, key=_order)]
 
     def _silent(self, tap: str) -> list[Trace]:
         """Parameters of siblings that never run as modules: lm_head's weight is used inside the logits processor."""
-        siblings = self.tree.children.get(self.tree.parent.get(tap), [])
-        silent = (s for s in siblings if s != tap and not self.by_tap[s][OUTPUT] and not self.tree.children.get(s))
-        return [t for s in silent for t in self.by_tap[s][PARAM]]
+        up = self.tree.parent.get(tap)
+        if up not in self._silent_in:
+            siblings = self.tree.children.get(up, [])
+            silent = [s for s in siblings if not self.by_tap[s][OUTPUT] and not self.tree.children.get(s)]
+            self._silent_in[up] = [(s, self.by_tap[s][PARAM]) for s in silent if self.by_tap[s][PARAM]]
+        return [t for s, params in self._silent_in[up] if s != tap for t in params]
 
     def is_part(self, tap: str, sink: Trace) -> bool:
         """Whether a place between children may be a slice of what one of them gave out (q, k and v of one product): of
@@ -118,3 +125,7 @@ def _fed(inputs: Sequence[Trace]) -> bool:
     """Whether these are more than what a router said: of experts in compiled graphs only that went in visibly."""
     said = (is_choice(t.role, "") or is_weight(t.role, "") or is_logits(t.tap, t.role, "") for t in inputs)
     return not all(said)
+
+
+def _order(t: Trace) -> int:
+    return t.order

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from scipy import special
+import scipy
 
 from vllm_accprobe.judge import constants as c
 from vllm_accprobe.judge.chance import Against, against_kin
@@ -60,12 +60,12 @@ def _fitted(known: Sequence[tuple[float, int]], least: float) -> tuple[float, fl
         return 0.0, 0.0
     variance = np.maximum([v for v, _ in known], least**2)
     half = np.array([d for _, d in known]) / 2.0
-    e = np.log(variance) - special.psi(half) + np.log(half)
-    doubt = (len(e) - 1) / float(special.chdtri(len(e) - 1, 1.0 - c.KINDS_DOUBT))
-    beyond = float(np.var(e, ddof=1) * doubt - np.mean(special.polygamma(1, half)))
+    e = np.log(variance) - scipy.special.psi(half) + np.log(half)
+    doubt = (len(e) - 1) / float(scipy.special.chdtri(len(e) - 1, 1.0 - c.KINDS_DOUBT))
+    beyond = float(np.var(e, ddof=1) * doubt - np.mean(scipy.special.polygamma(1, half)))
     most = float(sum(d for _, d in known))
     freedom = min(2.0 * _inverse_trigamma(beyond), most) if beyond > 0 else most
-    middle = float(np.mean(e)) + float(special.psi(freedom / 2.0)) - math.log(freedom / 2.0)
+    middle = float(np.mean(e)) + float(scipy.special.psi(freedom / 2.0)) - math.log(freedom / 2.0)
     return math.exp(middle), freedom
 
 
@@ -73,8 +73,8 @@ def _inverse_trigamma(y: float) -> float:
     """x with psi'(x) = y > 0, by Newton's method on 1 / psi', which is convex [Smyth, appendix]."""
     x = 0.5 + 1.0 / y
     for _ in range(_NEWTON):
-        value = float(special.polygamma(1, x))
-        step = value * (1.0 - value / y) / float(special.polygamma(2, x))
+        value = float(scipy.special.polygamma(1, x))
+        step = value * (1.0 - value / y) / float(scipy.special.polygamma(2, x))
         x += step
         if -step / x < _ENOUGH:
             break

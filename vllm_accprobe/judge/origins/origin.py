@@ -21,15 +21,17 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.names import enclosing
-from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.align.row_set import RowSet, Unions
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.chance import chance_of_size
 from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, FALSE_ALARM_RATE, NARROW
 from vllm_accprobe.judge.flow import Tree
+from vllm_accprobe.judge.origins.columns import Columns
 from vllm_accprobe.judge.origins.in_front import BACKWARD, Fronts
 from vllm_accprobe.judge.origins.influence import Influence, spread
 from vllm_accprobe.judge.origins.outliers import Peers
 from vllm_accprobe.judge.origins.peer_evidence import COLUMNS, Hidden, Look, kind_of_place
+from vllm_accprobe.judge.origins.prefixes import Prefixes
 from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace
 from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED
 from vllm_accprobe.standards.limits import Standard
@@ -76,6 +78,16 @@ def find_origins(
     return _Search(traces, tree, standard, images, rate).run()
 
 
+@dataclass(frozen=True, eq=False)
+class _Passed:
+    """As Look's before, gain_before, passed and columns_before."""
+
+    err: np.ndarray
+    gain: np.ndarray
+    means: dict[str, float]
+    columns: list[Columns]
+
+
 class _Search:
     def __init__(self, traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, Any], rate: float):
         self.rate = rate
@@ -85,6 +97,9 @@ class _Search:
         self.found: dict[str, list[Created]] = defaultdict(list)
         self.looks: dict[tuple[str, Trace], Look] = {}
         self.means: dict[Trace, float] = {}
+        self.passing: Prefixes[_Passed] = Prefixes()
+        self.explaining: Prefixes[np.ndarray] = Prefixes()
+        self.unions = Unions()
 
     def run(self) -> list[Created]:
         self._look()
@@ -129,25 +144,34 @@ class _Search:
 
     def _look_at(self, tap: str, sink: Trace, sources: list[Trace]) -> Look:
         mixing = self.tree.mixing.get(tap, True)
-        before, gain = np.zeros(len(sink.seen)), np.zeros(len(sink.seen))
-        passed: dict[str, float] = {}
+        name = sink.vision, sink.seen, mixing
+        done, known = self.passing.begun(name, sources, sink)
+        passed = self._pass_on(sink, [s for s in sources[done:] if s is not sink], mixing, known)
+        self.passing.keep(name, sources, sink, passed)
+        err, slope = (spread(sink.seen.keys, sink.keys, v) for v in (sink.rel, sink.gain))
+        rows = sink.seen.keys, err, slope, passed.err, passed.gain
+        role, inputs = _role(tap, sink), self.fronts.inputs_known(tap, sink, sources)
+        cls = self.tree.classes.get(tap, "")
+        return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.by_column, passed.columns, mixing,
+                    passed.means, inputs)  # fmt: skip
+
+    def _pass_on(self, sink: Trace, sources: list[Trace], mixing: bool, known: _Passed | None) -> _Passed:
+        """What reaches the rows of ``sink`` from ``sources``, and from those whose share is ``known``."""
+        if known is None:
+            before, gain, means = np.zeros(len(sink.seen)), np.zeros(len(sink.seen)), {}
+        else:
+            before, gain, means = known.err.copy(), known.gain.copy(), dict(known.means)
         for source in sources:
-            if source is sink:
-                continue
             kind = kind_of_place(source.tap, source.role)
-            passed[kind] = max(self._mean_gain(source), passed.get(kind, 0.0), key=abs)
+            means[kind] = max(self._mean_gain(source), means.get(kind, 0.0), key=abs)
             # What has few elements multiplies whole rows: a gate, the weights of the chosen experts.
             factor = np.maximum(np.abs(source.gain), source.rel) if source.width < NARROW else np.abs(source.gain)
             for what, values, out in (("rel", source.rel, before), ("gain", factor, gain)):
                 if len(values) == len(source.keys):
                     found = self.influence.again(source, what, values, sink.vision, sink.seen, mixing)
                     np.maximum(out, found, out=out)
-        err, slope = (spread(sink.seen.keys, sink.keys, v) for v in (sink.rel, sink.gain))
-        columns = [s.by_column for s in sources if s.by_column is not None and s is not sink]
-        cls = self.tree.classes.get(tap, "")
-        rows = sink.seen.keys, err, slope, before, gain
-        role, known = _role(tap, sink), self.fronts.inputs_known(tap, sink, sources)
-        return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.by_column, columns, mixing, passed, known)
+        columns = [s.by_column for s in sources if s.by_column is not None]
+        return _Passed(before, gain, means, columns if known is None else [*known.columns, *columns])
 
     def _mean_gain(self, source: Trace) -> float:
         """The median of its rows' gains; 0 where there are none."""
@@ -181,16 +205,14 @@ class _Search:
         if not bad.any():
             self._check_hidden(tap, sink, below)
             return
-        rows, err = RowSet(sink.keys[bad]), sink.err[bad]
+        rows, err = self.unions.of([RowSet(sink.keys[bad])]).seen, sink.err[bad]  # equal rows are one set
         keys = rows.keys
-        explained = np.zeros(len(keys))
-        for source in [*sources, *(b for b in below if b.order < sink.order)]:
-            if source is not sink:
-                found = self.influence.of(source, source.err, sink.vision, rows, mixing)
-                # What is known to be wrong may be wrong by any amount; and gradients are sums that cancel.
-                if source.weak or tap.startswith(BACKWARD):
-                    found = np.where(found > source.limit, np.inf, found * self.standard.amplification)
-                np.maximum(explained, found, out=explained)
+        name = sink.vision, rows, mixing, tap.startswith(BACKWARD)
+        done, known = self.explaining.begun(name, sources, sink)
+        explained = np.zeros(len(keys)) if known is None else known.copy()
+        self._explain(explained, tap, sink, sources[done:], rows, mixing)
+        self.explaining.keep(name, sources, sink, explained.copy())
+        self._explain(explained, tap, sink, [b for b in below if b.order < sink.order], rows, mixing)
         explained = sink.largest(keys, explained)
         rules = self.standard
         share = np.where(explained > sink.limit, rules.wild, rules.amplification)
@@ -209,11 +231,25 @@ class _Search:
         else:
             self._check_hidden(tap, sink, below)
 
+    def _explain(
+        self, out: np.ndarray, tap: str, sink: Trace, sources: Sequence[Trace], rows: RowSet, mixing: bool
+    ) -> None:
+        """Raises ``out`` to the errors that may reach the ``rows`` of ``sink`` from ``sources``."""
+        for source in sources:
+            if source is not sink:
+                found = self.influence.of(source, source.err, sink.vision, rows, mixing)
+                # What is known to be wrong may be wrong by any amount; and gradients are sums that cancel.
+                if source.weak or tap.startswith(BACKWARD):
+                    found = np.where(found > source.limit, np.inf, found * self.standard.amplification)
+                np.maximum(out, found, out=out)
+
     def _steps(self, sink: Trace, rows: RowSet, sources: Sequence[Trace], mixing: bool) -> np.ndarray:
         """bool [len(rows)]: those of ``sink`` that hold NaN or infinity, while nothing that can influence them does."""
         broken = np.isin(rows.keys, sink.broken_keys)
         for source in sources:
-            if source is sink or not broken.any() or source.order > sink.order:
+            if not broken.any():
+                break
+            if source is sink or source.order > sink.order:
                 continue
             if source.spoilt:
                 return np.zeros(len(rows), bool)

@@ -1,0 +1,47 @@
+"""What a list of tensors passes on, where the next place has the same list and a few more in front of it.
+
+The problem: where nobody knows what feeds what (another tool's dump without a tree of modules), all that came before is
+in front of a place, so that to ask each pair takes a minute for 2,000 tensors. The idea: what was worked out for a list
+is kept, and a list that begins with it goes on from there; lists are compared by their tensors' identity, which costs
+nothing beside the arithmetic.
+Not here: what is worked out (origin.py), the lists (in_front.py).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+from vllm_accprobe.judge.origins.row_errors import Trace
+
+LONG = 16
+"""Shorter lists are not worth it."""
+KEPT = 16
+"""Lists that are remembered: places come tap by tap, so that few are open at a time."""
+S = TypeVar("S")
+
+
+class Prefixes(Generic[S]):
+    """Remembers a state S, never to be changed in place, for lists of sources."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Hashable, tuple[list[Trace], S]] = OrderedDict()
+
+    def begun(self, name: tuple[Hashable, ...], sources: Sequence[Trace], sink: Trace) -> tuple[int, S | None]:
+        """(how many of ``sources`` a state is known for, the state). name: what else it depends on. sink: is no source
+        of its own, so that nothing is known where it is among them."""
+        if len(sources) < LONG or (name, sources[0]) not in self._known:
+            return 0, None
+        known, state = self._known[name, sources[0]]
+        if len(known) > len(sources) or list(sources[: len(known)]) != known or sink in known:
+            return 0, None
+        return len(known), state
+
+    def keep(self, name: tuple[Hashable, ...], sources: Sequence[Trace], sink: Trace, state: S) -> None:
+        if len(sources) < LONG or sink in sources:
+            return
+        self._known[name, sources[0]] = list(sources), state
+        self._known.move_to_end((name, sources[0]))
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
