@@ -91,3 +91,6 @@ def test_formulas_quotes_and_what_is_not_finite(visit):
     assert of["max_abs_index"] == ["[]", "[3, 37]", ""] * 3 + ["[]"]
     assert of["shape"] == ["[4, 64]"] * 10
     assert of["identical"] == ["False"] * 10
+    page = visit(comparison(pairs=[pair(tap=f"t{i}", rmse=-math.inf) for i in range(3)]))  # one value for all
+    _, _, lines = saved(page)
+    assert [line[COLUMNS.index("rmse")] for line in lines] == ["-inf"] * 3

@@ -5,7 +5,7 @@
   const a = window.accprobe, FORMULA = /^[=+\-@\t\r]/, LISTS = { shape: " × ", max_abs_index: ", " }, CHUNK = 4096;
   const NUMBERS = { NaN: "nan", Inf: "inf", "-Inf": "-inf" };
   const quoted = (text) => (/[",\r\n]/.test(text) ? '"' + text.replaceAll('"', '""') + '"' : text);
-  // numeric: of a column of numbers, where NaN and infinity are texts.
+  // numeric: perhaps of a column of numbers, where NaN and infinity are texts.
   function cell(x, numeric, between) {
     if (x === null || x === undefined) return "";
     if (typeof x === "number") return String(x);
@@ -20,7 +20,7 @@
     const parts = [names.join(",") + "\n"];
     for (let from = 0; from < view.length; from += CHUNK) {
       const lines = [];
-      for (const i of view.subarray(from, from + CHUNK)) lines.push(names.map((n) => cell(col[n].at(i), Boolean(col[n].v), LISTS[n])).join(","));
+      for (const i of view.subarray(from, from + CHUNK)) lines.push(names.map((n) => cell(col[n].at(i), !col[n].i, LISTS[n])).join(","));
       parts.push(lines.join("\n") + "\n");
     }
     const link = a.element("a"), url = URL.createObjectURL(new Blob(parts, { type: "text/csv;charset=utf-8" }));
