@@ -12,6 +12,7 @@ import pytest
 import typer
 from cli_dumps import TAPS, make
 
+import vllm_accprobe
 from vllm_accprobe.cli import build
 from vllm_accprobe.cli.spelling.one_spelling import DIFFERENT, LISTS, OLDER, one_spelling
 from vllm_accprobe.cli.spelling.refusal import CommandError
@@ -137,3 +138,14 @@ def test_both_spellings_choose_the_same(tmp_path: Path, capsys: pytest.CaptureFi
         told.append(capsys.readouterr().out)
     assert told[0] == told[1]
     assert TAPS[0][0] in told[0]
+
+
+def test_words_of_results_have_one_form() -> None:
+    """``wrote PATH`` is said by one function, and a verdict for people is PASS or FAIL."""
+    package = Path(vllm_accprobe.__file__).parent
+    said = {f: f.read_text(encoding="utf-8") for room in ("cli", "report", "opcheck", "gate") for f in
+            (package / room).rglob("*.py")}  # fmt: skip
+    assert [f for f, text in said.items() if re.search(r"f?[\"'](wrote|written):? \{", text)] == [
+        package / "cli/common/json_answer.py"
+    ]
+    assert [f for f, text in said.items() if re.search(r"f?\"(pass|fail): ", text)] == []
