@@ -1,9 +1,10 @@
 """How fast `accprobe opcheck` checks, what its processes are worth, and that a killed run ends with the same csv.
 
-    python benchmarks/bench_opcheck.py [--calls 2000] [--width 1024] [--rows 160] [--rounds 5] [--dump DUMP]
+    python benchmarks/bench_opcheck.py [--calls 2000] [--width 1024] [--rows 160 | --decode] [--rounds 5] [--dump DUMP]
 
 A dense decoder of transformers (bfloat16, made up, nothing is fetched) is captured with all its module and operator
-calls by `Probe(model, ops=True)`; with --dump another dump is taken. Then, in turn within each round and each a process
+calls by `Probe(model, ops=True)`; with --decode the modules alone of a decoder's steps of a few rows
+(decode_dump.py); with --dump another dump is taken. Then, in turn within each round and each a process
 of its own with one thread of torch, start-up included:
 
 - plain: a loop that opens the dump, makes each captured `aten` call again in float64 and takes its largest error,
@@ -11,6 +12,8 @@ of its own with one thread of torch, start-up included:
 - aten: `opcheck --ops 'aten.*' -j 1`, the same calls with all measures, floors, verdicts and the csv;
 - j1, j2: `opcheck -j 1` and `-j 2`, all calls;
 - idle: `opcheck -j 1` of one call: the start alone.
+
+Of a dump without operators the first two are left out.
 
 At last `opcheck -j 2` is killed (SIGKILL, the parent alone) when half of the rows are written, and run again with
 --resume. Quoted are medians, and medians of ratios within a round, by the clock and, since the machine may be shared,
@@ -33,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("plain", "aten", "j1", "j2", "idle")
+OF_OPERATORS = KINDS[:2]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -41,6 +45,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=160)
+    parser.add_argument("--decode", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dump", type=Path)
     parser.add_argument("--json", type=Path)
@@ -51,7 +56,12 @@ def main() -> None:
         return
     root = Path(tempfile.mkdtemp(prefix="accprobe-bench-"))
     try:
-        dump = options.dump or captured(root / "dump", options.calls, options.width, options.rows)
+        if options.decode:
+            from decode_dump import written
+
+            dump = written(root / "dump", options.calls, options.width)
+        else:
+            dump = options.dump or captured(root / "dump", options.calls, options.width, options.rows)
         result = measure(root, dump, options.rounds)
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -91,14 +101,16 @@ def captured(root: Path, calls: int, width: int, rows: int) -> Path:
 
 
 def measure(root: Path, dump: Path, rounds: int) -> dict[str, Any]:
-    times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    operators = any(b'"event":"op"' in path.read_bytes() for path in dump.glob("rank*/journal.jsonl"))
+    times: dict[str, list[tuple[float, float]]] = {k: [] for k in KINDS if operators or k not in OF_OPERATORS}
     for _ in range(rounds):
-        for kind in KINDS:
+        for kind in times:
             times[kind].append(run(command(kind, dump, root / kind)))
     rows = (root / "j1" / "opcheck.csv").read_text().splitlines()[1:]
     same = (root / "j1" / "opcheck.csv").read_bytes() == (root / "j2" / "opcheck.csv").read_bytes()
     return {
-        "times_s": times, "rows": len(rows), "all_calls": counted(root / "j1"), "aten_calls": counted(root / "aten"),
+        "times_s": times, "rows": len(rows), "all_calls": counted(root / "j1"),
+        "aten_calls": counted(root / "aten") if operators else 0,
         "j2_same": same, "resumed": killed(root, dump),
     }  # fmt: skip
 
@@ -237,12 +249,17 @@ def report(result: dict[str, Any]) -> list[str]:
         return f"{clock[kind]:.1f} s (processor {used[kind]:.1f} s)"
 
     n, again = result["all_calls"], result["resumed"]
-    return [
+    lines = [
         f"{n:,} calls checked, {result['rows']:,} rows; the start alone {said('idle')}",
         f"-j 1: {said('j1')}: {n / used['j1']:.0f} calls a processor second",
-        f"-j 2: {said('j2')}; -j 1 over -j 2: {ratio('j1', 'j2')}; same csv: {'yes' if result['j2_same'] else 'NO'}",
-        f"{result['aten_calls']:,} aten calls: opcheck {said('aten')}, plain loop {said('plain')}: "
-        f"{ratio('aten', 'plain')}",
+        f"-j 2: {said('j2')}: {n / clock['j2']:.0f} calls a second; -j 1 over -j 2: {ratio('j1', 'j2')}; same csv: "
+        f"{'yes' if result['j2_same'] else 'NO'}",
+    ]
+    if "aten" in both:
+        lines.append(f"{result['aten_calls']:,} aten calls: opcheck {said('aten')}, plain loop {said('plain')}: "
+                     f"{ratio('aten', 'plain')}")  # fmt: skip
+    return [
+        *lines,
         f"killed when {again['kept']:.0%} was written: --resume took {again['seconds']:.1f} s; same csv: "
         f"{'yes' if again['same'] else 'NO'}",
     ]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from reference_calls import drawer, run, same, value
 
 from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.references.linear import in_blocks
 
 draw = drawer(5)
 
@@ -46,3 +47,11 @@ def test_logits_are_capped_and_scaled() -> None:
     found = value("LogitsProcessor", {}, z, attrs={"scale": 0.5}, config={"final_logit_softcapping": 30.0},
                   extra={"lm_head": z})  # fmt: skip
     same(found, 0.5 * 30 * torch.tanh(z / 30))
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (3, 24), (8, 24), (2, 5, 24), (0, 24), (24,)])
+def test_rows_of_zeros_that_fill_a_block_are_not_seen(shape: tuple[int, ...]) -> None:
+    x, right = draw(*shape), draw(24, 7)
+    found = in_blocks(x, right)
+    assert found.shape == (x @ right).shape
+    torch.testing.assert_close(found, x @ right, rtol=0.0, atol=1e-13)

@@ -9,6 +9,7 @@ on one rank, or once after the sum. Quantised weights are turned into numbers fi
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -35,6 +36,8 @@ from vllm_accprobe.opcheck.references.quantised import activation_noise, activat
 from vllm_accprobe.opcheck.references.scaled.sixteen_bits import cut_off
 
 _INPUT = ("input_", "x", "input", "hidden_states", "0")
+_BLOCK = 8
+"""Chosen: rows of whole blocks. Measured: MKL on AVX-512 takes 4 at a time, of float64 and of float32."""
 _TINY = 2.0**-126
 """Least normal number of float32: a row of zeros has codes of zero."""
 
@@ -43,13 +46,24 @@ def product(x: Any, weight: Any, x_noise: Any | None = None, sizes: Any | None =
     """x @ weight.T in float64 with the noise of a float32 sum, and of x where that was rounded. sizes: float32, of the
     weight, where they are known."""
     sizes = weight.abs().float() if sizes is None else sizes
-    size = (x.abs().float() @ sizes.T).double()  # how large an error may be need not be known exactly
+    size = in_blocks(x.abs().float(), sizes.T).double()  # how large an error may be need not be known exactly
     if not bool(torch.isfinite(size).all()):
         size = x.abs() @ weight.abs().T
     noise = SUM * x.shape[-1] ** 0.5 * size
     if x_noise is not None:  # a step's size follows from the kernel's own scale: no bound
         return Expected(x @ weight.T, combined(noise, ((x_noise * x_noise) @ (weight * weight).T).sqrt()))
-    return Expected(x @ weight.T, noise, bound=gamma(x.shape[-1] + 1) * size)
+    return Expected(in_blocks(x, weight.T), noise, bound=gamma(x.shape[-1] + 1) * size)
+
+
+def in_blocks(x: Any, right: Any) -> Any:
+    """x @ right, whose rows come out the same to the bit whoever else is in the batch, where x is filled up with rows
+    of zeros to what a library multiplies at a time: the rest would be added up in another order."""
+    rest = -math.prod(x.shape[:-1]) % _BLOCK
+    if not rest or x.dim() < 2 or right.dim() != 2:
+        return x @ right
+    flat = x.reshape(-1, x.shape[-1])
+    y = torch.cat((flat, flat.new_zeros(rest, flat.shape[1]))) @ right
+    return y[: len(flat)].reshape(*x.shape[:-1], right.shape[1])
 
 
 def partial(call: Call) -> Expected:

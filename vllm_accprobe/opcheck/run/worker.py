@@ -186,7 +186,8 @@ class OpenJob:
         alone = alone or bool(crashed or self.source or self.kernels or self.job.devices)
         found = zip(calls, repeat(None)) if alone else to_the_bit(calls, self.references, lambda: begins(*TOGETHER))
         for captured, outcome in found:
-            begins(captured.step, captured.call)
+            if not alone:  # others may have begun since
+                begins(captured.step, captured.call)
             rows = list(self._check(captured, pools, outcome))
             if self.job.save and any(r.status == FAIL for r in rows):
                 self.calls.problems += saved(captured, self.references, Path(self.job.save))
@@ -267,7 +268,8 @@ def main() -> None:
 
     def say(**message: Any) -> None:
         channel.write(json.dumps(message) + "\n")
-        channel.flush()
+        if "row" not in message:  # rows go out with what is said next
+            channel.flush()
 
     from vllm_accprobe.opcheck.run.table import cells
 
