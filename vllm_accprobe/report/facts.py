@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.over import over_limit as over_limit
+from vllm_accprobe.comparison.over import ratio as ratio
 from vllm_accprobe.comparison.over import severity as severity
 from vllm_accprobe.comparison.over import value_of as value_of
 from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings

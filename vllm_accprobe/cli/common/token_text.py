@@ -23,6 +23,8 @@ _LONGEST = 8
 def load(path: str | Path) -> Callable[[Sequence[int]], list[str]]:
     """What turns ids into their texts, one for each; joined they are the whole text. ``path``: a directory with a
     tokenizer.json, or that file. Raises CommandError, one line."""
+    from vllm_accprobe.report.text import safe
+
     given = Path(path)
     file = given / NAME if given.is_dir() else given
     if not file.is_file():
@@ -35,7 +37,7 @@ def load(path: str | Path) -> Callable[[Sequence[int]], list[str]]:
         tokenizer = Tokenizer.from_file(str(file))
         size = tokenizer.get_vocab_size(with_added_tokens=True)
     except Exception as e:  # the library raises nothing narrower
-        raise CommandError(f"--tokenizer: {file} is no tokenizer ({str(e)[:200]})") from None
+        raise CommandError(f"--tokenizer: {file} is no tokenizer ({safe(e)})") from None
 
     def decoded(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
