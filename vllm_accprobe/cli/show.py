@@ -44,7 +44,8 @@ def show(
 ) -> None:
     """Show one tensor: statistics, histogram, chosen rows; or save it. Or, with --prompt, what a request asked."""
     from vllm_accprobe.cli import summary
-    from vllm_accprobe.cli.common import lives, outputs, prompts, values
+    from vllm_accprobe.cli.asked import prompts
+    from vllm_accprobe.cli.common import lives, outputs, values
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.report.text import count, safe
 

@@ -18,7 +18,7 @@ from vllm_accprobe.comparison.over import value_of as value_of
 from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings
 from vllm_accprobe.judge.weights.faults import wrong_weights
 from vllm_accprobe.report import tiers
-from vllm_accprobe.report.text import MISSING, against, count, num, place, ratio, safe, times
+from vllm_accprobe.report.text import MISSING, against, count, num, place, safe, times
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison, Counts, Pair

@@ -30,27 +30,33 @@ NO_IDS = (
 )
 
 
+def tokenizer_at(path: Path) -> Any:
+    """The `tokenizers.Tokenizer` of a model's folder, or of its tokenizer.json; local files only. Raises CompareError,
+    one line, for what cannot be read."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise CompareError(
+            "tokenizers is not installed, which --tokenizer needs: pip install tokenizers (vLLM brings it)"
+        ) from None
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise CompareError(
+            f"--tokenizer {safe(path)}: there is no {'tokenizer.json in it' if file != path else 'such file'}; "
+            "name a model's folder or its tokenizer.json, which transformers' save_pretrained writes"
+        )
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as e:  # the library has one type for all
+        raise CompareError(f"--tokenizer {safe(path)} cannot be read: {safe(e)}") from None
+
+
 class Vocabulary:
     """A model's tokens. Raises CompareError, one line, for what cannot be read."""
 
     def __init__(self, path: Path) -> None:
         """path: a model's folder, or its tokenizer.json."""
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise CompareError(
-                "tokenizers is not installed, which --tokenizer needs: pip install tokenizers (vLLM brings it)"
-            ) from None
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
-            raise CompareError(
-                f"--tokenizer {safe(path)}: there is no {'tokenizer.json in it' if file != path else 'such file'}; "
-                "name a model's folder or its tokenizer.json, which transformers' save_pretrained writes"
-            )
-        try:
-            self._tokenizer: Any = Tokenizer.from_file(str(file))
-        except Exception as e:  # the library has one type for all
-            raise CompareError(f"--tokenizer {safe(path)} cannot be read: {safe(e)}") from None
+        self._tokenizer = tokenizer_at(path)
 
     def text(self, token: int) -> str | None:
         """What one token says, as one printable line; its entry in the vocabulary where it is only a part of a letter;

@@ -7,8 +7,8 @@ import pytest
 from cli_dumps import TAPS, make
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.cli.common import prompts
-from vllm_accprobe.cli.common.token_text import load
+from vllm_accprobe.cli.asked import prompts
+from vllm_accprobe.cli.asked.text_of_ids import load
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Request, RowSpace, Segment, hash_tokens
 from vllm_accprobe.formats import open_dump
@@ -141,10 +141,10 @@ def test_the_command_prints_and_writes_nothing(tmp_path, capsys, monkeypatch):
     for arguments, code, said in (
         (["--prompt"], 2, "2 match (chat-1, chat-2)"),
         (["--prompt", "--request", "x"], 3, "it has chat-1, chat-2"),
-        ([TAPS[0][0], "--prompt"], 2, "--prompt takes --request and --tokenizer alone"),
-        (["--tokenizer", str(tmp_path)], 2, "--prompt takes --request and --tokenizer alone"),
-        (["--prompt", "--request", "chat-1", "--tokenizer", str(tmp_path)], 2, "tokenizer.json does not exist"),
-        (["--prompt", "--request", "chat-1", "--tokenizer", __file__], 2, "is no tokenizer ("),
+        ([TAPS[0][0], "--prompt"], 2, "--prompt takes --requests and --tokenizer alone"),
+        (["--tokenizer", str(tmp_path)], 2, "--prompt takes --requests and --tokenizer alone"),
+        (["--prompt", "--request", "chat-1", "--tokenizer", str(tmp_path)], 2, "there is no tokenizer.json in it"),
+        (["--prompt", "--request", "chat-1", "--tokenizer", __file__], 2, "cannot be read: "),
         ([], 2, "give a TAP"),
     ):
         assert main(["show", str(root), *arguments]) == code

@@ -1,9 +1,9 @@
 """Token ids as text, by a tokenizer that the user names.
 
 The problem: a dump holds ids, and what they mean is the model's. The idea: `load` reads a tokenizer.json from a local
-directory by the library ``tokenizers`` (which vLLM brings), imported here alone, and gives a function of ids; nothing
-is downloaded, nothing is stored. Tokens that are parts of a character are told by the last of them. Not here: which
-ids, and making the text ``safe`` (whoever prints it).
+directory as the heat map does (report/html/token_text.py) and gives a function of ids; nothing is downloaded, nothing
+is stored. Tokens that are parts of a character are told by the last of them. Not here: which ids, and making the text
+``safe`` (whoever prints it).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 
 from vllm_accprobe.cli.common.options import CommandError
 
-NAME = "tokenizer.json"
 _PART = "\ufffd"
 """What decoding gives for bytes that are no whole character."""
 _LONGEST = 8
@@ -23,21 +22,14 @@ _LONGEST = 8
 def load(path: str | Path) -> Callable[[Sequence[int]], list[str]]:
     """What turns ids into their texts, one for each; joined they are the whole text. ``path``: a directory with a
     tokenizer.json, or that file. Raises CommandError, one line."""
-    from vllm_accprobe.report.text import safe
+    from vllm_accprobe.comparison.result import CompareError
+    from vllm_accprobe.report.html.token_text import tokenizer_at
 
-    given = Path(path)
-    file = given / NAME if given.is_dir() else given
-    if not file.is_file():
-        raise CommandError(f"--tokenizer: {file} does not exist: name a directory with a {NAME} (the model's)")
     try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise CommandError("--tokenizer needs the library tokenizers: pip install tokenizers") from None
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-        size = tokenizer.get_vocab_size(with_added_tokens=True)
-    except Exception as e:  # the library raises nothing narrower
-        raise CommandError(f"--tokenizer: {file} is no tokenizer ({safe(e)})") from None
+        tokenizer = tokenizer_at(Path(path))
+    except CompareError as why:
+        raise CommandError(str(why)) from None
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
 
     def decoded(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))

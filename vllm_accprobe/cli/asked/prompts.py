@@ -3,7 +3,7 @@
 The problem: a report names a request and a position, and a person wants to know what stood there; a prompt is a user's
 text, which no report repeats. The idea: it is printed where somebody asks for that request's, from the ids that stand
 beside the stored rows, with the positions that no stored row computed and what to set so that they are; the hash that
-the dump has of the prompt says whether the ids are it. Nothing is written. Not here: ids as text (token_text.py).
+the dump has of the prompt says whether the ids are it. Nothing is written. Not here: ids as text (text_of_ids.py).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _first(tokens: Any) -> bool:
 
 
 def _loaded(path: Path) -> Texts:
-    from vllm_accprobe.cli.common.token_text import load
+    from vllm_accprobe.cli.asked.text_of_ids import load
 
     return load(path)
 

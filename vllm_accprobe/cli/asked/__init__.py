@@ -1,0 +1,1 @@
+"""What a request asked: its prompt, for whoever wants to read it."""
