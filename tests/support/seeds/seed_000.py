@@ -120,5 +120,5 @@ LINES: list[Line] = [
          prints=("wrote pytests", "drawn from their statistics")),
     Line(207, "pytest --detail_compare_path=./xxx.csv proc_xxx/pytests/ --seed 42", _pytest),
     Line(212, "summary_diff_check ./xpu.csv ./gpu.csv ./result.csv", ("opdiff", "gpu.csv", "xpu.csv", "diff.csv"),
-         prints=("pass:",), check=_joined),
+         prints=("PASS:",), check=_joined),
 ]  # fmt: skip
