@@ -3,7 +3,8 @@
 The problem: a fast kernel says little about the command around it. The idea: synthetic dumps (big_dumps.py), warm in
 the page cache, are compared by the real command in a process of its own; wall time, CPU time and peak memory are the
 process's. In the same run: the kernel alone on the same shapes, an identical pair, and, where --msprobe names its
-program (pip install mindstudio-probe, into an environment of its own), `msprobe compare` on tensors of the same shapes.
+program (pip install mindstudio-probe, into an environment of its own), `msprobe compare` on tensors of the same shapes
+and `accprobe compare` on the dumps that it was given.
 
     python benchmarks/bench_compare.py --dir /some/disk --gb 2 [--msprobe venv/bin/msprobe --msprobe-gb 0.2] [--json]
 """
@@ -59,10 +60,14 @@ def main() -> None:
             total = sum(r.payload.nbytes for d in (golden, mine) for r in open_dump(d).records if r.payload) / 1e9
             report[kind] = summed(rounds, total)
         if arguments.msprobe:
-            report["msprobe"] = peer(root / "peer", arguments.msprobe.absolute(), int(arguments.msprobe_gb * 1e9))
+            nbytes = int(arguments.msprobe_gb * 1e9)
+            report["msprobe"], report["its_dumps"] = peer(
+                root / "peer", arguments.msprobe.absolute(), nbytes, installed
+            )
             for kind in ("wall", "cpu"):
                 key = f"gb_per_{kind}_s"
                 report[f"times_msprobe_{kind}"] = report["differ"][key] / report["msprobe"][key]
+                report[f"its_dumps_times_msprobe_{kind}"] = report["its_dumps"][key] / report["msprobe"][key]
         report["of_kernel_cpu"] = report["differ"]["gb_per_cpu_s"] / report["kernel_gb_per_cpu_s"]
     if arguments.json:
         print(json.dumps(report, indent=1))
@@ -113,8 +118,10 @@ def touch(root: Path) -> None:
                 pass
 
 
-def peer(root: Path, program: Path, nbytes: int) -> dict[str, float]:
-    """`msprobe compare` of two dumps with tensors of the same shapes as ours."""
+def peer(
+    root: Path, program: Path, nbytes: int, installed: dict[str, str]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """`msprobe compare` of dumps with tensors of the same shapes as ours, and `accprobe compare` of the same two."""
     import torch
 
     torch.manual_seed(0)
@@ -144,11 +151,24 @@ def peer(root: Path, program: Path, nbytes: int) -> dict[str, float]:
     command = [str(program), "compare", "-tp", steps[0], "-gp", steps[1], "-o"]
     # It needs torch, which its own environment may lack.
     env = {"PYTHONPATH": str(Path(torch.__file__).parents[1])}
-    result = summed([run([*command, str(root / "out")], env)], 2 * written / 1e9)
+    theirs = summed([run([*command, str(root / "out")], env)], 2 * written / 1e9)
     if not list((root / "out").rglob("*.csv")):
         raise SystemExit("msprobe wrote no table")
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_accprobe.cli",
+        "compare",
+        str(root / "golden"),
+        str(root / "mine"),
+        "--no-replay",
+    ]
+    rounds = [run([*command, "--out", str(root / f"ours{i}")], installed) for i in range(4)][1:]
+    with (root / "ours1" / "compare.csv").open() as f:
+        if sum(1 for _ in f) != i + 1:
+            raise SystemExit(f"accprobe's table has not the {i} pairs of msprobe's dumps")
     shutil.rmtree(root)
-    return result
+    return theirs, summed(rounds, 2 * written / 1e9)
 
 
 if __name__ == "__main__":
