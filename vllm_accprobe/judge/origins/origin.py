@@ -26,6 +26,7 @@ from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.chance import chance_of_size
 from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, FALSE_ALARM_RATE, NARROW
 from vllm_accprobe.judge.flow import Tree
+from vllm_accprobe.judge.origins.created_over import created_over
 from vllm_accprobe.judge.origins.in_front import BACKWARD, Fronts
 from vllm_accprobe.judge.origins.influence import Influence, spread
 from vllm_accprobe.judge.origins.outliers import Peers
@@ -70,10 +71,16 @@ class Created:
 
 def find_origins(
     traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, list[tuple[int, int, int]]],
-    rate: float = FALSE_ALARM_RATE,
+    rate: float = FALSE_ALARM_RATE, told: dict[str, float] | None = None,
 ) -> list[Created]:  # fmt: skip
-    """The taps that create errors, in data-flow order. images: TokenPlan.images. rate: of false alarms (chance.py)."""
-    return _Search(traces, tree, standard, images, rate).run()
+    """The taps that create errors, in data-flow order. images: TokenPlan.images. rate: of false alarms (chance.py).
+    told: is filled with what each tap's outputs create at most, over what one operator may (created_over.py)."""
+    search = _Search(traces, tree, standard, images, rate)
+    found = search.run()
+    for (tap, sink), look in search.looks.items():
+        if told is not None and sink.kind == OUTPUT and sink.tap == tap:
+            told[tap] = max(told.get(tap, 0.0), created_over(look, sink.limit, standard))
+    return found
 
 
 class _Search:
