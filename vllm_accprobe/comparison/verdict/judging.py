@@ -293,7 +293,7 @@ class _Judge:
     def _add(self, unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, facts: messages.Facts) -> None:
         self.replicas += bool(part.replicas)
         pair = messages.make_pair(unit, part, errors, limits, self.measured.setting, facts)
-        self.pairs.append((pair, part.rows.keys))
+        self.pairs.append((pair, (self._rows_of(part) if pair.status == FAIL else part.rows).keys))
         self.log.add(pair, part.rows, errors.err)
 
     def _skip(self, unit: MeasuredUnit, part: Part) -> None:
