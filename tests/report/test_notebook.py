@@ -24,16 +24,17 @@ def test_frame_has_every_pair_and_column_with_numbers_as_numbers():
     assert len(comparison().to_pandas()) == 0
 
 
-def test_figure_has_the_phases_limit_floor_and_culprit():
-    figure = replace(realistic(), standard={"name": "accprobe", "total": 8.0}).plot_depth()
-    assert [t.name for t in figure.data] == ["prefill", "decode", "limit", "floor"]
-    decode = figure.data[1]
+def test_figure_has_what_was_created_the_phases_the_limit_and_each_origin():
+    figure = replace(realistic(), created={"model.layers.2.mlp": 0.25}).plot_depth()
+    assert [t.name for t in figure.data] == ["prefill", "decode", "created"]
+    _, decode, created = figure.data
     at = decode.text.index("model.layers.3.mlp.down_proj (RowParallelLinear)")
-    assert decode.y[at] == pytest.approx(0.21)
+    limit = next(p.limit for p in realistic().pairs if p.tap == "model.layers.3.mlp.down_proj")
+    assert decode.y[at] == pytest.approx(0.21 / limit)
+    assert created.y[at] == pytest.approx(0.21 / 0.016)
+    assert next(y for y in created.y if y is not None) == 0.25
     assert figure.layout.yaxis.type == "log"
-    assert figure.layout.shapes[0].x0 == at
-    limit, floor = figure.data[2].y[at], figure.data[3].y[at]
-    assert limit / floor == pytest.approx(8.0)
+    assert (figure.layout.shapes[0].y0, figure.layout.shapes[1].x0) == (1.0, at)
     assert comparison().plot_depth().data == ()
 
 

@@ -64,6 +64,7 @@ class Comparison:
     [habit]}, how each side computes (report/machines.py says what a habit is). replayed: "", "partly" or "whole": how
     much of it was replayed. options: what was given beside the two dumps, as words of a command line, for commands that
     compare them again (deciding.py). out: the directory that it is written to, as it was typed, "" where it is not.
+    created: what each tap's outputs created at most, over what one operator may (judge/origins/created_over.py).
     states: what the runs' own ledgers of states have found (states.py); any
     finding of mine's fails the comparison."""
 
@@ -92,6 +93,7 @@ class Comparison:
     replayed: str = ""
     options: tuple[str, ...] = ()
     out: str = ""
+    created: dict[str, float] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)
 

@@ -18,6 +18,7 @@ from vllm_accprobe.comparison.over import value_of as value_of
 from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings
 from vllm_accprobe.judge.weights.faults import wrong_weights
 from vllm_accprobe.report import tiers
+from vllm_accprobe.report.next.outcomes import one_sum
 from vllm_accprobe.report.text import MISSING, against, count, num, place, safe, times
 
 if TYPE_CHECKING:
@@ -88,23 +89,6 @@ def over(pair: Pair) -> str:
     return "∞" if found == math.inf else times(found, 1.0) or MISSING
 
 
-def origin_factor(origin: Mapping[str, Any]) -> float | None:
-    """How many times its own limit an origin's worst row reaches, the one factor that is said of it; infinite for NaN
-    and for what must be equal, None where nobody measured it."""
-    created, known = origin.get("created"), origin.get("times")
-    if isinstance(created, float) and not math.isfinite(created):
-        return math.inf
-    if isinstance(known, (int, float)) and not isinstance(known, bool) and math.isfinite(known):
-        return float(known)
-    return ratio(created, origin.get("floor"))
-
-
-def origin_times(origin: Mapping[str, Any]) -> str:
-    """``13x``; empty where that is no number."""
-    found = origin_factor(origin)
-    return "" if found is None else times(found, 1.0)
-
-
 def blame(origin: Mapping[str, Any]) -> str:
     """What an origin does, and in how many layers."""
     return deed(origin) + (f" {layers}, first here" if (layers := tiers.layers(origin)) else "")
@@ -119,36 +103,6 @@ def origin_title(origin: Mapping[str, Any]) -> str:
     """``model.layers.3.mlp.down_proj (RowParallelLinear)``."""
     title = safe(origin.get("module", "?"))
     return f"{title} ({safe(origin['class'], 80)})" if origin.get("class") else title
-
-
-def own_pairs(comparison: Comparison, found: Mapping[str, Any]) -> list[Pair]:
-    """The compared pairs of the tensor that an origin or a divergence names; of its module where that has none."""
-    pairs = [p for p in comparison.pairs if p.status != "skip"]
-    module, role = found.get("module"), str(found.get("role") or "")
-    # A module may be blamed for what another one is given: its role then begins with that one's name.
-    exact = [p for p in pairs if (p.tap == module and p.role == role) or f"{p.tap}/{p.role}" == role]
-    return exact or [p for p in pairs if p.tap == module]
-
-
-def outcomes(comparison: Comparison) -> list[tuple[str, int]]:
-    """(outcome, pairs), which add up to all pairs: where an origin is, a failed pair is one of its own or is what the
-    error became further on."""
-    c = comparison.counts
-    if comparison.origins:
-        places = {(str(o.get("module")), str(o.get("role"))) for o in comparison.origins}
-        modules = {module for module, _ in places}
-        others = {role for _, role in places if "/" in role}
-        failed = (p for p in comparison.pairs if p.status == "fail")
-        own = sum(p.tap in modules or f"{p.tap}/{p.role}" in others for p in failed)
-        fails = [(f"fail at {count(len(comparison.origins), 'origin')}", own), ("propagated", c.failed - own)]
-    else:
-        fails = [("fail", c.failed)]
-    return [("pass", c.passed), *fails, ("skipped", c.skipped)]
-
-
-def one_sum(comparison: Comparison) -> str:
-    """``2,763 = 2,100 pass + 24 fail at 2 origins + 636 propagated + 3 skipped``."""
-    return f"{comparison.counts.total:,} = " + " + ".join(f"{n:,} {what}" for what, n in outcomes(comparison))
 
 
 def infinite(comparison: Comparison, origin: Mapping[str, Any]) -> str:
@@ -183,7 +137,7 @@ def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 
 def _held(created: float, origin: Mapping[str, Any]) -> str:
     """``0.21, limit 0.016 (13x)``; a later row may be worse than the first, whose place and size are told."""
-    limit, factor = origin.get("floor"), origin_times(origin)
+    limit, factor = origin.get("floor"), tiers.origin_times(origin)
     text = num(created) + ("" if limit is None else f", limit {num(limit)}")
     if not factor or factor == times(created, limit):
         return text + (f" ({factor})" if factor else "")

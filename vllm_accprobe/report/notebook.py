@@ -37,8 +37,9 @@ def to_pandas(comparison: Comparison) -> Any:
 
 
 def plot_depth(comparison: Comparison) -> Any:
-    """A plotly.graph_objects.Figure: the worst row's relative L2 of each tap's outputs in data-flow order, prefill and
-    decode apart, with limit and floor. Taps without an error, which a logarithmic axis cannot show, are left out."""
+    """A plotly.graph_objects.Figure over the taps in data-flow order: what each created over its own limit, with the
+    origins' numbers, and behind it what its outputs are off by in all, prefill and decode apart; 1 is every tap's
+    limit. What is 0, which a logarithmic axis cannot show, or has no number, is left out."""
     import plotly.graph_objects as go
 
     points = depth(comparison)
@@ -46,26 +47,26 @@ def plot_depth(comparison: Comparison) -> Any:
     # Plotly reads some markup in texts.
     names = [escaped(f"{p.tap} ({p.cls})" if p.cls else p.tap) for p in points]
     figure = go.Figure()
+
+    def add(label: str, values: list[float | None], colour: str, **how: Any) -> None:
+        if any(v is not None for v in values):
+            figure.add_scatter(x=at, y=values, name=label, text=names, line={"color": colour, "width": 1},
+                               hovertemplate="%{text}<br>%{y:.3g}x<extra>" + label + "</extra>", **how)  # fmt: skip
+
     for phase, colour in COLOURS.items():
-        values = [getattr(p, phase) or None for p in points]
-        if any(v is not None for v in values):
-            label = "no phase" if phase == "other" else phase
-            figure.add_scatter(x=at, y=values, name=label, mode="lines+markers", line={"color": colour}, text=names,
-                               hovertemplate="%{text}<br>%{y:.3g}<extra>" + label + "</extra>")  # fmt: skip
-    for name, dash in (("limit", "dash"), ("floor", "dot")):
-        values = [getattr(p, name) or None for p in points]
-        if any(v is not None for v in values):
-            figure.add_scatter(x=at, y=values, name=name, mode="lines", hoverinfo="skip",
-                               line={"color": "#6b7178", "dash": dash, "width": 1})  # fmt: skip
-    culprit = comparison.origins[0].get("module") if comparison.origins else None
+        label = "no phase" if phase == "other" else phase
+        add(label, [getattr(p, phase) or None for p in points], colour, mode="lines")
+    add("created", [p.created or None for p in points], "#191b1d", mode="markers")
+    if points:
+        figure.add_hline(y=1.0, line={"color": "#6b7178", "dash": "dash", "width": 1})
     for i, p in enumerate(points):
-        if p.tap == culprit:
-            figure.add_vline(x=i, line={"color": "#b3261e", "width": 1}, annotation_text="culprit")
-            break
+        if p.origin is not None:
+            said = "culprit" if p.origin == 1 else f"origin {p.origin}"
+            figure.add_vline(x=i, line={"color": "#b3261e", "width": 1}, annotation_text=said)
     figure.update_layout(
         title=escaped(facts.headline(comparison), 160), xaxis_title="data flow", template="simple_white"
     )
-    figure.update_yaxes(type="log", title="relative L2")
+    figure.update_yaxes(type="log", title="over its own limit")
     return figure
 
 

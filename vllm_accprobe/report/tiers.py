@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, UNLIKE_KIN
-from vllm_accprobe.report.text import factor, safe
+from vllm_accprobe.report.text import factor, ratio, safe, times
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -86,8 +86,25 @@ def alarms(comparison: Comparison) -> str | None:
     return f"honest machines would be given an origin in {odds(expected)} comparisons like this ({allowed} allowed)"
 
 
-def _number(times: object) -> str | None:
+def origin_factor(origin: Mapping[str, Any]) -> float | None:
+    """How many times its own limit an origin's worst row reaches, the one factor that is said of it; infinite for NaN
+    and for what must be equal, None where nobody measured it."""
+    created, known = origin.get("created"), origin.get("times")
+    if isinstance(created, float) and not math.isfinite(created):
+        return math.inf
+    if isinstance(known, (int, float)) and not isinstance(known, bool) and math.isfinite(known):
+        return float(known)
+    return ratio(created, origin.get("floor"))
+
+
+def origin_times(origin: Mapping[str, Any]) -> str:
+    """``13x``; empty where that is no number."""
+    found = origin_factor(origin)
+    return "" if found is None else times(found, 1.0)
+
+
+def _number(found: object) -> str | None:
     """``3.14``, ``130``, ``5e+07``, as everywhere; None for what is no finite number."""
-    if isinstance(times, bool) or not isinstance(times, (int, float)) or not math.isfinite(times):
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
         return None
-    return factor(times)
+    return factor(found)

@@ -18,14 +18,14 @@ pytestmark = pytest.mark.browser
 
 
 def test_first_screen_filter_and_sort(visit):
-    result = replace(realistic(), standard={"name": "accprobe", "total": 8.0})
+    result = replace(realistic(), created={"model.layers.1.mlp": 0.3})
     failed = sum(p.status == "fail" for p in result.pairs)
     page = visit(result)
     page.wait_for_selector("#chart[data-ready] .scatterlayer .trace")
     assert page.inner_text("h1 .culprit") == "model.layers.3.mlp.down_proj"
     assert page.locator("#chart").bounding_box()["y"] < 500
     legend = page.locator("#chart .legendtext").all_text_contents()
-    assert legend == ["prefill", "decode", "limit", "floor"]
+    assert legend == ["prefill", "decode", "created", "limit", "origins"]
 
     assert shown(page) == f"{failed} pairs of {len(result.pairs):,}"
     page.click("#status button[value=all]")
@@ -51,11 +51,11 @@ def test_first_screen_filter_and_sort(visit):
 def test_click_on_a_point_shows_its_pairs(visit):
     page = visit(realistic())
     page.wait_for_selector("#chart[data-ready]")
-    # The culprit's decode point: trace 1; markers are drawn in the order of the points that have a value.
-    box = page.locator("#chart .scatterlayer .trace").nth(1).locator(".point").nth(55).bounding_box()
+    box = page.locator("#chart .scatterlayer .trace .point").last.bounding_box()  # origins are drawn last
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.wait_for_selector("#chart .hovertext")
     tap = page.inner_text("#chart-readout").split(" (")[0]
+    assert tap == "model.layers.3.mlp.down_proj"
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.wait_for_selector("#tap-chip:not([hidden])")
     assert tap in page.inner_text("#tap-chip")

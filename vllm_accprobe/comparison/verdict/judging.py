@@ -92,7 +92,8 @@ class _Judge:
             raise NothingCompared(f"{self._why_nothing()} (golden {setting.golden_path}, mine {setting.mine_path})")
         self._check_floor()
         places = blame.Places(setting)
-        created = find_origins(self.traces, self.tree, self.standard, setting.images, self.rate)
+        told: dict[str, float] = {}
+        created = find_origins(self.traces, self.tree, self.standard, setting.images, self.rate, told)
         created, excused = self._not_excused(created)
         unseen = self._unseen_routers()
         created = [blame.unproved(c) if not c.trace.vision and behind(c.tap, unseen) else c for c in created]
@@ -116,7 +117,7 @@ class _Judge:
             *other_settings(setting.settings),
         ]
         about_floor = [s for s in (floors.sentence(self.floor, pairs), excused) if s]
-        told = [*alone, *state_notes(setting.states), *setting.notes, *images, *about_floor, *said]
+        notes = [*alone, *state_notes(setting.states), *setting.notes, *images, *about_floor, *said]
         return Comparison(
             golden_path=setting.golden_path,
             mine_path=setting.mine_path,
@@ -128,15 +129,13 @@ class _Judge:
             origins=[o for _, o in origins],
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
             verdict=FAIL if any(p.status == FAIL for p in pairs) or origins or wrong_weights(setting.weights) else PASS,
-            weights=setting.weights,
-            notes=messages.weights(setting.weights) + messages.notes(told, pairs, flipped, self.replicas, origins),
+            notes=messages.weights(setting.weights) + messages.notes(notes, pairs, flipped, self.replicas, origins),
             plan=setting.plan,
             standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),
             rows=rows,
             measured=self.measured,
             false_alarm_rate=self.rate,
-            by_chance=self.rate,
-            states=setting.states,
+            by_chance=self.rate, states=setting.states, weights=setting.weights, created=told,
         )
 
     def _why_nothing(self) -> str:
@@ -292,7 +291,7 @@ class _Judge:
     def _add(self, unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, facts: messages.Facts) -> None:
         self.replicas += bool(part.replicas)
         pair = messages.make_pair(unit, part, errors, limits, self.measured.setting, facts)
-        self.pairs.append((pair, part.rows.keys))
+        self.pairs.append((pair, (self._rows_of(part) if pair.status == FAIL else part.rows).keys))
         self.log.add(pair, part.rows, errors.err)
 
     def _skip(self, unit: MeasuredUnit, part: Part) -> None:

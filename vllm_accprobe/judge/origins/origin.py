@@ -26,12 +26,12 @@ from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.chance import chance_of_size
 from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, FALSE_ALARM_RATE, NARROW
 from vllm_accprobe.judge.flow import Tree
-from vllm_accprobe.judge.origins.columns import Columns
+from vllm_accprobe.judge.origins.created_over import created_over
 from vllm_accprobe.judge.origins.in_front import BACKWARD, Fronts
 from vllm_accprobe.judge.origins.influence import Influence, spread
 from vllm_accprobe.judge.origins.outliers import Peers
 from vllm_accprobe.judge.origins.peer_evidence import COLUMNS, Hidden, Look, kind_of_place
-from vllm_accprobe.judge.origins.prefixes import Prefixes
+from vllm_accprobe.judge.origins.prefixes import PassedOn, Prefixes
 from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace
 from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED
 from vllm_accprobe.standards.limits import Standard
@@ -72,20 +72,16 @@ class Created:
 
 def find_origins(
     traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, list[tuple[int, int, int]]],
-    rate: float = FALSE_ALARM_RATE,
+    rate: float = FALSE_ALARM_RATE, told: dict[str, float] | None = None,
 ) -> list[Created]:  # fmt: skip
-    """The taps that create errors, in data-flow order. images: TokenPlan.images. rate: of false alarms (chance.py)."""
-    return _Search(traces, tree, standard, images, rate).run()
-
-
-@dataclass(frozen=True, eq=False)
-class _Passed:
-    """As Look's before, gain_before, passed and columns_before."""
-
-    err: np.ndarray
-    gain: np.ndarray
-    means: dict[str, float]
-    columns: list[Columns]
+    """The taps that create errors, in data-flow order. images: TokenPlan.images. rate: of false alarms (chance.py).
+    told: is filled with what each tap's outputs create at most, over what one operator may (created_over.py)."""
+    search = _Search(traces, tree, standard, images, rate)
+    found = search.run()
+    for (tap, sink), look in search.looks.items():
+        if told is not None and sink.kind == OUTPUT and sink.tap == tap:
+            told[tap] = max(told.get(tap, 0.0), created_over(look, sink.limit, standard))
+    return found
 
 
 class _Search:
@@ -97,7 +93,7 @@ class _Search:
         self.found: dict[str, list[Created]] = defaultdict(list)
         self.looks: dict[tuple[str, Trace], Look] = {}
         self.means: dict[Trace, float] = {}
-        self.passing: Prefixes[_Passed] = Prefixes()
+        self.passing: Prefixes[PassedOn] = Prefixes()
         self.explaining: Prefixes[np.ndarray] = Prefixes()
         self.unions = Unions()
 
@@ -155,7 +151,7 @@ class _Search:
         return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.by_column, passed.columns, mixing,
                     passed.means, inputs)  # fmt: skip
 
-    def _pass_on(self, sink: Trace, sources: list[Trace], mixing: bool, known: _Passed | None) -> _Passed:
+    def _pass_on(self, sink: Trace, sources: list[Trace], mixing: bool, known: PassedOn | None) -> PassedOn:
         """What reaches the rows of ``sink`` from ``sources``, and from those whose share is ``known``."""
         if known is None:
             before, gain, means = np.zeros(len(sink.seen)), np.zeros(len(sink.seen)), {}
@@ -171,7 +167,7 @@ class _Search:
                     found = self.influence.again(source, what, values, sink.vision, sink.seen, mixing)
                     np.maximum(out, found, out=out)
         columns = [s.by_column for s in sources if s.by_column is not None]
-        return _Passed(before, gain, means, columns if known is None else [*known.columns, *columns])
+        return PassedOn(before, gain, means, columns if known is None else [*known.columns, *columns])
 
     def _mean_gain(self, source: Trace) -> float:
         """The median of its rows' gains; 0 where there are none."""

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
+
+from vllm_accprobe.judge.origins.columns import Columns
 from vllm_accprobe.judge.origins.row_errors import Trace
 
 LONG = 16
@@ -20,6 +24,17 @@ LONG = 16
 KEPT = 16
 """Lists that are remembered: places come tap by tap, so that few are open at a time."""
 S = TypeVar("S")
+
+
+@dataclass(frozen=True, eq=False)
+class PassedOn:
+    """What a list of sources passes on to the rows of a place: as Look's before, gain_before, passed and
+    columns_before."""
+
+    err: np.ndarray
+    gain: np.ndarray
+    means: dict[str, float]
+    columns: list[Columns]
 
 
 class Prefixes(Generic[S]):

@@ -69,7 +69,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
     points = depth(comparison)
     scripts = {f"{name}_js": _asset(f"{name}.js") for name in SCRIPTS}
     view = {
-        "depth": _depth_json(comparison, points[:MAX_POINTS]),
+        "depth": _depth_json(points[:MAX_POINTS]),
         "heat": heat_json(heat(comparison), tokens),
         "tree": tree_json(comparison),
         "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}),
@@ -128,14 +128,13 @@ def _shown_pairs(pairs: list[Pair], limit: int) -> list[int]:
     return sorted(order)
 
 
-def _depth_json(comparison: Comparison, points: list[Point]) -> dict[str, object]:
-    culprit = comparison.origins[0].get("module") if comparison.origins else None
+def _depth_json(points: list[Point]) -> dict[str, object]:
     # Names are made safe as in columns.py, with the same length, so that a click finds the tap's pairs by its name.
     shown = [
         asdict(p) | {"tap": safe(p.tap, 400), "cls": safe(p.cls, 400), "layer": p.layer and safe(p.layer, 400)}
         for p in points
     ]
-    return {"culprit": next((i for i, p in enumerate(points) if p.tap == culprit), None), "points": shown}
+    return {"points": shown}
 
 
 def _policy(scripts: list[str]) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.report import facts, tiers
 from vllm_accprobe.report.html.elements import MAX_LIST, as_sentence, breakable, escaped, html_table, more_of
 from vllm_accprobe.report.html.further import command_lines
+from vllm_accprobe.report.next.outcomes import outcomes
 from vllm_accprobe.report.text import MISSING, num, safe
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _how_far(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     if origin.get("nonfinite") or (isinstance(created, float) and not math.isfinite(created)):
         rows = int(origin.get("nonfinite") or 0)
         return f"NaN or Inf in {rows:,} row{'s' * (rows != 1)}" if rows else facts.infinite(comparison, origin)
-    return facts.origin_times(origin).replace("x", "×") or "values differ"
+    return tiers.origin_times(origin).replace("x", "×") or "values differ"
 
 
 def pair_sum(comparison: Comparison) -> str:
@@ -61,7 +62,7 @@ def pair_sum(comparison: Comparison) -> str:
     total = f"<b>{comparison.counts.total:,}</b> pairs = "
     parts = (
         f'<span class="{_KIND.get(what.partition(" ")[0], "")}"><b>{n:,}</b> {escape(what)}</span>'
-        for what, n in facts.outcomes(comparison)
+        for what, n in outcomes(comparison)
     )
     return f'<p class="pair-sum" id="pair-sum">{total}{" + ".join(parts)}</p>'
 

@@ -54,7 +54,7 @@ def verdict(comparison: Comparison) -> str:
     elif isinstance(created, float) and not math.isfinite(created):
         cells.append(_fact("Error", facts.infinite(comparison, origin), None, "big"))
     else:
-        over = facts.origin_times(origin)
+        over = tiers.origin_times(origin)
         limit = None if floor is None else f"limit {num(floor)}"
         cells.append(_fact(capital(facts.created_as(origin)), num(created), limit, "big"))
         if over:

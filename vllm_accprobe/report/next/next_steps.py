@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.comparison.verdict.deciding import DumpFacts
 from vllm_accprobe.judge.weights.faults import wrong_weights
 from vllm_accprobe.report.depth import layer_of
-from vllm_accprobe.report.facts import own_pairs, severity, wrong_states
+from vllm_accprobe.report.facts import severity, wrong_states
 from vllm_accprobe.report.next.command_words import glob_of, line_of, path_word
+from vllm_accprobe.report.next.outcomes import own_pairs
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison, Pair
