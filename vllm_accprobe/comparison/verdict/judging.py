@@ -135,7 +135,8 @@ class _Judge:
             rows=rows,
             measured=self.measured,
             false_alarm_rate=self.rate,
-            by_chance=self.rate, states=setting.states,
+            by_chance=self.rate,
+            states=setting.states,
         )
 
     def _why_nothing(self) -> str:
