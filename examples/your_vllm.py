@@ -1,7 +1,7 @@
 """vLLM's LLM in a script, captured, and the dump read in Python: which row is which token of which request.
 
-    VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=OUT python examples/your_vllm.py MODEL
-    python examples/your_vllm.py --read OUT
+VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=OUT python examples/your_vllm.py MODEL
+python examples/your_vllm.py --read OUT
 """
 
 from __future__ import annotations

@@ -75,9 +75,7 @@ _TORCH_EXPERTS = (
     "mixture: its AVX2 build has no kernel for experts: torch computes each projection and rounds it to nearest "
     "(gate and up, their product, down), where 0.32's kernel stays in float32 and truncates activation and result"
 )
-_APART = (
-    "mixture: SharedFusedMoE gives out shared and routed apart, which 0.32 adds inside: their sums are compared"
-)
+_APART = "mixture: SharedFusedMoE gives out shared and routed apart, which 0.32 adds inside: their sums are compared"
 _FORKED = {"ACCPROBE_TEST_FORK": "1"}
 """These have a worker of its own for one rank on a CPU, too; forked, it spares a minute of imports per engine."""
 

@@ -75,4 +75,3 @@ def test_a_finding_fails_what_the_tensors_pass() -> None:
     assert "the cache, not the kernel" in html.lower().split("</h1>")[0]
     assert "Further findings of the ledger of states" in html
     assert wrong.to_json()["states"]["mine"]["count"] == 2
-

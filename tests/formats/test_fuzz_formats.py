@@ -36,8 +36,15 @@ def test_only_one_clear_line_comes_out(seeds: list[fuzz_formats.Seed]) -> None:
 def test_a_spoilt_file_among_others_refuses_no_dump(seeds: list[fuzz_formats.Seed]) -> None:
     """The run above checks it for these; here that there are some of each reader of directories of files."""
     many = [s for s in seeds if s.one_of_many]
-    assert {s.reader for s in many} == {"sglang", "msit", "atb", "torchair_ge", "torchair_fx", "a_msprobe_tensor",
-                                        "flashinfer"}
+    assert {s.reader for s in many} == {
+        "sglang",
+        "msit",
+        "atb",
+        "torchair_ge",
+        "torchair_fx",
+        "a_msprobe_tensor",
+        "flashinfer",
+    }
     assert fuzz_formats.run(many, 120, 7_000) == []
 
 

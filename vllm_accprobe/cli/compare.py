@@ -1,9 +1,9 @@
-"""``accprobe compare GOLDEN MINE``: which operator made the difference, and how large it is."""
+"""``accprobe compare GOLDEN MINE``: which operator made the difference, and how large it is.
+
+Several MINE are a series (cli/comparing/many_dumps.py); the comparison itself is cli/comparing/one_comparison.py's."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,7 @@ from vllm_accprobe.cli.common.compare_formats import FORMAT, Format, say, say_be
 from vllm_accprobe.cli.common.declared import JSON
 
 if TYPE_CHECKING:
-    from vllm_accprobe.comparison.result import Comparison
-    from vllm_accprobe.report.html.token_text import TokenTexts, Vocabulary
+    from vllm_accprobe.report.html.token_text import Vocabulary
 
 DEFAULT = "accprobe-report"
 
@@ -22,8 +21,11 @@ DEFAULT = "accprobe-report"
 def compare(
     golden: Path = typer.Argument(None, metavar="GOLDEN", help="The dump to trust."),
     mine: Path = typer.Argument(None, metavar="MINE", help="The dump to judge."),
-    sheet: Path = typer.Argument(
-        None, metavar="[RESULT.csv]", help="torch_xray's table of both, too, by its standard; see docs/migration.md."
+    more: list[Path] = typer.Argument(
+        None,
+        metavar="[DUMP ...|RESULT.csv]",
+        help="More dumps to judge: a series, which is one page over time, too. Or a .csv: torch_xray's table of both, "
+        "by its standard; see docs/migration.md.",
     ),
     out: Path = typer.Option(
         None,
@@ -98,13 +100,16 @@ def compare(
     Prints the verdict and the culprit first and writes compare.csv (a row per pair), compare.html and compare.json,
     and measured.npz, from which --rejudge judges again by another standard.
     Interrupted, it goes on where it stopped when the same command is given again.
-    Exit code 0: pass, 1: differences beyond the limits, 2: unreadable input, 3: nothing could be compared.
+    Of several dumps each is compared with GOLDEN, into a folder of its name; series.html and series.json tell of all.
+    Exit code 0: pass, 1: differences beyond the limits, 2: unreadable input, 3: nothing could be compared;
+    of several dumps the worst: 2, 3, 1, 0.
     """
     import gc
 
     # Records, pairs and what hangs on them stay until the end, and looking through all of them now and then for what
     # has gone costs a tenth of the time that a pair of equal dumps takes.
     gc.set_threshold(100_000, 50, 50)
+    from vllm_accprobe.cli.comparing import many_dumps, one_comparison
     from vllm_accprobe.cli.spelling import xray_table
     from vllm_accprobe.cli.spelling.told import quiet as quietly
     from vllm_accprobe.comparison import engine
@@ -118,54 +123,46 @@ def compare(
     rate = FALSE_ALARM_RATE if rate is None else rate
     engine.check_rate(rate)
     _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray or jobs or replay))
-    _check_dumps(golden, mine, floor)
+    sheet, others = many_dumps.told_apart(more or [])
+    if others:
+        many_dumps.refuse(plan, sheet)
+    one_comparison.check_dumps(golden, mine, floor)
     standard = xray_table.standard_for(sheet, standard, rejudge is not None or plan)
     xray_table.check(sheet, [d for d in (golden, mine) if d is not None])
     home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
     out = out or home or Path(DEFAULT)
-    if not plan:
-        _check_out(out, [d for d in (golden, mine, *floor) if d is not None], rejudge is None)
+    if not plan and not others:
+        one_comparison.check_out(out, [d for d in (golden, mine, *floor) if d is not None], rejudge is None)
     rules = engine.find_mapping(op_mapping_file)
     vocabulary = _vocabulary(tokenizer)
+    again = _again(op_mapping_file, taps, standard, floor, rate)
+    given = one_comparison.AskedPair(
+        golden, standard, taps, op_mapping_file, rules, ray, jobs, floor, rate, replay, again, vocabulary
+    )
+    if others:
+        raise typer.Exit(many_dumps.series(given, [mine, *others], out, form, quiet))
     if plan:
         from vllm_accprobe.comparison.plan.units import make_plan
 
         say_plan(make_plan(*engine.open_both(golden, mine), taps=taps, mapping=rules).lines(), form)
         return
-    import json
-    from dataclasses import replace
-
-    from vllm_accprobe.cli.common import kept
-    from vllm_accprobe.cli.common.options import say_notes
-    from vllm_accprobe.cli.replay import replaying
-    from vllm_accprobe.comparison.store import resume, saved
-
     if rejudge is not None:
+        from dataclasses import replace
+
+        from vllm_accprobe.cli.common.options import say_notes
+        from vllm_accprobe.cli.replay import replaying
+        from vllm_accprobe.comparison.store import saved
+
         assert home is not None
         result = engine.rejudge(saved.load(rejudge), standard=standard, floors=floor, rate=rate)
         result = replaying.remembered(result, home) if replay is not False else result
         say_notes([replaying.told(result, home, replay)])
+        result = replace(result, options=again, out=str(home))
     else:
-        choices = {"standard": standard, "taps": taps, "mapping": rules, "resume": out, "ray": ray, "jobs": jobs,
-                   "floors": floor, "rate": rate}  # fmt: skip
-        asked = replaying.Asked(golden, mine, replay, taps, op_mapping_file, rate)
-        kept.going_on("what was measured is", out / resume.NAME)
-        with replaying.begun(asked) as begun:
-            with _progress() as advance, _tidy(out):
-                result = engine.compare(golden, mine, progress=advance, **choices)  # type: ignore[arg-type]
-            result = replaying.replayed(result, asked, begun, out, say_before if form is Format.terminal else _nothing)
-    result = replace(result, options=_again(op_mapping_file, taps, standard, floor, rate), out=str(home or out))
+        before = say_before if form is Format.terminal else one_comparison.nothing
+        result = one_comparison.compared(given, mine, out, before)
 
-    from vllm_accprobe.report import html, table
-
-    out.mkdir(parents=True, exist_ok=True)
-    table.write_csv(result, out / "compare.csv")
-    (out / "compare.json").write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
-    html.write_html(result, out / "compare.html", tokens=_texts(vocabulary, result))
-    if result.measured is not None and rejudge is None:
-        saved.save(result.measured, out)
-        resume.forget(out)
-    written = [out / name for name in ("compare.csv", "compare.json", "compare.html")]
+    written = one_comparison.write(result, out, rejudge is None, vocabulary)
     if sheet is not None:
         written.append(xray_table.write(result, sheet))
         typer.echo(xray_table.order(golden, mine), err=True)
@@ -182,18 +179,6 @@ def _vocabulary(tokenizer: Path | None) -> Vocabulary | None:
     return Vocabulary(tokenizer)
 
 
-def _texts(vocabulary: Vocabulary | None, result: Comparison) -> TokenTexts | None:
-    """Mine's tokens as text; a line on stderr where no ids were recorded."""
-    if vocabulary is None:
-        return None
-    from vllm_accprobe.report.html.token_text import token_texts
-
-    texts = token_texts(vocabulary, result.mine_path)
-    if texts.missing:
-        typer.echo(f"accprobe: {texts.missing}", err=True)
-    return texts
-
-
 def _named(place: Path, option: Path, word: str, flag: str) -> Path:
     """The one that was given, or None. Raises CompareError where both were."""
     from vllm_accprobe.comparison.result import CompareError
@@ -201,33 +186,6 @@ def _named(place: Path, option: Path, word: str, flag: str) -> Path:
     if place is not None and option is not None:
         raise CompareError(f"{word} is given twice, as {place} and as {flag} {option}: give it once")
     return place or option
-
-
-def _check_dumps(golden: Path | None, mine: Path | None, floors: list[Path]) -> None:
-    from vllm_accprobe.cli.common.same import refuse_same
-
-    if golden is None or mine is None:
-        return
-    refuse_same(("GOLDEN", golden), ("MINE", mine))
-    for floor in floors:  # of what is judged, a floor would excuse all that is wrong with it
-        refuse_same(("--floor", floor), ("GOLDEN", golden))
-        refuse_same(("--floor", floor), ("MINE", mine))
-
-
-def _check_out(out: Path, dumps: list[Path], measured: bool) -> None:
-    """measured: what was measured is written, too."""
-    from vllm_accprobe.cli.common import outputs
-    from vllm_accprobe.comparison.result import COLUMNS
-
-    ours = {
-        "compare.csv": outputs.csv_with(*COLUMNS[:7]),
-        "compare.json": outputs.SCHEMA_AND_VERDICT,
-        "compare.html": outputs.matching("<title>[^<]*accprobe"),
-    }
-    if measured:
-        ours["measured.npz"] = lambda head: head[30:38] == b"meta.npy"
-        ours["replay.json"] = outputs.matching(r"\A\{\"blamed\":")
-    outputs.check(out, ours, dumps=dumps)
 
 
 def _again(mapping: Path | None, taps: str | None, standard: str, floors: list[Path], rate: float) -> tuple[str, ...]:
@@ -249,41 +207,3 @@ def _check_arguments(golden: Path | None, mine: Path | None, rejudge: Path | Non
         raise CompareError("give two dumps, GOLDEN and MINE, or --rejudge DIR; accprobe compare --help says more")
     if rejudge is not None and (golden is not None or other):
         raise CompareError("--rejudge judges what was measured: it takes no dumps, no --taps and no --plan")
-
-
-def _nothing(result: object) -> None:
-    """What is read by programs holds the last verdict alone."""
-
-
-@contextlib.contextmanager
-def _tidy(out: Path) -> Iterator[None]:
-    """Where there is nothing to compare, nothing stays behind."""
-    from vllm_accprobe.comparison.result import NothingCompared
-    from vllm_accprobe.comparison.store import resume
-
-    there = out.exists()
-    try:
-        yield
-    except NothingCompared:
-        resume.forget(out)
-        if not there:
-            with contextlib.suppress(OSError):
-                out.rmdir()
-        raise
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal's stderr, nothing in a pipe."""
-    import sys
-
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = TextColumn("comparing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("comparing", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))

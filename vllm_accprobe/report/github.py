@@ -9,6 +9,7 @@ packages/core/src/command.ts]. Not here: the summary's text (markdown.py).
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm_accprobe.report import facts, markdown, tiers
@@ -63,9 +64,14 @@ def lines(comparison: Comparison) -> list[str]:
 def write_summary(comparison: Comparison) -> str | None:
     """Appends the Markdown summary to the file that GitHub names in GITHUB_STEP_SUMMARY; returns its path, or None
     outside of GitHub. Raises OSError as the file system gives it."""
+    return append_summary(markdown.lines(comparison))
+
+
+def append_summary(summary: Iterable[str]) -> str | None:
+    """As `write_summary`, of any lines of Markdown."""
     path = os.environ.get(SUMMARY)
     if not path:
         return None
     with open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
-        f.write("\n".join(markdown.lines(comparison)) + "\n")
+        f.write("\n".join(summary) + "\n")
     return path

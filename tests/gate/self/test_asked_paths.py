@@ -43,9 +43,7 @@ def test_a_clean_server_passes(server: Server, tmp_path: Path, capsys: Any) -> N
     assert ways["hit"]["prompts"] >= 4  # of a block or more
 
 
-def test_a_decode_that_is_wrong_is_named(
-    served_model: Path, preloaded_vllm: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_decode_that_is_wrong_is_named(served_model: Path, preloaded_vllm: Path, tmp_path: Path, capsys: Any) -> None:
     env = {"ACCPROBE_FAULT": json.dumps(FAULT), "PYTHONPATH": str(FAULTS), "VLLM_ACCPROBE_FORCE": "1"}
     args = ["--enforce-eager", "--enable-prompt-tokens-details"]
     env |= {"OMP_NUM_THREADS": "1"}

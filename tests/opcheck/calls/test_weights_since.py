@@ -15,9 +15,7 @@ def life(*events, rank=0):
     lives = Lives()
     for number, (kind, step, prints) in enumerate(events):
         for (tap, form), order in prints.items():
-            lives.prints.append(
-                WeightPrint(rank, number, tap, "", "weight", form, "bfloat16", (4, 4), order, order)
-            )
+            lives.prints.append(WeightPrint(rank, number, tap, "", "weight", form, "bfloat16", (4, 4), order, order))
         lives.events.append(WeightEvent(rank, number, kind, step))
     return WeightsSince(lives)
 

@@ -9,6 +9,7 @@ import re
 from report_examples import EVIL, comparison, hostile, pair, realistic
 
 import vllm_accprobe.report.html as html
+from vllm_accprobe.report.html.assembling import asset
 
 
 def unpacked(text, name):
@@ -91,7 +92,7 @@ def test_pass_and_empty_comparisons_make_a_page():
 
 def test_text_can_be_read_on_its_ground_in_light_and_dark():
     """WCAG 2.2, 1.4.3: a contrast of 4.5 for text of normal size."""
-    css = html._asset("page.css")
+    css = asset("page.css")
     light, dark = re.findall(r":root(?::not\(\.paper\))? \{(.*?)\}", css, re.S)[:2]
 
     def luminance(colour):

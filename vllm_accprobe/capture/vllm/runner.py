@@ -176,9 +176,7 @@ class RunnerAdapter:
         finished = [name for name in out.finished_req_ids if name not in counts]
         why = unplaced(self.runner, out) if number is not None else ""
         arming = getattr(out, WORDS, None)
-        return EngineStep(
-            number, counts, total, new, finished, lambda: starts(out), arming, why, lambda: moves_of(out)
-        )
+        return EngineStep(number, counts, total, new, finished, lambda: starts(out), arming, why, lambda: moves_of(out))
 
     def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -89,7 +89,7 @@ def _note(key: str) -> str:
 
 def _names(path: Path, key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
-        raise CheckConfigError(f"{path}: {key} is no list of API names; for example [\"conv1d\", \"linear\"]")
+        raise CheckConfigError(f'{path}: {key} is no list of API names; for example ["conv1d", "linear"]')
     return tuple(value)
 
 

@@ -110,9 +110,7 @@ def attend(
     if heads % kv:
         raise Declined("query heads are no multiple of key heads")
     k, v = (x.repeat_interleave(heads // kv, 1) for x in (k, v))
-    p = probabilities(
-        q, k, scale, query_positions, window=window, cap=cap, slopes=slopes, sinks=sinks, hidden=hidden
-    )
+    p = probabilities(q, k, scale, query_positions, window=window, cap=cap, slopes=slopes, sinks=sinks, hidden=hidden)
     by_head = v.transpose(0, 1)
     width = v.shape[-1]
     mixed = (p @ torch.cat((by_head, by_head.abs()), -1)).transpose(0, 1)

@@ -10,8 +10,6 @@ pairs' compact form (columns.py), the error over depth (depth.py), rows and toke
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -23,6 +21,7 @@ from vllm_accprobe.report import facts
 from vllm_accprobe.report.depth import Point, depth
 from vllm_accprobe.report.heat import heat
 from vllm_accprobe.report.html import first, further, sections
+from vllm_accprobe.report.html.assembling import asset, fill, policy
 from vllm_accprobe.report.html.columns import columns_json, packed, script_json
 from vllm_accprobe.report.html.looks import heat_json, looks_json, tree_json
 from vllm_accprobe.report.text import safe
@@ -67,7 +66,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
     shown = _shown_pairs(comparison.pairs, max_pairs)
     pairs = packer.submit(packed, columns_json([comparison.pairs[i] for i in shown]))
     points = depth(comparison)
-    scripts = {f"{name}_js": _asset(f"{name}.js") for name in SCRIPTS}
+    scripts = {f"{name}_js": asset(f"{name}.js") for name in SCRIPTS}
     view = {
         "depth": _depth_json(points[:MAX_POINTS]),
         "heat": heat_json(heat(comparison), tokens),
@@ -75,10 +74,10 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}),
     }
     holes = {
-        "csp": escape(_policy([*scripts.values(), plotly or ""])),
+        "csp": escape(policy([*scripts.values(), plotly or ""])),
         "title": escape(sections.title(comparison)),
         "state": "pass-page" if comparison.verdict == "pass" else "fail-page",
-        "css": "".join(map(_asset, STYLES)),
+        "css": "".join(map(asset, STYLES)),
         "verdict": sections.verdict(comparison) + first.origin_buttons(comparison) + first.pair_sum(comparison),
         "next": first.next_commands(comparison),
         "notes": sections.notes(comparison) + further.wrong_states(comparison) + further.deciding(comparison),
@@ -98,7 +97,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         "plotly": f'<script type="application/gzip" id="plotly-js">{packed_plotly.result()}</script>' if plotly else "",
         **scripts,
     }
-    return _fill(_asset("page.html"), holes)
+    return fill(asset("page.html"), holes)
 
 
 def plotly_js() -> str | None:
@@ -135,26 +134,3 @@ def _depth_json(points: list[Point]) -> dict[str, object]:
         for p in points
     ]
     return {"points": shown}
-
-
-def _policy(scripts: list[str]) -> str:
-    hashes = " ".join(
-        "'sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii") + "'"
-        for text in scripts
-        if text
-    )
-    return (
-        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _asset(name: str) -> str:
-    from importlib.resources import files
-
-    return files("vllm_accprobe.report.html").joinpath(name).read_text(encoding="utf-8")
-
-
-def _fill(template: str, holes: dict[str, str]) -> str:
-    """Each ``{{name}}`` once, in a single pass: what is filled in is never looked at again."""
-    return re.sub(r"\{\{(\w+)\}\}", lambda m: holes[m[1]], template)

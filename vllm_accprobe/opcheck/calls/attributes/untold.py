@@ -46,9 +46,7 @@ class UntoldAttributes:
     """Of the modules of ``index``. settled: a call with the dtypes that its numbers have; given: what the user
     named."""
 
-    def __init__(
-        self, index: ModuleIndex, settled: Callable[[Call], Call], given: Iterable[tuple[str, str, Any]] = ()
-    ):
+    def __init__(self, index: ModuleIndex, settled: Callable[[Call], Call], given: Iterable[tuple[str, str, Any]] = ()):
         self._index, self._settled, self._given = index, settled, tuple(given)
         self._chosen: dict[tuple[int, str], ChosenEpsilon] = {}
 
