@@ -7,7 +7,7 @@ import pytest
 from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.cli.common import many_dumps
+from vllm_accprobe.cli.comparing import many_dumps
 
 CULPRIT = "model.layers.1.mlp.down_proj"
 
