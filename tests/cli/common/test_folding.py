@@ -20,7 +20,8 @@ from opcheck.layer_dumps import build
 from vllm_accprobe.cli.common.folding import fold, stacked, width_of
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-SPEED = re.compile(r"[\d,.]+[MG]B/s")
+DISK = re.compile(r"[\d,.]+[MGT]B(/s)?")
+"""Doctor looks at the disk anew each time."""
 LONG = "model.language_model.layers.17.self_attn.indexer_with_a_long_name.down_proj"
 CONFIG = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
           "num_attention_heads": 2, "vocab_size": 32, "architectures": ["LlamaForCausalLM"]}  # fmt: skip
@@ -84,7 +85,7 @@ def in_a_pipe(words: str, cwd: Path, columns: int = 40) -> list[str]:
 
 def squeezed(lines: list[str]) -> str:
     """All but blanks and the backslashes of folded commands."""
-    return SPEED.sub("", "".join("".join(line.removesuffix(" \\").split()) for line in lines))
+    return DISK.sub("", "".join("".join(line.removesuffix(" \\").split()) for line in lines))
 
 
 def numbers(lines: list[str]) -> list[str]:
