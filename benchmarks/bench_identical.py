@@ -59,10 +59,9 @@ def main() -> None:
         print(json.dumps(report, indent=1))
         return
     for r in report:
-        alone_ = "json.loads" if r["kind"] == "own" else "reading and np.array_equal"
-        size, cost = f"{r['kind']:6}{r['kb']:6} KB x {r['pairs']:5}", f"{r['us']:8.0f} us of CPU a pair"
-        speed = f"{r['gb_per_wall_s']:6.2f} GB/s, {r['gb_per_cpu_s']:6.2f} of CPU"
-        print(f"{size}: {cost}, {r['to_alone']:6.1f} times {alone_} alone; {speed}")
+        beside = "json.loads" if r["kind"] == "own" else "reading and np.array_equal"
+        print(f"{r['kind']:6}{r['kb']:6} KB x {r['pairs']:5}: {r['us']:8.0f} us of CPU a pair, {r['to_alone']:.1f} "
+              f"times {beside}; {r['gb_per_wall_s']:6.2f} GB/s, {r['gb_per_cpu_s']:6.2f} of CPU")  # fmt: skip
 
 
 def measured(

@@ -39,8 +39,9 @@ def write_pair(
 ) -> tuple[Path, Path]:
     """Two dumps of about ``nbytes`` each in root/golden and root/mine. hidden: of all ranks together."""
     rng = np.random.default_rng(0)
-    values = rng.standard_normal(16 << 20).astype(np.float32)
-    noisy = values * (1 + 2**-9 * rng.standard_normal(len(values)).astype(np.float32))
+    largest = int(rows * hidden * max(factor for _, _, factor in TAPS)) // ranks
+    values = rng.standard_normal(max(16 << 20, largest + (1 << 20)), np.float32)
+    noisy = values if equal else values * (1 + 2**-9 * rng.standard_normal(len(values), np.float32))
     for name, source in (("golden", values), ("mine", values if equal else noisy)):
         for rank in range(ranks):
             write_dump(root / name, _bfloat16(source), nbytes // ranks, rows, hidden, layers, rank, ranks)
