@@ -93,7 +93,7 @@ def once(page: Any, path: Path) -> dict[str, float]:
     everything = "document.querySelector('#shown').textContent.match(/^[0-9,]+ pairs$/)"
     actions: dict[str, tuple[Callable[[], Any], str]] = {
         "all pairs": (lambda: page.click("#status button[value=all]"), everything),
-        "filter": (lambda: page.fill("#find", "layers.23 down_proj"), f"!{everything}"),
+        "filter": (lambda: page.fill("#find", "layers.2 down_proj"), f"!{everything}"),
         "no filter": (lambda: page.fill("#find", ""), everything),
         "sort": (lambda: page.click("#head th[data-id=cosine] button"), _sorted_by("cosine")),
         "worst first": (lambda: page.click("#head th[data-id=over] button"), _sorted_by("over")),
@@ -127,7 +127,8 @@ def until(page: Any, condition: str) -> float:
     """The page's own clock, in milliseconds, at the first frame in which ``condition`` holds."""
     # The page's policy forbids what wait_for_function evaluates; what playwright itself evaluates is not the page's.
     look = f"() => ({condition}) ? done(performance.now()) : requestAnimationFrame(look)"
-    return float(page.evaluate(f"new Promise((done) => {{ const look = {look}; look(); }})"))
+    late = f"setTimeout(() => fail(new Error('not within a minute: ' + {json.dumps(condition)})), 60000)"
+    return float(page.evaluate(f"new Promise((done, fail) => {{ {late}; const look = {look}; look(); }})"))
 
 
 def lines(report: dict[str, Any]) -> list[str]:

@@ -32,7 +32,8 @@ class Wrong:
 
 def spoken_for(parts: list[Part], errors: list[RowErrors], rows: list[RowSet]) -> np.ndarray:
     """`Trace.shared` of the rows of all parts, one after the other: int64; empty where each row has its own error."""
-    one = [part.whole or len(e.err) != len(known) for part, e, known in zip(parts, errors, rows, strict=True)]
+    each = zip(parts, errors, rows, strict=True)
+    one = [bool(len(known)) and (part.whole or len(e.err) != len(known)) for part, e, known in each]
     if not any(one):
         return _NO_KEYS
     numbers = (i if whole else -1 for i, whole in enumerate(one))

@@ -61,6 +61,11 @@ class Trace:
     gap: int = 0
     shared: np.ndarray = field(default_factory=lambda: _NONE)
 
+    @property
+    def of_tensors(self) -> bool:
+        """Whether no row has an error of its own."""
+        return len(self.shared) > 0 and bool((self.shared >= 0).all())
+
     def largest(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
         """``values`` [len(keys)] of some of the rows seen; where one tensor speaks for several, the largest of theirs:
         it may have been made of any of them."""

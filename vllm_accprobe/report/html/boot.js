@@ -3,17 +3,18 @@
   "use strict";
   const a = window.accprobe;
   try {
-    const pairs = JSON.parse(await a.unpack("pairs-json"));
-    const rest = a.unpack("view-json");
-    const view = JSON.parse(await rest);
+    const packed = document.getElementById("plotly-js");
+    // All at once: what is unpacked in the browser's own threads is there when its turn comes.
+    const texts = ["pairs-json", "view-json"].map(a.unpack), library = packed ? a.unpack("plotly-js") : null;
+    if (library) library.catch(() => {});  // told below, where it is waited for
+    const [pairs, view] = (await Promise.all(texts)).map((text) => JSON.parse(text));
     a.parts.table(pairs, view.looks);
     a.parts.tree(view.tree);
     a.parts.first();
     a.parts.clicks(view.tree.origins);
-    const packed = document.getElementById("plotly-js");
-    if (packed) {
+    if (library) {
       const script = document.createElement("script");
-      script.textContent = await a.unpack("plotly-js");
+      script.textContent = await library;
       document.head.append(script);
     }
     if (window.Plotly) {

@@ -1,0 +1,109 @@
+"""A page of 2,000 pairs on 8 ranks, clicked through in Chromium: nothing is lost, little is drawn, little is stored."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from support.browser_pages import chromium, opened
+
+from vllm_accprobe.report.html import write_html
+
+pytestmark = pytest.mark.browser
+ROOT = Path(__file__).parents[3]
+PAIRS, LAYERS, RANKS = 2_000, 20, 8
+
+
+def made():
+    path = ROOT / "benchmarks" / "made_comparison.py"
+    spec = importlib.util.spec_from_file_location("made_comparison", path)
+    module = sys.modules["made_comparison"] = importlib.util.module_from_spec(spec)  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module.made(module.Made(PAIRS, LAYERS, RANKS))
+
+
+@pytest.fixture(scope="module")
+def result():
+    return made()
+
+
+@pytest.fixture(scope="module")
+def path(result, tmp_path_factory):
+    path = tmp_path_factory.mktemp("large") / "compare.html"
+    write_html(result, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser, path):
+    with opened(browser) as open_:
+        yield open_(path)
+
+
+def shown(page):
+    return page.inner_text("#shown")
+
+
+def test_a_pair_takes_few_bytes(path):
+    """20,000 pairs are to fit into 5 MB, of which plotly is 2: 150 bytes for each; 100 of them are the pair's own."""
+    blocks = dict(re.findall(r'<script type="application/gzip" id="([^"]+)">([^<]*)<', path.read_text("utf-8")))
+    assert len(blocks["pairs-json"]) < 100 * PAIRS
+    assert len(blocks["view-json"]) < 500_000  # bounded: the worst rows, samples, and the heat map's bytes
+    rest = path.stat().st_size - sum(map(len, blocks.values()))
+    assert rest < 300_000
+
+
+def test_filter_sort_and_the_last_row(page, result):
+    failed = sum(p.status == "fail" for p in result.pairs)
+    assert 500 < failed < PAIRS
+    assert shown(page) == f"{failed:,} pairs of {PAIRS:,}"
+    page.click("#status button[value=all]")
+    assert shown(page) == f"{PAIRS:,} pairs"
+    assert page.locator("#body tr.row").count() < 80
+    page.fill("#find", "layers.7 down_proj")
+    own = sum(p.tap == "model.layers.7.mlp.down_proj" for p in result.pairs)
+    page.get_by_text(f"{own} pairs of {PAIRS:,}", exact=True).wait_for()
+    page.fill("#find", "")
+    page.get_by_text(f"{PAIRS:,} pairs", exact=True).wait_for()
+    page.click("#head th[data-id=over] button")
+    page.focus("#grid")
+    page.keyboard.press("End")
+    page.wait_for_selector(f"#r{PAIRS - 1}")
+    assert page.locator("#body tr.row").count() < 80
+
+
+def test_from_the_worst_first_to_its_rows(page, result):
+    page.click("#head th[data-id=over] button")
+    page.focus("#grid")
+    page.keyboard.press("Home")
+    page.keyboard.press("Enter")
+    worst = max(result.pairs, key=lambda p: (p.measured or 0) / (p.allowed or 1))
+    assert worst.tap in page.inner_text("#detail")
+    assert page.locator("#detail .worst-rows tbody tr").count() == 8
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#detail")
+
+
+def test_from_the_heat_map_to_a_pair(page):
+    page.wait_for_selector("#heat[data-ready]")
+    page.focus("#heat")
+    page.keyboard.press("Enter")
+    assert page.is_visible("#heat-back")
+    page.keyboard.press("Enter")
+    assert "model.layers.7.mlp.down_proj" in page.inner_text("#tap-chip")
+    assert "model.layers.7.mlp.down_proj" in page.inner_text("#detail")
+
+
+def test_from_the_chart_to_the_culprit_s_pairs(page, result):
+    page.wait_for_selector("#chart[data-ready]")
+    page.focus("#chart")
+    page.keyboard.press("Enter")
+    own = [p for p in result.pairs if p.tap == "model.layers.7.mlp.down_proj"]
+    assert f"{len(own)} pairs of {PAIRS:,}" in shown(page)
