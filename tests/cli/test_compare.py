@@ -64,6 +64,7 @@ def test_a_tokenizer_puts_text_into_the_page_alone(dumps, tmp_path, capsys):
     assert _view(out)["heat"]["requests"][0]["tokens"]
     assert run("--rejudge", out) == 1
     assert _view(out)["heat"]["texts"] == {}
+    capsys.readouterr()
     assert run(dumps / "golden", dumps / "wrong", "-o", tmp_path / "new", "--tokenizer", dumps) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "new").exists()

@@ -80,13 +80,13 @@ def test_dragging_over_layers_shows_their_taps_and_a_double_click_goes_back(visi
     y = box["y"] + box["height"] * 0.85
     page.mouse.move(box["x"] + 20, y)
     page.mouse.down()
-    page.mouse.move(box["x"] + 150, y, steps=8)
+    page.mouse.move(box["x"] + 20 + box["width"] / 10, y, steps=8)
     page.mouse.up()
     page.wait_for_selector("#chart[data-marks=taps]")
     low, high = page.evaluate("document.getElementById('chart')._fullLayout.xaxis.range")
     assert 0 < low < high < 200
     page.wait_for_timeout(400)
-    page.mouse.dblclick(box["x"] + 500, y)
+    page.mouse.dblclick(box["x"] + box["width"] * 0.8, y)
     page.wait_for_selector("#chart[data-marks=layers]")
 
 
