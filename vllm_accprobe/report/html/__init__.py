@@ -39,8 +39,8 @@ MAX_POINTS = 20_000
 
 
 SCRIPTS = (
-    "base", "link", "print", "columns", "export", "table", "tree", "spread", "around", "operators", "pair", "first",
-    "chart", "heat", "clicks", "boot",
+    "base", "link", "print", "columns", "export", "fold", "table", "tree", "spread", "around", "operators", "pair",
+    "first", "chart", "heat", "clicks", "boot",
 )  # fmt: skip
 """The page's own scripts, in their order on the page."""
 STYLES = ("page.css", "heat.css", "pair.css", "around.css", "first.css", "print.css")

@@ -9,10 +9,11 @@
   const box = $("grid-box"), grid = $("grid"), body = $("body"), head = $("head");
 
   const columns = a.columns(data), { names, col, COLUMNS, over, asNumber, nameTip } = columns;
+  const folding = a.folding(data, columns);
 
   // -- what is shown
-  const state = { words: [], status: "all", tap: null, under: false, steps: null, sort: "order", down: false, at: -1, pair: null, brief: false };
-  let view = new Uint32Array(0);
+  const state = { words: [], status: "all", tap: null, under: false, steps: null, sort: "order", down: false, at: -1, pair: null, brief: false, folded: folding.many };
+  let view = new Uint32Array(0), whole = view;
 
   function ranks(name) {            // text columns sort by the place of their text in the sorted dictionary
     const c = col[name];
@@ -51,6 +52,10 @@
     if (state.sort === "status") for (const i of view) worst[i] = asNumber(over(i));   // of one status the worst first
     const next = (a, b) => (worst[a] === worst[b] ? order[a] - order[b] || a - b : worst[a] > worst[b] ? -1 : 1);
     view.sort((a, b) => (keys[a] === keys[b] ? next(a, b) : sign * (keys[a] < keys[b] ? -1 : 1)));
+    whole = view;
+    if (state.folded) view = folding.of(whole);
+    else folding.whole();
+    $("ranks").setAttribute("aria-pressed", String(state.folded));
     state.at = -1;
     for (const b of $("status").children) {
       b.setAttribute("aria-pressed", String(b.value === state.status));
@@ -64,7 +69,7 @@
     for (const th of head.children) {
       th.setAttribute("aria-sort", th.dataset.id === state.sort ? (state.down ? "descending" : "ascending") : "none");
     }
-    grid.setAttribute("aria-rowcount", String(m + 1));
+    grid.setAttribute("aria-rowcount", String(view.length + 1));
     size();
     box.scrollTop = 0;
     draw();
@@ -94,10 +99,11 @@
     tr.setAttribute("aria-rowindex", String(k + 2));
     if (k === state.at) tr.setAttribute("aria-selected", "true");
     for (const c of COLUMNS) {
-      const td = tr.appendChild(document.createElement("td")), text = String(c.text(i));
+      const td = tr.appendChild(document.createElement("td")), others = c.id === "rank" ? folding.others(i) : 0;
+      const text = String(c.text(i)) + (others ? " +" + others : "");
       td.className = [c.cls, c.num ? "num" : "", c.prio].filter(Boolean).join(" ");
       td.textContent = text;
-      td.title = c.tip ? c.tip(i) : text;
+      td.title = others ? "The worst of " + (others + 1) + " ranks" : c.tip ? c.tip(i) : text;
     }
     return tr;
   }
@@ -154,6 +160,18 @@
     state.pair = i;
     panel.hidden = false;
     a.parts.pair(panel, i, looks, col.tap.at(i), col.role.at(i));
+    if (state.folded && folding.others(i)) {
+      const b = panel.appendChild(document.createElement("button")), at = col.step.at(i);
+      b.type = "button";
+      b.className = "chip ranks";
+      b.textContent = "Show all " + (folding.others(i) + 1) + " ranks of it";
+      b.addEventListener("click", () => {
+        Object.assign(state, { tap: col.tap.at(i), under: false, steps: at === null ? null : [at, at], folded: false, pair: null });
+        $("detail").hidden = true;
+        refresh();
+        grid.focus({ preventScroll: true });
+      });
+    }
     const all = panel.appendChild(document.createElement("details"));
     all.open = !panel.querySelector("table, figure, .shape");
     all.appendChild(document.createElement("summary")).textContent = "All fields";
@@ -230,7 +248,9 @@
   });
   $("tap-chip").addEventListener("click", () => { Object.assign(state, { tap: null, under: false, steps: null, brief: false }); refresh(); $("find").focus(); });
 
-  $("save").addEventListener("click", () => a.save(view, columns));
+  $("save").addEventListener("click", () => a.save(whole, columns));
+  $("ranks").hidden = !folding.many;
+  $("ranks").addEventListener("click", () => { state.folded = !state.folded; refresh(); });
 
   // Failures first, the worst of them first. under: also what lies inside; steps: [first, last]; open: the first one,
   // in a table that leaves room for it.
@@ -257,6 +277,7 @@
     $("find").value = "";
     Object.assign(state, { words: [], tap: col.tap.at(i), under: false, steps: null, status: "all", brief: false });
     refresh();
+    if (view.indexOf(i) < 0) { state.folded = false; refresh(); }
     move(view.indexOf(i), true);
     grid.focus({ preventScroll: true });
   };
@@ -265,10 +286,11 @@
   refresh();
 
   a.link.part({
-    keys: ["find", "tap", "under", "steps", "status", "sort", "pair"],
+    keys: ["find", "tap", "under", "steps", "ranks", "status", "sort", "pair"],
     get() {
       const sort = (state.down ? "-" : "") + state.sort;
       return [["find", state.words.join(" ")], ["tap", state.tap], ["under", state.tap !== null && state.under ? 1 : null], ["steps", state.steps && state.steps.join("..")],
+        ["ranks", state.folded === folding.many ? null : "all"],
         ["status", state.status === usual ? null : state.status], ["sort", sort === "order" ? null : sort], ["pair", state.pair]];
     },
     set(q) {
@@ -279,7 +301,7 @@
       const find = (q.get("find") ?? "").slice(0, 400), pair = a.link.whole(q.get("pair"), data.n);
       $("find").value = find;
       Object.assign(state, { words: wordsOf(find), tap: known ? tap : null, under: known && under, steps: known && steps ? [Number(steps[1]), Number(steps[2])] : null,
-        status, sort: sort ? by : "order", down: sort && minus === "-", brief: pair !== null, pair: null });
+        folded: folding.many && q.get("ranks") !== "all", status, sort: sort ? by : "order", down: sort && minus === "-", brief: pair !== null, pair: null });
       $("detail").hidden = true;
       refresh();
       if (pair !== null) {
