@@ -22,7 +22,7 @@ Scales: of a layer, as its kernel has them; of a token and a head, the largest o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,11 @@ _WHOLE = ("", "auto", "bfloat16", "float16", "half", "float", "float32")
 _DOUBT = 2.0**-8
 """Chosen: relative error of x over a scale that is no power of two, where a kernel multiplies by its inverse in
 bfloat16: of a number so near to the middle of two codes either may stand there."""
+_OUT = 2.0**-8
+"""Derived: a rounding of bfloat16, the coarsest dtype that an output has."""
+_CLEARLY = 2.0
+"""Chosen: cutting off is asked about where an output is off by more than this many of what is usual; whether it is
+right then is the verdict's to say."""
 Attend = Callable[[Tensor, Tensor, "Tensor | None"], "tuple[Tensor, Tensor, Tensor]"]
 """(keys, values, standard error of scores or None) → (output, noise, bound)."""
 _FAR = 30.0
@@ -47,11 +52,17 @@ _FAR = 30.0
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """kind: vLLM's word; dtype: of a code; scales: of keys and values, None where each token and head has its own."""
+    """kind: vLLM's word; dtype: of a code; scales: of keys and values, None where each token and head has its own;
+    toward_zero: codes are cut off, as vLLM's own kernel does with AVX-512, and off by up to a whole step."""
 
     kind: str
     dtype: Any
     scales: tuple[float, float] | None
+    toward_zero: bool = False
+
+    @property
+    def said(self) -> str:
+        return f"{self.kind}, cut off toward zero," if self.toward_zero else self.kind
 
     def held(self, rows: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
         """Float64 ``rows`` [m, heads, width] as they are read back; how far a code may honestly be from that; and half
@@ -67,11 +78,26 @@ class CacheFormat:
         if not bool((mantissa == 0.5).all()):
             doubt = torch.maximum(*((self._nearest(exact * (1.0 + d)) - read).abs() for d in (-_DOUBT, _DOUBT)))
         clipped = (exact.abs() - largest(self.dtype)).clamp(min=0.0)
-        return read * scale, doubt * scale, torch.maximum(half_step(exact, self.dtype), clipped) * scale
+        off = half_step(exact, self.dtype) * (2.0 if self.toward_zero else 1.0)
+        return read * scale, doubt * scale, torch.maximum(off, clipped) * scale
 
     def _nearest(self, exact: Tensor) -> Tensor:
         mine = torch.zeros(exact.shape, dtype=torch.uint8)
-        return coded(exact, mine, self.dtype, keep=False).view(self.dtype).double()
+        codes = coded(exact, mine, self.dtype, keep=False)
+        read = codes.view(self.dtype).double()
+        if not self.toward_zero:
+            return read
+        # A number's code less one is the next one toward zero, for either sign.
+        return torch.where(read.abs() > exact.abs(), (codes - 1).view(self.dtype).double(), read)
+
+
+def cut_off(eight: CacheFormat | None, out: Tensor, noise: Tensor, mine: Tensor, rows: Tensor) -> CacheFormat | None:
+    """The same format with codes cut off, where ``out``, by the nearest codes, is too far from ``mine`` to be a right
+    kernel's; whoever asks takes it where it is nearer. All [n, ...]; rows: bool [n], which are known."""
+    if eight is None or eight.dtype == torch.int8 or eight.toward_zero or not bool(rows.any()):
+        return None
+    off, usual = (t[rows].norm() for t in (out - mine, noise.expand_as(out) + _OUT * out.abs()))
+    return replace(eight, toward_zero=True) if bool(off > _CLEARLY * usual) else None
 
 
 def cache_format(attrs: Mapping[str, Any]) -> CacheFormat | None:
