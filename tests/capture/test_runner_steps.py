@@ -163,7 +163,7 @@ Start = Callable[..., tuple[CaptureObserver, Any]]
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setattr(capturing, "run_info", lambda *_: {"tool": "accprobe"})
-    monkeypatch.setattr(capture_runner, "before_packing", lambda look: contextlib.nullcontext())
+    monkeypatch.setattr(capture_runner, "before_packing", lambda *looks: contextlib.nullcontext())
 
     def started(runner: Any) -> tuple[CaptureObserver, Any]:
         worker = Plain(model_runner=runner, execute_dummy_batch=lambda: runner._dummy_run())

@@ -5,6 +5,7 @@ scripts/cache_pairs.py has more cases; here is one that is right and one that is
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,9 @@ def test_the_format_is_told_apart_from_a_wrong_state(tmp_path: Path, engines: En
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     right, wrong = [line for line in ran.stdout.splitlines() if line.startswith(("right-", "dropped-"))]
-    assert "pass, blamed: nobody; replay: mine's cache is fp8_e4m3 in 4 attentions" in right
+    # vLLM's own kernel with AVX-512 cuts codes off toward zero; where it has none, torch rounds to the nearest.
+    said = r"pass, blamed: nobody; replay: mine's cache is fp8_e4m3(, cut off toward zero,)? in 4 attentions"
+    assert re.search(said, right)
     assert "beyond it mine is right for its own inputs" in right
     assert "fail, blamed: model.layers.1.self_attn.attn" in wrong
     assert "what model.layers.1.self_attn.attn differs by is not that rounding" in wrong

@@ -70,7 +70,7 @@ def compare(
         None, "--ray", metavar="ADDRESS", help="Measure on the machines of the Ray cluster at this address."
     ),
     jobs: int = typer.Option(
-        0, "-j", "--jobs", min=0, max=256, metavar="N", help="Measure with N processes; 0: with threads of this one."
+        0, "-j", "--jobs", min=0, max=256, metavar="N", help="Processes that work; 0: none, threads of this one do."
     ),
     replay: bool = typer.Option(
         None,
@@ -85,7 +85,7 @@ def compare(
         None,
         "--tokenizer",
         metavar="PATH",
-        help="A model's folder or its tokenizer.json: compare.html's heat map shows tokens' text, which is then in it.",
+        help="A model's folder or its tokenizer.json; compare.html's heat map shows tokens' text, which is then in it.",
     ),
     form: Format = FORMAT,
     as_json: bool = JSON,

@@ -40,7 +40,9 @@ def show(
     position: str = typer.Option("", "--positions", metavar="RANGES", help="Positions within the request, e.g. 0-3."),
     save: Path = typer.Option(None, "--save", metavar="FILE", help="Save the tensor, or its rows: .npy, .safetensors."),
     prompt: bool = typer.Option(False, "--prompt", help="No tensor, but the prompt of --requests: its token ids."),
-    tokenizer: Path = typer.Option(None, "--tokenizer", metavar="DIR", help="With --prompt: the model's, for text."),
+    tokenizer: Path = typer.Option(
+        None, "--tokenizer", metavar="PATH", help="A model's folder or its tokenizer.json; with --prompt: text, too."
+    ),
 ) -> None:
     """Show one tensor: statistics, histogram, chosen rows; or save it. Or, with --prompt, what a request asked."""
     from vllm_accprobe.cli import summary

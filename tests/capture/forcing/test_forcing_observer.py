@@ -38,7 +38,7 @@ class Sampling(Runner):
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "before_packing", lambda look: nullcontext())
+    monkeypatch.setattr(room, "before_packing", lambda *looks: nullcontext())
 
 
 def forced(runner: Any, force: str = "1") -> ForcingObserver:

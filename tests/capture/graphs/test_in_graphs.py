@@ -200,7 +200,7 @@ Start = Callable[..., CaptureObserver]
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setattr(capturing, "run_info", lambda *_: {"tool": "accprobe", "engine": {"eager": False}})
-    monkeypatch.setattr(capture_runner, "before_packing", lambda look: contextlib.nullcontext())
+    monkeypatch.setattr(capture_runner, "before_packing", lambda *looks: contextlib.nullcontext())
     monkeypatch.setenv(TAP_SET, "")
     torch._dynamo.reset()
     counters.clear()

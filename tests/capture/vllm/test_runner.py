@@ -74,7 +74,7 @@ class Listener(StepObserver):
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (capturing, errcheck):
         monkeypatch.setattr(module, "run_info", lambda *_: {"tool": "accprobe"})
-    monkeypatch.setattr(room, "before_packing", lambda look: contextlib.nullcontext())
+    monkeypatch.setattr(room, "before_packing", lambda *looks: contextlib.nullcontext())
 
 
 def observed(runner: Any, *observers: StepObserver) -> tuple[RunnerAdapter, Any]:

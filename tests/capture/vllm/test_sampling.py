@@ -96,7 +96,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (room, taps, capturing):
         monkeypatch.setattr(module, "say", lines.append)
     monkeypatch.setattr(capturing, "run_info", lambda *_: {"tool": "accprobe"})
-    monkeypatch.setattr(room, "before_packing", lambda look: contextlib.nullcontext())
+    monkeypatch.setattr(room, "before_packing", lambda *looks: contextlib.nullcontext())
     return lines
 
 

@@ -49,7 +49,7 @@ WORDS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "patches check": (0, "patches check", ("patches",)),
     "send": (0, "send p.txt --url URL --out S --no-score", ("prompts", "answered", "written")),
     "gate": (0, "gate --samples g.jsonl g2.jsonl", ("verdict",)),
-    "bisect": (2, "bisect -- vllm serve nowhere", ()),
+    "bisect": (2, "bisect -- sh serve nowhere", ()),
     "arm": (0, "arm new-place", ("armed", "file", "selection")),
     "size": (0, "size config.json", ("bytes",)),
     "online serve": (3, "online serve --port 0 --wait 0.2 --out N", ()),

@@ -27,6 +27,8 @@ from vllm_accprobe.gate.sending.prompts import PromptLine
 
 pytestmark = pytest.mark.engine
 SIZES = [(5, 12), (150, 30), (230, 20), (64, 25), (65, 9)]
+LONG = [(prompt, answer + 180) for prompt, answer in SIZES]
+"""Answers that last longer than it takes five requests to arrive, however fast a machine computes."""
 FREE = {"logprobs": 5, "ignore_eos": True}
 ROUNDING = 2e-6
 """Chosen: of a log-probability near 10 in float32, twice."""
@@ -42,7 +44,7 @@ def v2_server(served_model: Path) -> Iterator[Server]:
         yield running
 
 
-def all_are_goldens(folder: Path, out: Path, way: str) -> replies.Sent:
+def all_are_goldens(folder: Path, out: Path, way: str, sizes: list[tuple[int, int]] = SIZES) -> replies.Sent:
     """Every token of both passes, and their log-probabilities against the scored pass."""
     was, sent = replies.read(folder), replies.read(out)
     assert [p.get("forced") for p in sent.about["passes"]] == [way, way, "scored"]
@@ -65,15 +67,15 @@ def all_are_goldens(folder: Path, out: Path, way: str) -> replies.Sent:
                 assert values[ids.index(token)] == logprob
                 flips += ids[0] != token
                 tokens += 1
-    assert tokens == 2 * sum(n for _, n in SIZES)
+    assert tokens == 2 * sum(n for _, n in sizes)
     assert flips > 0.9 * tokens  # nobody would have chosen these
     return sent
 
 
 def test_v1_in_chunks_five_at_once(server: Server, tmp_path: Path) -> None:
-    folder, out = golden(tmp_path / "golden", SIZES), tmp_path / "out"
+    folder, out = golden(tmp_path / "golden", LONG), tmp_path / "out"
     assert main(["send", "--along", str(folder), "--url", server.url, "--out", str(out)]) == 0
-    sent = all_are_goldens(folder, out, ways.PLUGIN)
+    sent = all_are_goldens(folder, out, ways.PLUGIN, LONG)
     written = steps.read(server.model.parent)
     assert [(before, n) for _, before, n, _ in written.rows(0, "p2")][:5] == [
         (0, 64),
@@ -83,13 +85,13 @@ def test_v1_in_chunks_five_at_once(server: Server, tmp_path: Path) -> None:
         (230, 1),
     ]
     assert {together for _, _, _, together in written.rows(0, "p2")} == {1}
-    # Sent at once; how many of them meet in one step is a matter of how soon they arrive and the first have ended.
+    # Sent at once; how many of them meet in one step is a matter of how soon they arrive.
     assert max(together for i in range(5) for _, _, _, together in written.rows(1, f"p{i}")) >= 3
     for index, replied in enumerate(sent.passes[:2]):
         for name, reply in replied.items():
             rows = written.rows(index, name)
             assert rows[0][1] == reply.cached
-            assert sum(n for _, _, n, _ in rows) == sum(SIZES[int(name[1:])]) - (reply.cached or 0) - 1
+            assert sum(n for _, _, n, _ in rows) == sum(LONG[int(name[1:])]) - (reply.cached or 0) - 1
 
 
 @pytest.mark.parametrize("way", [ways.PLUGIN, ways.TRACE])

@@ -34,6 +34,7 @@ from vllm_accprobe.capture.vllm.dealing import Dealing, watch_dealing
 from vllm_accprobe.capture.vllm.dummy_look import LookingOn
 from vllm_accprobe.capture.vllm.eager import compiled_modules, compiles
 from vllm_accprobe.capture.vllm.modes.attached_modes import AttachedModes
+from vllm_accprobe.capture.vllm.modes.drafters import record_draft_layer
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
@@ -91,6 +92,10 @@ class CaptureObserver(StepObserver):
             _, parameters = self._open(model)
             parameters.layer(path, layer)
             self._weights.look(path, layer)
+
+    def draft_layer(self, path: str, layer: torch.nn.Module) -> None:
+        if self.taps is None and (self.session is None or self.session.dead is None):
+            record_draft_layer(self._open(self._adapter.model())[1], path, layer)
 
     def loading(self) -> contextlib.AbstractContextManager[Any]:
         return self._weights.loading()

@@ -23,8 +23,9 @@ _METHOD = "process_weights_after_loading"
 
 
 @contextmanager
-def before_packing(look: Layer) -> Iterator[None]:
-    """While the context lasts, ``look`` sees each layer of the first model that is loaded, before it is packed."""
+def before_packing(look: Layer, look_at_draft: Layer) -> Iterator[None]:
+    """While the context lasts, ``look`` sees each layer of the first model that is loaded, before it is packed, and
+    ``look_at_draft`` those of any later one: a draft model is loaded after the one that is captured."""
     try:
         from vllm.model_executor.model_loader import base_loader
 
@@ -35,10 +36,8 @@ def before_packing(look: Layer) -> Iterator[None]:
     seen: list[torch.nn.Module] = []
 
     def process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if seen:  # a draft model, loaded after the one that is captured
-            return original(model, *args, **kwargs)
+        undo = wrap_packing(model, look_at_draft if seen else look)
         seen.append(model)
-        undo = wrap_packing(model, look)
         try:
             return original(model, *args, **kwargs)
         finally:

@@ -106,7 +106,7 @@ class RunnerAdapter:
     def _load_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._refuses():
             return original(*args, **kwargs)
-        with before_packing(self._look_at_layer), contextlib.ExitStack() as stack:
+        with before_packing(self._look_at_layer, self._look_at_draft), contextlib.ExitStack() as stack:
             for observer in reversed(self.observers):
                 stack.enter_context(observer.loading())
             result = original(*args, **kwargs)
@@ -139,6 +139,12 @@ class RunnerAdapter:
                 observer.layer(model, path, layer)
 
         self._tell(reversed(self.observers), "the loaded weights", look)
+
+    def _look_at_draft(self, draft: torch.nn.Module, layer: torch.nn.Module) -> None:
+        """The same of a draft model's layer."""
+        path = next((path for path, module in draft.named_modules() if module is layer), None)
+        if path is not None:
+            self._tell(reversed(self.observers), "a draft's loaded weights", lambda one: one.draft_layer(path, layer))
 
     # --- steps -------------------------------------------------------------------------------------------------
 

@@ -91,6 +91,9 @@ class StepObserver:
     def layer(self, model: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
         """The module at ``path`` has its weights as the checkpoint gave them; they are packed next."""
 
+    def draft_layer(self, path: str, layer: torch.nn.Module) -> None:
+        """The same of a draft model's module. The model that is captured is loaded by then."""
+
     def loading(self) -> contextlib.AbstractContextManager[Any]:
         """What the runner makes and loads its model in."""
         return NOTHING

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vllm_accprobe.cli.common.compare_formats import Format
+from vllm_accprobe.cli.common.json_answer import say_written
 from vllm_accprobe.cli.common.options import CommandError
 from vllm_accprobe.cli.comparing.one_comparison import AskedPair, check_dumps, check_out, compared, nothing, write
 
@@ -81,8 +82,7 @@ def series(given: AskedPair, dumps: Sequence[Path], out: Path, form: Format, qui
         _write(given.golden, entries, out)
     _say(given.golden, entries, form)
     if not quiet:
-        for name in (DATA, PAGE):
-            typer.echo(f"wrote {out / name}", err=form is not Format.terminal)
+        say_written(*(out / name for name in (DATA, PAGE)), err=form is not Format.terminal)
     return exit_code(entries)
 
 

@@ -4,7 +4,8 @@ The problem: a draft model runs within the target's step, shares modules with it
 target shifted by one, then one for each request and guess, by release in other orders. A tap of the target that a
 draft calls must not fire, and a dump must say that a second model was there. The idea: nothing that runs while drafts
 are proposed is recorded (capturing.py); here the draft's modules are counted as skipped, and its weights, which no
-row has to be known for, are recorded under ``draft:`` and their path. Weights that are the target's own are left out.
+row has to be known for, are recorded under ``draft:`` and their path, those of linear layers before a kernel packs
+them and leaves nothing (loading.py). Weights that are the target's own are left out.
 Not here: which rows of the target are drafts (core/rows.py).
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.core.session import Session
-from vllm_accprobe.capture.taps.params import ParameterLines, named_tensors
+from vllm_accprobe.capture.taps.params import ParameterLines, named_tensors, own_tensors
 from vllm_accprobe.dump.schema import DRAFT_TAP
 
 UNSEEN = "a draft model's: its weights are recorded, what it computes is not (its rows are guesses)"
@@ -28,6 +29,16 @@ def draft_model(runner: Any) -> torch.nn.Module | None:
         if isinstance(model, torch.nn.Module):
             return model
     return None
+
+
+def record_draft_layer(parameters: ParameterLines, path: str, layer: torch.nn.Module) -> None:
+    """The weights of ``layer``, which is loaded and not yet packed. Not those of embeddings and heads: only when all is
+    loaded does a draft take the target's."""
+    if hasattr(layer, "org_vocab_size"):
+        return
+    for name, tensor in own_tensors(layer):
+        if tensor.numel():
+            parameters.whole(f"{DRAFT_TAP}{path}", name, tensor)
 
 
 def record_draft(session: Session, parameters: ParameterLines, runner: Any, target: torch.nn.Module) -> None:
