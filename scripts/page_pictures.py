@@ -80,7 +80,7 @@ def folder(tab: Any) -> int:
 
 def token(tab: Any) -> int:
     """A token's text, in the line below the map: pointing at a cell is enough."""
-    box = tab.locator("#heat .nsewdrag").first.bounding_box()
+    box = tab.locator("#heat .area").first.bounding_box()
     if box is None:
         raise Failed("there is no map of tokens")
     for x in range(4, 60):

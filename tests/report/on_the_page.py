@@ -13,8 +13,9 @@ def cell(page, row, column):
     """The middle of a cell of the heat map, in pixels of the page."""
     return page.evaluate(
         """([r, c]) => {
-            const heat = document.getElementById("heat"), box = heat.getBoundingClientRect(), l = heat._fullLayout;
-            return [box.x + l.xaxis._offset + l.xaxis.d2p(c), box.y + l.yaxis._offset + l.yaxis.d2p(r)];
+            const heat = document.getElementById("heat"), box = heat.querySelector(".area").getBoundingClientRect();
+            const [rows, columns] = heat.dataset.cells.split(" ").map(Number);
+            return [box.x + (c + 0.5) / columns * box.width, box.y + (r + 0.5) / rows * box.height];
         }""",
         [row, column],
     )

@@ -6,7 +6,7 @@ import numpy as np
 from report_examples import comparison, pair, row_table
 from small_examples import two_requests
 
-from vllm_accprobe.report.heat import INFINITE, MISSING, encode, heat
+from vllm_accprobe.report.heat import INFINITE, MISSING, encode, factors, heat
 from vllm_accprobe.report.html.looks import heat_json
 
 
@@ -67,3 +67,35 @@ def test_what_does_not_fit_is_counted_and_the_worst_stays():
     assert [r.label for r in h.requests] == ["r7", "r0", "r1"]
     assert h.left_out == 6
     assert heat(comparison(pairs=[pair()])).requests == ()
+
+
+def test_the_worst_row_has_its_pair_s_factor_and_no_other_has_more():
+    """A pair in which an error was created is so many times what one operator may create: 28, or 3 of another step."""
+    made = {"status": "fail", "measure": "created", "worst_request": "a"}
+    pairs = [
+        pair(tap="o_proj", measured=28.0, allowed=1.0, worst_position=7, **made),
+        pair(tap="o_proj", step=1, measured=3.0, allowed=1.0, worst_position=9, **made),
+        pair(tap="o_proj", step=2, measured=5.0, allowed=1.0, worst_position=99, **made),
+        pair(tap="norm", order=1),
+    ]
+    entries = [
+        (0, "a", 7, False, 0.05, 4.3),
+        (0, "b", 7, False, 0.04, 4.2),
+        (0, "a", 8, False, 0.001, 0.1),
+        (1, "a", 9, False, 0.05, 4.4),
+        (1, "a", 10, False, 0.05, 4.35),
+        (2, "a", 11, False, 0.02, 2.0),
+        (2, "b", 11, False, 0.06, 4.0),
+        (3, "a", 7, False, 0.01, 60.0),
+    ]
+    result = comparison(pairs=pairs, rows=row_table(entries))
+    assert np.round(factors(result).astype(float), 4).tolist() == [28.0, 4.2, 0.1, 3.0, 3.0, 2.0, 5.0, 60.0]
+    assert np.round(result.rows.ratio.astype(float), 4).tolist() == [4.3, 4.2, 0.1, 4.4, 4.35, 2.0, 4.0, 60.0]
+    shown = heat_json(heat(comparison(pairs=pairs[:3], rows=row_table(entries[:7]))))["requests"][0]
+    assert (shown["label"], shown["worst"]) == ("a", 28.0)
+
+
+def test_rows_without_a_pair_that_was_condemned_keep_their_factors():
+    made = pair(tap="o_proj", status="fail", measure="created", measured=9.0, allowed=1.0)
+    result = comparison(pairs=[made, pair(tap="norm", order=1)], rows=row_table([(1, "a", 0, False, 0.1, 0.5)]))
+    assert factors(result).tolist() == [0.5]

@@ -224,7 +224,7 @@ def test_names_of_strangers_stay_names():
         assert "\u202e" not in text
     for text in (page, cell):
         assert "<img" not in text
-    assert page.lower().count("</script") == len(html.SCRIPTS) + 3  # two blocks of data, plotly
+    assert page.lower().count("</script") == len(html.SCRIPTS) + 2  # two blocks of data
     for line in github.lines(result):
         assert line.startswith("::")
         assert line.isprintable()

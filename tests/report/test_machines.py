@@ -32,6 +32,17 @@ def test_differences_come_first_and_what_is_alike_is_one_line():
     ]
 
 
+def test_what_differs_is_known_only_where_both_sides_are():
+    golden, mine = (
+        [habit("Attention", NEAREST), habit("Linear", NEAREST)],
+        [habit("Attention", **ZERO), habit("Linear", NEAREST)],
+    )
+    said = ["mine rounds toward zero in Attention (bfloat16): costs up to 1 unit; golden rounds to nearest"]
+    assert machines.differing({"golden": golden, "mine": mine}) == said
+    assert machines.differing({"golden": golden, "mine": golden}) == []
+    assert machines.differing({"mine": mine}) == machines.differing({}) == []
+
+
 def test_one_dtype_may_differ_and_the_other_not():
     golden = [habit("Linear", NEAREST), habit("Linear", dtype="float16", **ZERO)]
     mine = [habit("Linear", **ZERO), habit("Linear", dtype="float16", **ZERO)]

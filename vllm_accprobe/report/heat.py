@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_accprobe.report import facts
 from vllm_accprobe.report.depth import layer_of, on_axis
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def heat(comparison: Comparison, max_cells: int = MAX_CELLS) -> Heat:
     tap_of = np.array([number.get(p.tap, -1) for p in pairs], np.int64)
     step_of = np.array([-1 if p.step is None else p.step for p in pairs], np.int64)
     kept = np.flatnonzero(shown[rows.pair])
-    ratio, owner = rows.ratio[kept], rows.request[kept].astype(np.int64)
+    ratio, owner = factors(comparison)[kept], rows.request[kept].astype(np.int64)
     ratio = np.where(np.isnan(ratio), np.inf, ratio)
     worst = np.zeros(len(rows.requests))
     np.maximum.at(worst, owner, ratio.astype(np.float64))  # of other types it takes ten times as long
@@ -120,3 +121,38 @@ def _request(
     decode = np.zeros(len(start), np.int32)
     np.maximum.at(decode, column, rows.decode[at].astype(np.int32))
     return HeatRequest(label, start, step0, step1, decode, width, codes.reshape(taps, -1), float(worst))
+
+
+def factors(comparison: Comparison) -> np.ndarray:
+    """float32, an entry a row of ``Comparison.rows``: how many times its limit it is off, infinite where NaNs differ,
+    NaN where a pair has no limit. A row is measured against its tensor's limit, and a pair in which an error was created
+    against what one operator may create: of such a pair the worst row has the pair's factor and no other has more, so
+    that one fault has one factor in the sentence, the table and the picture."""
+    rows = comparison.rows
+    assert rows is not None
+    of = {i: facts.severity(p) for i, p in enumerate(comparison.pairs) if p.status == "fail" and p.measure == "created"}
+    if not of:
+        return rows.ratio
+    most = np.full(len(comparison.pairs), np.nan, np.float32)
+    most[list(of)] = list(of.values())
+    at = np.flatnonzero(~np.isnan(most)[rows.pair])
+    if not len(at):
+        return rows.ratio
+    out = rows.ratio.copy()
+    pair = rows.pair[at]
+    out[at] = np.minimum(out[at], most[pair])
+    for i, own in _by_pair(at, pair):
+        worst = comparison.pairs[i]
+        named = own[rows.position[own] == worst.worst_position] if worst.worst_position is not None else own[:0]
+        named = named[[rows.requests[r] == worst.worst_request for r in rows.request[named].tolist()]]
+        if not len(named):  # the worst row is not told, or was not kept
+            named = own[[int(np.nanargmax(np.nan_to_num(rows.error[own], nan=np.inf)))]]
+        out[named] = most[i]
+    return out
+
+
+def _by_pair(at: np.ndarray, pair: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(pair, its entries) of each."""
+    order = np.argsort(pair, kind="stable")
+    numbers, first = np.unique(pair[order], return_index=True)
+    return list(zip(numbers.tolist(), np.split(at[order], first[1:]), strict=True))

@@ -21,10 +21,10 @@ def test_first_screen_filter_and_sort(visit):
     result = replace(realistic(), created={"model.layers.1.mlp": 0.3})
     failed = sum(p.status == "fail" for p in result.pairs)
     page = visit(result)
-    page.wait_for_selector("#chart[data-ready] .scatterlayer .trace")
+    page.wait_for_selector("#chart[data-ready] path.line")
     assert page.inner_text("h1 .culprit") == "model.layers.3.mlp.down_proj"
     assert page.locator("#chart").bounding_box()["y"] < 500
-    legend = page.locator("#chart .legendtext").all_text_contents()
+    legend = page.locator("#chart .keys li").all_text_contents()
     assert legend == ["prefill", "decode", "created", "limit", "origins"]
 
     assert shown(page) == f"{failed} pairs of {len(result.pairs):,}"
@@ -51,9 +51,9 @@ def test_first_screen_filter_and_sort(visit):
 def test_click_on_a_point_shows_its_pairs(visit):
     page = visit(realistic())
     page.wait_for_selector("#chart[data-ready]")
-    box = page.locator("#chart .scatterlayer .trace .point").last.bounding_box()  # origins are drawn last
+    box = page.locator("#chart .origin-mark circle").last.bounding_box()  # the culprit is drawn last
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    page.wait_for_selector("#chart .hovertext")
+    page.wait_for_selector("#chart .tip:not([hidden])")
     tap = page.inner_text("#chart-readout").split(" (")[0]
     assert tap == "model.layers.3.mlp.down_proj"
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
@@ -101,7 +101,7 @@ def test_hostile_names_are_text(visit):
     assert "</script><img" in page.inner_text("#tree")
     page.focus("#chart")
     page.keyboard.press("ArrowRight")
-    page.wait_for_selector("#chart .hovertext")
+    page.wait_for_selector("#chart .tip:not([hidden])")
     page.click("#body tr.row")
     assert page.evaluate("window.pwned") is None
     assert page.locator("img").count() == 0
@@ -163,12 +163,12 @@ def test_heat_map_shows_only_what_a_request_has(visit):
     rows = [(0, "a, image 0", 5, False, 0.2, 9.0), (1, "a, image 0", 5, False, 0.1, 5.0), (2, "a", 0, False, 0.1, 4.0)]
     page = visit(comparison(pairs=pairs, rows=row_table(rows)))
     page.wait_for_selector("#heat[data-ready]")
-    assert page.locator("#heat .ytick text").all_text_contents() == ["visual.blocks.0"]
+    assert page.locator("#heat .ytick").all_text_contents() == ["visual.blocks.0"]
     page.focus("#heat")
     page.keyboard.press("Enter")
-    assert page.locator("#heat .ytick text").all_text_contents() == ["mlp", "(layer output)"]
+    assert page.locator("#heat .ytick").all_text_contents() == ["mlp", "(layer output)"]
     page.select_option("#heat-request", index=1)
-    assert page.locator("#heat .ytick text").all_text_contents() == ["model.layers.0"]
+    assert page.locator("#heat .ytick").all_text_contents() == ["model.layers.0"]
     assert page.inner_text("#heat-level") == "all layers"
 
 

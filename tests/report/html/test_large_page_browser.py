@@ -52,7 +52,7 @@ def shown(page):
 
 
 def test_a_pair_takes_few_bytes(path):
-    """20,000 pairs are to fit into 5 MB, of which plotly is 2: 150 bytes for each; 100 of them are the pair's own."""
+    """20,000 pairs are to fit into 5 MB: 250 bytes for each; 100 of them are the pair's own."""
     blocks = dict(re.findall(r'<script type="application/gzip" id="([^"]+)">([^<]*)<', path.read_text("utf-8")))
     assert len(blocks["pairs-json"]) < 100 * PAIRS
     assert len(blocks["view-json"]) < 500_000  # bounded: the worst rows, samples, and the heat map's bytes

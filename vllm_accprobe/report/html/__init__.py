@@ -3,14 +3,13 @@
 The problem: the page is opened offline, from a mail or a ticket, and shows names that a stranger's dump has chosen.
 The idea: a template with few holes; everything static is escaped HTML made in sections.py, everything for the script is
 JSON in a data block, and a content security policy lets run only the scripts whose hashes it names and no request
-leave the page. Charts are drawn by plotly.js, taken as a file from the installed ``plotly`` package and put into it;
-data and plotly are gzip as base64, so that 200,000 pairs are a few megabytes. Not here: what is said (facts.py), the
-pairs' compact form (columns.py), the error over depth (depth.py), rows and tokens (heat.py, looks.py).
+leave the page. Its charts are drawn by its own scripts as SVG (draw.js): a chart library is two megabytes and most of
+the time until a page stands. Data are gzip as base64, so that 200,000 pairs are a few megabytes. Not here: what is said
+(facts.py), the pairs' compact form (columns.py), the error over depth (depth.py), rows and tokens (heat.py, looks.py).
 """
 
 from __future__ import annotations
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from html import escape
@@ -39,12 +38,11 @@ MAX_POINTS = 20_000
 
 
 SCRIPTS = (
-    "base", "link", "print", "columns", "export", "fold", "table", "tree", "spread", "around", "operators", "pair",
-    "first", "chart", "heat", "clicks", "boot",
+    "base", "link", "print", "draw", "columns", "export", "fold", "table", "tree", "spread", "around", "operators",
+    "pair", "first", "chart", "heat", "clicks", "boot",
 )  # fmt: skip
 """The page's own scripts, in their order on the page."""
-STYLES = ("page.css", "heat.css", "pair.css", "around.css", "first.css", "print.css")
-_ENDS = re.compile("</script", re.IGNORECASE)
+STYLES = ("page.css", "draw.css", "heat.css", "pair.css", "around.css", "first.css", "print.css")
 
 
 def write_html(
@@ -61,8 +59,6 @@ def page(comparison: Comparison, *, max_pairs: int = MAX_PAIRS, tokens: TokenTex
 
 
 def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, tokens: TokenTexts | None) -> str:
-    plotly = plotly_js()
-    packed_plotly = packer.submit(packed, plotly or "", 4)  # 4 % larger than at level 6, in half the time
     shown = _shown_pairs(comparison.pairs, max_pairs)
     pairs = packer.submit(packed, columns_json([comparison.pairs[i] for i in shown]))
     points = depth(comparison)
@@ -74,16 +70,18 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}),
     }
     holes = {
-        "csp": escape(policy([*scripts.values(), plotly or ""])),
+        "csp": escape(policy(scripts.values())),
         "title": escape(sections.title(comparison)),
         "state": "pass-page" if comparison.verdict == "pass" else "fail-page",
         "css": "".join(map(asset, STYLES)),
         "verdict": sections.verdict(comparison) + first.origin_buttons(comparison) + first.pair_sum(comparison),
         "next": first.next_commands(comparison),
-        "notes": sections.notes(comparison) + further.wrong_states(comparison) + further.deciding(comparison),
+        "notes": "".join(
+            part(comparison) for part in (sections.notes, further.differences, further.wrong_states, further.deciding)
+        ),
         "figures": sections.figures(comparison),
         "machines": further.how_they_compute(comparison),
-        "chart_note": sections.chart_note(comparison, len(points), MAX_POINTS, have_plotly=plotly is not None),
+        "chart_note": sections.chart_note(comparison, len(points), MAX_POINTS),
         "heat_note": further.heat_note(len(view["heat"]["requests"]), view["heat"]["leftOut"], tokens),
         "legend": sections.legend(),
         "origins": first.origins(comparison),
@@ -94,29 +92,9 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         "runs": sections.runs(comparison),
         "pairs_json": pairs.result(),
         "view_json": packed(script_json(view)),
-        "plotly": f'<script type="application/gzip" id="plotly-js">{packed_plotly.result()}</script>' if plotly else "",
         **scripts,
     }
     return fill(asset("page.html"), holes)
-
-
-def plotly_js() -> str | None:
-    """The text of plotly.min.js from the installed ``plotly`` package, found without importing it; None if missing."""
-    from importlib.util import find_spec
-
-    try:
-        spec = find_spec("plotly")
-    except (ImportError, ValueError):
-        return None
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        try:
-            text = (Path(place) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        # Either would end or open something in the page's own markup; no known release holds them.
-        if not _ENDS.search(text) and "<!--" not in text:
-            return text
-    return None
 
 
 def _shown_pairs(pairs: list[Pair], limit: int) -> list[int]:

@@ -17,9 +17,6 @@
     return a < 1e-4 || a >= 1e6 ? x.toExponential(digits - 1) : String(+x.toPrecision(digits));
   }
   const times = (x) => (x === "Inf" || x === Infinity || x === "NaN" ? "∞" : number(x, 3) + "×");
-  // Plotly reads some markup in texts, so every name is escaped on its way into one.
-  const escaped = (s) => String(s).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
   // Error over limit → one of the steps of the scale in page.css; 0: no error, 6 and more: beyond the limit.
   const STEPS = [0.003, 0.03, 0.1, 0.3, 1, 3, 30];
   function step(ratio) {
@@ -35,5 +32,5 @@
     if (text !== undefined) e.textContent = text;
     return e;
   }
-  window.accprobe = { unpack, number, times, escaped, css, step, STEPS, element, parts: {} };
+  window.accprobe = { unpack, number, times, step, STEPS, element, parts: {} };
 })();

@@ -1,12 +1,14 @@
-// How far each tap is over its own limit, against depth, drawn by plotly.js: the dashed line at 1 is every tap's limit.
+// How far each tap is over its own limit, against depth: the dashed line at 1 is every tap's limit.
 // Marks are what a tap created, with origins by their numbers; the thin lines behind are what its outputs are off by in
 // all. Where there is no room for each tap, a layer is one mark, its worst; zoomed in, its taps are.
 (function () {
   "use strict";
-  const a = window.accprobe, escaped = a.escaped;
+  const a = window.accprobe, { svg } = a.draw;
   const ROOM = 5, LOWEST = -4;        // pixels of a mark; the decade below which nothing is told apart
+  const NEAR = 20, DRAGGED = 5;       // pixels from a mark that are still on it; of a pointer that is pulled, not pressed
+  const LEFT = 58, RIGHT = 14, TOP_ROOM = 24, BELOW = 40;
   a.parts.chart = function (data) {
-  const chart = document.getElementById("chart"), readout = document.getElementById("chart-readout");
+  const chart = document.getElementById("chart"), readout = document.getElementById("chart-readout"), back = document.getElementById("chart-back");
   const points = data.points;
   if (!points.length) return;
 
@@ -58,7 +60,6 @@
     if (m.first !== m.last) parts.push("worst " + m.worst.tap);
     return parts;
   }
-  const hover = (m) => "<b>" + escaped(m.name) + "</b><br>" + (m.cls ? escaped(m.cls) + "<br>" : "") + describe(m).map(escaped).join("<br>");
 
   function ticks() {                  // first point of each layer: a tick, a change of shade
     const out = [];
@@ -72,69 +73,141 @@
     return out;
   }
 
+  let scale = null;                   // of what is drawn: x(value), value(x), y(factor)
+  const tip = a.draw.note(chart);
+  const drawing = chart.insertBefore(a.element("div", "drawn"), chart.firstChild);
+  // Where a mark is drawn: its origin's number, its dot, its lines.
+  function places(m) {
+    const at = m.origins.length ? [m.created === null ? TOP : y(m.created)] : m.created !== null ? [y(m.created)] : [];
+    if (m.nonfinite && !m.origins.length) at.push(TOP);
+    return at.concat(PHASES.map(([id]) => y(m[id])).filter((v) => v !== null)).map((v) => [scale.x(m.x), scale.y(v)]);
+  }
+  function nearest(px, py) {
+    let found = null, best = NEAR;
+    state.marks.forEach((m, k) => {
+      if (Math.abs(scale.x(m.x) - px) > best) return;
+      places(m).forEach(([mx, my], i) => {
+        const d = Math.hypot(mx - px, my - py) - (m.origins.length && i === 0 ? 8 : 0);   // a number is larger than a dot
+        if (d < best) { best = d; found = k; }
+      });
+    });
+    return found;
+  }
+  function textOf(m, width) {          // a name's end tells more than its beginning
+    const most = Math.floor(width / 6.4);
+    return m.length > most ? "…" + m.slice(-Math.max(6, most - 1)) : m;
+  }
+  const decade = (e) => (e >= 0 && e < 5 ? 10 ** e + "×" : e === -1 ? "0.1×" : e === -2 ? "0.01×" : "1e" + e + "×");
+
   function draw() {
-    const marks = state.marks = seen(), x = marks.map((m) => m.x), text = marks.map(hover);
+    const marks = state.marks = seen(), [from, to] = state.range;
     state.at = Math.min(state.at, marks.length - 1);
-    const traces = PHASES.map(([id, name]) => ({
-      type: "scatter", mode: "lines", name, x, y: marks.map((m) => y(m[id])), hovertext: text, hoverinfo: "text", connectgaps: true,
-      line: { color: a.css(id), width: 1 }, opacity: 0.7,
-    }));
-    const made = marks.filter((m) => m.created !== null && !m.origins.length);
-    if (made.length) {
-      traces.push({
-        type: "scatter", mode: "markers", name: "created", x: made.map((m) => m.x), y: made.map((m) => y(m.created)), hovertext: made.map(hover), hoverinfo: "text",
-        marker: { symbol: "circle", size: marks.length > 300 ? 3 : 5, color: a.css("ink"), opacity: 0.75 },
-      });
-    }
-    traces.push({ type: "scatter", mode: "lines", name: "limit", x: WHOLE, y: [1, 1], hoverinfo: "skip", line: { color: a.css("limit"), width: 1.25, dash: "dash" } });
-    const broken = marks.filter((m) => m.nonfinite && !m.origins.length);
-    if (broken.length) {
-      traces.push({
-        type: "scatter", mode: "markers", name: "NaN/Inf, or must be equal", x: broken.map((m) => m.x), y: broken.map(() => TOP), hovertext: broken.map(hover), hoverinfo: "text",
-        marker: { symbol: "x", size: 8, color: a.css("fail") },
-      });
-    }
-    const blamed = marks.filter((m) => m.origins.length);
-    if (blamed.length) {
-      traces.push({
-        type: "scatter", mode: "markers+text", name: "origins", x: blamed.map((m) => m.x), y: blamed.map((m) => (m.created === null ? TOP : y(m.created))), hovertext: blamed.map(hover), hoverinfo: "text",
-        text: blamed.map((m) => m.origins[0] + (m.origins.length > 1 ? "+" : "")), textfont: { family: a.css("sans"), size: 11, color: a.css("panel") }, textposition: "middle center",
-        marker: { symbol: "circle", size: 17, color: a.css("fail"), opacity: 1, line: { width: 0 } },
-      });
-    }
-    const shades = ticks(), shapes = [], annotations = [];
+    tip.hide();
+    const made = marks.filter((m) => m.created !== null && !m.origins.length), broken = marks.filter((m) => m.nonfinite && !m.origins.length), blamed = marks.filter((m) => m.origins.length);
+    const keys = a.draw.keys([...PHASES, ...(made.length ? [["created", "created"]] : []), ["limit", "limit"], ...(broken.length ? [["broken", "NaN/Inf, or must be equal"]] : []), ...(blamed.length ? [["origins", "origins"]] : [])]);
+    drawing.replaceChildren(keys);
+    const w = a.draw.width(chart), h = chart.clientHeight - keys.offsetHeight, right = w - RIGHT, bottom = h - BELOW;
+    scale = {
+      top: keys.offsetHeight,
+      x: (v) => LEFT + ((v - from) / (to - from)) * (right - LEFT), value: (px) => from + ((px - LEFT) / (right - LEFT)) * (to - from),
+      y: (v) => bottom - ((Math.log10(v) - low) / (high - low)) * (bottom - TOP_ROOM),
+    };
+    const root = svg("svg", { width: w, height: h, class: "drawing", "aria-hidden": "true" }), clip = root.appendChild(svg("clipPath", { id: "chart-clip" }));
+    clip.append(svg("rect", { x: LEFT, y: 0, width: right - LEFT, height: h }));
+    const inside = svg("g", { "clip-path": "url(#chart-clip)" }), over = svg("g");
+    const shades = ticks();
     shades.forEach((m, k) => {
       const end = k + 1 < shades.length ? shades[k + 1].i : points.length;
-      if (m.layer !== null && k % 2 === 0) shapes.push({ type: "rect", layer: "below", xref: "x", yref: "paper", x0: m.i - 0.5, x1: end - 0.5, y0: 0, y1: 1, line: { width: 0 }, fillcolor: a.css("soft"), opacity: 0.6 });
+      m.middle = (Math.max(m.i - 0.5, from) + Math.min(end - 0.5, to)) / 2;
+      if (m.layer !== null && k % 2 === 0 && end - 0.5 >= from && m.i - 0.5 <= to) inside.append(svg("rect", { class: "shade", x: scale.x(m.i - 0.5), y: TOP_ROOM, width: scale.x(end - 0.5) - scale.x(m.i - 0.5), height: bottom - TOP_ROOM }));
     });
-    const [from, to] = state.range, culprit = points.findIndex((p) => p.origin === 1);
-    if (culprit >= from && culprit <= to) {
-      const name = points[culprit].tap, label = name.length > 44 ? "…" + name.slice(-43) : name, part = (culprit - from) / (to - from);
-      const right = part > 0.6 || (1 - part) * (chart.clientWidth - 90) < label.length * 7 + 60;
-      const x0 = marks === layers ? blamed.find((m) => m.origins.includes(1)).x : culprit;
-      shapes.push({ type: "line", layer: "below", xref: "x", yref: "paper", x0, x1: x0, y0: 0, y1: 1, line: { color: a.css("fail"), width: 1.25 } });
-      annotations.push({ x: x0, xref: "x", y: 1, yref: "paper", yanchor: "bottom", xanchor: right ? "right" : "left", showarrow: false,
-        text: "culprit  " + escaped(label), font: { color: a.css("fail"), size: 12 }, borderpad: 2, xshift: right ? 6 : -6 });
-    }
-    const named = shades.filter((m) => m.layer !== null && m.i >= from && m.i <= to), every = Math.max(1, Math.ceil(named.length / Math.max(4, chart.clientWidth / 42)));
-    const labelled = named.filter((_, k) => k % every === 0);
     const decades = [];
     for (let e = Math.ceil(low + 0.4); e <= high; e++) decades.push(e);
-    const step = Math.max(1, Math.ceil(decades.length / 7)), main = decades.filter((e) => e % step === 0);
-    const font = { family: a.css("sans"), size: 12, color: a.css("dim") };
-    const axis = { gridcolor: a.css("line"), zeroline: false, linecolor: a.css("line"), tickfont: font, title: { font } };
-    const layout = {
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font, margin: { l: 74, r: 16, t: 52, b: 40 }, hovermode: "closest",
-      hoverlabel: { bgcolor: a.css("panel"), bordercolor: a.css("limit"), align: "left", font: { family: a.css("mono"), size: 12, color: a.css("ink") } },
-      legend: { traceorder: "normal", orientation: "h", x: 0, y: 1.065, yanchor: "bottom", font: { ...font, color: a.css("ink") } }, dragmode: "zoom", shapes, annotations, autosize: true,
-      xaxis: { ...axis, showgrid: false, range: [...state.range], tickvals: labelled.map((m) => m.i), ticktext: labelled.map((m) => escaped(m.layer.split(".").at(-1))), tickangle: 0,
-        title: { text: named.length ? "layer" : "data flow", font, standoff: 6 } },
-      yaxis: { ...axis, type: "log", range: [low, high], fixedrange: true, tickvals: [ZERO, ...main.map((e) => 10 ** e)], ticktext: ["0", ...main.map((e) => (e >= 0 && e < 5 ? 10 ** e + "×" : e === -1 ? "0.1×" : e === -2 ? "0.01×" : "1e" + e + "×"))],
-        title: { text: "over its own limit", font, standoff: 4 } },
-    };
-    const config = { displaylogo: false, responsive: true, displayModeBar: false, doubleClick: false };
+    const step = Math.max(1, Math.ceil(decades.length / 7));
+    for (const [v, text] of [[ZERO, "0"], ...decades.filter((e) => e % step === 0).map((e) => [10 ** e, decade(e)])]) {
+      root.append(svg("line", { class: "grid", x1: LEFT, x2: right, y1: scale.y(v), y2: scale.y(v) }), svg("text", { class: "ytick", x: LEFT - 6, y: scale.y(v) + 4, "text-anchor": "end" }, text));
+    }
+    const named = shades.filter((m) => m.layer !== null && m.middle >= from && m.middle <= to), every = Math.max(1, Math.ceil(named.length / Math.max(4, (right - LEFT) / 38)));
+    named.forEach((m, k) => { if (k % every === 0) root.append(svg("text", { class: "xtick", x: scale.x(m.middle), y: bottom + 16, "text-anchor": "middle" }, m.layer.split(".").at(-1))); });
+    root.append(svg("text", { class: "axis", x: (LEFT + right) / 2, y: h - 6, "text-anchor": "middle" }, named.length ? "layer" : "data flow"),
+      svg("text", { class: "axis", transform: "translate(14 " + (TOP_ROOM + bottom) / 2 + ") rotate(-90)", "text-anchor": "middle" }, "over its own limit"));
+
+    const dots = (ms, value) => ms.map((m) => "M" + scale.x(m.x).toFixed(1) + " " + scale.y(value(m)).toFixed(1) + "h0").join("");
+    for (const [id] of PHASES) {       // what is missing is passed over
+      const path = marks.filter((m) => m[id] !== null).map((m, k) => (k ? "L" : "M") + scale.x(m.x).toFixed(1) + " " + scale.y(y(m[id])).toFixed(1)).join("");
+      inside.append(svg("path", { class: "line " + id, d: path || "M0 0" }));
+    }
+    if (made.length) inside.append(svg("path", { class: "created" + (marks.length > 300 ? " many" : ""), d: dots(made, (m) => y(m.created)) }));
+    inside.append(svg("line", { class: "limit", x1: LEFT, x2: right, y1: scale.y(1), y2: scale.y(1) }));
+    if (broken.length) inside.append(svg("path", { class: "broken", d: broken.map((m) => { const bx = scale.x(m.x), by = scale.y(TOP); return "M" + (bx - 4) + " " + (by - 4) + "l8 8m-8 0l8 -8"; }).join("") }));
+    const culprit = points.findIndex((p) => p.origin === 1);
+    if (culprit >= from && culprit <= to) {
+      const x0 = scale.x(marks === layers ? blamed.find((m) => m.origins.includes(1)).x : culprit), before = x0 - LEFT, after = right - x0, name = "culprit  " + points[culprit].tap;
+      const left = after < name.length * 6.4 && before > after;
+      over.append(svg("line", { class: "culprit-line", x1: x0, x2: x0, y1: TOP_ROOM - 6, y2: bottom }),
+        svg("text", { class: "culprit-name", x: left ? x0 + 2 : x0 - 2, y: TOP_ROOM - 10, "text-anchor": left ? "end" : "start" }, textOf(name, (left ? before : after) + 4)));
+    }
+    for (const m of [...blamed].reverse()) {                                  // the culprit's number on top
+      if (m.x < from || m.x > to) continue;
+      const g = over.appendChild(svg("g", { class: "origin-mark" })), cx = scale.x(m.x), cy = scale.y(m.created === null ? TOP : y(m.created));
+      g.append(svg("circle", { cx, cy, r: 9 }), svg("text", { x: cx, y: cy + 4, "text-anchor": "middle" }, m.origins[0] + (m.origins.length > 1 ? "+" : "")));
+    }
+    const area = svg("rect", { class: "area drag", x: LEFT, y: TOP_ROOM, width: right - LEFT, height: bottom - TOP_ROOM });
+    root.append(inside, over, area);
+    drawing.append(root);
+    area.addEventListener("pointerdown", (e) => pull(e, area, root));
+    root.addEventListener("click", pressed);
+    root.addEventListener("pointermove", moved);
+    root.addEventListener("pointerleave", () => tip.hide());
+    root.addEventListener("dblclick", () => { if (Date.now() - opened > 500) zoom(null); });
     chart.dataset.marks = marks === layers ? "layers" : "taps";
-    return window.Plotly.react(chart, traces, layout, config);
+    chart.dataset.range = from + " " + to;
+    back.hidden = state.range === WHOLE;
+  }
+
+  // -- the pointer: it tells what it is on, opens that, and pulls a part out
+  let pulled = false, opened = 0;
+  const place = (e) => { const box = drawing.getBoundingClientRect(); return [e.clientX - box.left, e.clientY - box.top - scale.top]; };
+  function moved(e) {
+    if (e.buttons) return;
+    const k = nearest(...place(e));
+    if (k === null) tip.hide();
+    else { tell(k); mark(); }
+  }
+  function mark() {                    // the note beside the mark that is chosen
+    const m = state.marks[state.at], at = places(m)[0];
+    if (at) tip.show(at[0], at[1] + scale.top, m.name, (m.cls ? [m.cls] : []).concat(describe(m)));
+  }
+  function pressed(e) {
+    if (pulled) { pulled = false; return; }
+    const k = nearest(...place(e));
+    if (k === null) return;
+    tell(k);
+    opened = Date.now();
+    enter();
+  }
+  function pull(e, area, root) {
+    const [start] = place(e), picked = svg("rect", { class: "picked", y: TOP_ROOM, height: area.getAttribute("height"), x: start, width: 0 });
+    pulled = false;
+    const end = (at) => Math.max(LEFT, Math.min(Number(area.getAttribute("x")) + Number(area.getAttribute("width")), at));
+    function move(ev) {
+      const now = end(place(ev)[0]);
+      if (!pulled && Math.abs(now - start) < DRAGGED) return;
+      if (!pulled) { pulled = true; tip.hide(); root.append(picked); area.setPointerCapture(ev.pointerId); }
+      picked.setAttribute("x", Math.min(start, now));
+      picked.setAttribute("width", Math.abs(now - start));
+    }
+    function done(ev) {
+      for (const what of ["pointermove", "pointerup", "pointercancel"]) area.removeEventListener(what, what === "pointermove" ? move : done);
+      picked.remove();
+      if (pulled && ev.type === "pointerup") {
+        zoom([scale.value(start), scale.value(end(place(ev)[0]))]);
+        setTimeout(() => { pulled = false; });      // the click that follows, if it does, is the pull's
+      }
+    }
+    area.addEventListener("pointermove", move);
+    area.addEventListener("pointerup", done);
+    area.addEventListener("pointercancel", done);
   }
 
   function zoom(range) {
@@ -143,7 +216,7 @@
     state.range = range && to > from ? [from, to] : WHOLE;
     const next = seen(), inside = next.findIndex((m) => m.last >= kept.x && m.first <= kept.x);
     state.at = Math.max(0, inside);
-    return draw();
+    draw();
   }
   function tell(k) {
     state.at = Math.max(0, Math.min(state.marks.length - 1, k));
@@ -153,30 +226,24 @@
   function enter() {                  // a layer opens into its taps, a tap shows its pairs
     const m = state.marks[state.at];
     if (m.first === m.last) a.showTap(m.name, { scroll: true });
-    else zoom([m.first - 0.5, m.last + 0.5]).then(() => tell(state.at));
+    else { zoom([m.first - 0.5, m.last + 0.5]); tell(state.at); }
   }
   chart.addEventListener("keydown", (e) => {
     const to = { ArrowRight: state.at + 1, ArrowLeft: state.at - 1, Home: 0, End: state.marks.length - 1 }[e.key];
     if (to !== undefined) {
       tell(to);
-      const m = state.marks[state.at], curve = PHASES.findIndex(([id]) => m[id] !== null);
-      if (m.x < state.range[0] || m.x > state.range[1]) zoom([m.x - (state.range[1] - state.range[0]) / 2, m.x + (state.range[1] - state.range[0]) / 2]);
-      else if (curve >= 0) window.Plotly.Fx.hover(chart, [{ curveNumber: curve, pointNumber: state.at }]);
+      const m = state.marks[state.at], half = (state.range[1] - state.range[0]) / 2;
+      if (m.x < state.range[0] || m.x > state.range[1]) zoom([m.x - half, m.x + half]);
+      mark();
     } else if (e.key === "Enter") enter();
     else if (e.key === "Escape" || e.key === "Backspace") zoom(null);
     else return;
     e.preventDefault();
   });
-  draw().then(() => {
-    state.at = Math.max(0, state.marks.findIndex((m) => m.origins.includes(1)));
-    const which = (e) => state.marks.findIndex((m) => m.x === e.points[0].x);
-    chart.on("plotly_hover", (e) => tell(which(e)));
-    chart.on("plotly_click", (e) => { tell(which(e)); enter(); });
-    chart.on("plotly_doubleclick", () => { zoom(null); });
-    chart.on("plotly_relayout", (e) => { if ("xaxis.range[0]" in e) zoom([e["xaxis.range[0]"], e["xaxis.range[1]"]]); });
-    chart.dataset.ready = "1";
-  });
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  a.paper.follow(draw);
+  back.addEventListener("click", () => { zoom(null); chart.focus({ preventScroll: true }); });
+  draw();
+  state.at = Math.max(0, state.marks.findIndex((m) => m.origins.includes(1)));
+  chart.dataset.ready = "1";
+  a.draw.follow(chart, draw);
   };
 })();

@@ -40,7 +40,7 @@
   // key: number to sort by; text: what the cell shows; prio p2, p3: hidden on narrower pages.
   // unless: a column that says nothing here is left out.
   const COLUMNS = [
-    { id: "status", label: "Status", w: 62, cls: "st", text: (i) => col.status.at(i), key: (i) => rank[col.status.at(i)] ?? 3, down: true },
+    { id: "status", label: "Status", w: 76, cls: "st", text: (i) => col.status.at(i), key: (i) => rank[col.status.at(i)] ?? 3, down: true },
     { id: "order", label: "Tap", w: 0, cls: "name", text: (i) => col.tap.at(i) + (col.call.at(i) ? " #" + col.call.at(i) : ""), tip: nameTip, key: (i) => asNumber(col.order.at(i)) },
     { id: "role", label: "Tensor", w: 112, cls: "name", text: (i) => col.role.at(i), text_key: "role" },
     { id: "step", label: "Step", w: 56, num: true, text: (i) => number(col.step.at(i), 6), key: (i) => asNumber(col.step.at(i)) },

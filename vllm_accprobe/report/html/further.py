@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
     from vllm_accprobe.report.html.token_text import TokenTexts
 
+FEW = 4
+"""chosen: differences on the first screen."""
+
 
 def deciding(comparison: Comparison) -> str:
     """What would decide, where the answer is open: a sentence and its commands each."""
@@ -58,6 +61,20 @@ def heat_note(requests: int, left_out: int, tokens: TokenTexts | None = None) ->
 def command_lines(command: str) -> str:
     """Commands as escaped text, a line each."""
     return "\n".join(escaped(line, 1000) for line in command.splitlines())
+
+
+def differences(comparison: Comparison) -> str:
+    """Habits that the machines do not share, above the charts: what is alike can wait below them."""
+    found = machines.differing(comparison.machines)
+    if not found:
+        return ""
+    items = "".join(f"<li>{escape(line)}</li>" for line in found[:FEW])
+    more = f"{len(found) - FEW:,} more, and what" if len(found) > FEW else "What"
+    return (
+        '<section class="notes" aria-label="How these machines differ"><h2>These machines compute differently</h2>'
+        f'<ul>{items}</ul><p class="hint">{more} they do alike: '
+        '<a href="#h-machines">How these machines compute</a></p></section>'
+    )
 
 
 def how_they_compute(comparison: Comparison) -> str:

@@ -2,7 +2,7 @@
 // Codes are those of report/heat.py: 0 missing, 1 no error, 2 … 254 logarithmic, 255 infinite.
 (function () {
   "use strict";
-  const a = window.accprobe;
+  const a = window.accprobe, { svg } = a.draw, TOP = 8, RIGHT = 10;
   a.parts.heat = function (data) {
     const chart = document.getElementById("heat"), readout = document.getElementById("heat-readout");
     const choice = document.getElementById("heat-request"), back = document.getElementById("heat-back"), title = document.getElementById("heat-level");
@@ -20,8 +20,8 @@
       groups[known.get(key)].taps.push(i);
     });
     const short = (name, within) => (within && name.startsWith(within + ".") ? name.slice(within.length + 1) : name);
-    const label = (name) => (name.length > 28 ? "…" + name.slice(-27) : name);
-    const margin = (all) => 16 + 6.6 * Math.max(...all.map((r) => label(r.shown).length));
+    const label = (name, w) => { const most = w < 520 ? 18 : 28; return name.length > most ? "…" + name.slice(1 - most) : name; };
+    const margin = (all, w) => 16 + 7 * Math.max(...all.map((r) => label(r.shown, w).length));
 
     data.requests.forEach((r, i) => {
       const option = a.element("option", "", r.label + "  (" + (r.worst === 0 ? "no error" : "worst " + a.times(r.worst)) + ")");
@@ -66,56 +66,72 @@
       const r = data.requests[state.request], apart = Math.max(1, Math.ceil(n / Math.max(3, Math.floor((room + 90) / 70))));
       const pick = (every) => r.start.map((_, i) => i).filter((i) => i % every === 0);
       const upright = Math.max(1, Math.ceil((n * 13) / room)), spoken = r.tokens && r.width === 1;
-      if (!spoken || (apart > 1 && upright > 2)) return { columns: pick(apart), texts: pick(apart).map((i) => String(r.start[i])), angle: 0, below: 38 };
-      if (apart === 1) return { columns: pick(1), texts: pick(1).map((i) => r.start[i] + "<br>" + a.escaped(word(i))), angle: 0, below: 56 };
+      if (!spoken || (apart > 1 && upright > 2)) return { columns: pick(apart), texts: pick(apart).map((i) => [String(r.start[i])]), upright: false, below: 38 };
+      if (apart === 1) return { columns: pick(1), texts: pick(1).map((i) => [String(r.start[i]), word(i)]), upright: false, below: 54 };
       const texts = pick(upright).map((i) => word(i) + " " + r.start[i]);
-      return { columns: pick(upright), texts: texts.map(a.escaped), angle: -90, below: 34 + 6.6 * Math.max(...texts.map((t) => t.length)) };
+      return { columns: pick(upright), texts: texts.map((t) => [t]), upright: true, below: 30 + 6.6 * Math.max(...texts.map((t) => t.length)) };
     }
     function describe(row, column) {
       const x = ratio(cell(row, column)), r = data.requests[state.request];
       const what = x === null ? "not compared" : x === 0 ? "no error" : x === "Inf" ? "NaN or infinity, unequal, or golden is 0" : a.times(x) + " the limit";
       return row.name + ", position " + tokens(column) + said(column) + (r.decode[column] ? " (decode)" : " (prefill)") + ": " + what;
     }
-    function colours() {
-      // z is the step of the shared scale; equal bands, so that the page's legend is the chart's.
-      const n = a.STEPS.length + 2, scale = [];
-      for (let s = 0; s < n; s++) scale.push([s / n, a.css("step" + s)], [(s + 1) / n, a.css("step" + s)]);
-      return scale;
-    }
+    const tip = a.draw.note(chart), drawing = chart.insertBefore(a.element("div", "drawn"), chart.firstChild);
+    let grid = null;                   // of what is drawn: left, a cell's width and height, the rows, the chosen cell's mark
     function draw() {
-      const all = rows(), r = data.requests[state.request], n = r.start.length;
-      const z = all.map((row) => Array.from({ length: n }, (_, c) => a.step(ratio(cell(row, c)))));
-      const font = { family: a.css("sans"), size: 12, color: a.css("dim") };
-      const every = Math.max(1, Math.ceil(all.length / Math.max(4, Math.floor((chart.clientHeight - 50) / 15))));
-      const ticks = all.map((_, i) => i).filter((i) => i % every === 0);
-      const left = margin(all), labels = axisLabels(n, Math.max(60, chart.clientWidth - left - 10));
+      const all = rows(), r = data.requests[state.request], n = r.start.length, w = a.draw.width(chart), h = chart.clientHeight;
+      const left = margin(all, w), labels = axisLabels(n, Math.max(60, w - left - RIGHT)), wide = (w - left - RIGHT) / n, bottom = h - labels.below, high = (bottom - TOP) / all.length;
+      const root = svg("svg", { width: w, height: h, class: "drawing", "aria-hidden": "true" }), cells = svg("g", { class: "cells" });
+      root.append(svg("rect", { class: "none-here", x: left, y: TOP, width: wide * n, height: bottom - TOP }), cells);
+      // A path for each step of the scale; cells that are alike and touch are one piece of it.
+      const gap = n < 200 && all.length < 60 && wide > 4 && high > 4 ? 1 : 0, pieces = Array.from({ length: a.STEPS.length + 2 }, () => []);
+      all.forEach((row, y) => {
+        const steps = Array.from({ length: n }, (_, c) => a.step(ratio(cell(row, c))));
+        for (let c = 0; c < n; ) {
+          let end = c + 1;
+          while (!gap && end < n && steps[end] === steps[c]) end++;
+          if (steps[c] !== null) pieces[steps[c]].push("M" + (left + c * wide).toFixed(2) + " " + (TOP + y * high).toFixed(2) + "h" + ((end - c) * wide - gap).toFixed(2) + "v" + (high - gap).toFixed(2) + "h" + (gap - (end - c) * wide).toFixed(2) + "z");
+          c = end;
+        }
+      });
+      pieces.forEach((d, step) => { if (d.length) cells.append(svg("path", { class: "step" + step, d: d.join("") })); });
       const first = r.decode.indexOf(1);
-      const shapes = [{ type: "rect", xref: "x", yref: "y", x0: state.column - 0.5, x1: state.column + 0.5, y0: state.row - 0.5, y1: state.row + 0.5, line: { color: a.css("ink"), width: 2 } }];
-      if (first > 0) shapes.push({ type: "line", xref: "x", yref: "paper", x0: first - 0.5, x1: first - 0.5, y0: 0, y1: 1, line: { color: a.css("decode"), width: 1, dash: "dot" } });
-      const gap = n < 200 && all.length < 60 ? 1 : 0;
-      const trace = {
-        type: "heatmap", z, xgap: gap, ygap: gap, zmin: -0.5, zmax: a.STEPS.length + 1.5, colorscale: colours(), showscale: false, hoverongaps: false,
-        hoverinfo: "text", text: all.map((row) => Array.from({ length: n }, (_, c) => a.escaped(describe(row, c)))), texttemplate: "",
-      };
-      const axis = { showgrid: false, zeroline: false, linecolor: a.css("line"), tickfont: font, ticks: "" };
-      const layout = {
-        paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: a.css("soft"), font, margin: { l: left, r: 10, t: 8, b: labels.below }, shapes, dragmode: false, autosize: true,
-        hoverlabel: { bgcolor: a.css("panel"), bordercolor: a.css("limit"), align: "left", font: { family: a.css("mono"), size: 12, color: a.css("ink") } },
-        xaxis: { ...axis, range: [-0.5, n - 0.5], tickvals: labels.columns, ticktext: labels.texts, tickangle: labels.angle, fixedrange: true, title: { text: r.width > 1 ? "position (" + r.width + " to a column)" : "position", font, standoff: 6 } },
-        yaxis: { ...axis, range: [all.length - 0.5, -0.5], tickvals: ticks, ticktext: ticks.map((i) => a.escaped(label(all[i].shown))), fixedrange: true },
-      };
+      if (first > 0) root.append(svg("line", { class: "decode-begins", x1: left + first * wide, x2: left + first * wide, y1: TOP, y2: bottom }));
+      const every = Math.max(1, Math.ceil(15 / high));
+      all.forEach((row, y) => { if (y % every === 0) root.append(svg("text", { class: "ytick", x: left - 6, y: TOP + (y + 0.5) * high + 4, "text-anchor": "end" }, label(row.shown, w))); });
+      labels.columns.forEach((c, k) => {
+        const x = left + (c + 0.5) * wide, at = labels.upright ? { transform: "translate(" + (x + 4) + " " + (bottom + 6) + ") rotate(-90)", "text-anchor": "end" } : { x, y: bottom + 15, "text-anchor": "middle" };
+        const text = root.appendChild(svg("text", { class: "xtick", ...at }));
+        labels.texts[k].forEach((line, l) => text.append(labels.upright ? line : svg("tspan", { x, dy: l ? 15 : 0 }, line)));
+      });
+      root.append(svg("text", { class: "axis", x: left + (wide * n) / 2, y: h - 5, "text-anchor": "middle" }, r.width > 1 ? "position (" + r.width + " to a column)" : "position"));
+      const at = root.appendChild(svg("rect", { class: "at" })), area = root.appendChild(svg("rect", { class: "area", x: left, y: TOP, width: wide * n, height: bottom - TOP }));
+      grid = { all, left, wide, high, at };
+      chart.dataset.cells = all.length + " " + n;
+      choose();
+      area.addEventListener("pointermove", (e) => { const [y, x] = under(e); tip.show(left + (x + 0.5) * wide, TOP + y * high, "", [readout.textContent = describe(all[y], x)]); });
+      area.addEventListener("pointerleave", () => { tip.hide(); readout.textContent = describe(all[state.row], state.column); });
+      area.addEventListener("click", (e) => { place(...under(e)); tip.hide(); enter(); });
+      drawing.replaceChildren(root);
       back.hidden = state.group === null;
       title.textContent = state.group === null ? "all layers" : groups[state.group].name;
       readout.textContent = describe(all[state.row], state.column);
       a.link.changed();
-      return window.Plotly.react(chart, [trace], layout, { displaylogo: false, responsive: true, displayModeBar: false });
+    }
+    function under(e) {                // [row, column] of the pointer
+      const box = drawing.getBoundingClientRect(), most = data.requests[state.request].start.length - 1;
+      const at = (px, size, last) => Math.max(0, Math.min(last, Math.floor(px / size)));
+      return [at(e.clientY - box.top - TOP, grid.high, grid.all.length - 1), at(e.clientX - box.left - grid.left, grid.wide, most)];
+    }
+    function choose() {                // the mark around the chosen cell, never too small to be seen
+      const w = Math.max(grid.wide, 5), h = Math.max(grid.high, 5), x = grid.left + (state.column + 0.5) * grid.wide - w / 2, y = TOP + (state.row + 0.5) * grid.high - h / 2;
+      for (const [k, v] of Object.entries({ x, y, width: w, height: h })) grid.at.setAttribute(k, v);
     }
     function place(row, column) {
-      const all = rows();
+      const all = grid.all;
       state.row = Math.max(0, Math.min(all.length - 1, row));
       state.column = Math.max(0, Math.min(data.requests[state.request].start.length - 1, column));
-      const r = { x0: state.column - 0.5, x1: state.column + 0.5, y0: state.row - 0.5, y1: state.row + 0.5 };
-      window.Plotly.relayout(chart, Object.fromEntries(Object.entries(r).map(([k, v]) => ["shapes[0]." + k, v])));
+      choose();
       readout.textContent = describe(all[state.row], state.column);
       state.moved = true;
       a.link.changed();
@@ -182,17 +198,8 @@
       e.preventDefault();
     });
     [state.row, state.column] = worst();
-    draw().then(() => {
-      chart.on("plotly_click", (e) => {
-        const p = e.points[0];
-        place(p.pointIndex ? p.pointIndex[0] : p.y, p.pointIndex ? p.pointIndex[1] : p.x);
-        enter();
-      });
-      chart.on("plotly_hover", (e) => { const p = e.points[0]; readout.textContent = describe(rows()[Math.round(p.y)], Math.round(p.x)); });
-      chart.on("plotly_unhover", () => { readout.textContent = describe(rows()[state.row], state.column); });
-      chart.dataset.ready = "1";
-    });
-    window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-    a.paper.follow(draw);
+    draw();
+    chart.dataset.ready = "1";
+    a.draw.follow(chart, draw);
   };
 })();

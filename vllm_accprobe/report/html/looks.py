@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_accprobe.report import facts
-from vllm_accprobe.report.heat import Heat
+from vllm_accprobe.report.heat import Heat, factors
 from vllm_accprobe.report.html.around import around_json
 from vllm_accprobe.report.html.spread import spread_json
 from vllm_accprobe.report.neighbours import sentences
@@ -118,6 +118,7 @@ def _worst_rows(comparison: Comparison, page_index: Mapping[int, int]) -> dict[s
     by_pair = np.argsort(rows.pair, kind="stable")
     bounds = np.searchsorted(rows.pair[by_pair], np.arange(len(pairs) + 1))
     out: dict[str, list[Any]] = {}
+    over = factors(comparison)
     labels = {i: safe(label, 120) for i, label in enumerate(rows.requests)}
     for i in wanted:
         own = by_pair[bounds[i] : bounds[i + 1]]
@@ -126,7 +127,7 @@ def _worst_rows(comparison: Comparison, page_index: Mapping[int, int]) -> dict[s
             continue
         key = np.where(np.isnan(rows.error[own]), np.inf, rows.error[own])
         worst = own[np.argsort(-key, kind="stable")[:MAX_ROWS]]
-        columns = (rows.request, rows.position, rows.decode, rows.error, rows.ratio)
+        columns = (rows.request, rows.position, rows.decode, rows.error, over)
         lines = [
             [labels[who], at, "decode" if decode else "prefill", _plain(error), _plain(ratio)]
             for who, at, decode, error, ratio in zip(*(c[worst].tolist() for c in columns), strict=True)

@@ -16,37 +16,51 @@
     box.append(a.element("p", "hint", "Row error: the largest of relative L2, norm ratio and lone element, as a relative L2 error."));
     return box;
   }
-  function look() {
-    const font = { family: a.css("sans"), size: 11.5, color: a.css("dim") };
-    const axis = { gridcolor: a.css("line"), zeroline: false, linecolor: a.css("line"), tickfont: font, nticks: 5 };
-    return { font, axis, layout: { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font, margin: { l: 56, r: 8, t: 8, b: 38 }, autosize: true, dragmode: false, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font },
-      hoverlabel: { bgcolor: a.css("panel"), font: { family: a.css("mono"), size: 12, color: a.css("ink") } } } };
+  // Both sides' numbers where they are farthest apart.
+  function wrong(into, i) {
+    const g = a.pairs.at("max_abs_golden", i), m = a.pairs.at("max_abs_mine", i);
+    if (g === null || m === null || a.pairs.at("identical", i) === true) return;
+    const at = a.pairs.at("max_abs_index", i), p = into.appendChild(a.element("p", "apart")), value = (name, x) => p.append(name + " ", a.element("b", "", a.number(x, 6)));
+    p.append("Farthest apart" + (at ? " at [" + at + "]" : "") + ": ");
+    value("golden", g);
+    value(", mine", m);
   }
-  const config = { displaylogo: false, responsive: true, displayModeBar: false };
+  const only = (xs) => xs.filter((x) => typeof x === "number");
+  const span = (xs) => (xs.length ? xs.reduce(([l, h], x) => [Math.min(l, x), Math.max(h, x)], [Infinity, -Infinity]) : [0, 1]);
+  const wider = ([l, h], by = 0.04) => { const d = (h - l || Math.abs(h) || 1) * by; return [l - d, h + d]; };
   function scatter(box, s) {
-    const { font, axis, layout } = look(), n = s.worst, finite = (x) => (typeof x === "number" ? x : null);
-    const g = s.golden.map(finite), m = s.mine.map((x, i) => (finite(x) === null || g[i] === null ? null : x - g[i])), seen = g.filter((x) => x !== null);
-    const ends = seen.length ? [Math.min(...seen), Math.max(...seen)] : [0, 1];
-    const rows = [["other rows", n, g.length, "limit", 4, 0.55], ["worst row", 0, n, "fail", 5, 0.8]].filter(([, from, to]) => to > from);
-    const traces = rows.map(([name, from, to, colour, size, opacity]) => ({ type: "scatter", mode: "markers", name, x: g.slice(from, to), y: m.slice(from, to), marker: { color: a.css(colour), size, opacity }, hovertemplate: "golden %{x:.4g}<br>mine − golden %{y:.4g}<extra></extra>" }));
-    traces.unshift({ type: "scatter", mode: "lines", name: "equal", x: ends, y: [0, 0], line: { color: a.css("dim"), width: 1, dash: "dot" }, hoverinfo: "skip" });
-    return window.Plotly.newPlot(box, traces, { ...layout, margin: { ...layout.margin, t: 26 }, xaxis: { ...axis, title: { text: "golden", font, standoff: 4 } }, yaxis: { ...axis, title: { text: "mine − golden", font, standoff: 2 } } }, config);
+    const finite = (x) => (typeof x === "number" ? x : null), g = s.golden.map(finite), m = s.mine.map((x, i) => (finite(x) === null || g[i] === null ? null : x - g[i]));
+    const rows = [["others", "other rows", s.worst, g.length], ["worst", "worst row", 0, s.worst]].filter(([, , from, to]) => to > from);
+    box.append(a.draw.keys([["equal", "equal"], ...rows]));
+    const { root, x, y } = a.draw.axes(box.appendChild(a.element("div", "plot")), wider(span(only(g))), wider(span([0, ...only(m)])), ["golden", "mine − golden"]);
+    root.append(a.draw.svg("line", { class: "equal", x1: x(wider(span(only(g)))[0]), x2: x(wider(span(only(g)))[1]), y1: y(0), y2: y(0) }));
+    for (const [cls, , from, to] of rows) {
+      let d = "";
+      for (let i = from; i < to; i++) if (m[i] !== null) d += "M" + x(g[i]).toFixed(1) + " " + y(m[i]).toFixed(1) + "h0";
+      root.append(a.draw.svg("path", { class: cls, d: d || "M0 0" }));
+    }
+    box.lastChild.append(root);
   }
+  const BINS = 36;
   function histogram(box, s) {
-    const { font, axis, layout } = look(), seen = s.golden.concat(s.mine).filter((x) => typeof x === "number");
-    const low = Math.min(...seen), high = Math.max(...seen), bins = { start: low, end: high + (high - low) * 1e-6, size: (high - low) / 36 || 1 };
-    const one = (name, x, colour) => ({ type: "histogram", name, x: x.filter((v) => typeof v === "number"), xbins: bins, autobinx: false, opacity: 0.6, marker: { color: a.css(colour) } });
-    return window.Plotly.newPlot(box, [one("golden", s.golden, "prefill"), one("mine", s.mine, "decode")], { ...layout, margin: { ...layout.margin, t: 26 }, barmode: "overlay", bargap: 0, xaxis: { ...axis, title: { text: "value", font, standoff: 4 } }, yaxis: { ...axis, title: { text: "count", font, standoff: 2 } } }, config);
+    const [low, high] = span(only(s.golden.concat(s.mine))), size = (high - low) / BINS || 1;
+    const count = (xs) => { const out = new Array(BINS).fill(0); for (const v of only(xs)) out[Math.min(BINS - 1, Math.floor((v - low) / size))]++; return out; };
+    const sides = [["golden-bars", count(s.golden)], ["mine-bars", count(s.mine)]];
+    box.append(a.draw.keys([["golden-bars", "golden"], ["mine-bars", "mine"]]));
+    const { root, x, y } = a.draw.axes(box.appendChild(a.element("div", "plot")), [low, low + size * BINS], [0, Math.max(1, ...sides.flatMap(([, c]) => c)) * 1.04], ["value", "count"]);
+    for (const [cls, counts] of sides) root.append(a.draw.svg("path", { class: cls, d: counts.map((c, i) => (c ? "M" + x(low + i * size) + " " + y(0) + "V" + y(c) + "H" + x(low + (i + 1) * size) + "V" + y(0) + "z" : "")).join("") }));
+    box.lastChild.append(root);
   }
   // into: the element to fill; i: the pair's number on the page.
   a.parts.pair = function (into, i, looks, tap, role) {
     const shape = looks.shapes.find(([module, r]) => module === tap && (r === role || !r));
     if (shape) { const p = a.element("p", "shape"); p.append(a.element("strong", "", "Shape of the error: "), shape[2]); into.append(p); }
+    wrong(into, i);
     a.parts.around(into, looks.around, tap);
     a.parts.operators(into, i, tap, looks);
     const box = a.element("div", "closer"), rows = looks.rows[i], s = looks.samples[i];
     if (rows) box.append(table(rows));
-    if (s && window.Plotly) {
+    if (s) {
       const charts = [["Error over golden value", scatter], ["Distribution of both", histogram]];
       for (const [name, make] of charts) {
         const figure = a.element("figure"), plot = a.element("div", "small-plot");
@@ -54,8 +68,8 @@
         plot.setAttribute("role", "img");
         plot.setAttribute("aria-label", name + " of " + s.golden.length + " sampled values");
         box.append(figure);
-        a.paper.follow(() => make(plot, s), plot);
-        requestAnimationFrame(() => { make(plot, s).then(() => { plot.dataset.ready = "1"; }); });
+        const draw = () => { plot.replaceChildren(); make(plot, s); };
+        requestAnimationFrame(() => { draw(); plot.dataset.ready = "1"; a.draw.follow(plot, draw); });
       }
     }
     if (box.children.length) into.append(box);

@@ -5,14 +5,13 @@
   const a = window.accprobe, WIDE = 690, ROWS = 50;   // A4 at 96 pixels an inch within print.css's margins: 703
   let followers = [];
   // follow(draw, element): draw() again when paper begins or ends, as long as the element is on the page.
-  a.paper = { on: false, ROWS, follow(draw, element = document.body) { followers.push({ draw, element }); } };
+  a.paper = { on: false, ROWS, WIDE, follow(draw, element = document.body) { followers.push({ draw, element }); } };
   function turn(on) {
     if (a.paper.on === on) return;
     a.paper.on = on;
     document.documentElement.classList.toggle("paper", on);
     followers = followers.filter((f) => f.element.isConnected);
     for (const f of followers) f.draw();
-    if (on) for (const c of document.querySelectorAll(".js-plotly-plot")) if (c.clientWidth > WIDE) window.Plotly.relayout(c, { width: WIDE });
   }
   addEventListener("beforeprint", () => turn(true));
   addEventListener("afterprint", () => turn(false));

@@ -130,12 +130,7 @@ def figures(comparison: Comparison) -> str:
     )
 
 
-def chart_note(comparison: Comparison, points: int, limit: int, *, have_plotly: bool) -> str:
-    if not have_plotly:
-        return (
-            '<p class="missing" id="no-plotly">The chart is left out: plotly.js was not found where this page was '
-            "written. <code>pip install plotly</code> there and compare again. The numbers are in the table below.</p>"
-        )
+def chart_note(comparison: Comparison, points: int, limit: int) -> str:
     if not points:
         return '<p class="missing">No output tensor with an error to draw was compared.</p>'
     if points > limit:
