@@ -53,6 +53,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "empty").mkdir()
     (root / "text.txt").write_text("hello\n")
     (root / "bad.json").write_text("{")
+    (root / "deep").mkdir()
+    (root / "deep" / "run.json").write_text("[" * 100_000)
     np.save(root / "x.npy", np.ones((2, 3), np.float32))
     return root
 
@@ -77,7 +79,7 @@ def refused(capsys: Any, words: list[str]) -> tuple[int, str]:
     return code, said[0].removeprefix("accprobe: ")
 
 
-NO_DUMP = ("nowhere", "empty", "text.txt", "bad.json", "two")
+NO_DUMP = ("nowhere", "empty", "text.txt", "bad.json", "two", "deep")
 READ = {
     "summary": ["summary", "@"],
     "show": ["show", "@", "lm_head"],

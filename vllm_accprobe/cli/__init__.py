@@ -17,6 +17,7 @@ from typing import Any
 import typer
 
 from vllm_accprobe.cli.common import folding, kept
+from vllm_accprobe.cli.common.insisting import insisting
 from vllm_accprobe.cli.common.json_answer import answering
 from vllm_accprobe.cli.common.options import Command
 from vllm_accprobe.cli.spelling.refusal import CommandInterrupted
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = None if arguments is None else list(arguments)
     kept.begin()
     try:
-        with folding.folded():
+        with insisting(), folding.folded():
             result = build()(args=given, prog_name="accprobe", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
