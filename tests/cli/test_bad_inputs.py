@@ -104,8 +104,11 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("what", NO_DUMP)
-@pytest.mark.parametrize("command", READ)
+# Which format a dump is of is told by the names of its files; nobody has read them then.
+BAD = [(command, what) for what in NO_DUMP for command in READ if (command, what) != ("formats", "deep")]
+
+
+@pytest.mark.parametrize(("command", "what"), BAD)
 def test_what_is_no_dump_is_bad_input(command: str, what: str, here: Path, capsys: Any) -> None:
     words = [what if w == "@" else w.replace("OUT", str(here / "out")) for w in READ[command]]
     code, line = refused(capsys, words)
