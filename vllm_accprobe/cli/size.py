@@ -56,7 +56,8 @@ def size(
     known = kind in dump_size.MEASURED
     if as_json:
         said = {"bytes_per_token": token, "bytes_per_logits": logits, "tokens": tokens, "bytes": total, "ranks": tp}
-        typer.echo(json.dumps(said | {"bytes_per_rank": total // tp, "model_type": kind, "exact": known}))
+        more = {"bytes_per_rank": total // tp, "model_type": kind, "exact": known}
+        typer.echo(json.dumps({"schema": 1} | said | more))
         return
     on = f"{tp} rank{'s' * (tp > 1)}"
     typer.echo(f"{token / 1e6:.3g} MB for a token on {on}, {logits / 1e6:.3g} MB of logits for each that is sampled")
