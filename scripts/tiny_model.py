@@ -96,6 +96,23 @@ def _qwen2_moe(c: dict[str, Any]) -> Iterator[Weight]:
     return _frame(c, layer)
 
 
+def _qwen3(c: dict[str, Any]) -> Iterator[Weight]:
+    """Norms of each head's queries and keys; a dense MLP, or experts without a shared one."""
+
+    def layer(p: str, _: int) -> Iterator[Weight]:
+        h = c["hidden_size"]
+        yield from _attention(p, c, bias=False)
+        yield from (_norm(f"{p}.self_attn.{name}_norm", c["head_dim"]) for name in ("q", "k"))
+        if "num_experts" not in c:
+            yield from _mlp(f"{p}.mlp", h, c["intermediate_size"])
+            return
+        yield _linear(f"{p}.mlp.gate", c["num_experts"], h, gain=2.0)
+        for e in range(c["num_experts"]):
+            yield from _mlp(f"{p}.mlp.experts.{e}", h, c["moe_intermediate_size"])
+
+    return _frame(c, layer)
+
+
 def _gemma3(c: dict[str, Any]) -> Iterator[Weight]:
     """Norms of queries and keys, and one behind attention and MLP as well. The embedding is multiplied by the square
     root of its width; here the head is not tied to it, so that a token is not its own likeliest successor."""
@@ -339,6 +356,11 @@ MODELS: dict[str, TinyModel] = {
     "llama": TinyModel(_base("LlamaForCausalLM", "llama", num_hidden_layers=3), _dense(bias=False)),
     "gemma3": TinyModel(_base("Gemma3ForCausalLM", "gemma3_text", **_GEMMA), _gemma3, mean_gain=0.0),
     "qwen2-moe": TinyModel(_base("Qwen2MoeForCausalLM", "qwen2_moe", **_MOE), _qwen2_moe),
+    "qwen3": TinyModel(_base("Qwen3ForCausalLM", "qwen3", head_dim=32, num_hidden_layers=3), _qwen3),
+    "qwen3-moe": TinyModel(
+        _base("Qwen3MoeForCausalLM", "qwen3_moe", head_dim=32, **(_MOE | {"shared_expert_intermediate_size": 0})),
+        _qwen3,
+    ),
     "mixtral": TinyModel(
         _base("MixtralForCausalLM", "mixtral", num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2),
         _mixtral,
@@ -371,7 +393,8 @@ MODELS: dict[str, TinyModel] = {
     ),
 }
 """``qwen2``: dense, GQA. ``gemma3``: windowed and full attention, norms of q and k and behind each part.
-``qwen2-moe``, ``mixtral``: experts. ``deepseek-v2``: MLA, one dense and two expert layers.
+``qwen3``: norms of q and k. ``qwen2-moe``, ``qwen3-moe``, ``mixtral``: experts.
+``deepseek-v2``: MLA, one dense and two expert layers.
 ``qwen2.5-vl``: vision tower and M-RoPE. ``whisper``: audio encoder and decoder.
 ``bench-h1024``: 8 layers of hidden size 1024, for the benchmarks."""
 

@@ -2,7 +2,7 @@
 """The wheels for an index: vllm-accprobe-capture, which is small, and vllm-accprobe, which needs it and is whole.
 
 The problem: a card's machine only captures, and what compares (numba, pandas, plotly, scipy) is half a gigabyte that
-nobody wants in a vendor's image. The idea: the code is 1.5 MB, and what is large is what it needs. So all of the code
+nobody wants in a vendor's image. The idea: the wheel is 2 MB, and what is large is what it needs. So all of the code
 is in vllm-accprobe-capture, which asks for little; vllm-accprobe is that same release and the rest of the
 requirements, without a file of its own. A command that wants what is not there says so in one line. A checkout is one
 distribution as ever (``pip install .``), because there is no index that has the other.

@@ -53,6 +53,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "empty").mkdir()
     (root / "text.txt").write_text("hello\n")
     (root / "bad.json").write_text("{")
+    (root / "deep").mkdir()
+    (root / "deep" / "run.json").write_text("[" * 100_000)
     np.save(root / "x.npy", np.ones((2, 3), np.float32))
     return root
 
@@ -77,7 +79,7 @@ def refused(capsys: Any, words: list[str]) -> tuple[int, str]:
     return code, said[0].removeprefix("accprobe: ")
 
 
-NO_DUMP = ("nowhere", "empty", "text.txt", "bad.json", "two")
+NO_DUMP = ("nowhere", "empty", "text.txt", "bad.json", "two", "deep")
 READ = {
     "summary": ["summary", "@"],
     "show": ["show", "@", "lm_head"],
@@ -102,8 +104,11 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("what", NO_DUMP)
-@pytest.mark.parametrize("command", READ)
+# Which format a dump is of is told by the names of its files; nobody has read them then.
+BAD = [(command, what) for what in NO_DUMP for command in READ if (command, what) != ("formats", "deep")]
+
+
+@pytest.mark.parametrize(("command", "what"), BAD)
 def test_what_is_no_dump_is_bad_input(command: str, what: str, here: Path, capsys: Any) -> None:
     words = [what if w == "@" else w.replace("OUT", str(here / "out")) for w in READ[command]]
     code, line = refused(capsys, words)

@@ -205,6 +205,10 @@ def test_a_vendors_switch(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_plan_starts_nothing(place: Path, capsys: Any) -> None:
     assert main(words(place, "--plan")) == 0
     assert "combinations" in capsys.readouterr().out
+    assert main(words(place, "--plan", "--json")) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["verdict"] is None
+    assert said["combinations"] == 2 ** len(said["axes"])
     assert starts(place) == 0
     assert not (place / "out").exists()
 

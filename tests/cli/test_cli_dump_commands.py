@@ -284,6 +284,6 @@ def test_repair_says_what_it_did(tmp_path, capsys):
     segment = dump / "rank0000/seg-00000.safetensors"
     segment.rename(segment.with_name(segment.name + ".part"))
     assert main(["repair", str(dump)]) == 0
-    assert lines(capsys) == ["rank 0: 27 tensors readable; 1 segment file(s) finished, 4 bytes of a torn line cut off"]
+    assert lines(capsys) == ["rank 0: 27 tensors readable; 1 segment file finished, 4 bytes of a torn line cut off"]
     assert main(["repair", str(dump)]) == 0
     assert lines(capsys) == ["rank 0: closed in order, nothing to do"]

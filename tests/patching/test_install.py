@@ -299,7 +299,7 @@ def test_every_shipped_patch_fits_the_installed_vllm(capsys: pytest.CaptureFixtu
     assert bad == []
     assert main(["patches", "check"]) == 0
     out = capsys.readouterr().out
-    assert "qwen2-attention: fits, 4 taps in 1 functions" in out
+    assert "qwen2-attention: fits, 4 taps in 1 function" in out
 
 
 def test_the_command(tmp_path: Path, module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,7 +319,7 @@ def test_the_command(tmp_path: Path, module: ModuleType, capsys: pytest.CaptureF
     assert main(["patches", "list", str(file)]) == 0
     assert capsys.readouterr().out == "mine  mine\n"
     assert main(["patches", "check", str(file)]) == 0
-    assert capsys.readouterr().out == "accprobe_patched_example 1.5.0\nmine: fits, 1 taps in 1 functions\n"
+    assert capsys.readouterr().out == "accprobe_patched_example 1.5.0\nmine: fits, 1 tap in 1 function\n"
     file.write_text(textwrap.dedent(text).replace("y = x + 1", "y = x - 1"))
     assert main(["patches", "check", str(file)]) == 1
     assert "  plain: refused: no statement `y = x - 1`; nearest, line" in capsys.readouterr().out

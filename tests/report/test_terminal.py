@@ -111,12 +111,15 @@ def test_only_ten_worst_causes_and_how_to_see_the_rest():
     failed = [p for p in result.pairs if p.status == "fail"]
     found = len({p.tap for p in failed})
     assert 10 < found < len(failed)
-    assert section[0] == f"the 10 worst of {found} causes of {len(failed):,} failed pairs:"
+    behind = f"1 cause and {found - 1} places that it reaches"
+    assert section[0] == f"{behind}, of {len(failed):,} failed pairs, the 10 worst:"
     assert len(section) == 13
     assert section[-1] == f"  … {found - 10:,} more: compare.html, or compare.csv where status is fail"
-    severities = [facts.severity(c.worst) for c in causes.causes(result)]
+    listed = causes.causes(result)
+    assert [c.own for c in listed] == [True] + [False] * (found - 1)
+    severities = [facts.severity(c.worst) for c in listed[1:]]
     assert severities == sorted(severities, reverse=True)
-    assert severities[0] == max(map(facts.severity, result.pairs))
+    assert max(facts.severity(c.worst) for c in listed) == max(map(facts.severity, result.pairs))
 
 
 def test_names_cannot_steer_the_terminal():

@@ -17,15 +17,35 @@ from typing import Any
 import typer
 
 from vllm_accprobe.cli.common import folding, kept
+from vllm_accprobe.cli.common.insisting import insisting
 from vllm_accprobe.cli.common.json_answer import answering
 from vllm_accprobe.cli.common.options import Command
 from vllm_accprobe.cli.spelling.refusal import CommandInterrupted
 
-COMMANDS = (
-    "compare", "opcheck", "gentest", "opdiff", "calibrate", "summary", "show", "convert", "repair",
-    "doctor", "labels", "run", "errcheck", "formats", "patches", "send", "gate", "bisect", "arm", "size",
-)  # fmt: skip
-GROUPS = ("online",)
+COMMANDS = {
+    "compare": "Compare two dumps; name the operator that created the error",
+    "opcheck": "Run captured calls again: which operator is wrong by itself?",
+    "gentest": "Write captured calls as tests that need torch and pytest only",
+    "opdiff": "Join two machines' tables of operators, and judge them",
+    "calibrate": "Measure the floor: what golden's own runs differ by",
+    "summary": "List a dump's tensors with their statistics, or its operators",
+    "show": "Show one tensor: statistics, histogram, rows; or save it",
+    "convert": "Export a dump to another layout, or its model as ONNX",
+    "repair": "Finish the files that a killed run left behind",
+    "doctor": "Check whether a capture would work here",
+    "labels": "Compare the pairs that a script labelled with set_label",
+    "run": "Run any command with the probe on",
+    "errcheck": "Find the first NaN, Inf or overflow of an engine or script",
+    "formats": "List the formats of dumps, or say which one a path is of",
+    "patches": "List patches, or check which of them fit the installed vLLM",
+    "send": "Send the same prompts to a server, and keep what it answers",
+    "gate": "Compare two servers by what they answer, or two evaluations",
+    "bisect": "Find the settings that make a server's numbers wrong",
+    "arm": "Switch a running server's capture on or off",
+    "size": "Say how large a capture of a model will be",
+}
+"""Name → what `accprobe --help` says of it, in a line of 80 columns."""
+GROUPS = {"online": "Check calls on one machine while another computes them"}
 """Commands with commands of their own."""
 STARTERS = ("run", "errcheck", "bisect")
 """Commands that start one: what follows its first word, options too, belongs to it, with or without ``--``."""
@@ -44,13 +64,13 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_root)
-    for name in COMMANDS:
+    for name, short in COMMANDS.items():
         settings = {"allow_interspersed_args": name not in STARTERS}
-        app.command(name, cls=Command, context_settings=settings)(
+        app.command(name, cls=Command, context_settings=settings, short_help=short)(
             answering(getattr(importlib.import_module(f"{__name__}.{name}"), name))
         )
-    for name in GROUPS:
-        app.add_typer(getattr(importlib.import_module(f"{__name__}.{name}"), name), name=name)
+    for name, short in GROUPS.items():
+        app.add_typer(getattr(importlib.import_module(f"{__name__}.{name}"), name), name=name, short_help=short)
     return app
 
 
@@ -76,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = None if arguments is None else list(arguments)
     kept.begin()
     try:
-        with folding.folded():
+        with insisting(), folding.folded():
             result = build()(args=given, prog_name="accprobe", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -109,7 +129,8 @@ def explain(error: Exception) -> tuple[str, int]:
     if "ClickException" in kinds:  # typer brings its own copy of click, older ones use the real one
         usage: Any = error
         command = usage.ctx.command_path if getattr(usage, "ctx", None) else "accprobe"
-        return f"{_one_line(usage.format_message())} (see `{command} --help`)", 2
+        said = _one_line(usage.format_message()).replace(" Value error, ", " ")
+        return f"{said} (see `{command} --help`)", 2
     if kinds & {"NothingCompared", "NothingReadable", "NothingThere"}:
         return _one_line(error), 3
     if kinds & {"DumpError", "CompareError", "ConfigError", "CommandError"}:
@@ -123,6 +144,8 @@ def explain(error: Exception) -> tuple[str, int]:
             "(vllm-accprobe-capture alone captures, and does not compare)",
             2,
         )
+    if isinstance(error, RecursionError) and "JSON" in str(error):
+        return "a JSON file that was read is nested far too deeply: it is damaged, or made to be", 2
     if isinstance(error, MemoryError):
         return "not enough memory; choose fewer tensors at a time", 2
     return (

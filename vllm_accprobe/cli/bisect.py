@@ -96,6 +96,8 @@ def bisect(
         for line in bisect_lines.plan_lines(axes, usual, most, kept):
             typer.echo(line, err=as_json)
         if plan or not axes:
+            if as_json:
+                typer.echo(json.dumps(bisect_lines.plan_json(axes, usual, most, kept), indent=1))
             raise typer.Exit(0)
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         going_on("the runs are", out)

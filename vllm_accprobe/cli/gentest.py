@@ -108,9 +108,12 @@ def _as_tests(
     say_notes([*calls.dump.problems, *calls.problems, *references.problems, *left])
     if not written:
         raise NothingThere(f"{calls.dump.path}: {_why_none(calls, failed)}: nothing was written")
+    from vllm_accprobe.report.text import count
+
     write_folder(written, out, f"the dump {Path(calls.dump.path).resolve().name}")
     operators = len({w.op for w in written})
-    say_written(out, about=f"{len(written)} calls of {operators} operators; run `pytest {out}` with torch alone")
+    what = f"{count(len(written), 'call')} of {count(operators, 'operator')}"
+    say_written(out, about=f"{what}; run `pytest {out}` with torch alone")
     answer(calls=written, operators=operators)
 
 

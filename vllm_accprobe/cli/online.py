@@ -16,9 +16,7 @@ from vllm_accprobe.cli.common.options import Command, CommandError, NothingThere
 if TYPE_CHECKING:
     from vllm_accprobe.online.keys import Keys
 
-online = typer.Typer(
-    help="Check calls on one machine while another one computes them.", no_args_is_help=True, rich_markup_mode=None
-)
+online = typer.Typer(help="Check calls on one machine while another one computes them.", rich_markup_mode=None)
 _PORT = 59208
 HOST = typer.Option("127.0.0.1", "--host", help="The receiver's name or address; its certificate is held against it.")
 PORT = typer.Option(
@@ -37,7 +35,7 @@ CONFIG = typer.Option(None, "--config", metavar="FILE", help="msprobe's config.j
 _LEAST = 1 << 16
 
 
-@online.command(cls=Command)
+@online.command(cls=Command, short_help="Receive calls on the golden's machine, and check them as they come")
 @answering
 def serve(
     host: str = HOST,
@@ -102,7 +100,7 @@ def serve(
     conclude(found, Path(job.dump), job, out, standard, bool(globs), verbose)
 
 
-@online.command(cls=Command)
+@online.command(cls=Command, short_help="Send a dump's calls to the machine that checks them")
 @answering
 def send(
     dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump, also while it is written."),

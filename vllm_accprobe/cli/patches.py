@@ -30,6 +30,7 @@ def patches(
     from vllm_accprobe.patching.check import ABSENT, FITS, REFUSED, check, package_root, package_version
     from vllm_accprobe.patching.schema import PatchError
     from vllm_accprobe.patching.shipped import choose
+    from vllm_accprobe.report.text import count
 
     if action not in ("list", "check"):
         raise CommandError(f"patches {action}: write list or check")
@@ -69,10 +70,10 @@ def patches(
         fits = [o for o in outcomes if o.status == FITS]
         refused += len(bad)
         word = "refused" if bad else "fits" if fits else "nothing of it here"
-        count = sum(len(o.target.taps) for o in fits)
+        seen = sum(len(o.target.taps) for o in fits)
         places = [_place(o.target) | {"status": o.status, "why": o.why} for o in outcomes]
         checked.append({"name": p.name, "status": word, "places": places})
-        typer.echo(f"{p.name}: {word}" + (f", {count} taps in {len(fits)} functions" if fits else ""))
+        typer.echo(f"{p.name}: {word}" + (f", {count(seen, 'tap')} in {count(len(fits), 'function')}" if fits else ""))
         for o in outcomes:
             if o.status == REFUSED or (verbose and o.status != ABSENT) or (verbose and o.why):
                 typer.echo(f"  {o.target.function}: {o.status}" + (f": {o.why}" if o.why else ""))

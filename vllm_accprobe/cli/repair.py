@@ -18,6 +18,7 @@ def repair(
     Exit code 0: all of it is finished, 2: no dump of accprobe, or it is still written, 3: nobody wrote into it."""
     from vllm_accprobe.dump.repair import repair as run
     from vllm_accprobe.formats.common.nearby import own
+    from vllm_accprobe.report.text import count
 
     place, said = own(dump)
     say_notes([said] if said else [])
@@ -28,8 +29,8 @@ def repair(
             typer.echo(f"rank {r.rank}: closed in order, nothing to do")
             continue
         extra = [f"{r.cut} bytes of a torn line cut off"] if r.cut else []
-        extra += [f"{r.dropped} segment file(s) without a whole tensor removed"] if r.dropped else []
-        extra = [f"{r.segments} segment file(s) finished", *extra]
+        extra += [f"{count(r.dropped, 'segment file')} without a whole tensor removed"] if r.dropped else []
+        extra = [f"{count(r.segments, 'segment file')} finished", *extra]
         typer.echo(f"rank {r.rank}: {r.tensors} tensors readable; {', '.join(extra)}")
     if not done:
         raise NothingThere(f"{place}: no rank has written anything")

@@ -38,6 +38,18 @@ def plan_lines(axes: Sequence[ServerSetting], usual: int, most: int, kept: int) 
     return out
 
 
+def plan_json(axes: Sequence[ServerSetting], usual: int, most: int, kept: int) -> dict[str, Any]:
+    """`plan_lines` for programs; there is no verdict."""
+    return {
+        "schema": 1, "verdict": None, "axes": [_axis(a) for a in axes], "runs_expected": usual, "runs_most": most,
+        "kept": kept, "combinations": 2 ** len(axes),
+    }  # fmt: skip
+
+
+def _axis(a: ServerSetting) -> dict[str, Any]:
+    return {"name": a.name, "value": a.value, "plain": a.plain, "parts": len(a.parts)}
+
+
 def lines(found: Found, rows: Sequence[TrialRow], seconds: float, line: Callable[..., str]) -> list[str]:
     """The verdict, each set with its commands, and what could not be tried. line: the command for (names as in the
     command, axes that are apart), None for those of the command itself."""
@@ -126,7 +138,7 @@ def to_json(found: Found, rows: Sequence[TrialRow], seconds: float, line: Callab
         })  # fmt: skip
     return {
         "schema": 1, "verdict": found.verdict, "why": found.why or None,
-        "axes": [{"name": a.name, "value": a.value, "plain": a.plain, "parts": len(a.parts)} for a in found.axes],
+        "axes": [_axis(a) for a in found.axes],
         "equal": list(found.equal), "held": list(found.held), "command": outcome(found.bad),
         "plain": outcome(found.plain), "causes": causes, "runs": len(rows),
         "ran": sum(not row.tried.kept for row in rows), "combinations": 2 ** len(found.axes),

@@ -110,7 +110,7 @@ def _worst(comparison: Comparison) -> list[str]:
         measure, value, limit = facts.decided(p)
         name = " ".join(x for x in (code(p.mine or p.golden), cause.like) if x)
         rows.append((facts.over(p), measure, num(value, 4), num(limit), facts.step_of(p), name))
-    title = capital(causes.title(comparison, MAX_LIST, len(found)))
+    title = capital(causes.title(comparison, MAX_LIST, found))
     return ["", f"### {title}", "", *_table(("× limit", "measure", "value", "limit", "step", "pair"), rows)]
 
 

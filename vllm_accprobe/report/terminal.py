@@ -180,7 +180,7 @@ def worst_pairs(comparison: Comparison, full: bool = False, n: int = 10) -> list
     found = causes.causes(comparison)
     body = [_pair_cells(cause.worst, cause.like) for cause in found[:n]]
     left = more(len(found), n, "compare.html, or compare.csv where status is fail")
-    return [f"{causes.title(comparison, n, len(found))}:", *_aligned([head, *body]), *(f"  {line}" for line in left)]
+    return [f"{causes.title(comparison, n, found)}:", *_aligned([head, *body]), *(f"  {line}" for line in left)]
 
 
 def _pair_cells(pair: Pair, like: str = "") -> tuple[str, ...]:

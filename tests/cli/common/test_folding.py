@@ -127,6 +127,7 @@ def test_json_is_not_folded(place: Path) -> None:
         ("wrote /a/very/long/path/that/nobody/breaks", 20, ["wrote", "    /a/very/long/path/that/nobody/breaks"]),
         ("    accprobe show d 'a b c' --steps 0 --ranks 1", 30, ["    accprobe show d 'a b c' \\",
                                                                  "        --steps 0 --ranks 1"]),
+        ("  a module's weight [64, 32]", 24, ["  a module's weight", "      [64, 32]"]),
         ("\x1b[1mbold words that are long\x1b[0m", 20, ["\x1b[1mbold words that are", "    long\x1b[0m"]),
         ("中文 " * 8, 20, ["中文 中文 中文 中文", "    中文 中文 中文", "    中文"]),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from report_examples import realistic
 
@@ -33,16 +34,37 @@ def test_a_second_fault_is_seen_beside_a_large_one() -> None:
     large = [replace(pattern, tap="a.large", golden="a.large", mine="a.large", step=s, order=1) for s in range(40)]
     large = [replace(p, measured=1000.0, worst_row_rel_l2=1000.0, measure=None) for p in large]
     small = replace(pattern, tap="b.small", golden="b.small", mine="b.small", order=2)
-    mixed = replace(result, pairs=[*large, small])
+    both = [{"module": name, "role": pattern.role} for name in ("a.large", "b.small")]
+    mixed = replace(result, pairs=[*large, small], origins=both)
     lines = terminal.worst_pairs(mixed)
-    assert lines[0] == "2 causes of 41 failed pairs, worst first:"
+    assert lines[0] == "2 causes, of 41 failed pairs, worst first:"
     assert "a.large" in lines[2]
     assert lines[2].endswith("and 39 more like it")
     assert "b.small" in lines[3]
     assert "more like it" not in lines[3]
     assert len(lines) == 4
-    assert any("2 causes of 41 failed pairs" in line for line in markdown.lines(mixed))
+    assert any("2 causes, of 41 failed pairs" in line for line in markdown.lines(mixed))
     assert any(line.count("`a.large`") and "and 39 more like it" in line for line in markdown.lines(mixed))
+
+
+def test_origins_stand_before_what_they_reach() -> None:
+    """Twelve taps that an error only reached fail worse than the second origin; that one is on the list."""
+    result = realistic()
+    pattern = next(p for p in result.pairs if p.status == "fail")
+
+    def failing(tap: str, value: float, order: int) -> Any:
+        return replace(pattern, tap=tap, golden=tap, mine=tap, order=order, worst_row_rel_l2=value, measure=None)
+
+    behind = [failing(f"behind.{k}", 500.0, 2 + k) for k in range(12)]
+    pairs = [failing("a.first", 1000.0, 1), *behind, failing("b.second", 2.0, 20)]
+    origins = [{"module": name, "role": pattern.role} for name in ("a.first", "b.second")]
+    lines = terminal.worst_pairs(replace(result, pairs=pairs, origins=origins))
+    assert lines[0] == "2 causes and 12 places that they reach, of 14 failed pairs, the 10 worst:"
+    assert "a.first" in lines[2]
+    assert "b.second" in lines[3]
+    unknown = terminal.worst_pairs(replace(result, pairs=pairs, origins=[]))
+    assert unknown[0] == "the 10 worst of 14 failed pairs:"
+    assert "b.second" not in "".join(unknown)
 
 
 def test_an_origin_in_several_layers_is_one_cause() -> None:
@@ -57,10 +79,11 @@ def test_an_origin_in_several_layers_is_one_cause() -> None:
     assert len(apart) == len({p.tap for p in form})
 
 
-def test_pairs_that_are_alone_are_called_pairs() -> None:
+def test_pairs_that_are_alone_have_none_like_them() -> None:
     result = realistic()
     first = {p.tap: p for p in result.pairs if p.status == "fail"}
-    alone = replace(result, pairs=list(first.values())[:4])
-    assert causes.title(alone, 10, len(causes.causes(alone))) == "failed pairs, worst first"
-    assert causes.title(alone, 2, 4) == "the 2 worst of 4 failed pairs"
-    assert [c.like for c in causes.causes(alone)] == [""] * 4
+    alone = replace(result, pairs=list(first.values())[:4], origins=[])
+    found = causes.causes(alone)
+    assert causes.title(alone, 10, found) == "failed pairs, worst first"
+    assert causes.title(alone, 2, found) == "the 2 worst of 4 failed pairs"
+    assert [c.like for c in found] == [""] * 4

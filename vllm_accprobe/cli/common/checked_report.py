@@ -73,5 +73,5 @@ def run_json(dump: Path) -> object:
     try:
         path = dump / "run.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < 1 << 24 else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None

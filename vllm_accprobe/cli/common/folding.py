@@ -18,7 +18,8 @@ from typing import Any, TextIO
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 _COMMAND = re.compile(r"\s+(?:[A-Z_]+=\S+ +)*(?:accprobe|pytest|vllm|python3?|pip|bash) ")
-_WORD = re.compile(r"\s*\S+")
+_WORD = re.compile(r"\s*(?:\[\d+(?:, \d+)*\]\S*|\S+)")
+"""Or a shape, [5, 32], which is as one number."""
 _SHELL_WORD = re.compile(r"\s*(?:'[^']*'|\"[^\"]*\"|\S)+")
 _BEHIND = re.compile(r"(?<=[._,:;=/-])")
 _LEAST = 20

@@ -115,6 +115,6 @@ def model_config(directory: Path | None) -> Mapping[str, Any]:
         if path is None or not path.is_file() or path.stat().st_size > _MAX_JSON:
             return {}
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -97,10 +97,10 @@ def lines(diff: Diff, totals: DiffTotals, most: int | None = 10) -> list[str]:
     hidden = totals.statuses[ERROR] + totals.statuses[WARNING] - len(shown)
     if hidden > 0:
         out.append(f"  ... {hidden:,} more: details.csv has all" + ("" if most is None else ", --verbose shows more"))
-    out += ["", f"{'operator':<40} {'outputs':>8} {'pass':>7} {'warning':>7} {'error':>7} {'skip':>7}"]
+    out += ["", f"{'operator':<36} {'outputs':>8} {'pass':>7} {'warning':>7} {'error':>7} {'skip':>7}"]
     for name, counts in operators(totals):
         numbers = [counts[s] for s in (PASS, WARNING, ERROR, SKIP)]
-        out.append(f"{safe(name, 40):<40} {sum(numbers):>8} " + " ".join(f"{n:>7}" for n in numbers))
+        out.append(f"{safe(name, 36):<36} {sum(numbers):>8} " + " ".join(f"{n:>7}" for n in numbers))
     if totals.algorithms:
         out += ["", "judged by: " + ", ".join(f"{name} {n:,}" for name, n in totals.algorithms.most_common())]
     return out + left_out(diff, totals)

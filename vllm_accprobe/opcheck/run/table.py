@@ -119,7 +119,7 @@ def lines(
         out.append(f"  {safe(worst.tap)}  {safe(worst.cls)}  {safe(roles)}, {_steps(steps)}: {safe(worst.message)}")
     if most is not None and len(wrong) > most:
         out.append(f"  ... {len(wrong) - most} more modules: opcheck.csv has all, --verbose shows them")
-    out += ["", "class                                calls' outputs   pass   fail  worst, of what is allowed"]
+    out += ["", f"{'class':<36} {'outputs':>7} {'pass':>6} {'fail':>6}  worst / allowed"]
     for cls, mine in _by_class(rows):
         verdicts = [r for r in mine if r.status in (PASS, FAIL, WARNING)]
         if verdicts:
@@ -127,7 +127,7 @@ def lines(
             bad = sum(r.status == FAIL for r in verdicts)
             part = f"{worst.severity:.2f}" if worst.severity < 1e4 else "far beyond"
             exact = " (must be equal)" if worst.measure == "exact" else f" ({worst.measure})"
-            out.append(f"{safe(cls, 36):<36} {len(verdicts):>14} {len(verdicts) - bad:>6} {bad:>6}  {part}{exact}")
+            out.append(f"{safe(cls, 36):<36} {len(verdicts):>7} {len(verdicts) - bad:>6} {bad:>6}  {part}{exact}")
     known = {h.operator for h in machine.habits} if machine else set()
     notes = [*grids(rows), sentence(r for r in rows if r.cls not in known)]
     out += [f"note: {safe(said, 1000)}" for said in notes if said]

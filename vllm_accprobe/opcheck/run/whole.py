@@ -80,7 +80,7 @@ def _begin(job: Job, out: Path, resume: bool) -> list[Cells]:
         return []
     try:
         before = json.loads(settings.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise RunError(f"--resume: {settings} cannot be read; start again without --resume") from None
     if before != json.loads(json.dumps(asked)):
         changed = [k for k, v in before["job"].items() if v != json.loads(json.dumps(asked["job"])).get(k)]

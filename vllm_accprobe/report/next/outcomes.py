@@ -7,7 +7,7 @@ pass and those that are skipped they add up to all. Not here: how an origin is f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.report.text import count
@@ -25,16 +25,20 @@ def own_pairs(comparison: Comparison, found: Mapping[str, Any]) -> list[Pair]:
     return exact or [p for p in pairs if p.tap == module]
 
 
+def of_origins(comparison: Comparison) -> Callable[[Pair], bool]:
+    """Whether a pair is one of an origin's own."""
+    modules = {str(o.get("module")) for o in comparison.origins}
+    others = {role for o in comparison.origins if "/" in (role := str(o.get("role")))}
+    return lambda p: p.tap in modules or f"{p.tap}/{p.role}" in others
+
+
 def outcomes(comparison: Comparison) -> list[tuple[str, int]]:
     """(outcome, pairs), which add up to all pairs: where an origin is, a failed pair is one of its own or is what the
     error became further on."""
     c = comparison.counts
     if comparison.origins:
-        places = {(str(o.get("module")), str(o.get("role"))) for o in comparison.origins}
-        modules = {module for module, _ in places}
-        others = {role for _, role in places if "/" in role}
-        failed = (p for p in comparison.pairs if p.status == "fail")
-        own = sum(p.tap in modules or f"{p.tap}/{p.role}" in others for p in failed)
+        is_own = of_origins(comparison)
+        own = sum(is_own(p) for p in comparison.pairs if p.status == "fail")
         fails = [(f"fail at {count(len(comparison.origins), 'origin')}", own), ("propagated", c.failed - own)]
     else:
         fails = [("fail", c.failed)]
