@@ -323,6 +323,14 @@ def _adam_w_case(d: Draw) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (0.729, 0.97, 0.05, 0.1, 0.9, 0.99, 1e-3, d(8, 40), top, True, True), {"out": out}
 
 
+LISTED = (
+    "npu_apply_adam_w", "npu_confusion_transpose", "fast_gelu", "npu_layer_norm_eval", "npu_linear",
+    "npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_scaled_masked_softmax", "npu_swiglu",
+    "npu_apply_adam", "npu_group_norm_silu", "npu_mish", "npu_moe_gating_top_k_softmax", "npu_sort_v2",
+)  # fmt: skip
+"""msprobe's document, "List of Supported Fused Operators", in its order."""
+UNDIFFERENTIATED = {"npu_apply_adam", "npu_apply_adam_w"}
+"""An optimiser's step is written into its parameters: torch_npu has no gradient of it, and nobody records one."""
 _SINGLE = (torch.float32,)
 CASES: dict[str, FusedCase] = {
     "npu_rms_norm": FusedCase(_rms_case, rms, {
@@ -354,7 +362,9 @@ CASES: dict[str, FusedCase] = {
     "npu_fast_gelu": FusedCase(lambda d: ((d(8, 33),), {}), fast_gelu, {
         "GELU instead": lambda x: gelu(x),
     }, ("input.0",)),
-    "fast_gelu": FusedCase(lambda d: ((d(8, 33),), {}), fast_gelu, {"SiLU instead": lambda x: (x * sigmoid(x),)}),
+    "fast_gelu": FusedCase(lambda d: ((d(8, 33),), {}), fast_gelu, {
+        "SiLU instead": lambda x: (x * sigmoid(x),),
+    }, ("input.0",)),
     "npu_mish": FusedCase(lambda d: ((d(8, 33),), {}), mish, {
         "SiLU instead": lambda x: (x * sigmoid(x),),
     }, ("input.0",)),

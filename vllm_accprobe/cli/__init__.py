@@ -20,6 +20,7 @@ from vllm_accprobe.cli.common import folding, kept
 from vllm_accprobe.cli.common.insisting import insisting
 from vllm_accprobe.cli.common.json_answer import answering
 from vllm_accprobe.cli.common.options import Command
+from vllm_accprobe.cli.spelling.other_commands import refuse_others
 from vllm_accprobe.cli.spelling.refusal import CommandInterrupted
 
 COMMANDS = {
@@ -96,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = None if arguments is None else list(arguments)
     kept.begin()
     try:
+        refuse_others(sys.argv[1:] if given is None else given)
         with insisting(), folding.folded():
             result = build()(args=given, prog_name="accprobe", standalone_mode=False)
         sys.stdout.flush()

@@ -99,13 +99,13 @@ def opcheck(
     job = _as_msprobe_asks(job, check)
     check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
     files = precheck_files.of(check, standard, job.dump)
-    files.begin(out)
     dump = dump or Path(op)
     kept.going_on("the calls that were checked are", out / PART, ["--resume"])
     bar = here.LaterBar()
     try:
         resume, processes = resume or check.resumed, splits or processes
-        found = run(job, out, processes=processes, resume=resume, plan=bar.start, done=bar.one)
+        with files.begun(out, out / PART):
+            found = run(job, out, processes=processes, resume=resume, plan=bar.start, done=bar.one)
     except (RunError, Unavailable) as why:
         raise CommandError(str(why)) from None
     finally:

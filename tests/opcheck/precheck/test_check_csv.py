@@ -85,6 +85,16 @@ def test_going_on_writes_the_same_files(recorded: Recorded, checked: Path) -> No
     assert len(list((checked / "npu").glob("accuracy_checking_*.csv"))) == 2
 
 
+def test_another_check_is_not_gone_on_with(
+    recorded: Recorded, checked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, _ = files(checked / "npu")
+    words = ["-csv_path", str(result), "-d", "cpu", "--jobs", "0", "-f", "-save_error_data"]
+    assert main(["opcheck", "-api_info", str(recorded("tensor")), *words]) == 2
+    assert "begun with other options (--save-failed, --filter_api)" in capsys.readouterr().err
+    assert len(list((checked / "npu").glob("accuracy_checking_*.csv"))) == 2  # what was there stays
+
+
 def test_what_is_no_result_file_is_refused(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["opcheck", str(recorded("tensor")), "-csv_path", "result.csv"]) == 2
     assert "accuracy_checking_result_<14 digits>.csv" in capsys.readouterr().err

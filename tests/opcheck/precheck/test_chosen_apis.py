@@ -73,7 +73,9 @@ def test_devices(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr()
     assert "--jit_compile: of an NPU's operators, without effect on cpu" in said.err
     if not torch.accelerator.is_available():
-        assert main(["opcheck", dump, "-d", "0", "1", "--out", str(tmp_path / "b")]) == 2
-        assert "--device 0: torch sees no accelerator" in capsys.readouterr().err
+        for named in (["0", "1"], ["npu:0", "npu:1"]):
+            assert main(["opcheck", "-api_info", dump, "-d", *named, "--out", str(tmp_path / "b")]) == 2
+            assert f"--device {named[0]}: " in capsys.readouterr().err
+        assert not (tmp_path / "b").exists()  # no header of a check that never began
     for wrong in ("cpu,cpu", "c/p", ","):
         assert main(["opcheck", dump, "-d", wrong, "--out", str(tmp_path / "c")]) == 2

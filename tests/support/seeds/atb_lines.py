@@ -75,7 +75,12 @@ LINES = [
     _line(175, "--metric kl cos_sim", "--metric kl cos_sim",
           check=_has(*ALL, more=("cosine_similarity", "kl_divergence"))),
     _line(175, "-metric abs", "-metric abs", check=_has(*ALL, more=("abs_precision_result(%)", "max_abs_error"))),
+    _line(175, "--precision-metric abs", "--precision-metric abs",
+          check=_has(*ALL, more=("abs_precision_result(%)", "max_abs_error"))),
     _line(176, "--device-id 0", "--device-id 0", check=_has(*ALL)),
+    _line(176, "-device 0", "-device 0", check=_has(*ALL)),
     Line(177, "-rerun", ("opcheck", "-i", TENSORS, "-rerun"), 2, ("--rerun: ATB's operators run on an Ascend card",),
          ends_at=NO_CARD),
+    Line(177, "--atb-rerun", ("opcheck", "-i", TENSORS, "--atb-rerun"), 2,
+         ("--rerun: ATB's operators run on an Ascend card",), ends_at=NO_CARD),
 ]  # fmt: skip

@@ -27,4 +27,5 @@ class Line:
     code: int = 0
     prints: tuple[str, ...] = ()
     ends_at: str = ""
+    also: tuple[int, ...] = ()  # further lines of the document that are typed with it
     check: Callable[[Path, str], None] | None = field(default=None, compare=False)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from online.online_certificates import Authority
 from online.online_runs import Run, ended, free_port
 from opcheck.layer_dumps import build
@@ -42,14 +45,26 @@ def _both(where: Path, *more: str) -> None:
     assert (out / "result.csv").is_file()
 
 
+def _openssl(*words: str) -> Callable[[Path], None]:
+    """A line of the document that is OpenSSL's own, typed in the folder that tls_path names."""
+
+    def run(home: Path) -> None:
+        tls = home / FOLDER / "tls"
+        tls.mkdir(parents=True, exist_ok=True)
+        if shutil.which("openssl") is None:
+            pytest.skip("OpenSSL is not installed here")
+        subprocess.run(["openssl", *words], cwd=tls, check=True, capture_output=True, timeout=120)
+
+    return run
+
+
 def _certificates(home: Path) -> None:
     """The document's folder: server.key and server.crt, self-signed; refused in a line that says what is missing."""
     where = home / FOLDER
-    where.mkdir(exist_ok=True)
+    _openssl("x509", "-req", "-days", "365", "-in", "server.csr", "-signkey", "server.key", "-out", "server.crt")(home)
     build(where / "dump")
     tls = where / "tls"
-    Authority().folder(tls, "server")
-    (tls / "ca.crt").unlink()
+    assert {p.name for p in tls.iterdir()} == {"server.key", "server.csr", "server.crt"}
     line = {"nfs_path": "", "host": "127.0.0.1", "port": free_port()}
     _configs(where, {**line, "tls_path": str(tls)}, line)
     run = Run("serve", "--config", str(where / "gpu.json"), "--out", str(where / "refused"))
@@ -101,8 +116,12 @@ def _script(home: Path) -> None:
 
 
 LINES: list[Line] = [
+    Line(948, "openssl genrsa -out server.key 2048", _openssl("genrsa", "-out", "server.key", "2048")),
+    Line(954, "openssl req -new -key server.key -out server.csr",
+         _openssl("req", "-new", "-key", "server.key", "-subj", "/CN=gpu", "-out", "server.csr")),
     Line(960, "openssl x509 -req -days 365 -in server.csr -signkey server.key -out server.crt", _certificates),
-    Line(1140, "msprobe -f pytorch run_ut -config ./config.json  # 3.1.3, host and port", _line),
+    Line(1140, "msprobe -f pytorch run_ut -config ./config.json  # 3.1.3, host and port", _line, also=(850,)),
     Line(1140, "msprobe -f pytorch run_ut -config ./config.json  # 3.1.4, nfs_path", _shared),
-    Line(1170, 'debugger = PrecisionDebugger("config.json")', _script),
-]
+    Line(1170, 'debugger = PrecisionDebugger("config.json"); bash train.sh', _script,
+         also=(1166, 1176, 1184, 1186, 1202)),
+]  # fmt: skip

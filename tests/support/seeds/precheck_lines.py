@@ -9,10 +9,12 @@ import csv
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from support.peer_dumps import unpack
+from support.seeds.columns import CHECK_DETAILS, CHECKED, MINDSPORE, TWO_MACHINES, alike
 from support.seeds.line import Line
 
 NO_CARD = "--device 0: torch sees no accelerator on this machine"
@@ -72,6 +74,8 @@ def _checked(folder: str, calls: int = 3) -> Callable[[Path, str], None]:
         result, details = _files(home / folder)
         assert [r["Forward Test Success"] for r in _rows(result)] == ["pass"] * calls
         assert [r["Status"] for r in _rows(details)] == ["pass"] * calls
+        assert alike(_rows(result)[0]) == alike(CHECKED)
+        assert alike(_rows(details)[0]) == alike(CHECK_DETAILS)
 
     return check
 
@@ -85,8 +89,10 @@ def _going_on(dump: str) -> Callable[[Path], None]:
     def run(home: Path) -> None:
         from vllm_accprobe.cli import main
 
-        result = _files(home / "npu")[0].relative_to(home)
-        assert main(["opcheck", "-api_info", dump, "-csv_path", str(result), "--jobs", "0"]) == 0
+        result = str(_files(home / "npu")[0].relative_to(home))
+        assert main(["opcheck", "-api_info", dump, "-csv_path", result, "--jobs", "0"]) == 0
+        _resume(home, "")
+        assert main(["opcheck", "--api_info_file", dump, "--result_csv_path", result, "--jobs", "0"]) == 0
         _resume(home, "")
 
     return run
@@ -97,45 +103,83 @@ def _second_stage(home: Path) -> None:
 
     sides = [str(_files(home / side)[1]) for side in ("npu", "gpu")]
     assert main(["opdiff", "-npu", sides[0], "-gpu", sides[1], "-o", "compared", "--algorithm", "*=benchmark"]) == 0
+    long = ["--npu_csv_path", sides[0], "--gpu_csv_path", sides[1], "--out_path", "compared-long"]
+    assert main(["opdiff", *long]) == 0
+    assert len(list((home / "compared-long").glob("api_precision_compare_*.csv"))) == 2
     details = _rows(next((home / "compared").glob("api_precision_compare_details_*.csv")))
     result = _rows(next((home / "compared").glob("api_precision_compare_result_*.csv")))
+    assert alike(result[0]) == alike(CHECKED)
+    assert alike(details[0]) == alike(TWO_MACHINES)
     assert [r["比对结果"] for r in details] == ["pass"] * 3
     assert [r["Forward Test Success"] for r in result] == ["pass"] * 3
 
 
 def _mindspore(home: Path, said: str) -> None:
     result, details = _files(home / "checker_result")
-    assert list(_rows(details)[0])[2:7] == ["Tested Dtype", "Shape", "Cosine", "MaxAbsErr", "MaxRelativeErr"]
+    assert alike(_rows(details)[0]) == alike(MINDSPORE)
+    assert alike(_rows(result)[0]) == alike(CHECKED)
     assert {r["Status"] for r in _rows(details)} <= {"pass", "error", "SKIP"}
     assert "Mint.tanh.0" in {r["API Name"] for r in _rows(result)}
 
 
-def lines(at: tuple[int, int, int, int, int, int, int], command: str, dump: str) -> list[Line]:
-    """at: of the plain check (twice, on both machines), saved errors, config.yaml, many devices, going on, the second
-    stage; command: how the document calls it."""
-    plain, config, saved, yaml, many, again, second = at
+def _all_options(home: Path, said: str) -> None:
+    """Two products and an activation: one product stands for the other, and gelu is in config.json's black_list."""
+    result, _ = _files(home / ("long" if "wrote long" in said else "short"))
+    assert [r["Forward Test Success"] for r in _rows(result)] == ["pass", "SKIP", "SKIP"]
+
+
+def _kept(home: Path, said: str) -> None:
+    """The wrong call, as a case that gentest reads, where error_data_path says: here."""
+    (cases,) = home.glob("ut_error_data*")
+    assert any(path.is_file() for path in cases.rglob("*"))
+
+
+def lines(at: dict[str, tuple[int, ...]], command: str, several: str, dump: str) -> list[Line]:
+    """at: the document's lines of each of these; command, several: how the document calls it, of one process and of
+    several."""
     check = ("opcheck", "-api_info", dump, "--jobs", "0", "-o")
-    return [
-        Line(plain, f"{command} -api_info {dump}", (*check, "npu"), check=_checked("npu")),
-        Line(plain, f"{command} -api_info {dump} -d: on the other machine", (*check, "gpu", "-d", "cpu"),
+    both = ("-save_error_data", "-d", "cpu")
+    found = {
+        "options": Line(0, f"{command} --api_info_file ... --out_path: every option by its long name",
+             ("opcheck", "--api_info_file", dump, *both[:1], "--out_path", "long", "--jit_compile", "--device", "cpu",
+              "--num_splits", "1", "--filter_api", "--config_path", "config.json"),
+             prints=("--jit_compile: of an NPU's operators, without effect on cpu",), check=_all_options),
+        "syntax": Line(0, f"{command} -api_info {dump} -save_error_data -o short -j -d cpu -f -config config.json",
+             ("opcheck", "-api_info", dump, *both, "-o", "short", "-j", "-f", "-config", "config.json"),
+             prints=("--jit_compile: of an NPU's operators, without effect on cpu",), check=_all_options),
+        "plain": Line(0, f"{command} -api_info {dump}", (*check, "npu"), check=_checked("npu")),
+        "gpu": Line(0, f"{command} -api_info {dump} -d: on the other machine", (*check, "gpu", "-d", "cpu"),
              check=_checked("gpu")),
-        Line(config, "config.json: black_list", (*check, "listed", "-config", "config.json", "-f"),
+        "config": Line(0, "config.json: black_list", (*check, "listed", "-config", "config.json", "-f"),
              prints=("1  calls: in black_list", "another call stands for it")),
-        Line(saved, f"{command} -api_info {dump} -save_error_data", (*check, "saved", "-save_error_data"),
+        "saved": Line(0, f"{command} -api_info {dump} -save_error_data", (*check, "saved", "-save_error_data"),
              check=_checked("saved")),
-        Line(yaml, "vim .../config.yaml", (*check, "yaml", "-config", "config.yaml"), check=_checked("yaml")),
-        Line(many, f"multi_{command} -api_info {dump} -n 32 -d 0 1 2 3",
+        "kept": Line(0, f"{command} -save_error_data, of a wrong kernel: ut_error_data<time>",
+             ("opcheck", "-api_info", "fused-wrong/step0/rank0/dump.json", "--ops", "*npu_swiglu", "-j", "0",
+              "-save_error_data", "-o", "kept"), code=1, check=_kept),
+        "yaml": Line(0, "vim .../config.yaml", (*check, "yaml", "-config", "config.yaml"), check=_checked("yaml")),
+        "multi": Line(0, f"{several} -api_info {dump} -n 2 -d cpu",
+             ("opcheck", "-api_info", dump, "-n", "2", "-d", "cpu", "-o", "two"), check=_checked("two")),
+        "many": Line(0, f"{several} -api_info {dump} -n 32 -d 0 1 2 3",
              ("opcheck", "-api_info", dump, "-n", "32", "-d", "0", "1", "2", "3", "-o", "many"), code=2,
              prints=(NO_CARD,), ends_at="four cards"),
-        Line(again, f"{command} -api_info {dump} -csv_path .../accuracy_checking_result_<time>.csv", _going_on(dump)),
-        Line(second, "api_precision_compare -npu .../accuracy_checking_details_<time>.csv -gpu ...", _second_stage),
-    ]  # fmt: skip
+        "again": Line(0, f"{command} -api_info {dump} -csv_path .../accuracy_checking_result_<time>.csv",
+             _going_on(dump)),
+        "second": Line(0, "api_precision_compare -npu .../accuracy_checking_details_<time>.csv -gpu ...",
+             _second_stage),
+    }  # fmt: skip
+    return [replace(line, at=at[name][0], also=at[name][1:]) for name, line in found.items()]
 
 
 OF_001 = [
-    *lines((335, 361, 375, 403, 471, 509, 697), "run_ut", "single/dump.json"),
+    *lines({"options": (345, 361), "syntax": (353,), "plain": (335,), "gpu": (355,), "config": (361,), "saved": (375,),
+            "kept": (381,), "yaml": (403,), "multi": (489,), "many": (471,), "again": (509,),
+            "second": (697, 707, 709)},
+           "run_ut", "multi_run_ut", "single/dump.json"),
     Line(1257, "msprobe -f mindspore run_ut -api_info ./dump.json -o ./checker_result",
          ("opcheck", "-api_info", "mindspore/tensor/step0/rank0/dump.json", "-o", "checker_result", "--jobs", "0"),
          code=1, prints=("Mint.matmul",), check=_mindspore),  # its 1e-4 is absolute, and the numbers are large
 ]  # fmt: skip
-OF_002 = lines((68, 70, 76, 88, 143, 163, 264), "acc_check", FULL)
+OF_002 = lines({"options": (57,), "syntax": (50,), "plain": (68,), "gpu": (70,), "config": (64,), "saved": (76,),
+                "kept": (78,), "yaml": (88,), "multi": (126,), "many": (143,), "again": (163,), "second": (264, 251)},
+               "acc_check", "multi_acc_check", FULL)  # fmt: skip

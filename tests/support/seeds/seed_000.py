@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.seeds.columns import COMPARED, SUMMARY, UNIT_TESTS
 from support.seeds.line import Line
+
+from vllm_accprobe.formats import open_dump
 
 CAPTURE = """
 import sys, torch
@@ -30,7 +33,7 @@ from vllm_accprobe import begin_dump, end_dump
 torch.manual_seed(0)
 weight = torch.randn(16, 8).bfloat16()
 def forward(x, **words):
-    begin_dump("xray_debug", **words)
+    begin_dump(*PATH, **words)
     y = torch.nn.functional.gelu(x @ weight.T) + 1.0
     end_dump(clear_context=True)
     return y
@@ -56,19 +59,31 @@ def _script(home: Path, text: str, *words: str, **env: str) -> None:
 def _capture(home: Path) -> None:
     _script(home, CAPTURE, "dump-vision")
     assert (home / "dump-vision" / H5).is_file()
-    assert (home / "dump-vision" / H5.replace(".h5", "_summary.csv")).is_file()
+    with (home / "dump-vision" / H5.replace(".h5", "_summary.csv")).open(newline="") as f:
+        assert tuple(next(csv.reader(f))) == SUMMARY
     for name in ("xxx.h5", "xpu.h5", "gpu.h5"):
         shutil.copyfile(home / "dump-vision" / H5, home / name)
 
 
 def _begin_dump(home: Path) -> None:
-    _script(home, OPERATORS.replace("WORDS", "dict(X_DEBUG=0x102, X_DEDUP=True, X_DUMP_NUM=5)"))
-    shutil.rmtree(home / "xray_debug")
+    """As it stands there, without a path: a new folder below ./accprobe, with the tensors of the calls."""
+    words = "dict(X_DEBUG=0x102, X_DEDUP=True, X_DUMP_NUM=5)"
+    _script(home, OPERATORS.replace("WORDS", words).replace("PATH", "()"))
+    (dump,) = (home / "accprobe").iterdir()
+    assert {r.cls for r in open_dump(dump).records if r.payload is not None} >= {"aten.gelu.default"}
 
 
 def _in_the_environment(home: Path) -> None:
     """Names, shapes, dtypes and ranges, and no tensors: X_DUMP_NUM is 0 where it is not given."""
-    _script(home, OPERATORS.replace("WORDS", "{}"), X_DEBUG="0x102", X_DEDUP="True")
+    script = OPERATORS.replace("WORDS", "{}").replace("PATH", '("xray_debug",)')
+    _script(home, script, X_DEBUG="0x102", X_DEDUP="True")
+    assert all(r.payload is None for r in open_dump(home / "xray_debug").records if r.step is not None)
+
+
+def _tensors_of_some(home: Path) -> None:
+    script = OPERATORS.replace("WORDS", "{}").replace("PATH", '("xray_some",)')
+    _script(home, script, X_DEBUG="0x102", X_DUMP_NUM="1")
+    assert any(r.payload is not None for r in open_dump(home / "xray_some").records)
 
 
 def _pytest(home: Path) -> None:
@@ -84,8 +99,8 @@ def _joined(home: Path, said: str) -> None:
     with (home / "diff.csv").open(newline="") as f:
         rows = list(csv.DictReader(f))
     gelu = next(r for r in rows if r["op_name"] == "aten.gelu.default")
-    columns = ["name", "op_name", "dtype", "shape", "min-val", "max-val", "is_pass", "xpu_max", "gpu_max"]
-    assert list(gelu)[:9] == columns
+    assert tuple(gelu)[:9] == UNIT_TESTS
+    assert tuple(gelu)[9:] == tuple(f"{side}_1e-{n}" for side in ("xpu", "gpu") for n in range(1, 7))
     assert (gelu["shape"], gelu["is_pass"]) == ("[4, 16]", "pass")
     assert float(gelu["min-val"]) < float(gelu["max-val"])
 
@@ -99,8 +114,7 @@ def _table(home: Path, said: str) -> None:
 def _compared(home: Path, said: str) -> None:
     with (home / "result.csv").open(newline="") as f:
         rows = list(csv.DictReader(f))
-    columns = ["Index", "Status", "Module (Bench/Target)", "Cosine", "RMSE", "IsClose (%)", "Max Err (t)", "GtNum"]
-    assert list(rows[0]) == columns
+    assert tuple(rows[0]) == COMPARED
     assert "0.Linear.0.forward_params.weight" in {r["Module (Bench/Target)"] for r in rows}
     assert {r["Status"] for r in rows} == {""}
 
@@ -109,12 +123,15 @@ _SAME = "one package on every machine"
 LINES: list[Line] = [
     *(Line(at, "pip install torch_xray-2.0.3-....whl", ("--version",), prints=("accprobe",), ends_at=_SAME)
       for at in (20, 24, 28)),
-    Line(49, 'PrecisionDebugger(dump_path="dump-vision", hook_name="dump", rank=[0], step=[1], model=...)', _capture),
+    Line(49, 'PrecisionDebugger(dump_path="dump-vision", hook_name="dump", rank=[0], step=[1], model=...)', _capture,
+         also=(38, 50)),
     Line(60, "summary xxx.h5 sum.txt", ("summary", "xxx.h5", "sum.txt"), check=_table),
     Line(98, "compare xpu.h5 gpu.h5 result.csv", ("compare", "gpu.h5", "xpu.h5", "result.csv"),
          prints=("gpu.h5 was taken for golden",), check=_compared),
-    Line(146, "X_DEBUG=0x102 X_DEDUP=True X_DUMP_NUM, as arguments of begin_dump (line 177)", _begin_dump),
+    Line(146, "X_DEBUG=0x102 X_DEDUP=True X_DUMP_NUM, as arguments of begin_dump (line 177)", _begin_dump,
+         also=(147, 148, 152, 177, 184)),
     Line(174, "X_DEBUG=0x102 X_DEDUP=True in the environment", _in_the_environment),
+    Line(176, "X_DUMP_NUM=1 in the environment", _tensors_of_some),
     Line(196, "jprof --cpu_init --blacklist --factory=load dump.json",
          ("gentest", "xray_debug", "--cpu_init", "--blacklist", "--factory=load"),
          prints=("wrote pytests", "drawn from their statistics")),

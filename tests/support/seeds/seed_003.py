@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import csv
+import os
 import sys
 from pathlib import Path
 
+from support.seeds.columns import LABELS
 from support.seeds.line import Line
 
 import vllm_accprobe
+from vllm_accprobe.cli import main
 
-COLUMNS = (
-    "data_id", "pta_data_path", "pta_dtype", "pta_shape", "acl_data_path", "acl_dtype", "acl_shape", "cmp_flag",
-    "cosine_similarity", "max_relative_error", "mean_relative_error", "relative_euclidean_distance",
-    "cmp_fail_reason",
-)  # fmt: skip
+EXPORTS = {
+    "ACLTRANSFORMER_SAVE_TENSOR": "1", "ACLTRANSFORMER_SAVE_TENSOR_MAX": "2",
+    "ACLTRANSFORMER_SAVE_TENSOR_RUNNER": "SelfAttentionOpsChatglm6bRunner",
+}  # fmt: skip
+COMMAND = "bash run_performance.sh patches/models/modeling_chatglm_model.py"
+
 RUNNER = "0_ChatGlm6BModelEncoderTorch/0_ChatGlm6BLayerEncoderOperationGraphRunner/3_SelfAttentionOpsChatglm6bRunner"
 _MODEL = f'''"""main_performance.py with the document's three changes; numbers stand in for the model."""
 import os
@@ -60,12 +64,9 @@ def prepare(home: Path) -> None:
     model = home / "patches" / "models" / "modeling_chatglm_model.py"
     model.parent.mkdir(parents=True)
     model.write_text(_MODEL)
-    (home / "run_performance.sh").write_text(
-        "export ACLTRANSFORMER_SAVE_TENSOR=1\n"
-        "export ACLTRANSFORMER_SAVE_TENSOR_MAX=2\n"
-        "export ACLTRANSFORMER_SAVE_TENSOR_RUNNER=SelfAttentionOpsChatglm6bRunner\n"
-        f'exec {sys.executable} "$1"\n'
-    )
+    (home / "run_performance.sh").write_text(f'exec {sys.executable} "$1"\n')
+    exports = "".join(f"export {name}={value}\n" for name, value in EXPORTS.items())
+    (home / "exports.sh").write_text(f'{exports}exec {sys.executable} "$1"\n')
 
 
 def _signatures(home: Path) -> None:
@@ -77,10 +78,21 @@ def _signatures(home: Path) -> None:
     assert callable(vllm_accprobe.set_task_id)
 
 
+def _with_exports(home: Path) -> None:
+    """The document's lines 120 to 130: what is exported where the command is typed also chooses what ATB writes."""
+    os.environ.update(EXPORTS)
+    try:
+        assert main(["labels", "--exec", COMMAND]) == 0
+    finally:
+        for name in EXPORTS:
+            del os.environ[name]
+    _table(home, "")
+
+
 def _table(home: Path, said: str) -> None:
     with (home / "accprobe-labels" / "labels.csv").open(newline="") as f:
         rows = list(csv.DictReader(f))
-    assert tuple(rows[0]) == COLUMNS
+    assert tuple(rows[0]) == LABELS
     assert [row["cmp_flag"] for row in rows] == ["True", "True"]
     high, low = sorted(rows, key=lambda row: row["acl_data_path"].endswith(".bin"))
     assert low["acl_data_path"] == "rank0000/label-00000.bin"  # the library's file, copied into the dump
@@ -92,14 +104,25 @@ def _table(home: Path, said: str) -> None:
 
 
 LINES: list[Line] = [
-    Line(31, "set_label(data_src, data_id, data_val, tensor_path); gen_id(); set_task_id()", _signatures),
+    Line(
+        31,
+        "set_label(data_src, data_id, data_val, tensor_path); gen_id(); set_task_id()",
+        _signatures,
+        also=(46, 54),
+    ),
     Line(65, "ait debug compare aclcmp xx_args", ("labels",), 2, ("name a DUMP, or with --exec a command",)),
     Line(
         130,
         'ait debug compare aclcmp --exec "bash run_performance.sh patches/models/modeling_chatglm_model.py"',
-        ("labels", "--exec", "bash run_performance.sh patches/models/modeling_chatglm_model.py", "--type", "tensor"),
-        prints=("PASS: 2 labelled pairs", "wrote accprobe-labels/labels.csv"),
+        _with_exports,
         ends_at="ATB's ancestor, whose file the script writes itself",
-        check=_table,
+        also=(83, 98, 99, 100, 101, 107, 108, 109, 110, 120, 121, 123),
+    ),
+    Line(
+        130,
+        "the same with --type tensor, where the script exports what it needs",
+        ("labels", "--exec", COMMAND.replace("run_performance", "exports"), "--type", "tensor", "--out", "typed"),
+        prints=("PASS: 2 labelled pairs", "wrote typed/labels.csv"),
+        ends_at="the same",
     ),
 ]

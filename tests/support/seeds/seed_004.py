@@ -130,10 +130,12 @@ def _csv(out: str, least: int) -> object:
     return check
 
 
-def _compare(at: int, says: str, words: str, code: int, least: int, *prints: str) -> Line:
+def _compare(
+    at: int, says: str, words: str, code: int, least: int, *prints: str, also: tuple[int, ...] = ()
+) -> Line:  # fmt: skip
     out = f"report-{at}-{least}"
     argv = ("compare", *words.split(), "--output", out, "--no-replay")
-    return Line(at, f"ait llm compare {says}", argv, code, prints, check=_csv(out, least))  # type: ignore[arg-type]
+    return Line(at, f"ait llm compare {says}", argv, code, prints, check=_csv(out, least), also=also)  # type: ignore[arg-type]
 
 
 def _no_torchair(call: str) -> object:
@@ -146,8 +148,9 @@ def _no_torchair(call: str) -> object:
     return run
 
 
-def _config(at: int, call: str) -> Line:
-    return Line(at, call, _no_torchair(call), ends_at="torchair, which comes with torch_npu and CANN")  # type: ignore[arg-type]
+def _config(at: int, call: str, *also: int) -> Line:
+    ends_at = "torchair, which comes with torch_npu and CANN"
+    return Line(at, call, _no_torchair(call), ends_at=ends_at, also=also)  # type: ignore[arg-type]
 
 
 LINES: list[Line] = sorted(
@@ -164,16 +167,24 @@ LINES: list[Line] = sorted(
         ),
         Line(33, "--type onnx alone", ("run", "--exec", "true", "--type", "onnx"), 2, ("add one of them",)),
         _dump(34, "-sd", "-sd", ATB_SAVE_TENSOR="2"),
+        _dump(34, "--only-save-desc", "--only-save-desc", ATB_SAVE_TENSOR="2"),
         _dump(35, "-ids 2, 3_1", "-ids", "2,", "3_1", ATB_SAVE_TENSOR_IDS="2,3_1"),
+        _dump(35, "--save-operation-ids 2,3_1", "--save-operation-ids", "2,3_1", ATB_SAVE_TENSOR_IDS="2,3_1"),
         _dump(35, "--type model", "--type", "model", ATB_DUMP_TYPE="model"),
         _dump(36, "-er 1,3", "-er", "1,3", ATB_SAVE_TENSOR_RANGE="1,3"),
+        _dump(36, "--execute-range 1,3", "--execute-range", "1,3", ATB_SAVE_TENSOR_RANGE="1,3"),
         _dump(36, "-er 3,5,7,7", "-er", "3,5,7,7", ATB_SAVE_TENSOR_RANGE="3,5,7,7"),
         _dump(37, "-child True", "-child", "True", ATB_SAVE_CHILD="1"),
+        _dump(37, "--save-operation-child False", "--save-operation-child", "False", ATB_SAVE_CHILD="0"),
         _dump(38, "-time 0", "-time", "0", ATB_SAVE_TENSOR_TIME="0"),
+        _dump(38, "--save-time 2", "--save-time", "2", ATB_SAVE_TENSOR_TIME="2"),
         _dump(38, "(-time: after)", ATB_SAVE_TENSOR_TIME="1", ATB_SAVE_TENSOR_IN_BEFORE_OUT_AFTER="0"),
         _dump(39, "-opname self", "-opname", "self", ATB_SAVE_TENSOR_RUNNER="self"),
+        _dump(39, "--operation-name self", "--operation-name", "self", ATB_SAVE_TENSOR_RUNNER="self"),
         _dump(40, "-tiling", "-tiling", ATB_SAVE_TILING="1"),
+        _dump(40, "--save-tiling", "--save-tiling", ATB_SAVE_TILING="1"),
         _dump(41, "-stp 1", "-stp", "1", ATB_SAVE_TENSOR_PART="1"),
+        _dump(41, "--save-tensor-part 0", "--save-tensor-part", "0", ATB_SAVE_TENSOR_PART="0"),
         Line(
             42,
             "ait llm dump --exec ... -o aasx/sss",
@@ -182,20 +193,30 @@ LINES: list[Line] = sorted(
             ends_at=NO_ATB,
             check=_rank_folder,
         ),
+        _dump(42, "--output xx", "--output", "xx"),
+        _dump(43, "-device 1", "-device", "1", ATB_DEVICE_ID="1"),
         _dump(43, "--device-id 1", "--device-id", "1", ATB_DEVICE_ID="1"),
         _dump(44, "-l info", "-l", "info"),
+        _dump(44, "--log-level debug", "--log-level", "debug"),
+        _dump(
+            56,
+            "--type op kernel cpu_profiling: operation_io_tensors, kernel_io_tensors, cpu_profiling",
+            *("--type", "op", "kernel", "cpu_profiling"),
+            ATB_DUMP_TYPE="op|kernel|cpu_profiling",
+            ATB_SAVE_CPU_PROFILING="1",
+        ),
         Line(
             50, "ait_dump/tensors/{device_id}_{PID}/{TID}", ("summary", "atb_golden/ait_dump"), prints=("3_Qwen_layer",)
         ),
         Line(52, "ait_dump/model/{PID}", ("summary", "model.json", "--tree"), prints=("2 x Qwen_layer",)),
-        Line(69, "atb_json_to_onnx(layer_topo_info, model_level)", _topology),
+        Line(69, "atb_json_to_onnx(layer_topo_info, model_level)", _topology, also=(65, 67, 68)),
         Line(
             69,
             "the same as a command",
             ("convert", "XXX_layer.json", "layer.onnx", "--level", "1"),
             prints=("6 nodes",),
         ),
-        Line(107, "from ait_llm import DumpConfig, register_hook", _hook),
+        Line(107, "from ait_llm import DumpConfig, register_hook", _hook, also=(82, 96, 108, 109)),
         Line(116, "ait_dump/torch_tensors/{device_id}_{PID}/{TID}", _torch_layout),
         Line(117, "model_tree.json", ("summary", "torch/ait_dump", "--tree"), prints=("Qwen2DecoderLayer",)),
         _compare(
@@ -206,6 +227,14 @@ LINES: list[Line] = sorted(
             100,
             "4_Qwen_layer.4_Mlp.0_LinearOperation",
         ),
+        _compare(
+            138,
+            "--op-mapping-file, --log-level, -o",
+            "--golden-path torch --my-path atb --op-mapping-file op_mapping --log-level info",
+            1,
+            50,
+            "3_Qwen_layer.1_Attention.5_LinearOperation",
+        ),
         _compare(147, "-gp xx.pth -mp xx.bin", "-gp xx.pth -mp xx.bin -l info", 0, 1, "PASS"),
         _compare(
             150,
@@ -215,12 +244,16 @@ LINES: list[Line] = sorted(
             50,
             "3_Qwen_layer.1_Attention.5_LinearOperation",
         ),
-        _config(214, 'torchair_dump.get_ge_dump_config(dump_path="dump")'),
-        _config(230, "torchair_dump.get_fx_dump_config()"),
-        _compare(244, "--my-path GE --golden-path FX", f"--my-path {GE} --golden-path {FX}", 1, 20, "FAIL"),
-        _config(260, 'torchair_dump.get_ge_dump_config(dump_path="dump")'),
-        _config(276, 'torchair_dump.get_ge_dump_config(dump_path="dump", fusion_switch_file="fusion_switch.json")'),
-        _compare(305, "--my-path GE --golden-path fusion off", f"--my-path {GE} --golden-path {OFF}", 1, 20, "FAIL"),
+        _config(214, 'torchair_dump.get_ge_dump_config(dump_path="dump")', 211),
+        _config(230, "torchair_dump.get_fx_dump_config()", 227),
+        _compare(
+            244, "--my-path GE --golden-path FX", f"--my-path {GE} --golden-path {FX}", 1, 20, "FAIL", also=(241,)
+        ),
+        _config(260, 'torchair_dump.get_ge_dump_config(dump_path="dump")', 257),
+        _config(
+            276, 'torchair_dump.get_ge_dump_config(dump_path="dump", fusion_switch_file="fusion_switch.json")', 273
+        ),
+        _compare(305, "(fusion off)", f"--my-path {GE} --golden-path {OFF}", 1, 20, "FAIL", also=(302,)),
         *_OTHERS,
     ],
     key=lambda line: line.at,

@@ -66,13 +66,16 @@ def recorded_names(records: Iterable[Any]) -> dict[Call, str]:
     return found
 
 
-def begin(out: Path, stamp: str, mindspore: bool) -> None:
-    """Both files with their headers alone, so that an interrupted check can be named and gone on with. Raises
-    OSError."""
+def begin(out: Path, stamp: str, mindspore: bool) -> list[Path]:
+    """Both files with their headers alone, so that an interrupted check can be named and gone on with; those that were
+    not there. Raises OSError."""
     result, details = paths(out, stamp)
+    made = []
     for path, header in ((result, _result_header(mindspore)), (details, _details_header(mindspore))):
         if not path.exists():
             write_rows(path, header, ())
+            made.append(path)
+    return made
 
 
 def write(table: Path, out: Path, stamp: str, names: Mapping[Call, str], digits: int, mindspore: bool) -> None:

@@ -7,7 +7,9 @@ Not here: the files (check_csv.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +30,26 @@ class PrecheckFiles:
     digits: int = DIGITS
     mindspore: bool = False
 
-    def begin(self, out: Path) -> None:
-        """Raises OSError."""
-        if self.dump:
-            out.mkdir(parents=True, exist_ok=True)
-            check_csv.begin(out, self.stamp, self.mindspore)
+    @contextlib.contextmanager
+    def begun(self, out: Path, going_on: Path) -> Iterator[None]:
+        """The files' headers while a check runs. A check that is refused before it has begun leaves none of them: a
+        header alone would be taken for a check to go on with. going_on: what a begun check has left. Raises OSError."""
+        if not self.dump:
+            yield
+            return
+        new = not out.exists()
+        out.mkdir(parents=True, exist_ok=True)
+        made = check_csv.begin(out, self.stamp, self.mindspore)
+        try:
+            yield
+        except BaseException:
+            if not going_on.exists():
+                for path in made:
+                    path.unlink(missing_ok=True)
+                if new:
+                    with contextlib.suppress(OSError):  # not empty: something else came
+                        out.rmdir()
+            raise
 
     def write(self, out: Path) -> list[Path]:
         """What was written. Raises OSError, DumpError."""

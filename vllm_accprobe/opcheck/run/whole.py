@@ -83,12 +83,21 @@ def _begin(job: Job, out: Path, resume: bool) -> list[Cells]:
     except (OSError, ValueError, RecursionError):
         raise RunError(f"--resume: {settings} cannot be read; start again without --resume") from None
     if before != json.loads(json.dumps(asked)):
-        changed = [k for k, v in before["job"].items() if v != json.loads(json.dumps(asked["job"])).get(k)]
-        what = f"other options ({', '.join(changed)})" if changed else "a dump that has changed since"
+        then, now = before["job"], json.loads(json.dumps(asked["job"]))
+        changed = [k for k in {**then, **now} if then.get(k) != now.get(k)]
+        options = ", ".join(_SAID.get(k, k) for k in changed)
+        what = f"other options ({options})" if changed else "a dump that has changed since"
         raise RunError(f"--resume: what is in {out} was begun with {what}; start again without --resume")
     if finished:
         os.replace(out / DONE, part)  # all of it is kept, and its last tap checked once more
     return _cut(part)
+
+
+_SAID = {
+    "save": "--save-failed", "white": "white_list", "black": "black_list", "once": "--filter_api",
+    "devices": "--device", "jit": "--jit_compile",
+}  # fmt: skip
+"""What a job's field is called where it is asked for, if otherwise."""
 
 
 def _journals(dump: Path) -> dict[str, int]:

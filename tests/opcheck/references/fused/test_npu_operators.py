@@ -10,7 +10,7 @@ import family_verdict
 import numpy as np
 import pytest
 import torch
-from fused_cases import CASES, drawn, ran
+from fused_cases import CASES, LISTED, UNDIFFERENTIATED, drawn, ran
 from reference_calls import TABLE, evaluated
 
 from vllm_accprobe.opcheck.reference import Call
@@ -40,6 +40,15 @@ def pairs() -> Iterator[Any]:
     for name, case in CASES.items():
         for dtype in case.dtypes:
             yield pytest.param(name, dtype, id=f"{name}-{dtype}")
+
+
+def test_each_operator_of_msprobe_s_list_has_all_three() -> None:
+    """A definition, a wrong kernel, and gradients; of attention in test_npu_attention.py."""
+    assert len(set(LISTED)) == 15
+    assert set(LISTED) - set(CASES) == {"npu_fusion_attention"}
+    for name in set(LISTED) & set(CASES):
+        assert CASES[name].wrong, name
+        assert bool(CASES[name].gradients) != (name in UNDIFFERENTIATED), name
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(pairs()))
@@ -102,7 +111,7 @@ def test_gradients_by_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("name", ["npu_rms_norm", "npu_swiglu", "fast_gelu", "npu_linear"])
+@pytest.mark.parametrize("name", [name for name in LISTED if name in CASES])
 def test_it_is_found_under_every_spelling(name: str, spelling: str) -> None:
     call = call_of(name, 1, torch.bfloat16, spelling)
     np.testing.assert_allclose(
