@@ -61,6 +61,7 @@ TWO = (Ask("a", prompt(40, 1), 24), Ask("b", prompt(50, 2), 24))
 REPEATS = tuple(Ask(name, prompt(12, i) * 5, 40, i) for i, name in enumerate("abc"))
 HITS: dict[str, Any] = {"enable_prefix_caching": True}
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
+GRAPHS: dict[str, Any] = {"enforce_eager": False}
 FEW: dict[str, Any] = {"num_gpu_blocks_override": 13, "max_model_len": 256}
 NGRAM: dict[str, Any] = {
     "speculative_config": {
@@ -122,6 +123,14 @@ def cases(root: Path) -> list[Case]:
              fault="dropped_row", args=FP8),
         Case("fp8-flipped-bit", "one bit of an fp8 block, in one layer", asks=TWO, kind="changed", fault="flipped_bit",
              mode="full", args=FP8),
+        Case("compiled", "a compiled engine: looked at before and after the forward, prefix hits", asks=SAME,
+             metric="prefix_hits", args=HITS | GRAPHS, mode="full"),
+        Case("compiled-stale-slot", "the slot of the step before, in a compiled engine", asks=TWO, kind="stale",
+             fault="stale_slot", args=GRAPHS),
+        Case("compiled-flipped-bit", "one bit of a block, in one layer of a compiled engine", asks=TWO, kind="changed",
+             fault="flipped_bit", mode="full", args=GRAPHS),
+        Case("compiled-freed", "a block freed while it is read, in a compiled engine", kind="freed", fault="freed",
+             asks=(THREE[0], Ask("c", prompt(100, 3), 12, 6)), args=GRAPHS),
         Case("freed", "a block freed while it is read", asks=(THREE[0], Ask("c", prompt(100, 3), 12, 6)), kind="freed",
              fault="freed"),
         Case("stale-slot", "the slot of the step before", asks=TWO, kind="stale", fault="stale_slot"),
@@ -176,8 +185,15 @@ def run(case: Case, root: Path) -> tuple[bool, str, str]:
     try:
         if case.args.get("block_size", 0) is None:
             lab.ENGINE.pop("block_size")
-        ran = lab.run(model, out, case.asks, plant, case.mode, case.rounds, case.between, **(args if case.args else {}))
+        compiled = not args["enforce_eager"]
+        if compiled:
+            os.environ["VLLM_CPU_CI_ENV"] = "1"  # compiled by dynamo, without inductor's minutes
+        ran = lab.run(
+            model, out, case.asks, plant, case.mode, case.rounds, case.between,
+            {"VLLM_ACCPROBE_GRAPHS": "1"} if compiled else None, **(args if case.args else {}),
+        )  # fmt: skip
     finally:
+        os.environ.pop("VLLM_CPU_CI_ENV", None)
         lab.ENGINE.setdefault("block_size", 32)
         mamba_utils.do_mamba_copy_block = kept
     dump = open_dump(out)
@@ -189,6 +205,7 @@ def run(case: Case, root: Path) -> tuple[bool, str, str]:
         + ("; not watched: " + ", ".join(f"{n} x {why}" for why, n in totals.skipped.items()) if totals.skipped else "")
     )  # fmt: skip
     watched = totals is not None and totals.checked > 0 and totals.held > 0
+    watched = watched and compiled != bool(dump.run["engine"]["eager"])
     was = not case.metric or ran.metrics.get(case.metric, 0) > 0
     if not case.metric:
         what = ""

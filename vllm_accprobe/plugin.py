@@ -177,7 +177,10 @@ def _patch_engine_args() -> None:
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm_accprobe.capture.vllm.eager import make_eager
+        from vllm_accprobe.config import ProbeConfig
 
+        if ProbeConfig.from_env().graphs:  # a further engine of this process, which may keep its graphs
+            return original(self, *args, **kwargs)
         changed = make_eager(self)
         if changed:
             asked = ", ".join(what for what in changed if what != "enforce_eager")

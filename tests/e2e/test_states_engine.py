@@ -21,7 +21,10 @@ from vllm_accprobe.dump.reader import open_dump
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = "hits,fp8,fp8-dropped-row,preemption-hits,freed,stale-slot,dropped-row,falcon-h1,other-state,late-load"
+CASES = (
+    "hits,fp8,fp8-dropped-row,preemption-hits,freed,stale-slot,dropped-row,falcon-h1,other-state,late-load,"
+    "compiled-stale-slot,compiled-flipped-bit"
+)
 LABELLED: dict[str, str] = {"VLLM_ACCPROBE_STATES": "full"}
 
 
@@ -64,6 +67,15 @@ def test_a_stale_slot(told: Path) -> None:
     assert (found.kind, found.request, found.low) == ("stale", "a", found.high)
     assert found.slot is not None
     assert f"written to slot {found.slot - 1} of block {found.block}" in found.how
+
+
+def test_a_compiled_engine_is_watched_around_its_forward(told: Path) -> None:
+    for name in ("compiled-stale-slot", "compiled-flipped-bit"):
+        assert not json.loads((told / name / "run.json").read_text())["engine"]["eager"]
+    (found,) = findings(told, "compiled-stale-slot")
+    assert (found.kind, found.request, found.layers) == ("stale", "a", 4)
+    (found,) = findings(told, "compiled-flipped-bit")
+    assert (found.kind, found.layer, found.request) == ("changed", "model.layers.2.self_attn.attn", "a")
 
 
 def test_a_row_that_the_kernel_leaves_out(told: Path) -> None:

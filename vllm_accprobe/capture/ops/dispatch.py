@@ -145,20 +145,23 @@ class Operators(TorchDispatchMode):
         state.seq += 1
         call = OpenCall(tap, number, keep, values, named, where)
         if self._memory.cached and self._session.everybodys:
-            call.touched = self._touched(operator, found)
+            call.touched = self._touched(operator, found, args, kwargs)
         for role, tensor, about in found:
             self._input(state, operator, call, role, tensor, about)
         self.calls += 1
         return call
 
-    def _touched(self, operator: Operator, found: Found) -> dict[str, Touched | None]:
+    def _touched(
+        self, operator: Operator, found: Found, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> dict[str, Touched | None]:
         """What a call touches of the caches among its arguments; of small views nothing but they themselves."""
         cached = self._memory.cached
         caches = [(role, t) for role, t, _ in found if address(t) in cached]
         if not caches:
             return {}
         tensors = [(role, t) for role, t, _ in found]
-        return touched(operator.name, operator.names_of(tensors), tensors, caches, self._takes.max_bytes)
+        sizes = operator.integers_of(args, kwargs)
+        return touched(operator.name, operator.names_of(tensors), tensors, caches, self._takes.max_bytes, sizes)
 
     def _unwanted(self, state: StepState, module: str | None, wanted: bool) -> str | None:
         if not wanted:

@@ -78,6 +78,11 @@ class Operator:
             names[role] = ".".join((name, *rest))
         return names
 
+    def integers_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, int]:
+        """The arguments that are whole numbers, by name."""
+        found = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
+        return {name: value for name, value in found.items() if type(value) is int}
+
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The dispatch key of the Python kernel that PyTorch would choose for these arguments, or None."""
         first = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch
 SMALL = 1 << 18
 """Bytes of a view into a cache that is taken as any other tensor (chosen)."""
 TOO_MANY = "the KV cache, of which it touches more than VLLM_ACCPROBE_OPS_MAX_MB"
-_TABLES = frozenset(("block_table", "block_tables", "page_table", "blocktable", "block_tables_lst"))
+_TABLES = frozenset(("block_table", "block_tables", "page_table", "page_tables", "blocktable", "block_tables_lst"))
 _SLOTS = frozenset(("slot_mapping", "slots", "slot_indices", "slot_mappings"))
 _STATES = frozenset((
     "state_batch_indices", "dst_state_batch_indices", "conv_state_indices", "cache_indices", "initial_state_indices",
@@ -32,6 +33,11 @@ _ATEN = {"aten.index_put_.": "indices.0", "aten.index.Tensor": "indices.0", "ate
          "aten.index_select.": "index", "aten._index_put_impl_.": "indices.0"}  # fmt: skip
 _BLOCK_DIM = {"_C.cpu_": 2, "_C_cache_ops.reshape_and_cache.": 3, "_C.paged_attention": 3, "_rocm_C.paged": 3}
 """By operator, where a block's slots are counted in the shape of (the last of) its caches; dimension 1 else."""
+_OWN = {"_C.flash_mla_with_kvcache_cpu.": {
+    "window_cache_2d": ("window_slots", "window_block_size"),
+    "compressed_cache_2d": ("compressed_slots", "compressed_block_size"),
+}}  # fmt: skip
+"""By operator, where each cache has slots of its own: which argument names them, and which how many a block has."""
 _UNSAID = ("_C.chunk_gated_delta_rule_cpu.",)
 """Operators that write to a cache although their schema says that they do not."""
 _INTEGERS = (torch.int32, torch.int64)
@@ -64,25 +70,31 @@ def writes_unsaid(op: str) -> bool:
 
 
 def touched(
-    op: str, named: Mapping[str, str], tensors: Tensors, caches: Tensors, most: int
-) -> dict[str, Touched | None]:
+    op: str, named: Mapping[str, str], tensors: Tensors, caches: Tensors, most: int,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, Touched | None]:  # fmt: skip
     """By role, what ``op`` touches of its caches; None where that is more than ``most`` bytes; no entry where nothing
     tells. named: the arguments' names by role (those of a list with its number behind a dot); tensors: all that went
-    in, caches: those of them that lie in one."""
+    in, caches: those of them that lie in one; sizes: its integers, by name."""
     of_cache = {role for role, _ in caches}
     by_name = {
         named[role]: (role, t) for role, t in tensors if role in named and role not in of_cache and t.dtype in _INTEGERS
     }
     found: dict[str, Touched | None] = {}
     dim = next((d for prefix, d in _BLOCK_DIM.items() if op.startswith(prefix)), 1)
-    slots = next((c.shape[dim] for _, c in reversed(caches) if c.dim() > dim), 0)
+    # a cache of two dimensions has blocks of bytes: nothing tells how many slots they are
+    slots = next((c.shape[dim] for _, c in reversed(caches) if c.dim() > max(dim, 2)), 0)
+    own = next((by for prefix, by in _OWN.items() if op.startswith(prefix)), {})
     gathered: dict[int, tuple[torch.Tensor, list[list[Any]]] | None] = {}
     for role, cache in caches:
         if not cache.dim() or not cache.numel():
             continue
-        if cache.shape[0] not in gathered:
-            gathered[cache.shape[0]] = _ids(op, by_name, cache.shape[0], slots)
-        ids = gathered[cache.shape[0]]
+        if own:
+            ids = _own_ids(own.get(named.get(role, "")), by_name, sizes, cache.shape[0])
+        else:
+            if cache.shape[0] not in gathered:
+                gathered[cache.shape[0]] = _ids(op, by_name, cache.shape[0], slots)
+            ids = gathered[cache.shape[0]]
         if ids is None:
             continue
         row = cache.element_size() * math.prod(cache.shape[1:])
@@ -106,8 +118,23 @@ def _ids(
         numbers = _within(t, by_name, slots) if name in _TABLES else t.reshape(-1)
         parts.append(numbers if unit == 1 else numbers.div(unit, rounding_mode="floor"))
         by.append([role, unit])
-    if not parts:
+    return _gathered(parts, by, blocks) if parts else None
+
+
+def _own_ids(
+    told: tuple[str, str] | None, by_name: Mapping[str, tuple[str, torch.Tensor]], sizes: Mapping[str, int], blocks: int
+) -> tuple[torch.Tensor, list[list[Any]]] | None:
+    """The same where an operator's cache has slots of its own."""
+    slots, size = told or ("", "")
+    if slots not in by_name or sizes.get(size, 0) < 1:
         return None
+    role, t = by_name[slots]
+    return _gathered([t.reshape(-1).div(sizes[size], rounding_mode="floor")], [[role, sizes[size]]], blocks)
+
+
+def _gathered(
+    parts: Sequence[torch.Tensor], by: list[list[Any]], blocks: int
+) -> tuple[torch.Tensor, list[list[Any]]]:
     ids = torch.cat([p.long() for p in parts])
     if ids.device.type == "cpu":
         ids = ids[(ids > 0) & (ids < blocks)].unique()

@@ -104,3 +104,43 @@ def attended(call: Call) -> dict[str, Expected]:
             part.append(new)
     value, noise, bound = (torch.cat(p) for p in parts)
     return {"output.0": Expected(value, noise, bound=bound, groups=q.shape[1])}
+
+
+_PAGED = "out q window_cache window_slots window_block_size compressed_cache compressed_slots compressed_block_size"
+
+
+@reference("torch.ops._C.flash_mla_with_kvcache_cpu")
+def attended_in_pages(call: Call) -> dict[str, Expected]:
+    """(out [tokens, heads, 512], q, cache of single keys [blocks, bytes], slots [tokens, n], keys of a block, the same
+    of compressed keys, sinks [heads], scale): below 0 there is no key. A key is its value, too."""
+    names = f"{_PAGED} attn_sink scale"
+    f = arguments(call, names)
+    q, sinks = given(f, "q", "attn_sink")
+    caches = [keys_of_bytes(f[f"{of}_cache"], int(f[f"{of}_block_size"])) for of in ("window", "compressed")]
+    found: list[tuple[Tensor, ...]] = []
+    for row in range(len(q)):
+        rows = []
+        for of, cache in zip(("window", "compressed"), caches, strict=True):
+            at = f[f"{of}_slots"][row].reshape(-1).long()
+            at = at[at >= 0]
+            if len(at) and int(at.max()) >= len(cache):
+                raise Declined("a slot lies outside of the blocks that were captured")
+            rows.append(cache[at])
+        keys = torch.cat(rows).unsqueeze(1)
+        found.append(attend(q[row : row + 1], keys, keys, float(f["scale"]), sinks=sinks, step=call.unit))
+    value, noise, bound = (torch.cat(p) for p in zip(*found, strict=True))
+    return {place_of(call, names, "out"): Expected(value, noise, bound=bound, groups=q.shape[1])}
+
+
+def keys_of_bytes(cache: Tensor, size: int) -> Tensor:
+    """float64 [slots, 512] of a cache of bytes: a block has of each slot 448 codes in e4m3 and 64 numbers in bfloat16,
+    then, of each slot, eight exponents, of which the first seven count, for 64 codes each [vLLM,
+    deepseek_v4/common/ops/cache_utils.py]. Raises Declined."""
+    flat = cache.contiguous().view(torch.uint8).reshape(len(cache), -1)
+    if flat.shape[1] < size * 584:
+        raise Declined(f"a block of {flat.shape[1]} bytes does not hold {size} keys of 584")
+    data = flat[:, : size * 576].reshape(-1, 576)
+    exponents = flat[:, size * 576 : size * 584].reshape(-1, 8)[:, :7].int() - 127
+    codes = data[:, :448].contiguous().view(torch.float8_e4m3fn).double()
+    by = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64), exponents).repeat_interleave(64, -1)
+    return torch.cat((codes * by, data[:, 448:].contiguous().view(torch.bfloat16).double()), -1)
