@@ -16,10 +16,11 @@ from typing import Any
 
 import typer
 
-from vllm_accprobe.cli.common import folding, kept
-from vllm_accprobe.cli.common.insisting import insisting
+from vllm_accprobe.cli.common import folding
 from vllm_accprobe.cli.common.json_answer import answering
 from vllm_accprobe.cli.common.options import Command
+from vllm_accprobe.cli.interrupts import kept
+from vllm_accprobe.cli.interrupts.insisting import insisting
 from vllm_accprobe.cli.spelling.other_commands import refuse_others
 from vllm_accprobe.cli.spelling.refusal import CommandInterrupted
 

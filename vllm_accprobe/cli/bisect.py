@@ -66,7 +66,7 @@ def bisect(
     Exit code 0: nothing differs, 1: it differs, 2: bad usage, or a server was lost, 3: nothing could be tried.
     """
     from vllm_accprobe.cli.common import outputs
-    from vllm_accprobe.cli.common.kept import going_on
+    from vllm_accprobe.cli.interrupts.kept import going_on
     from vllm_accprobe.gate.bisect import axes as settings
     from vllm_accprobe.gate.bisect import edits, judging, offered, vendor
     from vllm_accprobe.gate.bisect.search import expected

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli.common import kept
 from vllm_accprobe.cli.common.declared import LEVEL, NAMES, RANK, REQUEST, ROLE, STEP
 from vllm_accprobe.cli.common.json_answer import answer, say_written
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, say_notes, selection, size, writable
+from vllm_accprobe.cli.interrupts import kept
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump

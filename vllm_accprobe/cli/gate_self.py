@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def gate_self(side: str, asking: Asking, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
     """Asks the server in every way, and says which way is the odd one."""
-    from vllm_accprobe.cli.common import kept, outputs
+    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.interrupts import kept
     from vllm_accprobe.cli.send import made_by
     from vllm_accprobe.gate.self import asked_paths, odd_one
     from vllm_accprobe.gate.sending import prompts as prompts_file

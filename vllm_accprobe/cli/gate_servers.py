@@ -73,8 +73,9 @@ def run(
 
 def compare(golden: str, mine: str, out: Path | None, floors: Floors, asking: Asking, rate: float | None) -> Opened:
     """Makes what is no folder yet, golden first, and compares. Raises CommandError, NothingThere."""
-    from vllm_accprobe.cli.common import kept, outputs
+    from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.cli.common.same import refuse_same
+    from vllm_accprobe.cli.interrupts import kept
 
     try:
         left, right = sides.side(golden), sides.side(mine)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def gate_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, as_json: bool) -> NoReturn:
     """mine: a folder of send, a jsonl (the same one where it has both), a URL, or a command."""
-    from vllm_accprobe.cli.common import kept, outputs
+    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.interrupts import kept
     from vllm_accprobe.cli.send import made_by
     from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.client import SendError

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli.common import kept
 from vllm_accprobe.cli.common.declared import OPS, RANK
 from vllm_accprobe.cli.common.json_answer import answer, answering
 from vllm_accprobe.cli.common.options import Command, CommandError, NothingThere, ranges, require_directory, say_notes
+from vllm_accprobe.cli.interrupts import kept
 
 if TYPE_CHECKING:
     from vllm_accprobe.online.keys import Keys

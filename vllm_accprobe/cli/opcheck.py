@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from vllm_accprobe.cli.common import here, kept
+from vllm_accprobe.cli.common import here
 from vllm_accprobe.cli.common.checked_report import conclude, run_json
 from vllm_accprobe.cli.common.declared import ATTRIBUTES, WEIGHTS
 from vllm_accprobe.cli.common.options import CommandError, require_directory, say_notes
+from vllm_accprobe.cli.interrupts import kept
 from vllm_accprobe.cli.replay import ait_words
 from vllm_accprobe.cli.spelling import precheck_options as msprobe
 

@@ -52,7 +52,8 @@ def send(
     VLLM_API_KEY. Exit code 0: done, 2: bad usage, or the server does not answer, 3: no prompt was answered, or the
     server has another vocabulary than golden's.
     """
-    from vllm_accprobe.cli.common import kept, outputs
+    from vllm_accprobe.cli.common import outputs
+    from vllm_accprobe.cli.interrupts import kept
     from vllm_accprobe.gate.sending import along as forcing
     from vllm_accprobe.gate.sending import passes, replies
     from vllm_accprobe.gate.sending import prompts as prompts_file

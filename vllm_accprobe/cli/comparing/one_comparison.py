@@ -46,7 +46,7 @@ def compared(
     change; label: what the bar says. Raises what the engine and the replay raise."""
     from dataclasses import replace
 
-    from vllm_accprobe.cli.common import kept
+    from vllm_accprobe.cli.interrupts import kept
     from vllm_accprobe.cli.replay import replaying
     from vllm_accprobe.comparison import engine
     from vllm_accprobe.comparison.store import resume

@@ -20,7 +20,7 @@ from opcheck.layer_dumps import build
 from support.interrupts import in_the_foreground
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.cli.common import kept
+from vllm_accprobe.cli.interrupts import kept
 
 RUN = "import sys, time\nfrom vllm_accprobe.cli import main\n{}\nsys.exit(main())\n"
 SLOW = {
