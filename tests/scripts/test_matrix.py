@@ -277,7 +277,7 @@ def test_a_row_of_some_cases_only_is_judged_by_these() -> None:
     row = a_row("0.28.0")
     row["cases"] = {"mixture": {"start_s": 1.0, "compared": {"0.32": PASSED}}}
     assert matrix_page.good(row)
-    assert "| 0.28.0 | V1 | pass, 40 pairs, 100 % identical |" in "\n".join(matrix_page.lines([row], "-"))
+    assert "| 0.28.0 | V1 | AVX2 | pass, 40 pairs, 100 % identical |" in "\n".join(matrix_page.lines([row], "-"))
 
 
 def test_the_page_says_each_row(tmp_path: Path) -> None:
@@ -288,16 +288,26 @@ def test_the_page_says_each_row(tmp_path: Path) -> None:
     matrix_page.write(page, data, [row, {"release": "0.15.1", "error": "pip could not", "day": "2026-01-02"}])
     text = page.read_text()
     assert (
-        "| 0.28.0 | 2.11.0, 5.19.0 | V1 | 9 s | 40 | pass, 2 rows only in mine | 97.5 % | 8, 1 differ "
+        "| 0.28.0 | 2.11.0, 5.19.0 | V1 | AVX2 | 9 s | 40 | pass, 2 rows only in mine | 97.5 % | 8, 1 differ "
         "| pass, 40 pairs, 100 % identical | - | 3 no \\| golden |"
     ) in text
-    assert "| 0.28.0 | V1 | vLLM: NotImplementedError: &lt;not> | pass, 40 pairs, 100 % identical; 7 of 9 dr" in text
+    assert "| 0.28.0 | V1 | AVX2 | vLLM: NotImplementedError: &lt;not> | pass, 40 pairs, 100 % identical; 7 of" in text
     assert "does not run: pip could not" in text
     assert "| 0.28.0 | V1 | _C_AVX2 | AVX2 | 2026-01-02 | abc |" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     widths = {line.replace("\\|", "").count("|") for line in tables}
-    assert widths == {12, 5, 7}
+    assert widths == {13, 6, 7}
     assert matrix_page.read(data) == json.loads(data.read_text())["rows"]
+
+
+def test_what_is_said_of_an_avx2_build_stands_at_its_rows_only() -> None:
+    note = matrix_envs.RELEASES["0.26.0"].note
+    of = a_row("0.26.0") | {"note": note}
+    assert f"- 0.26.0 V1: {note}" in matrix_page.lines([of], "-")
+    assert note not in "\n".join(matrix_page.lines([of | {"kernels": ["_C"], "capability": "AVX512"}], "-"))
+    assert matrix_envs.RELEASES["0.18.0"].note in "\n".join(
+        matrix_page.lines([of | {"note": matrix_envs.RELEASES["0.18.0"].note, "kernels": ["_C"]}], "-")
+    )
 
 
 def test_another_file_is_not_written_over(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.capture.core.session import Session
 from vllm_accprobe.capture.core.sink import Sink
-from vllm_accprobe.capture.graphs.drain import GraphDrain
+from vllm_accprobe.capture.graphs.drain import UNSEEN, GraphDrain
 from vllm_accprobe.capture.graphs.placement import Placed, plan
 from vllm_accprobe.capture.graphs.sightings import watching
 from vllm_accprobe.capture.graphs.stats_drain import DROPPED
@@ -85,9 +85,10 @@ def model() -> Iterator[torch.nn.Module]:
 
 def computed(
     model: torch.nn.Module, root: Path, full: str, staged: bool, budget: int, rows: int = ROWS,
-    steps: int = STEPS, gate: threading.Event | None = None,
+    steps: int = STEPS, gate: threading.Event | None = None, unseen: tuple[int, ...] = (),
 ) -> Any:  # fmt: skip
-    """A dump of so many steps, and what the model's modules gave back in each."""
+    """A dump of so many steps, and what the model's modules gave back in each. unseen: steps whose forward nobody sees
+    begin."""
     with watching(model, [""]) as seen:
         model(of_step(0))
     write_run_json(root, {"tool": "test"})
@@ -111,9 +112,11 @@ def computed(
         down = model.down.forward(x)
         want.append({"down": down, "last": model.last.forward(down)})
         session.begin(Step(number), requests, True)
-        drain.aim(rows)
+        if number not in unseen:
+            drain.aim(rows)
         model(x)
         drain.take()
+        drain.take()  # as execute_model's end says it again
         drain.rest()
         session.end()
         if gate is not None and number == OPENS:
@@ -183,3 +186,11 @@ def test_of_a_step_that_is_larger_than_all_room_what_fits(
     assert {tap: found[tap] + dropped.get(tap, 0) for tap in TAPS} == dict.fromkeys(TAPS, 6)
     assert found["down"] > 0
     assert sum(dropped.values()) > 0
+
+
+def test_a_forward_that_nobody_saw_begin_is_a_counted_skip_and_no_row(model: Any, tmp_path: Path) -> None:
+    """vllm-ascend 0.13 replays its model whole, and calls nothing that is wrapped."""
+    dump, want = computed(model, tmp_path, "wait", False, 1 << 24, steps=6, unseen=(0, 2, 3))
+    assert kept(dump, want) == dict.fromkeys(TAPS, 3)
+    assert {record.step for record in dump.records} == {1, 4, 5}
+    assert {(s.tap, s.reason, s.count) for s in dump.skips} == {(tap, UNSEEN, 3) for tap in TAPS}

@@ -32,6 +32,7 @@ HELD = f"{TOKENS}/held"
 MORE_PADDING = "rows of padding beyond those that VLLM_ACCPROBE_GRAPH_MB holds in one step"
 MORE_ROWS = "rows beyond those that VLLM_ACCPROBE_GRAPH_MB holds in one step"
 NOT_RUN = "the compiled graph did not run its tap"
+UNSEEN = "this runner calls the compiled model in a way that is not watched: no rows were chosen in that step"
 
 
 class GraphDrain:
@@ -42,6 +43,8 @@ class GraphDrain:
         self._placed = placed
         self._drops = session.config.graph_full == "drop"
         self._aimed: StepState | None = None
+        self._begun: StepState | None = None
+        """The last step whose forward was seen to begin, or is counted as one that was not."""
         self._space: Space | None = None
         self._padding: Space | None = None
         self._on = False
@@ -54,6 +57,7 @@ class GraphDrain:
         session, state = self._session, self._session.state
         if state is None or state is self._aimed or not self._placed.chosen:
             return
+        self._begun = state
         session.whole_step(state)  # makes the step's rows known
         space = state.spaces.get(TOKENS)
         if space is None:
@@ -81,6 +85,7 @@ class GraphDrain:
         """The forward has returned: what the taps have copied goes into the dump."""
         state, space, session = self._aimed, self._space, self._session
         self._aimed = self._space = None
+        self._count_unseen()
         if state is None or space is None or session.state is not state or not space.n:
             return
         fits = not self._drops or session.sink.room([self._copied(one, space) for one, _ in self._placed.chosen])
@@ -123,6 +128,17 @@ class GraphDrain:
                 self._take_padding(state, sighting, buffer[space.n :], self._padding)
         if self._stats is not None:
             self._stats.flush(drops=not fits)
+
+    def _count_unseen(self) -> None:
+        """A step has computed, and nobody has said that its forward began: a vendor's runner that replays it whole."""
+        session, state = self._session, self._session.state
+        if state is None or state is self._begun:
+            return
+        self._begun = state
+        for one, _ in self._placed.chosen:
+            if not state.calls.get(one.path):  # not seen by a tap in Python, either
+                session.fired.add(one.path)
+                session.sink.skip(one.path, UNSEEN, one.role)
 
     def _copied(self, one: Sighting, space: Space) -> int:
         """Bytes that the tap at ``one`` hands over in a step with the rows of ``space``."""

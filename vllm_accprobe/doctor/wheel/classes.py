@@ -2,13 +2,15 @@
 
 The problem: half of what capture reads are attributes that some method sets, in a class or in one of its bases, which
 may lie in another package. The idea: bases are followed through the sources; methods, class variables, dataclass
-fields and every ``self.name`` that is set count. A base that is not in the given packages is told, not guessed. Not
-here: following names (sources.py), what is needed (holding.py).
+fields and every ``self.name`` that is set count. What a method calls counts where the method is still run: not in one
+that a derived class has in its place and does not call. A base that is not in the given packages is told, not guessed.
+Not here: following names (sources.py), what is needed (holding.py).
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm_accprobe.doctor.wheel.sources import Definition, Function, SourceModule, Sources
@@ -19,7 +21,8 @@ _DEEP = 40
 @dataclass
 class Class:
     """A class with all its bases. lineage: itself first. members: name → where it stands. called: attributes of self
-    that its methods call. strangers: bases that are in none of the packages, by the package that they come from."""
+    that its methods call, those of replaced methods left out. strangers: bases that are in none of the packages, by the
+    package that they come from."""
 
     node: ast.ClassDef
     module: SourceModule
@@ -46,14 +49,17 @@ def class_of(sources: Sources, found: Definition | None) -> Class | None:
         return None
     made = Class(found.node, found.module)
     _lineage(sources, found, made, set(), _DEEP)
+    replaced: set[str] = set()
     for one in made.lineage:
         assert isinstance(one.node, ast.ClassDef)
         for name, node in _members(one.node).items():
             made.members.setdefault(name, Definition(node, one.module))
+        methods = {part.name: part for part in one.node.body if isinstance(part, Function)}
+        made.called |= _calls(part for part in one.node.body if getattr(part, "name", "") not in replaced)
+        replaced |= methods.keys()
+        replaced -= _calls_of_bases(one.node, {base.node.name for base in made.lineage})  # type: ignore[attr-defined]
         for node in ast.walk(one.node):
-            if isinstance(node, ast.Call) and _of_self(node.func):
-                made.called.add(node.func.attr)  # type: ignore[attr-defined]
-            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
                 for target in node.targets:
                     if _of_self(target):
                         made.made_of.setdefault(target.attr, (node.value.func, one.module))  # type: ignore[attr-defined]
@@ -93,6 +99,23 @@ def _lineage(sources: Sources, found: Definition, made: Class, seen: set[int], d
             _lineage(sources, other, made, seen, deep - 1)
         else:
             made.strangers.add(sources.origin(base, found.module))
+
+
+def _calls(parts: Iterable[ast.AST]) -> set[str]:
+    """The attributes of self that are called in these."""
+    nodes = (node for part in parts for node in ast.walk(part))
+    return {node.func.attr for node in nodes if isinstance(node, ast.Call) and _of_self(node.func)}  # type: ignore[attr-defined]
+
+
+def _calls_of_bases(node: ast.AST, bases: set[str]) -> set[str]:
+    """The methods that are called as ``super().name(`` or ``Base.name(``."""
+    found = set()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute):
+            owner = part.value.func if isinstance(part.value, ast.Call) else part.value
+            if isinstance(owner, ast.Name) and owner.id in {"super", *bases}:
+                found.add(part.attr)
+    return found
 
 
 def _of_self(node: ast.AST) -> bool:
