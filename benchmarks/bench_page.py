@@ -3,9 +3,12 @@
 The problem: a page that opens at once for a tiny model may stall on 20,000 pairs of 60 layers and 64 ranks. The idea:
 a made comparison (made_comparison.py) is written and opened in headless Chromium; the browser's own clock tells when
 table, chart and heat map are drawn, and how long after a key or a click the answer is on the screen, two frames later;
-medians of several openings, each in a new tab. Seconds are this machine's; the size is everybody's.
+medians of several openings, each in a new tab; beside them the CPU time that the page's main thread took until then,
+which other processes change little. Another page, as an older version wrote it, is opened in turn with this one within
+the same rounds. Seconds are this machine's; the size is everybody's.
 
-    python benchmarks/bench_page.py [--pairs 20000 --layers 60 --ranks 64] [--rounds 3] [--keep PAGE.html] [--json]
+    python benchmarks/bench_page.py [--pairs 20000 --layers 60 --ranks 64] [--rounds 3] [--keep PAGE.html]
+                                    [--against OLD.html] [--json]
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--keep", type=Path, help="where the page is left, too")
+    parser.add_argument("--against", type=Path, help="an older version's page of the same comparison (its --keep)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     comparison = made(Made(arguments.pairs, arguments.layers, arguments.ranks))
@@ -55,7 +59,9 @@ def main() -> None:
         path.write_text(text, encoding="utf-8")
         if arguments.keep:
             shutil.copy(path, arguments.keep)
-        report["s"] = timed(path, arguments.rounds)
+        report["s"], *others = timed([path, *([arguments.against] if arguments.against else [])], arguments.rounds)
+    if others:
+        report["against"] = {"mb": sizes(arguments.against.read_text(encoding="utf-8")), "s": others[0]}
     report["keeps"] = {"size": report["mb"]["whole"] < LIMIT_MB, "opens": report["s"]["opens"] < LIMIT_S}
     print(json.dumps(report, indent=1) if arguments.json else "\n".join(lines(report)))
 
@@ -67,28 +73,33 @@ def sizes(text: str) -> dict[str, float]:
     return out | {"markup, style, scripts": out["whole"] - sum(out[name] for name, _ in blocks)}
 
 
-def timed(path: Path, rounds: int) -> dict[str, float]:
-    """Medians in seconds of each thing that is waited for."""
+def timed(paths: list[Path], rounds: int) -> list[dict[str, float]]:
+    """For each page the medians in seconds of each thing that is waited for; the pages take turns within a round."""
     from playwright.sync_api import sync_playwright
 
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    seen: list[dict[str, float]] = []
+    seen: list[list[dict[str, float]]] = [[] for _ in paths]
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
         for _ in range(rounds):
-            page = browser.new_page(viewport={"width": 1440, "height": 900})
-            seen.append(once(page, path))
-            page.close()
+            for path, own in zip(paths, seen, strict=True):
+                page = browser.new_page(viewport={"width": 1440, "height": 900})
+                own.append(once(page, path))
+                page.close()
         browser.close()
-    return {key: statistics.median(one[key] for one in seen) for key in seen[0]}
+    return [{key: statistics.median(one[key] for one in own) for key in own[0]} for own in seen]
 
 
 def once(page: Any, path: Path) -> dict[str, float]:
     """Seconds of one opening, and of each action after it."""
+    thread = page.context.new_cdp_session(page)
+    thread.send("Performance.enable", {"timeDomain": "threadTicks"})
     page.goto(path.as_uri(), wait_until="commit")
     out = {f"{what} drawn": until(page, there) / 1e3 for what, there in DRAWN.items()}
     out["opens"] = max(out.values())
     until(page, "document.body.dataset.ready")
+    measured = {m["name"]: m["value"] for m in thread.send("Performance.getMetrics")["metrics"]}
+    out["main thread's CPU time until then"] = measured["TaskDuration"]
     # what: (what is done, what holds when it has happened)
     everything = "document.querySelector('#shown').textContent.match(/^[0-9,]+ pairs$/)"
     actions: dict[str, tuple[Callable[[], Any], str]] = {
@@ -141,6 +152,9 @@ def lines(report: dict[str, Any]) -> list[str]:
     ]
     out += [f"    {value:7.3f}  {name}" for name, value in report["mb"].items()]
     out += ["  seconds"] + [f"    {value:7.3f}  {name}" for name, value in report["s"].items()]
+    for old in [report["against"]] if "against" in report else []:
+        out += [f"  the older page: {old['mb']['whole']:.3f} MB, in the same rounds"]
+        out += [f"    {value:7.3f}  {name}, {value / report['s'][name]:.1f} times" for name, value in old["s"].items()]
     kept = report["keeps"]
     return [*out, f"  under {LIMIT_MB:g} MB: {kept['size']}; opens within {LIMIT_S:g} s: {kept['opens']}"]
 

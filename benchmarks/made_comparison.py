@@ -10,7 +10,7 @@ Not here: drawing and timing (bench_page.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,7 @@ def made(how: Made, seed: int = 0) -> Comparison:
         standard={"name": "accprobe", "total": 8.0}, rows=_table(pairs, rows),
         samples=tuple(_sample(i, pairs[i], rng) for i in shown[:64]),
         spreads=tuple(_spread(i, rng) for i in shown),
+        created={tap: float(x) for (tap, _), x in zip(taps, rng.lognormal(-2.5, 0.7, len(taps)), strict=True)},
         without_spread={"not among the 200 worst": len(failed) - len(shown)} if len(failed) > len(shown) else {},
     )  # fmt: skip
 
@@ -99,18 +100,23 @@ def _rank(how: Made, taps: Any, step: int, rank: int, pairs: list[Pair], rows: l
         if len(pairs) == how.pairs:
             return
         carried = carried + rng.lognormal(-9.5, 0.6, len(request)) / (1 + order / 40)
-        error = carried
+        error, made_here = carried, 0.0
         for who, place, size in how.faults:
             if place == tap:  # in one request, and from some position on: faults do not fall on every row alike
                 added = np.where((request == 0) & (position >= 40), size * rng.uniform(0.6, 1.0, len(request)), 0.0)
                 error = error + (added if who == rank else 0.0)
+                made_here = size if who == rank else made_here
                 carried = carried + added
         limit = LIMIT * (1 + order / 200)
         if tap == "lm_head" and rank % 16 == 5 % how.ranks:
             pairs.append(_pair(tap, cls, step, rank, order, error, request, position, decode, limit, skip=FLIPPED))
             continue
         rows.append((len(pairs), request, position, decode, error.astype(np.float32)))
-        pairs.append(_pair(tap, cls, step, rank, order, error, request, position, decode, limit))
+        pair = _pair(tap, cls, step, rank, order, error, request, position, decode, limit)
+        if made_here:  # judged by what was created there, in the row that the origin names
+            pair = replace(pair, measure="created", measured=made_here, allowed=LIMIT, limit=LIMIT)
+            pair = pair if step else replace(pair, worst_request="chat-0", worst_position=40)
+        pairs.append(pair)
 
 
 def _pair(

@@ -63,3 +63,10 @@ def test_pass_says_what_it_rests_on():
 )
 def test_failure_without_an_origin(changes, expected):
     assert facts.headline(comparison(verdict="fail", **changes)) == expected
+
+
+def test_a_token_that_passes_as_a_near_tie_is_not_endlessly_beyond_its_limit():
+    other = {"measure": "exact", "limit": 0.0, "worst_row_rel_l2": 0.9}
+    assert facts.severity(pair(tap="sampler", role="output.token", status="pass", **other)) == 1.0
+    assert facts.severity(pair(tap="sampler", role="output.token", status="fail", **other)) == float("inf")
+    assert facts.severity(pair(status="pass", nonfinite_mismatch=1)) == float("inf")

@@ -46,5 +46,8 @@ def severity(pair: Pair) -> float:
     r = over_limit(pair)
     if r is not None:
         # A pair that failed on something else than its rows (replicas that differ) is still a failure.
-        return max(r, 1.0) if pair.status == FAIL else r
+        if pair.status == FAIL:
+            return max(r, 1.0)
+        # What must be equal and passes all the same (another token in a near tie) is not beyond its limit.
+        return r if math.isfinite(r) else 1.0
     return math.inf if pair.status == FAIL else 0.0

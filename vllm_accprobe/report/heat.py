@@ -125,9 +125,11 @@ def _request(
 
 def factors(comparison: Comparison) -> np.ndarray:
     """float32, an entry a row of ``Comparison.rows``: how many times its limit it is off, infinite where NaNs differ,
-    NaN where a pair has no limit. A row is measured against its tensor's limit, and a pair in which an error was
-    created against what one operator may create: of such a pair the worst row has the pair's factor and no other has
-    more, so that one fault has one factor in the sentence, the table and the picture."""
+    NaN where a pair has no limit.
+
+    A row is measured against its tensor's limit, and a pair in which an error was created against what one operator may
+    create: of such a pair the worst row has the pair's factor and no other has more, so that one fault has one factor
+    in the sentence, the table and the picture."""
     rows = comparison.rows
     assert rows is not None
     of = {i: facts.severity(p) for i, p in enumerate(comparison.pairs) if p.status == "fail" and p.measure == "created"}

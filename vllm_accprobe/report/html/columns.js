@@ -17,8 +17,9 @@
 
   const value = (i) => { const w = col.worst_row_rel_l2.at(i); return w === null ? col.rel_l2.at(i) : w; };
   const MEASURES = { row_rel_l2: "row L2", row_norm_ratio: "norm ratio", element: "element", created: "created", exact: "equality", nonfinite: "NaN/Inf" };
-  function over(i) {                // as over.severity: who failed by something else than its measure reaches its limit
+  function over(i) {                // as over.severity: who failed reaches its limit, who passed is not endlessly beyond it
     const x = reach(i);
+    if (col.status.at(i) === "pass" && x === "Inf" && !(col.nonfinite_mismatch.at(i) > 0)) return 1;
     return col.status.at(i) !== "fail" ? x : x === null ? "Inf" : typeof x === "number" ? Math.max(x, 1) : x;
   }
   function reach(i) {
