@@ -1,6 +1,6 @@
 """What `opcheck --repeat` and `--rows` say of this machine's own kernels: the figures of docs/opcheck.md.
 
-    .venv/bin/python scripts/repeat_clean.py [--runs 20]
+    .venv/bin/python scripts/repeat_clean.py [--runs 20] [--only GLOB,GLOB]
 
 Operators of aten and of vLLM's CPU build at several shapes and dtypes, and the modules of every family that the tests
 have a call of, run through the same code as the command. Prints alarms (there should be none), remarks, and for each
@@ -15,12 +15,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "opcheck"))
 
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.reference import Call
@@ -103,11 +105,13 @@ def told(rows: list[Checked], what: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--only", default="*", help="globs over calls as they are told, with commas between")
     asked = parser.parse_args()
     kernels = MachineKernels(default_references(), "cpu")
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {platform.machine()}, "
           f"{torch.get_num_threads()} threads")  # fmt: skip
-    calls = [*named(), *families()]
+    globs = asked.only.split(",")
+    calls = [c for c in (*named(), *families()) if any(fnmatchcase(c.tap, glob) for glob in globs)]
     alarm = told([r for c in calls for r in repeat(c, kernels, RepeatOptions(asked.runs))], f"--repeat {asked.runs}")
     alarm |= told([r for c in calls for r in batches(c, kernels, BatchOptions(("1", "8", "N")))], "--rows 1,8,N")
     return int(alarm)

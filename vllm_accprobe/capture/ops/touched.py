@@ -38,7 +38,7 @@ _OWN = {"_C.flash_mla_with_kvcache_cpu.": {
     "compressed_cache_2d": ("compressed_slots", "compressed_block_size"),
 }}  # fmt: skip
 """By operator, where each cache has slots of its own: which argument names them, and which how many a block has."""
-_UNSAID = ("_C.chunk_gated_delta_rule_cpu.",)
+_UNSAID = ("_C.chunk_gated_delta_rule_cpu.", "_C.causal_conv1d_fwd_cpu.")
 """Operators that write to a cache although their schema says that they do not."""
 _INTEGERS = (torch.int32, torch.int64)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from family_verdict import verdict
+from reference_calls import evaluated
 
 from vllm_accprobe.opcheck.reference import Call
 
@@ -73,10 +74,24 @@ def test_scores_of_single_tokens(seed: int, fault: str) -> None:
     """What lies behind a row's keys is nobody's: the kernel does not clean it."""
     q, codes, scales, cache, w, lengths, table, size, longest = drawn(seed)
     mine = by_hand(q, codes, scales, w, lengths, table, longest, fault)
-    mine = torch.where(torch.isinf(mine), 77.0, mine)
+    behind = torch.isinf(mine).nonzero()
+    mine = torch.where(torch.isinf(mine), 1e-3, mine)
+    for place, value in zip(behind.tolist(), (float("nan"), float("inf"), -float("inf")), strict=False):
+        mine[tuple(place)] = value
     args = (q[:, 0], cache, w, torch.from_numpy(lengths).int(), table, size, longest)
     call = Call("x", "torch.ops._C.fp8_paged_mqa_logits_cpu", args=args, outputs={"output.0": mine})
     assert verdict(call, "output.0", mine).passed == (not fault)
+
+
+def test_a_row_beside_large_numbers_that_nobody_wrote_is_not_judged() -> None:
+    q, codes, scales, cache, w, lengths, table, size, longest = drawn(1)
+    mine = by_hand(q, codes, scales, w, lengths, table, longest + 1)
+    mine[0, -1] = 3e38
+    args = (q[:, 0], cache, w, torch.from_numpy(lengths).int(), table, size, longest + 1)
+    call = Call("x", "torch.ops._C.fp8_paged_mqa_logits_cpu", args=args, outputs={"output.0": mine})
+    rows = evaluated(call)["output.0"].rows
+    assert rows is not None
+    assert rows.tolist() == [False] + [True] * (len(lengths) - 1)
 
 
 def best_by_hand(z: Any, lengths: Any, table: Any, size: int, k: int, fault: str) -> tuple[Any, Any]:
@@ -238,6 +253,8 @@ def test_vllms_own_scores_and_choice(kernels: Any) -> None:
     lengths = torch.tensor([5, 600, 700], dtype=torch.int32)
     args = (q, cache, w, lengths, table, 64, 700)
     mine = kernels.fp8_paged_mqa_logits_cpu(*args)
+    for row, stop in enumerate(lengths.tolist()):
+        mine[row, stop:] = 0  # memory as it was found, which the kernel leaves behind a row's keys
     call = Call("x", "torch.ops._C.fp8_paged_mqa_logits_cpu", args=args, outputs={"output.0": mine})
     assert verdict(call, "output.0", mine).passed
     wrong = mine.clone()

@@ -7,12 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn_sizes import drawn_sizes
 from family_verdict import verdict
 
 from vllm_accprobe.opcheck.reference import Call
 
 HEADS, KV, WIDTH, SIZE, BLOCKS = 4, 2, 16, 16, 9
 TABLE, LENGTHS, STARTS = [[5, 2, 7], [8, 1, 0], [3, 0, 0]], [35, 17, 4], [0, 3, 4, 8]
+sizes = drawn_sizes(
+    __name__, KV=(2, 4), HEADS=lambda r, of: of["KV"] * int(r.integers(2, 4)), WIDTH=(16, 49, 16), SIZE=(16, 49, 16),
+    BLOCKS=(9, 14), TABLE=lambda r, of: [[p + 1 for p in r.permutation(8)[:3].tolist()] for _ in range(3)],
+    LENGTHS=lambda r, of: [int(r.integers(2 * of["SIZE"] + 1, 3 * of["SIZE"])), int(r.integers(20, 30)), 4],
+)  # fmt: skip
 
 
 def defined(q: Any, k: Any, v: Any, at: int, scale: float, window: int = 0, fault: str = "") -> np.ndarray:

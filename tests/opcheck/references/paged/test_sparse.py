@@ -5,12 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from drawn_sizes import drawn_sizes
 from family_verdict import verdict
 
 from vllm_accprobe.opcheck.reference import Call
 
 T, H, D, S, TOP = 6, 3, 8, 14, 5
 FIRST, STOP = [0, 0, 0, 2, 2, 2], [1, 4, 14, 6, 9, 14]
+sizes = drawn_sizes(
+    __name__, H=(1, 7), D=(6, 20), S=(10, 30), TOP=(3, 8),
+    FIRST=lambda r, of: [0, 0, 0, *r.integers(1, 3, T - 3).tolist()],
+    STOP=lambda r, of: [1, *r.integers(4, of["S"], T - 2).tolist(), of["S"]],
+)  # fmt: skip
 
 
 def scored(fault: str = "") -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

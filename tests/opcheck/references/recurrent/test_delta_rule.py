@@ -40,22 +40,23 @@ def defined(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, eps: float, f
     return out, s
 
 
-def drawn(seed: int, lengths: list[int], dtype: torch.dtype, n: int = 8, m: int = 6) -> tuple[Any, ...]:
+def drawn(seed: int, lengths: list[int], dtype: torch.dtype, n: int = 8, m: int = 6, heads: int = 2) -> tuple[Any, ...]:
+    """heads: of keys; of values there are twice as many."""
     r = np.random.default_rng(seed)
     t = sum(lengths)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.from_numpy(r.normal(size=shape)).to(dtype)
 
-    g = torch.from_numpy(-0.4 * r.random((1, t, 4))).float()
-    beta = torch.from_numpy(r.random((1, t, 4))).to(dtype)
+    g = torch.from_numpy(-0.4 * r.random((1, t, 2 * heads))).float()
+    beta = torch.from_numpy(r.random((1, t, 2 * heads))).to(dtype)
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     places = torch.from_numpy(r.permutation(6)[: len(lengths)].astype(np.int32))
-    states = torch.from_numpy(r.normal(size=(6, 4, n, m))).float()
+    states = torch.from_numpy(r.normal(size=(6, 2 * heads, n, m))).float()
     return (
-        normal(1, t, 2, n),
-        normal(1, t, 2, n),
-        normal(1, t, 4, m),
+        normal(1, t, heads, n),
+        normal(1, t, heads, n),
+        normal(1, t, 2 * heads, m),
         g,
         beta,
         states,
@@ -87,10 +88,18 @@ def call_of(args: tuple[Any, ...], out: Any, new: Any) -> Call:
     return Call("x", NAME, args=args, outputs=outputs)
 
 
-@pytest.mark.parametrize("seed", range(3))
+def sizes(seed: int) -> tuple[list[int], dict[str, int]]:
+    """Lengths of the sequences, and widths."""
+    r = np.random.default_rng(1000 + seed)
+    lengths = r.integers(1, 20, int(r.integers(1, 5))).tolist()
+    return lengths, {"n": int(r.integers(3, 14)), "m": int(r.integers(3, 14)), "heads": int(r.integers(1, 4))}
+
+
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_is_the_definition(seed: int, dtype: torch.dtype) -> None:
-    args = drawn(seed, [[5, 1, 9], [17], [2, 3]][seed], dtype)
+    lengths, widths = sizes(seed)
+    args = drawn(seed, lengths, dtype, **widths)
     out, new = by_hand(args)
     found = evaluated(call_of(args, out, new))
     np.testing.assert_allclose(found["output.0"].value.numpy(), out, rtol=1e-9, atol=1e-10)
@@ -99,8 +108,9 @@ def test_it_is_the_definition(seed: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("fault", ["state of another slot", "last chunk dropped", "decay after", "no norm"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_wrong_kernel_is_found_and_a_right_one_is_not(fault: str, dtype: torch.dtype) -> None:
-    args = drawn(7, [12, 1, 20], dtype)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wrong_kernel_is_found_and_a_right_one_is_not(seed: int, fault: str, dtype: torch.dtype) -> None:
+    args = drawn(7, [12, 1, 20], dtype, **(sizes(seed)[1] if seed else {}))
     right, wrong = (call_of(args, *by_hand(args, f)) for f in ("", fault))
     for role in ("output.0", "inplace.input.5"):
         assert verdict(right, role, right.outputs[role]).passed

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn_sizes import drawn_sizes
 from family_verdict import verdict
 from reference_calls import evaluated
 
@@ -31,6 +32,11 @@ def defined(x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, state: Any, fault: 
     return out, s
 
 
+H, P, G, N = 4, 3, 2, 5
+"""Heads, their width, groups, and the width of a state."""
+sizes = drawn_sizes(__name__, G=(2, 4), H=lambda r, of: of["G"] * int(r.integers(1, 4)), P=(2, 7), N=(3, 9))
+
+
 def drawn(seed: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     r = np.random.default_rng(seed)
 
@@ -38,8 +44,8 @@ def drawn(seed: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...
         return torch.from_numpy(values).to(kind)
 
     return (
-        of(r.normal(size=(tokens, 4, 3)), dtype), of(r.random((tokens, 4))), of(-2 * r.random(4)),
-        of(r.normal(size=(tokens, 2, 5)), dtype), of(r.normal(size=(tokens, 2, 5)), dtype), of(r.normal(size=4)),
+        of(r.normal(size=(tokens, H, P)), dtype), of(r.random((tokens, H))), of(-2 * r.random(H)),
+        of(r.normal(size=(tokens, G, N)), dtype), of(r.normal(size=(tokens, G, N)), dtype), of(r.normal(size=H)),
     )  # fmt: skip
 
 
@@ -49,7 +55,7 @@ def wide(*tensors: torch.Tensor) -> list[np.ndarray]:
 
 def chunked(seed: int, lengths: list[int], dtype: torch.dtype, fault: str = "") -> Call:
     x, dt, a, b, c, d = drawn(seed, sum(lengths), dtype)
-    first = torch.from_numpy(np.random.default_rng(seed + 1).normal(size=(len(lengths), 4, 3, 5))).float()
+    first = torch.from_numpy(np.random.default_rng(seed + 1).normal(size=(len(lengths), H, P, N))).float()
     ends = [0, *np.cumsum(lengths).tolist()]
     out, new = np.zeros(x.shape), first.double().numpy().copy()
     for n in range(len(lengths)):
@@ -85,8 +91,8 @@ def test_a_wrong_scan_is_found(fault: str) -> None:
 def updated(fault: str = "") -> Call:
     """One token of four sequences: one of them padding, one whose new state goes elsewhere."""
     x, dt, a, b, c, d = drawn(2, 4, torch.float32)
-    bias = torch.linspace(-1, 1, 4)
-    states = torch.from_numpy(np.random.default_rng(8).normal(size=(7, 4, 3, 5))).float()
+    bias = torch.linspace(-1, 1, H)
+    states = torch.from_numpy(np.random.default_rng(8).normal(size=(7, H, P, N))).float()
     reads, writes = torch.tensor([3, 0, 5, 1], dtype=torch.int32), torch.tensor([3, 0, 6, 1], dtype=torch.int32)
     out, new = np.zeros(x.shape), states.double().numpy().copy()
     held = new.copy()
@@ -96,9 +102,9 @@ def updated(fault: str = "") -> Call:
         at = int(reads[(n + 2) % 4]) if fault == "state of another slot" else int(reads[n])
         y, s = defined(*wide(x[n : n + 1]), step[None], *wide(a, b[n : n + 1], c[n : n + 1], d), held[at])
         out[n], new[int(reads[n])], new[int(writes[n])] = y[0], s, s
-    expand = dt[:, :, None].expand(-1, -1, 3)
-    args = (states, x, expand, a[:, None, None].expand(4, 3, 5), b, c, d[:, None].expand(4, 3), None,
-            bias[:, None].expand(4, 3), True, reads, writes, 0, torch.zeros_like(x), None, None)  # fmt: skip
+    expand = dt[:, :, None].expand(-1, -1, P)
+    args = (states, x, expand, a[:, None, None].expand(H, P, N), b, c, d[:, None].expand(H, P), None,
+            bias[:, None].expand(H, P), True, reads, writes, 0, torch.zeros_like(x), None, None)  # fmt: skip
     outputs = {"inplace.input.0": torch.from_numpy(new).float(), "inplace.input.13": torch.from_numpy(out).float()}
     return Call("x", "torch.ops._C.selective_state_update_cpu", args=args, outputs=outputs)
 

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn_sizes import drawn_sizes
 from family_verdict import verdict
 
 from vllm_accprobe.opcheck.reference import Call
 
 ROWS, VOCAB = 4, 17
+sizes = drawn_sizes(__name__, VOCAB=(11, 90))
 
 
 def logits(seed: int = 0) -> np.ndarray:

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn_sizes import drawn_sizes
 from family_verdict import verdict
 from reference_calls import TABLE
 
 from vllm_accprobe.opcheck.reference import Call, Declined
 
 M, K, N = 5, 32, 9
+sizes = drawn_sizes(__name__, M=(3, 9), K=(20, 70), N=(3, 14))
 
 
 def product(a: Any, b: Any, sa: Any, sb: Any, zero: Any, bias: Any) -> np.ndarray:

@@ -32,9 +32,12 @@ def by_hand(codes: np.ndarray, scale: np.ndarray, size: int, fault: str = "") ->
 
 
 @pytest.mark.parametrize("fault", ["", "halves exchanged", "scale of the neighbour"])
-def test_mxfp4(fault: str) -> None:
-    r = np.random.default_rng(0)
-    codes, exponents = r.integers(0, 256, (5, 48), np.uint8), r.integers(120, 134, (5, 3)).astype(np.uint8)
+@pytest.mark.parametrize("seed", range(5))
+def test_mxfp4(seed: int, fault: str) -> None:
+    r = np.random.default_rng(seed)
+    rows, blocks = int(r.integers(3, 12)), int(r.integers(2, 7))
+    codes, exponents = r.integers(0, 256, (rows, 16 * blocks), np.uint8), r.integers(120, 134, (rows, blocks))
+    exponents = exponents.astype(np.uint8)
     mine = torch.from_numpy(by_hand(codes, 2.0 ** (exponents.astype(float) - 127), 32, fault)).bfloat16()
     args = (torch.from_numpy(codes), torch.from_numpy(exponents), torch.bfloat16)
     call = Call("x", "torch.ops.vllm.dequant_mxfp4", args=args, outputs={"output.0": mine})
@@ -53,18 +56,20 @@ def tiled(scale: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("fault", ["", "scale of the neighbour", "no global scale"])
-def test_nvfp4_product(fault: str) -> None:
-    r = np.random.default_rng(1)
+@pytest.mark.parametrize("seed", range(4))
+def test_nvfp4_product(seed: int, fault: str) -> None:
+    r = np.random.default_rng(seed)
+    m, n, blocks = int(r.integers(3, 9)), int(r.integers(120, 140)), int(r.integers(2, 9))
     sides, args = [], []
-    for rows in (6, 130):
-        codes = r.integers(0, 256, (rows, 40), np.uint8)
-        scale = torch.from_numpy(r.uniform(0.1, 4, (rows, 5))).float().to(torch.float8_e4m3fn)
+    for rows in (m, n):
+        codes = r.integers(0, 256, (rows, 8 * blocks), np.uint8)
+        scale = torch.from_numpy(r.uniform(0.1, 4, (rows, blocks))).float().to(torch.float8_e4m3fn)
         sides.append(by_hand(codes, scale.double().numpy(), 16, fault))
         args.append((torch.from_numpy(codes), torch.from_numpy(tiled(scale.view(torch.uint8).numpy()))))
     alpha = 0.37
-    y = np.zeros((6, 130))
-    for i in range(6):
-        for j in range(130):
+    y = np.zeros((m, n))
+    for i in range(m):
+        for j in range(n):
             y[i, j] = (1.0 if fault == "no global scale" else alpha) * sum(sides[0][i] * sides[1][j])
     mine = torch.from_numpy(y).bfloat16()
     call = Call("x", "torch.ops._C.cutlass_scaled_fp4_mm", outputs={"inplace.input.0": mine}, args=(
@@ -75,14 +80,17 @@ def test_nvfp4_product(fault: str) -> None:
 
 
 @pytest.mark.parametrize("size", [32, 16])
-def test_a_linear_module_with_such_a_weight(size: int) -> None:
-    r = np.random.default_rng(2)
-    codes, x = r.integers(0, 256, (24, 32), np.uint8), torch.from_numpy(r.normal(size=(7, 64))).bfloat16()
+@pytest.mark.parametrize("seed", range(4))
+def test_a_linear_module_with_such_a_weight(seed: int, size: int) -> None:
+    r = np.random.default_rng(seed)
+    rows, n, width = int(r.integers(2, 9)), int(r.integers(6, 40)), 32 * int(r.integers(2, 5))
+    codes = r.integers(0, 256, (n, width // 2), np.uint8)
+    x = torch.from_numpy(r.normal(size=(rows, width))).bfloat16()
     if size == 32:
-        scale = torch.from_numpy(r.integers(122, 130, (24, 2)).astype(np.uint8))
+        scale = torch.from_numpy(r.integers(122, 130, (n, width // 32)).astype(np.uint8))
         wide, more = 2.0 ** (scale.double().numpy() - 127), {}
     else:
-        scale = torch.from_numpy(r.uniform(0.1, 2, (24, 4))).float().to(torch.float8_e4m3fn)
+        scale = torch.from_numpy(r.uniform(0.1, 2, (n, width // 16))).float().to(torch.float8_e4m3fn)
         wide, more = scale.double().numpy() * 0.5, {"weight_scale_2": torch.tensor(0.5)}
     right, wrong = (by_hand(codes, wide, size, f) for f in ("", "scale of the neighbour"))
     params = {"weight": torch.from_numpy(codes), "weight_scale": scale} | more
@@ -94,10 +102,11 @@ def test_a_linear_module_with_such_a_weight(size: int) -> None:
 
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize("fault", ["", "scales of the next block", "rounds down", "halves of a byte exchanged"])
-def test_quantised_to_nvfp4(tiled: bool, fault: str) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_quantised_to_nvfp4(seed: int, tiled: bool, fault: str) -> None:
     """Number by number: the nearest of the 16 codes for the e4m3 scale of its 16 neighbours."""
-    g = torch.Generator().manual_seed(6)
-    rows, width, whole = 5, 64, 37.5
+    g, draw = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
+    rows, width, whole = int(draw.integers(3, 9)), 16 * int(draw.integers(2, 5)), 37.5
     x = torch.randn(rows, width, generator=g).bfloat16()
     values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     codes, scales = np.zeros((rows, width // 2), np.uint8), torch.zeros(rows, width // 16, dtype=torch.float8_e4m3fn)
@@ -117,7 +126,7 @@ def test_quantised_to_nvfp4(tiled: bool, fault: str) -> None:
     if tiled:
         out = np.zeros((128, 4), np.uint8).reshape(-1)
         for r in range(rows):
-            for b in range(4):
+            for b in range(width // 16):
                 out[(r % 32) * 16 + r // 32 * 4 + b] = held[r, b]
         held = out.reshape(128, 4)
     sides = {"inplace.input.output": torch.from_numpy(codes),

@@ -18,11 +18,12 @@ import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, gamma, reference
 from vllm_accprobe.opcheck.references.paged.layouts import coded
-from vllm_accprobe.opcheck.references.paged.sparse import chosen
+from vllm_accprobe.opcheck.references.paged.sparse import chosen, unseen_left
 from vllm_accprobe.opcheck.references.recurrent.sequences import arguments, given, place_of
 
 Tensor = Any  # a torch.Tensor
 _LARGEST, _LEAST = 448.0, 1e-4
+LARGE = "what lies behind a row's keys, where nobody wrote, is larger than its scores"
 _NEAR = 2.0**-20
 """Chosen: relative error of a scale: a kernel may multiply by 1 / 448 in float32 instead of dividing."""
 
@@ -41,9 +42,11 @@ def parts(cache: Tensor, size: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _scored(
-    call: Call, q: Tensor, cache: Tensor, weights: Tensor, lengths: Tensor, table: Tensor, size: int
-) -> Expected:
-    """q [requests, n, heads, d], weights [requests * n, heads], lengths [requests] or [requests, n]."""
+    call: Call, q: Tensor, cache: Tensor, weights: Tensor, lengths: Tensor, table: Tensor, size: int,
+    cleans: bool = True,
+) -> Expected:  # fmt: skip
+    """q [requests, n, heads, d], weights [requests * n, heads], lengths [requests] or [requests, n]; cleans: whether
+    the kernel may have been told to put minus infinity behind a row's keys."""
     requests, many, heads, width = q.shape
     out = call.outputs["output.0"]
     if len(out) != requests * many:
@@ -52,7 +55,7 @@ def _scored(
     if scales.shape[-1] != 1:
         raise Declined("keys with several scales each have no scores here")
     lengths = lengths.reshape(requests, -1)
-    value, bound = out.double().clone(), torch.zeros(out.shape, dtype=torch.float64)
+    value, bound = (torch.zeros(out.shape, dtype=torch.float64) for _ in range(2))
     seen = torch.zeros(out.shape, dtype=torch.bool)
     for r in range(requests):
         for j in range(many):
@@ -71,9 +74,11 @@ def _scored(
             value[row, :stop] = (dots.clamp(min=0) * w).sum(0) * by
             bound[row, :stop] = gamma(width + heads + 4) * (sizes * w.abs()).sum(0) * by.abs()
             seen[row, :stop] = True
-    if bool(torch.isinf(out[~seen]).any()):  # told to clean: minus infinity behind a row's keys, else what was there
-        value = value.masked_fill(~seen, -torch.inf)
-    return Expected(value.masked_fill(~seen & torch.isnan(value), 0.0), bound / 3.0, bound=bound)
+    value = unseen_left(value, seen, out) if cleans else torch.where(seen, value, out.double())
+    # beside a large number, which nobody wrote, a row's own errors would not be seen
+    found = torch.where(torch.isfinite(value), value.abs(), 0.0)
+    rows = found.masked_fill(seen, 0.0).amax(1) <= found.masked_fill(~seen, 0.0).amax(1)
+    return Expected(value, bound / 3.0, bound=bound, rows=None if bool(rows.all()) else rows, reason=LARGE)
 
 
 @reference("torch.ops.*.fp8_paged_mqa_logits", "torch.ops.*.xpu_fp8_paged_mqa_logits")
@@ -88,11 +93,11 @@ def scores(call: Call) -> Expected:
 @reference("torch.ops._C.fp8_paged_mqa_logits_cpu")
 def scores_on_cpu(call: Call) -> Expected:
     """(q [tokens, heads, d], cache [blocks, bytes], weights [tokens, heads], lengths, page_table, size, longest): each
-    token has its own length and row of the table."""
+    token has its own length and row of the table; behind a row's keys lies whatever lay there."""
     f = arguments(call, "q_fp8 kvcache_fp8 weight seq_lens page_table block_size max_seq_len")
     q, weights = given(f, "q_fp8", "weight")
     size = int(f["block_size"])
-    return _scored(call, q.unsqueeze(1), f["kvcache_fp8"], weights, f["seq_lens"], f["page_table"], size)
+    return _scored(call, q.unsqueeze(1), f["kvcache_fp8"], weights, f["seq_lens"], f["page_table"], size, cleans=False)
 
 
 _BEST = "scores seq_lens page_tables out_page_indices page_size out_raw_indices"

@@ -38,10 +38,15 @@ def scores(call: Call) -> Expected:
     out = call.outputs["output.0"]
     if tuple(out.shape) != tuple(y.shape):
         raise Declined("its scores have another shape than queries by keys")
-    # kernels that are told to clean their scores put minus infinity, others leave what they find
-    clean = bool(torch.isinf(out[~seen]).any()) if bool((~seen).any()) else True
-    value = y.masked_fill(~seen, -torch.inf) if clean else torch.where(seen, y, out.double())
+    value = unseen_left(y, seen, out)
     return Expected(value, bound.masked_fill(~seen, 0.0) / 3.0, bound=bound.masked_fill(~seen, 0.0))
+
+
+def unseen_left(y: Tensor, seen: Tensor, out: Tensor) -> Tensor:
+    """Scores where a query may look, elsewhere minus infinity, or, of a kernel that was not told to clean and puts it
+    nowhere, what ``out`` has: memory as it was found."""
+    clean = bool(seen.all()) or bool((out[~seen] == -torch.inf).any())
+    return y.masked_fill(~seen, -torch.inf) if clean else torch.where(seen, y, out.double())
 
 
 def chosen(logits: Tensor, first: Tensor, stop: Tensor, mine: Tensor) -> Expected:

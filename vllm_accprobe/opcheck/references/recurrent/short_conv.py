@@ -19,7 +19,19 @@ from vllm_accprobe.opcheck.references.recurrent.sequences import arguments, give
 
 _SLOPE = 1.1
 """Derived: the largest slope of x sigmoid(x), 1.0998 at x = 2.4."""
+_CHANNELS = 32
+"""Channels that lie together in a packed weight [vLLM's CPU build, causal_conv1d_weight_pack; its test packs one]."""
 Tensor = Any  # a torch.Tensor
+
+
+def in_order(packed: Tensor) -> Tensor:
+    """A weight [d, width] that was packed for AMX or AVX-512: 32 channels together, of each of them two neighbouring
+    taps, then the next two. Raises Declined."""
+    d, width = packed.shape[0], packed.numel() // max(packed.shape[0], 1)
+    if d % _CHANNELS or width % 2:
+        raise Declined(f"a packed weight of {list(packed.shape)} is not known here")
+    whole = packed.contiguous().reshape(d // _CHANNELS, width // 2, _CHANNELS, 2)
+    return whole.permute(0, 2, 1, 3).reshape(packed.shape)
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,9 +118,9 @@ def forward(call: Call) -> dict[str, Expected]:
     has_initial_state, activation); the old CUDA operator writes into x."""
     names = _FORWARD + (" is_weight_packed" if call.cls.endswith("fwd_cpu.default") else "")
     f = arguments(call, names)
-    if f.get("is_weight_packed"):
-        raise Declined("its weight was packed by a kernel before it could be captured")
     x, weight = given(f, "x", "weight")
+    if f.get("is_weight_packed"):
+        weight = in_order(weight)
     turned = x.dim() == 2 and x.shape[0] == weight.shape[0]
     rows = x.T if turned else x.reshape(-1, x.shape[-1])
     bounds = runs(f["query_start_loc"], len(rows))
@@ -138,11 +150,11 @@ def update(call: Call) -> dict[str, Expected]:
     short = call.cls.removeprefix("torch.ops.").split(".")[1]
     names = _UPDATES.get(short, _UPDATES["causal_conv1d_update"])
     f = arguments(call, names)
-    if f.get("packed"):
-        raise Declined("its weight was packed by a kernel before it could be captured")
     if f.get("num_accepted") is not None:
         raise Declined("speculative tokens, of which inputs are kept, have no reference here")
     x, states, weight = given(f, "x", "conv_state", "weight")
+    if f.get("packed"):
+        weight = in_order(weight)
     tokens = x.shape[2] if x.dim() == 3 else 1
     rows = x.transpose(1, 2).reshape(-1, x.shape[1]) if x.dim() == 3 else x
     starts = f.get("query_start_loc")
