@@ -17,9 +17,9 @@ from typing import Any
 import typer
 
 from vllm_accprobe.cli.common import folding, kept
-from vllm_accprobe.cli.common.insisting import insisting
 from vllm_accprobe.cli.common.json_answer import answering
 from vllm_accprobe.cli.common.options import Command
+from vllm_accprobe.cli.spelling.insisting import insisting
 from vllm_accprobe.cli.spelling.refusal import CommandInterrupted
 
 COMMANDS = {

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from vllm_accprobe.cli.common.insisting import insisting
+from vllm_accprobe.cli.spelling.insisting import insisting
 
 
 class Finalized:
