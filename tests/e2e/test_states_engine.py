@@ -34,7 +34,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Path:
     out = tmp_path_factory.mktemp("states")
     command = [sys.executable, str(ROOT / "scripts" / "state_cases.py"), "--out", str(out), "--only", CASES]
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=420)
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     return out
 

@@ -41,11 +41,11 @@ class Maker:
         event = {"event": "request", "req": req, "id": f"r{req}", "prompt": f"{req}a" * 16, "prompt_len": prompt_len}
         self.writer.line(event)
 
-    def step(self, step: int, spans: Sequence[tuple[int, int, int]]) -> None:
-        """spans: (request, position, rows)."""
+    def step(self, step: int, spans: Sequence[tuple[int, int, int]], phase: str = "prefill") -> None:
+        """spans: (request, position, rows). phase: of all of them."""
         self._step, self._seq, segments, row = step, 0, [], 0
         for req, pos, n in spans:
-            segments.append({"req": req, "pos": pos, "n": n, "row": row, "phase": "prefill"})
+            segments.append({"req": req, "pos": pos, "n": n, "row": row, "phase": phase})
             row += n
         self.writer.line({"event": "step", "step": step, "batch": {"requests": len(spans), "tokens": row}})
         self.writer.line({

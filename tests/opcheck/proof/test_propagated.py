@@ -23,14 +23,14 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
 
 
-def dump(root: Path, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, spans: list) -> Path:
+def dump(root: Path, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, spans: list, prompt: int = ROWS) -> Path:
     m = Maker(root)
     m.module("<root>", "Tiny")
     m.module("norm", "RMSNorm", variance_epsilon=1e-6)
-    m.request(0, ROWS)
+    m.request(0, prompt)
     m.param("norm", "RMSNorm", weight=weight)
     for step, (start, n) in enumerate(spans):
-        m.step(step, [(0, start, n)])
+        m.step(step, [(0, start, n)], phase="prefill" if start < prompt else "decode")
         m.call("norm", "RMSNorm", {"x": x[start : start + n]}, y[start : start + n])
     return m.close()
 
@@ -59,6 +59,23 @@ def test_the_two_errors_of_a_wrong_module_with_wrong_inputs(tmp_path: Path) -> N
     assert created > 0.2
     assert 0.005 < passed < 0.1
     assert np.isfinite(origin["floor"])
+
+
+def test_the_phase_is_that_of_the_row_that_is_named(tmp_path: Path) -> None:
+    """The comparison names the first bad row, of the prompt; the replay the worst, which was decoded."""
+    x, weight = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)).bfloat16(), torch.ones(WIDTH)
+    honest, scale = norm(x, weight).bfloat16(), torch.ones(ROWS, 1)
+    scale[2], scale[7] = 1.2, 1.3
+    wrong = (norm(x, weight) * scale).bfloat16()
+    spans = [(0, 6), *((i, 1) for i in range(6, ROWS))]
+    golden = dump(tmp_path / "golden", x, honest, weight.bfloat16(), spans, prompt=6)
+    mine = dump(tmp_path / "mine", x, wrong, weight.bfloat16(), spans, prompt=6)
+    found = {}
+    for how in ("--no-replay", "--replay"):
+        assert main(["compare", str(golden), str(mine), how, "--out", str(tmp_path / how), "-q"]) == 1
+        origin = json.loads((tmp_path / how / "compare.json").read_text())["origins"][0]
+        found[how] = (origin["position"], origin["phase"])
+    assert found == {"--no-replay": (2, "prefill"), "--replay": (7, "decode")}
 
 
 def test_what_a_reference_says_of_an_input_is_split_as_well() -> None:

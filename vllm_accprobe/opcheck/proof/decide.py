@@ -38,9 +38,9 @@ class Blame:
 
     seq: its place in the order of execution; created: relative error of the worst row, severity: measured / allowed;
     propagated: what came in with its inputs (propagated.py), None where that is not known; where it is, created,
-    request and position are of the row in which most was created. rows: in the tensor; message: for people; tier,
-    times, chance: which floor it breaks, by how much, and how likely honest machines break it (judge/tiers.py), chance
-    None where that is not known; layers: {"in", "of"} where it is in every layer, else None."""
+    request, position and phase are of the row in which most was created. rows: in the tensor; message: for people;
+    tier, times, chance: which floor it breaks, by how much, and how likely honest machines break it (judge/tiers.py),
+    chance None where that is not known; layers: {"in", "of"} where it is in every layer, else None."""
 
     tap: str
     cls: str
@@ -57,6 +57,7 @@ class Blame:
     times: float = 0.0
     chance: float | None = None
     layers: Mapping[str, int] | None = None
+    phase: str | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ def _blame(value: Mapping[str, Any]) -> Blame:
         raise TypeError("a number is none")
     if blame.tier not in TIERS or not isinstance(blame.times, (int, float)):
         raise TypeError("its floor is none that we know")
+    if not isinstance(blame.phase, (str, type(None))):
+        raise TypeError("a phase is no word")
     if not isinstance(blame.chance, (int, float, type(None))):
         raise TypeError("a chance is no number")
     if blame.layers is not None and not (isinstance(blame.layers, dict) and set(blame.layers) == {"in", "of"}):
@@ -240,7 +243,7 @@ def _entry(b: Blame, known: dict[str, Any] | None) -> dict[str, Any]:
     at: dict[str, Any] = {"propagated": b.propagated, "evidence": "replay", "tier": b.tier, "times": b.times}
     at |= {"chance": b.chance, "layers": dict(b.layers) if b.layers else None}
     if b.propagated is not None:
-        at |= {"created": b.created, "request": b.request, "position": b.position}
+        at |= {"created": b.created, "request": b.request, "position": b.position, "phase": b.phase}
     if known is not None:
         # The limit that it breaks so many times is that of its replay, which is another than the comparison's.
         created, by = at.get("created", known.get("created")), b.times or b.severity
@@ -255,7 +258,7 @@ def _entry(b: Blame, known: dict[str, Any] | None) -> dict[str, Any]:
         "role": b.role,
         "request": b.request,
         "position": b.position,
-        "phase": None,
+        "phase": b.phase,
         "created": b.created,
         "propagated": b.propagated,
         "floor": b.created / by if (by := b.times or b.severity) and math.isfinite(by) else 0.0,

@@ -26,7 +26,7 @@ from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import Record
+from vllm_accprobe.dump.schema import DECODE, PREFILL, Record
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
@@ -43,13 +43,14 @@ that spoils both leaves about as much in each, and an honest row has hundreds of
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """created, propagated: relative to golden's row (float64); request, position: the row of mine where what was
-    created is largest."""
+    """created, propagated: relative to golden's row (float64); request, position, phase: the row of mine where what
+    was created is largest; phase is None where it is not known."""
 
     created: float
     propagated: float
     request: str
     position: int
+    phase: str | None = None
 
 
 def split_errors(
@@ -113,8 +114,10 @@ def _split(
             continue
         worst = int(np.where(finite, created, -1.0).argmax())
         if best is None or created[worst] > best[0]:
-            request, position = plan.tokens.name(int(met.rows.keys[at[worst]]))
-            best = created[worst], number, Split(float(created[worst]), float(passed[worst]), request, position)
+            row = int(at[worst])
+            request, position = plan.tokens.name(int(met.rows.keys[row]))
+            phase = (DECODE if met.rows.decode[row] else PREFILL) if len(met.rows.decode) else None
+            best = created[worst], number, Split(float(created[worst]), float(passed[worst]), request, position, phase)
     if best is not None and not blamed and c.created is not None and best[0] < _SPOILT * c.created:
         return None  # the row in question has no partner (a rejected draft), and those that have are none of it
     return best[2] if best is not None else None

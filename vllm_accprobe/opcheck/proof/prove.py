@@ -129,11 +129,12 @@ def _open(rows: Iterable[Checked]) -> frozenset[str]:
 
 def _blame(c: Checked, split: Split | None) -> Blame:
     created, propagated = c.created if c.created is not None else 0.0, None
-    request, position = c.request, c.position
+    request, position, phase = c.request, c.position, None
     if split is not None:
-        created, propagated, request, position = split.created, split.propagated, split.request, split.position
+        created, propagated = split.created, split.propagated
+        request, position, phase = split.request, split.position, split.phase
     return Blame(c.tap, c.cls, c.role, c.seq, request, position, created, propagated, c.severity, c.rows, c.message,
-                 c.tier or BEYOND_CHANCE, c.severity, c.chance)  # fmt: skip
+                 c.tier or BEYOND_CHANCE, c.severity, c.chance, phase=phase)  # fmt: skip
 
 
 def _unlike(o: Odd) -> Blame:
