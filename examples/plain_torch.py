@@ -58,7 +58,7 @@ def main(out: Path) -> int:
             made(x)
     found = compare(out / "golden", out / "mine")
     first = found.origins[0] if found.origins else {"module": "nothing", "tier": "-"}
-    print(f"{found.verdict}: {first['module']} ({first['tier']})")
+    print(f"{found.verdict.upper()}: {first['module']} ({first['tier']})")
     return 0 if first["module"] == f"{WRONG}.norm" else 1
 
 

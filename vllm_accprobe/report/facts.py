@@ -171,7 +171,7 @@ def divergence(comparison: Comparison) -> str | None:
     parts += [f"{key} {safe(d[key], 20)}" for key in ("rank", "step") if d.get(key) is not None]
     parts += [row] if (row := where(d)) else []
     same = [i for i, o in enumerate(comparison.origins, 1) if all(o.get(k) == d.get(k) for k in ("module", "role"))]
-    if same:  # how large it is, is said there
+    if same and d.get("metric") != "statistics":  # how large it is, is said there; but not what statistics tell of it
         return ", ".join([*parts, f"where origin {same[0]} is"])
     value = d.get("value")
     if d.get("metric") in ("exact", "nonfinite"):
