@@ -72,7 +72,7 @@ def show(
     if save is not None:
         outputs.check_place(save, [dump], "--save")
         writable(save.parent, "--save")
-    wanted_rows, positions = ranges(rows, "--rows"), ranges(position, "--position")
+    wanted_rows, positions = ranges(rows, "--rows"), ranges(position, "--positions")
     opened, said = open_dump(dump), []
     if tap == STATES and getattr(opened, "state_totals", None):
         said = summary.states(opened, len(opened.states))

@@ -109,8 +109,8 @@ def test_each_command_runs_as_it_is_printed(
         words = shlex.split(line)
         # opcheck finds it wrong again, and so does compare: of its layer, or by its replay.
         assert code == {"gentest": 0, "show": 0, "opcheck": 1, "compare": 1}[words[1]], (line, caught.err)
-        if words[1] == "show" and "--position" in words:
-            assert f"position {words[words.index('--position') + 1]}" in caught.out, caught.out
+        if words[1] == "show" and "--positions" in words:
+            assert f"position {words[words.index('--positions') + 1]}" in caught.out, caught.out
         if words[1] == "compare":
             again = json.loads((Path(words[words.index("--out") + 1]) / "compare.json").read_text())
             culprit = json.loads((out / "compare.json").read_text())["origins"][0]["module"]

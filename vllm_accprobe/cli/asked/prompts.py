@@ -73,7 +73,7 @@ def _chosen(dump: Dump, globs: Sequence[str]) -> tuple[Request, list[tuple[int, 
     if not by_name:
         there = f"it has {names}" if known else "it names no requests"
         raise NothingThere(f"no request of {dump.path} matches {safe(' '.join(globs), 80) or 'anything'}: {there}")
-    raise CommandError(f"--prompt shows one request, and {len(by_name):,} match ({names}): name one with --request")
+    raise CommandError(f"--prompt shows one request, and {len(by_name):,} match ({names}): name one with --requests")
 
 
 def _ids(dump: Dump, keys: Sequence[tuple[int, int]], length: int) -> dict[int, int]:

@@ -142,11 +142,11 @@ def _values(comparison: Comparison, place: _Place) -> Typed | None:
     p = place.pair
     if p.tap.startswith("-"):
         return None
-    at = [] if p.call == 0 else ["--call", str(p.call)]
-    where = ["--position", str(p.worst_position)] if _has_row(p) else []
-    who = ["--request", glob_of(str(p.worst_request))] if _has_row(p) else []
-    own = ["--step", str(p.step)] if p.step is not None else []
-    own += ["--rank", str(p.rank)] if p.rank is not None else []
+    at = [] if p.call == 0 else ["--calls", str(p.call)]
+    where = ["--positions", str(p.worst_position)] if _has_row(p) else []
+    who = ["--requests", glob_of(str(p.worst_request))] if _has_row(p) else []
+    own = ["--steps", str(p.step)] if p.step is not None else []
+    own += ["--ranks", str(p.rank)] if p.rank is not None else []
     head = ["accprobe", "show"]
     lines = [line_of([*head, path_word(comparison.mine_path), f"{p.tap}/{p.role}", *own, *at, *who, *where])]
     golden = place.golden(comparison)
