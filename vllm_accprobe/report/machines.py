@@ -20,13 +20,23 @@ FUNCTION = "function"
 TITLE = "how these machines compute"
 MAX_PLACES = 4
 """chosen: names of operators on a line of what is alike; the rest is counted."""
-_BOTH = "both: "
 _FREE = 0.005
 """chosen: what would be shown as 0.00 units is not called a cost."""
 
 
 def lines(machines: Mapping[str, Sequence[Habit]]) -> list[str]:
     """The section without its heading, differences first; empty where nothing is known."""
+    differ, alike = _told(machines)
+    return differ + alike
+
+
+def differing(machines: Mapping[str, Sequence[Habit]]) -> list[str]:
+    """Of the lines those on which the two sides differ; none where only one side is known."""
+    return _told(machines)[0] if machines.get("golden") and machines.get("mine") else []
+
+
+def _told(machines: Mapping[str, Sequence[Habit]]) -> tuple[list[str], list[str]]:
+    """(the lines on which the sides differ, those on which they are alike)."""
     golden, mine = (_by_place(machines.get(side) or ()) for side in ("golden", "mine"))
     both = bool(golden and mine)
     differ: list[str] = []
@@ -42,17 +52,10 @@ def lines(machines: Mapping[str, Sequence[Habit]]) -> list[str]:
             differ += [_alone("mine", h, "golden" if both else "") for h in left[1]]
             differ += [_alone("golden", h, "mine" if both else "") for h in left[0]]
     priced = sorted(alike.items(), key=lambda kv: not kv[0][2])  # stable: in the order of the habits otherwise
-    return differ + [
-        f"{_BOTH}{words} in {_some(operators)}{dtype}" + (f": costs {price}" if price else "")
+    return differ, [
+        f"both: {words} in {_some(operators)}{dtype}" + (f": costs {price}" if price else "")
         for (words, dtype, price), operators in priced
     ]
-
-
-def differing(machines: Mapping[str, Sequence[Habit]]) -> list[str]:
-    """Of the lines those on which the two sides differ; none where only one side is known."""
-    if not (machines.get("golden") and machines.get("mine")):
-        return []
-    return [line for line in lines(machines) if not line.startswith(_BOTH)]
 
 
 def rows(machines: Mapping[str, Sequence[Habit]]) -> list[tuple[str, ...]]:
