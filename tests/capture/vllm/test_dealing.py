@@ -96,6 +96,9 @@ def test_a_call_that_deals_is_watched_for_as_long_as_it_runs(monkeypatch: pytest
     batch = EngineBatch(None)
     space: dict[str, Any] = world(1) | {"seen": seen, "batch": batch}
 
+    for name in [n for n, m in sys.modules.items() if n.startswith("vllm") and hasattr(m, "__dict__")]:
+        if any(held.startswith("run_dp_sharded_") for held in vars(sys.modules[name])):
+            monkeypatch.delitem(sys.modules, name)  # a real one that an earlier test imported would be found too
     original = FunctionType(look.__code__, space)
     for module in (home, model):
         module.run_dp_sharded_vision_model = original  # type: ignore[attr-defined]
