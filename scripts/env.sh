@@ -80,8 +80,8 @@ _make_env() {
   fi
   if ! command -v chromium >/dev/null && ! command -v chromium-browser >/dev/null && ! command -v google-chrome >/dev/null; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-      printf '  %-46s' "chromium, for the tests of the HTML report"
-      { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium; } >>"$VENV/install.log" 2>&1 \
+      printf '  %-46s' "chromium, for the tests of the HTML report; shells"
+      { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium fish zsh; } >>"$VENV/install.log" 2>&1 \
         && echo "done" || echo "not available; browser tests will be skipped"
     else
       echo "  no chromium here: browser tests will be skipped"
