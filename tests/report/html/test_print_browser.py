@@ -70,6 +70,30 @@ def test_paper_keeps_badge_chart_and_legend(visit, scheme):
     assert drawn(pdf).count(" re") > 200  # the cells of the heat map, beside the boxes of the page
 
 
+@pytest.mark.parametrize("paper", [{"format": "A4"}, {"format": "Letter"}, {"format": "A4", "landscape": True}])
+def test_a_pdf_of_many_long_names_has_room_for_them(visit, paper):
+    """Paper is told wider than its margins leave room for, so that only a PDF shows which columns it has."""
+    long = [
+        pair(tap=f"model.layers.{i}.self_attn.mla_attn.kv_a_proj_with_mqa", status="fail", measure="created", order=i)
+        for i in range(120)
+    ]
+    page = visit(with_rows(replace(realistic(), pairs=realistic().pairs + long)))
+    page.wait_for_selector("#heat[data-ready]")
+    assert 4 <= pages(page.pdf(**paper)) <= 14
+
+
+def test_each_sheet_of_the_table_has_its_columns_names(visit):
+    """Chromium draws the head again on each sheet, but no button of it."""
+    long = [pair(tap=f"model.layers.{i}.mlp", status="fail", measure="created", order=i) for i in range(120)]
+    page = visit(comparison(pairs=long))
+    page.wait_for_selector("#body tr.row")
+    page.emulate_media(media="print")
+    page.wait_for_selector("html.paper")
+    assert page.locator("#grid th:visible").all_inner_texts() == ["Status", "Tap", "Tensor", "Step", "× limit", "Value"]
+    boxes = page.eval_on_selector_all("#grid th *", "all => all.map(e => getComputedStyle(e).display)")
+    assert set(boxes) == {"contents"}
+
+
 def test_nothing_is_cut_off_and_nothing_opens(visit):
     wide = [
         pair(
