@@ -47,6 +47,14 @@ def runs(pid: int) -> bool:
         return False
 
 
+def gone(pid: int, seconds: float = 30) -> bool:
+    """Whether it ends in time: a kill is sent at once, and a process on a busy machine dies when its turn comes."""
+    end = time.monotonic() + seconds
+    while runs(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not runs(pid)
+
+
 def test_a_program_that_ends_by_itself(tmp_path: Path) -> None:
     with Background(["echo hello; exit 7"], os.environ, log=tmp_path / "log") as command:
         assert command.wait(30) == 7
@@ -60,14 +68,14 @@ def test_what_ends_on_being_asked_has_time_to(tmp_path: Path) -> None:
         assert command.code is None
         assert command.wait(0.1) is None
     assert (command.code, command.tail()[-1]) == (4, "closed")
-    assert not runs(child)
+    assert gone(child)
 
 
 def test_what_does_not_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     with Background([sys.executable, "-c", STUBBORN], os.environ, log=tmp_path / "log", stop_s=0.3) as command:
         child = up(command)
     assert command.code == 128 + signal.SIGKILL
-    assert not runs(child)
+    assert gone(child)
 
 
 def test_no_program_and_no_place(tmp_path: Path) -> None:
@@ -92,7 +100,4 @@ def test_it_ends_where_we_are_killed(tmp_path: Path) -> None:
     assert runs(child)
     process.kill()
     process.wait()
-    end = time.monotonic() + 30
-    while runs(child):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    assert gone(child)

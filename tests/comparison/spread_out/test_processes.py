@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -71,8 +71,9 @@ def killing(most: int) -> Iterator[list[int]]:
         while not over.is_set() and len(killed) < most:
             for pid in set(children()) - set(killed):
                 if len(killed) < most:
-                    os.kill(pid, signal.SIGKILL)
-                    killed.append(pid)
+                    with suppress(ProcessLookupError):  # it ended by itself since it was seen
+                        os.kill(pid, signal.SIGKILL)
+                        killed.append(pid)
             time.sleep(0.01)
 
     thread = threading.Thread(target=kill)
