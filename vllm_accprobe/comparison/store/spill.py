@@ -31,6 +31,10 @@ class Shelf:
         self.in_memory = 0
         self.on_disk = 0
 
+    def another(self, bound: int) -> Shelf:
+        """One of its own for other arrays, in the same directory."""
+        return Shelf(self._directory, bound)
+
     def keep(self, array: np.ndarray) -> np.ndarray:
         """The same numbers, in memory or on disk."""
         if self.in_memory + array.nbytes <= self._bound or not array.nbytes:
