@@ -26,8 +26,8 @@ Names = dict[int, "tuple[str, int | None]"]
 class RowTable:
     """One entry per compared row of a tensor, all columns of one length.
 
-    pair: int32, ascending, index into ``Comparison.pairs``. request: int32, index into ``requests``, the labels (``a``, or
-    ``a, image 0`` for rows of a vision tower). position: int64, of the token in its request, or of the row in its
+    pair: int32, ascending, index into ``Comparison.pairs``. request: int32, index into ``requests``, the labels (``a``,
+    or ``a, image 0`` for rows of a vision tower). position: int64, of the token in its request, or of the row in its
     image. decode: bool. error: float32, in units of a relative L2 error (judge/verdict.py), 0 where the numbers agree,
     infinite where NaNs differ. ratio: float32, error over the pair's limit; NaN where the pair has none. There are no
     entries at all where every row of every pair agrees.
