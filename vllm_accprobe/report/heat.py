@@ -28,7 +28,7 @@ MAX_BINS = 512
 MAX_CELLS = 3_000_000
 """Bytes of all requests' matrices."""
 MAX_REQUESTS = 200
-STRETCH = 1 << 20
+STRETCH = 1 << 18
 """Rows that are looked at together."""
 MISSING, IDENTICAL, INFINITE = 0, 1, 255
 PER_DECADE, LOWEST = 30, -4.0
@@ -167,6 +167,7 @@ class _Shown:
     def _stretches(self) -> Iterator[np.ndarray]:
         for start in range(0, len(self.rows), STRETCH):
             yield start + np.flatnonzero(self.tap[self.rows.pair[start : start + STRETCH]] >= 0)
+            self.rows.rest()
 
     def _ratio(self, at: np.ndarray) -> np.ndarray:
         ratio = self.over[at]

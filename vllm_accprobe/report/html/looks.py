@@ -121,6 +121,7 @@ def _worst_rows(comparison: Comparison, page_index: Mapping[int, int], over: np.
     out: dict[str, list[Any]] = {}
     labels = {i: safe(label, 120) for i, label in enumerate(rows.requests)}
     for i in wanted:
+        rows.rest()
         own = bounds[i] + np.flatnonzero(rows.error[bounds[i] : bounds[i + 1]])  # NaN is not 0 and stays
         if not len(own):
             continue
