@@ -6,6 +6,7 @@ import numpy as np
 from report_examples import comparison, pair, row_table
 from small_examples import two_requests
 
+from vllm_accprobe.report import heat as heat_module
 from vllm_accprobe.report.heat import INFINITE, MISSING, encode, factors, heat
 from vllm_accprobe.report.html.looks import heat_json
 
@@ -49,6 +50,20 @@ def test_it_begins_with_the_request_that_shows_most():
     ]
     h = heat(comparison(pairs=pairs, rows=row_table(entries)))
     assert [r.label for r in h.requests] == ["a, image 0", "c", "b", "a"]
+
+
+def test_however_many_rows_are_looked_at_together_the_map_is_the_same(monkeypatch):
+    pairs = [pair(tap="layers.0"), pair(tap="layers.1", order=1), pair(tap="none", status="skip", limit=None)]
+    entries = [(i, who, k, k > 4, 0.1, 0.3 * k + i) for i in range(3) for who in "bca" for k in range(7)]
+    result = comparison(pairs=pairs, rows=row_table(entries))
+    whole = heat(result)
+    monkeypatch.setattr(heat_module, "STRETCH", 4)
+    parts = heat(result, over=factors(result))
+    assert (parts.taps, parts.left_out) == (whole.taps, whole.left_out)
+    for a, b in zip(whole.requests, parts.requests, strict=True):
+        assert (a.label, a.width, a.worst) == (b.label, b.width, b.worst)
+        for name in ("start", "step0", "step1", "decode", "codes"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
 def test_long_requests_are_binned_by_their_worst_row():

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vllm_accprobe.align.files import take_names
 from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
+from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.comparison import beforehand
 from vllm_accprobe.comparison.measure.flipped import best_logits
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
@@ -32,7 +31,7 @@ from vllm_accprobe.comparison.plan.sources import sources_of
 from vllm_accprobe.comparison.plan.unit import LOOKED_UP, SAMPLER, TOKEN, Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, CompareError, Comparison, NothingCompared
-from vllm_accprobe.comparison.row_table import RowLog
+from vllm_accprobe.comparison.row_table import BOUND, RowLog
 from vllm_accprobe.comparison.states import states_of
 from vllm_accprobe.comparison.store.resume import Finished, identity
 from vllm_accprobe.comparison.store.spill import Shelf
@@ -87,7 +86,7 @@ def compare(
     plan = make_plan(*dumps, taps=taps, mapping=find_mapping(mapping))
     kl = other is not None and other.pairs is not None and other.pairs.needs_kl
     run = _Run(dumps, plan, ray=ray, jobs=jobs, kl=kl)
-    log = RowLog()
+    log = RowLog(Shelf(None if resume is None else Path(resume), BOUND))
     finished = None
     if resume is not None:
         finished = Finished(Path(resume), identity(dumps, taps, mapping, kl))
@@ -186,7 +185,7 @@ class _Run:
     dumps: tuple[Any, Any]
     plan: Plan
     skipped: Counter[str] = field(default_factory=Counter)
-    compared: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    compared: dict[str, set[RowSet]] = field(default_factory=dict)
     ray: str | None = None
     jobs: int = 0
     kl: bool = False
@@ -243,7 +242,7 @@ class _Run:
             if part.skip:
                 self.skipped[part.skip] += 1
             elif not part.whole and not unit.is_param:
-                self.compared.setdefault(part.family, []).append(part.rows.keys)
+                self.compared.setdefault(part.family, set()).add(part.rows)
 
     def _setting(self) -> Setting:
         plan, (golden, mine) = self.plan, self.dumps

@@ -17,17 +17,22 @@ import numpy as np
 from vllm_accprobe.align.final_tokens import POSITION_MASK, subject
 from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.comparison.pair import Pair
+from vllm_accprobe.comparison.store.spill import Shelf
 
 Names = dict[int, "tuple[str, int | None]"]
 """Subject of a row key → (request label, image index or None)."""
+BOUND = 32 << 20
+"""Bytes of errors by row that stay in memory."""
+OFTEN = 1 << 18
+"""Rows."""
 
 
 @dataclass(frozen=True)
 class RowTable:
     """One entry per compared row of a tensor, all columns of one length.
 
-    pair: int32, index into ``Comparison.pairs``. request: int32, index into ``requests``, the labels (``a``, or
-    ``a, image 0`` for rows of a vision tower). position: int64, of the token in its request, or of the row in its
+    pair: int32, ascending, index into ``Comparison.pairs``. request: int32, index into ``requests``, the labels (``a``,
+    or ``a, image 0`` for rows of a vision tower). position: int64, of the token in its request, or of the row in its
     image. decode: bool. error: float32, in units of a relative L2 error (judge/verdict.py), 0 where the numbers agree,
     infinite where NaNs differ. ratio: float32, error over the pair's limit; NaN where the pair has none. There are no
     entries at all where every row of every pair agrees.
@@ -40,9 +45,16 @@ class RowTable:
     decode: np.ndarray
     error: np.ndarray
     ratio: np.ndarray
+    shelf: Shelf | None = field(default=None, compare=False, repr=False)
+    """Where the columns lie, None where they are in memory."""
 
     def __len__(self) -> int:
         return len(self.pair)
+
+    def rest(self) -> None:
+        """For whoever walks over all rows, now and then: they need not fit into memory."""
+        if self.shelf is not None:
+            self.shelf.rest()
 
 
 @dataclass(frozen=True)
@@ -83,8 +95,9 @@ class ValueSpread:
 
 @dataclass
 class RowLog:
-    """Filled pair by pair while the engine runs; 13 bytes per row."""
+    """Filled pair by pair while the engine runs; 4 bytes per row, and 25 of the table, on a shelf."""
 
+    shelf: Shelf = field(default_factory=lambda: Shelf(None, BOUND))
     _entries: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def add(self, pair: Pair, rows: RowSet, error: np.ndarray) -> None:
@@ -101,7 +114,7 @@ class RowLog:
             if not len(bad):
                 return
             keys, error, decode = keys[bad], error[bad], decode[bad]
-        self._entries[_name(pair)] = (keys, error, decode)
+        self._entries[_name(pair)] = (keys, self.shelf.keep(error), decode)
 
     def worst_key(self, pair: Pair) -> tuple[int, np.ndarray] | None:
         """(key of the row with the largest error, all keys of the pair), or None for a pair without rows."""
@@ -122,11 +135,12 @@ class RowLog:
         labels = tuple(_label(*names.get(int(s), (str(int(s)), None))) for s in owners)
         n = sum(len(entry[0]) for _, entry, _ in found)
         # Filled stretch by stretch: of millions of rows, joined arrays would be most of the memory.
+        empty = self.shelf.empty
         out = RowTable(
-            labels, np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int64), np.empty(n, bool),
-            np.empty(n, np.float32), np.empty(n, np.float32),
+            labels, empty(n, np.int32), empty(n, np.int32), empty(n, np.int64), empty(n, bool),
+            empty(n, np.float32), empty(n, np.float32), self.shelf,
         )  # fmt: skip
-        start = 0
+        start = rested = 0
         for i, (keys, error, decode), limit in found:
             here = slice(start, start := start + len(keys))
             out.pair[here] = i
@@ -136,6 +150,9 @@ class RowLog:
             with np.errstate(divide="ignore", invalid="ignore"):
                 allowed = np.float32(np.nan if limit is None else limit)
                 out.ratio[here] = np.where(error == 0, np.float32(0), error / allowed)
+            if start - rested > OFTEN:
+                out.rest()
+                rested = start
         return out
 
 

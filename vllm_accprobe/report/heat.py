@@ -8,11 +8,14 @@ layers and unfolds a layer again. Not here: drawing (html/heat.js), the rows the
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_accprobe.align.final_tokens import POSITION_BITS, POSITION_MASK
 from vllm_accprobe.report import facts
 from vllm_accprobe.report.depth import layer_of, on_axis
 
@@ -25,6 +28,8 @@ MAX_BINS = 512
 MAX_CELLS = 3_000_000
 """Bytes of all requests' matrices."""
 MAX_REQUESTS = 200
+STRETCH = 1 << 18
+"""Rows that are looked at together."""
 MISSING, IDENTICAL, INFINITE = 0, 1, 255
 PER_DECADE, LOWEST = 30, -4.0
 """Codes 2 to 254 are ratios on a logarithmic scale: 2 is 1e-4 and less, 30 codes to a factor of ten."""
@@ -66,61 +71,111 @@ def encode(ratio: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(ratio), codes, INFINITE).astype(np.uint8)
 
 
-def heat(comparison: Comparison, max_cells: int = MAX_CELLS) -> Heat:
-    """Empty where the comparison keeps no errors by row."""
+def heat(comparison: Comparison, max_cells: int = MAX_CELLS, over: np.ndarray | None = None) -> Heat:
+    """Empty where the comparison keeps no errors by row. over: `factors` of it, where they are known."""
     rows = comparison.rows
-    pairs = comparison.pairs
     if rows is None or not len(rows):
         return Heat((), (), (), 0)
-    shown = np.array([on_axis(p) and p.limit is not None for p in pairs], bool)
+    pairs = comparison.pairs
     order: dict[str, int] = {}
-    for p, ok in zip(pairs, shown, strict=True):
-        if ok:
+    for p in pairs:
+        if on_axis(p) and p.limit is not None:
             order[p.tap] = max(order.get(p.tap, p.order), p.order)  # outputs come after those of what lies inside
     taps = sorted(order, key=lambda t: (order[t], t))
     number = {t: i for i, t in enumerate(taps)}
-    tap_of = np.array([number.get(p.tap, -1) for p in pairs], np.int64)
+    tap_of = np.array([number[p.tap] if on_axis(p) and p.limit is not None else -1 for p in pairs], np.int64)
     step_of = np.array([-1 if p.step is None else p.step for p in pairs], np.int64)
-    kept = np.flatnonzero(shown[rows.pair])
-    ratio, owner = factors(comparison)[kept], rows.request[kept].astype(np.int64)
-    ratio = np.where(np.isnan(ratio), np.inf, ratio)
-    worst = np.zeros(len(rows.requests))
-    np.maximum.at(worst, owner, ratio.astype(np.float64))  # of other types it takes ten times as long
-    present = np.flatnonzero(np.bincount(owner, minlength=len(worst)))
-    beyond = np.bincount(owner[ratio > 1], minlength=len(worst))  # of those that are equally bad, who shows more
-    ranked = sorted(present, key=lambda r: (-worst[r], -beyond[r], rows.requests[r]))
-    by_request = np.argsort(owner, kind="stable")
-    bounds = np.searchsorted(owner[by_request], np.arange(len(rows.requests) + 1))
-    out: list[HeatRequest] = []
-    cells = 0
-    for r in ranked[:MAX_REQUESTS]:
-        mine = by_request[bounds[r] : bounds[r + 1]]
-        request = _request(rows, kept[mine], ratio[mine], tap_of, step_of, len(taps), rows.requests[r], worst[r])
-        if out and cells + request.codes.size > max_cells:
-            break
-        cells += request.codes.size
-        out.append(request)
+    shown = _Shown(rows, factors(comparison) if over is None else over, tap_of, step_of)
+    ranked, worst = shown.ranked()
+    out = shown.requests(ranked[:MAX_REQUESTS], worst, len(taps), max_cells)
     return Heat(tuple(taps), tuple(layer_of(t) for t in taps), tuple(out), len(ranked) - len(out))
 
 
-def _request(
-    rows: RowTable, at: np.ndarray, ratio: np.ndarray, tap_of: np.ndarray, step_of: np.ndarray, taps: int, label: str,
-    worst: float,
-) -> HeatRequest:  # fmt: skip
-    position = rows.position[at]
-    known = np.unique(position)
-    width = max(1, -(-len(known) // MAX_BINS))
-    start = known[::width]
-    column = np.searchsorted(start, position, side="right") - 1
-    codes = np.zeros(taps * len(start), np.uint8)
-    np.maximum.at(codes, tap_of[rows.pair[at]] * len(start) + column, encode(ratio))  # one index is ten times as fast
-    steps = step_of[rows.pair[at]]
-    step0, step1 = np.full(len(start), np.iinfo(np.int32).max), np.full(len(start), -1)
-    np.minimum.at(step0, column, steps)
-    np.maximum.at(step1, column, steps)
-    decode = np.zeros(len(start), np.int32)
-    np.maximum.at(decode, column, rows.decode[at].astype(np.int32))
-    return HeatRequest(label, start, step0, step1, decode, width, codes.reshape(taps, -1), float(worst))
+@dataclass(frozen=True)
+class _Shown:
+    """The rows that are drawn, stretch by stretch: of millions of rows, a few numbers each would be most of the memory.
+
+    over: `factors`. tap, step: int64, of each pair; the tap is -1 where a pair is not drawn."""
+
+    rows: RowTable
+    over: np.ndarray
+    tap: np.ndarray
+    step: np.ndarray
+
+    def ranked(self) -> tuple[list[int], np.ndarray]:
+        """(the requests that have rows, worst first; the largest ratio of every request)."""
+        names = self.rows.requests
+        worst, count, beyond = np.zeros(len(names)), np.zeros(len(names), np.int64), np.zeros(len(names), np.int64)
+        for at in self._stretches():
+            owner, ratio = self.rows.request[at].astype(np.int64), self._ratio(at)
+            np.maximum.at(worst, owner, ratio.astype(np.float64))  # of other types it takes ten times as long
+            count += np.bincount(owner, minlength=len(names))
+            beyond += np.bincount(owner[ratio > 1], minlength=len(names))  # of those equally bad, who shows more
+        order = sorted(np.flatnonzero(count).tolist(), key=lambda r: (-worst[r], -beyond[r], names[r]))
+        return order, worst
+
+    def requests(self, ranked: Sequence[int], worst: np.ndarray, taps: int, most: int) -> list[HeatRequest]:
+        """Those of ``ranked`` that fit into ``most`` cells, the first in any case."""
+        bins = self._bins(ranked, taps, most)
+        firsts = np.cumsum([0, *(len(start) for start, _ in bins)])
+        total = int(firsts[-1])
+        starts = np.concatenate([_place(np.int64(k), start) for k, (start, _) in enumerate(bins)])
+        codes = np.zeros(taps * total, np.uint8)
+        step0, step1 = np.full(total, np.iinfo(np.int32).max), np.full(total, -1)
+        decode = np.zeros(total, np.int32)
+        for at, key in self._of(ranked[: len(bins)]):
+            column = np.searchsorted(starts, key, side="right") - 1
+            pair = self.rows.pair[at]
+            # One index is ten times as fast as two.
+            np.maximum.at(codes, self.tap[pair] * total + column, encode(self._ratio(at)))
+            np.minimum.at(step0, column, self.step[pair])
+            np.maximum.at(step1, column, self.step[pair])
+            np.maximum.at(decode, column, self.rows.decode[at].astype(np.int32))
+        matrix = codes.reshape(taps, total)
+        here = [slice(a, b) for a, b in pairwise(firsts.tolist())]
+        return [
+            HeatRequest(self.rows.requests[r], start, step0[at], step1[at], decode[at], width, matrix[:, at].copy(),
+                        float(worst[r]))
+            for r, (start, width), at in zip(ranked, bins, here, strict=False)
+        ]  # fmt: skip
+
+    def _bins(self, ranked: Sequence[int], taps: int, most: int) -> list[tuple[np.ndarray, int]]:
+        """(first position of each bin, positions of a bin) of those that fit."""
+        known = np.zeros(0, np.int64)
+        for _, key in self._of(ranked):
+            known = np.union1d(known, key)
+        out: list[tuple[np.ndarray, int]] = []
+        cells = 0
+        for positions in np.split(known & POSITION_MASK, np.searchsorted(known, _place(np.arange(1, len(ranked)), 0))):
+            width = max(1, -(-len(positions) // MAX_BINS))
+            start = positions[::width]
+            cells += taps * len(start)
+            if out and cells > most:
+                break
+            out.append((start, width))
+        return out
+
+    def _of(self, ranked: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(rows, their places, sorted by request in this order and position) of some requests, stretch by stretch."""
+        rank = np.full(len(self.rows.requests), -1, np.int64)
+        rank[list(ranked)] = np.arange(len(ranked))
+        for at in self._stretches():
+            own = rank[self.rows.request[at]]
+            at, own = at[own >= 0], own[own >= 0]
+            yield at, _place(own, self.rows.position[at])
+
+    def _stretches(self) -> Iterator[np.ndarray]:
+        for start in range(0, len(self.rows), STRETCH):
+            yield start + np.flatnonzero(self.tap[self.rows.pair[start : start + STRETCH]] >= 0)
+            self.rows.rest()
+
+    def _ratio(self, at: np.ndarray) -> np.ndarray:
+        ratio = self.over[at]
+        return np.where(np.isnan(ratio), np.inf, ratio)
+
+
+def _place(rank: Any, position: Any) -> Any:
+    return (rank << POSITION_BITS) | position
 
 
 def factors(comparison: Comparison) -> np.ndarray:

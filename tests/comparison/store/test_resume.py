@@ -65,6 +65,18 @@ def test_a_torn_end_is_cut_off(tmp_path, monkeypatch):
     assert [k[0] for k in Finished(tmp_path, "one").done] == ["a", "c"]
 
 
+def test_what_waited_is_written_by_pieces(tmp_path, monkeypatch):
+    packed = []
+    pack = wire.pack
+    monkeypatch.setattr(wire, "pack", lambda units: packed.append(len(units)) or pack(units))
+    monkeypatch.setattr(resume, "PIECE", 1)
+    first = Finished(tmp_path, "one")
+    first.add([unit("a"), unit("b"), unit("c")])
+    first.close()
+    assert packed == [1, 1, 1]
+    assert [k[0] for k in Finished(tmp_path, "one").done] == ["a", "b", "c"]
+
+
 def test_where_nothing_can_be_written_the_comparison_goes_on(tmp_path, dumps):
     (tmp_path / NAME).mkdir()
     assert "begin anew" in Finished(tmp_path, "one").problem

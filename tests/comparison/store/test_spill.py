@@ -11,6 +11,7 @@ from vllm_accprobe.comparison import engine
 from vllm_accprobe.comparison.store import saved
 from vllm_accprobe.comparison.store import spill as shelf_module
 from vllm_accprobe.comparison.store.spill import Shelf
+from vllm_accprobe.report.html import page
 
 
 def test_arrays_beyond_the_bound_go_to_disk_and_stay_what_they_were(tmp_path, monkeypatch):
@@ -34,14 +35,28 @@ def test_a_table_larger_than_a_chunk_and_a_directory_that_cannot_be_written(tmp_
     assert (nowhere.on_disk, nowhere.in_memory) == (0, 80)
 
 
+def test_room_to_be_filled_lies_where_its_size_says(tmp_path):
+    shelf = Shelf(tmp_path, bound=100).another(bound=16)
+    small, large = shelf.empty(4, np.float32), shelf.empty(5, np.int64)
+    small[:], large[:] = 1.5, range(5)
+    shelf.rest()
+    assert (small.tolist(), large.tolist()) == ([1.5] * 4, [0, 1, 2, 3, 4])
+    assert (shelf.in_memory, shelf.on_disk) == (16, 40)
+
+
 @pytest.mark.parametrize("bound", [0, 5000])
 def test_the_result_is_the_same(tmp_path, monkeypatch, bound):
     golden, mine = capture(), capture(faults={"model.layers.1.mlp.down_proj": scaled(1.1)})
     plain = engine.compare(golden, mine)
-    monkeypatch.setattr(engine, "Shelf", lambda directory: Shelf(tmp_path, bound))
+    monkeypatch.setattr(engine, "Shelf", lambda *_: Shelf(tmp_path, bound))
+    judged = []
+    monkeypatch.setattr(Shelf, "another", lambda self, _: judged.append(Shelf(tmp_path, bound)) or judged[-1])
     spilled = engine.compare(golden, mine)
     assert spilled.measured.shelf.on_disk > 0
+    assert all(shelf.on_disk > 0 for shelf in judged)
+    assert spilled.rows.shelf.on_disk > 0
     assert json.dumps(spilled.to_json()) == json.dumps(plain.to_json())
+    assert page(spilled) == page(plain)
     assert spilled.pairs == plain.pairs
     for name in ("pair", "request", "position", "error", "ratio"):
         np.testing.assert_array_equal(getattr(spilled.rows, name), getattr(plain.rows, name))

@@ -9,11 +9,12 @@ Not here: why a pair was skipped (activations.py), how many pairs there are (res
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.dump.schema import DEALT
@@ -33,18 +34,18 @@ def family(space: str) -> str:
 
 
 def coverage(
-    plan: Plan, dumps: Sequence[Any], compared: Mapping[str, list[np.ndarray]], skipped: Counter[str]
+    plan: Plan, dumps: Sequence[Any], compared: Mapping[str, Collection[RowSet]], skipped: Counter[str]
 ) -> dict[str, Any]:
     """compare.json's coverage, but for what judging adds (see `finished`).
 
-    compared: family → keys of the rows that some pair compared."""
+    compared: family → the rows that some pair compared, each set once."""
     sides = [_rows(plan.tokens.golden), _rows(plan.tokens.mine)]
     both, golden, mine = 0, 0, 0
     # A vision space that only one side has is another way to cut the same images; its tensors are skipped by name.
     shared = (sides[0].keys() & sides[1].keys()) | {TEXT}
     for name in sorted(shared):
         g, m = (s.get(name, _NONE) for s in sides)
-        both += len(np.unique(np.concatenate(compared.get(name) or [_NONE])))
+        both += len(np.unique(np.concatenate([_NONE, *(rows.keys for rows in compared.get(name, ()))])))
         golden += len(np.setdiff1d(g, m, assume_unique=True))
         mine += len(np.setdiff1d(m, g, assume_unique=True))
     reasons: Counter[str] = Counter({k: n for k, n in plan.tokens.skipped.items() if n})

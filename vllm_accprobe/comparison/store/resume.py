@@ -15,7 +15,7 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from vllm_accprobe.judge.flow import Key
 NAME = "measured.part"
 PATIENCE = 2.0
 """Seconds before anything is written."""
+PIECE = 4 << 20
+"""Bytes of row tables that are packed together, or more where one unit has more."""
 
 
 def identity(dumps: Sequence[Any], *choices: Any) -> str:
@@ -104,7 +106,8 @@ class Finished:
         units, self._waiting = self._waiting, []
         if self._fd >= 0 and units:
             try:
-                self._append(wire.pack(units))
+                for some in _pieces(units):
+                    self._append(wire.pack(some))
             except OSError as e:
                 self._fail(e)
 
@@ -135,6 +138,20 @@ class Finished:
             self.done.update((u.key, u) for u in units)
             end = stop
         return end
+
+
+def _pieces(units: Sequence[MeasuredUnit]) -> Iterator[list[MeasuredUnit]]:
+    """``units`` by some megabytes: what waited for PATIENCE seconds, packed at once, would be a second copy of it."""
+    piece: list[MeasuredUnit] = []
+    size = 0
+    for unit in units:
+        piece.append(unit)
+        size += sum(p.table.nbytes for p in unit.parts if p.table is not None)
+        if size >= PIECE:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
 
 
 def forget(directory: Path) -> None:

@@ -31,22 +31,40 @@ class Shelf:
         self.in_memory = 0
         self.on_disk = 0
 
+    def another(self, bound: int) -> Shelf:
+        """One of its own for other arrays, in the same directory."""
+        return Shelf(self._directory, bound)
+
     def keep(self, array: np.ndarray) -> np.ndarray:
         """The same numbers, in memory or on disk."""
-        if self.in_memory + array.nbytes <= self._bound or not array.nbytes:
-            self.in_memory += array.nbytes
+        where = self._mapped(array.size, array.dtype)
+        if where is None:
             return array
-        try:
-            where = self._room(array.nbytes)
-        except OSError:  # a full disk is no reason to stop while there is memory
-            self._bound += array.nbytes
-            self.in_memory += array.nbytes
-            return array
-        kept = np.frombuffer(where, array.dtype, array.size, self._at).reshape(array.shape)
+        kept = where.reshape(array.shape)
         kept[...] = array
-        self._at += (array.nbytes + 63) // 64 * 64
-        self.on_disk += array.nbytes
         return kept
+
+    def empty(self, n: int, dtype: type) -> np.ndarray:
+        """An array [n] to be filled, in memory or on disk."""
+        where = self._mapped(n, np.dtype(dtype))
+        return np.empty(n, dtype) if where is None else where
+
+    def _mapped(self, n: int, dtype: np.dtype) -> np.ndarray | None:
+        """Room on disk, None where so much has room in memory or nowhere else."""
+        nbytes = n * dtype.itemsize
+        if self.in_memory + nbytes <= self._bound or not nbytes:
+            self.in_memory += nbytes
+            return None
+        try:
+            where = self._room(nbytes)
+        except OSError:  # a full disk is no reason to stop while there is memory
+            self._bound += nbytes
+            self.in_memory += nbytes
+            return None
+        found = np.frombuffer(where, dtype, n, self._at)
+        self._at += (nbytes + 63) // 64 * 64
+        self.on_disk += nbytes
+        return found
 
     def rest(self) -> None:
         """Gives the pages back; arrays stay usable and are read again when they are needed."""

@@ -25,12 +25,13 @@ from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.states import notes as state_notes
+from vllm_accprobe.comparison.store.spill import Shelf
 from vllm_accprobe.comparison.verdict import blame, floors, harmless
 from vllm_accprobe.comparison.verdict.remarks import other_settings, remarks, unseen_routing
 from vllm_accprobe.comparison.verdict.rerouted_rows import add_undecided, settle
 from vllm_accprobe.comparison.verdict.row_limits import Holder
 from vllm_accprobe.comparison.verdict.without_tensors import without_tensors
-from vllm_accprobe.comparison.verdict.wrong_rows import Wrong, spoken_for, wrong_rows
+from vllm_accprobe.comparison.verdict.wrong_rows import Wrong, by_key, spoken_for, wrong_rows
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
@@ -48,6 +49,8 @@ from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import EXACT, Limits, Standard
 
 _NO_KEYS = np.zeros(0, np.int64)
+BOUND = 32 << 20
+"""Bytes of what is known of each row to find origins (50 a row of each tensor that differs) that stay in memory."""
 
 
 def judge(
@@ -81,19 +84,21 @@ class _Judge:
 
     def run(self) -> Comparison:
         setting = self.measured.setting
+        self.shelf = (self.measured.shelf or Shelf()).another(BOUND)
         self.unit = flow_unit(setting.dtypes)
         self.holder, self.unions = Holder(self.standard, self.unit, self.floor), Unions()
         self.moments = {moment: RowSet(keys) for moment, keys in setting.moments.items()}
         self.tree = Tree(setting.classes, dict(setting.parent), dict(setting.children), dict(setting.mixing))
         for unit in choices_first(self.measured.each()):
             self._unit(unit)
+            self.shelf.rest()
         alone = [without_tensors(setting, self._why_nothing(), bool(self.measured.units))] if self._nothing() else []
         if alone == [""]:
             raise NothingCompared(f"{self._why_nothing()} (golden {setting.golden_path}, mine {setting.mine_path})")
         self._check_floor()
         places = blame.Places(setting)
         told: dict[str, float] = {}
-        created = find_origins(self.traces, self.tree, self.standard, setting.images, self.rate, told)
+        created = find_origins(self.traces, self.tree, self.standard, setting.images, self.rate, told, self.shelf)
         created, excused = self._not_excused(created)
         unseen = self._unseen_routers()
         created = [blame.unproved(c) if not c.trace.vision and behind(c.tap, unseen) else c for c in created]
@@ -230,26 +235,20 @@ class _Judge:
         allowed: float = 0.0, weak: bool = False, spoilt: bool = False, shared: np.ndarray = _NO_KEYS,
     ) -> None:  # fmt: skip
         rows = self.unions.of(keys)
-        at = rows.place[wrong.at]
-        if rows.distinct and len(at) == len(rows.seen):
-            bad = rows.seen.keys  # all of them: the same array, which whoever compares knows again
-            order = np.empty(len(at), np.int64)
-            order[at] = np.arange(len(at))
-        else:
-            order = np.lexsort((wrong.err, at))
-            order = order[np.append(np.diff(at[order]) != 0, True)] if len(at) else order
-            bad = rows.seen.keys[at[order]]
+        bad, wrong = by_key(wrong, rows)
+        keep = self.shelf.keep
+        bad = bad if bad is rows.seen.keys else keep(bad)
         tap, role, call = unit.key
-        keyed = (rows.seen, bad, wrong.err[order], everywhere, unit.vision, allowed, weak)
+        keyed = (rows.seen, bad, keep(wrong.err), everywhere, unit.vision, allowed, weak)
         part = next((p for p in unit.parts if not p.skip), None)
         dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
         unread = not dtypes or is_exact(*dtypes) or is_mask(role)
         rounding = 0.0 if unread else self.holder.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
-        signs = (wrong.rel[order], wrong.gain[order], rounding, unit.columns, part.width if part is not None else 1)
+        signs = (keep(wrong.rel), keep(wrong.gain), rounding, unit.columns, part.width if part is not None else 1)
         if len(shared):
             shared, by_part = np.full(len(rows.seen), -1), shared
             shared[rows.place] = by_part
-        known = (wrong.broken[order], wrong.own[order], spoilt, unit.gap, shared)
+        known = (keep(wrong.broken), keep(wrong.own), spoilt, unit.gap, shared)
         self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs, *known))
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:

@@ -2,7 +2,7 @@
 
 The problem: a place has one tensor per step, with rows, without, or with one number that stands for all; blame wants
 one list of rows. The idea: the rows with an error of all parts, one after the other, each with what is known of it.
-Not here: how large an error is (judge/verdict.py), sorting rows (align/row_set.py), the trace (judging.py).
+Not here: how large an error is (judge/verdict.py), the union of rows (align/row_set.py), the trace (judging.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.align.row_set import RowSet, Union
 from vllm_accprobe.comparison.measure.part import Part
 from vllm_accprobe.judge.verdict import NONFINITE, RowErrors
 
@@ -68,6 +68,21 @@ def wrong_rows(
         none, no = np.zeros(0), np.zeros(0, bool)
         return Wrong(np.zeros(0, np.int64), none, none, none, no, no), everywhere
     return Wrong(*(np.concatenate([f[i] for f in found]) for i in range(6))), everywhere
+
+
+def by_key(wrong: Wrong, rows: Union) -> tuple[np.ndarray, Wrong]:
+    """(keys, each once, the rows in their order), of a key with several rows the largest error. rows: of all parts."""
+    at = rows.place[wrong.at]
+    if rows.distinct and len(at) == len(rows.seen):
+        keys = rows.seen.keys  # all of them: the same array, which whoever compares knows again
+        order = np.empty(len(at), np.int64)
+        order[at] = np.arange(len(at))
+    else:
+        order = np.lexsort((wrong.err, at))
+        order = order[np.append(np.diff(at[order]) != 0, True)] if len(at) else order
+        keys = rows.seen.keys[at[order]]
+    values = (wrong.at, wrong.err, wrong.rel, wrong.gain, wrong.broken, wrong.own)
+    return keys, Wrong(*(v[order] for v in values))
 
 
 def _broken(part: Part, errors: RowErrors) -> np.ndarray:

@@ -8,10 +8,22 @@ blamed alone is above 1. Not here: blame (origin.py), drawing (report/).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from vllm_accprobe.judge.origins.peer_evidence import Look
+from vllm_accprobe.judge.origins.row_errors import OUTPUT, Trace
 from vllm_accprobe.standards.limits import Standard
+
+
+def most_created(looks: Iterable[tuple[tuple[str, Trace], Look]], rules: Standard) -> dict[str, float]:
+    """What each tap's outputs create at most, by what was looked at of (tap, trace)."""
+    told: dict[str, float] = {}
+    for (tap, sink), look in looks:
+        if sink.kind == OUTPUT and sink.tap == tap:
+            told[tap] = max(told.get(tap, 0.0), created_over(look, sink.limit, rules))
+    return told
 
 
 def created_over(look: Look, limit: float, rules: Standard) -> float:

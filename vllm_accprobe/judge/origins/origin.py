@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,15 +24,15 @@ from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.row_set import RowSet, Unions
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.chance import chance_of_size
-from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, FALSE_ALARM_RATE, NARROW
+from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, FALSE_ALARM_RATE
 from vllm_accprobe.judge.flow import Tree
-from vllm_accprobe.judge.origins.created_over import created_over
+from vllm_accprobe.judge.origins.created_over import most_created
 from vllm_accprobe.judge.origins.in_front import BACKWARD, Fronts
 from vllm_accprobe.judge.origins.influence import Influence, spread
 from vllm_accprobe.judge.origins.outliers import Peers
 from vllm_accprobe.judge.origins.peer_evidence import COLUMNS, Hidden, Look, kind_of_place
-from vllm_accprobe.judge.origins.prefixes import PassedOn, Prefixes
-from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace
+from vllm_accprobe.judge.origins.prefixes import PassedOn, Passing, Prefixes
+from vllm_accprobe.judge.origins.row_errors import IN_MEMORY, INPUT, OUTPUT, PARAM, Keeper, Trace
 from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED
 from vllm_accprobe.standards.limits import Standard
 
@@ -72,28 +72,31 @@ class Created:
 
 def find_origins(
     traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, list[tuple[int, int, int]]],
-    rate: float = FALSE_ALARM_RATE, told: dict[str, float] | None = None,
+    rate: float = FALSE_ALARM_RATE, told: dict[str, float] | None = None, keeper: Keeper = IN_MEMORY,
 ) -> list[Created]:  # fmt: skip
     """The taps that create errors, in data-flow order. images: TokenPlan.images. rate: of false alarms (chance.py).
-    told: is filled with what each tap's outputs create at most, over what one operator may (created_over.py)."""
-    search = _Search(traces, tree, standard, images, rate)
+    told: is filled with what each tap's outputs create at most, over what one operator may (created_over.py).
+    keeper: of what is known of each row."""
+    search = _Search(traces, tree, standard, images, rate, keeper)
     found = search.run()
-    for (tap, sink), look in search.looks.items():
-        if told is not None and sink.kind == OUTPUT and sink.tap == tap:
-            told[tap] = max(told.get(tap, 0.0), created_over(look, sink.limit, standard))
+    if told is not None:
+        told.update(most_created(search.resting(), standard))
     return found
 
 
 class _Search:
-    def __init__(self, traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, Any], rate: float):
-        self.rate = rate
+    def __init__(
+        self, traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, Any], rate: float,
+        keeper: Keeper,
+    ):  # fmt: skip
+        self.rate, self.keeper = rate, keeper
         self.tree, self.standard, self.influence = tree, standard, Influence(images)
         self.fronts = Fronts(traces, tree)
         self.by_tap = self.fronts.by_tap
         self.found: dict[str, list[Created]] = defaultdict(list)
         self.looks: dict[tuple[str, Trace], Look] = {}
-        self.means: dict[Trace, float] = {}
         self.passing: Prefixes[PassedOn] = Prefixes()
+        self.passed = Passing(self.influence)
         self.explaining: Prefixes[np.ndarray] = Prefixes()
         self.unions = Unions()
 
@@ -108,6 +111,7 @@ class _Search:
             below = self._blamed_below(tap)
             for sink, sources in self.fronts.places(tap):
                 self._check(tap, sink, sources, self.tree.mixing.get(tap, True), below)
+                self.keeper.rest()
         self._top()
         found = _sure(sorted((c for cs in self.found.values() for c in cs), key=lambda c: c.trace.order))
         found = [replace(c, look=self.looks.get((c.tap, c.trace)), chance=self._chance(c)) for c in found]
@@ -136,46 +140,31 @@ class _Search:
             for kind, (tap, sink, sources) in zip(kinds, places, strict=True):
                 if kind in odd:
                     self.looks[(tap, sink)] = self._look_at(tap, sink, sources)
-        self.peers = Peers(list(self.looks.values()), self.rate)
+                    self.keeper.rest()
+        self.peers = Peers(list(self.looks.values()), self.rate, self.keeper)
+
+    def resting(self) -> Iterator[tuple[tuple[str, Trace], Look]]:
+        """``looks`` one after the other: their rows need not fit into memory."""
+        for entry in self.looks.items():
+            yield entry
+            self.keeper.rest()
 
     def _look_at(self, tap: str, sink: Trace, sources: list[Trace]) -> Look:
         mixing = self.tree.mixing.get(tap, True)
         name = sink.vision, sink.seen, mixing
         done, known = self.passing.begun(name, sources, sink)
-        passed = self._pass_on(sink, [s for s in sources[done:] if s is not sink], mixing, known)
+        passed = self.passed.on(sink, [s for s in sources[done:] if s is not sink], mixing, known)
         self.passing.keep(name, sources, sink, passed)
-        err, slope = (spread(sink.seen.keys, sink.keys, v) for v in (sink.rel, sink.gain))
-        rows = sink.seen.keys, err, slope, passed.err, passed.gain
+        err, slope = (self._kept(spread(sink.seen.keys, sink.keys, v), v) for v in (sink.rel, sink.gain))
+        before, gain = self.keeper.keep(passed.err), self.keeper.keep(passed.gain)
+        rows = sink.seen.keys, err, slope, before, gain
         role, inputs = _role(tap, sink), self.fronts.inputs_known(tap, sink, sources)
         cls = self.tree.classes.get(tap, "")
         return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.by_column, passed.columns, mixing,
                     passed.means, inputs)  # fmt: skip
 
-    def _pass_on(self, sink: Trace, sources: list[Trace], mixing: bool, known: PassedOn | None) -> PassedOn:
-        """What reaches the rows of ``sink`` from ``sources``, and from those whose share is ``known``."""
-        if known is None:
-            before, gain, means = np.zeros(len(sink.seen)), np.zeros(len(sink.seen)), {}
-        else:
-            before, gain, means = known.err.copy(), known.gain.copy(), dict(known.means)
-        for source in sources:
-            kind = kind_of_place(source.tap, source.role)
-            means[kind] = max(self._mean_gain(source), means.get(kind, 0.0), key=abs)
-            # What has few elements multiplies whole rows: a gate, the weights of the chosen experts.
-            factor = np.maximum(np.abs(source.gain), source.rel) if source.width < NARROW else np.abs(source.gain)
-            for what, values, out in (("rel", source.rel, before), ("gain", factor, gain)):
-                if len(values) == len(source.keys):
-                    found = self.influence.again(source, what, values, sink.vision, sink.seen, mixing)
-                    np.maximum(out, found, out=out)
-        columns = [s.by_column for s in sources if s.by_column is not None]
-        return PassedOn(before, gain, means, columns if known is None else [*known.columns, *columns])
-
-    def _mean_gain(self, source: Trace) -> float:
-        """The median of its rows' gains; 0 where there are none."""
-        if source not in self.means:
-            known = len(source.gain) == len(source.keys) > 0
-            mean = float(np.median(spread(source.seen.keys, source.keys, source.gain))) if known else 0.0
-            self.means[source] = mean if np.isfinite(mean) else 0.0
-        return self.means[source]
+    def _kept(self, values: np.ndarray, known: np.ndarray) -> np.ndarray:
+        return values if values is known else self.keeper.keep(values)
 
     def _top(self) -> None:
         """What is created in front of the outermost taps, where nobody else can be blamed: their inputs."""

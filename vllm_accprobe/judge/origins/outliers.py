@@ -28,13 +28,14 @@ from vllm_accprobe.judge.origins.influence import spread
 from vllm_accprobe.judge.origins.kin import Spreads, passed_on
 from vllm_accprobe.judge.origins.odd_columns import odd_columns
 from vllm_accprobe.judge.origins.peer_evidence import GAIN, GROWTH, Hidden, Known, Look
+from vllm_accprobe.judge.origins.row_errors import IN_MEMORY, Keeper
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, UNLIKE_KIN
 
 
 class Peers:
-    """What the same operators do elsewhere. rate: of false alarms, over all of ``looks``."""
+    """What the same operators do elsewhere. rate: of false alarms, over all of ``looks``. keeper: of their rows."""
 
-    def __init__(self, looks: Sequence[Look], rate: float = c.FALSE_ALARM_RATE):
+    def __init__(self, looks: Sequence[Look], rate: float = c.FALSE_ALARM_RATE, keeper: Keeper = IN_MEMORY):
         self._known = {look: Known(look) for look in looks}
         self._kind: dict[Look, list[Look]] = {}
         self.by_kind: dict[str, list[Look]] = defaultdict(list)
@@ -43,8 +44,11 @@ class Peers:
             if not floor:
                 continue
             with np.errstate(all="ignore"):
-                look.growth = 0.5 * np.log2((look.err**2 + floor**2) / (look.before**2 + floor**2))
-            look.growth[~np.isfinite(look.growth)] = 0.0
+                growth = 0.5 * np.log2((look.err**2 + floor**2) / (look.before**2 + floor**2))
+                growth[~np.isfinite(growth)] = 0.0
+                look.growth = keeper.keep(growth)
+                self._known[look].work_out()
+            keeper.rest()
             self._kind[look] = kind = self.by_kind[look.kind]
             kind.append(look)
         self.chance = Chance(rate, len(self._kind))
@@ -63,7 +67,7 @@ class Peers:
     # --- over all rows -----------------------------------------------------------------------------------------
 
     def _others(self, look: Look) -> list[Look]:
-        return [o for o in self._kind[look] if o is not look and _fit(o)]
+        return [o for o in self._kind[look] if o is not look and self._known[o].fit]
 
     def _facts(self, looks: Sequence[Look]) -> list[Known]:
         return [self._known[o] for o in looks]
@@ -71,7 +75,7 @@ class Peers:
     @cached_property
     def _spreads(self) -> dict[str, Spreads]:
         """How far layers lie apart: in growth, in what they made (powers of two), and in gain (u)."""
-        kinds = {kind: [self._known[o] for o in looks if _fit(o)] for kind, looks in self.by_kind.items()}
+        kinds = {kind: [self._known[o] for o in looks if self._known[o].fit] for kind, looks in self.by_kind.items()}
         return {
             "growth": Spreads({k: [x.growth for x in v] for k, v in kinds.items()}, c.LEAST_SPREAD),
             "made": Spreads({k: [x.log_made for x in v] for k, v in kinds.items()}, c.LEAST_SPREAD),
@@ -81,11 +85,11 @@ class Peers:
     @cached_property
     def made(self) -> np.ndarray:
         """float64 [places]: what each place adds to the typical row's error, relative L2, or the least honest error."""
-        fit = (look for looks in self.by_kind.values() for look in looks if _fit(look))
+        fit = (look for looks in self.by_kind.values() for look in looks if self._known[look].fit)
         return np.array([max(self._known[x].made, c.LEAST_HONEST * x.unit) for x in fit])
 
     def _against(self, what: str, look: Look) -> Against | None:
-        at = next(i for i, o in enumerate(o for o in self._kind[look] if _fit(o)) if o is look)
+        at = next(i for i, o in enumerate(o for o in self._kind[look] if self._known[o].fit) if o is look)
         return self._spreads[what].against(look.kind, at)
 
     def _equal_inputs(self, look: Look) -> Hidden | None:
@@ -155,7 +159,7 @@ class Peers:
         if abs(off) <= c.TRUNCATED * look.unit:
             return None
         passed = max(passed_on(look.passed, o.passed) for o in others)
-        noise = max(float(np.median(o.before)) for o in (look, *others)) ** 2  # the second order of the inputs' errors
+        noise = max(o.before for o in (here, *known)) ** 2  # the second order of the inputs' errors
         error = max(float(np.hypot(here.gain_error, o.gain_error)) for o in known)
         sure, brought = self.chance.sigmas() * error, c.THROUGH * max(passed, noise)
         apart = self.chance.student(against.freedom) * against.scale * look.unit
@@ -183,11 +187,12 @@ class Peers:
         outlier = off / (sigmas * scale)
         if not (outlier > 1).any():
             return None
-        same = [spread(look.keys, o.keys, o.growth) for o in others]
-        usual = np.maximum(np.max(same, axis=0) if same else np.zeros(rows), middle)
+        usual = np.full(rows, middle if others else max(middle, 0.0))
+        for o in others:  # one at a time: all layers' rows at once would be many times this one's
+            np.maximum(usual, spread(look.keys, o.keys, o.growth), out=usual)
         most = 2.0 ** np.maximum(usual, 0.0) * look.before
         made = np.sqrt(np.maximum(look.err**2 - most**2, 0.0))
-        apart = c.ROW_APART if same else 2.0 * c.ROW_APART
+        apart = c.ROW_APART if others else 2.0 * c.ROW_APART
         strength = np.minimum.reduce([
             outlier, (look.growth - usual) / apart, made / (c.ROWS_LEAST * look.unit),
         ])  # fmt: skip
@@ -223,11 +228,6 @@ class Peers:
             return None
         chance = self.chance.of_sigmas(float((off / np.maximum(noise, TINY))[bad].max()) / c.TAILS, rows)
         return Hidden(bad, GAIN, float(off[bad].max()), float(strength.max()), UNLIKE_KIN, chance)
-
-
-def _fit(look: Look) -> bool:
-    """Whether something can be learned from a look: enough rows, and numbers."""
-    return len(look.keys) >= c.FEW and bool(np.isfinite(np.median(look.err)))
 
 
 def _spread(bulk: float, tails: Sequence[float]) -> float:

@@ -91,6 +91,21 @@ class Known:
     def __init__(self, look: Look):
         self.look = look
 
+    def work_out(self) -> None:
+        """What each layer asks of every other one, while the rows are at hand."""
+        if self.fit:
+            _ = self.growth, self.log_made, self.gain, self.before
+
+    @cached_property
+    def fit(self) -> bool:
+        """Whether something can be learned from it: enough rows, and numbers."""
+        return len(self.look.keys) >= c.FEW and bool(np.isfinite(np.median(self.look.err)))
+
+    @cached_property
+    def before(self) -> float:
+        """Median over its rows."""
+        return float(np.median(self.look.before))
+
     @cached_property
     def growth(self) -> float:
         """Median over its rows, in powers of two."""

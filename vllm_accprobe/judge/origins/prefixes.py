@@ -4,7 +4,7 @@ The problem: where nobody knows what feeds what (another tool's dump without a t
 in front of a place, so that to ask each pair takes a minute for 2,000 tensors. The idea: what was worked out for a list
 is kept, and a list that begins with it goes on from there; lists are compared by their tensors' identity, which costs
 nothing beside the arithmetic.
-Not here: what is worked out (origin.py), the lists (in_front.py).
+Not here: errors that explain (origin.py), the lists (in_front.py), which rows count (influence.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from vllm_accprobe.judge.constants import NARROW
 from vllm_accprobe.judge.origins.columns import Columns
+from vllm_accprobe.judge.origins.influence import Influence, spread
+from vllm_accprobe.judge.origins.peer_evidence import kind_of_place
 from vllm_accprobe.judge.origins.row_errors import Trace
 
 LONG = 16
@@ -35,6 +38,40 @@ class PassedOn:
     gain: np.ndarray
     means: dict[str, float]
     columns: list[Columns]
+
+
+class Passing:
+    """What sources pass on to the rows of a place, by which rows influence which."""
+
+    def __init__(self, influence: Influence):
+        self._influence = influence
+        self._means: dict[Trace, float] = {}
+
+    def on(self, sink: Trace, sources: list[Trace], mixing: bool, known: PassedOn | None) -> PassedOn:
+        """What reaches the rows of ``sink`` from ``sources``, and from those whose share is ``known``."""
+        if known is None:
+            before, gain, means = np.zeros(len(sink.seen)), np.zeros(len(sink.seen)), {}
+        else:
+            before, gain, means = known.err.copy(), known.gain.copy(), dict(known.means)
+        for source in sources:
+            kind = kind_of_place(source.tap, source.role)
+            means[kind] = max(self._mean_gain(source), means.get(kind, 0.0), key=abs)
+            # What has few elements multiplies whole rows: a gate, the weights of the chosen experts.
+            factor = np.maximum(np.abs(source.gain), source.rel) if source.width < NARROW else np.abs(source.gain)
+            for what, values, out in (("rel", source.rel, before), ("gain", factor, gain)):
+                if len(values) == len(source.keys):
+                    found = self._influence.again(source, what, values, sink.vision, sink.seen, mixing)
+                    np.maximum(out, found, out=out)
+        columns = [s.by_column for s in sources if s.by_column is not None]
+        return PassedOn(before, gain, means, columns if known is None else [*known.columns, *columns])
+
+    def _mean_gain(self, source: Trace) -> float:
+        """The median of its rows' gains; 0 where there are none."""
+        if source not in self._means:
+            known = len(source.gain) == len(source.keys) > 0
+            mean = float(np.median(spread(source.seen.keys, source.keys, source.gain))) if known else 0.0
+            self._means[source] = mean if np.isfinite(mean) else 0.0
+        return self._means[source]
 
 
 class Prefixes(Generic[S]):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from vllm_accprobe.report import facts
 from vllm_accprobe.report.depth import Point, depth
-from vllm_accprobe.report.heat import heat
+from vllm_accprobe.report.heat import factors, heat
 from vllm_accprobe.report.html import first, further, sections
 from vllm_accprobe.report.html.assembling import asset, fill, policy
 from vllm_accprobe.report.html.columns import columns_json, packed, script_json
@@ -62,12 +62,13 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
     shown = _shown_pairs(comparison.pairs, max_pairs)
     pairs = packer.submit(packed, columns_json([comparison.pairs[i] for i in shown]))
     points = depth(comparison)
+    over = factors(comparison) if comparison.rows is not None else None
     scripts = {f"{name}_js": asset(f"{name}.js") for name in SCRIPTS}
     view = {
         "depth": _depth_json(points[:MAX_POINTS]),
-        "heat": heat_json(heat(comparison), tokens),
+        "heat": heat_json(heat(comparison, over=over), tokens),
         "tree": tree_json(comparison),
-        "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}),
+        "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}, over),
     }
     holes = {
         "csp": escape(policy(scripts.values())),

@@ -72,10 +72,12 @@ def tree_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def looks_json(comparison: Comparison, page_index: Mapping[int, int]) -> dict[str, Any]:
-    """page_index: index in ``Comparison.pairs`` → index on the page."""
+def looks_json(
+    comparison: Comparison, page_index: Mapping[int, int], over: np.ndarray | None = None
+) -> dict[str, Any]:
+    """page_index: index in ``Comparison.pairs`` → index on the page. over: `heat.factors`, where they are known."""
     return {
-        "rows": _worst_rows(comparison, page_index),
+        "rows": _worst_rows(comparison, page_index, over),
         "samples": {
             str(page_index[s.pair]): {
                 "golden": _values(s.golden),
@@ -109,20 +111,18 @@ def _again(comparison: Comparison) -> str:
     return safe(shlex.join(["accprobe", "compare", comparison.golden_path, comparison.mine_path, *given]), COMMAND)
 
 
-def _worst_rows(comparison: Comparison, page_index: Mapping[int, int]) -> dict[str, list[Any]]:
+def _worst_rows(comparison: Comparison, page_index: Mapping[int, int], over: np.ndarray | None) -> dict[str, list[Any]]:
     rows = comparison.rows
     if rows is None or not len(rows):
         return {}
-    pairs = comparison.pairs
+    pairs, over = comparison.pairs, factors(comparison) if over is None else over
     wanted = sorted(page_index, key=lambda i: (pairs[i].status != "fail", -facts.severity(pairs[i])))[:MAX_PAIRS]
-    by_pair = np.argsort(rows.pair, kind="stable")
-    bounds = np.searchsorted(rows.pair[by_pair], np.arange(len(pairs) + 1))
+    bounds = np.searchsorted(rows.pair, np.arange(len(pairs) + 1))
     out: dict[str, list[Any]] = {}
-    over = factors(comparison)
     labels = {i: safe(label, 120) for i, label in enumerate(rows.requests)}
     for i in wanted:
-        own = by_pair[bounds[i] : bounds[i + 1]]
-        own = own[rows.error[own] != 0]  # NaN is not equal to 0 and stays
+        rows.rest()
+        own = bounds[i] + np.flatnonzero(rows.error[bounds[i] : bounds[i + 1]])  # NaN is not 0 and stays
         if not len(own):
             continue
         key = np.where(np.isnan(rows.error[own]), np.inf, rows.error[own])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from drawn_sizes import drawn_sizes
 from family_verdict import verdict
+from reference_calls import evaluated
 
 from vllm_accprobe.opcheck.reference import Call
 
@@ -39,6 +40,30 @@ def test_scores(fault: str) -> None:
     args, mine = scored(fault)
     call = Call("x", "torch.ops.vendor.fp8_mqa_logits", args=args, outputs={"output.0": mine})
     assert verdict(call, "output.0", mine).passed == (not fault)
+
+
+@pytest.mark.parametrize("fault", ["", "no relu", "scale of the neighbour"])
+def test_scores_beside_a_large_number_that_nobody_reads(fault: str) -> None:
+    args, mine = scored(fault)
+    mine = torch.where(torch.isinf(mine), 0.0, mine)
+    mine[1, -1] = 1e30  # query 1 does not see the last key: memory as it was found
+    call = Call("x", "torch.ops.vendor.fp8_mqa_logits", args=args, outputs={"output.0": mine})
+    rows = evaluated(call)["output.0"].rows
+    assert rows is not None
+    assert rows.tolist() == [True, False] + [True] * (T - 2)
+    assert verdict(call, "output.0", mine).passed == (not fault)
+
+
+def test_an_error_beside_a_large_number_does_not_pass() -> None:
+    args, mine = scored()
+    mine = torch.where(torch.isinf(mine), 0.0, mine)
+    seen = mine[1, 2].clone()
+    for beside, judged in ((0.0, True), (1e30, False)):
+        mine[1, 2], mine[1, -1] = 30.0 * seen, beside
+        call = Call("x", "torch.ops.vendor.fp8_mqa_logits", args=args, outputs={"output.0": mine})
+        rows = evaluated(call)["output.0"].rows
+        assert (rows is None or bool(rows[1])) == judged  # a row that is not judged is counted as that
+        assert not judged or not verdict(call, "output.0", mine).passed
 
 
 @pytest.mark.parametrize("fault", ["", "one worse", "twice the same", "from the first key"])

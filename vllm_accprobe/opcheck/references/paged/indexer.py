@@ -18,12 +18,11 @@ import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, gamma, reference
 from vllm_accprobe.opcheck.references.paged.layouts import coded
-from vllm_accprobe.opcheck.references.paged.sparse import chosen, unseen_left
+from vllm_accprobe.opcheck.references.paged.sparse import LARGE, chosen, rows_to_judge, unseen_left
 from vllm_accprobe.opcheck.references.recurrent.sequences import arguments, given, place_of
 
 Tensor = Any  # a torch.Tensor
 _LARGEST, _LEAST = 448.0, 1e-4
-LARGE = "what lies behind a row's keys, where nobody wrote, is larger than its scores"
 _NEAR = 2.0**-20
 """Chosen: relative error of a scale: a kernel may multiply by 1 / 448 in float32 instead of dividing."""
 
@@ -75,10 +74,7 @@ def _scored(
             bound[row, :stop] = gamma(width + heads + 4) * (sizes * w.abs()).sum(0) * by.abs()
             seen[row, :stop] = True
     value = unseen_left(value, seen, out) if cleans else torch.where(seen, value, out.double())
-    # beside a large number, which nobody wrote, a row's own errors would not be seen
-    found = torch.where(torch.isfinite(value), value.abs(), 0.0)
-    rows = found.masked_fill(seen, 0.0).amax(1) <= found.masked_fill(~seen, 0.0).amax(1)
-    return Expected(value, bound / 3.0, bound=bound, rows=None if bool(rows.all()) else rows, reason=LARGE)
+    return Expected(value, bound / 3.0, bound=bound, rows=rows_to_judge(value, seen), reason=LARGE)
 
 
 @reference("torch.ops.*.fp8_paged_mqa_logits", "torch.ops.*.xpu_fp8_paged_mqa_logits")
