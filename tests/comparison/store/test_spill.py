@@ -1,6 +1,9 @@
 """Row tables beyond the bound lie on disk, and nothing about the result tells."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +36,24 @@ def test_a_table_larger_than_a_chunk_and_a_directory_that_cannot_be_written(tmp_
     nowhere = Shelf(tmp_path / "none", bound=0)
     assert nowhere.keep(large[:10]) is not None
     assert (nowhere.on_disk, nowhere.in_memory) == (0, 80)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mounts") or os.geteuid() != 0, reason="needs root and Linux")
+def test_on_a_full_disk_arrays_stay_in_memory(tmp_path):
+    """A tmpfs of 1 MB, in a process of its own: what maps a hole there is killed as soon as it writes."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
+    code = (
+        "import sys, numpy as np\nfrom pathlib import Path\nfrom vllm_accprobe.comparison.store.spill import Shelf\n"
+        "shelf, made = Shelf(Path(sys.argv[1]), bound=0), np.arange(1 << 19)\n"
+        "assert (shelf.keep(made) == made).all()\nprint(shelf.in_memory, shelf.on_disk)"
+    )
+    try:
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    assert (done.returncode, done.stdout) == (0, "4194304 0\n"), done.stderr
 
 
 def test_room_to_be_filled_lies_where_its_size_says(tmp_path):
