@@ -36,6 +36,17 @@ MAX_HEADER = 100_000_000
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
+def take_room(fd: int, size: int) -> None:
+    """The first ``size`` bytes of a file get their place on the disk now, where its file system can do so. Raises
+    OSError where there is none."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as e:
+            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+
+
 class HeaderEntry(NamedTuple):
     """One tensor of a segment's header; ``off`` counts from the start of the data."""
 
@@ -147,14 +158,9 @@ class SegmentFile:
         self._fd = os.open(self.part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0), 0o600)
         try:
             write_all(self._fd, (HEADER_BYTES - 8).to_bytes(8, "little"), 0)
-            if hasattr(os, "posix_fallocate"):
-                # The header is written last; its room is taken first, so that a disk that fills up meanwhile cannot
-                # make the data before it unreadable for other tools.
-                try:
-                    os.posix_fallocate(self._fd, 0, HEADER_BYTES)
-                except OSError as e:
-                    if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                        raise
+            # The header is written last; its room is taken first, so that a disk that fills up meanwhile cannot make
+            # the data before it unreadable for other tools.
+            take_room(self._fd, HEADER_BYTES)
             if direct:
                 self._set_direct(True)
         except OSError:

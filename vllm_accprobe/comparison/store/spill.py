@@ -9,13 +9,13 @@ Not here: the saved comparison (saved.py), interrupted ones (resume.py).
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
-import os
 import tempfile
 from pathlib import Path
 
 import numpy as np
+
+from vllm_accprobe.dump.segment import take_room
 
 BOUND = 96 << 20
 """Bytes that stay in memory."""
@@ -79,19 +79,9 @@ class Shelf:
             self.rest()
             with tempfile.TemporaryFile(dir=self._directory, prefix="accprobe-") as file:
                 size = max(CHUNK, nbytes)
-                _claim(file.fileno(), size)
+                file.truncate(size)
+                # A hole that a full disk has no page for would end the process that writes there (SIGBUS).
+                take_room(file.fileno(), size)
                 self._maps.append(mmap.mmap(file.fileno(), size))
             self._at = 0
         return self._maps[-1]
-
-
-def _claim(file: int, size: int) -> None:
-    """Room for all of it at once: a hole that a full disk has no page for ends the process that writes there (SIGBUS),
-    where this raises OSError. Where a file system cannot do so, a hole it is."""
-    os.ftruncate(file, size)
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(file, 0, size)
-        except OSError as e:
-            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
