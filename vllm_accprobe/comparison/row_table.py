@@ -162,3 +162,13 @@ def _name(pair: Pair) -> tuple[Any, ...]:
 
 def _label(request: str, image: int | None) -> str:
     return request if image is None else f"{request}, image {image}"
+
+
+def row_labels(names: Names, keys: np.ndarray) -> dict[str, list[tuple[int, int]]]:
+    """Rows by the label of their request, as in `RowTable`: half-open ranges of positions. keys: int64, ascending."""
+    out: dict[str, list[tuple[int, int]]] = {}
+    for part in np.split(keys, np.flatnonzero(np.diff(keys) != 1) + 1) if len(keys) else ():
+        who, first = int(subject(part[:1])[0]), int(part[0]) & POSITION_MASK
+        found = out.setdefault(_label(*names.get(who, (str(who), None))), [])
+        found.append((first, first + len(part)))
+    return {label: sorted(found) for label, found in out.items()}

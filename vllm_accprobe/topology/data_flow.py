@@ -16,10 +16,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from vllm_accprobe.align.by_values import Relations
 from vllm_accprobe.dump.opcalls import SEPARATOR
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
-from vllm_accprobe.topology.by_values import Relations
 from vllm_accprobe.topology.model_graph import GraphNode, GraphTensor, ModelGraph
 from vllm_accprobe.topology.tap_calls import CallTensor, TapCall, Tick, calls_of, cut, fullest
 

@@ -4,7 +4,7 @@ The problem: which tensor feeds which is nowhere written; but a tensor that one 
 same bytes. The idea: a tensor is known by the hash of its bytes: the capture's, or one that is computed here where the
 dump has values and no hash; where only statistics were stored, by dtype, shape and these. A call of a module is its
 tensors under one tap and call; of an operator, what its line names.
-Not here: which call feeds which (data_flow.py), what is computed between calls (by_values.py).
+Not here: which call feeds which (data_flow.py), what is computed between calls (align/by_values.py).
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from vllm_accprobe.align.by_values import LARGEST
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.opcalls import SEPARATOR, inputs, tensors
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Record, Stats
 
-LARGEST = 256 << 20
-"""Bytes of a tensor that is read to be told apart (chosen)."""
 Tick = Callable[[], None]
 
 

@@ -198,10 +198,10 @@ def test_a_replay_computes_with_one_thread(pair: tuple, tmp_path: Path, monkeypa
     seen = []
     plain = replaying.Replay.result
 
-    def result(self: replaying.Replay) -> tuple[str, str]:
+    def result(self: replaying.Replay, compared: object) -> tuple[str, str]:
         environ = Path(f"/proc/{self._process.pid}/environ").read_bytes().decode().split("\0")
         seen.append({x for x in environ if x.endswith("_THREADS=1")})
-        return plain(self)
+        return plain(self, compared)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     monkeypatch.setattr(replaying.Replay, "result", result)

@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.result import Comparison, Pair
+from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.tiers import PROVED, UNLIKE_KIN
 from vllm_accprobe.opcheck.floors.peers import Odd, Pooled
 from vllm_accprobe.opcheck.proof.decide import Proof, decide
+from vllm_accprobe.opcheck.proof.explained import Explained
 from vllm_accprobe.opcheck.proof.prove import prove
 from vllm_accprobe.opcheck.run.result_row import COLUMNS, Checked
 
@@ -23,10 +26,20 @@ def checked(tap, status="fail", severity=10.0, rows=4, seq=0):
     return Checked(**facts)
 
 
+WEIGHT = Pair("w", "w", None, 0, "bfloat16", "bfloat16", (4, 8), status="pass", tap="first", role="param.weight")
+
+
+def explained(*taps, role="output.0", rows=range(1)):
+    """As if both sides' tensors without rows had been checked in these steps."""
+    steps = {"": [(rows.start, rows.stop)]}
+    return Explained({f"{tap}/{role}#0": steps for tap in taps}, {})
+
+
 def comparison(*origins, verdict="pass"):
     both = "bfloat16", "bfloat16"
     names = enumerate(("first", "second", "third"))
-    pairs = [Pair(t, t, 0, 0, *both, (4, 8), status="pass", tap=t, order=i) for i, t in names]
+    pairs = [Pair(t, t, 0, 0, *both, (4, 8), status="pass", tap=t, role="output.0", order=i) for i, t in names]
+    pairs.append(WEIGHT)
     entries = [{"module": o, "evidence": "jump", "shape": "all rows"} for o in origins]
     return Comparison("g", "m", {}, {}, pairs, {}, None, entries, {}, verdict, [], [], {})
 
@@ -44,7 +57,7 @@ def test_what_is_wrong_in_every_layer_says_so_and_the_first_place_is_named_first
     taps = [f"model.layers.{n}.norm" for n in range(3)]
     every = [checked(tap, seq=9 - n) for n, tap in enumerate(taps)]
     found = comparison()
-    placed = enumerate(zip(found.pairs, taps, strict=True))
+    placed = enumerate(zip(found.pairs[:3], taps, strict=True))
     found = replace(found, pairs=[replace(p, tap=t, order=n) for n, (p, t) in placed])
     result = judged(found, [], every)
     assert [o["module"] for o in result.origins] == taps
@@ -64,8 +77,8 @@ def test_what_is_unlike_its_kin_is_blamed_only_where_nobody_breaks_a_floor_of_hi
     assert origin["module"] == "first"
 
 
-def judged(result, golden, mine):
-    return decide(result, Proof.from_json(prove(golden, mine).to_json()))
+def judged(result, golden, mine, known=None):
+    return decide(result, Proof.from_json(prove(golden, mine, explained=known).to_json()))
 
 
 def test_what_replay_proves_is_an_origin_in_data_flow_order_and_fails() -> None:
@@ -124,7 +137,7 @@ def test_an_error_that_is_truncation_alone_is_not_blamed(change: dict[str, objec
     found = replace(found, origins=[origin], pairs=beyond, first_divergence={"module": origin["module"]})
     rows = [checked(tap, "pass") for tap in ("first", "second", "third")]
     rows[1] = replace(rows[1], rounding="toward zero")
-    result = judged(found, [], rows)
+    result = judged(found, [], rows, explained(*["second"] * excused))
     assert (result.origins == []) == excused == (result.verdict == "pass")
     assert any("created no more than that: not blamed" in n for n in result.notes) == excused
     wrong = replace(rows[1], status="fail")
@@ -157,7 +170,6 @@ def test_the_proved_stand_before_the_inferred_and_keep_their_words() -> None:
     result = judged(found, [], [checked("first", "pass"), checked("third")])
     assert [(o["module"], o["evidence"]) for o in result.origins] == [("third", "replay"), ("first", "jump")]
     assert result.origins[0]["shape"] == "all rows"
-    assert any("first is right for its own inputs" in n for n in result.notes)
 
 
 @pytest.mark.parametrize(("theirs", "blamed"), [(9.0, False), (4.0, False), (3.0, True), (0.0, True)])
@@ -174,12 +186,16 @@ def test_a_golden_that_is_wrong_alone_is_said() -> None:
     assert any("in golden only, first second" in n for n in result.notes)
 
 
+def beyond(found, *taps):
+    """``found``, in which these are beyond their limits and nobody stands out."""
+    pairs = [replace(p, status="fail") if p.tap in taps and p.role != "param.weight" else p for p in found.pairs]
+    return replace(found, pairs=pairs, verdict="fail", notes=[messages.NOBODY], first_divergence={"module": taps[0]})
+
+
 @pytest.mark.parametrize(("also", "verdict"), [("", "pass"), ("second", "fail")])
-def test_what_is_only_large_is_acquitted_where_every_module_of_it_is_right(also: str, verdict: str) -> None:
-    found = comparison(verdict="fail")
-    beyond = [replace(p, status="fail") if p.tap in ("first", also) else p for p in found.pairs]
-    found = replace(found, pairs=beyond, notes=[messages.NOBODY], first_divergence={"module": "first"})
-    result = judged(found, [], [checked("first", "pass"), checked("third", "pass")])
+def test_what_is_only_large_is_acquitted_where_every_pair_of_it_is_explained(also: str, verdict: str) -> None:
+    found = beyond(comparison(), "first", also)
+    result = judged(found, [], [checked("first", "pass"), checked("third", "pass")], explained("first", "third"))
     assert (result.verdict, result.origins) == (verdict, [])
     if verdict == "pass":
         assert {p.status for p in result.pairs} == {"pass"}
@@ -188,26 +204,62 @@ def test_what_is_only_large_is_acquitted_where_every_module_of_it_is_right(also:
         assert result.first_divergence is None
     else:
         assert messages.NOBODY in result.notes
+        said = "replay: 1 of 2 pairs beyond their limits are not explained, first second: it was not replayed"
+        assert result.notes[0] == said
 
 
-def test_what_failed_for_another_reason_or_was_replayed_in_part_is_not_acquitted() -> None:
-    found = comparison(verdict="fail")
-    found = replace(found, pairs=[replace(p, status="fail") for p in found.pairs])
+def test_a_module_that_is_right_for_its_own_inputs_is_not_acquitted_by_that() -> None:
+    """Right rows on mine's side alone, another reason to fail, other steps, other roles, other weights."""
+    found = beyond(comparison(), "first")
     rows = [checked(t, "pass") for t in ("first", "second", "third")]
     assert judged(found, [], rows).verdict == "fail"
-    found = replace(found, notes=[messages.NOBODY])
-    assert decide(found, prove([], rows, partly=True)).verdict == "fail"
-    assert judged(found, [], [replace(rows[0], checked=3), *rows[1:]]).verdict == "fail"
-    assert judged(found, [], rows).verdict == "pass"
+    assert judged(found, [], rows, explained("first", rows=range(1, 9))).verdict == "fail"
+    assert judged(found, [], rows, explained("first", role="output.1")).verdict == "fail"
+    assert judged(replace(found, notes=[]), [], rows, explained("first")).verdict == "fail"
+    other = replace(found, pairs=[*found.pairs[:-1], replace(WEIGHT, status="fail")])
+    assert judged(other, [], rows, explained("first")).verdict == "fail"
+    assert judged(found, [], rows, explained("first")).verdict == "pass"
 
 
-def test_what_is_inferred_of_a_module_that_is_right_is_not_blamed_where_its_parameters_are_goldens() -> None:
-    weight = Pair("w", "w", None, 0, "bfloat16", "bfloat16", (4, 8), status="pass", tap="first", role="param.weight")
+def test_rows_are_explained_one_by_one() -> None:
+    """A row beyond its limit that was not checked on both sides keeps the verdict; one below its limit does not."""
 
-    def said(result, params=(weight,), **origin):
+    def table(*ratios):
+        n = len(ratios)
+        names = np.zeros(n, np.int32)
+        return RowTable(("a",), names, names, np.arange(n), np.zeros(n, bool), np.float32(ratios), np.float32(ratios))
+
+    found = beyond(comparison(), "first")
+    found = replace(found, pairs=[replace(p, rows=4) for p in found.pairs[:3]] + [WEIGHT])
+    known = Explained({"first/output.0#0": {"a": [(0, 2), (3, 4)]}}, {"first/output.0#0": "no history"})
+    rows = [checked("first", "pass")]
+    assert judged(replace(found, rows=table(2, 0, 0.5, 3)), [], rows, known).verdict == "pass"
+    result = judged(replace(found, rows=table(2, 0, 1.5, 3)), [], rows, known)
+    assert (result.verdict, result.notes[0].rpartition("first: ")[2]) == ("fail", "no history")
+
+
+def test_equal_inputs_and_another_output_are_no_enlarged_rounding() -> None:
+    def given(**same):
+        place = {"tap": "first", "role": "input.x", "status": "pass"}
+        return [replace(WEIGHT, step=step, **place, identical=identical) for step, identical in same.values()]
+
+    rows, known = [checked("first", "pass")], explained("first")
+    for inputs, verdict in (
+        (given(a=(0, True)), "fail"),
+        (given(a=(0, False)), "pass"),
+        (given(a=(0, True), b=(1, False)), "fail"),  # what a later step reads is not what this one read
+    ):
+        found = beyond(comparison(), "first")
+        found = replace(found, pairs=[*found.pairs, *inputs])
+        assert judged(found, [], rows, known).verdict == verdict
+
+
+def test_what_is_inferred_of_a_module_is_not_blamed_where_all_that_it_read_explains_its_rows() -> None:
+    def said(result, params=(WEIGHT,), known=None, **origin):
         result.origins[0].update({"role": "output.0", "created": 0.03, "tier": UNLIKE_KIN} | origin)
-        pairs = [replace(p, status="fail") if p.tap == "first" else p for p in result.pairs]
-        return judged(replace(result, pairs=[*pairs, *params]), [], [checked("first", "pass")])
+        pairs = [replace(p, status="fail") if p.tap == "first" else p for p in result.pairs[:3]]
+        known = known or explained("first")
+        return judged(replace(result, pairs=[*pairs, *params]), [], [checked("first", "pass")], known)
 
     told = said(comparison("first", verdict="fail"))
     assert (told.origins, told.verdict) == ([], "pass")
@@ -215,16 +267,29 @@ def test_what_is_inferred_of_a_module_that_is_right_is_not_blamed_where_its_para
     for kept in ({"role": "input.x"}, {"tier": PROVED}, {"setting": "eps is 0.02, golden has 1e-06"}):
         told = said(comparison("first", verdict="fail"), **kept)
         assert ([o["module"] for o in told.origins], told.verdict) == (["first"], "fail")
-    for params in ([replace(weight, status="fail")], [replace(weight, status="skip")], []):
+    for params in ([replace(WEIGHT, status="fail")], [replace(WEIGHT, status="skip")], []):
         assert said(comparison("first", verdict="fail"), params).verdict == "fail"
+    assert said(comparison("first", verdict="fail"), known=explained("second")).verdict == "fail"
+
+
+def test_a_block_is_not_cleared_by_its_last_child() -> None:
+    """What is inside of it must be explained, too: here an input of a child that nothing captured computed."""
+    found = comparison("first", verdict="fail")
+    found.origins[0].update({"role": "output.0", "created": 0.03, "tier": UNLIKE_KIN})
+    inner = replace(WEIGHT, tap="first.out_proj", role="input.x", step=0)
+    found = replace(found, pairs=[*found.pairs, inner])
+    rows = [checked("first", "pass"), checked("first.out_proj", "pass")]
+    assert [o["module"] for o in judged(found, [], rows, explained("first")).origins] == ["first"]
+    known = {**explained("first").rows, **explained("first.out_proj", role="input.x").rows}
+    assert judged(found, [], rows, Explained(known)).origins == []
 
 
 @pytest.mark.parametrize(
-    ("tap", "role", "verdict"), [("first", "output.1", "fail"), ("sampler", "output.token", "pass")]
+    ("why", "verdict"), [("sampler", "fail"), ("near tie", "pass"), ("logits were masked", "fail")]
 )
-def test_a_module_with_a_call_that_nobody_checked_is_not_acquitted(tap: str, role: str, verdict: str) -> None:
-    found = comparison(verdict="fail")
-    beyond = [replace(p, status="fail") if p.tap == "first" else p for p in found.pairs]
-    found = replace(found, pairs=beyond, notes=[messages.NOBODY])
-    unread = replace(checked(tap, "skip", rows=0), role=role)
-    assert judged(found, [], [checked("first", "pass"), checked("sampler", "pass"), unread]).verdict == verdict
+def test_a_sampler_is_acquitted_only_where_each_side_took_the_best_of_its_own_logits(why: str, verdict: str) -> None:
+    found = beyond(comparison(), "first")
+    token = replace(found.pairs[0], tap="sampler", role="output.token", status="fail")
+    found = replace(found, pairs=[*found.pairs, token], tokens={"flipped": [{"why": why}]})
+    rows = [checked("first", "pass"), checked("sampler", "pass")]
+    assert judged(found, [], rows, explained("first")).verdict == verdict

@@ -68,6 +68,7 @@ def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told:
     from vllm_accprobe.opcheck.floors import peers
     from vllm_accprobe.opcheck.habits import decided
     from vllm_accprobe.opcheck.proof import prove
+    from vllm_accprobe.opcheck.proof.explained import explain
     from vllm_accprobe.opcheck.proof.propagated import split_errors
     from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run import pair
@@ -85,6 +86,9 @@ def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told:
     found = prove.wrong(rows)
     alike = prove.shared(prove.wrong(theirs), found)
     blamed = sorted((c for tap, c in found.items() if tap not in alike), key=lambda c: c.seq)
-    splits = split_errors(dumps[0], sides[1], references, blamed, find_mapping(mapping))
+    rules = find_mapping(mapping)
+    splits = split_errors(dumps[0], sides[1], references, blamed, rules)
     odd = peers.unlike(rates, own, sides[1].budget(rate).kin)
-    return prove.prove(theirs, rows, splits, bool(ops), odd=odd, machines=machines).to_json()
+    wanted = json.loads(sys.stdin.readline() or "{}")
+    explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.get("places", ()), wanted.get("taps", ()), rules)
+    return prove.prove(theirs, rows, splits, bool(ops), odd=odd, machines=machines, explained=explained).to_json()

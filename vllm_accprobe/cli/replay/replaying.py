@@ -64,14 +64,18 @@ class Replay:
         more += ["--rate", repr(asked.rate)]
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  no pipe: nobody reads it while the comparison runs
         self._process: Child = Child(
-            "vllm_accprobe.cli.replay.prove", *more, "--", str(asked.golden), str(asked.mine), stdin=subprocess.DEVNULL,
+            "vllm_accprobe.cli.replay.prove", *more, "--", str(asked.golden), str(asked.mine), stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=self._stderr, env={**os.environ, **ONE_THREAD},
         )  # fmt: skip
 
-    def result(self) -> tuple[str, str]:
-        """Waits, with a bar on a terminal: (the proof's text, "") or ("", what the process said last)."""
+    def result(self, result: Comparison) -> tuple[str, str]:
+        """Waits, with a bar on a terminal: (the proof's text, "") or ("", what the process said last). result: what was
+        compared; the replay explains what is beyond its limits there."""
         proof = ""
         assert self._process.stdout is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError), self._process.stdin as to_it:  # one that died says so below
+            to_it.write(json.dumps(_to_explain(result)) + "\n")
         lines = (json.loads(line) for line in self._process.stdout if line.endswith("\n"))
         first: dict[str, Any] = next(lines, {})
         with progress("replaying", int(first.get("of", 0)), steps=True) as to:
@@ -90,8 +94,10 @@ class Replay:
         """Ends it, whatever it is doing."""
         self._process.kill()
         self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
         self._stderr.close()
 
 
@@ -127,7 +133,7 @@ def replayed(
     before(result)
     late = Replay(asked, ops) if replay is None else None
     try:
-        text, said = (replay or late).result()  # type: ignore[union-attr]
+        text, said = (replay or late).result(result)  # type: ignore[union-attr]
     finally:
         if late is not None:
             late.close()
@@ -145,6 +151,15 @@ def replayed(
     part.write_text(text, encoding="utf-8")
     part.replace(path)
     return _decided(result, proof)
+
+
+def _to_explain(result: Comparison) -> dict[str, list[str]]:
+    """places: of pairs that fail; taps: of origins, which are explained whole (opcheck/proof/explained.py)."""
+    from vllm_accprobe.comparison.result import FAIL
+    from vllm_accprobe.opcheck.proof.explained import place_of
+
+    failed = {place_of(p.tap, p.role, p.call) for p in result.pairs if p.status == FAIL}
+    return {"places": sorted(failed), "taps": sorted({str(o["module"]) for o in result.origins})}
 
 
 def remembered(result: Comparison, directory: Path) -> Comparison:

@@ -14,14 +14,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
+from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison import messages
-from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Comparison
+from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
+from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Comparison, Pair
+from vllm_accprobe.judge.flips import NEAR_TIE, RANDOM, UPSTREAM
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, TIERS, UNLIKE_KIN
+from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, Explained, place_of
 from vllm_accprobe.opcheck.proof.replayed_pairs import with_replayed
 from vllm_accprobe.opcheck.proof.rounded_caches import OtherCache, other_caches, rounded_caches
 
@@ -30,6 +36,8 @@ _ABSORBED = re.compile(r"^param\.W_U[KQV](_T)?$")
 NAME = "replay.json"
 SCHEMA = 1
 _MOST = 64 << 20
+_OF_LOGITS = {NEAR_TIE, UPSTREAM, RANDOM}
+"""Flips (judge/flips.py) in which each side's sampler did its work, or golden drew its token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +90,11 @@ class Proof:
     machines: Mapping[str, tuple[Habit, ...]] = field(default_factory=dict)
     allowed: Mapping[str, str] = field(default_factory=dict)
     caches: Mapping[str, OtherCache] = field(default_factory=dict)
+    explained: Explained = field(default_factory=Explained)
 
     def to_json(self) -> str:
-        plain = asdict(self) | {"schema": SCHEMA, "right": sorted(self.right)}
+        plain = asdict(replace(self, explained=Explained()))
+        plain |= {"schema": SCHEMA, "right": sorted(self.right), "explained": self.explained.plain()}
         if not self.caches:
             del plain["caches"]
         return json.dumps(plain)
@@ -104,7 +114,8 @@ class Proof:
                          {side: tuple(map(Habit.of_plain, value.get("machines", {}).get(side, ())))
                           for side in ("golden", "mine") if value.get("machines")},
                          {str(t): str(h) for t, h in value.get("allowed", {}).items()},
-                         other_caches(value.get("caches", {})))  # fmt: skip
+                         other_caches(value.get("caches", {})),
+                         Explained.of_plain(value["explained"]) if "explained" in value else Explained())  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a replay of this version ({error})") from None
 
@@ -127,7 +138,8 @@ def _blame(value: Mapping[str, Any]) -> Blame:
 
 
 def decide(result: Comparison, proof: Proof) -> Comparison:
-    """``result`` with the origins that ``proof`` gives."""
+    """``result`` with the origins that ``proof`` gives, and passed where every row that is beyond its limits is
+    explained (explained.py)."""
     order: dict[str, int] = {}
     for pair in result.pairs:
         if pair.status != SKIP:
@@ -138,8 +150,8 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
     first = [_entry(b, known.get(b.tap)) for b in blamed]
     excused = {o["module"] for o in result.origins if _truncation_alone(o, proof)}
     right, shared, only = proof.right, proof.shared, proof.only_golden
-    params = _same_parameters(result)
-    cleared = {o["module"] for o in result.origins if params(o["module"]) and _cleared(o, right)} - proved - excused
+    rows = _Rows(result, proof)
+    cleared = {o["module"] for o in result.origins if _cleared(o, rows)} - proved - excused
     rest = [o for o in result.origins if o["module"] not in proved | excused | cleared]
     where = " at and below what is suspected" if proof.partly else ""
     wrong = f"{_modules(len(proved))} wrong for its own inputs"
@@ -158,9 +170,6 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
     if came_in:
         notes.append(f"replay: {_modules(len(came_in))} suspected and right for its own inputs, first {came_in[0]}: "
                      "what differs there came in with the inputs, and is not blamed")  # fmt: skip
-    doubtful = [o["module"] for o in rest if o["module"] in right]
-    if doubtful:
-        notes.append(f"replay: {doubtful[0]} is right for its own inputs; what is said of it is inferred")
     rest.sort(key=lambda o: o["module"] in right)  # stable: in data-flow order otherwise
     verdict = FAIL if first else result.verdict
     said = [n for n in result.notes if not (first and n == messages.NOBODY)]
@@ -169,17 +178,68 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
         result, origins=[*first, *rest], verdict=verdict, notes=[*notes, *said], machines=machines or result.machines,
         pairs=with_replayed(result.pairs, first),
     )  # fmt: skip
-    if decided.origins or proof.partly:
-        return decided
-    return _acquitted(decided, proof, excused | cleared, excused)
+    return decided if decided.origins else _acquitted(decided, proof, rows, cleared, excused)
 
 
-def _cleared(origin: Mapping[str, Any], right: frozenset[str]) -> bool:
-    """Whether an origin is inferred of a module that its replay saw to be right, in all rows and for its own inputs.
-    Values that must be equal (a weight, a chosen expert), and constants that golden's module has otherwise, are no
-    inference: a replay reads them from mine, right or wrong."""
+class _Rows:
+    """Which rows of a comparison that differ are explained by its replay, and which pairs are."""
+
+    def __init__(self, result: Comparison, proof: Proof):
+        self._explained, self._table = proof.explained, result.rows
+        self._pairs = result.pairs
+        self._same = _same_parameters(result)
+        self._equal = _equal_inputs(result.pairs)
+        self._tokens = {str(f.get("why")) for f in result.tokens.get("flipped", ())} <= _OF_LOGITS
+
+    def why_not(self, at: int, *, every: bool = False) -> str:
+        """Why a pair is not explained, "" where it is. every: all of its rows that differ must be, else those that are
+        beyond its limit."""
+        pair = self._pairs[at]
+        place = place_of(pair.tap, pair.role, pair.call)
+        if pair.role.startswith("param."):
+            return "its values should be equal"
+        if (pair.tap, pair.role) == (SAMPLER, TOKEN) and self._tokens:
+            return ""  # each side took the best of its own logits, which are compared by themselves
+        if not self._same(pair.tap):
+            return "its parameters are not golden's"
+        if pair.role.startswith(("output", "inplace")) and self._equal(pair):
+            return "its inputs are equal to the bit"
+        rows = self._differing(at, every)
+        if rows is None:
+            known = pair.step is not None and self._explained.holds(place, "", pair.step)
+        else:
+            known = all(self._explained.holds(place, label, position) for label, position in rows)
+        return "" if known else self._explained.why.get(place, NOT_REPLAYED)
+
+    def why_not_all(self, tap: str, role: str) -> str:
+        """Of a place, and of everything inside of its module: "" where every row that differs is explained."""
+        own = (i for i, p in enumerate(self._pairs) if p.status != SKIP and not p.role.startswith("param.") and (
+            (p.tap, p.role) == (tap, role) or tap in enclosing(p.tap)))  # fmt: skip
+        found = [(p, self.why_not(i, every=True)) for i in own if not (p := self._pairs[i]).identical]
+        return next((why for _, why in found if why), "" if found else NOT_REPLAYED)
+
+    def _differing(self, at: int, every: bool) -> list[tuple[str, int]] | None:
+        """(label, position) of each; None for a tensor without rows."""
+        table, pair = self._table, self._pairs[at]
+        if table is None or not len(table) or pair.rows is None:
+            return None
+        start, stop = np.searchsorted(table.pair, [at, at + 1])
+        bad = table.error[start:stop] > 0
+        if not every and bool((table.ratio[start:stop] > 1.0).any()):
+            bad &= table.ratio[start:stop] > 1.0  # else another measure than a row's error is beyond its limit
+        if not bad.any():
+            return None
+        where = zip(table.request[start:stop][bad].tolist(), table.position[start:stop][bad].tolist(), strict=True)
+        return [(table.requests[r], p) for r, p in where]
+
+
+def _cleared(origin: Mapping[str, Any], rows: _Rows) -> bool:
+    """Whether an origin is inferred of a module whose replay explains, on both sides and in all rows, what differs
+    there. Values that must be equal (a weight, a chosen expert), and constants that golden's module has otherwise, are
+    no inference: a replay reads them from each side, right or wrong."""
     inferred = origin.get("tier") != PROVED and not origin.get("setting")
-    return inferred and origin["module"] in right and str(origin.get("role", "")).startswith("output")
+    tap, role = str(origin["module"]), str(origin.get("role", ""))
+    return inferred and role.startswith("output") and not rows.why_not_all(tap, role)
 
 
 def _same_parameters(result: Comparison) -> Callable[[str], bool]:
@@ -189,6 +249,20 @@ def _same_parameters(result: Comparison) -> Callable[[str], bool]:
     other = {p.tap for p in pairs if p.status != PASS and not (p.status == SKIP and _ABSORBED.search(p.role))}
     known = any(p.status == PASS for p in pairs)
     return lambda tap: known and tap not in other
+
+
+def _equal_inputs(pairs: Sequence[Pair]) -> Callable[[Pair], bool]:
+    """Whether all that was captured of what a call read is the same on both sides, up to its step: another output is
+    then no enlarged rounding. Later steps of a module may read what earlier ones wrote."""
+    differ: dict[str, int] = {}
+    read: set[str] = set()
+    for p in pairs:
+        if p.role.startswith("input") and p.status != SKIP:
+            read.add(p.tap)
+            if not p.identical:
+                step = -1 if p.step is None else p.step
+                differ[p.tap] = min(step, differ.get(p.tap, step))
+    return lambda p: p.tap in read and differ.get(p.tap, 1 << 60) > (-1 if p.step is None else p.step)
 
 
 def _does(proof: Proof, tap: str) -> str:
@@ -207,28 +281,32 @@ def _truncation_alone(origin: Mapping[str, Any], proof: Proof) -> bool:
 
 
 def _acquitted(
-    result: Comparison, proof: Proof, unblamed: Collection[str], excused: Collection[str]
+    result: Comparison, proof: Proof, rows: _Rows, cleared: Collection[str], excused: Collection[str]
 ) -> Comparison:  # fmt: skip
-    """``result``, passed where it failed for nothing but size: nobody adds more than elsewhere, and all that is beyond
-    its limit came out of modules that are right for their own inputs. A model may enlarge honest rounding; a second
-    golden run (`--floor`) would show the same."""
-    beyond = [p for p in result.pairs if p.status == FAIL]
-    nobody = messages.NOBODY in result.notes or bool(unblamed)
-    if not nobody or not beyond or any(p.tap not in proof.right for p in beyond):
+    """``result``, passed where it failed for nothing but size and every row that is beyond its limits is explained:
+    both sides computed it rightly from what they read. A model may enlarge rounding; a second golden run (`--floor`)
+    would show the same."""
+    beyond = [i for i, p in enumerate(result.pairs) if p.status == FAIL]
+    if not beyond or not (messages.NOBODY in result.notes or cleared or excused):
         return result
-    taps = len({p.tap for p in beyond})
-    why = "this model enlarges honest rounding", "enlarged rounding"
+    left = [(result.pairs[i], why) for i in beyond if (why := rows.why_not(i))]
+    if left:
+        pair, why = min(left, key=lambda found: (found[0].order, found[0].step or 0))
+        count = f"{len(left)} of {len(beyond)} pairs beyond their limits are not explained"
+        return replace(result, notes=[f"replay: {count}, first {pair.mine}: {why}", *result.notes])
+    taps = len({result.pairs[i].tap for i in beyond})
+    reason = "this model enlarges rounding", "enlarged rounding"
     if excused:
-        why = "they round toward zero", "rounding toward zero"
+        reason = "they round toward zero", "rounding toward zero"
     if any(tap in proof.allowed for tap in excused):
-        why = "they compute as their machine does everywhere", "a habit of its machine"
+        reason = "they compute as their machine does everywhere", "a habit of its machine"
     if proof.caches:
-        why = "a cache of 8 bits rounds what they read", "the rounding of an 8-bit cache"
+        reason = "a cache of 8 bits rounds what they read", "the rounding of an 8-bit cache"
     said = (
-        f"replay: {len(beyond)} pairs of {taps} modules are beyond their limits, and each of these is right for its "
-        f"own inputs: {why[0]}, no operator is wrong"
+        f"replay: {len(beyond)} pairs of {taps} modules are beyond their limits, and each such row was checked on both "
+        f"sides: {reason[0]}, no operator is wrong"
     )
-    message = f"{why[1]}: its module is right for its own inputs (replay)"
+    message = f"{reason[1]}: both sides are right for what they read (replay)"
     pairs = [replace(p, status=PASS, message=message) if p.status == FAIL else p for p in result.pairs]
     notes = [said, *(n for n in result.notes if n != messages.NOBODY)]
     return replace(result, pairs=pairs, verdict=PASS, first_divergence=None, notes=notes)

@@ -13,20 +13,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, TOP_IDS
 from vllm_accprobe.judge.origins.everywhere import in_all_layers
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, UNLIKE_KIN
 from vllm_accprobe.opcheck.floors.peers import Odd
 from vllm_accprobe.opcheck.floors.truncating import sentence
 from vllm_accprobe.opcheck.proof.decide import Blame, Proof
+from vllm_accprobe.opcheck.proof.explained import Explained
 from vllm_accprobe.opcheck.proof.propagated import Split
 from vllm_accprobe.opcheck.proof.rounded_caches import OtherCache
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked, grids
 
 ALIKE = 3.0
 """Golden is as wrong as mine where mine's error is at most so many times golden's, both in what is allowed."""
-_SAMPLED = {(SAMPLER, TOKEN), (SAMPLER, TOP_IDS)}
 
 
 def wrong(rows: Iterable[Checked]) -> dict[str, Checked]:
@@ -46,9 +45,10 @@ def shared(golden: Mapping[str, Checked], mine: Mapping[str, Checked]) -> frozen
 def prove(
     golden: Sequence[Checked], mine: Sequence[Checked], splits: Mapping[str, Split] | None = None,
     partly: bool = False, *, odd: Iterable[Odd] = (), machines: Mapping[str, tuple[Habit, ...]] | None = None,
+    explained: Explained | None = None,
 ) -> Proof:  # fmt: skip
     """golden, mine: replay.check's rows of the two dumps, settled (decided.py); splits: by tap; odd: outputs of mine
-    unlike their kin; machines: how each computes, which is then not said again in a note."""
+    unlike their kin; machines: how each computes, which is then not said again in a note; explained: explained.py."""
     known = {side: {h.operator for h in habits} for side, habits in (machines or {}).items()}
     found, theirs = wrong(mine), wrong(golden)
     alike = shared(theirs, found)
@@ -82,6 +82,7 @@ def prove(
         machines=machines or {},
         allowed=allowed,
         caches=_caches(golden, mine),
+        explained=explained or Explained(),
     )
 
 
@@ -122,9 +123,8 @@ def _created(rows: Sequence[Checked]) -> dict[str, float]:
 
 
 def _open(rows: Iterable[Checked]) -> frozenset[str]:
-    """The taps some of whose outputs or calls have no verdict: what is right elsewhere may be wrong there. Which token
-    the sampler took is judged by the logits (judge/flips.py), not by a reference."""
-    return frozenset(c.tap for c in rows if c.status not in (PASS, FAIL) and (c.tap, c.role) not in _SAMPLED)
+    """The taps some of whose outputs or calls have no verdict: what is right elsewhere may be wrong there."""
+    return frozenset(c.tap for c in rows if c.status not in (PASS, FAIL))
 
 
 def _blame(c: Checked, split: Split | None) -> Blame:

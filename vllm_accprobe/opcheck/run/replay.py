@@ -144,6 +144,8 @@ def _checked(
     what = record.role, record.dtype, record.shape, record.seq
     row = judged(c, what, v, measures, (count, len(rows), left), message, (request, position))
     row = on_grid(row, record, dtype)
+    if expected.rows is not None and len(rows) < count:
+        row = replace(row, left=tuple((~expected.rows).nonzero().flatten().tolist()))
     if evidence:
         row = replace(row, evidence=evidence)
     if (moved := expected.cache) is not None:

@@ -22,7 +22,7 @@ OURS, STRICT = OPERATOR, "strict"
 @dataclass(frozen=True, slots=True)
 class Checked:
     """One output of one call; table.py makes opcheck.csv of it. rows: in the tensor; checked: that had a reference;
-    unchecked_because: why the others had none.
+    unchecked_because: why the others had none; left: which rows of the tensor these are.
 
     created: rel_l2 of the worst row, reference against mine; measure, measured, allowed: of verdict.Verdict, in floors;
     request, position, column: where, None where the measure does not say; message: for people; measures: of
@@ -65,6 +65,7 @@ class Checked:
     tier: str = ""
     chance: float | None = None
     cache: tuple[str, float, float, float] | None = None
+    left: tuple[int, ...] = ()
 
     @property
     def severity(self) -> float:
@@ -105,6 +106,6 @@ def unchecked(
     empty |= {
         "tap": tap, "cls": cls, "role": role, "rank": rank, "step": step, "call": call, "shape": shape, "seq": seq,
         "dtype": dtype, "rows": 0, "checked": 0, "unchecked_because": why, "status": status, "message": why,
-        "algorithm": "", "rounding": "", "stored": "", "evidence": "", "habit": "", "tier": "",
+        "algorithm": "", "rounding": "", "stored": "", "evidence": "", "habit": "", "tier": "", "left": (),
     }  # fmt: skip
     return Checked(**empty)

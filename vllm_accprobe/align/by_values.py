@@ -3,8 +3,8 @@
 The problem: a residual sum, a gate's product or the split of a joined projection is a line of Python that no module
 boundary shows, and a graph without it falls apart. The idea: each of these is exact. A slice has the very bits; a sum
 or a product of two tensors of one dtype is rounded once (IEEE 754), so that computing it here gives the same bits. It
-is tried on the first rows, and all bits must agree: what only nearly fits is not told.
-Not here: where the tensors come from (data_flow.py).
+is tried on the first rows or on all, and all bits must agree: what only nearly fits is no relation.
+Not here: where the tensors come from (topology/data_flow.py, opcheck/proof/explained.py).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump, DumpError
-from vllm_accprobe.topology.tap_calls import LARGEST, CallTensor
+from vllm_accprobe.dump.schema import Record
 
 ROWS = 16
 """Rows that are compared (chosen): 16 rows of 64 columns in bfloat16 agree by chance with less than 2**-1000."""
@@ -26,7 +26,20 @@ ENOUGH = 32
 """Elements below which bits may agree by chance: not asked (chosen)."""
 _NEAR = 12
 """Tensors of one shape whose sums and products are tried: the latest (chosen)."""
+LARGEST = 256 << 20
+"""Bytes of a tensor that is read (chosen)."""
 _FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": None}
+
+
+class Shown(Protocol):
+    """A tensor at a call. record: None where nothing of it was stored."""
+
+    @property
+    def record(self) -> Record | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -39,16 +52,17 @@ class Relation:
 
 
 class Relations:
-    """Asks one dump; of each tensor the first rows are read once."""
+    """The tensors of one dump. rows: how many of each are read and must agree; None: all of them."""
 
-    def __init__(self, dump: Dump):
+    def __init__(self, dump: Dump, rows: int | None = ROWS):
         self._dump = dump
+        self._count = rows
         self._first: dict[str, np.ndarray | None] = {}
 
-    def explain(self, missing: CallTensor, had: Sequence[tuple[str, CallTensor]]) -> Relation | None:
+    def explain(self, missing: Shown, had: Sequence[tuple[str, Shown]]) -> Relation | None:
         """How ``missing`` follows from tensors that were there before; the latest are asked first. None where nothing
         fits exactly, or there are no values."""
-        wanted = self._rows(missing, ROWS)
+        wanted = self._rows(missing, self._count)
         if wanted is None or wanted.size < ENOUGH:
             return None
         near = [(name, seen) for name, seen in reversed(had) if seen.dtype == missing.dtype]
@@ -75,12 +89,12 @@ class Relations:
                     return Relation(kind, (b, a))
         return None
 
-    def _begin(self, name: str, seen: CallTensor) -> np.ndarray | None:
+    def _begin(self, name: str, seen: Shown) -> np.ndarray | None:
         if name not in self._first:
-            self._first[name] = self._rows(seen, ROWS)
+            self._first[name] = self._rows(seen, self._count)
         return self._first[name]
 
-    def _rows(self, seen: CallTensor, most: int | None) -> np.ndarray | None:
+    def _rows(self, seen: Shown, most: int | None) -> np.ndarray | None:
         """The first rows' stored bits as a matrix, or all; None where there are no values."""
         r = seen.record
         if r is None or r.payload is None or r.payload.nbytes > LARGEST or not r.shape or not r.shape[-1]:

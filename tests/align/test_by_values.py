@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_accprobe.align.by_values import Relation, Relations
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
-from vllm_accprobe.topology.by_values import Relation, Relations
 from vllm_accprobe.topology.tap_calls import CallTensor
 
 X, Y = torch.randn(2, 20, 48, generator=torch.Generator().manual_seed(3)).unbind()

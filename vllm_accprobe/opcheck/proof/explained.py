@@ -1,0 +1,270 @@
+"""Which rows of a comparison are explained: both sides computed them rightly from what each of them read.
+
+The problem: a row may differ because its operator is wrong, or because what the operator read differed already. Only
+the second is no fault of the operator, and only where everything that it read is known. The idea: a row of an output is
+explained where the replay checked it on both sides and found it right; golden's reads and mine's, both carried through
+the reference, then differ by what the outputs differ by. A row of an input is explained where it is, to the bit, an
+explained output of the same step, or a slice, sum or product of such outputs (align/by_values.py). What has no
+reference, was not replayed, or comes from where nothing was captured is not explained, and the reason is kept.
+Not here: the replays (opcheck/run/pair.py), what follows for the verdict (decide.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.by_values import Relations
+from vllm_accprobe.align.derived import Derived
+from vllm_accprobe.align.mapping import Rules
+from vllm_accprobe.align.names import enclosing
+from vllm_accprobe.align.tokens import SideRows
+from vllm_accprobe.comparison.plan.joining import Group
+from vllm_accprobe.comparison.plan.unit import Unit
+from vllm_accprobe.comparison.plan.units import Plan, make_plan
+from vllm_accprobe.comparison.row_table import row_labels
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import Record
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked
+
+Ranges = Mapping[str, Sequence[tuple[int, int]]]
+"""Label of a request (or image) → half-open ranges of positions, ascending. Label "" holds steps of mine: those whose
+tensors without rows are explained."""
+NOT_REPLAYED = "it was not replayed"
+WRONG = "it is wrong for its own inputs"
+GOLDEN_TOO = "golden: "
+UNSEEN = "what it read was computed where nothing was captured"
+_NEAREST = 48
+"""Chosen: so many tensors in front of an input are tried as what it was made of; a layer of a model has about 30."""
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What two replays explain, of the places that were asked about. A place is ``tap/role#call`` of mine.
+
+    rows: by place, the rows that both sides computed rightly from what they read; why: by place, the reason of the
+    first row that is not among them."""
+
+    rows: Mapping[str, Ranges] = field(default_factory=dict)
+    why: Mapping[str, str] = field(default_factory=dict)
+
+    def holds(self, place: str, label: str, position: int) -> bool:
+        """Whether this row is explained."""
+        return any(a <= position < b for a, b in self.rows.get(place, {}).get(label, ()))
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON keeps it: equal sets of rows are written once."""
+        sets: list[dict[str, list[list[int]]]] = []
+        known: dict[str, int] = {}
+        places = {}
+        for place, ranges in self.rows.items():
+            value = {label: [list(r) for r in found] for label, found in ranges.items()}
+            at = known.setdefault(repr(value), len(sets))
+            if at == len(sets):
+                sets.append(value)
+            places[place] = at
+        return {"sets": sets, "places": places, "why": dict(self.why)}
+
+    @staticmethod
+    def of_plain(value: Any) -> Explained:
+        """Raises KeyError, TypeError or ValueError for what `plain` never wrote."""
+        sets = [
+            {str(label): [(int(a), int(b)) for a, b in found] for label, found in ranges.items()}
+            for ranges in value["sets"]
+        ]
+        at = {str(place): int(n) for place, n in value["places"].items()}
+        if any(not 0 <= n < len(sets) for n in at.values()):
+            raise ValueError("a place without its rows")
+        return Explained({place: sets[n] for place, n in at.items()}, {str(k): str(v) for k, v in value["why"].items()})
+
+
+def place_of(tap: str, role: str, call: int) -> str:
+    return f"{tap}/{role}#{call}"
+
+
+def explain(
+    golden: Dump, mine: Dump, checked: tuple[Iterable[Checked], Iterable[Checked]], wanted: Collection[str],
+    taps: Collection[str] = (), mapping: Rules | None = None,
+) -> Explained:  # fmt: skip
+    """checked: what the replays of golden and mine gave; wanted: places; taps: modules of which all places, and all
+    places inside of them, are wanted as well."""
+    if not wanted and not taps:
+        return Explained()
+    plan = make_plan(golden, mine, mapping=mapping)
+    sides = (
+        _Side(golden, plan.tokens.golden, checked[0]),
+        _Side(mine, plan.tokens.mine, checked[1]),
+    )
+    rows: dict[str, Ranges] = {}
+    why: dict[str, str] = {}
+    inside = frozenset(taps)
+    for unit in plan.units:
+        tap, role, call = unit.key
+        place = place_of(tap, role, call)
+        if unit.is_param or not (place in wanted or tap in inside or not inside.isdisjoint(enclosing(tap))):
+            continue
+        rows[place], reason = _unit(unit, sides, plan)
+        if reason:
+            why[place] = reason
+    return Explained(rows, why)
+
+
+def _unit(unit: Unit, sides: tuple[_Side, _Side], plan: Plan) -> tuple[Ranges, str]:
+    found = [side.groups(groups) for side, groups in zip(sides, (unit.golden, unit.mine), strict=True)]
+    (golden, golden_whole, golden_why), (mine, mine_whole, mine_why) = found
+    reason = mine_why or (GOLDEN_TOO + golden_why if golden_why else "")
+    ranges = row_labels(plan.tokens.names, np.intersect1d(golden, mine, assume_unique=True))
+    # A tensor without rows belongs to its step, and which step of golden is its partner is not known here: all must be.
+    whole = mine_whole if not golden_why and (golden_whole or len(golden)) else ()
+    return ({**ranges, "": [(step, step + 1) for step in sorted(whole)]} if whole else ranges), reason
+
+
+class _Side:
+    """One dump: which of its records are explained, and why the others are not."""
+
+    def __init__(self, dump: Dump, rows: SideRows, checked: Iterable[Checked]):
+        self._dump, self._rows = dump, rows
+        self._right: dict[tuple[int, int | None, int], tuple[int, ...]] = {}
+        """Of what is right, the rows that were not checked."""
+        self._why: dict[tuple[int, int | None, int], str] = {}
+        self._calls: dict[tuple[int, int | None, str, int], str] = {}
+        self._pooled: set[tuple[int, str, str]] = set()
+        """Outputs of which no call is wrong, and all of them together are."""
+        for c in checked:
+            at = c.rank, c.step, c.seq
+            if c.status == FAIL and at in self._right:
+                self._pooled.add((c.rank, c.tap, c.role))
+            elif c.status == PASS and c.role:
+                self._right[at] = c.left
+                if c.left:
+                    self._why[at] = c.unchecked_because
+            else:
+                why = WRONG if c.status == FAIL else c.unchecked_because or c.message
+                self._why[at] = why
+                self._calls[c.rank, c.step, c.tap, c.call] = why
+        self._steps: dict[tuple[int, int | None], list[Record]] = {}
+        self._made: dict[tuple[int, int | None], dict[str, Record]] = {}
+        self._known: dict[tuple[int, int | None, int], tuple[np.ndarray | None, str]] = {}
+        self._relations: tuple[tuple[int, int | None], Relations] | None = None
+
+    def groups(self, groups: Sequence[Group]) -> tuple[np.ndarray, set[int], str]:
+        """(keys of the rows that are explained, steps whose tensors without rows are, why the first other is not)."""
+        good, bad = [_NONE], [_NONE]
+        whole: set[int] = set()
+        why = ""
+        for group in groups:
+            every = self._keys(group.first) if group.where is not None else None
+            found: np.ndarray | None = every
+            known = True
+            for record in _parts(group.records):
+                keys, reason = self.record(record)
+                why = why or reason
+                if keys is None:
+                    known = False
+                elif found is not None:
+                    found = np.intersect1d(found, keys)
+            if every is None:
+                if known and group.moment[1] is not None:
+                    whole.add(group.moment[1])
+                continue
+            found = found if known and found is not None else _NONE
+            good.append(found)
+            bad.append(np.setdiff1d(every, found))
+        return np.setdiff1d(np.unique(np.concatenate(good)), np.concatenate(bad)), whole, why
+
+    def record(self, r: Record) -> tuple[np.ndarray | None, str]:
+        """(keys of its explained rows, or an empty array for a tensor without rows that is; None for nothing, why)."""
+        at = r.rank, r.step, r.seq
+        if at not in self._known:
+            self._known[at] = None, UNSEEN  # what is made of itself is made of nothing
+            self._known[at] = self._find(r, at)
+        return self._known[at]
+
+    def _find(self, r: Record, at: tuple[int, int | None, int]) -> tuple[np.ndarray | None, str]:
+        if (r.rank, r.tap, r.role) in self._pooled:
+            return None, WRONG
+        if at in self._right:
+            keys, left = self._keys(r), self._right[at]
+            if keys is None:
+                return (None, self._why[at]) if left else (_NONE, "")
+            return np.delete(keys, [n for n in left if n < len(keys)]), self._why.get(at, "")
+        if not r.role.startswith("input"):
+            return None, self._why.get(at) or self._calls.get((r.rank, r.step, r.tap, r.call)) or NOT_REPLAYED
+        makers = self._makers(r)
+        if not makers:
+            return None, UNSEEN
+        every = self._keys(r)
+        why = ""
+        for maker in makers:
+            keys, reason = self.record(maker)
+            why = why or reason
+            if keys is None:
+                return None, why
+            if every is not None and self._keys(maker) is not None:
+                every = np.intersect1d(every, keys)
+        return (every if every is not None else _NONE), why
+
+    def _makers(self, r: Record) -> list[Record]:
+        """The outputs that ``r``, an input, is: one with its bytes, else those that it is computed from exactly."""
+        moment = r.rank, r.step
+        if moment not in self._made:
+            self._index(moment)
+        # The first to have these bytes made them; whoever encloses it hands them on.
+        same = self._made[moment].get(r.hash or "")
+        if same is not None and same.seq < r.seq:
+            return [same]
+        if self._relations is None or self._relations[0] != moment:
+            self._relations = moment, Relations(self._dump, rows=None)
+        before = [x for x in self._steps[moment] if x.seq < r.seq][-_NEAREST:]
+        shown = {str(x.seq): _Shown(x) for x in before}
+        relation = self._relations[1].explain(_Shown(r), list(shown.items()))
+        return [] if relation is None else [shown[name].record for name in relation.takes]
+
+    def _index(self, moment: tuple[int, int | None]) -> None:
+        own = [r for r in self._dump.records if (r.rank, r.step) == moment]
+        own.sort(key=lambda r: r.seq)
+        made: dict[str, Record] = {}
+        distinct: dict[str, Record] = {}
+        for r in own:
+            if r.hash is None:
+                continue
+            if r.role.startswith(("output", "inplace")):
+                made.setdefault(r.hash, r)
+            distinct.setdefault(r.hash, r)
+        self._made[moment] = made
+        # One tensor for each content: an input that nobody gave out (the model's own) may be part of a sum, too.
+        self._steps[moment] = sorted((made.get(h, r) for h, r in distinct.items()), key=lambda r: r.seq)
+
+    def _keys(self, r: Record) -> np.ndarray | None:
+        """The row keys of a tensor, None where it has no rows."""
+        if r.rows is None or r.step is None:
+            return None
+        rows = self._rows.rows.get((self._rows.cells.get(r.rank, 0), r.step, r.rows))
+        return None if rows is None else rows.keys
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A record as align/by_values.py reads it."""
+
+    record: Record
+
+    @property
+    def dtype(self) -> str:
+        return self.record.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.record.shape
+
+
+def _parts(records: Iterable[Record]) -> list[Record]:
+    """The records of a dump that these are made of."""
+    found: list[Record] = []
+    for r in records:
+        found += _parts(r.parts) if isinstance(r, Derived) else [r]
+    return found
