@@ -1,0 +1,103 @@
+"""A row is explained where both sides checked it and what it read is known; an input, where it is made of such rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from opcheck.opcheck_dumps import Maker
+
+from vllm_accprobe.dump.reader import Dump, open_dump
+from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, UNSEEN, WRONG, Explained, explain, place_of
+from vllm_accprobe.opcheck.run.result_row import COLUMNS, PASS, Checked
+
+ROWS, WIDTH = 12, 64
+X = torch.randn(ROWS, 2 * WIDTH, generator=torch.Generator().manual_seed(4)).bfloat16()
+
+
+def dump(root: Path, steps: list[tuple[int, int]]) -> Dump:
+    """A projection, of which four modules read the output, a half of it, its sum with itself shifted, and its square
+    root, which no module computed."""
+    m = Maker(root)
+    m.module("<root>", "Tiny")
+    for tap in ("proj", "whole", "half", "sum", "root"):
+        m.module(tap, "Linear")
+    m.request(0, ROWS)
+    for step, (start, n) in enumerate(steps):
+        x = X[start : start + n]
+        m.step(step, [(0, start, n)])
+        m.call("proj", "Linear", {"x": x}, y := (x.float() * 3 + 1).bfloat16())
+        m.call("whole", "Linear", {"x": y}, y + 1)
+        m.call("half", "Linear", {"x": y[:, :WIDTH].contiguous()}, y[:, :WIDTH] + 2)
+        m.call("sum", "Linear", {"x": y + (y + 1)}, y + 3)
+        m.call("root", "Linear", {"x": y.float().abs().sqrt().bfloat16()}, y + 4)
+    return open_dump(m.close())
+
+
+def checked(of: Dump, tap: str, left: tuple[int, ...] = (), status: str = PASS, steps: tuple[int, ...] = (0, 1)):
+    """The lines of a replay about the outputs of a tap."""
+    blank = dict.fromkeys(COLUMNS) | {"status": status, "left": left, "unchecked_because": "no history" if left else "",
+                                      "message": "why"}  # fmt: skip
+    for r in of.records:
+        if r.tap == tap and r.role.startswith("output") and r.step in steps:
+            place = {"rank": r.rank, "step": r.step, "call": r.call, "seq": r.seq}
+            yield Checked(**blank | place | {"tap": tap, "role": r.role})
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dump, Dump]:
+    root = tmp_path_factory.mktemp("explained")
+    return dump(root / "golden", [(0, ROWS)]), dump(root / "mine", [(0, 5), (5, 7)])
+
+
+INPUTS = ("whole", "half", "sum", "root")
+PLACES = [place_of("proj", "output.0", 0), *(place_of(tap, "input.x", 0) for tap in INPUTS)]
+PROJ, WHOLE, HALF, SUM, ROOT = PLACES
+
+
+def found(sides: tuple[Dump, Dump], golden: list[Checked], mine: list[Checked]) -> Explained:
+    result = explain(*sides, (golden, mine), PLACES)
+    assert Explained.of_plain(result.plain()) == result
+    return result
+
+
+def test_rows_that_both_sides_checked_and_what_is_made_of_them(sides: tuple[Dump, Dump]) -> None:
+    golden, mine = sides
+    both = [[c for tap in ("proj", "whole") for c in checked(side, tap)] for side in sides]
+    result = found(sides, *both)
+    assert result.rows[PROJ] == result.rows[WHOLE] == result.rows[HALF] == result.rows[SUM] == {"r0": [(0, ROWS)]}
+    assert (result.rows[ROOT], result.why) == ({}, {ROOT: UNSEEN})  # nothing that was captured computed it
+    assert result.holds(WHOLE, "r0", ROWS - 1)
+    assert not result.holds(WHOLE, "r0", ROWS)
+    assert not result.holds(ROOT, "r0", 0)
+    # Of one of two summands nobody knows whether it is right.
+    alone = found(sides, list(checked(golden, "proj")), list(checked(mine, "proj")))
+    assert (alone.rows[HALF], alone.rows[SUM]) == ({"r0": [(0, ROWS)]}, {})
+
+
+def test_a_row_that_one_side_did_not_check_is_not_explained_and_says_why(sides: tuple[Dump, Dump]) -> None:
+    golden, mine = (list(checked(side, "proj")) for side in sides)
+    some = found(sides, golden, list(checked(sides[1], "proj", left=(2,))))
+    assert some.rows[PROJ] == some.rows[WHOLE] == {"r0": [(0, 2), (3, 7), (8, ROWS)]}
+    assert some.why[PROJ] == "no history"
+    assert found(sides, list(checked(sides[0], "proj", left=(3,))), mine).why[PROJ] == "golden: no history"
+    later = found(sides, golden, list(checked(sides[1], "proj", steps=(1,))))
+    assert (later.rows[PROJ], later.why[PROJ]) == ({"r0": [(5, ROWS)]}, NOT_REPLAYED)
+    nobody = found(sides, [], mine)
+    assert (nobody.rows[PROJ], nobody.why[PROJ]) == ({}, f"golden: {NOT_REPLAYED}")
+
+
+def test_what_is_wrong_in_one_call_or_in_all_together_explains_nothing(sides: tuple[Dump, Dump]) -> None:
+    golden, mine = (list(checked(side, "proj")) for side in sides)
+    wrong = found(sides, golden, [replace(mine[0], status="fail"), mine[1]])
+    assert (wrong.rows[WHOLE], wrong.why[WHOLE]) == ({"r0": [(5, ROWS)]}, WRONG)
+    together = found(sides, golden, [*mine, replace(mine[0], status="fail")])  # a line about all calls comes last
+    assert (together.rows[PROJ], together.why[PROJ]) == ({}, WRONG)
+
+
+def test_everything_inside_of_a_module_is_explained_where_that_is_asked(sides: tuple[Dump, Dump]) -> None:
+    both = [list(checked(side, "proj")) for side in sides]
+    assert explain(*sides, tuple(both), (), ("proj",)).rows.keys() == {PROJ, place_of("proj", "input.x", 0)}
+    assert explain(*sides, tuple(both), ()) == Explained()
