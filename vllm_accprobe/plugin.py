@@ -283,7 +283,7 @@ def _patch_workers() -> None:
                 from vllm_accprobe.capture.nan_watch.observer import attach as watch
 
                 watch(self)
-            if config.states:
+            if config.states or config.enabled:
                 from vllm_accprobe.capture.states.observer import attach as keep_books
 
                 keep_books(self)

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pair, count_pairs
-from vllm_accprobe.comparison.states import findings
+from vllm_accprobe.comparison.states import cache_origin, is_cache
 from vllm_accprobe.comparison.verdict.deciding import PARTLY, WHOLE, would_decide
 from vllm_accprobe.comparison.verdict.neighbours import Around, neighbours, with_neighbours
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
@@ -104,8 +104,10 @@ class Comparison:
         # Whoever changes a pair's status makes a new Comparison, and its coverage must not tell of the old one.
         others = {k: v for k, v in self.coverage.items() if k not in counted}
         object.__setattr__(self, "coverage", counted | others)
-        if findings(self.states, "mine"):  # whatever the tensors, or another tool's standard, say
+        cache = cache_origin(self.states)
+        if cache is not None:  # whatever the tensors, a replay, or another tool's standard, say
             object.__setattr__(self, "verdict", FAIL)
+            object.__setattr__(self, "origins", [cache, *(o for o in self.origins if not is_cache(o))])
 
     @cached_property
     def counts(self) -> Counts:

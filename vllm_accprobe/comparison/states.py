@@ -2,7 +2,8 @@
 
 The problem: an operator that computes rightly with a wrong state looks as if it created an error, or creates none that
 a comparison sees. The idea: what a run's own ledger has found of its caches (docs/states.md) needs no other run; it
-goes into the result as plain values, and a finding of mine's decides the verdict whatever the tensors say. Not here:
+goes into the result as plain values, and a finding of mine's decides the verdict whatever the tensors say: it is the
+first origin. What golden's ledger has found as well is no difference, and is a note. Not here:
 how states are watched (capture/states/), the sentence of one finding (dump/journal/state_lines.py).
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from vllm_accprobe.dump.journal.state_lines import sentence
+from vllm_accprobe.dump.journal.state_lines import StateFinding, sentence
 
 SIDES = ("golden", "mine")
 MOST = 100
@@ -20,27 +21,85 @@ MOST = 100
 NOT_THE_KERNEL = "the cache, not the kernel"
 
 
+CACHE = "cache"
+"""The role of an origin that is a cache, not an operator."""
+_CLASSES = {"kv": "KV cache", "state": "state cache"}
+
+
 def states_of(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
     """compare.json's ``states``: by side, empty where a run kept no ledger: {"watched": the ledger's totals by rank,
-    "count": findings in all, "findings": [each one's fields, its rank and its sentence]}."""
+    "count": findings in all, "findings": [each one's fields, its rank, its sentence, and "both": the other run has
+    the same]}."""
     out: dict[str, dict[str, Any]] = {}
-    for side, dump in zip(SIDES, dumps, strict=True):
+    known = [{_key(dump, one) for one in getattr(dump, "states", [])} for dump in dumps]
+    for side, dump, others in zip(SIDES, dumps, reversed(known), strict=True):
         totals = getattr(dump, "state_totals", {})
         found = getattr(dump, "states", [])
         if not totals and not found:
             out[side] = {}
             continue
-        listed = [{**asdict(one), "rank": rank, "sentence": sentence(one)} for rank, one in found[:MOST]]
+        same = [_key(dump, one) in others for one in found]
+        listed = [
+            {**asdict(one), "rank": rank, "sentence": sentence(one), "both": both}
+            for (rank, one), both in sorted(zip(found, same, strict=True), key=lambda f: f[1])[:MOST]
+        ]
         count = max(sum(one.findings for one in totals.values()), len(found))
         watched = {str(rank): asdict(one) for rank, one in totals.items()}
-        out[side] = {"watched": watched, "count": count, "findings": listed}
+        out[side] = {"watched": watched, "count": count - sum(same), "findings": listed}
     return out
 
 
+def _key(dump: Any, found: tuple[int, StateFinding]) -> tuple[Any, ...]:
+    """What must be the same for two runs' findings to be one: the kind, who reads, where, and who wrote. Blocks have
+    other numbers in each run."""
+    rank, one = found
+    names = {r.id: (r.prompt, r.adapter or "", r.ordinal) for (on, _), r in dump.requests.items() if on == rank}
+    who = [names.get(name, name) for name in (one.request, one.writer)]
+    return rank, one.kind, one.cache, one.layer, one.part, one.low, one.high, *who
+
+
 def findings(states: Mapping[str, Any], side: str) -> list[dict[str, Any]]:
-    """The findings of a side; none where ``states`` says nothing of it."""
+    """The findings of a side that the other one has not; none where ``states`` says nothing of it."""
+    return [one for one in _all(states, side) if not one.get("both")]
+
+
+def _all(states: Mapping[str, Any], side: str) -> list[dict[str, Any]]:
     found = states.get(side) or {}
     return list(found.get("findings") or ())
+
+
+def cache_origin(states: Mapping[str, Any]) -> dict[str, Any] | None:
+    """compare.json's entry of the origin that mine's first finding is: the cache of the first layer that shows it."""
+    found = findings(states, "mine")
+    if not found:
+        return None
+    one = found[0]
+    low, high = one.get("low"), one.get("high")
+    return {
+        "module": one.get("layer") or one.get("first") or f"cache group {one.get('group')}",
+        "class": _CLASSES.get(str(one.get("cache")), "cache"),
+        "role": CACHE,
+        "request": one.get("request") or None,
+        "position": low,
+        "phase": None,
+        "created": None,
+        "propagated": None,
+        "floor": None,
+        "evidence": "values",
+        "tier": None,
+        "times": None,
+        "chance": None,
+        "layers": None,
+        "rows": 0 if low is None or high is None else high - low + 1,
+        "worst": None,
+        "nonfinite": 0,
+        "shape": str(one.get("sentence") or ""),
+        "setting": "",
+    }
+
+
+def is_cache(origin: Mapping[str, Any]) -> bool:
+    return origin.get("role") == CACHE
 
 
 _STEPS = {
@@ -69,6 +128,10 @@ def cache_notes(dumps: tuple[Any, Any]) -> list[str]:
 
 
 def notes(states: Mapping[str, Any]) -> list[str]:
-    """What is said before the verdict: a golden with a wrong cache is none."""
+    """What is said before the verdict: a golden with a wrong cache is none, and what both runs do is no difference."""
     found = findings(states, "golden")
-    return [f"GOLDEN'S OWN CACHE WAS WRONG: {found[0]['sentence']}; take another golden"] if found else []
+    said = [f"GOLDEN'S OWN CACHE WAS WRONG: {found[0]['sentence']}; take another golden"] if found else []
+    if both := [one for one in _all(states, "mine") if one.get("both")]:
+        more = f" (and {len(both) - 1} more)" if len(both) > 1 else ""
+        said.append(f"in both runs, and so no difference between them: the cache: {both[0]['sentence']}{more}")
+    return said

@@ -18,7 +18,7 @@ import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError, SegmentData, open_regular, read_into
-from vllm_accprobe.dump.journal.state_lines import StateFinding, StateTotals
+from vllm_accprobe.dump.journal.state_lines import CachedPrefix, StateFinding, StateTotals
 from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.schema import (
     PADDING,
@@ -76,6 +76,7 @@ class Dump:
         self.armed: list[tuple[int, Armed]] = []
         self.states: list[tuple[int, StateFinding]] = []
         self.state_totals: dict[int, StateTotals] = {}
+        self.cached: list[tuple[int, CachedPrefix]] = []
         self.stops: dict[int, Stop] = {}
         self.ends: dict[int, End] = {}
         self.errors: list[dict[str, Any]] = []

@@ -98,7 +98,8 @@ class Request:
     ``id`` is the external id (the client's, or the front end's counter), ``internal_id`` the engine's;
     ``prompt`` is hash_tokens(prompt ids), or the hash of a prompt that came as embeddings; ``adapter`` the name of the
     LoRA adapter, "" for none, None where the capture does not know; ``ordinal`` counts earlier requests of this run
-    with the same prompt and adapter.
+    with the same prompt and adapter. ``salt``: a hash of the salt that keeps its prefixes from other requests, None for
+    none.
     """
 
     req: int
@@ -109,6 +110,7 @@ class Request:
     ordinal: int = 0
     images: tuple[Image, ...] = ()
     adapter: str | None = None
+    salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,8 @@ class Expected:
     rounding, None for the unit of the captured dtype; common: a relative error that a whole row may share (a
     rounded gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None
     for all; reason: why the others have none; note: what to say if it fails; source: what to say in any case;
-    only_measured: why nothing may be decided, "" where it may; exact: the exact output, where value was rounded
+    only_measured: why nothing may be decided, "" where it may; unseen: what the output rests on that nobody computed
+    again: it may be found wrong, and is not found right, "" for nothing; exact: the exact output, where value was rounded
     itself (another machine's, another run's); cache: what an 8-bit cache alone does to it."""
 
     value: Tensor
@@ -85,6 +86,7 @@ class Expected:
     note: str = ""
     source: str = ""
     only_measured: str = ""
+    unseen: str = ""
     exact: Tensor | None = None
     bound: Tensor | None = None
     groups: float | None = None

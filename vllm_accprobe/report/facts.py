@@ -15,7 +15,7 @@ from vllm_accprobe.comparison.over import over_limit as over_limit
 from vllm_accprobe.comparison.over import ratio as ratio
 from vllm_accprobe.comparison.over import severity as severity
 from vllm_accprobe.comparison.over import value_of as value_of
-from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings
+from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings, is_cache
 from vllm_accprobe.judge.weights.faults import wrong_weights
 from vllm_accprobe.report import tiers
 from vllm_accprobe.report.next.outcomes import one_sum
@@ -96,6 +96,8 @@ def blame(origin: Mapping[str, Any]) -> str:
 
 def deed(origin: Mapping[str, Any]) -> str:
     """What an origin does. A file's tensor, of which nobody knows what went in, is not said to create anything."""
+    if is_cache(origin):
+        return "is wrong"
     return "differs" if origin.get("role") == FILE else "creates the error"
 
 
@@ -123,6 +125,8 @@ def infinite(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 
 def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     """Where and how much: ``output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)``."""
+    if is_cache(origin):
+        return where(origin)
     parts = [safe(origin["role"], 80)] if origin.get("role") and origin["role"] != FILE else []
     parts += [row] if (row := where(origin)) else []
     created = origin.get("created")
@@ -215,6 +219,11 @@ def _told_instead(comparison: Comparison) -> list[str]:
 def wrong_states(comparison: Comparison, side: str = "mine") -> list[str]:
     """The findings of a side's own ledger of states, a sentence each."""
     return [safe(one.get("sentence") or "", 1000) for one in findings(comparison.states, side)]
+
+
+def operators(comparison: Comparison) -> list[dict[str, Any]]:
+    """The origins that are operators: all but a cache."""
+    return [o for o in comparison.origins if not is_cache(o)]
 
 
 def _failure(comparison: Comparison, c: Counts) -> str:

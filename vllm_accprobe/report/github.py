@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from vllm_accprobe.comparison.states import is_cache
 from vllm_accprobe.report import facts, markdown, tiers
 from vllm_accprobe.report.text import count, safe
 
@@ -46,6 +47,8 @@ def lines(comparison: Comparison) -> list[str]:
     elif not comparison.origins or facts.wrong_states(comparison):
         out.append(command("error", "accprobe", facts.headline(comparison)))
     for i, origin in enumerate(comparison.origins[:MAX_ANNOTATIONS]):
+        if is_cache(origin):  # it is the headline
+            continue
         said = f"{facts.origin_title(origin)} {facts.blame(origin)}: {facts.origin_detail(comparison, origin)}"
         said += f"; {tier}" if (tier := tiers.sentence(origin)) else ""
         said += f"; shape: {shape}" if (shape := facts.shape(origin)) else ""

@@ -87,17 +87,17 @@ def cache_findings(comparison: Comparison, full: bool = False, n: int = 5) -> li
     wrong = facts.wrong_states(comparison)[1:]
     out = ["further findings of the ledger of states:"] if wrong else []
     out += _list(wrong, None if full else n, "compare.json, states", lambda line: [f"  {line}"])
-    if facts.wrong_states(comparison) and comparison.origins:
-        culprit = facts.origin_title(comparison.origins[0])
+    if facts.wrong_states(comparison) and (others := facts.operators(comparison)):
+        culprit = facts.origin_title(others[0])
         out.append(f"without it, the tensors would blame {culprit}, which computed with that cache:")
     return out
 
 
 def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
     """The culprit's evidence, and further independent origins in data-flow order."""
-    if not comparison.origins:
+    if not facts.operators(comparison):
         return []
-    culprit, *others = comparison.origins
+    culprit, *others = facts.operators(comparison)
     out = [_evidence(culprit)]
     if said := tiers.sentence(culprit):
         out.append(said)
@@ -114,7 +114,7 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
         def say(numbered: tuple[int, Any]) -> list[str]:
             return [_other(comparison, *numbered)]
 
-        out += _list([*enumerate(others, 2)], None if full else 5, "compare.json, origins", say)
+        out += _list([*enumerate(others, len(comparison.origins) - len(others) + 1)], None if full else 5, "compare.json, origins", say)
     return out
 
 

@@ -10,6 +10,7 @@ Not here: what a rank does with it (windows.py), what the file may say (arm_file
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -23,6 +24,9 @@ from vllm_accprobe.config import PREFIX
 WORDS = "accprobe_arming"
 """The attribute of a SchedulerOutput. Bytes, json: serial (how often the file has changed), selection (null: as the
 server was started), refused (why the newest file is not believed, null where it is)."""
+SALTS = "accprobe_salts"
+"""Another one: by new request, a hash of its cache salt. Only the scheduler knows salts, and they decide who may read
+whose cache (capture/states/schedule.py)."""
 _STEPS = ("step", "step_with_batch_queue")
 
 
@@ -115,8 +119,19 @@ def look_before(scheduler: Any, control: ControlFile) -> None:
         out = schedule(*args, **kwargs)
         try:
             setattr(out, WORDS, words)
-        except AttributeError:  # a vendor's class with slots: its ranks say that they cannot be armed
+            if found := salts_of(scheduler, out):
+                setattr(out, SALTS, found)
+        except (AttributeError, TypeError):  # a vendor's class with slots: its ranks say that they cannot be armed
             pass
         return out
 
     scheduler.schedule = looked
+
+
+def salts_of(scheduler: Any, out: Any) -> dict[str, str]:
+    """By request that ``out`` names for the first time, the hash of its salt; those without one are left out."""
+    known = getattr(scheduler, "requests", None) or {}
+    salts = {new.req_id: getattr(known.get(new.req_id), "cache_salt", None) for new in out.scheduled_new_reqs}
+    return {
+        name: hashlib.blake2b(str(salt).encode(), digest_size=8).hexdigest() for name, salt in salts.items() if salt
+    }

@@ -33,10 +33,10 @@ class Requests:
 
     def add(
         self, internal: str, prompt_ids: Sequence[int] | None, prompt_len: int, images: tuple[Image, ...] = (),
-        adapter: str | None = None, embedded: Callable[[], str] | None = None,
+        adapter: str | None = None, embedded: Callable[[], str] | None = None, salt: str = "",
     ) -> Request:  # fmt: skip
-        """Registers a request the first time it is scheduled; a resumed one keeps its number. adapter, embedded: as
-        NewRequest has them."""
+        """Registers a request the first time it is scheduled; a resumed one keeps its number. adapter, embedded, salt:
+        as NewRequest has them."""
         known = self._by_id.get(internal)
         if known is not None:
             return known
@@ -44,7 +44,7 @@ class Requests:
         ordinal = self._prompts.get((prompt, adapter), 0)
         self._prompts[prompt, adapter] = ordinal + 1
         named = (external_ids(internal)[-1], internal, prompt, prompt_len)
-        request = Request(self._next, *named, ordinal, images, adapter)
+        request = Request(self._next, *named, ordinal, images, adapter, salt or None)
         self._next += 1
         self._by_id[internal] = request
         self._choose(internal, request)

@@ -20,7 +20,8 @@ from vllm_accprobe.capture.states.arrivals import Arrivals
 from vllm_accprobe.capture.states.findings import Findings
 from vllm_accprobe.capture.states.given import looks
 from vllm_accprobe.capture.states.ledger import GroupBooks
-from vllm_accprobe.capture.states.looks import FULL, ByteLooks, GroupStep, Layer
+from vllm_accprobe.capture.states.looks import FULL, OWNERS, ByteLooks, GroupStep, Layer
+from vllm_accprobe.capture.states.moved import kept_tails
 from vllm_accprobe.capture.states.schedule import (
     COPIED,
     ENDED,
@@ -32,7 +33,7 @@ from vllm_accprobe.capture.states.schedule import (
     Strange,
 )
 from vllm_accprobe.capture.vllm.step_observer import EngineStep
-from vllm_accprobe.dump.journal.state_lines import FREED
+from vllm_accprobe.dump.journal.state_lines import FREED, STALE
 
 _AGAIN = 2
 """Steps in which blocks that came from elsewhere are looked at once more after their first read: a copy that ends after
@@ -51,8 +52,17 @@ class Books:
         self.schedule, self.layers, self.mode, self.findings = schedule, layers, mode, findings
         self.arrivals, self.slack, self.inside = arrivals, slack, inside
         blocks = len(schedule.gen)
-        self.groups = [GroupBooks(len(of), blocks) for of in layers]
+        watched = mode != OWNERS
+        self.groups = [GroupBooks(len(of) if watched else 0, blocks) for of in layers]
         self.bytes = ByteLooks(schedule, self.groups, mode, findings, arrivals)
+        self.prefixes: list[tuple[Held, tuple[tuple[int, int, int], ...], str]] = []
+        """Of this step: a request, its prefix in the cache as runs of (position, how many, whose number), and what is
+        wrong with it."""
+        self.strange_metadata: set[tuple[int, str]] = set()
+        """(group, what) of metadata that were never right: their backend means something else by them."""
+        self._right: set[tuple[int, str]] = set()
+        self._names = [len({layer.path for layer in of}) for of in layers]
+        findings.first = {g: of[0].path for g, of in enumerate(layers) if of}
         self.steps = self.held = 0
         self.events: Counter[str] = Counter()
         self._due: list[set[int]] = [set() for _ in layers]
@@ -69,10 +79,10 @@ class Books:
         self.steps += 1
         self.findings.step = step.number
         self.ended(step.finished)
-        prompts = {new.name: new.prompt for new in step.new}
         starts = step.starts()
         before = self.schedule.gen.copy() if moves.tables or moves.more else self.schedule.gen
-        arrivals, fresh = self.schedule.begin(step.number, moves, step.counts, starts, prompts)
+        new = {one.name: one for one in step.new}
+        arrivals, fresh = self.schedule.begin(step.number, moves, step.counts, starts, new)
         if len(fresh):
             self._reused(np.unique(fresh[before[fresh] > 0]))
             for books in self.groups:
@@ -83,9 +93,23 @@ class Books:
                 self._due[g].add(block)
                 self._again[g][block] = self.bytes.step + _AGAIN
             self.events[COPIED] += 1
+        wrong: dict[str, str] = {}
         for arrival in arrivals:
-            self._arrives(arrival)
-        self.bytes.batch = []
+            if said := self._arrives(arrival):
+                wrong.setdefault(arrival.request.name, said)
+        for one in dict.fromkeys(a.request.name for a in arrivals if a.event != LOADED):
+            self._prefix(self.schedule.held[one], wrong.get(one, ""))
+        self.bytes.batch = [self.schedule.held[name] for name in step.counts]
+
+    def _prefix(self, one: Held, why: str) -> None:
+        """Whose rows a request finds in the cache."""
+        owners = self.schedule.owners(one, one.start)
+        if not len(owners) or (owners == one.number).all():
+            return  # its own, after a preemption
+        cuts = np.flatnonzero(np.diff(owners)) + 1
+        begins = [0, *cuts.tolist()]
+        runs = zip(begins, [*begins[1:], len(owners)], strict=True)
+        self.prefixes.append((one, tuple((low, stop - low, int(owners[low])) for low, stop in runs), why))
 
     def ended(self, names: Sequence[str]) -> None:
         """Requests get no more rows; the last step's are computed."""
@@ -95,7 +119,7 @@ class Books:
     def _ended(self, one: Held) -> None:
         """All that it held is looked at a last time, before others get it."""
         self.events[ENDED] += 1
-        for g, table in enumerate(one.tables):
+        for g, table in enumerate(one.tables if self.mode != OWNERS else ()):
             columns = np.flatnonzero((table != 0) & (self.schedule.gen[table] == one.gens[g]))
             if self.schedule.groups[g].kind == STATE:
                 columns = columns[-1 - self.schedule.groups[g].extra :]
@@ -112,7 +136,8 @@ class Books:
             for layer in layers:
                 self.bytes.look(layer, blocks, {}, known_only=True)
 
-    def _arrives(self, arrival: Any) -> None:
+    def _arrives(self, arrival: Any) -> str:
+        """What is wrong with it, "" for nothing."""
         one, g = arrival.request, arrival.group
         blocks = one.tables[g][arrival.columns]
         self.events[arrival.event] += 1
@@ -124,27 +149,61 @@ class Books:
             event = f"{arrival.event} of request '{self.findings.name(one.name)}'"
             self.arrivals.do(partial(books.happened, blocks.tolist(), step, event))
         self._due[g].update(blocks.tolist())
+        said = ""
         for strange in self.schedule.strangers(arrival):
-            self._strange(strange, "it was filled with other tokens than this request's prompt has there")
+            how = self._hit(strange)
+            said = said or how
+            self._strange(strange, how)
+        return said
+
+    def _hit(self, strange: Strange) -> str:
+        """``request 'b' (adapter a2) reads blocks 0-1 (positions 0 to 63), which request 'a' (adapter a1) wrote``."""
+        size = self.schedule.groups[strange.group].block_size
+        last = max(strange.column, strange.last)
+        contexts, owner = self.schedule.contexts, self.findings.owner
+        reader = owner(strange.request.number, contexts[strange.request.context])
+        writer = owner(strange.taken, contexts[int(self.schedule.context[strange.block])])
+        which = f"block {strange.column}" if last == strange.column else f"blocks {strange.column}-{last}"
+        positions = f"positions {strange.column * size} to {min((last + 1) * size, strange.request.start) - 1}"
+        did = "was given and has not filled" if strange.kind == STALE else "wrote"
+        why = f" for {strange.why}" if strange.why == "other positions" else f" with {strange.why}"
+        more = "" if strange.kind == STALE or strange.why == "another adapter" else why
+        return f"{reader} reads {which} ({positions}), which {writer} {did}{more}"
 
     # --- a forward begins --------------------------------------------------------------------------------------------
 
-    def forward(self, names: Sequence[str], given: Callable[[int], tuple[Any, Any]]) -> None:
+    def forward(self, names: Sequence[str], given: Callable[[int], tuple[Any, Any]], ids: Any = None) -> None:
         """The runner has prepared the step. names: its requests in the order of its rows. given: by group, the
-        attention's metadata and slot mapping, None where there are none."""
+        attention's metadata and slot mapping, None where there are none. ids: the step's token ids, a tensor, where
+        the runner has them."""
         if self.bytes.now is not None:
             return
         self.bytes.batch = [self.schedule.held[name] for name in names]
         self.bytes.now = []
+        tails: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        if ids is not None and self.bytes.memory and self.mode != OWNERS:
+            parts = [(one, one.start, one.n) for one in self.bytes.batch]
+            ids = ids[: sum(one.n for one in self.bytes.batch)]
+            self.arrivals.bring([ids], lambda hosts: tails.update(kept_tails(parts, hosts[0])))
         for g in range(len(self.groups)):
             self._moved_states(g)
-            self.bytes.now.append(self._plan(g))
+            self.bytes.now.append(self._plan(g) if self.mode != OWNERS else GroupStep())
+            self.bytes.now[-1].tails = tails
+            if self.mode == OWNERS:
+                self._lost(g)
             if self.layers[g]:
                 metadata, slots = given(g)
                 self._hold(g, metadata, slots)
         if not self.inside:
             for layer in (one for layers in self.layers for one in layers):
                 self.bytes.enters(layer)
+
+    def _lost(self, g: int) -> None:
+        """Blocks that were given to somebody else, of those requests that may have lost some."""
+        for one in self.bytes.batch if self.layers[g] else ():
+            if one.name in self.schedule.suspects:
+                for strange in self.schedule.lost(g, one, self.schedule.reads(g, one)):
+                    self._strange(strange, "")
 
     def _plan(self, g: int) -> GroupStep:
         now, schedule = GroupStep(), self.schedule
@@ -177,7 +236,7 @@ class Books:
     def _moved_states(self, g: int) -> None:
         """A state that goes on in another block was copied there before the forward."""
         group = self.schedule.groups[g]
-        if group.kind != STATE or not group.aligned:
+        if group.kind != STATE or not group.aligned or self.mode == OWNERS:
             return
         books, step = self.groups[g], self.bytes.step
         for one in self.bytes.batch:
@@ -203,12 +262,22 @@ class Books:
         )
         for reason in missing:
             self.bytes.unseen[reason] += 1
+        known = _known(metadata)
         for look in found:
             self.held += look.numbers
+            kind = g, type(look.compare).__name__
 
-            def compare(arrived: Sequence[np.ndarray], look: Any = look, step: int = self.bytes.step) -> None:
-                for wrong in look.compare(arrived):
-                    self.findings.given(g, wrong, self.groups[g], len(self.layers[g]), step)
+            def compare(
+                arrived: Sequence[np.ndarray], look: Any = look, step: int = self.bytes.step, kind: Any = kind
+            ) -> None:
+                wrong = look.compare(arrived)
+                if not wrong:
+                    self._right.add(kind)
+                elif self.mode == OWNERS and not known and kind not in self._right:
+                    self.strange_metadata.add(kind)
+                    return
+                for one in wrong:
+                    self.findings.given(g, one, self.groups[g], self._names[g], step)
 
             self.arrivals.bring(look.tensors, compare)
 
@@ -223,7 +292,7 @@ class Books:
         if strange.kind == FREED:
             who = f"request '{self.findings.number(strange.taken)}'" if strange.taken >= 0 else "somebody"
             how = f"the block was given to {who} in step {strange.taken_step} and is read here all the same"
-        books, layers = self.groups[strange.group], len(self.layers[strange.group])
+        books, layers = self.groups[strange.group], self._names[strange.group]
         size, step = self.schedule.groups[strange.group].block_size, self.bytes.step
         self.arrivals.do(lambda: self.findings.strange(strange, how, books, layers, size, step))
 
@@ -231,6 +300,13 @@ class Books:
 
     def computed(self) -> None:
         """The forward is over: who wrote what is entered."""
+        if self.mode == OWNERS:
+            for one in self.bytes.batch:
+                for g in range(len(self.groups)):
+                    self.schedule.filled(g, one)
+            if self.bytes.now is not None:
+                self.schedule.suspects -= {one.name for one in self.bytes.batch}
+            self.bytes.now = None
         if self.bytes.now is None:
             return
         for g, group in enumerate(self.bytes.now):
@@ -248,3 +324,8 @@ class Books:
         """What the step has found is said."""
         self.arrivals.end_step()
         self.findings.flush()
+
+
+def _known(metadata: Any) -> bool:
+    """Whether vLLM's own backends made these metadata, whose words are known; a vendor's must have been right once."""
+    return type(metadata).__module__.startswith("vllm.v1.attention.")

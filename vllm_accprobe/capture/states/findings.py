@@ -25,6 +25,8 @@ class Findings:
         self.schedule = schedule
         self.step = -1
         self.count = 0
+        self.first: dict[int, str] = {}
+        """By group, its first layer."""
         self._write = write
         self._open: dict[tuple[Any, ...], StateFinding] = {}
 
@@ -38,19 +40,22 @@ class Findings:
 
     def bytes(
         self, layer: Any, found: Mismatch, books: GroupBooks, reader: tuple[int, int] | None, step: int,
-        how: str = "", size: int = 0,
+        how: str = "", size: int = 0, rows: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """Bytes of a layer's block. reader: request's number and its column in the table, -1 where not known."""
+        """Bytes of a layer's block. reader: request's number and its column in the table, -1 where not known; rows: the
+        positions, where it is not a whole block's."""
         number, column = reader or (-1, -1)
         low = column * size if column >= 0 and size else None
         high = None if low is None else low + size - 1
+        low, high = rows or (low, high)
         text = how + found.how
         if found.other >= 0 and found.kind == "other":
             text += f", written last by request '{self.number(int(books.writer[found.other]))}'"
         self._add(
-            (found.kind, layer.group, found.block, number), layer.path,
+            (found.kind, layer.group, found.block, number, layer.part), layer.path,
             StateFinding(step, found.kind, self._cache(layer.group), layer.group, layer.path, 1, found.block,
-                         self.number(number), text, None, low, high, **self._writer(books, found.block)),
+                         self.number(number), text, None, low, high, **self._writer(books, found.block),
+                         part=layer.part),
         )  # fmt: skip
 
     def given(self, group: int, wrong: WrongNumber, books: GroupBooks, layers: int, step: int) -> None:
@@ -58,22 +63,32 @@ class Findings:
         self._add(
             (wrong.kind, group, wrong.block, wrong.request, wrong.slot), "",
             StateFinding(step, wrong.kind, self._cache(group), group, "", layers, wrong.block, self.name(wrong.name),
-                         wrong.how, wrong.slot, wrong.low, wrong.high, **self._writer(books, wrong.block)),
+                         wrong.how, wrong.slot, wrong.low, wrong.high, **self._writer(books, wrong.block),
+                         first=self.first.get(group, "")),
         )  # fmt: skip
 
     def strange(self, strange: Strange, how: str, books: GroupBooks, layers: int, size: int, step: int) -> None:
-        """A block that the schedule cannot mean."""
-        low = strange.column * size
+        """A block, or a run of blocks, that the schedule cannot mean."""
+        low, last = strange.column * size, max(strange.last, strange.column)
         self._add(
             (strange.kind, strange.group, strange.block, strange.request.number), "",
             StateFinding(step, strange.kind, self._cache(strange.group), strange.group, "", layers, strange.block,
-                         self.name(strange.request.name), how, None, low, low + size - 1,
-                         **self._writer(books, strange.block)),
+                         self.name(strange.request.name), how, None, low, (last + 1) * size - 1,
+                         **self._writer(books, strange.block), first=self.first.get(strange.group, "")),
         )  # fmt: skip
+
+    def owner(self, number: int, context: tuple[str, str]) -> str:
+        """``request 'a' (adapter a1)``, for a sentence. context: (adapter, salt)."""
+        name = self.number(number)
+        adapter = f" (adapter {context[0]})" if context[0] else ""
+        return f"request '{name}'{adapter}" if name else "nobody who is known"
 
     def _writer(self, books: GroupBooks, block: int) -> dict[str, Any]:
         events = tuple(f"{what} in step {step}" for step, what in books.events.get(block, ()))
         writer = int(books.writer[block]) if 0 <= block < len(books.writer) else -1
+        owner = int(self.schedule.taker[block]) if 0 <= block < len(self.schedule.taker) else -1
+        if writer < 0 and owner >= 0 and not len(books.known):  # no bytes are watched: who it was given to writes it
+            return {"writer": self.number(owner), "written": int(self.schedule.taken[block]), "between": events}
         if writer < 0:
             return {"between": events}
         return {

@@ -18,6 +18,7 @@ import torch
 
 from vllm_accprobe.capture.core.put_over import put_over
 from vllm_accprobe.capture.states.looks import Layer
+from vllm_accprobe.capture.states.moved import MOST_TOKENS
 from vllm_accprobe.capture.states.pages import Pages, UnknownLayout, tensors_of
 from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup
 
@@ -52,6 +53,13 @@ def group_of(spec: Any, mode: str) -> CacheGroup | None:
     return CacheGroup(KV, size, window=int(spec.sliding_window or 0) if sliding else 0, chunk=chunk)
 
 
+def names_of_states(n: int, cls: str) -> list[str]:
+    """What the ``n`` states of a recurrent layer of class ``cls`` are called, in vLLM's order: convolutions first."""
+    if n == 1:
+        return ["conv state" if "conv" in cls.lower() else "state"]
+    return ["conv state" if n == 2 else f"conv state {i}" for i in range(n - 1)] + ["SSM state"]
+
+
 class CacheLayers:
     """The layers of ``runner``'s ``model``, by group; wrapped while the ledger lives.
 
@@ -67,6 +75,8 @@ class CacheLayers:
         self.layers: list[list[Layer]] = []
         self._undo: list[Callable[[], None]] = []
         self._modules: dict[str, Any] = {}
+        self.memory: dict[int, int] = {}
+        """By group of states, how many tokens a convolution's state holds; see moved.py."""
         table = runner.vllm_config.compilation_config.static_forward_context
         own = {id(module): path for path, module in reversed(list(model.named_modules()))}
         for g, group in enumerate(config.kv_cache_groups):
@@ -80,26 +90,37 @@ class CacheLayers:
                 elif path is None:
                     self.skipped["a layer of a draft model"] += 1
                 else:
-                    layer = self._layer(path, g, len(found), module)
-                    found += [layer] if layer is not None else []
-            self.groups.append(made or CacheGroup(KV, max(int(getattr(group.kv_cache_spec, "block_size", 1)), 1)))
+                    found += self._layers(path, g, len(found), module)
+            size = max(int(getattr(group.kv_cache_spec, "block_size", 1)), 1)
+            self.groups.append(made or CacheGroup(KV, size, watched=False))
             self.layers.append(found)
 
-    def _layer(self, path: str, group: int, number: int, module: Any) -> Layer | None:
+    def _layers(self, path: str, group: int, number: int, module: Any) -> list[Layer]:
+        """The layer; each state of a recurrent one by itself: what writes one of them may leave out another."""
         caches = tensors_of(getattr(module, "kv_cache", None))
         if getattr(module, "kv_sharing_target_layer_name", None):
             self.skipped["a layer that reads another one's cache"] += 1
-            return None
+            return []
         if not caches:
             self.skipped["a layer without a cache"] += 1
-            return None
+            return []
+        parts = [("", caches)]
+        if not hasattr(module, "impl"):
+            parts = list(zip(names_of_states(len(caches), type(module).__name__), ([c] for c in caches), strict=True))
         try:
-            layer = Layer(path, group, number, Pages(caches, self.blocks))
+            found = [Layer(path, group, number + i, Pages(p, self.blocks), n) for i, (n, p) in enumerate(parts)]
         except UnknownLayout as why:
             self.skipped[str(why)] += 1
-            return None
+            return []
+        if not hasattr(module, "impl"):
+            self.memory[group] = min(int(min(caches[0].shape[1:], default=1)), MOST_TOKENS)
         self._modules[path] = module
-        return layer
+        return found
+
+    @property
+    def count(self) -> int:
+        """How many layers are watched; the states of one are one."""
+        return sum(len({layer.path for layer in of}) for of in self.layers)
 
     def name_in_engine(self, group: int, runner: Any) -> str:
         """Any layer's name of a group, by which the attention's metadata is found."""

@@ -100,15 +100,15 @@ class GroupBooks:
 
     # --- bytes -------------------------------------------------------------------------------------------------------
 
-    def wrote(self, layer: int, blocks: np.ndarray, numbers: np.ndarray, must_change: bool) -> list[Mismatch]:
-        """The numbers of ``blocks`` after a write. Those that a write must have changed and that are as they were
-        are stale: nothing was written."""
+    def wrote(self, layer: int, blocks: np.ndarray, numbers: np.ndarray) -> list[Mismatch]:
+        """The numbers of ``blocks`` after a write. Those that are as they were are stale, if the write must have changed
+        them: nothing was written."""
         known = self.known[layer, blocks]
         same = known & (self.now[layer, blocks] == numbers)
         self.before[layer, blocks] = np.where(known, self.now[layer, blocks], self.before[layer, blocks])
         self.now[layer, blocks] = numbers
         self.known[layer, blocks] = True
-        if not must_change or not same.any():
+        if not same.any():
             return []
         how = "the write left the block's bytes as they were"
         return [Mismatch(STALE, layer, int(block), how) for block in blocks[same]]

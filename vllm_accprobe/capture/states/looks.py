@@ -16,11 +16,13 @@ import numpy as np
 
 from vllm_accprobe.capture.states.arrivals import Arrivals
 from vllm_accprobe.capture.states.findings import Findings
-from vllm_accprobe.capture.states.ledger import GroupBooks, picked
+from vllm_accprobe.capture.states.ledger import GroupBooks, Mismatch, picked
+from vllm_accprobe.capture.states.moved import must_change
 from vllm_accprobe.capture.states.pages import Pages
 from vllm_accprobe.capture.states.schedule import KV, Held, Schedule
+from vllm_accprobe.dump.journal.state_lines import UNWRITTEN
 
-EVENTS, SAMPLE, FULL = "events", "sample", "full"
+OWNERS, EVENTS, SAMPLE, FULL = "owners", "events", "sample", "full"
 SHARE = 16
 """Of blocks that nothing happened to, one in so many is looked at in a step (chosen: each is seen every 16 steps, and
 the cost is a sixteenth of the read traffic; benchmarks/bench_states.py)."""
@@ -33,23 +35,26 @@ Again = Callable[[int, np.ndarray, np.ndarray], "bool | None"]
 class GroupStep:
     """What a step does with one group. reads, writes: blocks, each once; always: of the reads those that are all
     looked at; readers: by block, (request's number, column); spans: (blocks, number, first, last position) by
-    request."""
+    request. tails: of a group of states, see moved.py, once they are known."""
 
     reads: np.ndarray = field(default_factory=lambda: _EMPTY)
     writes: np.ndarray = field(default_factory=lambda: _EMPTY)
     always: np.ndarray = field(default_factory=lambda: _EMPTY)
     readers: dict[int, tuple[int, int]] = field(default_factory=dict)
     spans: list[tuple[np.ndarray, int, int, int]] = field(default_factory=list)
+    tails: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with a cache. number: among those of its group."""
+    """A layer with a cache, or one state of a recurrent layer, which is then named by ``part``. number: among those of
+    its group."""
 
     path: str
     group: int
     number: int
     pages: Pages
+    part: str = ""
 
 
 class ByteLooks:
@@ -61,6 +66,8 @@ class ByteLooks:
         self.schedule, self.books, self.mode = schedule, books, mode
         self.findings, self.arrivals = findings, arrivals
         self.hashed = self.checked = 0
+        self.memory: dict[int, int] = {}
+        """By group of states, how many tokens must be known to tell that one must change; none: nobody can tell."""
         self.unseen: Counter[str] = Counter()
         self.now: list[GroupStep] | None = None
         self.batch: list[Held] = []
@@ -69,7 +76,7 @@ class ByteLooks:
     def enters(self, layer: Layer) -> None:
         """``layer`` is about to write and to read."""
         now = self.now
-        if now is None:
+        if now is None or self.mode == OWNERS:
             return
         group = now[layer.group]
         if len(group.always) or self.mode != EVENTS:
@@ -90,15 +97,20 @@ class ByteLooks:
         block with the same tokens. Where nobody can tell, it is counted.
         """
         now = self.now
-        if now is None or not len(now[layer.group].writes):
+        if now is None or self.mode == OWNERS or not len(now[layer.group].writes):
             return
-        blocks = now[layer.group].writes
+        group = now[layer.group]
+        blocks = group.writes
         books, changes = self.books[layer.group], self.schedule.groups[layer.group].kind == KV
         self.hashed += len(blocks)
-        step, mine = self.step, now[layer.group].spans
+        step, mine = self.step, group.spans
 
         def take(numbers: np.ndarray) -> None:
-            for found in books.wrote(layer.number, blocks, numbers, changes):
+            same = books.wrote(layer.number, blocks, numbers)
+            if not changes:
+                self._unwritten(layer, group, [one.block for one in same], step)
+                return
+            for found in same:
                 there = again(*self._rows(layer.group, found.block)) if again is not None else None
                 if there is None:
                     self.unseen["writes that changed nothing, and could not be tried again"] += 1
@@ -106,6 +118,17 @@ class ByteLooks:
                     self.findings.bytes(layer, found, books, _writer(mine, found.block), step)
 
         self.arrivals.hashes(layer.pages, blocks, take)
+
+    def _unwritten(self, layer: Layer, group: GroupStep, blocks: Sequence[int], step: int) -> None:
+        """States that a step left as they were, of those that it must have changed."""
+        books = self.books[layer.group]
+        for block in blocks:
+            span = next((one for one in group.spans if block in one[0]), None)
+            if span is not None and must_change(group.tails, span[1], self.memory.get(layer.group, 0)):
+                n = span[3] - span[2] + 1
+                chunk = f"{layer.part or 'state'} of step {step} was not written (chunk of {n} token{'s' * (n > 1)})"
+                found = Mismatch(UNWRITTEN, layer.number, block, chunk)
+                self.findings.bytes(layer, found, books, (span[1], -1), step, rows=(span[2], span[3]))
 
     def _rows(self, g: int, block: int) -> tuple[int, np.ndarray, np.ndarray]:
         """(block, rows of the step that are written there, their slots within the block)."""
@@ -126,7 +149,7 @@ class ByteLooks:
         self, layer: Layer, blocks: np.ndarray, readers: Mapping[int, tuple[int, int]], *, known_only: bool = False,
         how: str = "",
     ) -> None:  # fmt: skip
-        if not len(blocks):
+        if not len(blocks) or self.mode == OWNERS:
             return
         books, step = self.books[layer.group], self.step
         if known_only and self.arrivals.direct:

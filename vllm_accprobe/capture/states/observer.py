@@ -4,7 +4,8 @@ The problem: a ledger needs the runner's cache, which is made after the model is
 moment at which the step is prepared, and a journal; it must work beside a capture, without one, and while a capture is
 disarmed. The idea: an observer as the capture is one; where a capture has a dump open the lines go there, else a dump
 of its own is made, which has findings, steps' totals and no tensors. Whatever fails here switches the ledger off, is
-said once, and serving goes on. Not here: the ledger (books.py), the layers (layers.py).
+said once, and serving goes on. A capture has a ledger without being asked, of ids and owners alone (mode ``owners``):
+it hashes nothing, writes into the capture's dump or nowhere, and says nothing of what it cannot do. Not here: the ledger (books.py), the layers (layers.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from vllm_accprobe.capture.states.arrivals import Arrivals
 from vllm_accprobe.capture.states.books import Books
 from vllm_accprobe.capture.states.findings import Findings
 from vllm_accprobe.capture.states.layers import CacheLayers
-from vllm_accprobe.capture.states.looks import Layer
+from vllm_accprobe.capture.states.looks import OWNERS, Layer
 from vllm_accprobe.capture.states.schedule import Schedule
 from vllm_accprobe.capture.vllm.attach import observe
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
@@ -33,7 +34,16 @@ from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
 from vllm_accprobe.capture.vllm.vllm_compat import given_metadata, guesses, run_info
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.journal.state_lines import FINDING, TOTALS, StateFinding, StateTotals, sentence
+from vllm_accprobe.dump.journal.state_lines import (
+    CACHED,
+    FINDING,
+    TOTALS,
+    CachedPrefix,
+    CachedRun,
+    StateFinding,
+    StateTotals,
+    sentence,
+)
 
 
 def attach(wrapper: Any) -> StatesObserver | None:
@@ -49,6 +59,7 @@ class StatesObserver(StepObserver):
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self.config = config
+        self.mode = config.states or OWNERS
         self.books: Books | None = None
         self.layers: CacheLayers | None = None
         self.dead: str | None = None
@@ -57,10 +68,19 @@ class StatesObserver(StepObserver):
         self._findings: Findings | None = None
         self._forwards: Forwards | None = None
         self._loaded = self._closed = self._open = self._drafting = self._found = False
+        self._new: tuple[str, ...] = ()
 
     @property
     def awake(self) -> bool:
-        return self._loaded and self.dead is None
+        capture = self._capture()
+        return self._loaded and self.dead is None and (self.mode != OWNERS or (capture is not None and capture.awake))
+
+    def _capture(self) -> CaptureObserver | None:
+        """The capture that has this worker as well, once its dump is open."""
+        for other in self._adapter.observers:
+            if isinstance(other, CaptureObserver) and other.session is not None:
+                return other
+        return None
 
     def loaded(self) -> None:
         self._loaded = True  # the caches come later
@@ -79,6 +99,7 @@ class StatesObserver(StepObserver):
             if step.number is None:
                 self.books.ended(step.finished)
             else:
+                self._new = tuple(new.name for new in step.new)
                 self.books.begin(step)
 
     def _make(self) -> None:
@@ -101,18 +122,24 @@ class StatesObserver(StepObserver):
         inside = not compiles(runner.vllm_config, model)
         arrivals = Arrivals(torch.device(getattr(runner, "device", "cpu")))
         self.books = Books(
-            schedule, self.layers.layers, self.config.states, self._findings, arrivals, slack=slack, inside=inside
+            schedule, self.layers.layers, self.mode, self._findings, arrivals, slack=slack, inside=inside
         )
-        if inside:
+        self.books.bytes.memory = {g: n for g, n in self.layers.memory.items() if not schedule.groups[g].extra}
+        if self.mode == OWNERS and not inside:  # nothing is put around a forward that may be traced
+            self.layers.skipped["metadata of a compiled engine"] += 1
+            return None
+        if inside and self.mode != OWNERS:
             self.layers.watch(self._moment("enters"), self._moment("wrote"), self._moment("leaves"))
         self._forwards = Forwards(self._armed, self._begins, lambda named, result: None)
         self._forwards.root(model)
         self._forwards.runner(runner)
+        if self.mode == OWNERS:
+            return None
         self._sink()
-        watched = sum(map(len, self.layers.layers))
+        watched = self.layers.count
         more = "".join(f"; {n} x {reason}: not watched" for reason, n in self.layers.skipped.items())
         how = "" if inside else ", outside of the forward (graphs)"
-        say(f"states: {self.config.states}, {watched} layers{how}{more}")
+        say(f"states: {self.mode}, {watched} layers{how}{more}")
         return None
 
     def _moment(self, name: str) -> Any:
@@ -128,7 +155,10 @@ class StatesObserver(StepObserver):
         return at
 
     def _armed(self) -> bool:
-        return self.dead is None and self._open and not self._drafting
+        if self.dead is not None or not self._open or self._drafting:
+            return False
+        capture = self._capture()
+        return self.mode != OWNERS or (capture is not None and capture.armed)
 
     def _begins(self, rows: int, graph: Any) -> None:
         """A forward begins: its attention's metadata is there."""
@@ -137,13 +167,34 @@ class StatesObserver(StepObserver):
             layers, runner = self.layers, self._adapter.runner
             assert layers is not None
             assert self.books is not None
-            self.books.forward(names, lambda g: given_metadata(layers.name_in_engine(g, runner)))
+            ids, _ = self._adapter.batch.buffers(self._adapter.batch.total)
+            self.books.forward(names, lambda g: given_metadata(layers.name_in_engine(g, runner)), ids)
         except Exception as error:
             self.failed("what the attention is given", error)
 
     def computed(self) -> None:
         if self.books is not None and self._open:
+            self._name_requests(self.books)
             self.books.computed()
+
+    def _name_requests(self, books: Books) -> None:
+        """What the capture calls the requests of this step that are new, and whose prefix it must know."""
+        capture = self._capture()
+        if capture is None:
+            books.prefixes.clear()
+            return
+        schedule = books.schedule
+        for name in self._new:
+            request, one = capture.requests.get(name), schedule.held.get(name)
+            if request is not None and one is not None:
+                schedule.req[one.number] = request.req
+        for one, found, why in books.prefixes:
+            if capture.requests.wanted(one.name) and schedule.req[one.number] >= 0 and capture.session is not None:
+                runs = tuple(CachedRun(low, n, schedule.req[o] if o >= 0 else -1) for low, n, o in found)
+                prefix = CachedPrefix(books.bytes.step, schedule.req[one.number], runs, why)
+                capture.session.sink.line(CACHED.to_line(prefix))
+        books.prefixes.clear()
+        self._new = ()
 
     @contextlib.contextmanager
     def drafting(self) -> Iterator[None]:
@@ -162,9 +213,10 @@ class StatesObserver(StepObserver):
 
     def _sink(self) -> Sink:
         """The capture's, or that of a dump of its own."""
-        for other in self._adapter.observers:
-            if isinstance(other, CaptureObserver) and other.session is not None:
-                return other.session.sink
+        capture = self._capture()
+        if capture is not None and capture.session is not None:
+            return capture.session.sink
+        assert self.mode != OWNERS
         if self._recording is None:
             runner, parallel = self._adapter.runner, self._adapter.parallel
             model = self._adapter.model()
@@ -188,7 +240,8 @@ class StatesObserver(StepObserver):
 
     def _off(self, why: str) -> None:
         self.dead = why
-        say(f"the ledger of states is off: {why}; serving goes on")
+        if self.mode != OWNERS:
+            say(f"the ledger of states is off: {why}; serving goes on")
         with contextlib.suppress(Exception):
             self._sink().skip("", f"the ledger of states is off: {why}")
 
@@ -226,13 +279,17 @@ class StatesObserver(StepObserver):
             skipped["hashes beyond what one step may have on its way"] = books.arrivals.lost
         if self.dead is not None:
             skipped[self.dead] += 1
+        for _, what in books.strange_metadata:
+            skipped[f"metadata that were never right, and mean something else here ({what.strip('_').lower()})"] += 1
+        if self.mode == OWNERS and self._capture() is None:
+            return
         totals = StateTotals(
-            self.config.states, sum(map(len, layers.layers)), books.steps, books.bytes.hashed,
+            self.mode, layers.count, books.steps, books.bytes.hashed,
             books.bytes.checked, books.held,
             findings.count, dict(books.events), dict(skipped),
         )  # fmt: skip
         self._sink().line(TOTALS.to_line(totals))
-        if not books.steps:
+        if not books.steps or self.mode == OWNERS:
             return
         what = f"{findings.count} findings" if findings.count else "nothing wrong"
         say(f"states: {what} in {books.steps} steps: {books.bytes.checked:,} blocks of layers looked at, "

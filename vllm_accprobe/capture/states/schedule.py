@@ -5,19 +5,23 @@ over many steps; one that is stale is a wrong answer of a right kernel. The idea
 nothing but the scheduler's words (new blocks, whole tables, finished requests), from which follows for each step, group
 of the cache and request what is read and where each row is written. Each block has a generation, which changes when the
 block is given out again: whoever reads a block in another generation than the one that it was given reads what
-somebody else may have written. Not here: what the kernel was given (given.py), bytes (ledger.py).
+somebody else may have written. Each block also has an owner (the request that it was given to, for which positions,
+under which adapter and salt), and the key of what fills it: a request whose prefix comes from the cache reads another
+request's rows, and they are its own only if adapter, salt, images and tokens are the same up to there.
+Not here: what the kernel was given (given.py), bytes (ledger.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import xxhash
 
-from vllm_accprobe.capture.vllm.step_observer import BlockMoves
-from vllm_accprobe.dump.journal.state_lines import FREED, STRANGE
+from vllm_accprobe.capture.vllm.step_observer import BlockMoves, NewRequest
+from vllm_accprobe.dump.journal.state_lines import FOREIGN, FREED, STALE, STRANGE
+from vllm_accprobe.dump.schema import Image
 
 KV, STATE = "kv", "state"
 NULL = 0
@@ -32,7 +36,8 @@ HIT, RESUMED, LOADED, COPIED, REUSED, ENDED = (
 class CacheGroup:
     """One group of the cache. kind: KV or STATE. block_size: tokens. window: positions that a query sees, 0 for all;
     chunk: positions are seen back to a multiple of it, 0 for all. extra: blocks of a state beside the current one
-    (drafts). aligned: a state moves on to another block at each multiple of block_size, else it stays in the first."""
+    (drafts). aligned: a state moves on to another block at each multiple of block_size, else it stays in the first.
+    watched: False for one whose blocks are not understood: nothing is concluded from them."""
 
     kind: str
     block_size: int
@@ -40,30 +45,37 @@ class CacheGroup:
     chunk: int = 0
     extra: int = 0
     aligned: bool = False
+    watched: bool = True
 
 
 @dataclass
 class Held:
     """A request and what it holds. number: in the ledger; tables: by group, int64 [blocks]; gens: the generation of
-    each block when it was given. keys: of the prompt's whole blocks, by group; wrote: by group, the column of the state
-    that it wrote last, -1 for none. away: it was left out of a step and may have lost its blocks."""
+    each block when it was given. keys: of the prompt's whole blocks, by group, see prompt_keys; wrote: by group, the
+    column of the state that it wrote last, -1 for none. context: index into Schedule.contexts. tail: its last token ids
+    before position tail_end, as far as somebody asks for them (moved.py)."""
 
     name: str
     number: int
     prompt: Sequence[int] | None
     tables: list[np.ndarray]
     gens: list[np.ndarray]
-    keys: dict[int, np.ndarray] = field(default_factory=dict)
+    keys: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     wrote: dict[int, int] = field(default_factory=dict)
     start: int = 0
     n: int = 0
     accepted: int | None = None
+    context: int = 0
+    images: tuple[Image, ...] = ()
+    tail: np.ndarray | None = None
+    tail_end: int = -1
 
 
 @dataclass(frozen=True)
 class Strange:
-    """A block that the schedule itself cannot mean. kind: FREED or STRANGE; taken: by whom (a number, -1 for nobody),
-    in which step."""
+    """A block that the schedule itself cannot mean. kind: FREED, or STRANGE, FOREIGN, STALE, of a prefix that came from
+    the cache; taken: by whom (a number, -1 for nobody), in which step. last: the last column of a run of such blocks;
+    why: what is wrong with their owner."""
 
     kind: str
     group: int
@@ -72,6 +84,8 @@ class Strange:
     column: int
     taken: int = -1
     taken_step: int = -1
+    last: int = -1
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,12 +112,35 @@ class Schedule:
         self.taken = np.full(blocks, -1, np.int64)
         self.content = [np.zeros(blocks, np.uint64) for _ in groups]
         """By group, the key of the prompt's tokens up to the end of the block that was filled with them; 0: unknown."""
+        self.pictures = [np.zeros(blocks, np.uint64) for _ in groups]
+        """The same of its images; 0 where ``content`` is."""
+        self.column = [np.full(blocks, -1, np.int32) for _ in groups]
+        """By group, for which column of its owner's table a block was given out."""
+        self.context = np.zeros(blocks, np.int32)
+        """Index into ``contexts`` of the owner's."""
+        self.contexts: list[tuple[str, str]] = [("", "")]
+        """(adapter, salt) of requests; the first one is that of requests that have neither."""
+        self.done: list[int] = []
+        """By number, how many positions a request has computed, those of this step included."""
+        self.req: list[int] = []
+        """By number, what the capture calls a request, -1 where it does not."""
+        self.holders = np.zeros(blocks, np.int32)
+        """How many requests have the block in their table."""
+        self.suspects: set[str] = set()
+        """Requests one of whose blocks was given to somebody else: `lost` must look at them."""
 
     # --- the scheduler's words -----------------------------------------------------------------------------------
 
     def ended(self, names: Sequence[str]) -> list[Held]:
         """These requests get no more rows: what they held, which others may be given from now on."""
-        return [self.held.pop(name) for name in names if name in self.held]
+        found = [self.held.pop(name) for name in names if name in self.held]
+        for one in found:
+            self._holds(one, -1)
+        return found
+
+    def _holds(self, one: Held, by: int) -> None:
+        for table in one.tables:
+            np.add.at(self.holders, table[table != NULL], by)
 
     def begin(
         self,
@@ -111,7 +148,7 @@ class Schedule:
         moves: BlockMoves,
         counts: Mapping[str, int],
         starts: Mapping[str, int],
-        prompts: Mapping[str, Sequence[int] | None],
+        new: Mapping[str, NewRequest],
     ) -> tuple[list[BlockArrival], np.ndarray]:
         """Takes a step's words. Returns what arrived with something in it, and the blocks that were given out anew,
         int64, which had other owners. Raises KeyError for a request that nobody has named."""
@@ -120,7 +157,8 @@ class Schedule:
         copied = {dst for _, dst in moves.copies}
         for name, tables in moves.tables.items():
             resumed = name in self.held
-            one = self.held.get(name) or self._new(name, prompts.get(name))
+            one = self.held.get(name) or self._new(name, new.get(name))
+            self._holds(one, -1)
             one.tables = [np.asarray(ids, np.int64) for ids in tables]
             one.wrote.clear()
             start = starts.get(name, 0)
@@ -139,15 +177,17 @@ class Schedule:
                     self.content[g][table[loaded]] = 0
                     arrivals += self._arrival(one, g, LOADED, loaded)
                 arrivals += self._arrival(one, g, event, came)
-                anew = table[~came & (table != NULL)]
-                fresh.append(self._give(one, anew, step))
+                fresh.append(self._give(one, g, np.flatnonzero(~came & (table != NULL)), step))
+            self._holds(one, 1)
             one.gens = [self.gen[table].copy() for table in one.tables]  # once all of it is given
         for name, tables in moves.more.items():
             one = self.held[name]
             for g, ids in enumerate(tables):
                 more = np.asarray(ids, np.int64)
-                fresh.append(self._give(one, more[more != NULL], step))
+                first = len(one.tables[g])
                 one.tables[g] = np.concatenate([one.tables[g], more])
+                fresh.append(self._give(one, g, first + np.flatnonzero(more != NULL), step))
+                np.add.at(self.holders, more[more != NULL], 1)
                 one.gens[g] = np.concatenate([one.gens[g], self.gen[more]])
         for name, n in counts.items():
             one = self.held[name]
@@ -155,20 +195,39 @@ class Schedule:
             generated = name not in moves.tables and one.n and one.start >= length
             one.accepted = start - one.start if generated else None
             one.start, one.n = start, n
+            self.done[one.number] = max(self.done[one.number], start + n)
         return arrivals, np.concatenate(fresh) if fresh else np.empty(0, np.int64)
 
-    def _new(self, name: str, prompt: Sequence[int] | None) -> Held:
-        one = self.held[name] = Held(name, len(self.names), prompt, [], [])
+    def _new(self, name: str, new: NewRequest | None) -> Held:
+        one = self.held[name] = Held(name, len(self.names), None if new is None else new.prompt, [], [])
         self.names.append(name)
+        self.done.append(0)
+        self.req.append(-1)
+        if new is not None:
+            context = new.adapter, new.salt
+            if context not in self.contexts:
+                self.contexts.append(context)
+            one.context, one.images = self.contexts.index(context), new.images
         return one
 
-    def _give(self, one: Held, blocks: np.ndarray, step: int) -> np.ndarray:
-        """``blocks`` are ``one``'s from now on, with nothing in them."""
+    def _give(self, one: Held, g: int, columns: np.ndarray, step: int) -> np.ndarray:
+        """The blocks at ``columns`` of its table are ``one``'s from now on, with nothing in them."""
+        blocks = one.tables[g][columns]
+        for block in blocks[self.holders[blocks] > 0].tolist():
+            self.suspects.update(
+                other.name
+                for other in self.held.values()
+                if other is not one and any(block in table for table in other.tables)
+            )
         self.gen[blocks] += 1
         self.taker[blocks] = one.number
         self.taken[blocks] = step
-        for content in self.content:
-            content[blocks] = 0
+        self.context[blocks] = one.context
+        for content, pictures in zip(self.content, self.pictures, strict=True):
+            content[blocks] = pictures[blocks] = 0
+        for column in self.column:
+            column[blocks] = -1
+        self.column[g][blocks] = columns
         return blocks
 
     def _arrived_columns(self, g: int, start: int, n: int) -> slice:
@@ -189,7 +248,7 @@ class Schedule:
 
     def _ours(self, one: Held, g: int, table: np.ndarray) -> np.ndarray:
         """Which blocks hold this prompt's own tokens already; where a connector loads, others are brought."""
-        keys = self.prompt_keys(one, g)
+        keys, _ = self.prompt_keys(one, g)
         known = np.zeros(len(table), bool)
         n = min(len(keys), len(table))
         known[:n] = self.content[g][table[:n]] == keys[:n]
@@ -262,39 +321,104 @@ class Schedule:
 
     # --- what blocks hold ----------------------------------------------------------------------------------------
 
-    def prompt_keys(self, one: Held, g: int) -> np.ndarray:
-        """The key of each whole block of the prompt, uint64: equal keys, equal tokens from the first one on."""
+    def prompt_keys(self, one: Held, g: int) -> tuple[np.ndarray, np.ndarray]:
+        """(keys of the tokens, keys of the images) of each whole block of the prompt, uint64: equal keys, equal tokens
+        from the first one on, or the same images at the same places."""
         found = one.keys.get(g)
         if found is None:
             size = self.groups[g].block_size
             prompt = np.asarray(one.prompt if one.prompt is not None else (), np.int64)
-            key, keys = 1, []
+            key = seen = 1
+            keys, pictures = [], []
             for i in range(len(prompt) // size):
-                key = xxhash.xxh3_64_intdigest(prompt[i * size : (i + 1) * size].tobytes(), seed=key)
-                keys.append(key or 1)
-            found = one.keys[g] = np.array(keys, np.uint64)
+                key = xxhash.xxh3_64_intdigest(prompt[i * size : (i + 1) * size].tobytes(), seed=key) or 1
+                for image in one.images:
+                    if image.pos < (i + 1) * size and image.pos + image.n > i * size:
+                        seen = xxhash.xxh3_64_intdigest(f"{image.hash} {image.pos}", seed=seen) or 1
+                keys.append(key)
+                pictures.append(seen)
+            found = one.keys[g] = np.array(keys, np.uint64), np.array(pictures, np.uint64)
         return found
 
     def filled(self, g: int, one: Held) -> None:
         """This step's rows are written: blocks of the prompt that they complete are known by their tokens."""
-        if self.groups[g].kind == STATE:
+        if self.groups[g].kind == STATE or one.prompt is None or one.start >= len(one.prompt):
             return
-        size, keys = self.groups[g].block_size, self.prompt_keys(one, g)
-        for column in range(one.start // size, min((one.start + one.n) // size, len(keys), len(one.tables[g]))):
-            self.content[g][one.tables[g][column]] = keys[column]
+        size, (keys, pictures) = self.groups[g].block_size, self.prompt_keys(one, g)
+        columns = slice(one.start // size, min((one.start + one.n) // size, len(keys), len(one.tables[g])))
+        blocks = one.tables[g][columns]
+        mine = self.taker[blocks] == one.number  # a block of another owner has his name and his tokens
+        self.content[g][blocks[mine]] = keys[columns][mine]
+        self.pictures[g][blocks[mine]] = pictures[columns][mine]
 
     def strangers(self, arrival: BlockArrival) -> list[Strange]:
-        """Of blocks that a prefix hit has brought, those that were filled with other tokens than the prompt's."""
+        """Of blocks that a prefix hit has brought, those that another request filled with something else than this one
+        has there: under another adapter or salt, with other images or tokens, for other positions, or not at all. One
+        for each run of columns with the same owner and the same reason."""
         one, g = arrival.request, arrival.group
-        if self.groups[g].kind == STATE:
+        if self.groups[g].kind == STATE or arrival.event == LOADED or not self.groups[g].watched:
             return []
-        keys = self.prompt_keys(one, g)
-        columns = arrival.columns[arrival.columns < len(keys)]
-        blocks = one.tables[g][columns]
-        held = self.content[g][blocks]
-        wrong = np.flatnonzero((held != 0) & (held != keys[columns]))
-        return [
-            Strange(STRANGE, g, int(blocks[i]), one, int(columns[i]), int(self.taker[blocks[i]]),
-                    int(self.taken[blocks[i]]))
-            for i in wrong.tolist()
-        ]  # fmt: skip
+        found: list[Strange] = []
+        for column in arrival.columns.tolist():
+            block = int(one.tables[g][column])
+            kind, why = self._wrong_owner(one, g, column, block)
+            if not kind:
+                continue
+            owner, step, last = int(self.taker[block]), int(self.taken[block]), found[-1] if found else None
+            if last and (last.kind, last.why, last.taken, last.last) == (kind, why, owner, column - 1):
+                found[-1] = replace(last, last=column)
+            else:
+                found.append(Strange(kind, g, block, one, column, owner, step, column, why))
+        return found
+
+    def _wrong_owner(self, one: Held, g: int, column: int, block: int) -> tuple[str, str]:
+        """(kind, why) of a block that came with something in it; ("", "") where nothing is known to be wrong."""
+        number = int(self.taker[block])
+        if number < 0 or number == one.number:
+            return "", ""
+        (adapter, salt), (theirs, other_salt) = self.contexts[one.context], self.contexts[self.context[block]]
+        if adapter != theirs:
+            return FOREIGN, "another adapter"
+        if salt != other_salt:
+            return FOREIGN, "another cache salt"
+        keys, pictures = self.prompt_keys(one, g)
+        content, picture = self._filled_with(g, block)
+        if column < len(keys) and content:
+            if content != keys[column]:
+                return STRANGE, "other tokens"
+            if picture != pictures[column]:
+                return FOREIGN, "another image"
+        size, at = self.groups[g].block_size, int(self.column[g][block])
+        if at >= 0 and at != column:
+            return STRANGE, "other positions"
+        if at >= 0 and self.done[number] < min((at + 1) * size, one.start or (at + 1) * size):
+            return STALE, "nothing yet"
+        return "", ""
+
+    def _filled_with(self, g: int, block: int) -> tuple[int, int]:
+        """The keys of what fills a block, or will when its owner's rows of this step are written; 0 for unknown."""
+        if content := int(self.content[g][block]):
+            return content, int(self.pictures[g][block])
+        number, column = int(self.taker[block]), int(self.column[g][block])
+        owner = self.held.get(self.names[number])
+        if owner is None or owner.number != number or column < 0:
+            return 0, 0
+        keys, pictures = self.prompt_keys(owner, g)
+        whole = column < len(keys) and (column + 1) * self.groups[g].block_size <= self.done[number]
+        return (int(keys[column]), int(pictures[column])) if whole else (0, 0)
+
+    def owners(self, one: Held, end: int) -> np.ndarray:
+        """By position up to ``end``, the number of the request whose rows the cache of keys and values holds there, int32
+        [end]; -1 where nobody knows, and where groups of the cache do not agree."""
+        found = np.full(end, -2, np.int32)
+        for g, group in enumerate(self.groups):
+            if group.kind != KV or not group.watched:
+                continue
+            positions = np.arange(min(end, len(one.tables[g]) * group.block_size))
+            blocks = one.tables[g][positions // group.block_size]
+            theirs = np.where(blocks == NULL, -2, self.taker[blocks])
+            old = found[: len(positions)]
+            clash = (old != -2) & (theirs != -2) & (old != theirs)
+            found[: len(positions)] = np.where(clash, -1, np.where(old == -2, theirs, old))
+        return np.where(found == -2, -1, found).astype(np.int32)
+

@@ -85,6 +85,11 @@ class CaptureObserver(StepObserver):
     def awake(self) -> bool:
         return self.session is not None and self.session.dead is None
 
+    @property
+    def armed(self) -> bool:
+        """Whether tensors of the step that runs are taken."""
+        return self.session is not None and self.session.state is not None
+
     # --- the model ---------------------------------------------------------------------------------------------
 
     def layer(self, model: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
@@ -169,7 +174,7 @@ class CaptureObserver(StepObserver):
         self._weights.settle()
         self.windows.told(step.arming, step.number)
         for new in step.new:
-            self.requests.add(new.name, new.prompt, new.length, new.images, new.adapter, new.embedded)
+            self.requests.add(new.name, new.prompt, new.length, new.images, new.adapter, new.embedded, new.salt)
         if step.number is not None:
             self._seen_steps += 1
         if step.number is not None and self.windows.wants(step.number) and self._placed(step):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.arming.with_the_step import WORDS
+from vllm_accprobe.capture.arming.with_the_step import SALTS, WORDS
 from vllm_accprobe.capture.core.recording import at_exit
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.vllm.around import wrap
@@ -175,7 +175,8 @@ class RunnerAdapter:
         """The scheduler's output in our words."""
         counts: dict[str, int] = out.num_scheduled_tokens
         total = int(out.total_num_scheduled_tokens)
-        new = [_request(one) for one in out.scheduled_new_reqs]
+        salts = getattr(out, SALTS, None) or {}
+        new = [_request(one, str(salts.get(one.req_id, ""))) for one in out.scheduled_new_reqs]
         number = None
         if total and not any(name.startswith(_WARMUP_IDS) for name in counts):
             self._step = number = self._step + 1
@@ -240,7 +241,7 @@ class RunnerAdapter:
                 raise error
 
 
-def _request(new: Any) -> NewRequest:
+def _request(new: Any, salt: str) -> NewRequest:
     ids = new.prompt_token_ids
     rows = embeddings_of(new)
     length = len(ids) if ids is not None else 0 if rows is None else len(rows)
@@ -248,4 +249,4 @@ def _request(new: Any) -> NewRequest:
     hashed = None
     if rows is not None:
         hashed = functools.partial(hash_embeddings, rows, ids, getattr(new, "prompt_is_token_ids", None))
-    return NewRequest(new.req_id, ids, length, images_of(new), extra, adapter_name(new), hashed)
+    return NewRequest(new.req_id, ids, length, images_of(new), extra, adapter_name(new), hashed, salt)

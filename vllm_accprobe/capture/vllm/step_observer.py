@@ -23,7 +23,8 @@ from vllm_accprobe.dump.schema import Image
 class NewRequest:
     """A request that the scheduler names for the first time. prompt: its token ids, None where it came as embeddings;
     length: how many rows it has. extra: what its client gave for extensions of vLLM. adapter: the name of its LoRA
-    adapter, "" for none. embedded: makes the hash of a prompt that came as embeddings; None for tokens."""
+    adapter, "" for none. embedded: makes the hash of a prompt that came as embeddings; None for tokens. salt: a hash of
+    its cache salt, "" for none, or where the scheduler's process does not say."""
 
     name: str
     prompt: Sequence[int] | None
@@ -32,6 +33,7 @@ class NewRequest:
     extra: Mapping[str, Any] | None = None
     adapter: str = ""
     embedded: Callable[[], str] | None = None
+    salt: str = ""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import numpy as np
 from vllm_accprobe.align.row_set import NO_ROWS
 from vllm_accprobe.comparison.over import severity, value_of
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP
+from vllm_accprobe.comparison.states import is_cache
 from vllm_accprobe.formats.common.foreign import VALUE
 from vllm_accprobe.judge.flow import Key, Tree
 from vllm_accprobe.judge.origins.in_front import Fronts
@@ -125,6 +126,8 @@ class _Flow:
             self.takers[maker].append(to)
 
     def around(self, origin: Mapping[str, Any]) -> Around | None:
+        if is_cache(origin):
+            return None
         sink = self._sink(str(origin.get("module")), str(origin.get("role")))
         if sink is None or sink.role == VALUE:  # a file's: nobody says what went into it
             return None

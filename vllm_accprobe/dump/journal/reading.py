@@ -135,6 +135,8 @@ class RankReader:
             dump.skips.append(value)
         elif kind == "state":
             dump.states.append((rank, value))
+        elif kind == "cached":
+            dump.cached.append((rank, value))
         elif kind == "states":
             dump.state_totals[rank] = value
         elif kind == "armed":

@@ -3,13 +3,13 @@
 The problem: attention reads what earlier steps wrote into a paged cache that nobody stores. The idea: what they wrote
 was captured as the inputs of the same module; put by request and position, it is the cache as it should be. A row has
 its history if all positions before it were captured, after a prefix hit as rows of the request that computed them
-(prefix.py); when capture began late it has not, and that is said. Positions computed again (preemption, rejected
+(prefix.py); when capture began late, or the cache had another request's rows, it has not, and that is said. Positions computed again (preemption, rejected
 drafts) replace what was there. Not here: the arithmetic (references/attention.py, references/mla.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,24 +57,34 @@ class Past:
             start += s.n
 
     def inherit(self, req: int) -> None:
-        """Gives ``req`` the beginning that another request computed. Where several did and their values differ, it
-        cannot be told which ones the cache kept: it gets none."""
+        """Gives ``req`` the beginning that others computed. Where several computed the same part and their values
+        differ, it cannot be told which ones the cache kept: it gets none."""
         prefix = self.shared.get(req)
-        if prefix is None or bool(self.known[req][: prefix.n].any()):
+        if prefix is None or prefix.why:
             return
-        donors = []
-        for donor in prefix.donors:
+        for low, high, donors in prefix.parts():
+            if not bool(self.known[req][low:high].any()):
+                self._take_over(req, low, high, [d for d in donors if d != req])
+
+    def _take_over(self, req: int, low: int, high: int, donors: Sequence[int]) -> None:
+        held = []
+        for donor in donors:
             if donor in self.known:
                 self.inherit(donor)
-                if len(self.known[donor]) >= prefix.n and bool(self.known[donor][: prefix.n].all()):
-                    donors.append(self.written[donor])
-        for name in self.names if donors else ():
-            first = donors[0][name][: prefix.n]
-            if not all(torch.equal(first, other[name][: prefix.n]) for other in donors[1:]):
+                if len(self.known[donor]) >= high and bool(self.known[donor][low:high].all()):
+                    held.append(self.written[donor])
+        for name in self.names if held else ():
+            first = held[0][name][low:high]
+            if not all(torch.equal(first, other[name][low:high]) for other in held[1:]):
                 return
-        for name in self.names if donors else ():
-            self.written[req][name][: prefix.n] = donors[0][name][: prefix.n]
-            self.known[req][: prefix.n] = True
+        for name in self.names if held else ():
+            self.written[req][name][low:high] = held[0][name][low:high]
+            self.known[req][low:high] = True
+
+    def foreign(self, req: int, step: int) -> str:
+        """Why the history of ``req`` is not what its rows of ``step`` demand, or not known to be; "" where it is."""
+        prefix = self.shared.get(req)
+        return prefix.why if prefix is not None and step >= prefix.since else ""
 
     def view(self, space: RowSpace) -> Cache:
         return Cache(self, space)
@@ -95,6 +105,9 @@ class Cache:
         for s in self._space.segments:
             at = torch.arange(start, start + s.n)
             start += s.n
+            if why := self._past.foreign(s.req, self._space.step):
+                self.why = why
+                continue
             self._past.inherit(s.req)
             known = self._past.known[s.req]
             stop = s.pos + s.n

@@ -155,6 +155,8 @@ def _checked(
     if expected.only_measured:
         return replace(row, status=SKIP, checked=0, unchecked_because=expected.only_measured,
                        message=expected.only_measured)  # fmt: skip
+    if expected.unseen and row.status == PASS:
+        return replace(row, status=SKIP, checked=0, unchecked_because=expected.unseen, message=expected.unseen)
     if row.status == FAIL and c.what.cls == "Attention":
         why = cause(c.what, expected)
         row = replace(row, message=f"{row.message}; {why}" if why else row.message)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.comparison.verdict.deciding import DumpFacts
 from vllm_accprobe.judge.weights.faults import wrong_weights
 from vllm_accprobe.report.depth import layer_of
-from vllm_accprobe.report.facts import severity, wrong_states
+from vllm_accprobe.report.facts import operators, severity, wrong_states
 from vllm_accprobe.report.next.command_words import glob_of, line_of, path_word
 from vllm_accprobe.report.next.outcomes import own_pairs
 
@@ -73,7 +73,8 @@ class _Place:
 
     @staticmethod
     def of(comparison: Comparison) -> _Place | None:
-        found = comparison.origins[0] if comparison.origins else comparison.first_divergence
+        origins = operators(comparison)
+        found = origins[0] if origins else comparison.first_divergence
         if found is None:
             return None
         own = own_pairs(comparison, found)
@@ -85,7 +86,7 @@ class _Place:
             return p.status == "fail", row != (None, None) and (p.worst_request, p.worst_position) == row, severity(p)
 
         pair = max(own, key=rank)
-        return _Place(pair.tap, pair, found if comparison.origins else None)
+        return _Place(pair.tap, pair, found if origins else None)
 
     def golden(self, comparison: Comparison) -> tuple[str, str] | None:
         """Golden's (tap, what `show` takes for it); None where its own names, a tool's of files, do not tell."""

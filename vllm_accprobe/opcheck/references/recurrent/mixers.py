@@ -1,13 +1,15 @@
 """Blocks around a recurrence: their gated norm, what they hand on, and the opaque operators that name only a layer.
 
 Formula: Mamba 2's norm weighs RMSNorm(x silu(z)) by groups [T. Dao and A. Gu, arXiv 2405.21060, section 7.1; the
-published Mamba 2 code]. A block gives what its last projection gave. vLLM's opaque operators run the operators that are
+published Mamba 2 code]. A block gives what its last projection gave; that its convolution and recurrence are right does
+not follow from it, since they are no modules: a block is found wrong here, and never right. vLLM's opaque operators run the operators that are
 captured inside them and put their results, first those of single tokens, then those of prompts, into one buffer: the
 results must lie there, row by row; whether they are right is judged where they are made.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,10 @@ from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined
 from vllm_accprobe.opcheck.references.parts import inside, param_if, same
 
 _GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups", "ssm_n_groups")
+UNSEEN = (
+    "it hands on what its projection gave; the convolution and the recurrence in front of that are no modules, and "
+    "were not computed again"
+)
 _INSIDE = "what it runs inside was not captured"
 Tensor = Any  # a torch.Tensor
 
@@ -64,7 +70,7 @@ def mixer(call: Call) -> dict[str, Expected]:
             found[role] = Expected(value, None, 0.0, rows=rows, reason="padding")
     if not found:
         raise Declined("a block whose parts do not tell what it hands on")
-    return found
+    return {role: replace(expected, unseen=UNSEEN) for role, expected in found.items()}
 
 
 _MADE = {
