@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.core.session import NOTHING
-from vllm_accprobe.dump.schema import Image
+from vllm_accprobe.dump.schema import Image, SamplingParameters
 
 
 @dataclass(frozen=True)
 class NewRequest:
     """A request that the scheduler names for the first time. prompt: its token ids, None where it came as embeddings;
     length: how many rows it has. extra: what its client gave for extensions of vLLM. adapter: the name of its LoRA
-    adapter, "" for none. embedded: makes the hash of a prompt that came as embeddings; None for tokens."""
+    adapter, "" for none. embedded: makes the hash of a prompt that came as embeddings; None for tokens. sampling: makes
+    what it asks of the sampler, None for a pooling request."""
 
     name: str
     prompt: Sequence[int] | None
@@ -32,6 +33,7 @@ class NewRequest:
     extra: Mapping[str, Any] | None = None
     adapter: str = ""
     embedded: Callable[[], str] | None = None
+    sampling: Callable[[], SamplingParameters | None] | None = None
 
 
 @dataclass(frozen=True)
