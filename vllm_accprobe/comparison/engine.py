@@ -21,6 +21,7 @@ from vllm_accprobe.comparison.measure.flipped import best_logits
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
 from vllm_accprobe.comparison.measure.padding import graphs_of, padding_of
 from vllm_accprobe.comparison.measure.read import Loader
+from vllm_accprobe.comparison.measure.sampled import Sampled
 from vllm_accprobe.comparison.measure.samples import take_samples
 from vllm_accprobe.comparison.measure.spreads import take_spreads
 from vllm_accprobe.comparison.measure.workers import measure_all, unit_bytes
@@ -248,6 +249,7 @@ class _Run:
         plan, (golden, mine) = self.plan, self.dumps
         tree, tokens = plan.tree, plan.tokens
         activations = [u for u in plan.units if not u.is_param]
+        sampled = Sampled(plan, self.loaders, self.dumps)
         return Setting(
             golden_path=str(golden.path),
             mine_path=str(mine.path),
@@ -257,7 +259,8 @@ class _Run:
             notes=beforehand.notes(self.dumps, plan),
             coverage=coverage(plan, self.dumps, self.compared, self.skipped),
             tokens_compared=tokens.tokens_compared,
-            flips=best_logits(plan, self.loaders, self.dumps),
+            flips=best_logits(plan, self.loaders, self.dumps, sampled),
+            processed=sampled.processed({f.key for f in tokens.flips}),
             names=dict(tokens.names),
             images={k: list(v) for k, v in tokens.images.items()},
             parent=tree.parent,

@@ -137,15 +137,18 @@ def judged_tokens(pair: Pair, verdicts: Sequence[str]) -> Pair:
         return replace(pair, status=PASS, message="", limit=0.0)
     counts = Counter(verdicts)
     message = ", ".join(f"{n} flipped: {why}" for why, n in counts.items())
-    bad = counts[flips.SAMPLED] or counts[flips.UPSTREAM]
+    bad = counts[flips.UPSTREAM] or any(counts[why] for why in flips.FAILED)
     return replace(pair, status=FAIL if bad else PASS, message=message)
 
 
-def sampler_origin(cls: str, request: str, position: int, phase: str | None) -> dict[str, Any]:
+def sampler_origin(
+    cls: str, request: str, position: int, phase: str | None, role: str = TOKEN, said: str = ""
+) -> dict[str, Any]:
+    """role: TOKEN of the sampler, MASKED_LOGITS of what stands before it; said: what it did wrong."""
     return {
         "module": SAMPLER,
         "class": cls,
-        "role": TOKEN,
+        "role": role,
         "request": request,
         "position": position,
         "phase": phase,
@@ -155,7 +158,7 @@ def sampler_origin(cls: str, request: str, position: int, phase: str | None) -> 
         "evidence": "values",
         "rows": 1,
         "worst": 1.0,
-        "shape": "",
+        "shape": said,
     }
 
 
@@ -238,6 +241,9 @@ def notes(
     if whys[flips.RANDOM]:
         out.append(f"{whys[flips.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
     out += harmless.masked(flipped)
+    if whys[flips.OTHERWISE]:
+        out.append(f"{whys[flips.OTHERWISE]} requests flip that ask for other sampling parameters in mine than in golden: "
+                   "their tokens are not judged")  # fmt: skip
     if whys[flips.UNKNOWN]:
         out.append(f"{whys[flips.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
     return out

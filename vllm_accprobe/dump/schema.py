@@ -91,6 +91,69 @@ class Image:
     n: int
 
 
+GRAMMAR = "a grammar"
+ALLOWED = "allowed token ids"
+BAD_WORDS = "bad words"
+MIN_TOKENS = "a minimum of tokens"
+BIAS = "a logit bias"
+PENALTIES = "penalties"
+BUDGET = "a thinking budget"
+TRACE = "a replayed trace"
+NAMED_TOKENS = "tokens that the client names"
+"""What changes logits, or the token, of a request: words of the lines ``masks`` and ``request``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """What one request asks of the sampler, as the scheduler gave it to the runner. Each default asks for nothing.
+
+    temperature: below 1e-5 the request is greedy. bias: (token, what is added) pairs. allowed: the only tokens that may
+    be taken, None for all. stop: the tokens that ``min_tokens`` forbids until so many are generated. bad_words: token
+    sequences whose last token is forbidden behind the others. prompt: the distinct tokens of the prompt, where a
+    repetition penalty reads them and a row map may not have them (a prefix hit). also: what else changes this request's
+    logits or tokens and is not written down here, in the words above, or because it is too long. digest: of all of
+    it, the long ones included: equal for equal parameters.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None
+    min_tokens: int = 0
+    stop: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt: tuple[int, ...] | None = None
+    also: tuple[str, ...] = ()
+    digest: str = ""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
+
+    @property
+    def processors(self) -> tuple[str, ...]:
+        """What these parameters let change the logits, in the words above, sorted."""
+        found = {
+            PENALTIES: self.penalised, BIAS: self.bias, ALLOWED: self.allowed is not None,
+            BAD_WORDS: self.bad_words, MIN_TOKENS: self.min_tokens and self.stop,
+        }  # fmt: skip
+        return tuple(sorted({w for w, there in found.items() if there} | (set(self.also) - {NAMED_TOKENS})))
+
+
+GREEDY = 1e-5
+"""vLLM's: below it a temperature means the largest logit [vllm/sampling_params.py, _SAMPLING_EPS]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """``{"event": "request"}``. ``req`` is the rank's own small number for it, used by segments.
@@ -99,7 +162,7 @@ class Request:
     ``prompt`` is hash_tokens(prompt ids), or the hash of a prompt that came as embeddings; ``adapter`` the name of the
     LoRA adapter, "" for none, None where the capture does not know; ``ordinal`` counts earlier requests of this run
     with the same prompt and adapter. ``salt``: a hash of the salt that keeps its prefixes from other requests, None for
-    none.
+    none. ``sampling``: None where the capture does not know it.
     """
 
     req: int
@@ -111,6 +174,7 @@ class Request:
     images: tuple[Image, ...] = ()
     adapter: str | None = None
     salt: str | None = None
+    sampling: SamplingParameters | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +256,13 @@ class Module:
 
 MASKS_KNOWN = "masks_known"
 """Attribute of the tap ``sampler`` in captures that say which logits were masked: there, no line means none."""
+
+
+NOISE, NOISE_DRAWS = "noise", "noise_draws"
+"""Attributes of the tap ``sampler``: what draws the tokens of seeded requests, and the second token that it drew of 64
+equal logits by each of the seeds 1 to 8, with commas between them."""
+GUMBEL, EXPONENTIAL = "gumbel by seed and token", "exponential by torch's generator"
+"""Values of NOISE on a CPU; elsewhere the device's type and the name of the sampler's method."""
 
 
 @dataclass(frozen=True, slots=True)

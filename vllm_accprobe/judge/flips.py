@@ -7,12 +7,14 @@ within their limits it was a near tie, beyond them an operator before is to blam
 and mine did not, while the logits agree, mine's sampler is the origin. If the golden did not, it was sampled at random.
 Where something masked the logits (a grammar, bad words), the best that were left stand in for them: a sampler that
 took the best of these did its work, and what was masked on one side only, or otherwise, explains another token.
-Not here: finding flips (align/tokens.py).
+All this holds where the requests' parameters are not known. Where they are, each side is judged by its own request
+first (sampling_rules.py), and equal logits and parameters with other processed logits, or another token, are a failed
+logits processor or sampler, whatever made them. Not here: finding flips (align/tokens.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import Flip
 from vllm_accprobe.judge.constants import LOGIT_ROUNDING, LOGITS_APART, TIE
+from vllm_accprobe.judge.sampling_rules import RIGHT, WRONG
 
 NEAR_TIE, UPSTREAM, SAMPLED, RANDOM, UNKNOWN, MASKED = (
     "near tie",
@@ -29,6 +32,14 @@ NEAR_TIE, UPSTREAM, SAMPLED, RANDOM, UNKNOWN, MASKED = (
     "no logits recorded",
     "logits were masked",
 )
+PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED, OTHERWISE = (
+    "logits processor",
+    "sampler of golden",
+    "logits processor of golden",
+    "other sampling parameters",
+)
+FAILED = (SAMPLED, PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED)
+"""A sampler or a logits processor that did not do what its request asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +79,96 @@ class Masking:
 NOTHING = Masking()
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is known of a row by the parameters of its request, golden's and mine's (comparison/measure/sampled.py).
+
+    left, token: sampling_rules' RIGHT, WRONG or UNKNOWN of golden and mine; why: what is wrong, of each; processors:
+    words of those that left wrong logits. greedy, seeded: both requests are. same_*: whether both have the same bits,
+    None where not known; noise: whether both engines draw the same for the same seed.
+    """
+
+    left: tuple[str, str] = ("", "")
+    token: tuple[str, str] = ("", "")
+    why: tuple[str, str] = ("", "")
+    processors: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    greedy: bool = False
+    seeded: bool = False
+    same_parameters: bool | None = None
+    same_logits: bool | None = None
+    same_best: bool | None = None
+    same_left: bool | None = None
+    same_noise: bool = False
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any] | None) -> Asked:
+        """Of what `Sampled.of` gives."""
+        if found is None:
+            return cls()
+        golden, mine = found["checks"]
+        whys = [c["why_left"] if c["left"] == WRONG else c["why_token"] for c in (golden, mine)]
+        return cls(
+            (golden["left"], mine["left"]), (golden["token"], mine["token"]), (whys[0], whys[1]),
+            (tuple(golden["processors"]), tuple(mine["processors"])),
+            bool(found["greedy"]), bool(found["seeded"]),
+            **{k: found[k] for k in ("same_parameters", "same_logits", "same_best", "same_left", "same_noise")},
+        )  # fmt: skip
+
+    def verdict(self, masks: tuple[Masking, Masking] = (NOTHING, NOTHING), flipped: bool = True) -> str | None:
+        """One of FAILED, OTHERWISE, NEAR_TIE or RANDOM; None where the parameters do not tell."""
+        wrong = [WRONG in both for both in zip(self.left, self.token, strict=True)]
+        if wrong[1] and not wrong[0]:
+            return PROCESSED if self.left[1] == WRONG else SAMPLED
+        if wrong[0] and not wrong[1]:
+            return GOLDEN_PROCESSED if self.left[0] == WRONG else GOLDEN_SAMPLED
+        if self.same_parameters is False:
+            return OTHERWISE
+        if not self.same_parameters:
+            return None
+        explained = self.left == (RIGHT, RIGHT)
+        by = [set(side.by or ()) for side in masks]
+        known = not any(by) or (by[0] == by[1] and masks[0].grammar == masks[1].grammar)
+        if self.same_left is False and known and self.same_best and self.same_logits is not False and not explained:
+            return PROCESSED
+        if not flipped or self.token != (RIGHT, RIGHT) or (self.same_left is False and not explained):
+            return None
+        if self.greedy:
+            return NEAR_TIE
+        if self.seeded and self.same_noise and self.same_logits:
+            return SAMPLED
+        return RANDOM
+
+    def sentence(self, why: str) -> str:
+        """What is wrong, for a verdict of FAILED."""
+        side = 0 if why in (GOLDEN_SAMPLED, GOLDEN_PROCESSED) else 1
+        found = self.why[side] if WRONG in (self.left[side], self.token[side]) else ""
+        if why in (PROCESSED, GOLDEN_PROCESSED):
+            words = " and ".join(self.processors[side])
+            said = f"logits processor{f': {words}' if words else ''}"
+            told = found or "equal logits and parameters, and golden's processors left others"
+            return f"{said}: {told}"
+        if found:
+            return found
+        return "equal logits, parameters and seed, and another token than golden's" if self.same_logits else ""
+
+
+NOT_ASKED = Asked()
+
+
 def judge_flip(
     golden: Best | None,
     mine: Best | None,
     flip: Flip,
     logits_agree: bool | None,
     masks: tuple[Masking, Masking] = (NOTHING, NOTHING),
+    asked: Asked = NOT_ASKED,
 ) -> str:
-    """One of NEAR_TIE, UPSTREAM, SAMPLED, RANDOM, UNKNOWN, MASKED. golden, mine: the best logits as the model gave
-    them. logits_agree: within limits, None where not compared."""
+    """One of NEAR_TIE, UPSTREAM, SAMPLED, RANDOM, UNKNOWN, MASKED, PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED,
+    OTHERWISE. golden, mine: the best logits as the model gave them. logits_agree: within limits, None where not
+    compared."""
+    by_request = asked.verdict(masks)
+    if by_request in FAILED or (by_request is not None and logits_agree is not False):
+        return by_request
     if golden is None or mine is None:
         return UPSTREAM if logits_agree is False else UNKNOWN
     if logits_agree is False:
@@ -118,8 +210,10 @@ def flip_entry(
     mine: Best | None,
     why: str,
     masks: tuple[Masking, Masking] = (NOTHING, NOTHING),
+    said: str = "",
 ) -> dict[str, Any]:
-    """An entry of compare.json's ``tokens.flipped``; with ``masked``, both sides' words, where something was masked."""
+    """An entry of compare.json's ``tokens.flipped``; with ``masked``, both sides' words, where something was masked,
+    and ``says``, what a sampler or a processor did wrong."""
     masked = {side: list(m.by) for side, m in zip(("golden", "mine"), masks, strict=True) if m.by}
     entry = {
         "request": request,
@@ -130,4 +224,4 @@ def flip_entry(
         "mine_margin": mine.margin if mine else None,
         "why": why,
     }
-    return entry | ({"masked": masked} if masked else {})
+    return entry | ({"masked": masked} if masked else {}) | ({"says": said} if said else {})

@@ -16,7 +16,18 @@ from typing import Any
 
 from vllm_accprobe.capture.request_ids import external_ids
 from vllm_accprobe.config import ProbeConfig, in_ranges
-from vllm_accprobe.dump.schema import DEALT, DECODE, LOGITS, PREFILL, TOKENS, Image, Request, Segment, hash_tokens
+from vllm_accprobe.dump.schema import (
+    DEALT,
+    DECODE,
+    LOGITS,
+    PREFILL,
+    TOKENS,
+    Image,
+    Request,
+    SamplingParameters,
+    Segment,
+    hash_tokens,
+)
 
 
 class Requests:
@@ -34,9 +45,10 @@ class Requests:
     def add(
         self, internal: str, prompt_ids: Sequence[int] | None, prompt_len: int, images: tuple[Image, ...] = (),
         adapter: str | None = None, embedded: Callable[[], str] | None = None, salt: str = "",
+        sampling: Callable[[], SamplingParameters | None] | None = None,
     ) -> Request:  # fmt: skip
-        """Registers a request the first time it is scheduled; a resumed one keeps its number. adapter, embedded, salt:
-        as NewRequest has them."""
+        """Registers a request the first time it is scheduled; a resumed one keeps its number. adapter, embedded, salt,
+        sampling: as NewRequest has them."""
         known = self._by_id.get(internal)
         if known is not None:
             return known
@@ -44,7 +56,8 @@ class Requests:
         ordinal = self._prompts.get((prompt, adapter), 0)
         self._prompts[prompt, adapter] = ordinal + 1
         named = (external_ids(internal)[-1], internal, prompt, prompt_len)
-        request = Request(self._next, *named, ordinal, images, adapter, salt or None)
+        asks = sampling() if sampling is not None else None
+        request = Request(self._next, *named, ordinal, images, adapter, salt or None, asks)
         self._next += 1
         self._by_id[internal] = request
         self._choose(internal, request)

@@ -259,6 +259,11 @@ class ChosenRows:
             if (request := self._requests.get(name)) is not None and self._requests.wanted(name)
         }
 
+    def processed(self) -> bool:
+        """Whether one of the chosen requests of this step asks for something that changes its logits."""
+        found = (self._requests.get(part.internal) for part in self.batch.rows())
+        return any(r is not None and r.sampling is not None and bool(r.sampling.processors) for r in found)
+
     def _floors(self, batch: list[Scheduled]) -> dict[int, int]:
         """How far back a request's rows may be corrected: to the end of its prompt, and only where there are drafts."""
         if not self.batch.guesses:

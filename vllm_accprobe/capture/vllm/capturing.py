@@ -174,7 +174,9 @@ class CaptureObserver(StepObserver):
         self._weights.settle()
         self.windows.told(step.arming, step.number)
         for new in step.new:
-            self.requests.add(new.name, new.prompt, new.length, new.images, new.adapter, new.embedded, new.salt)
+            self.requests.add(
+                new.name, new.prompt, new.length, new.images, new.adapter, new.embedded, new.salt, new.sampling
+            )
         if step.number is not None:
             self._seen_steps += 1
         if step.number is not None and self.windows.wants(step.number) and self._placed(step):

@@ -14,17 +14,11 @@ from typing import Any
 
 import xxhash
 
+from vllm_accprobe.dump.schema import ALLOWED, BAD_WORDS, BIAS, BUDGET, GRAMMAR, MIN_TOKENS, PENALTIES, TRACE
+
 Grammar = dict[str, "str | None"]
 """Engine's id of a request that a grammar constrains → hash of its row of the bitmask, or None where there are several.
 The same hash means that the same tokens were allowed."""
-GRAMMAR = "a grammar"
-ALLOWED = "allowed token ids"
-BAD_WORDS = "bad words"
-MIN_TOKENS = "a minimum of tokens"
-BIAS = "a logit bias"
-PENALTIES = "penalties"
-BUDGET = "a thinking budget"
-TRACE = "a replayed trace"
 
 
 def processor(obj: Any) -> str:

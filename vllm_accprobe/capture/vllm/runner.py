@@ -20,6 +20,7 @@ from vllm_accprobe.capture.arming.with_the_step import SALTS, WORDS
 from vllm_accprobe.capture.core.recording import at_exit
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.vllm.around import wrap
+from vllm_accprobe.capture.vllm.asked_of_sampler import sampling_of
 from vllm_accprobe.capture.vllm.batch import EngineBatch
 from vllm_accprobe.capture.vllm.loading import before_packing
 from vllm_accprobe.capture.vllm.modes.adapters import adapter_name
@@ -249,4 +250,5 @@ def _request(new: Any, salt: str) -> NewRequest:
     hashed = None
     if rows is not None:
         hashed = functools.partial(hash_embeddings, rows, ids, getattr(new, "prompt_is_token_ids", None))
-    return NewRequest(new.req_id, ids, length, images_of(new), extra, adapter_name(new), hashed, salt)
+    sampling = functools.partial(sampling_of, new, ids)
+    return NewRequest(new.req_id, ids, length, images_of(new), extra, adapter_name(new), hashed, salt, sampling)

@@ -3,9 +3,10 @@
 The problem: a flipped token is an error only if its margin was wide, and the sampler is no part of the model. The
 idea: the model's ``compute_logits`` is where rows become logits rows; its result gives the best ids and values on
 the device at once (before penalties and grammars change it in place). The runner's sampling method then gives the
-tokens. They are ordinary records of a tap called ``sampler``, as are temperature, top-k and top-p where not all rows
-are greedy. In a step in which anything masks logits (masks.py), the journal says so by request, and the best logits
-that are left are taken as well. Not here: what a flip means (judge).
+tokens. They are ordinary records of a tap called ``sampler``, as are temperature, filters and penalties as the runner
+has them by row, where any row needs them. In a step in which anything masks logits (masks.py), or a request asks for
+it, the journal says so by request, and the best logits that are left are taken as well. Which noise draws the tokens
+is an attribute of the tap. Not here: what a request itself asks for (asked_of_sampler.py), what a flip means (judge).
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from vllm_accprobe.capture.vllm.batch import ChosenRows
 from vllm_accprobe.capture.vllm.masks import TRACE, Grammar, grammar_of, tells
 from vllm_accprobe.capture.vllm.names.modes import unsampled
 from vllm_accprobe.dump.journal.event_lines import MASKS
-from vllm_accprobe.dump.schema import MASKS_KNOWN, Masks, Module
+from vllm_accprobe.dump.schema import EXPONENTIAL, GUMBEL, MASKS_KNOWN, NOISE, NOISE_DRAWS, Masks, Module
 
 SAMPLER = "sampler"
 BEST = 5
 """How many of the best logits are kept per row."""
 _SETTINGS = ("temperature", "top_k", "top_p")
+_PENALTIES = ("repetition_penalties", "presence_penalties", "frequency_penalties")
 
 
 class Sampling:
@@ -49,7 +51,8 @@ class Sampling:
             say(f"{why}: logits and tokens are skipped")
             return
         told = tells(runner)
-        session.sink.module(Module(SAMPLER, self._cls, 1 << 20, {MASKS_KNOWN: True} if told else {}))
+        attrs = ({MASKS_KNOWN: True} if told else {}) | noise_of(getattr(runner, "sampler", None))
+        session.sink.module(Module(SAMPLER, self._cls, 1 << 20, attrs))
         if not told:
             session.sink.skip(SAMPLER, "this runner does not tell by request what masks logits", "masks")
         self._wrap(model, "compute_logits", self._compute_logits)
@@ -158,7 +161,7 @@ class Sampling:
         assert state is not None
         found = self._rows.masks(self._grammar)
         traced = any(TRACE in mask.by for mask in found.values())  # whose tokens no logits chose
-        state.masked = bool(found) and not traced
+        state.masked = (bool(found) or self._rows.processed()) and not traced
         if found:
             self._session.sink.line(MASKS.to_line(Masks(state.number, found)))
 
@@ -188,16 +191,26 @@ class Sampling:
         self._record("output.masked_ids", best.indices.int())
 
     def _settings(self) -> None:
-        """What each row is sampled with, where not all are greedy. (V1: the batch holds it, one entry per request.)"""
+        """What the runner samples each row with, where not all are greedy, or penalised. (V1: the batch holds it, one
+        entry per request.)"""
         metadata = getattr(getattr(self._runner, "input_batch", None), "sampling_metadata", None)
-        if metadata is None or getattr(metadata, "all_greedy", True):
+        if metadata is None:
+            return
+        values: dict[str, Any] = {}
+        if not getattr(metadata, "all_greedy", True):
+            values |= {name: getattr(metadata, name, None) for name in _SETTINGS}
+            for one in getattr(getattr(metadata, "logitsprocs", None), "argmax_invariant", ()):
+                if getattr(one, "min_p_count", 0) and isinstance(one.min_p, torch.Tensor):
+                    values["min_p"] = one.min_p.reshape(-1)
+        if not getattr(metadata, "no_penalties", True):
+            values |= {name: getattr(metadata, name, None) for name in _PENALTIES}
+        if not values:
             return
         batch = self._batch.rows()
         if any(part.drafts for part in batch):
             self._session.sink.skip(SAMPLER, "settings by request, and rows by draft", "input.temperature")
             return
-        for name in _SETTINGS:
-            value = getattr(metadata, name, None)
+        for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == len(batch):
                 self._record(f"input.{name}", value)
 
@@ -235,3 +248,29 @@ class Sampling:
         if state is not None:
             self._session.fired.add(SAMPLER)
             self._session.record(state, SAMPLER, self._cls, role, 0, tensor.contiguous(), HEAD)
+
+
+def noise_of(sampler: Any) -> dict[str, str]:
+    """Attributes that tell which noise draws a seeded request's tokens (V1): {} where that is not known.
+
+    On a CPU, the second token that it draws of 64 equal logits by each of the seeds 1 to 8 is written down, too:
+    whoever has the same noise can show it."""
+    draw = getattr(sampler, "topk_topp_sampler", None)
+    way = getattr(getattr(draw, "forward", None), "__name__", "")
+    if not way:
+        return {}
+    from vllm.platforms import current_platform
+
+    device = str(getattr(current_platform, "device_type", ""))
+    if device != "cpu" or getattr(draw, "use_fp64_gumbel", False):
+        return {NOISE: f"{device} {way}"}
+    generators = [torch.Generator().manual_seed(seed) for seed in range(1, 9)]
+    fused = getattr(torch.ops._C, "fused_gumbel_argmax", None) if way == "forward_cpu" else None
+    if fused is not None:
+        numbers = [torch.randint(0, 2**31, (1,), generator=g) for _ in range(2) for g in generators]
+        found = fused(torch.zeros(8, 64), torch.cat(numbers[8:]))
+    else:
+        noise = [torch.empty(64).exponential_(generator=g) for _ in range(2) for g in generators]
+        found = torch.stack(noise[8:]).argmin(-1)
+    kind = GUMBEL if fused is not None else EXPONENTIAL
+    return {NOISE: kind, NOISE_DRAWS: ",".join(map(str, found.tolist()))}

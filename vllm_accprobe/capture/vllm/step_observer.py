@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.core.session import NOTHING
-from vllm_accprobe.dump.schema import Image
+from vllm_accprobe.dump.schema import Image, SamplingParameters
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class NewRequest:
     """A request that the scheduler names for the first time. prompt: its token ids, None where it came as embeddings;
     length: how many rows it has. extra: what its client gave for extensions of vLLM. adapter: the name of its LoRA
     adapter, "" for none. embedded: makes the hash of a prompt that came as embeddings; None for tokens. salt: a hash of
-    its cache salt, "" for none, or where the scheduler's process does not say."""
+    its cache salt, "" for none, or where the scheduler's process does not say. sampling: makes what it asks of the
+    sampler, None for a pooling request."""
 
     name: str
     prompt: Sequence[int] | None
@@ -34,6 +35,7 @@ class NewRequest:
     adapter: str = ""
     embedded: Callable[[], str] | None = None
     salt: str = ""
+    sampling: Callable[[], SamplingParameters | None] | None = None
 
 
 @dataclass(frozen=True)

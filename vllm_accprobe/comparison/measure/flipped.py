@@ -17,6 +17,7 @@ import numpy as np
 from vllm_accprobe.align.requests import identity
 from vllm_accprobe.align.tokens import Flip
 from vllm_accprobe.comparison.measure.read import Loader, Unread
+from vllm_accprobe.comparison.measure.sampled import Sampled
 from vllm_accprobe.comparison.plan.joining import Group, alone
 from vllm_accprobe.comparison.plan.unit import MASKED_IDS, MASKED_LOGITS, SAMPLER, TOP_IDS, TOP_LOGITS
 from vllm_accprobe.comparison.plan.units import Plan
@@ -27,15 +28,19 @@ Lookups = dict[str, "list[Group]"]
 """By role of the sampler: one side's tensors, in order of steps."""
 
 
-def best_logits(plan: Plan, loaders: tuple[Loader, Loader], dumps: tuple[Any, Any]) -> list[dict[str, Any]]:
+def best_logits(
+    plan: Plan, loaders: tuple[Loader, Loader], dumps: tuple[Any, Any], sampled: Sampled | None = None
+) -> list[dict[str, Any]]:
     """For each flipped token {"flip": its fields, "best": [golden's, mine's], each [logits, ids] or None, "masks":
-    [golden's, mine's], each [words or None, hash or None, [logits, ids] or None] as judge.flips.Masking}."""
+    [golden's, mine's], each [words or None, hash or None, [logits, ids] or None] as judge.flips.Masking, "asked": as
+    `Sampled.of`}."""
     found = []
     groups = [_lookups(plan, side, dump) for side, dump in enumerate(dumps)]
     for flip in plan.tokens.flips:
         best = [_best(plan, side, groups[side], loaders[side], flip.key, TOP_LOGITS, TOP_IDS) for side in (0, 1)]
         masks = [_masks(plan, side, groups[side], loaders[side], flip, dumps[side]) for side in (0, 1)]
-        found.append({"flip": asdict(flip), "best": best, "masks": masks})
+        asked = sampled.of(flip.key, (flip.golden, flip.mine)) if sampled is not None else None
+        found.append({"flip": asdict(flip), "best": best, "masks": masks, "asked": asked})
     return found
 
 

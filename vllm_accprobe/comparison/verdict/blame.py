@@ -21,7 +21,7 @@ from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import Setting
 from vllm_accprobe.comparison.measure.padding import stood_in_padding
 from vllm_accprobe.comparison.pair import counted
-from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
+from vllm_accprobe.comparison.plan.unit import MASKED_LOGITS, SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, Pair
 from vllm_accprobe.judge import flips as rules
 from vllm_accprobe.judge.origins import graph_steps, shape
@@ -260,7 +260,7 @@ def judge_flips(
 ) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]], Compared]:
     """(entries of ``tokens.flipped``, the sampler as [(order, origin)] where it is one, the pairs with verdicts)."""
     entries: list[dict[str, Any]] = []
-    guilty: list[tuple[int, dict[str, Any]]] = []
+    failed: list[tuple[int, str, str]] = []
     verdicts: dict[int, str] = {}
     for found in setting.flips:
         flip = Flip(**found["flip"])
@@ -268,22 +268,44 @@ def judge_flips(
         sides = [rules.Masking(None if by is None else tuple(by), grammar, _as_best(left))
                  for by, grammar, left in found.get("masks") or [(None, None, None)] * 2]  # fmt: skip
         masks = sides[0], sides[1]
-        why = rules.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks)
-        request, where = setting.name(flip.key)
-        entries.append(rules.flip_entry(flip, request, golden, mine, why, masks))
+        asked = rules.Asked.of(found.get("asked"))
+        why = rules.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks, asked)
+        said = asked.sentence(why) if why in rules.FAILED else ""
+        entries.append(rules.flip_entry(flip, setting.name(flip.key)[0], golden, mine, why, masks, said))
         verdicts[flip.key] = why
-        if why == rules.SAMPLED:
-            cls = setting.classes.get(SAMPLER, "")
-            guilty.append((flip.key, messages.sampler_origin(cls, request, where, places.phase(flip.key))))
+        if why in rules.FAILED:
+            failed.append((flip.key, why, said))
+    for found in setting.processed:
+        asked = rules.Asked.of(found)
+        by_request = asked.verdict(flipped=False)
+        if by_request in rules.FAILED:
+            failed.append((int(found["key"]), str(by_request), asked.sentence(str(by_request))))
     out = []
     for pair, keys in pairs:
         if (pair.tap, pair.role) == (SAMPLER, TOKEN) and pair.status in (PASS, FAIL):
             pair = messages.judged_tokens(pair, [why for key, why in verdicts.items() if key in keys])
         out.append((pair, keys))
-    if not guilty:
-        return entries, [], out
-    first = places.earliest(np.array([key for key, _ in guilty]))
-    return entries, [(setting.sampler_order, guilty[first][1] | {"rows": len(guilty)})], out
+    return entries, _sampler_origins(failed, setting, places), out
+
+
+def _sampler_origins(
+    failed: Sequence[tuple[int, str, str]], setting: Setting, places: Places
+) -> list[tuple[int, dict[str, Any]]]:
+    """One origin for the sampler and one for its processors, of rows as (key, verdict, sentence); what stands behind
+    wrong processors is not told of the sampler."""
+    out = []
+    for verdicts, role in (((rules.PROCESSED, rules.GOLDEN_PROCESSED), MASKED_LOGITS),
+                           ((rules.SAMPLED, rules.GOLDEN_SAMPLED), TOKEN)):  # fmt: skip
+        rows = [(key, why, said) for key, why, said in failed if why in verdicts]
+        if not rows:
+            continue
+        key, why, said = rows[places.earliest(np.array([key for key, _, _ in rows]))]
+        request, where = setting.name(key)
+        side = "in golden: " if why in (rules.GOLDEN_SAMPLED, rules.GOLDEN_PROCESSED) else ""
+        cls = setting.classes.get(SAMPLER, "")
+        origin = messages.sampler_origin(cls, request, where, places.phase(key), role, f"{side}{said}" if said else "")
+        out.append((setting.sampler_order, origin | {"rows": len(rows)}))
+    return out
 
 
 def _as_best(lists: Any) -> rules.Best | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 import sys
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from vllm_accprobe.dump.schema import (
     Module,
     Request,
     RowSpace,
+    SamplingParameters,
     Segment,
     Skip,
     Step,
@@ -42,6 +44,8 @@ MAX_ROWS = 1 << 26
 """Stored rows of one row space, and elements along any dimension of a vision item: more is no step of a model."""
 LABEL_ENDINGS = ("bin", "npy", "npz", "pt", "pth", "safetensors")
 """Kinds of files that labels may name."""
+MAX_LISTED = 1 << 16
+"""Tokens of one list of a request's sampling parameters: more than any vocabulary's part that capture writes down."""
 _WORD = 200
 """Characters of a word that says what masked logits: it stands in sentences."""
 _EMPTY: dict[str, Any] = {"int": 0, "str": ""}
@@ -186,6 +190,63 @@ def _request_images(e: Event, key: str) -> tuple[Image, ...]:
     return tuple(IMAGE.from_line(i) for i in _dicts(e, key))
 
 
+def _number(e: Event, key: str, default: float) -> float:
+    value = e.get(key, default)
+    if type(value) not in (int, float) or not abs(value) < math.inf:
+        raise ValueError(f"{key} is {short(value)}, not a number")
+    return float(value)
+
+
+def _tokens(value: Any, key: str) -> tuple[int, ...]:
+    whole = isinstance(value, list) and all(type(v) is int and 0 <= v <= MAX_INT for v in value)
+    if not whole or len(value) > MAX_LISTED:
+        raise ValueError(f"{key} is {short(value)}, not a list of tokens")
+    return tuple(value)
+
+
+def _bias(value: Any, key: str) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, list) or len(value) > MAX_LISTED or not all(type(v) is list and len(v) == 2 for v in value):
+        raise ValueError(f"{key} is {short(value)}, not a list of pairs")
+    return tuple((integer({"token": t}, "token"), _number({"bias": b}, "bias", 0.0)) for t, b in value)
+
+
+def _words(value: Any, key: str) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, list) or len(value) > MAX_LISTED:
+        raise ValueError(f"{key} is {short(value)}, not a list")
+    return tuple(_tokens(v, key) for v in value if v)
+
+
+def _sampling(e: Event, key: str) -> SamplingParameters | None:
+    """Of keys that are not there the defaults hold."""
+    line = e.get(key)
+    if line is None:
+        return None
+    if not isinstance(line, dict):
+        raise ValueError(f"{key} is {short(line)}")
+    usual, values = SamplingParameters(), dict[str, Any]()
+    for f in dataclasses.fields(SamplingParameters):
+        value, default = line.get(f.name), getattr(usual, f.name)
+        if value is None:
+            values[f.name] = default
+        elif f.name in _SAMPLING_LISTS:
+            values[f.name] = _SAMPLING_LISTS[f.name](value, f.name)
+        elif f.type == "float":
+            values[f.name] = _number(line, f.name, default)
+        elif f.type == "str":
+            values[f.name] = string(line, f.name)[:_WORD]
+        elif type(value) is not int or abs(value) > 1 << 64:  # a seed may be any
+            raise ValueError(f"{f.name} is {short(value)}, not a whole number")
+        else:
+            values[f.name] = value
+    return SamplingParameters(**values)
+
+
+def _sampling_words(sampling: SamplingParameters) -> dict[str, Any]:
+    usual = SamplingParameters()
+    values = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling)}
+    return {name: _plain(value) for name, value in values.items() if value != getattr(usual, name)}
+
+
 def _row_space(e: Event) -> RowSpace:
     segments = tuple(SEGMENT.from_line(s) for s in _dicts(e, "segments"))
     padding = _ROWS(e, "padding") if e.get("padding") is not None else None
@@ -217,11 +278,18 @@ def _masked_by(e: Event, key: str) -> tuple[str, ...]:
     return tuple(sys.intern(w[:_WORD]) for w in by)
 
 
+_SAMPLING_LISTS: dict[str, Callable[[Any, str], Any]] = {
+    "bias": _bias, "allowed": _tokens, "stop": _tokens, "bad_words": _words, "prompt": _tokens,
+    "also": lambda value, key: _masked_by({key: value}, key),
+}  # fmt: skip
 _ROWS = functools.partial(integer, top=MAX_ROWS)
 IMAGE = LineKind("", Image, readers={"n": functools.partial(_ROWS, default=0)})
 SEGMENT = LineKind("", Segment, needs=("req", "pos"), readers={"n": _ROWS, "phase": _phase})
 MASK = LineKind("", Mask, readers={"by": _masked_by}, left_out=(None,))
-REQUEST = LineKind("request", Request, needs=("req", "id"), readers={"images": _request_images})
+REQUEST = LineKind(
+    "request", Request, needs=("req", "id"), readers={"images": _request_images, "sampling": _sampling},
+    writers={"sampling": _sampling_words},
+)  # fmt: skip
 ROWS = LineKind("rows", RowSpace, order=("step", "space", "src_rows", "ids", "segments", "padding"), whole=_row_space)
 STEP_GRAPH = LineKind("", StepGraph, needs=("mode", "size"), readers={"size": _ROWS})
 STEP = LineKind("step", Step, needs=("step",), readers={"time": _time, "graph": _step_graph})

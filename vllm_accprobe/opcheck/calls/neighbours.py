@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.align.sampled_rows import SampledRows
 from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Record
 from vllm_accprobe.opcheck.calls.history import Past
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.parameters import adapter_of
 from vllm_accprobe.opcheck.calls.prefix import Prefix, prefixes
+from vllm_accprobe.opcheck.calls.sampled import facts_of
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.lora import PACKED, RowAdapters
 
@@ -28,6 +30,8 @@ _PAST = {
     "EncoderOnlyAttention": ("key", "value"),
     "MLAAttention": ("kv_c_normed", "k_pe"),
 }
+SAMPLER = "sampler"
+"""The tap of every engine's sampler, whatever its class."""
 _SUMMED = ("RowParallelLinear", "VocabParallelEmbedding")
 _OVER_RANKS = tuple(
     f"{name}Operation" for name in ("AllReduce", "AllGather", "ReduceScatter", "Broadcast", "LinearParallel")
@@ -43,6 +47,7 @@ class Neighbours:
         self._index = index
         self._common: dict[tuple[int, str], Mapping[str, Any]] = {}
         self._shared: dict[int, Mapping[int, Prefix]] = {}
+        self._sampled: dict[int, SampledRows] = {}
 
     def past(self, rank: int, cls: str) -> Past | None:
         """An empty cache for the calls of one tap, which come step by step; None for a class that has none."""
@@ -77,9 +82,11 @@ class Neighbours:
         if what.cls == "LogitsProcessor":
             head = tap.rpartition("logits_processor")[0] + "lm_head"
             extra |= self._gathered("lm_head", rank, head, step, n)
-        if what.cls == "Sampler":
+        if tap == SAMPLER:
             for other in ("logits_processor", "language_model.logits_processor"):
                 extra |= self._output("logits", rank, other, step, n)
+            rows = self._sampled.setdefault(rank, SampledRows(dump, rank))
+            extra |= facts_of(dump, rank, step, replace(what, extra=extra), rows)
         if what.cls == "MLAAttention":
             weight = parameters.of(rank, f"{tap}.kv_b_proj")
             extra |= {"kv_b_proj": weight["weight"]} if weight.get("weight") is not None else {}

@@ -1,0 +1,110 @@
+"""Which tokens a request had, and what it asked for, when a row of its logits was sampled.
+
+The problem: penalties, word lists and seeds depend on the request's whole past, which a dump has in pieces: the ids of
+each step's rows, or, behind a prefix hit, none. The idea: a request's tokens by position from all row maps of a rank,
+believed where no two differ; a row then has a past, or it is known that it has none. Not here: the tokens of two runs
+against one another (tokens.py), what follows from a past (judge/sampling_rules.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.dump.schema import LOGITS, TOKENS, Request, SamplingParameters
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """request: None where the journal does not name it. position: of the token whose row this is; generated: how many
+    tokens of the answer are known by then, this one among them. prompt, output: as judge.sampling_rules.Row. drafts:
+    whether its request has guesses in this step."""
+
+    request: Request | None
+    position: int
+    generated: int
+    prompt: np.ndarray | None
+    output: np.ndarray | None
+    drafts: bool
+
+    @property
+    def asks(self) -> SamplingParameters | None:
+        return self.request.sampling if self.request is not None else None
+
+
+class SampledRows:
+    """Of one rank of ``dump``."""
+
+    def __init__(self, dump: Any, rank: int):
+        self._dump, self._rank = dump, rank
+        self._tokens: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+        self._prompts: dict[int, np.ndarray | None] = {}
+
+    def of(self, step: int) -> list[SampledRow]:
+        """The rows of the logits of a step, in their order."""
+        space = self._dump.rows.get((self._rank, step, LOGITS))
+        if space is None:
+            return []
+        runs: dict[int, int] = {}
+        for s in space.segments:
+            runs[s.req] = runs.get(s.req, 0) + s.n
+        return [
+            self._row(s.req, s.pos + i, bool(s.drafts) or runs[s.req] > 1) for s in space.segments for i in range(s.n)
+        ]
+
+    def _row(self, req: int, position: int, drafts: bool) -> SampledRow:
+        request = self._dump.requests.get((self._rank, req))
+        if request is None:
+            return SampledRow(None, position, 0, None, None, drafts)
+        generated = max(position + 1 - request.prompt_len, 0)
+        output = self._between(req, request.prompt_len, position + 1)
+        return SampledRow(request, position, generated, self._prompt(req, request), output, drafts)
+
+    def _prompt(self, req: int, request: Request) -> np.ndarray | None:
+        if req not in self._prompts:
+            asks = request.sampling
+            if asks is not None and asks.prompt is not None:
+                found: np.ndarray | None = np.array(asks.prompt, np.int64)
+            else:
+                held = self._between(req, 0, request.prompt_len)
+                found = None if held is None else np.unique(held)
+            self._prompts[req] = found
+        return self._prompts[req]
+
+    def _between(self, req: int, start: int, stop: int) -> np.ndarray | None:
+        """The tokens at positions start .. stop - 1; None where one is not known, or not for sure."""
+        if stop <= start:
+            return np.zeros(0, np.int64)
+        if self._tokens is None:
+            self._tokens = self._read()
+        if req not in self._tokens:
+            return None
+        positions, tokens, sure = self._tokens[req]
+        first = int(np.searchsorted(positions, start))
+        held = slice(first, first + stop - start)
+        if len(positions) < first + stop - start or positions[first] != start or positions[held][-1] != stop - 1:
+            return None
+        return tokens[held] if bool(sure[held].all()) else None
+
+    def _read(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """By request: sorted distinct positions, their tokens, and whether all rows say the same."""
+        seen: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+        for (rank, _, name), space in self._dump.rows.items():
+            if rank != self._rank or name != TOKENS or len(space.ids) != space.n:
+                continue
+            ids, at = np.array(space.ids, np.int64), 0
+            for s in space.segments:
+                seen.setdefault(s.req, []).append((np.arange(s.pos, s.pos + s.n), ids[at : at + s.n]))
+                at += s.n
+        found = {}
+        for req, parts in seen.items():
+            positions, tokens = (np.concatenate(column) for column in zip(*parts, strict=True))
+            order = np.lexsort((tokens, positions))
+            positions, tokens = positions[order], tokens[order]
+            first = np.append(True, positions[1:] != positions[:-1])
+            last = np.append(positions[1:] != positions[:-1], True)
+            sure = (tokens[first] == tokens[last]) & (tokens[first] >= 0)
+            found[req] = positions[first], tokens[first], sure
+        return found

@@ -1,0 +1,190 @@
+"""Whether each side's processors and sampler did what the request of a row asks.
+
+The problem: where tokens flip, or processors left other logits, both sides' bytes say only that they differ; which of
+them is wrong follows from the request's own parameters, the model's logits and the tokens before. The idea: all that a
+dump has of the row goes to judge/sampling_rules.py, once for each side, and comes back as plain values that a saved
+comparison keeps. Rows whose processed logits are the same bits on both sides are not looked at: there is nothing to
+explain. Not here: what a flip means (judge/flips.py), the best logits of a flip (flipped.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.sampled_rows import SampledRows
+from vllm_accprobe.comparison.measure.read import Loader, Unread
+from vllm_accprobe.comparison.plan.joining import Group, alone
+from vllm_accprobe.comparison.plan.unit import (
+    MASKED_IDS,
+    MASKED_LOGITS,
+    SAMPLER,
+    TOKEN,
+    TOP_IDS,
+    TOP_LOGITS,
+)
+from vllm_accprobe.comparison.plan.units import Plan
+from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.dump.schema import LOGITS, NOISE, NOISE_DRAWS
+from vllm_accprobe.judge import sampling_rules as rules
+
+_RAW = "logits"
+_MOST = 64
+"""Chosen: rows without a flipped token that are computed again; the first of each request come first, and one is
+enough to name a processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one side has a row. at: its place among the rows of the step's logits."""
+
+    rank: int
+    step: int
+    at: int
+    group: tuple[int, int]
+
+
+class _Side:
+    """One dump's rows of logits by key. side: 0 golden, 1 mine."""
+
+    def __init__(self, plan: Plan, side: int, loader: Loader, dump: Any):
+        self._loader, self._dump = loader, dump
+        self._tokens = (plan.tokens.golden, plan.tokens.mine)[side]
+        self._histories: dict[int, SampledRows] = {}
+        self.attrs = next(
+            (dict(m.attrs) for ms in dump.modules.values() for m in ms if m.tap == SAMPLER), dict[str, Any]()
+        )
+        self._draw = rules.draw_of(self.attrs.get(NOISE), self.attrs.get(NOISE_DRAWS))
+        cells = self._tokens.cells
+        self.groups: dict[str, dict[tuple[int, int], Group]] = {}
+        self._ranks: dict[tuple[int, int], int] = {}
+        for r in dump.records:
+            if r.step is None or r.rows != LOGITS or r.call:
+                continue
+            moment = cells.get(r.rank, 0), r.step
+            raw = r.role == "output.0" and r.tap.rpartition(".")[2] == "logits_processor"
+            if (r.tap == SAMPLER or raw) and r.payload is not None:
+                self.groups.setdefault(_RAW if raw else r.role, {}).setdefault(moment, alone(r, moment[0]))
+            if r.tap == SAMPLER:
+                self._ranks.setdefault(moment, r.rank)
+        self.places: dict[int, _Place] = {}
+        for (cell, step, name), rows in self._tokens.rows.items():
+            if name != LOGITS or (cell, step) not in self._ranks:
+                continue
+            for at in np.flatnonzero(rows.keep).tolist():
+                self.places[int(rows.keys[at])] = _Place(self._ranks[cell, step], step, at, (cell, step))
+
+    def values(self, role: str, place: _Place) -> np.ndarray | None:
+        """One row of a tensor in float64 or int64; None where there is none."""
+        group = self.groups.get(role, {}).get(place.group)
+        if group is None or not group.readable:
+            return None
+        try:
+            block = self._loader.load(group)
+        except Unread:
+            return None
+        if place.at >= len(block.data):
+            return None
+        return np.asarray(widen(block.data[place.at], block.dtype, as_float=True), np.float64)
+
+    def best(self, logits: str, ids: str, place: _Place) -> tuple[np.ndarray, np.ndarray] | None:
+        found = self.values(logits, place), self.values(ids, place)
+        return None if found[0] is None or found[1] is None else (found[0], found[1].astype(np.int64))
+
+    def row(self, place: _Place, token: int | None) -> rules.Row:
+        """All that the dump has of it."""
+        history = self._histories.setdefault(place.rank, SampledRows(self._dump, place.rank)).of(place.step)
+        if place.at >= len(history):
+            return rules.Row(None, None, None, token, None, None, 0)
+        h = history[place.at]
+        raw = self.values(_RAW, place)
+        left = self.best(MASKED_LOGITS, MASKED_IDS, place)
+        if raw is None and (top := self.best(TOP_LOGITS, TOP_IDS, place)) is not None:
+            known = [*top[1].tolist(), *(left[1].tolist() if left else ()), token or 0]
+            raw = np.full(max(max(known), 0) + 2, np.nan)  # a vocabulary of which only the best are known
+            raw[top[1]] = top[0]
+        masked = self._masked(place, h.request.req if h.request is not None else -1)
+        return rules.Row(
+            h.asks, raw, left, token, h.prompt, h.output, h.generated, h.drafts, masked, self._draw
+        )
+
+    def _masked(self, place: _Place, req: int) -> tuple[str, ...] | None:
+        mask = self._dump.masks.get((place.rank, place.step, req))
+        return None if mask is None else tuple(mask.by)
+
+
+class Sampled:
+    """Both sides' rows of logits."""
+
+    def __init__(self, plan: Plan, loaders: tuple[Loader, Loader], dumps: tuple[Any, Any]):
+        self._sides = [_Side(plan, i, loaders[i], dumps[i]) for i in (0, 1)]
+        runs = [{k: d.run.get(k) for k in ("versions", "device", "system")} for d in dumps]
+        noise = [side.attrs.get(NOISE) for side in self._sides]
+        self._same_noise = noise[0] is not None and noise[0] == noise[1] and runs[0] == runs[1]
+
+    def of(self, key: int, tokens: Sequence[int | None]) -> dict[str, Any] | None:
+        """What judge.flips.Asked is made of, for the row ``key`` of which golden and mine took ``tokens``; None where
+        one side does not have it."""
+        places = [side.places.get(key) for side in self._sides]
+        if places[0] is None or places[1] is None:
+            return None
+        found = [(side, p) for side, p in zip(self._sides, places, strict=True) if p is not None]
+        rows = [side.row(place, token) for (side, place), token in zip(found, tokens, strict=True)]
+        asks = [row.asks for row in rows]
+        tops = [side.best(TOP_LOGITS, TOP_IDS, place) for side, place in found]
+        whole = [row.raw if row.whole else None for row in rows]
+        same = None
+        if whole[0] is not None and whole[1] is not None:
+            same = np.array_equal(whole[0], whole[1])
+        left = [row.left for row in rows]
+        alike = None
+        if left[0] is not None and left[1] is not None:
+            alike = all(map(np.array_equal, left[0], left[1]))
+        return {
+            "checks": [_plain(rules.check(row)) for row in rows],
+            "greedy": all(a is not None and a.greedy for a in asks),
+            "seeded": all(a is not None and a.seed is not None for a in asks),
+            "same_parameters": None if None in asks else asks[0].digest == asks[1].digest,  # type: ignore[union-attr]
+            "same_logits": same,
+            "same_best": None if None in tops else all(map(np.array_equal, *tops)),  # type: ignore[arg-type]
+            "same_left": alike,
+            "same_noise": self._same_noise,
+        }
+
+    def processed(self, flipped: set[int]) -> list[dict[str, Any]]:
+        """The rows without a flipped token whose processed logits are not the same bits on both sides, {"key": ...}
+        with what `of` tells of each."""
+        found: list[dict[str, Any]] = []
+        golden, mine = self._sides
+        differing = [
+            key for key, place in mine.places.items()
+            if key not in flipped and key in golden.places and self._differs(golden.places[key], place)
+        ]  # fmt: skip
+        for key in sorted(differing, key=lambda k: (mine.places[k].step, k))[:_MOST]:
+            both = [side.values(TOKEN, side.places[key]) for side in self._sides]
+            told = self.of(key, [None if t is None else int(t[0]) for t in both])
+            if told is not None:
+                found.append({"key": key} | told)
+        return found
+
+    def _differs(self, golden: _Place, mine: _Place) -> bool:
+        groups = [
+            [side.groups.get(role, {}).get(place.group) for role in (MASKED_LOGITS, MASKED_IDS)]
+            for side, place in zip(self._sides, (golden, mine), strict=True)
+        ]
+        if None in groups[0] or None in groups[1]:
+            return False
+        prints = [[g.fingerprint for g in side if g is not None] for side in groups]
+        if prints[0] == prints[1] and None not in prints[0]:
+            return False
+        rows = [side.best(MASKED_LOGITS, MASKED_IDS, p) for side, p in zip(self._sides, (golden, mine), strict=True)]
+        return None not in rows and not all(map(np.array_equal, *rows))  # type: ignore[arg-type]
+
+
+def _plain(checked: rules.Checked) -> dict[str, Any]:
+    found = asdict(checked)
+    del found["best"]
+    return found | {"processors": list(checked.processors)}

@@ -1,0 +1,473 @@
+"""What a request's own parameters make of its logits, and which token they let the sampler take.
+
+The problem: a token is right or wrong only by its own request's temperature, filters, seed, penalties, biases and word
+lists, and by the very logits that the model gave; two runs that differ do not tell which of them is wrong, and two that
+agree may both be. The idea: one row of logits is processed again in float64 from what the dump has of its request, and
+what the engine's processors left, and the token that it took, either lie within rounding of that or do not. Where the
+noise that draws tokens is known, a seed names the very token; elsewhere a token must be one that the filters keep.
+
+Order and formulas are vLLM's [vllm/v1/sample/sampler.py: allowed tokens, bad words, a minimum of tokens, biases,
+penalties; then temperature, min-p, top-k, top-p]. Repetition: N. Keskar et al., CTRL, arXiv 1909.05858, section 4.1.
+Presence and frequency: OpenAI's API reference. Top-p: A. Holtzman et al., arXiv 1904.09751. Min-p: M. Nguyen et al.,
+arXiv 2407.01082. The draw: argmax of x plus Gumbel noise [L. Devroye, 1986]. Not here: what a dump has of a row
+(align/sampled_rows.py), what a flipped token then means (flips.py), vendors' operators (opcheck/references/samplers/).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from vllm_accprobe.dump.schema import (
+    ALLOWED,
+    BAD_WORDS,
+    BIAS,
+    GUMBEL,
+    MIN_TOKENS,
+    NAMED_TOKENS,
+    PENALTIES,
+    TRACE,
+    SamplingParameters,
+)
+
+_ROUND = 2.0**-24
+"""Unit of float32, in which engines process logits."""
+_STEPS = 8.0
+"""Derived: a logit goes through at most eight roundings: a product with the reciprocal of the repetition penalty and
+that itself, a bias, a product and a difference for frequency and for presence each, and its storage."""
+_BORDER = 2.0**-14
+"""Chosen: how near to its limit a float32 sum of probabilities, or a probability, may fall on either side."""
+_DRAW = 2.0**-18
+"""Chosen: how far apart the two best sums of logit and noise must be, in units of their size, for a float32 kernel to
+order them as float64 does: 64 units."""
+RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
+FORCED = "its token was named by its client"
+DRAFTS = "its step verifies drafts"
+NO_PARAMETERS = "the sampling parameters of its request were not captured"
+NO_LOGITS = "not all logits of its row were captured"
+_NOTHING = np.zeros(0, np.int64)
+Draw = Callable[[np.ndarray, int, int], "int | None"]
+"""(logits float64 [V], minus infinity for what may not be taken; seed; how many tokens the request had) → the token
+that the engine's noise draws, None where rounding may decide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a dump has of one row of logits. asks: None where it does not know. raw: float64 [V], NaN where not known.
+    left: (logits, ids) of the best after all processors, descending, None where they were not recorded. prompt: the
+    distinct tokens of the prompt; output: the tokens generated before, in order; None where not all are known.
+    generated: how many these are. masked: the words of what the runner itself says changed this row, None where it does
+    not say. draw: by the noise of this engine, None where that is not known."""
+
+    asks: SamplingParameters | None
+    raw: np.ndarray | None
+    left: tuple[np.ndarray, np.ndarray] | None
+    token: int | None
+    prompt: np.ndarray | None
+    output: np.ndarray | None
+    generated: int
+    drafts: bool = False
+    masked: tuple[str, ...] | None = None
+    draw: Draw | None = None
+
+    @property
+    def whole(self) -> bool:
+        return self.raw is not None and not bool(np.isnan(self.raw).any())
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """left: whether the processors did what the request asks; token: whether the sampler took a right one of what they
+    left. RIGHT, WRONG, or UNKNOWN, with the reason in ``why_*``, which of a wrong one says what is wrong. processors:
+    the words of those that left a wrong row. best: (logits, ids) that should have been left, as many as were recorded.
+    drawn: the token is right by its seed, not only one that might be taken."""
+
+    left: str
+    token: str
+    why_left: str = ""
+    why_token: str = ""
+    processors: tuple[str, ...] = ()
+    best: tuple[np.ndarray, np.ndarray] | None = None
+    should: int | None = None
+    drawn: bool = False
+
+
+class Unknown(Exception):
+    """A row that cannot be computed again; its text says why."""
+
+
+def processed(row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """(logits that the request's processors should leave, float64 [V], how far off a right engine may be). Raises
+    Unknown."""
+    asks, raw = row.asks, row.raw
+    if asks is None:
+        raise Unknown(NO_PARAMETERS)
+    if raw is None:
+        raise Unknown(NO_LOGITS)
+    unwritten = [w for w in asks.also if w not in (NAMED_TOKENS, TRACE)]
+    unwritten += [w for w in row.masked or () if w not in asks.processors]
+    if unwritten:
+        raise Unknown(f"what {' and '.join(dict.fromkeys(unwritten))} changes is not in the dump")
+    if row.drafts and asks.processors:
+        raise Unknown(DRAFTS)
+    z, size = raw.copy(), np.abs(raw)
+    forbidden = _forbidden(row, asks, len(z))
+    for token, bias in asks.bias:
+        if token < len(z):
+            z[token] += bias
+            size[token] += abs(bias) + abs(z[token])
+    if asks.penalised:
+        z, more = _penalised(z, row, asks)
+        size = size + more
+    z[forbidden] = -np.inf
+    return z, _STEPS * _ROUND * np.where(np.isfinite(size), size, 0.0)
+
+
+def _forbidden(row: Row, asks: SamplingParameters, width: int) -> np.ndarray:
+    out = np.zeros(width, bool)
+    if asks.allowed is not None:
+        out[:] = True
+        out[[t for t in asks.allowed if t < width]] = False
+    if asks.min_tokens > row.generated:
+        out[[t for t in asks.stop if t < width]] = True
+    if asks.bad_words:
+        said = _said(row).tolist()
+        for *before, last in asks.bad_words:
+            if last < width and len(before) <= len(said) and said[len(said) - len(before) :] == before:
+                out[last] = True
+    return out
+
+
+def _said(row: Row) -> np.ndarray:
+    if row.output is None:
+        raise Unknown("not all tokens that its request had generated are in the dump")
+    return row.output
+
+
+def _penalised(z: np.ndarray, row: Row, asks: SamplingParameters) -> tuple[np.ndarray, np.ndarray]:
+    """(z, what adds to the size of its roundings)"""
+    said = _said(row)
+    counts = np.bincount(said[said < len(z)], minlength=len(z)).astype(np.float64)
+    size = np.abs(z)
+    if asks.repetition != 1.0:
+        if row.prompt is None:
+            raise Unknown("not all tokens of its prompt are in the dump")
+        seen = counts > 0
+        seen[row.prompt[row.prompt < len(z)]] = True
+        z = np.where(seen, np.where(z > 0, z / asks.repetition, z * asks.repetition), z)
+    size = size + np.abs(z) + abs(asks.frequency) * counts + abs(asks.presence) * (counts > 0)
+    return z - asks.frequency * counts - asks.presence * (counts > 0), size
+
+
+# --- which tokens may be taken ------------------------------------------------------------------------------------
+
+
+def kept(z: np.ndarray, asks: SamplingParameters, slack: float = _BORDER) -> np.ndarray:
+    """bool [V]: the tokens that the filters may keep of processed logits. slack: below 0 those that they surely keep.
+    A float32 sum may fall on either side of a limit, and equals may stand in any order."""
+    x = z / asks.temperature
+    keep = np.isfinite(x)
+    if asks.min_p > 0.0:
+        p = _softmax(x)
+        keep &= p >= asks.min_p * p.max() * (1.0 - slack)
+    tiny = slack * 2.0**-8 * np.maximum(np.abs(x), 1.0, where=np.isfinite(x), out=np.ones_like(x))
+    if 0 < asks.top_k < int(keep.sum()):
+        limit = np.partition(x[keep], -asks.top_k)[-asks.top_k]
+        keep &= x >= limit - tiny if slack > 0 else x > limit + np.abs(tiny)
+        if slack <= 0 and not keep.any():
+            keep[int(x.argmax())] = True
+    if asks.top_p < 1.0:
+        p = _softmax(np.where(keep, x, -np.inf))
+        order = np.argsort(-p, kind="stable")
+        before = np.cumsum(p[order]) - p[order]
+        inside = before < asks.top_p + slack
+        if slack > 0:  # equals of the last one that is inside may stand before it
+            inside |= p[order] >= p[order][max(int(inside.sum()) - 1, 0)] * (1.0 - slack)
+        inside[0] = True
+        out = np.zeros_like(keep)
+        out[order[inside]] = True
+        keep &= out
+    return keep
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+# --- the noise ------------------------------------------------------------------------------------------------------
+
+
+def draw_of(kind: str | None, drew: str | None) -> Draw | None:
+    """The noise of an engine whose sampler says ``kind``, where ours draws the same (schema.NOISE_DRAWS)."""
+    if kind != GUMBEL or not drew:
+        return None
+    for words in (2, 1):
+        ours = (int(_gumbel(_number(seed, 1, words), 64).argmax()) for seed in range(1, 9))
+        if ",".join(map(str, ours)) == drew:
+            return functools.partial(by_gumbel, words=words)
+    return None
+
+
+def by_gumbel(x: np.ndarray, seed: int, generated: int, words: int = 2) -> int | None:
+    """As vLLM's CPU sampler draws: the request's generator gives one number below 2**31 for each token, and that the
+    noise [vllm/v1/sample/ops/topk_topp_sampler.py, forward_cpu]. words: as `_number`'s."""
+    return _sure_best(x + _gumbel(_number(seed, generated, words), len(x)))
+
+
+def _number(seed: int, n: int, words: int) -> int:
+    """The ``n``-th, from 0, of torch.randint(0, 2**31) by a generator of this seed: a Mersenne Twister [M. Matsumoto
+    and T. Nishimura, ACM TOMACS 8 (1998) 3]. words: how many of its numbers a torch takes for one."""
+    numbers = np.random.RandomState(seed & 0xFFFFFFFF).randint(0, 1 << 32, size=words * (n + 1), dtype=np.uint32)
+    return int(numbers[-1]) & 0x7FFFFFFF
+
+
+def _sure_best(total: np.ndarray) -> int | None:
+    best = int(total.argmax())
+    rest = np.delete(total, best)
+    second = float(rest.max()) if len(rest) else -np.inf
+    return best if total[best] - second > _DRAW * max(abs(float(total[best])), 1.0) else None
+
+
+def _gumbel(seed: int, n: int) -> np.ndarray:
+    """float64 [n]: Gumbel noise of each token from SplitMix64 [G. Steele, D. Lea and C. Flood, OOPSLA 2014] of the seed
+    and the token."""
+    with np.errstate(over="ignore"):
+        key = _mixed(np.array([seed], np.uint64))
+        bits = _mixed(key + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)
+    u = (bits.astype(np.float64) + 0.5) * 2.0**-53
+    noise: np.ndarray = -np.log(-np.log(u))
+    return noise
+
+
+def _mixed(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+# --- one row ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Check:
+    row: Row
+    z: np.ndarray | None = None
+    bound: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    why: str = ""
+
+    def run(self) -> Checked:
+        try:
+            self.z, self.bound = processed(self.row)
+        except Unknown as why:
+            self.why = str(why)
+        return self._left()
+
+    def _left(self) -> Checked:
+        row, z = self.row, self.z
+        if row.left is None or z is None:
+            why = self.why or "what the processors left was not recorded"
+            return self._token(Checked(UNKNOWN, UNKNOWN, why))
+        wrong = differs(z, self.bound, row.left)
+        best = self._best(len(row.left[0]))
+        if wrong is None:
+            known = row.whole or not np.isnan(z[row.left[1][np.isfinite(row.left[0])].astype(np.int64)]).any()
+            return self._token(Checked(RIGHT if known else UNKNOWN, UNKNOWN, "" if known else NO_LOGITS, best=best))
+        asks = row.asks
+        assert asks is not None
+        words, how = explained(row)
+        names = words or asks.processors or tuple(row.masked or ())
+        told = f"{wrong}{f': {how}' if how else ''}"
+        return self._token(Checked(WRONG, UNKNOWN, told, processors=names, best=best))
+
+    def _best(self, n: int) -> tuple[np.ndarray, np.ndarray] | None:
+        if self.z is None or not self.row.whole:
+            return None
+        ids = np.argsort(-self.z, kind="stable")[:n]
+        return self.z[ids], ids
+
+    def _token(self, found: Checked) -> Checked:
+        row, token, asks = self.row, self.row.token, self.row.asks
+        why = ""
+        if token is None or token < 0:
+            why = "its token was not recorded"
+        elif asks is None:
+            why = NO_PARAMETERS
+        elif NAMED_TOKENS in asks.also or TRACE in asks.also or TRACE in (row.masked or ()):
+            why = FORCED
+        if why or token is None or asks is None:
+            return replace(found, token=UNKNOWN, why_token=why)
+        if asks.greedy:
+            return self._greedy(found, asks, token)
+        if row.drafts:
+            return replace(found, token=UNKNOWN, why_token=DRAFTS)
+        if self.z is None or not row.whole or found.left == WRONG:
+            why = "it was drawn from wrong logits" if found.left == WRONG else self.why or NO_LOGITS
+            return replace(found, token=UNKNOWN, why_token=why)
+        return self._drawn(found, asks, token)
+
+    def _greedy(self, found: Checked, asks: SamplingParameters, token: int) -> Checked:
+        row = self.row
+        if found.left != WRONG and self.z is not None and row.whole:
+            z, bound = self.z, self.bound
+            if token >= len(z):
+                return replace(found, token=WRONG, why_token=f"token {token} is none of {len(z)}")
+            best = int(z.argmax())
+            behind = float(z[best] - z[token])
+            if behind <= bound[best] + bound[token]:
+                return replace(found, token=RIGHT, should=token)
+            told = f"greedy, and token {token} is {behind:.3g} behind the best, {best}"
+            if row.left is None and asks.processors:  # nobody saw what they left: whose the error is, the token tells
+                words, how = explained(row)
+                if words:
+                    return replace(found, left=WRONG, token=UNKNOWN, processors=words, why_left=f"{told}: {how}",
+                                   why_token="it was taken from wrong logits", should=best)  # fmt: skip
+            return replace(found, token=WRONG, why_token=told, should=best)
+        if row.left is None:
+            return replace(found, token=UNKNOWN, why_token=self.why or NO_LOGITS)
+        values, ids = row.left
+        at = np.flatnonzero(ids == token)
+        behind = float(values[0] - values[at[0]]) if len(at) else np.inf
+        if behind == 0.0:
+            return replace(found, token=RIGHT, should=token)
+        best = int(ids[0])
+        far = f"{behind:.3g} behind" if np.isfinite(behind) else "not among the best: behind"
+        told = f"greedy, and token {token} is {far} what was left as best, {best}"
+        return replace(found, token=WRONG, why_token=told, should=best)
+
+    def _drawn(self, found: Checked, asks: SamplingParameters, token: int) -> Checked:
+        z = self.z
+        assert z is not None
+        may = kept(z, asks)
+        best = int(z.argmax())
+        if token >= len(z) or not may[token]:
+            words, how = explained(self.row) if self.row.left is None else ((), "")
+            if words:
+                return replace(found, left=WRONG, token=UNKNOWN, processors=words, should=best,
+                               why_left=f"token {token} may not be taken: {how}",
+                               why_token="it was drawn from wrong logits")  # fmt: skip
+            told = f"token {token} is none of the {int(may.sum())} that {filters(asks)} keep"
+            return replace(found, token=WRONG, should=best, why_token=told)
+        if asks.seed is None or self.row.draw is None:
+            return replace(found, token=RIGHT, should=token)
+        should = drawn(z, asks, self.row)
+        if should is None:
+            return replace(found, token=RIGHT, should=token)
+        if should == token:
+            return replace(found, token=RIGHT, should=token, drawn=True)
+        if self.row.left is None and asks.processors:
+            words, how = explained(self.row)
+            if words:
+                return replace(found, left=WRONG, token=UNKNOWN, processors=words, should=should,
+                               why_left=f"its seed draws token {should}, not {token}: {how}",
+                               why_token="it was drawn from wrong logits")  # fmt: skip
+        nth = f"draw {self.row.generated + 1} of seed {asks.seed} by {filters(asks)}"
+        told = f"{nth} is token {should}, not {token}"
+        return replace(found, token=WRONG, why_token=told, should=should)
+
+
+def check(row: Row) -> Checked:
+    """Whether what was done to one row of logits, and the token taken of it, follow from its request's parameters."""
+    return _Check(row).run()
+
+
+def drawn(z: np.ndarray, asks: SamplingParameters, row: Row) -> int | None:
+    """The token that the engine's noise draws of processed logits; None where it is not known, or rounding decides."""
+    if asks.seed is None or row.draw is None:
+        return None
+    x = z / asks.temperature
+    found = {row.draw(np.where(kept(z, asks, s), x, -np.inf), asks.seed, row.generated) for s in (_BORDER, -_BORDER)}
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def filters(asks: SamplingParameters) -> str:
+    """What draws, in words."""
+    said = [f"temperature {asks.temperature:.3g}"]
+    said += [f"top-k {asks.top_k}"] if asks.top_k > 0 else []
+    said += [f"top-p {asks.top_p:.3g}"] if asks.top_p < 1.0 else []
+    said += [f"min-p {asks.min_p:.3g}"] if asks.min_p > 0.0 else []
+    return ", ".join(said)
+
+
+def differs(z: np.ndarray, bound: np.ndarray, left: tuple[np.ndarray, np.ndarray]) -> str | None:
+    """In what the best logits that an engine left are not those of ``z``, in words; None where they are. z: NaN where
+    not known."""
+    values, ids = left
+    real = np.isfinite(values)
+    at = ids[real].astype(np.int64)
+    if len(at) and (at.min() < 0 or at.max() >= len(z)):
+        return f"a token of {int(at.max())} was left, of {len(z)}"
+    with np.errstate(invalid="ignore"):
+        off = np.abs(values[real] - z[at])
+        off[~np.isfinite(z[at]) & ~np.isnan(z[at])] = np.inf
+        bad = np.flatnonzero(off > bound[at] * 2.0 + _ROUND * np.abs(values[real]))
+    if len(bad):
+        i = int(bad[0])
+        should = float(z[at[i]])
+        return f"the logit of token {int(at[i])} became {float(values[real][i]):.5g}, not {should:.5g}"
+    last = float(values[real].min()) if real.all() else -np.inf
+    out = np.ones(len(z), bool)
+    out[at] = False
+    with np.errstate(invalid="ignore"):
+        more = np.flatnonzero(out & (z - 2.0 * bound - _ROUND * np.abs(z) > last))
+    if len(more):
+        first = int(more[np.argmax(z[more])])
+        return f"token {first}, whose logit should be {float(z[first]):.5g}, was not among the best that were left"
+    return None
+
+
+def explained(row: Row) -> tuple[tuple[str, ...], str]:
+    """(words of the processors, how) of the first way to process the row wrongly that gives just what the engine left,
+    or took; ((), "") where none does."""
+    for words, how, other in _variants(row):
+        try:
+            z, bound = processed(other)
+        except Unknown:
+            continue
+        if row.left is not None:
+            if differs(z, bound, row.left) is None:
+                return words, how
+            continue
+        asks, token = row.asks, row.token
+        if asks is None or token is None or not other.whole or token >= len(z):
+            continue
+        if asks.greedy and z[token] >= z.max() - 2.0 * float(bound.max()):
+            return words, how
+        if not asks.greedy and drawn(z, asks, row) == token:
+            return words, how
+    return (), ""
+
+
+def _variants(row: Row) -> Iterator[tuple[tuple[str, ...], str, Row]]:
+    asks = row.asks
+    if asks is None:
+        return
+    active = asks.processors
+    if PENALTIES in active:
+        said = (PENALTIES,)
+        if row.output is not None and len(row.output):
+            yield said, "as if nothing had been generated yet", replace(row, output=_NOTHING)
+            yield said, "as without the last token that was generated", replace(row, output=row.output[:-1])
+        if row.prompt is not None and asks.repetition != 1.0:
+            yield said, "as if the prompt did not count", replace(row, prompt=_NOTHING)
+    without: Sequence[tuple[str, dict[str, object]]] = (
+        (PENALTIES, {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}),
+        (BIAS, {"bias": ()}),
+        (ALLOWED, {"allowed": None}),
+        (BAD_WORDS, {"bad_words": ()}),
+        (MIN_TOKENS, {"min_tokens": 0}),
+    )
+    for word, change in without:
+        if word in active:
+            yield (word,), f"as without {word}", replace(row, asks=replace(asks, **change))  # type: ignore[arg-type]
+    if asks.penalised:
+        for name, usual in (("repetition", 1.0), ("presence", 0.0), ("frequency", 0.0)):
+            if getattr(asks, name) != usual:
+                less = replace(asks, **{name: usual})  # type: ignore[arg-type]
+                yield (PENALTIES,), f"as without the {name} penalty", replace(row, asks=less)
+    if len(active) > 1:
+        every = {k: v for _, change in without for k, v in change.items()}
+        yield active, "as without any of them", replace(row, asks=replace(asks, **every))  # type: ignore[arg-type]
