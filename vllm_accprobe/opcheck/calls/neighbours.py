@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Record
+from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record
 from vllm_accprobe.opcheck.calls.history import Past
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.parameters import adapter_of
@@ -28,6 +28,7 @@ _PAST = {
     "EncoderOnlyAttention": ("key", "value"),
     "MLAAttention": ("kv_c_normed", "k_pe"),
 }
+_FACTOR = "routed_scaling_factor"
 _SUMMED = ("RowParallelLinear", "VocabParallelEmbedding")
 _OVER_RANKS = tuple(
     f"{name}Operation" for name in ("AllReduce", "AllGather", "ReduceScatter", "Broadcast", "LinearParallel")
@@ -43,6 +44,7 @@ class Neighbours:
         self._index = index
         self._common: dict[tuple[int, str], Mapping[str, Any]] = {}
         self._shared: dict[int, Mapping[int, Prefix]] = {}
+        self._scaling: dict[int, list[Module]] = {}
 
     def past(self, rank: int, cls: str) -> Past | None:
         """An empty cache for the calls of one tap, which come step by step; None for a class that has none."""
@@ -83,12 +85,17 @@ class Neighbours:
         if what.cls == "MLAAttention":
             weight = parameters.of(rank, f"{tap}.kv_b_proj")
             extra |= {"kv_b_proj": weight["weight"]} if weight.get("weight") is not None else {}
-        if tap.endswith(".routed_experts.quant_method"):
-            block = tap.removesuffix(".routed_experts.quant_method")
+        if tap.endswith(".quant_method"):
+            block = tap.removesuffix(".quant_method").removesuffix(".routed_experts")
             gates = (f"{block}.gate", f"{block.rpartition('.')[0]}.gate")
             for gate in gates:
                 extra |= self._output("router_logits", rank, gate, step, n)
             extra["gate"] = {n: t for g in gates for n, t in self._bias(rank, g).items()}
+            holder = self._index.modules.get(rank, {}).get(block)
+            found = (holder.attrs if holder is not None else {}).items()
+            extra["router"] = {k.removeprefix("router."): v for k, v in found if k.startswith("router.")}
+        if (what.config or {}).get("routed_scaling_factor") or "routed_scaling_factor" in what.attrs:
+            extra["factors"] = self._factors(rank, tap)
         if what.cls.endswith("LoRA"):
             extra |= self._adapters(rank, tap, step, n)
         extra |= self._inside(rank, tap, step)
@@ -100,6 +107,13 @@ class Neighbours:
         children = self._index.children.get((rank, tap))
         read = self._index.read
         return {"children": self._within(rank, tap, children, step), "read": read} if children else {}
+
+    def _factors(self, rank: int, tap: str) -> dict[str, float]:
+        """Routed scaling factors of what lies below ``tap``, by its path, each object once."""
+        if rank not in self._scaling:
+            self._scaling[rank] = [m for m in self._index.modules.get(rank, {}).values() if _FACTOR in m.attrs]
+        inner = {m.index: m for m in self._scaling[rank] if m.tap.startswith(f"{tap}.")}
+        return {m.tap.removeprefix(f"{tap}."): float(m.attrs[_FACTOR]) for m in inner.values()}
 
     def _parts(self, what: Call, rank: int, tap: str, step: int, n: int, extra: Mapping[str, Any]) -> dict[str, Any]:
         """The other ranks' calls of a block whose parts each have a share of the sum: how many, and they."""
