@@ -28,6 +28,11 @@ _PAST = {
     "EncoderOnlyAttention": ("key", "value"),
     "MLAAttention": ("kv_c_normed", "k_pe"),
 }
+_QUIET = (
+    "a container, never called", "another name of a captured module", "never called in a captured step",
+)  # fmt: skip
+"""Why a module has no records that did nothing of its own in the captured steps."""
+_NOT = ("not selected by VLLM_ACCPROBE_MODULES",)
 _FACTOR = "routed_scaling_factor"
 _SUMMED = ("RowParallelLinear", "VocabParallelEmbedding")
 _OVER_RANKS = tuple(
@@ -45,6 +50,7 @@ class Neighbours:
         self._common: dict[tuple[int, str], Mapping[str, Any]] = {}
         self._shared: dict[int, Mapping[int, Prefix]] = {}
         self._scaling: dict[int, list[Module]] = {}
+        self._below: dict[int, dict[str, frozenset[str]]] = {}
 
     def past(self, rank: int, cls: str) -> Past | None:
         """An empty cache for the calls of one tap, which come step by step; None for a class that has none."""
@@ -106,7 +112,26 @@ class Neighbours:
     def _inside(self, rank: int, tap: str, step: int) -> dict[str, Any]:
         children = self._index.children.get((rank, tap))
         read = self._index.read
-        return {"children": self._within(rank, tap, children, step), "read": read} if children else {}
+        if not children:
+            return {}
+        within = self._within(rank, tap, children, step)
+        seen = {path.partition(".")[0] for path, _, _ in within}
+        unseen = tuple(sorted(self._parts_of(rank, tap) - seen))
+        return {"children": within, "read": read, "unseen": unseen}
+
+    def _parts_of(self, rank: int, tap: str) -> frozenset[str]:
+        """Names of the modules right below ``tap`` that run, as far as the dump knows them: it names those that were
+        not selected, too."""
+        if rank not in self._below:
+            quiet = {s.tap for s in self._index.dump.skips if s.reason in _QUIET}
+            known = {*self._index.modules.get(rank, {}), *(s.tap for s in self._index.dump.skips if s.reason in _NOT)}
+            below: dict[str, set[str]] = {}
+            for path in known - quiet - {ROOT_TAP}:
+                while path:
+                    path, _, name = path.rpartition(".")
+                    below.setdefault(path or ROOT_TAP, set()).add(name)
+            self._below[rank] = {path: frozenset(names) for path, names in below.items()}
+        return self._below[rank].get(tap, frozenset())
 
     def _factors(self, rank: int, tap: str) -> dict[str, float]:
         """Routed scaling factors of what lies below ``tap``, by its path, each object once."""

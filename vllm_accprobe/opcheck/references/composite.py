@@ -19,7 +19,7 @@ from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, reference, sum_of_two
 from vllm_accprobe.opcheck.references.hf import mixture, residual_layer
 from vllm_accprobe.opcheck.references.linear import added, rounded
-from vllm_accprobe.opcheck.references.parts import UNTOLD, WHERE_SCALED, held, inside, ranks_of, routed_factor, same
+from vllm_accprobe.opcheck.references.parts import UNTOLD, WHERE_SCALED, all_seen, held, inside, ranks_of, routed_factor, same
 
 
 def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> dict[str, Expected]:
@@ -28,6 +28,8 @@ def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> 
     last: output.0 only from the child that ran last: a block that does more behind it is not the one that is meant."""
     found: dict[str, Expected] = {}
     ran_last = inside(call)[-1][0]
+    if last:
+        all_seen(call)
     for role, child, child_role in places:
         if last and role == "output.0" and ran_last != child and not ran_last.startswith(f"{child}."):
             continue
@@ -96,6 +98,7 @@ def _experts(call: Call) -> Expected:
     alone, out = same(call, "output.0", "quant_method", "output.0"), call.outputs.get("output.0")
     if alone is not None and out is not None and torch.equal(alone.value, out.double()):
         return alone  # up to 0.11 nothing is added; in between shared experts may be, which the block owns
+    all_seen(call)
     routed, factor = held(call, "routed_experts.quant_method"), _factor_behind(call)
     shared = same(call, "output.0", "_shared_experts._layer", "output.0")
     return _sum(call, routed.value, None if shared is None else shared.value, factor)
@@ -129,6 +132,7 @@ def _sum(call: Call, routed: Any, shared: Any | None, factor: float) -> Expected
 @reference("*MoE", "*MoeSparseMoeBlock", "*SparseMoeBlock", "*Moe")
 def moe_block(call: Call) -> dict[str, Expected]:
     parts = {path for path, _, _ in inside(call)}
+    all_seen(call)
     if any((path, role) == ("experts", "output.1") for path, role, _ in inside(call)):
         return {"output.0": _apart(call)}
     if "experts" in parts and ("shared_expert" in parts or "shared_experts" in parts):
@@ -204,6 +208,7 @@ def last_part(call: Call) -> dict[str, Expected]:
     """The output of the part that ended last."""
     read, out = call.extra.get("read"), call.outputs.get("output.0")
     _, role, record = inside(call)[-1]
+    all_seen(call)
     if read is None or out is None or role != "output.0" or tuple(record.shape) != tuple(out.shape):
         raise Declined(UNTOLD)
     return {"output.0": Expected(read(record).double(), None, 0.0)}

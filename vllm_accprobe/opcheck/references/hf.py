@@ -16,11 +16,12 @@ import torch
 from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, reference
 from vllm_accprobe.opcheck.references import moe
 from vllm_accprobe.opcheck.references.linear import product
-from vllm_accprobe.opcheck.references.parts import first, held, unit_of
+from vllm_accprobe.opcheck.references.parts import all_seen, first, held, unit_of
 
 
 def residual_layer(call: Call) -> dict[str, Expected]:
     """x + attention + MLP, rounded twice."""
+    all_seen(call)
     attention, last = first(call, "self_attn", "attn"), first(call, "mlp")
     if attention is None or last is None or _has_other_parts(call):
         raise Declined("a layer that adds its residual itself")

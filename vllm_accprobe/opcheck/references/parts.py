@@ -51,6 +51,14 @@ def inside(call: Call) -> Inside:
     return found
 
 
+def all_seen(call: Call) -> None:
+    """Raises Declined where a part of this block ran that was not captured: what it added, or made of the others'
+    results, nobody knows."""
+    if unseen := call.extra.get("unseen"):
+        more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
+        raise Declined(f"a block of which parts were not captured ({unseen[0]}{more})")
+
+
 def same(call: Call, role: str, child: str, child_role: str) -> Expected | None:
     """The value of output ``role`` handed on from the last output of the child whose path ends so; None where it was
     not captured."""
