@@ -170,7 +170,7 @@ def _turns(parts: Sequence[Record]) -> bool:
     x, cos, sin = (p.shape for p in parts)
     if not x or len(cos) != 2 or cos != sin or parts[0].row_dim != 0 or x[0] != cos[0] or cos[1] % 2 or not cos[1]:
         return False
-    return int(np.prod(x[1:], dtype=np.int64)) % cos[1] == 0
+    return int(np.prod(x[1:], dtype=np.int64)) % cos[1] == 0 and (len(x) == 2 or x[-1] >= cos[1])
 
 
 class View:
@@ -216,8 +216,11 @@ def _total(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """x: float32 [rows, ...] of heads of size d; cos, sin: float32 [rows, d], both halves alike. float32 as x."""
+    """x: float32 [rows, ...] of heads of size d; cos, sin: float32 [rows, d], both halves alike. float32 as x. Of larger
+    heads, which a shape [rows, heads, size] shows, the first d are rotated and the rest stays."""
     rows, d = cos.shape
+    if x.ndim > 2 and x.shape[-1] > d:
+        return np.concatenate([rope(np.ascontiguousarray(x[..., :d]), cos, sin), x[..., d:]], axis=-1)
     heads = x.reshape(rows, -1, d)
     half = d // 2
     turned = np.concatenate([-heads[..., half:], heads[..., :half]], axis=-1)

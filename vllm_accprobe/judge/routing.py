@@ -7,10 +7,12 @@ logits. If both took their highest logits, and the logits differ within their li
 the two sides add up to what the logits moved by, so that neither can be larger. This row and the later ones of its
 request cannot be judged from here on: they are counted, not condemned. If mine left an expert with a clearly higher
 logit, the choice is wrong, whatever came before; if the logits are beyond their limit, an operator before is.
+Where groups of experts, or a bias that corrects the scores, decide, and both are in the dump (`Chooser`), a margin is
+one of corrected scores, or of groups.
 Two cases have no margin. Without logits nothing shows a near tie, and nothing is excused. Where golden itself does not
-take its highest logits (groups of experts, a bias that corrects the scores), logits do not tell how near a choice was:
-rows whose logits differ within their limits are then left out, because to accuse needs proof as well; they are counted
-apart, and the verdict says so.
+take its best, as far as the dumps say what is best, logits do not tell how near a choice was: rows whose logits differ
+within their limits are then left out, because to accuse needs proof as well; they are counted apart, and the verdict
+says so.
 Not here: chosen experts that nobody saw (near_ties.py), flipped tokens, which are the same at the end of the model
 (flips.py).
 """
@@ -80,14 +82,55 @@ def choices_first(units: Iterable[Any]) -> Iterator[Any]:
     yield from held
 
 
-def margins(golden: np.ndarray, mine: np.ndarray, golden_logits: np.ndarray, mine_logits: np.ndarray) -> np.ndarray:
+@dataclass(frozen=True)
+class Chooser:
+    """By what experts are chosen where it is not their logits: ``scoring`` makes scores of them (softmax, sigmoid),
+    ``bias`` (float [experts]) is added, the ``top_groups`` of ``groups`` stay that are best by their two largest with a
+    bias and else by their largest. Formulas: opcheck/references/moe.py."""
+
+    scoring: str
+    groups: int = 1
+    top_groups: int = 1
+
+    def fits(self, experts: int, bias: np.ndarray | None) -> bool:
+        """Whether a dump's numbers can be these."""
+        groups = 0 < self.top_groups <= self.groups and experts % self.groups == 0
+        return groups and (bias is None or bias.shape == (experts,)) and experts >= 2 * self.groups
+
+    def scores(self, logits: np.ndarray, bias: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(what experts are chosen by, by how much each expert's group is worse than the worst group that stays, 0 in
+        these, how far a rounding of a logit and of its score moves it, in units): float64 [rows, experts] each."""
+        z = logits.astype(np.float64)
+        if self.scoring == "sigmoid":
+            score = 0.5 * (1.0 + np.tanh(0.5 * z))
+            slope = score * (1.0 - score)
+        else:
+            score = np.exp(z - z.max(axis=1, keepdims=True))
+            score /= score.sum(axis=1, keepdims=True)
+            slope = score
+        choice = score if bias is None else score + bias
+        moved = slope * np.abs(z) + score
+        if self.groups == 1:
+            return choice, np.zeros_like(choice), moved
+        sorted_scores = np.sort(choice.reshape(len(z), self.groups, -1), axis=2)
+        strength = sorted_scores[:, :, -1] if bias is None else sorted_scores[:, :, -2:].sum(axis=2)
+        last = np.sort(strength, axis=1)[:, -self.top_groups]
+        behind = np.maximum(last[:, None] - strength, 0.0)
+        return choice, np.repeat(behind, choice.shape[1] // self.groups, axis=1), 2.0 * moved
+
+
+def margins(
+    golden: np.ndarray, mine: np.ndarray, golden_logits: np.ndarray, mine_logits: np.ndarray,
+    by: Chooser | None = None, bias: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
+) -> np.ndarray:  # fmt: skip
     """How far each side was from the other's choice: float64 [rows, 3].
 
     golden, mine: int [rows, k], the experts; the logits: float [rows, experts]. Column 0: in golden's logits, the
     lowest of the experts that only golden took less the highest of those that only mine took; column 1: the same in
     mine's, the other way round; column 2: the largest |logit| among these. NaN where both took the same, and where an
     expert that only one took has no logit, or a logit is not finite. What both took beyond the logits (experts that all
-    rows share) does not matter.
+    rows share) does not matter. by, bias (golden's, mine's): margins are of corrected scores, or of groups where an
+    expert's group decides, and column 2 is what makes `Choices` allow for their roundings.
     """
     rows, experts = golden_logits.shape
     out = np.full((rows, 3), np.nan)
@@ -100,10 +143,26 @@ def margins(golden: np.ndarray, mine: np.ndarray, golden_logits: np.ndarray, min
     at &= np.isfinite(golden_logits).all(axis=1) & np.isfinite(mine_logits).all(axis=1)
     lost, won = lost[at, :experts], won[at, :experts]
     g, m = golden_logits[at].astype(np.float64), mine_logits[at].astype(np.float64)
-    out[at, 0] = np.where(lost, g, np.inf).min(axis=1) - np.where(won, g, -np.inf).max(axis=1)
-    out[at, 1] = np.where(won, m, np.inf).min(axis=1) - np.where(lost, m, -np.inf).max(axis=1)
-    out[at, 2] = np.where(lost | won, np.maximum(np.abs(g), np.abs(m)), 0.0).max(axis=1)
+    if by is None:
+        behind, sizes = np.zeros_like(g), (np.abs(g), np.abs(m))
+        out[at, 0], out[at, 1] = _ahead(g, behind, lost, won), _ahead(m, behind, won, lost)
+    else:
+        (g, g_behind, g_moved), (m, m_behind, m_moved) = by.scores(g, bias[0]), by.scores(m, bias[1])
+        out[at, 0], out[at, 1] = _ahead(g, g_behind, lost, won), _ahead(m, m_behind, won, lost)
+        sizes = g_moved - 1.0, m_moved - 1.0
+    out[at, 2] = np.where(lost | won, np.maximum(*sizes), -1.0).max(axis=1)
     return out
+
+
+def _ahead(choice: np.ndarray, behind: np.ndarray, own: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """float64 [rows]: how much better the worst of the experts ``own`` is than the best of ``other``, by groups where
+    one's group is not among those that stay. bool [rows, experts] each, no row empty."""
+    stays = behind == 0
+    worst = np.where(own, choice, np.inf).min(axis=1)
+    inside = worst - np.where(other & stays, choice, -np.inf).max(axis=1)
+    outside = np.where(other & ~stays, behind, np.inf).min(axis=1)
+    left = np.where(own, behind, 0.0).max(axis=1)
+    return np.asarray(np.where(left > 0, -left, np.minimum(inside, outside)), np.float64)
 
 
 @dataclass(frozen=True)

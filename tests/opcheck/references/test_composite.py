@@ -36,6 +36,15 @@ def test_blocks_hand_on_what_their_last_part_gave() -> None:
         evaluated(block("LlamaMLP", a, {}))
 
 
+@pytest.mark.parametrize("cls", ["LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "GlmMoE", "MoERunner", "Sequential"])
+def test_a_block_is_judged_only_if_all_its_parts_were_captured(cls: str) -> None:
+    """A layer whose unseen MLP runs last does not hand on what its attention gave."""
+    a = draw(2, 3)
+    call = block(cls, a, {"self_attn/output.0": a, "o_proj/output.0": a})
+    with pytest.raises(Declined, match=r"parts were not captured \(mlp and 1 more\)"):
+        evaluated(Call(**{**call.__dict__, "extra": {**call.extra, "unseen": ("mlp", "post_norm")}}))
+
+
 def test_blocks_that_add_up() -> None:
     a, b, gate = draw(2, 3), draw(2, 3), draw(2, 1)
     parts = {"routed_experts.quant_method/output.0": a, "_shared_experts._layer/output.0": b}

@@ -108,8 +108,51 @@ def test_router_weights_are_checked_where_the_model_says_how() -> None:
             want = float(p[t, e] / best.values[t].sum()) if e in chosen else 0.0
             assert found["input.topk_weights"].value[t, k].item() == pytest.approx(want)
     call, _ = experts_call({"hidden_act": "silu", "model_type": "unheard_of"})
-    found = evaluated(Call(**{**call.__dict__, "extra": {"router_logits": logits}}))
-    assert "input.topk_weights" not in found
+    for extra, why in (({"router_logits": logits}, "chosen and weighed"), ({}, "logits were not captured")):
+        found = evaluated(Call(**{**call.__dict__, "extra": extra}))["input.topk_weights"]
+        assert not found.rows.any()
+        assert why in found.reason
+
+
+def glm_call(bias: torch.Tensor | None, **router: Any) -> Call:
+    """GLM-4 MoE as vLLM has it: config.json has no scoring_func and no topk_method, the objects say both."""
+    config = {"hidden_act": "silu", "model_type": "unheard_of", "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    call, _ = experts_call(config)
+    parent = {"top_k": 2, "renormalize": True, "scoring_func": "sigmoid", "num_expert_group": 1, "topk_group": 1,
+              "use_grouped_topk": True, "routed_scaling_factor": 1.0, "has_correction_bias": True}  # fmt: skip
+    gate = {} if bias is None else {"e_score_correction_bias": bias}
+    extra = {"router_logits": LOGITS, "gate": gate, "router": router}
+    return Call(**{**call.__dict__, "parent": parent, "extra": extra})
+
+
+LOGITS = draw(5, 3)
+
+
+def test_what_config_does_not_say_is_taken_from_the_captured_objects() -> None:
+    bias = torch.tensor([3.0, 0.0, 0.0])
+    want, _ = route(LOGITS, 2, scoring="sigmoid", bias=bias.double())
+    call = glm_call(bias, **{"class": "GroupedTopKRouter"})
+    ids = call.inputs["topk_ids"]
+    found = evaluated(call)["input.topk_weights"]
+    torch.testing.assert_close(found.value, want.gather(1, ids))
+    scaled = evaluated(glm_call(bias, **{"class": "CPURouter", "routed_scaling_factor": 2.5}))["input.topk_weights"]
+    torch.testing.assert_close(scaled.value, 2.5 * want.gather(1, ids))
+
+
+@pytest.mark.parametrize(
+    ("bias", "router", "why"),
+    [
+        (None, {}, "corrects the scores"),
+        (torch.zeros(3), {"class": "ZeroExpertRouter"}, "ZeroExpertRouter"),
+        (torch.zeros(3), {"custom_routing": "Llama4MoE.custom_routing_function"}, "Llama4MoE.custom_routing_function"),
+        (torch.zeros(3), {"use_grouped_topk": False, "has_correction_bias": False, "routed_scaling_factor": 2.5},
+         "routed scaling factor"),
+    ],
+)  # fmt: skip
+def test_what_nobody_says_is_not_checked_and_counted(bias: Any, router: dict[str, Any], why: str) -> None:
+    found = evaluated(glm_call(bias, **router))["input.topk_weights"]
+    assert not found.rows.any()
+    assert why in found.reason
 
 
 def inside(logits: torch.Tensor, **parent: Any) -> Call:

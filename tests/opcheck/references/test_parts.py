@@ -15,9 +15,9 @@ from vllm_accprobe.opcheck.references.parts import (
     param_if,
     ranks_of,
     reshaped,
+    routed_factor,
     same,
     unit_of,
-    unscaled,
 )
 
 Y = torch.arange(6.0).reshape(2, 3)
@@ -66,9 +66,22 @@ def test_another_shape_of_the_same_numbers() -> None:
     assert (y.value.shape, y.noise.shape, y.bound, y.groups) == ((3, 2), (3, 2), None, 3.0)
 
 
+def block(config: float | None = None, own: float | None = None, **factors: float) -> Call:
+    named = [{} if f is None else {"routed_scaling_factor": f} for f in (config, own)]
+    return Call("t", "T", config=named[0], attrs=named[1], extra={"factors": factors} if factors else {})
+
+
 @pytest.mark.parametrize("factor", [None, 1, 1.0])
 def test_a_routed_factor_of_one_is_none(factor: float | None) -> None:
-    config = {} if factor is None else {"routed_scaling_factor": factor}
-    assert unscaled(SimpleNamespace(config=config)) is None
-    with pytest.raises(Declined, match="routed scaling factor"):
-        unscaled(SimpleNamespace(config={"routed_scaling_factor": 2.5}))
+    assert routed_factor(block(factor)) == 1.0
+
+
+def test_a_block_scales_by_what_no_object_inside_it_applies() -> None:
+    """vLLM 0.32's runner or router; a block of up to 0.18, whose experts got 1; DeepSeek's name for it elsewhere."""
+    assert routed_factor(block(2.5, 2.5, experts=2.5, routed=1.0)) == 1.0
+    assert routed_factor(block(2.5, experts=1.0, routed=2.5)) == 1.0
+    assert routed_factor(block(2.5, 2.5, experts=1.0)) == 2.5
+    assert routed_factor(block(None, None, experts=2.5)) == 1.0
+    for unknown in (block(2.5), block(2.5, 2.5, experts=2.0)):
+        with pytest.raises(Declined, match="routed scaling factor"):
+            routed_factor(unknown)

@@ -7,6 +7,7 @@ path is the role. Not here: what happens to the tensors (session.py).
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -89,11 +90,20 @@ _ATTRIBUTES = [
     "alpha",
     "limit",
     "embed_scale",
+    # experts and their routing, vLLM's and transformers'
     "renormalize",
     "scoring_func",
     "routed_scaling_factor",
+    "use_grouped_topk",
     "num_expert_group",
     "topk_group",
+    "num_group",
+    "norm_topk_prob",
+    "apply_router_weight_on_input",
+    "activation",
+    "swiglu_limit",
+    "swiglu_alpha",
+    "swiglu_beta",
     "mrope_section",
     "mrope_interleaved",
     "scaling_factor",
@@ -150,6 +160,10 @@ _ATTRIBUTES = [
 ]
 _IMPL = ("scale", "alibi_slopes", "sinks", "logits_soft_cap", "sliding_window", "kv_cache_dtype")
 """Of the object that computes vLLM's attention: ``impl.scale`` and so on."""
+_ROUTER = (
+    "top_k", "renormalize", "scoring_func", "routed_scaling_factor", "use_grouped_topk", "num_expert_group", "topk_group"
+)  # fmt: skip
+"""Of the object that chooses experts, which is no module: ``router.scoring_func`` and so on."""
 _LONGEST = 256
 """A list of more numbers is no description."""
 
@@ -157,8 +171,10 @@ _LONGEST = 256
 def attributes(module: torch.nn.Module) -> dict[str, Any]:
     """Plain numbers, strings and booleans that describe the operator, and lists of them.
 
-    ``impl.<name>`` are those of an attention's kernel; ``rope_parameters`` of a rotary embedding of transformers is the
-    configuration's, by name.
+    ``impl.<name>`` are those of an attention's kernel; ``router.<name>`` of what chooses experts, ``router.class`` its
+    class; ``has_correction_bias``: whether scores are corrected before experts are chosen; ``custom_routing``: the name
+    of a function that chooses them; ``rope_parameters`` of a rotary embedding of transformers is the configuration's,
+    by name.
     """
     found: dict[str, Any] = {}
     for name in _ATTRIBUTES:
@@ -171,6 +187,7 @@ def attributes(module: torch.nn.Module) -> dict[str, Any]:
             value = _plain(getattr(impl, name, None))
             if value is not None:
                 found[f"impl.{name}"] = value
+    _add_routing(module, found)
     if "rope_type" in module.__dict__:
         config = module.__dict__.get("config")
         value = _plain(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
@@ -179,8 +196,28 @@ def attributes(module: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
+def _add_routing(module: torch.nn.Module, found: dict[str, Any]) -> None:
+    """How a module's experts are chosen, as far as it is the module's own attributes that say it not yet."""
+    router = module.__dict__.get("router")
+    holders = [module] if router is None or isinstance(router, torch.nn.Module) else [module, router]
+    if len(holders) > 1:
+        found["router.class"] = type(router).__name__
+        for name in _ROUTER:
+            value = _plain(getattr(router, name, None))
+            if value is not None:
+                found[f"router.{name}"] = value
+    for holder in holders:
+        if hasattr(holder, "e_score_correction_bias"):
+            found["has_correction_bias"] = holder.e_score_correction_bias is not None
+        function = getattr(holder, "custom_routing_function", None)
+        if function is not None:
+            found["custom_routing"] = str(getattr(function, "__qualname__", type(function).__name__))
+
+
 def _plain(value: Any, depth: int = 0) -> Any:
     """``value`` if it is plain, a small tensor's numbers, a list or dict of such; else None."""
+    if isinstance(value, enum.Enum):
+        value = value.value
     if isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, _Tensor):

@@ -154,7 +154,7 @@ class Measurer:
                         margins = choices.logits_alone(here, (stretch.mine, stretch.mine_rows), unit.takes)
                     elif unit.router is not None:
                         chosen_at = (golden[i], cuts[0], row[some]), (group, cuts[1], kept[some])
-                        margins = choices.margins(self.rows, unit.router, chosen_at, self._fits)
+                        margins = choices.margins(self.rows, unit, chosen_at, self._fits, (self.golden, self.mine))
                     if margins is not None:
                         part.margins = np.full((len(kept), 3), np.nan) if part.margins is None else part.margins
                         part.margins[some] = margins

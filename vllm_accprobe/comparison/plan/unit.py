@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from vllm_accprobe.comparison.plan.joining import Group
 from vllm_accprobe.judge.flow import Key
+from vllm_accprobe.judge.routing import Chooser
 
 SAMPLER = "sampler"
 TOKEN, TOP_LOGITS, TOP_IDS = "output.token", "output.top_logits", "output.top_ids"
@@ -24,7 +25,8 @@ class Unit:
 
     depth: layers passed; gap: those of them that were passed unseen since the compared tensor before
     (judge/origins/unseen.py). router: of chosen experts, the groups (golden's, mine's) of the logits by which they were
-    chosen, where both are there. takes: of a router's logits, how many of the highest are taken, where the choice
+    chosen, where both are there, with chooser and bias (golden's, mine's) where something else than their size decides
+    (judge/routing.py). takes: of a router's logits, how many of the highest are taken, where the choice
     itself is not in both dumps; else 0."""
 
     key: Key
@@ -38,6 +40,8 @@ class Unit:
     router: tuple[list[Group], list[Group]] | None = None
     gap: int = 0
     takes: int = 0
+    chooser: Chooser | None = None
+    bias: tuple[Group, Group] | None = None
 
     @property
     def is_param(self) -> bool:

@@ -20,7 +20,7 @@ from vllm_accprobe.align.names import NamePlan, TapRoles, pair_names
 from vllm_accprobe.align.requests import RequestPlan, distinct, pair_requests
 from vllm_accprobe.align.steps import plan_steps
 from vllm_accprobe.align.tokens import TokenPlan, align_rows, own_cell
-from vllm_accprobe.comparison.plan.expert_choices import with_routers
+from vllm_accprobe.comparison.plan.expert_choices import OTHER_FACTOR, scaled_elsewhere, with_routers
 from vllm_accprobe.comparison.plan.joining import Group, Joining, Moment, merged, widths_of
 from vllm_accprobe.comparison.plan.operators import set_apart
 from vllm_accprobe.comparison.plan.partial_sums import WHOLE, Loose, loose, unsummed_taps
@@ -110,6 +110,9 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
                 units.append(Unit(key, golden_key, pair.mine.cls, rule, at, 0, golden_groups, mine_groups))
     units.sort(key=lambda u: u.order)
     units = with_routers(_with_depths(units, orders[1], layers), [*_modules(golden), *_modules(mine)])
+    if unscaled := scaled_elsewhere(units, _modules(golden), _modules(mine)):
+        skipped[OTHER_FACTOR] += sum(len(units[i].mine) for i in unscaled)
+        units = [u for i, u in enumerate(units) if i not in unscaled]
     classes = {p.mine.tap: p.mine.cls for p in names.pairs}
     tree = Tree.of(list(dict.fromkeys(u.key[0] for u in units)), classes, _spans(units))
     ranks = (len(golden.ranks), len(mine.ranks))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.align.sampled_rows import SampledRows
-from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Record
+from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record
 from vllm_accprobe.opcheck.calls.history import Past
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.parameters import adapter_of
@@ -32,6 +32,12 @@ _PAST = {
 }
 SAMPLER = "sampler"
 """The tap of every engine's sampler, whatever its class."""
+_QUIET = (
+    "a container, never called", "another name of a captured module", "never called in a captured step",
+)  # fmt: skip
+"""Why a module has no records that did nothing of its own in the captured steps."""
+_NOT = ("not selected by VLLM_ACCPROBE_MODULES",)
+_FACTOR = "routed_scaling_factor"
 _SUMMED = ("RowParallelLinear", "VocabParallelEmbedding")
 _OVER_RANKS = tuple(
     f"{name}Operation" for name in ("AllReduce", "AllGather", "ReduceScatter", "Broadcast", "LinearParallel")
@@ -48,6 +54,8 @@ class Neighbours:
         self._common: dict[tuple[int, str], Mapping[str, Any]] = {}
         self._shared: dict[int, Mapping[int, Prefix]] = {}
         self._sampled: dict[int, SampledRows] = {}
+        self._scaling: dict[int, list[Module]] = {}
+        self._below: dict[int, dict[str, frozenset[str]]] = {}
 
     def past(self, rank: int, cls: str) -> Past | None:
         """An empty cache for the calls of one tap, which come step by step; None for a class that has none."""
@@ -90,12 +98,17 @@ class Neighbours:
         if what.cls == "MLAAttention":
             weight = parameters.of(rank, f"{tap}.kv_b_proj")
             extra |= {"kv_b_proj": weight["weight"]} if weight.get("weight") is not None else {}
-        if tap.endswith(".routed_experts.quant_method"):
-            block = tap.removesuffix(".routed_experts.quant_method")
+        if tap.endswith(".quant_method"):
+            block = tap.removesuffix(".quant_method").removesuffix(".routed_experts")
             gates = (f"{block}.gate", f"{block.rpartition('.')[0]}.gate")
             for gate in gates:
                 extra |= self._output("router_logits", rank, gate, step, n)
             extra["gate"] = {n: t for g in gates for n, t in self._bias(rank, g).items()}
+            holder = self._index.modules.get(rank, {}).get(block)
+            found = (holder.attrs if holder is not None else {}).items()
+            extra["router"] = {k.removeprefix("router."): v for k, v in found if k.startswith("router.")}
+        if (what.config or {}).get("routed_scaling_factor") or "routed_scaling_factor" in what.attrs:
+            extra["factors"] = self._factors(rank, tap)
         if what.cls.endswith("LoRA"):
             extra |= self._adapters(rank, tap, step, n)
         extra |= self._inside(rank, tap, step)
@@ -106,7 +119,33 @@ class Neighbours:
     def _inside(self, rank: int, tap: str, step: int) -> dict[str, Any]:
         children = self._index.children.get((rank, tap))
         read = self._index.read
-        return {"children": self._within(rank, tap, children, step), "read": read} if children else {}
+        if not children:
+            return {}
+        within = self._within(rank, tap, children, step)
+        seen = {path.partition(".")[0] for path, _, _ in within}
+        unseen = tuple(sorted(self._parts_of(rank, tap) - seen))
+        return {"children": within, "read": read, "unseen": unseen}
+
+    def _parts_of(self, rank: int, tap: str) -> frozenset[str]:
+        """Names of the modules right below ``tap`` that run, as far as the dump knows them: it names those that were
+        not selected, too."""
+        if rank not in self._below:
+            quiet = {s.tap for s in self._index.dump.skips if s.reason in _QUIET}
+            known = {*self._index.modules.get(rank, {}), *(s.tap for s in self._index.dump.skips if s.reason in _NOT)}
+            below: dict[str, set[str]] = {}
+            for path in known - quiet - {ROOT_TAP}:
+                while path:
+                    path, _, name = path.rpartition(".")
+                    below.setdefault(path or ROOT_TAP, set()).add(name)
+            self._below[rank] = {path: frozenset(names) for path, names in below.items()}
+        return self._below[rank].get(tap, frozenset())
+
+    def _factors(self, rank: int, tap: str) -> dict[str, float]:
+        """Routed scaling factors of what lies below ``tap``, by its path, each object once."""
+        if rank not in self._scaling:
+            self._scaling[rank] = [m for m in self._index.modules.get(rank, {}).values() if _FACTOR in m.attrs]
+        inner = {m.index: m for m in self._scaling[rank] if m.tap.startswith(f"{tap}.")}
+        return {m.tap.removeprefix(f"{tap}."): float(m.attrs[_FACTOR]) for m in inner.values()}
 
     def _parts(self, what: Call, rank: int, tap: str, step: int, n: int, extra: Mapping[str, Any]) -> dict[str, Any]:
         """The other ranks' calls of a block whose parts each have a share of the sum: how many, and they."""

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, reference, sum_of_two
 from vllm_accprobe.opcheck.references.hf import mixture, residual_layer
 from vllm_accprobe.opcheck.references.linear import added, rounded
-from vllm_accprobe.opcheck.references.parts import UNTOLD, held, inside, ranks_of, same, unscaled
+from vllm_accprobe.opcheck.references.parts import UNTOLD, WHERE_SCALED, all_seen, held, inside, ranks_of, routed_factor, same
 
 
 def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> dict[str, Expected]:
@@ -27,6 +28,8 @@ def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> 
     last: output.0 only from the child that ran last: a block that does more behind it is not the one that is meant."""
     found: dict[str, Expected] = {}
     ran_last = inside(call)[-1][0]
+    if last:
+        all_seen(call)
     for role, child, child_role in places:
         if last and role == "output.0" and ran_last != child and not ran_last.startswith(f"{child}."):
             continue
@@ -49,7 +52,8 @@ def decoder_layer(call: Call) -> dict[str, Expected]:
     """Of layers that hand on (hidden, residual); those that add the residual themselves: hf.py."""
     if "output.1" not in call.outputs:
         return residual_layer(call)
-    unscaled(call)
+    if call.unit == unit("float16") and call.config.get("routed_scaling_factor") not in (None, 1, 1.0):
+        raise Declined(WHERE_SCALED)  # some layers divide by it, so that float16 does not overflow
     return _handed_on(
         call,
         ("output.0", inside(call)[-1][0].partition(".")[0], "output.0"),
@@ -94,35 +98,60 @@ def _experts(call: Call) -> Expected:
     alone, out = same(call, "output.0", "quant_method", "output.0"), call.outputs.get("output.0")
     if alone is not None and out is not None and torch.equal(alone.value, out.double()):
         return alone  # up to 0.11 nothing is added; in between shared experts may be, which the block owns
-    routed = held(call, "routed_experts.quant_method")
-    unscaled(call)
+    all_seen(call)
+    routed, factor = held(call, "routed_experts.quant_method"), _factor_behind(call)
     shared = same(call, "output.0", "_shared_experts._layer", "output.0")
+    return _sum(call, routed.value, None if shared is None else shared.value, factor)
+
+
+def _factor_behind(call: Call) -> float:
+    """What this object multiplies its experts' sum with, where a factor is not in the weights."""
+    if call.cls != "MoERunner":  # the factor of FusedMoE itself is in the weights
+        return 1.0
+    own = call.attrs.get("routed_scaling_factor")
+    return float(own) if own is not None else routed_factor(call)
+
+
+def _sum(call: Call, routed: Any, shared: Any | None, factor: float) -> Expected:
+    """Routed experts times ``factor``, and shared ones. In float16 the shared ones are divided by it instead."""
+    scaled = 0.0
+    if factor != 1.0 and shared is not None and call.unit == unit("float16"):
+        shared = shared / factor
+        scaled = shared.abs()
+    elif factor != 1.0:
+        routed = routed * factor
+        scaled = routed.abs()
     if shared is None:
-        return routed
-    y = routed.value + shared.value
-    size = call.unit * 0.5 * y.abs()  # some kernels add in the experts' own sum
-    return Expected(y, ROUNDED * size, bound=2.0 * size)
+        return Expected(routed, None, 0.0) if factor == 1.0 else Expected(routed)
+    y = routed + shared
+    half = call.unit * 0.5 * y.abs()  # some kernels add in the experts' own sum
+    scaled = call.unit * scaled
+    return Expected(y, ROUNDED * (half * half + scaled * scaled) ** 0.5, bound=2.0 * (half + scaled))
 
 
 @reference("*MoE", "*MoeSparseMoeBlock", "*SparseMoeBlock", "*Moe")
 def moe_block(call: Call) -> dict[str, Expected]:
     parts = {path for path, _, _ in inside(call)}
+    all_seen(call)
     if any((path, role) == ("experts", "output.1") for path, role, _ in inside(call)):
         return {"output.0": _apart(call)}
     if "experts" in parts and ("shared_expert" in parts or "shared_experts" in parts):
         return mixture(call)
-    unscaled(call)
-    return _last(call, "experts")
+    if (factor := routed_factor(call)) == 1.0:
+        return _last(call, "experts")
+    return {"output.0": _sum(call, held(call, "experts").value, None, factor)}
 
 
 def _apart(call: Call) -> Expected:
     """Shared and routed experts, which the block adds."""
-    unscaled(call)
+    factor = routed_factor(call)
     if any(getattr(r.layout, "kind", "") == "partial" for path, _, r in inside(call) if path == "experts"):
         raise Declined("adds up over ranks behind it")
     shared, routed = (same(call, "output.0", "experts", f"output.{k}") for k in (0, 1))
     if shared is None or routed is None:
         raise Declined(UNTOLD)
+    if factor != 1.0:
+        return _sum(call, routed.value, shared.value, factor)
     return sum_of_two(shared.value + routed.value, call.unit)
 
 
@@ -179,6 +208,7 @@ def last_part(call: Call) -> dict[str, Expected]:
     """The output of the part that ended last."""
     read, out = call.extra.get("read"), call.outputs.get("output.0")
     _, role, record = inside(call)[-1]
+    all_seen(call)
     if read is None or out is None or role != "output.0" or tuple(record.shape) != tuple(out.shape):
         raise Declined(UNTOLD)
     return {"output.0": Expected(read(record).double(), None, 0.0)}

@@ -16,11 +16,12 @@ import torch
 from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, reference
 from vllm_accprobe.opcheck.references import moe
 from vllm_accprobe.opcheck.references.linear import product
-from vllm_accprobe.opcheck.references.parts import first, held, unit_of, unscaled
+from vllm_accprobe.opcheck.references.parts import all_seen, first, held, unit_of
 
 
 def residual_layer(call: Call) -> dict[str, Expected]:
     """x + attention + MLP, rounded twice."""
+    all_seen(call)
     attention, last = first(call, "self_attn", "attn"), first(call, "mlp")
     if attention is None or last is None or _has_other_parts(call):
         raise Declined("a layer that adds its residual itself")
@@ -66,13 +67,17 @@ def router(call: Call) -> dict[str, Expected]:
         raise Declined("its logits were not captured")
     found = {"output.0": product(call.wide("hidden_states", "0").reshape(len(logits), -1), call.param("weight"))}
     weights, ids = call.outputs.get("output.1"), call.outputs.get("output.2")
-    settings = moe.routing_settings(call.config)
-    if weights is None or ids is None or settings is None or weights.shape != ids.shape:
+    if weights is None or ids is None or weights.shape != ids.shape:
         return found
+    try:
+        settings = moe.of_router(call)
+    except Declined as why:  # its logits are checked, what follows from them is not
+        none = torch.zeros(len(weights), dtype=torch.bool)
+        return found | {f"output.{k}": Expected(t, rows=none, reason=why.reason) for k, t in ((1, weights), (2, ids))}
     if call.cls.startswith("DeepseekV2"):  # transformers' own never renormalises, whatever config.json says
         settings = {**settings, "renormalize": False}
     step = unit_of(logits, weights)
-    said = moe.routed(logits, ids, call.params.get("e_score_correction_bias"), step, settings)
+    said = moe.routed(logits, ids, step, settings)
     chosen = torch.where(said.value > 0, ids.long(), -1)  # an expert that should not have been chosen
     found |= {"output.1": said, "output.2": Expected(chosen, rows=said.rows, reason=said.reason)}
     return found
@@ -94,7 +99,6 @@ def mixture(call: Call) -> dict[str, Expected]:
     routed = held(call, "experts")
     shared = first(call, "shared_expert", "shared_experts")
     if shared is None:
-        unscaled(call)
         return {"output.0": routed}
     y = shared.value
     gate = [r for path, role, r in call.extra["children"] if (path, role) == ("shared_expert_gate", "output.0")]

@@ -32,8 +32,18 @@ from vllm_accprobe.opcheck.reference import (
 from vllm_accprobe.opcheck.references.activations import gelu, silu
 from vllm_accprobe.opcheck.references.parts import unit_of
 
-_RENORMALIZES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": False, "deepseek_v2": False, "deepseek_v3": True}
-"""What a model does whose config.json does not say: transformers' defaults of norm_topk_prob."""
+_SOFTMAX, _SIGMOID = "softmax", "sigmoid"
+_OF_TYPE = {
+    "mixtral": (_SOFTMAX, True), "qwen2_moe": (_SOFTMAX, False), "qwen3_moe": (_SOFTMAX, False),
+    "olmoe": (_SOFTMAX, False), "deepseek_v2": (_SOFTMAX, False), "deepseek_v3": (_SIGMOID, True),
+    "deepseek_v32": (_SIGMOID, True), "glm4_moe": (_SIGMOID, True), "glm4_moe_lite": (_SIGMOID, True),
+    "glm4v_moe": (_SIGMOID, True), "glm4v_moe_text": (_SIGMOID, True), "glm_moe_dsa": (_SIGMOID, True),
+    "dots1": (_SIGMOID, False), "exaone_moe": (_SIGMOID, True),
+}  # fmt: skip
+"""model_type → (the scores that transformers' model of this type makes in its code, its default of norm_topk_prob).
+Those with sigmoid correct their scores and choose among groups whatever config.json says of a method."""
+_ROUTERS = ("GroupedTopKRouter", "FusedTopKBiasRouter", "FusedTopKRouter", "CPURouter")
+"""vLLM's objects that choose experts as `route` does."""
 
 
 TIED = "two experts are tied"
@@ -120,7 +130,7 @@ def expert_mlps(x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float, 
 
 
 def activation_of(call: Call) -> Any:
-    name = call.config.get("hidden_act", "silu") if call.config else None
+    name = call.parent.get("activation") or (call.config.get("hidden_act", "silu") if call.config else None)
     if name in ("silu", "swish"):
         return silu
     if name == "gelu":
@@ -137,6 +147,10 @@ def routed_experts(call: Call) -> dict[str, Expected]:
         raise Declined("the experts' weights were packed by a kernel before they could be captured")
     if "w13_bias" in call.params:
         raise Declined("experts with biases have no reference")
+    if call.parent.get("apply_router_weight_on_input"):
+        raise Declined("experts whose inputs are weighed, and not their outputs, have no reference")
+    if any(call.parent.get(f"swiglu_{name}") is not None for name in ("limit", "alpha", "beta")):
+        raise Declined("experts with another gate than their activation have no reference")
     if int(call.parent.get("local_num_experts", len(w13))) != int(call.parent.get("global_num_experts", len(w13))):
         raise Declined("which experts this rank holds was not recorded")
     if w13.shape[-1] != x.shape[-1] or w2.shape[1] != x.shape[-1] or w13.shape[1] != 2 * w2.shape[2]:
@@ -145,9 +159,11 @@ def routed_experts(call: Call) -> dict[str, Expected]:
         return {"output.0": _routing_inside(call, x, w13, w2)}
     weights = dense(call.tensor("topk_weights"), call.tensor("topk_ids"), len(w13))
     found = {"output.0": expert_mlps(x, weights, w13, w2, activation_of(call), call.unit)}
-    routing = _routing(call, len(w13))
-    if routing is not None:
-        found["input.topk_weights"] = routing
+    try:
+        found["input.topk_weights"] = _routing(call, len(w13))
+    except Declined as why:  # its experts are checked, what chose them is not
+        given = call.tensor("topk_weights")
+        found["input.topk_weights"] = Expected(given, rows=torch.zeros(len(given), dtype=torch.bool), reason=why.reason)
     return found
 
 
@@ -155,64 +171,95 @@ def _routing_inside(call: Call, x: Any, w13: Any, w2: Any) -> Expected:
     """Experts whose kernel chooses them itself, from ``router_logits`` (vLLM up to 0.11 and plugins of its time): a row
     with a tie has no reference."""
     logits, top_k = call.wide("router_logits"), call.parent.get("top_k", call.config.get("num_experts_per_tok"))
-    settings = routing_settings(call.config)
-    bias = call.extra.get("gate", {}).get("e_score_correction_bias")
-    if settings is None or not top_k or logits.shape != (len(x), len(w13)):
+    if not top_k or logits.shape != (len(x), len(w13)):
         raise Declined("how its experts are chosen was not recorded")
-    settings |= {key: kind(call.parent[word]) for key, word, kind in _RECORDED if word in call.parent}
-    if settings["factor"] != 1.0 or (call.config.get("topk_method") == "noaux_tc" and bias is None):
-        raise Declined("how its experts are weighed was not recorded")
-    weights, clear = route(
-        logits, int(top_k), tie=4 * unit_of(call.tensor("router_logits")),
-        bias=None if bias is None else bias.double(), **settings,
-    )  # fmt: skip
+    weights, clear = route(logits, int(top_k), tie=4 * unit_of(call.tensor("router_logits")), **choosing(call))
     found = expert_mlps(x, weights, w13, w2, activation_of(call), call.unit)
     # Their weights may be numbers of the model's dtype, and are then off by a rounding for a whole row.
     return replace(found, rows=clear, reason=TIED, common=call.unit)
 
 
-_RECORDED = (
-    ("renormalize", "renormalize", bool), ("scoring", "scoring_func", str), ("factor", "routed_scaling_factor", float)
-)  # fmt: skip
+def choosing(call: Call) -> dict[str, Any]:
+    """How vLLM's experts are chosen and weighed, as keyword arguments of `route`: what the objects that do it say, the
+    router before the layer; then config.json. Raises Declined where none of them says."""
+    router = call.extra.get("router", {})
+    if router.get("class", _ROUTERS[0]) not in _ROUTERS:
+        raise Declined(f"how {router['class']} chooses experts has no reference")
+    says = {**call.parent, **router}
+    if function := says.get("custom_routing"):
+        raise Declined(f"its experts are chosen by a function of the model, {function}")
+    found, bias = routing_settings(call.config), call.extra.get("gate", {}).get("e_score_correction_bias")
+    found |= {name: kind(says[word]) for name, word, kind in _RECORDED if says.get(word) is not None}
+    corrected = bool(says.get("has_correction_bias", found.pop("corrected") or bias is not None))
+    grouped = found["groups"] > 1
+    if "top_k" in says:  # the layer was captured: what it does not say, it does not do
+        groups, factor = int(says.get("num_expert_group") or 1), (router or says).get("routed_scaling_factor")
+        grouped = bool(says.get("use_grouped_topk", groups > 1))
+        top_groups = int(says.get("topk_group") or 1)
+        found |= {"groups": groups if grouped else 1, "top_groups": top_groups if grouped else 1}
+        found["factor"] = 1.0 if factor is None else float(factor)
+    elif "routed_scaling_factor" in says:
+        found["factor"] = float(says["routed_scaling_factor"])
+    if found["factor"] != 1.0 and not ("top_k" in says and (grouped or corrected)):  # vLLM's other routers ignore it
+        raise Declined("where the routed scaling factor is applied was not recorded")
+    return _complete(found, bias, corrected)
+
+
+def _complete(found: dict[str, Any], bias: Any | None, corrected: bool) -> dict[str, Any]:
+    """Settings of `route`, ``bias`` among them. Raises Declined where one is missing."""
+    if "scoring" not in found or "renormalize" not in found:
+        raise Declined("how its experts are chosen and weighed was not recorded")
+    if corrected and bias is None:
+        raise Declined("what corrects the scores of its experts was not captured")
+    return {**found, "bias": bias.double() if corrected else None}
+
+
+_RECORDED = (("renormalize", "renormalize", bool), ("scoring", "scoring_func", str))
 """Settings of `route`, the attributes that say them, and their types."""
 
 
-def routing_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What config.json says of routing, as keyword arguments of `route`; None where it does not say."""
-    renormalize = config.get("norm_topk_prob", _RENORMALIZES.get(str(config.get("model_type"))))
-    if not config or renormalize is None:
-        return None
-    grouped = config.get("topk_method") not in (None, "greedy")
-    return {
-        "scoring": str(config.get("scoring_func") or "softmax"),
-        "renormalize": bool(renormalize),
+def routing_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of routing, as keyword arguments of `route` and ``corrected``, whether a bias chooses; what
+    neither it nor its model's type says is missing."""
+    scoring, renormalize = _OF_TYPE.get(str(config.get("model_type")), (None, None))
+    scoring, renormalize = config.get("scoring_func") or scoring, config.get("norm_topk_prob", renormalize)
+    by_type = _OF_TYPE.get(str(config.get("model_type")), ("",))[0] == _SIGMOID
+    method = config.get("topk_method")
+    grouped = by_type if method is None else method != "greedy"
+    found = {
         "groups": int(config.get("n_group") or 1) if grouped else 1,
         "top_groups": int(config.get("topk_group") or 1) if grouped else 1,
         "factor": float(config.get("routed_scaling_factor") or 1.0),
+        "corrected": by_type or method == "noaux_tc",
     }
+    said = {"scoring": scoring and str(scoring), "renormalize": None if renormalize is None else bool(renormalize)}
+    return found | {name: value for name, value in said.items() if value is not None}
 
 
-def routed(logits: Any, ids: Any, bias: Any | None, step: float, settings: Mapping[str, Any]) -> Expected:
+def of_router(call: Call) -> dict[str, Any]:
+    """How a router of transformers chooses, whose weights hold the factor. Raises Declined where nobody says."""
+    found, bias = routing_settings(call.config), call.params.get("e_score_correction_bias")
+    corrected = bool(call.attrs.get("has_correction_bias", found.pop("corrected") or bias is not None))
+    return _complete(found, bias, corrected)
+
+
+def routed(logits: Any, ids: Any, step: float, settings: Mapping[str, Any]) -> Expected:
     """What a router should have said of the experts ``ids`` [tokens, k], in their order: one that should not be chosen
     has 0. step: one rounding of what it computes in; settings: of `route`."""
-    weights, clear = route(
-        logits.double(), ids.shape[1], tie=4 * step, bias=None if bias is None else bias.double(), **settings
-    )
+    weights, clear = route(logits.double(), ids.shape[1], tie=4 * step, **settings)
     value = torch.where(ids >= 0, weights.gather(1, ids.long().clamp(min=0)), 0.0)
     return Expected(value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason=TIED,
                     bound=2.0 * (step + APPROXIMATE) * value)  # fmt: skip
 
 
-def _routing(call: Call, experts: int) -> Expected | None:
-    """What the router should have said; None where what it did was not recorded."""
-    logits, config, ids = call.extra.get("router_logits"), call.config, call.tensor("topk_ids")
-    if logits is None or not config or logits.shape != (len(ids), experts):
-        return None
-    settings = routing_settings(config)
-    bias = call.extra.get("gate", {}).get("e_score_correction_bias")
-    if settings is None or settings["factor"] != 1.0 or (config.get("topk_method") == "noaux_tc" and bias is None):
-        return None  # with a factor, whether it is in the weights or behind the experts was not recorded
-    return routed(logits, ids, bias, unit_of(logits), settings)  # some routers work in the dtype of their logits
+def _routing(call: Call, experts: int) -> Expected:
+    """What the router should have said. Raises Declined where what it did was not recorded."""
+    logits, ids = call.extra.get("router_logits"), call.tensor("topk_ids")
+    if logits is None:
+        raise Declined("its router's logits were not captured")
+    if logits.shape != (len(ids), experts):
+        raise Declined("its router's logits are not those of its rows")
+    return routed(logits, ids, unit_of(logits), choosing(call))  # some routers work in the dtype of their logits
 
 
 # --- on a device --------------------------------------------------------------------------------------------------

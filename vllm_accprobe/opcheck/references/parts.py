@@ -6,6 +6,7 @@ Not here: which parts a block hands on (composite.py, hf.py), what device kernel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,6 +51,14 @@ def inside(call: Call) -> Inside:
     return found
 
 
+def all_seen(call: Call) -> None:
+    """Raises Declined where a part of this block ran that was not captured: what it added, or made of the others'
+    results, nobody knows."""
+    if unseen := call.extra.get("unseen"):
+        more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
+        raise Declined(f"a block of which parts were not captured ({unseen[0]}{more})")
+
+
 def same(call: Call, role: str, child: str, child_role: str) -> Expected | None:
     """The value of output ``role`` handed on from the last output of the child whose path ends so; None where it was
     not captured."""
@@ -76,7 +85,17 @@ def held(call: Call, child: str, child_role: str = "output.0") -> Expected:
     return found
 
 
-def unscaled(call: Call) -> None:
-    """Engines apply a routed scaling factor in the experts, behind them or, in float16, in the layers around."""
-    if call.config.get("routed_scaling_factor") not in (None, 1, 1.0):
-        raise Declined("where the routed scaling factor is applied was not recorded")
+WHERE_SCALED = "where the routed scaling factor is applied was not recorded"
+
+
+def routed_factor(call: Call) -> float:
+    """What a block multiplies its routed experts' sum with: the model's factor where no object inside the block applies
+    it to its weights or its sum, else 1. Raises Declined where that was not recorded."""
+    whole = call.attrs.get("routed_scaling_factor") or call.config.get("routed_scaling_factor") or 1.0
+    factors = call.extra.get("factors", {})  # of the objects inside it, by their paths
+    inner = math.prod(factors.values())
+    if math.isclose(whole, inner) or ("routed_scaling_factor" not in {**call.attrs, **call.config} and factors):
+        return 1.0
+    if not factors or not math.isclose(inner, 1.0):
+        raise Declined(WHERE_SCALED)
+    return float(whole)
