@@ -95,8 +95,28 @@ def blame(origin: Mapping[str, Any]) -> str:
 
 
 def deed(origin: Mapping[str, Any]) -> str:
-    """What an origin does. A file's tensor, of which nobody knows what went in, is not said to create anything."""
+    """What an origin does. A file's tensor, of which nobody knows what went in, is not said to create anything, and
+    a module that computes with another constant computes what it was built to."""
+    if constant(origin):
+        return "has another constant"
     return "differs" if origin.get("role") == FILE else "creates the error"
+
+
+def constant(origin: Mapping[str, Any]) -> str:
+    """``impl.scale is 0.1275, golden has 0.125``, of an origin that was built otherwise and is not known to be wrong
+    for its own inputs; else empty."""
+    cause = origin.get("cause")
+    if origin.get("evidence") == "replay" or not isinstance(cause, Mapping) or cause.get("kind") != "setting":
+        return ""
+    return safe(cause.get("sentence") or "", 400)
+
+
+def evidence(origin: Mapping[str, Any]) -> str:
+    """What an origin rests on, in a sentence without its full stop."""
+    if constant(origin):
+        said = "both dumps recorded the constants of this module"
+        return said if origin.get("created") is None else f"{said}; {EVIDENCE.get(str(origin.get('evidence')), '')}"
+    return EVIDENCE.get(str(origin.get("evidence")), "")
 
 
 def origin_title(origin: Mapping[str, Any]) -> str:
@@ -123,9 +143,13 @@ def infinite(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 
 def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     """Where and how much: ``output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)``."""
-    parts = [safe(origin["role"], 80)] if origin.get("role") and origin["role"] != FILE else []
-    parts += [row] if (row := where(origin)) else []
+    other = constant(origin)
     created = origin.get("created")
+    if other and created is None:
+        return other
+    parts = [other] if other else []
+    parts += [safe(origin["role"], 80)] if origin.get("role") and origin["role"] != FILE else []
+    parts += [row] if (row := where(origin)) else []
     if created is None:
         parts.append("the values differ")
     elif isinstance(created, float) and not math.isfinite(created):

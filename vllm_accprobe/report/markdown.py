@@ -70,6 +70,10 @@ def _origins(comparison: Comparison) -> list[str]:
         for i, o in enumerate(comparison.origins[:MAX_LIST])
     ]
     head: tuple[str, ...] = ("#", "origin", "class", "where", "created / limit", "evidence", "shape of the error")
+    others = [facts.constant(o) for o in comparison.origins]
+    if any(others):
+        head = (*head, "constant")
+        rows = [(*row, code(text, 400)) for row, text in zip(rows, others, strict=False)]
     said = [tiers.whole(o) for o in comparison.origins]
     if any(said):
         head = (*head, "floor that it breaks")

@@ -129,7 +129,7 @@ def _other(comparison: Comparison, number: int, origin: Any) -> str:
 def _evidence(origin: Any) -> str:
     if origin.get("role") == facts.FILE:
         return "evidence: the values alone; files do not say what went into them"
-    why = facts.EVIDENCE.get(str(origin.get("evidence")), safe(origin.get("evidence") or "not given"))
+    why = facts.evidence(origin) or safe(origin.get("evidence") or "not given")
     passed = origin.get("propagated")
     return f"evidence: {why}" + ("" if passed is None else f" (error passed on from its inputs: {num(passed)})")
 

@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told:
     from vllm_accprobe.opcheck.floors import peers
     from vllm_accprobe.opcheck.habits import decided
     from vllm_accprobe.opcheck.proof import prove
+    from vllm_accprobe.opcheck.proof.coverage import covers
     from vllm_accprobe.opcheck.proof.propagated import split_errors
     from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run import pair
@@ -87,4 +89,5 @@ def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told:
     blamed = sorted((c for tap, c in found.items() if tap not in alike), key=lambda c: c.seq)
     splits = split_errors(dumps[0], sides[1], references, blamed, find_mapping(mapping))
     odd = peers.unlike(rates, own, sides[1].budget(rate).kin)
-    return prove.prove(theirs, rows, splits, bool(ops), odd=odd, machines=machines).to_json()
+    proof = prove.prove(theirs, rows, splits, bool(ops), odd=odd, machines=machines)
+    return replace(proof, covers=covers(rows, own)).to_json()

@@ -40,13 +40,14 @@ class Pools:
             if found is not None:
                 yield _together(first, found, pool, budget)
 
-    def pooled(self) -> Iterator[Pooled]:
+    def pooled(self, budget: Budget) -> Iterator[Pooled]:
         """What is compared with its kin."""
         for role, (pool, first) in self._of.items():
             found = pool.pooled() if role not in self._wrong else None
             if found is not None:
+                least = pool.smallest(budget.tap)
                 yield Pooled(first.tap, first.cls, role, first.rank, first.dtype, *found, pool.rows, first.seq,
-                             pool.created())  # fmt: skip
+                             pool.created(), None if least is None else (least.row, least.column))  # fmt: skip
 
 
 def _together(first: Checked, b: Breach, pool: Pool, budget: Budget) -> Checked:

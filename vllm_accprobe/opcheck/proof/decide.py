@@ -20,6 +20,7 @@ from typing import Any
 
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Comparison
+from vllm_accprobe.comparison.verdict.covered import ModuleCover, from_plain, to_plain
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, TIERS, UNLIKE_KIN
 from vllm_accprobe.opcheck.proof.replayed_pairs import with_replayed
@@ -69,7 +70,7 @@ class Proof:
     and golden's own with it);
     machines: how "golden" and "mine" compute, habits of judge/profile.py; allowed: those of ``truncating`` that do
     something else that their machine does everywhere, and what; caches: of attentions that have an 8-bit cache on one
-    side only, see rounded_caches.py."""
+    side only, see rounded_caches.py; covers: of each module of mine what was checked (coverage.py)."""
 
     blamed: tuple[Blame, ...]
     shared: tuple[str, ...]
@@ -82,9 +83,10 @@ class Proof:
     machines: Mapping[str, tuple[Habit, ...]] = field(default_factory=dict)
     allowed: Mapping[str, str] = field(default_factory=dict)
     caches: Mapping[str, OtherCache] = field(default_factory=dict)
+    covers: Mapping[str, ModuleCover] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        plain = asdict(self) | {"schema": SCHEMA, "right": sorted(self.right)}
+        plain = asdict(self) | {"schema": SCHEMA, "right": sorted(self.right), "covers": to_plain(self.covers)}
         if not self.caches:
             del plain["caches"]
         return json.dumps(plain)
@@ -104,7 +106,7 @@ class Proof:
                          {side: tuple(map(Habit.of_plain, value.get("machines", {}).get(side, ())))
                           for side in ("golden", "mine") if value.get("machines")},
                          {str(t): str(h) for t, h in value.get("allowed", {}).items()},
-                         other_caches(value.get("caches", {})))  # fmt: skip
+                         other_caches(value.get("caches", {})), from_plain(value.get("covers", {})))  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a replay of this version ({error})") from None
 

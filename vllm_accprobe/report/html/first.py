@@ -54,7 +54,7 @@ def _how_far(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     if origin.get("nonfinite") or (isinstance(created, float) and not math.isfinite(created)):
         rows = int(origin.get("nonfinite") or 0)
         return f"NaN or Inf in {rows:,} row{'s' * (rows != 1)}" if rows else facts.infinite(comparison, origin)
-    return tiers.origin_times(origin).replace("x", "×") or "values differ"
+    return tiers.origin_times(origin).replace("x", "×") or ("constants" if facts.constant(origin) else "values") + " differ"
 
 
 def pair_sum(comparison: Comparison) -> str:
@@ -104,6 +104,10 @@ def origins(comparison: Comparison) -> str:
         )
         for i, o in enumerate(comparison.origins[:MAX_LIST])
     ]
+    others = [facts.constant(o) for o in comparison.origins]
+    if any(others):
+        head = (*head, "Constant")
+        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, others, strict=False)]
     if any(facts.shape(o) for o in comparison.origins):
         head = (*head, "Shape")
         rows = [(*r, escaped(facts.shape(o) or MISSING)) for r, o in zip(rows, comparison.origins, strict=False)]

@@ -48,9 +48,11 @@ def verdict(comparison: Comparison) -> str:
         _fact("Request", origin.get("request")),
         _fact("Position", origin.get("position"), origin.get("phase")),
     ]
+    if other := facts.constant(origin):
+        cells.append(_fact("Constant", other, None, "big"))
     created, floor = origin.get("created"), origin.get("floor")
     if created is None:
-        cells.append(_fact("Error", "values differ", None, "big"))
+        cells += [] if other else [_fact("Error", "values differ", None, "big")]
     elif isinstance(created, float) and not math.isfinite(created):
         cells.append(_fact("Error", facts.infinite(comparison, origin), None, "big"))
     else:
@@ -62,7 +64,7 @@ def verdict(comparison: Comparison) -> str:
     if origin.get("propagated") is not None:
         cells.append(_fact("From its inputs", num(origin["propagated"])))
     name = safe(origin.get("evidence") or MISSING)
-    why = as_sentence(said) if (said := facts.EVIDENCE.get(name)) else ""
+    why = as_sentence(said) if (said := facts.evidence(origin)) else ""
     if seldom := tiers.odds(origin.get("chance")):
         cells.append(_fact("By chance", seldom, "comparisons of honest machines"))
     if tier := origin.get("tier"):
