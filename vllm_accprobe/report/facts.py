@@ -160,12 +160,11 @@ def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 
 
 def _held(created: float, origin: Mapping[str, Any]) -> str:
-    """``0.21, limit 0.016 (13x)``; a later row may be worse than the first, whose place and size are told."""
-    limit, factor = origin.get("floor"), tiers.origin_times(origin)
-    text = num(created) + ("" if limit is None else f", limit {num(limit)}")
-    if not factor or factor == times(created, limit):
-        return text + (f" ({factor})" if factor else "")
-    return f"{text} ({factor} in its worst row)"
+    """``0.21, limit 0.016 (13x)``; ``up to`` where a later row is worse than the first, whose place is told."""
+    limit, factor, size = origin.get("floor"), tiers.origin_times(origin), tiers.origin_size(origin)
+    later = "up to " if num(size) != num(created) else ""
+    text = f"{later}{num(size)}" + ("" if limit is None else f", limit {num(limit)}")
+    return text + (f" ({factor})" if factor else "")
 
 
 def created_as(origin: Mapping[str, Any]) -> str:

@@ -61,7 +61,7 @@ def by_class(
     neither; ``unseen``: modules."""
     compared = _compared(pairs, element)
     covers = covers or {}
-    names = {**({} if setting is None else setting.classes), **{t: one.cls for t, one in compared.items()},
+    names = {**({} if setting is None else setting.modules), **{t: one.cls for t, one in compared.items()},
              **{t: one.cls for t, one in covers.items()}}  # fmt: skip
     found: dict[str, list[Any]] = {}
     for tap, cls in names.items():
@@ -91,7 +91,8 @@ def with_covers(result: Comparison, covers: Mapping[str, ModuleCover]) -> Compar
 
 
 def _entry(
-    cls: str, calls: int, rows: int, checked: int, compared: int, unseen: int, by_replay: list[Any], by_limits: list[Any]
+    cls: str, calls: int, rows: int, checked: int, compared: int, unseen: int, by_replay: list[Any],
+    by_limits: list[Any],
 ) -> dict[str, Any]:  # fmt: skip
     entry: dict[str, Any] = {"class": cls, "calls": calls, "rows": rows, "checked": checked, "compared": compared,
                              "unseen": unseen, "smallest": _largest(by_replay or by_limits)}  # fmt: skip

@@ -106,7 +106,7 @@ class _Judge:
         named = [c for c in created if first[c.tap] is c]
         origins = [(c.trace.order, blame.origin_entry(c, setting, places, self.pairs, self.chosen)) for c in named]
         compared = [p for p, _ in self.pairs]
-        origins = constants_differ.with_constants(origins, setting.settings, setting.classes, compared)
+        origins = constants_differ.with_constants(origins, setting.settings, setting.modules, compared)
         steps = blame.steps_of(created)
         every = in_all_layers([entry["module"] for _, entry in origins], {t.tap for t in self.traces})
         for _, entry in origins:

@@ -54,6 +54,6 @@ def _together(first: Checked, b: Breach, pool: Pool, budget: Budget) -> Checked:
     return replace(
         first, rows=pool.seen, checked=pool.seen, unchecked_because="", created=pool.created(), measure=b.measure,
         measured=b.value, allowed=b.limit, request=None, position=None, column=b.column if b.column >= 0 else None,
-        status=FAIL, message=b.words, measures=None, tier=BEYOND_CHANCE,
+        status=FAIL, message=f"{b.severity:.3g}x its limit: {b.words}", measures=None, tier=BEYOND_CHANCE,
         chance=min(1.0, b.chance * budget.taps),
     )  # fmt: skip

@@ -3,9 +3,10 @@
 The problem: "checked and right" is worth what the check can see, and that depends on widths, dtypes, what a reference
 says of its noise, and how many outputs share one false-alarm rate. The idea: of the sums that a verdict is made from,
 each limit is turned round: errors add to honest roundings in quadrature, so that a row of variance v whose squares may
-come to L is named from L - v on. That is of an error without any order (another sign in each element): a scale, or a
-lone element, is named sooner, by the gain or the element. Sizes are relative L2: of a row to the row, of a column to
-the column or, where that is larger, to an average one of this output (a column of nothing but noise has no size).
+come to L is named from L - v on, or, where that is less, from where all of its elements reach their own limits. That is
+of the error that hides best: without any order, and as large in each element as rounding is there. A scale, or a lone
+element, is named sooner. Sizes are relative L2: of a row to the row, of a column to the column or, where that is
+larger, to an average one of this output (a column of nothing but noise has no size).
 Not here: the limits themselves (error_limits.py, pooled.py), what is made of it (opcheck/proof/coverage.py).
 """
 
@@ -52,8 +53,14 @@ def of_call(s: ErrorSums, chance: float) -> Smallest | None:
     q, (rows, width) = chance / 4.0, s.planes.shape[1:]
     spread = s.by_row[SPREAD] + (s.by_row[NOISE].square() / s.groups if s.groups else 0.0)
     squares = MODEL * v * chi_square(_freedom(v, spread), normal(q, rows, 1))
-    found = left(squares, v, power, s.common)[power > 0]
-    return Smallest(float(found.min()), float(_columns(s, q, rows, width).max()), float(found.max()))
+    allowed: Tensor = None
+    if bool((squares > (1.0 + _elements_at(s)) * v).any()):
+        allowed = _allowed(s, q).square()
+    found = left(squares, v, power, s.common)
+    if allowed is not None:
+        found = torch.minimum(found, (allowed.sum(1) / power.clamp(min=1e-300)).sqrt())
+    found = found[power > 0]
+    return Smallest(float(found.min()), float(_columns(s, q, rows, width, allowed).max()), float(found.max()))
 
 
 def of_pool(columns: Tensor, variance: float, freedom: float, s: ErrorSums, chance: float) -> Smallest | None:
@@ -90,19 +97,27 @@ def _freedom(v: Tensor, spread: Tensor) -> Tensor:
     return torch.where(spread > 0, v * v / spread.clamp(min=1e-300), 1.0).clamp_(min=1.0)
 
 
-def _columns(s: ErrorSums, q: float, rows: int, width: int) -> Tensor:
+def _columns(s: ErrorSums, q: float, rows: int, width: int, allowed: Tensor | None) -> Tensor:
     v, power = s.by_column[VARIANCE], s.by_column[POWER]
-    if rows < _MIN_ROWS:
-        return _elements(s, q)
-    spread = s.by_column[SPREAD] + (s.by_column[NOISE].square() if s.shared else 0.0)
-    squares = MODEL * v * chi_square(_freedom(v, spread), normal(q, width, 1)).clamp(min=CONSTANT)
-    return left(squares, v, power, s.common, of_columns(power))
+    sizes, found = of_columns(power), None
+    if rows >= _MIN_ROWS:
+        spread = s.by_column[SPREAD] + (s.by_column[NOISE].square() if s.shared else 0.0)
+        squares = MODEL * v * chi_square(_freedom(v, spread), normal(q, width, 1)).clamp(min=CONSTANT)
+        found = left(squares, v, power, s.common, sizes)
+        if allowed is None and not bool((squares > (1.0 + _elements_at(s)) * v).any()):
+            return found
+    allowed = _allowed(s, q).square() if allowed is None else allowed
+    by_element = (allowed.sum(0) / sizes.clamp(min=1e-300)).sqrt()
+    return by_element if found is None else torch.minimum(found, by_element)
 
 
-def _elements(s: ErrorSums, q: float) -> Tensor:
-    """Of columns that are too short for a sum: one of their elements is beyond its limit from here on."""
-    noise = s.planes[NOISE].sqrt()
-    half = ((s.planes[VARIANCE] - s.planes[NOISE]).clamp(min=0.0) * (3.0 if s.unit >= _GRID else 1.0)).sqrt()
-    allowed = 2.0 * (1.0 + _SECOND) * half + normal(q, noise.numel()) * math.sqrt(MODEL) * noise
-    power = s.by_column[POWER]
-    return (allowed.square().sum(0) / of_columns(power).clamp(min=1e-300)).sqrt()
+def _elements_at(s: ErrorSums) -> float:
+    """Squares of elements' limits over their variances are this or more: 2 half steps, of a variance of a third."""
+    return 12.0 if s.unit >= _GRID else 4.0
+
+
+def _allowed(s: ErrorSums, q: float) -> Tensor:
+    """[rows, width]: each element's limit, by chance (error_limits.worst_element)."""
+    noise = s.planes[NOISE]
+    half = ((s.planes[VARIANCE] - noise).clamp(min=0.0) * (3.0 if s.unit >= _GRID else 1.0)).sqrt_()
+    return half.mul_(2.0 * (1.0 + _SECOND)).add_(noise.sqrt(), alpha=normal(q, noise.numel()) * math.sqrt(MODEL))
