@@ -31,10 +31,13 @@ _DENIED = (
 
 def problems(folder: Path, said: str) -> list[str]:
     """Of all that a case wrote below ``folder``; said: what it printed."""
-    found = [f"contradiction: {a!r} and {b!r}" for report in re.split(r"(?m)^\$ accprobe ", said) for a, b in _DENIED
+    reports = re.split(r"(?m)^\$ accprobe ", said)
+    found = [f"contradiction: {a!r} and {b!r}" for report in reports for a, b in _DENIED
              if re.search(a, report) and re.search(b, report)]  # fmt: skip
     for path in sorted(folder.rglob("compare.json")):
-        found += [f"{path.parent.name}: {p}" for p in _of_one(path.parent, said)]
+        # the report that was written there last, by its command line
+        own = [r for r in reports if re.search(rf"\A[^\n]* -o \S*/{re.escape(path.parent.name)}( |\n)", r)]
+        found += [f"{path.parent.name}: {p}" for p in _of_one(path.parent, own[-1] if own else "")]
     return found
 
 
