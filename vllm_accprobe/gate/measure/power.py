@@ -1,10 +1,10 @@
 """The smallest distance that these prompts could have shown, per condition; and how many would show enough.
 
 The problem: two servers that "do not differ" to eight prompts may differ by six times the floor in every decoded token.
-The idea: the same test (floor.judge) is asked about a mine that is further away: the distances that were measured, of
-the tokens under one condition, are enlarged alike, until the test fails. How the distances scatter over tokens and
-prompts, what the limits are, and how many conditions share the false-alarm rate, all of that is then as it was. In units
-of the floor, the distance of servers that are right, as the verdict's own figure. Too few prompts are those that would
+The idea: the same test (floor.judge) judges a mine that is further away: the distances that were measured, of the
+tokens under one condition, are enlarged alike, until the test fails. How the distances scatter over tokens and prompts,
+what the limits are, and how many conditions share the false-alarm rate, all of that is then as it was. The figure is in
+units of the floor, the distance of servers that are right, as the verdict's own. Too few prompts are those that would
 not have shown ENOUGH times the floor, in all tokens, in prefill or in decode: that is no pass.
 Not here: the test (floor.py), the verdict (gating.py).
 """
@@ -34,8 +34,8 @@ _TIMES = (2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Shown:
-    """condition: of a cell (gating.py), all tokens or a phase; times: the smallest distance, in units of the floor, that
-    would have failed; None where none up to _MOST would have; 0 where any difference fails."""
+    """condition: of a cell (gating.py), all tokens or a phase; times: the smallest distance, in units of the floor,
+    that would have failed; None where none up to _MOST would have; 0 where any difference fails."""
 
     condition: str
     times: float | None
