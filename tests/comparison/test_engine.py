@@ -43,7 +43,7 @@ def test_compare_json(on_disk):
     data = json.loads(json.dumps(result.to_json(), allow_nan=False))
     assert list(data) == [
         "schema", "verdict", "golden", "mine", "notes", "standard", "coverage", "first_divergence", "origins", "tokens",
-        "false_alarm_rate", "by_chance", "machines", "would_decide", "next",
+        "false_alarm_rate", "by_chance", "machines", "replayed", "not_checked", "would_decide", "next",
     ]  # fmt: skip
     assert data["verdict"] == "fail"
     near = {side: data["origins"][0].pop(side) for side in ("fed_by", "feeds")}
@@ -57,10 +57,12 @@ def test_compare_json(on_disk):
         "position": 0, "phase": "prefill", "created": 0, "propagated": 0.0, "floor": 4 * 2**-8, "evidence": "jump",
         "rows": result.coverage["rows_compared"], "worst": 0, "nonfinite": 0, "shape": "all rows, scale 1.1",
         "tier": "beyond chance", "times": 0, "chance": 0.0, "layers": None, "setting": "",
+        "cause": None,
     }  # fmt: skip
     assert set(data["coverage"]) == {
         "pairs", "pairs_passed", "pairs_failed", "pairs_skipped", "pairs_identical", "pairs_bit_identical",
         "rows_compared", "rows_only_golden", "rows_only_mine", "taps_only_golden", "taps_only_mine", "skipped",
+        "by_class",
     }  # fmt: skip
     assert (data["false_alarm_rate"], data["machines"]) == (0.001, {"golden": [], "mine": []})
     assert COLUMNS[:7] == ("golden", "mine", "step", "rank", "dtype_golden", "dtype_mine", "shape")

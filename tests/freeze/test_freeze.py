@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 
 import freeze_corpus
 import freeze_run
+import one_number
 from freeze_commands import CASES
 
 
@@ -30,7 +31,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_said_and_written_as_before(home: Path, name: str) -> None:
-    found = freeze_run.kept(freeze_run.run(name, home), CASES[name])
+    out = freeze_run.run(name, home)
+    found = freeze_run.kept(out, CASES[name])
+    assert not (wrong := one_number.problems(out, found["said.txt"])), "\n".join(wrong)
     folder = freeze_run.EXPECTED / name
     expected = {p.name: p.read_text(encoding="utf-8") for p in folder.iterdir()} if folder.exists() else {}
     assert sorted(found) == sorted(expected), "files that are kept of this case"

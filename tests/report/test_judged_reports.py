@@ -50,7 +50,7 @@ def test_terminal():
         "  2. lm_head: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.0404 (5.2x); "
         "beyond chance, 5.2x; shape: all rows",
         "",
-        "by chance: honest machines would be given an origin in 1 of 1,100 comparisons like this (1 of 1,000 allowed)",
+        "by chance: the limits name an origin, of whatever size, in 1 of 1,100 comparisons of honest machines",
         "",
         "this would decide:",
         "  nothing was replayed; a replay tells which operator is wrong for its own inputs:",
@@ -103,12 +103,12 @@ def test_markdown():
         "| # | origin | class | where | created / limit | evidence | shape of the error | floor that it breaks |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| 1 | `model.layers.3.mlp.down_proj` | `RowParallelLinear` | `output.0, request 'a', position 17 (decode)` "
-        "| 0.21 / 0.0525 | `jump` |   | `unlike its kin: 4 times what the same operator does in other layers "
+        "| 0.21 / 0.0525 (4x) | `jump` |   | `unlike its kin: 4 times what the same operator does in other layers "
         "(1 of 2,000), in all 4 layers` |",
-        "| 2 | `lm_head` |   | `output.0, request 'a', position 17 (decode)` | 0.21 / 0.0404 | `jump` | `all rows` "
+        "| 2 | `lm_head` |   | `output.0, request 'a', position 17 (decode)` | 0.21 / 0.0404 (5.2x) | `jump` | `all rows` "
         "| `beyond chance: 5.2 times its floor; honest machines show such a thing in 1 of 10,000 comparisons` |",
         "",
-        "By chance: honest machines would be given an origin in 1 of 1,100 comparisons like this (1 of 1,000 allowed).",
+        "By chance: the limits name an origin, of whatever size, in 1 of 1,100 comparisons of honest machines.",
         "",
         "### This would decide",
         "",
@@ -185,8 +185,8 @@ def test_page():
         "12 of 12 in 4 modules",
         "unlike its kin: 4 times what the same operator does in other layers (1 of 2,000), in all 4 layers",
         "beyond chance: 5.2 times its floor; honest machines show such a thing in 1 of 10,000 comparisons",
-        "Independent origins in data-flow order; the first is the culprit. By chance, honest machines would be given "
-        "an origin in 1 of 1,100 comparisons like this (1 of 1,000 allowed).",
+        "Independent origins in data-flow order; the first is the culprit. By chance, the limits name an origin, of "
+        "whatever size, in 1 of 1,100 comparisons of honest machines.",
         "false_alarm_rate",
     ):
         assert block in said, block

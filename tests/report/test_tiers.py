@@ -104,9 +104,9 @@ def test_a_fault_of_every_layer_is_named_so_in_the_verdict():
 def test_what_an_origin_is_worth_by_chance():
     assert tiers.alarms(comparison()) is None
     assert tiers.alarms(comparison(by_chance=9e-4)) == (
-        "honest machines would be given an origin in 1 of 1,100 comparisons like this (1 of 1,000 allowed)"
+        "the limits name an origin, of whatever size, in 1 of 1,100 comparisons of honest machines"
     )
     assert tiers.alarms(comparison(by_chance=0.0, false_alarm_rate=0.2)) == (
-        "honest machines would be given an origin in fewer than 1 of 1,000,000,000,000 comparisons like this "
-        "(20 of 100 allowed)"
+        "the limits name an origin, of whatever size, in fewer than 1 of 1,000,000,000,000 comparisons of honest "
+        "machines"
     )

@@ -287,4 +287,5 @@ class _Run:
             weights=weights_between(*(getattr(d, "lives", NO_LIVES) for d in self.dumps)),
             links=links_of(plan.units),
             sources=sources_of(plan.names.pairs, golden, mine),
+            modules={m.tap: m.cls for modules in mine.modules.values() for m in modules},
         )  # fmt: skip

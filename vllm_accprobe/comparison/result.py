@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pair, count_pairs
 from vllm_accprobe.comparison.states import cache_origin, is_cache
-from vllm_accprobe.comparison.verdict.deciding import PARTLY, WHOLE, would_decide
+from vllm_accprobe.comparison.verdict.deciding import PARTLY, WHOLE, not_checked, would_decide
 from vllm_accprobe.comparison.verdict.neighbours import Around, neighbours, with_neighbours
 from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 
@@ -129,6 +129,11 @@ class Comparison:
         return would_decide(self)
 
     @cached_property
+    def not_checked(self) -> dict[str, str] | None:
+        """Why not everything was checked, and what would check it: {"why", "command"}; None where all was."""
+        return not_checked(self)
+
+    @cached_property
     def next_steps(self) -> list[dict[str, str]]:
         """What to type next after a failure: [{"why", "command"}], the most useful first (report/next/)."""
         found: list[dict[str, str]] = _report("next.next_steps").next_steps(self)
@@ -152,6 +157,8 @@ class Comparison:
                 "false_alarm_rate": self.false_alarm_rate,
                 "by_chance": self.by_chance,
                 "machines": {side: self.machines.get(side, []) for side in ("golden", "mine")},
+                "replayed": self.replayed,
+                "not_checked": self.not_checked,
                 "would_decide": self.would_decide,
                 "next": self.next_steps,
             }

@@ -112,8 +112,9 @@ def _values(pair: Pair) -> list[tuple[str, float]]:
     if value_of(pair) is None and pair.measured is None and pair.status != "fail":
         return [("other", 0.0)] if pair.identical else []
     over = 0.0 if pair.identical else severity(pair)
-    if len(split) == 2 and pair.limit and all(map(math.isfinite, split.values())):
+    limit = pair.allowed if pair.measure == "created" else pair.limit
+    if len(split) == 2 and limit and all(map(math.isfinite, split.values())):
         most = max(split, key=lambda phase: split[phase])
-        return [(phase, over if phase == most else min(x / pair.limit, over)) for phase, x in split.items()]
+        return [(phase, over if phase == most else min(x / limit, over)) for phase, x in split.items()]
     phase = next(iter(split), pair.phase)
     return [(phase if phase in PHASES[:2] else "other", over)]

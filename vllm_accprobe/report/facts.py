@@ -95,10 +95,30 @@ def blame(origin: Mapping[str, Any]) -> str:
 
 
 def deed(origin: Mapping[str, Any]) -> str:
-    """What an origin does. A file's tensor, of which nobody knows what went in, is not said to create anything."""
+    """What an origin does. A file's tensor, of which nobody knows what went in, is not said to create anything, and
+    a module that computes with another constant computes what it was built to."""
     if is_cache(origin):
         return "is wrong"
+    if constant(origin):
+        return "has another constant"
     return "differs" if origin.get("role") == FILE else "creates the error"
+
+
+def constant(origin: Mapping[str, Any]) -> str:
+    """``impl.scale is 0.1275, golden has 0.125``, of an origin that was built otherwise and is not known to be wrong
+    for its own inputs; else empty."""
+    cause = origin.get("cause")
+    if origin.get("evidence") == "replay" or not isinstance(cause, Mapping) or cause.get("kind") != "setting":
+        return ""
+    return safe(cause.get("sentence") or "", 400)
+
+
+def evidence(origin: Mapping[str, Any]) -> str:
+    """What an origin rests on, in a sentence without its full stop."""
+    if constant(origin):
+        said = "both dumps recorded the constants of this module"
+        return said if origin.get("created") is None else f"{said}; {EVIDENCE.get(str(origin.get('evidence')), '')}"
+    return EVIDENCE.get(str(origin.get("evidence")), "")
 
 
 def origin_title(origin: Mapping[str, Any]) -> str:
@@ -127,9 +147,13 @@ def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     """Where and how much: ``output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)``."""
     if is_cache(origin):
         return where(origin)
-    parts = [safe(origin["role"], 80)] if origin.get("role") and origin["role"] != FILE else []
-    parts += [row] if (row := where(origin)) else []
+    other = constant(origin)
     created = origin.get("created")
+    if other and created is None:
+        return other
+    parts = [other] if other else []
+    parts += [safe(origin["role"], 80)] if origin.get("role") and origin["role"] != FILE else []
+    parts += [row] if (row := where(origin)) else []
     if created is None:
         parts.append("the values differ")
     elif isinstance(created, float) and not math.isfinite(created):
@@ -140,12 +164,11 @@ def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 
 
 def _held(created: float, origin: Mapping[str, Any]) -> str:
-    """``0.21, limit 0.016 (13x)``; a later row may be worse than the first, whose place and size are told."""
-    limit, factor = origin.get("floor"), tiers.origin_times(origin)
-    text = num(created) + ("" if limit is None else f", limit {num(limit)}")
-    if not factor or factor == times(created, limit):
-        return text + (f" ({factor})" if factor else "")
-    return f"{text} ({factor} in its worst row)"
+    """``0.21, limit 0.016 (13x)``; ``up to`` where a later row is worse than the first, whose place is told."""
+    limit, factor, size = origin.get("floor"), tiers.origin_times(origin), tiers.origin_size(origin)
+    later = "up to " if num(size) != num(created) else ""
+    text = f"{later}{num(size)}" + ("" if limit is None else f", limit {num(limit)}")
+    return text + (f" ({factor})" if factor else "")
 
 
 def created_as(origin: Mapping[str, Any]) -> str:

@@ -30,6 +30,8 @@ def lines(gate: Gate, floors: Sequence[str] = ()) -> list[str]:
     """The verdict, its condition, the floors, the table of conditions, the flips, and what was not compared. floors:
     their names."""
     out = [headline(gate)]
+    if said := shown(gate):
+        out.append(said)
     if gate.condition is not None and gate.condition.also:
         out.append("or, explaining it as well: " + "; ".join(c.sentence for c in gate.condition.also))
     if gate.verdict is not None and not gate.floors and (gate.verdict == "fail" or gate.cells[0].worst):
@@ -55,6 +57,8 @@ def lines(gate: Gate, floors: Sequence[str] = ()) -> list[str]:
 
 def headline(gate: Gate) -> str:
     """``FAIL: further away than ..., only decode (24 prompts, p = 0.0001, 6.1 times the floor)``."""
+    if gate.verdict is None and gate.p is not None:
+        return f"UNDECIDED: no difference is seen (p = {num(gate.p, 2)}), but {gate.why}"
     if gate.verdict is None:
         return f"no verdict: {gate.why}"
     if gate.verdict == "pass" and gate.cells[0].worst == 0:
@@ -69,6 +73,15 @@ def headline(gate: Gate) -> str:
         if gate.floors and gate.p_batching is not None and gate.p_batching <= gate.rate:
             said += f", though further than golden's own batches (p = {num(gate.p_batching, 2)})"
     return f"{said} ({count(gate.prompts, 'prompt')}, p = {num(gate.p, 2)}{size})"
+
+
+def shown(gate: Gate) -> str | None:
+    """``these 24 prompts would have shown 1.7 times the floor in all tokens, 2.2 in prefill``: what a pass excludes."""
+    if gate.verdict != "pass" or gate.power is None:
+        return None
+    sizes = [f"{num(one.times, 2)} times the floor in {one.condition}" if one.times else
+             f"any difference in {one.condition}" for one in gate.power.shown]  # fmt: skip
+    return f"these {count(gate.prompts, 'prompt')} would have shown {', '.join(sizes)}"
 
 
 def _floors(gate: Gate, names: Sequence[str]) -> list[str]:
@@ -107,14 +120,16 @@ def _left_out(gate: Gate) -> list[str]:
 
 
 def to_json(gate: Gate, floors: Sequence[str] = ()) -> dict[str, Any]:
-    """For programs. verdict is null without a floor; p and times are null where there is none."""
+    """For programs. verdict is null without a floor, and with too few prompts; p and times are null where there is
+    none."""
     flips = Counter(name for name, tokens in gate.across.by_prompt.items() for t in tokens if t.flipped)
     names = [*floors, *[""] * len(gate.floors)]
     return {
         "schema": 1, "verdict": gate.verdict, "why": gate.why,
         "condition": None if gate.condition is None else asdict(gate.condition),
         "differs": None if gate.differs is None else asdict(gate.differs), "p": gate.p,
-        "p_batching": gate.p_batching, "times": gate.times, "false_alarm_rate": gate.rate,
+        "p_batching": gate.p_batching, "times": gate.times,
+        "power": None if gate.power is None else asdict(gate.power), "false_alarm_rate": gate.rate,
         "prompts": gate.prompts, "forced": gate.forced, "nearest": gate.nearest,
         "floors": [{"name": names[i], "distance": _finite(size)} for i, size in enumerate(gate.floors)],
         "cells": [{k: _finite(v) for k, v in asdict(c).items()} for c in gate.cells],

@@ -183,8 +183,8 @@ def factors(comparison: Comparison) -> np.ndarray:
     NaN where a pair has no limit.
 
     A row is measured against its tensor's limit, and a pair in which an error was created against what one operator may
-    create: of such a pair the worst row has the pair's factor and no other has more, so that one fault has one factor
-    in the sentence, the table and the picture."""
+    create, all of its rows: the worst has the pair's factor and no other has more, so that one fault has one factor in
+    the sentence, the table and the picture."""
     rows = comparison.rows
     assert rows is not None
     of = {i: facts.severity(p) for i, p in enumerate(comparison.pairs) if p.status == "fail" and p.measure == "created"}
@@ -197,7 +197,9 @@ def factors(comparison: Comparison) -> np.ndarray:
         return rows.ratio
     out = rows.ratio.copy()
     pair = rows.pair[at]
-    out[at] = np.minimum(out[at], most[pair])
+    allowed = np.array([p.allowed or np.nan for p in comparison.pairs], np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        out[at] = np.fmin(rows.error[at] / allowed[pair], most[pair])
     for i, own in _by_pair(at, pair):
         worst = comparison.pairs[i]
         named = own[rows.position[own] == worst.worst_position] if worst.worst_position is not None else own[:0]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_accprobe.report import facts, machines, tiers
+from vllm_accprobe.report import covers, facts, machines, tiers
 from vllm_accprobe.report.text import MISSING, capital, count, more, num, safe
 from vllm_accprobe.report.worst import causes
 
@@ -35,6 +35,8 @@ def lines(comparison: Comparison) -> list[str]:
     """The whole summary."""
     failed = comparison.verdict != "pass"
     out = [f"## accprobe: {'FAIL' if failed else 'PASS'}", "", code(facts.headline(comparison), 2000)]
+    if said := covers.head(comparison):
+        out += ["", code(said[0], 1000), *(["", *(f"    {line.strip()}" for line in said[1:])] if said[1:] else [])]
     if comparison.notes:
         out += ["", "**Read this first**", "", *(f"- {code(note, 1000)}" for note in comparison.notes[:MAX_LIST])]
         out += _more(len(comparison.notes), "notes")
@@ -50,6 +52,9 @@ def lines(comparison: Comparison) -> list[str]:
     rows = [(label, value) for label, value in facts.coverage_rows(comparison)]
     rows += [(code(what), f"{n:,}") for what, n in facts.skip_rows(comparison)]
     table = _table(("what", "how many"), rows)
+    if total := covers.totals(comparison):
+        by_class = [(*row[:-1], code(row[-1])) for row in covers.table(comparison)]
+        table = [f"{capital(covers.TITLE)} ({total}):", "", *_table(covers.HEAD, by_class), "", *table]
     out += _commands("Next", comparison.next_steps, "next")
     return [*out, "", "<details><summary>Coverage</summary>", "", *table, "", "</details>"]
 
@@ -63,13 +68,17 @@ def _origins(comparison: Comparison) -> list[str]:
             code(o.get("module", "?")),
             code(o.get("class") or ""),
             code(", ".join(x for x in (str(o.get("role") or ""), facts.where(o)) if x)),
-            f"{num(o.get('created'))} / {num(o.get('floor'))}",
+            _size(o),
             code(o.get("evidence") or MISSING),
             code(facts.shape(o) or ""),
         )
         for i, o in enumerate(comparison.origins[:MAX_LIST])
     ]
     head: tuple[str, ...] = ("#", "origin", "class", "where", "created / limit", "evidence", "shape of the error")
+    others = [facts.constant(o) for o in comparison.origins]
+    if any(others):
+        head = (*head, "constant")
+        rows = [(*row, code(text, 400)) for row, text in zip(rows, others, strict=False)]
     said = [tiers.whole(o) for o in comparison.origins]
     if any(said):
         head = (*head, "floor that it breaks")
@@ -79,6 +88,11 @@ def _origins(comparison: Comparison) -> list[str]:
         head = (*head, "in graphs")
         rows = [(*row, code(text or "", 400)) for row, text in zip(rows, graphs, strict=False)]
     return ["", "### Origins", "", *_table(head, rows), *_more(len(comparison.origins), "origins")]
+
+
+def _size(origin: Mapping[str, object]) -> str:
+    factor = tiers.origin_times(origin)
+    return f"{num(tiers.origin_size(origin))} / {num(origin.get('floor'))}" + (f" ({factor})" if factor else "")
 
 
 def _commands(title: str, steps: Sequence[Mapping[str, str]], where: str) -> list[str]:

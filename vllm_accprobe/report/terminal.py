@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm_accprobe.report import facts, machines, tiers
+from vllm_accprobe.report import covers, facts, machines, tiers
 from vllm_accprobe.report.neighbours import sentences
 from vllm_accprobe.report.text import count, more, num, place, safe
 from vllm_accprobe.report.worst import causes
@@ -42,7 +42,8 @@ def render(comparison: Comparison, console: Console, verbosity: int = NORMAL) ->
 def _styled(comparison: Comparison, verbosity: int) -> list[tuple[str, str]]:
     sections: list[tuple[str, list[str]]] = [
         ("yellow", notes(comparison)),
-        ("bold green" if comparison.verdict == "pass" else "bold red", [facts.headline(comparison)]),
+        ("bold green" if comparison.verdict == "pass" else "bold red",
+         [facts.headline(comparison), *covers.head(comparison)]),
     ]
     if verbosity > QUIET:
         full = verbosity >= FULL
@@ -55,6 +56,7 @@ def _styled(comparison: Comparison, verbosity: int) -> list[tuple[str, str]]:
             first_divergence,
             worst_pairs,
             flipped_tokens,
+            covered,
             coverage,
         ]
         sections += [("", build(comparison, full)) for build in builders]
@@ -129,7 +131,7 @@ def _other(comparison: Comparison, number: int, origin: Any) -> str:
 def _evidence(origin: Any) -> str:
     if origin.get("role") == facts.FILE:
         return "evidence: the values alone; files do not say what went into them"
-    why = facts.EVIDENCE.get(str(origin.get("evidence")), safe(origin.get("evidence") or "not given"))
+    why = facts.evidence(origin) or safe(origin.get("evidence") or "not given")
     passed = origin.get("propagated")
     return f"evidence: {why}" + ("" if passed is None else f" (error passed on from its inputs: {num(passed)})")
 
@@ -240,6 +242,19 @@ def coverage(comparison: Comparison, full: bool = False, n: int = 3) -> list[str
             out.append(f"  … {len(taps) - len(shown):,} more only in {side}: compare.json, coverage.taps_only_{side}")
     out += [f"  {what}: {number:,}" for what, number in facts.skip_rows(comparison)]
     return out
+
+
+def covered(comparison: Comparison, full: bool = False, n: int = 12) -> list[str]:
+    """What the verdict covers: by class below a PASS, in a line below a FAIL."""
+    total = covers.totals(comparison)
+    if total is None:
+        return []
+    if comparison.verdict != "pass" and not full:
+        return [f"covered: {total} (compare.json, coverage.by_class)"]
+    body = covers.table(comparison, None if full else n)
+    left = more(len(covers.entries(comparison)), len(body), "compare.json, coverage.by_class")
+    title = f"{covers.TITLE} ({total}):"
+    return [title, *_aligned([covers.HEAD, *body]), *(f"  {line}" for line in left)]
 
 
 def plan(comparison: Comparison) -> list[str]:

@@ -25,6 +25,8 @@ def sentence(origin: Mapping[str, Any]) -> str | None:
     """``proved: 3.1 times the error bound of its own inputs``; None where an origin does not say its tier."""
     tier, by = origin.get("tier"), f"{n} times" if (n := _number(origin.get("times"))) else ""
     seldom = odds(origin.get("chance"))
+    if tier == PROVED and not origin.get("floor"):
+        return f"{PROVED}: its values must be equal, and are not"
     if tier == PROVED:
         return f"{PROVED}: {by or 'beyond'} the error bound of its own inputs"
     if tier == BEYOND_CHANCE:
@@ -78,12 +80,12 @@ def odds(chance: object) -> str | None:
 
 
 def alarms(comparison: Comparison) -> str | None:
-    """What the verdict is worth by chance alone; None where the judge did not work it out."""
+    """How seldom the limits name an origin where there is none; None where the judge did not work it out. What an
+    origin that was named says of its own chance is about its size, and mostly far less."""
     expected = comparison.by_chance
     if expected is None:
         return None
-    allowed = odds(comparison.false_alarm_rate)
-    return f"honest machines would be given an origin in {odds(expected)} comparisons like this ({allowed} allowed)"
+    return f"the limits name an origin, of whatever size, in {odds(expected)} comparisons of honest machines"
 
 
 def origin_factor(origin: Mapping[str, Any]) -> float | None:
@@ -95,6 +97,15 @@ def origin_factor(origin: Mapping[str, Any]) -> float | None:
     if isinstance(known, (int, float)) and not isinstance(known, bool) and math.isfinite(known):
         return float(known)
     return ratio(created, origin.get("floor"))
+
+
+def origin_size(origin: Mapping[str, Any]) -> float | None:
+    """The error of an origin's worst row, in the unit of its limit: so many times that is its factor. None where nobody
+    measured it."""
+    created, limit, found = origin.get("created"), origin.get("floor"), origin_factor(origin)
+    if limit and found is not None and math.isfinite(found):
+        return float(limit * found)
+    return None if created is None else float(created)
 
 
 def origin_times(origin: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told:
     from vllm_accprobe.opcheck.floors import peers
     from vllm_accprobe.opcheck.habits import decided
     from vllm_accprobe.opcheck.proof import prove
+    from vllm_accprobe.opcheck.proof.coverage import covers
     from vllm_accprobe.opcheck.proof.explained import explain
     from vllm_accprobe.opcheck.proof.propagated import split_errors
     from vllm_accprobe.opcheck.registry import default_references
@@ -91,4 +93,5 @@ def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told:
     odd = peers.unlike(rates, own, sides[1].budget(rate).kin)
     wanted = json.loads(sys.stdin.readline() or "{}")
     explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.get("places", ()), wanted.get("taps", ()), rules)
-    return prove.prove(theirs, rows, splits, bool(ops), odd=odd, machines=machines, explained=explained).to_json()
+    proof = prove.prove(theirs, rows, splits, bool(ops), odd=odd, machines=machines, explained=explained)
+    return replace(proof, covers=covers(rows, own)).to_json()

@@ -78,8 +78,8 @@ class Setting:
     first step that computed each and whether it was decoding. moments: (cell, step) → keys of its rows.
     nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
     hashes; rehashed: as RequestPlan's. settings: as settings.differing's. states: as comparison/states.py's. weights:
-    as judge.weights.between's. links: as plan/links.py's. sources: as
-    plan/sources.py's.
+    as judge.weights.between's. links: as plan/links.py's. sources: as plan/sources.py's. modules: tap → class of all
+    modules of mine's model, captured or not, where its dump names them.
     """
 
     golden_path: str
@@ -115,6 +115,7 @@ class Setting:
     links: Links = field(default_factory=dict)
     sources: Sources = field(default_factory=dict)
     processed: list[dict[str, Any]] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
 
     def name(self, key: int) -> tuple[str, int]:
         """(request label, position) of a row key."""

@@ -77,7 +77,6 @@ def origin_entry(
     if trace.kind == PARAM:
         found = next((p for p, _ in pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
         value = found.rel_l2 if found is not None and found.rel_l2 is not None else value
-    other = setting.settings.get(c.tap) or setting.settings.get(c.trace.tap) or ""
     said = "" if len(c.keys) and request is None else shape_of(c, setting, places, chosen or {})
     return {
         "module": c.tap,
@@ -97,8 +96,9 @@ def origin_entry(
         "rows": len(c.keys),
         "worst": worst,
         "nonfinite": 0,
-        "shape": "; ".join(filter(None, (said, other))),
-        "setting": other,
+        "shape": said,
+        "setting": "",
+        "cause": None,
     } | ({"graph": graph} if (graph := _graph_of(c, setting, places)) else {})
 
 

@@ -124,6 +124,18 @@ def would_decide(result: Result) -> list[dict[str, str]]:
     return [{"why": why, "command": command} for why, command in found]
 
 
+def not_checked(result: Result) -> dict[str, str] | None:
+    """Why the operators, or some of them, were compared and not checked, and what would check them: {"why",
+    "command"}, the command "" where nothing can. None where everything that can be checked was, and where no tensors
+    were compared."""
+    if result.replayed == WHOLE or not any(p.status != SKIP for p in result.pairs):
+        return None
+    case = _Case(result, DumpFacts("golden", result.golden_path, result.golden_run),
+                 DumpFacts("mine", result.mine_path, result.mine_run))  # fmt: skip
+    why, command = case.unchecked()
+    return {"why": why, "command": command}
+
+
 def convicted(origin: Mapping[str, Any]) -> bool:
     """Whether an origin breaks a floor that needs no further witness: any but that of its kin, and not behind
     an unseen router. An origin that does not say its tier rests on fixed limits."""
@@ -158,6 +170,24 @@ class _Case:
         yield from self._unjudged()
         yield from self._without_partner()
         yield from self._logits()
+
+    def unchecked(self) -> _Step:
+        if not (self.golden.ours and self.mine.ours):
+            return "files of another tool do not say all that an operator read", ""
+        if self.golden.inputs and self.mine.inputs:
+            if self.result.replayed:
+                why = "the time for a replay ran out, or only what was suspected was replayed"
+                return why, self._compare("--replay")
+            return "no operator was computed again from what it read (needs torch)", self._compare("--replay")
+        if self.mine.inputs:
+            why = "golden holds no inputs; mine's operators can be checked alone"
+            return why, f"accprobe opcheck {_word(self.mine.path)}"
+        poor = [s for s in self._sides() if not s.inputs]
+        which = " and ".join(s.name for s in poor)
+        return (
+            f"{which} {'hold' if len(poor) > 1 else 'holds'} no inputs with their values, which a check needs",
+            self._anew("inputs", poor, "--replay", TASK="tensor", PARTS="input,output,params"),
+        )
 
     # --- what may be missing -----------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from vllm_accprobe.comparison.result import FAIL, PASS, CompareError, Comparison
 from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.states import notes as state_notes
 from vllm_accprobe.comparison.store.spill import Shelf
-from vllm_accprobe.comparison.verdict import blame, floors, harmless
+from vllm_accprobe.comparison.verdict import blame, constants_differ, covered, floors, harmless
 from vllm_accprobe.comparison.verdict.remarks import other_settings, remarks, unseen_routing
 from vllm_accprobe.comparison.verdict.rerouted_rows import add_undecided, settle
 from vllm_accprobe.comparison.verdict.row_limits import Holder
@@ -105,6 +105,8 @@ class _Judge:
         first = {c.tap: c for c in reversed(created)}  # a tap is named once, by the first tensor that shows it
         named = [c for c in created if first[c.tap] is c]
         origins = [(c.trace.order, blame.origin_entry(c, setting, places, self.pairs, self.chosen)) for c in named]
+        compared = [p for p, _ in self.pairs]
+        origins = constants_differ.with_constants(origins, setting.settings, setting.modules, compared)
         steps = blame.steps_of(created)
         every = in_all_layers([entry["module"] for _, entry in origins], {t.tap for t in self.traces})
         for _, entry in origins:
@@ -119,7 +121,7 @@ class _Judge:
         said = [
             *remarks([o for _, o in origins], self.rerouted),
             *unseen_routing(unseen, open_to),
-            *other_settings(setting.settings),
+            *other_settings(setting.settings, {str(o["module"]) for _, o in origins if o.get("cause")}),
         ]
         about_floor = [s for s in (floors.sentence(self.floor, pairs), excused) if s]
         notes = [*alone, *state_notes(setting.states), *setting.notes, *images, *about_floor, *said]
@@ -129,7 +131,8 @@ class _Judge:
             golden_run=setting.golden_run,
             mine_run=setting.mine_run,
             pairs=pairs,
-            coverage=finished(setting.coverage, self.rerouted),
+            coverage=finished(setting.coverage, self.rerouted)
+            | {covered.KEY: covered.by_class(pairs, setting, self.standard.element)},
             first_divergence=messages.first_divergence(pairs, rows),
             origins=[o for _, o in origins],
             tokens={"compared": setting.tokens_compared, "flipped": flipped},

@@ -7,7 +7,7 @@ Not here: the other notes (messages.py), the counting (judge/origins/origin.py, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vllm_accprobe.comparison.pair import counted
@@ -61,10 +61,14 @@ def unseen_routing(routers: Sequence[str], origins: int) -> list[str]:
     ]
 
 
-def other_settings(settings: Mapping[str, str]) -> list[str]:
-    """Modules that were built with other constants, whether or not it shows. settings: settings.differing's."""
-    if not settings:
+def other_settings(settings: Mapping[str, str], origins: Collection[str]) -> list[str]:
+    """Modules that were built with other constants, which nothing that was compared can show. settings:
+    constants_differ.differing's; origins: the taps whose constants are origins."""
+    left = {tap: said for tap, said in settings.items() if tap not in origins}
+    if not left:
         return []
-    first, said = next(iter(settings.items()))
-    which = "1 module was" if len(settings) == 1 else f"{len(settings)} modules were, each,"
-    return [f"{which} built with another constant: {first}: {said}"]
+    first, said = next(iter(left.items()))
+    which = "1 module was" if len(left) == 1 else f"{len(left)} modules were, each,"
+    return [
+        f"{which} built with another constant, and what it computes is equal or was not compared: {first}: {said}"
+    ]

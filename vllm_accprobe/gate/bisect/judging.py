@@ -48,7 +48,7 @@ def rate_each(trials: int, prompts: int, rate: float = RATE) -> float:
 def judge(golden: Sent, mine: Sent, floors: Sequence[Sent] = ()) -> TrialGate:
     """Two folders of the same two arrivals. floors: servers that are known to be right."""
     try:
-        gate = gating.compare(golden, mine, floors)
+        gate = gating.compare(golden, mine, floors, power=False)
     except gating.GateError as e:
         return TrialGate(0.0, 1.0, 0, str(e))
     if gate.p is None:

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_accprobe.gate.measure import conditions, floor
+from vllm_accprobe.gate.measure import power as measure_power
 from vllm_accprobe.gate.measure.conditions import GateCondition
 from vllm_accprobe.gate.measure.features import Features, Steps
 from vllm_accprobe.gate.measure.floor import LEAST, RATE
+from vllm_accprobe.gate.measure.power import ENOUGH, Power
 from vllm_accprobe.gate.measure.token_gaps import TokenGap, forced
 from vllm_accprobe.gate.measure.token_table import Gaps, Table, build, pairs
 from vllm_accprobe.gate.sending import steps as steps_log
@@ -76,7 +78,8 @@ class Gate:
     there is nothing to hold it to, which ``why`` says. times: mine's distance by that of the right servers, of the
     tokens that have the condition;
     condition: of a fail; differs: of what is beyond golden's batching, where rounding may explain it; floors: each
-    one's distance from golden; nearest: to which right server mine is nearest, 0 for golden."""
+    one's distance from golden; nearest: to which right server mine is nearest, 0 for golden. power: of what is no fail,
+    the smallest distance that these prompts could have shown (power.py), None where nobody worked it out."""
 
     across: Gaps
     golden_self: Gaps
@@ -95,20 +98,25 @@ class Gate:
     nearest: int
     forced: str | None
     notes: tuple[str, ...]
+    power: Power | None = None
 
     @property
     def verdict(self) -> str | None:
-        """None without a floor."""
+        """None without a floor, and where these prompts could not have shown a difference that is worth a name."""
         if self.p is None:
             return None
-        return "fail" if self.p <= self.rate else "pass"
+        if self.p <= self.rate:
+            return "fail"
+        return "pass" if self.power is None or self.power.enough else None
 
 
 def compare(
-    golden: Sent, mine: Sent, floors: Sequence[Sent] = (), rate: float = RATE, steps: Steps | None = None
-) -> Gate:
+    golden: Sent, mine: Sent, floors: Sequence[Sent] = (), rate: float = RATE, steps: Steps | None = None,
+    power: bool = True,
+) -> Gate:  # fmt: skip
     """floors: servers known to be right, forced along the same tokens. steps: of mine's engine, mine's folder's own
-    where not given. Raises GateError where no prompt is on both sides."""
+    where not given. power: work out what the prompts of a pass could have shown. Raises GateError where no prompt is on
+    both sides."""
     rows = steps_log.read(mine.path).rows if steps is None else steps
     bad = [i for i, one in enumerate(floors) if not has_numbers(golden, one)]
     floors = [one for i, one in enumerate(floors) if i not in bad]
@@ -126,14 +134,15 @@ def compare(
     differs = None
     if not beyond and alone is not None and alone.p <= rate:
         differs = conditions.explain(table, floor.batching(table), rate)
+    reach = measure_power.of(table, sizes, masks, rate) if power and p is not None and not beyond else None
     return Gate(
         across, golden_self, mine_self, _cells(table, sizes, across, golden_self, mine_self),
         len(table.names) if tested is None else tested.prompts, p, None if alone is None else alone.p,
-        _times(table, sizes, said and said[1]), rate, None if tested else _why(table, floors),
+        _times(table, sizes, said and said[1]), rate, _why(table, floors) if tested is None else _too_few(reach),
         said and said[0], differs and differs[0], _worst(table, sizes),
         tuple(_rms(row) or 0.0 for row in table.floors), sizes.nearest, _forced(mine),
         (*(f"floor {i} is left out: it has no numbers for some tokens" for i in bad),
-         *_notes(golden, mine, table, sizes)),
+         *_notes(golden, mine, table, sizes)), reach,
     )  # fmt: skip
 
 
@@ -153,6 +162,19 @@ def _why(table: Table, floors: Sequence[Sent]) -> str:
             + ("or a floor that has answers to the same prompts" if floors else "or give a --floor")
         )  # fmt: skip
     return f"a floor needs {LEAST} prompts, there are {len(np.unique(table.prompt[with_limit]))}"
+
+
+def _too_few(power: Power | None) -> str | None:
+    """Why what is no fail is no pass either."""
+    if power is None or power.enough:
+        return None
+    blind = [one for one in power.shown if not one.enough]
+    said = ", ".join(
+        f"{one.condition} (only one of {one.times:.2g} times)" if one.times is not None else f"{one.condition} (none)"
+        for one in blind
+    )
+    more = f"send {power.needed:,} such prompts" if power.needed else "send more, and other, prompts"
+    return f"these prompts would not have shown a difference of {ENOUGH:g} times the floor in {said}: {more}"
 
 
 def _rms(values: np.ndarray) -> float | None:

@@ -28,7 +28,8 @@ PRIOR_SPREAD, PRIOR_FREEDOM = 0.25, 4.0
 class Pooled:
     """All rows of one output of a tap. ratio: variance of the errors over the model's; freedom: of that ratio; scale,
     error: sum y d / sum y y and its standard error; rows: different ones; seq: of its first call, its place in the
-    order of execution; created: relative L2 error."""
+    order of execution; created: relative L2 error; smallest: what would have been found at least (smallest.py), row
+    and column."""
 
     tap: str
     cls: str
@@ -42,6 +43,7 @@ class Pooled:
     rows: int
     seq: int
     created: float
+    smallest: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from vllm_accprobe.opcheck.floors.error_limits import (
     WEIGHTED,
     told,
 )
+from vllm_accprobe.opcheck.floors.smallest import Smallest, of_pool
 from vllm_accprobe.opcheck.floors.verdict import ErrorSums
 
 TOGETHER, SCALE, COLUMN, COLUMN_SCALE, COLUMN_MEAN = (
@@ -138,6 +139,16 @@ class Pool:
             noise += t[POWER] * t[NOISE] / (first.groups or 1.0)
         freedom = max(1.0, t[VARIANCE] ** 2 / squares) if squares else 1.0
         return t[SQUARE] / variance, freedom, t[PRODUCT] / t[POWER], math.sqrt(MODEL * noise) / t[POWER]
+
+    def smallest(self, chance: float) -> Smallest | None:
+        """What `measures` would find at least. chance: as theirs."""
+        found = self.pooled()
+        if found is None or self._first is None or self._columns is None:
+            return None
+        freedom = found[1]
+        total = self._columns.sum(1).tolist()
+        variance = total[VARIANCE] + (self._first.common**2 + self._left()) * total[POWER]
+        return of_pool(self._columns, variance, freedom, self._first, chance / len(MEASURES))
 
     @property
     def unit(self) -> float:

@@ -40,19 +40,20 @@ class Pools:
             if found is not None:
                 yield _together(first, found, pool, budget)
 
-    def pooled(self) -> Iterator[Pooled]:
+    def pooled(self, budget: Budget) -> Iterator[Pooled]:
         """What is compared with its kin."""
         for role, (pool, first) in self._of.items():
             found = pool.pooled() if role not in self._wrong else None
             if found is not None:
+                least = pool.smallest(budget.tap)
                 yield Pooled(first.tap, first.cls, role, first.rank, first.dtype, *found, pool.rows, first.seq,
-                             pool.created())  # fmt: skip
+                             pool.created(), None if least is None else (least.row, least.column))  # fmt: skip
 
 
 def _together(first: Checked, b: Breach, pool: Pool, budget: Budget) -> Checked:
     return replace(
         first, rows=pool.seen, checked=pool.seen, unchecked_because="", created=pool.created(), measure=b.measure,
         measured=b.value, allowed=b.limit, request=None, position=None, column=b.column if b.column >= 0 else None,
-        status=FAIL, message=b.words, measures=None, tier=BEYOND_CHANCE,
+        status=FAIL, message=f"{b.severity:.3g}x its limit: {b.words}", measures=None, tier=BEYOND_CHANCE,
         chance=min(1.0, b.chance * budget.taps),
     )  # fmt: skip

@@ -78,7 +78,8 @@ def message_of(
         elif v.measure == ROUNDING:
             said.append(f"rounds {TOWARD_ZERO}: {v.value:.0%} of the numbers that tell it from rounding to nearest")
         else:
-            said.append(f"{v.measure} error {v.value:.3g} times honest rounding, allowed {v.limit:.3g}{where}")
+            beyond = f"{v.severity:.3g}x its limit, {v.value:.3g} times honest rounding, allowed {v.limit:.3g}"
+            said.append(f"{v.measure} error {beyond}{where}")
     if expected.rows is not None and checked < len(expected.rows):
         said.append(f"{len(expected.rows) - checked} rows skipped: {expected.reason}")
     if expected.source:

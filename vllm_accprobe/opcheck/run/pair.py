@@ -92,7 +92,7 @@ def check_task(calls: Calls, task: Task, references: References, options: Option
     for captured, expected in evaluated(calls.of(task.rank, task.tap), references):
         found.rows.extend(check_call(calls.dump, captured, partial(_known, expected), options, pools))
     found.rows.extend(pools.rows(options.budget))
-    found.pooled.extend(pools.pooled())
+    found.pooled.extend(pools.pooled(options.budget))
     return found
 
 

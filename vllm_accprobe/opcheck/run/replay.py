@@ -24,6 +24,7 @@ from vllm_accprobe.opcheck.floors.chance import BUDGET, Budget
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.pools import Pools
 from vllm_accprobe.opcheck.floors.rounding import judge
+from vllm_accprobe.opcheck.floors.smallest import EQUAL, Smallest, of_call
 from vllm_accprobe.opcheck.floors.verdict import EXACT, NONFINITE, Verdict
 from vllm_accprobe.opcheck.habits.look import due, look
 from vllm_accprobe.opcheck.measures import measure
@@ -162,9 +163,17 @@ def _checked(
         row = replace(row, message=f"{row.message}; {why}" if why else row.message)
     if pools is not None:
         pools.add(row, v)
+        row = replace(row, smallest=_smallest(v, options.budget.output))
     row = row if options.standard in (OURS, STRICT) else by_standard(row, options.standard)
     share = op_csv.abs_share(reference, mine, dtype) if options.within else None
     return row if share is None else replace(row, algorithm=f"{row.algorithm} {op_csv.WITHIN}{share:.12g}".strip())
+
+
+def _smallest(v: Verdict, chance: float) -> Smallest | None:
+    """What this call's limits would have found at least."""
+    if v.sums is None:
+        return EQUAL if v.measure == EXACT else None
+    return of_call(v.sums, chance)
 
 
 def by_standard(row: Checked, standard: str) -> Checked:

@@ -33,7 +33,8 @@ class Checked:
     what its machine does everywhere, where that was allowed for, else "". tier: which floor it breaks (judge/tiers.py),
     "" where it passes; chance: then, the probability that a replay of an honest machine shows as much anywhere, 0.0
     where it is proved. cache: of an attention over a cache of 8 bits, the fields of
-    reference.py's CacheRounding."""
+    reference.py's CacheRounding. smallest: the relative errors that would have been named at least, of all rows, of a
+    column and of one row (floors/smallest.py), None where no limit was in force."""
 
     tap: str
     cls: str
@@ -66,6 +67,7 @@ class Checked:
     chance: float | None = None
     cache: tuple[str, float, float, float] | None = None
     left: tuple[int, ...] = ()
+    smallest: tuple[float, float, float] | None = None
 
     @property
     def severity(self) -> float:

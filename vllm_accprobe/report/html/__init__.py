@@ -75,7 +75,10 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         "title": escape(sections.title(comparison)),
         "state": "pass-page" if comparison.verdict == "pass" else "fail-page",
         "css": "".join(map(asset, STYLES)),
-        "verdict": sections.verdict(comparison) + first.origin_buttons(comparison) + first.pair_sum(comparison),
+        "verdict": "".join(
+            part(comparison)
+            for part in (sections.verdict, sections.not_checked, first.origin_buttons, first.pair_sum)
+        ),
         "next": first.next_commands(comparison),
         "notes": "".join(
             part(comparison) for part in (sections.notes, further.differences, further.wrong_states, further.deciding)

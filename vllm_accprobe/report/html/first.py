@@ -54,7 +54,8 @@ def _how_far(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     if origin.get("nonfinite") or (isinstance(created, float) and not math.isfinite(created)):
         rows = int(origin.get("nonfinite") or 0)
         return f"NaN or Inf in {rows:,} row{'s' * (rows != 1)}" if rows else facts.infinite(comparison, origin)
-    return tiers.origin_times(origin).replace("x", "×") or "values differ"
+    what = "constants" if facts.constant(origin) else "values"
+    return tiers.origin_times(origin).replace("x", "×") or f"{what} differ"
 
 
 def pair_sum(comparison: Comparison) -> str:
@@ -90,20 +91,25 @@ def origins(comparison: Comparison) -> str:
     """The table of all origins."""
     if not comparison.origins:
         return ""
-    head: tuple[str, ...] = ("#", "Module", "Tensor", "Where", "Created", "Passed on", "Limit", "Evidence")
+    head: tuple[str, ...] = ("#", "Module", "Tensor", "Where", "Created", "Passed on", "Limit", "× limit", "Evidence")
     rows: list[tuple[str, ...]] = [
         (
             str(i + 1),
             f"<code>{breakable(o.get('module', '?'))}</code> <small>{escaped(o.get('class') or '', 80)}</small>",
             f"<code>{escaped(o.get('role') or '', 80)}</code>",
             _where(o),
-            escaped(num(o.get("created"))),
+            escaped(num(tiers.origin_size(o))),
             escaped(num(o.get("propagated"))),
             escaped(num(o.get("floor"))),
+            escaped(tiers.origin_times(o).replace("x", "×") or MISSING),
             escaped(o.get("evidence") or MISSING, 40),
         )
         for i, o in enumerate(comparison.origins[:MAX_LIST])
     ]
+    others = [facts.constant(o) for o in comparison.origins]
+    if any(others):
+        head = (*head, "Constant")
+        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, others, strict=False)]
     if any(facts.shape(o) for o in comparison.origins):
         head = (*head, "Shape")
         rows = [(*r, escaped(facts.shape(o) or MISSING)) for r, o in zip(rows, comparison.origins, strict=False)]
@@ -115,12 +121,12 @@ def origins(comparison: Comparison) -> str:
     if any(said):
         head = (*head, "Floor that it breaks")
         rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, said, strict=False)]
-    body = html_table(head, rows, numeric={4, 5, 6})
+    body = html_table(head, rows, numeric={4, 5, 6, 7})
     more = more_of(len(comparison.origins), MAX_LIST, "origins")
     lead = "Independent origins in data-flow order; the first is the culprit." if len(rows) > 1 else "One origin."
     if chance := tiers.alarms(comparison):
         lead += f" By chance, {chance}."
-    wide = "wide" if len(head) > 8 else ""
+    wide = "wide" if len(head) > 9 else ""
     return (
         f'<section class="{wide}" aria-labelledby="h-origins"><h2 id="h-origins">Origins</h2>'
         f'<p class="hint">{lead}</p>{body}{more}</section>'

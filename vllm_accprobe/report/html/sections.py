@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.report import facts, tiers
+from vllm_accprobe.report import covers, facts, tiers
 from vllm_accprobe.report.html.elements import MAX_LIST, as_sentence, breakable, escaped, html_table, more_of
 from vllm_accprobe.report.text import MISSING, capital, count, num, safe
 
@@ -48,21 +48,23 @@ def verdict(comparison: Comparison) -> str:
         _fact("Request", origin.get("request")),
         _fact("Position", origin.get("position"), origin.get("phase")),
     ]
+    if other := facts.constant(origin):
+        cells.append(_fact("Constant", other, None, "big"))
     created, floor = origin.get("created"), origin.get("floor")
     if created is None:
-        cells.append(_fact("Error", "values differ", None, "big"))
+        cells += [] if other else [_fact("Error", "values differ", None, "big")]
     elif isinstance(created, float) and not math.isfinite(created):
         cells.append(_fact("Error", facts.infinite(comparison, origin), None, "big"))
     else:
         over = tiers.origin_times(origin)
         limit = None if floor is None else f"limit {num(floor)}"
-        cells.append(_fact(capital(facts.created_as(origin)), num(created), limit, "big"))
+        cells.append(_fact(capital(facts.created_as(origin)), num(tiers.origin_size(origin)), limit, "big"))
         if over:
             cells.append(_fact("Over the limit", over.replace("x", "×"), None, "big"))
     if origin.get("propagated") is not None:
         cells.append(_fact("From its inputs", num(origin["propagated"])))
     name = safe(origin.get("evidence") or MISSING)
-    why = as_sentence(said) if (said := facts.EVIDENCE.get(name)) else ""
+    why = as_sentence(said) if (said := facts.evidence(origin)) else ""
     if seldom := tiers.odds(origin.get("chance")):
         cells.append(_fact("By chance", seldom, "comparisons of honest machines"))
     if tier := origin.get("tier"):
@@ -175,10 +177,31 @@ def pairs_note(total: int, shown: int) -> str:
     return f'<p class="hint">The worst {shown:,} of {total:,} pairs are on this page; compare.csv has all of them.</p>'
 
 
+def not_checked(comparison: Comparison) -> str:
+    """Directly below the verdict: that operators were compared and not checked, and what would check them."""
+    said = covers.head(comparison)
+    if not said:
+        return ""
+    typed = "".join(f"<pre><code>{escape(line.strip())}</code></pre>" for line in said[1:])
+    return f'<p class="why not-checked">{as_sentence(said[0]).replace(":.", ":")}</p>{typed}'
+
+
+def covered(comparison: Comparison) -> str:
+    """The verdict's reach by class of operator."""
+    total = covers.totals(comparison)
+    if total is None:
+        return ""
+    rows = [tuple(map(escape, (row[-1], *row[:-1]))) for row in covers.table(comparison, MAX_LIST)]
+    head = tuple(map(capital, (covers.HEAD[-1], *covers.HEAD[:-1])))
+    more = more_of(len(covers.entries(comparison)), MAX_LIST, "coverage.by_class")
+    lead = f"{capital(covers.TITLE)}: relative, of all rows, of one column, of one row. {capital(total)}."
+    return f'<p class="hint" id="covers">{escape(lead)}</p>{html_table(head, rows, numeric=set(range(1, 9)))}{more}'
+
+
 def coverage(comparison: Comparison) -> str:
     rows = [(escape(label), escape(value)) for label, value in facts.coverage_rows(comparison)]
     rows += [(escape(what), f"{n:,}") for what, n in facts.skip_rows(comparison)[:MAX_LIST]]
-    out = html_table(("What", "How many"), rows, numeric={1})
+    out = covered(comparison) + html_table(("What", "How many"), rows, numeric={1})
     for side in ("golden", "mine"):
         taps: Sequence[str] = comparison.coverage.get(f"taps_only_{side}") or ()
         if taps:

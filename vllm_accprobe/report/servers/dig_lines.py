@@ -70,7 +70,7 @@ def culprit(dug: Dug) -> list[str]:
         at.append(f"position {origin['position']}")
     found = [f"culprit: {facts.origin_title(origin)}{''.join(f', {x}' for x in at)}"]
     above = tiers.sentence(origin)
-    sizes = f"created error {num(origin.get('created'))}, honest rounding {num(origin.get('floor'))}"
+    sizes = f"created error {num(tiers.origin_size(origin))}, honest rounding {num(origin.get('floor'))}"
     found.append("  " + "; ".join(x for x in (above, sizes, tiers.layers(origin), facts.shape(origin)) if x))
     if dug.others:
         found.append(f"  {count(dug.others, 'other independent origin')}, in the comparison's report")

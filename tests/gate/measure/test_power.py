@@ -1,0 +1,78 @@
+"""A pass names the smallest distance that its prompts could have shown; too few prompts are no pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from made_folders import Fault, folder
+
+from vllm_accprobe.gate.measure.gating import Gate, compare
+from vllm_accprobe.gate.sending import replies
+from vllm_accprobe.report import gap_lines
+
+ROUNDED: dict[str, Any] = {"noise": 0.003, "own": 0.02, "forced": "accprobe"}
+
+
+def gate(root: Path, prompts: int, fault: Fault | None = None, seed: int = 1, **how: Any) -> Gate:
+    """Three servers that round in their own ways, the third one the floor; mine with ``fault``."""
+    given = ROUNDED | {"prompts": prompts} | how
+    made = [folder(root / f"{prompts}-{k}", 10 * seed + k, fault=fault if k == 1 else None, **given) for k in range(3)]
+    golden, mine, right = map(replies.read, made)
+    return compare(golden, mine, [right])
+
+
+def decode(found: Gate) -> float:
+    """How many times the floor mine is away there."""
+    cell = next(c for c in found.cells if c.condition == "decode")
+    assert cell.away is not None
+    assert cell.floor
+    return cell.away / cell.floor
+
+
+def test_a_fault_of_twice_that_size_fails_and_one_of_half_does_not(tmp_path: Path) -> None:
+    honest = gate(tmp_path / "honest", 10)
+    assert honest.verdict == "pass"
+    assert honest.power is not None
+    least = next(one.times for one in honest.power.shown if one.condition == "decode")
+    assert least is not None
+    assert 1.2 < least < 4.0
+    said = gap_lines.lines(honest)[1]
+    assert said.startswith("these 10 prompts would have shown ")
+    assert f"{least:.2g} times the floor in decode" in said
+    seen: set[str] = set()
+    for size in (0.01, 0.02, 0.05, 0.08):
+
+        def only_decode(length: int, k: int, index: int, size: float = size) -> float:
+            return size if k else 0.0
+
+        found = gate(tmp_path / str(size), 10, only_decode)
+        far = decode(found) / least
+        if far >= 1.7:
+            assert found.verdict == "fail", far
+        elif far <= 0.75:
+            assert found.verdict == "pass", far
+        seen.add("above" if far >= 1.7 else "below" if far <= 0.75 else "near")
+    assert {"above", "below"} <= seen
+
+
+def test_too_few_prompts_are_no_pass(tmp_path: Path) -> None:
+    """Six prompts, of which each has one token of prefill."""
+    found = gate(tmp_path, 6, seed=3)
+    assert found.p is not None
+    blind = [one for one in found.power.shown if not one.enough] if found.power else []
+    assert blind, found.power
+    assert found.verdict is None
+    head = gap_lines.headline(found)
+    assert head.startswith("UNDECIDED: no difference is seen (p = ")
+    assert "these prompts would not have shown a difference of 4 times the floor in " in head
+    assert gap_lines.to_json(found)["verdict"] is None
+    assert found.why is not None
+    needed = found.power.needed if found.power else None
+    assert needed is None or f"send {needed} such prompts" in found.why
+
+
+def test_of_servers_that_never_differ_any_difference_shows(tmp_path: Path) -> None:
+    same = compare(*(replies.read(folder(tmp_path / str(k), k, noise=0.0)) for k in range(2)))
+    assert same.verdict == "pass"
+    assert "any difference in all tokens" in (gap_lines.shown(same) or "")
