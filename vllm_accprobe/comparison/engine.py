@@ -284,4 +284,5 @@ class _Run:
             weights=weights_between(*(getattr(d, "lives", NO_LIVES) for d in self.dumps)),
             links=links_of(plan.units),
             sources=sources_of(plan.names.pairs, golden, mine),
+            untapped=plan.untapped,
         )  # fmt: skip

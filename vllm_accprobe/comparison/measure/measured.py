@@ -23,6 +23,7 @@ from vllm_accprobe.comparison.plan.links import Links
 from vllm_accprobe.comparison.plan.sources import Sources
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.comparison.plan.units import Plan
+from vllm_accprobe.comparison.plan.untapped import NOTHING, Untapped
 from vllm_accprobe.comparison.store.spill import Shelf
 from vllm_accprobe.judge.flow import Key
 
@@ -78,7 +79,7 @@ class Setting:
     nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
     hashes; rehashed: as RequestPlan's. settings: as settings.differing's. states: as comparison/states.py's. weights:
     as judge.weights.between's. links: as plan/links.py's. sources: as
-    plan/sources.py's.
+    plan/sources.py's. untapped: as plan/untapped.py's.
     """
 
     golden_path: str
@@ -113,6 +114,7 @@ class Setting:
     weights: dict[str, Any] = field(default_factory=dict)
     links: Links = field(default_factory=dict)
     sources: Sources = field(default_factory=dict)
+    untapped: Untapped = NOTHING
 
     def name(self, key: int) -> tuple[str, int]:
         """(request label, position) of a row key."""
