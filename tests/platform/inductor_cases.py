@@ -27,15 +27,15 @@ QWEN2 = [
     _case("i-mlp-scale", "qwen2", "scale", _L.format(1) + "mlp", 1.2),
     _case("i-rotary", "qwen2", "rope", _L.format(0) + "self_attn.rotary_emb", 1.2),
     _case("i-activation", "qwen2", "act", _L.format(2) + "mlp.act_fn", 1.15),
-    _case("i-norm-eps", "qwen2", "eps", _L.format(2) + "post_attention_layernorm", 0.05),
+    _case("i-norm-eps", "qwen2", "eps", _L.format(2) + "post_attention_layernorm", 2.0),
     _case("i-softmax-scale", "qwen2", "attn", _L.format(1) + "self_attn.attn", 1.1),
     _case("i-down-proj", "qwen2", "scale", _L.format(2) + "mlp.down_proj", 1.05),
 ]
 LLAMA = [
     _case("i-qkv-column", "llama", "scale", _L.format(1) + "self_attn.qkv_proj", 1.5, features=[17]),
-    _case("i-o-coarse", "llama", "coarse", _L.format(1) + "self_attn.o_proj", 4),
+    _case("i-o-coarse", "llama", "coarse", _L.format(1) + "self_attn.o_proj", 3),
     _case("i-input-norm", "llama", "scale", _L.format(1) + "input_layernorm", 1.05),
-    _case("i-act-coarse", "llama", "coarse", _L.format(0) + "mlp.act_fn", 4),
+    _case("i-act-coarse", "llama", "coarse", _L.format(0) + "mlp.act_fn", 3),
     _case("i-embedding", "llama", "scale", "model.embed_tokens", 1.3),
     _case("i-final-norm", "llama", "scale", "model.norm", 1.5, features=[5]),
     _case("i-short-sum", "llama", "short", _L.format(2) + "mlp.gate_up_proj", 4),

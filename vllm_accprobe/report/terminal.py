@@ -99,13 +99,15 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
         return []
     culprit, *others = comparison.origins
     out = [_evidence(culprit)]
+    if said := facts.inside(comparison, culprit):
+        out.append(f"gap: {said}")
     if said := tiers.sentence(culprit):
         out.append(said)
     if said := facts.shape(culprit):
         out.append(f"shape: {said}")
     if said := facts.graph(culprit):
         out.append(f"graphs: {said}")
-    if said := sentences.code(comparison.sources, culprit.get("module")):
+    if said := sentences.code(comparison.sources, None if facts.gap_of(culprit) else culprit.get("module")):
         out.append(f"code: {said}")
     out += sentences.lines(comparison)
     if others:
@@ -123,13 +125,14 @@ def _other(comparison: Comparison, number: int, origin: Any) -> str:
     said = f"shape: {shape}" if (shape := facts.shape(origin)) else None
     title = f"  {number}. {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}"
     graphs = f"graphs: {text}" if (text := facts.graph(origin)) else None
-    return "; ".join(x for x in (title, tiers.short(origin), tiers.layers(origin), said, graphs) if x)
+    gap = f"gap: {text}" if (text := facts.inside(comparison, origin)) else None
+    return "; ".join(x for x in (title, tiers.short(origin), tiers.layers(origin), said, graphs, gap) if x)
 
 
 def _evidence(origin: Any) -> str:
     if origin.get("role") == facts.FILE:
         return "evidence: the values alone; files do not say what went into them"
-    why = facts.EVIDENCE.get(str(origin.get("evidence")), safe(origin.get("evidence") or "not given"))
+    why = facts.evidence(origin) or safe(origin.get("evidence") or "not given")
     passed = origin.get("propagated")
     return f"evidence: {why}" + ("" if passed is None else f" (error passed on from its inputs: {num(passed)})")
 

@@ -235,3 +235,37 @@ def suspects_of(origin: Mapping[str, Any]) -> tuple[str, ...]:
     """The modules that may have made an origin's error."""
     gap = origin.get("gap")
     return tuple(map(str, dict.fromkeys((*gap["contains"], gap["before"])))) if gap else (str(origin.get("module")),)
+
+
+_MANY = 6
+"""Chosen: modules that a setting names one by one; more are named by their blocks."""
+
+
+def splitting(gap: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, str]:
+    """The settings, without VLLM_ACCPROBE_, of a further capture of ``run`` that sees what lies in a gap; {} where the
+    run is not ours or has seen all that it can see."""
+    engine, probe = run.get("engine"), run.get("probe")
+    graphs = engine.get("graphs") if isinstance(engine, Mapping) else None
+    if run.get("tool") != "accprobe" or not isinstance(probe, Mapping):
+        return {}
+    inside = _globs(gap)
+    chosen = [str(m) for m in probe.get("modules") or ()]
+    if isinstance(graphs, Mapping):
+        if "*" in (probe.get("graph_taps") or ()) or "all" in chosen:
+            return {"GRAPHS": "0"}
+        ends = [tap.partition("/")[0] for tap in (gap.get("after") or "", gap["before"]) if tap]
+        taps = [_glob(tap) for tap in ends if tap != ROOT_TAP]
+        return {"GRAPHS": "1", "GRAPH_TAPS": ",".join(dict.fromkeys((*taps[:1], *inside, *taps[1:])))}
+    return {"MODULES": ",".join(dict.fromkeys((*chosen, *inside)))} if chosen and inside else {}
+
+
+def _globs(gap: Mapping[str, Any]) -> list[str]:
+    """Globs over what lies in a gap."""
+    inside = [str(m) for m in gap["contains"] if m != gap["before"]]
+    if len(inside) <= _MANY:
+        return [_glob(m) for m in inside]
+    return list(dict.fromkeys(f"{_glob(b)}.*" if (b := block_of(m)) else _glob(m) for m in inside))
+
+
+def _glob(tap: str) -> str:
+    return "".join("?" if c in "*?[],!" or c.isspace() or not c.isprintable() else c for c in tap)

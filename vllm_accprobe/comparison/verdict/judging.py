@@ -158,7 +158,8 @@ class _Judge:
         """Without what golden's own runs create as strongly; and a sentence about these."""
         if self.floor is None:
             return created, ""
-        kept = [c for c in created if not self.floor.excuses(c.tap, blame.size_of(c)[2])]
+        # A calibration knows an origin in a gap by the tap that showed it.
+        kept = [c for c in created if not any(self.floor.excuses(t, blame.size_of(c)[2]) for t in (c.tap, c.trace.tap))]
         taps = sorted({c.tap for c in created} - {c.tap for c in kept})
         if not taps:
             return created, ""
