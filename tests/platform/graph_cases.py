@@ -30,6 +30,8 @@ ASKS = [
 """A new one every second step: steps of each number of rows up to the largest captured size, and a few beyond it."""
 FULL = {"VLLM_ACCPROBE_MODULES": "all"}
 """All taps: what is not a kernel's output is wanted."""
+NAMED = {"VLLM_ACCPROBE_GRAPH_TAPS": "*"}
+"""As a user names every module: outputs of all of them, and no inputs."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ WAYS: dict[str, GraphWay] = {
     "captured-full": GraphWay(engine=bench.engine(), env=_GRAPHS | FULL),
     "other-sizes": GraphWay(engine=_OTHER, env=_GRAPHS),
     "inductor": GraphWay(captured=False, engine={"enforce_eager": False}, env=_GRAPHS),
+    "inductor-taps": GraphWay(captured=False, engine={"enforce_eager": False}, env=_GRAPHS | NAMED),
     "inductor-fused": GraphWay(captured=False, engine={"enforce_eager": False} | captured_fusion.passes(), env=_GRAPHS),
 }
 CLEAN: list[tuple[str, str, str]] = [

@@ -2,7 +2,7 @@
 
 The problem and the idea are the laboratory's (faults/fault_bench.py): runs lie on the disk under their way, what is
 finished is not made again, judging is apart. What differs is the engine: each faulty one has a compile cache of its
-own, because nothing in its key tells of a fault, and inductor's has a process of its own. Not here: the judge
+own, because nothing in its key tells of a fault, or none where inductor compiles: there one process makes all. Not here: the judge
 (faults/fault_lab.py), the cases (graph_cases.py).
 """
 
@@ -11,18 +11,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import captured_bench as bench
 import tiny_model
+import train_tiny
 from fault_lab import Pair
 from fault_ways import TRANSFORMERS
 from graph_cases import ASKS, WAYS, GraphCase
-from support.engine import EngineHost
+from support.engine import Ask, EngineHost
 
 _MODELS = "modelinfos"
 """vLLM's name for that."""
+INDUCTOR = ("inductor", "inductor-taps")
+"""Ways in which one process makes one engine after another."""
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
@@ -59,11 +63,12 @@ class GraphBench:
         shutil.rmtree(out, ignore_errors=True)
         way, own = WAYS[name], f"{out.parent.name}-{out.name}"
         out.parent.mkdir(parents=True, exist_ok=True)
-        weights = tiny_model.make(model, self.root / "_models" / model)
+        make = train_tiny.make if model in train_tiny.CONFIGS else tiny_model.make
+        weights = make(model, self.root / "_models" / model)
         if name == TRANSFORMERS:
             from fault_transformers import capture
 
-            capture(weights, ASKS, out)
+            capture(weights, _asks(model), out)
             done.touch()
             return out
         env = dict(way.env) | {"VLLM_CACHE_ROOT": str(self._cache(own))}
@@ -71,11 +76,11 @@ class GraphBench:
             faults = case.recorded if case is not None else ()
             fill = case.fill if case is not None else 1.0
             env |= bench.options(log=out.with_name(f"{out.name}.calls"), faults=faults, fill=fill)
-        kind = own if name.startswith("inductor") else "captured" if way.captured else "own"
+        kind = own if name == "inductor-fused" else name if name in INDUCTOR else "captured" if way.captured else "own"
         self._host(kind, captured=way.captured).capture(
-            weights, ASKS, out=out, how=way.how, env=env, fault=case.faults if case is not None else None, **way.engine
+            weights, _asks(model), out=out, how=way.how, env=env, fault=case.faults if case is not None else None, **way.engine
         )  # fmt: skip
-        if name.startswith("inductor"):
+        if kind == own:
             self._hosts.pop(kind).close()
         done.touch()
         return out
@@ -93,10 +98,19 @@ class GraphBench:
         if kind not in self._hosts:
             folder = self._cache(kind)
             env = bench.environment(folder) | ONE_THREAD | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+            if kind in INDUCTOR:  # no graph of another engine, faulty or not; kernels are found by their source
+                env |= {"VLLM_DISABLE_COMPILE_CACHE": "1"}
             if not captured:
                 env |= {"ACCPROBE_CAPTURED": ""}
             self._hosts[kind] = EngineHost(self.root / f"_log-{kind}.txt", env)
         return self._hosts[kind]
+
+
+def _asks(model: str) -> list[Ask]:
+    """Of a trained model what it was trained on: text."""
+    if model not in train_tiny.CONFIGS:
+        return ASKS
+    return [replace(ask, ids=train_tiny.library_prompt(len(ask.ids), i)) for i, ask in enumerate(ASKS)]
 
 
 def pairs_of(bench: GraphBench, cases: Iterable[GraphCase], clean: Iterable[tuple[str, str, str]]) -> list[Pair]:

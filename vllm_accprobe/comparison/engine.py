@@ -39,6 +39,7 @@ from vllm_accprobe.comparison.store.spill import Shelf
 from vllm_accprobe.comparison.verdict import foreign
 from vllm_accprobe.comparison.verdict.constants_differ import differing
 from vllm_accprobe.comparison.verdict.floors import gather
+from vllm_accprobe.comparison.verdict.gaps import taps_of
 from vllm_accprobe.comparison.verdict.judging import judge
 from vllm_accprobe.dump.weights.weight_life import NO_LIVES
 from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, open_dump
@@ -95,7 +96,7 @@ def compare(
         result = judge(run.measure(progress, finished), rules, log, floor, rate=rate)
         result = result if other is None else foreign.apply(result, other)
         result = replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
-        blamed = {str(o.get("module")) for o in result.origins}
+        blamed = {tap for o in result.origins for tap in taps_of(o)}
         spreads, without = take_spreads(plan, run.loaders, result.pairs, log, blamed, asked=taps is not None)
         result = replace(result, spreads=spreads, without_spread=without)
         if finished is not None:
@@ -288,4 +289,5 @@ class _Run:
             links=links_of(plan.units),
             sources=sources_of(plan.names.pairs, golden, mine),
             modules={m.tap: m.cls for modules in mine.modules.values() for m in modules},
+            untapped=plan.untapped,
         )  # fmt: skip

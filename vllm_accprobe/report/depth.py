@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.report.facts import severity, value_of
+from vllm_accprobe.report.facts import severity, tap_of, value_of
 from vllm_accprobe.report.tiers import origin_factor
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def depth(comparison: Comparison) -> list[Point]:
     taps: dict[str, list[Pair]] = {}
     origins: dict[str, tuple[int, Mapping[str, Any]]] = {}
     for number, origin in enumerate(comparison.origins, 1):
-        origins.setdefault(str(origin.get("module")), (number, origin))
+        origins.setdefault(tap_of(origin), (number, origin))
     for pair in comparison.pairs:
         if on_axis(pair) or (pair.tap in origins and pair.status == "fail"):
             taps.setdefault(pair.tap, []).append(pair)

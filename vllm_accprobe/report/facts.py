@@ -18,7 +18,11 @@ from vllm_accprobe.comparison.over import value_of as value_of
 from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings, is_cache
 from vllm_accprobe.judge.weights.faults import wrong_weights
 from vllm_accprobe.report import tiers
-from vllm_accprobe.report.next.outcomes import one_sum
+from vllm_accprobe.report.between import gap_of as gap_of
+from vllm_accprobe.report.between import inside as inside
+from vllm_accprobe.report.between import tap_of as tap_of
+from vllm_accprobe.report.between import where as between
+from vllm_accprobe.report.next.outcomes import one_sum, own_pairs
 from vllm_accprobe.report.text import MISSING, against, count, num, place, safe, times
 
 if TYPE_CHECKING:
@@ -89,9 +93,12 @@ def over(pair: Pair) -> str:
     return "∞" if found == math.inf else times(found, 1.0) or MISSING
 
 
-def blame(origin: Mapping[str, Any]) -> str:
-    """What an origin does, and in how many layers."""
-    return deed(origin) + (f" {layers}, first here" if (layers := tiers.layers(origin)) else "")
+def accused(origin: Mapping[str, Any]) -> str:
+    """Who creates an error, and in how many layers: ``X (cls) creates the error``, of a gap ``the error is created
+    between X and Y``."""
+    if gap := gap_of(origin):
+        return f"the error is created {between(gap)}"
+    return f"{origin_title(origin)} {deed(origin)}" + (f" {n}, first here" if (n := tiers.layers(origin)) else "")
 
 
 def deed(origin: Mapping[str, Any]) -> str:
@@ -122,7 +129,9 @@ def evidence(origin: Mapping[str, Any]) -> str:
 
 
 def origin_title(origin: Mapping[str, Any]) -> str:
-    """``model.layers.3.mlp.down_proj (RowParallelLinear)``."""
+    """``model.layers.3.mlp.down_proj (RowParallelLinear)``; of a gap ``between X and Y``."""
+    if gap := gap_of(origin):
+        return between(gap)
     title = safe(origin.get("module", "?"))
     return f"{title} ({safe(origin['class'], 80)})" if origin.get("class") else title
 
@@ -133,7 +142,7 @@ def infinite(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     role = str(origin.get("role"))
     if role.startswith("param."):
         return METRICS["exact"]
-    own = [p for p in comparison.pairs if p.tap == origin.get("module") and p.role == role and p.status == "fail"]
+    own = [p for p in own_pairs(comparison, origin) if p.status == "fail"]
     if any(p.nonfinite_mismatch for p in own):
         return METRICS["nonfinite"]
     if any(p.measure == "exact" for p in own):
@@ -141,6 +150,28 @@ def infinite(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     if any(p.measure == "row_rel_l2" and p.measured == math.inf for p in own):
         return ZERO
     return UNMEASURABLE
+
+
+def place_of(origin: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(tap, role) of the tensor that shows an origin's error."""
+    gap = gap_of(origin)
+    if gap is None:
+        return origin.get("module"), origin.get("role")
+    return gap["before"], str(origin.get("role")).removeprefix(f"{gap['before']}/")
+
+
+def evidence(origin: Mapping[str, Any]) -> str | None:
+    """What an origin's ``evidence`` means; None for a word that is none of ours."""
+    word = str(origin.get("evidence"))
+    if gap_of(origin) and word == "jump":
+        return "what comes out of the gap is further off than what goes in explains"
+    return EVIDENCE.get(word)
+
+
+def origin_name(origin: Mapping[str, Any]) -> str:
+    """An origin's module without its class, or where its gap is."""
+    gap = gap_of(origin)
+    return between(gap) if gap else str(origin.get("module", "?"))
 
 
 def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
@@ -197,7 +228,8 @@ def divergence(comparison: Comparison) -> str | None:
     parts = [safe(d.get("module", "?")) + (f"/{safe(d['role'], 80)}" if d.get("role") and d["role"] != FILE else "")]
     parts += [f"{key} {safe(d[key], 20)}" for key in ("rank", "step") if d.get(key) is not None]
     parts += [row] if (row := where(d)) else []
-    same = [i for i, o in enumerate(comparison.origins, 1) if all(o.get(k) == d.get(k) for k in ("module", "role"))]
+    place = d.get("module"), d.get("role")
+    same = [i for i, o in enumerate(comparison.origins, 1) if place_of(o) == place]
     if same and d.get("metric") != "statistics":  # how large it is, is said there; but not what statistics tell of it
         return ", ".join([*parts, f"where origin {same[0]} is"])
     value = d.get("value")
@@ -259,7 +291,7 @@ def _failure(comparison: Comparison, c: Counts) -> str:
         return f"the weights, not the kernel: {where}{safe(faults[0]['says'], 400)}{others}"
     if comparison.origins:
         origin = comparison.origins[0]
-        return f"{origin_title(origin)} {blame(origin)}: {origin_detail(comparison, origin)}"
+        return f"{accused(origin)}: {origin_detail(comparison, origin)}"
     if first := divergence(comparison):
         return f"no single operator stands out as the origin; the error is first seen at {first}"
     if c.failed:

@@ -49,7 +49,8 @@ def lines(comparison: Comparison) -> list[str]:
     for i, origin in enumerate(comparison.origins[:MAX_ANNOTATIONS]):
         if is_cache(origin):  # it is the headline
             continue
-        said = f"{facts.origin_title(origin)} {facts.blame(origin)}: {facts.origin_detail(comparison, origin)}"
+        said = f"{facts.accused(origin)}: {facts.origin_detail(comparison, origin)}"
+        said += f"; gap: {gap}" if (gap := facts.inside(comparison, origin)) else ""
         said += f"; {tier}" if (tier := tiers.sentence(origin)) else ""
         said += f"; shape: {shape}" if (shape := facts.shape(origin)) else ""
         out.append(command("error", "accprobe: culprit" if i == 0 else f"accprobe: origin {i + 1}", said))

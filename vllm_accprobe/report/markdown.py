@@ -65,7 +65,7 @@ def _origins(comparison: Comparison) -> list[str]:
     rows: list[tuple[str, ...]] = [
         (
             str(i + 1),
-            code(o.get("module", "?")),
+            code(facts.origin_name(o)),
             code(o.get("class") or ""),
             code(", ".join(x for x in (str(o.get("role") or ""), facts.where(o)) if x)),
             _size(o),
@@ -83,6 +83,10 @@ def _origins(comparison: Comparison) -> list[str]:
     if any(said):
         head = (*head, "floor that it breaks")
         rows = [(*row, code(text, 400)) for row, text in zip(rows, said, strict=False)]
+    gaps = [facts.inside(comparison, o) for o in comparison.origins]
+    if any(gaps):
+        head = (*head, "in the gap")
+        rows = [(*row, code(text or "", 400)) for row, text in zip(rows, gaps, strict=False)]
     graphs = [facts.graph(o) for o in comparison.origins]
     if any(graphs):
         head = (*head, "in graphs")

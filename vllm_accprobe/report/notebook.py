@@ -84,6 +84,8 @@ def repr_html(comparison: Comparison) -> str:
         out.append(f"<p>shape of the error: {escaped(said[0])}</p>")
     if said := [s for o in comparison.origins[:1] if (s := facts.graph(o))]:
         out.append(f"<p>in compiled and captured graphs: {escaped(said[0])}</p>")
+    if said := [s for o in comparison.origins[:1] if (s := facts.inside(comparison, o))]:
+        out.append(f"<p>gap: {escaped(said[0], 1000)}</p>")
     for step in comparison.would_decide[:3]:
         out.append(f"<p>{escaped(step['why'])}:</p><pre>{_command(step['command'])}</pre>")
     if habits := machines.lines(comparison.machines):

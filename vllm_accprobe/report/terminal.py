@@ -101,13 +101,15 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
         return []
     culprit, *others = facts.operators(comparison)
     out = [_evidence(culprit)]
+    if said := facts.inside(comparison, culprit):
+        out.append(f"gap: {said}")
     if said := tiers.sentence(culprit):
         out.append(said)
     if said := facts.shape(culprit):
         out.append(f"shape: {said}")
     if said := facts.graph(culprit):
         out.append(f"graphs: {said}")
-    if said := sentences.code(comparison.sources, culprit.get("module")):
+    if said := sentences.code(comparison.sources, None if facts.gap_of(culprit) else culprit.get("module")):
         out.append(f"code: {said}")
     out += sentences.lines(comparison)
     if others:
@@ -125,7 +127,8 @@ def _other(comparison: Comparison, number: int, origin: Any) -> str:
     said = f"shape: {shape}" if (shape := facts.shape(origin)) else None
     title = f"  {number}. {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}"
     graphs = f"graphs: {text}" if (text := facts.graph(origin)) else None
-    return "; ".join(x for x in (title, tiers.short(origin), tiers.layers(origin), said, graphs) if x)
+    gap = f"gap: {text}" if (text := facts.inside(comparison, origin)) else None
+    return "; ".join(x for x in (title, tiers.short(origin), tiers.layers(origin), said, graphs, gap) if x)
 
 
 def _evidence(origin: Any) -> str:

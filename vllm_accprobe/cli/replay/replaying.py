@@ -193,9 +193,11 @@ def _decided(result: Comparison, proof: Proof) -> Comparison:
     from vllm_accprobe.comparison.result import PARTLY, WHOLE
     from vllm_accprobe.comparison.verdict.covered import with_covers
     from vllm_accprobe.opcheck.proof.decide import decide
+    from vllm_accprobe.opcheck.proof.gaps import narrowed
 
     proof, said = allowed(proof, result.false_alarm_rate)
-    decided = replace(decide(result, proof), replayed=PARTLY if proof.partly else WHOLE)
+    decided = narrowed(decide(result, proof), {b.tap for b in proof.blamed}, proof.right)
+    decided = replace(decided, replayed=PARTLY if proof.partly else WHOLE)
     decided = with_covers(decided, proof.covers)
     return replace(decided, notes=[*said, *decided.notes])
 
@@ -225,7 +227,9 @@ def _chosen(result: Comparison, asked: Asked) -> list[str] | None:
         return None
     if _bytes(asked) <= SMALL:
         return asked.globs
-    suspects = [str(o["module"]) for o in result.origins[:SUSPECTS]]
+    from vllm_accprobe.comparison.verdict.gaps import suspects_of
+
+    suspects = list(dict.fromkeys(tap for o in result.origins[:SUSPECTS] for tap in suspects_of(o)))
     globs = [g for tap in suspects for g in (_literal(tap), _literal(tap) + ".*")]
     return globs or None
 

@@ -23,6 +23,7 @@ from vllm_accprobe.comparison.plan.links import Links
 from vllm_accprobe.comparison.plan.sources import Sources
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.comparison.plan.units import Plan
+from vllm_accprobe.comparison.plan.untapped import NOTHING, Untapped
 from vllm_accprobe.comparison.store.spill import Shelf
 from vllm_accprobe.judge.flow import Key
 
@@ -79,7 +80,7 @@ class Setting:
     nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
     hashes; rehashed: as RequestPlan's. settings: as settings.differing's. states: as comparison/states.py's. weights:
     as judge.weights.between's. links: as plan/links.py's. sources: as plan/sources.py's. modules: tap → class of all
-    modules of mine's model, captured or not, where its dump names them.
+    modules of mine's model, captured or not, where its dump names them. untapped: as plan/untapped.py's.
     """
 
     golden_path: str
@@ -116,6 +117,7 @@ class Setting:
     sources: Sources = field(default_factory=dict)
     processed: list[dict[str, Any]] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
+    untapped: Untapped = NOTHING
 
     def name(self, key: int) -> tuple[str, int]:
         """(request label, position) of a row key."""

@@ -12,7 +12,7 @@ Not here: what these tensors differ by (verdict/neighbours.py), who stands in fr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison.plan.unit import Unit
@@ -42,25 +42,36 @@ def links_of(units: Sequence[Unit]) -> Links:
     return out
 
 
-class _Side:
-    def __init__(self, units: Sequence[Unit], side: str):
-        self._order = {u.key: u.order for u in units}
-        self._records: dict[Key, list[Record]] = {
-            u.key: [g.records[0] for g in getattr(u, side) if g.records[0].hash is not None] for u in units
-        }
+class Makers:
+    """Whose output each input is, by bytes. order: of each place in the flow; records: of it, one of each step."""
+
+    def __init__(self, order: Mapping[Key, int], records: Mapping[Key, Sequence[Record]]):
+        self._order = order
+        self.records = {key: [r for r in found if r.hash is not None] for key, found in records.items()}
         self._makers: dict[tuple[int | None, str | None], list[Key]] = defaultdict(list)
-        for key, records in self._records.items():
-            for r in records if kind_of(key[1]) == OUTPUT else ():
+        for key, found in self.records.items():
+            for r in found if kind_of(key[1]) == OUTPUT else ():
                 self._makers[r.step, r.hash].append(key)
 
-    def maker(self, unit: Unit) -> Key | None:
-        """Whose output ``unit``, an input, is by its bytes."""
-        seen = self._records[unit.key][:STEPS] if kind_of(unit.key[1]) == INPUT else []
+    def maker(self, key: Key) -> Key | None:
+        """Whose output a tensor has the bytes of, of what came before it."""
+        seen = self.records[key][:STEPS]
         if not seen:
             return None
         alike = set.intersection(*(set(self._makers.get((r.step, r.hash), ())) for r in seen))
-        made = [key for key in alike if self._order[key] < unit.order]
+        made = [k for k in alike if self._order[k] < self._order[key]]
         return _deepest(max(made, key=lambda k: (self._order[k], k)), made) if made else None
+
+
+class _Side:
+    def __init__(self, units: Sequence[Unit], side: str):
+        records = {u.key: [g.records[0] for g in getattr(u, side)] for u in units}
+        self._makers = Makers({u.key: u.order for u in units}, records)
+        self._records = self._makers.records
+
+    def maker(self, unit: Unit) -> Key | None:
+        """Whose output ``unit``, an input, is by its bytes."""
+        return self._makers.maker(unit.key) if kind_of(unit.key[1]) == INPUT else None
 
     def denies(self, unit: Unit, maker: Key) -> bool:
         """Whether both tensors are here in one step, of one dtype and shape, and are not equal."""

@@ -9,7 +9,7 @@ Not here: how ranks' pieces are joined (joining.py), reading and computing (engi
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from vllm_accprobe.comparison.plan.joining import Group, Joining, Moment, merged
 from vllm_accprobe.comparison.plan.operators import set_apart
 from vllm_accprobe.comparison.plan.partial_sums import WHOLE, Loose, loose, unsummed_taps
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, Unit
+from vllm_accprobe.comparison.plan.untapped import NOTHING, Untapped, untapped_of
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import OWN, Module, Record
 from vllm_accprobe.dump.select import matches
@@ -44,6 +45,7 @@ class Plan:
     ranks: tuple[int, int] = (1, 1)
     mapped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    untapped: Untapped = NOTHING
 
     def odd_copies(self) -> int:
         """Tensors of golden that several ranks should hold alike and, by their hashes, do not; those of mine are
@@ -127,7 +129,19 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
         ranks,
         bridged.lines,
         notes,
+        _untapped(units, sides, orders, names, (golden, mine)),
     )
+
+
+def _untapped(
+    units: Sequence[Unit], sides: Sequence[_Placed], orders: Sequence[Sequence[Key]], names: NamePlan,
+    dumps: tuple[Any, Any],
+) -> Untapped:  # fmt: skip
+    """What lies between the compared tensors and was not compared."""
+    ran = [u for u in units if not u.is_param]
+    compared = {u.golden_key: u.key for u in ran}, {u.key: u.key for u in ran}
+    records = [s.of_one_rank() for s in sides]
+    return untapped_of(records, orders, compared, {p.golden.tap: p.mine.tap for p in names.pairs}, dumps)
 
 
 class _Placed:
@@ -139,6 +153,14 @@ class _Placed:
         for tap, role, call in groups:
             self._calls[(tap, role)].append(call)
 
+    def of_one_rank(self) -> dict[Key, list[Record]]:
+        """Of each place that ran, a record of each step: its lowest rank's."""
+        found = {
+            key: [by[min(by)] for (_, step), by in sorted(moments.items(), key=_when) if step is not None]
+            for key, moments in self.groups.items()
+        }
+        return {key: records for key, records in found.items() if records}
+
     def calls(self, tap: str, role: str) -> list[int]:
         return sorted(self._calls[(tap, role)])
 
@@ -149,6 +171,11 @@ class _Placed:
         """The groups of one key; of all calls in a vision tower, where images may be batched in another way."""
         calls = self.calls(key[0], key[1]) if any_call else [key[2]]
         return [item for c in calls for item in self.groups.get((key[0], key[1], c), {}).items()]
+
+
+def _when(item: tuple[Moment, Any]) -> tuple[int, int]:
+    (cell, step), _ = item
+    return cell, -1 if step is None else step
 
 
 def _cell_of(cells: Mapping[int, int]) -> Callable[[Record], int]:

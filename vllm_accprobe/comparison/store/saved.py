@@ -21,6 +21,7 @@ import numpy as np
 
 from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.comparison.measure.measured import Measured, Setting
+from vllm_accprobe.comparison.plan.untapped import NOTHING, Untapped
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.comparison.store import fields
 from vllm_accprobe.judge.flow import Key
@@ -84,6 +85,7 @@ def save(measured: Measured, directory: Path) -> Path:
         "graphs": list(s.graphs.items()),
         "places": [out.put(a) for a in s.places],
         "links": list(s.links.items()),
+        "untapped": s.untapped.plain(),
         "moments": [[list(m), out.put(keys)] for m, keys in s.moments.items()],
     }
     units = [said for u in measured.each() for said in fields.say([u], out.put)]
@@ -138,6 +140,7 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
     raw["graphs"] = {int(k): (v[0], v[1]) for k, v in raw.get("graphs", [])}
     raw["links"] = {_key(to): (_key(maker), str(side)) for to, (maker, side) in raw.get("links", [])}
     raw["sources"] = {str(tap): _sources(*both) for tap, both in raw.get("sources", {}).items()}
+    raw["untapped"] = Untapped.of_plain(raw["untapped"]) if "untapped" in raw else NOTHING
     raw["places"] = tuple(get(a) for a in raw["places"])
     raw["moments"] = {(m[0], m[1]): get(keys) for m, keys in raw["moments"]}
     known: dict[str, RowSet] = {}

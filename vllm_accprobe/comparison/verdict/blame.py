@@ -227,15 +227,16 @@ def unproved(c: Created) -> Created:
     return c if c.evidence == "values" else replace(c, unproved=True, chance=None)
 
 
-def condemn(created: Sequence[Created], pairs: Compared) -> Compared:
+def condemn(created: Sequence[Created], pairs: Compared, after: Sequence[str] = ()) -> Compared:
     """The pairs in which an error was created fail by what was created there, also where so much may have piled up by
-    then: one fault is so many times one limit, its origin's, wherever it is told."""
-    guilty: dict[tuple[str, str, int], list[Created]] = {}
-    for c in created:
-        guilty.setdefault((c.trace.tap, c.trace.role, c.trace.call), []).append(c)
+    then: one fault is so many times one limit, its origin's, wherever it is told. after: of each of ``created`` the
+    beginning of the gap in which it was created, "" where there is none."""
+    guilty: dict[tuple[str, str, int], list[tuple[Created, str]]] = {}
+    for c, since in zip(created, after or [""] * len(created), strict=True):
+        guilty.setdefault((c.trace.tap, c.trace.role, c.trace.call), []).append((c, since))
     out = []
     for pair, keys in pairs:
-        for c in guilty.get((pair.tap, pair.role, pair.call), ()):
+        for c, since in guilty.get((pair.tap, pair.role, pair.call), ()):
             mask = np.isin(c.keys, keys)
             most, limit = (float(_sizes(c)[mask].max()), c.trace.limit) if mask.any() else (math.inf, 0.0)
             # NaN, and what must be equal, is beyond all limits already; of two, whoever came first has spoken.
@@ -243,10 +244,11 @@ def condemn(created: Sequence[Created], pairs: Compared) -> Compared:
             if mask.any() and not told and (pair.status == PASS or (math.isfinite(most) and limit > 0)):
                 gap = c.trace.gap
                 where = counted(gap, "unseen layer") if gap else "one operator"
-                what = f"creates an error of {most:.3g} (limit {limit:.2g} for {where})"
+                does = f"shows an error that was created since {since}," if since else "creates an error"
+                what = f"{does} of {most:.3g} (limit {limit:.2g} for {where})"
                 if c.hidden is not None:  # within fixed limits, but not what this operator does elsewhere
                     most, limit, _ = size_of(c)
-                    what = f"creates an error of {most:.3g}, where {limit:.2g} would be usual ({c.hidden.how})"
+                    what = f"{does} of {most:.3g}, where {limit:.2g} would be usual ({c.hidden.how})"
                 by_statistics = pair.status == FAIL and pair.max_abs_err is None  # which its words are about
                 words = pair.message if by_statistics else messages.join(what, pair.message)
                 pair = replace(pair, status=FAIL, message=words, limit=limit)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from vllm_accprobe.align.tokens import AFTER_FLIP
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
 from vllm_accprobe.comparison.plan.coverage import NEAR_TIE
+from vllm_accprobe.comparison.verdict.gaps import suspects_of
 from vllm_accprobe.judge.flips import UNKNOWN
 from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER, UNLIKE_KIN
 
@@ -220,11 +221,11 @@ class _Case:
             return
         if not self.result.origins:
             return
-        tap = str(self.result.origins[0].get("module", ""))
+        taps = ",".join(suspects_of(self.result.origins[0]))
         yield (
             "inputs were not captured, so nothing can be replayed; with them, a replay tells whether this operator is "
             "wrong for its own",
-            self._anew("inputs", self._sides(), "--replay", PARTS="input,output,params", MODULES=tap),
+            self._anew("inputs", self._sides(), "--replay", PARTS="input,output,params", MODULES=taps),
         )
 
     def _second_run(self) -> Iterator[_Step]:

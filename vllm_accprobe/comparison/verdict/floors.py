@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.pair import counted
 from vllm_accprobe.comparison.result import FAIL, SKIP, CompareError, Comparison, Pair
+from vllm_accprobe.comparison.verdict.gaps import taps_of
 from vllm_accprobe.judge.calibration import (
     FLOAT32,
     MODEL,
@@ -77,7 +78,8 @@ def calibration_of(result: Comparison, run: str) -> Calibration:
     for o in result.origins:
         worst = o["worst"]
         if math.isfinite(worst):
-            origins[o["module"]] = max(worst, origins.get(o["module"], 0.0))
+            for tap in taps_of(o):
+                origins[tap] = max(worst, origins.get(tap, 0.0))
     sides = ([p.dtype_golden for p in result.pairs], [p.dtype_mine for p in result.pairs])
     units = [flow_unit(str(d) for d in side) for side in sides]
     about = result.golden_run.get("model")

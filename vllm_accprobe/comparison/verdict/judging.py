@@ -27,6 +27,7 @@ from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.states import notes as state_notes
 from vllm_accprobe.comparison.store.spill import Shelf
 from vllm_accprobe.comparison.verdict import blame, constants_differ, covered, floors, harmless
+from vllm_accprobe.comparison.verdict.gaps import Gap, Gaps, entry_of
 from vllm_accprobe.comparison.verdict.remarks import other_settings, remarks, unseen_routing
 from vllm_accprobe.comparison.verdict.rerouted_rows import add_undecided, settle
 from vllm_accprobe.comparison.verdict.row_limits import Holder
@@ -102,22 +103,26 @@ class _Judge:
         created, excused = self._not_excused(created)
         unseen = self._unseen_routers()
         created = [blame.unproved(c) if not c.trace.vision and behind(c.tap, unseen) else c for c in created]
-        first = {c.tap: c for c in reversed(created)}  # a tap is named once, by the first tensor that shows it
-        named = [c for c in created if first[c.tap] is c]
-        origins = [(c.trace.order, blame.origin_entry(c, setting, places, self.pairs, self.chosen)) for c in named]
+        gaps = self._gaps(created)
+        # A tap, or a gap, is named once, by the first tensor that shows it.
+        first = {_name(c, gap): c for c, gap in reversed(list(zip(created, gaps, strict=True)))}
+        named = [(c, gap) for c, gap in zip(created, gaps, strict=True) if first[_name(c, gap)] is c]
+        classes = {**setting.untapped.classes, **setting.classes}
+        origins = [(c.trace.order, entry_of(self._entry(c, places), gap, classes)) for c, gap in named]
+        steps = blame.steps_of(created)
+        every = in_all_layers([o["module"] for _, o in origins if not o["gap"]], {t.tap for t in self.traces})
+        for (c, gap), (_, entry) in zip(named, origins, strict=True):
+            entry["nonfinite"] = steps.get(c.tap, 0)
+            entry["layers"] = None if gap else every.get(entry["module"])
         compared = [p for p, _ in self.pairs]
         origins = constants_differ.with_constants(origins, setting.settings, setting.modules, compared)
-        steps = blame.steps_of(created)
-        every = in_all_layers([entry["module"] for _, entry in origins], {t.tap for t in self.traces})
-        for _, entry in origins:
-            entry["nonfinite"], entry["layers"] = steps.get(entry["module"], 0), every.get(entry["module"])
-        judged = blame.condemn(created, self.pairs)
+        judged = blame.condemn(created, self.pairs, [gap.after if gap else "" for gap in gaps])
         flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged)
         origins = sorted(origins + sampler, key=lambda o: o[0])
         pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
         rows = self.log.table(pairs, setting.names)
         images = harmless.images(setting, self.measured.units, pairs)
-        open_to = sum(c.tier == BEHIND_A_ROUTER for c in named)
+        open_to = sum(c.tier == BEHIND_A_ROUTER for c, _ in named)
         said = [
             *remarks([o for _, o in origins], self.rerouted),
             *unseen_routing(unseen, open_to),
@@ -156,7 +161,8 @@ class _Judge:
         """Without what golden's own runs create as strongly; and a sentence about these."""
         if self.floor is None:
             return created, ""
-        kept = [c for c in created if not self.floor.excuses(c.tap, blame.size_of(c)[2])]
+        # A calibration knows an origin in a gap by the tap that showed it.
+        kept = [c for c in created if not any(self.floor.excuses(t, blame.size_of(c)[2]) for t in (c.tap, c.trace.tap))]
         taps = sorted({c.tap for c in created} - {c.tap for c in kept})
         if not taps:
             return created, ""
@@ -175,6 +181,16 @@ class _Judge:
         known = {(p.tap, p.role) for p, _ in self.pairs}
         if not known & set(self.floor.floors):
             raise CompareError("the floor fits none of the tensors compared: it was made with another model")
+
+    def _gaps(self, created: list[Created]) -> list[Gap | None]:
+        """Of each origin the gap that it lies in."""
+        if not created:
+            return []
+        gaps = Gaps(self.measured.setting.untapped, self.traces, self.tree)
+        return [gaps.of(c) for c in created]
+
+    def _entry(self, c: Created, places: blame.Places) -> dict[str, Any]:
+        return blame.origin_entry(c, self.measured.setting, places, self.pairs, self.chosen)
 
     def _floor_facts(self) -> dict[str, Any]:
         if self.floor is None:
@@ -298,3 +314,8 @@ class _Judge:
 
     def _skip(self, unit: MeasuredUnit, part: Part) -> None:
         self.pairs.append((messages.skipped_pair(unit, part), _NO_KEYS))
+
+
+def _name(c: Created, gap: Gap | None) -> tuple[str, str]:
+    """What an origin is called once: its tap, or the two ends of its gap."""
+    return (c.tap, "") if gap is None else (gap.after, gap.before)

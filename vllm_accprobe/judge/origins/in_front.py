@@ -58,7 +58,7 @@ class Fronts:
         mine = self.by_tap[tap]
         inputs = [t for t in mine[INPUT] if t.call == sink.call] or mine[INPUT]
         sources = inputs + mine[PARAM] + self._silent(tap)
-        if not _fed(inputs):
+        if not is_fed(inputs):
             sources += self._around(tap, sink)
         if tap.startswith(BACKWARD):  # what a backward run reads besides gradients, the forward run kept for it
             forward = self.by_tap.get(tap.removeprefix(BACKWARD), {})
@@ -69,7 +69,7 @@ class Fronts:
         """In front of a place in the body of ``tap``: its inputs and parameters, and its children's earlier outputs."""
         mine = self.by_tap[tap]
         sources = [t for t in mine[INPUT] if t.order <= sink.order]
-        if not _fed(sources):
+        if not is_fed(sources):
             sources = sources + self._around(tap, sink)
         sources = sources + mine[PARAM]
         for child in self.tree.children.get(tap, []):
@@ -121,7 +121,7 @@ class Fronts:
         return any(s.vision == sink.vision and bool(np.isin(sink.seen.keys, s.seen.keys).all()) for s in wide)
 
 
-def _fed(inputs: Sequence[Trace]) -> bool:
+def is_fed(inputs: Sequence[Trace]) -> bool:
     """Whether these are more than what a router said: of experts in compiled graphs only that went in visibly."""
     said = (is_choice(t.role, "") or is_weight(t.role, "") or is_logits(t.tap, t.role, "") for t in inputs)
     return not all(said)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.report import facts
 from vllm_accprobe.report.neighbours import sentences
 from vllm_accprobe.report.text import nonfinite, safe
 
@@ -25,7 +26,7 @@ def around_json(comparison: Comparison, page_index: Mapping[int, int]) -> list[d
         if around is None:
             continue
         sides = {side: [_edge(e, page_index) for e in getattr(around, side)] for side in ("fed_by", "feeds")}
-        place = {"module": safe(origin.get("module", ""), NAME), "tap": safe(around.tap, NAME)}
+        place = {"module": safe(facts.tap_of(origin), NAME), "tap": safe(around.tap, NAME)}
         said = {"role": safe(around.role, 80), "said": sentences.described(around), "left_out": list(around.left_out)}
         out.append(place | said | sides)
     return out

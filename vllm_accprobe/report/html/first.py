@@ -39,12 +39,12 @@ def origin_buttons(comparison: Comparison) -> str:
 
 
 def _button(comparison: Comparison, number: int, origin: Mapping[str, Any]) -> str:
-    tap = safe(origin.get("module", "?"), NAME)
+    tap, name = safe(facts.tap_of(origin), NAME), safe(facts.origin_name(origin), NAME)
     said = ", ".join(x for x in (_how_far(comparison, origin), safe(origin.get("tier") or "", 60)) if x)
     return (
         f'<li><button type="button" class="origin" data-origin="{number - 1}" data-tap="{escape(tap)}">'
         f'<b class="no">{number}</b> '
-        f"<code>{escape(tap)}</code> <small>{escape(said)}</small></button></li>"
+        f"<code>{escape(name)}</code> <small>{escape(said)}</small></button></li>"
     )
 
 
@@ -95,7 +95,7 @@ def origins(comparison: Comparison) -> str:
     rows: list[tuple[str, ...]] = [
         (
             str(i + 1),
-            f"<code>{breakable(o.get('module', '?'))}</code> <small>{escaped(o.get('class') or '', 80)}</small>",
+            f"<code>{breakable(facts.origin_name(o))}</code> <small>{escaped(o.get('class') or '', 80)}</small>",
             f"<code>{escaped(o.get('role') or '', 80)}</code>",
             _where(o),
             escaped(num(tiers.origin_size(o))),
@@ -117,6 +117,10 @@ def origins(comparison: Comparison) -> str:
     if any(graphs):
         head = (*head, "In graphs")
         rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, graphs, strict=False)]
+    gaps = [facts.inside(comparison, o) for o in comparison.origins]
+    if any(gaps):
+        head = (*head, "In the gap")
+        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, gaps, strict=False)]
     said = [tiers.whole(o) for o in comparison.origins]
     if any(said):
         head = (*head, "Floor that it breaks")

@@ -68,7 +68,7 @@ def tree_json(comparison: Comparison) -> dict[str, Any]:
     rows = sorted(taps.values(), key=lambda e: (e[2], e[0]))
     return {
         "taps": [[*e[:3], _plain(e[3]), *e[4:]] for e in rows],
-        "origins": [safe(o.get("module", ""), NAME) for o in comparison.origins],
+        "origins": [safe(facts.tap_of(o), NAME) for o in comparison.origins],
     }
 
 
@@ -95,7 +95,7 @@ def looks_json(
         "around": around_json(comparison, page_index),
         "again": _again(comparison),
         "shapes": [
-            [safe(o.get("module", ""), NAME), safe(o.get("role", ""), NAME), safe(o["shape"], 300)]
+            [*(safe(x or "", NAME) for x in facts.place_of(o)), safe(o["shape"], 300)]
             for o in comparison.origins
             if o.get("shape")
         ],

@@ -26,7 +26,7 @@ def title(comparison: Comparison) -> str:
         return "PASS · accprobe"
     if facts.wrong_states(comparison):
         return "FAIL the cache, not the kernel · accprobe"
-    culprit = safe(comparison.origins[0].get("module", ""), 80) if comparison.origins else "differences"
+    culprit = safe(facts.origin_name(comparison.origins[0]), 80) if comparison.origins else "differences"
     return f"FAIL {culprit} · accprobe"
 
 
@@ -39,7 +39,7 @@ def verdict(comparison: Comparison) -> str:
         return f'<h1 class="said">{badge}<span>{sentence}</span></h1>' + _divergence(comparison)
     origin = comparison.origins[0]
     kind = f' <span class="cls">{_e(origin["class"], 80)}</span>' if origin.get("class") else ""
-    head = (
+    head = _gap(badge, origin) or (
         f'<h1>{badge}<span><code class="culprit">{breakable(origin.get("module", "?"))}</code>{kind} '
         f'<span class="does">{facts.deed(origin)}</span>{_layers(origin)}</span></h1>'
     )
@@ -69,6 +69,8 @@ def verdict(comparison: Comparison) -> str:
         cells.append(_fact("By chance", seldom, "comparisons of honest machines"))
     if tier := origin.get("tier"):
         cells.append(_fact("Floor it breaks", tier))
+    if said := facts.inside(comparison, origin):
+        cells.append(_fact("The gap", said, None, "shape-fact"))
     if said := facts.shape(origin):
         cells.append(_fact("Shape of the error", said, None, "shape-fact"))
     if said := facts.graph(origin):
@@ -76,6 +78,16 @@ def verdict(comparison: Comparison) -> str:
     facts_list = f'<dl class="facts">{"".join(cells)}</dl>'
     tier = f" {as_sentence(said)}" if (said := tiers.sentence(origin)) else ""
     return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {why}{tier}{_first(comparison, origin)}</p>'
+
+
+def _gap(badge: str, origin: Mapping[str, Any]) -> str:
+    """The heading of an origin that lies between two taps; empty where it does not."""
+    gap = facts.gap_of(origin)
+    if gap is None:
+        return ""
+    before = f'<code class="culprit">{breakable(gap["before"])}</code>'
+    after = f"between <code>{breakable(gap['after'])}</code> and" if gap.get("after") else "in front of"
+    return f'<h1>{badge}<span><span class="does">the error is created</span> {after} {before}</span></h1>'
 
 
 def _layers(origin: Mapping[str, Any]) -> str:
@@ -91,8 +103,8 @@ def _divergence(comparison: Comparison) -> str:
 def _first(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     """The first divergence beside the culprit, in short where both are the same place."""
     first = comparison.first_divergence
-    keys = ("module", "role", "request", "position")
-    if not first or any(first.get(k) != origin.get(k) for k in keys):
+    here = facts.place_of(origin) == ((first or {}).get("module"), (first or {}).get("role"))
+    if not first or not here or any(first.get(k) != origin.get(k) for k in ("request", "position")):
         return f"</p>{d[:-4]}" if (d := _divergence(comparison)) else ""
     where = ", ".join(f"{k} {_e(first[k], 20)}" for k in ("rank", "step") if first.get(k) is not None)
     return f" The first divergence is here too{f' ({where})' if where else ''}."

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.verdict.deciding import DumpFacts
+from vllm_accprobe.comparison.verdict.gaps import splitting
 from vllm_accprobe.judge.weights.faults import wrong_weights
 from vllm_accprobe.report.depth import layer_of
 from vllm_accprobe.report.facts import operators, severity, wrong_states
@@ -101,9 +102,28 @@ class _Place:
         return (p.tap, f"{p.tap}/{p.role}") if same else None
 
 
+def _split(comparison: Comparison, gap: Mapping[str, Any]) -> Typed | None:
+    """Captures that see what lies in a gap, and their comparison."""
+    sides = (
+        DumpFacts("golden", comparison.golden_path, comparison.golden_run),
+        DumpFacts("mine", comparison.mine_path, comparison.mine_run),
+    )
+    settings = {s.name: splitting(gap, s.run) for s in sides}
+    again = {s.name: s.again("split") if settings[s.name] else s.path for s in sides}
+    words = ["accprobe", "compare", *(path_word(again[s.name]) for s in sides), *_without_taps(comparison)]
+    last = line_of([*words, *_out(comparison.out, "split")])
+    lines = [s.capture("split", **settings[s.name]) for s in sides if settings[s.name]]
+    if not lines or last is None or not all(line_of([s.path]) for s in sides):
+        return None
+    return Typed("a capture of what lies between the two taps tells which module it is", (*lines, last))
+
+
 def _about_the_call(comparison: Comparison, place: _Place) -> Iterator[Typed | None]:
     """Its test and its check, or how one would come to them."""
     origin = place.origin
+    if origin is not None and origin.get("gap"):
+        yield _split(comparison, origin["gap"])
+        return
     if origin is None or not str(origin.get("role")).rpartition("/")[2].startswith(("output", "input", "inplace")):
         return
     tap, out = glob_of(str(origin["module"])), comparison.out

@@ -27,7 +27,7 @@ def own_pairs(comparison: Comparison, found: Mapping[str, Any]) -> list[Pair]:
 
 def of_origins(comparison: Comparison) -> Callable[[Pair], bool]:
     """Whether a pair is one of an origin's own."""
-    modules = {str(o.get("module")) for o in comparison.origins}
+    modules = {str(o.get("module")) for o in comparison.origins if not o.get("gap")}
     others = {role for o in comparison.origins if "/" in (role := str(o.get("role")))}
     return lambda p: p.tap in modules or f"{p.tap}/{p.role}" in others
 

@@ -12,6 +12,9 @@ from vllm_accprobe.gate.dig.culprit import Dug
 from vllm_accprobe.report import facts, tiers
 from vllm_accprobe.report.text import count, num, safe
 
+_SHOWN = 4
+"""Modules of a gap that a line names."""
+
 
 def planned(plan: DigPlan) -> list[str]:
     """What is captured."""
@@ -60,7 +63,7 @@ def culprit(dug: Dug) -> list[str]:
     """The module, its layer, the token, and how much it is above rounding."""
     assert dug.origin is not None
     origin = dug.origin
-    module = str(origin.get("module") or "")
+    module = facts.tap_of(origin)
     layer = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)", module)
     at = [f"layer {layer[1]}"] if layer else []
     if dug.token is not None:
@@ -72,6 +75,8 @@ def culprit(dug: Dug) -> list[str]:
     above = tiers.sentence(origin)
     sizes = f"created error {num(tiers.origin_size(origin))}, honest rounding {num(origin.get('floor'))}"
     found.append("  " + "; ".join(x for x in (above, sizes, tiers.layers(origin), facts.shape(origin)) if x))
+    if gap := facts.gap_of(origin):
+        found.append(f"  not seen there: {', '.join(safe(m) for m in gap['contains'][:_SHOWN])}")
     if dug.others:
         found.append(f"  {count(dug.others, 'other independent origin')}, in the comparison's report")
     return found
