@@ -1,4 +1,4 @@
-"""The models of the large laboratory: 16 layers of width 1,024, random weights, a capture of 0.6 GB, or 1 GB in float32.
+"""The models of the large laboratory: 16 layers of width 1,024, random weights; a capture has 0.6 GB, or 1 in float32.
 
 The problem: a pair of tiny models is replayed whole, so it says nothing about a replay that has to choose. The idea:
 the shapes of scripts/tiny_model.py, widened: 16 heads of 64 channels, 4 of keys and values, with the same deviations of
