@@ -3,7 +3,7 @@
 The problem: a field case's ``make.sh`` sets PYTHONPATH to its plant alone and compares once, so that what is installed
 judges it, and a second judgement needs the engines again. The idea: ``make.sh`` runs as it is, with a ``python`` and an
 ``accprobe`` first on PATH that add this checkout; `accprobe compare` in it waits, and the pair that was left is judged
-here, with default settings and with ``--no-replay``, as often as wanted (``--judge-only``). What else the case calls
+here, with default settings and with ``--no-replay``, again and again with ``--judge-only``. What else the case calls
 (`accprobe opcheck`, `show`) runs in it, and goes to its log. Exit codes: 0 where all cases ran, 1 where one did not, 2
 for bad usage; whether a verdict is right stands in the case's README, whose "Should be said" is printed.
 """
@@ -27,7 +27,7 @@ from lab import ROOT
 
 CASES = ROOT.parent / "shared" / "field-cases"
 SETTINGS = {"default": (), "plain": ("--no-replay",)}
-_SAID = re.compile(r"\*\*Should be said\.\*\*\s*(.+)")
+_SHOULD = re.compile(r"\*\*Should be said\.\*\*\s*(.+)")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -110,11 +110,11 @@ def judged(at: Path, env: Mapping[str, str]) -> list[str]:
             command, cwd=at, env=dict(env) | {"ACCPROBE_FIELD_JUDGES": "1"}, capture_output=True, text=True
         )
         (at / f"{name}.txt").write_text(done.stdout + done.stderr)
-        lines += said(name, done.returncode, out / "compare.json", time.monotonic() - began)
+        lines += summary(name, done.returncode, out / "compare.json", time.monotonic() - began)
     return lines
 
 
-def said(name: str, code: int, result: Path, seconds: float) -> list[str]:
+def summary(name: str, code: int, result: Path, seconds: float) -> list[str]:
     """What one comparison came to: verdict, exit code, and the first origins."""
     if not result.exists():
         return [f"{name:8} no result, exit {code}"]
@@ -130,7 +130,7 @@ def said(name: str, code: int, result: Path, seconds: float) -> list[str]:
 
 
 def should(case: Path) -> str:
-    match = _SAID.search((case / "README.md").read_text())
+    match = _SHOULD.search((case / "README.md").read_text())
     return match[1] if match else "(its README does not say)"
 
 

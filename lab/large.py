@@ -31,7 +31,7 @@ from lab.large_runs import Runs, possible
 
 def main(words: Sequence[str] | None = None) -> int:
     args = _arguments(words)
-    pairs = [pair for pair in PAIRS if _asked_for(args, pair)]
+    pairs = [pair for pair in PAIRS if _chosen(args, pair)]
     if not pairs:
         print("error: no pair is chosen; --list shows what there is", file=sys.stderr)
         return 2
@@ -84,7 +84,7 @@ def _work(args: argparse.Namespace, root: Path, pairs: list[Pair]) -> int:
                 known |= done
                 large_judge.save(results, known)
                 if pair.half != HELD_OUT or args.show_held_out:
-                    print("\n".join(_told(done[pair.name])), flush=True)
+                    print("\n".join(_rendered(done[pair.name])), flush=True)
                 else:
                     print(f"{_now()} one pair held out", flush=True)
             waiting[pair.mine.name] -= 1
@@ -96,8 +96,8 @@ def _work(args: argparse.Namespace, root: Path, pairs: list[Pair]) -> int:
     finally:
         runs.close()
     chosen = known if args.resume else done
-    asked = [known[pair.name] for pair in PAIRS if pair.name in chosen and _asked_for(args, pair)]
-    return _ended(asked, failed) if not args.capture_only else int(failed > 0)
+    shown = [known[pair.name] for pair in PAIRS if pair.name in chosen and _chosen(args, pair)]
+    return _ended(shown, failed) if not args.capture_only else int(failed > 0)
 
 
 def _ended(outcomes: list[Outcome], failed: int) -> int:
@@ -128,7 +128,7 @@ def _shown(args: argparse.Namespace, pair: Pair) -> str:
     return pair.name if pair.half != HELD_OUT or args.show_held_out else "a pair held out"
 
 
-def _told(o: Outcome) -> list[str]:
+def _rendered(o: Outcome) -> list[str]:
     lines = [f"{_now()} {'ok ' if o.right else 'BAD'} {o.name}"]
     for name, v in (("default", o.default), ("replay", o.replay)):
         if v is None:
@@ -147,7 +147,7 @@ def _now() -> str:
     return time.strftime("%H:%M:%S")
 
 
-def _asked_for(args: argparse.Namespace, pair: Pair) -> bool:
+def _chosen(args: argparse.Namespace, pair: Pair) -> bool:
     names = (pair.name, pair.group, pair.mine.model)
     return (
         any(fnmatch.fnmatch(name, glob) for name in names for glob in args.only.split(","))

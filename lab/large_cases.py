@@ -5,10 +5,10 @@ idea: as tests/faults/fault_generated.py draws, from tables of operators and of 
 that are visible at this width, and with those that large pairs were once passed with. The name of a pair says all that
 it has, and the hash of its name the half it is in. Groups:
 
-    issue       six faults that the default settings passed, as they were reported; all were looked at
+    issue       six faults that the default settings passed; all of the tuned half
     drawn       one fault in one layer
     everywhere  the same fault in all layers; the first layer's is to be named
-    clean       honest pairs: other batches and chunks, another dtype, other kernels
+    clean       no fault: other batches and chunks, another dtype, other kernels
 
 Not here: the models (large_models.py), engines (large_runs.py), judging (large_judge.py).
 """
@@ -327,12 +327,12 @@ def _drawn() -> Iterator[Pair]:
 
 def _filled() -> list[Pair]:
     """The first pairs of each half, as many as the half should have."""
-    wanted, pairs = dict(SIZES), {}
+    left, pairs = dict(SIZES), {}
     for pair in _drawn():
-        if pair.name not in pairs and wanted[pair.half]:
-            wanted[pair.half] -= 1
+        if pair.name not in pairs and left[pair.half]:
+            left[pair.half] -= 1
             pairs[pair.name] = pair
-        if not any(wanted.values()):
+        if not any(left.values()):
             return list(pairs.values())
     raise AssertionError("the draw is endless")
 

@@ -2,7 +2,7 @@
 
 The problem: of a large pair the verdict alone is not enough; it has to come within a time and a memory, and to be the
 one that a whole replay gives. The idea: each pair goes through `accprobe compare` in processes of its own, with default
-settings and, where wanted, once more with ``--replay``; what they wrote is read back. Not here: the pairs
+settings and, with an option, once more with ``--replay``; what they wrote is read back. Not here: the pairs
 (large_cases.py), measuring (watched.py), the command line (large.py).
 """
 
@@ -29,13 +29,13 @@ TIMEOUT_S = 1800
 """Chosen: nine times what a whole replay of the largest pair took."""
 FIRST, AGREE = Fraction("0.95"), Fraction("0.98")
 WALL_S, OWN_MB = 60.0, 2000 / 1.048576
-"""What is asked for: shares, seconds on two cores, 2 GB of memory of its own (in MiB)."""
+"""Chosen, by what users accept: shares, seconds on two cores, 2 GB of memory of its own (in MiB)."""
 CORES = 2
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one command said, and what it took; see watched.Measured.
+    """What one command answered and took; see watched.Measured.
 
     verdict: pass, fail, or the line of an error. culprit: the first origin's module. rank: of an expected module among
     the origins, 0: not there. seen: the largest error of a row of the expected module's outputs, in units of 2^-8.
@@ -56,7 +56,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One pair. replay: the same pair with ``--replay``, None where it was not asked for. load: of the machine when it
+    """One pair. replay: the same pair with ``--replay``, None where there was none. load: of the machine when it
     began, over one minute. at: UTC."""
 
     name: str
@@ -105,8 +105,8 @@ def compare(golden: Path, mine: Path, expected: Sequence[str], options: Sequence
         )
         used = {k: round(getattr(took, k), 1) for k in ("wall_s", "cpu_s", "own_mb", "rss_mb", "largest_mb")}
         if took.code not in (0, 1):
-            said = [line for line in (took.stderr or took.stdout).splitlines() if line.strip()]
-            return Verdict(f"error: exit {took.code}: {said[-1].strip() if said else ''}", **used)
+            printed = [line for line in (took.stderr or took.stdout).splitlines() if line.strip()]
+            return Verdict(f"error: exit {took.code}: {printed[-1].strip() if printed else ''}", **used)
         result = json.loads((out / "compare.json").read_text())
         return Verdict(**_read(result, expected), seen=_seen(out / "compare.csv", expected), **used)
 

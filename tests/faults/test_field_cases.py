@@ -37,16 +37,16 @@ def test_a_case_runs_with_this_checkout_and_its_pair_is_judged_later(
     assert f"/plant:{ROOT}\n" in log
     assert "compared later\nexit 0" in log
     assert "accprobe" in log.splitlines()[-1]  # its version: other commands run
-    said = capsys.readouterr().out
-    assert "should   FAIL: the sampler." in said
-    assert "default  no result, exit 2" in said  # these dumps are empty
-    assert "plain    no result, exit 2" in said
+    printed = capsys.readouterr().out
+    assert "should   FAIL: the sampler." in printed
+    assert "default  no result, exit 2" in printed  # these dumps are empty
+    assert "plain    no result, exit 2" in printed
 
 
 def test_verdict_and_first_origins_are_read(tmp_path: Path) -> None:
     origin = {"module": "sampler", "role": "output", "position": 3, "evidence": "values", "cause": {"kind": "greedy"}}
     (tmp_path / "compare.json").write_text(json.dumps({"verdict": "fail", "origins": [origin] * 3}))
-    lines = field_cases.said("default", 1, tmp_path / "compare.json", 2.0)
+    lines = field_cases.summary("default", 1, tmp_path / "compare.json", 2.0)
     assert lines[0] == "default  FAIL, exit 1, 2 s"
     assert lines[1].strip() == 'sampler (role output, position 3; values) {"kind": "greedy"}'
     assert len(lines) == 3

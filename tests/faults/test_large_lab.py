@@ -47,7 +47,7 @@ def test_each_fault_can_be_planted_and_its_golden_is_clean(pair: Pair) -> None:
 
 FAULT = next(pair for pair in FAULTS if pair.half == TUNED)
 SECRET = next(pair for pair in FAULTS if pair.half == HELD_OUT)
-HONEST = next(pair for pair in CLEAN if pair.half == TUNED)
+CLEAN_PAIR = next(pair for pair in CLEAN if pair.half == TUNED)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(Runs, "make", _made)
     monkeypatch.setattr(large_judge, "judge", _judged)
     monkeypatch.setattr(large, "possible", lambda kernels: True)
-    for pair in (FAULT, SECRET, HONEST):
+    for pair in (FAULT, SECRET, CLEAN_PAIR):
         Runs(tmp_path).make(pair.golden)
         Runs(tmp_path).make(pair.mine)
     return tmp_path
@@ -81,21 +81,21 @@ def test_only_what_is_there_is_judged_and_held_out_pairs_stay_unnamed(
     kept: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert large.main(["--judge-only", str(kept)]) == 0
-    said = capsys.readouterr().out
-    assert f"{len(PAIRS) - 3} of {len(PAIRS)} pairs are not there" in said
-    assert FAULT.name in said
-    assert SECRET.name not in said
-    assert "culprit first: 1 of 1" in said
+    printed = capsys.readouterr().out
+    assert f"{len(PAIRS) - 3} of {len(PAIRS)} pairs are not there" in printed
+    assert FAULT.name in printed
+    assert SECRET.name not in printed
+    assert "culprit first: 1 of 1" in printed
     assert {o["name"] for o in json.loads((kept / "results.json").read_text())} == {
-        FAULT.name, SECRET.name, HONEST.name
+        FAULT.name, SECRET.name, CLEAN_PAIR.name
     }  # fmt: skip
 
 
 def test_a_run_is_deleted_once_its_last_pair_was_judged(kept: Path) -> None:
     runs = Runs(kept)
-    assert large.main(["--judge-only", str(kept), "--delete", "--only", HONEST.name]) == 0
-    assert not runs.there(HONEST.mine)
-    assert runs.there(HONEST.golden)
+    assert large.main(["--judge-only", str(kept), "--delete", "--only", CLEAN_PAIR.name]) == 0
+    assert not runs.there(CLEAN_PAIR.mine)
+    assert runs.there(CLEAN_PAIR.golden)
     assert runs.there(FAULT.mine)
 
 
@@ -106,9 +106,16 @@ def test_what_is_known_is_left_out_unless_its_replay_is_wanted(kept: Path, capsy
     assert large.main(words) == 0
     assert f"ok  {FAULT.name}" not in capsys.readouterr().out
     assert large.main([*words, "--replay"]) == 0
-    said = capsys.readouterr().out
-    assert f"ok  {FAULT.name}" in said
-    assert "the same verdict with --replay: 1 of 1" in said
+    printed = capsys.readouterr().out
+    assert f"ok  {FAULT.name}" in printed
+    assert "the same verdict with --replay: 1 of 1" in printed
+
+
+def test_a_list_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert large.main(["--list", "--half", "tuned", "--only", "issue"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 6
+    assert all(line.startswith(TUNED) for line in printed)
 
 
 def test_an_unknown_pair_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
