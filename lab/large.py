@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lab import ROOT
@@ -51,6 +52,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _work(args: argparse.Namespace, root: Path, pairs: list[Pair]) -> int:
     runs, results = Runs(root), args.results or root / "results.json"
+    if args.strengths:
+        return _strengths(args, runs, pairs)
     known = large_judge.load(results)
     if args.resume:
         pairs = [pair for pair in pairs if pair.name not in known or (args.replay and known[pair.name].replay is None)]
@@ -98,6 +101,21 @@ def _work(args: argparse.Namespace, root: Path, pairs: list[Pair]) -> int:
     chosen = known if args.resume else done
     shown = [known[pair.name] for pair in PAIRS if pair.name in chosen and _chosen(args, pair)]
     return _ended(shown, failed) if not args.capture_only else int(failed > 0)
+
+
+def _strengths(args: argparse.Namespace, runs: Runs, pairs: list[Pair]) -> int:
+    """A line for each fault whose run is there, with a golden of the same kind; of a pair held out only where it is too
+    weak."""
+    weak = 0
+    for pair in pairs:
+        serial = replace(pair.golden, way="serial")
+        if pair.clean or not runs.there(pair.mine) or not runs.there(serial):
+            continue
+        seen = large_judge.strength(runs.at(serial), runs.at(pair.mine), pair.expected).seen
+        weak += seen < large_judge.WEAK
+        if seen < large_judge.WEAK or args.show_held_out or pair.half != HELD_OUT:
+            print(f"{'WEAK' if seen < large_judge.WEAK else '':4} {seen:8.2f} times 2^-8  {pair.name}", flush=True)
+    return int(weak > 0)
 
 
 def _ended(outcomes: list[Outcome], failed: int) -> int:
@@ -176,6 +194,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
         "--replay", action="store_true", help="judge each pair with --replay as well: the same verdict?"
     )
     parser.add_argument("--options", default="", metavar="WORDS", help="more words for `accprobe compare`")
+    parser.add_argument("--strengths", action="store_true", help="how large the planted errors are, in kept runs")
     parser.add_argument("--delete", action="store_true", help="remove each run of mine once its last pair was judged")
     parser.add_argument("--resume", action="store_true", help="leave out the pairs that are in the results already")
     parser.add_argument("--results", type=Path, metavar="FILE", help="outcomes as JSON (results.json with the runs)")

@@ -20,11 +20,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from fault_strength import VISIBLE
 from fault_totals import share
 
 from lab import ROOT, watched
 from lab.large_cases import Pair
 
+WEAK = VISIBLE * 256
+"""In units of 2^-8: a worst row that is off by less is close to what rounding leaves."""
 TIMEOUT_S = 1800
 """Chosen: nine times what a whole replay of the largest pair took."""
 FIRST, AGREE = Fraction("0.95"), Fraction("0.98")
@@ -109,6 +112,11 @@ def compare(golden: Path, mine: Path, expected: Sequence[str], options: Sequence
             return Verdict(f"error: exit {took.code}: {printed[-1].strip() if printed else ''}", **used)
         result = json.loads((out / "compare.json").read_text())
         return Verdict(**_read(result, expected), seen=_seen(out / "compare.csv", expected), **used)
+
+
+def strength(serial: Path, mine: Path, expected: Sequence[str]) -> Verdict:
+    """``seen`` against a golden of the same kind, where nothing in front of the fault differs: what was planted."""
+    return compare(serial, mine, expected, ["--no-replay", "--taps", ",".join(expected)])
 
 
 def _read(result: Mapping[str, Any], expected: Sequence[str]) -> dict[str, Any]:
