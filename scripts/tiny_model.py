@@ -405,11 +405,16 @@ def make(name: str, path: str | Path, *, seed: int = 0, **overrides: Any) -> Pat
     ``overrides`` replace entries of config.json. Weights are bfloat16; the same name, seed and overrides give the same
     bytes on every machine. Raises KeyError for an unknown name.
     """
+    return write(MODELS[name], path, seed=seed, **overrides)
+
+
+def write(model: TinyModel, path: str | Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """As `make`, for a model that is none of `MODELS`."""
     import torch
     from safetensors.torch import save_file
     from tiny_tokenizer import write_audio_processor, write_image_processor, write_tokenizer
 
-    model, path = MODELS[name], Path(path)
+    path = Path(path)
     config = model.config | overrides
     text = json.dumps(config, indent=2)
     if (path / "model.safetensors").exists() and (path / "config.json").read_text() == text:

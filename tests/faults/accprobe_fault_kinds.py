@@ -97,15 +97,16 @@ def nan(site: Site) -> None:
 
 def coarse(site: Site) -> None:
     """Output rounded to ``factor`` bits of mantissa (bfloat16 has 8, the leading one counted), as by a lower dtype."""
+    site.spoil_output(lambda t, *_: _rounded(t, site.fault.factor))
 
-    def rounded(t: Any, *_: Any) -> Any:
-        import torch
 
-        mantissa, exponent = torch.frexp(t.float())
-        steps = 2.0 ** int(site.fault.factor)
-        return torch.ldexp(torch.round(mantissa * steps) / steps, exponent)
+def _rounded(t: Any, bits: float) -> Any:
+    """``t`` in float32, with so many bits of mantissa."""
+    import torch
 
-    site.spoil_output(rounded)
+    mantissa, exponent = torch.frexp(t.float())
+    steps = 2.0 ** int(bits)
+    return torch.ldexp(torch.round(mantissa * steps) / steps, exponent)
 
 
 def stale(site: Site) -> None:
@@ -164,6 +165,16 @@ def low_sum(site: Site) -> None:
     site.spoil_output(summed)
 
 
+def coarse_input(site: Site) -> None:
+    """The layer computes with inputs of ``factor`` bits of mantissa; what the caller has stays as it is."""
+    rows = site.rows()
+
+    def around(forward: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(site.pick(x, _rounded(x, site.fault.factor), rows), *args, **kwargs)
+
+    wrap_forward(site.module, around)
+
+
 def bias(site: Site) -> None:
     """Output less ``factor`` times the layer's bias (1: it is forgotten)."""
     site.spoil_output(lambda t, *_: t.float() - site.fault.factor * site.module.bias.float())
@@ -188,6 +199,42 @@ def act(site: Site) -> None:
     site.spoil_output(changed)
 
 
+def coarse_sigmoid(site: Site) -> None:
+    """silu(a) * b with a sigmoid that is read from a table of ``factor`` points over -8 to 8, linear between them and
+    constant outside."""
+    import torch
+
+    last = int(site.fault.factor) - 1
+    table = torch.linspace(-8.0, 8.0, last + 1).sigmoid()
+
+    def changed(t: Any, x: Any, *_: Any) -> Any:
+        gate, up = x.float().chunk(2, dim=-1)
+        at = ((gate + 8) * (last / 16)).clamp(0, last)
+        below = at.floor().clamp(max=last - 1).long()
+        return gate * torch.lerp(table[below], table[below + 1], at - below) * up
+
+    site.spoil_output(changed)
+
+
+def low_variance(site: Site) -> None:
+    """An RMSNorm adds its squares up in bfloat16, the sums of ``factor`` columns one after another."""
+    import torch
+
+    rows, block = site.rows(), int(site.fault.factor)
+
+    def around(forward: Callable[..., Any], x: Any, residual: Any = None, *args: Any, **kwargs: Any) -> Any:
+        output = forward(x, residual, *args, **kwargs)
+        first, read = output if isinstance(output, tuple) else (output, x)
+        parts = read.float().square().unflatten(-1, (-1, block)).sum(-1)
+        low = torch.zeros_like(parts[..., 0])
+        for part in parts.unbind(-1):
+            low = (low + part).bfloat16().float()
+        first = site.pick(first, first * (parts.sum(-1) / low).sqrt().unsqueeze(-1), rows)
+        return (first, read) if isinstance(output, tuple) else first
+
+    wrap_forward(site.module, around)
+
+
 def rope(site: Site) -> None:
     """A rotary embedding turns by positions that are ``factor`` times too large (rounded down)."""
 
@@ -201,12 +248,22 @@ def angle(site: Site) -> None:
     """A rotary embedding turns by angles that are ``factor`` times too large; its table is intact between calls."""
     import torch
 
-    module = site.module
-    table = module.cos_sin_cache
+    table = site.module.cos_sin_cache
     cos, sin = table.float().chunk(2, dim=-1)
     per_position = torch.atan2(sin[1], cos[1])  # the angle at position 1 is the frequency
     more = torch.arange(len(table)).unsqueeze(1) * per_position * (site.fault.factor - 1)
-    wrong = torch.cat([cos * more.cos() - sin * more.sin(), sin * more.cos() + cos * more.sin()], -1).to(table.dtype)
+    wrong = torch.cat([cos * more.cos() - sin * more.sin(), sin * more.cos() + cos * more.sin()], -1)
+    _with_table(site, wrong.to(table.dtype))
+
+
+def coarse_table(site: Site) -> None:
+    """A rotary embedding reads a table of ``factor`` bits of mantissa; the one that it has is intact between calls."""
+    table = site.module.cos_sin_cache
+    _with_table(site, _rounded(table, site.fault.factor).to(table.dtype))
+
+
+def _with_table(site: Site, wrong: Any) -> None:
+    module, table = site.module, site.module.cos_sin_cache
 
     def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module.cos_sin_cache = wrong
@@ -227,21 +284,48 @@ def attn(site: Site) -> None:
     owner.scale *= site.fault.factor
 
 
+def kernel_scale(site: Site) -> None:
+    """An attention's kernel takes a softmax scale ``factor`` times the layer's, whose attribute stays as it is."""
+    impl, rows = site.module.impl, site.rows()
+    forward = impl.forward
+
+    def wrapped(layer: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(layer, site.pick(query, query * site.fault.factor, rows), *args, **kwargs)
+
+    impl.forward = wrapped
+
+
 def cache(site: Site) -> None:
     """Keys and values (MLA: the latent) of the chosen rows go into the KV cache times ``factor``.
 
     Attention reads all keys and values from the cache, those of the running step too.
     """
+    _on_their_way(site, lambda t: t * site.fault.factor, 2)
+
+
+def coarse_values(site: Site) -> None:
+    """Values of the chosen rows go into the KV cache as whole numbers up to ``factor`` (127: int8), with a scale for
+    each row and head."""
+
+    def codes(t: Any) -> Any:
+        step = t.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / site.fault.factor
+        return (t / step).round() * step
+
+    _on_their_way(site, codes, 1)
+
+
+def _on_their_way(site: Site, change: Callable[[Any], Any], n: int) -> None:
+    """Changes the chosen rows of the last ``n`` of keys and values before they are written to the cache."""
     impl, rows = site.module.impl, site.rows()
     update = impl.do_kv_cache_update
     names = list(inspect.signature(update).parameters)
-    first = 0 if names[0] in ("kv_c_normed",) else 1  # after the layer, where there is one
+    end = 2 if names[0] in ("kv_c_normed",) else 3  # after the layer, where there is one
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             args = inspect.signature(update).bind(*args, **kwargs).args
-        changed = [site.pick(t, t * site.fault.factor, rows) for t in args[first : first + 2]]
-        return update(*args[:first], *changed, *args[first + 2 :])
+        changed = [site.pick(t, change(t), rows) for t in args[end - n : end]]
+        return update(*args[: end - n], *changed, *args[end:])
 
     impl.do_kv_cache_update = wrapped
 
@@ -373,8 +457,9 @@ KINDS: dict[str, Callable[[Site], None]] = {
     f.__name__: f
     for f in (
         *(scale, add, jitter, zero, nan, coarse, stale, logits, head),
-        *(product, short, low_sum, bias),
-        *(eps, act, rope, angle, attn, cache, slot, block, expert, route),
+        *(product, short, low_sum, coarse_input, bias),
+        *(eps, low_variance, act, coarse_sigmoid, rope, angle, coarse_table),
+        *(attn, kernel_scale, cache, coarse_values, slot, block, expert, route),
         *(weight, noise, setting, tapped),
     )
 }

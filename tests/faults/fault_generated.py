@@ -20,7 +20,7 @@ fault_everywhere.py), cases written by hand and the halves (fault_cases.py), kin
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fault_cases import CASES, HELD_OUT, TUNED, Case, half
 from fault_everywhere import EVERYWHERE
@@ -37,25 +37,29 @@ SIZES = {
 """Cases by group and half. Chosen: 60, 40, 30 and 30 held out, and a few more."""
 
 
-def _draws(places: dict[str, list[Place]], seed: str) -> Iterator[tuple[Place, int, Fault, str]]:
+def draws(
+    places: dict[str, list[Place]], seed: str, options: Mapping[str, Sequence[Maker]] = OPTIONS
+) -> Iterator[tuple[Place, int, Fault, str]]:
     """Endless: models in turn; of each model all its places and options, shuffled, before one comes again."""
     rng = random.Random(seed)
     decks: dict[str, list[tuple[Place, Maker]]] = {model: [] for model in places}
     while True:
         for model, own in places.items():
             if not decks[model]:
-                decks[model] = _shuffled(own, rng)
+                decks[model] = _shuffled(own, rng, options)
             place, option = decks[model].pop(0)
             layer = rng.choice(place.layers)
             yield (place, layer, *planted(place, layer, option(place)(rng)))
 
 
-def _shuffled(places: Sequence[Place], rng: random.Random) -> list[tuple[Place, Maker]]:
+def _shuffled(
+    places: Sequence[Place], rng: random.Random, options: Mapping[str, Sequence[Maker]]
+) -> list[tuple[Place, Maker]]:
     """Every place with every option, so ordered that each kind of fault comes, each time at the place that was met
     least, before any comes again."""
     by_kind: dict[tuple[str, bool], list[tuple[Place, Maker]]] = {}
     for place in places:
-        for option in OPTIONS[place.sort]:
+        for option in options[place.sort]:
             example = option(place)(random.Random(0))
             by_kind.setdefault((example["kind"], "features" in example), []).append((place, option))
     met: dict[str, int] = {}
@@ -92,7 +96,7 @@ def _filled(group: str, drawn: Iterator[Case]) -> list[Case]:
 def _singles(
     group: str, places: dict[str, list[Place]], golden: str, also: Sequence[tuple[str, ...]]
 ) -> Iterator[Case]:
-    for i, (place, layer, fault, name) in enumerate(_draws(places, group)):
+    for i, (place, layer, fault, name) in enumerate(draws(places, group)):
         model = place.model
         more = tuple("tp2" if way == "v2" and _is_moe(model) else way for way in also[i // len(places) % len(also)])
         name = f"{group}-{model.removeprefix('trained-')}-{name}"
@@ -108,9 +112,8 @@ def _twos() -> Iterator[Case]:
     """Two single faults of one model, the first in an earlier layer; neither in what all layers share."""
     skipped = ("rotation", "embedding", "head", "logits", "residual", "router", "experts", "expert weights")
     places = {m: without([p for p in ps if "{}" in p.path], *skipped) for m, ps in (RANDOM | TRAINED).items()}
-    draws = _draws(places, "two")
     waiting: dict[str, tuple[Place, int, Fault, str]] = {}
-    for drawn in draws:
+    for drawn in draws(places, "two"):
         place, layer, fault, _ = drawn
         if fault["kind"] in ("stale", "setting", "zero", "low_sum") or place.op.startswith("visual"):
             continue

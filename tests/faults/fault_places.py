@@ -43,7 +43,7 @@ UNCHUNKED = tuple(r for r in ROWS if not r.startswith("chunk"))  # vLLM's CPU ML
 _SHORT = ("decode", "row>=32")  # of the requests with pictures
 
 
-def _attention(model: str, at: str, layers: tuple[int, ...], h: int, rows: tuple[str, ...], bias: bool) -> list[Place]:
+def attention(model: str, at: str, layers: tuple[int, ...], h: int, rows: tuple[str, ...], bias: bool) -> list[Place]:
     """Attention with its norms: 4 heads, 2 of keys and values."""
     p, linear = f"{at}.{{}}", "linear with bias" if bias else "linear"
     places = [
@@ -58,7 +58,7 @@ def _attention(model: str, at: str, layers: tuple[int, ...], h: int, rows: tuple
     return places
 
 
-def _mlp(model: str, at: str, layers: tuple[int, ...], h: int, inner: int, rows: tuple[str, ...]) -> list[Place]:
+def mlp(model: str, at: str, layers: tuple[int, ...], h: int, inner: int, rows: tuple[str, ...]) -> list[Place]:
     p = f"{at}.{{}}.mlp"
     return [
         Place(model, "gate_up_proj", f"{p}.gate_up_proj", "linear", layers, 2 * inner, inner // 4, rows=rows),
@@ -67,7 +67,7 @@ def _mlp(model: str, at: str, layers: tuple[int, ...], h: int, inner: int, rows:
     ]
 
 
-def _ends(model: str, h: int, rows: tuple[str, ...], norm: str = "later norm") -> list[Place]:
+def ends(model: str, h: int, rows: tuple[str, ...], norm: str = "later norm") -> list[Place]:
     return [
         Place(model, "embed_tokens", "model.embed_tokens", "embedding", columns=h),
         Place(model, "norm", "model.norm", norm, columns=h, rows=rows),
@@ -76,7 +76,7 @@ def _ends(model: str, h: int, rows: tuple[str, ...], norm: str = "later norm") -
     ]
 
 
-def _experts(model: str, moe: str, layers: tuple[int, ...], n: int, h: int, rows: tuple[str, ...]) -> list[Place]:
+def experts(model: str, moe: str, layers: tuple[int, ...], n: int, h: int, rows: tuple[str, ...]) -> list[Place]:
     """The routed part. vLLM runs it in a module inside; which experts were chosen are inputs of that one."""
     block, inside = f"{moe}.experts", f"{moe}.experts.routed_experts.quant_method"
     routed = f"{block}.routed_experts"
@@ -116,19 +116,19 @@ def _shared(
 _L = "model.layers"
 
 
-def _dense_model(model: str, layers: int, h: int, inner: int, bias: bool) -> list[Place]:
+def dense_model(model: str, layers: int, h: int, inner: int, bias: bool) -> list[Place]:
     every = tuple(range(layers))
-    places = _attention(model, _L, every, h, ROWS, bias) + _mlp(model, _L, every, h, inner, ROWS)
-    return [*places, Place(model, "layer", f"{_L}.{{}}", "residual", every, rows=ROWS), *_ends(model, h, ROWS)]
+    places = attention(model, _L, every, h, ROWS, bias) + mlp(model, _L, every, h, inner, ROWS)
+    return [*places, Place(model, "layer", f"{_L}.{{}}", "residual", every, rows=ROWS), *ends(model, h, ROWS)]
 
 
 def _qwen2_moe(model: str, layers: int, h: int, inner: int) -> list[Place]:
     every, moe = tuple(range(layers)), f"{_L}.{{}}.mlp"
     gate = f"{moe}.experts._shared_experts._layer.expert_gate"
     return [
-        *_attention(model, _L, every, h, ROWS, True),
+        *attention(model, _L, every, h, ROWS, True),
         Place(model, "router", f"{moe}.gate", "router", every, 8, 2, rows=ROWS),
-        *_experts(model, moe, every, 8, h, ROWS),
+        *experts(model, moe, every, 8, h, ROWS),
         *_shared(model, moe, "shared_expert", every, inner, ROWS),
         Place(model, "shared_gate", f"{moe}.shared_expert_gate", "small", every, 1, culprits=(gate,), rows=ROWS),
     ]
@@ -137,10 +137,10 @@ def _qwen2_moe(model: str, layers: int, h: int, inner: int) -> list[Place]:
 def _mixtral() -> list[Place]:
     model, every, moe = "mixtral", (0, 1), f"{_L}.{{}}.block_sparse_moe"
     return [
-        *_attention(model, _L, every, 128, ROWS, False),
+        *attention(model, _L, every, 128, ROWS, False),
         Place(model, "router", f"{moe}.gate", "router", every, 4, 1, rows=ROWS),
-        *_experts(model, moe, every, 4, 128, ROWS),
-        *_ends(model, 128, ROWS),
+        *experts(model, moe, every, 4, 128, ROWS),
+        *ends(model, 128, ROWS),
     ]
 
 
@@ -156,9 +156,9 @@ def _deepseek(model: str, layers: int, h: int, inner: int, q: int, head: int, sh
         Place(model, "o_proj", f"{mla}.o_proj", "linear", every, h, h // 4, rows=rows),
         Place(model, "input_layernorm", f"{_L}.{{}}.input_layernorm", "later norm", every[1:], h, rows=rows),
         Place(model, "post_attention_layernorm", f"{_L}.{{}}.post_attention_layernorm", "norm", every, h, rows=rows),
-        *_mlp(model, _L, (0,), h, inner, rows),
+        *mlp(model, _L, (0,), h, inner, rows),
         Place(model, "router", f"{moe}.gate", "router", routed, 8, 2, culprits=(f"{moe}.experts.gate",), rows=rows),
-        *_experts(model, moe, routed, 8, h, rows),
+        *experts(model, moe, routed, 8, h, rows),
         *_shared(model, moe, "shared_experts", routed, shared, rows),
     ]
 
@@ -177,8 +177,8 @@ def _pictures() -> list[Place]:
         Place(model, "visual.down_proj", f"{p}.mlp.down_proj", "picture linear", blocks, 64),
         Place(model, "merger.0", "visual.merger.mlp.0", "picture linear", columns=256),
         Place(model, "merger.2", "visual.merger.mlp.2", "picture linear", columns=128),
-        *[_rerowed(place) for place in _attention(model, text, blocks, 128, _SHORT, True) if place.sort != "attention"],
-        *_mlp(model, text, blocks, 128, 256, _SHORT),
+        *[_rerowed(place) for place in attention(model, text, blocks, 128, _SHORT, True) if place.sort != "attention"],
+        *mlp(model, text, blocks, 128, 256, _SHORT),
     ]
 
 
@@ -190,19 +190,19 @@ def _gemma3() -> list[Place]:
     model, every, h = "trained-gemma3", (0, 1, 2, 3), 256
     p = f"{_L}.{{}}"
     norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    mlp = [
-        place if place.op != "act_fn" else replace(place, sort="gate") for place in _mlp(model, _L, every, h, 512, ROWS)
+    gated = [
+        place if place.op != "act_fn" else replace(place, sort="gate") for place in mlp(model, _L, every, h, 512, ROWS)
     ]
     return [
         *[
             p_
-            for p_ in _attention(model, _L, every, h, ROWS, False)
+            for p_ in attention(model, _L, every, h, ROWS, False)
             if p_.op in ("qkv_proj", "o_proj", "attn", "rotary_emb")
         ],
         Place(model, "q_norm", f"{p}.self_attn.q_norm", "gate", every, 64),
         Place(model, "k_norm", f"{p}.self_attn.k_norm", "gate", every, 64),
         *[Place(model, norm, f"{p}.{norm}", "gate", every, h, rows=ROWS) for norm in norms],
-        *mlp,
+        *gated,
     ]
 
 
@@ -216,16 +216,16 @@ def _trained(places: Sequence[Place]) -> list[Place]:
 
 
 RANDOM: dict[str, list[Place]] = {
-    "qwen2": _dense_model("qwen2", 4, 128, 256, True),
-    "llama": _dense_model("llama", 3, 128, 256, False),
+    "qwen2": dense_model("qwen2", 4, 128, 256, True),
+    "llama": dense_model("llama", 3, 128, 256, False),
     "qwen2-moe": _qwen2_moe("qwen2-moe", 3, 128, 96),
     "mixtral": _mixtral(),
     "deepseek-v2": _deepseek("deepseek-v2", 3, 128, 256, 384, 32, 64),
     "qwen2.5-vl": _pictures(),
 }
 TRAINED: dict[str, list[Place]] = {
-    "trained-qwen2": _trained(_dense_model("trained-qwen2", 4, 256, 512, True)),
-    "trained-llama": _trained(_dense_model("trained-llama", 4, 256, 512, False)),
+    "trained-qwen2": _trained(dense_model("trained-qwen2", 4, 256, 512, True)),
+    "trained-llama": _trained(dense_model("trained-llama", 4, 256, 512, False)),
     "trained-gemma3": _gemma3(),
     "trained-qwen2-moe": _trained(_qwen2_moe("trained-qwen2-moe", 4, 256, 192)),
     "trained-deepseek-v2": _trained(_deepseek("trained-deepseek-v2", 4, 256, 512, 512, 64, 128)),

@@ -91,6 +91,13 @@ def test_fewer_bits_of_mantissa() -> None:
     assert run(layer, Fault("coarse", "inner", factor=2), x).flatten().tolist() == [1.0, 1.0, -3.0, 0.0]
 
 
+def test_inputs_of_fewer_bits() -> None:
+    layer = linear([[1.0, 1.0]])
+    x = torch.tensor([[1.1, -3.3]])
+    assert run(layer, Fault("coarse_input", "inner", factor=2), x).item() == 1.0 - 3.0
+    assert x.tolist() == torch.tensor([[1.1, -3.3]]).tolist()
+
+
 def test_jitter_is_relative_and_of_its_size() -> None:
     x = torch.linspace(0.5, 50, 4096).unsqueeze(1).repeat(1, 2)
     twice = [run(linear([[1.0, 0.0], [0.0, -1.0]]), Fault("jitter", "inner", factor=0.01), x) for _ in range(2)]
@@ -118,6 +125,37 @@ def test_another_activation() -> None:
     assert run(Gate(), Fault("act", "inner", factor=2.0), x).item() == pytest.approx(expected)
 
 
+def test_a_sigmoid_from_a_table() -> None:
+    x = torch.tensor([[-20.0, 0.0, 1.0, 20.0, 1.0, 1.0, 1.0, 1.0]])
+    coarse = run(Gate(), Fault("coarse_sigmoid", "inner", factor=17), x)
+    # Points stand at whole numbers: there the table is exact, and outside it is that of the end.
+    one, end = torch.tensor([1.0, 8.0]).sigmoid().tolist()
+    assert coarse[0].tolist() == pytest.approx([-20 * (1 - end), 0.0, one, 20 * end], rel=1e-4)
+    half = run(Gate(), Fault("coarse_sigmoid", "inner", factor=17), torch.tensor([[0.5, 1.0]]))
+    assert half.item() == pytest.approx(0.5 * (0.5 + one) / 2)
+
+
+class Norm(torch.nn.Module):
+    """As vLLM's: with a residual, also what was normed."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        read = x if residual is None else x + residual
+        normed = read / read.square().mean(-1, keepdim=True).sqrt()
+        return normed if residual is None else (normed, read)
+
+
+def test_a_variance_added_up_in_bfloat16() -> None:
+    x = torch.tensor([[16.0, 0.5, 0.5, 0.5]])  # 256 + 3 * 0.25: bfloat16's spacing is 2 there, the quarters vanish
+    norm = Norm()
+    right = norm(x)
+    plant(Root(norm), Fault("low_variance", "inner", factor=1))
+    expected = (right * (256.75 / 256) ** 0.5).flatten().tolist()
+    assert norm(x).flatten().tolist() == pytest.approx(expected)
+    wrong, read = norm(x - 1, torch.ones(1, 4))
+    assert wrong.flatten().tolist() == pytest.approx(expected)
+    assert read.tolist() == x.tolist()
+
+
 class Rotary(torch.nn.Module):
     """Answers with the table's row at each position, as cos + i sin."""
 
@@ -137,6 +175,14 @@ def test_angles_too_large_and_a_table_left_alone() -> None:
     plant(Root(rotary), Fault("angle", "inner", factor=1.01))
     expected = torch.tensor([5 * 1.01, 0.5 * 1.01])
     assert torch.allclose(rotary(torch.tensor([5])).angle() % (2 * torch.pi), expected, atol=1e-5)
+    assert torch.equal(rotary.cos_sin_cache, before)
+
+
+def test_a_coarse_table_of_angles() -> None:
+    rotary = Rotary()
+    before = rotary.cos_sin_cache.clone()
+    plant(Root(rotary), Fault("coarse_table", "inner", factor=2))
+    assert rotary(torch.tensor([1])).real.tolist() == [[0.5, 1.0]]  # cos 1 = 0.54, cos 0.1 = 0.995
     assert torch.equal(rotary.cos_sin_cache, before)
 
 
@@ -223,6 +269,24 @@ def test_what_goes_into_the_cache() -> None:
     plant(Root(holder), Fault("cache", "inner", factor=0.0))
     holder.impl.do_kv_cache_update(None, torch.ones(2, 1), torch.ones(2, 1), None)
     assert holder.impl.written == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_values_of_few_levels() -> None:
+    holder = torch.nn.Module()
+    holder.impl = Cache()
+    plant(Root(holder), Fault("coarse_values", "inner", factor=4))
+    holder.impl.do_kv_cache_update(None, torch.full((1, 2), 0.3), torch.tensor([[8.0, 4.9], [0.0, 0.0]]), None)
+    assert holder.impl.written == [pytest.approx([0.3, 0.3]), [8.0, 4.0, 0.0, 0.0]]
+
+
+def test_a_softmax_scale_of_the_kernel_alone() -> None:
+    seen: list[Any] = []
+    holder = torch.nn.Module()
+    holder.impl = SimpleNamespace(forward=lambda layer, q, k: seen.append((q.tolist(), k.tolist())), scale=0.125)
+    plant(Root(holder), Fault("kernel_scale", "inner", factor=2.0))
+    holder.impl.forward(None, torch.ones(1), torch.ones(1))
+    assert seen == [([2.0], [1.0])]
+    assert holder.impl.scale == 0.125
 
 
 class Paged(torch.nn.Module):
