@@ -120,14 +120,6 @@ def constant(origin: Mapping[str, Any]) -> str:
     return safe(cause.get("sentence") or "", 400)
 
 
-def evidence(origin: Mapping[str, Any]) -> str:
-    """What an origin rests on, in a sentence without its full stop."""
-    if constant(origin):
-        said = "both dumps recorded the constants of this module"
-        return said if origin.get("created") is None else f"{said}; {EVIDENCE.get(str(origin.get('evidence')), '')}"
-    return EVIDENCE.get(str(origin.get("evidence")), "")
-
-
 def origin_title(origin: Mapping[str, Any]) -> str:
     """``model.layers.3.mlp.down_proj (RowParallelLinear)``; of a gap ``between X and Y``."""
     if gap := gap_of(origin):
@@ -160,12 +152,15 @@ def place_of(origin: Mapping[str, Any]) -> tuple[Any, Any]:
     return gap["before"], str(origin.get("role")).removeprefix(f"{gap['before']}/")
 
 
-def evidence(origin: Mapping[str, Any]) -> str | None:
-    """What an origin's ``evidence`` means; None for a word that is none of ours."""
+def evidence(origin: Mapping[str, Any]) -> str:
+    """What an origin rests on, in a sentence without its full stop; empty for a word that is none of ours."""
     word = str(origin.get("evidence"))
     if gap_of(origin) and word == "jump":
         return "what comes out of the gap is further off than what goes in explains"
-    return EVIDENCE.get(word)
+    if constant(origin):
+        recorded = "both dumps recorded the constants of this module"
+        return recorded if origin.get("created") is None else f"{recorded}; {EVIDENCE.get(word, '')}"
+    return EVIDENCE.get(word, "")
 
 
 def origin_name(origin: Mapping[str, Any]) -> str:
