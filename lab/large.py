@@ -83,6 +83,7 @@ def _work(args: argparse.Namespace, root: Path, pairs: list[Pair]) -> int:
                     runs.at(pair.mine),
                     shlex.split(args.options),
                     replay=args.replay,
+                    known=known.get(pair.name) if args.resume else None,
                 )
                 known |= done
                 large_judge.save(results, known)
