@@ -83,6 +83,7 @@ def _work(args: argparse.Namespace, root: Path, pairs: list[Pair]) -> int:
                     runs.at(pair.mine),
                     shlex.split(args.options),
                     replay=args.replay,
+                    known=known.get(pair.name) if args.resume else None,
                 )
                 known |= done
                 large_judge.save(results, known)
@@ -120,9 +121,10 @@ def _strengths(args: argparse.Namespace, runs: Runs, pairs: list[Pair]) -> int:
 
 def _ended(outcomes: list[Outcome], failed: int) -> int:
     whole = large_judge.total("all", outcomes)
-    for half in (TUNED, HELD_OUT):
-        print("\n".join(large_judge.total(half, [o for o in outcomes if o.half == half]).lines()))
-    print("\n".join(whole.lines()))
+    halves = [large_judge.total(half, [o for o in outcomes if o.half == half]) for half in (TUNED, HELD_OUT)]
+    for total in (*halves, whole):
+        if total.faults or total.clean:
+            print("\n".join(total.lines()))
     if failed:
         print(f"{failed} pairs could not be made")
     return int(bool(failed or whole.missed or not outcomes))

@@ -89,12 +89,21 @@ class Outcome:
         return None if self.replay is None else self.replay.verdict == self.default.verdict
 
 
-def judge(pair: Pair, golden: Path, mine: Path, options: Sequence[str] = (), *, replay: bool = False) -> Outcome:
-    """options: more words for `accprobe compare`, in both settings."""
+def judge(
+    pair: Pair,
+    golden: Path,
+    mine: Path,
+    options: Sequence[str] = (),
+    *,
+    replay: bool = False,
+    known: Outcome | None = None,
+) -> Outcome:
+    """options: more words for `accprobe compare`, in both settings. known: an earlier outcome, whose default verdict is
+    kept."""
     load = os.getloadavg()[0]
-    default = compare(golden, mine, pair.expected, options)
+    default = known.default if known else compare(golden, mine, pair.expected, options)
     whole = compare(golden, mine, pair.expected, [*options, "--replay"]) if replay else None
-    return Outcome(pair.name, pair.group, pair.half, pair.expected, default, whole, load)
+    return Outcome(pair.name, pair.group, pair.half, pair.expected, default, whole, known.load if known else load)
 
 
 def compare(golden: Path, mine: Path, expected: Sequence[str], options: Sequence[str]) -> Verdict:

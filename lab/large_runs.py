@@ -10,6 +10,7 @@ here: the pairs (large_cases.py), the engines' process (tests/support/engine.py)
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import asdict
@@ -88,4 +89,7 @@ def possible(name: str) -> bool:
 
 
 def _text(run: Run) -> str:
-    return json.dumps(asdict(run), sort_keys=True)
+    """All that a run is made of, but for the kinds' code."""
+    made_of = [large_models.MODELS[run.model].config, asdict(WAYS[run.way]), [asdict(ask) for ask in ASKS], _ENGINE]
+    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+    return json.dumps(asdict(run) | {"made of": digest}, sort_keys=True)

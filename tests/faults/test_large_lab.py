@@ -70,7 +70,7 @@ def _made(runs: Runs, run: Run) -> bool:
     return True
 
 
-def _judged(pair: Pair, golden: Path, mine: Path, options: object = (), *, replay: bool = False) -> Outcome:
+def _judged(pair: Pair, golden: Path, mine: Path, *_: object, replay: bool = False, **__: object) -> Outcome:
     assert golden.exists()
     assert mine.exists()
     verdict = Verdict("pass") if pair.clean else Verdict("fail", pair.expected[0], 1, 1)
@@ -130,6 +130,17 @@ def test_a_run_of_something_else_is_made_again(tmp_path: Path) -> None:
     assert not runs.there(FAULT.mine)
     runs._done(FAULT.mine).write_text(large_runs._text(FAULT.mine))
     assert runs.there(FAULT.mine)
+
+
+def test_what_was_judged_by_default_is_not_judged_so_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asks: list[list[str]] = []
+    monkeypatch.setattr(
+        large_judge, "compare", lambda golden, mine, expected, options: asks.append([*options]) or Verdict("pass")
+    )
+    first = large_judge.judge(FAULT, tmp_path, tmp_path, ["--replay-seconds", "5"])
+    both = large_judge.judge(FAULT, tmp_path, tmp_path, ["--replay-seconds", "5"], replay=True, known=first)
+    assert asks == [["--replay-seconds", "5"], ["--replay-seconds", "5", "--replay"]]
+    assert both == replace(first, replay=Verdict("pass"), at=both.at)
 
 
 # --- judging ---------------------------------------------------------------------------------------------------------
