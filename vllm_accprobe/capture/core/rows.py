@@ -16,7 +16,18 @@ from typing import Any
 
 from vllm_accprobe.capture.request_ids import external_ids
 from vllm_accprobe.config import ProbeConfig, in_ranges
-from vllm_accprobe.dump.schema import DEALT, DECODE, LOGITS, PREFILL, TOKENS, Image, Request, Segment, hash_tokens
+from vllm_accprobe.dump.schema import (
+    DEALT,
+    DECODE,
+    LOGITS,
+    OWN_REQUEST,
+    PREFILL,
+    TOKENS,
+    Image,
+    Request,
+    Segment,
+    hash_tokens,
+)
 
 
 class Requests:
@@ -58,7 +69,8 @@ class Requests:
             self._choose(internal, request)
 
     def _choose(self, internal: str, request: Request) -> None:
-        wanted = self._chosen is not None and self._chosen.wants_request(*external_ids(internal))
+        names = external_ids(internal)
+        wanted = self._chosen is not None and OWN_REQUEST not in names and self._chosen.wants_request(*names)
         self._wanted[internal] = wanted
         if wanted and request.req not in self._named:  # the others leave no trace on the disk, not even a hash
             self._named.add(request.req)
