@@ -13,7 +13,7 @@ from vllm_accprobe.opcheck.references.gradients import by_torch, exact_gradients
 
 
 @pytest.mark.parametrize("captured", [True, False])
-@pytest.mark.parametrize("factor", [1.0, 1.02])
+@pytest.mark.parametrize("factor", [1.0, 1.1])
 def test_torchs_own_softmax_backward_is_right(captured: bool, factor: float) -> None:
     """Of sharp rows it is off by what rounding their probabilities costs; a gradient with a scale is still wrong."""
     generator = torch.Generator().manual_seed(0)
