@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_accprobe.dump.schema import Request
+from vllm_accprobe.dump.schema import OWN_REQUEST, Request
 
 Numbered = dict[tuple[int, int], Request]
 Identity = tuple[str, str, str, int, str]
@@ -82,7 +82,7 @@ def pair_requests(golden: list[Request], mine: list[Request]) -> RequestPlan:
     """Pairs by id and prompt, then by prompt, images and ordinal, then prompt and ordinal, then prompt and order; the
     prompt with its adapter, and only then, in the same order, those of which one side knows no adapter."""
     pairs: list[tuple[Request, Request, str]] = []
-    left = [list(golden), list(mine)]
+    left = [[r for r in side if r.id != OWN_REQUEST] for side in (golden, mine)]
 
     def match(rule: str, key: Callable[[Request], Hashable]) -> None:
         waiting: dict[Any, list[Request]] = defaultdict(list)

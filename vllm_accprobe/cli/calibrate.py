@@ -18,6 +18,9 @@ def calibrate(
     profile: bool = typer.Option(
         False, "--profile", help="Write how the machine of this one dump computes, read from its replay. Needs torch."
     ),
+    failing: bool = typer.Option(
+        False, "--accept-failing", help="Take runs that fail against GOLDEN, too: what they show is never found again."
+    ),
     model: Path = typer.Option(
         None, "--weights", metavar="DIR", help="The model's directory; with --profile, as for `accprobe opcheck`."
     ),
@@ -33,10 +36,10 @@ def calibrate(
 
     The file has a few numbers per tap. Carry it to the other machine and give it to `accprobe compare --floor`. With
     --profile: how results are rounded, how wide sums are, which functions are approximated, operator by operator.
-    Exit code 0: done, 2: unreadable input, or runs that do not belong together, 3: nothing of them could be compared.
+    Exit code 0: done, 2: unreadable input, runs that do not belong together, or one that fails against GOLDEN, 3: nothing of them could be compared.
     """
     if profile:
-        if others:
+        if others or failing:
             raise CommandError("--profile is of one dump: leave out the others, or --profile")
         _profile(golden, model, out)
         return
@@ -44,10 +47,10 @@ def calibrate(
         raise CommandError("name a further run of golden's side behind GOLDEN, or ask for --profile")
     if model is not None:
         raise CommandError("--weights belongs to --profile")
-    _floor(golden, others, out)
+    _floor(golden, others, out, failing)
 
 
-def _floor(golden: Path, others: list[Path], out: Path) -> None:
+def _floor(golden: Path, others: list[Path], out: Path, failing: bool) -> None:
     from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.cli.common.same import refuse_same
     from vllm_accprobe.comparison import engine
@@ -57,7 +60,7 @@ def _floor(golden: Path, others: list[Path], out: Path) -> None:
         for name, earlier in (("GOLDEN", golden), *(("OTHER", o) for o in others[:i])):
             refuse_same((name, earlier), ("OTHER", other))
     outputs.check(out, {NAME: outputs.matching(f'\\A\\{{"kind":\\s*"{KIND}"')}, dumps=[golden, *others])
-    found = engine.calibrate(golden, others)
+    found = engine.calibrate(golden, others, failing=failing)
     path = found.save(out)
     typer.echo(f"{len(found.floors)} tensors from {len(found.runs)} run{'s' * (len(found.runs) != 1)} ({found.source})")
     for tap, worst in sorted(found.origins.items(), key=lambda o: -o[1])[:10]:

@@ -12,6 +12,7 @@ import typer
 
 from vllm_accprobe.cli.common.declared import DUMP, IDS, OPS, WEIGHTS
 from vllm_accprobe.cli.common.json_answer import answer, say_written
+from vllm_accprobe.cli.common.checked_report import near_names
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, say_notes, writable
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def gentest(
 
     calls, references, options = opened_calls(dump, model), default_references(), Options(ids=ids_of(ids))
     given = DrawnCalls(seed, factory == "draw", references if blacklist else None)
+    if ops and not calls.taps(ops):
+        raise NothingThere(f"{dump}: --ops matches no call{near_names(dump, ops)}")
     chosen = _failed(calls, references, ops, options) if failed else _matching(calls, ops, options, most, given)
     if flashinfer:
         _as_flashinfer(calls, chosen, out, most, failed)

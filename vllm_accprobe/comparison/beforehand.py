@@ -14,6 +14,7 @@ from vllm_accprobe.align.requests import what_differs
 from vllm_accprobe.comparison.measure.read import UNREAD
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.states import cache_notes
+from vllm_accprobe.dump.select import nearest
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
 
@@ -93,6 +94,15 @@ def _examples(dumps: tuple[Any, Any]) -> list[str]:
 
 def _printable(name: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in name[:120])
+
+
+def unmatched(dumps: tuple[Any, Any], taps: str) -> str:
+    """One line for NothingCompared where globs over taps left nothing: what is meant, perhaps."""
+    known = [sorted({r.tap for r in dump.records}) for dump in dumps]
+    both = sorted(set(known[0]) & set(known[1])) or known[1] or known[0]
+    near = [_printable(name) for name in nearest(taps.split(","), both)]
+    hint = f"; the nearest: {', '.join(near)}" if near else ""
+    return f"nothing could be compared: --taps {_printable(taps)!r} matches no tap that both dumps have{hint}"
 
 
 def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:

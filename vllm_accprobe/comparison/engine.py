@@ -86,6 +86,8 @@ def compare(
     dumps = open_both(golden, mine)
     floor = gather(dumps[0], floors, compare)
     plan = make_plan(*dumps, taps=taps, mapping=find_mapping(mapping))
+    if taps is not None and not plan.units:
+        raise NothingCompared(beforehand.unmatched(dumps, taps))
     kl = other is not None and other.pairs is not None and other.pairs.needs_kl
     run = _Run(dumps, plan, ray=ray, jobs=jobs, kl=kl)
     log = RowLog(Shelf(None if resume is None else Path(resume), BOUND))
@@ -132,9 +134,10 @@ def check_rate(rate: float) -> None:
         )
 
 
-def calibrate(golden: str | Path | Any, runs: Sequence[str | Path]) -> Calibration:
-    """What golden and further honest ``runs`` of its own side differ by. Raises CompareError."""
-    found = gather(open_both(golden, golden)[0], runs, compare, "")
+def calibrate(golden: str | Path | Any, runs: Sequence[str | Path], *, failing: bool = False) -> Calibration:
+    """What golden and further honest ``runs`` of its own side differ by. failing: a run is taken for honest that fails
+    against golden, whose fault no comparison with this floor will see. Raises CompareError."""
+    found = gather(open_both(golden, golden)[0], runs, compare, "", failing)
     if found is None:
         raise CompareError("give at least one further run of golden's side: another batching, dtype or reduction order")
     return found

@@ -254,6 +254,9 @@ class Module:
     source: str | None = None
 
 
+OWN_REQUEST = "accprobe-asks"
+"""What the gate calls the request by which it asks a server whether it can answer with named tokens: nobody's prompt,
+which is neither captured nor compared."""
 MASKS_KNOWN = "masks_known"
 """Attribute of the tap ``sampler`` in captures that say which logits were masked: there, no line means none."""
 

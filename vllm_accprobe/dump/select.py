@@ -7,8 +7,9 @@ tensors that hold at least one of its rows. Not here: the command line's spellin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -98,6 +99,23 @@ def matches(globs: Sequence[str], names: Sequence[str]) -> bool:
         if any(fnmatchcase(name, g.lstrip("!")) for name in names):
             chosen = not g.startswith("!")
     return chosen
+
+
+def nearest(globs: Sequence[str], names: Iterable[str], most: int = 3) -> list[str]:
+    """Of ``names``, those that globs which match none of them may have meant, names that hold one's letters first; some
+    of all where none is near."""
+    known = sorted(set(names))[:_COMPARED]
+    found: list[str] = []
+    for glob in globs:
+        word = "".join(c for c in glob.strip() if c not in "!*?[]")
+        if word:
+            found += [n for n in known if word in n or word.lower() in n.lower()][:most]
+            found += get_close_matches(word, known, n=most, cutoff=0.3)
+    return list(dict.fromkeys(found))[:most] or known[:most]
+
+
+_COMPARED = 4096
+"""Chosen: names that a mistyped one is compared with, a second's work."""
 
 
 def within(ranges: Ranges, value: int) -> bool:

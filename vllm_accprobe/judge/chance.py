@@ -65,11 +65,13 @@ def _student(level: float, freedom: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """How a value compares with its kin. off: from their mean; scale: what t is told in; freedom: of t."""
+    """How a value compares with its kin. off: from their mean; scale: what t is told in; freedom: of t; kin: how many
+    they are."""
 
     off: float
     scale: float
     freedom: float
+    kin: int = 2
 
     @property
     def t(self) -> float:
@@ -90,7 +92,7 @@ def against_kin(
     s^2 (1 + 1 / kin). own: a further variance of each, from the counting noise of what was measured."""
     freedom = known_freedom + (kin - 1)
     variance = (known_freedom * known + squares) / freedom
-    return Against(off, math.sqrt((variance + own) * (1.0 + 1.0 / kin)), freedom)
+    return Against(off, math.sqrt((variance + own) * (1.0 + 1.0 / kin)), freedom, kin)
 
 
 def deviation(values: np.ndarray) -> tuple[float, float]:

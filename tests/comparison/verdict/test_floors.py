@@ -25,7 +25,7 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("floors")
     made = {
         "golden": capture(**ONE),
-        "again": capture(noise=1.0, **ONE),
+        "again": capture(noise=0.002, **ONE),
         "loud": capture(faults={DOWN: loud}, **ONE),
         "wrong": capture(faults={DOWN: scaled(1.2)}, **ONE),
         "very": capture(faults={DOWN: scaled(4.0)}, **ONE),
@@ -53,12 +53,23 @@ def test_errors_are_told_in_units_of_the_best_floor(runs):
     assert any("floor measured by 1 run (golden against other runs" in note for note in told.notes)
 
 
-def test_what_golden_shows_itself_is_no_origin_and_more_of_it_is(runs):
+def test_a_run_that_fails_is_no_floor_unless_it_is_taken_on_purpose(runs):
+    """A faulty run as a floor would make every later comparison pass."""
+    for floor in (lambda: calibrate(runs["golden"], [runs["again"], runs["wrong"]]),
+                  lambda: compare(runs["golden"], runs["wrong"], floors=[runs["wrong"]])):  # fmt: skip
+        with pytest.raises(CompareError, match=rf"fails against golden, first at {DOWN}.*--accept-failing") as e:
+            floor()
+        assert "\n" not in str(e.value)
+    assert calibrate(runs["golden"], [runs["wrong"]], failing=True).origins
+
+
+def test_what_golden_shows_itself_is_no_origin_and_more_of_it_is(runs, tmp_path):
     assert compare(runs["golden"], runs["loud"]).verdict == "fail"
-    quiet = compare(runs["golden"], runs["loud"], floors=[runs["loud"]])
+    calibrate(runs["golden"], [runs["loud"]], failing=True).save(tmp_path)
+    quiet = compare(runs["golden"], runs["loud"], floors=[tmp_path])
     assert (quiet.verdict, quiet.origins) == ("pass", [])
     assert any("golden's own runs show as well" in note for note in quiet.notes)
-    found = compare(runs["golden"], runs["very"], floors=[runs["loud"]])
+    found = compare(runs["golden"], runs["very"], floors=[tmp_path])
     assert (found.verdict, found.origins[0]["module"]) == ("fail", DOWN)
 
 
@@ -69,12 +80,15 @@ def test_a_float32_golden_is_a_floor_of_its_own(runs):
 
 
 def test_a_calibration_travels_as_a_file(runs, tmp_path):
-    made = calibrate(runs["golden"], [runs["again"], runs["loud"]])
+    made = calibrate(runs["golden"], [runs["again"], runs["loud"]], failing=True)
     made.save(tmp_path)
     assert load(tmp_path) == made
-    direct = compare(runs["golden"], runs["wrong"], floors=[runs["again"], runs["loud"]])
-    stored = compare(runs["golden"], runs["wrong"], floors=[tmp_path])
+    quiet = calibrate(runs["golden"], [runs["again"]])
+    direct = compare(runs["golden"], runs["wrong"], floors=[runs["again"]])
+    quiet.save(tmp_path / "quiet")
+    stored = compare(runs["golden"], runs["wrong"], floors=[tmp_path / "quiet"])
     assert [p.x_floor for p in stored.pairs] == [p.x_floor for p in direct.pairs]
+    direct = compare(runs["golden"], runs["wrong"], floors=[tmp_path])
     saved.save(compare(runs["golden"], runs["wrong"]).measured, tmp_path)
     again = rejudge(saved.load(tmp_path), floors=[tmp_path])
     assert [p.x_floor for p in again.pairs] == [p.x_floor for p in direct.pairs]

@@ -5,7 +5,7 @@ import pytest
 import simulate_judge
 from scipy import stats
 
-from vllm_accprobe.judge.origins.kin import Spreads, passed_on
+from vllm_accprobe.judge.origins.kin import Spreads, doubt_of, passed_on
 
 
 def _share_beyond(spread_of_kind, kinds, layers, runs, level=0.01):
@@ -55,3 +55,7 @@ def test_honest_layers_that_differ_are_not_blamed(sigma, make, layers, n):
         lambda r: getattr(simulate_judge, make)(r, sigma, layers, 0.004, 0.005), n, seed=5
     )
     assert (found, how) == (0, {})
+
+
+def test_the_fewer_others_there_are_the_less_their_spread_says() -> None:
+    assert [round(doubt_of(n), 2) for n in (2, 3, 4, 60)] == [1.71, 1.5, 1.41, 1.09]

@@ -71,6 +71,14 @@ def test_more_noise_than_the_other_layers_have():
     assert judged(fault, layers=4) == (None, [])  # one of four layers may be so much noisier: nobody knows
 
 
+def test_behind_operators_that_nobody_saw_other_layers_measure_nothing():
+    random = np.random.default_rng(7)
+    looks = [look(i, fault=(lambda g: 0.02 * random.standard_normal(g.shape)) if i == 1 else None) for i in range(16)]
+    assert Peers(looks).judge(looks[1]).tier == UNLIKE_KIN
+    looks[1].untapped = True
+    assert Peers(looks).judge(looks[1]) is None
+
+
 def test_results_of_equal_inputs_need_no_kin():
     random = np.random.default_rng(7)
     looks = [look(i, noise=0.0065 if i == 1 else 0.0, before=0.0, seed=3) for i in range(2)]  # 1.7 u
@@ -106,6 +114,16 @@ def test_a_few_rows():
     found, others = judged(fault)
     assert np.flatnonzero(found.rows).tolist() == list(range(100, 120))
     assert others == []
+
+
+def test_rows_that_are_equal_have_no_error_among_rows_with_a_factor():
+    """A fault upstream scales all rows but those of a short request, which are equal to the bit."""
+    looks = [look(i) for i in range(4)]
+    looks[1].gain = np.where(np.arange(ROWS) < 5, 0.0, 0.4)
+    looks[1].err[:5] = 0.0
+    looks[1].gain_before = np.where(np.arange(ROWS) < 5, 0.0, 0.4)
+    found = Peers(looks).judge(looks[1])
+    assert found is None or not found.rows[:5].any()
 
 
 def test_too_few_rows_and_infinite_errors_are_left_to_others():

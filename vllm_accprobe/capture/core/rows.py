@@ -20,6 +20,7 @@ from vllm_accprobe.dump.schema import (
     DEALT,
     DECODE,
     LOGITS,
+    OWN_REQUEST,
     PREFILL,
     TOKENS,
     Image,
@@ -71,7 +72,8 @@ class Requests:
             self._choose(internal, request)
 
     def _choose(self, internal: str, request: Request) -> None:
-        wanted = self._chosen is not None and self._chosen.wants_request(*external_ids(internal))
+        names = external_ids(internal)
+        wanted = self._chosen is not None and OWN_REQUEST not in names and self._chosen.wants_request(*names)
         self._wanted[internal] = wanted
         if wanted and request.req not in self._named:  # the others leave no trace on the disk, not even a hash
             self._named.add(request.req)

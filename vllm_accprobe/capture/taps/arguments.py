@@ -161,7 +161,8 @@ _ATTRIBUTES = [
 _IMPL = ("scale", "alibi_slopes", "sinks", "logits_soft_cap", "sliding_window", "kv_cache_dtype")
 """Of the object that computes vLLM's attention: ``impl.scale`` and so on."""
 _ROUTER = (
-    "top_k", "renormalize", "scoring_func", "routed_scaling_factor", "use_grouped_topk", "num_expert_group", "topk_group"
+    "top_k", "renormalize", "scoring_func", "routed_scaling_factor",
+    "use_grouped_topk", "num_expert_group", "topk_group",
 )  # fmt: skip
 """Of the object that chooses experts, which is no module: ``router.scoring_func`` and so on."""
 _LONGEST = 256

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,8 @@ def conclude(
     totals = count(checked)
     if not totals.checked and not totals.statuses.get(result_row.FAIL):
         reason = next(iter(totals.skipped), "no call matches" if chosen else "the dump holds no call")
-        raise NothingThere(f"{dump}: nothing could be checked: {reason}")
+        near = "" if found.rows or not chosen else near_names(dump, job.ops)
+        raise NothingThere(f"{dump}: nothing could be checked: {reason}{near}")
     table.write_result(checked, out / "result.csv")
     for line in table.lines(checked, totals, most=None if verbose else 10, machine=machine):
         typer.echo(line)
@@ -58,6 +59,21 @@ def conclude(
         skipped=totals.skipped, wrong=[_module(group) for group in table.failures(checked)], machine=machine.habits,
     )  # fmt: skip
     raise typer.Exit(1 if wrong else 0)
+
+
+def near_names(dump: Path, globs: Sequence[str]) -> str:
+    """What is said behind globs over operators, classes and paths that match none: the nearest names; "" without."""
+    from vllm_accprobe.dump.files import DumpError
+    from vllm_accprobe.dump.select import nearest
+    from vllm_accprobe.formats import open_dump
+
+    try:
+        opened = open_dump(dump)
+    except DumpError:
+        return ""
+    names = {name for r in opened.records if r.step is not None for name in (r.tap, r.cls) if name}
+    found = nearest(globs, names | {op.op for op in opened.ops})
+    return f"; the nearest names: {', '.join(found)}" if found else ""
 
 
 def _module(group: list[Checked]) -> dict[str, object]:

@@ -96,10 +96,10 @@ def _factors(tap: str, modules: Iterable[Module]) -> tuple[float | None, float]:
     for module in modules:
         factor = module.attrs.get(_FACTOR)
         chooses = "top_k" in module.attrs
-        if isinstance(factor, (int, float)) and (chooses or "router.class" in module.attrs):
-            if tap.startswith(f"{module.tap}.") or routing.in_front_of(module.tap, tap):
-                whole *= factor
-                within = float(factor) if chooses else within
+        near = tap.startswith(f"{module.tap}.") or routing.in_front_of(module.tap, tap)
+        if near and isinstance(factor, (int, float)) and (chooses or "router.class" in module.attrs):
+            whole *= factor
+            within = float(factor) if chooses else within
     return within, whole
 
 

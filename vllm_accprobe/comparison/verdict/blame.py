@@ -240,7 +240,7 @@ def condemn(created: Sequence[Created], pairs: Compared, after: Sequence[str] = 
             mask = np.isin(c.keys, keys)
             most, limit = (float(_sizes(c)[mask].max()), c.trace.limit) if mask.any() else (math.inf, 0.0)
             # NaN, and what must be equal, is beyond all limits already; of two, whoever came first has spoken.
-            told = pair.status not in (PASS, FAIL) or pair.measure == "created"
+            told = pair.status not in (PASS, FAIL) or pair.measure == "created" or pair.identical
             if mask.any() and not told and (pair.status == PASS or (math.isfinite(most) and limit > 0)):
                 gap = c.trace.gap
                 where = counted(gap, "unseen layer") if gap else "one operator"

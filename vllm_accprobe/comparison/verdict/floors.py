@@ -35,16 +35,18 @@ if TYPE_CHECKING:
     Compare = Callable[[Any, Any], Comparison]
 
 
-def gather(golden: Any, floors: Sequence[str | Path], compare: Compare, option: str = "--floor ") -> Calibration | None:
+def gather(
+    golden: Any, floors: Sequence[str | Path], compare: Compare, option: str = "--floor ", failing: bool = False
+) -> Calibration | None:
     """The floor of ``floors``: directories of calibrations, or dumps, each of which is compared with ``golden``.
 
     golden: a Dump or a path, None where there is none (a comparison that is judged again). option: what the user wrote
-    in front of a floor. Raises CompareError.
+    in front of a floor. failing: dumps that fail against golden are taken as well. Raises CompareError.
     """
-    return joined(_one(golden, Path(f), compare, option) for f in floors)
+    return joined(_one(golden, Path(f), compare, option, failing) for f in floors)
 
 
-def _one(golden: Any, floor: Path, compare: Compare, option: str) -> Calibration:
+def _one(golden: Any, floor: Path, compare: Compare, option: str, failing: bool) -> Calibration:
     if is_calibration(floor):
         try:
             return load(floor)
@@ -54,10 +56,22 @@ def _one(golden: Any, floor: Path, compare: Compare, option: str) -> Calibration
         why = "--rejudge has no dumps; make one with `accprobe calibrate`"
         raise CompareError(f"--floor {floor} is no calibration: {why}")
     try:
-        return calibration_of(compare(golden, floor), str(floor))
+        result = compare(golden, floor)
+        found = calibration_of(result, str(floor))
+        if result.verdict == FAIL and not failing:
+            raise CompareError(_fails(result, golden, floor))
+        return found
     except CompareError as e:
         more = "" if str(e).startswith(f"{floor} ") else f"{option}{floor} is no other run of golden's side: "
         raise type(e)(f"{more}{e}") from None
+
+
+def _fails(result: Comparison, golden: Any, floor: Path) -> str:
+    """A faulty run as a floor would hide its fault in every later comparison."""
+    first = next((str(o["module"]) for o in result.origins), None)
+    first = first or next((p.tap for p in result.pairs if p.status == FAIL), "a sampled token")
+    made = f"accprobe calibrate {getattr(golden, 'path', golden)} {floor} --accept-failing"
+    return f"it fails against golden, first at {first}: no floor; if that is honest on this side, `{made}`"
 
 
 def calibration_of(result: Comparison, run: str) -> Calibration:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_accprobe.dump.schema import OWN_REQUEST
 from vllm_accprobe.gate.sending.prompts import PromptLine
 
 PLUGIN, TRACE, SCORED = "accprobe", "trace replay", "scored"
@@ -23,7 +24,7 @@ WAYS = (PLUGIN, TRACE, SCORED)
 KEY = "accprobe_along"
 """The same word as in capture/forcing/tokens_asked.py."""
 GENERATE = "/inference/v1/generate"
-PROBE = PromptLine("accprobe-asks", token_ids=(3, 4, 5), along=(7, 3, 9, 4))
+PROBE = PromptLine(OWN_REQUEST, token_ids=(3, 4, 5), along=(7, 3, 9, 4))
 """What a server is asked to find out whether it can: ids that every vocabulary has, and nobody would choose so."""
 NOT_EXERCISED = "scored as part of a prompt: decode kernels and the prefix cache are not exercised"
 HOW_TO = (

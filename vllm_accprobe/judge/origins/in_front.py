@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -111,6 +112,17 @@ class Fronts:
             return False
         before = [t for child in self.tree.children.get(tap, []) for t in self.by_tap[child][OUTPUT]]
         return any(t.order < sink.order and t.width > sink.width for t in before)
+
+    def untapped(self, tap: str, sink: Trace) -> bool:
+        """Whether operators that nobody saw lie between ``sink`` and what is in front of it: whole layers, or, where
+        inputs were captured elsewhere, those that lead to a leaf without any (inside a compiled graph)."""
+        leaf = sink.tap == tap and sink.kind == OUTPUT and not self.tree.children.get(tap)
+        return sink.gap > 0 or (leaf and self._takes_inputs and not self.by_tap[tap][INPUT])
+
+    @cached_property
+    def _takes_inputs(self) -> bool:
+        """Whether inputs of modules that gave something out were captured."""
+        return any(kinds[INPUT] and kinds[OUTPUT] for kinds in self.by_tap.values())
 
     def inputs_known(self, tap: str, sink: Trace, sources: list[Trace]) -> bool:
         """Whether an error of 0 in front of a leaf's output means equal inputs, and not that nobody saw them: a tensor

@@ -84,6 +84,13 @@ def _inverse_trigamma(y: float) -> float:
 _NEWTON, _ENOUGH = 50, 1e-8
 
 
+def doubt_of(kin: int) -> float:
+    """How much further out than Student's quantile a layer must be: the standard deviation of so many others is itself
+    known to 1 / sqrt(2 (kin - 1)), one standard error [normal theory], and the freedom that other kinds of operators
+    lend it supposes that kinds are alike in what they are spread by. 1.5 for three others, 1.1 for sixty."""
+    return 1.0 + (2.0 * max(kin - 1, 1)) ** -0.5
+
+
 def passed_on(here: Mapping[str, float], there: Mapping[str, float]) -> float:
     """The most that an input's mean gain differs by between two layers; what only one has is 0 in the other."""
     return max((abs(here.get(k, 0.0) - there.get(k, 0.0)) for k in {*here, *there}), default=0.0)

@@ -25,7 +25,7 @@ from vllm_accprobe.judge import constants as c
 from vllm_accprobe.judge.chance import Against, Chance, deviation
 from vllm_accprobe.judge.origins.columns import TINY
 from vllm_accprobe.judge.origins.influence import spread
-from vllm_accprobe.judge.origins.kin import Spreads, passed_on
+from vllm_accprobe.judge.origins.kin import Spreads, doubt_of, passed_on
 from vllm_accprobe.judge.origins.odd_columns import odd_columns
 from vllm_accprobe.judge.origins.peer_evidence import GAIN, GROWTH, Hidden, Known, Look
 from vllm_accprobe.judge.origins.row_errors import IN_MEMORY, Keeper
@@ -62,6 +62,8 @@ class Peers:
         found = [self._equal_inputs(look), self._gain(look), self._odd_gain(look)]
         found.append(odd_columns(look, self._others(look), self.chance))
         found += [self._growth(look), self._rows(look), self._row_gain(look)]
+        if look.untapped:  # how far its input is from golden's nobody saw: what it does elsewhere measures nothing
+            found = [f for f in found if f is None or f.tier != UNLIKE_KIN]
         return max((f for f in found if f is not None), key=lambda f: f.strength, default=None)
 
     # --- over all rows -----------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ class Peers:
         for against in found:
             if against is None:
                 return None
-            strength = min(strength, against.t / self.chance.student(against.freedom))
+            strength = min(strength, against.t / (self.chance.student(against.freedom) * doubt_of(against.kin)))
             chance = max(chance, self.chance.of_student(max(against.t, 0.0), against.freedom))
         strength /= c.MIXING if look.mixing else 1.0
         return Hidden(look.err > 0, GROWTH, here.made, strength, UNLIKE_KIN, chance) if strength > 1 else None
@@ -162,7 +164,7 @@ class Peers:
         noise = max(o.before for o in (here, *known)) ** 2  # the second order of the inputs' errors
         error = max(float(np.hypot(here.gain_error, o.gain_error)) for o in known)
         sure, brought = self.chance.sigmas() * error, c.THROUGH * max(passed, noise)
-        apart = self.chance.student(against.freedom) * against.scale * look.unit
+        apart = self.chance.student(against.freedom) * doubt_of(against.kin) * against.scale * look.unit
         need, tier = max(c.TRUNCATED * look.unit, sure, apart, brought), UNLIKE_KIN
         chance = self.chance.of_student(against.t, against.freedom)
         bound = (c.TRUNCATIONS * c.TRUNCATED + c.GAIN_LEAST) * look.unit + brought
@@ -197,7 +199,7 @@ class Peers:
             outlier, (look.growth - usual) / apart, made / (c.ROWS_LEAST * look.unit),
         ])  # fmt: skip
         strength = strength / (c.MIXING if look.mixing else 1.0)
-        bad = strength > 1
+        bad = (strength > 1) & (look.err > 0)
         if not bad.any():
             return None
         chance = self.chance.of_sigmas(float(off[bad].max()) / scale / c.TAILS, rows)
@@ -222,7 +224,7 @@ class Peers:
         same = [np.abs(spread(look.keys, o.keys, o.gain)) for o in others]
         if same:
             need = np.maximum(need, np.minimum(c.ROW_KIN * np.median(same, axis=0), c.ROW_KIN * off))
-        strength = off / need
+        strength = np.where(look.err > 0, off / need, 0.0)  # a row that is equal has no error, whatever the others have
         bad = strength > 1
         if not bad.any():
             return None

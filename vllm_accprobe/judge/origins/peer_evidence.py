@@ -33,7 +33,7 @@ class Look:
     the outputs' mean follows the inputs' means, and single rows' noise averages out of both. unit: one rounding.
     inputs_known: what went in was compared, so that ``before`` of 0 means equal inputs.
     columns, columns_before: sums per column, None where not taken. mixing: whether the operator mixes
-    positions (attention).
+    positions (attention). untapped: operators that nobody saw lie in front.
     """
 
     tap: str
@@ -51,6 +51,7 @@ class Look:
     mixing: bool = False
     passed: Mapping[str, float] = field(default_factory=dict)
     inputs_known: bool = False
+    untapped: bool = False
     growth: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @property

@@ -31,7 +31,7 @@ from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import BACKWARD, Call, Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import api
-from vllm_accprobe.opcheck.references.gradients import leaves_of, noise_of
+from vllm_accprobe.opcheck.references.gradients import SavedOutputs, leaves_of, noise_of
 from vllm_accprobe.opcheck.run import synthetic_inputs
 from vllm_accprobe.opcheck.run.judged_row import judged, message_of
 from vllm_accprobe.opcheck.run.replay import Options, by_standard
@@ -143,8 +143,11 @@ def _gradients(
     _Lacking, Declined."""
     given, leaves = leaves_of(call, dtype, device, move)
     ready = api.ready(given)
-    output = api.torch_function(call.cls)(*ready.args, **ready.kwargs)
+    with SavedOutputs(call.outputs, None if dtype is None or move else up.dtype) as kept:
+        output = api.torch_function(call.cls)(*ready.args, **ready.kwargs)
     output = output[0] if isinstance(output, (list, tuple)) else output
+    if dtype is not None and not move:
+        kept.made = {"output.0": output}
     if not isinstance(output, torch.Tensor) or output.grad_fn is None:
         raise _Lacking("its output does not depend on a floating input")
     step = move * unit(str(up.dtype).removeprefix("torch."))

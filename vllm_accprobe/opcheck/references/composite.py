@@ -19,7 +19,16 @@ from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, reference, sum_of_two
 from vllm_accprobe.opcheck.references.hf import mixture, residual_layer
 from vllm_accprobe.opcheck.references.linear import added, rounded
-from vllm_accprobe.opcheck.references.parts import UNTOLD, WHERE_SCALED, all_seen, held, inside, ranks_of, routed_factor, same
+from vllm_accprobe.opcheck.references.parts import (
+    UNTOLD,
+    WHERE_SCALED,
+    all_seen,
+    held,
+    inside,
+    ranks_of,
+    routed_factor,
+    same,
+)
 
 
 def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> dict[str, Expected]:

@@ -5,7 +5,8 @@ The problem: a kernel's forward may be right and its gradient wrong; a dump may 
 compute in torch's float64, so that autograd differentiates the reference itself; a function of torch (``aten.mm``,
 ``Functional.linear``) is its own. Noise: how far the exact gradients move when every floating input and each gradient
 that comes in moves by one rounding of its dtype, because a backward pass works from a rounded forward pass [stochastic
-estimates of conditioning: Parker, Monte Carlo Arithmetic, 1997]; and one rounding of the gradient's root mean square,
+estimates of conditioning: Parker, Monte Carlo Arithmetic, 1997]; what autograd saved of a forward's outputs is taken
+as it was saved (`SavedOutputs`); and one rounding of the gradient's root mean square,
 because some are differences of equal things (attention with one key).
 Not here: gradients that are drawn and run here (run/backward.py), which record belongs to which call
 (calls/gradient_calls.py).
@@ -87,14 +88,53 @@ def leaves_of(call: Call, dtype: Any, device: str, move: float) -> tuple[Call, d
     return replace(rest, inputs=inputs, params=params), leaves
 
 
-def exact_gradients(call: Call, outputs: Outputs, ups: Mapping[str, Any]) -> dict[str, Expected]:
+class SavedOutputs:
+    """A forward pass in float64 whose backward pass sees its outputs as an engine's autograd saved them: rounded. A
+    softmax's or a sigmoid's gradient is a formula of its output, which was rounded before it was saved; that error is
+    the forward's, and no fault of the backward.
+
+    made: outputs by role, filled once they are there; saved: what was captured of them; dtype: an engine's, of those
+    that were not captured. Used as a context around the forward pass."""
+
+    def __init__(self, saved: Mapping[str, Any], dtype: Any):
+        self.made: Mapping[str, Any] = {}
+        self._saved, self._dtype = saved, dtype
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, self._unpacked)
+
+    def __enter__(self) -> SavedOutputs:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+    def _unpacked(self, t: Any) -> Any:
+        for role, y in self.made.items():
+            if isinstance(y, torch.Tensor) and t.is_floating_point() and _same_memory(t, y):
+                kept = self._saved.get(role)
+                kept = t.to(self._dtype) if kept is None or kept.numel() != t.numel() else kept
+                return kept.reshape(t.shape).to(t.dtype)
+        return t
+
+
+def _same_memory(t: Any, y: Any) -> bool:
+    return bool(t.data_ptr() == y.data_ptr() and t.shape == y.shape and t.numel())
+
+
+def exact_gradients(
+    call: Call, outputs: Outputs, ups: Mapping[str, Any], saved: Mapping[str, Any] | None = None
+) -> dict[str, Expected]:
     """By input (``input.0``, ``param.weight``), its gradient. outputs: the call's outputs in float64 by role, as torch
-    differentiates them; ups: the gradients of outputs, by role, in their own dtypes. Raises Declined."""
+    differentiates them; ups: the gradients of outputs, by role, in their own dtypes; saved: the outputs as they were
+    captured, which are rounded here where they were not. Raises Declined."""
     generator = torch.Generator().manual_seed(2)
+    rounded = next((up.dtype for up in ups.values() if up.is_floating_point()), torch.float64)
 
     def found(moved: bool) -> dict[str, Any]:
         wide, leaves = leaves_of(call, torch.float64, "cpu", 1.0 if moved else 0.0)
-        made, pairs = outputs(wide), []
+        with SavedOutputs(saved or {}, torch.float64 if moved else rounded) as kept:
+            kept.made = made = outputs(wide)
+        pairs = []
         for role, up in ups.items():
             if role not in made:
                 raise Declined(f"no reference for {role} of {call.cls}")
@@ -158,9 +198,9 @@ def recorded(call: Call) -> dict[str, Expected]:
     ups = call.extra.get("up")
     if not ups:
         raise Declined("a gradient whose forward call was not captured")
-    rest = {k: v for k, v in call.extra.items() if k != "up"}
+    rest = {k: v for k, v in call.extra.items() if k not in ("up", "saved")}
     forward = replace(call, cls=call.cls.removeprefix(BACKWARD), outputs=dict(ups), extra=rest)
-    found = exact_gradients(forward, functools.partial(differentiated, _ours()), ups)
+    found = exact_gradients(forward, functools.partial(differentiated, _ours()), ups, call.extra.get("saved"))
     named = _roles(call, found)
     if not named:
         raise Declined("which arguments its gradients are of cannot be told")
