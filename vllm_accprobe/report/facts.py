@@ -108,6 +108,8 @@ def constant(origin: Mapping[str, Any]) -> str:
     cause = origin.get("cause")
     if origin.get("evidence") == "replay" or not isinstance(cause, Mapping) or cause.get("kind") != "setting":
         return ""
+    if cause.get("matters") is False:
+        return ""
     return safe(cause.get("sentence") or "", 400)
 
 

@@ -176,12 +176,13 @@ def told(result: Comparison, directory: Path, replay: bool | None) -> str:
 
 def _decided(result: Comparison, proof: Proof) -> Comparison:
     from vllm_accprobe.comparison.result import PARTLY, WHOLE
+    from vllm_accprobe.comparison.verdict.constants_differ import with_effects
     from vllm_accprobe.comparison.verdict.covered import with_covers
     from vllm_accprobe.opcheck.proof.decide import decide
 
     proof, said = allowed(proof, result.false_alarm_rate)
     decided = replace(decide(result, proof), replayed=PARTLY if proof.partly else WHOLE)
-    decided = with_covers(decided, proof.covers)
+    decided = with_effects(with_covers(decided, proof.covers), proof.constants)
     return replace(decided, notes=[*said, *decided.notes])
 
 

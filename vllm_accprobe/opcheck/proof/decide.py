@@ -20,6 +20,7 @@ from typing import Any
 
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Comparison
+from vllm_accprobe.comparison.verdict.constants_differ import effects_of
 from vllm_accprobe.comparison.verdict.covered import ModuleCover, from_plain, to_plain
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, TIERS, UNLIKE_KIN
@@ -70,7 +71,8 @@ class Proof:
     and golden's own with it);
     machines: how "golden" and "mine" compute, habits of judge/profile.py; allowed: those of ``truncating`` that do
     something else that their machine does everywhere, and what; caches: of attentions that have an 8-bit cache on one
-    side only, see rounded_caches.py; covers: of each module of mine what was checked (coverage.py)."""
+    side only, see rounded_caches.py; covers: of each module of mine what was checked (coverage.py);
+    constants: of modules with other constants than golden's, whether that matters (other_constants.py)."""
 
     blamed: tuple[Blame, ...]
     shared: tuple[str, ...]
@@ -84,6 +86,7 @@ class Proof:
     allowed: Mapping[str, str] = field(default_factory=dict)
     caches: Mapping[str, OtherCache] = field(default_factory=dict)
     covers: Mapping[str, ModuleCover] = field(default_factory=dict)
+    constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         plain = asdict(self) | {"schema": SCHEMA, "right": sorted(self.right), "covers": to_plain(self.covers)}
@@ -106,7 +109,8 @@ class Proof:
                          {side: tuple(map(Habit.of_plain, value.get("machines", {}).get(side, ())))
                           for side in ("golden", "mine") if value.get("machines")},
                          {str(t): str(h) for t, h in value.get("allowed", {}).items()},
-                         other_caches(value.get("caches", {})), from_plain(value.get("covers", {})))  # fmt: skip
+                         other_caches(value.get("caches", {})), from_plain(value.get("covers", {})),
+                         effects_of(value.get("constants", {})))  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a replay of this version ({error})") from None
 
