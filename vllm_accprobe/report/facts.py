@@ -96,9 +96,11 @@ def blame(origin: Mapping[str, Any]) -> str:
 
 def deed(origin: Mapping[str, Any]) -> str:
     """What an origin does. A file's tensor, of which nobody knows what went in, is not said to create anything, and
-    a module that computes with another constant computes what it was built to."""
+    a module with another constant, or with other weights, computes what it was built to."""
     if constant(origin):
         return "has another constant"
+    if str(origin.get("role")).rpartition("/")[2].startswith("param."):
+        return "has other weights"
     return "differs" if origin.get("role") == FILE else "creates the error"
 
 
