@@ -179,7 +179,7 @@ def test_statistics_of_a_weight_say_how_far_off_it_is_at_least(tmp_path: Path) -
     said = "up/param.weight, rank 0, relative L2 (of statistics, a lower bound) 0.25, limit 0"
     assert facts.divergence(found) == said
     assert (
-        facts.headline(found) == "FAIL: up (Linear) creates the error: param.weight, values differ that must be equal"
+        facts.headline(found) == "FAIL: up (Linear) has other weights: param.weight, values differ that must be equal"
     )
 
 

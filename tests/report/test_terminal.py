@@ -57,6 +57,7 @@ def test_whole_report_of_a_failure():
         "note: the weights differ: 1 of 57 parameters",
         "",
         SENTENCE,
+        "compared, not checked: files of another tool do not say all that an operator read",
         "",
         "evidence: its output is further off than its inputs explain (error passed on from its inputs: 0.0021)",
         "1 other independent origin, in data-flow order:",
@@ -99,6 +100,7 @@ def test_whole_report_of_a_failure():
         "note: the weights differ: 1 of 57 parameters",
         "",
         SENTENCE,
+        "compared, not checked: files of another tool do not say all that an operator read",
     ]
     full = terminal.lines(result, terminal.FULL)
     assert full[-3:] == ["", "plan:", "  names: 5 exact"]

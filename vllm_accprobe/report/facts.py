@@ -103,11 +103,13 @@ def accused(origin: Mapping[str, Any]) -> str:
 
 def deed(origin: Mapping[str, Any]) -> str:
     """What an origin does. A file's tensor, of which nobody knows what went in, is not said to create anything, and
-    a module that computes with another constant computes what it was built to."""
+    a module with another constant, or with other weights, computes what it was built to."""
     if is_cache(origin):
         return "is wrong"
     if constant(origin):
         return "has another constant"
+    if str(origin.get("role")).rpartition("/")[2].startswith("param."):
+        return "has other weights"
     return "differs" if origin.get("role") == FILE else "creates the error"
 
 
@@ -116,6 +118,8 @@ def constant(origin: Mapping[str, Any]) -> str:
     for its own inputs; else empty."""
     cause = origin.get("cause")
     if origin.get("evidence") == "replay" or not isinstance(cause, Mapping) or cause.get("kind") != "setting":
+        return ""
+    if cause.get("matters") is False:
         return ""
     return safe(cause.get("sentence") or "", 400)
 

@@ -64,11 +64,12 @@ class _Told:
 def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told: _Told, rate: float) -> str:
     from vllm_accprobe.cli.opcheck import _model_of
     from vllm_accprobe.comparison.engine import find_mapping
+    from vllm_accprobe.comparison.verdict.constants_differ import other_values
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.opcheck.calls.records import Calls
     from vllm_accprobe.opcheck.floors import peers
     from vllm_accprobe.opcheck.habits import decided
-    from vllm_accprobe.opcheck.proof import prove
+    from vllm_accprobe.opcheck.proof import other_constants, prove
     from vllm_accprobe.opcheck.proof.coverage import covers
     from vllm_accprobe.opcheck.proof.explained import explain
     from vllm_accprobe.opcheck.proof.propagated import split_errors
@@ -94,4 +95,5 @@ def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told:
     wanted = json.loads(sys.stdin.readline() or "{}")
     explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.get("places", ()), wanted.get("taps", ()), rules)
     proof = prove.prove(theirs, rows, splits, bool(ops), odd=odd, machines=machines, explained=explained)
-    return replace(proof, covers=covers(rows, own)).to_json()
+    others = other_constants.effects(sides[1], references, other_values(*dumps))
+    return replace(proof, covers=covers(rows, own), constants=others).to_json()

@@ -191,6 +191,7 @@ def told(result: Comparison, directory: Path, replay: bool | None) -> str:
 
 def _decided(result: Comparison, proof: Proof) -> Comparison:
     from vllm_accprobe.comparison.result import PARTLY, WHOLE
+    from vllm_accprobe.comparison.verdict.constants_differ import with_effects
     from vllm_accprobe.comparison.verdict.covered import with_covers
     from vllm_accprobe.opcheck.proof.decide import decide
     from vllm_accprobe.opcheck.proof.gaps import narrowed
@@ -198,7 +199,7 @@ def _decided(result: Comparison, proof: Proof) -> Comparison:
     proof, said = allowed(proof, result.false_alarm_rate)
     decided = narrowed(decide(result, proof), {b.tap for b in proof.blamed}, proof.right)
     decided = replace(decided, replayed=PARTLY if proof.partly else WHOLE)
-    decided = with_covers(decided, proof.covers)
+    decided = with_effects(with_covers(decided, proof.covers), proof.constants)
     return replace(decided, notes=[*said, *decided.notes])
 
 

@@ -7,7 +7,7 @@ it was built to compute, and who built it is wrong. Sizes differ between machine
 sizes), so only numbers that go into a formula count, by their names. A number that is recorded at several places (an
 attention and its backend) is one finding, at the innermost.
 Where it cannot matter, it is a note: no tensor of the module, nor of what contains it, was compared, or its outputs are
-equal. Whether it matters where they are not, a replay with both values tells (opcheck/proof/).
+equal. Whether it matters where they are not, a replay with both values tells (opcheck/proof/other_constants.py).
 Not here: what was recorded (capture/).
 """
 
@@ -16,10 +16,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.comparison.pair import SKIP, Pair
+from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.judge.weights.faults import wrong_weights
+
+if TYPE_CHECKING:
+    from vllm_accprobe.comparison.result import Comparison
 
 SETTING = "setting"
 """The role of an origin that is a constant, and the kind of its cause."""
@@ -31,14 +36,23 @@ _DIGITS = 1e-6
 """Chosen: relative; a float32 and a float64 of the same constant are nearer."""
 _NOTHING = ("request", "position", "phase", "created", "propagated", "floor", "tier", "times", "chance", "layers",
             "worst")  # fmt: skip
-_Differs = tuple[str, Any, Any]
+_NOTES = 3
+Differs = tuple[str, Any, Any]
 """(attribute, mine's value, golden's)."""
 
 
 def differing(golden: Dump, mine: Dump) -> dict[str, str]:
     """Tap → ``variance_epsilon is 0.02, golden has 1e-06``, of the modules that both dumps know."""
+    return {
+        tap: "; ".join(f"{name} is {value}, golden has {theirs}" for name, value, theirs in other)
+        for tap, other in other_values(golden, mine).items()
+    }
+
+
+def other_values(golden: Dump, mine: Dump) -> dict[str, list[Differs]]:
+    """Tap → its constants that are not golden's."""
     theirs, own = _attributes(golden), _attributes(mine)
-    found: dict[str, list[_Differs]] = {}
+    found: dict[str, list[Differs]] = {}
     for tap, attrs in own.items():
         other = [
             (name, value, theirs[tap][name])
@@ -51,17 +65,13 @@ def differing(golden: Dump, mine: Dump) -> dict[str, str]:
         if other:
             found[tap] = other
     said = {tap: _once(tap, other, found) for tap, other in found.items()}
-    return {
-        tap: "; ".join(f"{name} is {value}, golden has {theirs}" for name, value, theirs in other)
-        for tap, other in said.items()
-        if other
-    }
+    return {tap: other for tap, other in said.items() if other}
 
 
-def _once(tap: str, other: list[_Differs], found: Mapping[str, list[_Differs]]) -> list[_Differs]:
+def _once(tap: str, other: list[Differs], found: Mapping[str, list[Differs]]) -> list[Differs]:
     """Without what a module inside ``tap`` has, too, and what ``tap`` records under two names."""
     inner = {one[1:] for t, d in found.items() if t.startswith(tap + ".") for one in d}
-    kept: dict[tuple[Any, Any], _Differs] = {}
+    kept: dict[tuple[Any, Any], Differs] = {}
     for one in other:
         if one[1:] not in inner:
             kept.setdefault(one[1:], one)
@@ -101,6 +111,40 @@ def with_constants(
 def cause(said: str) -> dict[str, Any]:
     """An origin's ``cause``, of a module with other constants."""
     return {"kind": SETTING, "sentence": said}
+
+
+def with_effects(result: Comparison, effects: Mapping[str, Mapping[str, Any]]) -> Comparison:
+    """``result`` with what a replay with both values has found (opcheck/proof/other_constants.py), by tap: ``matters``,
+    None where that is not known, and ``times``, how many times what rounding allows an output moves. A constant that
+    does not matter is a note."""
+    origins, notes = [], []
+    for o in result.origins:
+        found, other = effects.get(str(o["module"])), o.get("cause")
+        if found is None or found.get("matters") is None or not isinstance(other, Mapping) or other["kind"] != SETTING:
+            origins.append(o)
+            continue
+        said, matters = str(other["sentence"]), bool(found["matters"])
+        how = f"with golden's value its outputs move by {found['times']:.2g} times what rounding allows (replay)"
+        if not matters and o.get("role") == SETTING:
+            notes.append(f"replay: {o['module']}: {said}, which does not matter here: {how}")
+            continue
+        origins.append({**o, "cause": {**other, "sentence": f"{said}; {how}", "matters": matters}})
+    if len(origins) == len(result.origins):
+        return replace(result, origins=origins)
+    open_ = origins or wrong_weights(result.weights) or any(p.status == FAIL for p in result.pairs)
+    shown = notes[:_NOTES] + ([f"replay: {len(notes) - _NOTES} more such constants"] if notes[_NOTES:] else [])
+    return replace(result, origins=origins, notes=[*shown, *result.notes], verdict=result.verdict if open_ else PASS)
+
+
+def effects_of(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What JSON kept of a replay's effects. Raises TypeError and ValueError for anything else."""
+    found = {}
+    for tap, one in value.items():
+        matters = one["matters"]
+        if not (matters is None or isinstance(matters, bool)):
+            raise TypeError("whether a constant matters is no word")
+        found[str(tap)] = {"matters": matters, "times": float(one["times"])}
+    return found
 
 
 def _result(pair: Pair) -> bool:

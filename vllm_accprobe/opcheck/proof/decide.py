@@ -24,6 +24,7 @@ from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Comparison, Pair
+from vllm_accprobe.comparison.verdict.constants_differ import effects_of
 from vllm_accprobe.comparison.verdict.covered import ModuleCover, from_plain, to_plain
 from vllm_accprobe.judge.flips import NEAR_TIE, RANDOM, UPSTREAM
 from vllm_accprobe.judge.profile import Habit
@@ -78,7 +79,8 @@ class Proof:
     and golden's own with it);
     machines: how "golden" and "mine" compute, habits of judge/profile.py; allowed: those of ``truncating`` that do
     something else that their machine does everywhere, and what; caches: of attentions that have an 8-bit cache on one
-    side only, see rounded_caches.py; covers: of each module of mine what was checked (coverage.py)."""
+    side only, see rounded_caches.py; covers: of each module of mine what was checked (coverage.py);
+    constants: of modules with other constants than golden's, whether that matters (other_constants.py)."""
 
     blamed: tuple[Blame, ...]
     shared: tuple[str, ...]
@@ -93,6 +95,7 @@ class Proof:
     caches: Mapping[str, OtherCache] = field(default_factory=dict)
     explained: Explained = field(default_factory=Explained)
     covers: Mapping[str, ModuleCover] = field(default_factory=dict)
+    constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         plain = asdict(replace(self, explained=Explained(), covers={})) | {"schema": SCHEMA}
@@ -118,7 +121,7 @@ class Proof:
                          {str(t): str(h) for t, h in value.get("allowed", {}).items()},
                          other_caches(value.get("caches", {})),
                          Explained.of_plain(value["explained"]) if "explained" in value else Explained(),
-                         from_plain(value.get("covers", {})))  # fmt: skip
+                         from_plain(value.get("covers", {})), effects_of(value.get("constants", {})))  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a replay of this version ({error})") from None
 

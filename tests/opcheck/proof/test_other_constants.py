@@ -1,0 +1,74 @@
+"""A constant that differs, with both values through the reference: it matters, it does not, or that is not known."""
+
+from dataclasses import replace
+
+import torch
+from opcheck.opcheck_dumps import Maker
+
+from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.comparison.verdict.constants_differ import effects_of, other_values, with_effects
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.proof.other_constants import effects
+from vllm_accprobe.opcheck.registry import default_references
+
+NORM = "layers.0.norm"
+
+
+def dump(root, eps, size=1.0, **attrs):
+    """A norm with this epsilon over rows of ``size``, and a module that nobody knows, with ``attrs``."""
+    g = torch.Generator().manual_seed(0)
+    x = (torch.randn(12, 64, generator=g, dtype=torch.float64) * size).bfloat16()
+    weight = torch.ones(64).bfloat16()
+    m = Maker(root)
+    m.module(NORM, "RMSNorm", variance_epsilon=eps)
+    m.module("layers.0.odd", "NobodyKnows", **attrs)
+    m.request(0, 12)
+    m.param(NORM, "RMSNorm", weight=weight)
+    m.step(0, [(0, 0, 12)])
+    wide = x.double()
+    y = (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).bfloat16()
+    m.call(NORM, "RMSNorm", {"x": x}, y)
+    m.call("layers.0.odd", "NobodyKnows", {"x": x}, (x * (1.0 + attrs.get("scale", 0.0))).bfloat16())
+    return open_dump(m.close())
+
+
+def found(golden, mine):
+    return effects(Calls(mine, None), default_references(), other_values(golden, mine))
+
+
+def test_what_moves_no_output_beyond_rounding_does_not_matter(tmp_path):
+    golden, mine = dump(tmp_path / "g", 1e-6), dump(tmp_path / "m", 1e-5)
+    effect = found(golden, mine)
+    assert effect[NORM]["matters"] is False
+    assert effect[NORM]["times"] < 0.1
+    small = found(dump(tmp_path / "gs", 1e-6, 3e-3), dump(tmp_path / "ms", 1e-5, 3e-3))
+    assert small[NORM]["matters"] is True
+    assert small[NORM]["times"] > 3
+    assert effects_of(small) == small
+
+
+def test_a_constant_that_no_reference_reads_stays_open(tmp_path):
+    golden, mine = dump(tmp_path / "g", 1e-6, scale=0.0), dump(tmp_path / "m", 1e-6, scale=0.0025)
+    effect = found(golden, mine)
+    assert effect == {"layers.0.odd": {"matters": None, "times": 0.0}}
+    result = with_effects(compare(golden, mine), effect)
+    assert (result.verdict, [o["role"] for o in result.origins]) == ("fail", ["setting"])
+
+
+def test_what_follows_for_the_verdict(tmp_path):
+    golden, mine = dump(tmp_path / "g", 1e-6, 0.3), dump(tmp_path / "m", 1e-4, 0.3)
+    result = compare(golden, mine)
+    assert (result.verdict, result.counts.failed, result.origins[0]["role"]) == ("fail", 0, "setting")
+    passed = with_effects(result, {NORM: {"matters": False, "times": 0.02}})
+    assert (passed.verdict, passed.origins) == ("pass", [])
+    assert passed.notes[0] == (
+        f"replay: {NORM}: variance_epsilon is 0.0001, golden has 1e-06, which does not matter here: with "
+        "golden's value its outputs move by 0.02 times what rounding allows (replay)"
+    )
+    kept = with_effects(result, {NORM: {"matters": True, "times": 4.0}})
+    assert kept.verdict == "fail"
+    assert kept.origins[0]["cause"]["matters"] is True
+    assert kept.origins[0]["cause"]["sentence"].endswith("move by 4 times what rounding allows (replay)")
+    failing = replace(result, pairs=[replace(p, status="fail") for p in result.pairs])
+    assert with_effects(failing, {NORM: {"matters": False, "times": 0.02}}).verdict == "fail"
