@@ -334,7 +334,7 @@ class Schedule:
                 key = xxhash.xxh3_64_intdigest(prompt[i * size : (i + 1) * size].tobytes(), seed=key) or 1
                 for image in one.images:
                     if image.pos < (i + 1) * size and image.pos + image.n > i * size:
-                        seen = xxhash.xxh3_64_intdigest(f"{image.hash} {image.pos}", seed=seen) or 1
+                        seen = xxhash.xxh3_64_intdigest(f"{image.hash} {image.pos}".encode(), seed=seen) or 1
                 keys.append(key)
                 pictures.append(seen)
             found = one.keys[g] = np.array(keys, np.uint64), np.array(pictures, np.uint64)
