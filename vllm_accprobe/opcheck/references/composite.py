@@ -10,6 +10,7 @@ routed and shared experts added.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, reference, sum_of_two
 from vllm_accprobe.opcheck.references.hf import mixture, residual_layer
 from vllm_accprobe.opcheck.references.linear import added, rounded
-from vllm_accprobe.opcheck.references.parts import UNTOLD, held, inside, ranks_of, same, unscaled
+from vllm_accprobe.opcheck.references.parts import UNSEEN, UNTOLD, held, inside, ranks_of, same, unscaled
 
 
 def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> dict[str, Expected]:
@@ -61,6 +62,13 @@ def decoder_layer(call: Call) -> dict[str, Expected]:
 @reference("*Attention", "MultiHeadLatentAttentionWrapper")
 def attention_block(call: Call) -> dict[str, Expected]:
     return _last(call, "o_proj", "mla_attn", "proj", "dense", "out_proj", "c_proj", "wo")
+
+
+@reference("*LinearAttention", "*DeltaAttention", "*DeltaNet", "*DeltaNetAttention")
+def recurrent_block(call: Call) -> dict[str, Expected]:
+    """Attention whose recurrence is no module: it hands on what its projection gave, and is never right by that."""
+    found = _last(call, "o_proj", "out_proj", "dense")
+    return {role: replace(expected, unseen=UNSEEN) for role, expected in found.items()}
 
 
 @reference("*MLP")
