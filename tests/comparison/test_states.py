@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_accprobe.comparison.states import cache_notes, findings, notes, states_of
+from vllm_accprobe.comparison.states import cache_notes, cache_origin, findings, notes, states_of
 from vllm_accprobe.dump.face import Dump
 from vllm_accprobe.dump.journal.state_lines import StateFinding, StateTotals, sentence
 from vllm_accprobe.dump.schema import Module
@@ -75,3 +75,28 @@ def test_a_finding_fails_what_the_tensors_pass() -> None:
     assert "the cache, not the kernel" in html.lower().split("</h1>")[0]
     assert "Further findings of the ledger of states" in html
     assert wrong.to_json()["states"]["mine"]["count"] == 2
+
+
+def test_what_both_runs_do_is_no_difference() -> None:
+    golden, mine = replace(FOUND, block=3, step=9), FOUND
+    states = states_of((dump((golden,)), dump((mine,))))
+    assert findings(states, "mine") == findings(states, "golden") == []
+    assert cache_origin(states) is None
+    assert states["mine"]["count"] == 0
+    (note,) = notes(states)
+    assert note.startswith("in both runs, and so no difference between them: the cache: a block freed")
+    other = states_of((dump((replace(golden, request="c"),)), dump((mine,))))
+    assert len(findings(other, "mine")) == 1
+
+
+def test_a_finding_is_the_first_origin_whatever_a_replay_makes_of_the_others() -> None:
+    from vllm_accprobe.comparison.result import Comparison
+
+    states = states_of((dump(), dump((replace(FOUND, first="layers.0.attn"),))))
+    made = Comparison("g", "m", {}, {}, [], {}, None, [{"module": "layers.0.attn", "role": "output.0"}],
+                      {"compared": 0, "flipped": []}, "pass", [], [], {}, states=states)  # fmt: skip
+    for result in (made, replace(made, verdict="pass", origins=[{"module": "x", "role": "output.0"}, *made.origins[:1]])):
+        assert result.verdict == "fail"
+        assert [o["role"] for o in result.origins] == ["cache", "output.0"]
+    assert (made.origins[0]["module"], made.origins[0]["class"]) == ("layers.0.attn", "KV cache")
+    assert made.origins[0]["evidence"] == "values"

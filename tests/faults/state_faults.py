@@ -8,7 +8,7 @@ Kernels are never touched: their results are right for the wrong state that they
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import state_lab as lab
@@ -220,3 +220,194 @@ def strange_hit(llm: Any, donor: str = "a") -> Before:
 
     manager.get_computed_blocks = found
     return lambda step: None
+
+
+# --- whose blocks a prefix hit brings ---------------------------------------------------------------------------------
+
+
+def hit_of(
+    llm: Any, columns: Sequence[tuple[str, int]], victim: str = "b", tokens: int | None = None
+) -> Before:
+    """A prefix hit gives ``victim`` the blocks that others hold, (request, column of its table) each; also of requests
+    that have ended by then, whose blocks may be others' now."""
+    scheduler = lab.scheduler_of(llm)
+    manager = scheduler.kv_cache_manager
+    find, known = manager.get_computed_blocks, {}
+
+    def found(request: Any) -> Any:
+        if request.request_id.partition("-")[0] != victim or request.num_computed_tokens:
+            return find(request)
+        blocks, _, *rest = find(request)
+        made = type(blocks)(([known[place] for place in columns],))
+        return (made, tokens or 32 * len(columns), *rest)
+
+    def before(step: int) -> None:
+        for name, blocks in manager.coordinator.single_type_managers[0].req_to_blocks.items():
+            for column, block in enumerate(blocks):
+                known.setdefault((name.partition("-")[0], column), block)
+
+    manager.get_computed_blocks = found
+    return before
+
+
+def _keys_without(llm: Any, change: Callable[[Any], Callable[[], None]]) -> None:
+    """Keys of blocks are made of requests that ``change`` has taken something from; what it returns gives it back."""
+    from vllm.v1.core import kv_cache_utils
+
+    original = kv_cache_utils.generate_block_hash_extra_keys
+
+    def made(request: Any, *args: Any) -> Any:
+        back = change(request)
+        try:
+            return original(request, *args)
+        finally:
+            back()
+
+    kv_cache_utils.generate_block_hash_extra_keys = made
+    llm._accprobe_undo = lambda: setattr(kv_cache_utils, "generate_block_hash_extra_keys", original)
+
+
+def _without(name: str) -> Callable[[Any], Callable[[], None]]:
+    def change(request: Any) -> Callable[[], None]:
+        value = getattr(request, name)
+        setattr(request, name, None)
+        return lambda: setattr(request, name, value)
+
+    return change
+
+
+def no_adapter_in_keys(llm: Any) -> None:
+    """A block's key has no adapter in it (vllm 30931, 42125): adapters share prefixes."""
+    _keys_without(llm, _without("lora_request"))
+
+
+def no_salt_in_keys(llm: Any) -> None:
+    """A block's key has no salt in it."""
+    _keys_without(llm, _without("cache_salt"))
+
+
+# --- metadata ---------------------------------------------------------------------------------------------------------
+
+
+def metadata(llm: Any, change: Callable[[Any], None], at: int = 6, last: int | None = None) -> None:
+    """``change`` gets the attention's metadata of the steps from ``at`` to ``last``, counted from 1."""
+    runner, calls = lab.runner_of(llm), {"n": 0}
+    original = runner._build_attention_metadata
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls["n"] += 1
+        if at <= calls["n"] <= (last or at):
+            for one in {id(m): m for m in result[0].values()}.values():
+                change(one)
+        return result
+
+    runner._build_attention_metadata = build
+
+
+def table_off_by_one(one: Any) -> None:
+    one.block_table = one.block_table.roll(-1, 1)
+
+
+def tables_exchanged(one: Any) -> None:
+    one.block_table = one.block_table.flip(0) if len(one.block_table) == 2 else one.block_table[[1, 0, 2]]
+
+
+def entry_of_another(one: Any) -> None:
+    one.block_table = one.block_table.clone()
+    one.block_table[0, 0] = one.block_table[1, 0]
+
+
+def length_short(one: Any) -> None:
+    one.seq_lens = one.seq_lens - torch.tensor([1] + [0] * (len(one.seq_lens) - 1), dtype=one.seq_lens.dtype)
+
+
+def length_of_another(one: Any) -> None:
+    one.seq_lens = one.seq_lens.clone()
+    one.seq_lens[0] = one.seq_lens[1]
+
+
+def slots_moved(llm: Any, by: int = 1, at: int = 1, last: int = 1) -> None:
+    """All rows of a step are written ``by`` slots further on."""
+    runner, calls = lab.runner_of(llm), {"n": 0}
+    original = runner._get_slot_mappings
+
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls["n"] += 1
+        if at <= calls["n"] <= last:
+            for slots in {id(s): s for s in result[0].values()}.values():
+                slots[slots >= 0] += by
+        return result
+
+    runner._get_slot_mappings = moved
+
+
+# --- recurrent states -------------------------------------------------------------------------------------------------
+
+
+def prompt_state_dropped(one: Any) -> None:
+    """A later chunk begins without the state of the chunk before."""
+    if getattr(one, "has_initial_states_p", None) is not None:
+        one.has_initial_states_p = torch.zeros_like(one.has_initial_states_p)
+
+
+def prompt_state_elsewhere(one: Any) -> None:
+    """A chunk's state is that of the next block."""
+    if getattr(one, "state_indices_tensor_p", None) is not None and len(one.state_indices_tensor_p):
+        one.state_indices_tensor_p = one.state_indices_tensor_p + 1
+
+
+def kept_state(llm: Any, half: int, at: int = 2) -> None:
+    """The first layer's convolution (half 0) or recurrence (1) of the ``at``-th step leaves its state as it was."""
+    runner = lab.runner_of(llm)
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    layer = next(one for one in layers.values() if isinstance(getattr(one, "kv_cache", None), tuple))
+    calls = {"n": 0}
+    inner = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls["n"] += 1
+        kept = layer.kv_cache[half].clone()
+        result = inner(*args, **kwargs)
+        if calls["n"] == at:
+            layer.kv_cache[half].copy_(kept)
+        return result
+
+    layer.forward = forward
+
+
+# --- the loader -------------------------------------------------------------------------------------------------------
+
+
+def loaded_wrong(change: Callable[[dict[str, Any]], None]) -> Callable[[Any], None]:
+    """``change`` gets the model's parameters by name, once they are loaded and before anything is captured of them."""
+
+    def plant(model: Any) -> None:
+        with torch.no_grad():
+            change(dict(model.named_parameters()))
+
+    return plant
+
+
+def _exchange(params: dict[str, Any], first: str, second: str) -> None:
+    a, b = (next(p for n, p in params.items() if n.endswith(name)) for name in (first, second))
+    kept = a.clone()
+    a.copy_(b)
+    b.copy_(kept)
+
+
+def layers_exchanged(params: dict[str, Any]) -> None:
+    _exchange(params, "layers.0.mlp.down_proj.weight", "layers.1.mlp.down_proj.weight")
+
+
+def gate_and_up_exchanged(params: dict[str, Any]) -> None:
+    for name, one in params.items():
+        if name.endswith("layers.1.mlp.gate_up_proj.weight"):
+            one.copy_(one.roll(len(one) // 2, 0))
+
+
+def rows_moved(params: dict[str, Any]) -> None:
+    for name, one in params.items():
+        if name.endswith("layers.0.self_attn.qkv_proj.weight"):
+            one.copy_(one.roll(8, 0))

@@ -10,6 +10,7 @@ ledger (capture/states/), what is expected of each case (the script).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -65,12 +66,15 @@ def prompt(n: int, seed: int) -> list[int]:
 
 @dataclass
 class Ask:
-    """One request. after: it joins when so many steps are done."""
+    """One request. after: it joins when so many steps are done. lora: (number, directory of an adapter); salt: of its
+    cache."""
 
     name: str
     ids: Sequence[int]
     max_tokens: int = 8
     after: int = 0
+    lora: tuple[int, Path] | None = None
+    salt: str = ""
 
 
 @dataclass
@@ -144,7 +148,15 @@ def serve(
     while (waiting or core.has_unfinished_requests()) and steps < most:
         for ask in [one for one in waiting if one.after <= steps]:
             sampling = SamplingParams(temperature=0.0, max_tokens=ask.max_tokens, ignore_eos=True, detokenize=False)
-            core.add_request(ask.name, {"prompt_token_ids": list(ask.ids)}, sampling)
+            said: dict[str, Any] = {"prompt_token_ids": list(ask.ids)}
+            if ask.salt:
+                said["cache_salt"] = ask.salt
+            more: dict[str, Any] = {}
+            if ask.lora is not None:
+                from vllm.lora.request import LoRARequest
+
+                more["lora_request"] = LoRARequest(ask.lora[1].name, ask.lora[0], str(ask.lora[1]))
+            core.add_request(ask.name, said, sampling, **more)
             waiting.remove(ask)
         if before is not None:
             before(steps)
@@ -173,7 +185,7 @@ def run(
         before = plant(llm) if plant is not None else None
         tokens: dict[str, list[int]] = {}
         for i in range(rounds):
-            named = [Ask(f"{a.name}{'' if not i else f'-{i}'}", a.ids, a.max_tokens, a.after) for a in asks]
+            named = [dataclasses.replace(a, name=f"{a.name}{'' if not i else f'-{i}'}") for a in asks]
             tokens |= serve(llm, named, before)
             if between is not None:
                 between(llm)

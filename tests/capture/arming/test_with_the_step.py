@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,3 +149,12 @@ def test_an_engine_that_cannot_be_armed_serves(tmp_path: Path, said: list[str]) 
     scheduler.schedule = Slotted  # type: ignore[method-assign,assignment]
     with_the_step.look_before(scheduler, ControlFile(tmp_path / "arm.json"))
     assert isinstance(scheduler.schedule(), Slotted)
+
+
+def test_salts_of_new_requests_travel_as_hashes() -> None:
+    scheduler = SimpleNamespace(requests={"a": SimpleNamespace(cache_salt="secret"), "b": SimpleNamespace()})
+    new = [SimpleNamespace(req_id=name) for name in ("a", "b", "c")]
+    found = with_the_step.salts_of(scheduler, SimpleNamespace(scheduled_new_reqs=new))
+    assert list(found) == ["a"]
+    assert len(found["a"]) == 16
+    assert "secret" not in found["a"]

@@ -15,7 +15,7 @@ from vllm_accprobe.capture.states.looks import FULL, Layer
 from vllm_accprobe.capture.states.pages import Pages
 from vllm_accprobe.capture.states.schedule import KV, CacheGroup, Schedule
 from vllm_accprobe.capture.vllm.step_observer import BlockMoves, EngineStep, NewRequest
-from vllm_accprobe.dump.journal.state_lines import StateFinding
+from vllm_accprobe.dump.journal.state_lines import StateFinding, sentence
 
 SIZE, BLOCKS = 4, 12
 
@@ -31,15 +31,17 @@ class Toy:
         findings = Findings(schedule, self.said.append)
         self.books = Books(schedule, [self.layers], mode, findings, Arrivals(staged=staged), inside=inside)
         self.step = -1
+        self.wrong_lengths = False
 
     def run(
         self, counts: dict[str, int], starts: dict[str, int] | None = None, tables: Any = None, more: Any = None,
-        finished: tuple[str, ...] = (), skip: int | None = None, in_between: Any = None, **moves: Any,
+        finished: tuple[str, ...] = (), skip: int | None = None, in_between: Any = None,
+        adapters: dict[str, str] | None = None, **moves: Any,
     ) -> None:  # fmt: skip
         """One step. skip: this row is not written by layer 1. in_between: called when layer 0 has read."""
         self.step += 1
         tables = tables or {}
-        new = [NewRequest(name, range(100, 120), 20, ()) for name in tables]
+        new = [NewRequest(name, range(100, 120), 20, (), adapter=(adapters or {}).get(name, "")) for name in tables]
         blocks = BlockMoves(tables, more or {}, **moves)
         step = EngineStep(
             self.step, counts, sum(counts.values()), new, finished, lambda: starts or {}, blocks=lambda: blocks
@@ -52,7 +54,7 @@ class Toy:
         slots = torch.cat([torch.from_numpy(self.books.schedule.slots(0, one)) for one in held])
         metadata = SimpleNamespace(
             slot_mapping=slots,
-            seq_lens=torch.tensor([one.start + one.n for one in held]),
+            seq_lens=torch.tensor([one.start + one.n + self.wrong_lengths for one in held]),
             block_table=torch.stack(
                 [torch.nn.functional.pad(torch.from_numpy(o.tables[0]), (0, 8 - len(o.tables[0]))) for o in held]
             ),
@@ -183,3 +185,41 @@ def test_modes_look_at_less(mode: str) -> None:
             toy.run({"a": 1}, {"a": step}, more={"a": [[5]]} if step == 8 else None)
     assert full.close() == less.close() == []
     assert 0 < less.books.bytes.checked < full.books.bytes.checked
+
+
+def test_owners_alone_need_no_bytes() -> None:
+    toy = Toy(False, mode="owners")
+    begun(toy)
+    toy.caches[1][1, 0, 0] ^= 64  # bytes are not looked at
+    toy.run({"a": 1, "b": 1}, {"a": 7, "b": 6})
+    assert toy.said == []
+    assert toy.books.held > 0
+    assert (toy.books.bytes.hashed, toy.books.bytes.checked) == (0, 0)
+    toy.run({"a": 1, "b": 1, "c": 2}, {"a": 8, "b": 7}, tables={"c": [[1]]}, more={"a": [[5]]})
+    (found,) = toy.close()
+    assert (found.kind, found.block, found.request, found.layers, found.first) == ("freed", 1, "a", 2, "layer.0")
+    assert (found.writer, found.written) == ("c", 3)
+
+
+@pytest.mark.parametrize("mode", ["owners", "full"])
+def test_a_prefix_of_another_adapter_names_both(mode: str) -> None:
+    toy = Toy(False, mode=mode)
+    toy.run({"a": 8}, tables={"a": [[1, 2]]}, adapters={"a": "a1"})
+    toy.run({"b": 2}, {"b": 8}, tables={"b": [[1, 2, 3]]}, adapters={"b": "a2"}, finished=("a",))
+    (found,) = toy.close()
+    assert (found.kind, found.low, found.high, found.request) == ("foreign", 0, 7, "b")
+    assert sentence(found).endswith(
+        "request 'b' (adapter a2) reads blocks 0-1 (positions 0 to 7), which request 'a' (adapter a1) wrote"
+    )
+    ((one, runs, why),) = toy.books.prefixes
+    assert (one.name, runs) == ("b", ((0, 8, 0),))
+    assert why in sentence(found)
+
+
+def test_metadata_that_a_vendor_means_otherwise_are_no_findings_of_a_capture() -> None:
+    for mode, expected in (("owners", []), ("sample", ["metadata"] * 2)):
+        toy = Toy(False, mode=mode)
+        toy.wrong_lengths = True
+        begun(toy)
+        assert [one.kind for one in toy.said][:2] == expected
+        assert toy.books.strange_metadata == ({(0, "_Lengths")} if mode == "owners" else set())

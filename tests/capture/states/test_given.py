@@ -12,15 +12,15 @@ import torch
 from vllm_accprobe.capture.states.given import looks
 from vllm_accprobe.capture.states.metadata import WrongNumber
 from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup, Schedule
-from vllm_accprobe.capture.vllm.step_observer import BlockMoves
+from vllm_accprobe.capture.vllm.step_observer import BlockMoves, NewRequest
 from vllm_accprobe.dump.journal.state_lines import METADATA, OTHER, STALE
 
 
 def schedule(group: CacheGroup = CacheGroup(KV, 4)) -> Schedule:  # noqa: B008
     """a: positions 6 and 7 of blocks 3, 7; b: three rows of its prompt in block 5."""
     made = Schedule([group], 12)
-    made.begin(0, BlockMoves({"a": [[3, 7]]}, {}), {"a": 6}, {}, {"a": range(6)})
-    made.begin(1, BlockMoves({"b": [[5]]}, {}), {"a": 2, "b": 3}, {"a": 6}, {"b": range(3)})
+    made.begin(0, BlockMoves({"a": [[3, 7]]}, {}), {"a": 6}, {}, {"a": NewRequest("a", range(6), 6, ())})
+    made.begin(1, BlockMoves({"b": [[5]]}, {}), {"a": 2, "b": 3}, {"a": 6}, {"b": NewRequest("b", range(3), 3, ())})
     return made
 
 

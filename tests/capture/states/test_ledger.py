@@ -17,7 +17,7 @@ def ledger() -> GroupBooks:
     """Two layers, blocks 3 and 5 written twice by requests 0 and 1."""
     books = GroupBooks(2, 8)
     for i in range(2):
-        books.wrote(0, np.array([3, 5]), numbers(30 + i, 50 + i), True)
+        books.wrote(0, np.array([3, 5]), numbers(30 + i, 50 + i))
         books.written_by(np.array([3]), 0, i, 0, 4)
         books.written_by(np.array([5]), 1, i, 0, 4)
     return books
@@ -65,9 +65,8 @@ def test_what_is_brought_and_changes_afterwards_came_late() -> None:
 
 def test_a_write_that_changes_nothing_is_stale() -> None:
     books = ledger()
-    (found,) = books.wrote(0, np.array([3, 5]), numbers(31, 52), True)
+    (found,) = books.wrote(0, np.array([3, 5]), numbers(31, 52))
     assert (found.kind, found.block) == (STALE, 3)
-    assert books.wrote(0, np.array([3]), numbers(31), False) == []
 
 
 def test_blocks_that_are_given_out_owe_nothing() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from vllm_accprobe.capture.states.schedule import HIT, KV, LOADED, RESUMED, STATE, CacheGroup, Schedule
-from vllm_accprobe.capture.vllm.step_observer import BlockMoves
-from vllm_accprobe.dump.journal.state_lines import FREED, STRANGE
+from vllm_accprobe.capture.vllm.step_observer import BlockMoves, NewRequest
+from vllm_accprobe.dump.journal.state_lines import FOREIGN, FREED, STALE, STRANGE
+from vllm_accprobe.dump.schema import Image
 
 PAGED = CacheGroup(KV, 4)
 
 
-def begun(schedule: Schedule, step: int, tables=None, more=None, counts=None, starts=None, prompts=None, **moves):
-    return schedule.begin(
-        step, BlockMoves(tables or {}, more or {}, **moves), counts or {}, starts or {}, prompts or {}
-    )
+def begun(
+    schedule: Schedule, step: int, tables=None, more=None, counts=None, starts=None, prompts=None, new=(), **moves
+):  # fmt: skip
+    named = {name: NewRequest(name, ids, len(ids), ()) for name, ids in (prompts or {}).items()}
+    named |= {one.name: one for one in new}
+    return schedule.begin(step, BlockMoves(tables or {}, more or {}, **moves), counts or {}, starts or {}, named)
 
 
 def test_rows_go_to_the_slots_of_their_positions() -> None:
@@ -80,6 +84,73 @@ def test_a_hit_of_other_tokens_is_strange() -> None:
     )
     (found,) = schedule.strangers(arrivals[0])
     assert (found.kind, found.block, found.column) == (STRANGE, 3, 0)
+
+
+def reads(schedule: Schedule, *of: NewRequest, table: tuple[int, ...] = (3, 8), start: int = 4) -> list[tuple]:
+    """(kind, why, columns, who) of what the second of two requests finds when its first blocks are the first one's."""
+    first, second = of
+    begun(schedule, 0, {first.name: [[3, 7]]}, counts={first.name: 6}, new=[first])
+    schedule.filled(0, schedule.held[first.name])
+    arrivals, _ = begun(schedule, 1, {second.name: [list(table)]}, counts={second.name: 2}, starts={second.name: start},
+                        new=[second])  # fmt: skip
+    found = [one for arrival in arrivals for one in schedule.strangers(arrival)]
+    return [(one.kind, one.why, one.column, one.last, schedule.names[one.taken]) for one in found]
+
+
+def request(name: str, **more) -> NewRequest:
+    return NewRequest(name, range(8), 8, more.pop("images", ()), **more)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"adapter": "a1"}, {"adapter": "a1"}, []),
+        ({"adapter": "a1"}, {"adapter": "a2"}, [(FOREIGN, "another adapter", 0, 0, "a")]),
+        ({"adapter": "a1"}, {}, [(FOREIGN, "another adapter", 0, 0, "a")]),
+        ({"salt": "s"}, {"salt": "s"}, []),
+        ({"salt": "s"}, {"salt": "t"}, [(FOREIGN, "another cache salt", 0, 0, "a")]),
+        ({"images": (Image("x", 1, 2),)}, {"images": (Image("x", 1, 2),)}, []),
+        ({"images": (Image("x", 1, 2),)}, {"images": (Image("y", 1, 2),)}, [(FOREIGN, "another image", 0, 0, "a")]),
+        ({"images": (Image("x", 5, 2),)}, {"images": (Image("y", 5, 2),)}, []),  # behind the block
+    ],
+)
+def test_a_prefix_of_another_context_is_foreign(first, second, expected) -> None:
+    assert reads(Schedule([PAGED], 10), request("a", **first), request("b", **second)) == expected
+
+
+def test_a_block_of_other_positions_and_one_that_is_not_filled() -> None:
+    shifted = NewRequest("b", [4, 5, 6, 7], 4, ())
+    assert reads(Schedule([PAGED], 10), request("a"), shifted, table=(7, 8)) == [(STRANGE, "other positions", 0, 0, "a")]
+    unfilled = reads(Schedule([PAGED], 10), request("a"), request("b"), table=(3, 7), start=7)
+    assert unfilled == [(STALE, "nothing yet", 1, 1, "a")]
+
+
+def test_a_prefix_of_the_same_step_is_known_by_its_owner() -> None:
+    schedule = Schedule([PAGED], 10)
+    arrivals, _ = begun(
+        schedule, 0, {"a": [[3, 7]], "b": [[3, 8]]}, counts={"a": 6, "b": 2}, starts={"b": 4},
+        new=[request("a"), NewRequest("b", [9] * 8, 8, ())],
+    )  # fmt: skip
+    assert [one.why for one in schedule.strangers(arrivals[0])] == ["other tokens"]
+    assert schedule.owners(schedule.held["b"], 4).tolist() == [0] * 4
+
+
+def test_owners_are_those_who_computed() -> None:
+    schedule = Schedule([PAGED, CacheGroup(KV, 4, watched=False)], 20)
+    begun(schedule, 0, {"a": [[3, 7], [9, 10]]}, counts={"a": 6}, new=[request("a")])
+    begun(schedule, 1, {"b": [[3, 8, 5], [9, 11, 12]]}, counts={"b": 2}, starts={"b": 6}, new=[request("b")])
+    assert schedule.owners(schedule.held["b"], 6).tolist() == [0, 0, 0, 0, -1, -1]  # block 8: given by nobody
+
+
+def test_who_may_have_lost_a_block_is_known_without_a_look_at_all() -> None:
+    schedule = Schedule([PAGED], 10)
+    begun(schedule, 0, {"a": [[3, 7]]}, counts={"a": 6}, new=[request("a")])
+    begun(schedule, 1, {"b": [[5]]}, counts={"a": 1, "b": 3}, starts={"a": 6}, new=[request("b")])
+    assert schedule.suspects == set()
+    begun(schedule, 2, {"c": [[7]]}, counts={"a": 1, "c": 3}, starts={"a": 7}, new=[request("c")])
+    assert schedule.suspects == {"a"}
+    schedule.ended(["a", "b", "c"])
+    assert not schedule.holders.any()
 
 
 def test_blocks_with_generated_tokens_are_nobodys_prompt() -> None:

@@ -166,7 +166,7 @@ class Books:
         which = f"block {strange.column}" if last == strange.column else f"blocks {strange.column}-{last}"
         positions = f"positions {strange.column * size} to {min((last + 1) * size, strange.request.start) - 1}"
         did = "was given and has not filled" if strange.kind == STALE else "wrote"
-        why = f" for {strange.why}" if strange.why == "other positions" else f" with {strange.why}"
+        why = f" {'for' if strange.why == 'other positions' else 'with'} {strange.why}"
         more = "" if strange.kind == STALE or strange.why == "another adapter" else why
         return f"{reader} reads {which} ({positions}), which {writer} {did}{more}"
 

@@ -334,7 +334,7 @@ class Schedule:
                 key = xxhash.xxh3_64_intdigest(prompt[i * size : (i + 1) * size].tobytes(), seed=key) or 1
                 for image in one.images:
                     if image.pos < (i + 1) * size and image.pos + image.n > i * size:
-                        seen = xxhash.xxh3_64_intdigest(f"{image.hash} {image.pos}", seed=seen) or 1
+                        seen = xxhash.xxh3_64_intdigest(f"{image.hash} {image.pos}".encode(), seed=seen) or 1
                 keys.append(key)
                 pictures.append(seen)
             found = one.keys[g] = np.array(keys, np.uint64), np.array(pictures, np.uint64)
@@ -381,6 +381,9 @@ class Schedule:
             return FOREIGN, "another adapter"
         if salt != other_salt:
             return FOREIGN, "another cache salt"
+        size, at = self.groups[g].block_size, int(self.column[g][block])
+        if at >= 0 and at != column:
+            return STRANGE, "other positions"
         keys, pictures = self.prompt_keys(one, g)
         content, picture = self._filled_with(g, block)
         if column < len(keys) and content:
@@ -388,9 +391,6 @@ class Schedule:
                 return STRANGE, "other tokens"
             if picture != pictures[column]:
                 return FOREIGN, "another image"
-        size, at = self.groups[g].block_size, int(self.column[g][block])
-        if at >= 0 and at != column:
-            return STRANGE, "other positions"
         if at >= 0 and self.done[number] < min((at + 1) * size, one.start or (at + 1) * size):
             return STALE, "nothing yet"
         return "", ""

@@ -197,9 +197,9 @@ def _decided(result: Comparison, proof: Proof) -> Comparison:
     from vllm_accprobe.opcheck.proof.gaps import narrowed
 
     proof, said = allowed(proof, result.false_alarm_rate)
-    decided = narrowed(decide(result, proof), {b.tap for b in proof.blamed}, proof.right)
-    decided = replace(decided, replayed=PARTLY if proof.partly else WHOLE)
-    decided = with_effects(with_covers(decided, proof.covers), proof.constants)
+    decided = decide(with_effects(result, proof.constants), proof)
+    decided = narrowed(decided, {b.tap for b in proof.blamed}, proof.right)
+    decided = with_covers(replace(decided, replayed=PARTLY if proof.partly else WHOLE), proof.covers)
     return replace(decided, notes=[*said, *decided.notes])
 
 

@@ -10,6 +10,7 @@ routed and shared experts added.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined
 from vllm_accprobe.opcheck.references.hf import mixture, residual_layer
 from vllm_accprobe.opcheck.references.linear import added, rounded
 from vllm_accprobe.opcheck.references.parts import (
+    UNSEEN,
     UNTOLD,
     WHERE_SCALED,
     all_seen,
@@ -74,6 +76,13 @@ def decoder_layer(call: Call) -> dict[str, Expected]:
 @reference("*Attention", "MultiHeadLatentAttentionWrapper")
 def attention_block(call: Call) -> dict[str, Expected]:
     return _last(call, "o_proj", "mla_attn", "proj", "dense", "out_proj", "c_proj", "wo")
+
+
+@reference("*LinearAttention", "*DeltaAttention", "*DeltaNet", "*DeltaNetAttention")
+def recurrent_block(call: Call) -> dict[str, Expected]:
+    """Attention whose recurrence is no module: it hands on what its projection gave, and is never right by that."""
+    found = _last(call, "o_proj", "out_proj", "dense")
+    return {role: replace(expected, unseen=UNSEEN) for role, expected in found.items()}
 
 
 @reference("*MLP")

@@ -17,6 +17,11 @@ from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 Inside = Sequence[tuple[str, str, Any]]
 UNTOLD = "a block whose parts do not tell what it hands on"
 """Why a block is declined."""
+UNSEEN = (
+    "it hands on what its projection gave; the convolution and the recurrence in front of that are no modules, and "
+    "were not computed again"
+)
+"""Why a block is not right by what its last part gave."""
 
 
 def param_if(call: Call, name: str) -> Any | None:

@@ -1,4 +1,5 @@
-"""Parameters that a dump holds whole, against the checkpoint's: is what was loaded what lies on disk?
+"""What a dump knows to be wrong or right without a call: parameters that it holds whole, against the checkpoint's (is
+what was loaded what lies on disk?), and what its own ledger has found of its caches.
 
 Not here: parameters of two dumps (comparison/measure/params.py), finding the checkpoint's (calls/weights.py).
 """
@@ -6,7 +7,11 @@ Not here: parameters of two dumps (comparison/measure/params.py), finding the ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
+from vllm_accprobe.dump.journal.state_lines import sentence
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.judge.tiers import PROVED
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, wanted
 from vllm_accprobe.opcheck.floors.output_rows import numbers
@@ -14,8 +19,10 @@ from vllm_accprobe.opcheck.floors.rounding import judge
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.run.judged_row import judged, on_grid, without_verdict
-from vllm_accprobe.opcheck.run.result_row import SKIP, Checked
+from vllm_accprobe.opcheck.run.result_row import FAIL, SKIP, Checked, unchecked
 
+_MOST_FOUND = 100
+"""Findings of a ledger that become rows (chosen: as many as compare.json keeps)."""
 OTHER_FORM = "a parameter that the engine keeps in another form than the checkpoint"
 
 
@@ -46,3 +53,15 @@ def check_stored(calls: Calls, ops: Iterable[str] = ()) -> Iterator[Checked]:
         message = "" if v.passed else f"{v.value:.0f} of {given.numel()} values are not the checkpoint's"
         what = record.role, record.dtype, record.shape, record.seq
         yield on_grid(judged(captured, what, v, measures, (1, 1, ""), message), record, dtype)
+
+
+def cache_rows(dump: Dump) -> Iterator[Checked]:
+    """What the dump's own ledger has found of its caches (docs/states.md): operators that read them may be right, and
+    what they computed is not."""
+    for rank, found in getattr(dump, "states", [])[:_MOST_FOUND]:
+        tap = found.layer or found.first or f"cache group {found.group}"
+        said = f"the cache, not the kernel: {sentence(found)}"
+        yield replace(
+            unchecked(tap, "cache", rank, None, 0, 0, "", status=FAIL, role="cache"), message=said,
+            request=found.request or None, position=found.low, tier=PROVED,
+        )  # fmt: skip

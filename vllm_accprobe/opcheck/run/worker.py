@@ -176,10 +176,11 @@ class OpenJob:
         from vllm_accprobe.opcheck.floors.pools import Pools
         from vllm_accprobe.opcheck.kit.testgen import saved
         from vllm_accprobe.opcheck.run.result_row import FAIL, OURS
-        from vllm_accprobe.opcheck.run.stored import check_stored
+        from vllm_accprobe.opcheck.run.stored import cache_rows, check_stored
 
         if tap == STORED:
             yield from check_stored(self.calls, self.job.ops)
+            yield from cache_rows(self.calls.dump) if not self.job.ops else ()
             return
         pools = Pools()
         calls = filter(self.options.wants, self.calls.of(tap[0], tap[1], begins=begins, crashed=crashed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,3 +68,12 @@ def test_a_write_has_an_operator_inside_that_writes(op: str) -> None:
     call = Call("x", op, outputs={"output.0": empty}, extra={"inner": [("aten.index_put_.default", PROMPT)]})
     assert not isinstance(TABLE.evaluate(call), Declined)
     assert isinstance(TABLE.evaluate(replace(call, extra={"inner": [("aten.ge.Scalar", None)]})), Declined)
+
+
+@pytest.mark.parametrize("cls", ["MambaMixer2", "ShortConv", "MiniMaxText01LinearAttention"])
+def test_a_block_is_not_right_by_its_projection_alone(cls: str) -> None:
+    record = SimpleNamespace(shape=PROMPT.shape)
+    extra = {"children": [("out_proj", "output.0", record)], "read": lambda r: PROMPT}
+    found = TABLE.evaluate(Call("x", cls, outputs={"output.0": PROMPT}, extra=extra))
+    assert not isinstance(found, Declined)
+    assert "the recurrence in front of that" in found["output.0"].unseen

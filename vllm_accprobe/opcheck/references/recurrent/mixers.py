@@ -16,13 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, gamma, reference
-from vllm_accprobe.opcheck.references.parts import inside, param_if, same
+from vllm_accprobe.opcheck.references.parts import UNSEEN, inside, param_if, same
 
 _GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups", "ssm_n_groups")
-UNSEEN = (
-    "it hands on what its projection gave; the convolution and the recurrence in front of that are no modules, and "
-    "were not computed again"
-)
 _INSIDE = "what it runs inside was not captured"
 Tensor = Any  # a torch.Tensor
 
