@@ -65,12 +65,14 @@ def prompt(n: int, seed: int) -> list[int]:
 
 @dataclass
 class Ask:
-    """One request. after: it joins when so many steps are done."""
+    """One request. after: it joins when so many steps are done. sampling: of its SamplingParams, what is not greedy;
+    ``bad_word_ids``: its bad words as token ids, for engines without a tokenizer."""
 
     name: str
     ids: Sequence[int]
     max_tokens: int = 8
     after: int = 0
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -143,7 +145,11 @@ def serve(
     waiting, done, steps, core = list(asks), {}, 0, llm.llm_engine
     while (waiting or core.has_unfinished_requests()) and steps < most:
         for ask in [one for one in waiting if one.after <= steps]:
-            sampling = SamplingParams(temperature=0.0, max_tokens=ask.max_tokens, ignore_eos=True, detokenize=False)
+            usual = {"temperature": 0.0, "max_tokens": ask.max_tokens, "ignore_eos": True, "detokenize": False}
+            own = dict(ask.sampling)
+            words = own.pop("bad_word_ids", None)
+            sampling = SamplingParams(**(usual | own))
+            sampling._bad_words_token_ids = words
             core.add_request(ask.name, {"prompt_token_ids": list(ask.ids)}, sampling)
             waiting.remove(ask)
         if before is not None:

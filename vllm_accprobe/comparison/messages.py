@@ -242,8 +242,8 @@ def notes(
         out.append(f"{whys[flips.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
     out += harmless.masked(flipped)
     if whys[flips.OTHERWISE]:
-        out.append(f"{whys[flips.OTHERWISE]} requests flip that ask for other sampling parameters in mine than in golden: "
-                   "their tokens are not judged")  # fmt: skip
+        many = f"{whys[flips.OTHERWISE]} requests with a flipped token"
+        out.append(f"{many} ask for other sampling parameters in mine than in golden: their tokens are not judged")
     if whys[flips.UNKNOWN]:
         out.append(f"{whys[flips.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
     return out

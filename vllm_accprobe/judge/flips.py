@@ -138,18 +138,18 @@ class Asked:
             return SAMPLED
         return RANDOM
 
-    def sentence(self, why: str) -> str:
-        """What is wrong, for a verdict of FAILED."""
+    def sentence(self, why: str) -> tuple[str, str]:
+        """(which logits processors, "" for the sampler; what is wrong), for a verdict of FAILED."""
         side = 0 if why in (GOLDEN_SAMPLED, GOLDEN_PROCESSED) else 1
         found = self.why[side] if WRONG in (self.left[side], self.token[side]) else ""
+        where = "in golden: " if side == 0 and found else ""
         if why in (PROCESSED, GOLDEN_PROCESSED):
             words = " and ".join(self.processors[side])
-            said = f"logits processor{f': {words}' if words else ''}"
             told = found or "equal logits and parameters, and golden's processors left others"
-            return f"{said}: {told}"
+            return f"logits processor{f': {words}' if words else ''}", where + told
         if found:
-            return found
-        return "equal logits, parameters and seed, and another token than golden's" if self.same_logits else ""
+            return "", where + found
+        return "", "equal logits, parameters and seed, and another token than golden's" if self.same_logits else ""
 
 
 NOT_ASKED = Asked()

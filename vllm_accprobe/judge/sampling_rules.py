@@ -173,23 +173,24 @@ def kept(z: np.ndarray, asks: SamplingParameters, slack: float = _BORDER) -> np.
     if asks.min_p > 0.0:
         p = _softmax(x)
         keep &= p >= asks.min_p * p.max() * (1.0 - slack)
-    tiny = slack * 2.0**-8 * np.maximum(np.abs(x), 1.0, where=np.isfinite(x), out=np.ones_like(x))
     if 0 < asks.top_k < int(keep.sum()):
-        limit = np.partition(x[keep], -asks.top_k)[-asks.top_k]
-        keep &= x >= limit - tiny if slack > 0 else x > limit + np.abs(tiny)
-        if slack <= 0 and not keep.any():
-            keep[int(x.argmax())] = True
-    if asks.top_p < 1.0:
+        limit = float(np.partition(x[keep], -asks.top_k)[-asks.top_k])
+        tiny = _BORDER * 2.0**-8 * max(abs(limit), 1.0)
+        near = keep & (x >= limit - tiny)
+        keep = near if slack > 0 or int(near.sum()) == asks.top_k else keep & (x > limit + tiny)
+    if asks.top_p < 1.0 and keep.any():
         p = _softmax(np.where(keep, x, -np.inf))
         order = np.argsort(-p, kind="stable")
-        before = np.cumsum(p[order]) - p[order]
-        inside = before < asks.top_p + slack
-        if slack > 0:  # equals of the last one that is inside may stand before it
-            inside |= p[order] >= p[order][max(int(inside.sum()) - 1, 0)] * (1.0 - slack)
+        fallen = p[order]
+        inside = np.cumsum(fallen) - fallen < asks.top_p + slack
+        last = max(int(inside.sum()), 1)
+        if slack > 0:  # equals of the last one may stand before it
+            inside = fallen >= fallen[last - 1] * (1.0 - slack)
+        elif last < len(fallen) and fallen[last] > 0.0:
+            inside &= fallen > fallen[last] * (1.0 - slack)
         inside[0] = True
-        out = np.zeros_like(keep)
-        out[order[inside]] = True
-        keep &= out
+        keep = np.zeros_like(keep)
+        keep[order[inside & (fallen > 0.0)]] = True
     return keep
 
 
@@ -379,7 +380,10 @@ def drawn(z: np.ndarray, asks: SamplingParameters, row: Row) -> int | None:
     if asks.seed is None or row.draw is None:
         return None
     x = z / asks.temperature
-    found = {row.draw(np.where(kept(z, asks, s), x, -np.inf), asks.seed, row.generated) for s in (_BORDER, -_BORDER)}
+    both = [kept(z, asks, s) for s in (_BORDER, -_BORDER)]
+    if not both[1].any():
+        return None
+    found = {row.draw(np.where(keep, x, -np.inf), asks.seed, row.generated) for keep in both}
     return next(iter(found)) if len(found) == 1 else None
 
 

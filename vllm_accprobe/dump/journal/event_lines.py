@@ -205,7 +205,8 @@ def _tokens(value: Any, key: str) -> tuple[int, ...]:
 
 
 def _bias(value: Any, key: str) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, list) or len(value) > MAX_LISTED or not all(type(v) is list and len(v) == 2 for v in value):
+    pairs = isinstance(value, list) and all(type(v) is list and len(v) == 2 for v in value)
+    if not pairs or len(value) > MAX_LISTED:
         raise ValueError(f"{key} is {short(value)}, not a list of pairs")
     return tuple((integer({"token": t}, "token"), _number({"bias": b}, "bias", 0.0)) for t, b in value)
 
