@@ -116,13 +116,16 @@ def alone_told(mine: Path) -> tuple[str, str]:
     from vllm_accprobe.opcheck.calls.records import Calls
     from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run.replay import check
+    from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, SKIP
 
     rows = list(check(Calls(open_dump(mine), None), default_references(), ops=["sampler"]))
-    wrong = [r for r in rows if r.status in ("FAIL", "ERROR")]
+    wrong = [r for r in rows if r.status in (FAIL, ERROR)]
     if wrong:
         return "FAIL", "; ".join(dict.fromkeys(f"{r.role}: {r.message}" for r in wrong[:3]))
-    unchecked = [f"{r.role}: {r.message}" for r in rows if r.status == "SKIP" or r.checked < r.rows]
-    return ("PASS" if any(r.role == "output.token" and r.checked for r in rows) else "SKIP"), "; ".join(unchecked[:2])
+    short = [r for r in rows if (r.status == SKIP or r.checked < r.rows) and r.role != "output.top_ids"]
+    unchecked = dict.fromkeys(f"{r.role}: {r.unchecked_because or r.message}" for r in short)
+    checked = any(r.role == "output.token" and r.checked for r in rows)
+    return "PASS" if checked else "SKIP", "; ".join(list(unchecked)[:3])
 
 
 def right(case: Case, said: tuple[str, str, str, str]) -> bool:
@@ -180,7 +183,8 @@ def page(rows: Sequence[tuple[Case, bool, tuple[str, str, str, str]]]) -> str:
     """A table of all cases."""
     out = ["| case | compare | opcheck | right |", "| --- | --- | --- | --- |"]
     for case, good, (compared, named, checked, alone) in rows:
-        cells = [": ".join(filter(None, both)).replace("|", "/")[:200] for both in ((compared, named), (checked, alone))]
+        both = (compared, named), (checked, alone)
+        cells = [": ".join(filter(None, one)).replace("|", "/")[:200] for one in both]
         out.append(f"| {case.what} | {cells[0]} | {cells[1]} | {'yes' if good else 'NO'} |")
     return "\n".join(out) + "\n"
 

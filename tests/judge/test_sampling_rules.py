@@ -7,7 +7,7 @@ import pytest
 
 from vllm_accprobe.dump.schema import GRAMMAR, GUMBEL, NAMED_TOKENS, SamplingParameters
 from vllm_accprobe.judge import sampling_rules as rules
-from vllm_accprobe.judge.sampling_rules import RIGHT, UNKNOWN, WRONG, Row, check
+from vllm_accprobe.judge.sampling_rules import RIGHT, UNKNOWN, WRONG, LogitsRow, check
 
 RAW = np.array([1.0, 4.0, 3.0, 2.0, -1.0, 0.5])
 GREEDY = SamplingParameters(temperature=0.0)
@@ -22,7 +22,7 @@ def row(asks, token, *, raw=RAW, left=None, prompt=(), output=(), draw=None, **m
         ids = np.argsort(-left, kind="stable")[:3]
         best = left[ids], ids
     known = [None if t is None else np.array(t, np.int64) for t in (prompt, output)]
-    return Row(asks, raw, best, token, *known, len(output or ()), draw=draw, **more)
+    return LogitsRow(asks, raw, best, token, *known, len(output or ()), draw=draw, **more)
 
 
 def test_a_greedy_row_takes_the_largest_logit():

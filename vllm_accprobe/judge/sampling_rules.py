@@ -55,7 +55,7 @@ that the engine's noise draws, None where rounding may decide."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LogitsRow:
     """What a dump has of one row of logits. asks: None where it does not know. raw: float64 [V], NaN where not known.
     left: (logits, ids) of the best after all processors, descending, None where they were not recorded. prompt: the
     distinct tokens of the prompt; output: the tokens generated before, in order; None where not all are known.
@@ -79,7 +79,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class RowCheck:
     """left: whether the processors did what the request asks; token: whether the sampler took a right one of what they
     left. RIGHT, WRONG, or UNKNOWN, with the reason in ``why_*``, which of a wrong one says what is wrong. processors:
     the words of those that left a wrong row. best: (logits, ids) that should have been left, as many as were recorded.
@@ -99,7 +99,7 @@ class Unknown(Exception):
     """A row that cannot be computed again; its text says why."""
 
 
-def processed(row: Row) -> tuple[np.ndarray, np.ndarray]:
+def processed(row: LogitsRow) -> tuple[np.ndarray, np.ndarray]:
     """(logits that the request's processors should leave, float64 [V], how far off a right engine may be). Raises
     Unknown."""
     asks, raw = row.asks, row.raw
@@ -126,7 +126,7 @@ def processed(row: Row) -> tuple[np.ndarray, np.ndarray]:
     return z, _STEPS * _ROUND * np.where(np.isfinite(size), size, 0.0)
 
 
-def _forbidden(row: Row, asks: SamplingParameters, width: int) -> np.ndarray:
+def _forbidden(row: LogitsRow, asks: SamplingParameters, width: int) -> np.ndarray:
     out = np.zeros(width, bool)
     if asks.allowed is not None:
         out[:] = True
@@ -141,13 +141,13 @@ def _forbidden(row: Row, asks: SamplingParameters, width: int) -> np.ndarray:
     return out
 
 
-def _said(row: Row) -> np.ndarray:
+def _said(row: LogitsRow) -> np.ndarray:
     if row.output is None:
         raise Unknown("not all tokens that its request had generated are in the dump")
     return row.output
 
 
-def _penalised(z: np.ndarray, row: Row, asks: SamplingParameters) -> tuple[np.ndarray, np.ndarray]:
+def _penalised(z: np.ndarray, row: LogitsRow, asks: SamplingParameters) -> tuple[np.ndarray, np.ndarray]:
     """(z, what adds to the size of its roundings)"""
     said = _said(row)
     counts = np.bincount(said[said < len(z)], minlength=len(z)).astype(np.float64)
@@ -255,34 +255,34 @@ def _mixed(z: np.ndarray) -> np.ndarray:
 
 @dataclass
 class _Check:
-    row: Row
+    row: LogitsRow
     z: np.ndarray | None = None
     bound: np.ndarray = field(default_factory=lambda: np.zeros(0))
     why: str = ""
 
-    def run(self) -> Checked:
+    def run(self) -> RowCheck:
         try:
             self.z, self.bound = processed(self.row)
         except Unknown as why:
             self.why = str(why)
         return self._left()
 
-    def _left(self) -> Checked:
+    def _left(self) -> RowCheck:
         row, z = self.row, self.z
         if row.left is None or z is None:
             why = self.why or "what the processors left was not recorded"
-            return self._token(Checked(UNKNOWN, UNKNOWN, why))
+            return self._token(RowCheck(UNKNOWN, UNKNOWN, why))
         wrong = differs(z, self.bound, row.left)
         best = self._best(len(row.left[0]))
         if wrong is None:
             known = row.whole or not np.isnan(z[row.left[1][np.isfinite(row.left[0])].astype(np.int64)]).any()
-            return self._token(Checked(RIGHT if known else UNKNOWN, UNKNOWN, "" if known else NO_LOGITS, best=best))
+            return self._token(RowCheck(RIGHT if known else UNKNOWN, UNKNOWN, "" if known else NO_LOGITS, best=best))
         asks = row.asks
         assert asks is not None
         words, how = explained(row)
         names = words or asks.processors or tuple(row.masked or ())
         told = f"{wrong}{f': {how}' if how else ''}"
-        return self._token(Checked(WRONG, UNKNOWN, told, processors=names, best=best))
+        return self._token(RowCheck(WRONG, UNKNOWN, told, processors=names, best=best))
 
     def _best(self, n: int) -> tuple[np.ndarray, np.ndarray] | None:
         if self.z is None or not self.row.whole:
@@ -290,7 +290,7 @@ class _Check:
         ids = np.argsort(-self.z, kind="stable")[:n]
         return self.z[ids], ids
 
-    def _token(self, found: Checked) -> Checked:
+    def _token(self, found: RowCheck) -> RowCheck:
         row, token, asks = self.row, self.row.token, self.row.asks
         why = ""
         if token is None or token < 0:
@@ -310,7 +310,7 @@ class _Check:
             return replace(found, token=UNKNOWN, why_token=why)
         return self._drawn(found, asks, token)
 
-    def _greedy(self, found: Checked, asks: SamplingParameters, token: int) -> Checked:
+    def _greedy(self, found: RowCheck, asks: SamplingParameters, token: int) -> RowCheck:
         row = self.row
         if found.left != WRONG and self.z is not None and row.whole:
             z, bound = self.z, self.bound
@@ -339,7 +339,7 @@ class _Check:
         told = f"greedy, and token {token} is {far} what was left as best, {best}"
         return replace(found, token=WRONG, why_token=told, should=best)
 
-    def _drawn(self, found: Checked, asks: SamplingParameters, token: int) -> Checked:
+    def _drawn(self, found: RowCheck, asks: SamplingParameters, token: int) -> RowCheck:
         z = self.z
         assert z is not None
         may = kept(z, asks)
@@ -370,12 +370,12 @@ class _Check:
         return replace(found, token=WRONG, why_token=told, should=should)
 
 
-def check(row: Row) -> Checked:
+def check(row: LogitsRow) -> RowCheck:
     """Whether what was done to one row of logits, and the token taken of it, follow from its request's parameters."""
     return _Check(row).run()
 
 
-def drawn(z: np.ndarray, asks: SamplingParameters, row: Row) -> int | None:
+def drawn(z: np.ndarray, asks: SamplingParameters, row: LogitsRow) -> int | None:
     """The token that the engine's noise draws of processed logits; None where it is not known, or rounding decides."""
     if asks.seed is None or row.draw is None:
         return None
@@ -423,7 +423,7 @@ def differs(z: np.ndarray, bound: np.ndarray, left: tuple[np.ndarray, np.ndarray
     return None
 
 
-def explained(row: Row) -> tuple[tuple[str, ...], str]:
+def explained(row: LogitsRow) -> tuple[tuple[str, ...], str]:
     """(words of the processors, how) of the first way to process the row wrongly that gives just what the engine left,
     or took; ((), "") where none does."""
     for words, how, other in _variants(row):
@@ -445,7 +445,7 @@ def explained(row: Row) -> tuple[tuple[str, ...], str]:
     return (), ""
 
 
-def _variants(row: Row) -> Iterator[tuple[tuple[str, ...], str, Row]]:
+def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]]:
     asks = row.asks
     if asks is None:
         return

@@ -268,7 +268,7 @@ def judge_flips(
         sides = [rules.Masking(None if by is None else tuple(by), grammar, _as_best(left))
                  for by, grammar, left in found.get("masks") or [(None, None, None)] * 2]  # fmt: skip
         masks = sides[0], sides[1]
-        asked = rules.Asked.of(found.get("asked"))
+        asked = rules.AskedRow.of(found.get("asked"))
         why = rules.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks, asked)
         said = asked.sentence(why) if why in rules.FAILED else ("", "")
         words = ": ".join(filter(None, said))
@@ -277,7 +277,7 @@ def judge_flips(
         if why in rules.FAILED:
             failed.append((flip.key, why, said))
     for found in setting.processed:
-        asked = rules.Asked.of(found)
+        asked = rules.AskedRow.of(found)
         by_request = asked.verdict(flipped=False)
         if by_request in rules.FAILED:
             failed.append((int(found["key"]), str(by_request), asked.sentence(str(by_request))))
