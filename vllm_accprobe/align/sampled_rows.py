@@ -54,17 +54,22 @@ class SampledHistory:
         self._tokens: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
         self._prompts: dict[int, np.ndarray | None] = {}
 
-    def of(self, step: int) -> list[SampledRow]:
-        """The rows of the logits of a step, in their order."""
+    def of(self, step: int, n: int) -> list[SampledRow]:
+        """The rows of the logits of a step, in their order; [] where these are not ``n``."""
         space = self._dump.rows.get((self._rank, step, LOGITS))
-        if space is None:
+        if space is None or space.n != n:
             return []
-        runs: dict[int, int] = {}
-        for s in space.segments:
-            runs[s.req] = runs.get(s.req, 0) + s.n
-        return [
-            self._row(s.req, s.pos + i, bool(s.drafts) or runs[s.req] > 1) for s in space.segments for i in range(s.n)
-        ]
+        return [found for at in range(n) if (found := self.row(step, at)) is not None]
+
+    def row(self, step: int, at: int) -> SampledRow | None:
+        """The ``at``-th of them; None where there is none."""
+        space = self._dump.rows.get((self._rank, step, LOGITS))
+        for s in space.segments if space is not None else ():
+            if 0 <= at < s.n:
+                alone = s.n == 1 and sum(other.req == s.req for other in space.segments) == 1
+                return self._row(s.req, s.pos + at, bool(s.drafts) or not alone)
+            at -= s.n
+        return None
 
     def _row(self, req: int, position: int, drafts: bool) -> SampledRow:
         request = self._dump.requests.get((self._rank, req))

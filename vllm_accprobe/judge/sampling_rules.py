@@ -43,6 +43,8 @@ _BORDER = 2.0**-14
 _DRAW = 2.0**-18
 """Chosen: how far apart the two best sums of logit and noise must be, in units of their size, for a float32 kernel to
 order them as float64 does: 64 units."""
+_VOCABULARY = 1 << 22
+"""Chosen: more tokens than any vocabulary has, and than any answer: what a damaged dump says beyond it is not used."""
 RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
 FORCED = "its token was named by its client"
 DRAFTS = "its step verifies drafts"
@@ -76,6 +78,20 @@ class LogitsRow:
     @property
     def whole(self) -> bool:
         return self.raw is not None and not bool(np.isnan(self.raw).any())
+
+
+def of_best(
+    best: tuple[np.ndarray, np.ndarray] | None, left: tuple[np.ndarray, np.ndarray] | None, token: int | None
+) -> np.ndarray | None:
+    """``LogitsRow.raw`` where only the best (logits, ids) are known: the others are NaN."""
+    if best is None:
+        return None
+    known = [*best[1].tolist(), *(left[1].tolist() if left is not None else ()), token or 0]
+    if min(known) < -1 or max(known) > _VOCABULARY:
+        return None
+    raw = np.full(max(known) + 2, np.nan)
+    raw[best[1]] = best[0]
+    return raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +129,8 @@ def processed(row: LogitsRow) -> tuple[np.ndarray, np.ndarray]:
         raise Unknown(f"what {' and '.join(dict.fromkeys(unwritten))} changes is not in the dump")
     if row.drafts and asks.processors:
         raise Unknown(DRAFTS)
+    if asks.repetition <= 0.0:
+        raise Unknown(f"its repetition penalty is {asks.repetition:.3g}")
     z, size = raw.copy(), np.abs(raw)
     forbidden = _forbidden(row, asks, len(z))
     for token, bias in asks.bias:
@@ -377,7 +395,7 @@ def check(row: LogitsRow) -> RowCheck:
 
 def drawn(z: np.ndarray, asks: SamplingParameters, row: LogitsRow) -> int | None:
     """The token that the engine's noise draws of processed logits; None where it is not known, or rounding decides."""
-    if asks.seed is None or row.draw is None:
+    if asks.seed is None or row.draw is None or row.generated > _VOCABULARY:
         return None
     x = z / asks.temperature
     both = [kept(z, asks, s) for s in (_BORDER, -_BORDER)]

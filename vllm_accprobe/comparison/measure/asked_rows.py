@@ -96,16 +96,13 @@ class _Side:
 
     def row(self, place: _Place, token: int | None) -> rules.LogitsRow:
         """All that the dump has of it."""
-        history = self._histories.setdefault(place.rank, SampledHistory(self._dump, place.rank)).of(place.step)
-        if place.at >= len(history):
+        h = self._histories.setdefault(place.rank, SampledHistory(self._dump, place.rank)).row(place.step, place.at)
+        if h is None:
             return rules.LogitsRow(None, None, None, token, None, None, 0)
-        h = history[place.at]
         raw = self.values(_RAW, place)
         left = self.best(MASKED_LOGITS, MASKED_IDS, place)
-        if raw is None and (top := self.best(TOP_LOGITS, TOP_IDS, place)) is not None:
-            known = [*top[1].tolist(), *(left[1].tolist() if left else ()), token or 0]
-            raw = np.full(max(max(known), 0) + 2, np.nan)  # a vocabulary of which only the best are known
-            raw[top[1]] = top[0]
+        if raw is None:
+            raw = rules.of_best(self.best(TOP_LOGITS, TOP_IDS, place), left, token)
         masked = self._masked(place, h.request.req if h.request is not None else -1)
         return rules.LogitsRow(
             h.asks, raw, left, token, h.prompt, h.output, h.generated, h.drafts, masked, self._draw

@@ -27,9 +27,9 @@ _FORCED_AS_NONE = 0.9
 
 def facts_of(dump: Any, rank: int, step: int, call: Call, rows: SampledHistory) -> dict[str, Any]:
     """``sampled`` of a sampler's call; {} where its rows are not known. `Call.extra` has the logits already."""
-    history = rows.of(step)
     first = next((t for role, t in call.outputs.items() if role.startswith("output.")), None)
-    if not history or first is None or len(first) != len(history):
+    history = rows.of(step, len(first)) if first is not None and first.dim() else []
+    if not history or any(len(t) != len(history) for t in call.outputs.values()):
         return {}
     masks = [None if h.request is None else dump.masks.get((rank, step, h.request.req)) for h in history]
     draw = noise_of(call.attrs)
@@ -82,14 +82,8 @@ def _raw(call: Call, logits: Any, i: int) -> np.ndarray | None:
     if logits is not None:
         return np.asarray(logits[i].double().numpy())
     top, ids = call.outputs.get("output.top_logits"), call.outputs.get("output.top_ids")
-    if top is None or ids is None:
-        return None
-    at = ids[i].long().numpy()
-    left = call.outputs.get(_IDS)
-    known = [*at.tolist(), *(left[i].tolist() if left is not None else ()), _token(call, i) or 0]
-    raw = np.full(max(known) + 2, np.nan)
-    raw[at] = top[i].double().numpy()
-    return raw
+    best = None if top is None or ids is None else (top[i].double().numpy(), ids[i].long().numpy())
+    return rules.of_best(best, _left(call, i), _token(call, i))
 
 
 def _left(call: Call, i: int) -> tuple[np.ndarray, np.ndarray] | None:
