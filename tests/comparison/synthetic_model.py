@@ -29,6 +29,7 @@ from vllm_accprobe.dump.schema import (
     Record,
     Request,
     RowSpace,
+    SamplingParameters,
     Segment,
     Stats,
     Step,
@@ -45,6 +46,8 @@ CLASSES = {
 }  # fmt: skip
 Fault = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """(values [rows, width], positions [rows], decode [rows]) → values."""
+Process = Callable[[np.ndarray, "list[int]", int], np.ndarray]
+"""(logits [vocabulary], the tokens before, how many of them are the prompt) → what the processors leave."""
 
 
 def cls_of(tap: str) -> str:
@@ -119,14 +122,16 @@ class Tiny:
     faults: tap → Fault on the tap's output; ``layers.1:residual`` etc. name the additions between the modules.
     dtype: what results are rounded to and stored in. tp: ranks of the dump. noise: relative size of honest errors
     that another machine would make, added to each result before rounding. mask: position → (what masks the logits
-    there, the ids that it forbids); None: a probe that does not write masks down.
+    there, the ids that it forbids); None: a probe that does not write masks down. asks: what all requests ask of the
+    sampler; process: what the engine makes of a row's logits before it.
     """
 
     def __init__(self, *, faults: dict[str, Fault] | None = None, dtype: str = "bfloat16", tp: int = 1,
                  noise: float = 0.0, weights: Callable[[dict[str, np.ndarray]], None] | None = None,
                  sampler: Any = None, rank_fault: str | None = None, params: bool = True,
-                 mask: Mapping[int, tuple[Mask, list[int]]] | None = None):  # fmt: skip
-        self.mask = mask
+                 mask: Mapping[int, tuple[Mask, list[int]]] | None = None,
+                 asks: SamplingParameters | None = None, process: Process | None = None):  # fmt: skip
+        self.mask, self.asks, self.process = mask, asks, process
         self.faults, self.dtype, self.tp, self.noise = faults or {}, dtype, tp, noise
         self.sampler, self.rank_fault = sampler, rank_fault
         self.random = np.random.default_rng(99)
@@ -184,7 +189,8 @@ class Tiny:
     # --- scheduling --------------------------------------------------------------------------------------------
 
     def request(self, name: str, prompt: list[int], ordinal: int = 0) -> None:
-        r = Request(len(self.sequences), name, name + "-x", hash_tokens(prompt), len(prompt), ordinal)
+        named = (len(self.sequences), name, name + "-x", hash_tokens(prompt), len(prompt), ordinal)
+        r = Request(*named, sampling=self.asks)
         self.sequences[name] = Sequence(list(prompt), len(prompt), r)
         for rank in range(self.tp):
             self.dump.requests[(rank, r.req)] = r
@@ -313,6 +319,10 @@ class Tiny:
         self._put("sampler", "output.top_ids", order, dtype="int32", rows="logits")
         if self.mask is not None and any(p in self.mask for p in self.positions[logit_rows]):
             order = self._masked(batch, logits, self.positions[logit_rows])
+        if self.process is not None:
+            names = [n for n, m, _ in batch if self.sequences[n].computed + m >= len(self.sequences[n].ids)]
+            pasts = [(self.sequences[n].ids, self.sequences[n].prompt_len) for n in names]
+            order = self._left(np.stack([self.process(row, *past) for row, past in zip(logits, pasts, strict=True)]))
         best = order[:, 0].copy()
         if self.sampler is not None:
             best = self.sampler(best, self.positions[logit_rows])
@@ -342,6 +352,10 @@ class Tiny:
                 left[row, forbidden] = -np.inf
                 req = self.sequences[name].request.req
                 self.dump.masks |= {(rank, self.step_number, req): mask for rank in range(self.tp)}
+        return self._left(left)
+
+    def _left(self, left: np.ndarray) -> np.ndarray:
+        """The best ids of what processors left."""
         order = np.argsort(-left, axis=1, kind="stable")[:, :5]
         best = np.take_along_axis(left, order, 1)
         self._put("sampler", "output.masked_logits", best, dtype="float32", rows="logits")

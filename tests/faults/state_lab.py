@@ -67,7 +67,8 @@ def prompt(n: int, seed: int) -> list[int]:
 @dataclass
 class Ask:
     """One request. after: it joins when so many steps are done. lora: (number, directory of an adapter); salt: of its
-    cache."""
+    cache; sampling: of its SamplingParams, what is not greedy; ``bad_word_ids``: its bad words as token ids, for
+    engines without a tokenizer."""
 
     name: str
     ids: Sequence[int]
@@ -75,6 +76,7 @@ class Ask:
     after: int = 0
     lora: tuple[int, Path] | None = None
     salt: str = ""
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -147,7 +149,11 @@ def serve(
     waiting, done, steps, core = list(asks), {}, 0, llm.llm_engine
     while (waiting or core.has_unfinished_requests()) and steps < most:
         for ask in [one for one in waiting if one.after <= steps]:
-            sampling = SamplingParams(temperature=0.0, max_tokens=ask.max_tokens, ignore_eos=True, detokenize=False)
+            usual = {"temperature": 0.0, "max_tokens": ask.max_tokens, "ignore_eos": True, "detokenize": False}
+            own = dict(ask.sampling)
+            words = own.pop("bad_word_ids", None)
+            sampling = SamplingParams(**(usual | own))
+            sampling._bad_words_token_ids = words
             said: dict[str, Any] = {"prompt_token_ids": list(ask.ids)}
             if ask.salt:
                 said["cache_salt"] = ask.salt

@@ -1,9 +1,10 @@
 """Which tokens a request had, and what it asked for, when a row of its logits was sampled.
 
 The problem: penalties, word lists and seeds depend on the request's whole past, which a dump has in pieces: the ids of
-each step's rows, or, behind a prefix hit, none. The idea: a request's tokens by position from all row maps of a rank,
-believed where no two differ; a row then has a past, or it is known that it has none. Not here: the tokens of two runs
-against one another (tokens.py), what follows from a past (judge/sampling_rules.py).
+each step's rows, what the sampler gave where only logits were captured, or, behind a prefix hit, nothing. The idea: a
+request's tokens by position from all row maps of a rank, believed where no two differ; a row then has a past, or it is
+known that it has none. Not here: the tokens of two runs against one another (tokens.py), what follows from a past
+(judge/sampling_rules.py).
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.schema import LOGITS, TOKENS, Request, SamplingParameters
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.schema import LOGITS, TOKENS, Request, RowSpace, SamplingParameters
+
+_SAMPLER, _TOKEN = "sampler", "output.token"
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
     """request: None where the journal does not name it. position: of the token whose row this is; generated: how many
-    tokens of the answer are known by then, this one among them. prompt, output: as judge.sampling_rules.Row. drafts:
-    whether its request has guesses in this step."""
+    tokens of the answer are known by then, this one among them. prompt, output: as judge.sampling_rules.LogitsRow.
+    drafts: whether its request has guesses in this step."""
 
     request: Request | None
     position: int
@@ -34,7 +38,15 @@ class SampledRow:
         return self.request.sampling if self.request is not None else None
 
 
-class SampledRows:
+def _put(seen: dict[int, list[tuple[np.ndarray, np.ndarray]]], space: RowSpace, ids: np.ndarray, on: int) -> None:
+    """The tokens ``ids`` of the rows of a space; on: how far behind its row a token stands."""
+    at = 0
+    for s in space.segments:
+        seen.setdefault(s.req, []).append((np.arange(s.pos + on, s.pos + on + s.n), ids[at : at + s.n]))
+        at += s.n
+
+
+class SampledHistory:
     """Of one rank of ``dump``."""
 
     def __init__(self, dump: Any, rank: int):
@@ -42,17 +54,22 @@ class SampledRows:
         self._tokens: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
         self._prompts: dict[int, np.ndarray | None] = {}
 
-    def of(self, step: int) -> list[SampledRow]:
-        """The rows of the logits of a step, in their order."""
+    def of(self, step: int, n: int) -> list[SampledRow]:
+        """The rows of the logits of a step, in their order; [] where these are not ``n``."""
         space = self._dump.rows.get((self._rank, step, LOGITS))
-        if space is None:
+        if space is None or space.n != n:
             return []
-        runs: dict[int, int] = {}
-        for s in space.segments:
-            runs[s.req] = runs.get(s.req, 0) + s.n
-        return [
-            self._row(s.req, s.pos + i, bool(s.drafts) or runs[s.req] > 1) for s in space.segments for i in range(s.n)
-        ]
+        return [found for at in range(n) if (found := self.row(step, at)) is not None]
+
+    def row(self, step: int, at: int) -> SampledRow | None:
+        """The ``at``-th of them; None where there is none."""
+        space = self._dump.rows.get((self._rank, step, LOGITS))
+        for s in space.segments if space is not None else ():
+            if 0 <= at < s.n:
+                alone = s.n == 1 and sum(other.req == s.req for other in space.segments) == 1
+                return self._row(s.req, s.pos + at, bool(s.drafts) or not alone)
+            at -= s.n
+        return None
 
     def _row(self, req: int, position: int, drafts: bool) -> SampledRow:
         request = self._dump.requests.get((self._rank, req))
@@ -92,12 +109,17 @@ class SampledRows:
         """By request: sorted distinct positions, their tokens, and whether all rows say the same."""
         seen: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
         for (rank, _, name), space in self._dump.rows.items():
-            if rank != self._rank or name != TOKENS or len(space.ids) != space.n:
+            if rank == self._rank and name == TOKENS and len(space.ids) == space.n:
+                _put(seen, space, np.array(space.ids, np.int64), 0)
+        for r in self._dump.records:
+            if (r.tap, r.role, r.rank) != (_SAMPLER, _TOKEN, self._rank) or r.step is None or r.payload is None:
                 continue
-            ids, at = np.array(space.ids, np.int64), 0
-            for s in space.segments:
-                seen.setdefault(s.req, []).append((np.arange(s.pos, s.pos + s.n), ids[at : at + s.n]))
-                at += s.n
+            space = self._dump.rows.get((self._rank, r.step, LOGITS))
+            if space is not None and (self._rank, r.step, TOKENS) not in self._dump.rows and r.shape == (space.n,):
+                try:
+                    _put(seen, space, np.asarray(self._dump.read(r), np.int64), 1)
+                except (DumpError, OSError):
+                    continue  # its tokens are not known
         found = {}
         for req, parts in seen.items():
             positions, tokens = (np.concatenate(column) for column in zip(*parts, strict=True))

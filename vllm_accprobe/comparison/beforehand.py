@@ -14,6 +14,7 @@ from vllm_accprobe.align.requests import what_differs
 from vllm_accprobe.comparison.measure.read import UNREAD
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.states import cache_notes
+from vllm_accprobe.dump.schema import SamplingParameters
 from vllm_accprobe.dump.select import nearest
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
@@ -34,6 +35,7 @@ def notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
         if left:
             out.append(f"{len(left)} requests have no partner and were not compared: only in {side}")
     out += plan.notes
+    out += _parameters(plan)
     out += _dtypes(plan)
     out += cache_notes(dumps)
     if odd := plan.odd_copies():
@@ -69,6 +71,25 @@ def taps_effect(run: dict[str, Any]) -> list[str]:
 def _first_error(dump: Any) -> str:
     e = dump.errors[0]
     return f"{e.get('where', '?')}: {str(e.get('message', ''))[:200]}"
+
+
+def _parameters(plan: Plan) -> list[str]:
+    """One sentence where requests ask the sampler for something else: their tokens may then rightly differ."""
+    found = [
+        (m, g.sampling, m.sampling)
+        for g, m, _ in plan.requests.pairs
+        if g.sampling is not None and m.sampling is not None and g.sampling.digest != m.sampling.digest
+    ]
+    if not found:
+        return []
+    request, golden, mine = found[0]
+    fields = [f for f in SamplingParameters.__dataclass_fields__ if f not in ("digest", "prompt")]
+    differ = [f for f in fields if getattr(golden, f) != getattr(mine, f)]
+    lists = [f for f in differ if isinstance(getattr(golden, f), tuple) or isinstance(getattr(mine, f), tuple)]
+    said = [f"{f} {getattr(golden, f)} in golden, {getattr(mine, f)} in mine" for f in differ if f not in lists] + lists
+    more = f", and {len(found) - 1} more requests" if len(found) > 1 else ""
+    what = "; ".join(f.replace("_", " ") for f in said) or "lists too long to be written down"
+    return [f"request {request.id!r}{more}: other sampling parameters ({what}): flipped tokens are not judged"]
 
 
 def _dtypes(plan: Plan) -> list[str]:

@@ -17,11 +17,11 @@ from vllm_accprobe.align.files import take_names
 from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
 from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.comparison import beforehand
+from vllm_accprobe.comparison.measure.asked_rows import AskedRows
 from vllm_accprobe.comparison.measure.flipped import best_logits
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
 from vllm_accprobe.comparison.measure.padding import graphs_of, padding_of
 from vllm_accprobe.comparison.measure.read import Loader
-from vllm_accprobe.comparison.measure.sampled import Sampled
 from vllm_accprobe.comparison.measure.samples import take_samples
 from vllm_accprobe.comparison.measure.spreads import take_spreads
 from vllm_accprobe.comparison.measure.workers import measure_all, unit_bytes
@@ -253,7 +253,7 @@ class _Run:
         plan, (golden, mine) = self.plan, self.dumps
         tree, tokens = plan.tree, plan.tokens
         activations = [u for u in plan.units if not u.is_param]
-        sampled = Sampled(plan, self.loaders, self.dumps)
+        sampled = AskedRows(plan, self.loaders, self.dumps)
         return Setting(
             golden_path=str(golden.path),
             mine_path=str(mine.path),

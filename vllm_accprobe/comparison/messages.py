@@ -241,9 +241,6 @@ def notes(
     if whys[flips.RANDOM]:
         out.append(f"{whys[flips.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
     out += harmless.masked(flipped)
-    if whys[flips.OTHERWISE]:
-        out.append(f"{whys[flips.OTHERWISE]} requests flip that ask for other sampling parameters in mine than in golden: "
-                   "their tokens are not judged")  # fmt: skip
     if whys[flips.UNKNOWN]:
         out.append(f"{whys[flips.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
     return out

@@ -80,8 +80,8 @@ NOTHING = Masking()
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is known of a row by the parameters of its request, golden's and mine's (comparison/measure/sampled.py).
+class AskedRow:
+    """What is known of a row by the parameters of its request, golden's and mine's (comparison/measure/asked_rows.py).
 
     left, token: sampling_rules' RIGHT, WRONG or UNKNOWN of golden and mine; why: what is wrong, of each; processors:
     words of those that left wrong logits. greedy, seeded: both requests are. same_*: whether both have the same bits,
@@ -101,8 +101,8 @@ class Asked:
     same_noise: bool = False
 
     @classmethod
-    def of(cls, found: Mapping[str, Any] | None) -> Asked:
-        """Of what `Sampled.of` gives."""
+    def of(cls, found: Mapping[str, Any] | None) -> AskedRow:
+        """Of what `AskedRows.of` gives."""
         if found is None:
             return cls()
         golden, mine = found["checks"]
@@ -138,21 +138,21 @@ class Asked:
             return SAMPLED
         return RANDOM
 
-    def sentence(self, why: str) -> str:
-        """What is wrong, for a verdict of FAILED."""
+    def sentence(self, why: str) -> tuple[str, str]:
+        """(which logits processors, "" for the sampler; what is wrong), for a verdict of FAILED."""
         side = 0 if why in (GOLDEN_SAMPLED, GOLDEN_PROCESSED) else 1
         found = self.why[side] if WRONG in (self.left[side], self.token[side]) else ""
+        where = "in golden: " if side == 0 and found else ""
         if why in (PROCESSED, GOLDEN_PROCESSED):
             words = " and ".join(self.processors[side])
-            said = f"logits processor{f': {words}' if words else ''}"
             told = found or "equal logits and parameters, and golden's processors left others"
-            return f"{said}: {told}"
+            return f"logits processor{f': {words}' if words else ''}", where + told
         if found:
-            return found
-        return "equal logits, parameters and seed, and another token than golden's" if self.same_logits else ""
+            return "", where + found
+        return "", "equal logits, parameters and seed, and another token than golden's" if self.same_logits else ""
 
 
-NOT_ASKED = Asked()
+NOT_ASKED = AskedRow()
 
 
 def judge_flip(
@@ -161,7 +161,7 @@ def judge_flip(
     flip: Flip,
     logits_agree: bool | None,
     masks: tuple[Masking, Masking] = (NOTHING, NOTHING),
-    asked: Asked = NOT_ASKED,
+    asked: AskedRow = NOT_ASKED,
 ) -> str:
     """One of NEAR_TIE, UPSTREAM, SAMPLED, RANDOM, UNKNOWN, MASKED, PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED,
     OTHERWISE. golden, mine: the best logits as the model gave them. logits_agree: within limits, None where not

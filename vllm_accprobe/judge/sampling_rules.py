@@ -43,6 +43,8 @@ _BORDER = 2.0**-14
 _DRAW = 2.0**-18
 """Chosen: how far apart the two best sums of logit and noise must be, in units of their size, for a float32 kernel to
 order them as float64 does: 64 units."""
+_VOCABULARY = 1 << 22
+"""Chosen: more tokens than any vocabulary has, and than any answer: what a damaged dump says beyond it is not used."""
 RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
 FORCED = "its token was named by its client"
 DRAFTS = "its step verifies drafts"
@@ -55,7 +57,7 @@ that the engine's noise draws, None where rounding may decide."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LogitsRow:
     """What a dump has of one row of logits. asks: None where it does not know. raw: float64 [V], NaN where not known.
     left: (logits, ids) of the best after all processors, descending, None where they were not recorded. prompt: the
     distinct tokens of the prompt; output: the tokens generated before, in order; None where not all are known.
@@ -78,8 +80,22 @@ class Row:
         return self.raw is not None and not bool(np.isnan(self.raw).any())
 
 
+def of_best(
+    best: tuple[np.ndarray, np.ndarray] | None, left: tuple[np.ndarray, np.ndarray] | None, token: int | None
+) -> np.ndarray | None:
+    """``LogitsRow.raw`` where only the best (logits, ids) are known: the others are NaN."""
+    if best is None:
+        return None
+    known = [*best[1].tolist(), *(left[1].tolist() if left is not None else ()), token or 0]
+    if min(known) < -1 or max(known) > _VOCABULARY:
+        return None
+    raw = np.full(max(known) + 2, np.nan)
+    raw[best[1]] = best[0]
+    return raw
+
+
 @dataclass(frozen=True, slots=True)
-class Checked:
+class RowCheck:
     """left: whether the processors did what the request asks; token: whether the sampler took a right one of what they
     left. RIGHT, WRONG, or UNKNOWN, with the reason in ``why_*``, which of a wrong one says what is wrong. processors:
     the words of those that left a wrong row. best: (logits, ids) that should have been left, as many as were recorded.
@@ -99,7 +115,7 @@ class Unknown(Exception):
     """A row that cannot be computed again; its text says why."""
 
 
-def processed(row: Row) -> tuple[np.ndarray, np.ndarray]:
+def processed(row: LogitsRow) -> tuple[np.ndarray, np.ndarray]:
     """(logits that the request's processors should leave, float64 [V], how far off a right engine may be). Raises
     Unknown."""
     asks, raw = row.asks, row.raw
@@ -113,6 +129,8 @@ def processed(row: Row) -> tuple[np.ndarray, np.ndarray]:
         raise Unknown(f"what {' and '.join(dict.fromkeys(unwritten))} changes is not in the dump")
     if row.drafts and asks.processors:
         raise Unknown(DRAFTS)
+    if asks.repetition <= 0.0:
+        raise Unknown(f"its repetition penalty is {asks.repetition:.3g}")
     z, size = raw.copy(), np.abs(raw)
     forbidden = _forbidden(row, asks, len(z))
     for token, bias in asks.bias:
@@ -126,7 +144,7 @@ def processed(row: Row) -> tuple[np.ndarray, np.ndarray]:
     return z, _STEPS * _ROUND * np.where(np.isfinite(size), size, 0.0)
 
 
-def _forbidden(row: Row, asks: SamplingParameters, width: int) -> np.ndarray:
+def _forbidden(row: LogitsRow, asks: SamplingParameters, width: int) -> np.ndarray:
     out = np.zeros(width, bool)
     if asks.allowed is not None:
         out[:] = True
@@ -141,13 +159,13 @@ def _forbidden(row: Row, asks: SamplingParameters, width: int) -> np.ndarray:
     return out
 
 
-def _said(row: Row) -> np.ndarray:
+def _said(row: LogitsRow) -> np.ndarray:
     if row.output is None:
         raise Unknown("not all tokens that its request had generated are in the dump")
     return row.output
 
 
-def _penalised(z: np.ndarray, row: Row, asks: SamplingParameters) -> tuple[np.ndarray, np.ndarray]:
+def _penalised(z: np.ndarray, row: LogitsRow, asks: SamplingParameters) -> tuple[np.ndarray, np.ndarray]:
     """(z, what adds to the size of its roundings)"""
     said = _said(row)
     counts = np.bincount(said[said < len(z)], minlength=len(z)).astype(np.float64)
@@ -173,23 +191,24 @@ def kept(z: np.ndarray, asks: SamplingParameters, slack: float = _BORDER) -> np.
     if asks.min_p > 0.0:
         p = _softmax(x)
         keep &= p >= asks.min_p * p.max() * (1.0 - slack)
-    tiny = slack * 2.0**-8 * np.maximum(np.abs(x), 1.0, where=np.isfinite(x), out=np.ones_like(x))
     if 0 < asks.top_k < int(keep.sum()):
-        limit = np.partition(x[keep], -asks.top_k)[-asks.top_k]
-        keep &= x >= limit - tiny if slack > 0 else x > limit + np.abs(tiny)
-        if slack <= 0 and not keep.any():
-            keep[int(x.argmax())] = True
-    if asks.top_p < 1.0:
+        limit = float(np.partition(x[keep], -asks.top_k)[-asks.top_k])
+        tiny = _BORDER * 2.0**-8 * max(abs(limit), 1.0)
+        near = keep & (x >= limit - tiny)
+        keep = near if slack > 0 or int(near.sum()) == asks.top_k else keep & (x > limit + tiny)
+    if asks.top_p < 1.0 and keep.any():
         p = _softmax(np.where(keep, x, -np.inf))
         order = np.argsort(-p, kind="stable")
-        before = np.cumsum(p[order]) - p[order]
-        inside = before < asks.top_p + slack
-        if slack > 0:  # equals of the last one that is inside may stand before it
-            inside |= p[order] >= p[order][max(int(inside.sum()) - 1, 0)] * (1.0 - slack)
+        fallen = p[order]
+        inside = np.cumsum(fallen) - fallen < asks.top_p + slack
+        last = max(int(inside.sum()), 1)
+        if slack > 0:  # equals of the last one may stand before it
+            inside = fallen >= fallen[last - 1] * (1.0 - slack)
+        elif last < len(fallen) and fallen[last] > 0.0:
+            inside &= fallen > fallen[last] * (1.0 - slack)
         inside[0] = True
-        out = np.zeros_like(keep)
-        out[order[inside]] = True
-        keep &= out
+        keep = np.zeros_like(keep)
+        keep[order[inside & (fallen > 0.0)]] = True
     return keep
 
 
@@ -254,34 +273,34 @@ def _mixed(z: np.ndarray) -> np.ndarray:
 
 @dataclass
 class _Check:
-    row: Row
+    row: LogitsRow
     z: np.ndarray | None = None
     bound: np.ndarray = field(default_factory=lambda: np.zeros(0))
     why: str = ""
 
-    def run(self) -> Checked:
+    def run(self) -> RowCheck:
         try:
             self.z, self.bound = processed(self.row)
         except Unknown as why:
             self.why = str(why)
         return self._left()
 
-    def _left(self) -> Checked:
+    def _left(self) -> RowCheck:
         row, z = self.row, self.z
         if row.left is None or z is None:
             why = self.why or "what the processors left was not recorded"
-            return self._token(Checked(UNKNOWN, UNKNOWN, why))
+            return self._token(RowCheck(UNKNOWN, UNKNOWN, why))
         wrong = differs(z, self.bound, row.left)
         best = self._best(len(row.left[0]))
         if wrong is None:
             known = row.whole or not np.isnan(z[row.left[1][np.isfinite(row.left[0])].astype(np.int64)]).any()
-            return self._token(Checked(RIGHT if known else UNKNOWN, UNKNOWN, "" if known else NO_LOGITS, best=best))
+            return self._token(RowCheck(RIGHT if known else UNKNOWN, UNKNOWN, "" if known else NO_LOGITS, best=best))
         asks = row.asks
         assert asks is not None
         words, how = explained(row)
         names = words or asks.processors or tuple(row.masked or ())
         told = f"{wrong}{f': {how}' if how else ''}"
-        return self._token(Checked(WRONG, UNKNOWN, told, processors=names, best=best))
+        return self._token(RowCheck(WRONG, UNKNOWN, told, processors=names, best=best))
 
     def _best(self, n: int) -> tuple[np.ndarray, np.ndarray] | None:
         if self.z is None or not self.row.whole:
@@ -289,7 +308,7 @@ class _Check:
         ids = np.argsort(-self.z, kind="stable")[:n]
         return self.z[ids], ids
 
-    def _token(self, found: Checked) -> Checked:
+    def _token(self, found: RowCheck) -> RowCheck:
         row, token, asks = self.row, self.row.token, self.row.asks
         why = ""
         if token is None or token < 0:
@@ -309,7 +328,7 @@ class _Check:
             return replace(found, token=UNKNOWN, why_token=why)
         return self._drawn(found, asks, token)
 
-    def _greedy(self, found: Checked, asks: SamplingParameters, token: int) -> Checked:
+    def _greedy(self, found: RowCheck, asks: SamplingParameters, token: int) -> RowCheck:
         row = self.row
         if found.left != WRONG and self.z is not None and row.whole:
             z, bound = self.z, self.bound
@@ -338,7 +357,7 @@ class _Check:
         told = f"greedy, and token {token} is {far} what was left as best, {best}"
         return replace(found, token=WRONG, why_token=told, should=best)
 
-    def _drawn(self, found: Checked, asks: SamplingParameters, token: int) -> Checked:
+    def _drawn(self, found: RowCheck, asks: SamplingParameters, token: int) -> RowCheck:
         z = self.z
         assert z is not None
         may = kept(z, asks)
@@ -369,17 +388,20 @@ class _Check:
         return replace(found, token=WRONG, why_token=told, should=should)
 
 
-def check(row: Row) -> Checked:
+def check(row: LogitsRow) -> RowCheck:
     """Whether what was done to one row of logits, and the token taken of it, follow from its request's parameters."""
     return _Check(row).run()
 
 
-def drawn(z: np.ndarray, asks: SamplingParameters, row: Row) -> int | None:
+def drawn(z: np.ndarray, asks: SamplingParameters, row: LogitsRow) -> int | None:
     """The token that the engine's noise draws of processed logits; None where it is not known, or rounding decides."""
-    if asks.seed is None or row.draw is None:
+    if asks.seed is None or row.draw is None or row.generated > _VOCABULARY:
         return None
     x = z / asks.temperature
-    found = {row.draw(np.where(kept(z, asks, s), x, -np.inf), asks.seed, row.generated) for s in (_BORDER, -_BORDER)}
+    both = [kept(z, asks, s) for s in (_BORDER, -_BORDER)]
+    if not both[1].any():
+        return None
+    found = {row.draw(np.where(keep, x, -np.inf), asks.seed, row.generated) for keep in both}
     return next(iter(found)) if len(found) == 1 else None
 
 
@@ -419,7 +441,7 @@ def differs(z: np.ndarray, bound: np.ndarray, left: tuple[np.ndarray, np.ndarray
     return None
 
 
-def explained(row: Row) -> tuple[tuple[str, ...], str]:
+def explained(row: LogitsRow) -> tuple[tuple[str, ...], str]:
     """(words of the processors, how) of the first way to process the row wrongly that gives just what the engine left,
     or took; ((), "") where none does."""
     for words, how, other in _variants(row):
@@ -441,7 +463,7 @@ def explained(row: Row) -> tuple[tuple[str, ...], str]:
     return (), ""
 
 
-def _variants(row: Row) -> Iterator[tuple[tuple[str, ...], str, Row]]:
+def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]]:
     asks = row.asks
     if asks is None:
         return

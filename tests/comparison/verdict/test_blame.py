@@ -1,11 +1,13 @@
 """Planted faults: the module that makes the error is named, at the token where it does, and nobody else is."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from synthetic_model import PROMPTS, Tiny, capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.dump.schema import Mask
+from vllm_accprobe.dump.schema import Mask, SamplingParameters
 from vllm_accprobe.report import html, markdown, terminal
 
 LEAVES = [
@@ -220,6 +222,70 @@ def test_a_mask_that_is_not_applied_is_the_samplers_fault():
     other = compare(capture(mask={11: (GRAMMAR, FORBIDDEN)}), capture(mask={11: (Mask(("a grammar",), "1" * 32), [])}))
     assert other.verdict == "pass"
     assert other.notes[0].startswith("logits were masked by a grammar on both sides, otherwise in mine than in golden")
+
+
+GREEDY = SamplingParameters(temperature=0.0, digest="greedy")
+PENALISED = SamplingParameters(temperature=0.0, repetition=1.7, digest="1.7")
+
+
+def penalised(logits, ids, prompt, size=1.7):
+    """Repetition, of the prompt and all that was generated."""
+    out = np.asarray(logits, np.float32).copy()
+    seen = sorted(set(ids))
+    out[seen] = np.where(out[seen] > 0, out[seen] / np.float32(size), out[seen] * np.float32(size))
+    return out
+
+
+def forgetful(logits, ids, prompt):
+    """The same without what was generated."""
+    return penalised(logits, ids[:prompt], prompt)
+
+
+def test_penalties_that_do_not_see_what_was_generated():
+    golden = capture(asks=PENALISED, process=penalised)
+    assert compare(golden, capture(asks=PENALISED, process=penalised)).verdict == "pass"
+    result = compare(golden, capture(asks=PENALISED, process=forgetful))
+    assert result.verdict == "fail"
+    (origin,) = result.origins
+    assert (origin["module"], origin["class"]) == ("sampler", "logits processor: penalties")
+    assert origin["role"] == "output.masked_logits"
+    assert origin["shape"].endswith(": as if nothing had been generated yet")
+    back = compare(capture(asks=PENALISED, process=forgetful), golden)  # golden is the wrong one
+    assert back.verdict == "fail"
+    assert back.origins[0]["shape"].startswith("in golden: ")
+    assert {f["why"] for f in back.tokens["flipped"]} <= {"logits processor of golden"}
+
+
+def test_wrong_processors_are_found_where_no_token_flips():
+    """What is added to all logits alike changes no order."""
+    golden = capture(asks=PENALISED, process=penalised)
+    result = compare(golden, capture(asks=PENALISED, process=lambda z, ids, n: penalised(z, ids, n) + 0.5))
+    assert result.tokens["flipped"] == []
+    assert [o["class"] for o in result.origins] == ["logits processor: penalties"]
+    assert result.verdict == "fail"
+
+
+def test_other_parameters_are_nobodys_fault():
+    odd = tuple(range(1, 64, 2))
+    other = replace(PENALISED, repetition=1.0, allowed=odd, digest="odd")
+    even = np.arange(64) % 2 == 0
+    mine = capture(asks=other, process=lambda z, ids, n: np.where(even, -np.inf, z))
+    result = compare(capture(asks=PENALISED, process=penalised), mine)
+    assert result.verdict == "pass"
+    assert {f["why"] for f in result.tokens["flipped"]} == {"other sampling parameters"}
+    assert result.notes[0] == (
+        "request 'a', and 2 more requests: other sampling parameters (repetition 1.7 in golden, 1.0 in mine; allowed): "
+        "flipped tokens are not judged"
+    )
+
+
+def test_a_golden_whose_sampler_is_wrong_is_said_to_be():
+    """Without the request's parameters its tokens would count as drawn at random."""
+    wrong = capture(asks=GREEDY, sampler=lambda best, at: np.where(at == 11, (best + 7) % 64, best))
+    result = compare(wrong, capture(asks=GREEDY))
+    assert result.verdict == "fail"
+    assert {f["why"] for f in result.tokens["flipped"]} == {"sampler of golden"}
+    assert result.origins[0]["shape"].startswith("in golden: greedy, and token ")
 
 
 def test_tokens_sampled_at_random_are_not_judged():

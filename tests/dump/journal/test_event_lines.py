@@ -21,6 +21,7 @@ from vllm_accprobe.dump.schema import (
     Module,
     Request,
     RowSpace,
+    SamplingParameters,
     Segment,
     Skip,
     Step,
@@ -34,6 +35,11 @@ LINES = [
      '"images":[{"hash":"ab","pos":2,"n":4}]}'),
     (Request(0, "a", "", "", 0),
      '{"event":"request","req":0,"id":"a","internal_id":"","prompt":"","prompt_len":0,"ordinal":0}'),
+    (Request(0, "a", "", "", 0, sampling=SamplingParameters(
+        0.5, top_k=4, seed=-3, bias=((7, -1.5),), allowed=(), bad_words=((1, 2),), prompt=(1, 5), also=("a grammar",))),
+     '{"event":"request","req":0,"id":"a","internal_id":"","prompt":"","prompt_len":0,"ordinal":0,"sampling":{'
+     '"temperature":0.5,"top_k":4,"seed":-3,"bias":[[7,-1.5]],"allowed":[],"bad_words":[[1,2]],"prompt":[1,5],'
+     '"also":["a grammar"]}}'),
     (RowSpace(1, "tokens", 8, (Segment(0, 5, 2, 0), Segment(1, 0, 1, 2, "decode")), (7, 8, -1)),
      '{"event":"rows","step":1,"space":"tokens","src_rows":8,"ids":[7,8,-1],"segments":['
      '{"req":0,"pos":5,"n":2,"row":0,"phase":"prefill"},{"req":1,"pos":0,"n":1,"row":2,"phase":"decode"}]}'),
@@ -90,6 +96,10 @@ def test_every_kind_is_here() -> None:
 @pytest.mark.parametrize(("event", "why"), [
     ({"event": "request", "id": "a"}, "req is None, not a number"),
     ({"event": "request", "req": 0, "id": "a", "images": [{"n": 1 << 30}]}, "n is 1073741824, not a number"),
+    *(({"event": "request", "req": 0, "id": "a", "sampling": {key: value}}, f"{key} is") for key, value in (
+        ("temperature", "hot"), ("top_p", 1e300), ("seed", 1.5), ("allowed", [-1]), ("bias", [[1]]),
+        ("bad_words", [[1.5]]), ("prompt", [1] * 70000), ("stop", "1"), ("also", [1]))),
+    ({"event": "request", "req": 0, "id": "a", "sampling": []}, r"sampling is \[\]"),
     ({"event": "rows", "step": 0, "space": "x", "segments": [{"req": 0, "pos": 0}]}, "n is None, not a number"),
     ({"event": "masks", "step": 0, "masked": [{"req": 0, "by": [1]}]}, r"by is \[1\]"),
     ({"event": "label", "step": 0, "tap": "a", "role": "pta", "path": "p", "file": 0, "ending": "exe"},

@@ -16,8 +16,8 @@ import numpy as np
 
 from vllm_accprobe.align.requests import identity
 from vllm_accprobe.align.tokens import Flip
+from vllm_accprobe.comparison.measure.asked_rows import AskedRows
 from vllm_accprobe.comparison.measure.read import Loader, Unread
-from vllm_accprobe.comparison.measure.sampled import Sampled
 from vllm_accprobe.comparison.plan.joining import Group, alone
 from vllm_accprobe.comparison.plan.unit import MASKED_IDS, MASKED_LOGITS, SAMPLER, TOP_IDS, TOP_LOGITS
 from vllm_accprobe.comparison.plan.units import Plan
@@ -29,11 +29,11 @@ Lookups = dict[str, "list[Group]"]
 
 
 def best_logits(
-    plan: Plan, loaders: tuple[Loader, Loader], dumps: tuple[Any, Any], sampled: Sampled | None = None
+    plan: Plan, loaders: tuple[Loader, Loader], dumps: tuple[Any, Any], sampled: AskedRows | None = None
 ) -> list[dict[str, Any]]:
     """For each flipped token {"flip": its fields, "best": [golden's, mine's], each [logits, ids] or None, "masks":
     [golden's, mine's], each [words or None, hash or None, [logits, ids] or None] as judge.flips.Masking, "asked": as
-    `Sampled.of`}."""
+    `AskedRows.of`}."""
     found = []
     groups = [_lookups(plan, side, dump) for side, dump in enumerate(dumps)]
     for flip in plan.tokens.flips:

@@ -72,10 +72,10 @@ class Setting:
     names, images: as TokenPlan's. parent, children, mixing, classes: as flow.Tree's. attrs: of mine's modules.
     notes: what must be said first, whatever the verdict. coverage: compare.json's, but for pairs and near ties.
     skipped: by reason, found while planning and measuring. flips: one dict per flipped token with both sides' best
-    logits, and what its request asks for (sampled.py); processed: rows without a flip whose processed logits differ, as
-    sampled.py tells of them. batches: step → (requests, tokens) of mine. graphs: step → (size of the captured graph that computed it,
-    0 for none; rows of it that are nobody's) of mine, empty where no step had one. padding: what stood in such rows
-    (padding.py). places: all comparable rows of mine as sorted keys, with the
+    logits, and what its request asks for (asked_rows.py); processed: rows without a flip whose processed logits differ,
+    as asked_rows.py tells of them. batches: step → (requests, tokens) of mine. graphs: step → (size of the captured
+    graph that computed it, 0 for none; rows of it that are nobody's) of mine, empty where no step had one. padding:
+    what stood in such rows (padding.py). places: all comparable rows of mine as sorted keys, with the
     first step that computed each and whether it was decoding. moments: (cell, step) → keys of its rows.
     nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
     hashes; rehashed: as RequestPlan's. settings: as settings.differing's. states: as comparison/states.py's. weights:

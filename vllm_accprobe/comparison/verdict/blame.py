@@ -262,7 +262,7 @@ def judge_flips(
 ) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]], Compared]:
     """(entries of ``tokens.flipped``, the sampler as [(order, origin)] where it is one, the pairs with verdicts)."""
     entries: list[dict[str, Any]] = []
-    failed: list[tuple[int, str, str]] = []
+    failed: list[tuple[int, str, tuple[str, str]]] = []
     verdicts: dict[int, str] = {}
     for found in setting.flips:
         flip = Flip(**found["flip"])
@@ -270,15 +270,16 @@ def judge_flips(
         sides = [rules.Masking(None if by is None else tuple(by), grammar, _as_best(left))
                  for by, grammar, left in found.get("masks") or [(None, None, None)] * 2]  # fmt: skip
         masks = sides[0], sides[1]
-        asked = rules.Asked.of(found.get("asked"))
+        asked = rules.AskedRow.of(found.get("asked"))
         why = rules.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks, asked)
-        said = asked.sentence(why) if why in rules.FAILED else ""
-        entries.append(rules.flip_entry(flip, setting.name(flip.key)[0], golden, mine, why, masks, said))
+        said = asked.sentence(why) if why in rules.FAILED else ("", "")
+        words = ": ".join(filter(None, said))
+        entries.append(rules.flip_entry(flip, setting.name(flip.key)[0], golden, mine, why, masks, words))
         verdicts[flip.key] = why
         if why in rules.FAILED:
             failed.append((flip.key, why, said))
     for found in setting.processed:
-        asked = rules.Asked.of(found)
+        asked = rules.AskedRow.of(found)
         by_request = asked.verdict(flipped=False)
         if by_request in rules.FAILED:
             failed.append((int(found["key"]), str(by_request), asked.sentence(str(by_request))))
@@ -291,21 +292,19 @@ def judge_flips(
 
 
 def _sampler_origins(
-    failed: Sequence[tuple[int, str, str]], setting: Setting, places: Places
+    failed: Sequence[tuple[int, str, tuple[str, str]]], setting: Setting, places: Places
 ) -> list[tuple[int, dict[str, Any]]]:
-    """One origin for the sampler and one for its processors, of rows as (key, verdict, sentence); what stands behind
-    wrong processors is not told of the sampler."""
+    """One origin for the processors and one for the sampler, of rows as (key, verdict, what judge.flips says of it)."""
     out = []
     for verdicts, role in (((rules.PROCESSED, rules.GOLDEN_PROCESSED), MASKED_LOGITS),
                            ((rules.SAMPLED, rules.GOLDEN_SAMPLED), TOKEN)):  # fmt: skip
         rows = [(key, why, said) for key, why, said in failed if why in verdicts]
         if not rows:
             continue
-        key, why, said = rows[places.earliest(np.array([key for key, _, _ in rows]))]
+        key, _, (processor, said) = rows[places.earliest(np.array([key for key, _, _ in rows]))]
         request, where = setting.name(key)
-        side = "in golden: " if why in (rules.GOLDEN_SAMPLED, rules.GOLDEN_PROCESSED) else ""
-        cls = setting.classes.get(SAMPLER, "")
-        origin = messages.sampler_origin(cls, request, where, places.phase(key), role, f"{side}{said}" if said else "")
+        cls = processor or setting.classes.get(SAMPLER, "")
+        origin = messages.sampler_origin(cls, request, where, places.phase(key), role, said)
         out.append((setting.sampler_order, origin | {"rows": len(rows)}))
     return out
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 import sys
 from collections.abc import Callable, Mapping
@@ -44,6 +43,8 @@ MAX_ROWS = 1 << 26
 """Stored rows of one row space, and elements along any dimension of a vision item: more is no step of a model."""
 LABEL_ENDINGS = ("bin", "npy", "npz", "pt", "pth", "safetensors")
 """Kinds of files that labels may name."""
+MAX_NUMBER = 1e9
+"""Of a sampling parameter: more than any sampler takes."""
 MAX_LISTED = 1 << 16
 """Tokens of one list of a request's sampling parameters: more than any vocabulary's part that capture writes down."""
 _WORD = 200
@@ -192,7 +193,7 @@ def _request_images(e: Event, key: str) -> tuple[Image, ...]:
 
 def _number(e: Event, key: str, default: float) -> float:
     value = e.get(key, default)
-    if type(value) not in (int, float) or not abs(value) < math.inf:
+    if type(value) not in (int, float) or not abs(value) < MAX_NUMBER:
         raise ValueError(f"{key} is {short(value)}, not a number")
     return float(value)
 
@@ -205,7 +206,8 @@ def _tokens(value: Any, key: str) -> tuple[int, ...]:
 
 
 def _bias(value: Any, key: str) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, list) or len(value) > MAX_LISTED or not all(type(v) is list and len(v) == 2 for v in value):
+    pairs = isinstance(value, list) and all(type(v) is list and len(v) == 2 for v in value)
+    if not pairs or len(value) > MAX_LISTED:
         raise ValueError(f"{key} is {short(value)}, not a list of pairs")
     return tuple((integer({"token": t}, "token"), _number({"bias": b}, "bias", 0.0)) for t, b in value)
 

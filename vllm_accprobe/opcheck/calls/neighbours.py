@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.align.sampled_rows import SampledRows
+from vllm_accprobe.align.sampled_rows import SampledHistory
 from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record
 from vllm_accprobe.opcheck.calls.history import Past
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.parameters import adapter_of
 from vllm_accprobe.opcheck.calls.prefix import Prefix, prefixes
-from vllm_accprobe.opcheck.calls.sampled import facts_of
+from vllm_accprobe.opcheck.calls.sampler_calls import facts_of
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.lora import PACKED, RowAdapters
 
@@ -53,7 +53,7 @@ class Neighbours:
         self._index = index
         self._common: dict[tuple[int, str], Mapping[str, Any]] = {}
         self._shared: dict[int, Mapping[int, Prefix]] = {}
-        self._sampled: dict[int, SampledRows] = {}
+        self._sampled: dict[int, SampledHistory] = {}
         self._scaling: dict[int, list[Module]] = {}
         self._below: dict[int, dict[str, frozenset[str]]] = {}
 
@@ -93,7 +93,7 @@ class Neighbours:
         if tap == SAMPLER:
             for other in ("logits_processor", "language_model.logits_processor"):
                 extra |= self._output("logits", rank, other, step, n)
-            rows = self._sampled.setdefault(rank, SampledRows(dump, rank))
+            rows = self._sampled.setdefault(rank, SampledHistory(dump, rank))
             extra |= facts_of(dump, rank, step, replace(what, extra=extra), rows)
         if what.cls == "MLAAttention":
             weight = parameters.of(rank, f"{tap}.kv_b_proj")

@@ -2,8 +2,8 @@
 
 Formulas: softmax and log-softmax by definition. Of vLLM's sampler a dump holds the best logits and ids, before and
 after penalties and the like, the runner's settings of each row, and the tokens. What these should be follows from each
-row's request, whose parameters the journal has (calls/sampled.py, judge/sampling_rules.py); a row of a request whose
-parameters are not there has no reference.
+row's request, whose parameters the journal has (calls/sampler_calls.py, judge/sampling_rules.py); a row of a request
+whose parameters are not there has no reference.
 """
 
 from __future__ import annotations

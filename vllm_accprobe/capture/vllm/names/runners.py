@@ -17,6 +17,9 @@ _IMAGES = "rows of images have no names: skipped"
 _QUIET = "batches that vLLM invents would be taken for steps"
 _DRAFTS = "what a draft model calls would be taken for the model's"
 _FORCED = "tokens cannot be forced"
+_SET = "what a row was sampled with is not captured"
+_ASKED = "what a request asks of the sampler is not captured whole: rows that need it have no reference"
+_NOISE = "seeded tokens are not drawn again"
 
 PLACES = (
     VllmPlace(
@@ -79,14 +82,28 @@ PLACES = (
     VllmPlace(
         "SamplingMetadata", ("vllm.v1.sample.metadata:SamplingMetadata",),
         (
-            *each("all_greedy temperature top_k top_p", "what a row was sampled with is not captured"),
+            *each("all_greedy temperature top_k top_p", _SET),
+            *each("no_penalties repetition_penalties presence_penalties frequency_penalties", _SET),
             *each("bad_words_token_ids logitsprocs", _MASKS),
             *each("thinking_budget_state_holder", _MASKS, since=(0, 21)),
         ),
     ),
     VllmPlace(
         "logits processors", ("vllm.v1.sample.logits_processor.state:LogitsProcessors",),
-        each("non_argmax_invariant", _MASKS),
+        (*each("non_argmax_invariant", _MASKS), *each("argmax_invariant", _SET)),
+    ),
+    VllmPlace(
+        "MinPLogitsProcessor", ("vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor",),
+        each("min_p min_p_count", _SET),
+    ),
+    VllmPlace(
+        "SamplingParams", ("vllm.sampling_params:SamplingParams",),
+        (
+            *each("allowed_token_ids all_stop_token_ids bad_words_token_ids", _ASKED),
+            one_of("structured_outputs guided_decoding", _ASKED),
+            *each("thinking_token_budget", _ASKED, since=(0, 21)),
+            *each("trace_decode_token_ids", _ASKED, since=(0, 32)),
+        ),
     ),
     VllmPlace(
         "MinTokensLogitsProcessor", ("vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor",),
@@ -102,7 +119,12 @@ PLACES = (
     ),
     VllmPlace(
         "V1's sampler", ("vllm.v1.sample.sampler:Sampler",),
-        (Need(("sample",), _FORCED, takes=("logits",), called=True),), of=("the V1 runner", "sampler"),
+        (Need(("sample",), _FORCED, takes=("logits",), called=True), *each("topk_topp_sampler", _NOISE)),
+        of=("the V1 runner", "sampler"),
+    ),
+    VllmPlace(
+        "V1's draw", ("vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler",),
+        each("use_fp64_gumbel", _NOISE, since=(0, 32)),
     ),
     VllmPlace(
         "SamplerOutput", ("vllm.v1.outputs:SamplerOutput",), each("sampled_token_ids", _TOKENS),

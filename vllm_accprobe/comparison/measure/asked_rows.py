@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.sampled_rows import SampledRows
+from vllm_accprobe.align.sampled_rows import SampledHistory
 from vllm_accprobe.comparison.measure.read import Loader, Unread
 from vllm_accprobe.comparison.plan.joining import Group, alone
 from vllm_accprobe.comparison.plan.unit import (
@@ -53,7 +53,7 @@ class _Side:
     def __init__(self, plan: Plan, side: int, loader: Loader, dump: Any):
         self._loader, self._dump = loader, dump
         self._tokens = (plan.tokens.golden, plan.tokens.mine)[side]
-        self._histories: dict[int, SampledRows] = {}
+        self._histories: dict[int, SampledHistory] = {}
         self.attrs = next(
             (dict(m.attrs) for ms in dump.modules.values() for m in ms if m.tap == SAMPLER), dict[str, Any]()
         )
@@ -94,20 +94,17 @@ class _Side:
         found = self.values(logits, place), self.values(ids, place)
         return None if found[0] is None or found[1] is None else (found[0], found[1].astype(np.int64))
 
-    def row(self, place: _Place, token: int | None) -> rules.Row:
+    def row(self, place: _Place, token: int | None) -> rules.LogitsRow:
         """All that the dump has of it."""
-        history = self._histories.setdefault(place.rank, SampledRows(self._dump, place.rank)).of(place.step)
-        if place.at >= len(history):
-            return rules.Row(None, None, None, token, None, None, 0)
-        h = history[place.at]
+        h = self._histories.setdefault(place.rank, SampledHistory(self._dump, place.rank)).row(place.step, place.at)
+        if h is None:
+            return rules.LogitsRow(None, None, None, token, None, None, 0)
         raw = self.values(_RAW, place)
         left = self.best(MASKED_LOGITS, MASKED_IDS, place)
-        if raw is None and (top := self.best(TOP_LOGITS, TOP_IDS, place)) is not None:
-            known = [*top[1].tolist(), *(left[1].tolist() if left else ()), token or 0]
-            raw = np.full(max(max(known), 0) + 2, np.nan)  # a vocabulary of which only the best are known
-            raw[top[1]] = top[0]
+        if raw is None:
+            raw = rules.of_best(self.best(TOP_LOGITS, TOP_IDS, place), left, token)
         masked = self._masked(place, h.request.req if h.request is not None else -1)
-        return rules.Row(
+        return rules.LogitsRow(
             h.asks, raw, left, token, h.prompt, h.output, h.generated, h.drafts, masked, self._draw
         )
 
@@ -116,7 +113,7 @@ class _Side:
         return None if mask is None else tuple(mask.by)
 
 
-class Sampled:
+class AskedRows:
     """Both sides' rows of logits."""
 
     def __init__(self, plan: Plan, loaders: tuple[Loader, Loader], dumps: tuple[Any, Any]):
@@ -126,8 +123,8 @@ class Sampled:
         self._same_noise = noise[0] is not None and noise[0] == noise[1] and runs[0] == runs[1]
 
     def of(self, key: int, tokens: Sequence[int | None]) -> dict[str, Any] | None:
-        """What judge.flips.Asked is made of, for the row ``key`` of which golden and mine took ``tokens``; None where
-        one side does not have it."""
+        """What judge.flips.AskedRow is made of, for the row ``key`` of which golden and mine took ``tokens``; None
+        where one side does not have it."""
         places = [side.places.get(key) for side in self._sides]
         if places[0] is None or places[1] is None:
             return None
@@ -184,7 +181,7 @@ class Sampled:
         return None not in rows and not all(map(np.array_equal, *rows))  # type: ignore[arg-type]
 
 
-def _plain(checked: rules.Checked) -> dict[str, Any]:
+def _plain(checked: rules.RowCheck) -> dict[str, Any]:
     found = asdict(checked)
     del found["best"]
     return found | {"processors": list(checked.processors)}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_accprobe.align.sampled_rows import SampledRow, SampledRows
+from vllm_accprobe.align.sampled_rows import SampledHistory, SampledRow
 from vllm_accprobe.dump.schema import EXPONENTIAL, NOISE, NOISE_DRAWS, SamplingParameters
 from vllm_accprobe.judge import sampling_rules as rules
 from vllm_accprobe.opcheck.reference import Call
@@ -25,11 +25,11 @@ _FORCED_AS_NONE = 0.9
 """Chosen: a top-k of so much of the vocabulary is none: runners write the vocabulary's size, padded or not."""
 
 
-def facts_of(dump: Any, rank: int, step: int, call: Call, rows: SampledRows) -> dict[str, Any]:
+def facts_of(dump: Any, rank: int, step: int, call: Call, rows: SampledHistory) -> dict[str, Any]:
     """``sampled`` of a sampler's call; {} where its rows are not known. `Call.extra` has the logits already."""
-    history = rows.of(step)
     first = next((t for role, t in call.outputs.items() if role.startswith("output.")), None)
-    if not history or first is None or len(first) != len(history):
+    history = rows.of(step, len(first)) if first is not None and first.dim() else []
+    if not history or any(len(t) != len(history) for t in call.outputs.values()):
         return {}
     masks = [None if h.request is None else dump.masks.get((rank, step, h.request.req)) for h in history]
     draw = noise_of(call.attrs)
@@ -39,7 +39,7 @@ def facts_of(dump: Any, rank: int, step: int, call: Call, rows: SampledRows) -> 
     found = []
     for i, (h, mask) in enumerate(zip(history, masks, strict=True)):
         found.append(
-            rules.Row(
+            rules.LogitsRow(
                 h.asks, _raw(call, logits, i), _left(call, i), _token(call, i), h.prompt, h.output, h.generated,
                 h.drafts, None if mask is None else tuple(mask.by), draw,
             )
@@ -82,14 +82,8 @@ def _raw(call: Call, logits: Any, i: int) -> np.ndarray | None:
     if logits is not None:
         return np.asarray(logits[i].double().numpy())
     top, ids = call.outputs.get("output.top_logits"), call.outputs.get("output.top_ids")
-    if top is None or ids is None:
-        return None
-    at = ids[i].long().numpy()
-    left = call.outputs.get(_IDS)
-    known = [*at.tolist(), *(left[i].tolist() if left is not None else ()), _token(call, i) or 0]
-    raw = np.full(max(known) + 2, np.nan)
-    raw[at] = top[i].double().numpy()
-    return raw
+    best = None if top is None or ids is None else (top[i].double().numpy(), ids[i].long().numpy())
+    return rules.of_best(best, _left(call, i), _token(call, i))
 
 
 def _left(call: Call, i: int) -> tuple[np.ndarray, np.ndarray] | None:
@@ -102,7 +96,7 @@ def _token(call: Call, i: int) -> int | None:
     return None if tokens is None else int(tokens[i].reshape(-1)[0])
 
 
-def _tokens(tokens: Any, checked: Sequence[rules.Checked], history: Sequence[SampledRow]) -> dict[str, Any]:
+def _tokens(tokens: Any, checked: Sequence[rules.RowCheck], history: Sequence[SampledRow]) -> dict[str, Any]:
     took = tokens.reshape(-1).long().tolist()
     right = [c.token != rules.WRONG for c in checked]
     should = [t if ok else (c.should if c.should is not None else -1)
@@ -119,7 +113,7 @@ def _tokens(tokens: Any, checked: Sequence[rules.Checked], history: Sequence[Sam
 
 
 def _lefts(
-    call: Call, rows: Sequence[rules.Row], checked: Sequence[rules.Checked], history: Sequence[SampledRow]
+    call: Call, rows: Sequence[rules.LogitsRow], checked: Sequence[rules.RowCheck], history: Sequence[SampledRow]
 ) -> dict[str, Any]:
     values, ids = call.outputs[_LEFT].double().clone(), call.outputs[_IDS].long().clone()
     bound = torch.zeros_like(values)
