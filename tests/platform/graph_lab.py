@@ -2,8 +2,8 @@
 
 The problem and the idea are the laboratory's (faults/fault_bench.py): runs lie on the disk under their way, what is
 finished is not made again, judging is apart. What differs is the engine: each faulty one has a compile cache of its
-own, because nothing in its key tells of a fault, or none where inductor compiles: there one process makes all. Not here: the judge
-(faults/fault_lab.py), the cases (graph_cases.py).
+own, because nothing in its key tells of a fault, or none where inductor compiles: there one process makes all. Not
+here: the judge (faults/fault_lab.py), the cases (graph_cases.py).
 """
 
 from __future__ import annotations
@@ -76,10 +76,11 @@ class GraphBench:
             faults = case.recorded if case is not None else ()
             fill = case.fill if case is not None else 1.0
             env |= bench.options(log=out.with_name(f"{out.name}.calls"), faults=faults, fill=fill)
-        kind = own if name == "inductor-fused" else name if name in INDUCTOR else "captured" if way.captured else "own"
+        kind = name if name in INDUCTOR else own if name == "inductor-fused" else "captured" if way.captured else "own"
+        fault = case.faults if case is not None else None
         self._host(kind, captured=way.captured).capture(
-            weights, _asks(model), out=out, how=way.how, env=env, fault=case.faults if case is not None else None, **way.engine
-        )  # fmt: skip
+            weights, _asks(model), out=out, how=way.how, env=env, fault=fault, **way.engine
+        )
         if kind == own:
             self._hosts.pop(kind).close()
         done.touch()
