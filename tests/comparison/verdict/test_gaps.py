@@ -156,7 +156,7 @@ def test_the_report_names_the_two_ends(golden):
         ({"modules": ["attention"]}, None, {"MODULES": "attention,a.c"}),
         ({"modules": []}, None, {}),
         ({"modules": []}, {}, {"GRAPHS": "1", "GRAPH_TAPS": "a.b,a.c,a.d"}),
-        ({"graph_taps": ["*"]}, {}, {"GRAPHS": "0"}),
+        ({"graph_taps": ["all"]}, {}, {"GRAPHS": "0"}),
     ],
 )
 def test_the_setting_that_would_split_it(probe, graphs, expected):

@@ -226,8 +226,8 @@ def _right(t: Trace, keys: np.ndarray) -> bool:
 
 
 def entry_of(entry: dict[str, Any], gap: Gap | None, classes: Mapping[str, str]) -> dict[str, Any]:
-    """compare.json's entry of an origin with its ``gap``: the module is then the one that encloses it, and the role that
-    of the tensor that shows the error, behind its tap's name."""
+    """compare.json's entry of an origin with its ``gap``: the module is then the one that encloses it, and the role
+    that of the tensor that shows the error, behind its tap's name."""
     if gap is None:
         return entry | {"gap": None}
     role = str(entry["role"])
@@ -263,7 +263,7 @@ def splitting(gap: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, str]:
     inside = _globs(gap)
     chosen = [str(m) for m in probe.get("modules") or ()]
     if isinstance(graphs, Mapping):
-        if "*" in (probe.get("graph_taps") or ()) or "all" in chosen:
+        if "all" in (*(probe.get("graph_taps") or ()), *chosen):
             return {"GRAPHS": "0"}
         ends = [tap.partition("/")[0] for tap in (gap.get("after") or "", gap["before"]) if tap]
         taps = [_glob(tap) for tap in ends if tap != ROOT_TAP]
