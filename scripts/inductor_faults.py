@@ -6,9 +6,9 @@
     python scripts/inductor_faults.py --keep DIR --only 'i-*'  # a glob over names of cases and models; --list
     python scripts/inductor_faults.py --keep DIR --judge --without-replay
 
-An outcome is `exact` (the first origin is the fault's module), `gap` (it is a gap that contains the module), `parent` or
-`child` (a module that encloses it, or lies in it: right about the place, less sharp), `WRONG` (another operator) or
-`missed` (the verdict is pass). Exit codes: 0 where the shares of GOALS are reached, 1 where not, 2 for bad usage.
+An outcome is `exact` (the first origin is the fault's module), `gap` (it is a gap that contains the module), `parent`
+or `child` (a module that encloses it, or lies in it: right about the place, less sharp), `WRONG` (another operator),
+`nobody` (it fails without an origin) or `missed` (the verdict is pass). Exit codes: 0 where the shares of GOALS are reached, 1 where not, 2 for bad usage.
 Not here: the cases (inductor_cases.py), running (graph_lab.py).
 """
 
@@ -49,7 +49,7 @@ def outcome(result: Any, module: str) -> str:
 def _fits(origin: Mapping[str, Any], module: str) -> str:
     gap = origin.get("gap")
     if gap:
-        return "gap" if module in gap["contains"] or gap["before"] == module and gap.get("open") else "WRONG"
+        return "gap" if module in gap["contains"] else "WRONG"
     named = str(origin["module"])
     if named == module:
         return "exact"

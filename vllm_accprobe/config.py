@@ -192,7 +192,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "graphs": words.flag,
     "graph_mb": words.natural,
     "graph_full": words.choice(words.WHEN_FULL),
-    "graph_taps": words.globs,
+    "graph_taps": words.modules,
     "ops": words.flag,
     "max_gb": words.amount("gigabytes", "GB", 10**6),
     "ops_mode": words.choice(words.OPS_MODES),

@@ -4,8 +4,8 @@ The problem: a compiled engine shows the ends of its kernels only, so that most 
 verdict there is right where it names the operator, or the gap that contains it, and wrong where it names another one.
 The idea: a case plants one fault in one of four architectures, captured with the default taps or with all; the golden
 is eager and sees every module. Strengths are such that the error stands out of the rounding that compiling moves: a
-norm behind the fault swallows a factor, and a residual sum makes it small. The fault's module is the truth. Not here: running (graph_lab.py), faults that only
-captured graphs have (graph_cases.py).
+norm behind the fault swallows a factor, and a residual sum makes it small. The fault's module is the truth.
+Not here: running (graph_lab.py), faults that only captured graphs have (graph_cases.py).
 """
 
 from __future__ import annotations

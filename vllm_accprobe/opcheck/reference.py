@@ -251,6 +251,29 @@ def _mark(word: str, attributes: Mapping[str, object], names: tuple[str, ...]) -
     return mark
 
 
+UNROUNDED = "unrounded"
+"""In Call.extra: the operator may have read its inputs before they were rounded to what was captured."""
+
+
+def half_a_unit_off(inputs: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Each number of a floating-point input half a unit of its own dtype larger or smaller, as float64; the same for
+    the same seed."""
+    import torch
+
+    drawn = torch.Generator().manual_seed(seed)
+    out = {}
+    for name, t in inputs.items():
+        if not t.is_floating_point():
+            out[name] = t
+            continue
+        # A binade's spacing is eps times its lower end.
+        half = torch.ldexp(torch.full(t.shape, torch.finfo(t.dtype).eps / 4.0, dtype=torch.float64),
+                           torch.frexp(t.double())[1])  # fmt: skip
+        signs = torch.randint(0, 2, t.shape, generator=drawn, dtype=torch.float64) * 2.0 - 1.0
+        out[name] = t.double() + signs * half * (t != 0)
+    return out
+
+
 def combined(*noises: Tensor | None) -> Tensor | None:
     """Independent absolute errors together: the root of the sum of their squares; None where there is none."""
     real = [n for n in noises if n is not None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
@@ -20,11 +21,14 @@ from vllm_accprobe.opcheck.reference import (
     KERNEL,
     MARKS,
     REFERENCE,
+    UNROUNDED,
     Call,
     Declined,
     Expected,
     Reference,
     Tensor,
+    combined,
+    half_a_unit_off,
 )
 
 
@@ -99,7 +103,20 @@ class References:
         outputs = _outputs(self.find(call.cls), call)
         if isinstance(outputs, Declined):
             return outputs
-        return {role: x if isinstance(x, Expected) else Expected(x) for role, x in outputs.items()}
+        found = {role: x if isinstance(x, Expected) else Expected(x) for role, x in outputs.items()}
+        return self._of_unrounded(call, found) if call.extra.get(UNROUNDED) else found
+
+    def _of_unrounded(self, call: Call, found: dict[str, Expected]) -> dict[str, Expected]:
+        """``found`` with what half a unit of each input more or less makes: the operator read its inputs before they
+        were rounded. An error that is uniform within half a unit has a standard deviation of that by root three."""
+        moved: dict[str, Any] = {}
+        for seed in range(_DRAWS):
+            drawn = replace(call, inputs=half_a_unit_off(call.inputs, seed))
+            for role, other in _values(_outputs(self.find(call.cls), drawn)).items():
+                if role in found and other.shape == found[role].value.shape and other.is_floating_point():
+                    most = (other - found[role].value).abs()
+                    moved[role] = most if role not in moved else moved[role].maximum(most)
+        return {role: _widened(e, moved.get(role)) for role, e in found.items()}
 
     def runs(self, name: str) -> bool:
         """Whether a device has something for this name."""
@@ -108,6 +125,24 @@ class References:
     def run(self, call: Call) -> Mapping[str, Tensor] | Declined:
         """What the device where the tensors of ``call`` lie makes of it, by role, or why nothing. Never raises."""
         return _outputs(self._kernels.find(call.cls), call)
+
+
+_DRAWS = 4
+"""Chosen: signs of the inputs' halves. Most of these operators read one or two numbers for an element, whose four
+pairs of signs four draws hit nearly always, and the largest counts."""
+
+
+def _values(outputs: Mapping[str, Any] | Declined) -> dict[str, Any]:
+    if isinstance(outputs, Declined):
+        return {}
+    return {role: x.value if isinstance(x, Expected) else x for role, x in outputs.items()}
+
+
+def _widened(e: Expected, moved: Tensor | None) -> Expected:
+    if moved is None:
+        return e
+    bound = None if e.bound is None else e.bound + 2.0 * moved
+    return replace(e, noise=combined(e.noise, moved / 3.0**0.5), bound=bound, groups=None)
 
 
 def _outputs(found: Reference | Declined, call: Call) -> Mapping[str, Any] | Declined:

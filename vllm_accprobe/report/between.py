@@ -60,5 +60,6 @@ def inside(comparison: Comparison, origin: Mapping[str, Any]) -> str | None:
     split = next(filter(None, (splitting(gap, run) for run in (comparison.mine_run, comparison.golden_run))), None)
     if split is None:
         return text
-    words = " ".join(f"VLLM_ACCPROBE_{name}={shlex.quote(value)}" for name, value in split.items())
+    words = " ".join(f"VLLM_ACCPROBE_{name}={shlex.quote(value)}" for name, value in split.items()
+                     if name != "GRAPHS" or len(split) == 1)  # fmt: skip
     return f"{text}. {safe(words, 400)} would split it"

@@ -66,6 +66,7 @@ def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told:
     from vllm_accprobe.comparison.engine import find_mapping
     from vllm_accprobe.comparison.verdict.constants_differ import other_values
     from vllm_accprobe.formats import open_dump
+    from vllm_accprobe.opcheck.calls.lent_reads import lend
     from vllm_accprobe.opcheck.calls.records import Calls
     from vllm_accprobe.opcheck.floors import peers
     from vllm_accprobe.opcheck.habits import decided
@@ -78,6 +79,8 @@ def _proof(golden: Path, mine: Path, ops: list[str], mapping: Path | None, told:
 
     dumps = [open_dump(path) for path in (golden, mine)]
     sides = [Calls(dump, _model_of(dump.run)) for dump in dumps]
+    lend(sides[0], sides[1])
+    lend(sides[1], sides[0])
     references = default_references()
     gc.freeze()  # nor would a second process share the memory that the collector writes to
     gc.set_threshold(100_000, 50, 50)

@@ -1,8 +1,8 @@
 """What lies between two compared tensors and was not seen on both sides: the flow through modules without a tap.
 
-The problem: in a compiled engine, under VLLM_ACCPROBE_MODULES or in another tool's dump most operators stand between two
-taps, and an error that comes up there shows first at the next tap, which is innocent. The idea: one side usually saw
-more than the other (an eager golden sees every module). Its records say which tensor each one was made of: by equal
+The problem: in a compiled engine, under VLLM_ACCPROBE_MODULES or in another tool's dump most operators stand between
+two taps, and an error that comes up there shows first at the next tap, which is innocent. The idea: one side usually
+saw more than the other (an eager golden sees every module). Its records say which tensor each one was made of: by equal
 bytes (links.py), else by place (judge/origins/in_front.py). That flow is kept for the tensors that are compared and for
 those that are not, in mine's names; of modules that nobody saw, the names that the dumps list as skipped are kept.
 Not here: which of them an origin is blamed for (verdict/gaps.py).
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -171,7 +172,7 @@ def enclosed_by(tap: str) -> list[str]:
     if tap == ROOT_TAP:
         return [""]
     paths = [tap, *enclosing(tap)]
-    return [tap, *(up for path, up in zip(paths, paths[1:], strict=False) if not path.rpartition(".")[2].isdecimal())]
+    return [tap, *(up for path, up in pairwise(paths) if not path.rpartition(".")[2].isdecimal())]
 
 
 def _key(value: Any) -> Key:

@@ -1,12 +1,12 @@
 """Where an origin lies between two taps: the gap, what stands in it, and the setting that would split it.
 
 The problem: between two tensors that were compared there may be operators that nobody saw. What one of them does wrong
-shows first at the next tap, and that tap's operator is innocent. The idea: from the tensor that shows the error the flow
-(plan/untapped.py) is followed back to the nearest compared tensors; every module that is passed on the way may have made
-the error. Those are left out that an earlier compared tensor was also made of, if it is right in these rows. A norm
-divides its only input's size out, so it vouches for itself and for nothing in front of it. Where no dump saw the modules
-between, the model's tree says which may stand there, without order. An operator whose own input was not compared is in
-the gap itself; a replay may take it out, or convict it (opcheck/proof/gaps.py).
+shows first at the next tap, and that tap's operator is innocent. The idea: from the tensor that shows the error the
+flow (plan/untapped.py) is followed back to the nearest compared tensors; every module that is passed on the way may
+have made the error. Those are left out that an earlier compared tensor was also made of, if it is right in these rows.
+A norm divides the size of its only input out: it does not vouch for what is in front of it, up to the next sum. Where
+no dump saw the modules between, the model's tree says which may stand there, without order. An operator whose own input
+was not compared is in the gap itself; a replay may take it out, or convict it (opcheck/proof/gaps.py).
 Not here: which tensor shows an error that nothing in front explains (judge/origins/origin.py).
 """
 
@@ -31,15 +31,16 @@ from vllm_accprobe.judge.origins.unseen import block_of
 
 _NORM = re.compile("norm", re.I)
 _Place = tuple[str, str, int]
-"""What the flow passes: an unseen output (tap, role, call), or code in a module's body (its path, LEFT or ENTERED, 0)."""
+"""What the flow passes: an unseen output (tap, role, call), or code of a module (its path, LEFT or ENTERED, 0)."""
 LEFT, ENTERED = "<", ">"
 
 
 @dataclass(frozen=True)
 class Gap:
     """after: the last compared place in front, ``tap`` of an output or ``tap/role`` of an input, "" for the model's own
-    start; before: the tap that shows the error; contains: the modules that may have made it, in order of execution where
-    that is known, then those whose own code lies there; with ``before`` itself where its input was not compared."""
+    start; before: the tap that shows the error; contains: the modules that may have made it, in order of execution
+    where that is known, then those whose own code lies there; with ``before`` itself where its input was not compared.
+    """
 
     after: str
     before: str
@@ -47,7 +48,7 @@ class Gap:
 
     @property
     def module(self) -> str:
-        """The innermost module that encloses the gap: an origin's ``module``, which is thus never an innocent operator."""
+        """The innermost module that encloses the gap: an origin's ``module``, and thus never an innocent operator."""
         ends = enclosed_by(self.after.partition("/")[0]), enclosed_by(self.before)
         return next((up for up in ends[0] if up and up in ends[1]), ROOT_TAP)
 
@@ -78,7 +79,7 @@ class Gaps:
     def of(self, c: Created) -> Gap | None:
         """The gap in which ``c`` was made; None where its own operator, or the module that is named, made it."""
         sink = c.trace
-        if sink.kind == PARAM or not (self.untapped.flow or self.untapped.modules):
+        if sink.kind == PARAM:
             return None
         open_ = sink.kind == OUTPUT and self._leaf(sink.tap) and not self._fed(sink)
         if sink.kind == OUTPUT and self._leaf(sink.tap) and not open_:
@@ -93,7 +94,11 @@ class Gaps:
         return Gap(after, sink.tap, (*inside, sink.tap) if open_ else inside)
 
     def _leaf(self, tap: str) -> bool:
-        return not any(up == tap for child in self._outputs | self._inputs for up in enclosing(child)) and tap != ROOT_TAP
+        return tap != ROOT_TAP and tap not in self._parents
+
+    @cached_property
+    def _parents(self) -> frozenset[str]:
+        return frozenset(up for child in self._outputs | self._inputs for up in enclosing(child))
 
     def _fed(self, sink: Trace) -> bool:
         """Whether what went into the operator was compared."""
@@ -125,7 +130,8 @@ class Gaps:
             return "", ()
         order = {k: i for i, k in enumerate(self.untapped.flow)}
         operators = dict.fromkeys(p[0] for p in sorted(places, key=lambda p: order.get(p, -1)))
-        around = sorted({p[0] for p in passed if p[1] in (LEFT, ENTERED)} - operators.keys())
+        ups = set(enclosing(c.trace.tap))
+        around = sorted({m for m, how, _ in passed if how == LEFT or (how == ENTERED and m in ups)} - operators.keys())
         return self._after(front.ends, c.trace), (*operators, *around)
 
     def _after(self, ends: Iterable[Key], sink: Trace) -> str:
@@ -137,31 +143,34 @@ class Gaps:
         return last.tap if last.kind == OUTPUT else f"{last.tap}/{last.role}"
 
     def _front(self, key: Key, vouching: bool = False) -> _Front:
-        """vouching: without what stands in front of a norm that has one input."""
+        """vouching: without what may be too large or too small as a whole in front of a norm that has one input."""
         if (key, vouching) not in self._fronts:
             self._fronts[key, vouching] = self._walk(key, vouching)
         return self._fronts[key, vouching]
 
     def _walk(self, key: Key, vouching: bool) -> _Front:
-        flow, ends, passed, known = self.untapped.flow, set(), set(), {key}
-        todo = [key]
+        flow, ends, passed = self.untapped.flow, set(), set()
+        known, todo = {(key, False)}, [(key, False)]
         while todo:
-            taker = todo.pop()
+            taker, blind = todo.pop()
             made = flow.get(taker, ())
-            own = kind_of(taker[1]) == OUTPUT and _NORM.search(self.untapped.classes.get(taker[0]) or taker[0])
-            if vouching and own and len(made) == 1 and taker != key:
-                continue
+            # Behind a norm a factor of its only input is not seen, up to where that input was a sum.
+            blind = vouching and len(made) == 1 and (blind or (taker != key and self._is_norm(taker)))
             for maker in made:
-                passed.update(self._bodies(maker, taker))
+                if not blind:
+                    passed.update(self._bodies(maker, taker))
                 if maker in self._by_key:
                     ends.add(maker)
                     continue
-                if kind_of(maker[1]) == OUTPUT:
+                if kind_of(maker[1]) == OUTPUT and not blind:
                     passed.add(maker)
-                if maker not in known:
-                    known.add(maker)
-                    todo.append(maker)
+                if (maker, blind) not in known:
+                    known.add((maker, blind))
+                    todo.append((maker, blind))
         return _Front(frozenset(ends), frozenset(passed))
+
+    def _is_norm(self, key: Key) -> bool:
+        return kind_of(key[1]) == OUTPUT and bool(_NORM.search(self.untapped.classes.get(key[0]) or key[0]))
 
     def _bodies(self, maker: Key, taker: Key) -> Iterator[_Place]:
         left, entered = bodies(maker, taker)
@@ -190,9 +199,10 @@ class Gaps:
         whole = [tap for tap in skipped if tap not in self._outputs]
         if not own:
             return whole
-        enclosed = set(enclosing(before)) | set(enclosing(after)) | {after, before}
+        enclosed = {before, *enclosing(before), *enclosing(after)}
         found = [m for m in self.untapped.modules if any(m.startswith(f"{b}.") for b in (*own, *skipped))]
-        return [*whole, *(m for m in found if not any(up in self._outputs and up not in enclosed for up in enclosing(m)))]
+        known = self._outputs - enclosed
+        return [*whole, *(m for m in found if known.isdisjoint(enclosing(m)))]
 
 
 def _numbers_between(after: str | None, before: str | None) -> Iterator[str]:
@@ -216,8 +226,8 @@ def _right(t: Trace, keys: np.ndarray) -> bool:
 
 
 def entry_of(entry: dict[str, Any], gap: Gap | None, classes: Mapping[str, str]) -> dict[str, Any]:
-    """compare.json's entry of an origin with its ``gap``: the module is then the one that encloses it, and the role that
-    of the tensor that shows the error, behind its tap's name."""
+    """compare.json's entry of an origin with its ``gap``: the module is then the one that encloses it, and the role
+    that of the tensor that shows the error, behind its tap's name."""
     if gap is None:
         return entry | {"gap": None}
     role = str(entry["role"])
@@ -234,7 +244,9 @@ def taps_of(origin: Mapping[str, Any]) -> tuple[str, ...]:
 def suspects_of(origin: Mapping[str, Any]) -> tuple[str, ...]:
     """The modules that may have made an origin's error."""
     gap = origin.get("gap")
-    return tuple(map(str, dict.fromkeys((*gap["contains"], gap["before"])))) if gap else (str(origin.get("module")),)
+    if not gap:
+        return (str(origin.get("module")),)
+    return tuple(map(str, dict.fromkeys((*gap["contains"], gap["before"]))))
 
 
 _MANY = 6
@@ -251,7 +263,7 @@ def splitting(gap: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, str]:
     inside = _globs(gap)
     chosen = [str(m) for m in probe.get("modules") or ()]
     if isinstance(graphs, Mapping):
-        if "*" in (probe.get("graph_taps") or ()) or "all" in chosen:
+        if "all" in (*(probe.get("graph_taps") or ()), *chosen):
             return {"GRAPHS": "0"}
         ends = [tap.partition("/")[0] for tap in (gap.get("after") or "", gap["before"]) if tap]
         taps = [_glob(tap) for tap in ends if tap != ROOT_TAP]

@@ -42,11 +42,13 @@ class ModuleIndex:
     """model: directory with config.json and, if any, the checkpoint; None: nothing of it.
 
     by_tap: (rank, tap) → (step, ordinal) → the call's records by role; ops, op_records: the same of operators, whose
-    step may be None; children: (rank, tap) → taps below; problems: sentences on what was asked for and is not there."""
+    step may be None; children: (rank, tap) → taps below; problems: sentences on what was asked for and is not there;
+    unrounded: (rank, tap) of calls that may have read more of their inputs than was captured (lent_reads.py)."""
 
     def __init__(self, dump: Dump, model: Path | None):
         self.dump = dump
         self.problems: list[str] = []
+        self.unrounded: set[tuple[int, str]] = set()
         self.modules = {rank: {m.tap: m for m in modules} for rank, modules in dump.modules.items()}
         self.by_tap: dict[tuple[int, str], dict[tuple[int, int], dict[str, Record]]] = {}
         self.ops: dict[tuple[int, str], list[OpCall]] = {}

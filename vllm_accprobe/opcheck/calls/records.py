@@ -31,7 +31,7 @@ from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.neighbours import Neighbours
 from vllm_accprobe.opcheck.calls.operator_calls import STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.floors.chance import RATE, Budget
-from vllm_accprobe.opcheck.reference import BACKWARD, Call, Params
+from vllm_accprobe.opcheck.reference import BACKWARD, UNROUNDED, Call, Params
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ class Calls(ModuleIndex):
             try:
                 what = self._untold.filled(rank, self.call(rank, tap, cls, records))
                 extra = dict(what.extra) | self._neighbours.extra(what, rank, tap, step, n)
+                extra |= {UNROUNDED: True} if (rank, tap) in self.unrounded else {}
             except DumpError as why:  # one payload of it, or of what it needs, cannot be read
                 yield Captured(tap, rank, step, n, Call(tap, cls), records, f"{UNREAD} ({why})")
                 continue

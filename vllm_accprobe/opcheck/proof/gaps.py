@@ -1,8 +1,8 @@
 """What a replay says of origins that lie in a gap between two taps.
 
-The problem: a comparison cannot tell which operator of a gap made an error; a replay that had one's reads can. The idea:
-where it proves one that lies in the gap, or the operator at its end, to be wrong, that one is the origin and the gap is
-none any more; where it saw one to be right in all rows, that one is taken out of what the gap contains.
+The problem: a comparison cannot tell which operator of a gap made an error; a replay that had one's reads can. The
+idea: where it proves one that lies in the gap, or the operator at its end, to be wrong, that one is the origin and the
+gap is none any more; where it saw one to be right in all rows, that one is taken out of what the gap contains.
 Not here: the gap (comparison/verdict/gaps.py), who is proved and what else a proof does (decide.py).
 """
 
