@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.kernels.float_formats import LOW, half_step, smallest
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 
 Inside = Sequence[tuple[str, str, Any]]
@@ -26,6 +27,18 @@ def param_if(call: Call, name: str) -> Any | None:
 def unit_of(*tensors: Any) -> float:
     """One rounding of the coarsest of these tensors' dtypes."""
     return max(unit(str(t.dtype).removeprefix("torch.")) for t in tensors)
+
+
+_LEAST = {half_step(n): 0.5 * smallest(n) for n, (_, least) in LOW.items() if least > -126}
+"""By unit, half the smallest subnormal number of the dtypes that have a narrow range."""
+
+
+def once(size: Any, unit: float, times: Any = 1.0) -> Any:
+    """What rounding numbers of this ``size`` once to the grid of ``unit`` leaves at most, of results that they are
+    multiplied ``times`` by: u |x| + eta [Higham, ASNA, (2.8)], where eta, half the smallest subnormal number, counts in
+    float16 (2**-25): silu(-15) is -4.6e-6 and lies 6e-8 from its neighbours."""
+    least = _LEAST.get(unit, 0.0)
+    return unit * size * times + least * times if least else unit * size * times
 
 
 def reshaped(y: Expected, shape: Sequence[int]) -> Expected:

@@ -18,7 +18,7 @@ import torch
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, combined, gamma, sum_of_two
 from vllm_accprobe.opcheck.references.fused.fused_calls import Given, fused
 from vllm_accprobe.opcheck.references.norms import normed
-from vllm_accprobe.opcheck.references.parts import reshaped
+from vllm_accprobe.opcheck.references.parts import once, reshaped
 
 _ROOT = 2.0**-20
 """Relative error of a reciprocal root in float32: some units, for the sum below it and the approximation itself."""
@@ -40,7 +40,8 @@ def _weighed(x: Any, weight: Any, eps: float, unit: float, roundings: int = 1) -
     """The norm of x over the weight's dimensions, in x's shape; and its reciprocal root, [..., 1, ...]."""
     flat = _flat(x, weight)
     root = _root(flat, eps)
-    y = normed(flat * root * weight.flatten(), unit, flat.shape[-1], roundings)
+    w = weight.flatten()
+    y = normed(flat * root * w, unit, flat.shape[-1], before=roundings - 1, weight=w)
     size = root.detach().abs()
     # roundings of the sum before it, where there is one, are those of n independent terms
     noise = combined(_ROOT * size, (roundings - 1) * ROUNDED * unit * flat.shape[-1] ** -0.5 * size)
@@ -77,9 +78,14 @@ def npu_rms_norm_backward(g: Given) -> dict[str, Expected]:
     dw, sizes = terms.sum(0), terms.abs().sum(0)
     spread = combined(ROUNDED * unit * terms.square().sum(0).sqrt(), SUM * count**0.5 * sizes)
     width = flat.shape[-1]
+    own, least = once(0.0, unit, root.abs()), count * once(0.0, unit)  # of differences, and of terms of the sum
     return {
-        "output.0": reshaped(Expected(dx, ROUNDED * unit * size, bound=(2 * unit + gamma(width + 8)) * size), x.shape),
-        "output.1": reshaped(Expected(dw, spread, bound=(2 * unit + gamma(count + 8)) * sizes), weight.shape),
+        "output.0": reshaped(
+            Expected(dx, ROUNDED * (unit * size + own), bound=(2 * unit + gamma(width + 8)) * size + own), x.shape
+        ),
+        "output.1": reshaped(
+            Expected(dw, spread + ROUNDED * least, bound=(2 * unit + gamma(count + 8)) * sizes + least), weight.shape
+        ),
     }
 
 
