@@ -35,8 +35,9 @@ from vllm_accprobe.opcheck.registry import default_references
 Tensor = Any  # a torch.Tensor
 MOST = 1e-4
 """Of all calls, above their limits (issue 25)."""
-STRUCTURED = ("powers", "few", "edges")
-"""Kinds whose roundings are not independent: counted apart."""
+STRUCTURED = ("tiny", "powers", "few", "edges")
+"""Kinds whose roundings are not independent, a row of one large number and many small ones among them: counted
+apart."""
 _GRID = 2.0**-12
 TABLE = default_references()
 
