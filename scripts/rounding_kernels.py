@@ -41,13 +41,15 @@ def on_grid(x: Tensor, dtype: str, direction: str = NEAREST) -> Tensor:
 @dataclass
 class Way:
     """early: the share of the allowed roundings that take place; off: by how much functions are off, in APPROXIMATE,
-    with one sign, or MIXED for either sign, or None for 2**-22 (what known kernels have)."""
+    with one sign, or MIXED for either sign, or None for 2**-22 (what known kernels have). cuts: how many intermediate
+    results are rounded toward zero, where the last is; the others are to nearest."""
 
     dtype: str
     early: float = 1.0
     direction: str = NEAREST
     order: str = "forward"
     off: float | None = None
+    cuts: int = 1 << 30
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def coin(self, share: float = 0.5) -> bool:
@@ -55,7 +57,10 @@ class Way:
 
     def may(self, x: Tensor) -> Tensor:
         """``x`` where a kernel may round it to the dtype."""
-        return on_grid(x, self.dtype, self.direction) if self.coin(self.early) else single(x)
+        if not self.coin(self.early):
+            return single(x)
+        self.cuts -= 1
+        return on_grid(x, self.dtype, self.direction if self.cuts >= 0 else NEAREST)
 
     def last(self, x: Tensor) -> Tensor:
         return on_grid(x, self.dtype, self.direction)
@@ -161,7 +166,8 @@ class Case:
     def inputs(self, g: torch.Generator, kind: str, dtype: str) -> Inputs:
         found = {}
         for name, shape in self.shapes.items():
-            own = kind if name in self.by_rows or not self.by_rows or float(torch.rand((), generator=g)) < 0.5 else "normal"
+            shared = bool(self.by_rows) and name not in self.by_rows
+            own = "normal" if shared and float(torch.rand((), generator=g)) < 0.5 else kind
             found[name] = on_grid(draw(g, own, dtype, *shape) * self.scale.get(name, 1.0), dtype)
         return found
 
@@ -362,7 +368,8 @@ def operator(cls: str, *names: str, out: Any = None, **kwargs: Any) -> Any:
     return make
 
 
-def _cache(t: Mapping[str, Tensor], *names: str) -> Any:
+def cache(t: Mapping[str, Tensor], *names: str) -> Any:
+    """One request, whose keys are all of ``t``: keys of it and the cache's names for them, in turn."""
     n = len(t[names[0]])
     one = (torch.arange(n), torch.arange(n), {name: t[key] for name, key in zip(names[1::2], names[::2], strict=True)})
     return SimpleNamespace(requests=lambda causal=True: [one], why="")
@@ -375,9 +382,16 @@ def _attention_call(cls: str, attrs: Any, params: tuple[str, ...] = ()) -> Any:
         more = {"num_heads": heads, "num_kv_heads": heads, "head_size": d, "scale": d**-0.5}
         return Call("attn", cls, {"query": t["q"], "key": t["k"], "value": t["v"]}, attrs=more | attrs, outputs=out,
                     params={n: t[n] for n in params},
-                    extra={"cache": _cache(t, "k", "key", "v", "value")})  # fmt: skip
+                    extra={"cache": cache(t, "k", "key", "v", "value")})  # fmt: skip
 
     return make
+
+
+def _eight_bit_kernel(way: Way, i: Inputs) -> Outputs:
+    """Keys and values as codes of a cache with a scale of 0.3, divided or multiplied by its inverse in the dtype."""
+    inverse = way.may(torch.tensor(1.0 / 0.3, dtype=torch.float64))
+    k, v = ((x * inverse).float().clamp(-448, 448).to(torch.float8_e4m3fn).double() * 0.3 for x in (i["k"], i["v"]))
+    return _attention_kernel()(way, {**i, "k": k, "v": v})
 
 
 def _attention_kernel(cap: float = 0.0, sinks: bool = False) -> Any:
@@ -395,7 +409,7 @@ def _mla_call(t: Mapping[str, Tensor], dtype: str) -> Call:
     return Call("attn", "MLAAttention", {"q": t["q"], "kv_c_normed": t["c"], "k_pe": t["pe"].unsqueeze(1)},
                 params={"W_UK_T": t["up_k"], "W_UV": t["up_v"].transpose(1, 2)}, outputs=out,
                 attrs={"num_heads": heads, "scale": 0.2},
-                extra={"cache": _cache(t, "c", "kv_c_normed", "pe", "k_pe")})  # fmt: skip
+                extra={"cache": cache(t, "c", "kv_c_normed", "pe", "k_pe")})  # fmt: skip
 
 
 _EXPERTS, _TOP = 4, 3
@@ -442,7 +456,8 @@ def _routing_call(t: Mapping[str, Tensor], dtype: str) -> Call:
     params = {"w13_weight": torch.zeros(n, 4, 4), "w2_weight": torch.zeros(n, 4, 2)}
     return Call("experts", "UnquantizedFusedMoEMethod", inputs, params=params,
                 outputs={"input.topk_weights": torch.zeros(len(ids), _TOP)},
-                config={"norm_topk_prob": True, "hidden_act": "silu"}, extra={"router_logits": t["logits"]})  # fmt: skip
+                config={"norm_topk_prob": True, "hidden_act": "silu"},
+                extra={"router_logits": t["logits"]})  # fmt: skip
 
 
 def _routing_kernel(way: Way, i: Inputs) -> Outputs:
@@ -547,7 +562,8 @@ def _conv_kernel(way: Way, i: Inputs) -> Outputs:
     width = i["weight"].shape[1]
     whole = torch.cat((torch.zeros(width - 1, i["x"].shape[1], dtype=torch.float64), i["x"]))
     windows = whole.unfold(0, width, 1)
-    y = way.may(way.total(torch.cat((windows * i["weight"], i["bias"].reshape(1, -1, 1).expand(len(windows), -1, 1)), -1)))
+    bias = i["bias"].reshape(1, -1, 1).expand(len(windows), -1, 1)
+    y = way.may(way.total(torch.cat((windows * i["weight"], bias), -1)))
     return {"output.0": way.last(silu(way, y)).T}
 
 
@@ -575,6 +591,55 @@ def _norm_backward_kernel(way: Way, i: Inputs) -> Outputs:
     mean = way.total(g * normal).unsqueeze(-1) / x.shape[-1]
     return {"output.0": way.last(single(way.may(g - normal * mean) * r)),
             "output.1": way.last(way.total(way.may(dy * normal), 0))}  # fmt: skip
+
+
+def _masked_softmax_backward_kernel(way: Way, i: Inputs) -> Outputs:
+    y, up = i["y"].sigmoid().float().double(), i["up"]
+    y = as_type(y, way.dtype).double()
+    total = way.total(single(up * y)).unsqueeze(-1)
+    return {"output.0": way.last(single(way.may(single(up - total) * y) * 0.5))}
+
+
+def _deep_norm_kernel(way: Way, i: Inputs) -> Outputs:
+    x = single(0.3 * i["x"] + i["gx"])
+    n = x.shape[-1]
+    mean = way.total(x).unsqueeze(-1) / n
+    centred = single(x - mean)
+    root = way.fn(torch.rsqrt, way.total(centred * centred).unsqueeze(-1) / n + 1e-6)
+    return {"output.0": single(mean), "output.1": single(root)}
+
+
+def _add_rms_kernel(way: Way, i: Inputs) -> Outputs:
+    t = way.may(i["a"] + i["b"])
+    root = way.fn(torch.rsqrt, way.total(t * t).unsqueeze(-1) / t.shape[-1] + 1e-6)
+    return {"output.0": way.last(way.may(t * root) * i["w"]), "output.1": single(root),
+            "output.2": way.last(single(i["a"] + i["b"]))}  # fmt: skip
+
+
+def _swiglu_backward_kernel(way: Way, i: Inputs) -> Outputs:
+    dy, (a, b) = i["dy"], i["x"].chunk(2, -1)
+    s = sigmoid(way, a)
+    slope = single(s + single(a * s * single(1.0 - s)))
+    return {"output.0": way.last(torch.cat((single(way.may(dy * b) * slope), single(dy * way.may(a * s))), -1))}
+
+
+def _atb_attention_call(t: Mapping[str, Tensor], dtype: str) -> Call:
+    n, heads, d = t["q"].shape
+    flat = {str(k): t[name].reshape(n, -1) for k, name in enumerate(("q", "k", "v"))}
+    param = {"calcType": 3, "headNum": heads, "kvHeadNum": heads, "qkScale": d**-0.5, "maskType": 0, "kernelType": 0}
+    return Call("layer", "SelfAttentionOperation", flat | {"3": torch.tensor([n], dtype=torch.int32)},
+                attrs={"param": param}, outputs={"output.0": flat["0"]})  # fmt: skip
+
+
+def _atb_attention_kernel(way: Way, i: Inputs) -> Outputs:
+    q = i["q"]
+    y = attention(way, q, i["k"], i["v"], q.shape[-1] ** -0.5)
+    return {"output.0": way.last(y).reshape(len(q), -1)}
+
+
+def _linear_activation_kernel(way: Way, i: Inputs) -> Outputs:
+    y = way.may(way.mm(i["x"], i["weight"]) + i["bias"])
+    return {"output.0": way.last(y * way.may(sigmoid(way, y)))}
 
 
 def _npu(name: str, *names: str, out: Any = None, **kwargs: Any) -> Any:
@@ -736,7 +801,8 @@ def cases() -> list[Case]:
              dtypes=("bfloat16", "float16")),
         Case("RotaryEmbedding", x, _rope_call, _rope_kernel(True), ("x",)),
         Case("RotaryEmbedding, neighbours", x, lambda t, d: _rope_call(t, d, False), _rope_kernel(False), ("x",)),
-        Case("vllm.all_reduce", dict.fromkeys("abcd", rows), _ranks_call("vllm.all_reduce"), _ranks_kernel, tuple("abcd")),
+        Case("vllm.all_reduce", dict.fromkeys("abcd", rows), _ranks_call("vllm.all_reduce"), _ranks_kernel,
+             tuple("abcd")),
         Case("causal_conv1d_fn", {"x": rows, "weight": (WIDTH, 4), "bias": (WIDTH,)}, _conv_call, _conv_kernel),
         Case("fused_gdn_gating", {"a_log": w, "a": rows, "b": rows, "bias": w}, _gating_call, _gating_kernel,
              ("a", "b"), widths={"output.0": "float32"}, scale={"a": 3.0, "b": 3.0}),
@@ -752,12 +818,12 @@ def cases() -> list[Case]:
              lambda way, i: {"output.0": way.last(way.may(i["x"] * i["r1"]) + way.may(
                  torch.cat((-i["x"].chunk(2, -1)[1], i["x"].chunk(2, -1)[0]), -1) * i["r2"]))}),
         Case("atb RmsNorm, residual", {"x": rows, "residual": rows, "weight": w},
-             numbered("RmsNormOperation", "x", "residual", "weight", param={"layerType": 2, "preNormParam": {"epsilon": 1e-6}},
-                      out=both),
+             numbered("RmsNormOperation", "x", "residual", "weight", out=both,
+                      param={"layerType": 2, "preNormParam": {"epsilon": 1e-6}}),
              lambda way, i: rms(way, i["x"], i["weight"], 1e-6, i["residual"]), ("x", "residual")),
         Case("atb RmsNormBackward", {"dy": rows, "x": rows, "r": (ROWS, 1), "w": w},
-             lambda t, d: numbered("RmsNormBackwardOperation", "dy", "x", "r", "w", out={"output.0": rows, "output.1": w})(
-                 {**t, "r": t["r"].abs()}, d),
+             lambda t, d: numbered("RmsNormBackwardOperation", "dy", "x", "r", "w",
+                                   out={"output.0": rows, "output.1": w})({**t, "r": t["r"].abs()}, d),
              _norm_backward_kernel),
         Case("atb Activation swish", x, numbered("ActivationOperation", "x", param={"activationType": 4, "scale": 1.3}),
              lambda way, i: {"output.0": way.last(i["x"] * way.may(sigmoid(way, way.may(1.3 * i["x"]))))}, ("x",),
@@ -765,8 +831,8 @@ def cases() -> list[Case]:
         Case("atb Softmax", x, numbered("SoftmaxOperation", "x", param={"axes": [-1]}),
              lambda way, i: {"output.0": way.last(softmax_of(way, i["x"]))}, ("x",)),
         Case("atb FastSoftMaxGrad", {"y": (ROWS, ROWS), "dy": (ROWS, ROWS)},
-             lambda t, d: Call("l", "FastSoftMaxGradOperation", {"0": torch.softmax(t["y"].double(), -1).to(t["y"].dtype),
-                                                                  "1": t["dy"]},
+             lambda t, d: Call("l", "FastSoftMaxGradOperation",
+                               {"0": torch.softmax(t["y"].double(), -1).to(t["y"].dtype), "1": t["dy"]},
                                attrs={"param": {"headNum": 1, "qSeqLen": [ROWS]}}, outputs={"output.0": t["dy"]}),
              lambda way, i: _softmax_grad_kernel(way, as_type(torch.softmax(i["y"], -1), way.dtype).double(), i["dy"])),
         Case("atb FaUpdate", {"lse": (3, ROWS), "out": (3, ROWS, WIDTH)},
@@ -774,7 +840,44 @@ def cases() -> list[Case]:
         Case("atb IndexAdd", {"x": (5, WIDTH), "more": rows, "alpha": (1,)}, _index_add_call, _added_up),
         Case("atb ScatterElements", {"x": (5, WIDTH), "more": rows}, _scatter_call, _added_up),
         Case("atb W8A16", {"x": rows, "codes": (WIDTH, 16), "scale": (16,)}, _w8a16_call, _w8a16_kernel, ("x",)),
-        Case("flashinfer.merge_states", {"v": (ROWS, 3, 2, 8), "s": (ROWS, 3, 2)}, _merge_call, _merge_kernel, ("v", "s")),
+        Case("flashinfer.merge_states", {"v": (ROWS, 3, 2, 8), "s": (ROWS, 3, 2)}, _merge_call, _merge_kernel,
+             ("v", "s")),
+        Case("Attention, 8-bit cache", att, _attention_call("Attention", {
+            "kv_cache_dtype": "fp8", "_k_scale_float": 0.3, "_v_scale_float": 0.3}), _eight_bit_kernel),
+        Case("npu_mish", x, _npu("npu_mish", "x"), lambda way, i: {"output.0": way.last(i["x"] * way.may(
+            way.fn(torch.tanh, way.may(way.fn(F.softplus, i["x"])))))}, ("x",)),
+        Case("npu_geglu", {"x": two}, _npu("npu_geglu", "x", out=both), lambda way, i: {
+            "output.0": way.last(i["x"].chunk(2, -1)[0] * way.may(gelu_tanh(way, i["x"].chunk(2, -1)[1]))),
+            "output.1": way.last(gelu_tanh(way, i["x"].chunk(2, -1)[1]))}, ("x",)),
+        Case("npu_add_rms_norm", {"a": rows, "b": rows, "w": w}, _npu("npu_add_rms_norm", "a", "b", "w", out={
+            "output.0": rows, "output.1": (ROWS, 1), "output.2": rows}), _add_rms_kernel, ("a", "b"),
+             widths={"output.1": "float32"}),
+        Case("npu_deep_norm", {"x": rows, "gx": rows, "beta": w, "gamma": w}, _npu(
+            "npu_deep_norm", "x", "gx", "beta", "gamma", out={"output.0": (ROWS, 1), "output.1": (ROWS, 1)}),
+             _deep_norm_kernel, ("x", "gx"), widths={"output.0": "float32", "output.1": "float32"}),
+        Case("npu_scaled_masked_softmax_backward", {"up": rows, "y": rows}, lambda t, d: Call(
+            "n", "torch_npu.npu_scaled_masked_softmax_backward", args=(
+                t["up"], t["y"].double().sigmoid().float().to(t["y"].dtype), torch.zeros(rows, dtype=torch.bool), 0.5,
+                False), outputs={"output.0": t["up"]}), _masked_softmax_backward_kernel, ("up", "y")),
+        Case("atb LayerNorm", {"x": rows, "weight": w, "bias": w}, numbered(
+            "LayerNormOperation", "x", "weight", "bias", param={"layerType": 1, "normParam": {
+                "epsilon": 1e-5, "beginNormAxis": 1}}),
+             lambda way, i: layer_norm(way, i["x"], i["weight"], i["bias"], 1e-5), ("x",)),
+        Case("atb LinearActivation", {"x": (ROWS, 48), "weight": (16, 48), "bias": (16,)}, numbered(
+            "LinearActivationOperation", "x", "weight", "bias", out={"output.0": (ROWS, 16)},
+            param={"hasBias": True, "activationFuncType": 4, "transposeB": True}),
+             _linear_activation_kernel, ("x",)),
+        Case("atb Swiglu backward", {"dy": rows, "x": two}, numbered(
+            "ActivationOperation", "dy", "x", param={"activationType": 7, "dim": -1}, out={"output.0": two}),
+             _swiglu_backward_kernel, ("dy", "x")),
+        Case("atb SelfAttention", att, _atb_attention_call, _atb_attention_kernel),
+        Case("atb Cumsum", x, numbered("CumsumOperation", "x", param={"axes": [1]}),
+             lambda way, i: {"output.0": way.last(torch.stack(
+                 [way.total(i["x"][:, : n + 1]) for n in range(WIDTH)], 1))}, ("x",)),
+        Case("atb Cos", x, numbered("ElewiseOperation", "x", param={"elewiseType": 3}),
+             lambda way, i: {"output.0": way.last(torch.cos(i["x"]))}, ("x",)),
+        Case("atb Muls", x, numbered("ElewiseOperation", "x", param={"elewiseType": 2, "mulsParam": {"varAttr": 0.7}}),
+             lambda way, i: {"output.0": way.last(i["x"] * way.may(torch.tensor(0.7, dtype=torch.float64)))}, ("x",)),
         Case("fp8_mqa_logits", {"q": (6, 2, 16), "k": (12, 16), "w": (6, 2)}, _mqa_call, _mqa_kernel,
              widths={"output.0": "float32"}),
         Case("cutlass_scaled_mm", {"a": (ROWS, 32), "b": (16, 32), "sa": (ROWS, 1), "sb": (1, 16), "bias": (16,)},

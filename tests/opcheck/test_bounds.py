@@ -1,5 +1,5 @@
-"""Error bounds and limits against kernels that are right: a quick search over all references of scripts/search_bounds.py
-(7 s of CPU), and inputs that it found."""
+"""Error bounds and limits against kernels that are right: a quick search over all references that
+scripts/search_bounds.py has (8 s of CPU), and inputs that it found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import search_bounds
 import torch
 from reference_calls import drawer, run
-from rounding_kernels import NEAREST, ZERO, Case, Way, cases, on_grid, single
+from rounding_kernels import NEAREST, ZERO, Case, Way, cache, cases, on_grid, single
 
 from vllm_accprobe.opcheck.floors import verdict
 from vllm_accprobe.opcheck.reference import Expected
@@ -126,12 +126,11 @@ def test_scores_that_are_off_move_an_output_by_no_more_than_is_said() -> None:
 def test_a_capped_score_may_have_an_approximate_tanh() -> None:
     x = torch.full((1, 1, 4), 30.0).bfloat16()
     attrs = {"num_heads": 1, "num_kv_heads": 1, "head_size": 4, "scale": 1.0}
-    from rounding_kernels import _cache  # one request
-
     def bound(cap: float) -> float:
         t = {"k": x, "v": x}
         e = run("Attention", {"query": x, "key": x, "value": x}, torch.zeros(1, 4, dtype=torch.bfloat16),
-                attrs=attrs | {"logits_soft_cap": cap}, extra={"cache": _cache(t, "k", "key", "v", "value")})  # fmt: skip
+                attrs=attrs | {"logits_soft_cap": cap},
+                extra={"cache": cache(t, "k", "key", "v", "value")})  # fmt: skip
         found = e["output.0"].bound
         assert found is not None
         return float(found.max())

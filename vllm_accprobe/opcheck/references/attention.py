@@ -154,8 +154,8 @@ def attend(
 
 
 def moved_scores(p: Any, sizes: Any, out: Any, by: Any) -> Any:
-    """What scores that are off ``by`` [heads, n, m] at most make of an output, float64 [n, heads, e]: with f = e**d - 1,
-    |sum p f (v - o)| / sum p (1 + f). p: probabilities [heads, n, m]; sizes: |v| [heads, m, e]."""
+    """What scores that are off ``by`` d [heads, n, m] at most make of an output, float64 [n, heads, e]: with f = e**d -
+    1, |sum p f (v - o)| / sum p (1 + f). p: probabilities [heads, n, m]; sizes: |v| [heads, m, e]."""
     by = by.clamp(max=FAR)
     far = p * torch.expm1(by)
     left = (1.0 + (p * torch.expm1(-by)).sum(-1, keepdim=True)).clamp(min=math.exp(-FAR))

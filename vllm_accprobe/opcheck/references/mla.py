@@ -3,7 +3,8 @@
 Formula: head h sees k = [W_UK c, k_pe] and v = W_UV c of the normalised latent c [DeepSeek-V2, arXiv 2405.04434,
 section 2.1]. Engines compute it in two ways, keys and values made explicit (prefill) or W_UK moved to the query and
 W_UV behind the sum (decode): equal in exact arithmetic, so that one reference serves both; noise covers what either way
-rounds; in the bound, a score is off by u |q||k| or u |q W_UK||c|, whichever is more. W_UK and W_UV come from kv_b_proj, or as the engine keeps them. The cache: see attention.py.
+rounds; in the bound, a score is off by u |q||k| or u |q W_UK||c|, whichever is more. W_UK and W_UV come from kv_b_proj,
+or as the engine keeps them. The cache: see attention.py.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ norm of the sum before it is rounded, some after: noise covers both. Bound: thos
 off by APPROXIMATE, and half of gamma_n for the mean of n squares [d log x**-1/2 = -1/2 d log x]. What is rounded before
 the norm counts twice: an element is off by u, and the root of the mean of squares by another u where the roundings of
 its row go the other way [Cauchy and Schwarz: |sum t dt| <= u sum t t]. So a bfloat16 sum and its norm, x / rms rounded
-before it is weighed, leave 3 units before the last rounding, of which an example in test_bounds.py reaches 2.98 with
-the last. A mean and a variance are those of two passes, or Welford's: E x**2 - (E x)**2 has no such bound. q and k norms
-are RMSNorms over the last dimension.
+before it is weighed, leave 3 units before the last rounding (tests/opcheck/test_bounds.py has a row that comes near).
+A mean and a variance are those of two passes, or Welford's: E x**2 - (E x)**2 has no such bound. q and k norms are
+RMSNorms over the last dimension.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def normed(
 
 
 def gate_first(p: Any, x: Any, weight: Any | None, eps: float, unit: float) -> Expected:
-    """The norm over the last dimension of p = x * silu(gate): the gate and p may be rounded, each handed on once more by
-    the root mean square, and x / rms; silu is off by APPROXIMATE in p and in its mean, and the root itself."""
+    """The norm over the last dimension of p = x * silu(gate). The gate and p may be rounded, each handed on again by
+    the root mean square, and p / rms; silu is off by APPROXIMATE in p and in its mean, and the root itself."""
     root = torch.rsqrt((p * p).mean(-1, keepdim=True) + eps)
     by = root if weight is None else root * weight.abs()
     y = p * root if weight is None else p * root * weight

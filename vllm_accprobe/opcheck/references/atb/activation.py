@@ -111,8 +111,11 @@ def _backward(o: Operands) -> Expected:
     s = torch.sigmoid(a)
     slope = s + a * s * (1.0 - s)
     y = torch.cat((dy * b * slope, dy * silu(a)), dim)
-    size = torch.cat(((dy * b).abs() * (s + (a * s * (1.0 - s)).abs()), (dy * silu(a)).abs()), dim)
-    return Expected(y, ROUNDED * 2.0**0.5 * unit * size, bound=(3.0 * unit + 3.0 * APPROXIMATE) * size)
+    steep = s + (a * s * (1.0 - s)).abs()
+    size = torch.cat(((dy * b).abs() * steep, (dy * silu(a)).abs()), dim)
+    least = once(0.0, unit, torch.cat((steep + (dy * b).abs(), dy.abs()), dim))
+    noise = ROUNDED * (2.0**0.5 * unit * size + least)
+    return Expected(y, noise, bound=(3.0 * unit + 3.0 * APPROXIMATE) * size + least)
 
 
 @operator("SwigluQuantOperation")

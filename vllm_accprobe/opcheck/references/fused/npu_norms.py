@@ -45,7 +45,8 @@ def _weighed(x: Any, weight: Any, eps: float, unit: float, roundings: int = 1) -
     size = root.detach().abs()
     # roundings of the sum before it, where there is one, are those of n independent terms
     noise = combined(_ROOT * size, (roundings - 1) * ROUNDED * unit * flat.shape[-1] ** -0.5 * size)
-    r = Expected(root, noise, bound=((roundings - 1) * unit + APPROXIMATE + gamma(flat.shape[-1] + 4)) * size)
+    early = (roundings - 1) * unit  # of all the same way, where they are toward zero
+    r = Expected(root, noise, common=early, bound=(early + APPROXIMATE + gamma(flat.shape[-1] + 4)) * size)
     kept = (*x.shape[: x.dim() - weight.dim()], *[1] * weight.dim())
     return reshaped(y, x.shape), reshaped(r, kept)
 

@@ -139,7 +139,9 @@ def through_cache(
     out, noise, bound = attend(k_read, v_read, *((doubt, most) if bool(doubt.any()) else (None, None)))
     if bool(v_doubt.any()):
         noise = (noise**2 + (p * p @ (v_doubt**2).transpose(0, 1)).transpose(0, 1)).sqrt()
-        bound = bound + (p @ v_doubt.transpose(0, 1)).transpose(0, 1)
+        # with the keys that were read, and as far as their probabilities move
+        moved, _, further = attend(k_read, eight.held(written[1], 1)[1], doubt, most)
+        bound = bound + moved + further
     usual, most = by_format(q, v, (k_half, v_half), p, plain, scale)
     return out, noise, bound, plain, usual, most
 
