@@ -39,6 +39,8 @@ STRUCTURED = ("tiny", "powers", "few", "edges")
 """Kinds whose roundings are not independent, a row of one large number and many small ones among them: counted
 apart."""
 _GRID = 2.0**-12
+_TINY = 2.0**-110
+"""Numbers below that are left out, where float32 has few bits."""
 TABLE = default_references()
 
 
@@ -73,20 +75,24 @@ def expected(case: Case, inputs: Inputs, dtype: str) -> dict[str, Expected]:
     return found
 
 
-def limits(rows: OutputRows, dtype: str) -> Tensor:
-    """What is proved of each element, float64 [rows, width], as verdict.py has it."""
+def limits(rows: OutputRows, dtype: str, direction: str) -> Tensor:
+    """What is proved of each element, float64 [rows, width], as verdict.py has it. To nearest, a number just below a
+    power of two may be rounded above it, half a step of the grid there."""
     y = torch.nan_to_num(rows.reference.double(), posinf=0.0, neginf=0.0)
     u = unit(dtype) if rows.expected.unit is None else rows.expected.unit
-    steps = torch.ldexp(torch.ones_like(y), torch.frexp(y).exponent - 1) * (y != 0)
+    far = y.abs() + (rows.bound if direction == NEAREST else 0.0)
+    steps = torch.ldexp(torch.ones_like(y), torch.frexp(far).exponent - 1) * (far != 0)
     half = (steps * u if u >= _GRID else u * y.abs()).clamp(min=0.5 * smallest(dtype))
     return proved(y, half, rows.bound, y.square().sum(1))
 
 
 def ratios(rows: OutputRows, dtype: str, direction: str) -> Tensor:
     """Error over limit, float64 [rows, width]."""
-    d = (rows.mine.double() - rows.reference.double()).abs()
-    d = torch.where(torch.isfinite(d), d, 0.0)
-    return d / ((0.5 if direction == NEAREST else 1.0) * limits(rows, dtype)).clamp(min=1e-300)
+    y = rows.reference.double()
+    d = (rows.mine.double() - y).abs()
+    seen = torch.isfinite(d) & ((y.abs() > _TINY) | (dtype == "float16"))
+    d = torch.where(seen, d, 0.0)
+    return d / ((0.5 if direction == NEAREST else 1.0) * limits(rows, dtype, direction)).clamp(min=1e-300)
 
 
 def outputs(case: Case, said: dict[str, Expected], inputs: Inputs, way: Way) -> Iterable[tuple[str, str, OutputRows]]:

@@ -33,7 +33,7 @@ from vllm_accprobe.opcheck.reference import (
     reference,
 )
 from vllm_accprobe.opcheck.references.kernels_common import vendor
-from vllm_accprobe.opcheck.references.parts import once
+from vllm_accprobe.opcheck.references.parts import once, subnormal
 
 _X = ("x", "input_", "input", "hidden_states", "0")
 _TANH = ("tanh", "gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")
@@ -70,9 +70,8 @@ def gated(x: Any, f: Callable[[Any], Any], unit: float, gate_first: bool = True)
     """f(gate) * up of the halves of x, with f rounded. 1 + erf and 1 + tanh in f cancel."""
     a, b = x.chunk(2, -1)
     gate, up = (a, b) if gate_first else (b, a)
-    active, size = f(gate), up.abs()
-    y = active * up
-    most = once(active.abs(), unit, size)
+    y, size = f(gate) * up, up.abs()
+    most = unit * y.abs() + subnormal(unit, size)
     noise, bound = ROUNDED * most, most + APPROXIMATE * y.abs()
     if f in (gelu, gelu_tanh):
         half = 0.5 * gate.abs() * size
@@ -109,7 +108,7 @@ def alone(x: Any, f: Callable[[Any], Any], unit: float) -> Expected:
     y, half = f(x), 0.5 * x.abs()
     size = half if f in (gelu, gelu_tanh) else y.abs()
     most, square = _of_argument(f, x)
-    early = once(size, unit) if f in (gelu, gelu_tanh, relu2) else unit * size + once(0.0, unit, x.abs())
+    early = once(size, unit) if f in (gelu, gelu_tanh, relu2) else unit * size + subnormal(unit, x.abs())
     noise = ROUNDED * (early * early + unit * unit * square).sqrt()
     return Expected(y, noise, bound=early + unit * (y.abs() + most) + APPROXIMATE * (size + y.abs()))
 
@@ -146,7 +145,7 @@ def swiglu_oai(call: Call) -> Expected:
     y = glu * (up + 1.0)
     # the sigmoid, its argument and product, and up + 1, each as operators of the dtype
     most = sigmoid_argument(gate, alpha) * size
-    early = once(0.0, call.unit, (1.0 + gate.abs()) * size)
+    early = subnormal(call.unit, (1.0 + gate.abs()) * size)
     noise = combined(ROUNDED * call.unit * (3.0 * y.square() + most.square()).sqrt(), ROUNDED * early)
     return Expected(y, noise, bound=(3.0 * call.unit + APPROXIMATE) * y.abs() + call.unit * most + early)
 

@@ -45,7 +45,7 @@ from vllm_accprobe.opcheck.references.paged.eight_bit_cache import (
     rounding_of,
     through_cache,
 )
-from vllm_accprobe.opcheck.references.parts import once
+from vllm_accprobe.opcheck.references.parts import subnormal
 
 _SIZES = ("num_heads", "num_kv_heads", "head_size")
 TANH = 2.0**-11
@@ -122,7 +122,7 @@ def attend(
     if heads % kv:
         raise Declined("query heads are no multiple of key heads")
     k, v = (x.repeat_interleave(heads // kv, 1) for x in (k, v))
-    settings = {"window": window, "cap": cap, "slopes": slopes, "hidden": hidden}
+    settings: dict[str, Any] = {"window": window, "cap": cap, "slopes": slopes, "hidden": hidden}
     p = probabilities(q, k, scale, query_positions, sinks=sinks, **settings)
     by_head = v.transpose(0, 1)
     width = v.shape[-1]
@@ -145,9 +145,9 @@ def attend(
     bound = relative * (sizes + out.abs()) + gamma(k.shape[0] + 8) * sizes
     if score_bound is not None:
         bound = bound + moved_scores(p, by_head.abs(), out, score_bound)
-    if once(0.0, step):  # a subnormal probability, where the largest is 1, and so is the sum at least
+    if subnormal(step):  # a subnormal probability, where the largest is 1, and so is the sum at least
         seen = (p > 0).double()
-        least = once(0.0, step) * ((seen @ by_head.abs()).transpose(0, 1) + seen.sum(-1).T.unsqueeze(-1) * out.abs())
+        least = subnormal(step) * ((seen @ by_head.abs()).transpose(0, 1) + seen.sum(-1).T.unsqueeze(-1) * out.abs())
         spread, bound = spread + (ROUNDED * least).square(), bound + least
     # a kernel that divides by the sum of unrounded probabilities, as flash attention does, is off by p v each
     return out, torch.maximum(spread, both[..., :width]).sqrt(), bound

@@ -31,7 +31,7 @@ from vllm_accprobe.opcheck.reference import (
 )
 from vllm_accprobe.opcheck.references.activations import soft_cap
 from vllm_accprobe.opcheck.references.kernels_common import weight_here
-from vllm_accprobe.opcheck.references.parts import once, param_if, ranks_of
+from vllm_accprobe.opcheck.references.parts import once, param_if, ranks_of, subnormal
 from vllm_accprobe.opcheck.references.quantised import activation_noise, activation_step, weight_of
 from vllm_accprobe.opcheck.references.scaled.sixteen_bits import cut_off
 
@@ -165,7 +165,7 @@ def logits(call: Call) -> Expected:
     if not cap:
         return Expected(z, bound=gamma(2) * size)
     # z / cap, which tanh hands on at most, and tanh itself; with a scale their product with the cap as well
-    more, least = float(scale != 1.0), once(0.0, call.unit, (2.0 * cap + 1.0) * abs(scale))
+    more, least = float(scale != 1.0), subnormal(call.unit, (2.0 * cap + 1.0) * abs(scale))
     noise = ROUNDED * (2.0 + more) ** 0.5 * call.unit * size + ROUNDED * least
     return Expected(z, noise, bound=(2.0 + more) * call.unit * size + 2.0 * APPROXIMATE * size + least)
 

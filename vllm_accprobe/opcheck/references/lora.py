@@ -20,7 +20,7 @@ import torch
 
 from vllm_accprobe.opcheck.reference import ROUNDED, SUM, Call, Declined, Expected, gamma, reference
 from vllm_accprobe.opcheck.references.linear import added, biased, partial, rounded
-from vllm_accprobe.opcheck.references.parts import once, param_if
+from vllm_accprobe.opcheck.references.parts import once, param_if, subnormal
 
 UNTOLD = "which adapter its rows have was not recorded"
 NOT_HERE = "its adapter's weights are not in the dump"
@@ -109,7 +109,7 @@ def _delta(x: Any, found: Mapping[str, Any], unit: float) -> Expected:
     inner_bound = gamma(n + 1) * size + early
     y, outer = inner @ scaled.T, inner.abs() @ scaled.abs().T
     # a subnormal number of s B, and of what it gives
-    least = once(0.0, step, inner.abs().sum(-1, keepdim=True)) + once(0.0, unit)
+    least = subnormal(step, inner.abs().sum(-1, keepdim=True)) + subnormal(unit)
     squares = (
         (inner_noise**2) @ (scaled**2).T + (ROUNDED * step) ** 2 * ((inner**2) @ (scaled**2).T)
         + (SUM * r**0.5 * outer) ** 2 + (ROUNDED * (unit * y.abs() + least)) ** 2

@@ -33,7 +33,7 @@ from vllm_accprobe.opcheck.reference import (
     reference,
 )
 from vllm_accprobe.opcheck.references.activations import gelu, silu
-from vllm_accprobe.opcheck.references.parts import once, unit_of
+from vllm_accprobe.opcheck.references.parts import once, subnormal, unit_of
 
 _RENORMALIZES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": False, "deepseek_v2": False, "deepseek_v3": True}
 """What a model does whose config.json does not say: transformers' defaults of norm_topk_prob."""
@@ -109,11 +109,14 @@ def expert_mlps(x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float, 
         handed = ((act(gate * (1.0 + _NEAR)) - active) / _NEAR * up).abs()
         size = hidden.abs()
         # gate, up and their product as subnormal numbers, and the activation's
-        least = once(0.0, step, 1.0 + active.abs() + (_SLOPE + more) * up.abs())
+        least = subnormal(step, 1.0 + active.abs() + (_SLOPE + more) * up.abs())
+        before = out[at]
         w = w2[e].double()
         y, scale = hidden @ w.T, weights[at, e].unsqueeze(-1)
         out[at] += scale * y
-        inner = (2 + more) * size * size + handed * handed + (least / step).square()
+        inner = (2 + more) * size * size + handed * handed
+        if step:
+            inner += (least / step) ** 2
         square[at] += scale**2 * (inner @ (w * w).T + (1 + more) * y * y)
         # gate and up are sums themselves, |x||w| of which is at most the product of norms [Cauchy and Schwarz]
         a, b = (x[at].norm(dim=1, keepdim=True) * w13[e].double().norm(dim=1)).chunk(2, -1)
@@ -121,8 +124,8 @@ def expert_mlps(x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float, 
         off += ((2 + more) * step + APPROXIMATE + second) * size + least
         most[at] += scale.abs() * (off @ w.abs().T + once(y.abs(), step)) + more * once((scale * y).abs(), step)
         if apart:
-            square[at] += out[at] ** 2
-            most[at] += once(out[at].abs(), step)
+            square[at] += before**2
+            most[at] += once(before.abs(), step)
     noise = ROUNDED * step * (square + out * out).sqrt()
     return Expected(out, noise, bound=most + (step + gamma(len(w13) + 8)) * out.abs(), groups=w2.shape[2])
 
@@ -208,7 +211,7 @@ def routed(logits: Any, ids: Any, bias: Any | None, step: float, settings: Mappi
     )
     value = torch.where(ids >= 0, weights.gather(1, ids.long().clamp(min=0)), 0.0)
     return Expected(value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason=TIED,
-                    bound=(3.0 * step + 2.0 * APPROXIMATE) * value + once(0.0, step))  # fmt: skip
+                    bound=(3.0 * step + 2.0 * APPROXIMATE) * value + subnormal(step))  # fmt: skip
 
 
 def _routing(call: Call, experts: int) -> Expected | None:

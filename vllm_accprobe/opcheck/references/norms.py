@@ -37,7 +37,7 @@ from vllm_accprobe.opcheck.reference import (
     sum_of_two,
 )
 from vllm_accprobe.opcheck.references.kernels_common import vendor, weight_here
-from vllm_accprobe.opcheck.references.parts import once, param_if
+from vllm_accprobe.opcheck.references.parts import once, param_if, subnormal
 
 EPSILONS = ("variance_epsilon", "eps")
 _CONFIGURED = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
@@ -168,7 +168,7 @@ def normed(
     """A norm's result, with roundings ``before`` the norm (a sum) and ``behind`` it (x / rms, before it is weighed)."""
     size = y.abs()
     bound = ((behind + 2 * before) * unit + APPROXIMATE + 0.5 * gamma(width + 4)) * size
-    least = once(0.0, unit, 1.0 if weight is None else weight.abs())
+    least = subnormal(unit, 1.0 if weight is None else weight.abs())
     noise = (ROUNDED * (before + behind) ** 0.5 * unit) * size + ROUNDED * least
     return Expected(y, noise, common=_SHARED * unit, note=note, bound=bound + least)
 
@@ -181,8 +181,10 @@ def gate_first(p: Any, x: Any, weight: Any | None, eps: float, unit: float) -> E
     y = p * root if weight is None else p * root * weight
     size = y.abs()
     # a subnormal gate or product, of an element and of its row's mean
-    least = once(0.0, unit, 1.0 + x.abs())
-    own = least * by + once(0.0, unit, by / root) + least.square().mean(-1, keepdim=True).sqrt() * root * size
+    own = 0.0
+    if subnormal(unit):
+        least = subnormal(unit, 1.0 + x.abs())
+        own = least * by + subnormal(unit, by / root) + least.square().mean(-1, keepdim=True).sqrt() * root * size
     noise = ROUNDED * (2.0**0.5 * unit * size + own)
     most = (5.0 * unit + 3.0 * APPROXIMATE + 0.5 * gamma(p.shape[-1] + 4)) * size + own
     return Expected(y, noise, common=_SHARED * unit, bound=most)
@@ -213,10 +215,15 @@ def gated_rms(call: Call) -> Expected:
     normal = rms_norm(x, weight, eps)
     y = normal * gate
     # the gate, x / rms and the normed may be rounded
-    least = once(0.0, call.unit, (1.0 if weight is None else 1.0 + weight.abs()) * gate.abs() + normal.abs())
+    least = subnormal(call.unit, (1.0 if weight is None else 1.0 + weight.abs()) * gate.abs() + normal.abs())
     noise = ROUNDED * (2.0**0.5 * call.unit * y.abs() + least)
     bound = (3.0 * call.unit + 2.0 * APPROXIMATE + 0.5 * gamma(x.shape[-1] + 4)) * y.abs() + least
     return Expected(y, noise, common=_SHARED * call.unit, bound=bound)
+
+
+def mean_over_deviation(flat: Any, eps: float) -> Any:
+    """mean |x| / sqrt(variance + eps) [..., 1]: what a float32 mean's error is taken times of in a LayerNorm."""
+    return flat.abs().mean(-1, keepdim=True) / (flat.var(-1, correction=0, keepdim=True) + eps).sqrt()
 
 
 @reference("LayerNorm", "*LayerNorm", by_rows=True)
@@ -232,12 +239,11 @@ def layer(call: Call) -> Expected:
     scaled = y if weight is None else y * weight
     # a mean of n numbers is off by gamma_n of their mean size, and so is every centred one, by that over the deviation
     width = flat.shape[-1]
-    deviation = (flat.var(-1, correction=0, keepdim=True) + eps).sqrt()
-    shift = gamma(width + 4) * flat.abs().mean(-1, keepdim=True) / deviation
-    shift = shift.reshape(*x.shape[: x.dim() - dims], *[1] * dims) * (1.0 if weight is None else weight.abs())
+    size = mean_over_deviation(flat, eps).reshape(*x.shape[: x.dim() - dims], *[1] * dims)
+    size = size if weight is None else size * weight.abs()
     early = once(y.abs(), call.unit, 1.0 if weight is None else weight.abs())
-    bound = early + (APPROXIMATE + gamma(width + 4)) * scaled.abs() + 2.0 * shift
-    noise = combined(ROUNDED * early, SUM * width**0.5 / gamma(width + 4) * shift)
+    bound = early + (APPROXIMATE + gamma(width + 4)) * scaled.abs() + 2.0 * gamma(width + 4) * size
+    noise = combined(ROUNDED * early, SUM * width**0.5 * size)
     return _told(call, Expected(scaled if bias is None else scaled + bias, noise, bound=bound))
 
 

@@ -34,11 +34,16 @@ _LEAST = {half_step(n): 0.5 * smallest(n) for n, (_, least) in LOW.items() if le
 
 
 def once(size: Any, unit: float, times: Any = 1.0) -> Any:
-    """What rounding numbers of this ``size`` once to the grid of ``unit`` leaves at most, of results that they are
-    multiplied ``times`` by: u |x| + eta [Higham, ASNA, (2.8)], where eta, half the smallest subnormal number, counts in
-    float16 (2**-25): silu(-15) is -4.6e-6 and lies 6e-8 from its neighbours."""
+    """What rounding numbers of this ``size`` once to the grid of ``unit`` leaves at most in what they are multiplied
+    ``times`` for: u |x| + eta [Higham, ASNA, (2.8)]."""
+    return (unit * times) * size + subnormal(unit, times)
+
+
+def subnormal(unit: float, times: Any = 1.0) -> Any:
+    """The eta of `once`, half the smallest subnormal number: in float16 2**-25, and silu(-15) = -4.6e-6 lies 6e-8 from
+    its neighbours; 0.0 in dtypes that have bfloat16's range."""
     least = _LEAST.get(unit, 0.0)
-    return unit * size * times + least * times if least else unit * size * times
+    return least * times if least else 0.0
 
 
 def reshaped(y: Expected, shape: Sequence[int]) -> Expected:

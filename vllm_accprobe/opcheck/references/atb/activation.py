@@ -20,7 +20,7 @@ from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined,
 from vllm_accprobe.opcheck.references.activations import alone, gelu, gelu_tanh, quick_gelu, sigmoid_argument, silu
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.atb.quantise import SYMMETRIC, dynamic
-from vllm_accprobe.opcheck.references.parts import once, unit_of
+from vllm_accprobe.opcheck.references.parts import once, subnormal, unit_of
 
 Tensor = Any  # a torch.Tensor
 RELU, GELU, FAST_GELU, SWISH, LOG, SWIGLU, SWIGLU_BACKWARD, SIGMOID, FASTER_GELU = range(1, 10)
@@ -113,7 +113,7 @@ def _backward(o: Operands) -> Expected:
     y = torch.cat((dy * b * slope, dy * silu(a)), dim)
     steep = s + (a * s * (1.0 - s)).abs()
     size = torch.cat(((dy * b).abs() * steep, (dy * silu(a)).abs()), dim)
-    least = once(0.0, unit, torch.cat((steep + (dy * b).abs(), dy.abs()), dim))
+    least = subnormal(unit, torch.cat((steep + (dy * b).abs(), dy.abs()), dim))
     noise = ROUNDED * (2.0**0.5 * unit * size + least)
     return Expected(y, noise, bound=(3.0 * unit + 3.0 * APPROXIMATE) * size + least)
 

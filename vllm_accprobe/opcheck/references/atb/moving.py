@@ -18,7 +18,7 @@ import torch
 
 from vllm_accprobe.opcheck.reference import ROUNDED, SUM, Declined, Expected
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, chosen, copied, operator
-from vllm_accprobe.opcheck.references.parts import once
+from vllm_accprobe.opcheck.references.parts import subnormal
 
 Tensor = Any  # a torch.Tensor
 
@@ -260,7 +260,7 @@ def index_add(o: Operands) -> Outputs:
     y, size = x.index_add(axis, at, more, alpha=alpha), x.abs().index_add(axis, at, more.abs(), alpha=abs(alpha))
     times = float(torch.bincount(at).max()) if len(at) else 0.0
     # each addition may be rounded to the tensor's dtype
-    least = once(0.0, o.unit, times)
+    least = subnormal(o.unit, times)
     found = Expected(y, ROUNDED * (o.unit * times**0.5 * size + least),
                      bound=(times * o.unit + times * SUM) * size + least)  # fmt: skip
     return dict.fromkeys(("inplace.0", "output.0"), found)

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, gamma, sum_of_two
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, combined, gamma, sum_of_two
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.atb.quantise import coded, dynamic
-from vllm_accprobe.opcheck.references.norms import layer_norm, normed, rms_norm
-from vllm_accprobe.opcheck.references.parts import once, unit_of
+from vllm_accprobe.opcheck.references.norms import layer_norm, mean_over_deviation, normed, rms_norm
+from vllm_accprobe.opcheck.references.parts import once, subnormal, unit_of
 
 Tensor = Any  # a torch.Tensor
 NORM, PRENORM, POSTNORM = 1, 2, 3
@@ -142,7 +142,7 @@ def rms_backward(o: Operands) -> Outputs:
     dx = rstd * (g - x * rstd**2 * mean)
     unit, n = _rounding(o), x.numel() // width
     part = (dy * x * rstd).reshape(n, *weight.shape)
-    off, own, least = 3.0 * unit + gamma(width + 8), once(0.0, unit, rstd.abs()), n * once(0.0, unit)
+    off, own, least = 3.0 * unit + gamma(width + 8), subnormal(unit, rstd.abs()), n * subnormal(unit)
     found = {"output.0": Expected(dx, ROUNDED * (unit * size + own), bound=off * size + own)}
     total = part.abs().sum(0)
     return found | {"output.1": Expected(part.sum(0), ROUNDED * (unit * (part * part).sum(0).sqrt() + least),
@@ -168,12 +168,11 @@ def _layer(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, unit: flo
     y = layer_norm(flat, None, None, eps)
     scaled = (y * weight.reshape(-1)).reshape(x.shape)
     width = flat.shape[-1]
-    deviation = (flat.var(-1, correction=0, keepdim=True) + eps).sqrt()
-    shift = gamma(width + 4) * flat.abs().mean(-1, keepdim=True) / deviation * weight.reshape(-1).abs()
+    size = (mean_over_deviation(flat, eps) * weight.reshape(-1).abs()).reshape(x.shape)
     early = once(y.abs(), unit, weight.reshape(-1).abs()).reshape(x.shape)
-    bound = early + (APPROXIMATE + gamma(width + 4)) * scaled.abs() + 2.0 * shift.reshape(x.shape)
+    bound = early + (APPROXIMATE + gamma(width + 4)) * scaled.abs() + 2.0 * gamma(width + 4) * size
     value = scaled if bias is None else scaled + bias.reshape(-1).reshape(x.shape[x.dim() - dims :])
-    return Expected(value, ROUNDED * early, bound=bound)
+    return Expected(value, combined(ROUNDED * early, SUM * width**0.5 * size), bound=bound)
 
 
 @operator("LayerNormOperation")

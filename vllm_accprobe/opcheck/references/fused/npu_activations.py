@@ -21,7 +21,7 @@ from vllm_accprobe.opcheck.references.activations import alone, gelu, gelu_tanh,
 from vllm_accprobe.opcheck.references.activations import gated as gated_halves
 from vllm_accprobe.opcheck.references.fused.fused_calls import Given, fused
 from vllm_accprobe.opcheck.references.gradients import derived
-from vllm_accprobe.opcheck.references.parts import once
+from vllm_accprobe.opcheck.references.parts import subnormal
 
 
 def mish(x: Any) -> Any:
@@ -74,7 +74,7 @@ def npu_fast_gelu_backward(g: Given) -> dict[str, Expected]:
 def npu_mish(g: Given) -> Expected:
     x, unit = g.tensor("self"), g.unit("self")
     y = alone(x, mish, unit)
-    return replace(y, bound=y.bound + once(0.0, unit, x.abs()))  # softplus may be subnormal as well as its tanh
+    return replace(y, bound=y.bound + subnormal(unit, x.abs()))  # softplus may be subnormal as well as its tanh
 
 
 @fused("npu_mish_backward(grad, input/self)", differentiable=False)
