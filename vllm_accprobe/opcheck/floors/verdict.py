@@ -15,7 +15,8 @@ error of what was rounded before. Four measures: the sum of squares of a row, an
 against the chi-square's quantile; a row's gain sum y d / sum y y and an element against the normal's. Each gets a
 quarter of the output's chance, divided by how many rows, columns, elements there are. Errors that do not average out
 are not averaged: ``common``, which a row shares, widens a row's limits by what it is; noise in ``groups`` of equal sign
-counts as that many independent errors of a row; ``shared`` noise is the same in all rows.
+counts as that many independent errors of a row; ``shared`` noise is the same in all rows; equal numbers have equal
+errors (of a saturated sigmoid, of pixels).
 
 A kernel need not be what a reference supposes: variances may be MODEL times as large, gains by BIAS as well
 (error_limits.py).
@@ -37,7 +38,9 @@ from vllm_accprobe.kernels.float_formats import smallest
 from vllm_accprobe.opcheck.floors.chance import CHANCE, tail
 from vllm_accprobe.opcheck.floors.error_limits import (
     POWER,
+    SPREAD,
     SQUARE,
+    WEIGHTED,
     proved,
     worst_column,
     worst_element,
@@ -150,9 +153,15 @@ def judge(
         worst_row(by_row, groups, common, q, width), worst_gain(by_row, groups, common, u, q),
         worst_column(by_column, shared, common, q, n), worst_element(y, d, half, noise, bound, common, planes, q),
     ]  # fmt: skip
+    if any(f.value > f.limit for f in found[:2]):
+        many = planes[[WEIGHTED, SPREAD]] * _alike(y, u)
+        by_row = by_row.index_copy(0, torch.tensor([WEIGHTED, SPREAD]), many.sum(2))
+        found[:2] = worst_row(by_row, groups, common, q, width), worst_gain(by_row, groups, common, u, q)
     if found[2].value > found[2].limit:  # rows that are equal have equal errors, which are no independent ones
-        kept = planes[:, _distinct(power)]
-        found[2] = worst_column(kept.sum(1), shared, common, q, kept.shape[1])
+        kept = _distinct(power)
+        sums = planes[:, kept].sum(1)
+        sums[SPREAD] = (planes[SPREAD, kept] * _alike(y[kept].T, u).T).sum(0)
+        found[2] = worst_column(sums, shared, common, q, len(kept))
     f = max(found, key=lambda f: f.value / f.limit)
     passed = f.value <= f.limit
     beyond = not passed and bound is not None and bool((d.abs() > proved(y, half, bound, power)).any())
@@ -180,6 +189,18 @@ def _equal(y: Tensor, d: Tensor, count: int, differ: int, wrong: Tensor) -> Verd
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b, 0 where a is 0."""
     return torch.where(a == 0, 0.0, a / b)
+
+
+def _alike(y: Tensor, u: float) -> Tensor:
+    """How many numbers of its row, itself counted, are within a 256th of a step of each of ``y`` [rows, width], but
+    for a sign: these have one rounding error, so that its variance counts as often squared [Var m d = m**2 Var d]. By
+    their first bits: a pair on two sides of such a cell's edge counts as two."""
+    keys = y.abs().view(torch.int64) >> max(44 - round(-math.log2(u)), 0)
+    keys, order = keys.sort(1)
+    group = torch.zeros_like(keys)
+    group[:, 1:] = (keys[:, 1:] != keys[:, :-1]).long().cumsum(1)
+    counts = torch.zeros_like(y).scatter_add_(1, group, torch.ones_like(y))
+    return torch.zeros_like(y).scatter_(1, order, counts.gather(1, group))
 
 
 def _distinct(power: Tensor) -> list[int]:

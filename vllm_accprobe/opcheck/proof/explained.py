@@ -192,9 +192,12 @@ class _Side:
             if keys is None:
                 return (None, self._why[at]) if left else (_NONE, "")
             return np.delete(keys, [n for n in left if n < len(keys)]), self._why.get(at, "")
+        handed_on = self._handed_on(r)
+        if handed_on is not None and self._why.get(at) != WRONG:
+            return self.record(handed_on)
         if not r.role.startswith("input"):
             return None, self._why.get(at) or self._calls.get((r.rank, r.step, r.tap, r.call)) or NOT_REPLAYED
-        makers = self._makers(r)
+        makers = self._computed_from(r)
         if not makers:
             return None, UNSEEN
         every = self._keys(r)
@@ -208,15 +211,18 @@ class _Side:
                 every = np.intersect1d(every, keys)
         return (every if every is not None else _NONE), why
 
-    def _makers(self, r: Record) -> list[Record]:
-        """The outputs that ``r``, an input, is: one with its bytes, else those that it is computed from exactly."""
+    def _handed_on(self, r: Record) -> Record | None:
+        """The earlier output with the bytes of ``r``: the first to have them made them, and who encloses it hands them
+        on."""
         moment = r.rank, r.step
         if moment not in self._made:
             self._index(moment)
-        # The first to have these bytes made them; whoever encloses it hands them on.
         same = self._made[moment].get(r.hash or "")
-        if same is not None and same.seq < r.seq:
-            return [same]
+        return same if same is not None and same.seq < r.seq else None
+
+    def _computed_from(self, r: Record) -> list[Record]:
+        """The tensors of the same step that ``r``, an input, is a slice, a sum or a product of, to the bit."""
+        moment = r.rank, r.step
         if self._relations is None or self._relations[0] != moment:
             self._relations = moment, Relations(self._dump, rows=None)
         before = [x for x in self._steps[moment] if x.seq < r.seq][-_NEAREST:]

@@ -6,7 +6,10 @@ Formulas: SiLU [Elfwing et al., arXiv 1702.03118]; GELU, exact and by tanh, and 
 published code has it; soft capping [Gemma 2, arXiv 2408.00118].
 Which half is the gate: the first, except MulAndSilu. Noise: kernels may round the activation before they multiply.
 Bound: that rounding, and an exponential, tanh or erf that is off by APPROXIMATE: x * sigmoid(x) hands that on at most
-[d log sigmoid = 1 - sigmoid]; 1 + erf and 1 + tanh cancel for negative x, and are off by that much of x / 2.
+[d log sigmoid = 1 - sigmoid]; 1 + erf and 1 + tanh cancel for negative x, and are off by that much of x / 2, and by
+float32's own rounding of it. Activations alone are computed in operators of the dtype, too (vLLM's QuickGELU, its CUDA
+kernels of gelu_new and gelu_fast): the argument of sigmoid, erf or tanh is rounded as well, which x phi(z) hands on as
+x phi'(z) z: for x = -10, 17 units of quick GELU.
 Not here: what a recorded dump does not tell (GeluAndMul's approximation is taken from config.json's hidden_act).
 """
 
@@ -19,12 +22,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.reference import (
+    APPROXIMATE,
+    ROUNDED,
+    Call,
+    Declined,
+    Expected,
+    combined,
+    device_kernel,
+    reference,
+)
 from vllm_accprobe.opcheck.references.kernels_common import vendor
+from vllm_accprobe.opcheck.references.parts import once, subnormal
 
 _X = ("x", "input_", "input", "hidden_states", "0")
 _TANH = ("tanh", "gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")
 """Spellings of GELU by tanh."""
+_CANCELS = 2.0**-22
+"""Standard error of 1 + erf and 1 + tanh, absolute: two roundings of float32, and a function that is off by as much."""
 
 
 def silu(x: Any) -> Any:
@@ -55,19 +70,47 @@ def gated(x: Any, f: Callable[[Any], Any], unit: float, gate_first: bool = True)
     """f(gate) * up of the halves of x, with f rounded. 1 + erf and 1 + tanh in f cancel."""
     a, b = x.chunk(2, -1)
     gate, up = (a, b) if gate_first else (b, a)
-    y = f(gate) * up
-    bound = (unit + APPROXIMATE) * y.abs()
+    y, size = f(gate) * up, up.abs()
+    most = unit * y.abs() + subnormal(unit, size)
+    noise, bound = ROUNDED * most, most + APPROXIMATE * y.abs()
     if f in (gelu, gelu_tanh):
-        bound = bound + 0.5 * APPROXIMATE * (gate * up).abs()
-    return Expected(y, ROUNDED * unit * y.abs(), bound=bound)
+        half = 0.5 * gate.abs() * size
+        noise, bound = noise + _CANCELS * half, bound + APPROXIMATE * half
+    return Expected(y, noise, bound=bound)
+
+
+def sigmoid_argument(x: Any, alpha: float = 1.0) -> Any:
+    """|x phi'(z) z| of phi = sigmoid and z = alpha x: what one unit of the argument is in x phi(z)."""
+    s = torch.sigmoid(alpha * x)
+    return alpha * x * x * s * (1.0 - s)
+
+
+def _of_argument(f: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:
+    """(at most, square of the standard error over ROUNDED) in units: what roundings of phi's argument leave in x
+    phi(z)."""
+    if f is quick_gelu:  # 1.702 x
+        most = sigmoid_argument(x, 1.702)
+        return most, most * most
+    if f is gelu:  # x / sqrt(2)
+        most = x * x * torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+        return most, most * most
+    if f is gelu_tanh:  # x x, x**3 and its product are three roundings of the cube, the sum and its product two of all
+        cube = math.sqrt(2.0 / math.pi) * 0.044715 * x.abs() ** 3
+        z = math.sqrt(2.0 / math.pi) * x.abs() + cube
+        slope = 0.5 * x.abs() / torch.cosh(z).square()
+        return slope * (2.0 * z + 3.0 * cube), slope * slope * (2.0 * z * z + 3.0 * cube * cube)
+    return 0.0, 0.0
 
 
 def alone(x: Any, f: Callable[[Any], Any], unit: float) -> Expected:
-    """f(x) = x * phi(x) in several roundings: one more of the size of the result, or, of 1 + erf and 1 + tanh, which
-    cancel, of the size before they do."""
-    y = f(x)
-    size = 0.5 * x.abs() if f in (gelu, gelu_tanh) else y.abs()
-    return Expected(y, ROUNDED * unit * size, bound=(unit + APPROXIMATE) * (size + y.abs()))
+    """f(x) = x * phi(z) in several roundings: of z, of phi, and, of 1 + erf and 1 + tanh, which cancel, of the size
+    before they do."""
+    y, half = f(x), 0.5 * x.abs()
+    size = half if f in (gelu, gelu_tanh) else y.abs()
+    most, square = _of_argument(f, x)
+    early = once(size, unit) if f in (gelu, gelu_tanh, relu2) else unit * size + subnormal(unit, x.abs())
+    noise = ROUNDED * (early * early + unit * unit * square).sqrt()
+    return Expected(y, noise, bound=early + unit * (y.abs() + most) + APPROXIMATE * (size + y.abs()))
 
 
 @reference("SiluAndMul", by_rows=True)
@@ -98,10 +141,13 @@ def swiglu_oai(call: Call) -> Expected:
     x = call.wide(*_X)
     alpha, limit = float(call.attr("alpha", default=1.702)), float(call.attr("limit", default=7.0))
     gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
-    y = gate * torch.sigmoid(alpha * gate) * (up + 1.0)
-    # the sigmoid, its product and up + 1, which cancels near -1 and is rounded to the unit of the sum
-    noise = ROUNDED * call.unit * (2.0 * y.square() + (gate * torch.sigmoid(alpha * gate)).square()).sqrt()
-    return Expected(y, noise, bound=(3.0 * call.unit + APPROXIMATE) * y.abs())
+    glu, size = gate * torch.sigmoid(alpha * gate), (up + 1.0).abs()
+    y = glu * (up + 1.0)
+    # the sigmoid, its argument and product, and up + 1, each as operators of the dtype
+    most = sigmoid_argument(gate, alpha) * size
+    early = subnormal(call.unit, (1.0 + gate.abs()) * size)
+    noise = combined(ROUNDED * call.unit * (3.0 * y.square() + most.square()).sqrt(), ROUNDED * early)
+    return Expected(y, noise, bound=(3.0 * call.unit + APPROXIMATE) * y.abs() + call.unit * most + early)
 
 
 _ALONE: dict[str, Callable[[Any], Any]] = {

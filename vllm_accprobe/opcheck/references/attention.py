@@ -9,7 +9,9 @@ opcheck/calls/history.py). Rows whose history is incomplete have no reference. N
 values' dtype before they meet them, p * (v - o) each, or p * v where they are divided by a sum that is not rounded.
 With few keys the channels of a head share these errors: a row has as many independent ones as heads (`groups`). Bound:
 with each p off by e of itself, sum p e |v - o| <= e (P|V| + |o|): its rounding, an exponential off by APPROXIMATE, a
-score by gamma_d of |q||k|, and gamma_m P|V| for the sum over m keys.
+score by gamma_d of |q||k|, and gamma_m P|V| for the sum over m keys. Scores that are off by d each, by a tanh that caps
+them and is off by APPROXIMATE, or by rounded keys, move p by e**d - 1, and the sum that p is divided by
+[`moved_scores`].
 Not here: torch's own attention operators (torch_attention.py).
 """
 
@@ -36,16 +38,18 @@ from vllm_accprobe.opcheck.reference import (
     reference,
 )
 from vllm_accprobe.opcheck.references.paged.eight_bit_cache import (
+    FAR,
     CacheFormat,
     cache_format,
     cut_off,
     rounding_of,
     through_cache,
 )
+from vllm_accprobe.opcheck.references.parts import subnormal
 
 _SIZES = ("num_heads", "num_kv_heads", "head_size")
-_FAR = 10.0
-"""Chosen: standard errors of a score that is a sum of many roundings, in a bound."""
+TANH = 2.0**-11
+"""Standard error of a capped score over ROUNDED, relative: tanh.approx.f32's largest [PTX ISA, section tanh]."""
 
 
 def alibi_slopes(heads: int) -> Any:
@@ -105,36 +109,58 @@ def attend(
     hidden: Any | None = None,
     step: float = 0.0,
     score_noise: Any | None = None,
+    score_bound: Any | None = None,
 ) -> tuple[Any, Any, Any]:
     """(output, noise, bound) of one sequence, float64 [n, heads, e]: q [n, heads, d], k [m, kv heads, d], v [m, kv
     heads, e].
 
     query_positions: int [n], keys being at 0 .. m - 1; None: everything sees everything but what ``hidden``, bool [n,
-    m], hides. step: relative error of a rounded probability. score_noise: standard error of the scores, [heads, n, m];
-    the bound has ten times that.
+    m], hides. step: relative error of a rounded probability. score_noise, score_bound: standard error of the scores,
+    [heads, n, m], and what they are off by at most.
     """
     heads, kv = q.shape[1], k.shape[1]
     if heads % kv:
         raise Declined("query heads are no multiple of key heads")
     k, v = (x.repeat_interleave(heads // kv, 1) for x in (k, v))
-    p = probabilities(q, k, scale, query_positions, window=window, cap=cap, slopes=slopes, sinks=sinks, hidden=hidden)
+    settings: dict[str, Any] = {"window": window, "cap": cap, "slopes": slopes, "hidden": hidden}
+    p = probabilities(q, k, scale, query_positions, sinks=sinks, **settings)
     by_head = v.transpose(0, 1)
     width = v.shape[-1]
     mixed = (p @ torch.cat((by_head, by_head.abs()), -1)).transpose(0, 1)
     out, sizes = mixed[..., :width], mixed[..., width:]
     own = ROUNDED * step
-    w = p * p * (own * own if score_noise is None else own * own + score_noise**2)
+    variance = own * own if score_noise is None else own * own + score_noise**2
+    if cap:
+        capped = torch.where(p > 0, scores(q, k, scale, query_positions, **settings), 0.0).abs()
+        variance = variance + (ROUNDED * TANH * capped) ** 2
+        most = APPROXIMATE * capped
+        score_bound = most if score_bound is None else score_bound + most
+    w = p * p * variance
     # sum of w (v - o)**2 without building the differences
     both = (w @ torch.cat((by_head * by_head, by_head), -1)).transpose(0, 1)
     spread = both[..., :width] - 2 * out * both[..., width:] + out * out * w.sum(-1).T.unsqueeze(-1)
     # |q||k| <= their norms' product [Cauchy and Schwarz]
     largest = scale * q.norm(dim=-1) * k.norm(dim=-1).amax(0)
     relative = step + APPROXIMATE + 2.0 * (gamma(q.shape[-1] + 8) + 4.0 * SUM) * largest.unsqueeze(-1)
-    if score_noise is not None:
-        relative = relative + 2.0 * _FAR * score_noise.amax(-1).T.unsqueeze(-1)
     bound = relative * (sizes + out.abs()) + gamma(k.shape[0] + 8) * sizes
+    if score_bound is not None:
+        bound = bound + moved_scores(p, by_head.abs(), out, score_bound)
+    if subnormal(step):  # a subnormal probability, where the largest is 1, and so is the sum at least
+        seen = (p > 0).double()
+        least = subnormal(step) * ((seen @ by_head.abs()).transpose(0, 1) + seen.sum(-1).T.unsqueeze(-1) * out.abs())
+        spread, bound = spread + (ROUNDED * least).square(), bound + least
     # a kernel that divides by the sum of unrounded probabilities, as flash attention does, is off by p v each
     return out, torch.maximum(spread, both[..., :width]).sqrt(), bound
+
+
+def moved_scores(p: Any, sizes: Any, out: Any, by: Any) -> Any:
+    """What scores that are off ``by`` d [heads, n, m] at most make of an output, float64 [n, heads, e]: with f = e**d -
+    1, |sum p f (v - o)| / sum p (1 + f). p: probabilities [heads, n, m]; sizes: |v| [heads, m, e]."""
+    by = by.clamp(max=FAR)
+    far = p * torch.expm1(by)
+    left = (1.0 + (p * torch.expm1(-by)).sum(-1, keepdim=True)).clamp(min=math.exp(-FAR))
+    moved = far @ sizes + out.transpose(0, 1).abs() * far.sum(-1, keepdim=True)
+    return (moved / left).transpose(0, 1)
 
 
 def scale_of(call: Call, head: int) -> float:
@@ -179,8 +205,8 @@ def paged_attention(call: Call) -> Expected:
         if eight is None:
             return plain
 
-        def again(k: Any, v: Any, noise: Any) -> tuple[Any, Any, Any]:
-            return attend(q[at], k, v, query_positions=seen, score_noise=noise, **settings)
+        def again(k: Any, v: Any, noise: Any, most: Any) -> tuple[Any, Any, Any]:
+            return attend(q[at], k, v, query_positions=seen, score_noise=noise, score_bound=most, **settings)
 
         masks = {n: settings[n] for n in ("window", "cap", "slopes", "sinks")}
         p = probabilities(q[at], k.repeat_interleave(heads // kv, 1), settings["scale"], seen, **masks)

@@ -31,7 +31,7 @@ from vllm_accprobe.opcheck.reference import (
 )
 from vllm_accprobe.opcheck.references.activations import soft_cap
 from vllm_accprobe.opcheck.references.kernels_common import weight_here
-from vllm_accprobe.opcheck.references.parts import param_if, ranks_of
+from vllm_accprobe.opcheck.references.parts import once, param_if, ranks_of, subnormal
 from vllm_accprobe.opcheck.references.quantised import activation_noise, activation_step, weight_of
 from vllm_accprobe.opcheck.references.scaled.sixteen_bits import cut_off
 
@@ -106,7 +106,7 @@ def biased(y: Expected, bias: Any | None, unit: float | None = None) -> Expected
 
 def rounded(y: Expected, unit: float) -> Expected:
     """``y`` rounded once."""
-    size = unit * y.value.abs()
+    size = once(y.value.abs(), unit)
     return replace(y, noise=combined(y.noise, ROUNDED * size), bound=None if y.bound is None else y.bound + size)
 
 
@@ -158,14 +158,16 @@ def logits(call: Call) -> Expected:
     if z.shape[-1] < out.shape[-1] or z.shape[0] != out.shape[0]:
         raise Declined("the output of lm_head has another shape")
     z = z[..., : out.shape[-1]]
-    cap = call.attrs.get("soft_cap") or call.config.get("final_logit_softcapping")
-    if cap:
-        z = soft_cap(z, float(cap))
-    z = z * float(call.attr("scale", default=1.0))
+    cap = float(call.attrs.get("soft_cap") or call.config.get("final_logit_softcapping") or 0.0)
+    scale = float(call.attr("scale", default=1.0))
+    z = scale * (soft_cap(z, cap) if cap else z)
     size = z.abs()
     if not cap:
         return Expected(z, bound=gamma(2) * size)
-    return Expected(z, 2.0**0.5 * ROUNDED * call.unit * size, bound=2.0 * (call.unit + APPROXIMATE) * size)
+    # z / cap, which tanh hands on at most, and tanh itself; with a scale their product with the cap as well
+    more, least = float(scale != 1.0), subnormal(call.unit, (2.0 * cap + 1.0) * abs(scale))
+    noise = ROUNDED * (2.0 + more) ** 0.5 * call.unit * size + ROUNDED * least
+    return Expected(z, noise, bound=(2.0 + more) * call.unit * size + 2.0 * APPROXIMATE * size + least)
 
 
 # --- on a device --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 
 from vllm_accprobe.opcheck.reference import ROUNDED, SUM, Call, Declined, Expected, gamma, reference
 from vllm_accprobe.opcheck.references.linear import added, biased, partial, rounded
-from vllm_accprobe.opcheck.references.parts import param_if
+from vllm_accprobe.opcheck.references.parts import once, param_if, subnormal
 
 UNTOLD = "which adapter its rows have was not recorded"
 NOT_HERE = "its adapter's weights are not in the dump"
@@ -104,14 +104,17 @@ def _delta(x: Any, found: Mapping[str, Any], unit: float) -> Expected:
     step = 0.0 if exact else unit  # B is scaled once, in its own dtype
     inner, size = x @ a.T, x.abs() @ a.abs().T
     n, r = a.shape[1], a.shape[0]
-    inner_noise = ((SUM * n**0.5 * size) ** 2 + (ROUNDED * unit * inner) ** 2).sqrt()
-    inner_bound = gamma(n + 1) * size + unit * inner.abs()
+    early = once(inner.abs(), unit)
+    inner_noise = ((SUM * n**0.5 * size) ** 2 + (ROUNDED * early) ** 2).sqrt()
+    inner_bound = gamma(n + 1) * size + early
     y, outer = inner @ scaled.T, inner.abs() @ scaled.abs().T
+    # a subnormal number of s B, and of what it gives
+    least = subnormal(step, inner.abs().sum(-1, keepdim=True)) + subnormal(unit)
     squares = (
         (inner_noise**2) @ (scaled**2).T + (ROUNDED * step) ** 2 * ((inner**2) @ (scaled**2).T)
-        + (SUM * r**0.5 * outer) ** 2 + (ROUNDED * unit * y) ** 2
+        + (SUM * r**0.5 * outer) ** 2 + (ROUNDED * (unit * y.abs() + least)) ** 2
     )  # fmt: skip
     bound = (1 + step) * (1 + unit) * (1 + gamma(r + 1)) * (inner_bound @ scaled.abs().T) + (
         step + unit + gamma(r + 1)
-    ) * (1 + unit) ** 2 * outer
+    ) * (1 + unit) ** 2 * outer + least
     return Expected(y, squares.sqrt(), bound=bound)

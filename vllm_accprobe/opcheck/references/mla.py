@@ -3,7 +3,8 @@
 Formula: head h sees k = [W_UK c, k_pe] and v = W_UV c of the normalised latent c [DeepSeek-V2, arXiv 2405.04434,
 section 2.1]. Engines compute it in two ways, keys and values made explicit (prefill) or W_UK moved to the query and
 W_UV behind the sum (decode): equal in exact arithmetic, so that one reference serves both; noise covers what either way
-rounds. W_UK and W_UV come from kv_b_proj, or as the engine keeps them. The cache: see attention.py.
+rounds; in the bound, a score is off by u |q||k| or u |q W_UK||c|, whichever is more. W_UK and W_UV come from kv_b_proj,
+or as the engine keeps them. The cache: see attention.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, combined, reference
 from vllm_accprobe.opcheck.references.attention import attend, by_request, cache_of, probabilities, scale_of
+from vllm_accprobe.opcheck.references.parts import once
 
 
 def matrices(call: Call, nope: int) -> tuple[Any, Any]:
@@ -48,14 +50,17 @@ def latent_attention(call: Call) -> Expected:
         absorbed = torch.einsum("nhd,hdc->nhc", q[at, :, :nope], up_k)
         by_queries = torch.einsum("nhc,mc->hnm", absorbed**2, latent**2)
         score_noise = ROUNDED * step * scale * torch.maximum(by_keys, by_queries).sqrt()
-        y, e, most = attend(q[at], k, v, scale, positions, step=step, score_noise=score_noise)
+        by_keys = torch.einsum("nhd,mhd->hnm", q[at, :, :nope].abs(), k_nope.abs())
+        by_queries = torch.einsum("nhc,mc->hnm", absorbed.abs(), latent.abs())
+        score_bound = step * abs(scale) * torch.maximum(by_keys, by_queries)
+        y, e, most = attend(q[at], k, v, scale, positions, step=step, score_noise=score_noise, score_bound=score_bound)
         p = probabilities(q[at], k, scale, positions)
         rounded_v = ROUNDED * step * torch.einsum("hnm,mhv->nhv", p * p, v * v).sqrt()
         mixed = torch.einsum("hnm,mc->nhc", p, latent)
         rounded_mix = ROUNDED * step * torch.einsum("nhc,hvc->nhv", mixed**2, up_v**2).sqrt()
         # a rounded v is off by step |v|, a rounded mix by step |mixed|
-        most = most + step * torch.einsum("nhc,hvc->nhv", mixed.abs(), up_v.abs())
-        most = most + step * torch.einsum("hnm,mhv->nhv", p, v.abs())
+        most = most + torch.einsum("nhc,hvc->nhv", once(mixed.abs(), step), up_v.abs())
+        most = most + torch.einsum("hnm,mhv->nhv", p, once(v.abs(), step))
         return y, combined(e, torch.maximum(rounded_v, rounded_mix)), most
 
     whole, rows = by_request(cache, len(q), one)

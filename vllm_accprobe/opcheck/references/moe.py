@@ -5,9 +5,12 @@ et al., arXiv 2401.04088]; groups of experts, the best by their two largest scor
 their largest, the bias choosing but not weighing [DeepSeek-V2, arXiv 2405.04434; DeepSeek-V3, arXiv 2412.19437, section
 2.1.2]; an expert is a gated MLP down(act(gate x) * up x) [arXiv 2002.05202]. Ties: a token whose k-th and next score
 are closer than rounding may go either way, so its row has no reference. Noise: gate, up, their product, each expert's
-result and the sum may be rounded; a rounded gate is handed on as g act'(g) / act(g) says, taken from a difference. The
-outputs of an expert share its hidden numbers' errors: a row has no more independent ones than these (`groups`). Not
-here: shared experts, which are modules of their own (composite.py adds them up).
+result and the sum may be rounded, and where experts are added one after the other each sum on the way; a rounded gate
+is handed on as g act'(g) / act(g) says, taken from a difference; it is off by what |x||w| leaves in float32 as well,
+which act hands on with a slope of at most 1.13. Weights: a probability, the sum of those chosen, and their quotient may
+be rounded: 3 units before the last, one of them the chosen ones' in their sum. The outputs of an expert share its
+hidden numbers' errors: a row has no more independent ones than these (`groups`). Not here: shared experts, which are
+modules of their own (composite.py adds them up).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from vllm_accprobe.opcheck.reference import (
     reference,
 )
 from vllm_accprobe.opcheck.references.activations import gelu, silu
-from vllm_accprobe.opcheck.references.parts import unit_of
+from vllm_accprobe.opcheck.references.parts import once, subnormal, unit_of
 
 _SOFTMAX, _SIGMOID = "softmax", "sigmoid"
 _OF_TYPE = {
@@ -115,16 +118,24 @@ def expert_mlps(x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float, 
         hidden = active * up
         handed = ((act(gate * (1.0 + _NEAR)) - active) / _NEAR * up).abs()
         size = hidden.abs()
+        # gate, up and their product as subnormal numbers, and the activation's
+        least = subnormal(step, 1.0 + active.abs() + (_SLOPE + more) * up.abs())
+        before = out[at]
         w = w2[e].double()
         y, scale = hidden @ w.T, weights[at, e].unsqueeze(-1)
         out[at] += scale * y
         inner = (2 + more) * size * size + handed * handed
+        if step:
+            inner += (least / step) ** 2
         square[at] += scale**2 * (inner @ (w * w).T + (1 + more) * y * y)
         # gate and up are sums themselves, |x||w| of which is at most the product of norms [Cauchy and Schwarz]
         a, b = (x[at].norm(dim=1, keepdim=True) * w13[e].double().norm(dim=1)).chunk(2, -1)
         off = first * (_SLOPE * a * up.abs() + b * active.abs()) + step * handed
-        off += ((2 + more) * step + APPROXIMATE + second) * size
-        most[at] += scale.abs() * (off @ w.abs().T + (1 + more) * step * y.abs())
+        off += ((2 + more) * step + APPROXIMATE + second) * size + least
+        most[at] += scale.abs() * (off @ w.abs().T + once(y.abs(), step)) + more * once((scale * y).abs(), step)
+        if apart:
+            square[at] += before**2
+            most[at] += once(before.abs(), step)
     noise = ROUNDED * step * (square + out * out).sqrt()
     return Expected(out, noise, bound=most + (step + gamma(len(w13) + 8)) * out.abs(), groups=w2.shape[2])
 
@@ -249,7 +260,7 @@ def routed(logits: Any, ids: Any, step: float, settings: Mapping[str, Any]) -> E
     weights, clear = route(logits.double(), ids.shape[1], tie=4 * step, **settings)
     value = torch.where(ids >= 0, weights.gather(1, ids.long().clamp(min=0)), 0.0)
     return Expected(value, 2 * step * value, unit=step, common=2 * step, rows=clear, reason=TIED,
-                    bound=2.0 * (step + APPROXIMATE) * value)  # fmt: skip
+                    bound=(3.0 * step + 2.0 * APPROXIMATE) * value + subnormal(step))  # fmt: skip
 
 
 def _routing(call: Call, experts: int) -> Expected:

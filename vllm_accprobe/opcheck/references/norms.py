@@ -5,7 +5,11 @@ Formulas: RMSNorm y = x / sqrt(mean(x*x) + eps) * w [Zhang and Sennrich, arXiv 1
 arXiv 1803.08494]; gated: norm(x * silu(z)), or norm(x) * silu(z) with the norm first [Dao and Gu, arXiv 2405.21060,
 section 7]. A fused add gives the norm of x + residual, and x + residual itself as second output. Some kernels take the
 norm of the sum before it is rounded, some after: noise covers both. Bound: those roundings, a reciprocal root that is
-off by APPROXIMATE, and half of gamma_n for the mean of n squares [d log x**-1/2 = -1/2 d log x]. q and k norms are
+off by APPROXIMATE, and half of gamma_n for the mean of n squares [d log x**-1/2 = -1/2 d log x]. What is rounded before
+the norm counts twice: an element is off by u, and the root of the mean of squares by another u where the roundings of
+its row go the other way [Cauchy and Schwarz: |sum t dt| <= u sum t t]. So a bfloat16 sum and its norm, x / rms rounded
+before it is weighed, leave 3 units before the last rounding (tests/opcheck/test_bounds.py has a row that comes near).
+A mean and a variance are those of two passes, or Welford's: E x**2 - (E x)**2 has no such bound. q and k norms are
 RMSNorms over the last dimension.
 """
 
@@ -22,16 +26,18 @@ import torch.nn.functional as F
 from vllm_accprobe.opcheck.reference import (
     APPROXIMATE,
     ROUNDED,
+    SUM,
     Call,
     Declined,
     Expected,
+    combined,
     device_kernel,
     gamma,
     reference,
     sum_of_two,
 )
 from vllm_accprobe.opcheck.references.kernels_common import vendor, weight_here
-from vllm_accprobe.opcheck.references.parts import param_if
+from vllm_accprobe.opcheck.references.parts import once, param_if, subnormal
 
 EPSILONS = ("variance_epsilon", "eps")
 _CONFIGURED = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
@@ -144,9 +150,10 @@ def fused(
     """RMSNorm of x + residual, and the sum, None where there is no residual; all float64. transformers and vLLM's
     native path round x / rms to the model's dtype before they weigh it."""
     if residual is None:
-        return normed(rms_norm(x, weight, eps), unit, x.shape[-1], note=note), None
+        return normed(rms_norm(x, weight, eps), unit, x.shape[-1], weight=weight, note=note), None
     total = x + residual
-    return normed(rms_norm(total, weight, eps), unit, x.shape[-1], 2, note), sum_of_two(total, unit)
+    y = normed(rms_norm(total, weight, eps), unit, x.shape[-1], before=1, weight=weight, note=note)
+    return y, sum_of_two(total, unit)
 
 
 def offset_of(cls: str) -> float:
@@ -155,12 +162,32 @@ def offset_of(cls: str) -> float:
     return 1.0 if gemma or cls == "Qwen3NextRMSNorm" else 0.0
 
 
-def normed(y: Any, unit: float, width: int, roundings: int = 1, note: str = "") -> Expected:
-    """A norm's result: x / rms rounded before it is weighed, and with two ``roundings`` the sum before it."""
+def normed(
+    y: Any, unit: float, width: int, *, before: int = 0, behind: int = 1, weight: Any | None = None, note: str = ""
+) -> Expected:  # fmt: skip
+    """A norm's result, with roundings ``before`` the norm (a sum) and ``behind`` it (x / rms, before it is weighed)."""
     size = y.abs()
-    bound = (roundings * unit + APPROXIMATE + 0.5 * gamma(width + 4)) * size
-    noise = (ROUNDED * roundings**0.5 * unit) * size
-    return Expected(y, noise, common=_SHARED * unit, note=note, bound=bound)
+    bound = ((behind + 2 * before) * unit + APPROXIMATE + 0.5 * gamma(width + 4)) * size
+    least = subnormal(unit, 1.0 if weight is None else weight.abs())
+    noise = (ROUNDED * (before + behind) ** 0.5 * unit) * size + ROUNDED * least
+    return Expected(y, noise, common=_SHARED * unit, note=note, bound=bound + least)
+
+
+def gate_first(p: Any, x: Any, weight: Any | None, eps: float, unit: float) -> Expected:
+    """The norm over the last dimension of p = x * silu(gate). The gate and p may be rounded, each handed on again by
+    the root mean square, and p / rms; silu is off by APPROXIMATE in p and in its mean, and the root itself."""
+    root = torch.rsqrt((p * p).mean(-1, keepdim=True) + eps)
+    by = root if weight is None else root * weight.abs()
+    y = p * root if weight is None else p * root * weight
+    size = y.abs()
+    # a subnormal gate or product, of an element and of its row's mean
+    own = 0.0
+    if subnormal(unit):
+        least = subnormal(unit, 1.0 + x.abs())
+        own = least * by + subnormal(unit, by / root) + least.square().mean(-1, keepdim=True).sqrt() * root * size
+    noise = ROUNDED * (2.0**0.5 * unit * size + own)
+    most = (5.0 * unit + 3.0 * APPROXIMATE + 0.5 * gamma(p.shape[-1] + 4)) * size + own
+    return Expected(y, noise, common=_SHARED * unit, bound=most)
 
 
 @reference("RMSNorm", "*RMSNorm", "*RMSNormFused", "GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm", by_rows=True)
@@ -183,13 +210,20 @@ def gated_rms(call: Call) -> Expected:
     if "norm_before_gate" not in call.attrs and call.cls == "RMSNormGated":
         raise Declined("attribute norm_before_gate was not recorded")
     gate = torch.nn.functional.silu(z.double())
-    if call.attr("norm_before_gate", default=True):
-        y = rms_norm(x, weight, eps) * gate
-    else:
-        y = rms_norm(x * gate, weight, eps)
-    # the gate, the gated or normed, and its product may be rounded, the first of a row together
-    return Expected(y, ROUNDED * 2.0**0.5 * call.unit * y.abs(), common=_SHARED * call.unit,
-                    bound=(3.0 * call.unit + 2.0 * APPROXIMATE + 0.5 * gamma(x.shape[-1] + 4)) * y.abs())  # fmt: skip
+    if not call.attr("norm_before_gate", default=True):
+        return gate_first(x * gate, x, weight, eps, call.unit)
+    normal = rms_norm(x, weight, eps)
+    y = normal * gate
+    # the gate, x / rms and the normed may be rounded
+    least = subnormal(call.unit, (1.0 if weight is None else 1.0 + weight.abs()) * gate.abs() + normal.abs())
+    noise = ROUNDED * (2.0**0.5 * call.unit * y.abs() + least)
+    bound = (3.0 * call.unit + 2.0 * APPROXIMATE + 0.5 * gamma(x.shape[-1] + 4)) * y.abs() + least
+    return Expected(y, noise, common=_SHARED * call.unit, bound=bound)
+
+
+def mean_over_deviation(flat: Any, eps: float) -> Any:
+    """mean |x| / sqrt(variance + eps) [..., 1]: what a float32 mean's error is taken times of in a LayerNorm."""
+    return flat.abs().mean(-1, keepdim=True) / (flat.var(-1, correction=0, keepdim=True) + eps).sqrt()
 
 
 @reference("LayerNorm", "*LayerNorm", by_rows=True)
@@ -205,12 +239,12 @@ def layer(call: Call) -> Expected:
     scaled = y if weight is None else y * weight
     # a mean of n numbers is off by gamma_n of their mean size, and so is every centred one, by that over the deviation
     width = flat.shape[-1]
-    deviation = (flat.var(-1, correction=0, keepdim=True) + eps).sqrt()
-    shift = gamma(width + 4) * flat.abs().mean(-1, keepdim=True) / deviation
-    shift = shift.reshape(*x.shape[: x.dim() - dims], *[1] * dims) * (1.0 if weight is None else weight.abs())
-    bound = (call.unit + APPROXIMATE + gamma(width + 4)) * scaled.abs() + 2.0 * shift
-    y = Expected(scaled if bias is None else scaled + bias, ROUNDED * call.unit * scaled.abs(), bound=bound)
-    return _told(call, y)
+    size = mean_over_deviation(flat, eps).reshape(*x.shape[: x.dim() - dims], *[1] * dims)
+    size = size if weight is None else size * weight.abs()
+    early = once(y.abs(), call.unit, 1.0 if weight is None else weight.abs())
+    bound = early + (APPROXIMATE + gamma(width + 4)) * scaled.abs() + 2.0 * gamma(width + 4) * size
+    noise = combined(ROUNDED * early, SUM * width**0.5 * size)
+    return _told(call, Expected(scaled if bias is None else scaled + bias, noise, bound=bound))
 
 
 @reference("GroupNorm")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.kernels.float_formats import LOW, half_step, smallest
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 
 Inside = Sequence[tuple[str, str, Any]]
@@ -32,6 +33,23 @@ def param_if(call: Call, name: str) -> Any | None:
 def unit_of(*tensors: Any) -> float:
     """One rounding of the coarsest of these tensors' dtypes."""
     return max(unit(str(t.dtype).removeprefix("torch.")) for t in tensors)
+
+
+_LEAST = {half_step(n): 0.5 * smallest(n) for n, (_, least) in LOW.items() if least > -126}
+"""By unit, half the smallest subnormal number of the dtypes that have a narrow range."""
+
+
+def once(size: Any, unit: float, times: Any = 1.0) -> Any:
+    """What rounding numbers of this ``size`` once to the grid of ``unit`` leaves at most in what they are multiplied
+    ``times`` for: u |x| + eta [Higham, ASNA, (2.8)]."""
+    return (unit * times) * size + subnormal(unit, times)
+
+
+def subnormal(unit: float, times: Any = 1.0) -> Any:
+    """The eta of `once`, half the smallest subnormal number: in float16 2**-25, and silu(-15) = -4.6e-6 lies 6e-8 from
+    its neighbours; 0.0 in dtypes that have bfloat16's range."""
+    least = _LEAST.get(unit, 0.0)
+    return least * times if least else 0.0
 
 
 def reshaped(y: Expected, shape: Sequence[int]) -> Expected:

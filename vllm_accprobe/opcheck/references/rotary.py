@@ -22,7 +22,7 @@ import torch
 from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, device_kernel, reference
 from vllm_accprobe.opcheck.references.hf import rotary_tables
 from vllm_accprobe.opcheck.references.kernels_common import on
-from vllm_accprobe.opcheck.references.parts import reshaped, unit_of
+from vllm_accprobe.opcheck.references.parts import reshaped, subnormal, unit_of
 
 
 def plain_frequencies(dim: int, base: float) -> Any:
@@ -109,7 +109,9 @@ def rotation_noise(x: Any, angle: Any, neox: bool, step: float) -> Any:
 
 def rotation_bound(x: Any, angle: Any, neox: bool, step: float) -> Any:
     """At most: a rounded cosine and a rounded product each of x1 and x2, and the angle's three float32 roundings."""
-    return _pairs(x, neox)[1] * _both(2.0 * step + angle.abs() * 2.0**-22 + 2.0**-22, neox)
+    size = _pairs(x, neox)[1]
+    least = subnormal(step, 2.0 + size)  # subnormal products, and cosines
+    return size * _both(2.0 * step + angle.abs() * 2.0**-22 + 2.0**-22, neox) + least
 
 
 def _pairs(x: Any, neox: bool) -> tuple[Any, Any]:

@@ -20,8 +20,8 @@ def replayed(found: CacheFormat, q: Any, k: Any, v: Any, positions: Any) -> tupl
     plain = attend(q, k, v, query_positions=positions, **SETTINGS)[0]
     p = probabilities(q, k.repeat_interleave(q.shape[1] // k.shape[1], 1), SETTINGS["scale"], positions)
 
-    def again(k: Any, v: Any, noise: Any) -> tuple[Any, Any, Any]:
-        return attend(q, k, v, query_positions=positions, score_noise=noise, **SETTINGS)
+    def again(k: Any, v: Any, noise: Any, most: Any) -> tuple[Any, Any, Any]:
+        return attend(q, k, v, query_positions=positions, score_noise=noise, score_bound=most, **SETTINGS)
 
     return through_cache(found, q, (k, v), p, plain, SETTINGS["scale"], again)
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected
-from vllm_accprobe.opcheck.references.activations import alone, gelu, gelu_tanh, quick_gelu, silu
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, combined
+from vllm_accprobe.opcheck.references.activations import alone, gelu, gelu_tanh, quick_gelu, sigmoid_argument, silu
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.atb.quantise import SYMMETRIC, dynamic
-from vllm_accprobe.opcheck.references.parts import unit_of
+from vllm_accprobe.opcheck.references.parts import once, subnormal, unit_of
 
 Tensor = Any  # a torch.Tensor
 RELU, GELU, FAST_GELU, SWISH, LOG, SWIGLU, SWIGLU_BACKWARD, SIGMOID, FASTER_GELU = range(1, 10)
@@ -52,7 +52,11 @@ def _single(o: Operands, kind: int, x: Tensor) -> Expected:
         return alone(x, quick_gelu, o.unit)
     if kind == SWISH:
         scale = o.param("scale", 1.0)
-        return alone(x, lambda t: t * torch.sigmoid(scale * t), o.unit)
+        y = alone(x, lambda t: t * torch.sigmoid(scale * t), o.unit)
+        if scale == 1.0:
+            return y
+        more = o.unit * sigmoid_argument(x, scale).abs()  # scale x may be rounded
+        return replace(y, noise=combined(y.noise, ROUNDED * more), bound=y.bound + more)
     if kind == LOG:
         y = torch.log(x)
         return Expected(y, 2.0 * SUM * (1.0 + y.abs()), bound=APPROXIMATE * (y.abs() + 2.0**-6))
@@ -94,8 +98,8 @@ def _halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def _gated(o: Operands, x: Tensor) -> Expected:
     a, b = _halves(x, o.param("dim", -1))
     y = silu(a) * b
-    unit = unit_of(o.tensor(0))
-    return Expected(y, ROUNDED * unit * y.abs(), bound=(unit + APPROXIMATE) * y.abs())
+    early = once(silu(a).abs(), unit_of(o.tensor(0)), b.abs())
+    return Expected(y, ROUNDED * early, bound=early + APPROXIMATE * y.abs())
 
 
 def _backward(o: Operands) -> Expected:
@@ -107,8 +111,11 @@ def _backward(o: Operands) -> Expected:
     s = torch.sigmoid(a)
     slope = s + a * s * (1.0 - s)
     y = torch.cat((dy * b * slope, dy * silu(a)), dim)
-    size = torch.cat(((dy * b).abs() * (s + (a * s * (1.0 - s)).abs()), (dy * silu(a)).abs()), dim)
-    return Expected(y, ROUNDED * 2.0**0.5 * unit * size, bound=(3.0 * unit + 3.0 * APPROXIMATE) * size)
+    steep = s + (a * s * (1.0 - s)).abs()
+    size = torch.cat(((dy * b).abs() * steep, (dy * silu(a)).abs()), dim)
+    least = subnormal(unit, torch.cat((steep + (dy * b).abs(), dy.abs()), dim))
+    noise = ROUNDED * (2.0**0.5 * unit * size + least)
+    return Expected(y, noise, bound=(3.0 * unit + 3.0 * APPROXIMATE) * size + least)
 
 
 @operator("SwigluQuantOperation")

@@ -18,6 +18,7 @@ import torch
 
 from vllm_accprobe.opcheck.reference import ROUNDED, SUM, Declined, Expected
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, chosen, copied, operator
+from vllm_accprobe.opcheck.references.parts import subnormal
 
 Tensor = Any  # a torch.Tensor
 
@@ -235,7 +236,9 @@ def scatter(o: Operands) -> Outputs:
     if o.param("reduction", 0):
         y = x.double().scatter_add(axis, at, more.double())
         size = x.double().abs().scatter_add(axis, at, more.double().abs())
-        found = Expected(y, ROUNDED * o.unit * size, bound=4.0 * o.unit * size)
+        # each addition to a place may be rounded, the last one is the result's
+        times = torch.zeros_like(size).scatter_add(axis, at, torch.ones_like(more, dtype=torch.float64)).clamp(min=1.0)
+        found = Expected(y, ROUNDED * o.unit * times.sqrt() * size, bound=times * o.unit * size)
     else:
         found = copied(x.scatter(axis, at, more.to(x.dtype)))
     return dict.fromkeys(("inplace.0", "output.0"), found)
@@ -257,7 +260,9 @@ def index_add(o: Operands) -> Outputs:
     y, size = x.index_add(axis, at, more, alpha=alpha), x.abs().index_add(axis, at, more.abs(), alpha=abs(alpha))
     times = float(torch.bincount(at).max()) if len(at) else 0.0
     # each addition may be rounded to the tensor's dtype
-    found = Expected(y, ROUNDED * o.unit * times**0.5 * size, bound=(times * o.unit + times * SUM) * size)
+    least = subnormal(o.unit, times)
+    found = Expected(y, ROUNDED * (o.unit * times**0.5 * size + least),
+                     bound=(times * o.unit + times * SUM) * size + least)  # fmt: skip
     return dict.fromkeys(("inplace.0", "output.0"), found)
 
 

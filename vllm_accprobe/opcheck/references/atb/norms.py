@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, gamma, sum_of_two
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, combined, gamma, sum_of_two
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.atb.quantise import coded, dynamic
-from vllm_accprobe.opcheck.references.norms import layer_norm, normed, rms_norm
-from vllm_accprobe.opcheck.references.parts import unit_of
+from vllm_accprobe.opcheck.references.norms import layer_norm, mean_over_deviation, normed, rms_norm
+from vllm_accprobe.opcheck.references.parts import once, subnormal, unit_of
 
 Tensor = Any  # a torch.Tensor
 NORM, PRENORM, POSTNORM = 1, 2, 3
@@ -91,8 +91,8 @@ def rms(o: Operands) -> Outputs:
     if kind == NORM and p.param("modelType", 0) == 1:
         weight = weight + 1.0
     half = kind == NORM and p.param("precisionMode", 0) == 1
-    roundings = (2 if added else 1) + (2 if half else 0)
-    y = normed(rms_norm(whole, weight, eps), unit, x.shape[-1], roundings)
+    y = normed(rms_norm(whole, weight, eps), unit, x.shape[-1], before=1 if added else 0, behind=3 if half else 1,
+               weight=weight)  # fmt: skip
     if not quant:
         return {"output.0": y} | ({"output.1": _total(terms, unit)} if kind == PRENORM else {})
     return _rms_codes(o, kind, p, y, at + 1, terms)
@@ -125,7 +125,7 @@ def _with_rstd(o: Operands, x: Tensor, weight: Tensor, eps: float) -> Outputs:
     off = APPROXIMATE + 0.5 * gamma(width + 4)
     size = rstd.abs()
     return {
-        "output.0": normed(y, _rounding(o), width),
+        "output.0": normed(y, _rounding(o), width, weight=weight),
         "output.1": Expected(rstd, SUM * width**0.5 * size, bound=off * size),
     }
 
@@ -142,11 +142,11 @@ def rms_backward(o: Operands) -> Outputs:
     dx = rstd * (g - x * rstd**2 * mean)
     unit, n = _rounding(o), x.numel() // width
     part = (dy * x * rstd).reshape(n, *weight.shape)
-    off = 3.0 * unit + gamma(width + 8)
-    found = {"output.0": Expected(dx, ROUNDED * unit * size, bound=off * size)}
+    off, own, least = 3.0 * unit + gamma(width + 8), subnormal(unit, rstd.abs()), n * subnormal(unit)
+    found = {"output.0": Expected(dx, ROUNDED * (unit * size + own), bound=off * size + own)}
     total = part.abs().sum(0)
-    return found | {"output.1": Expected(part.sum(0), ROUNDED * unit * (part * part).sum(0).sqrt(),
-                                         bound=(2.0 * unit + gamma(n + 8)) * total)}  # fmt: skip
+    return found | {"output.1": Expected(part.sum(0), ROUNDED * (unit * (part * part).sum(0).sqrt() + least),
+                                         bound=(2.0 * unit + gamma(n + 8)) * total + least)}  # fmt: skip
 
 
 @operator("GatherPreRmsNormOperation")
@@ -156,7 +156,9 @@ def gathered_rms(o: Operands) -> Outputs:
     if len(at) != len(x) or (len(at) and not 0 <= int(at.min()) <= int(at.max()) < len(rows)):
         raise Declined("its indices lie outside of its rows")
     terms = [x, rows[at]]
-    y = normed(rms_norm(_sum(*terms), _flat(o.tensor(3)), o.param("epsilon", 1e-5)), _rounding(o), x.shape[-1], 2)
+    weight = _flat(o.tensor(3))
+    y = normed(rms_norm(_sum(*terms), weight, o.param("epsilon", 1e-5)), _rounding(o), x.shape[-1], before=1,
+               weight=weight)  # fmt: skip
     return {"output.0": y, "output.1": _total(terms, unit_of(o.output(1)))}
 
 
@@ -166,11 +168,11 @@ def _layer(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, unit: flo
     y = layer_norm(flat, None, None, eps)
     scaled = (y * weight.reshape(-1)).reshape(x.shape)
     width = flat.shape[-1]
-    deviation = (flat.var(-1, correction=0, keepdim=True) + eps).sqrt()
-    shift = gamma(width + 4) * flat.abs().mean(-1, keepdim=True) / deviation * weight.reshape(-1).abs()
-    bound = (unit + APPROXIMATE + gamma(width + 4)) * scaled.abs() + 2.0 * shift.reshape(x.shape)
+    size = (mean_over_deviation(flat, eps) * weight.reshape(-1).abs()).reshape(x.shape)
+    early = once(y.abs(), unit, weight.reshape(-1).abs()).reshape(x.shape)
+    bound = early + (APPROXIMATE + gamma(width + 4)) * scaled.abs() + 2.0 * gamma(width + 4) * size
     value = scaled if bias is None else scaled + bias.reshape(-1).reshape(x.shape[x.dim() - dims :])
-    return Expected(value, ROUNDED * unit * scaled.abs(), bound=bound)
+    return Expected(value, combined(ROUNDED * early, SUM * width**0.5 * size), bound=bound)
 
 
 @operator("LayerNormOperation")

@@ -16,7 +16,7 @@ import torch
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, gamma
 from vllm_accprobe.opcheck.references.atb.moving import axis_of
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, chosen, copied, operator
-from vllm_accprobe.opcheck.references.parts import reshaped, unit_of
+from vllm_accprobe.opcheck.references.parts import reshaped, subnormal, unit_of
 
 Tensor = Any  # a torch.Tensor
 
@@ -25,8 +25,10 @@ def softmax(x: Tensor, unit: float) -> Expected:
     """Over the last dimension; the exponentials may be rounded to ``unit``."""
     y = torch.softmax(x, -1)
     n = x.shape[-1]
-    off = 2.0 * APPROXIMATE + unit + gamma(n + 8) + 2.0 * SUM * (x - x.amax(-1, keepdim=True)).abs()
-    return Expected(y, ROUNDED * unit * y, common=0.5 * unit, bound=off * y)
+    # an exponential's error is in its number and, with the others', in the sum
+    off = 2.0 * (APPROXIMATE + unit) + gamma(n + 8) + 2.0 * SUM * (x - x.amax(-1, keepdim=True)).abs()
+    least = subnormal(unit, 1.0 + n * y)  # the largest is 1
+    return Expected(y, ROUNDED * (unit * y + least), common=0.5 * unit, bound=off * y + least)
 
 
 @operator("SoftmaxOperation")

@@ -20,12 +20,10 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Call, Declined, Expected, gamma
-from vllm_accprobe.opcheck.references.attention import attend, scores
+from vllm_accprobe.opcheck.references.attention import TANH, attend, scores
 from vllm_accprobe.opcheck.references.recurrent.sequences import arguments
 
 Tensor = Any  # a torch.Tensor
-_TANH = 2.0**-11
-"""Relative error of tanh.approx.f32 [PTX ISA, section tanh]."""
 _EXP = 2.0**-20
 """Chosen: relative error of the sum and its logarithm, ex2.approx and lg2.approx being within 2**-22 [PTX ISA]."""
 _MOST = 1 << 28
@@ -210,18 +208,15 @@ def _one(r: RequestRows, rules: AttentionRules, hidden: Tensor, step: float) -> 
         raise Declined("query heads are no multiple of key heads")
     k = r.k.repeat_interleave(heads // kv, 1)
     found = scores(r.q, k, rules.scale, cap=rules.cap, hidden=hidden)
-    capped = None
-    if rules.cap:
-        capped = ROUNDED * _TANH * torch.where(hidden, 0.0, found.abs())
-    y = attend(
-        r.q, r.k, r.v, rules.scale, cap=rules.cap, sinks=rules.sinks, hidden=hidden, step=step, score_noise=capped
-    )  # fmt: skip
+    y = attend(r.q, r.k, r.v, rules.scale, cap=rules.cap, sinks=rules.sinks, hidden=hidden, step=step)
     total = torch.logsumexp(found, -1).T
     p = torch.softmax(found, -1)
     off = gamma(r.q.shape[-1] + 8) + 4.0 * SUM
     largest = abs(rules.scale) * r.q.norm(dim=-1) * k.norm(dim=-1).amax(0)
-    tanh = torch.zeros_like(total) if capped is None else _TANH * capped.amax(-1).T / (ROUNDED * _TANH)
+    tanh = torch.zeros_like(total)
+    if rules.cap:
+        tanh = TANH * torch.where(hidden, 0.0, found).abs().amax(-1).T
     spread = ROUNDED * step * p.square().sum(-1).sqrt().T
     noise = spread + SUM * r.q.shape[-1] ** 0.5 * largest + _EXP + tanh
-    bound = step + APPROXIMATE + off * largest + tanh
+    bound = step + APPROXIMATE + off * largest + APPROXIMATE / TANH * tanh
     return *(abs(rules.factor) * t if n else rules.factor * t for n, t in enumerate(y)), total, noise, bound

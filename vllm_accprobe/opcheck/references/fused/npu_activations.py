@@ -11,6 +11,7 @@ Noise: as in activations.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from vllm_accprobe.opcheck.references.activations import alone, gelu, gelu_tanh,
 from vllm_accprobe.opcheck.references.activations import gated as gated_halves
 from vllm_accprobe.opcheck.references.fused.fused_calls import Given, fused
 from vllm_accprobe.opcheck.references.gradients import derived
+from vllm_accprobe.opcheck.references.parts import subnormal
 
 
 def mish(x: Any) -> Any:
@@ -70,7 +72,9 @@ def npu_fast_gelu_backward(g: Given) -> dict[str, Expected]:
 
 @fused("npu_mish(self/input)")
 def npu_mish(g: Given) -> Expected:
-    return alone(g.tensor("self"), mish, g.unit("self"))
+    x, unit = g.tensor("self"), g.unit("self")
+    y = alone(x, mish, unit)
+    return replace(y, bound=y.bound + subnormal(unit, x.abs()))  # softplus may be subnormal as well as its tanh
 
 
 @fused("npu_mish_backward(grad, input/self)", differentiable=False)

@@ -17,8 +17,8 @@ import torch
 
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, combined, gamma, sum_of_two
 from vllm_accprobe.opcheck.references.fused.fused_calls import Given, fused
-from vllm_accprobe.opcheck.references.norms import normed
-from vllm_accprobe.opcheck.references.parts import reshaped
+from vllm_accprobe.opcheck.references.norms import mean_over_deviation, normed
+from vllm_accprobe.opcheck.references.parts import reshaped, subnormal
 
 _ROOT = 2.0**-20
 """Relative error of a reciprocal root in float32: some units, for the sum below it and the approximation itself."""
@@ -40,11 +40,13 @@ def _weighed(x: Any, weight: Any, eps: float, unit: float, roundings: int = 1) -
     """The norm of x over the weight's dimensions, in x's shape; and its reciprocal root, [..., 1, ...]."""
     flat = _flat(x, weight)
     root = _root(flat, eps)
-    y = normed(flat * root * weight.flatten(), unit, flat.shape[-1], roundings)
+    w = weight.flatten()
+    y = normed(flat * root * w, unit, flat.shape[-1], before=roundings - 1, weight=w)
     size = root.detach().abs()
     # roundings of the sum before it, where there is one, are those of n independent terms
     noise = combined(_ROOT * size, (roundings - 1) * ROUNDED * unit * flat.shape[-1] ** -0.5 * size)
-    r = Expected(root, noise, bound=((roundings - 1) * unit + APPROXIMATE + gamma(flat.shape[-1] + 4)) * size)
+    early = (roundings - 1) * unit  # of all the same way, where they are toward zero
+    r = Expected(root, noise, common=early, bound=(early + APPROXIMATE + gamma(flat.shape[-1] + 4)) * size)
     kept = (*x.shape[: x.dim() - weight.dim()], *[1] * weight.dim())
     return reshaped(y, x.shape), reshaped(r, kept)
 
@@ -77,9 +79,14 @@ def npu_rms_norm_backward(g: Given) -> dict[str, Expected]:
     dw, sizes = terms.sum(0), terms.abs().sum(0)
     spread = combined(ROUNDED * unit * terms.square().sum(0).sqrt(), SUM * count**0.5 * sizes)
     width = flat.shape[-1]
+    own, least = subnormal(unit, root.abs()), count * subnormal(unit)  # of differences, and of terms of the sum
     return {
-        "output.0": reshaped(Expected(dx, ROUNDED * unit * size, bound=(2 * unit + gamma(width + 8)) * size), x.shape),
-        "output.1": reshaped(Expected(dw, spread, bound=(2 * unit + gamma(count + 8)) * sizes), weight.shape),
+        "output.0": reshaped(
+            Expected(dx, ROUNDED * (unit * size + own), bound=(2 * unit + gamma(width + 8)) * size + own), x.shape
+        ),
+        "output.1": reshaped(
+            Expected(dw, spread + ROUNDED * least, bound=(2 * unit + gamma(count + 8)) * sizes + least), weight.shape
+        ),
     }
 
 
@@ -101,9 +108,16 @@ def _moments(x: Any, mean: Any, root: Any) -> tuple[Expected, Expected]:
     return Expected(mean, shift, bound=gamma(n + 4) * size), r
 
 
-def _affine(normal: Any, weight: Any | None, bias: Any | None, unit: float) -> Expected:
+def _shift(x: Any, eps: float) -> Any:
+    """Standard error of x / deviation by that of a float32 mean over the last dimension, [..., 1]."""
+    return SUM * x.shape[-1] ** 0.5 * mean_over_deviation(x.detach(), eps)
+
+
+def _affine(normal: Any, shift: Any, weight: Any | None, bias: Any | None, unit: float) -> Expected:
+    """shift: as above, which is broadcast."""
     scaled = normal if weight is None else normal * weight
-    return Expected(scaled if bias is None else scaled + bias, ROUNDED * unit * scaled.abs())
+    noise = combined(ROUNDED * unit * scaled.abs(), shift if weight is None else shift * weight.abs())
+    return Expected(scaled if bias is None else scaled + bias, noise)
 
 
 @fused("npu_layer_norm_eval(input/data/self, normalized_shape, weight=None, bias=None, eps=1e-05)")
@@ -111,8 +125,9 @@ def npu_layer_norm_eval(g: Given) -> Expected:
     x, shape = g.tensor("input"), g.integers("normalized_shape") or []
     if not shape or tuple(x.shape[x.dim() - len(shape) :]) != tuple(shape):
         raise Declined(f"normalized_shape {shape} does not fit an input {list(x.shape)}")
-    normal = _centred(x.flatten(-len(shape)), g.number("eps"))[0].reshape(x.shape)
-    return _affine(normal, g.maybe("weight"), g.maybe("bias"), g.unit("input"))
+    flat, eps = x.flatten(-len(shape)), g.number("eps")
+    weight, bias = (None if t is None else t.flatten() for t in (g.maybe("weight"), g.maybe("bias")))
+    return reshaped(_affine(_centred(flat, eps)[0], _shift(flat, eps), weight, bias, g.unit("input")), x.shape)
 
 
 @fused("npu_deep_norm(x, gx, beta, gamma, alpha=0.3, epsilon=1e-06)")
@@ -121,7 +136,7 @@ def npu_deep_norm(g: Given) -> dict[str, Expected]:
     total = g.number("alpha") * x + g.tensor("gx")
     flat = _flat(total, weight)
     normal, mean, root = _centred(flat, g.number("epsilon"))
-    y = _affine(normal, weight.flatten(), bias.flatten(), 2.0**0.5 * unit)
+    y = _affine(normal, _shift(flat, g.number("epsilon")), weight.flatten(), bias.flatten(), 2.0**0.5 * unit)
     kept = (*x.shape[: x.dim() - weight.dim()], *[1] * weight.dim())
     m, r = _moments(flat, mean, root)
     return {"output.0": reshaped(m, kept), "output.1": reshaped(r, kept), "output.2": reshaped(y, x.shape)}
@@ -137,7 +152,8 @@ def npu_group_norm_silu(g: Given) -> dict[str, Expected]:
     normal, mean, root = _centred(grouped, g.number("eps"))
     shape = (1, -1, *[1] * (x.dim() - 2))
     weight, bias = (None if t is None else t.reshape(shape) for t in (g.maybe("weight"), g.maybe("bias")))
-    z = _affine(normal.reshape(x.shape), weight, bias, unit)
+    shift = _shift(grouped, g.number("eps")).expand_as(grouped).reshape(x.shape)
+    z = _affine(normal.reshape(x.shape), shift, weight, bias, unit)
     gate = torch.sigmoid(z.value)
     slope = (gate * (1.0 + z.value * (1.0 - gate))).abs()
     out = Expected(z.value * gate, combined(slope * z.noise, ROUNDED * unit * (z.value * gate).abs()))

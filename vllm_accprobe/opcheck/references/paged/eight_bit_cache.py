@@ -44,9 +44,9 @@ _OUT = 2.0**-8
 _CLEARLY = 2.0
 """Chosen: cutting off is asked about where an output is off by more than this many of what is usual; whether it is
 right then is the verdict's to say."""
-Attend = Callable[[Tensor, Tensor, "Tensor | None"], "tuple[Tensor, Tensor, Tensor]"]
-"""(keys, values, standard error of scores or None) → (output, noise, bound)."""
-_FAR = 30.0
+Attend = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], "tuple[Tensor, Tensor, Tensor]"]
+"""(keys, values, standard error of scores and what they are off by at most, or None) → (output, noise, bound)."""
+FAR = 30.0
 """Exponent from which a bound says nothing."""
 
 
@@ -135,10 +135,13 @@ def through_cache(
         x.repeat_interleave(share, 1) for x in (k_half, k_doubt, written[1], v_half, v_doubt)
     )
     doubt = torch.einsum("nhd,mhd->hnm", q * q, k_doubt**2).sqrt() * scale
-    out, noise, bound = attend(k_read, v_read, doubt if bool(doubt.any()) else None)
+    most = torch.einsum("nhd,mhd->hnm", q.abs(), k_doubt) * scale
+    out, noise, bound = attend(k_read, v_read, *((doubt, most) if bool(doubt.any()) else (None, None)))
     if bool(v_doubt.any()):
         noise = (noise**2 + (p * p @ (v_doubt**2).transpose(0, 1)).transpose(0, 1)).sqrt()
-        bound = bound + (p @ v_doubt.transpose(0, 1)).transpose(0, 1)
+        # with the keys that were read, and as far as their probabilities move
+        moved, _, further = attend(k_read, eight.held(written[1], 1)[1], doubt, most)
+        bound = bound + moved + further
     usual, most = by_format(q, v, (k_half, v_half), p, plain, scale)
     return out, noise, bound, plain, usual, most
 
@@ -159,8 +162,8 @@ def by_format(
     )
     usual = (around.clamp(min=0.0) + (p * p) @ halves**2 / 3.0).sqrt().transpose(0, 1)
     s = torch.where(seen, torch.einsum("nhd,mhd->hnm", q.abs(), k_half) * scale, 0.0)
-    mean, total = (p * s).sum(-1, keepdim=True), (p * s.clamp(max=_FAR).exp()).sum(-1, keepdim=True)
-    change = torch.maximum((s + mean).clamp(max=_FAR).exp() - 1.0, 1.0 - (-s).exp() / total)
+    mean, total = (p * s).sum(-1, keepdim=True), (p * s.clamp(max=FAR).exp()).sum(-1, keepdim=True)
+    change = torch.maximum((s + mean).clamp(max=FAR).exp() - 1.0, 1.0 - (-s).exp() / total)
     moved = p * change
     own = ((p + moved) @ halves).transpose(0, 1)
     others = (moved @ by_head.abs()).transpose(0, 1)

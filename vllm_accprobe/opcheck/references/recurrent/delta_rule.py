@@ -190,7 +190,8 @@ def gating(call: Call) -> dict[str, Expected]:
     g, beta = gates(a_log, a, b, bias, float(found["beta"] or 1.0))
     # a + dt_bias is rounded once to float32 at least, which softplus, with a slope of 1 at most, hands on
     slack = 2.0**-22 * (g.abs() + a_log.exp() * (a.abs() + bias.abs()))
-    most = 2.0 * APPROXIMATE * g.abs() + slack
+    # two exponentials and a logarithm
+    most = 3.0 * APPROXIMATE * g.abs() + slack
     shapes = [call.outputs[f"output.{n}"].shape for n in (0, 1)]
     # 1 / (1 + e**-b) by a dtype's own operators: e**-b and 1 + e**-b may each be rounded to it
     u = unit_of_dtype(str(call.outputs["output.1"].dtype).removeprefix("torch."))

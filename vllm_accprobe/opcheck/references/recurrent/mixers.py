@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, gamma, reference
-from vllm_accprobe.opcheck.references.parts import UNSEEN, inside, param_if, same
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.references.norms import gate_first
+from vllm_accprobe.opcheck.references.parts import UNSEEN, inside, once, param_if, reshaped, same
 
 _GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups", "ssm_n_groups")
 _INSIDE = "what it runs inside was not captured"
@@ -29,22 +30,18 @@ def gated_norm(call: Call) -> Expected:
     x, gate = call.wide("x", "0"), call.wide("gate", "1")
     y = x * F.silu(gate)
     weight = param_if(call, "weight")
-    size = y.abs()
     if weight is None:
-        return Expected(y, ROUNDED * call.unit * size, bound=(call.unit + APPROXIMATE) * size)
+        early = once(F.silu(gate).abs(), call.unit, x.abs())
+        return Expected(y, ROUNDED * early, bound=early + APPROXIMATE * y.abs())
     groups = next((int(call.config[n]) for n in _GROUPS if n in call.config), 0)
     ranks = int(call.attr("tp_size", default=1))
     if not groups:
         raise Declined("the number of its groups was not recorded")
     if groups % ranks:
         raise Declined("its groups are cut over ranks")
-    parts = y.reshape(len(y), groups // ranks, -1)
-    power = (parts * parts).mean(-1, keepdim=True)
-    scaled = (parts * torch.rsqrt(power + float(call.attr("variance_epsilon")))).reshape(y.shape) * weight
-    size = scaled.abs()
-    # the gated product, and the normed one before it is weighed; the root mean square hands on the first's bound again
-    bound = (4.0 * call.unit + 2.0 * APPROXIMATE + 0.5 * gamma(parts.shape[-1] + 4)) * size
-    return Expected(scaled, ROUNDED * 2.0**0.5 * call.unit * size, common=0.25 * call.unit, bound=bound)
+    shape = (len(y), groups // ranks, -1)
+    eps, by = float(call.attr("variance_epsilon")), weight.reshape(shape[1:])
+    return reshaped(gate_first(y.reshape(shape), x.reshape(shape), by, eps, call.unit), y.shape)
 
 
 @reference("MambaMixer2", "MambaMixer", "ShortConv", "*Mixer2", "*MambaMixer")

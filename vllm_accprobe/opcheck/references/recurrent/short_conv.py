@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Call, Declined, Expected, gamma, reference
+from vllm_accprobe.opcheck.references.parts import once
 from vllm_accprobe.opcheck.references.recurrent.sequences import arguments, given, place_of, runs, slots
 
 _SLOPE = 1.1
@@ -48,9 +49,9 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor) -> 
 
 def activated(y: Tensor, size: Tensor, width: int, unit: float, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(value, noise, bound) of the activated sums, which a kernel may round first."""
-    early = unit if silu else 0.0
-    noise = ((SUM * width**0.5 * size) ** 2 + (ROUNDED * early * y) ** 2).sqrt()
-    bound = gamma(width + 2) * size + early * y.abs()
+    early = once(y.abs(), unit) if silu else 0.0 * y
+    noise = ((SUM * width**0.5 * size) ** 2 + (ROUNDED * early) ** 2).sqrt()
+    bound = gamma(width + 2) * size + early
     if not silu:
         return y, noise, bound
     value = F.silu(y)
