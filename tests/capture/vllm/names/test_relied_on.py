@@ -36,6 +36,7 @@ NOT_VLLMS = {
     "num_new_sampled_tokens_per_step": "a mode", "use_sequence_parallel_moe": "a mode", "enable_sp": "a mode",
     "prints": "a setting", "_dispatch_has_kernel_for_dispatch_key": "torch's operators", "Module": "torch's",
     "__accprobe_original__": "ours",
+    "part": "our word", "owners": "a setting",
     "flashcomm2_enable": "a mode", "pass_config": "a mode", "skip_final_all_reduce": "only some models set it",
 }  # fmt: skip
 """Names that the search finds and that are not vLLM's, and those of modes, whose marks name them."""
