@@ -204,8 +204,9 @@ def judge(pair: Pair, golden: Path, mine: Path, *more: str) -> dict[str, Any]:
         WEIGHTS: done.returncode == 1 and weights and not cache,
         CLEAN: not cache and done.returncode == 0,
     }[pair.kind]
-    return {"exit": done.returncode, "verdict": found.get("verdict"), "named": named, "right": right, "said": head[:400],
-            "error": done.stderr[-300:] if done.returncode > 1 else ""}  # fmt: skip
+    error = done.stderr[-300:] if done.returncode > 1 else ""
+    result = {"exit": done.returncode, "verdict": found.get("verdict"), "named": named, "right": right}
+    return result | {"said": head[:400], "error": error}
 
 
 def main() -> int:
@@ -242,7 +243,8 @@ def main() -> int:
         line["seconds"] = round(time.monotonic() - begin)
         with record.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        print(f"{'ok ' if line['right'] else 'BAD'} {pair.name} ({line['seconds']} s): {line.get('said') or line}", flush=True)
+        said = line.get("said") or line
+        print(f"{'ok ' if line['right'] else 'BAD'} {pair.name} ({line['seconds']} s): {said}", flush=True)
     return 1 if wrong else 0
 
 

@@ -95,7 +95,8 @@ def test_a_finding_is_the_first_origin_whatever_a_replay_makes_of_the_others() -
     states = states_of((dump(), dump((replace(FOUND, first="layers.0.attn"),))))
     made = Comparison("g", "m", {}, {}, [], {}, None, [{"module": "layers.0.attn", "role": "output.0"}],
                       {"compared": 0, "flipped": []}, "pass", [], [], {}, states=states)  # fmt: skip
-    for result in (made, replace(made, verdict="pass", origins=[{"module": "x", "role": "output.0"}, *made.origins[:1]])):
+    again = replace(made, verdict="pass", origins=[{"module": "x", "role": "output.0"}, *made.origins[:1]])
+    for result in (made, again):
         assert result.verdict == "fail"
         assert [o["role"] for o in result.origins] == ["cache", "output.0"]
     assert (made.origins[0]["module"], made.origins[0]["class"]) == ("layers.0.attn", "KV cache")

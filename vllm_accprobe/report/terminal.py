@@ -114,7 +114,8 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
         def say(numbered: tuple[int, Any]) -> list[str]:
             return [_other(comparison, *numbered)]
 
-        out += _list([*enumerate(others, len(comparison.origins) - len(others) + 1)], None if full else 5, "compare.json, origins", say)
+        numbered = [*enumerate(others, len(comparison.origins) - len(others) + 1)]
+        out += _list(numbered, None if full else 5, "compare.json, origins", say)
     return out
 
 

@@ -1,10 +1,10 @@
 """Whether a step must have changed a request's recurrent state.
 
-The problem: a kernel that leaves out a state's write is seen only by bytes that stay as they were, and they may rightly
-stay: a convolution's state holds its last inputs, which are the same after a step in text that repeats itself. The idea:
-a first layer's inputs follow from token ids alone. If the last ids before the step and the last ids behind it differ,
-over as many as the convolution's state holds, that state holds other inputs, and the recurrence has added other terms.
-Where they are the same, or not known, nothing is concluded. Not here: bytes (looks.py).
+The problem: a kernel that leaves out a state's write is seen only by bytes that stay as they were, and they may
+rightly stay: a convolution's state holds its last inputs, which are the same after a step in text that repeats itself.
+The idea: a first layer's inputs follow from token ids alone. If the last ids before the step and the last ids behind
+it differ, over as many as the convolution's state holds, that state holds other inputs, and the recurrence has added
+other terms. Where they are the same, or not known, nothing is concluded. Not here: bytes (looks.py).
 """
 
 from __future__ import annotations
