@@ -69,8 +69,8 @@ def prefixes(dump: Dump, rank: int) -> Mapping[int, Prefix]:
             continue
         rest = [own[p] for p in range(n, n + len(own))]
         if req in recorded:
-            if (start := _start(found.get(req), tokens)) is not None:
-                whole[req] = [*start, *rest]
+            if (ids_before := _start(found.get(req), tokens)) is not None:
+                whole[req] = [*ids_before, *rest]
             continue
         tried: dict[tuple[int, ...], list[int]] = {}
         for other, ids in whole.items():
