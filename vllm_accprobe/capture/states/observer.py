@@ -60,7 +60,7 @@ class StatesObserver(StepObserver):
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self.config = config
-        self.mode = config.states or OWNERS
+        self.mode = config.ledger or OWNERS
         self.books: Books | None = None
         self.layers: CacheLayers | None = None
         self.dead: str | None = None
