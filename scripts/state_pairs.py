@@ -97,7 +97,7 @@ def pairs(root: Path) -> list[Pair]:
         attention("hit-unfilled", "a hit on a block whose rows were not computed", hit(columns=[("a", 0), ("a", 3)]),
                   (SAME[0], Ask("b", [*text, *prompt(30, 9)], 4, 1)), args=HITS),
         attention("hit-reused", "a hit on a block that another request has by now", hit(columns=[("a", 0)]), LATER,
-                  args=HITS),
+                  args=HITS | {"num_gpu_blocks_override": 5, "max_model_len": 128}),
         attention("adapter-shared", "two adapters share a prefix", faults.no_adapter_in_keys, adapted(one, two),
                   args=HITS, plain=lora),
         attention("adapter-of-none", "a request without adapter reads an adapter's prefix", faults.no_adapter_in_keys,
