@@ -76,6 +76,11 @@ def pairs(root: Path) -> list[Pair]:
     hit = partial(partial, faults.hit_of)
     given = partial(partial, faults.metadata)
     mamba: dict[str, Any] = {"model": "mamba2", "plain": {"block_size": None}}
+    images: dict[str, Any] = {"model": "qwen2.5-vl", "plain": {"limit_mm_per_prompt": {"image": 1, "video": 0}}}
+
+    def seen(*of: int) -> tuple[Ask, Ask]:
+        return Ask("a", (), 4, 0, image=of[0]), Ask("b", (), 4, 6, image=of[1])
+
     chunks = {"max_num_batched_tokens": 64}
 
     def attention(name: str, what: str, plant: Any, asks: Sequence[Ask] = TWO, **more: Any) -> Pair:
@@ -88,6 +93,9 @@ def pairs(root: Path) -> list[Pair]:
         Pair("clean-salt", "prefix hits under one salt", CLEAN, adapted(None, None, salts=("s", "s")), args=HITS),
         Pair("clean-preemption", "preemption and resume", CLEAN, LONG, args=HITS | FEW),
         Pair("clean-chunks", "Mamba2 in chunks", CLEAN, STATES, args=chunks, **mamba),
+        Pair("clean-images", "prefix hits of one image", CLEAN, seen(1, 1), args=HITS, **images),
+        attention("image-shared", "two images share a prefix", faults.no_images_in_keys, seen(1, 2), args=HITS,
+                  **images),
         attention("hit-other", "a hit on another text's block", hit(columns=[("a", 0)]), AB, args=HITS),
         attention("hit-second", "the second block of a hit is another text's", hit(columns=[("a", 0), ("c", 1)]),
                   (SAME[0], Ask("c", prompt(100, 7), 12), SAME[1]), args=HITS),
@@ -97,7 +105,7 @@ def pairs(root: Path) -> list[Pair]:
         attention("hit-unfilled", "a hit on a block whose rows were not computed", hit(columns=[("a", 0), ("a", 3)]),
                   (SAME[0], Ask("b", [*text, *prompt(30, 9)], 4, 1)), args=HITS),
         attention("hit-reused", "a hit on a block that another request has by now", hit(columns=[("a", 0)]), LATER,
-                  args=HITS),
+                  args=HITS | {"num_gpu_blocks_override": 5, "max_model_len": 128}),
         attention("adapter-shared", "two adapters share a prefix", faults.no_adapter_in_keys, adapted(one, two),
                   args=HITS, plain=lora),
         attention("adapter-of-none", "a request without adapter reads an adapter's prefix", faults.no_adapter_in_keys,
@@ -120,7 +128,7 @@ def pairs(root: Path) -> list[Pair]:
         attention("length-other", "another request's length", given(change=faults.length_of_another)),
         attention("row-dropped", "a row that the kernel does not write", partial(faults.dropped_row, at=5),
                   mode="sample"),
-        attention("bit-flipped", "one bit of a block", partial(faults.flipped_bit, at=5), mode="full"),
+        attention("bit-flipped", "one bit of a block", partial(faults.flipped_bit, at=5, layer=1), mode="full"),
         attention("state-other", "two requests' states exchanged", partial(faults.other_state, at=4), STATES, **mamba),
         attention("state-none", "a new request has a state", partial(faults.no_state, at=1), STATES, **mamba),
         attention("state-dropped", "a later chunk begins without a state",
@@ -150,6 +158,7 @@ def models(root: Path) -> dict[str, Path]:
         mode_models.adapter(root / "models" / f"adapter{i}", config, seed=i)
     return {
         "qwen2": make("qwen2", root / "models" / "qwen2", num_hidden_layers=2),
+        "qwen2.5-vl": make("qwen2.5-vl", root / "models" / "qwen2.5-vl"),
         "mamba2": mode_models.of_transformers("mamba2", root / "models" / "mamba2"),
     }
 
@@ -204,8 +213,9 @@ def judge(pair: Pair, golden: Path, mine: Path, *more: str) -> dict[str, Any]:
         WEIGHTS: done.returncode == 1 and weights and not cache,
         CLEAN: not cache and done.returncode == 0,
     }[pair.kind]
-    return {"exit": done.returncode, "verdict": found.get("verdict"), "named": named, "right": right, "said": head[:400],
-            "error": done.stderr[-300:] if done.returncode > 1 else ""}  # fmt: skip
+    error = done.stderr[-300:] if done.returncode > 1 else ""
+    result = {"exit": done.returncode, "verdict": found.get("verdict"), "named": named, "right": right}
+    return result | {"said": head[:400], "error": error}
 
 
 def main() -> int:
@@ -242,7 +252,8 @@ def main() -> int:
         line["seconds"] = round(time.monotonic() - begin)
         with record.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        print(f"{'ok ' if line['right'] else 'BAD'} {pair.name} ({line['seconds']} s): {line.get('said') or line}", flush=True)
+        said = line.get("said") or line
+        print(f"{'ok ' if line['right'] else 'BAD'} {pair.name} ({line['seconds']} s): {said}", flush=True)
     return 1 if wrong else 0
 
 
@@ -250,7 +261,7 @@ def hash_of(pair: Pair) -> int:
     """The same for engines whose golden is the same."""
     import zlib
 
-    asks = [(a.name, list(a.ids), a.max_tokens, a.after, a.lora and a.lora[0], a.salt) for a in pair.asks]
+    asks = [(a.name, list(a.ids), a.max_tokens, a.after, a.lora and a.lora[0], a.salt, a.image) for a in pair.asks]
     return zlib.crc32(json.dumps([asks, sorted(pair.plain)], default=str).encode())
 
 

@@ -61,7 +61,8 @@ class ProbeConfig:
     is then stopped. patches: names or files of patches (docs/patches.md), or ``all``.
     force: ``1``: requests may name the tokens that they are answered with, with the probe off, too (docs/gate.md); a
     directory: its engine steps are written there as well.
-    states: ``events``, ``sample`` or ``full``: a ledger of caches' states, with the probe off, too (docs/states.md).
+    states: ``events``, ``sample`` or ``full``: a ledger of caches' states, with the probe off, too (docs/states.md);
+    ``off``: not even the one of owners, which a capture has.
     export: ``h5``: torch_xray's files are written beside the dump when it is closed (export_at_end.py).
     weights: ``full``; ``prints``: fingerprints alone; or ``off``: nothing of the weights' life (docs/weights.md).
     """
@@ -93,6 +94,13 @@ class ProbeConfig:
     states: str = ""
     export: str = ""
     weights: str = "full"
+
+    @property
+    def ledger(self) -> str:
+        """Which ledger of states is kept, "" for none; a capture has one of owners alone."""
+        if self.states == "off":
+            return ""
+        return self.states or ("owners" if self.enabled else "")
 
     @property
     def force_dir(self) -> str:

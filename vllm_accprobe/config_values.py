@@ -25,7 +25,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "first-look": {"modules": "layers,logits", "parts": "output", "tokens": "0-2", "max_gb": "5"},
 }
 """Name → settings that hold where they are not set themselves."""
-STATES = ("events", "sample", "full")
+STATES = ("off", "events", "sample", "full")
 WEIGHTS = ("full", "prints", "off")
 OPS_MODES = ("trace", "dedup", "sample", "full")
 

@@ -47,7 +47,7 @@ def register() -> None:
     try:
         config = ProbeConfig.from_env()
         _check_patches(config)
-        watches = config.enabled or config.errcheck or config.states
+        watches = config.enabled or config.errcheck or config.ledger
         if watches:
             _claim_directory(config)
         if config.force_dir:
@@ -283,7 +283,7 @@ def _patch_workers() -> None:
                 from vllm_accprobe.capture.nan_watch.observer import attach as watch
 
                 watch(self)
-            if config.states or config.enabled:
+            if config.ledger:
                 from vllm_accprobe.capture.states.observer import attach as keep_books
 
                 keep_books(self)

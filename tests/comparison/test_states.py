@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_accprobe.comparison.states import cache_notes, cache_origin, findings, notes, states_of
+from vllm_accprobe.comparison.states import cache_notes, cache_origin, findings, notes, states_of, watched
 from vllm_accprobe.dump.face import Dump
 from vllm_accprobe.dump.journal.state_lines import StateFinding, StateTotals, sentence
 from vllm_accprobe.dump.schema import Module
@@ -95,8 +95,16 @@ def test_a_finding_is_the_first_origin_whatever_a_replay_makes_of_the_others() -
     states = states_of((dump(), dump((replace(FOUND, first="layers.0.attn"),))))
     made = Comparison("g", "m", {}, {}, [], {}, None, [{"module": "layers.0.attn", "role": "output.0"}],
                       {"compared": 0, "flipped": []}, "pass", [], [], {}, states=states)  # fmt: skip
-    for result in (made, replace(made, verdict="pass", origins=[{"module": "x", "role": "output.0"}, *made.origins[:1]])):
+    again = replace(made, verdict="pass", origins=[{"module": "x", "role": "output.0"}, *made.origins[:1]])
+    for result in (made, again):
         assert result.verdict == "fail"
         assert [o["role"] for o in result.origins] == ["cache", "output.0"]
     assert (made.origins[0]["module"], made.origins[0]["class"]) == ("layers.0.attn", "KV cache")
     assert made.origins[0]["evidence"] == "values"
+
+
+def test_the_ledger_that_every_capture_has_is_no_comparison() -> None:
+    made = dump()
+    made.state_totals = {0: StateTotals("owners", 4, 8, 0, 0, 30, 0)}
+    assert watched(states_of((dump(), made)), "mine") == {}
+    assert list(watched(states_of((dump(), dump())), "mine")) == ["0"]

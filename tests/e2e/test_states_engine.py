@@ -142,3 +142,17 @@ def test_beside_a_capture_compare_says_the_cache(
     assert result["origins"] == []
     assert result["states"]["mine"]["findings"][0]["block"] == 3
     assert "the cache, not the kernel: a block freed" in capsys.readouterr().out
+
+
+def test_a_capture_names_the_cache_by_default(tmp_path: Path, engines: Engines) -> None:
+    """Two adapters that share prefix blocks (vllm 30931): the cache, not the attention, with default settings."""
+    script = str(ROOT / "scripts" / "state_pairs.py")
+    command = [sys.executable, script, "--out", str(tmp_path), "--only", "adapter-shared"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    (line,) = map(json.loads, (tmp_path / "pairs.jsonl").read_text().splitlines())
+    assert (line["named"], line["exit"]) == ("cache", 1)
+    assert "request 'b' (adapter adapter2) reads blocks 0-1 (positions 0 to 63), which request 'a' (adapter" in (
+        line["said"]
+    )

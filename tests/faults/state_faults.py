@@ -184,7 +184,7 @@ def late_load(llm: Any, delay: str = "after the forward") -> None:
     runner._model_forward = run
 
 
-def flipped_bit(llm: Any, victim: str = "a", at: int = 6) -> Before:
+def flipped_bit(llm: Any, victim: str = "a", at: int = 6, layer: int = 2) -> Before:
     """One bit of a block changes between two steps, in one layer."""
     runner = lab.runner_of(llm)
 
@@ -195,7 +195,7 @@ def flipped_bit(llm: Any, victim: str = "a", at: int = 6) -> Before:
         held = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         block = held[lab.named(held, victim)][0].block_id
         layers = runner.vllm_config.compilation_config.static_forward_context
-        cache = [one for one in layers.values() if isinstance(getattr(one, "kv_cache", None), torch.Tensor)][2].kv_cache
+        cache = [one for one in layers.values() if isinstance(getattr(one, "kv_cache", None), torch.Tensor)][layer].kv_cache
         words = cache[block].view(torch.int16)
         words.view(-1)[17] ^= 1
 
@@ -267,10 +267,10 @@ def _keys_without(llm: Any, change: Callable[[Any], Callable[[], None]]) -> None
     llm._accprobe_undo = lambda: setattr(kv_cache_utils, "generate_block_hash_extra_keys", original)
 
 
-def _without(name: str) -> Callable[[Any], Callable[[], None]]:
+def _without(name: str, nothing: Any = None) -> Callable[[Any], Callable[[], None]]:
     def change(request: Any) -> Callable[[], None]:
         value = getattr(request, name)
-        setattr(request, name, None)
+        setattr(request, name, nothing)
         return lambda: setattr(request, name, value)
 
     return change
@@ -284,6 +284,11 @@ def no_adapter_in_keys(llm: Any) -> None:
 def no_salt_in_keys(llm: Any) -> None:
     """A block's key has no salt in it."""
     _keys_without(llm, _without("cache_salt"))
+
+
+def no_images_in_keys(llm: Any) -> None:
+    """A block's key has no image in it: pictures share the prefix of their text."""
+    _keys_without(llm, _without("mm_features", []))
 
 
 # --- metadata ---------------------------------------------------------------------------------------------------------

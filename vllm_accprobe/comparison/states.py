@@ -23,6 +23,8 @@ NOT_THE_KERNEL = "the cache, not the kernel"
 
 CACHE = "cache"
 """The role of an origin that is a cache, not an operator."""
+OWNERS = "owners"
+"""The mode of the ledger that a capture has by default."""
 _CLASSES = {"kv": "KV cache", "state": "state cache"}
 
 
@@ -55,7 +57,14 @@ def _key(dump: Any, found: tuple[int, StateFinding]) -> tuple[Any, ...]:
     rank, one = found
     names = {r.id: (r.prompt, r.adapter or "", r.ordinal) for (on, _), r in dump.requests.items() if on == rank}
     who = [names.get(name, name) for name in (one.request, one.writer)]
-    return rank, one.kind, one.cache, one.layer, one.part, one.low, one.high, *who
+    return one.kind, one.cache, one.layer, one.part, one.low, one.high, *who
+
+
+def watched(states: Mapping[str, Any], side: str) -> dict[str, Any]:
+    """The totals, by rank, of a ledger that somebody asked for; empty for the one that each capture has, which alone is
+    no comparison."""
+    found = (states.get(side) or {}).get("watched") or {}
+    return {rank: one for rank, one in found.items() if one.get("mode") != OWNERS}
 
 
 def findings(states: Mapping[str, Any], side: str) -> list[dict[str, Any]]:

@@ -74,8 +74,8 @@ class Expected:
     rounded gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None
     for all; reason: why the others have none; note: what to say if it fails; source: what to say in any case;
     only_measured: why nothing may be decided, "" where it may; unseen: what the output rests on that nobody computed
-    again: it may be found wrong, and is not found right, "" for nothing; exact: the exact output, where value was rounded
-    itself (another machine's, another run's); cache: what an 8-bit cache alone does to it."""
+    again: it may be found wrong, and is not found right, "" for nothing; exact: the exact output, where value was
+    rounded itself (another machine's, another run's); cache: what an 8-bit cache alone does to it."""
 
     value: Tensor
     noise: Tensor | None = None

@@ -15,7 +15,7 @@ from vllm_accprobe.comparison.over import over_limit as over_limit
 from vllm_accprobe.comparison.over import ratio as ratio
 from vllm_accprobe.comparison.over import severity as severity
 from vllm_accprobe.comparison.over import value_of as value_of
-from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings, is_cache
+from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings, is_cache, watched
 from vllm_accprobe.judge.weights.faults import wrong_weights
 from vllm_accprobe.report import tiers
 from vllm_accprobe.report.between import gap_of as gap_of
@@ -261,9 +261,9 @@ def headline(comparison: Comparison) -> str:
 
 def _told_instead(comparison: Comparison) -> list[str]:
     """What a comparison without tensors is about."""
-    mine = comparison.states.get("mine") or {}
-    steps = max((int(one.get("steps") or 0) for one in (mine.get("watched") or {}).values()), default=0)
-    said = [f"mine's ledger of states in {count(steps, 'step')}"] if mine.get("watched") else []
+    mine = watched(comparison.states, "mine")
+    steps = max((int(one.get("steps") or 0) for one in mine.values()), default=0)
+    said = [f"mine's ledger of states in {count(steps, 'step')}"] if mine else []
     weights = int(comparison.weights.get("compared") or 0), int(comparison.weights.get("told") or 0)
     if any(weights):
         said.append(f"{weights[0]:,} weights of both" if weights[0] else f"the life of {weights[1]:,} weights of mine")

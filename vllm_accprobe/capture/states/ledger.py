@@ -101,8 +101,8 @@ class GroupBooks:
     # --- bytes -------------------------------------------------------------------------------------------------------
 
     def wrote(self, layer: int, blocks: np.ndarray, numbers: np.ndarray) -> list[Mismatch]:
-        """The numbers of ``blocks`` after a write. Those that are as they were are stale, if the write must have changed
-        them: nothing was written."""
+        """The numbers of ``blocks`` after a write. Those that are as they were are stale, if the write must have
+        changed them: nothing was written."""
         known = self.known[layer, blocks]
         same = known & (self.now[layer, blocks] == numbers)
         self.before[layer, blocks] = np.where(known, self.now[layer, blocks], self.before[layer, blocks])

@@ -4,8 +4,9 @@ The problem: a ledger needs the runner's cache, which is made after the model is
 moment at which the step is prepared, and a journal; it must work beside a capture, without one, and while a capture is
 disarmed. The idea: an observer as the capture is one; where a capture has a dump open the lines go there, else a dump
 of its own is made, which has findings, steps' totals and no tensors. Whatever fails here switches the ledger off, is
-said once, and serving goes on. A capture has a ledger without being asked, of ids and owners alone (mode ``owners``):
-it hashes nothing, writes into the capture's dump or nowhere, and says nothing of what it cannot do. Not here: the ledger (books.py), the layers (layers.py).
+said once, and serving goes on. A capture has a ledger by default, of ids and owners alone (mode ``owners``): it hashes
+nothing, writes into the capture's dump or nowhere, and what it cannot do is counted there. Not here: the ledger
+(books.py), the layers (layers.py).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class StatesObserver(StepObserver):
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self.config = config
-        self.mode = config.states or OWNERS
+        self.mode = config.ledger or OWNERS
         self.books: Books | None = None
         self.layers: CacheLayers | None = None
         self.dead: str | None = None

@@ -408,8 +408,8 @@ class Schedule:
         return (int(keys[column]), int(pictures[column])) if whole else (0, 0)
 
     def owners(self, one: Held, end: int) -> np.ndarray:
-        """By position up to ``end``, the number of the request whose rows the cache of keys and values holds there, int32
-        [end]; -1 where nobody knows, and where groups of the cache do not agree."""
+        """By position up to ``end``, the number of the request whose rows the cache of keys and values holds there,
+        int32 [end]; -1 where nobody knows, and where groups of the cache do not agree."""
         found = np.full(end, -2, np.int32)
         for g, group in enumerate(self.groups):
             if group.kind != KV or not group.watched:

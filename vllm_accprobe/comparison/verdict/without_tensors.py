@@ -9,8 +9,11 @@ mine's own is told, and fails. Not here: what they say (comparison/states.py, ju
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from vllm_accprobe.comparison.measure.measured import Setting
-from vllm_accprobe.comparison.states import findings
+from vllm_accprobe.comparison.states import findings, watched
 from vllm_accprobe.judge.weights.faults import wrong_weights
 
 
@@ -19,19 +22,18 @@ def without_tensors(setting: Setting, why: str, units: bool) -> str:
     whether any tensor of one side has one of the other, by name."""
     seen = setting.coverage
     captured = units or bool(seen.get("taps_only_golden") or seen.get("taps_only_mine"))
-    mine = setting.states.get("mine") or {}
+    mine = watched(setting.states, "mine")
     weights = setting.weights.get("compared", 0) or setting.weights.get("told", 0)
-    said = [f"mine's ledger of states ({_looked(mine)})"] if mine.get("watched") else []
+    wrong = findings(setting.states, "mine")
+    said = [f"mine's ledger of states ({_looked(mine)})"] if mine else ["mine's ledger of states"] if wrong else []
     said += [f"{weights:,} weights"] if weights else []
-    found = findings(setting.states, "mine") or wrong_weights(setting.weights)
+    found = wrong or wrong_weights(setting.weights)
     if not said or (captured and not found):
         return ""
     because = why.removeprefix("nothing could be compared: ")
     return f"no tensors were compared ({because}): this is about " + " and ".join(said)
 
 
-def _looked(mine: dict[str, object]) -> str:
-    watched = mine["watched"]
-    assert isinstance(watched, dict)
-    steps = max(int(one.get("steps", 0)) for one in watched.values())
+def _looked(mine: Mapping[str, Any]) -> str:
+    steps = max(int(one.get("steps", 0)) for one in mine.values())
     return f"{steps:,} steps"

@@ -3,8 +3,9 @@
 The problem: attention reads what earlier steps wrote into a paged cache that nobody stores. The idea: what they wrote
 was captured as the inputs of the same module; put by request and position, it is the cache as it should be. A row has
 its history if all positions before it were captured, after a prefix hit as rows of the request that computed them
-(prefix.py); when capture began late, or the cache had another request's rows, it has not, and that is said. Positions computed again (preemption, rejected
-drafts) replace what was there. Not here: the arithmetic (references/attention.py, references/mla.py).
+(prefix.py); when capture began late, or the cache had another request's rows, it has not, and that is said. Positions
+computed again (preemption, rejected drafts) replace what was there. Not here: the arithmetic (references/attention.py,
+references/mla.py).
 """
 
 from __future__ import annotations

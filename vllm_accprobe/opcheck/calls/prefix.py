@@ -1,12 +1,12 @@
 """Whose rows stand before a request that began in the middle, because its prompt's beginning was cached already.
 
 The problem: after a prefix hit the engine computes only the end of a prompt, and attention looks back at keys and
-values that an earlier request wrote: they are in the dump, under another name. The idea: the capture says whose they are
-(journal line ``cached``), position by position. Older captures do not: there a dump holds the hash of each prompt and
-the token ids of the rows that were computed; if the beginning of an earlier request and the end of this one hash to this
-one's prompt, and adapter, salt and images are the same, the beginning is this one's, too. A guess that is wrong has
-another hash. Where the rows are not this request's own (another adapter, image, salt or text), or nobody knows whose
-they are, no row behind them is checked, and that is said. Not here: the rows themselves (history.py).
+values that an earlier request wrote: they are in the dump, under another name. The idea: the capture says whose they
+are (journal line ``cached``), position by position. Older captures do not: there a dump holds the hash of each prompt
+and the token ids of the rows that were computed; if the beginning of an earlier request and the end of this one hash
+to this one's prompt, and adapter, salt and images are the same, the beginning is this one's, too. A guess that is
+wrong has another hash. Where the rows are not this request's own (another adapter, image, salt or text), or nobody
+knows whose they are, no row behind them is checked, and that is said. Not here: the rows themselves (history.py).
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def prefixes(dump: Dump, rank: int) -> Mapping[int, Prefix]:
             continue
         rest = [own[p] for p in range(n, n + len(own))]
         if req in recorded:
-            if (start := _start(found.get(req), tokens)) is not None:
-                whole[req] = [*start, *rest]
+            if (ids_before := _start(found.get(req), tokens)) is not None:
+                whole[req] = [*ids_before, *rest]
             continue
         tried: dict[tuple[int, ...], list[int]] = {}
         for other, ids in whole.items():
@@ -106,7 +106,8 @@ def _recorded(
         if owner < 0 or theirs is None or request is None:
             return Prefix(n, why=UNKNOWN if owner < 0 else ABSENT, since=line.step)
         if other := _other_context(theirs, request, high):
-            why = f"its history is not its own: positions {low} to {high - 1} were written by request '{theirs.id}'{other}"
+            why = f"its history is not its own: positions {low} to {high - 1} were written by request '{theirs.id}'"
+            why += other
             return Prefix(n, why=why, since=line.step)
     prefix = Prefix(n, runs=runs, since=line.step)
     start, own = _start(prefix, tokens), tokens.get(req, {})

@@ -19,7 +19,7 @@ from vllm_accprobe.opcheck.floors.rounding import judge
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.run.judged_row import judged, on_grid, without_verdict
-from vllm_accprobe.opcheck.run.result_row import FAIL, SKIP, Checked, unchecked
+from vllm_accprobe.opcheck.run.result_row import CACHE, FAIL, SKIP, Checked, unchecked
 
 _MOST_FOUND = 100
 """Findings of a ledger that become rows (chosen: as many as compare.json keeps)."""
@@ -62,6 +62,6 @@ def cache_rows(dump: Dump) -> Iterator[Checked]:
         tap = found.layer or found.first or f"cache group {found.group}"
         said = f"the cache, not the kernel: {sentence(found)}"
         yield replace(
-            unchecked(tap, "cache", rank, None, 0, 0, "", status=FAIL, role="cache"), message=said,
+            unchecked(tap, "cache", rank, None, 0, 0, "", status=FAIL, role=CACHE), message=said,
             request=found.request or None, position=found.low, tier=PROVED,
         )  # fmt: skip

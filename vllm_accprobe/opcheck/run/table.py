@@ -18,7 +18,7 @@ from vllm_accprobe.judge import profile
 from vllm_accprobe.opcheck.floors.truncating import sentence
 from vllm_accprobe.opcheck.habits.decided import MachineHabits
 from vllm_accprobe.opcheck.plain_csv import FORMULA, escaped, inert, safe, write_rows
-from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, Checked, grids
+from vllm_accprobe.opcheck.run.result_row import CACHE, ERROR, FAIL, PASS, SKIP, WARNING, Checked, grids
 from vllm_accprobe.opcheck.run.totals import Totals
 from vllm_accprobe.standards.measures import Measures
 
@@ -113,6 +113,9 @@ def lines(
     out = [_sentence(rows, totals)]
     wrong = failures(rows)
     for group in wrong[:most]:
+        if is_cache(group[0]):
+            out += [f"  {safe(r.tap)}  cache: {safe(r.message, 1000)}" for r in group[:_MOST]]
+            continue
         worst = max(group, key=lambda r: r.severity)
         roles = ", ".join(sorted({r.role or r.status for r in group}))
         steps = sorted({r.step for r in group if r.step is not None})
@@ -122,7 +125,7 @@ def lines(
     out += ["", f"{'class':<36} {'outputs':>7} {'pass':>6} {'fail':>6}  worst / allowed"]
     for cls, mine in _by_class(rows):
         verdicts = [r for r in mine if r.status in (PASS, FAIL, WARNING)]
-        if verdicts:
+        if verdicts and not is_cache(verdicts[0]):
             worst = max(verdicts, key=lambda r: r.severity)
             bad = sum(r.status == FAIL for r in verdicts)
             part = f"{worst.severity:.2f}" if worst.severity < 1e4 else "far beyond"
@@ -148,23 +151,35 @@ def _sentence(rows: Sequence[Checked], totals: Totals) -> str:
     share = f"{totals.checked:,} of {totals.calls:,} calls checked"
     bad, crashed = totals.statuses.get(FAIL, 0), totals.statuses.get(ERROR, 0)
     more = f"; {crashed:,} references failed" if crashed else ""
+    caches = [r for r in rows if is_cache(r)]
+    found = "PASS: "
+    if caches:
+        bad -= len(caches)
+        others = f" (and {len(caches) - 1:,} more)" if caches[1:] else ""
+        found = f"FAIL: {safe(caches[0].message, 1000)}{others}; "
     if not bad:
-        return f"PASS: {share}, no output is further from its reference than honest rounding explains{more}"
-    first = failures(rows)[0][0]
-    n = len({r.tap for r in rows if r.status == FAIL})
+        return f"{found}{share}, no output is further from its reference than honest rounding explains{more}"
+    wrong = [r for r in rows if r.status == FAIL and not is_cache(r)]
+    first = failures(wrong)[0][0]
+    n = len({r.tap for r in wrong})
     return (
-        f"FAIL: {share}, {bad:,} outputs of {n} {'module' if n == 1 else 'modules'} are wrong for their own inputs, "
-        f"first {safe(first.tap)} ({safe(first.cls)}){more}"
+        f"{found if caches else 'FAIL: '}{share}, {bad:,} outputs of {n} {'module' if n == 1 else 'modules'} are wrong "
+        f"for their own inputs, first {safe(first.tap)} ({safe(first.cls)}){more}"
     )
 
 
 def failures(rows: Iterable[Checked]) -> list[list[Checked]]:
     """Rows that failed or crashed, by module, the first executed first."""
-    groups: dict[tuple[int, str], list[Checked]] = {}
+    groups: dict[tuple[int, str, bool], list[Checked]] = {}
     wrong = [r for r in rows if r.status in (FAIL, ERROR)]
     for r in sorted(wrong, key=lambda r: (r.status != FAIL, -1 if r.step is None else r.step, r.seq)):
-        groups.setdefault((r.rank, r.tap), []).append(r)
+        groups.setdefault((r.rank, r.tap, is_cache(r)), []).append(r)
     return list(groups.values())
+
+
+def is_cache(row: Checked) -> bool:
+    """Whether a row is of a cache, of which the dump's own ledger has told, and of no operator (stored.py)."""
+    return row.role == CACHE and row.step is None and row.status == FAIL
 
 
 def _by_class(rows: Iterable[Checked]) -> list[tuple[str, list[Checked]]]:

@@ -37,6 +37,7 @@ NOT_VLLMS = {
     "prints": "a setting", "_dispatch_has_kernel_for_dispatch_key": "torch's operators", "Module": "torch's",
     "__accprobe_original__": "ours",
     "fused_gumbel_argmax": "an operator", "device_type": "of each platform",
+    "part": "our word", "owners": "a setting",
     "flashcomm2_enable": "a mode", "pass_config": "a mode", "skip_final_all_reduce": "only some models set it",
 }  # fmt: skip
 """Names that the search finds and that are not vLLM's, and those of modes, whose marks name them."""

@@ -170,6 +170,10 @@ PLACES = (
         ),
     ),
     VllmPlace(
+        "a request of the scheduler", ("vllm.v1.request:Request",),
+        each("cache_salt", "prefixes that requests with different cache salts share are not seen"),
+    ),
+    VllmPlace(
         "the scheduler", ("vllm.v1.core.sched.scheduler:Scheduler",),
         (Need(("schedule",), "a running server cannot be armed"),),
     ),

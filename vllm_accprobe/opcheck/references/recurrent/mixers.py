@@ -1,10 +1,11 @@
 """Blocks around a recurrence: their gated norm, what they hand on, and the opaque operators that name only a layer.
 
 Formula: Mamba 2's norm weighs RMSNorm(x silu(z)) by groups [T. Dao and A. Gu, arXiv 2405.21060, section 7.1; the
-published Mamba 2 code]. A block gives what its last projection gave; that its convolution and recurrence are right does
-not follow from it, since they are no modules: a block is found wrong here, and never right. vLLM's opaque operators run the operators that are
-captured inside them and put their results, first those of single tokens, then those of prompts, into one buffer: the
-results must lie there, row by row; whether they are right is judged where they are made.
+published Mamba 2 code]. A block gives what its last projection gave; that its convolution and recurrence are right
+does not follow from it, since they are no modules: a block is found wrong here, and never right. vLLM's opaque
+operators run the operators that are captured inside them and put their results, first those of single tokens, then
+those of prompts, into one buffer: the results must lie there, row by row; whether they are right is judged where they
+are made.
 """
 
 from __future__ import annotations
