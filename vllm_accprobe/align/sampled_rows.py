@@ -17,6 +17,8 @@ import numpy as np
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import LOGITS, TOKENS, Request, RowSpace, SamplingParameters
 
+_KINDS = 64
+"""Chosen: kinds of parameters of one step that are tried for a row of which another's may have been taken."""
 _SAMPLER, _TOKEN = "sampler", "output.token"
 
 
@@ -60,6 +62,16 @@ class SampledHistory:
         if space is None or space.n != n:
             return []
         return [found for at in range(n) if (found := self.row(step, at)) is not None]
+
+    def asked(self, step: int) -> tuple[SamplingParameters, ...]:
+        """What the requests of a step ask for, each kind once."""
+        space = self._dump.rows.get((self._rank, step, LOGITS))
+        found: dict[str, SamplingParameters] = {}
+        for req in {s.req for s in space.segments} if space is not None else ():
+            request = self._dump.requests.get((self._rank, req))
+            if request is not None and request.sampling is not None and len(found) < _KINDS:
+                found.setdefault(request.sampling.digest, request.sampling)
+        return tuple(found.values())
 
     def row(self, step: int, at: int) -> SampledRow | None:
         """The ``at``-th of them; None where there is none."""

@@ -118,9 +118,9 @@ class AskedRow:
         """One of FAILED, OTHERWISE, NEAR_TIE or RANDOM; None where the parameters do not tell."""
         wrong = [WRONG in both for both in zip(self.left, self.token, strict=True)]
         if wrong[1] and not wrong[0]:
-            return PROCESSED if self.left[1] == WRONG else SAMPLED
+            return PROCESSED if self.left[1] == WRONG and self.processors[1] else SAMPLED
         if wrong[0] and not wrong[1]:
-            return GOLDEN_PROCESSED if self.left[0] == WRONG else GOLDEN_SAMPLED
+            return GOLDEN_PROCESSED if self.left[0] == WRONG and self.processors[0] else GOLDEN_SAMPLED
         if self.same_parameters is False:
             return OTHERWISE
         if not self.same_parameters:

@@ -62,7 +62,8 @@ class LogitsRow:
     left: (logits, ids) of the best after all processors, descending, None where they were not recorded. prompt: the
     distinct tokens of the prompt; output: the tokens generated before, in order; None where not all are known.
     generated: how many these are. masked: the words of what the runner itself says changed this row, None where it does
-    not say. draw: by the noise of this engine, None where that is not known."""
+    not say. draw: by the noise of this engine, None where that is not known. others: what other requests of its step
+    ask for."""
 
     asks: SamplingParameters | None
     raw: np.ndarray | None
@@ -74,6 +75,7 @@ class LogitsRow:
     drafts: bool = False
     masked: tuple[str, ...] | None = None
     draw: Draw | None = None
+    others: tuple[SamplingParameters, ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -98,8 +100,9 @@ def of_best(
 class RowCheck:
     """left: whether the processors did what the request asks; token: whether the sampler took a right one of what they
     left. RIGHT, WRONG, or UNKNOWN, with the reason in ``why_*``, which of a wrong one says what is wrong. processors:
-    the words of those that left a wrong row. best: (logits, ids) that should have been left, as many as were recorded.
-    drawn: the token is right by its seed, not only one that might be taken."""
+    the words of those that left a wrong row; none where what reached the sampler follows from no processor. best:
+    (logits, ids) that should have been left, as many as were recorded; should: the token. drawn: the token is right by
+    its seed, not only one that might be taken."""
 
     left: str
     token: str
@@ -290,17 +293,19 @@ class _Check:
         if row.left is None or z is None:
             why = self.why or "what the processors left was not recorded"
             return self._token(RowCheck(UNKNOWN, UNKNOWN, why))
-        wrong = differs(z, self.bound, row.left)
+        wrong = deviations(z, self.bound, row.left)
         best = self._best(len(row.left[0]))
-        if wrong is None:
+        if not wrong:
             known = row.whole or not np.isnan(z[row.left[1][np.isfinite(row.left[0])].astype(np.int64)]).any()
             return self._token(RowCheck(RIGHT if known else UNKNOWN, UNKNOWN, "" if known else NO_LOGITS, best=best))
-        asks = row.asks
-        assert asks is not None
         words, how = explained(row)
-        names = words or asks.processors or tuple(row.masked or ())
-        told = f"{wrong}{f': {how}' if how else ''}"
-        return self._token(RowCheck(WRONG, UNKNOWN, told, processors=names, best=best))
+        words = words or _scope(row, {token for token, _ in wrong}, len(z))
+        if not words and _other_past(row):
+            words, how = (PENALTIES,), "as if other tokens had been seen"
+        told = wrong[0][1] + (f": {how}" if how else "")
+        if not words:
+            told = f"what reached it does not follow from the model's logits by its request's parameters: {told}"
+        return self._token(RowCheck(WRONG, UNKNOWN, told, processors=words, best=best))
 
     def _best(self, n: int) -> tuple[np.ndarray, np.ndarray] | None:
         if self.z is None or not self.row.whole:
@@ -414,31 +419,44 @@ def filters(asks: SamplingParameters) -> str:
     return ", ".join(said)
 
 
-def differs(z: np.ndarray, bound: np.ndarray, left: tuple[np.ndarray, np.ndarray]) -> str | None:
-    """In what the best logits that an engine left are not those of ``z``, in words; None where they are. z: NaN where
-    not known."""
+def deviations(
+    z: np.ndarray, bound: np.ndarray, left: tuple[np.ndarray, np.ndarray]
+) -> list[tuple[int, str]]:
+    """Where the best logits that an engine left are not those of ``z``: (token, in words). z: NaN where not known."""
     values, ids = left
     real = np.isfinite(values)
     at = ids[real].astype(np.int64)
     if len(at) and (at.min() < 0 or at.max() >= len(z)):
-        return f"a token of {int(at.max())} was left, of {len(z)}"
+        return [(int(at.max()), f"token {int(at.max())} was left, of {len(z)}")]
     with np.errstate(invalid="ignore"):
         off = np.abs(values[real] - z[at])
         off[~np.isfinite(z[at]) & ~np.isnan(z[at])] = np.inf
         bad = np.flatnonzero(off > bound[at] * 2.0 + _ROUND * np.abs(values[real]))
-    if len(bad):
-        i = int(bad[0])
-        should = float(z[at[i]])
-        return f"the logit of token {int(at[i])} became {float(values[real][i]):.5g}, not {should:.5g}"
+    found = [(int(at[i]), f"the logit of token {int(at[i])} became {float(values[real][i]):.5g}, not "
+              f"{float(z[at[i]]):.5g}") for i in bad]  # fmt: skip
     last = float(values[real].min()) if real.all() else -np.inf
     out = np.ones(len(z), bool)
     out[at] = False
     with np.errstate(invalid="ignore"):
         more = np.flatnonzero(out & (z - 2.0 * bound - _ROUND * np.abs(z) > last))
-    if len(more):
-        first = int(more[np.argmax(z[more])])
-        return f"token {first}, whose logit should be {float(z[first]):.5g}, was not among the best that were left"
-    return None
+    said = "token {}, whose logit should be {:.5g}, was not among the best that were left"
+    return found + [(int(t), said.format(int(t), float(z[t]))) for t in more[np.argsort(-z[more])]]
+
+
+def _scope(row: LogitsRow, wrong: set[int], width: int) -> tuple[str, ...]:
+    """Words of the one processor that touches all tokens whose logits are wrong, and few others; () where none does."""
+    asks = row.asks
+    if asks is None or not wrong:
+        return ()
+    seen = {*(row.prompt.tolist() if row.prompt is not None and asks.repetition != 1.0 else ()),
+            *(row.output.tolist() if row.output is not None else ())}  # fmt: skip
+    scopes = (
+        (PENALTIES, seen if asks.penalised else set()),
+        (BIAS, {token for token, _ in asks.bias}),
+        (BAD_WORDS, {word[-1] for word in asks.bad_words}),
+        (MIN_TOKENS, set(asks.stop) if asks.min_tokens else set()),
+    )
+    return next(((word,) for word, scope in scopes if wrong <= scope and 2 * len(scope) < width), ())
 
 
 def explained(row: LogitsRow) -> tuple[tuple[str, ...], str]:
@@ -450,7 +468,7 @@ def explained(row: LogitsRow) -> tuple[tuple[str, ...], str]:
         except Unknown:
             continue
         if row.left is not None:
-            if differs(z, bound, row.left) is None:
+            if not deviations(z, bound, row.left):
                 return words, how
             continue
         asks, token = row.asks, row.token
@@ -463,11 +481,42 @@ def explained(row: LogitsRow) -> tuple[tuple[str, ...], str]:
     return (), ""
 
 
+_BY_PROCESSOR: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("repetition", "presence", "frequency"), PENALTIES),
+    (("bias",), BIAS),
+    (("allowed",), ALLOWED),
+    (("bad_words",), BAD_WORDS),
+    (("min_tokens", "stop"), MIN_TOKENS),
+)
+_COUNTS = np.arange(17)
+"""Chosen: how often a token may have been generated, where it is asked whether any past explains a penalty."""
+
+
+def _other_past(row: LogitsRow) -> bool:
+    """Whether the logits that were left are those of the request's own penalties for some other past."""
+    asks = row.asks
+    if asks is None or not asks.penalised or row.left is None:
+        return False
+    try:
+        base, _ = processed(replace(row, asks=replace(asks, repetition=1.0, presence=0.0, frequency=0.0)))
+    except Unknown:
+        return False
+    real = np.isfinite(row.left[0])
+    values, z = row.left[0][real], base[row.left[1][real].astype(np.int64)]
+    seen = np.where(z > 0, z / asks.repetition, z * asks.repetition)
+    after = asks.frequency * _COUNTS + asks.presence * (_COUNTS > 0)
+    may = np.concatenate([z[:, None], seen[:, None] - after[None, :]], 1)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(may - values[:, None]) <= _STEPS * _ROUND * (np.abs(z)[:, None] + np.abs(may) + after.max())
+    return bool(len(values)) and bool(near.any(1).all())
+
+
 def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]]:
     asks = row.asks
     if asks is None:
         return
     active = asks.processors
+    theirs = [other for other in row.others if other.digest != asks.digest]
     if PENALTIES in active:
         said = (PENALTIES,)
         if row.output is not None and len(row.output):
@@ -493,3 +542,8 @@ def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]
     if len(active) > 1:
         every = {k: v for _, change in without for k, v in change.items()}
         yield active, "as without any of them", replace(row, asks=replace(asks, **every))  # type: ignore[arg-type]
+    for fields, word in _BY_PROCESSOR:
+        for other in theirs:
+            if any(getattr(other, f) != getattr(asks, f) for f in fields):
+                has = replace(asks, **{f: getattr(other, f) for f in fields})
+                yield (word,), f"with the {word.removeprefix('a ')} of another request", replace(row, asks=has)

@@ -36,12 +36,12 @@ def facts_of(dump: Any, rank: int, step: int, call: Call, rows: SampledHistory) 
     logits = call.extra.get("logits")
     if logits is None or logits.dim() != 2 or len(logits) != len(history):
         logits = None
-    found = []
+    found, others = [], rows.asked(step)
     for i, (h, mask) in enumerate(zip(history, masks, strict=True)):
         found.append(
             rules.LogitsRow(
                 h.asks, _raw(call, logits, i), _left(call, i), _token(call, i), h.prompt, h.output, h.generated,
-                h.drafts, None if mask is None else tuple(mask.by), draw,
+                h.drafts, None if mask is None else tuple(mask.by), draw, others,
             )
         )  # fmt: skip
     checked = [rules.check(row) for row in found]
