@@ -16,7 +16,7 @@ arXiv 2407.01082. The draw: argmax of x plus Gumbel noise [L. Devroye, 1986]. No
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -51,6 +51,7 @@ DRAFTS = "its step verifies drafts"
 NO_PARAMETERS = "the sampling parameters of its request were not captured"
 NO_LOGITS = "not all logits of its row were captured"
 _NOTHING = np.zeros(0, np.int64)
+Way = tuple[tuple[str, ...], str]
 Draw = Callable[[np.ndarray, int, int], "int | None"]
 """(logits float64 [V], minus infinity for what may not be taken; seed; how many tokens the request had) → the token
 that the engine's noise draws, None where rounding may decide."""
@@ -62,8 +63,8 @@ class LogitsRow:
     left: (logits, ids) of the best after all processors, descending, None where they were not recorded. prompt: the
     distinct tokens of the prompt; output: the tokens generated before, in order; None where not all are known.
     generated: how many these are. masked: the words of what the runner itself says changed this row, None where it does
-    not say. draw: by the noise of this engine, None where that is not known. others: what other requests of its step
-    ask for."""
+    not say. draw: by the noise of this engine, None where that is not known. others: what each request of its step asks
+    for, with its prompt."""
 
     asks: SamplingParameters | None
     raw: np.ndarray | None
@@ -75,7 +76,7 @@ class LogitsRow:
     drafts: bool = False
     masked: tuple[str, ...] | None = None
     draw: Draw | None = None
-    others: tuple[SamplingParameters, ...] = ()
+    others: tuple[tuple[SamplingParameters, np.ndarray | None], ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -102,7 +103,8 @@ class RowCheck:
     left. RIGHT, WRONG, or UNKNOWN, with the reason in ``why_*``, which of a wrong one says what is wrong. processors:
     the words of those that left a wrong row; none where what reached the sampler follows from no processor. best:
     (logits, ids) that should have been left, as many as were recorded; should: the token. drawn: the token is right by
-    its seed, not only one that might be taken."""
+    its seed, not only one that might be taken. ways: (words of processors, how) of all wrong ways that give just this
+    row; a fault is that which gives all its rows."""
 
     left: str
     token: str
@@ -112,6 +114,7 @@ class RowCheck:
     best: tuple[np.ndarray, np.ndarray] | None = None
     should: int | None = None
     drawn: bool = False
+    ways: tuple[Way, ...] = ()
 
 
 class Unknown(Exception):
@@ -298,14 +301,15 @@ class _Check:
         if not wrong:
             known = row.whole or not np.isnan(z[row.left[1][np.isfinite(row.left[0])].astype(np.int64)]).any()
             return self._token(RowCheck(RIGHT if known else UNKNOWN, UNKNOWN, "" if known else NO_LOGITS, best=best))
-        words, how = explained(row)
-        words = words or _scope(row, {token for token, _ in wrong}, len(z))
+        ways = explained(row)
+        words = ways[0][0] if ways else _scope(row, {token for token, _ in wrong}, len(z))
         if not words and _other_past(row):
-            words, how = (PENALTIES,), "as if other tokens had been seen"
-        told = wrong[0][1] + (f": {how}" if how else "")
+            ways = (((PENALTIES,), "as if other tokens had been seen"),)
+            words = ways[0][0]
+        told = wrong[0][1]
         if not words:
             told = f"what reached it does not follow from the model's logits by its request's parameters: {told}"
-        return self._token(RowCheck(WRONG, UNKNOWN, told, processors=words, best=best))
+        return self._token(RowCheck(WRONG, UNKNOWN, told, processors=words, best=best, ways=ways))
 
     def _best(self, n: int) -> tuple[np.ndarray, np.ndarray] | None:
         if self.z is None or not self.row.whole:
@@ -344,11 +348,9 @@ class _Check:
             if behind <= bound[best] + bound[token]:
                 return replace(found, token=RIGHT, should=token)
             told = f"greedy, and token {token} is {behind:.3g} behind the best, {best}"
-            if row.left is None and asks.processors:  # nobody saw what they left: whose the error is, the token tells
-                words, how = explained(row)
-                if words:
-                    return replace(found, left=WRONG, token=UNKNOWN, processors=words, why_left=f"{told}: {how}",
-                                   why_token="it was taken from wrong logits", should=best)  # fmt: skip
+            blamed = self._blamed(found, told, best) if row.left is None else None
+            if blamed is not None:
+                return blamed
             return replace(found, token=WRONG, why_token=told, should=best)
         if row.left is None:
             return replace(found, token=UNKNOWN, why_token=self.why or NO_LOGITS)
@@ -368,11 +370,9 @@ class _Check:
         may = kept(z, asks)
         best = int(z.argmax())
         if token >= len(z) or not may[token]:
-            words, how = explained(self.row) if self.row.left is None else ((), "")
-            if words:
-                return replace(found, left=WRONG, token=UNKNOWN, processors=words, should=best,
-                               why_left=f"token {token} may not be taken: {how}",
-                               why_token="it was drawn from wrong logits")  # fmt: skip
+            blamed = self._blamed(found, f"token {token} may not be taken", best)
+            if blamed is not None:
+                return blamed
             told = f"token {token} is none of the {int(may.sum())} that {filters(asks)} keep"
             return replace(found, token=WRONG, should=best, why_token=told)
         if asks.seed is None or self.row.draw is None:
@@ -382,15 +382,31 @@ class _Check:
             return replace(found, token=RIGHT, should=token)
         if should == token:
             return replace(found, token=RIGHT, should=token, drawn=True)
-        if self.row.left is None and asks.processors:
-            words, how = explained(self.row)
-            if words:
-                return replace(found, left=WRONG, token=UNKNOWN, processors=words, should=should,
-                               why_left=f"its seed draws token {should}, not {token}: {how}",
-                               why_token="it was drawn from wrong logits")  # fmt: skip
+        blamed = self._blamed(found, f"its seed draws token {should}, not {token}", should)
+        if blamed is not None:
+            return blamed
         nth = f"draw {self.row.generated + 1} of seed {asks.seed} by {filters(asks)}"
         told = f"{nth} is token {should}, not {token}"
         return replace(found, token=WRONG, why_token=told, should=should)
+
+
+    def _blamed(self, found: RowCheck, told: str, should: int) -> RowCheck | None:
+        """The processors, where a wrong way of theirs gives the token, and what was seen of what they left."""
+        ways = explained(self.row, token=True) if self.row.asks is not None and self.row.asks.processors else ()
+        if not ways:
+            return None
+        return replace(found, left=WRONG, token=UNKNOWN, processors=ways[0][0], ways=ways, should=should,
+                       why_left=told, why_token="it was taken from wrong logits")  # fmt: skip
+
+
+def commonest(ways: Iterable[Sequence[Way]]) -> Way:
+    """Of the ways of several rows the one that gives most of them, the first of these; ((), "") of none."""
+    counts: dict[Way, int] = {}
+    for row in ways:
+        for words, how in row:
+            way = tuple(words), how
+            counts[way] = counts.get(way, 0) + 1
+    return max(counts, key=lambda way: counts[way]) if counts else ((), "")
 
 
 def check(row: LogitsRow) -> RowCheck:
@@ -459,26 +475,28 @@ def _scope(row: LogitsRow, wrong: set[int], width: int) -> tuple[str, ...]:
     return next(((word,) for word, scope in scopes if wrong <= scope and 2 * len(scope) < width), ())
 
 
-def explained(row: LogitsRow) -> tuple[tuple[str, ...], str]:
-    """(words of the processors, how) of the first way to process the row wrongly that gives just what the engine left,
-    or took; ((), "") where none does."""
+def explained(row: LogitsRow, token: bool = False) -> tuple[Way, ...]:
+    """(words of the processors, how) of each way to process the row wrongly that gives just what the engine left, as
+    far as that was seen, and, if ``token``, what it took."""
+    found: list[Way] = []
     for words, how, other in _variants(row):
         try:
             z, bound = processed(other)
         except Unknown:
             continue
-        if row.left is not None:
-            if not deviations(z, bound, row.left):
-                return words, how
-            continue
-        asks, token = row.asks, row.token
-        if asks is None or token is None or not other.whole or token >= len(z):
-            continue
-        if asks.greedy and z[token] >= z.max() - 2.0 * float(bound.max()):
-            return words, how
-        if not asks.greedy and drawn(z, asks, row) == token:
-            return words, how
-    return (), ""
+        if (row.left is None or not deviations(z, bound, row.left)) and (not token or _taken(z, bound, other)):
+            found.append((words, how))
+    return tuple(found)
+
+
+def _taken(z: np.ndarray, bound: np.ndarray, row: LogitsRow) -> bool:
+    """Whether the engine's token is the one that follows from ``z``."""
+    asks, token = row.asks, row.token
+    if asks is None or token is None or not row.whole or token >= len(z):
+        return False
+    if asks.greedy:
+        return bool(z[token] >= z.max() - 2.0 * float(bound.max()))
+    return drawn(z, asks, row) == token
 
 
 _BY_PROCESSOR: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -516,7 +534,7 @@ def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]
     if asks is None:
         return
     active = asks.processors
-    theirs = [other for other in row.others if other.digest != asks.digest]
+    theirs = [other for other, _ in row.others if other.digest != asks.digest]
     if PENALTIES in active:
         said = (PENALTIES,)
         if row.output is not None and len(row.output):
@@ -524,6 +542,9 @@ def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]
             yield said, "as without the last token that was generated", replace(row, output=row.output[:-1])
         if row.prompt is not None and asks.repetition != 1.0:
             yield said, "as if the prompt did not count", replace(row, prompt=_NOTHING)
+        prompts = [p for _, p in row.others if p is not None and not np.array_equal(p, row.prompt)]
+        for prompt in prompts if asks.repetition != 1.0 else ():
+            yield said, "as if another request's prompt were its own", replace(row, prompt=prompt)
     without: Sequence[tuple[str, dict[str, object]]] = (
         (PENALTIES, {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}),
         (BIAS, {"bias": ()}),

@@ -185,4 +185,4 @@ class AskedRows:
 def _plain(checked: rules.RowCheck) -> dict[str, Any]:
     found = asdict(checked)
     del found["best"]
-    return found | {"processors": list(checked.processors)}
+    return found | {"processors": list(checked.processors), "ways": [[list(w), how] for w, how in checked.ways]}

@@ -129,8 +129,9 @@ def _lefts(
         values[i] = torch.from_numpy(np.where(real & ~np.isnan(z[at]), z[at], values[i].numpy()))
         bound[i] = torch.from_numpy(2.0 * allowed[at])
     wrong = [c.why_left if c.left == rules.WRONG else "" for c in checked]
-    words = sorted({w for c in checked if c.left == rules.WRONG for w in c.processors})
-    note = _first(history, wrong)
+    words, how = rules.commonest(c.ways for c in checked if c.left == rules.WRONG)
+    words = words or tuple(sorted({w for c in checked if c.left == rules.WRONG for w in c.processors}))
+    note = "; ".join(filter(None, (_first(history, wrong), how)))
     return {
         "left": values, "left_ids": ids, "left_bound": bound, "left_rows": torch.tensor(known),
         "left_why": _commonest(c.why_left for c in checked if c.left == rules.UNKNOWN),
