@@ -81,7 +81,7 @@ def cases() -> list[Case]:
 def answer(model: Path, out: Path | None, found: Sequence[Ask], plant: lab.Plant | None = None,
            env: dict[str, str] | None = None, **args: Any) -> dict[str, list[int]]:  # fmt: skip
     """One engine's answers; its dump is ``out``."""
-    env = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_MODULES": "logits"} | (env or {})
+    env = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_MODULES": "logits,*.embed_tokens"} | (env or {})
     with lab.engine(model, out, "", env, **{"max_num_seqs": 16} | args) as llm:
         if plant is not None:
             plant(llm)

@@ -45,6 +45,10 @@ _DRAW = 2.0**-18
 order them as float64 does: 64 units."""
 _VOCABULARY = 1 << 22
 """Chosen: more tokens than any vocabulary has, and than any answer: what a damaged dump says beyond it is not used."""
+_COMPUTED = {ALLOWED, BAD_WORDS, MIN_TOKENS, BIAS, PENALTIES}
+"""What changes logits and can be computed from a request's parameters."""
+OTHER_PAST = "as if other tokens had been seen"
+"""How penalties are wrong where some past, nobody's that is known, explains a row: the weakest way."""
 RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
 FORCED = "its token was named by its client"
 DRAFTS = "its step verifies drafts"
@@ -130,7 +134,7 @@ def processed(row: LogitsRow) -> tuple[np.ndarray, np.ndarray]:
     if raw is None:
         raise Unknown(NO_LOGITS)
     unwritten = [w for w in asks.also if w not in (NAMED_TOKENS, TRACE)]
-    unwritten += [w for w in row.masked or () if w not in asks.processors]
+    unwritten += [w for w in row.masked or () if w not in _COMPUTED]
     if unwritten:
         raise Unknown(f"what {' and '.join(dict.fromkeys(unwritten))} changes is not in the dump")
     if row.drafts and asks.processors:
@@ -304,7 +308,7 @@ class _Check:
         ways = explained(row)
         words = ways[0][0] if ways else _scope(row, {token for token, _ in wrong}, len(z))
         if not words and _other_past(row):
-            ways = (((PENALTIES,), "as if other tokens had been seen"),)
+            ways = (((PENALTIES,), OTHER_PAST),)
             words = ways[0][0]
         told = wrong[0][1]
         if not words:
@@ -486,7 +490,7 @@ def explained(row: LogitsRow, token: bool = False) -> tuple[Way, ...]:
             continue
         if (row.left is None or not deviations(z, bound, row.left)) and (not token or _taken(z, bound, other)):
             found.append((words, how))
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
 
 
 def _taken(z: np.ndarray, bound: np.ndarray, row: LogitsRow) -> bool:

@@ -28,7 +28,7 @@ from vllm_accprobe.judge.origins import graph_steps, shape
 from vllm_accprobe.judge.origins.origin import Created
 from vllm_accprobe.judge.origins.peer_evidence import Look
 from vllm_accprobe.judge.origins.row_errors import OUTPUT, PARAM, Trace
-from vllm_accprobe.judge.sampling_rules import Way, commonest
+from vllm_accprobe.judge.sampling_rules import OTHER_PAST, WRONG, Way, commonest
 
 Compared = list[tuple[Pair, np.ndarray]]
 """Each pair with the keys of its rows."""
@@ -276,13 +276,15 @@ def judge_flips(
         entries.append(rules.flip_entry(flip, setting.name(flip.key)[0], golden, mine, why, masks, words))
         verdicts[flip.key] = why
         if why in rules.FAILED:
-            failed.append(_Failed(flip.key, why, said, asked.ways[asked.side(why)]))
+            side = asked.side(why)
+            failed.append(_Failed(flip.key, why, said, asked.ways[side], asked.left[side]))
     for found in setting.processed:
         asked = rules.AskedRow.of(found)
         by_request = asked.verdict(flipped=False)
         if by_request in rules.FAILED:
             why = str(by_request)
-            failed.append(_Failed(int(found["key"]), why, asked.sentence(why), asked.ways[asked.side(why)]))
+            side = asked.side(why)
+            failed.append(_Failed(int(found["key"]), why, asked.sentence(why), asked.ways[side], asked.left[side]))
     out = []
     for pair, keys in pairs:
         if (pair.tap, pair.role) == (SAMPLER, TOKEN) and pair.status in (PASS, FAIL):
@@ -299,12 +301,28 @@ class _Failed:
     why: str
     said: tuple[str, str]
     ways: tuple[Way, ...]
+    left: str = ""
+
+    @property
+    def unexplained(self) -> bool:
+        return self.left == WRONG and not self.said[0]
+
+    @property
+    def weak(self) -> bool:
+        return bool(self.ways) and all(how == OTHER_PAST for _, how in self.ways)
+
+
+_OF_SAMPLER = {rules.PROCESSED: rules.SAMPLED, rules.GOLDEN_PROCESSED: rules.GOLDEN_SAMPLED}
 
 
 def _sampler_origins(
     failed: Sequence[_Failed], setting: Setting, places: Places
 ) -> list[tuple[int, dict[str, Any]]]:
-    """One origin for the processors and one for the sampler."""
+    """One origin for the processors and one for the sampler. Where some rows follow from no processor, those that only
+    an unknown past explains do neither."""
+    if any(row.unexplained for row in failed):
+        failed = [replace(row, why=_OF_SAMPLER.get(row.why, row.why), said=("", row.said[1])) if row.weak else row
+                  for row in failed]  # fmt: skip
     out = []
     for verdicts, role in (((rules.PROCESSED, rules.GOLDEN_PROCESSED), MASKED_LOGITS),
                            ((rules.SAMPLED, rules.GOLDEN_SAMPLED), TOKEN)):  # fmt: skip
