@@ -11,11 +11,20 @@ from support.engine import Ask
 from support.prompts import prompt
 
 from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.registry import default_references
+from vllm_accprobe.opcheck.run.replay import check
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked
 
 pytestmark = pytest.mark.engine
 PLAIN = [Ask(prompt(20, 1)), Ask(prompt(30, 2)), Ask(prompt(25, 3))]
 GRAMMAR = {"regex": "[a-z ]{30,60}"}
 STRUCTURED = [PLAIN[0], replace(PLAIN[1], structured=GRAMMAR), PLAIN[2]]
+
+
+def sampled(run: Any) -> list[Checked]:
+    """What a replay of the sampler alone finds."""
+    return list(check(Calls(open_dump(run.dump), None), default_references(), ops=["sampler"]))
 
 
 def masks(run: Any) -> dict[str, set[tuple[str, ...]]]:
@@ -57,6 +66,12 @@ def test_everything_else_that_masks_is_named(engines: Engines, host: str) -> Non
     asks = [Ask(prompt(10, i), 8, sampling=sampling) for i, sampling in enumerate(ways.values())]
     run = engines.run(f"masks-kinds-{host}", asks=[*asks, Ask(prompt(10, 9), 8)], host=host)
     assert masks(run) == {f"ask-{i}": {(word,)} for i, word in enumerate(ways)}
+    # what was left and taken of each row follows from its own request
+    rows = {role: [r for r in sampled(run) if r.role == role] for role in ("output.token", "output.masked_logits")}
+    for found in rows.values():
+        assert found, rows
+        assert {r.status for r in found} == {PASS}, [r.message for r in found if r.status != PASS]
+        assert all(r.checked == r.rows for r in found)
 
 
 def test_a_sampler_that_is_wrong_under_the_same_masks_is_found(engines: Engines, compared: Any) -> None:
@@ -69,3 +84,5 @@ def test_a_sampler_that_is_wrong_under_the_same_masks_is_found(engines: Engines,
     assert result.verdict == "fail", explain(result)
     assert [o["module"] for o in result.origins] == ["sampler"], explain(result)
     assert {f["why"] for f in result.tokens["flipped"]} == {"sampler"}
+    wrong = [r for r in sampled(engines.run("masks-wrong", asks=asks, fault={"kind": "sampler"})) if r.status == FAIL]
+    assert {r.role for r in wrong} == {"output.token"}  # without a golden

@@ -17,6 +17,8 @@ import numpy as np
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import LOGITS, TOKENS, Request, RowSpace, SamplingParameters
 
+_KINDS = 64
+"""Chosen: requests of one step that are tried for a row of which another's parameters may have been taken."""
 _SAMPLER, _TOKEN = "sampler", "output.token"
 
 
@@ -53,6 +55,7 @@ class SampledHistory:
         self._dump, self._rank = dump, rank
         self._tokens: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
         self._prompts: dict[int, np.ndarray | None] = {}
+        self._asked: dict[int, tuple[tuple[SamplingParameters, np.ndarray | None], ...]] = {}
 
     def of(self, step: int, n: int) -> list[SampledRow]:
         """The rows of the logits of a step, in their order; [] where these are not ``n``."""
@@ -60,6 +63,18 @@ class SampledHistory:
         if space is None or space.n != n:
             return []
         return [found for at in range(n) if (found := self.row(step, at)) is not None]
+
+    def asked(self, step: int) -> tuple[tuple[SamplingParameters, np.ndarray | None], ...]:
+        """What the requests of a step ask for, with the distinct tokens of each one's prompt."""
+        if step not in self._asked:
+            space = self._dump.rows.get((self._rank, step, LOGITS))
+            found = []
+            for req in dict.fromkeys(s.req for s in space.segments) if space is not None else ():
+                request = self._dump.requests.get((self._rank, req))
+                if request is not None and request.sampling is not None and len(found) < _KINDS:
+                    found.append((request.sampling, self._prompt(req, request)))
+            self._asked = {step: tuple(found)}
+        return self._asked[step]
 
     def row(self, step: int, at: int) -> SampledRow | None:
         """The ``at``-th of them; None where there is none."""

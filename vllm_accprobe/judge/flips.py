@@ -22,7 +22,7 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import Flip
 from vllm_accprobe.judge.constants import LOGIT_ROUNDING, LOGITS_APART, TIE
-from vllm_accprobe.judge.sampling_rules import RIGHT, WRONG
+from vllm_accprobe.judge.sampling_rules import RIGHT, WRONG, Way
 
 NEAR_TIE, UPSTREAM, SAMPLED, RANDOM, UNKNOWN, MASKED = (
     "near tie",
@@ -84,14 +84,15 @@ class AskedRow:
     """What is known of a row by the parameters of its request, golden's and mine's (comparison/measure/asked_rows.py).
 
     left, token: sampling_rules' RIGHT, WRONG or UNKNOWN of golden and mine; why: what is wrong, of each; processors:
-    words of those that left wrong logits. greedy, seeded: both requests are. same_*: whether both have the same bits,
-    None where not known; noise: whether both engines draw the same for the same seed.
+    words of those that left wrong logits; ways: sampling_rules.RowCheck's. greedy, seeded: both requests are. same_*:
+    whether both have the same bits, None where not known; noise: whether both engines draw the same for the same seed.
     """
 
     left: tuple[str, str] = ("", "")
     token: tuple[str, str] = ("", "")
     why: tuple[str, str] = ("", "")
     processors: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    ways: tuple[tuple[Way, ...], tuple[Way, ...]] = ((), ())
     greedy: bool = False
     seeded: bool = False
     same_parameters: bool | None = None
@@ -110,6 +111,7 @@ class AskedRow:
         return cls(
             (golden["left"], mine["left"]), (golden["token"], mine["token"]), (whys[0], whys[1]),
             (tuple(golden["processors"]), tuple(mine["processors"])),
+            (_ways(golden), _ways(mine)),
             bool(found["greedy"]), bool(found["seeded"]),
             **{k: found[k] for k in ("same_parameters", "same_logits", "same_best", "same_left", "same_noise")},
         )  # fmt: skip
@@ -118,9 +120,9 @@ class AskedRow:
         """One of FAILED, OTHERWISE, NEAR_TIE or RANDOM; None where the parameters do not tell."""
         wrong = [WRONG in both for both in zip(self.left, self.token, strict=True)]
         if wrong[1] and not wrong[0]:
-            return PROCESSED if self.left[1] == WRONG else SAMPLED
+            return PROCESSED if self.left[1] == WRONG and self.processors[1] else SAMPLED
         if wrong[0] and not wrong[1]:
-            return GOLDEN_PROCESSED if self.left[0] == WRONG else GOLDEN_SAMPLED
+            return GOLDEN_PROCESSED if self.left[0] == WRONG and self.processors[0] else GOLDEN_SAMPLED
         if self.same_parameters is False:
             return OTHERWISE
         if not self.same_parameters:
@@ -138,9 +140,13 @@ class AskedRow:
             return SAMPLED
         return RANDOM
 
+    def side(self, why: str) -> int:
+        """Whose fault a verdict of FAILED is: 0 golden's, 1 mine's."""
+        return 0 if why in (GOLDEN_SAMPLED, GOLDEN_PROCESSED) else 1
+
     def sentence(self, why: str) -> tuple[str, str]:
         """(which logits processors, "" for the sampler; what is wrong), for a verdict of FAILED."""
-        side = 0 if why in (GOLDEN_SAMPLED, GOLDEN_PROCESSED) else 1
+        side = self.side(why)
         found = self.why[side] if WRONG in (self.left[side], self.token[side]) else ""
         where = "in golden: " if side == 0 and found else ""
         if why in (PROCESSED, GOLDEN_PROCESSED):
@@ -153,6 +159,10 @@ class AskedRow:
 
 
 NOT_ASKED = AskedRow()
+
+
+def _ways(check: Mapping[str, Any]) -> tuple[Way, ...]:
+    return tuple((tuple(words), str(how)) for words, how in check["ways"])
 
 
 def judge_flip(

@@ -16,7 +16,7 @@ arXiv 2407.01082. The draw: argmax of x plus Gumbel noise [L. Devroye, 1986]. No
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -45,12 +45,17 @@ _DRAW = 2.0**-18
 order them as float64 does: 64 units."""
 _VOCABULARY = 1 << 22
 """Chosen: more tokens than any vocabulary has, and than any answer: what a damaged dump says beyond it is not used."""
+_COMPUTED = {ALLOWED, BAD_WORDS, MIN_TOKENS, BIAS, PENALTIES}
+"""What changes logits and can be computed from a request's parameters."""
+OTHER_PAST = "as if other tokens had been seen"
+"""How penalties are wrong where some past, nobody's that is known, explains a row: the weakest way."""
 RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
 FORCED = "its token was named by its client"
 DRAFTS = "its step verifies drafts"
 NO_PARAMETERS = "the sampling parameters of its request were not captured"
 NO_LOGITS = "not all logits of its row were captured"
 _NOTHING = np.zeros(0, np.int64)
+Way = tuple[tuple[str, ...], str]
 Draw = Callable[[np.ndarray, int, int], "int | None"]
 """(logits float64 [V], minus infinity for what may not be taken; seed; how many tokens the request had) → the token
 that the engine's noise draws, None where rounding may decide."""
@@ -62,7 +67,8 @@ class LogitsRow:
     left: (logits, ids) of the best after all processors, descending, None where they were not recorded. prompt: the
     distinct tokens of the prompt; output: the tokens generated before, in order; None where not all are known.
     generated: how many these are. masked: the words of what the runner itself says changed this row, None where it does
-    not say. draw: by the noise of this engine, None where that is not known."""
+    not say. draw: by the noise of this engine, None where that is not known. others: what each request of its step asks
+    for, with its prompt."""
 
     asks: SamplingParameters | None
     raw: np.ndarray | None
@@ -74,6 +80,7 @@ class LogitsRow:
     drafts: bool = False
     masked: tuple[str, ...] | None = None
     draw: Draw | None = None
+    others: tuple[tuple[SamplingParameters, np.ndarray | None], ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -98,8 +105,10 @@ def of_best(
 class RowCheck:
     """left: whether the processors did what the request asks; token: whether the sampler took a right one of what they
     left. RIGHT, WRONG, or UNKNOWN, with the reason in ``why_*``, which of a wrong one says what is wrong. processors:
-    the words of those that left a wrong row. best: (logits, ids) that should have been left, as many as were recorded.
-    drawn: the token is right by its seed, not only one that might be taken."""
+    the words of those that left a wrong row; none where what reached the sampler follows from no processor. best:
+    (logits, ids) that should have been left, as many as were recorded; should: the token. drawn: the token is right by
+    its seed, not only one that might be taken. ways: (words of processors, how) of all wrong ways that give just this
+    row; a fault is that which gives all its rows."""
 
     left: str
     token: str
@@ -109,6 +118,7 @@ class RowCheck:
     best: tuple[np.ndarray, np.ndarray] | None = None
     should: int | None = None
     drawn: bool = False
+    ways: tuple[Way, ...] = ()
 
 
 class Unknown(Exception):
@@ -124,7 +134,7 @@ def processed(row: LogitsRow) -> tuple[np.ndarray, np.ndarray]:
     if raw is None:
         raise Unknown(NO_LOGITS)
     unwritten = [w for w in asks.also if w not in (NAMED_TOKENS, TRACE)]
-    unwritten += [w for w in row.masked or () if w not in asks.processors]
+    unwritten += [w for w in row.masked or () if w not in _COMPUTED]
     if unwritten:
         raise Unknown(f"what {' and '.join(dict.fromkeys(unwritten))} changes is not in the dump")
     if row.drafts and asks.processors:
@@ -290,17 +300,20 @@ class _Check:
         if row.left is None or z is None:
             why = self.why or "what the processors left was not recorded"
             return self._token(RowCheck(UNKNOWN, UNKNOWN, why))
-        wrong = differs(z, self.bound, row.left)
+        wrong = deviations(z, self.bound, row.left)
         best = self._best(len(row.left[0]))
-        if wrong is None:
+        if not wrong:
             known = row.whole or not np.isnan(z[row.left[1][np.isfinite(row.left[0])].astype(np.int64)]).any()
             return self._token(RowCheck(RIGHT if known else UNKNOWN, UNKNOWN, "" if known else NO_LOGITS, best=best))
-        asks = row.asks
-        assert asks is not None
-        words, how = explained(row)
-        names = words or asks.processors or tuple(row.masked or ())
-        told = f"{wrong}{f': {how}' if how else ''}"
-        return self._token(RowCheck(WRONG, UNKNOWN, told, processors=names, best=best))
+        ways = explained(row)
+        words = ways[0][0] if ways else _scope(row, {token for token, _ in wrong}, len(z))
+        if not words and _other_past(row):
+            ways = (((PENALTIES,), OTHER_PAST),)
+            words = ways[0][0]
+        told = wrong[0][1]
+        if not words:
+            told = f"what reached it does not follow from the model's logits by its request's parameters: {told}"
+        return self._token(RowCheck(WRONG, UNKNOWN, told, processors=words, best=best, ways=ways))
 
     def _best(self, n: int) -> tuple[np.ndarray, np.ndarray] | None:
         if self.z is None or not self.row.whole:
@@ -339,11 +352,9 @@ class _Check:
             if behind <= bound[best] + bound[token]:
                 return replace(found, token=RIGHT, should=token)
             told = f"greedy, and token {token} is {behind:.3g} behind the best, {best}"
-            if row.left is None and asks.processors:  # nobody saw what they left: whose the error is, the token tells
-                words, how = explained(row)
-                if words:
-                    return replace(found, left=WRONG, token=UNKNOWN, processors=words, why_left=f"{told}: {how}",
-                                   why_token="it was taken from wrong logits", should=best)  # fmt: skip
+            blamed = self._blamed(found, told, best) if row.left is None else None
+            if blamed is not None:
+                return blamed
             return replace(found, token=WRONG, why_token=told, should=best)
         if row.left is None:
             return replace(found, token=UNKNOWN, why_token=self.why or NO_LOGITS)
@@ -363,11 +374,9 @@ class _Check:
         may = kept(z, asks)
         best = int(z.argmax())
         if token >= len(z) or not may[token]:
-            words, how = explained(self.row) if self.row.left is None else ((), "")
-            if words:
-                return replace(found, left=WRONG, token=UNKNOWN, processors=words, should=best,
-                               why_left=f"token {token} may not be taken: {how}",
-                               why_token="it was drawn from wrong logits")  # fmt: skip
+            blamed = self._blamed(found, f"token {token} may not be taken", best)
+            if blamed is not None:
+                return blamed
             told = f"token {token} is none of the {int(may.sum())} that {filters(asks)} keep"
             return replace(found, token=WRONG, should=best, why_token=told)
         if asks.seed is None or self.row.draw is None:
@@ -377,15 +386,31 @@ class _Check:
             return replace(found, token=RIGHT, should=token)
         if should == token:
             return replace(found, token=RIGHT, should=token, drawn=True)
-        if self.row.left is None and asks.processors:
-            words, how = explained(self.row)
-            if words:
-                return replace(found, left=WRONG, token=UNKNOWN, processors=words, should=should,
-                               why_left=f"its seed draws token {should}, not {token}: {how}",
-                               why_token="it was drawn from wrong logits")  # fmt: skip
+        blamed = self._blamed(found, f"its seed draws token {should}, not {token}", should)
+        if blamed is not None:
+            return blamed
         nth = f"draw {self.row.generated + 1} of seed {asks.seed} by {filters(asks)}"
         told = f"{nth} is token {should}, not {token}"
         return replace(found, token=WRONG, why_token=told, should=should)
+
+
+    def _blamed(self, found: RowCheck, told: str, should: int) -> RowCheck | None:
+        """The processors, where a wrong way of theirs gives the token, and what was seen of what they left."""
+        ways = explained(self.row, token=True) if self.row.asks is not None and self.row.asks.processors else ()
+        if not ways:
+            return None
+        return replace(found, left=WRONG, token=UNKNOWN, processors=ways[0][0], ways=ways, should=should,
+                       why_left=told, why_token="it was taken from wrong logits")  # fmt: skip
+
+
+def commonest(ways: Iterable[Sequence[Way]]) -> Way:
+    """Of the ways of several rows the one that gives most of them, the first of these; ((), "") of none."""
+    counts: dict[Way, int] = {}
+    for row in ways:
+        for words, how in row:
+            way = tuple(words), how
+            counts[way] = counts.get(way, 0) + 1
+    return max(counts, key=lambda way: counts[way]) if counts else ((), "")
 
 
 def check(row: LogitsRow) -> RowCheck:
@@ -414,53 +439,98 @@ def filters(asks: SamplingParameters) -> str:
     return ", ".join(said)
 
 
-def differs(z: np.ndarray, bound: np.ndarray, left: tuple[np.ndarray, np.ndarray]) -> str | None:
-    """In what the best logits that an engine left are not those of ``z``, in words; None where they are. z: NaN where
-    not known."""
+def deviations(
+    z: np.ndarray, bound: np.ndarray, left: tuple[np.ndarray, np.ndarray]
+) -> list[tuple[int, str]]:
+    """Where the best logits that an engine left are not those of ``z``: (token, in words). z: NaN where not known."""
     values, ids = left
     real = np.isfinite(values)
     at = ids[real].astype(np.int64)
     if len(at) and (at.min() < 0 or at.max() >= len(z)):
-        return f"a token of {int(at.max())} was left, of {len(z)}"
+        return [(int(at.max()), f"token {int(at.max())} was left, of {len(z)}")]
     with np.errstate(invalid="ignore"):
         off = np.abs(values[real] - z[at])
         off[~np.isfinite(z[at]) & ~np.isnan(z[at])] = np.inf
         bad = np.flatnonzero(off > bound[at] * 2.0 + _ROUND * np.abs(values[real]))
-    if len(bad):
-        i = int(bad[0])
-        should = float(z[at[i]])
-        return f"the logit of token {int(at[i])} became {float(values[real][i]):.5g}, not {should:.5g}"
+    found = [(int(at[i]), f"the logit of token {int(at[i])} became {float(values[real][i]):.5g}, not "
+              f"{float(z[at[i]]):.5g}") for i in bad]  # fmt: skip
     last = float(values[real].min()) if real.all() else -np.inf
     out = np.ones(len(z), bool)
     out[at] = False
     with np.errstate(invalid="ignore"):
         more = np.flatnonzero(out & (z - 2.0 * bound - _ROUND * np.abs(z) > last))
-    if len(more):
-        first = int(more[np.argmax(z[more])])
-        return f"token {first}, whose logit should be {float(z[first]):.5g}, was not among the best that were left"
-    return None
+    said = "token {}, whose logit should be {:.5g}, was not among the best that were left"
+    return found + [(int(t), said.format(int(t), float(z[t]))) for t in more[np.argsort(-z[more])]]
 
 
-def explained(row: LogitsRow) -> tuple[tuple[str, ...], str]:
-    """(words of the processors, how) of the first way to process the row wrongly that gives just what the engine left,
-    or took; ((), "") where none does."""
+def _scope(row: LogitsRow, wrong: set[int], width: int) -> tuple[str, ...]:
+    """Words of the one processor that touches all tokens whose logits are wrong, and few others; () where none does."""
+    asks = row.asks
+    if asks is None or not wrong:
+        return ()
+    seen = {*(row.prompt.tolist() if row.prompt is not None and asks.repetition != 1.0 else ()),
+            *(row.output.tolist() if row.output is not None else ())}  # fmt: skip
+    scopes = (
+        (PENALTIES, seen if asks.penalised else set()),
+        (BIAS, {token for token, _ in asks.bias}),
+        (BAD_WORDS, {word[-1] for word in asks.bad_words}),
+        (MIN_TOKENS, set(asks.stop) if asks.min_tokens else set()),
+    )
+    return next(((word,) for word, scope in scopes if wrong <= scope and 2 * len(scope) < width), ())
+
+
+def explained(row: LogitsRow, token: bool = False) -> tuple[Way, ...]:
+    """(words of the processors, how) of each way to process the row wrongly that gives just what the engine left, as
+    far as that was seen, and, if ``token``, what it took."""
+    found: list[Way] = []
     for words, how, other in _variants(row):
         try:
             z, bound = processed(other)
         except Unknown:
             continue
-        if row.left is not None:
-            if differs(z, bound, row.left) is None:
-                return words, how
-            continue
-        asks, token = row.asks, row.token
-        if asks is None or token is None or not other.whole or token >= len(z):
-            continue
-        if asks.greedy and z[token] >= z.max() - 2.0 * float(bound.max()):
-            return words, how
-        if not asks.greedy and drawn(z, asks, row) == token:
-            return words, how
-    return (), ""
+        if (row.left is None or not deviations(z, bound, row.left)) and (not token or _taken(z, bound, other)):
+            found.append((words, how))
+    return tuple(dict.fromkeys(found))
+
+
+def _taken(z: np.ndarray, bound: np.ndarray, row: LogitsRow) -> bool:
+    """Whether the engine's token is the one that follows from ``z``."""
+    asks, token = row.asks, row.token
+    if asks is None or token is None or not row.whole or token >= len(z):
+        return False
+    if asks.greedy:
+        return bool(z[token] >= z.max() - 2.0 * float(bound.max()))
+    return drawn(z, asks, row) == token
+
+
+_BY_PROCESSOR: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("repetition", "presence", "frequency"), PENALTIES),
+    (("bias",), BIAS),
+    (("allowed",), ALLOWED),
+    (("bad_words",), BAD_WORDS),
+    (("min_tokens", "stop"), MIN_TOKENS),
+)
+_COUNTS = np.arange(17)
+"""Chosen: how often a token may have been generated, where it is asked whether any past explains a penalty."""
+
+
+def _other_past(row: LogitsRow) -> bool:
+    """Whether the logits that were left are those of the request's own penalties for some other past."""
+    asks = row.asks
+    if asks is None or not asks.penalised or row.left is None:
+        return False
+    try:
+        base, _ = processed(replace(row, asks=replace(asks, repetition=1.0, presence=0.0, frequency=0.0)))
+    except Unknown:
+        return False
+    real = np.isfinite(row.left[0])
+    values, z = row.left[0][real], base[row.left[1][real].astype(np.int64)]
+    seen = np.where(z > 0, z / asks.repetition, z * asks.repetition)
+    after = asks.frequency * _COUNTS + asks.presence * (_COUNTS > 0)
+    may = np.concatenate([z[:, None], seen[:, None] - after[None, :]], 1)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(may - values[:, None]) <= _STEPS * _ROUND * (np.abs(z)[:, None] + np.abs(may) + after.max())
+    return bool(len(values)) and bool(near.any(1).all())
 
 
 def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]]:
@@ -468,6 +538,7 @@ def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]
     if asks is None:
         return
     active = asks.processors
+    theirs = [other for other, _ in row.others if other.digest != asks.digest]
     if PENALTIES in active:
         said = (PENALTIES,)
         if row.output is not None and len(row.output):
@@ -475,6 +546,9 @@ def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]
             yield said, "as without the last token that was generated", replace(row, output=row.output[:-1])
         if row.prompt is not None and asks.repetition != 1.0:
             yield said, "as if the prompt did not count", replace(row, prompt=_NOTHING)
+        prompts = [p for _, p in row.others if p is not None and not np.array_equal(p, row.prompt)]
+        for prompt in prompts if asks.repetition != 1.0 else ():
+            yield said, "as if another request's prompt were its own", replace(row, prompt=prompt)
     without: Sequence[tuple[str, dict[str, object]]] = (
         (PENALTIES, {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}),
         (BIAS, {"bias": ()}),
@@ -493,3 +567,8 @@ def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]
     if len(active) > 1:
         every = {k: v for _, change in without for k, v in change.items()}
         yield active, "as without any of them", replace(row, asks=replace(asks, **every))  # type: ignore[arg-type]
+    for fields, word in _BY_PROCESSOR:
+        for other in theirs:
+            if any(getattr(other, f) != getattr(asks, f) for f in fields):
+                has = replace(asks, **{f: getattr(other, f) for f in fields})
+                yield (word,), f"with the {word.removeprefix('a ')} of another request", replace(row, asks=has)

@@ -249,7 +249,7 @@ def test_penalties_that_do_not_see_what_was_generated():
     (origin,) = result.origins
     assert (origin["module"], origin["class"]) == ("sampler", "logits processor: penalties")
     assert origin["role"] == "output.masked_logits"
-    assert origin["shape"].endswith(": as if nothing had been generated yet")
+    assert origin["shape"].endswith("; as if nothing had been generated yet")
     back = compare(capture(asks=PENALISED, process=forgetful), golden)  # golden is the wrong one
     assert back.verdict == "fail"
     assert back.origins[0]["shape"].startswith("in golden: ")
@@ -257,11 +257,12 @@ def test_penalties_that_do_not_see_what_was_generated():
 
 
 def test_wrong_processors_are_found_where_no_token_flips():
-    """What is added to all logits alike changes no order."""
+    """What is added to all logits alike changes no order; and it follows from no processor of the request."""
     golden = capture(asks=PENALISED, process=penalised)
     result = compare(golden, capture(asks=PENALISED, process=lambda z, ids, n: penalised(z, ids, n) + 0.5))
     assert result.tokens["flipped"] == []
-    assert [o["class"] for o in result.origins] == ["logits processor: penalties"]
+    assert [o["class"] for o in result.origins] == ["Sampler"]
+    assert result.origins[0]["shape"].startswith("what reached it does not follow from the model's logits")
     assert result.verdict == "fail"
 
 

@@ -105,8 +105,9 @@ class _Side:
             raw = rules.of_best(self.best(TOP_LOGITS, TOP_IDS, place), left, token)
         masked = self._masked(place, h.request.req if h.request is not None else -1)
         return rules.LogitsRow(
-            h.asks, raw, left, token, h.prompt, h.output, h.generated, h.drafts, masked, self._draw
-        )
+            h.asks, raw, left, token, h.prompt, h.output, h.generated, h.drafts, masked, self._draw,
+            self._histories[place.rank].asked(place.step),
+        )  # fmt: skip
 
     def _masked(self, place: _Place, req: int) -> tuple[str, ...] | None:
         mask = self._dump.masks.get((place.rank, place.step, req))
@@ -184,4 +185,4 @@ class AskedRows:
 def _plain(checked: rules.RowCheck) -> dict[str, Any]:
     found = asdict(checked)
     del found["best"]
-    return found | {"processors": list(checked.processors)}
+    return found | {"processors": list(checked.processors), "ways": [[list(w), how] for w, how in checked.ways]}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from vllm_accprobe.judge.origins import graph_steps, shape
 from vllm_accprobe.judge.origins.origin import Created
 from vllm_accprobe.judge.origins.peer_evidence import Look
 from vllm_accprobe.judge.origins.row_errors import OUTPUT, PARAM, Trace
+from vllm_accprobe.judge.sampling_rules import OTHER_PAST, WRONG, Way, commonest
 
 Compared = list[tuple[Pair, np.ndarray]]
 """Each pair with the keys of its rows."""
@@ -262,7 +263,7 @@ def judge_flips(
 ) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]], Compared]:
     """(entries of ``tokens.flipped``, the sampler as [(order, origin)] where it is one, the pairs with verdicts)."""
     entries: list[dict[str, Any]] = []
-    failed: list[tuple[int, str, tuple[str, str]]] = []
+    failed: list[_Failed] = []
     verdicts: dict[int, str] = {}
     for found in setting.flips:
         flip = Flip(**found["flip"])
@@ -277,12 +278,15 @@ def judge_flips(
         entries.append(rules.flip_entry(flip, setting.name(flip.key)[0], golden, mine, why, masks, words))
         verdicts[flip.key] = why
         if why in rules.FAILED:
-            failed.append((flip.key, why, said))
+            side = asked.side(why)
+            failed.append(_Failed(flip.key, why, said, asked.ways[side], asked.left[side]))
     for found in setting.processed:
         asked = rules.AskedRow.of(found)
         by_request = asked.verdict(flipped=False)
         if by_request in rules.FAILED:
-            failed.append((int(found["key"]), str(by_request), asked.sentence(str(by_request))))
+            why = str(by_request)
+            side = asked.side(why)
+            failed.append(_Failed(int(found["key"]), why, asked.sentence(why), asked.ways[side], asked.left[side]))
     out = []
     for pair, keys in pairs:
         if (pair.tap, pair.role) == (SAMPLER, TOKEN) and pair.status in (PASS, FAIL):
@@ -291,20 +295,51 @@ def judge_flips(
     return entries, _sampler_origins(failed, setting, places), out
 
 
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A row whose sampler or processor failed: its verdict, what judge.flips says of it, and the ways that give it."""
+
+    key: int
+    why: str
+    said: tuple[str, str]
+    ways: tuple[Way, ...]
+    left: str = ""
+
+    @property
+    def unexplained(self) -> bool:
+        return self.left == WRONG and not self.said[0]
+
+    @property
+    def weak(self) -> bool:
+        return bool(self.ways) and all(how == OTHER_PAST for _, how in self.ways)
+
+
+_OF_SAMPLER = {rules.PROCESSED: rules.SAMPLED, rules.GOLDEN_PROCESSED: rules.GOLDEN_SAMPLED}
+
+
 def _sampler_origins(
-    failed: Sequence[tuple[int, str, tuple[str, str]]], setting: Setting, places: Places
+    failed: Sequence[_Failed], setting: Setting, places: Places
 ) -> list[tuple[int, dict[str, Any]]]:
-    """One origin for the processors and one for the sampler, of rows as (key, verdict, what judge.flips says of it)."""
+    """One origin for the processors and one for the sampler. Where some rows follow from no processor, those that only
+    an unknown past explains do neither."""
+    if any(row.unexplained for row in failed):
+        failed = [replace(row, why=_OF_SAMPLER.get(row.why, row.why), said=("", row.said[1])) if row.weak else row
+                  for row in failed]  # fmt: skip
     out = []
     for verdicts, role in (((rules.PROCESSED, rules.GOLDEN_PROCESSED), MASKED_LOGITS),
                            ((rules.SAMPLED, rules.GOLDEN_SAMPLED), TOKEN)):  # fmt: skip
-        rows = [(key, why, said) for key, why, said in failed if why in verdicts]
+        rows = [row for row in failed if row.why in verdicts]
         if not rows:
             continue
-        key, _, (processor, said) = rows[places.earliest(np.array([key for key, _, _ in rows]))]
-        request, where = setting.name(key)
+        first = rows[places.earliest(np.array([row.key for row in rows]))]
+        request, where = setting.name(first.key)
+        processor, said = first.said
+        words, how = commonest(row.ways for row in rows)
+        if role == MASKED_LOGITS and words:
+            processor = f"logits processor: {' and '.join(words)}"
+            said = messages.join(said, how) if (words, how) in first.ways else said
         cls = processor or setting.classes.get(SAMPLER, "")
-        origin = messages.sampler_origin(cls, request, where, places.phase(key), role, said)
+        origin = messages.sampler_origin(cls, request, where, places.phase(first.key), role, said)
         out.append((setting.sampler_order, origin | {"rows": len(rows)}))
     return out
 

@@ -36,12 +36,12 @@ def facts_of(dump: Any, rank: int, step: int, call: Call, rows: SampledHistory) 
     logits = call.extra.get("logits")
     if logits is None or logits.dim() != 2 or len(logits) != len(history):
         logits = None
-    found = []
+    found, others = [], rows.asked(step)
     for i, (h, mask) in enumerate(zip(history, masks, strict=True)):
         found.append(
             rules.LogitsRow(
                 h.asks, _raw(call, logits, i), _left(call, i), _token(call, i), h.prompt, h.output, h.generated,
-                h.drafts, None if mask is None else tuple(mask.by), draw,
+                h.drafts, None if mask is None else tuple(mask.by), draw, others,
             )
         )  # fmt: skip
     checked = [rules.check(row) for row in found]
@@ -129,8 +129,9 @@ def _lefts(
         values[i] = torch.from_numpy(np.where(real & ~np.isnan(z[at]), z[at], values[i].numpy()))
         bound[i] = torch.from_numpy(2.0 * allowed[at])
     wrong = [c.why_left if c.left == rules.WRONG else "" for c in checked]
-    words = sorted({w for c in checked if c.left == rules.WRONG for w in c.processors})
-    note = _first(history, wrong)
+    words, how = rules.commonest(c.ways for c in checked if c.left == rules.WRONG)
+    words = words or tuple(sorted({w for c in checked if c.left == rules.WRONG for w in c.processors}))
+    note = "; ".join(filter(None, (_first(history, wrong), how)))
     return {
         "left": values, "left_ids": ids, "left_bound": bound, "left_rows": torch.tensor(known),
         "left_why": _commonest(c.why_left for c in checked if c.left == rules.UNKNOWN),
