@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vllm_accprobe.cli.common.checked_report import near_names
 from vllm_accprobe.cli.common.declared import DUMP, IDS, OPS, WEIGHTS
 from vllm_accprobe.cli.common.json_answer import answer, say_written
-from vllm_accprobe.cli.common.checked_report import near_names
 from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, say_notes, writable
 
 if TYPE_CHECKING:

@@ -248,7 +248,8 @@ class _Judge:
         if len(shared):
             shared, by_part = np.full(len(rows.seen), -1), shared
             shared[rows.place] = by_part
-        known = (keep(wrong.broken), keep(wrong.own), spoilt, unit.gap, shared)
+        few = any(p.few for p in unit.parts)
+        known = (keep(wrong.broken), keep(wrong.own), spoilt, unit.gap, shared, few)
         self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs, *known))
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
