@@ -11,11 +11,11 @@ allows, each with a fifth of the chance, divided by the columns where it looks a
 - a column: its sum of squares, its scale, and its mean error, likewise.
 
 The references are those that rounding.py settled on, so that truncation is no scale. Rows that were met before (the
-same token twice) have the same errors, so they count once; so do errors of outputs with few different numbers. Errors that rows or channels share are not averaged away: a
-``common`` error of a row is independent between rows only; noise in ``groups`` has as many independent errors in a row;
-``shared`` noise is one for all rows; and a column of nearly equal values has one rounding error, not many. Where
-kernels differ from their reference's model: MODEL and BIAS of verdict.py, which are measured on the same sums
-(scripts/opcheck_floors.py).
+same token twice) have the same errors, so they count once; so do errors of outputs with few different numbers. Errors
+that rows or channels share are not averaged away: a ``common`` error of a row is independent between rows only; noise
+in ``groups`` has as many independent errors in a row; ``shared`` noise is one for all rows; and a column of nearly
+equal values has one rounding error, not many. Where kernels differ from their reference's model: MODEL and BIAS of
+verdict.py, which are measured on the same sums (scripts/opcheck_floors.py).
 Not here: the rows' own limits (verdict.py), how one layer compares with the next (peers.py).
 """
 

@@ -159,7 +159,7 @@ def judge(
         worst_row(by_row, groups, common, q, width), worst_gain(by_row, groups, common, u, q),
         worst_column(by_column, shared, common, q, n), worst_element(y, d, half, noise, bound, common, planes, q),
     ]  # fmt: skip
-    if not few and found[2].value > found[2].limit:  # rows that are equal have equal errors, which are no independent ones
+    if not few and found[2].value > found[2].limit:  # equal rows have equal errors, which are not independent
         kept = planes[:, _distinct(power)]
         found[2] = worst_column(kept.sum(1), shared, common, q, kept.shape[1])
     f = max(found, key=lambda f: f.value / f.limit)
