@@ -67,3 +67,10 @@ def test_rotation_by_hand():
     assert rope(x, cos, sin).tolist() == [[-3, 2, 1, 4]]
     two = rope(f32([1, 2, 3, 4, 1, 0, 0, 0]), cos, sin)
     assert two.tolist() == [[-3, 2, 1, 4, 0, 0, 1, 0]]
+
+
+def test_of_larger_heads_only_the_first_part_is_rotated() -> None:
+    """Two heads of 4, of which 2 are rotated by a quarter turn."""
+    x = np.arange(8, dtype=np.float32).reshape(1, 2, 4)
+    out = rope(x, np.zeros((1, 2), np.float32), np.ones((1, 2), np.float32))
+    assert out.tolist() == [[[-1, 0, 2, 3], [-5, 4, 6, 7]]]

@@ -1,7 +1,7 @@
 """Which request is which."""
 
 from vllm_accprobe.align.requests import pair_requests
-from vllm_accprobe.dump.schema import Image, Request
+from vllm_accprobe.dump.schema import OWN_REQUEST, Image, Request
 
 
 def request(name, prompt="p", length=3, ordinal=0, images=(), req=0, adapter=None):
@@ -43,3 +43,9 @@ def test_a_capture_that_knows_no_adapters_pairs_first_with_what_has_none():
     for one, two, want in ((golden[:1], mine, [("1", "9")]), (golden, mine, [("1", "9"), ("2", "8")])):
         assert [(g.id, m.id) for g, m, _ in pair_requests(one, two).pairs] == want
     assert [(g.id, m.id) for g, m, _ in pair_requests(mine, golden[:1]).pairs] == [("9", "1")]
+
+
+def test_the_gates_own_request_is_nobodys():
+    plan = pair_requests([request(OWN_REQUEST), request("1")], [request("1"), request(OWN_REQUEST)])
+    assert [g.id for g, _, _ in plan.pairs] == ["1"]
+    assert not plan.only_golden + plan.only_mine

@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.align.tokens import make_key
@@ -11,6 +12,7 @@ from vllm_accprobe.comparison.verdict.remarks import remarks
 from vllm_accprobe.judge.origins.row_errors import Trace
 from vllm_accprobe.judge.routing import (
     Choices,
+    Chooser,
     Rerouted,
     choices_first,
     in_front_of,
@@ -126,3 +128,25 @@ def test_chosen_experts_are_judged_before_their_weights():
     order = [u.key[0] + "/" + u.key[1] for u in choices_first(units)]
     assert order == [names[i] for i in (0, 2, 1, 3, 4)]
     assert math.isclose(Standard().floor_share(1), 1.0)
+
+
+def test_margins_of_corrected_scores_and_groups() -> None:
+    """Experts 2 and 3 have the higher logits, experts 0 and 1 the better corrected scores."""
+    logits = np.array([[0.0, 0.1, 1.0, 2.0]])
+    bias = np.array([3.0, 3.0, 0.0, 0.0])
+    took = np.array([[0, 1]]), np.array([[2, 3]])
+    assert margins(took[0], took[1], logits, logits)[0, 0] < 0  # by logits golden was wrong
+    by = Chooser("sigmoid")
+    assert by.fits(4, bias)
+    assert not by.fits(8, bias)
+    found = margins(*took, logits, logits, by, (bias, bias))
+    sigmoid = 1 / (1 + np.exp(-logits[0]))
+    assert found[0, 0] == pytest.approx(3 + sigmoid[0] - sigmoid[3])
+    assert found[0, 1] == pytest.approx(sigmoid[2] - 3 - sigmoid[1])
+    wrong = Choices.of(found, 1, 2.0**-8)
+    assert (wrong.wrong.tolist(), wrong.unruled.tolist(), wrong.tie.tolist()) == ([True], [False], [False])
+    # two groups of two, the one with the larger score stays: how far mine's is behind it decides
+    groups = Chooser("softmax", 2, 1)
+    found = margins(np.array([[3]]), np.array([[0]]), logits, logits, groups)
+    softmax = np.exp(logits[0]) / np.exp(logits[0]).sum()
+    assert found[0, :2].tolist() == pytest.approx([softmax[3] - softmax[1], -(softmax[3] - softmax[1])])

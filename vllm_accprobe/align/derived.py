@@ -216,8 +216,8 @@ def _total(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """x: float32 [rows, ...] of heads of size d; cos, sin: float32 [rows, d], both halves alike. float32 as x. Of larger
-    heads, which a shape [rows, heads, size] shows, the first d are rotated and the rest stays."""
+    """x: float32 [rows, ...] of heads of size d; cos, sin: float32 [rows, d], both halves alike. float32 as x. Of
+    larger heads, which a shape [rows, heads, size] shows, the first d are rotated and the rest stays."""
     rows, d = cos.shape
     if x.ndim > 2 and x.shape[-1] > d:
         return np.concatenate([rope(np.ascontiguousarray(x[..., :d]), cos, sin), x[..., d:]], axis=-1)

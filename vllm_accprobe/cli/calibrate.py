@@ -36,7 +36,8 @@ def calibrate(
 
     The file has a few numbers per tap. Carry it to the other machine and give it to `accprobe compare --floor`. With
     --profile: how results are rounded, how wide sums are, which functions are approximated, operator by operator.
-    Exit code 0: done, 2: unreadable input, runs that do not belong together, or one that fails against GOLDEN, 3: nothing of them could be compared.
+    Exit code 0: done, 2: unreadable input, runs that do not belong together, or one that fails against GOLDEN, 3:
+    nothing of them could be compared.
     """
     if profile:
         if others or failing:

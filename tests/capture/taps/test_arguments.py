@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from types import SimpleNamespace
 
@@ -32,6 +33,29 @@ def test_an_attention_kernels_settings() -> None:
     assert attributes(module) == {
         "kv_cache_dtype": "fp8", "impl.scale": 0.125, "impl.alibi_slopes": [0.5, 0.25], "impl.sinks": [1.0],
         "impl.sliding_window": [3, 0], "impl.kv_cache_dtype": "fp8",
+    }  # fmt: skip
+
+
+def test_how_experts_are_chosen() -> None:
+    """By an object that is no module, or by the module itself, as up to vLLM 0.18."""
+
+    class Router:
+        top_k, scoring_func, renormalize, routed_scaling_factor, use_grouped_topk = 4, "sigmoid", True, 2.5, True
+        num_expert_group, topk_group = None, 1
+        e_score_correction_bias = torch.zeros(8)
+
+    runner = torch.nn.Module()
+    runner.router, runner.routed_scaling_factor = Router(), 1.0
+    assert attributes(runner) == {
+        "routed_scaling_factor": 1.0, "router.class": "Router", "router.top_k": 4, "router.scoring_func": "sigmoid",
+        "router.renormalize": True, "router.routed_scaling_factor": 2.5, "router.use_grouped_topk": True,
+        "router.topk_group": 1, "has_correction_bias": True,
+    }  # fmt: skip
+    layer = torch.nn.Module()
+    layer.top_k, layer.e_score_correction_bias, layer.custom_routing_function = 2, None, test_convolutions
+    layer.activation = enum.Enum("Activation", {"SILU": "silu"}).SILU
+    assert attributes(layer) == {
+        "top_k": 2, "activation": "silu", "has_correction_bias": False, "custom_routing": "test_convolutions",
     }  # fmt: skip
 
 

@@ -5,7 +5,8 @@ from synthetic_model import capture
 
 from vllm_accprobe.comparison.engine import open_both
 from vllm_accprobe.comparison.measure.activations import Measurer
-from vllm_accprobe.comparison.measure.read import Loader
+from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Stretch
+from vllm_accprobe.comparison.measure.reading import _few
 from vllm_accprobe.comparison.plan.row_index import Indices
 from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.kernels import structure
@@ -58,3 +59,24 @@ def test_many_rows_are_represented_by_some_of_them(monkeypatch):
     assert len(found.parts[0].rows) == 300
     assert 64 <= found.columns[4].max() < 100  # 64 of the prompt's, and those that were decoded
     assert found.columns[0].argmax() == 3  # the last row is one of them
+
+
+def stretch(golden, mine):
+    rows = np.arange(len(golden))
+    blocks = (RowBlock(side.astype(np.float32), "float32", golden.shape[1:]) for side in (golden, mine))
+    return Stretch(next(blocks), rows, next(blocks), rows)
+
+
+def test_pixels_differ_in_few_ways_and_activations_in_many():
+    random = np.random.default_rng(0)
+    shades = (random.integers(0, 256, (64, 3, 64)) / 255 - 0.4).reshape(64, -1).astype(np.float32)
+    values = random.standard_normal(shades.shape).astype(np.float32)
+
+    def coarse(x):
+        return (x.view(np.uint32) + 0x8000 & 0xFFFF0000).view(np.float32)
+
+    assert _few(stretch(shades, coarse(shades)), np.arange(64))
+    assert not _few(stretch(values, coarse(values)), np.arange(64))
+    off = coarse(coarse(values) * (1 + 0.004 * random.standard_normal(shades.shape).astype(np.float32)))
+    assert not _few(stretch(coarse(values), off), np.arange(64))  # bfloat16 on both sides
+    assert not _few(stretch(shades, shades), np.arange(64))

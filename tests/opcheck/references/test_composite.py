@@ -36,7 +36,7 @@ def test_blocks_hand_on_what_their_last_part_gave() -> None:
         evaluated(block("LlamaMLP", a, {}))
 
 
-@pytest.mark.parametrize("cls", ["LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "GlmMoE", "MoERunner", "Sequential"])
+@pytest.mark.parametrize("cls", ["QwenDecoderLayer", "LlamaAttention", "LlamaMLP", "GlmMoE", "MoERunner", "Sequential"])
 def test_a_block_is_judged_only_if_all_its_parts_were_captured(cls: str) -> None:
     """A layer whose unseen MLP runs last does not hand on what its attention gave."""
     a = draw(2, 3)

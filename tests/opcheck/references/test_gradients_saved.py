@@ -23,7 +23,8 @@ def test_torchs_own_softmax_backward_is_right(captured: bool, factor: float) -> 
     y = torch.softmax(leaf, -1)
     (mine,) = torch.autograd.grad(y, leaf, up)
     saved = {"output.0": y.detach()} if captured else None
-    exact = exact_gradients(Call("m", "aten._softmax", args=(x, -1, False)), by_torch, {"output.0": up}, saved)["input.0"]
+    call = Call("m", "aten._softmax", args=(x, -1, False))
+    exact = exact_gradients(call, by_torch, {"output.0": up}, saved)["input.0"]
     value, given, noise = (matrix(numbers(t), 0) for t in (exact.value, (factor * mine), exact.noise))
     found = judge(value, given, "bfloat16", noise=noise, common=unit("bfloat16"))
     assert found.passed == (factor == 1.0)

@@ -34,6 +34,7 @@ class Part:
     a tensor that holds such; margins: float64 [rows, 3], how clearly either side chose (judge.routing.margins), None
     where the router's logits are not in both dumps or all choices are alike. nonfinite: count where identical;
     own_nonfinite: whether mine's tensor holds NaN or infinity, None where nobody counted; zero: all of it is 0.
+    few: its differences are few different ones that come again and again, and so no independent roundings.
     same_bits: both were read, and their bits are equal. equal: of parameters, whether they are equal to the bit. by:
     what decided where that were not the values. skip: why nothing was compared.
     """
@@ -69,6 +70,7 @@ class Part:
     own_nonfinite: bool | None = None
     figures: tuple[tuple[float | None, ...], ...] | None = None
     same_bits: bool = False
+    few: bool = False
 
     @property
     def width(self) -> int:

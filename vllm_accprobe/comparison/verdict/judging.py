@@ -267,8 +267,9 @@ class _Judge:
         if len(shared):
             shared, by_part = np.full(len(rows.seen), -1), shared
             shared[rows.place] = by_part
+        few = any(p.few for p in unit.parts)
         known = (keep(wrong.broken), keep(wrong.own), spoilt, unit.gap, shared)
-        self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs, *known))
+        self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs, *known, few=few))
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
         if part.equal is None:

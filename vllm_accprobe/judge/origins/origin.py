@@ -134,7 +134,8 @@ class _Search:
             # Asking for a tap that has no trace adds it.
             places = [(tap, *place) for tap in list(self.by_tap) for place in self.fronts.places(tap)]
             # A tensor without rows is one number: taken for all rows of its step it would be as many witnesses.
-            places = [p for p in places if p[1].rounding and len(p[1].seen) and not (p[1].weak or p[1].of_tensors)]
+            unfit = (p[1].weak or p[1].of_tensors or p[1].few for p in places)
+            places = [p for p, no in zip(places, unfit, strict=True) if not no and p[1].rounding and len(p[1].seen)]
             kinds = [kind_of_place(tap, _role(tap, sink)) for tap, sink, _ in places]
             odd = {kind for kind, (_, sink, _) in zip(kinds, places, strict=True) if len(sink.keys)}
             for kind, (tap, sink, sources) in zip(kinds, places, strict=True):

@@ -58,7 +58,8 @@ class Trace:
     the same of what belongs to no row. own: of the same rows, whether they are known to be wrong whatever came in.
     columns: kernels.structure's sums. width: elements of a row. gap: layers that lie unseen in front (unseen.py).
     shared: of the rows seen, the number of the tensor without rows (a pooled vector) whose one error they all have, -1
-    for a row with an error of its own; empty where all are.
+    for a row with an error of its own; empty where all are. few: its errors are few that come again and again, which no
+    statistics of independent ones describe.
     """
 
     tap: str
@@ -84,6 +85,7 @@ class Trace:
     spoilt: bool = False
     gap: int = 0
     shared: np.ndarray = field(default_factory=lambda: _NONE)
+    few: bool = False
 
     @property
     def of_tensors(self) -> bool:

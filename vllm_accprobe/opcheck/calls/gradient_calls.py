@@ -59,4 +59,5 @@ class GradientCalls:
             return Call(tap, cls, outputs=outputs)
         came = {role.removeprefix("input."): r for role, r in records.items() if role.startswith("input.")}
         ups = {f"output.{place}": read(r) for place, r in came.items()}
-        return replace(forward, name=tap, cls=cls, outputs=outputs, extra={**forward.extra, "up": ups, "saved": forward.outputs})
+        extra = {**forward.extra, "up": ups, "saved": forward.outputs}
+        return replace(forward, name=tap, cls=cls, outputs=outputs, extra=extra)

@@ -11,11 +11,11 @@ allows, each with a fifth of the chance, divided by the columns where it looks a
 - a column: its sum of squares, its scale, and its mean error, likewise.
 
 The references are those that rounding.py settled on, so that truncation is no scale. Rows that were met before (the
-same token twice) have the same errors, so they count once. Errors that rows or channels share are not averaged away: a
-``common`` error of a row is independent between rows only; noise in ``groups`` has as many independent errors in a row;
-``shared`` noise is one for all rows; and a column of nearly equal values has one rounding error, not many. Where
-kernels differ from their reference's model: MODEL and BIAS of verdict.py, which are measured on the same sums
-(scripts/opcheck_floors.py).
+same token twice) have the same errors, so they count once; so do errors of outputs with few different numbers. Errors
+that rows or channels share are not averaged away: a ``common`` error of a row is independent between rows only; noise
+in ``groups`` has as many independent errors in a row; ``shared`` noise is one for all rows; and a column of nearly
+equal values has one rounding error, not many. Where kernels differ from their reference's model: MODEL and BIAS of
+verdict.py, which are measured on the same sums (scripts/opcheck_floors.py).
 Not here: the rows' own limits (verdict.py), how one layer compares with the next (peers.py).
 """
 
@@ -42,7 +42,7 @@ from vllm_accprobe.opcheck.floors.error_limits import (
     told,
 )
 from vllm_accprobe.opcheck.floors.smallest import Smallest, of_pool
-from vllm_accprobe.opcheck.floors.verdict import ErrorSums
+from vllm_accprobe.opcheck.floors.verdict import ErrorSums, first_of, keys_of
 
 TOGETHER, SCALE, COLUMN, COLUMN_SCALE, COLUMN_MEAN = (
     "all rows", "scale of all rows", "column of all rows", "scale of a column", "mean of a column",
@@ -58,6 +58,10 @@ values vary by less than a step has the same rounding error in all rows."""
 MOST_WIDTH = 1 << 16
 """Chosen: columns that are kept apart, 4 MiB of sums; of wider outputs (logits of large vocabularies) only the
 total."""
+
+
+_KEPT = 1 << 20
+"""Chosen: errors that are remembered, 8 MiB; more of them are independent enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class Pool:
     def __init__(self) -> None:
         self.rows = self.seen = 0
         self._met: set[float] = set()
+        self._errors: torch.Tensor | None = None
         self._columns: torch.Tensor | None = None
         self._grouped = self._grouped_squares = self._common = 0.0
         self._first: ErrorSums | None = None
@@ -114,7 +119,10 @@ class Pool:
         if not new:
             return
         by_row, by_column = s.by_row, s.by_column
-        if len(new) < len(powers):
+        if s.few or self._errors is not None:
+            planes = self._new_errors(s.planes[:, new])
+            by_row, by_column = planes.sum(2), planes.sum(1)
+        elif len(new) < len(powers):
             by_row, by_column = by_row[:, new], s.planes[:, new].sum(1)
         self.rows += len(new)
         self._columns += by_column.sum(1, keepdim=True) if wide else by_column
@@ -123,6 +131,16 @@ class Pool:
             self._grouped_squares += float(by_row[NOISE].square().sum()) / s.groups
         if s.common:
             self._common += float(by_row[POWER].square().sum()) * s.common**2 / 3.0
+
+    def _new_errors(self, planes: torch.Tensor) -> torch.Tensor:
+        """``planes`` without errors that were met before (verdict.repeated), in these rows or in earlier ones."""
+        keys = keys_of(planes)
+        new = first_of(keys)
+        if self._errors is not None:
+            new &= ~torch.isin(keys, self._errors)
+        known = keys[new] if self._errors is None else torch.cat((self._errors, keys[new]))
+        self._errors = known[:_KEPT]
+        return planes * new
 
     def pooled(self) -> tuple[float, float, float, float] | None:
         """(variance over expected, degrees of freedom, scale, its standard error); None where nothing is known."""

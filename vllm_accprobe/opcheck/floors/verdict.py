@@ -15,8 +15,8 @@ error of what was rounded before. Four measures: the sum of squares of a row, an
 against the chi-square's quantile; a row's gain sum y d / sum y y and an element against the normal's. Each gets a
 quarter of the output's chance, divided by how many rows, columns, elements there are. Errors that do not average out
 are not averaged: ``common``, which a row shares, widens a row's limits by what it is; noise in ``groups`` of equal sign
-counts as that many independent errors of a row; ``shared`` noise is the same in all rows; equal numbers have equal
-errors (of a saturated sigmoid, of pixels).
+counts as that many independent errors of a row; ``shared`` noise is the same in all rows; the same error of the same
+number (`repeated`) counts once in a row, and once in a column; nearly equal numbers of a row have equal errors (`_alike`).
 
 A kernel need not be what a reference supposes: variances may be MODEL times as large, gains by BIAS as well
 (error_limits.py).
@@ -37,7 +37,9 @@ from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.kernels.float_formats import smallest
 from vllm_accprobe.opcheck.floors.chance import CHANCE, tail
 from vllm_accprobe.opcheck.floors.error_limits import (
+    ERROR,
     POWER,
+    PRODUCT,
     SPREAD,
     SQUARE,
     WEIGHTED,
@@ -61,7 +63,8 @@ Tensor = Any  # a torch.Tensor
 @dataclass(frozen=True)
 class ErrorSums:
     """What pooled.py adds up over calls. planes: float64 [8, rows, width], the eight of each element; by_row [8, rows],
-    by_column [8, width]: their sums; unit: of the last rounding; common, groups, shared: of Expected."""
+    by_column [8, width]: their sums; unit: of the last rounding; common, groups, shared: of Expected; few: the same
+    errors of the same numbers come again and again, and count once (in these sums: once in a row, and in a column)."""
 
     planes: Tensor
     by_row: Tensor
@@ -70,6 +73,7 @@ class ErrorSums:
     common: float
     groups: float | None
     shared: bool
+    few: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,17 +151,21 @@ def judge(
     torch.mul(powers, v, out=weighted)
     torch.mul(v, v, out=spread)
     by_row, by_column = planes.sum(2), planes.sum(1)
-    power = by_row[POWER]
+    power, square = by_row[POWER], by_row[SQUARE]
+    if few := repeated(y, d):
+        keys = keys_of(planes)
+        by_row = (planes * first_of(keys, torch.arange(n).unsqueeze(1))).sum(2)
+        by_column = (planes * first_of(keys, torch.arange(width))).sum(1)
     q = chance / 4.0
     found = [
         worst_row(by_row, groups, common, q, width), worst_gain(by_row, groups, common, u, q),
         worst_column(by_column, shared, common, q, n), worst_element(y, d, half, noise, bound, common, planes, q),
     ]  # fmt: skip
-    if any(f.value > f.limit for f in found[:2]):
+    if not few and any(f.value > f.limit for f in found[:2]):
         many = planes[[WEIGHTED, SPREAD]] * _alike(y, u)
         by_row = by_row.index_copy(0, torch.tensor([WEIGHTED, SPREAD]), many.sum(2))
         found[:2] = worst_row(by_row, groups, common, q, width), worst_gain(by_row, groups, common, u, q)
-    if found[2].value > found[2].limit:  # rows that are equal have equal errors, which are no independent ones
+    if not few and found[2].value > found[2].limit:  # equal rows have equal errors, which are not independent
         kept = _distinct(power)
         sums = planes[:, kept].sum(1)
         sums[SPREAD] = (planes[SPREAD, kept] * _alike(y[kept].T, u).T).sum(0)
@@ -165,14 +173,56 @@ def judge(
     f = max(found, key=lambda f: f.value / f.limit)
     passed = f.value <= f.limit
     beyond = not passed and bound is not None and bool((d.abs() > proved(y, half, bound, power)).any())
-    worst = float((by_row[SQUARE] / power.clamp(min=1e-300)).max())
+    worst = float((square / power.clamp(min=1e-300)).max())
     return Verdict(
         passed, f.measure, f.value, f.limit, f.row, f.column, count, differ, worst**0.5 if worst < 1e150 else math.inf,
         tier="" if passed else PROVED if beyond else BEYOND_CHANCE,
         chance=0.0 if passed or beyond else min(1.0, 4.0 * tail(f.deviations, f.looks)),
         ratios=tuple((x.measure, x.value / x.limit) for x in found),
-        sums=ErrorSums(planes, by_row, by_column, u, common, groups, shared),
+        sums=ErrorSums(planes, by_row, by_column, u, common, groups, shared, few),
     )  # fmt: skip
+
+
+_LOOKED, _NEW = 4096, 0.9
+"""Chosen: elements that are looked at, evenly spread, and the part of them that has an error of its own. Of 20,000
+different ones that come equally often, 0.9 of 4,096 are met once or first."""
+_ODD = 0x9E37_79B9_7F4A_7C15 - (1 << 64)
+"""Chosen: Knuth's multiplier (2**64 over the golden ratio, odd), which spreads 64 bits."""
+
+
+def repeated(y: Tensor, d: Tensor) -> bool:
+    """Whether many elements are the same number with the same error: pixels have 256 values, an activation of bfloat16
+    some thousands. An elementwise operator rounds equal numbers alike: such errors are one, and not many independent
+    ones that average out."""
+    if y.numel() < _LOOKED // 16:
+        return False
+    y, d = y.reshape(-1), d.reshape(-1)
+    if len(y) > _LOOKED:
+        at = torch.linspace(0, len(y) - 1, _LOOKED).long()
+        y, d = y[at], d[at]
+    off = d != 0
+    if not bool(off.any()):
+        return False
+    pairs = y[off].view(torch.int64) * _ODD + d[off].view(torch.int64)
+    return len(torch.unique(pairs)) < _NEW * len(pairs)
+
+
+def keys_of(planes: Tensor) -> Tensor:
+    """int64 [rows, width]: equal for elements of one value and one error, and but for chance only for these."""
+    power, product, error = (planes[k].contiguous().view(torch.int64) for k in (POWER, PRODUCT, ERROR))
+    return (power * _ODD + product) * _ODD + error
+
+
+def first_of(keys: Tensor, within: Tensor | None = None) -> Tensor:
+    """bool, the shape of ``keys``: the first of each that is equal to others, of those with the same ``within`` (int64,
+    broadcastable)."""
+    flat = (keys if within is None else keys + (within + 1) * _ODD).reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    new = torch.ones(len(flat), dtype=torch.bool)
+    new[1:] = flat[order[1:]] != flat[order[:-1]]
+    found = torch.zeros(len(flat), dtype=torch.bool)
+    found[order[new]] = True
+    return found.reshape(keys.shape)
 
 
 def _equal(y: Tensor, d: Tensor, count: int, differ: int, wrong: Tensor) -> Verdict:

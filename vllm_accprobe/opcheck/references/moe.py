@@ -222,7 +222,7 @@ def _complete(found: dict[str, Any], bias: Any | None, corrected: bool) -> dict[
         raise Declined("how its experts are chosen and weighed was not recorded")
     if corrected and bias is None:
         raise Declined("what corrects the scores of its experts was not captured")
-    return {**found, "bias": bias.double() if corrected else None}
+    return {**found, "bias": bias.double() if corrected and bias is not None else None}
 
 
 _RECORDED = (("renormalize", "renormalize", bool), ("scoring", "scoring_func", str))
