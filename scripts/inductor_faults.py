@@ -8,7 +8,8 @@
 
 An outcome is `exact` (the first origin is the fault's module), `gap` (it is a gap that contains the module), `parent`
 or `child` (a module that encloses it, or lies in it: right about the place, less sharp), `WRONG` (another operator),
-`nobody` (it fails without an origin) or `missed` (the verdict is pass). Exit codes: 0 where the shares of GOALS are reached, 1 where not, 2 for bad usage.
+`nobody` (it fails without an origin) or `missed` (the verdict is pass). Exit codes: 0 where the shares FAILED and
+PLACED are reached, 1 where not, 2 for bad usage.
 Not here: the cases (inductor_cases.py), running (graph_lab.py).
 """
 
@@ -32,7 +33,7 @@ from inductor_cases import CASES, CLEAN  # noqa: E402
 from support.engine import EngineError  # noqa: E402
 
 FAILED, PLACED = 0.85, 0.90
-"""GOALS: of the faults, the share whose verdict is fail; of these, the share whose operator, or a gap that contains it,
+"""Of the faults, the share whose verdict is fail; of these, the share whose operator, or a gap that contains it,
 comes first. No other operator may be named, and no clean pair may fail."""
 RIGHT = ("exact", "gap", "parent", "child")
 

@@ -56,8 +56,7 @@ def test_compare_json(on_disk):
         "module": "model.layers.1.mlp.down_proj", "class": "RowParallelLinear", "role": "output.0", "request": "",
         "position": 0, "phase": "prefill", "created": 0, "propagated": 0.0, "floor": 4 * 2**-8, "evidence": "jump",
         "rows": result.coverage["rows_compared"], "worst": 0, "nonfinite": 0, "shape": "all rows, scale 1.1",
-        "tier": "beyond chance", "times": 0, "chance": 0.0, "layers": None, "setting": "",
-        "cause": None,
+        "tier": "beyond chance", "times": 0, "chance": 0.0, "layers": None, "setting": "", "cause": None, "gap": None,
     }  # fmt: skip
     assert set(data["coverage"]) == {
         "pairs", "pairs_passed", "pairs_failed", "pairs_skipped", "pairs_identical", "pairs_bit_identical",

@@ -225,11 +225,18 @@ def _right(t: Trace, keys: np.ndarray) -> bool:
     return not (t.err[np.isin(t.keys, keys)] > t.limit).any()
 
 
-def entry_of(entry: dict[str, Any], gap: Gap | None, classes: Mapping[str, str]) -> dict[str, Any]:
+def entry_of(
+    entry: dict[str, Any], gap: Gap | None, classes: Mapping[str, str], settings: Mapping[str, str]
+) -> dict[str, Any]:
     """compare.json's entry of an origin with its ``gap``: the module is then the one that encloses it, and the role
-    that of the tensor that shows the error, behind its tap's name."""
+    that of the tensor that shows the error, behind its tap's name. settings: as constants_differ.differing's; what is
+    known of a module in the gap stands in the entry."""
     if gap is None:
         return entry | {"gap": None}
+    others = [f"{m}: {settings[m]}" for m in gap.contains if m in settings and m != gap.before]
+    if others:
+        told = "; ".join(filter(None, (str(entry["setting"]), *others)))
+        entry = entry | {"setting": told, "shape": "; ".join(filter(None, (str(entry["shape"]), *others)))}
     role = str(entry["role"])
     role = role if role.startswith(f"{gap.before}/") else f"{gap.before}/{role}"
     return entry | {"module": gap.module, "class": classes.get(gap.module, ""), "role": role, "gap": gap.plain()}

@@ -107,8 +107,8 @@ class _Judge:
         # A tap, or a gap, is named once, by the first tensor that shows it.
         first = {_name(c, gap): c for c, gap in reversed(list(zip(created, gaps, strict=True)))}
         named = [(c, gap) for c, gap in zip(created, gaps, strict=True) if first[_name(c, gap)] is c]
-        classes = {**setting.untapped.classes, **setting.classes}
-        origins = [(c.trace.order, entry_of(self._entry(c, places), gap, classes)) for c, gap in named]
+        about = {**setting.untapped.classes, **setting.classes}, setting.settings
+        origins = [(c.trace.order, entry_of(self._entry(c, places), gap, *about)) for c, gap in named]
         steps = blame.steps_of(created)
         every = in_all_layers([o["module"] for _, o in origins if not o["gap"]], {t.tap for t in self.traces})
         for (c, gap), (_, entry) in zip(named, origins, strict=True):

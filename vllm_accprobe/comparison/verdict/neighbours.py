@@ -132,7 +132,10 @@ class _Flow:
         if sink is None or sink.role == VALUE:  # a file's: nobody says what went into it
             return None
         steps = self._steps(sink, origin)
-        fed = [self._edge(*place, steps) for place in self._in_front(sink)]
+        gap = origin.get("gap") or {}
+        # Of a gap what it begins with comes first; what stands in front of that is not next to it.
+        in_front = sorted(self._in_front(sink), key=lambda place: place[0] != str(gap.get("after")).partition("/")[0])
+        fed = [self._edge(*place, steps) for place in in_front]
         feeds = [self._edge(*place, steps) for place in self._behind(sink)]
         if not fed and not feeds:
             return None
@@ -232,5 +235,5 @@ def with_neighbours(
     for origin, near in zip(origins, around, strict=True):
         code = sources.get(str(origin.get("module")))
         known = {"source": dict(zip(("golden", "mine"), code, strict=True))} if code is not None else {}
-        out.append(dict(origin) | (near.plain() if near is not None else {}) | known)
+        out.append({"gap": None} | dict(origin) | (near.plain() if near is not None else {}) | known)
     return out

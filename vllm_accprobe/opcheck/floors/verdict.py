@@ -16,7 +16,7 @@ against the chi-square's quantile; a row's gain sum y d / sum y y and an element
 quarter of the output's chance, divided by how many rows, columns, elements there are. Errors that do not average out
 are not averaged: ``common``, which a row shares, widens a row's limits by what it is; noise in ``groups`` of equal sign
 counts as that many independent errors of a row; ``shared`` noise is the same in all rows; the same error of the same
-number (`repeated`) counts once in a row, and once in a column; nearly equal numbers of a row have equal errors (`_alike`).
+number (`repeated`) counts once in a row, and once in a column; nearly equal numbers have equal errors (`_alike`).
 
 A kernel need not be what a reference supposes: variances may be MODEL times as large, gains by BIAS as well
 (error_limits.py).
