@@ -53,7 +53,8 @@ def _effect(
     mine: Calls, references: References, tap: str, values: list[Differs], ran: Mapping[str, list[int]]
 ) -> dict[str, Any]:  # fmt: skip
     golden = {name: theirs for name, _, theirs in values}
-    open_, worst, left, seen = False, 0.0, MOST_CALLS, set()
+    open_, worst, left = False, 0.0, MOST_CALLS
+    seen: set[str] = set()
     for where in (t for t in ran if t == tap or t.rpartition(".")[0] == tap):
         for rank in ran[where]:
             for captured in mine.of(rank, where):
