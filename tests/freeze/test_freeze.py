@@ -9,6 +9,7 @@ that says what and why; nothing else may. To the byte, against another commit on
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -76,3 +77,20 @@ def test_bytes_are_compared_as_bytes(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     assert freeze_run.bytes_differ(a, a) == []
     assert freeze_run.bytes_differ(a, b) == [f"more: only in {b}", "x.csv: line 2\n  - 1.0\n  + 1.00000001"]
+
+
+def test_two_factors_of_one_fault_and_two_sentences_that_deny_each_other_are_found(tmp_path: Path) -> None:
+    origin = {"module": "m", "role": "output.0", "created": 0.3, "floor": 0.1, "times": 3.0}
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "compare.json").write_text(json.dumps({"origins": [origin]}))
+    row = "m,output.0,fail,False,created,{},0.1"
+    said = "$ accprobe compare a b -o {out}/o\nFAIL: m (Linear) creates the error: x 0.3, limit 0.1 (3x)\n"
+    for measured, factor in ((0.3, "3"), (0.28, "2.8")):
+        lines = "tap,role,status,identical,measure,measured,allowed", row.format(measured)
+        (tmp_path / "o" / "compare.csv").write_text("\n".join(lines) + "\n")
+        wrong = [] if factor == "3" else ["o: origin 1: json 3, csv 2.8"]
+        assert one_number.problems(tmp_path, said) == wrong
+    denied = said.replace("(3x)", "(4x)") + "compared, not checked\nreplay: 12 outputs of mine checked, "
+    found = one_number.problems(tmp_path, denied)
+    assert found[0].startswith("contradiction: 'compared, not checked'")
+    assert any("terminal FAIL: m" in line for line in found)

@@ -106,7 +106,8 @@ def test_markdown():
         "| 0.21 / 0.0525 (4x) | `jump` |   | `unlike its kin: 4 times what the same operator does in other layers "
         "(1 of 2,000), in all 4 layers` |",
         "| 2 | `lm_head` |   | `output.0, request 'a', position 17 (decode)` | 0.21 / 0.0404 (5.2x) | `jump` "
-        "| `all rows` | `beyond chance: 5.2 times its floor; honest machines show such a thing in 1 of 10,000 comparisons` |",
+        "| `all rows` | `beyond chance: 5.2 times its floor; honest machines show such a thing in 1 of 10,000 "
+        "comparisons` |",
         "",
         "By chance: the limits name an origin, of whatever size, in 1 of 1,100 comparisons of honest machines.",
         "",

@@ -114,12 +114,10 @@ def deed(origin: Mapping[str, Any]) -> str:
 
 
 def constant(origin: Mapping[str, Any]) -> str:
-    """``impl.scale is 0.1275, golden has 0.125``, of an origin that was built otherwise and is not known to be wrong
-    for its own inputs; else empty."""
+    """``impl.scale is 0.1275, golden has 0.125``, of an origin that was built otherwise; else empty, also where a
+    replay shows that this does not matter."""
     cause = origin.get("cause")
-    if origin.get("evidence") == "replay" or not isinstance(cause, Mapping) or cause.get("kind") != "setting":
-        return ""
-    if cause.get("matters") is False:
+    if not isinstance(cause, Mapping) or cause.get("kind") != "setting" or cause.get("matters") is False:
         return ""
     return safe(cause.get("sentence") or "", 400)
 

@@ -35,8 +35,8 @@ def lines(comparison: Comparison) -> list[str]:
     """The whole summary."""
     failed = comparison.verdict != "pass"
     out = [f"## accprobe: {'FAIL' if failed else 'PASS'}", "", code(facts.headline(comparison), 2000)]
-    if head := covers.head(comparison):
-        out += ["", code(head[0], 1000), *(["", *(f"    {line.strip()}" for line in head[1:])] if head[1:] else [])]
+    if how := covers.head(comparison):
+        out += ["", code(how[0], 1000), *(["", *(f"    {line.strip()}" for line in how[1:])] if how[1:] else [])]
     if comparison.notes:
         out += ["", "**Read this first**", "", *(f"- {code(note, 1000)}" for note in comparison.notes[:MAX_LIST])]
         out += _more(len(comparison.notes), "notes")

@@ -2,9 +2,9 @@
 
 The problem: an epsilon of 1e-5 instead of 1e-6 is a finding where a row is small, and nothing where rows are of size 1.
 The idea: the reference computes each of mine's calls twice, with mine's value and with golden's, and the limits of a
-replay judge the difference, as if the one were an output and the other its reference. Where the value was read, and no
-output moves by more than rounding may move it, the constant does not matter in what was captured. A constant that no
-reference reads, or a call without a reference, leaves the question open: matters is None.
+replay judge the difference, as if the one were an output and the other its reference. Where the value moves outputs, and none
+by more than rounding may move it, the constant does not matter in what was captured. A constant that no reference
+computes with, or a call without a reference, leaves the question open: matters is None.
 Not here: which constants differ, and what follows (comparison/verdict/constants_differ.py).
 """
 
@@ -53,7 +53,8 @@ def _effect(
     mine: Calls, references: References, tap: str, values: list[Differs], ran: Mapping[str, list[int]]
 ) -> dict[str, Any]:  # fmt: skip
     golden = {name: theirs for name, _, theirs in values}
-    open_, worst, left, seen = False, 0.0, MOST_CALLS, set()
+    open_, worst, left = False, 0.0, MOST_CALLS
+    seen: set[str] = set()
     for where in (t for t in ran if t == tap or t.rpartition(".")[0] == tap):
         for rank in ran[where]:
             for captured in mine.of(rank, where):
@@ -69,7 +70,8 @@ def _effect(
                 worst, seen = max(worst, times), seen | read
     if worst > 1.0:
         return {"matters": True, "times": worst}
-    return {"matters": None if open_ or seen != set(golden) else False, "times": worst}
+    # A reference may read a value and compute with another (config.json's), which moves nothing.
+    return {"matters": None if open_ or seen != set(golden) or not worst else False, "times": worst}
 
 
 def _moved(

@@ -64,7 +64,7 @@ def verdict(comparison: Comparison) -> str:
     if origin.get("propagated") is not None:
         cells.append(_fact("From its inputs", num(origin["propagated"])))
     name = safe(origin.get("evidence") or MISSING)
-    why = as_sentence(said) if (said := facts.evidence(origin)) else ""
+    why = as_sentence(rests) if (rests := facts.evidence(origin)) else ""
     if seldom := tiers.odds(origin.get("chance")):
         cells.append(_fact("By chance", seldom, "comparisons of honest machines"))
     if tier := origin.get("tier"):
