@@ -8,10 +8,10 @@ gives its outputs, or a `Declined` with the reason as a value. Marking is all th
 also carries ``noise``: the standard error that roundings inside an honest kernel leave in each element, added up as
 independent errors are, root of the sum of squares [N. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019) A2815], and
 ``bound``: what they leave at most, sums of absolute values [N. Higham, Accuracy and Stability of Numerical Algorithms,
-2nd ed., chapter 3]. A bound holds by proof for +, x, / and sqrt; of exp, log, tanh, erf and rsqrt it supposes that they are as near as APPROXIMATE says,
-which only a machine's profile can measure. Whether a derivation forgets a rounding is searched for:
-scripts/search_bounds.py. Not here: the formulas (references/), how a call finds its reference (reference_table.py),
-where calls come from (records.py), the verdict (verdict.py).
+2nd ed., chapter 3]. A bound holds by proof for +, x, / and sqrt; of exp, log, tanh, erf and rsqrt it supposes that
+they are as near as APPROXIMATE says, which only a machine's profile can measure. Whether a derivation forgets a
+rounding is searched for: scripts/search_bounds.py. Not here: the formulas (references/), how a call finds its reference
+(reference_table.py), where calls come from (records.py), the verdict (verdict.py).
 """
 
 from __future__ import annotations
