@@ -8,9 +8,10 @@ gives its outputs, or a `Declined` with the reason as a value. Marking is all th
 also carries ``noise``: the standard error that roundings inside an honest kernel leave in each element, added up as
 independent errors are, root of the sum of squares [N. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019) A2815], and
 ``bound``: what they leave at most, sums of absolute values [N. Higham, Accuracy and Stability of Numerical Algorithms,
-2nd ed., chapter 3]. A bound holds by proof for +, x, / and sqrt; of exp, tanh, erf and rsqrt it supposes that they are
-as near as APPROXIMATE says, which only a machine's profile can measure. Not here: the formulas (references/), how a
-call finds its reference (reference_table.py), where calls come from (records.py), the verdict (verdict.py).
+2nd ed., chapter 3]. A bound holds by proof for +, x, / and sqrt; of exp, log, tanh, erf and rsqrt it supposes that
+they are as near as APPROXIMATE says, which only a machine's profile can measure. Whether a derivation forgets a
+rounding is searched for: scripts/search_bounds.py. Not here: the formulas (references/), how a call finds its reference
+(reference_table.py), where calls come from (records.py), the verdict (verdict.py).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ ROUNDED = 3.0**-0.5
 """Units: the standard error of a rounding to nearest, at most. Derived: step / sqrt(12), and a step is 2 units of the
 power of two below a number, so at most 2 units of it."""
 APPROXIMATE = 2.0**-10
-"""Chosen: relative error of an approximate exp, tanh, erf or rsqrt in a bound. PTX's tanh.approx.f32 is within 2**-11
-[PTX ISA, section tanh], ex2.approx and rsqrt.approx within 2**-22; half as exact again leaves room for another
+"""Chosen: relative error of an approximate exp, log, tanh, erf or rsqrt in a bound. PTX's tanh.approx.f32 is within
+2**-11 [PTX ISA, section tanh], ex2.approx and rsqrt.approx within 2**-22; half as exact again leaves room for another
 vendor's, and is a quarter of bfloat16's rounding. It widens bounds only: an error that all elements share is seen."""
 SUM = 2.0**-24
 """Unit of the float32 accumulator that engines sum in; a lower one breaks the bound, which is what it is for."""

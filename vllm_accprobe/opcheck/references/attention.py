@@ -48,6 +48,8 @@ from vllm_accprobe.opcheck.references.paged.eight_bit_cache import (
 from vllm_accprobe.opcheck.references.parts import subnormal
 
 _SIZES = ("num_heads", "num_kv_heads", "head_size")
+_FIRST = 0.5
+"""Chosen: from this standard error of a score on its probability is not off by that share of itself: e**0.5 = 1.65."""
 TANH = 2.0**-11
 """Standard error of a capped score over ROUNDED, relative: tanh.approx.f32's largest [PTX ISA, section tanh]."""
 
@@ -149,6 +151,9 @@ def attend(
         seen = (p > 0).double()
         least = subnormal(step) * ((seen @ by_head.abs()).transpose(0, 1) + seen.sum(-1).T.unsqueeze(-1) * out.abs())
         spread, bound = spread + (ROUNDED * least).square(), bound + least
+    if score_noise is not None and bool((score_noise > _FIRST).any()):
+        far = (score_noise.amax(-1).T > _FIRST).unsqueeze(-1)
+        spread = torch.where(far, torch.maximum(spread, moved_scores(p, by_head.abs(), out, score_noise) ** 2), spread)
     # a kernel that divides by the sum of unrounded probabilities, as flash attention does, is off by p v each
     return out, torch.maximum(spread, both[..., :width]).sqrt(), bound
 

@@ -15,7 +15,7 @@ import torch
 
 from vllm_accprobe.opcheck.reference import ROUNDED, Declined, Expected
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
-from vllm_accprobe.opcheck.references.parts import reshaped, unit_of
+from vllm_accprobe.opcheck.references.parts import reshaped, subnormal, unit_of
 
 Tensor = Any  # a torch.Tensor
 
@@ -32,7 +32,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, parts: int, unit: float) -> Expe
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     a, b = x * cos, turn(x, parts) * sin
     noise = ROUNDED * unit * (a * a + b * b).sqrt()
-    return Expected(a + b, noise, bound=2.0 * unit * (a.abs() + b.abs()))
+    return Expected(a + b, noise, bound=2.0 * unit * (a.abs() + b.abs()) + subnormal(unit, 2.0))
 
 
 @operator("RopeOperation")

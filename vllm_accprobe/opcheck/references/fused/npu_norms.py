@@ -43,8 +43,10 @@ def _weighed(x: Any, weight: Any, eps: float, unit: float, roundings: int = 1) -
     w = weight.flatten()
     y = normed(flat * root * w, unit, flat.shape[-1], before=roundings - 1, weight=w)
     size = root.detach().abs()
-    # roundings of the sum before it, where there is one, are those of n independent terms
-    noise = combined(_ROOT * size, (roundings - 1) * ROUNDED * unit * flat.shape[-1] ** -0.5 * size)
+    # roundings of the sum before it, where there is one, are independent: of n terms, or of the few largest
+    squares = flat.detach().square()
+    share = squares.square().sum(-1, keepdim=True).sqrt() / squares.sum(-1, keepdim=True).clamp(min=1e-300)
+    noise = combined(_ROOT * size, (roundings - 1) * ROUNDED * unit * share * size)
     early = (roundings - 1) * unit  # of all the same way, where they are toward zero
     r = Expected(root, noise, common=early, bound=(early + APPROXIMATE + gamma(flat.shape[-1] + 4)) * size)
     kept = (*x.shape[: x.dim() - weight.dim()], *[1] * weight.dim())

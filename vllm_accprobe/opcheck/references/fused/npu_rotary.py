@@ -14,6 +14,7 @@ import torch
 from vllm_accprobe.opcheck.reference import ROUNDED, Declined, Expected
 from vllm_accprobe.opcheck.references.fused.fused_calls import Given, fused
 from vllm_accprobe.opcheck.references.gradients import derived
+from vllm_accprobe.opcheck.references.parts import subnormal
 
 
 def _rotated(x: Any, mode: str, matrix: Any | None = None) -> Any:
@@ -34,7 +35,7 @@ def _turned(x: Any, cos: Any, sin: Any, other: Any, unit: float) -> Expected:
     if a.shape != x.shape or b.shape != x.shape:
         raise Declined("its cosines do not fit its input")
     noise = ROUNDED * unit * (a * a + b * b).sqrt()
-    return Expected(a + b, noise, bound=2.0 * unit * (a.abs() + b.abs()))
+    return Expected(a + b, noise, bound=2.0 * unit * (a.abs() + b.abs()) + subnormal(unit, 2.0))
 
 
 @fused("npu_rotary_mul(self/input/x, r1, r2, rotary_mode='half', rotate=None)")

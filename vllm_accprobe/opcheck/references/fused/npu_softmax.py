@@ -16,6 +16,7 @@ import torch
 
 from vllm_accprobe.opcheck.reference import ROUNDED, SUM, Declined, Expected, combined, gamma
 from vllm_accprobe.opcheck.references.fused.fused_calls import Given, fused
+from vllm_accprobe.opcheck.references.parts import subnormal
 
 FILL = -10000.0
 _EXP = 2.0**-20
@@ -59,7 +60,8 @@ def npu_scaled_masked_softmax_backward(g: Given) -> Expected:
     unit = g.unit("y_grad")
     noise = combined((sums + 2.0 * SUM * (up.abs() + total.abs())) * (y * scale).abs(), ROUNDED * unit * dx.abs())
     size = gamma(n + 8) * products.abs().sum(-1, keepdim=True) + 4 * SUM * (up.abs() + total.abs())
-    return Expected(dx, noise, bound=size * (y * scale).abs() + 2.0 * unit * dx.abs())
+    least = subnormal(unit, abs(scale))
+    return Expected(dx, noise + ROUNDED * least, bound=size * (y * scale).abs() + 2.0 * unit * dx.abs() + least)
 
 
 def _class_weights(g: Given, logits: Any, target: Any) -> tuple[Any, Any]:

@@ -134,13 +134,19 @@ def through_cache(
     k_half, k_doubt, v, v_half, v_doubt = (
         x.repeat_interleave(share, 1) for x in (k_half, k_doubt, written[1], v_half, v_doubt)
     )
-    doubt = torch.einsum("nhd,mhd->hnm", q * q, k_doubt**2).sqrt() * scale
+    # an inverse that is too large or too small moves all codes the same way
+    signs = written[0].sign().repeat_interleave(share, 1)
+    along = torch.einsum("nhd,mhd->hnm", q, signs * k_doubt).abs()
+    doubt = torch.maximum(torch.einsum("nhd,mhd->hnm", q * q, k_doubt**2).sqrt(), along) * scale
     most = torch.einsum("nhd,mhd->hnm", q.abs(), k_doubt) * scale
     out, noise, bound = attend(k_read, v_read, *((doubt, most) if bool(doubt.any()) else (None, None)))
     if bool(v_doubt.any()):
-        noise = (noise**2 + (p * p @ (v_doubt**2).transpose(0, 1)).transpose(0, 1)).sqrt()
-        # with the keys that were read, and as far as their probabilities move
-        moved, _, further = attend(k_read, eight.held(written[1], 1)[1], doubt, most)
+        own = (p * p @ (v_doubt**2).transpose(0, 1)).transpose(0, 1)
+        # with the keys that were read, which may be looked at otherwise
+        doubted = v_doubt[:, ::share]
+        along = attend(k_read, written[1].sign() * doubted, None, None)[0]
+        noise = (noise**2 + torch.maximum(own, along**2)).sqrt()
+        moved, _, further = attend(k_read, doubted, doubt, most)
         bound = bound + moved + further
     usual, most = by_format(q, v, (k_half, v_half), p, plain, scale)
     return out, noise, bound, plain, usual, most
