@@ -46,6 +46,9 @@ from vllm_accprobe.opcheck.references.paged.eight_bit_cache import (
 _SIZES = ("num_heads", "num_kv_heads", "head_size")
 _FAR = 10.0
 """Chosen: standard errors of a score that is a sum of many roundings, in a bound."""
+_KEYS = _SCORES = 1 << 20
+"""Chosen: elements of the keys, and of the scores, that are worked on at a time: 8 MiB of float64. What is larger is
+cut along its heads and then along its queries, none of which knows of another."""
 
 
 def alibi_slopes(heads: int) -> Any:
@@ -116,8 +119,40 @@ def attend(
     heads, kv = q.shape[1], k.shape[1]
     if heads % kv:
         raise Declined("query heads are no multiple of key heads")
-    k, v = (x.repeat_interleave(heads // kv, 1) for x in (k, v))
-    p = probabilities(q, k, scale, query_positions, window=window, cap=cap, slopes=slopes, sinks=sinks, hidden=hidden)
+    by_head = {"slopes": slopes, "sinks": sinks, "score_noise": score_noise}
+    own: dict[str, Any] = {"window": window, "cap": cap, "step": step}
+    share, at_once = heads // kv, max(1, _KEYS // (len(k) * (heads // kv) * max(k.shape[2], v.shape[2])))
+    parts = []
+    for first in range(0, kv, at_once):
+        some = slice(first * share, (first + at_once) * share)
+        theirs = {name: None if x is None else x[some] for name, x in by_head.items()}
+        k_here, v_here = (x[:, first : first + at_once].repeat_interleave(share, 1) for x in (k, v))
+        blocks = _blocks(len(q), k_here.shape[1] * len(k))
+        done = [
+            _attend(
+                q[rows, some], k_here, v_here, scale, None if query_positions is None else query_positions[rows],
+                hidden=None if hidden is None else hidden[rows],
+                **(theirs | {"score_noise": None if score_noise is None else theirs["score_noise"][:, rows]}), **own,
+            )
+            for rows in blocks
+        ]  # fmt: skip
+        parts.append([t[0] if len(done) == 1 else torch.cat(t) for t in zip(*done, strict=True)])
+    out, noise, bound = (t[0] if len(parts) == 1 else torch.cat(t, 1) for t in zip(*parts, strict=True))
+    return out, noise, bound
+
+
+def _blocks(rows: int, scores: int) -> list[slice]:
+    """Runs of queries, of which each has so many scores."""
+    size = max(1, _SCORES // max(scores, 1))
+    return [slice(a, min(a + size, rows)) for a in range(0, rows, size)] or [slice(0, 0)]
+
+
+def _attend(
+    q: Any, k: Any, v: Any, scale: float, query_positions: Any | None, *, hidden: Any | None, step: float,
+    score_noise: Any | None, **masks: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """`attend` of some queries and heads, with a key head for each query head."""
+    p = probabilities(q, k, scale, query_positions, hidden=hidden, **masks)
     by_head = v.transpose(0, 1)
     width = v.shape[-1]
     mixed = (p @ torch.cat((by_head, by_head.abs()), -1)).transpose(0, 1)

@@ -29,7 +29,7 @@ from vllm_accprobe.opcheck.habits.look import due, look
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Declined, Expected, combined
 from vllm_accprobe.opcheck.reference_table import References
-from vllm_accprobe.opcheck.run.judged_row import judged, message_of, on_grid, place_of, without_verdict
+from vllm_accprobe.opcheck.run.judged_row import judged, merged, message_of, on_grid, place_of, without_verdict
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, OURS, PASS, SKIP, STRICT, WARNING, Checked, id_of
 from vllm_accprobe.standards import OUTPUT, find
 
@@ -95,7 +95,7 @@ def check_call(
             yield without_verdict(captured, role, record, SKIP, f"no reference for {role} of {captured.what.cls}")
             continue
         try:
-            yield _checked(dump, captured, role, record, expected[role], options, pools)
+            yield _output(dump, captured, role, record, expected[role], options, pools)
         except (ValueError, RuntimeError, DumpError) as error:
             yield without_verdict(captured, role, record, ERROR, f"the reference does not fit: {error}")
 
@@ -105,10 +105,50 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
     return [n for n in shape if n != 1]
 
 
-def _checked(
+_AT_ONCE = 1 << 19
+"""Chosen: elements of an output that are judged at a time where nothing else is measured. A verdict keeps eight float64
+of each and works on as many again: 64 MiB."""
+
+
+def _output(
     dump: Dump, c: Captured, role: str, record: Record, expected: Expected, options: Options, pools: Pools | None
 ) -> Checked:
+    """The row of one output; a large one is judged some rows at a time, each with its share of the chance."""
     captured = c.what.outputs.get(role, c.what.inputs.get(role.removeprefix("input.")))
+    plain = not options.measured and options.standard in (OURS, STRICT) and tuple(expected.value.shape) == record.shape
+    if not plain or record.row_dim or captured.numel() <= _AT_ONCE or captured.dim() < 2:
+        row = _checked(dump, c, role, record, expected, options, pools, captured)
+        return _explained(row, c, expected) if options.standard in (OURS, STRICT) else row
+    n = len(captured)
+    size = max(1, _AT_ONCE * n // captured.numel())
+    count = -(-n // size)
+    each = replace(options, budget=replace(options.budget, outputs=options.budget.outputs * count))
+    found = []
+    for a in range(0, n, size):
+        rows = slice(a, a + size)
+        here = replace(expected, value=expected.value[rows], rows=None if expected.rows is None else expected.rows[rows],
+                       **{k: None if x is None else x.expand(captured.shape)[rows] for k, x in
+                          (("noise", expected.noise), ("bound", expected.bound), ("exact", expected.exact))})  # fmt: skip
+        piece = replace(record, shape=(len(here.value), *record.shape[1:]))
+        how = each if not a else replace(each, habits=False)
+        row = _checked(dump, c, role, piece, here, how, pools, captured[rows], a)
+        if row.status == FAIL and how.habits != each.habits:  # one that failed is looked at wherever it lies
+            row = _checked(dump, c, role, piece, here, each, pools, captured[rows], a)
+        found.append(row)
+    return _explained(merged(found, record.shape), c, expected)
+
+
+def _explained(row: Checked, c: Captured, expected: Expected) -> Checked:
+    """With what an attention that failed computes instead, where that is known."""
+    why = cause(c.what, expected) if row.status == FAIL and c.what.cls == "Attention" else ""
+    return replace(row, message=f"{row.message}; {why}") if why else row
+
+
+def _checked(
+    dump: Dump, c: Captured, role: str, record: Record, expected: Expected, options: Options, pools: Pools | None,
+    captured: Any, first: int = 0,
+) -> Checked:  # fmt: skip
+    """captured: the output, or its rows from ``first`` on, of which record and expected are."""
     shape = record.shape
     if tuple(expected.value.shape) != shape and _without_ones(expected.value.shape) == _without_ones(shape):
         noise, bound = (None if e is None else e.expand(expected.value.shape).reshape(shape)
@@ -130,14 +170,14 @@ def _checked(
             return judge(y, mine, dtype, noise=combined(found.noise, more), last=expected.unit, common=expected.common)
 
         evidence = look(
-            c.what, role, reference if exact is None else exact, mine, dtype, noise=found.noise, rows=rows,
+            c.what, role, reference if exact is None else exact, mine, dtype, noise=found.noise, rows=rows + first,
             passed=v.passed, judge=again,
         ).to_text()  # fmt: skip
     measures = None
     if options.measured or options.standard not in (OURS, STRICT):
         measures = measure(reference.numpy(), mine.numpy(), dtype, kl=options.kl)
     at = int(rows[v.row]) if v.row >= 0 else -1
-    request, position = place_of(dump, record, at)
+    request, position = place_of(dump, record, at + first + c.first if at >= 0 else at)
     left = expected.reason if expected.rows is not None and len(rows) < len(expected.rows) else ""
     count = len(rows) if expected.rows is None else len(expected.rows)
     message = message_of(v, request, position, expected, len(rows))
@@ -153,9 +193,6 @@ def _checked(
     if expected.only_measured:
         return replace(row, status=SKIP, checked=0, unchecked_because=expected.only_measured,
                        message=expected.only_measured)  # fmt: skip
-    if row.status == FAIL and c.what.cls == "Attention":
-        why = cause(c.what, expected)
-        row = replace(row, message=f"{row.message}; {why}" if why else row.message)
     if pools is not None:
         pools.add(row, v)
     row = row if options.standard in (OURS, STRICT) else by_standard(row, options.standard)

@@ -33,7 +33,8 @@ class Checked:
     what its machine does everywhere, where that was allowed for, else "". tier: which floor it breaks (judge/tiers.py),
     "" where it passes; chance: then, the probability that a replay of an honest machine shows as much anywhere, 0.0
     where it is proved. cache: of an attention over a cache of 8 bits, the fields of
-    reference.py's CacheRounding."""
+    reference.py's CacheRounding. replayed: runs of the tensor's rows,
+    (first, one behind the last), where a replay left out the others; () where it left out none."""
 
     tap: str
     cls: str
@@ -65,6 +66,7 @@ class Checked:
     tier: str = ""
     chance: float | None = None
     cache: tuple[str, float, float, float] | None = None
+    replayed: tuple[tuple[int, int], ...] = ()
 
     @property
     def severity(self) -> float:
@@ -105,6 +107,6 @@ def unchecked(
     empty |= {
         "tap": tap, "cls": cls, "role": role, "rank": rank, "step": step, "call": call, "shape": shape, "seq": seq,
         "dtype": dtype, "rows": 0, "checked": 0, "unchecked_because": why, "status": status, "message": why,
-        "algorithm": "", "rounding": "", "stored": "", "evidence": "", "habit": "", "tier": "",
+        "algorithm": "", "rounding": "", "stored": "", "evidence": "", "habit": "", "tier": "", "replayed": (),
     }  # fmt: skip
     return Checked(**empty)
