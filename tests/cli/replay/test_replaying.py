@@ -107,18 +107,22 @@ def test_a_comparison_knows_how_much_of_it_was_replayed(pair: tuple, tmp_path: P
         assert replaying.remembered(result, tmp_path / said).replayed == said
 
 
-def test_of_a_large_pair_only_what_fails_is_replayed(
-    pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    monkeypatch.setattr(replaying, "SMALL", 0)
-    assert compared(pair, tmp_path / "one")[0] == 0
+def test_no_time_is_no_replay(pair: tuple, tmp_path: Path) -> None:
+    assert compared(pair, tmp_path / "one", "--replay-seconds", "0")[0] == 0
     assert not (tmp_path / "one" / NAME).exists()
-    worse = pair[0], str(dump(tmp_path / "worse", 1.2))
-    code, said = compared(worse, tmp_path / "two")
-    assert (code, said["origins"][0]["module"], said["origins"][0]["evidence"]) == (1, "second", "replay")
+
+
+def test_where_the_time_is_over_what_was_left_out_is_counted(tmp_path: Path) -> None:
+    pair = str(dump(tmp_path / "golden", noise=0)), str(dump(tmp_path / "worse", 1.2))
+    code, said = compared(pair, tmp_path / "two", "--replay-seconds", "1e-6")
+    assert (code, said["origins"][0]["module"], said["origins"][0]["evidence"]) == (1, "second", "jump")
     proof = Proof.from_json((tmp_path / "two" / NAME).read_text())
-    assert (proof.partly, proof.checked) == (True, 1)
-    assert any("at and below what is suspected" in n for n in said["notes"])
+    assert (proof.partly, proof.checked, proof.right) == (True, 0, frozenset())
+    said = next(n for n in said["notes"] if "calls were replayed" in n)
+    assert said == (
+        "replay: 0 of 4 calls were replayed in 0 s (--replay-seconds 1e-06); the others are compared, not checked: "
+        "--replay checks all"
+    )
 
 
 def test_dumps_that_are_no_capture_of_a_model_are_not_replayed(tmp_path: Path) -> None:

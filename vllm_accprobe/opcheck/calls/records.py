@@ -69,9 +69,11 @@ class Chosen:
 
     places: Mapping[Place, Runs]
     by_rows: Callable[[str], bool]
-    most: int = 1 << 22
+    most: int
 
 
+_TOKENS = "tokens"
+"""The rows that `Runs` are of; calls of others are taken whole."""
 _FEWEST = 16
 """Chosen: rows of a part, however wide they are: a weight is read once for them."""
 _NO_MODULE = Module("", "", 0)
@@ -211,9 +213,11 @@ class Calls(ModuleIndex):
         if int(self.modules.get(rank, {}).get(first.tap, _NO_MODULE).attrs.get("tp_size", 1)) > 1 and cls in SUMMED:
             return []  # what other ranks gave is read whole
         size = max(_FEWEST, chosen.most * n // max(1, sum(math.prod(r.shape) for r in records.values())))
-        wanted = runs or ((0, n),)
+        if first.rows != _TOKENS:
+            runs = ()
         if not runs and size >= n:
             return []
+        wanted = runs or ((0, n),)
         return [(a, min(a + size, stop)) for start, stop in wanted for a in range(start, min(stop, n), size)]
 
     def _in_parts(
@@ -313,6 +317,12 @@ class Calls(ModuleIndex):
         if (rank, tap) in self.ops:
             return {(op.step, op.call): () for op in self.ops[rank, tap]}
         return dict.fromkeys(sorted(self.by_tap[rank, tap]), ())
+
+    def held(self, rank: int, tap: str, place: Place) -> Mapping[str, Record]:
+        """The records of a call by role; {} where it has none."""
+        calls: Mapping[Any, Any] = self.op_records if (rank, tap) in self.ops else self.by_tap
+        found: Mapping[str, Record] = calls.get((rank, tap), {}).get(place, {})
+        return found
 
     def operator(self, captured: Captured) -> OpCall | None:
         """The journal's line of an operator's call; None for a module's."""

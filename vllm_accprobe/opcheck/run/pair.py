@@ -44,6 +44,9 @@ LEFT = "left out of the replay"
 PROCESSES = 4
 """Chosen: each holds some 300 MB of blocks; with what the dumps' journals take, these stay below 2 GB."""
 
+MOST = 1 << 22
+"""Chosen: elements of a part of a call: 32 MiB of float64, of which a reference holds some eight."""
+
 
 class Task(NamedTuple):
     """A tap of one dump. side: 0 for golden, 1 for mine; places: which calls and which rows of them, None for all;
@@ -114,7 +117,7 @@ def check_task(
         return found
     places = calls.places(task.rank, task.tap) if task.places is None else task.places
     parts: list[tuple[Captured, list[Checked]]] = []
-    for captured, expected in evaluated(calls.of(task.rank, task.tap, chosen=Chosen(places, references.by_rows)), references):
+    for captured, expected in evaluated(calls.of(task.rank, task.tap, chosen=Chosen(places, references.by_rows, MOST)), references):
         place = captured.step, captured.call
         pooled = pools if task.drawn is None or place in task.drawn else None
         if parts and (captured.whole is None or place != (parts[0][0].step, parts[0][0].call)):
