@@ -179,8 +179,8 @@ float64 and float32; what is larger is made for each call."""
 
 class Params(dict[str, Tensor]):
     """Tensors that all calls of a module share, by name, with what was made of them: a weight becomes float64 once and
-    not for each call. shared: parameters that calls of an operator are given as arguments, by what tells them apart; why:
-    of those that are not here, the reason where one is known."""
+    not for each call. shared: parameters that calls of an operator are given as arguments, by what tells them apart;
+    why: of those that are not here, the reason where one is known."""
 
     def __init__(self, tensors: Mapping[str, Tensor] | None = None, why: Mapping[str, str] | None = None):
         super().__init__(tensors or {})

@@ -116,7 +116,9 @@ def test_all_is_done_where_there_is_the_time_and_begins_at_once_where_there_is_p
     assert not planner.fits(2.0 * planner.seconds)
 
 
-def test_every_tap_of_both_sides_is_drawn_with_the_same_rows(sides: list[Calls], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tap_of_both_sides_is_drawn_with_the_same_rows(
+    sides: list[Calls], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     monkeypatch.setattr(budget, "STRETCH", 16)
     planner = Planner(sides, [], 1, SPEED)
     plan = planner.plan(0.9 * planner.seconds)

@@ -119,7 +119,7 @@ def _proof(given: argparse.Namespace, say: Any) -> str:
                 if not c.replayed and c.unchecked_because != pair.LEFT})  # fmt: skip
     partial = sum(bool(c.replayed) for side in (theirs, rows) for c in side)
     left = plan.of - done
-    theirs, rows = (_with_left(side, calls, ops, plan.of > done) for side, calls in zip((theirs, rows), sides, strict=True))
+    theirs, rows = (_with_left(r, calls, ops, left > 0) for r, calls in zip((theirs, rows), sides, strict=True))
     settled = [decided.settle(side) for side in (theirs, rows)]
     theirs, rows = (side for side, _ in settled)
     machines = {side: found.habits for side, (_, found) in zip(("golden", "mine"), settled, strict=True)}
@@ -135,7 +135,8 @@ def _proof(given: argparse.Namespace, say: Any) -> str:
 
 
 def _with_left(rows: list[Checked], calls: Calls, ops: list[str], some: bool) -> list[Checked]:
-    """``rows``, and one for each tap some of whose calls were left out: a tap of which not all was seen is not right."""
+    """``rows``, and one for each tap some of whose calls were left out: a tap of which not all was seen is not
+    right."""
     if not some:
         return rows
     from vllm_accprobe.opcheck.run.pair import LEFT
@@ -157,5 +158,5 @@ def _with_left(rows: list[Checked], calls: Calls, ops: list[str], some: bool) ->
 def _said(done: int, partial: int, of: int, took: float, seconds: float | None) -> str:
     some = f", of {partial:,} outputs some rows" if partial else ""
     why = "interrupted" if seconds is None or took < seconds else f"--replay-seconds {seconds:g}"
-    return (f"{done:,} of {of:,} calls were replayed in {took:.0f} s ({why}){some}; the others are compared, not checked: "
-            "--replay checks all")  # fmt: skip
+    said = f"{done:,} of {of:,} calls were replayed in {took:.0f} s ({why}){some}"
+    return f"{said}; the others are compared, not checked: --replay checks all"

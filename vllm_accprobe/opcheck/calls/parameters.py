@@ -110,7 +110,7 @@ class ModuleParameters:
             if value is not None and share is not None and record.sample is not None:
                 value = value.to(getattr(torch, record.dtype, value.dtype))
                 if not _same_fingerprint(value, record):
-                    return None, f"parameter {name} of the checkpoint is not the one that was loaded, by its fingerprint"
+                    return None, f"parameter {name} of the checkpoint is not what was loaded, by its fingerprint"
             if value is not None:
                 return value, ""
         return None, ""

@@ -136,9 +136,8 @@ class Calls(ModuleIndex):
         past = self._neighbours.past(rank, cls)
         self.parameters.forget()
         calls = sorted(self.by_tap[rank, tap].items())
-        if chosen is not None:
-            calls = self._up_to_last(calls, chosen, past, rank)
-        for (step, n), records in calls:
+        last = len(calls) if chosen is None else self._up_to_last(calls, chosen, past, rank)
+        for (step, n), records in calls[:last]:
             if chosen is not None and (step, n) not in chosen.places:
                 self._remembered(past, rank, step, records)
                 continue
@@ -159,7 +158,8 @@ class Calls(ModuleIndex):
             if why_not := self.parameters.why_not(rank, tap, step):
                 yield Captured(tap, rank, step, n, Call(tap, cls), records, why_not)
                 continue
-            if chosen is not None and (parts := self._parts(rank, cls, step, records, chosen, chosen.places[step, n])):
+            parts = [] if chosen is None else self._parts(rank, cls, step, records, chosen, chosen.places[step, n])
+            if parts:
                 yield from self._in_parts(rank, tap, cls, step, n, records, past, parts)
                 continue
             try:
@@ -174,14 +174,15 @@ class Calls(ModuleIndex):
             yield Captured(tap, rank, step, n, what, records)
 
     def _up_to_last(
-        self, calls: list[tuple[Place, Mapping[str, Record]]], chosen: Chosen, past: Past | None, rank: int
-    ) -> list[tuple[Place, Mapping[str, Record]]]:  # fmt: skip
-        """``calls`` to the last that is chosen; ``past`` will hold the requests of those alone."""
+        self, calls: list[tuple[tuple[int, int], dict[str, Record]]], chosen: Chosen, past: Past | None, rank: int
+    ) -> int:  # fmt: skip
+        """How many of the ``calls`` there are to the last that is chosen; ``past`` will hold the requests of those
+        alone."""
         last = max((k for k, (place, _) in enumerate(calls) if place in chosen.places), default=-1)
         if past is not None:
             spaces = (self._space(rank, step, records) for (step, n), records in calls if (step, n) in chosen.places)
             past.look_at({s.req for space in spaces if space is not None for s in space.segments})
-        return calls[: last + 1]
+        return last + 1
 
     def _space(self, rank: int, step: int, records: Mapping[str, Record]) -> RowSpace | None:
         name = next((r.rows for r in records.values() if r.rows), None)
@@ -206,7 +207,7 @@ class Calls(ModuleIndex):
             return []
         first = next(iter(records.values()))
         n = first.shape[0] if first.shape else 0
-        alike = all(r.rows == first.rows and r.rows and r.row_dim == 0 and r.shape[:1] == (n,) for r in records.values())
+        alike = all((r.rows, r.row_dim, r.shape[:1]) == (first.rows, 0, (n,)) for r in records.values())
         space = self._space(rank, step, records)
         if not alike or space is None or space.n != n or space.padding:
             return []
@@ -234,16 +235,17 @@ class Calls(ModuleIndex):
                 whole = replace(record, shape=(space.n, *record.shape[1:]))
                 return to_torch(self.dump.read_rows(whole, rows), record.dtype)
 
-            place = {"first": a, "whole": space.n}
             try:
                 what = self._untold.filled(rank, self.call(rank, tap, cls, part, read))
                 extra = dict(what.extra) | self._neighbours.extra(what, rank, tap, step, n)
             except DumpError as why:
-                yield Captured(tap, rank, step, n, Call(tap, cls), part, f"{UNREAD} ({why})", **place)
+                missing = f"{UNREAD} ({why})"
+                yield Captured(tap, rank, step, n, Call(tap, cls), part, missing, first=a, whole=space.n)
                 continue
             if past is not None:
                 extra["cache"] = past.view(space, (a, b))
-            yield Captured(tap, rank, step, n, grid.settled(replace(what, extra=extra), self.keeps), part, **place)
+            what = grid.settled(replace(what, extra=extra), self.keeps)
+            yield Captured(tap, rank, step, n, what, part, first=a, whole=space.n)
 
     def _gradient(self, rank: int, tap: str, step: int, n: int) -> Captured:
         """A backward run that was recorded, with its forward's call."""

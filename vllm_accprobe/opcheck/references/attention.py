@@ -119,22 +119,20 @@ def attend(
     heads, kv = q.shape[1], k.shape[1]
     if heads % kv:
         raise Declined("query heads are no multiple of key heads")
-    by_head = {"slopes": slopes, "sinks": sinks, "score_noise": score_noise}
-    own: dict[str, Any] = {"window": window, "cap": cap, "step": step}
     share, at_once = heads // kv, max(1, _KEYS // (len(k) * (heads // kv) * max(k.shape[2], v.shape[2])))
     parts = []
     for first in range(0, kv, at_once):
         some = slice(first * share, (first + at_once) * share)
-        theirs = {name: None if x is None else x[some] for name, x in by_head.items()}
         k_here, v_here = (x[:, first : first + at_once].repeat_interleave(share, 1) for x in (k, v))
-        blocks = _blocks(len(q), k_here.shape[1] * len(k))
+        slopes_here, sinks_here = (None if x is None else x[some] for x in (slopes, sinks))
         done = [
             _attend(
                 q[rows, some], k_here, v_here, scale, None if query_positions is None else query_positions[rows],
+                window=window, cap=cap, slopes=slopes_here, sinks=sinks_here, step=step,
                 hidden=None if hidden is None else hidden[rows],
-                **(theirs | {"score_noise": None if score_noise is None else theirs["score_noise"][:, rows]}), **own,
+                score_noise=None if score_noise is None else score_noise[some, rows],
             )
-            for rows in blocks
+            for rows in _blocks(len(q), k_here.shape[1] * len(k))
         ]  # fmt: skip
         parts.append([t[0] if len(done) == 1 else torch.cat(t) for t in zip(*done, strict=True)])
     out, noise, bound = (t[0] if len(parts) == 1 else torch.cat(t, 1) for t in zip(*parts, strict=True))

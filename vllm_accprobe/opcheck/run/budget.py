@@ -50,7 +50,7 @@ _MORE = 1.8
 _SIZES = 1.6
 """Measured: float32 sums of sizes beside a product in float64."""
 _ATTENDED = 8.0
-"""Measured: multiplications for each key that a query looks at, over those of its score: four products, exponentials."""
+"""Measured: multiplications for each key that a query looks at, over those of its score: products and exponentials."""
 _TIMES = 8
 _PAST = ("Attention", "EncoderOnlyAttention", "MLAAttention")
 
@@ -160,7 +160,9 @@ class Planner:
     @staticmethod
     def _looked_back(calls: Calls, rank: int, held: Mapping[str, Record]) -> int:
         record = next((r for r in held.values() if r.rows), None)
-        space = calls.dump.rows.get((rank, record.step, record.rows)) if record is not None else None
+        if record is None or record.step is None or record.rows is None:
+            return 0
+        space = calls.dump.rows.get((rank, record.step, record.rows))
         return 0 if space is None else sum(s.n * (max(s.pos, 0) + s.n) for s in space.segments)
 
     def fits(self, limit: float | None) -> bool:
@@ -177,7 +179,7 @@ class Planner:
         if found.tasks:
             return found
         tasks = [Task(n, rank, tap) for n, (rank, tap, _) in self._in_turn(self._order(wishes))]
-        return ReplayPlan(tasks, of, of, self.seconds, False)  # nobody knows whose rows these are: to the end of the time
+        return ReplayPlan(tasks, of, of, self.seconds, False)  # nobody knows whose rows these are
 
     def _order(self, wishes: Wishes) -> dict[str, int]:
         inside = [t for of_side in self._taps for _, t, _ in of_side if _within(t, wishes.suspects)]
@@ -303,8 +305,8 @@ class _Choice:
         more: dict[tuple[int, int, str], dict[Place, Any]] = defaultdict(dict)
         for key, place, runs in self._later:
             more[key][place] = (*more[key].get(place, ()), *runs)
-        tasks += [Task(*key, {p: _joined(r) for p, r in sorted(places.items())}, frozenset())
-                  for key, places in sorted(more.items(), key=lambda kv: (first.get(kv[0][2], 1 << 60), kv[0]))]  # fmt: skip
+        for key, places in sorted(more.items(), key=lambda kv: (first.get(kv[0][2], 1 << 60), kv[0])):
+            tasks.append(Task(*key, {p: _joined(r) for p, r in sorted(places.items())}, frozenset()))
         return ReplayPlan(tasks, calls, of, self._planned / self._processes, False)
 
     def _stretches(self) -> tuple[list[Stretch], list[Stretch]]:

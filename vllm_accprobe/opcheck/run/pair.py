@@ -117,14 +117,14 @@ def check_task(
         return found
     places = calls.places(task.rank, task.tap) if task.places is None else task.places
     parts: list[tuple[Captured, list[Checked]]] = []
-    for captured, expected in evaluated(calls.of(task.rank, task.tap, chosen=Chosen(places, references.by_rows, MOST)), references):
+    chosen = Chosen(places, references.by_rows, MOST)
+    for captured, expected in evaluated(calls.of(task.rank, task.tap, chosen=chosen), references):
         place = captured.step, captured.call
         pooled = pools if task.drawn is None or place in task.drawn else None
         if parts and (captured.whole is None or place != (parts[0][0].step, parts[0][0].call)):
             found.rows.extend(_whole(parts))
             parts = []
-        share = _parts_of(captured)
-        own = options if share == 1 else replace(options, budget=replace(options.budget, outputs=options.budget.outputs * share))
+        own = options.each_of(_parts_of(captured))
         rows = list(check_call(calls.dump, captured, partial(_known, expected), own, pooled))
         if captured.whole is None:
             found.rows.extend(rows)

@@ -51,6 +51,10 @@ class Options:
     budget: Budget = BUDGET
     within: bool = False
 
+    def each_of(self, parts: int) -> Options:
+        """For each of so many parts of an output: its share of the chance."""
+        return self if parts == 1 else replace(self, budget=replace(self.budget, outputs=self.budget.outputs * parts))
+
     def wants(self, c: Captured) -> bool:
         return not self.ids or any(id_of(c.rank, c.step, r.seq) in self.ids for r in c.records.values())
 
@@ -121,14 +125,14 @@ def _output(
         return _explained(row, c, expected) if options.standard in (OURS, STRICT) else row
     n = len(captured)
     size = max(1, _AT_ONCE * n // captured.numel())
-    count = -(-n // size)
-    each = replace(options, budget=replace(options.budget, outputs=options.budget.outputs * count))
+    each = options.each_of(-(-n // size))
     found = []
     for a in range(0, n, size):
         rows = slice(a, a + size)
-        here = replace(expected, value=expected.value[rows], rows=None if expected.rows is None else expected.rows[rows],
-                       **{k: None if x is None else x.expand(captured.shape)[rows] for k, x in
-                          (("noise", expected.noise), ("bound", expected.bound), ("exact", expected.exact))})  # fmt: skip
+        noise, bound = (None if x is None else x.expand(captured.shape)[rows] for x in (expected.noise, expected.bound))
+        exact = None if expected.exact is None else expected.exact.reshape(captured.shape)[rows]
+        known = None if expected.rows is None else expected.rows[rows]
+        here = replace(expected, value=expected.value[rows], rows=known, noise=noise, bound=bound, exact=exact)
         piece = replace(record, shape=(len(here.value), *record.shape[1:]))
         how = each if not a else replace(each, habits=False)
         row = _checked(dump, c, role, piece, here, how, pools, captured[rows], a)
