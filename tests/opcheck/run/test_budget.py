@@ -190,3 +190,12 @@ def test_constants_that_few_modules_of_a_class_have_otherwise(sides: list[Calls]
         m.module(f"layers.{k}.attn", "Attention", scale=0.25 if k else 0.5)
     m.request(0, 1)
     assert budget.other_constants([sides[0], Calls(open_dump(m.close()), None)]) == ["layers.0.attn"]
+
+
+def test_beside_other_work_less_is_planned_and_a_small_pair_is_whole_all_the_same(sides: list[Calls]) -> None:
+    alone, beside = (Planner(sides, [], 1, Speed(1e-6, 0.0, slower)) for slower in (1.0, 10.0))
+    assert alone.seconds == beside.seconds
+    for limit, whole in ((10.0, True), (3.0, False)):
+        assert alone.plan(limit * alone.seconds).whole
+        assert beside.plan(limit * alone.seconds).whole == whole
+    assert beside.plan(3.0 * alone.seconds).seconds <= 3.0 * alone.seconds
