@@ -40,6 +40,11 @@ ONE_THREAD = {f"{name}_{'MAXIMUM' if name == 'VECLIB' else 'NUM'}_THREADS": "1" 
 """Environment of a process that is one of several, or whose products are small: torch, OpenMP, MKL, OpenBLAS and numba
 otherwise start a thread for each core, which wait for one another in a loop."""
 
+BLOCKS_REUSED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
+"""glibc's settings (mallopt(3)) of a process that works through blocks of megabytes: what it frees it uses again.
+Otherwise each block is given back to the kernel, which clears it anew at its first use: measured, a third of the time
+of a replay of large calls. 512 MiB stay at most (chosen)."""
+
 
 class Child(subprocess.Popen[str]):
     """A Python process that calls ``main()`` of one of our modules, which finds ``words`` in sys.argv[1:].

@@ -11,6 +11,7 @@ import typer
 
 from vllm_accprobe.cli.common.compare_formats import FORMAT, Format, say, say_before, say_plan
 from vllm_accprobe.cli.common.declared import JSON
+from vllm_accprobe.cli.common.options import require_directory
 
 if TYPE_CHECKING:
     from vllm_accprobe.report.html.token_text import Vocabulary
@@ -75,8 +76,22 @@ def compare(
     replay: bool = typer.Option(
         None,
         "--replay/--no-replay",
-        help="Run both sides' operators again against references, which decides. Needs torch. By default all of a "
-        "small pair, and of a large one that fails what is suspected.",
+        help="Run all of both sides' operators again against references, which decides, or none. Needs torch. By "
+        "default as many as --replay-seconds allow.",
+    ),
+    replay_seconds: float = typer.Option(
+        60.0,
+        "--replay-seconds",
+        min=0.0,
+        max=1e6,
+        metavar="S",
+        help="Time for running operators again: what is suspected and what failed first, then some of all. 0: none.",
+    ),
+    weights: Path = typer.Option(
+        None,
+        "--weights",
+        metavar="DIR",
+        help="The model's folder, for parameters that a dump has as fingerprints alone; by default run.json's.",
     ),
     rejudge: Path = typer.Option(
         None, "--rejudge", metavar="DIR", help="Judge a saved comparison (an --out) again, without dumps."
@@ -120,6 +135,7 @@ def compare(
     quiet = quietly(log_level) or quiet
     form = Format.json if as_json else form
 
+    require_directory(weights, "--weights")
     rate = FALSE_ALARM_RATE if rate is None else rate
     engine.check_rate(rate)
     _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray or jobs or replay))
@@ -135,10 +151,11 @@ def compare(
         one_comparison.check_out(out, [d for d in (golden, mine, *floor) if d is not None], rejudge is None)
     rules = engine.find_mapping(op_mapping_file)
     vocabulary = _vocabulary(tokenizer)
-    again = _again(op_mapping_file, taps, standard, floor, rate)
+    again = _again(op_mapping_file, taps, standard, floor, rate, weights)
     given = one_comparison.AskedPair(
-        golden, standard, taps, op_mapping_file, rules, ray, jobs, floor, rate, replay, again, vocabulary
-    )
+        golden, standard, taps, op_mapping_file, rules, ray, jobs, floor, rate, replay, again, vocabulary,
+        replay_seconds, weights,
+    )  # fmt: skip
     if others:
         raise typer.Exit(many_dumps.series(given, [mine, *others], out, form, quiet))
     if plan:
@@ -188,7 +205,9 @@ def _named(place: Path, option: Path, word: str, flag: str) -> Path:
     return place or option
 
 
-def _again(mapping: Path | None, taps: str | None, standard: str, floors: list[Path], rate: float) -> tuple[str, ...]:
+def _again(
+    mapping: Path | None, taps: str | None, standard: str, floors: list[Path], rate: float, weights: Path | None
+) -> tuple[str, ...]:  # fmt: skip
     """What was given that another comparison of the same two dumps needs, too (Comparison.options)."""
     from vllm_accprobe.comparison.result import FALSE_ALARM_RATE
 
@@ -197,6 +216,7 @@ def _again(mapping: Path | None, taps: str | None, standard: str, floors: list[P
     out += ["--standard", standard] if standard != "accprobe" else []
     out += [word for floor in floors for word in ("--floor", str(floor))]
     out += ["--false-alarm-rate", str(rate)] if rate != FALSE_ALARM_RATE else []
+    out += ["--weights", str(weights)] if weights is not None else []
     return tuple(out)
 
 

@@ -146,7 +146,8 @@ class Call:
         packed."""
         found = self.params.get(name)
         if found is None:
-            raise Declined(f"parameter {name} was not captured")
+            why = self.params.why.get(name) if isinstance(self.params, Params) else None
+            raise Declined(why or f"parameter {name} was not captured")
         if not found.numel():
             raise Declined(f"parameter {name} was packed by a kernel before it could be captured")
         return found
@@ -181,10 +182,12 @@ float64 and float32; what is larger is made for each call."""
 
 class Params(dict[str, Tensor]):
     """Tensors that all calls of a module share, by name, with what was made of them: a weight becomes float64 once and
-    not for each call. shared: parameters that calls of an operator are given as arguments, by what tells them apart."""
+    not for each call. shared: parameters that calls of an operator are given as arguments, by what tells them apart;
+    why: of those that are not here, the reason where one is known."""
 
-    def __init__(self, tensors: Mapping[str, Tensor] | None = None):
+    def __init__(self, tensors: Mapping[str, Tensor] | None = None, why: Mapping[str, str] | None = None):
         super().__init__(tensors or {})
+        self.why = dict(why or {})
         self.shared: dict[Any, Tensor] = {}
         self._made: dict[Any, Tensor] = {}
         self._room = _HELD

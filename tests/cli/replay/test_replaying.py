@@ -107,18 +107,68 @@ def test_a_comparison_knows_how_much_of_it_was_replayed(pair: tuple, tmp_path: P
         assert replaying.remembered(result, tmp_path / said).replayed == said
 
 
-def test_of_a_large_pair_only_what_fails_is_replayed(
-    pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    monkeypatch.setattr(replaying, "SMALL", 0)
-    assert compared(pair, tmp_path / "one")[0] == 0
+def test_no_time_is_no_replay(pair: tuple, tmp_path: Path) -> None:
+    assert compared(pair, tmp_path / "one", "--replay-seconds", "0")[0] == 0
     assert not (tmp_path / "one" / NAME).exists()
-    worse = pair[0], str(dump(tmp_path / "worse", 1.2))
-    code, said = compared(worse, tmp_path / "two")
-    assert (code, said["origins"][0]["module"], said["origins"][0]["evidence"]) == (1, "second", "replay")
+
+
+def test_where_the_time_is_over_what_was_left_out_is_counted(tmp_path: Path) -> None:
+    pair = str(dump(tmp_path / "golden", noise=0)), str(dump(tmp_path / "worse", 1.2))
+    code, said = compared(pair, tmp_path / "two", "--replay-seconds", "1e-6")
+    assert (code, said["origins"][0]["module"], said["origins"][0]["evidence"]) == (1, "second", "jump")
     proof = Proof.from_json((tmp_path / "two" / NAME).read_text())
-    assert (proof.partly, proof.checked) == (True, 1)
-    assert any("at and below what is suspected" in n for n in said["notes"])
+    assert (proof.partly, proof.checked, proof.right) == (True, 0, frozenset())
+    said = next(n for n in said["notes"] if "calls were replayed" in n)
+    assert said == (
+        "replay: 0 of 4 calls were replayed in 0 s (--replay-seconds 1e-06); the others are compared, not checked: "
+        "--replay checks all"
+    )
+
+
+def test_the_first_interrupt_ends_the_replay_and_the_second_all() -> None:
+    class Ended:
+        """A process that is interrupted twice while it is waited for."""
+
+        def __init__(self) -> None:
+            self.answers, self.stdin, self.stdout = [KeyboardInterrupt, '{"done": 1}\n', KeyboardInterrupt], self, self
+            self.heard: list[str] = []
+
+        def readline(self) -> str:
+            answer = self.answers.pop(0)
+            if isinstance(answer, str):
+                return answer
+            raise answer
+
+        def write(self, text: str) -> None:
+            self.heard.append(text)
+
+        def flush(self) -> None: ...
+
+    replay = replaying.Replay.__new__(replaying.Replay)
+    replay._process, replay._stopped = Ended(), False  # type: ignore[assignment]
+    assert replay._message() == {"done": 1}
+    assert replay._process.heard == ["stop\n"]  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        replay._message()
+
+
+def test_a_replay_that_is_stopped_uses_what_it_has(pair: tuple, tmp_path: Path) -> None:
+    """Here before it has done anything, and however long it may take."""
+    replay = replaying.Replay(replaying.Asked(Path(pair[0]), Path(pair[1]), True, None, None))
+    try:
+        replay._say("stop")
+        proof = Proof.from_json(replay.result({})[0])
+    finally:
+        replay.close()
+    assert (proof.partly, proof.checked, proof.right) == (True, 0, frozenset())
+    assert proof.notes[0].startswith("0 of 4 calls were replayed in 0 s (interrupted)")
+
+
+def test_what_the_comparison_found_is_handed_on_the_worst_first(pair: tuple, tmp_path: Path) -> None:
+    from vllm_accprobe.comparison.engine import compare
+
+    result = compare(pair[0], dump(tmp_path / "worse", 1.2))
+    assert replaying._wishes(result) == {"suspects": ["second"], "failed": [("second", 0, 0)]}
 
 
 def test_dumps_that_are_no_capture_of_a_model_are_not_replayed(tmp_path: Path) -> None:
@@ -198,10 +248,10 @@ def test_a_replay_computes_with_one_thread(pair: tuple, tmp_path: Path, monkeypa
     seen = []
     plain = replaying.Replay.result
 
-    def result(self: replaying.Replay, compared: object) -> tuple[str, str]:
+    def result(self: replaying.Replay, wishes: dict) -> tuple[str, str]:
         environ = Path(f"/proc/{self._process.pid}/environ").read_bytes().decode().split("\0")
         seen.append({x for x in environ if x.endswith("_THREADS=1")})
-        return plain(self, compared)
+        return plain(self, wishes)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     monkeypatch.setattr(replaying.Replay, "result", result)

@@ -13,6 +13,7 @@ from reference_calls import drawer, evaluated
 from vllm_accprobe.dump.schema import RowSpace, Segment
 from vllm_accprobe.opcheck.calls.history import INCOMPLETE, Past
 from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.references import attention
 from vllm_accprobe.opcheck.references.attention import alibi_slopes, attend
 
 draw = drawer(9)
@@ -131,3 +132,21 @@ def test_encoders_keep_to_their_runs() -> None:
                  outputs={"output.0": theirs})  # fmt: skip
     with pytest.raises(Declined, match="not all rows"):
         evaluated(short)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_heads_and_queries_in_blocks_give_the_same(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(n, h, 8, generator=g).double() for n, h in ((7, 6), (20, 3), (20, 3)))
+    more = {
+        "slopes": alibi_slopes(6), "sinks": torch.randn(6, generator=g).double(), "step": 2.0**-9, "window": 9,
+        "score_noise": torch.rand(6, 7, 20, generator=g).double() * 1e-3,
+    }  # fmt: skip
+    seen = torch.arange(13, 20) if causal else None
+    if not causal:
+        more = {"hidden": torch.rand(7, 20, generator=g) < 0.3, "step": 2.0**-9}
+    whole = attend(q, k, v, 0.3, seen, **more)
+    monkeypatch.setattr(attention, "_KEYS", 2 * 20 * 8)
+    monkeypatch.setattr(attention, "_SCORES", 2 * 20 * 3)
+    for a, b in zip(attend(q, k, v, 0.3, seen, **more), whole, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)

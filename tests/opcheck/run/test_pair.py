@@ -217,7 +217,7 @@ def test_a_process_with_threads_does_not_fork() -> None:
 def test_a_second_process_dies_with_the_first(tmp_path: Path) -> None:
     code = (
         "import time\nfrom vllm_accprobe.opcheck.run import pair\n"
-        "with pair._shared(2) as queue: pair._second(queue, lambda k: time.sleep(600)); time.sleep(600)"
+        "with pair._shared(2) as queue: pair._other(queue, lambda k: time.sleep(600), 1); time.sleep(600)"
     )
     words = [sys.executable, "-c", code]
     assert left_behind(words, f"second-{os.getpid()}", {}, signal.SIGKILL, tmp_path, 1) == []

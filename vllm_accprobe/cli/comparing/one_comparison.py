@@ -37,6 +37,8 @@ class AskedPair:
     replay: bool | None
     options: tuple[str, ...]
     vocabulary: Vocabulary | None = None
+    replay_seconds: float = 60.0
+    weights: Path | None = None
 
 
 def compared(
@@ -54,7 +56,8 @@ def compared(
     choices: dict[str, Any] = {"standard": given.standard, "taps": given.taps, "mapping": given.rules, "resume": out,
                                "ray": given.ray, "jobs": given.jobs, "floors": given.floors,
                                "rate": given.rate}  # fmt: skip
-    asked = replaying.Asked(given.golden, mine, given.replay, given.taps, given.mapping, given.rate)
+    asked = replaying.Asked(given.golden, mine, given.replay, given.taps, given.mapping, given.rate,
+                            given.replay_seconds, given.weights)  # fmt: skip
     kept.going_on("what was measured is", out / resume.NAME)
     with replaying.begun(asked) as begun:
         with _progress(label or "comparing") as advance, _tidy(out):

@@ -1,20 +1,23 @@
 """``accprobe compare`` with a replay: when operators are run again, and the process that does it.
 
 The problem: a replay decides who is wrong, but it needs torch, which takes longer to import than a small pair to
-compare, and hours for a large one. The idea: unless told otherwise a small pair is replayed whole, and that begins
-beside the comparison; of a large one, what the comparison suspects, if it fails; and never where torch or the values
-are missing. It runs in a process of its own: `compare` imports no torch, and a replay that dies leaves the comparison
-as it was, with a note. What it proved is kept beside the comparison, for `--rejudge`. Not here: the replay (prove.py),
-what it means (opcheck/proof/decide.py).
+compare, and hours for a large one. The idea: it has a time (`--replay-seconds`), and takes first what the comparison
+found. Its process begins beside the comparison; a small pair fits into the time easily and is replayed at once, a large
+one when the comparison's result is there. There is none where torch or the values are missing. It runs in a process of
+its own: `compare` imports no torch, and a replay that dies leaves the comparison as it was, with a note. Ctrl-C ends
+the replay alone, and what it has is used; once more ends all. What it proved is kept beside the comparison, for
+`--rejudge`. Not here: the replay (prove.py), what it takes first (opcheck/run/budget.py), what it means
+(opcheck/proof/decide.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,17 +30,20 @@ if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
     from vllm_accprobe.opcheck.proof.decide import Proof
 
-SMALL = 256 << 20
-"""Bytes of both dumps' tensors up to which everything is replayed without being asked."""
+SECONDS = 60.0
+"""Of wall time that a replay has where nobody says otherwise."""
 SUSPECTS = 8
+_FAILED = 20_000
+"""Chosen: failed pairs that are named to a replay; no time is long enough for more."""
 _MOST_RUN = 1 << 24
 """Bytes of a run.json that is looked at before anything is opened."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What `compare` was given. replay: True replays everything, False nothing, None as the module says; taps: only
-    these, the globs of `--taps`; rate: of false alarms, of the whole replay."""
+    """What `compare` was given. replay: True replays everything, False nothing, None what fits into ``seconds`` (0:
+    nothing); taps: only these, the globs of `--taps`; rate: of false alarms, of the whole replay; weights: of the
+    model, a folder."""
 
     golden: Path
     mine: Path
@@ -45,6 +51,12 @@ class Asked:
     taps: str | None
     mapping: Path | None
     rate: float = FALSE_ALARM_RATE
+    seconds: float = SECONDS
+    weights: Path | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return self.replay is not False and (self.replay is True or self.seconds > 0)
 
     @property
     def globs(self) -> list[str]:
@@ -54,32 +66,60 @@ class Asked:
 class Replay:
     """A replay that has begun."""
 
-    def __init__(self, asked: Asked, ops: Sequence[str]):
+    def __init__(self, asked: Asked):
         import subprocess
 
-        from vllm_accprobe.children import ONE_THREAD, Child
+        from vllm_accprobe.children import BLOCKS_REUSED, ONE_THREAD, Child
 
-        more = [x for glob in ops for x in ("--ops", glob)]
+        more = [x for glob in asked.globs for x in ("--ops", glob)]
         more += ["--op-mapping-file", str(asked.mapping)] if asked.mapping is not None else []
-        more += ["--rate", repr(asked.rate)]
+        more += ["--weights", str(asked.weights)] if asked.weights is not None else []
+        more += ["--rate", repr(asked.rate), *([] if asked.replay else ["--seconds", repr(asked.seconds)])]
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  no pipe: nobody reads it while the comparison runs
         self._process: Child = Child(
             "vllm_accprobe.cli.replay.prove", *more, "--", str(asked.golden), str(asked.mine), stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._stderr, env={**os.environ, **ONE_THREAD},
+            stdout=subprocess.PIPE, stderr=self._stderr, env={**BLOCKS_REUSED, **os.environ, **ONE_THREAD},
         )  # fmt: skip
+        self._stopped = False
 
-    def result(self, result: Comparison) -> tuple[str, str]:
-        """Waits, with a bar on a terminal: (the proof's text, "") or ("", what the process said last). result: what was
-        compared; the replay explains what is beyond its limits there."""
-        proof = ""
+    def _message(self) -> dict[str, Any] | None:
+        """The next one; None when it is gone. The first Ctrl-C ends the replay alone."""
         assert self._process.stdout is not None
+        while True:
+            try:
+                line = self._process.stdout.readline()
+            except KeyboardInterrupt:
+                if self._stopped:
+                    raise
+                self._stopped = True
+                self._say("stop")
+                continue
+            if not line.endswith("\n"):
+                return None
+            message: dict[str, Any] = json.loads(line)
+            return message
+
+    def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError), self._process.stdin as to_it:  # one that died says so below
-            to_it.write(json.dumps(_to_explain(result)) + "\n")
-        lines = (json.loads(line) for line in self._process.stdout if line.endswith("\n"))
-        first: dict[str, Any] = next(lines, {})
-        with progress("replaying", int(first.get("of", 0)), steps=True) as to:
-            for message in lines:
+        with contextlib.suppress(OSError):  # it died: its output tells
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def result(self, wishes: Mapping[str, Any]) -> tuple[str, str]:
+        """Waits, with a bar on a terminal: (the proof's text, "") or ("", what the process said last). wishes: what the
+        comparison has found, as `_wishes` gives it."""
+        first = self._message() or {}
+        if first.get("waits"):
+            self._say(json.dumps(wishes))
+        plan = (self._message() or {}).get("plan", {})
+        calls, of = int(plan.get("calls", 0)), int(plan.get("of", 0))
+        label = f"replaying {calls:,} of {of:,} calls (about {plan.get('seconds', 0.0):.0f} s)" if of else "replaying"
+        begun = self._message() or {}
+        proof = str(begun.get("proof", ""))
+        with progress(label, int(begun.get("of", 0)), steps=True) as to:
+            while (message := self._message()) is not None:
+                if "explain" in message:
+                    self._say(json.dumps(wishes))
                 proof = message.get("proof", proof)
                 if "done" in message:
                     to(message["done"])
@@ -103,9 +143,9 @@ class Replay:
 
 @contextlib.contextmanager
 def begun(asked: Asked) -> Iterator[Replay | None]:
-    """A replay beside the comparison, where it is known already that all will be replayed; else None."""
-    early = asked.replay is not False and (asked.replay or _small(asked)) and _torch()
-    replay = Replay(asked, asked.globs) if early else None
+    """A replay beside the comparison, where it is known already that there will be one; else None."""
+    early = asked.wanted and (asked.replay or _both_captured(asked)) and _torch()
+    replay = Replay(asked) if early else None
     try:
         yield replay
     finally:
@@ -121,8 +161,8 @@ def replayed(
 
     replay: what `begun` gave; before: called with ``result`` where a replay will decide, before it is waited for.
     Raises CommandError where it was asked for and there is no torch or it fails."""
-    ops = _chosen(result, asked)
-    if ops is None:
+    captured = all(_captured(run) for run in (result.golden_run, result.mine_run))
+    if not asked.wanted or not (asked.replay or captured):
         return result
     if not _torch():
         if asked.replay:
@@ -131,9 +171,9 @@ def replayed(
     from vllm_accprobe.opcheck.proof.decide import NAME, Proof
 
     before(result)
-    late = Replay(asked, ops) if replay is None else None
+    late = Replay(asked) if replay is None else None
     try:
-        text, said = (replay or late).result(result)  # type: ignore[union-attr]
+        text, said = (replay or late).result(_wishes(result))  # type: ignore[union-attr]
     finally:
         if late is not None:
             late.close()
@@ -151,15 +191,6 @@ def replayed(
     part.write_text(text, encoding="utf-8")
     part.replace(path)
     return _decided(result, proof)
-
-
-def _to_explain(result: Comparison) -> dict[str, list[str]]:
-    """places: of pairs that fail; taps: of origins, which are explained whole (opcheck/proof/explained.py)."""
-    from vllm_accprobe.comparison.result import FAIL
-    from vllm_accprobe.opcheck.proof.explained import place_of
-
-    failed = {place_of(p.tap, p.role, p.call) for p in result.pairs if p.status == FAIL}
-    return {"places": sorted(failed), "taps": sorted({str(o["module"]) for o in result.origins})}
 
 
 def remembered(result: Comparison, directory: Path) -> Comparison:
@@ -220,23 +251,26 @@ def _torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def _chosen(result: Comparison, asked: Asked) -> list[str] | None:
-    """Globs over taps to replay, empty for all; None for no replay."""
-    if asked.replay is not None:
-        return asked.globs if asked.replay else None
-    if not all(_captured(run) for run in (result.golden_run, result.mine_run)):
-        return None
-    if _bytes(asked) <= SMALL:
-        return asked.globs
+def _wishes(result: Comparison) -> dict[str, Any]:
+    """What the comparison has found: for opcheck/run/budget.py, and for opcheck/proof/explained.py the places of pairs
+    that fail, and origins, which are explained whole."""
+    from vllm_accprobe.comparison.result import FAIL
     from vllm_accprobe.comparison.verdict.gaps import suspects_of
+    from vllm_accprobe.opcheck.proof.explained import place_of
 
-    suspects = list(dict.fromkeys(tap for o in result.origins[:SUSPECTS] for tap in suspects_of(o)))
-    globs = [g for tap in suspects for g in (_literal(tap), _literal(tap) + ".*")]
-    return globs or None
+    failed = [p for p in result.pairs if p.status == FAIL]
+    worst = [p for p in failed if p.step is not None]
+    worst.sort(key=lambda p: -((p.measured or 0.0) / p.allowed if p.allowed else math.inf))
+    return {
+        "suspects": list(dict.fromkeys(tap for o in result.origins[:SUSPECTS] for tap in suspects_of(o))),
+        "failed": list(dict.fromkeys((p.tap, p.step, p.call) for p in worst))[:_FAILED],
+        "places": sorted({place_of(p.tap, p.role, p.call) for p in failed}),
+        "taps": sorted({str(o["module"]) for o in result.origins if not o.get("gap")}),
+    }
 
 
-def _small(asked: Asked) -> bool:
-    """Whether `_chosen` will choose all, by what can be told before the dumps are opened."""
+def _both_captured(asked: Asked) -> bool:
+    """Whether both dumps are captures of a model, before they are opened."""
     try:
         paths = [side / "run.json" for side in (asked.golden, asked.mine)]
         if any(path.stat().st_size > _MOST_RUN for path in paths):
@@ -244,11 +278,7 @@ def _small(asked: Asked) -> bool:
         runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     except (OSError, ValueError, RecursionError):
         return False
-    return all(isinstance(run, dict) and _captured(run) for run in runs) and _bytes(asked) <= SMALL
-
-
-def _bytes(asked: Asked) -> int:
-    return stored(asked.golden) + stored(asked.mine)
+    return all(isinstance(run, dict) and _captured(run) for run in runs)
 
 
 def _captured(run: dict[str, Any]) -> bool:
@@ -256,18 +286,3 @@ def _captured(run: dict[str, Any]) -> bool:
     probe = run.get("probe")
     return run.get("tool") == "accprobe" and isinstance(probe, dict) and probe.get("task") == "tensor"
 
-
-def stored(dump: Path) -> int:
-    """Bytes of a dump's segments."""
-    total = 0
-    try:
-        for rank in dump.glob("rank*"):
-            with os.scandir(rank) as entries:
-                total += sum(e.stat().st_size for e in entries if e.name.startswith("seg-"))
-    except OSError:
-        pass
-    return total
-
-
-def _literal(tap: str) -> str:
-    return tap.replace("[", "[[]")

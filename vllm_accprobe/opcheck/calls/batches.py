@@ -26,8 +26,8 @@ from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
 
 Outcome = Mapping[str, Expected] | Declined
-_MOST = 1 << 21
-"""Elements of the tensors of calls that are evaluated together: 16 MiB of float64 for each value that is worked out
+_MOST = 1 << 22
+"""Elements of the tensors of calls that are evaluated together: 32 MiB of float64 for each value that is worked out
 from them. Chosen: what is done once per batch is far below that by then."""
 _LANES = 16
 """Numbers of a row that torch's float64 loops take at once, two registers of 512 bits: the rest of a row that is no

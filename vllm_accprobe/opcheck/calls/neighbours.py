@@ -38,7 +38,7 @@ _QUIET = (
 """Why a module has no records that did nothing of its own in the captured steps."""
 _NOT = ("not selected by VLLM_ACCPROBE_MODULES",)
 _FACTOR = "routed_scaling_factor"
-_SUMMED = ("RowParallelLinear", "VocabParallelEmbedding")
+SUMMED = ("RowParallelLinear", "VocabParallelEmbedding")
 _OVER_RANKS = tuple(
     f"{name}Operation" for name in ("AllReduce", "AllGather", "ReduceScatter", "Broadcast", "LinearParallel")
 )
@@ -80,9 +80,9 @@ class Neighbours:
         """All but the cache. Raises DumpError."""
         extra: dict[str, Any] = {"usual": self._usual(rank, what.cls)}
         dump, parameters = self._index.dump, self._index.parameters
-        if what.cls in _SUMMED and "tp_size" not in what.attrs:  # another tool's dump: is its output a summand?
+        if what.cls in SUMMED and "tp_size" not in what.attrs:  # another tool's dump: is its output a summand?
             extra["apart"] = len(dump.ranks) > 1
-        elif what.cls in _SUMMED and int(what.attrs["tp_size"]) > 1:
+        elif what.cls in SUMMED and int(what.attrs["tp_size"]) > 1:
             ranks = self._calls_of_all_ranks(what.cls, tap, step, n)
             extra["ranks"] = sorted(ranks.values(), key=lambda c: int(c.attrs.get("tp_rank", 0)))
         if what.cls in _OVER_RANKS:

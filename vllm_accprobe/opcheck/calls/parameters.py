@@ -2,27 +2,36 @@
 
 The problem: a parameter is recorded once, perhaps under another path of the same module; a kernel may have packed it
 before it could be captured; or only its fingerprint was kept. The idea: a module asks by its path and gets what a
-formula needs, from the dump where that is still it, else from the checkpoint. Not here: calls (records.py), how a
-checkpoint's tensors are put together (weights.py).
+formula needs, from the dump where that is still it, else from the checkpoint, as its rank had it: that is believed
+where the fingerprint that the capture left (smallest and largest number, hash of a sample) is the same. Not here: calls
+(records.py), how a checkpoint's tensors are put together (weights.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vllm_accprobe.dump.opcalls import is_operator
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ADAPTER_ROLE, Module, Record
 from vllm_accprobe.dump.weights.weight_life import NO_LIVES
 from vllm_accprobe.opcheck.calls.operator_calls import NotKept
-from vllm_accprobe.opcheck.calls.weights import Checkpoint
+from vllm_accprobe.opcheck.calls.weights import Checkpoint, Share
 from vllm_accprobe.opcheck.calls.weights_since import WeightsSince
 from vllm_accprobe.opcheck.reference import Params
 
 _ALIAS = "another name of a captured module"
 _EXPERTS = ".routed_experts.quant_method"
+_SAMPLE = 4096
+"""Elements of a fingerprint's sample, as capture/taps/params.py takes them (a test holds the two equal)."""
+_EXPERTS_OF_ROW = 8
+"""Chosen: experts of a row, where nobody recorded how many there are."""
 
 
 class ModuleParameters:
@@ -75,21 +84,49 @@ class ModuleParameters:
             return self._known[rank, tap]
         module = self._modules.get(rank, {}).get(tap)
         owner = self._owner(rank, tap, module)
-        found = {}
+        found, why = {}, {}
         for name, record in self._records.get((rank, owner), {}).items():
-            whole = int(module.attrs.get("tp_size", 1)) == 1 if module else True
             packed = self._packed and name in ("w13_weight", "w2_weight")
             value = None
-            if whole and self._checkpoint is not None and (record.payload is None or record.shape == (0,) or packed):
-                value = self._checkpoint.get(tap, name)
-                if value is None:
-                    value = self._checkpoint.get(owner, name)
+            if self._checkpoint is not None and (record.payload is None or record.shape == (0,) or packed):
+                value, why[name] = self._of_checkpoint(self._checkpoint, tap, owner, name, record, module)
             if value is None and record.payload is not None and not packed:
                 value = self._read(record)
             if value is not None:
                 found[name] = value
-        self._known[rank, tap] = params = Params(found)
+        self._known[rank, tap] = params = Params(found, {n: w for n, w in why.items() if w})
         return params
+
+    def _of_checkpoint(
+        self, checkpoint: Checkpoint, tap: str, owner: str, name: str, record: Record, module: Module | None
+    ) -> tuple[Any | None, str]:  # fmt: skip
+        """(a parameter as this rank had it or None, why it is not believed)."""
+        size, rank = (int(module.attrs.get(n, d)) if module else d for n, d in (("tp_size", 1), ("tp_rank", 0)))
+        share = None if 0 in record.shape else Share(record.shape, rank, size)
+        if share is None and size > 1:
+            return None, ""
+        for path in dict.fromkeys((tap, owner)):
+            value = checkpoint.get(path, name, share)
+            if value is not None and share is not None and record.sample is not None:
+                value = value.to(getattr(torch, record.dtype, value.dtype))
+                if not _same_fingerprint(value, record):
+                    return None, f"parameter {name} of the checkpoint is not what was loaded, by its fingerprint"
+            if value is not None:
+                return value, ""
+        return None, ""
+
+    def largest(self, rank: int, tap: str) -> int:
+        """Multiplications that a row takes with a module's matrices: their elements, of experts' those of the ones
+        that a row goes to."""
+        module = self._modules.get(rank, {}).get(tap)
+        found = 0
+        for r in self._records.get((rank, self._owner(rank, tap, module)), {}).values():
+            if len(r.shape) == 2 and not r.role.startswith(f"param.{ADAPTER_ROLE}"):
+                found += math.prod(r.shape)
+            elif len(r.shape) == 3:
+                chosen = int(module.attrs.get("top_k", 0)) if module is not None else 0
+                found += math.prod(r.shape[1:]) * min(chosen or _EXPERTS_OF_ROW, r.shape[0])
+        return found
 
     def adapters(self, rank: int) -> frozenset[str]:
         """Names of the LoRA adapters of which the dump has a weight anywhere."""
@@ -133,6 +170,21 @@ class ModuleParameters:
                 if record.payload is not None and record.layout.kind == "replicated" and 0 not in record.shape:
                     value = self._checkpoint.get(tap, name)
                     yield rank, tap, module.cls if module else record.cls, record, value
+
+
+def _same_fingerprint(value: Any, record: Record) -> bool:
+    """Whether a tensor has a record's sample (capture/taps/params.py) and its smallest and largest number."""
+    flat, stats = value.contiguous().view(-1), record.stats
+    with contextlib.suppress(ImportError):  # who reads dumps need not have xxhash
+        from vllm_accprobe.dump.recorder.hashing import digest
+
+        sample = flat[:: max(1, -(-flat.numel() // _SAMPLE))].contiguous()
+        if digest([(sample.data_ptr(), sample.nbytes)]) != record.sample:
+            return False
+    if stats is None or stats.nan or not flat.is_floating_point() or flat.element_size() < 2:
+        return True
+    low, high = (float(x) for x in flat.aminmax())
+    return (low, high) == (stats.min, stats.max)
 
 
 def adapter_of(role: str) -> str:

@@ -10,6 +10,7 @@ done with a call (replay.py).
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,15 +21,16 @@ from typing import Any
 
 from vllm_accprobe.dump.opcalls import SEPARATOR, inputs, is_operator
 from vllm_accprobe.dump.reader import Dump, DumpError
-from vllm_accprobe.dump.schema import OpCall, Record
+from vllm_accprobe.dump.schema import Module, OpCall, Record, RowSpace
 from vllm_accprobe.dump.select import matches
 from vllm_accprobe.formats.atb import AtbDump
 from vllm_accprobe.opcheck.atb.chosen import globs_of
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.attributes.untold import UntoldAttributes
 from vllm_accprobe.opcheck.calls.gradient_calls import GradientCalls, is_gradient
-from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
-from vllm_accprobe.opcheck.calls.neighbours import Neighbours
+from vllm_accprobe.opcheck.calls.history import Past
+from vllm_accprobe.opcheck.calls.module_index import ModuleIndex, to_torch
+from vllm_accprobe.opcheck.calls.neighbours import SUMMED, Neighbours
 from vllm_accprobe.opcheck.calls.operator_calls import STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.floors.chance import RATE, Budget
 from vllm_accprobe.opcheck.reference import BACKWARD, UNROUNDED, Call, Params
@@ -37,7 +39,9 @@ from vllm_accprobe.opcheck.reference import BACKWARD, UNROUNDED, Call, Params
 @dataclass(frozen=True)
 class Captured:
     """One call: where it stands in the dump, the call itself, and its records by role. missing: why it cannot be
-    run; seq: its place in the order of execution where it has no record; crashed: missing tells of a crash."""
+    run; seq: its place in the order of execution where it has no record; crashed: missing tells of a crash. Of a part
+    of a call, tensors and records are those of its rows; first: the row of the whole with which it begins; whole: how
+    many rows that has, None where this is all of it."""
 
     tap: str
     rank: int
@@ -48,8 +52,31 @@ class Captured:
     missing: str = ""
     seq: int = 0
     crashed: bool = False
+    first: int = 0
+    whole: int | None = None
 
 
+Place = tuple["int | None", int]
+"""(step, ordinal) of a call of a tap."""
+Runs = tuple[tuple[int, int], ...]
+"""Runs of rows, (first, one behind the last), in their order; () for all rows."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which calls of a tap are taken, and which rows of them. places: the others are left out; by_rows: whether a class
+    works row by row, so that a call may be cut; most: elements of a part."""
+
+    places: Mapping[Place, Runs]
+    by_rows: Callable[[str], bool]
+    most: int
+
+
+_TOKENS = "tokens"
+"""The rows that `Runs` are of; calls of others are taken whole."""
+_FEWEST = 16
+"""Chosen: rows of a part, however wide they are: a weight is read once for them."""
+_NO_MODULE = Module("", "", 0)
 OPERATION, GRAPH = "Operation", "a graph of operators: those inside are checked by themselves"
 """ATB's types of operators end so; other nodes may have the name of one of a model's classes, and are none."""
 UNREAD = "a payload of it cannot be read"
@@ -96,19 +123,24 @@ class Calls(ModuleIndex):
 
     def of(
         self, rank: int, tap: str, *, begins: Callable[[int | None, int], object] = lambda step, call: None,
-        crashed: Mapping[tuple[int | None, int], str] = MappingProxyType({}),
+        crashed: Mapping[tuple[int | None, int], str] = MappingProxyType({}), chosen: Chosen | None = None,
     ) -> Iterator[Captured]:  # fmt: skip
         """The calls of one tap, step by step. Records without payload make a call that says what it misses.
 
         begins: told step and ordinal of each call before anything of it is read; crashed: calls that are not to be
-        touched, with the reason."""
+        touched, with the reason; chosen: only these, and large ones cut into parts."""
         if (rank, tap) in self.ops:
-            yield from self._of_operator(rank, tap, begins, crashed)
+            yield from self._of_operator(rank, tap, begins, crashed, chosen)
             return
         cls = self.cls_of(rank, tap)
         past = self._neighbours.past(rank, cls)
         self.parameters.forget()
-        for (step, n), records in sorted(self.by_tap[rank, tap].items()):
+        calls = sorted(self.by_tap[rank, tap].items())
+        last = len(calls) if chosen is None else self._up_to_last(calls, chosen, past, rank)
+        for (step, n), records in calls[:last]:
+            if chosen is not None and (step, n) not in chosen.places:
+                self._remembered(past, rank, step, records)
+                continue
             begins(step, n)
             if (step, n) in crashed:
                 yield Captured(tap, rank, step, n, Call(tap, cls), records, crashed[step, n], crashed=True)
@@ -126,6 +158,10 @@ class Calls(ModuleIndex):
             if why_not := self.parameters.why_not(rank, tap, step):
                 yield Captured(tap, rank, step, n, Call(tap, cls), records, why_not)
                 continue
+            parts = [] if chosen is None else self._parts(rank, cls, step, records, chosen, chosen.places[step, n])
+            if parts:
+                yield from self._in_parts(rank, tap, cls, step, n, records, past, parts)
+                continue
             try:
                 what = self._untold.filled(rank, self.call(rank, tap, cls, records))
                 extra = dict(what.extra) | self._neighbours.extra(what, rank, tap, step, n)
@@ -137,6 +173,80 @@ class Calls(ModuleIndex):
                 extra |= self._neighbours.cache(past, what, rank, step, records)
             what = grid.settled(replace(what, extra=extra), self.keeps)
             yield Captured(tap, rank, step, n, what, records)
+
+    def _up_to_last(
+        self, calls: list[tuple[tuple[int, int], dict[str, Record]]], chosen: Chosen, past: Past | None, rank: int
+    ) -> int:  # fmt: skip
+        """How many of the ``calls`` there are to the last that is chosen; ``past`` will hold the requests of those
+        alone."""
+        last = max((k for k, (place, _) in enumerate(calls) if place in chosen.places), default=-1)
+        if past is not None:
+            spaces = (self._space(rank, step, records) for (step, n), records in calls if (step, n) in chosen.places)
+            past.look_at({s.req for space in spaces if space is not None for s in space.segments})
+        return last + 1
+
+    def _space(self, rank: int, step: int, records: Mapping[str, Record]) -> RowSpace | None:
+        name = next((r.rows for r in records.values() if r.rows), None)
+        return self.dump.rows.get((rank, step, name)) if name else None
+
+    def _remembered(self, past: Past | None, rank: int, step: int, records: Mapping[str, Record]) -> None:
+        """Of a call that is not taken, what later ones look back at."""
+        held = {} if past is None else {n: records.get(f"input.{n}") for n in past.names}
+        space = self._space(rank, step, records)
+        if past is None or space is None or not past.wants(space):
+            return
+        if all(r is not None and r.payload is not None and r.shape[:1] == (space.n,) for r in held.values()):
+            with contextlib.suppress(DumpError):  # then later rows have no history, and say so
+                past.write(space, {n: self.read(r) for n, r in held.items() if r is not None})
+
+    def _parts(
+        self, rank: int, cls: str, step: int, records: Mapping[str, Record], chosen: Chosen, runs: Runs
+    ) -> list[tuple[int, int]]:  # fmt: skip
+        """The runs of rows in which a call is taken; [] where it is taken whole."""
+        cuttable = chosen.by_rows(cls) or cls == "Attention" or cls.endswith("RotaryEmbedding")
+        if not records or not cuttable or cls.endswith("LoRA"):  # an adapter's rows are known by their places
+            return []
+        first = next(iter(records.values()))
+        n = first.shape[0] if first.shape else 0
+        alike = all((r.rows, r.row_dim, r.shape[:1]) == (first.rows, 0, (n,)) for r in records.values())
+        space = self._space(rank, step, records)
+        if not alike or space is None or space.n != n or space.padding:
+            return []
+        if int(self.modules.get(rank, {}).get(first.tap, _NO_MODULE).attrs.get("tp_size", 1)) > 1 and cls in SUMMED:
+            return []  # what other ranks gave is read whole
+        size = max(_FEWEST, chosen.most * n // max(1, sum(math.prod(r.shape) for r in records.values())))
+        if first.rows != _TOKENS:
+            runs = ()
+        if not runs and size >= n:
+            return []
+        wanted = runs or ((0, n),)
+        return [(a, min(a + size, stop)) for start, stop in wanted for a in range(start, min(stop, n), size)]
+
+    def _in_parts(
+        self, rank: int, tap: str, cls: str, step: int, n: int, records: Mapping[str, Record], past: Past | None,
+        parts: Iterable[tuple[int, int]],
+    ) -> Iterator[Captured]:  # fmt: skip
+        space = self._space(rank, step, records)
+        assert space is not None
+        self._remembered(past, rank, step, records)
+        for a, b in parts:
+            part = {role: replace(r, shape=(b - a, *r.shape[1:])) for role, r in records.items()}
+
+            def read(record: Record, rows: slice = slice(a, b)) -> Any:
+                whole = replace(record, shape=(space.n, *record.shape[1:]))
+                return to_torch(self.dump.read_rows(whole, rows), record.dtype)
+
+            try:
+                what = self._untold.filled(rank, self.call(rank, tap, cls, part, read))
+                extra = dict(what.extra) | self._neighbours.extra(what, rank, tap, step, n)
+            except DumpError as why:
+                missing = f"{UNREAD} ({why})"
+                yield Captured(tap, rank, step, n, Call(tap, cls), part, missing, first=a, whole=space.n)
+                continue
+            if past is not None:
+                extra["cache"] = past.view(space, (a, b))
+            what = grid.settled(replace(what, extra=extra), self.keeps)
+            yield Captured(tap, rank, step, n, what, part, first=a, whole=space.n)
 
     def _gradient(self, rank: int, tap: str, step: int, n: int) -> Captured:
         """A backward run that was recorded, with its forward's call."""
@@ -163,11 +273,13 @@ class Calls(ModuleIndex):
 
     def _of_operator(
         self, rank: int, tap: str, begins: Callable[[int | None, int], object],
-        crashed: Mapping[tuple[int | None, int], str],
+        crashed: Mapping[tuple[int | None, int], str], chosen: Chosen | None = None,
     ) -> Iterator[Captured]:  # fmt: skip
         self.parameters.forget()
         held, params = self.op_records.get((rank, tap), {}), Params()
         for op in self.ops[rank, tap]:
+            if chosen is not None and (op.step, op.call) not in chosen.places:
+                continue
             records = held.get((op.step, op.call), {})
             begins(op.step, op.call)
             if (op.step, op.call) in crashed:
@@ -202,6 +314,18 @@ class Calls(ModuleIndex):
             kept = bool(roles) and records[roles[0]].payload is not None
             found.append((other.seq, other.op, self.read(records[roles[0]]) if kept else None))
         return [(name, t) for _, name, t in sorted(found, key=lambda f: f[0])]
+
+    def places(self, rank: int, tap: str) -> dict[Place, Runs]:
+        """All calls of a tap, whole."""
+        if (rank, tap) in self.ops:
+            return {(op.step, op.call): () for op in self.ops[rank, tap]}
+        return dict.fromkeys(sorted(self.by_tap[rank, tap]), ())
+
+    def held(self, rank: int, tap: str, place: Place) -> Mapping[str, Record]:
+        """The records of a call by role; {} where it has none."""
+        calls: Mapping[Any, Any] = self.op_records if (rank, tap) in self.ops else self.by_tap
+        found: Mapping[str, Record] = calls.get((rank, tap), {}).get(place, {})
+        return found
 
     def operator(self, captured: Captured) -> OpCall | None:
         """The journal's line of an operator's call; None for a module's."""

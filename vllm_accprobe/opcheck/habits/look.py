@@ -24,7 +24,7 @@ from vllm_accprobe.opcheck.habits import functions, ways
 from vllm_accprobe.opcheck.habits.evidence import BINS, Evidence
 from vllm_accprobe.opcheck.habits.ways import SampledRows
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references.quantised import weight_of
+from vllm_accprobe.opcheck.references.quantised import weight_of, widened
 
 Tensor = Any
 Judge = Callable[[Tensor, "Tensor | None"], Verdict]
@@ -191,14 +191,15 @@ def _would(call: Call, role: str, y: Tensor, rows: Tensor, dtype: str, judge: Ju
     try:
         x = call.wide("input_", "x", "input", "hidden_states", "0", "1")
         weight = weight_of(call)
-        squares = ((x * x) @ (weight * weight).T).reshape(-1, weight.shape[0])[rows]
+        x = x.reshape(-1, x.shape[-1])[rows]
+        squares = torch.cat([(x * x) @ (part * part).T for _, part in widened(weight)], 1)
     except (Declined, RuntimeError, ValueError):
         return found
     if squares.shape != y.shape:
         return found
     n, once = weight.shape[1], _ROUNDED * half_step(dtype)
     blocks = [b for b in ways.BLOCKS if b < n]
-    for block, sizes in zip(blocks, _partial_sums(x.reshape(-1, n)[rows], weight, y, squares, blocks), strict=True):
+    for block, sizes in zip(blocks, _partial_sums(x, weight, y, squares, blocks), strict=True):
         found[ways.low_name(block, False)] = judge(y, once * (sizes + y * y).sqrt()).severity
     for k in (k for k in ways.SPLITS if n % k == 0 and n > k):
         found[ways.split_name(k)] = judge(y, once * (squares + y * y / k).sqrt()).severity

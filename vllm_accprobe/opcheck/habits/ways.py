@@ -187,7 +187,7 @@ def low_sums(call: Call, s: SampledRows, at: Tensor) -> Iterator[tuple[str, Tens
     weight = weight_of(call)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         return
-    terms = (x[s.rows][at[:, 0]].double() * weight[at[:, 1]]).float()
+    terms = (x[s.rows][at[:, 0]].double() * weight[at[:, 1]].double()).float()
     n, bias = terms.shape[1], None
     if "bias" in call.params and not call.attrs.get("skip_bias_add"):
         bias = call.param("bias")[at[:, 1]]

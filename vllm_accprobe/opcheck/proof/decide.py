@@ -159,7 +159,7 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
     rows = _Rows(result, proof)
     cleared = {o["module"] for o in result.origins if _cleared(o, rows)} - proved - excused
     rest = [o for o in result.origins if o["module"] not in proved | excused | cleared]
-    where = " at and below what is suspected" if proof.partly else ""
+    where = " in part" if proof.partly else ""
     wrong = f"{_modules(len(proved))} wrong for its own inputs"
     notes = [f"replay: {proof.checked} outputs of mine checked{where}, {wrong}"]
     notes += [f"replay: {said}" for said in (*proof.notes, *rounded_caches(proof.caches, right))]

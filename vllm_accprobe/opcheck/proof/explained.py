@@ -139,8 +139,8 @@ class _Side:
             if c.status == FAIL and at in self._right:
                 self._pooled.add((c.rank, c.tap, c.role))
             elif c.status == PASS and c.role:
-                self._right[at] = c.left
-                if c.left:
+                self._right[at] = c.left + _beside(c.replayed, c.shape)
+                if self._right[at]:
                     self._why[at] = c.unchecked_because
             else:
                 why = WRONG if c.status == FAIL else c.unchecked_because or c.message
@@ -266,6 +266,16 @@ class _Shown:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.record.shape
+
+
+def _beside(runs: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, ...]:
+    """The rows of a tensor that a replay left out. runs: those that it took, () for all."""
+    if not runs:
+        return ()
+    taken = np.zeros(shape[0], bool)
+    for first, stop in runs:
+        taken[first:stop] = True
+    return tuple(np.flatnonzero(~taken).tolist())
 
 
 def _parts(records: Iterable[Record]) -> list[Record]:

@@ -11,6 +11,7 @@ Not here: who is blamed (decide.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +28,15 @@ from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import DECODE, PREFILL, Record
-from vllm_accprobe.opcheck.calls.records import Calls, Captured
+from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen
 from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.result_row import Checked
 
 MOST = 16
 """Origins whose errors are split; the first in data-flow order matter, and each costs a replay."""
+LARGEST = 1 << 25
+"""Chosen: elements of an output whose error is split: a dozen float64 of each are held at a time."""
 
 
 _SPOILT = 0.5
@@ -68,7 +71,9 @@ def split_errors(
         c = wanted.get(unit.key)
         if c is None:
             continue
-        captured = next((k for k in mine.of(c.rank, c.tap) if (k.step, k.call) == (c.step, c.call)), None)
+        chosen = Chosen({(c.step, c.call): ()}, lambda cls: False, most=1 << 62)
+        large = math.prod(c.shape) > LARGEST
+        captured = None if large else next(mine.of(c.rank, c.tap, chosen=chosen), None)
         split = _split(captured, unit, plan, indices, loader, references, c) if captured is not None else None
         if split is not None:
             found[c.tap] = split

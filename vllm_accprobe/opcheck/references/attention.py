@@ -18,7 +18,7 @@ Not here: torch's own attention operators (torch_attention.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -52,6 +52,9 @@ _FIRST = 0.5
 """Chosen: from this standard error of a score on its probability is not off by that share of itself: e**0.5 = 1.65."""
 TANH = 2.0**-11
 """Standard error of a capped score over ROUNDED, relative: tanh.approx.f32's largest [PTX ISA, section tanh]."""
+_KEYS = _SCORES = 1 << 20
+"""Chosen: elements of the keys, and of the scores, that are worked on at a time: 8 MiB of float64. What is larger is
+cut along its heads and then along its queries, none of which knows of another."""
 
 
 def alibi_slopes(heads: int) -> Any:
@@ -123,17 +126,54 @@ def attend(
     heads, kv = q.shape[1], k.shape[1]
     if heads % kv:
         raise Declined("query heads are no multiple of key heads")
-    k, v = (x.repeat_interleave(heads // kv, 1) for x in (k, v))
-    settings: dict[str, Any] = {"window": window, "cap": cap, "slopes": slopes, "hidden": hidden}
-    p = probabilities(q, k, scale, query_positions, sinks=sinks, **settings)
+    share, at_once = heads // kv, max(1, _KEYS // (len(k) * (heads // kv) * max(k.shape[2], v.shape[2])))
+    parts = []
+    for first in range(0, kv, at_once):
+        some = slice(first * share, (first + at_once) * share)
+        k_here, v_here = (x[:, first : first + at_once].repeat_interleave(share, 1) for x in (k, v))
+        slopes_here, sinks_here = (None if x is None else x[some] for x in (slopes, sinks))
+        done = [
+            _attend(
+                q[rows, some], k_here, v_here, scale, None if query_positions is None else query_positions[rows],
+                sinks=sinks_here, step=step,
+                score_noise=_cut(score_noise, some, rows), score_bound=_cut(score_bound, some, rows),
+                masks={"window": window, "cap": cap, "slopes": slopes_here,
+                       "hidden": None if hidden is None else hidden[rows]},
+            )
+            for rows in _blocks(len(q), k_here.shape[1] * len(k))
+        ]  # fmt: skip
+        parts.append([t[0] if len(done) == 1 else torch.cat(t) for t in zip(*done, strict=True)])
+    out, noise, bound = (t[0] if len(parts) == 1 else torch.cat(t, 1) for t in zip(*parts, strict=True))
+    return out, noise, bound
+
+
+def _cut(x: Any | None, heads: slice, rows: slice) -> Any | None:
+    """Of [heads, n, m], where one may stand for all."""
+    if x is None:
+        return None
+    return x[heads if x.shape[0] > 1 else slice(None)][:, rows if x.shape[1] > 1 else slice(None)]
+
+
+def _blocks(rows: int, scores: int) -> list[slice]:
+    """Runs of queries, of which each has so many scores."""
+    size = max(1, _SCORES // max(scores, 1))
+    return [slice(a, min(a + size, rows)) for a in range(0, rows, size)] or [slice(0, 0)]
+
+
+def _attend(
+    q: Any, k: Any, v: Any, scale: float, query_positions: Any | None, *, sinks: Any | None, step: float,
+    score_noise: Any | None, score_bound: Any | None, masks: Mapping[str, Any],
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """`attend` of some queries and heads, with a key head for each query head. masks: of `scores`."""
+    p = probabilities(q, k, scale, query_positions, sinks=sinks, **masks)
     by_head = v.transpose(0, 1)
     width = v.shape[-1]
     mixed = (p @ torch.cat((by_head, by_head.abs()), -1)).transpose(0, 1)
     out, sizes = mixed[..., :width], mixed[..., width:]
     own = ROUNDED * step
     variance = own * own if score_noise is None else own * own + score_noise**2
-    if cap:
-        capped = torch.where(p > 0, scores(q, k, scale, query_positions, **settings), 0.0).abs()
+    if masks["cap"]:
+        capped = torch.where(p > 0, scores(q, k, scale, query_positions, **masks), 0.0).abs()
         variance = variance + (ROUNDED * TANH * capped) ** 2
         most = APPROXIMATE * capped
         score_bound = most if score_bound is None else score_bound + most

@@ -100,7 +100,7 @@ def rotary_embedding(call: Call) -> dict[str, Expected]:
 def packed_product(call: Call) -> dict[str, Expected]:
     """onednn_mm (out, input, bias, handle), weight_packed_linear (out, input, packed weight, bias, ...)."""
     x = _wide(call, 1)
-    weight = weight_of(call)
+    weight = weight_of(call).double()
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise Declined("the weight of the module that called it does not fit")
     bias, out = _arg(call, 2 if "onednn" in call.cls else 3), _arg(call, 0)

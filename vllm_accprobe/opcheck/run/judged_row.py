@@ -5,6 +5,7 @@ Not here: checking (replay.py, stored.py, backward.py), the row itself, which ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm_accprobe.dump.reader import Dump
@@ -14,7 +15,7 @@ from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.floors.rounding import ROUNDING, TOWARD_ZERO
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.reference import Expected
-from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked, unchecked
+from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, Checked, unchecked
 from vllm_accprobe.standards.measures import Measures
 
 
@@ -48,6 +49,39 @@ def judged(
         column=v.column if v.column >= 0 else None, status=PASS if v.passed else FAIL, message=message,
         measures=measures, rounding=v.rounding, tier=v.tier, chance=None if v.passed else v.chance,
     )  # fmt: skip
+
+
+def merged(parts: Sequence[Checked], shape: tuple[int, ...]) -> Checked:
+    """The row of an output that was judged in ``parts``, some rows in each: what its worst part shows, with the rows of
+    all. Each part had its share of the output's chance. shape: of the output."""
+    known = [p for p in parts if p.status in (PASS, FAIL)]
+    errors = [p for p in parts if p.status == ERROR]
+    if len(parts) == 1 or not known:
+        return replace(parts[0], shape=shape)
+    worst = max(known, key=lambda p: (p.status == FAIL, p.severity))
+    if errors and worst.status == PASS:
+        worst = errors[0]
+
+    def first(name: str) -> str:
+        return getattr(worst, name) or next((x for p in known if (x := getattr(p, name))), "")
+
+    created = [p.created for p in known if p.created is not None]
+    caches = [p.cache for p in known if p.cache is not None]
+    return replace(
+        worst, shape=shape, rows=shape[0], checked=sum(p.checked for p in known), created=max(created, default=None),
+        unchecked_because=next((p.unchecked_because for p in parts if p.unchecked_because), ""),
+        evidence=first("evidence"), rounding=first("rounding"), cache=max(caches, key=lambda c: c[1], default=None),
+        replayed=tuple(run for p in parts for run in p.replayed), left=tuple(sorted(n for p in parts for n in p.left)),
+        smallest=_smallest([p.smallest for p in known]),
+    )  # fmt: skip
+
+
+def _smallest(parts: Sequence[tuple[float, float, float] | None]) -> tuple[float, float, float] | None:
+    """An error in all rows is named where one part shows it; of one row, in the part that has it."""
+    sizes = [s for s in parts if s is not None]
+    if len(sizes) < len(parts) or not sizes:
+        return None
+    return min(s[0] for s in sizes), min(s[1] for s in sizes), max(s[2] for s in sizes)
 
 
 def place_of(dump: Dump, record: Record, row: int) -> tuple[str | None, int | None]:

@@ -30,7 +30,7 @@ from vllm_accprobe.opcheck.habits.look import due, look
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Declined, Expected, combined
 from vllm_accprobe.opcheck.reference_table import References
-from vllm_accprobe.opcheck.run.judged_row import judged, message_of, on_grid, place_of, without_verdict
+from vllm_accprobe.opcheck.run.judged_row import judged, merged, message_of, on_grid, place_of, without_verdict
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, OURS, PASS, SKIP, STRICT, WARNING, Checked, id_of
 from vllm_accprobe.standards import OUTPUT, find
 
@@ -51,6 +51,10 @@ class Options:
     habits: bool = True
     budget: Budget = BUDGET
     within: bool = False
+
+    def each_of(self, parts: int) -> Options:
+        """For each of so many parts of an output: its share of the chance."""
+        return self if parts == 1 else replace(self, budget=replace(self.budget, outputs=self.budget.outputs * parts))
 
     def wants(self, c: Captured) -> bool:
         return not self.ids or any(id_of(c.rank, c.step, r.seq) in self.ids for r in c.records.values())
@@ -96,7 +100,7 @@ def check_call(
             yield without_verdict(captured, role, record, SKIP, f"no reference for {role} of {captured.what.cls}")
             continue
         try:
-            yield _checked(dump, captured, role, record, expected[role], options, pools)
+            yield _output(dump, captured, role, record, expected[role], options, pools)
         except (ValueError, RuntimeError, DumpError) as error:
             yield without_verdict(captured, role, record, ERROR, f"the reference does not fit: {error}")
 
@@ -106,10 +110,50 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
     return [n for n in shape if n != 1]
 
 
-def _checked(
+_AT_ONCE = 1 << 19
+"""Chosen: elements of an output that are judged at a time where nothing else is measured. A verdict keeps eight float64
+of each and works on as many again: 64 MiB."""
+
+
+def _output(
     dump: Dump, c: Captured, role: str, record: Record, expected: Expected, options: Options, pools: Pools | None
 ) -> Checked:
+    """The row of one output; a large one is judged some rows at a time, each with its share of the chance."""
     captured = c.what.outputs.get(role, c.what.inputs.get(role.removeprefix("input.")))
+    plain = not options.measured and options.standard in (OURS, STRICT) and tuple(expected.value.shape) == record.shape
+    if not plain or record.row_dim or captured.numel() <= _AT_ONCE or captured.dim() < 2:
+        row = _checked(dump, c, role, record, expected, options, pools, captured)
+        return _explained(row, c, expected) if options.standard in (OURS, STRICT) else row
+    n = len(captured)
+    size = max(1, _AT_ONCE * n // captured.numel())
+    each = options.each_of(-(-n // size))
+    found = []
+    for a in range(0, n, size):
+        rows = slice(a, a + size)
+        noise, bound = (None if x is None else x.expand(captured.shape)[rows] for x in (expected.noise, expected.bound))
+        exact = None if expected.exact is None else expected.exact.reshape(captured.shape)[rows]
+        known = None if expected.rows is None else expected.rows[rows]
+        here = replace(expected, value=expected.value[rows], rows=known, noise=noise, bound=bound, exact=exact)
+        piece = replace(record, shape=(len(here.value), *record.shape[1:]))
+        how = each if not a else replace(each, habits=False)
+        row = _checked(dump, c, role, piece, here, how, pools, captured[rows], a)
+        if row.status == FAIL and how.habits != each.habits:  # one that failed is looked at wherever it lies
+            row = _checked(dump, c, role, piece, here, each, pools, captured[rows], a)
+        found.append(row)
+    return _explained(merged(found, record.shape), c, expected)
+
+
+def _explained(row: Checked, c: Captured, expected: Expected) -> Checked:
+    """With what an attention that failed computes instead, where that is known."""
+    why = cause(c.what, expected) if row.status == FAIL and c.what.cls == "Attention" else ""
+    return replace(row, message=f"{row.message}; {why}") if why else row
+
+
+def _checked(
+    dump: Dump, c: Captured, role: str, record: Record, expected: Expected, options: Options, pools: Pools | None,
+    captured: Any, first: int = 0,
+) -> Checked:  # fmt: skip
+    """captured: the output, or its rows from ``first`` on, of which record and expected are."""
     shape = record.shape
     if tuple(expected.value.shape) != shape and _without_ones(expected.value.shape) == _without_ones(shape):
         noise, bound = (None if e is None else e.expand(expected.value.shape).reshape(shape)
@@ -131,14 +175,14 @@ def _checked(
             return judge(y, mine, dtype, noise=combined(found.noise, more), last=expected.unit, common=expected.common)
 
         evidence = look(
-            c.what, role, reference if exact is None else exact, mine, dtype, noise=found.noise, rows=rows,
+            c.what, role, reference if exact is None else exact, mine, dtype, noise=found.noise, rows=rows + first,
             passed=v.passed, judge=again,
         ).to_text()  # fmt: skip
     measures = None
     if options.measured or options.standard not in (OURS, STRICT):
         measures = measure(reference.numpy(), mine.numpy(), dtype, kl=options.kl)
     at = int(rows[v.row]) if v.row >= 0 else -1
-    request, position = place_of(dump, record, at)
+    request, position = place_of(dump, record, at + first + c.first if at >= 0 else at)
     left = expected.reason if expected.rows is not None and len(rows) < len(expected.rows) else ""
     count = len(rows) if expected.rows is None else len(expected.rows)
     message = message_of(v, request, position, expected, len(rows))
@@ -146,7 +190,7 @@ def _checked(
     row = judged(c, what, v, measures, (count, len(rows), left), message, (request, position))
     row = on_grid(row, record, dtype)
     if expected.rows is not None and len(rows) < count:
-        row = replace(row, left=tuple((~expected.rows).nonzero().flatten().tolist()))
+        row = replace(row, left=tuple(((~expected.rows).nonzero().flatten() + (first + c.first)).tolist()))
     if evidence:
         row = replace(row, evidence=evidence)
     if (moved := expected.cache) is not None:
@@ -158,9 +202,6 @@ def _checked(
                        message=expected.only_measured)  # fmt: skip
     if expected.unseen and row.status == PASS:
         return replace(row, status=SKIP, checked=0, unchecked_because=expected.unseen, message=expected.unseen)
-    if row.status == FAIL and c.what.cls == "Attention":
-        why = cause(c.what, expected)
-        row = replace(row, message=f"{row.message}; {why}" if why else row.message)
     if pools is not None:
         pools.add(row, v)
         row = replace(row, smallest=_smallest(v, options.budget.output))

@@ -36,7 +36,8 @@ class Checked:
     "" where it passes; chance: then, the probability that a replay of an honest machine shows as much anywhere, 0.0
     where it is proved. cache: of an attention over a cache of 8 bits, the fields of
     reference.py's CacheRounding. smallest: the relative errors that would have been named at least, of all rows, of a
-    column and of one row (floors/smallest.py), None where no limit was in force."""
+    column and of one row (floors/smallest.py), None where no limit was in force. replayed: runs of the tensor's rows,
+    (first, one behind the last), where a replay left out the others; () where it left out none."""
 
     tap: str
     cls: str
@@ -70,6 +71,7 @@ class Checked:
     cache: tuple[str, float, float, float] | None = None
     left: tuple[int, ...] = ()
     smallest: tuple[float, float, float] | None = None
+    replayed: tuple[tuple[int, int], ...] = ()
 
     @property
     def severity(self) -> float:
@@ -111,5 +113,6 @@ def unchecked(
         "tap": tap, "cls": cls, "role": role, "rank": rank, "step": step, "call": call, "shape": shape, "seq": seq,
         "dtype": dtype, "rows": 0, "checked": 0, "unchecked_because": why, "status": status, "message": why,
         "algorithm": "", "rounding": "", "stored": "", "evidence": "", "habit": "", "tier": "", "left": (),
+        "replayed": (),
     }  # fmt: skip
     return Checked(**empty)
