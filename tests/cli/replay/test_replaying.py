@@ -168,7 +168,8 @@ def test_what_the_comparison_found_is_handed_on_the_worst_first(pair: tuple, tmp
     from vllm_accprobe.comparison.engine import compare
 
     result = compare(pair[0], dump(tmp_path / "worse", 1.2))
-    assert replaying._wishes(result) == {"suspects": ["second"], "failed": [("second", 0, 0)]}
+    places = {"places": ["second/output.0#0"], "taps": ["second"]}
+    assert replaying._wishes(result) == {"suspects": ["second"], "failed": [("second", 0, 0)], **places}
 
 
 def test_dumps_that_are_no_capture_of_a_model_are_not_replayed(tmp_path: Path) -> None:
