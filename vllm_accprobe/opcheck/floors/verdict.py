@@ -216,10 +216,10 @@ def _once_each(
 
 
 def _alike(y: Tensor, u: float) -> Tensor:
-    """How many numbers of its row, itself counted, are within a 256th of a step of each of ``y`` [rows, width], but
+    """How many numbers of its row, itself counted, are within 2**-16 steps of each of ``y`` [rows, width], but
     for a sign: these have one rounding error, so that its variance counts as often squared [Var m d = m**2 Var d]. By
     their first bits: a pair on two sides of such a cell's edge counts as two."""
-    keys = y.abs().contiguous().view(torch.int64) >> max(44 - round(-math.log2(u)), 0)
+    keys = y.abs().contiguous().view(torch.int64) >> max(36 - round(-math.log2(u)), 0)
     keys, order = keys.sort(1)
     group = torch.zeros_like(keys)
     group[:, 1:] = (keys[:, 1:] != keys[:, :-1]).long().cumsum(1)
