@@ -28,6 +28,7 @@ In torch alone, because this file is copied beside the tests that gentest writes
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,7 @@ from vllm_accprobe.opcheck.floors.error_limits import (
     SPREAD,
     SQUARE,
     WEIGHTED,
+    WorstFound,
     proved,
     worst_column,
     worst_element,
@@ -56,6 +58,8 @@ PROVED, BEYOND_CHANCE = "proved", "beyond chance"
 _GRID = 2.0**-12
 """Units from this on are those of a grid of 16 bits or fewer, whose last rounding is half a step; below, the order of
 summation decides, and the unit is a standard error (judge/floor.py: 64 roundings)."""
+_LINES = 4096
+"""Chosen: rows or columns beyond their limits whose equal numbers are counted."""
 _EXPONENT = 0x7FF0_0000_0000_0000
 Tensor = Any  # a torch.Tensor
 
@@ -162,14 +166,16 @@ def judge(
         worst_column(by_column, shared, common, q, n), worst_element(y, d, half, noise, bound, common, planes, q),
     ]  # fmt: skip
     if not few and any(f.value > f.limit for f in found[:2]):
-        many = planes[[WEIGHTED, SPREAD]] * _alike(y, u)
-        by_row = by_row.index_copy(0, torch.tensor([WEIGHTED, SPREAD]), many.sum(2))
-        found[:2] = worst_row(by_row, groups, common, q, width), worst_gain(by_row, groups, common, u, q)
+        found[:2] = _once_each(
+            y, planes, by_row.clone(), u,
+            lambda s: [worst_row(s, groups, common, q, width), worst_gain(s, groups, common, u, q)],
+        )  # fmt: skip
     if not few and found[2].value > found[2].limit:  # equal rows have equal errors, which are not independent
         kept = _distinct(power)
-        sums = planes[:, kept].sum(1)
-        sums[SPREAD] = (planes[SPREAD, kept] * _alike(y[kept].T, u).T).sum(0)
-        found[2] = worst_column(sums, shared, common, q, len(kept))
+        columns = planes[:, kept].transpose(1, 2)
+        found[2:3] = _once_each(
+            y[kept].T, columns, columns.sum(2), u, lambda s: [worst_column(s, shared, common, q, len(kept))]
+        )
     f = max(found, key=lambda f: f.value / f.limit)
     passed = f.value <= f.limit
     beyond = not passed and bound is not None and bool((d.abs() > proved(y, half, bound, power)).any())
@@ -241,11 +247,29 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == 0, 0.0, a / b)
 
 
+def _once_each(
+    y: Tensor, planes: Tensor, sums: Tensor, u: float, ask: Callable[[Tensor], list[WorstFound]]
+) -> list[WorstFound]:
+    """What ``ask`` finds in ``sums`` [8, lines], where equal numbers of a line count as one: line by line, as long as a
+    new one is beyond its limit; the sums are changed. y: [lines, ...], planes: [8, lines, ...]."""
+    known: set[int] = set()
+    while True:
+        found = ask(sums)
+        new = {max(f.row, f.column) for f in found if f.value > f.limit} - known
+        if not new or len(known) > _LINES:
+            return found
+        known |= new
+        for k in new:
+            many = _alike(y[k : k + 1], u)[0]
+            for plane in (WEIGHTED, SPREAD):
+                sums[plane, k] = (planes[plane, k] * many).sum()
+
+
 def _alike(y: Tensor, u: float) -> Tensor:
-    """How many numbers of its row, itself counted, are within a 256th of a step of each of ``y`` [rows, width], but
+    """How many numbers of its row, itself counted, are within 2**-16 steps of each of ``y`` [rows, width], but
     for a sign: these have one rounding error, so that its variance counts as often squared [Var m d = m**2 Var d]. By
     their first bits: a pair on two sides of such a cell's edge counts as two."""
-    keys = y.abs().view(torch.int64) >> max(44 - round(-math.log2(u)), 0)
+    keys = y.abs().contiguous().view(torch.int64) >> max(36 - round(-math.log2(u)), 0)
     keys, order = keys.sort(1)
     group = torch.zeros_like(keys)
     group[:, 1:] = (keys[:, 1:] != keys[:, :-1]).long().cumsum(1)
