@@ -83,9 +83,10 @@ def compare(
         60.0,
         "--replay-seconds",
         min=0.0,
-        max=1e6,
+        show_default=False,
         metavar="S",
-        help="Time for running operators again: what is suspected and what failed first, then some of all. 0: none.",
+        help="Time for running operators again: what is suspected and what failed first, then some of all. 60 where "
+        "not given; 0: none.",
     ),
     weights: Path = typer.Option(
         None,

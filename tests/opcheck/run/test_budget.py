@@ -162,6 +162,17 @@ def test_rows_that_were_left_out_are_not_checked(sides: list[Calls], monkeypatch
     assert last.created == pytest.approx(whole[5].created, rel=1e-6)
 
 
+def test_of_a_request_that_has_ended_nothing_is_held(tmp_path: Path) -> None:
+    calls = write(tmp_path, [[(0, 0, 20)], [(1, 0, 9), (0, 20, 1)], [(1, 9, 1)], [(1, 10, 1)]])
+    held = []
+    chosen = records.Chosen(calls.places(0, "layers.0.attn"), lambda cls: False, 1 << 20)
+    for captured in calls.of(0, "layers.0.attn", chosen=chosen):
+        cache = captured.what.extra["cache"]
+        held.append(sorted(cache._past.written))
+        assert len(list(cache.requests())) == len(calls.dump.rows[0, captured.step, "tokens"].segments)
+    assert held == [[0], [0, 1], [1], [1]]
+
+
 def test_statistics_are_of_what_was_drawn(sides: list[Calls], monkeypatch: pytest.MonkeyPatch) -> None:
     places = {(0, 0): (), (1, 0): ()}
     for drawn, rows in ((None, [220]), (frozenset({(0, 0)}), [100]), (frozenset(), [])):

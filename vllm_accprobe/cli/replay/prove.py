@@ -178,7 +178,7 @@ def _with_left(rows: list[Checked], calls: Calls, ops: list[str], some: bool) ->
 
 
 def _said(done: int, partial: int, of: int, took: float, seconds: float | None) -> str:
-    some = f", of {partial:,} outputs some rows" if partial else ""
+    some = f", and some rows of {partial:,} further outputs," if partial else ""
     why = "interrupted" if seconds is None or took < seconds else f"--replay-seconds {seconds:g}"
-    said = f"{done:,} of {of:,} calls were replayed in {took:.0f} s ({why}){some}"
+    said = f"{done:,} of {of:,} calls{some} were replayed in {took:.0f} s ({why})"
     return f"{said}; the others are compared, not checked: --replay checks all"

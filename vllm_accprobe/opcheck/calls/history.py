@@ -74,6 +74,13 @@ class Past:
             self.known[s.req] = known
             start += s.n
 
+    def forget(self, requests: Iterable[int]) -> None:
+        """Lets go of requests that have no further rows, unless another one has their beginning."""
+        donors = {d for prefix in self.shared.values() for d in prefix.donors}
+        for req in set(requests) - donors:
+            self.written.pop(req, None)
+            self.known.pop(req, None)
+
     def inherit(self, req: int) -> None:
         """Gives ``req`` the beginning that others computed. Where several computed the same part and their values
         differ, it cannot be told which ones the cache kept: it gets none."""

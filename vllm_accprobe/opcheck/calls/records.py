@@ -137,7 +137,14 @@ class Calls(ModuleIndex):
         self.parameters.forget()
         calls = sorted(self.by_tap[rank, tap].items())
         last = len(calls) if chosen is None else self._up_to_last(calls, chosen, past, rank)
+        done: Mapping[Place, Iterable[int]] = {}
+        if past is not None and chosen is not None:
+            done = self._last_rows(calls[:last], rank)
+        before: Iterable[int] = ()
         for (step, n), records in calls[:last]:
+            if past is not None and before:  # what looked back at them has been used by now
+                past.forget(before)
+            before = done.get((step, n), ())
             if chosen is not None and (step, n) not in chosen.places:
                 self._remembered(past, rank, step, records)
                 continue
@@ -184,6 +191,19 @@ class Calls(ModuleIndex):
             spaces = (self._space(rank, step, records) for (step, n), records in calls if (step, n) in chosen.places)
             past.look_at({s.req for space in spaces if space is not None for s in space.segments})
         return last + 1
+
+    def _last_rows(
+        self, calls: Iterable[tuple[tuple[int, int], Mapping[str, Record]]], rank: int
+    ) -> dict[Place, list[int]]:  # fmt: skip
+        """By call: the requests that have no rows in a later one."""
+        last: dict[int, Place] = {}
+        for (step, n), records in calls:
+            space = self._space(rank, step, records)
+            last |= {s.req: (step, n) for s in space.segments} if space is not None else {}
+        found: dict[Place, list[int]] = {}
+        for req, place in last.items():
+            found.setdefault(place, []).append(req)
+        return found
 
     def _space(self, rank: int, step: int, records: Mapping[str, Record]) -> RowSpace | None:
         name = next((r.rows for r in records.values() if r.rows), None)

@@ -100,7 +100,7 @@ def measured_speed() -> Speed:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class RowStretch:
     """Rows [first, stop) of a step's tokens. golden: the same rows there, by step."""
 
     step: int
@@ -235,7 +235,7 @@ class _Choice:
             for stretch in stretches:
                 for tap in taps:
                     self._while(share, tap, stretch)
-        by_step: dict[int, list[Stretch]] = defaultdict(list)
+        by_step: dict[int, list[RowStretch]] = defaultdict(list)
         for s in (*cover, *rest):
             by_step[s.step].append(s)
         for share in (_SHARES[2], 1.0):
@@ -250,11 +250,11 @@ class _Choice:
     def _left(self, share: float) -> bool:
         return self._spent < share * self._most * self._processes
 
-    def _while(self, share: float, tap: str, stretch: Stretch, call: int | None = None) -> None:
+    def _while(self, share: float, tap: str, stretch: RowStretch, call: int | None = None) -> None:
         if self._left(share):
             self._take(tap, stretch, call)
 
-    def _draw(self, stretches: Iterable[Stretch]) -> None:
+    def _draw(self, stretches: Iterable[RowStretch]) -> None:
         """Each for all taps or for none, because their statistics are compared with one another. What there is no time
         for may still be done if there is after all."""
         for stretch in stretches:
@@ -265,7 +265,7 @@ class _Choice:
                 self._take(tap, stretch, None, True, over)
 
     def _take(
-        self, tap: str, stretch: Stretch, call: int | None = None, drawn: bool = False, over: bool = False
+        self, tap: str, stretch: RowStretch, call: int | None = None, drawn: bool = False, over: bool = False
     ) -> None:  # fmt: skip
         """Adds the calls of a tap in a stretch, of both sides."""
         for key in self._by_tap[tap]:
@@ -315,7 +315,7 @@ class _Choice:
             tasks.append(Task(*key, {p: _joined(r) for p, r in sorted(places.items())}, frozenset()))
         return ReplayPlan(tasks, calls, of, self._planned / self._processes, False)
 
-    def _stretches(self) -> tuple[list[Stretch], list[Stretch]]:
+    def _stretches(self) -> tuple[list[RowStretch], list[RowStretch]]:
         """(those that bring in everything, the others) of mine's steps, in the order in which they are drawn."""
         size = STRETCH
         while True:
@@ -331,7 +331,7 @@ class _Choice:
                 break
             size //= 2
         left = set().union(*(s.brings for s in found)) if found else set()
-        cover: list[Stretch] = []
+        cover: list[RowStretch] = []
         while left:
             best = max(found, key=lambda s: (len(s.brings & left), s.step != 0, -(s.stop - s.first)))
             if not best.brings & left:
@@ -358,7 +358,7 @@ def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
     return tuple(out)
 
 
-def stretches(sides: Sequence[Calls], size: int) -> Iterator[Stretch]:
+def stretches(sides: Sequence[Calls], size: int) -> Iterator[RowStretch]:
     """The rows of mine (the last side) that have a place in a request, ``size`` at most at a time, with golden's."""
     labels = _labels([side.dump for side in sides])
     there: dict[tuple[int, int], tuple[int, int]] = {}
@@ -375,7 +375,7 @@ def stretches(sides: Sequence[Calls], size: int) -> Iterator[Stretch]:
                 if key in there:
                     other, row = there[key]
                     golden[other].append((row, row + 1))
-            yield Stretch(step, a, b, {s: _joined(r) for s, r in golden.items()}, _brings(space, a, b))
+            yield RowStretch(step, a, b, {s: _joined(r) for s, r in golden.items()}, _brings(space, a, b))
 
 
 def _labels(dumps: Sequence[Any]) -> list[dict[tuple[int, int], int]]:
