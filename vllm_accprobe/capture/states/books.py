@@ -42,7 +42,7 @@ _BACKENDS = frozenset((
     "cpu_attn", "flash_attn", "triton_attn", "mamba_attn", "mamba1_attn", "mamba2_attn", "gdn_attn", "linear_attn",
     "short_conv_attn",
 ))  # fmt: skip
-"""vLLM's backends whose metadata mean, row by row and request by request, what the scheduler has said (read in 0.32)."""
+"""vLLM's backends whose metadata mean what the scheduler has said, row by row and request by request (read in 0.32)."""
 _EMPTY = np.empty(0, np.int64)
 
 
