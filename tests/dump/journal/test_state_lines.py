@@ -86,6 +86,6 @@ def test_a_hit_says_who_reads_what_of_whom() -> None:
     how = "request 'b' (adapter a2) reads blocks 0-1 (positions 0 to 63), which request 'a' (adapter a1) wrote"
     found = StateFinding(8, "foreign", "kv", 0, "", 4, 1, "b", how, None, 0, 63, "a", first="layers.0.attn")
     assert sentence(found) == f"a prefix hit of another context: step 8, all 4 layers of cache group 0: {how}"
-    half = StateFinding(1, "unwritten", "state", 0, "layers.0.mixer", 3, 1, "a", "it was not written", part="conv state")
+    half = StateFinding(1, "unwritten", "state", 0, "layers.0.mixer", 3, 1, "a", "not written", part="conv state")
     assert "layer layers.0.mixer (conv state) and 2 more, block 1" in sentence(half)
     assert FINDING.from_line(FINDING.to_line(half)) == half
